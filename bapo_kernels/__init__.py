@@ -1,0 +1,26 @@
+"""Fused kernels for the BAPO policy loss (arXiv 2510.18927)."""
+
+from . import debug, reference
+from .backends import available_backends
+from .bounds import ContributionHistogram, find_clip_bounds
+from .config import BAPOConfig
+from .functional import bapo_loss, bapo_loss_from_log_probs, log_probs
+from .modules import BAPOLoss
+from .output import BAPOOutput, ClipBounds
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BAPOConfig",
+    "BAPOLoss",
+    "BAPOOutput",
+    "ClipBounds",
+    "ContributionHistogram",
+    "available_backends",
+    "bapo_loss",
+    "bapo_loss_from_log_probs",
+    "debug",
+    "find_clip_bounds",
+    "log_probs",
+    "reference",
+]

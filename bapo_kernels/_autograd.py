@@ -1,0 +1,114 @@
+"""Autograd around gradients that are made in forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._ops import ops
+
+
+class _PrecomputedGradient(torch.autograd.Function):
+    """A loss whose gradients are known: backward multiplies them by the incoming gradient.
+
+    They are scaled in place and handed over, so there is one backward; autograd then keeps a
+    gradient without a copy, because nothing else holds it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.count = count
+        ctx.gradients = tensors[count:]
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the gradient of this loss was handed over in its first backward; "
+                "call the loss again instead of backward with retain_graph=True"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            ops.scale_(gradient, dloss)
+        return (None, None, *gradients, *(None for _ in range(ctx.count)))
+
+
+def attach(loss: Tensor, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> Tensor:
+    """``loss`` with d loss / d inputs = ``gradients``, which it takes over."""
+    result: Tensor = _PrecomputedGradient.apply(loss, len(inputs), *inputs, *gradients)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Overwritten(torch.autograd.Function):
+    """Tells autograd that a tensor holds something else now, of which there is no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor) -> Tensor:
+        raise RuntimeError(
+            "logits were overwritten with their gradient (inplace=True) and then used again"
+        )
+
+
+def mark_overwritten(logits: Tensor) -> None:
+    """Makes every later use of ``logits`` in a backward raise."""
+    _Overwritten.apply(logits)  # type: ignore[no-untyped-call]
+
+
+class LogProbs(torch.autograd.Function):
+    """``(log_probs, entropy)`` of rows; backward recomputes the softmax from the saved sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        live: Tensor,
+        transform: tuple[float, float, float | None],
+    ) -> tuple[Tensor, Tensor]:
+        N = labels.numel()
+        log_probs = logits.new_empty(N, dtype=torch.float32)
+        entropy = torch.empty_like(log_probs)
+        stats = logits.new_empty((N, 2), dtype=torch.float32)
+        no_policy = (None,) * 6 + (0.0,) * 4 + (None, 0.0, 0, 0.0)
+        ops.row_pass(
+            logits, labels, live, *no_policy, *transform, log_probs, entropy, stats, None, None
+        )
+        ctx.save_for_backward(logits, labels, live, stats, entropy)
+        ctx.transform = transform
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        logits, labels, live, stats, entropy = ctx.saved_tensors
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+        def of_live(gradient: Tensor | None) -> Tensor | None:
+            return None if gradient is None else torch.where(live, gradient, 0.0)
+
+        dlog_probs = of_live(dlog_probs)
+        ops.row_gradient(
+            logits,
+            labels,
+            stats,
+            entropy,
+            torch.zeros_like(entropy) if dlog_probs is None else dlog_probs,
+            of_live(dentropy),
+            None,
+            *ctx.transform,
+            dlogits,
+        )
+        return dlogits, None, None, None

@@ -1,0 +1,80 @@
+"""Every operator's schema and its fake implementation.
+
+All operators write into tensors the caller allocated, so a fake has nothing to compute. Kernels
+are registered under these names by the native library.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "bapo_kernels"
+
+_TRANSFORM = "float temperature, float logit_scale, float? softcap"
+_POLICY = "float? clip_ratio_c, float kl_loss_coef, int kl_loss_type, float entropy_coef"
+_GRIDS = (
+    "float lower_start, float lower_max, float lower_step, "
+    "float upper_start, float upper_max, float upper_step"
+)
+_ROW_PASS = (
+    "Tensor labels, Tensor live, Tensor? old_log_probs, Tensor? advantages, Tensor? weights, "
+    "Tensor? rollout_is_weights, Tensor? ref_log_probs, Tensor? bounds, float lower_start, "
+    f"float lower_max, float upper_start, float upper_max, {_POLICY}, {_TRANSFORM}, "
+    "Tensor(b!) log_probs, Tensor(c!) entropy, Tensor(d!) stats"
+)
+_ROW_GRADIENT = (
+    "Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, "
+    f"Tensor? only, {_TRANSFORM}"
+)
+
+SCHEMAS = {
+    # One look at each live row: log-prob, entropy and (maximum, sum); with dlogits the gradient of
+    # every row that no admissible bounds could change, the others marked undecided.
+    "row_pass": f"Tensor logits, {_ROW_PASS}, Tensor(e!)? dlogits, Tensor(f!)? undecided",
+    "row_pass_": f"Tensor(a!) logits, {_ROW_PASS}, Tensor(f!)? undecided",
+    # Gradient of the logits from the gradients of log-probs and entropy, in all rows or in some.
+    "row_gradient": f"Tensor logits, {_ROW_GRADIENT}, Tensor(a!) dlogits",
+    "row_gradient_": f"Tensor(a!) logits, {_ROW_GRADIENT}",
+    # Adds N at every point of the lower grid, then P at every point of the upper grid.
+    "contributions": (
+        "Tensor log_probs, Tensor live, Tensor? old_log_probs, Tensor advantages, "
+        f"Tensor? rollout_log_probs, {_GRIDS}, bool uniform_weight, bool gradient, "
+        "Tensor(a!) table"
+    ),
+    # Bounds at which Algorithm 1 stops; shares = (P, N) there and (P, N) at the start.
+    "solve": (
+        f"Tensor table, {_GRIDS}, float target, bool ratio_target, bool upper_first, "
+        "Tensor(a!) bounds, Tensor(b!) shares"
+    ),
+    # Loss and metrics of tokens, and the gradients of log-probs and entropy.
+    "policy": (
+        "Tensor log_probs, Tensor? entropy, Tensor live, Tensor? old_log_probs, "
+        "Tensor advantages, Tensor weights, Tensor? rollout_is_weights, Tensor? ref_log_probs, "
+        "Tensor? rollout_log_probs, Tensor bounds, Tensor? shares, float lower_start, "
+        "float upper_start, bool uniform_weight, bool gradient, float target, "
+        f"bool ratio_target, {_POLICY}, Tensor(a!) report, Tensor(b!)? dlog_probs, "
+        "Tensor(c!)? dentropy"
+    ),
+    # x *= factor, which leaves at once if the factor is 1.
+    "scale_": "Tensor(a!) x, Tensor factor",
+}
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _fake(*args: object) -> None:
+    return None
+
+
+def _scale_cpu(x: Tensor, factor: Tensor) -> None:
+    if factor.item() != 1:
+        x.mul_(factor)
+
+
+for _name, _arguments in SCHEMAS.items():
+    _library.define(f"{_name}({_arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+_library.impl("scale_", _scale_cpu, "CPU")
+
+ops = getattr(torch.ops, NAMESPACE)

@@ -1,0 +1,58 @@
+"""``loss_agg_mode`` as a weight a token, known before any logit is read."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import BAPOConfig
+
+
+def sequence_index(cu_seqlens: Tensor, N: int) -> Tensor:
+    """The sequence of each of ``N`` packed tokens; the number of sequences behind the last one."""
+    positions = torch.arange(N, device=cu_seqlens.device)
+    return torch.bucketize(positions, cu_seqlens[1:].long(), right=True)
+
+
+def token_weights(
+    live: Tensor,
+    config: BAPOConfig,
+    *,
+    cu_seqlens: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
+) -> Tensor:
+    """Weights with which token losses add up to the loss, as verl's ``agg_loss`` does.
+
+    Args:
+        live: bool ``[B, S]``, or ``[N]`` (with ``cu_seqlens`` in the sequence modes).
+
+    Returns:
+        float64, shape of ``live``; masked tokens have weight 0.
+    """
+    mode = config.loss_agg_mode
+    weights = live.double() * dp_size
+    if mode == "token-sum":
+        return weights
+    if mode == "token-mean":
+        return weights / (live.sum().clamp(min=1) if batch_num_tokens is None else batch_num_tokens)
+
+    if cu_seqlens is None:
+        counts = counts_of_token = live.sum(-1, keepdim=True)
+    else:
+        running = F.pad(live.cumsum(0), (1, 0))
+        counts = running[cu_seqlens.long()].diff()
+        sequence = sequence_index(cu_seqlens, live.numel())
+        inside = sequence < counts.numel()
+        counts_of_token = F.pad(counts, (0, 1))[sequence]
+        weights = torch.where(inside, weights, 0.0)
+    if global_batch_size is None:
+        global_batch_size = (counts > 0).sum().clamp(min=1)
+    weights = weights / global_batch_size
+    if mode == "seq-mean-token-mean":
+        weights = weights / counts_of_token.clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        weights = weights / (config.loss_scale_factor or live.shape[-1])
+    return weights

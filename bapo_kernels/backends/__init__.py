@@ -1,0 +1,50 @@
+"""The backends: which can run here, why the others cannot, and the choice between them."""
+
+from __future__ import annotations
+
+import torch
+
+from . import native
+
+NAMES = ("cuda", "triton", "cpu", "reference")
+
+
+def available_backends() -> dict[str, str | None]:
+    """Backends in order of preference: ``None`` if one can run here, else the reason why not."""
+    return {
+        "cuda": native.why_no_cuda(),
+        "triton": "not part of this version",
+        "cpu": native.why_no_cpu(),
+        "reference": None,
+    }
+
+
+def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
+    """The backend for ``tensor``, an argument called ``name``.
+
+    Raises:
+        ValueError: the named backend is unknown or cannot run on this tensor.
+    """
+    if backend is None:
+        return next(n for n in NAMES if why_not(n, tensor, name) is None)
+    if backend not in NAMES:
+        raise ValueError(f"backend must be None or one of {list(NAMES)}, got {backend!r}")
+    reason = why_not(backend, tensor, name)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot run: {reason}")
+    return backend
+
+
+def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
+    """Why a backend cannot run on ``tensor``, or ``None``."""
+    if backend == "reference":
+        return None
+    reason = available_backends()[backend]
+    if reason is not None:
+        return reason
+    device = "cpu" if backend == "cpu" else "cuda"
+    if tensor.device.type != device:
+        return f"{name} must be on a {device} device, got {tensor.device}"
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}"
+    return None

@@ -1,0 +1,232 @@
+"""The search for the clip bounds: one pass over the tokens, one tiny solve, no host read.
+
+P and N only matter at the points of two grids known beforehand. The table of N at every lower
+point and P at every upper point adds up over chunks, micro-batches and ranks, and tells the first
+point at which Algorithm 1 of the paper stops.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import reference
+from ._ops import ops
+from .backends import choose
+from .config import RATIO_EPS, BAPOConfig
+from .inputs import TokenInputs, token_inputs
+from .output import ClipBounds
+
+
+class ContributionHistogram:
+    """Contributions of many tokens to the search, gathered call by call.
+
+    Scope *step*: ``update`` with the log-probs of every micro-batch of an optimizer step, ``solve``
+    once, pass the result as ``bounds=`` to every call. Scope *lagged*: ``update`` with what the
+    calls of this step return, ``solve`` for the next one. Nothing is read on the host.
+
+    Args:
+        config: grids, token weight and contribution of the search.
+        device: where the sums are kept; default: the device of the first update.
+    """
+
+    def __init__(
+        self, config: BAPOConfig | None = None, device: torch.device | str | None = None
+    ) -> None:
+        self.config = config or BAPOConfig()
+        self.table: Tensor | None = None if device is None else empty_table(self.config, device)
+
+    @torch.no_grad()
+    def update(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        advantages: Tensor,
+        response_mask: Tensor | None = None,
+        *,
+        rollout_log_probs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> ContributionHistogram:
+        """Adds the tokens of one call. Shapes as in :func:`bapo_loss_from_log_probs`."""
+        tokens = token_inputs(
+            log_probs,
+            "log_probs",
+            self.config,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            response_mask=response_mask,
+            rollout_log_probs=rollout_log_probs,
+            cu_seqlens=cu_seqlens,
+        )
+        if self.table is None:
+            self.table = empty_table(self.config, log_probs.device)
+        backend = choose(None, log_probs, "log_probs")
+        add_contributions(backend, self.table, log_probs.detach().reshape(-1), tokens, self.config)
+        return self
+
+    @torch.no_grad()
+    def solve(
+        self, config: BAPOConfig | None = None, process_group: dist.ProcessGroup | None = None
+    ) -> ClipBounds:
+        """The bounds for all tokens so far, those of the ranks of ``process_group`` included.
+
+        Args:
+            config: default: the one of the histogram; it may differ in target and order only.
+            process_group: every rank of it must call; one of them may have no tokens.
+        """
+        config = config or self.config
+        for name in _TABLE_FIELDS:
+            mine, other = getattr(self.config, name), getattr(config, name)
+            if mine != other:
+                raise ValueError(
+                    f"config.{name} must be that of the histogram ({mine!r}), got {other!r}"
+                )
+        if self.table is None:
+            self.table = empty_table(self.config, torch.get_default_device())
+        table = self.table.clone()
+        bounds, _ = search(table, config, process_group)
+        return ClipBounds(*bounds.unbind())
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        if self.table is not None:
+            self.table.zero_()
+
+
+_TABLE_FIELDS = (
+    "ratio_lower_start",
+    "ratio_lower_max",
+    "ratio_lower_step",
+    "ratio_upper_start",
+    "ratio_upper_max",
+    "ratio_upper_step",
+    "token_weight",
+    "contribution",
+)
+
+
+def find_clip_bounds(
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None = None,
+    *,
+    config: BAPOConfig | None = None,
+    rollout_log_probs: Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> ClipBounds:
+    """The bounds at which the paper's loop stops (Algorithm 1), in one pass over the tokens.
+
+    Args:
+        log_probs, old_log_probs: ``[...]`` floating point; ``old_log_probs=None`` is on-policy.
+        advantages: ``[...]``, or ``[B]`` for log-probs ``[B, S]``.
+        response_mask: ``[...]`` bool, int or float; zero is masked. Masked entries may hold
+            anything.
+        config: grids, order, target.
+        rollout_log_probs: ``[...]``, weight of a token; default: ``old_log_probs``.
+        process_group: searches over the tokens of all its ranks, by one all-reduce.
+
+    Returns:
+        0-dim float32 tensors on the device of ``log_probs``. Not finite input at an unmasked token
+        leaves the start bounds.
+    """
+    histogram = ContributionHistogram(config)
+    histogram.update(
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask,
+        rollout_log_probs=rollout_log_probs,
+    )
+    return histogram.solve(process_group=process_group)
+
+
+def grids(config: BAPOConfig) -> tuple[float, ...]:
+    """Start, maximum and step of both grids, as the operators take them."""
+    return (
+        config.ratio_lower_start,
+        config.ratio_lower_max,
+        config.ratio_lower_step,
+        config.ratio_upper_start,
+        config.ratio_upper_max,
+        config.ratio_upper_step,
+    )
+
+
+def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
+    """float64 zeros: N at every point of the lower grid, then P at every point of the upper."""
+    points = len(config.lower_grid) + len(config.upper_grid)
+    return torch.zeros(points, dtype=torch.float64, device=device)
+
+
+def add_contributions(
+    backend: str, table: Tensor, log_probs: Tensor, tokens: TokenInputs, config: BAPOConfig
+) -> None:
+    """Adds flat tokens to the table."""
+    if backend == "reference":
+        contributions = reference.Contributions(
+            config, log_probs, tokens.old, tokens.advantages, tokens.live, tokens.rollout
+        )
+        N = [contributions.negative(point) for point in config.lower_grid]
+        P = [contributions.positive(point) for point in config.upper_grid]
+        table += torch.stack(N + P)
+        return
+    ops.contributions(
+        log_probs.float(),
+        tokens.live,
+        tokens.old,
+        tokens.advantages,
+        tokens.rollout,
+        *grids(config),
+        config.token_weight == "uniform",
+        config.contribution == "gradient",
+        table,
+    )
+
+
+def search(
+    table: Tensor, config: BAPOConfig, process_group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """Bounds as float32 ``[2]``, and float64 ``[4]``: P and N there, P and N at the start.
+
+    With a group the table becomes the sum over its ranks.
+    """
+    if process_group is not None:
+        dist.all_reduce(table, group=process_group)
+    if choose(None, table.new_empty(0, dtype=torch.float32), "table") == "reference":
+        return _search_with_tensor_ops(table, config)
+    bounds = torch.empty(2, dtype=torch.float32, device=table.device)
+    shares = torch.empty(4, dtype=torch.float64, device=table.device)
+    ops.solve(
+        table,
+        *grids(config),
+        config.target,
+        config.target_kind == "ratio",
+        config.raise_first == "upper",
+        bounds,
+        shares,
+    )
+    return bounds, shares
+
+
+def _search_with_tensor_ops(table: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
+    lower, upper = config.lower_grid, config.upper_grid
+    N, P = table.split([len(lower), len(upper)])
+    points = table.new_tensor(lower + upper)
+    if config.raise_first == "upper":
+        visits = [(0, j) for j in range(len(upper))]
+        visits += [(i, len(upper) - 1) for i in range(1, len(lower))]
+    else:
+        visits = [(i, 0) for i in range(len(lower))]
+        visits += [(len(lower) - 1, j) for j in range(1, len(upper))]
+    i, j = torch.tensor(visits, device=table.device).unbind(1)
+    if config.target_kind == "ratio":
+        quantity = torch.where(N[i] <= 0, torch.inf, P[j] / (N[i] + RATIO_EPS))
+    else:
+        quantity = torch.where(P[j] + N[i] == 0, torch.inf, P[j] / (P[j] + N[i]))
+    met = ~(quantity < config.target)
+    met[-1] = True
+    stop = met.int().argmax()
+    bounds = torch.stack([points[: len(lower)][i[stop]], points[len(lower) :][j[stop]]])
+    return bounds.float(), torch.stack([P[j[stop]], N[i[stop]], P[0], N[0]])

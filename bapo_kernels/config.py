@@ -1,0 +1,199 @@
+"""The options of the loss, validated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+IGNORE_INDEX = -100
+LOG_RATIO_LIMIT = 20.0
+RATIO_EPS = 1e-8
+MAX_GRID_POINTS = 1024
+
+KL_LOSS_TYPES = {"k1": 0, "k2": 1, "k3": 2, "low_var_kl": 2}  # as in csrc/policy_math.h
+
+TargetKind = Literal["share", "ratio"]
+RaiseFirst = Literal["upper", "lower"]
+TokenWeight = Literal["rollout_prob", "uniform"]
+Contribution = Literal["surrogate", "gradient"]
+KLLossType = Literal["k1", "k2", "k3", "low_var_kl"]
+LossAggMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+]
+
+_CHOICES: dict[str, Collection[str]] = {
+    "target_kind": ("share", "ratio"),
+    "raise_first": ("upper", "lower"),
+    "token_weight": ("rollout_prob", "uniform"),
+    "contribution": ("surrogate", "gradient"),
+    "kl_loss_type": tuple(KL_LOSS_TYPES),
+    "loss_agg_mode": (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "seq-mean-token-mean",
+    ),
+}
+
+
+def bound_grid(start: float, maximum: float, step: float) -> list[float]:
+    """The values a bound visits, by the same repeated float64 addition as the paper's loop.
+
+    The last step is cut at ``maximum``; a step of 0 means that the bound does not move.
+    """
+    points = [start]
+    while step > 0 and points[-1] < maximum:
+        points.append(min(points[-1] + step, maximum))
+    return points
+
+
+@dataclass(frozen=True)
+class BAPOConfig:
+    """Options of Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927).
+
+    The defaults are the paper's (Eq. 8, Algorithm 1); :meth:`recipe` is the authors' published
+    code, which differs from it, and :meth:`fixed` is PPO/GRPO/DAPO clipping without a search.
+
+    Bounds are bounds of the probability ratio (0.8, 1.2), never epsilons around 1.
+
+    Args:
+        ratio_lower_start, ratio_lower_max, ratio_lower_step: grid of the lower bound, c_low.
+        ratio_upper_start, ratio_upper_max, ratio_upper_step: grid of the upper bound, c_high.
+        target: the search stops at the first bounds whose tested quantity is not below it.
+        target_kind: tested quantity; ``"share"`` is P/(P+N), ``"ratio"`` is P/(N + 1e-8), where
+            P and N are the contributions of the tokens of positive and negative advantage.
+        raise_first: which bound goes to its maximum before the other one moves.
+        token_weight: weight of a token in P and N: its probability under the rollout policy
+            (``rollout_log_probs`` if given, else ``old_log_probs``), or 1.
+        contribution: ``"surrogate"`` counts ``A*min(r, c_high)`` and ``|A|*max(r, c_low)`` (the
+            paper); ``"gradient"`` counts only tokens whose gradient is not clipped, which is
+            *not* the paper's formula.
+        clip_ratio_c: dual clip, the largest loss of a negative token is ``|A|*clip_ratio_c``.
+        loss_agg_mode: verl's aggregation modes.
+        loss_scale_factor: divisor of ``"seq-mean-token-sum-norm"``; default: the padded length.
+        kl_loss_coef, kl_loss_type: penalty towards ``ref_log_probs``; ``"low_var_kl"`` is ``"k3"``.
+        entropy_coef: weight of the entropy bonus.
+        temperature, logit_scale, final_logit_softcapping: logits enter the softmax as
+            ``softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
+
+    Raises:
+        ValueError: a value breaks its rule; the message has name, rule and value.
+    """
+
+    ratio_lower_start: float = 0.6
+    ratio_lower_max: float = 0.9
+    ratio_lower_step: float = 0.02
+    ratio_upper_start: float = 1.2
+    ratio_upper_max: float = 3.0
+    ratio_upper_step: float = 0.05
+    target: float = 0.4
+    target_kind: TargetKind = "share"
+    raise_first: RaiseFirst = "upper"
+    token_weight: TokenWeight = "rollout_prob"
+    contribution: Contribution = "surrogate"
+    clip_ratio_c: float | None = None
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_factor: float | None = None
+    kl_loss_coef: float = 0.0
+    kl_loss_type: KLLossType = "low_var_kl"
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def paper(cls, **options: Any) -> BAPOConfig:
+        """The paper's formula and ranges (the defaults)."""
+        return cls(**options)
+
+    @classmethod
+    def recipe(cls, **options: Any) -> BAPOConfig:
+        """The authors' published code: ratio target, no token weight, lower bound first."""
+        preset: dict[str, Any] = dict(
+            ratio_lower_max=0.8,
+            ratio_lower_step=0.05,
+            ratio_upper_max=2.0,
+            target=1.0,
+            target_kind="ratio",
+            raise_first="lower",
+            token_weight="uniform",
+            clip_ratio_c=3.0,
+        )
+        return cls(**(preset | options))
+
+    @classmethod
+    def fixed(cls, lower: float, upper: float, **options: Any) -> BAPOConfig:
+        """Fixed bounds, no search: PPO and GRPO at (0.8, 1.2), DAPO at (0.8, 1.28)."""
+        preset: dict[str, Any] = dict(
+            ratio_lower_start=lower,
+            ratio_lower_max=lower,
+            ratio_upper_start=upper,
+            ratio_upper_max=upper,
+            target=0.0,
+        )
+        return cls(**(preset | options))
+
+    @property
+    def lower_grid(self) -> list[float]:
+        """Values of the lower bound, ascending."""
+        return bound_grid(self.ratio_lower_start, self.ratio_lower_max, self.ratio_lower_step)
+
+    @property
+    def upper_grid(self) -> list[float]:
+        """Values of the upper bound, ascending."""
+        return bound_grid(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            _require(getattr(self, name) in choices, name, f"one of {sorted(choices)}", self)
+        for name in ("kl_loss_coef", "entropy_coef"):
+            _require(_finite(getattr(self, name)), name, "a finite number", self)
+        for name in ("temperature", "logit_scale"):
+            value = getattr(self, name)
+            _require(_finite(value) and value > 0, name, "finite and > 0", self)
+        for name in ("final_logit_softcapping", "loss_scale_factor"):
+            value = getattr(self, name)
+            ok = value is None or (_finite(value) and value > 0)
+            _require(ok, name, "None, or finite and > 0", self)
+        c = self.clip_ratio_c
+        _require(
+            c is None or (_finite(c) and c > 1), "clip_ratio_c", "None, or finite and > 1", self
+        )
+        self._check_search()
+
+    def _check_search(self) -> None:
+        for side in ("lower", "upper"):
+            start, maximum, step = (f"ratio_{side}_{part}" for part in ("start", "max", "step"))
+            value = getattr(self, start)
+            _require(_finite(value) and value >= 0, start, "finite and >= 0", self)
+            rule = f"finite and >= {start} ({value})"
+            ok = _finite(getattr(self, maximum)) and getattr(self, maximum) >= value
+            _require(ok, maximum, rule, self)
+            ok = _finite(getattr(self, step)) and getattr(self, step) >= 0
+            _require(ok, step, "finite and >= 0", self)
+            if getattr(self, step) > 0:
+                steps = (getattr(self, maximum) - value) / getattr(self, step)
+                rule = f"large enough for at most {MAX_GRID_POINTS} grid points"
+                _require(steps < MAX_GRID_POINTS - 1, step, rule, self)
+        rule = f"<= ratio_upper_start ({self.ratio_upper_start})"
+        _require(self.ratio_lower_max <= self.ratio_upper_start, "ratio_lower_max", rule, self)
+        if self.target_kind == "share":
+            _require(_finite(self.target) and 0 <= self.target <= 1, "target", "in [0, 1]", self)
+        else:
+            _require(_finite(self.target) and self.target >= 0, "target", "finite and >= 0", self)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _require(ok: bool, name: str, rule: str, config: BAPOConfig) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {rule}, got {getattr(config, name)!r}")

@@ -1,0 +1,459 @@
+"""The public functions: check, choose the backend, run its kernels, attach the gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import reference
+from ._autograd import LogProbs, attach, mark_overwritten
+from ._ops import ops
+from .backends import choose
+from .bounds import add_contributions, empty_table, search
+from .config import IGNORE_INDEX, KL_LOSS_TYPES, BAPOConfig
+from .inputs import (
+    TokenInputs,
+    bounds_tensor,
+    check_floating,
+    check_logits,
+    check_options,
+    require,
+    token_inputs,
+)
+from .output import REPORT, BAPOOutput, ClipBounds
+
+Statistics = Literal["all", "live"]
+
+
+def bapo_loss(
+    logits: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None = None,
+    *,
+    config: BAPOConfig | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
+    backend: str | None = None,
+    inplace: bool = False,
+    statistics: Statistics = "all",
+    cu_seqlens: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
+) -> BAPOOutput:
+    """BAPO policy loss of logits, bounds searched and gradient made in one pass (Eq. 8, Alg. 1).
+
+    With ``x = transform(z)/temperature``, ``logp = x_label - logsumexp(x)`` and
+    ``r = exp(clamp(logp - old_log_prob, -20, 20))``, a token's loss is
+    ``-min(r*A, clip(r, c_low, c_high)*A)``, at most ``-A*clip_ratio_c`` for A < 0 (dual clip),
+    times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*H``; the tokens are aggregated
+    by ``config.loss_agg_mode``.
+
+    Args:
+        logits: ``[..., V]`` float32, bfloat16 or float16 (float64 on the reference backend), any
+            row strides. ``-inf`` forbids a token.
+        labels: ``[...]`` integers, aligned with the rows; -100 is a masked token.
+        old_log_probs: ``[...]``, of the policy that the update starts from; ``None``: on-policy.
+        advantages: ``[...]``, or one a sequence.
+        response_mask: ``[...]`` bool, int or float; 0 is masked. Masked entries of every argument
+            may hold anything.
+        config: options of the loss and the search; default: the paper's.
+        bounds: clip bounds to use instead of a search (:class:`ContributionHistogram`).
+        backend: ``"cuda"``, ``"triton"``, ``"cpu"``, ``"reference"``; default: the first that runs.
+        inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
+        statistics: ``"all"``: log-probs, entropy and metrics cover every unmasked token;
+            ``"live"``: tokens that cannot change the loss are not computed. Same gradient.
+        cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens.
+        rollout_log_probs: ``[...]``, token weights of the search; default: ``old_log_probs``.
+        rollout_is_weights: ``[...]``, factor of the policy term.
+        ref_log_probs: ``[...]``, reference policy of the KL term.
+        batch_num_tokens, global_batch_size, dp_size: global normalisers, as in verl.
+        process_group: search over the tokens of all its ranks (one all-reduce).
+        vocab_group: not supported yet.
+
+    Returns:
+        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
+            the device knows (a label outside of the vocabulary, NaN logits, a non-finite old
+            log-prob) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
+    """
+    config = config or BAPOConfig()
+    check_logits(logits, labels)
+    check_options(statistics, vocab_group)
+    backend = choose(backend, logits, "logits")
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if inplace:
+        _check_inplace(logits, needs_gradient)
+    options: dict[str, Any] = dict(
+        cu_seqlens=cu_seqlens,
+        rollout_log_probs=rollout_log_probs,
+        rollout_is_weights=rollout_is_weights,
+        ref_log_probs=ref_log_probs,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+        dp_size=dp_size,
+    )
+    tokens = token_inputs(
+        labels,
+        "labels",
+        config,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
+        **options,
+    )
+    given = None if bounds is None else bounds_tensor(bounds, labels)
+    if backend == "reference":
+        source = logits.detach().clone().requires_grad_() if inplace else logits
+        with torch.set_grad_enabled(inplace or torch.is_grad_enabled()):
+            output = reference.bapo_loss(
+                source,
+                labels,
+                old_log_probs,
+                advantages,
+                response_mask,
+                config=config,
+                bounds=None if given is None else ClipBounds(*given.unbind()),
+                statistics=statistics,
+                process_group=process_group,
+                **options,
+            )
+        if not inplace:
+            return output
+        (dlogits,) = torch.autograd.grad(output.loss, source)
+        dlogits = logits.detach().copy_(dlogits)
+        output = output._replace(loss=output.loss.detach())
+    else:
+        with torch.no_grad():
+            output, dlogits = _fused_loss(
+                logits.detach(),
+                labels,
+                tokens,
+                config,
+                given,
+                _counted(tokens, config, statistics),
+                needs_gradient or inplace,
+                inplace,
+                process_group,
+            )
+        if statistics == "all":
+            output.metrics.pop("live_tokens")
+    if needs_gradient:
+        output = output._replace(loss=attach(output.loss, (logits,), (dlogits,)))
+    if inplace:
+        mark_overwritten(logits)
+    return output
+
+
+def bapo_loss_from_log_probs(
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None = None,
+    *,
+    entropy: Tensor | None = None,
+    config: BAPOConfig | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
+    backend: str | None = None,
+    statistics: Statistics = "all",
+    cu_seqlens: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+) -> BAPOOutput:
+    """:func:`bapo_loss` of log-probs that were computed elsewhere (verl, TRL, OpenRLHF).
+
+    Args:
+        log_probs: ``[...]`` floating point, of the labels under the current policy.
+        entropy: ``[...]``, needed where ``config.entropy_coef`` is not 0.
+
+    Everything else is as in :func:`bapo_loss`; the loss has the gradients of ``log_probs`` and
+    ``entropy``, in their dtypes.
+    """
+    config = config or BAPOConfig()
+    check_floating("log_probs", log_probs)
+    check_options(statistics, None)
+    rule = "be given when config.entropy_coef is not 0"
+    require(entropy is not None or not config.entropy_coef, "entropy", rule, None)
+    if entropy is not None:
+        check_floating("entropy", entropy)
+        rule = f"have the shape of log_probs {tuple(log_probs.shape)}"
+        require(entropy.shape == log_probs.shape, "entropy", rule, tuple(entropy.shape))
+    backend = choose(backend, log_probs, "log_probs")
+    options: dict[str, Any] = dict(
+        cu_seqlens=cu_seqlens,
+        rollout_log_probs=rollout_log_probs,
+        rollout_is_weights=rollout_is_weights,
+        ref_log_probs=ref_log_probs,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+        dp_size=dp_size,
+    )
+    tokens = token_inputs(
+        log_probs,
+        "log_probs",
+        config,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
+        **options,
+    )
+    given = None if bounds is None else bounds_tensor(bounds, log_probs)
+    if backend == "reference":
+        return reference.bapo_loss_from_log_probs(
+            log_probs,
+            old_log_probs,
+            advantages,
+            response_mask,
+            entropy=entropy,
+            config=config,
+            bounds=None if given is None else ClipBounds(*given.unbind()),
+            statistics=statistics,
+            process_group=process_group,
+            **options,
+        )
+    counted = _counted(tokens, config, statistics)
+    with torch.no_grad():
+        flat_log_probs = log_probs.detach().float().reshape(-1).contiguous()
+        flat_entropy = None
+        if entropy is not None:
+            flat_entropy = entropy.detach().float().reshape(-1).contiguous()
+        output, dlog_probs, dentropy = _policy(
+            flat_log_probs, flat_entropy, counted, tokens, config, given, process_group
+        )
+        output = _shaped(output, log_probs.shape, tokens.live, counted)
+    if statistics == "all":
+        output.metrics.pop("live_tokens")
+    inputs, gradients = [], []
+    for tensor, gradient in ((log_probs, dlog_probs), (entropy, dentropy)):
+        if tensor is not None and tensor.requires_grad:
+            inputs.append(tensor)
+            gradients.append(gradient.to(tensor.dtype).reshape(tensor.shape))
+    if torch.is_grad_enabled() and inputs:
+        output = output._replace(loss=attach(output.loss, tuple(inputs), tuple(gradients)))
+    return output
+
+
+def log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    return_entropy: bool = True,
+    vocab_group: dist.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Differentiable ``logp = x_label - logsumexp(x)`` and ``H = logsumexp(x) - sum_j p_j x_j``.
+
+    ``x = softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
+
+    Args:
+        logits: ``[..., V]`` float32, bfloat16 or float16, any row strides.
+        labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside of ``[0, V)`` NaN.
+        return_entropy: otherwise the second output is ``None``.
+
+    Returns:
+        float32 ``[...]`` tensors. Backward reads the logits once more and writes their gradient.
+    """
+    config = BAPOConfig(
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+    )
+    check_logits(logits, labels)
+    check_options("all", vocab_group)
+    if choose(backend, logits, "logits") == "reference":
+        return reference.log_probs(
+            logits,
+            labels,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            final_logit_softcapping=final_logit_softcapping,
+            return_entropy=return_entropy,
+        )
+    flat_labels = _flat_labels(labels)
+    logp, entropy = LogProbs.apply(  # type: ignore[no-untyped-call]
+        _rows(logits), flat_labels, flat_labels != IGNORE_INDEX, _transform(config)
+    )
+    if not return_entropy:
+        return logp.view(labels.shape), None
+    return logp.view(labels.shape), entropy.view(labels.shape)
+
+
+def _fused_loss(
+    logits: Tensor,
+    labels: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    given: Tensor | None,
+    counted: Tensor,
+    needs_gradient: bool,
+    inplace: bool,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[BAPOOutput, Tensor | None]:
+    """Row pass, search, loss, and the rows that had to wait for the search."""
+    rows, flat_labels = _rows(logits), _flat_labels(labels)
+    log_probs = torch.empty(labels.numel(), dtype=torch.float32, device=logits.device)
+    entropy = torch.empty_like(log_probs)
+    stats = torch.empty((labels.numel(), 2), dtype=torch.float32, device=logits.device)
+    undecided = dlogits = dlogit_rows = None
+    if needs_gradient:
+        undecided = torch.empty_like(log_probs, dtype=torch.uint8)
+        dlogits = logits
+        if not inplace:
+            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            dlogit_rows = _rows(dlogits)
+
+    token_arguments = (
+        flat_labels,
+        counted,
+        tokens.old,
+        tokens.advantages,
+        tokens.weights,
+        tokens.is_weights,
+        tokens.ref,
+        given,
+        config.ratio_lower_start,
+        config.ratio_lower_max,
+        config.ratio_upper_start,
+        config.ratio_upper_max,
+        *_policy_options(config),
+        *_transform(config),
+        log_probs,
+        entropy,
+        stats,
+    )
+    if inplace:
+        ops.row_pass_(rows, *token_arguments, undecided)
+    else:
+        ops.row_pass(rows, *token_arguments, dlogit_rows, undecided)
+
+    output, dlog_probs, dentropy = _policy(
+        log_probs, entropy, counted, tokens, config, given, process_group
+    )
+    if needs_gradient and given is None:
+        arguments = (flat_labels, stats, entropy, dlog_probs, dentropy, undecided)
+        if inplace:
+            ops.row_gradient_(rows, *arguments, *_transform(config))
+        else:
+            ops.row_gradient(rows, *arguments, *_transform(config), dlogit_rows)
+    return _shaped(output, labels.shape, tokens.live, counted), dlogits
+
+
+def _policy(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    counted: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    given: Tensor | None,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[BAPOOutput, Tensor, Tensor | None]:
+    """Search (unless bounds are given) and loss of flat log-probs, with their gradients."""
+    bounds, shares = given, None
+    if bounds is None:
+        table = empty_table(config, log_probs.device)
+        add_contributions("kernels", table, log_probs, tokens, config)
+        bounds, shares = search(table, config, process_group)
+    report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
+    dlog_probs = torch.empty_like(log_probs)
+    dentropy = torch.empty_like(log_probs) if config.entropy_coef else None
+    ops.policy(
+        log_probs,
+        entropy,
+        counted,
+        tokens.old,
+        tokens.advantages,
+        tokens.weights,
+        tokens.is_weights,
+        tokens.ref,
+        tokens.rollout,
+        bounds,
+        shares,
+        config.ratio_lower_start,
+        config.ratio_upper_start,
+        config.token_weight == "uniform",
+        config.contribution == "gradient",
+        config.target,
+        config.target_kind == "ratio",
+        *_policy_options(config),
+        report,
+        dlog_probs,
+        dentropy,
+    )
+    metrics = dict(zip(REPORT, report.unbind(), strict=True))
+    loss = metrics.pop("loss")
+    output = BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics)
+    return output, dlog_probs, dentropy
+
+
+def _counted(tokens: TokenInputs, config: BAPOConfig, statistics: str) -> Tensor:
+    """Tokens that are computed: all unmasked ones, or those that can change the loss."""
+    if statistics == "all" or config.kl_loss_coef or config.entropy_coef:
+        return tokens.live
+    return tokens.live & (tokens.advantages != 0)
+
+
+def _shaped(output: BAPOOutput, shape: torch.Size, live: Tensor, counted: Tensor) -> BAPOOutput:
+    """Token outputs in the caller's shape: 0 where masked, NaN where left out."""
+
+    def report(values: Tensor) -> Tensor:
+        values = torch.where(counted, values, 0.0)
+        if counted is not live:
+            values = values.masked_fill(live & ~counted, torch.nan)
+        return values.reshape(shape)
+
+    entropy = None if output.entropy is None else report(output.entropy)
+    return output._replace(log_probs=report(output.log_probs), entropy=entropy)
+
+
+def _check_inplace(logits: Tensor, needs_gradient: bool) -> None:
+    rule = "not be a leaf that requires grad with inplace=True"
+    require(not (needs_gradient and logits.is_leaf), "logits", rule, "such a leaf")
+    sizes_and_strides = list(zip(logits.shape, logits.stride(), strict=True))
+    plain = all(stride > 0 or size <= 1 for size, stride in sizes_and_strides)
+    plain = plain and (logits.stride(-1) == 1 or logits.shape[-1] == 1)
+    if plain and logits.ndim > 3:
+        plain = logits.is_contiguous()
+    rule = "have rows without overlap, stride 1 along them, and be contiguous beyond 3 dimensions"
+    got = f"shape {tuple(logits.shape)}, strides {logits.stride()}"
+    require(plain, "logits", f"{rule} with inplace=True", got)
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """``[B, S, V]`` with stride 1 in the last dimension; a view wherever there is one."""
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        logits = logits.contiguous()
+    if logits.ndim <= 3:
+        return logits[(None,) * (3 - logits.ndim)]
+    return logits.flatten(0, -3)
+
+
+def _flat_labels(labels: Tensor) -> Tensor:
+    return labels.long().reshape(-1).contiguous()
+
+
+def _transform(config: BAPOConfig) -> tuple[float, float, float | None]:
+    return config.temperature, config.logit_scale, config.final_logit_softcapping
+
+
+def _policy_options(config: BAPOConfig) -> tuple[float | None, float, int, float]:
+    kl_loss_type = KL_LOSS_TYPES[config.kl_loss_type]
+    return config.clip_ratio_c, config.kl_loss_coef, kl_loss_type, config.entropy_coef

@@ -1,0 +1,221 @@
+"""Arguments of the public functions: checked, then flattened to one entry a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .aggregation import sequence_index, token_weights
+from .config import IGNORE_INDEX, BAPOConfig
+from .output import ClipBounds
+
+_SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Flat, contiguous, detached; ``None`` where not given. Masked entries may hold anything."""
+
+    live: Tensor
+    advantages: Tensor
+    old: Tensor | None
+    rollout: Tensor | None
+    is_weights: Tensor | None
+    ref: Tensor | None
+    weights: Tensor
+
+
+def require(ok: bool, name: str, rule: str, got: Any) -> None:
+    """Raises ``ValueError`` with name, rule and the value got."""
+    if not ok:
+        raise ValueError(f"{name} must {rule}, got {got}")
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """``tensor`` is a floating-point tensor."""
+    require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
+    require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
+
+
+def check_logits(logits: Tensor, labels: Tensor) -> None:
+    """``logits [..., V]`` and integer ``labels [...]``."""
+    check_floating("logits", logits)
+    require(logits.ndim >= 1, "logits", "have shape (..., V)", tuple(logits.shape))
+    require(logits.shape[-1] >= 1, "logits", "have V >= 1", tuple(logits.shape))
+    require(isinstance(labels, Tensor), "labels", "be a tensor", type(labels).__name__)
+    is_integer = not (
+        labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
+    )
+    require(is_integer, "labels", "be integers", labels.dtype)
+    rule = f"have the leading shape of logits {tuple(logits.shape[:-1])}"
+    require(labels.shape == logits.shape[:-1], "labels", rule, tuple(labels.shape))
+    _check_device("labels", labels, logits, "logits")
+
+
+def _check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
+    rule = f"be on the device of {like_name} ({like.device})"
+    require(tensor.device == like.device, name, rule, tensor.device)
+
+
+def check_options(statistics: str, vocab_group: Any) -> None:
+    """Options that are not tensors."""
+    require(statistics in ("all", "live"), "statistics", "be 'all' or 'live'", repr(statistics))
+    require(vocab_group is None, "vocab_group", "be None in this version", vocab_group)
+
+
+def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor) -> Tensor:
+    """Given bounds as float32 ``[2]`` on the device of ``like``."""
+    require(
+        isinstance(bounds, (tuple, list)) and len(bounds) == 2,
+        "bounds",
+        "be a pair (lower, upper)",
+        bounds,
+    )
+    parts = []
+    for name, bound in zip(("bounds.lower", "bounds.upper"), bounds, strict=True):
+        if isinstance(bound, Tensor):
+            require(bound.numel() == 1, name, "have one element", tuple(bound.shape))
+            _check_device(name, bound, like, "the tokens")
+            parts.append(bound.detach().float().reshape(()))
+        else:
+            parts.append(torch.full((), bound, dtype=torch.float32, device=like.device))
+    if not isinstance(bounds[0], Tensor) and not isinstance(bounds[1], Tensor):
+        require(0 <= bounds[0] <= bounds[1], "bounds", "have 0 <= lower <= upper", tuple(bounds))
+    return torch.stack(parts)
+
+
+def token_inputs(
+    like: Tensor,
+    like_name: str,
+    config: BAPOConfig,
+    *,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None,
+    rollout_log_probs: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
+) -> TokenInputs:
+    """Checks and flattens what the loss takes a token; ``like`` is the labels or log-probs."""
+    shape = like.shape
+    N = like.numel()
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+
+    def flat(name: str, values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        check_floating(name, values)
+        rule = f"have the shape of {like_name} {tuple(shape)}"
+        require(values.shape == shape, name, rule, tuple(values.shape))
+        _check_device(name, values, like, like_name)
+        return values.detach().to(dtype).reshape(-1).contiguous()
+
+    _check_aggregation(like, like_name, config, cu_seqlens)
+    _check_normalisers(config, batch_num_tokens, global_batch_size, dp_size)
+    rule = "be given when config.kl_loss_coef is not 0"
+    require(ref_log_probs is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
+
+    live = _live(like, like_name, response_mask)
+    weights = token_weights(
+        live,
+        config,
+        cu_seqlens=cu_seqlens,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+        dp_size=dp_size,
+    )
+    spread = _spread_advantages(advantages, like, like_name, cu_seqlens)
+    return TokenInputs(
+        live=live.reshape(-1).contiguous(),
+        advantages=spread.detach().to(dtype).reshape(-1).contiguous(),
+        old=flat("old_log_probs", old_log_probs),
+        rollout=flat("rollout_log_probs", rollout_log_probs),
+        is_weights=flat("rollout_is_weights", rollout_is_weights),
+        ref=flat("ref_log_probs", ref_log_probs),
+        weights=weights.expand(shape).reshape(N).contiguous(),
+    )
+
+
+def _live(like: Tensor, like_name: str, response_mask: Tensor | None) -> Tensor:
+    live = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    if not like.is_floating_point():
+        live = like != IGNORE_INDEX
+    if response_mask is None:
+        return live
+    require(isinstance(response_mask, Tensor), "response_mask", "be a tensor", type(response_mask))
+    rule = f"have the shape of {like_name} {tuple(like.shape)}"
+    require(response_mask.shape == like.shape, "response_mask", rule, tuple(response_mask.shape))
+    _check_device("response_mask", response_mask, like, like_name)
+    return live & (response_mask != 0)
+
+
+def _spread_advantages(
+    advantages: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None
+) -> Tensor:
+    check_floating("advantages", advantages)
+    _check_device("advantages", advantages, like, like_name)
+    if advantages.shape == like.shape:
+        return advantages
+    got = tuple(advantages.shape)
+    if cu_seqlens is not None:
+        B = cu_seqlens.numel() - 1
+        rule = f"have shape {tuple(like.shape)} or one entry a sequence ({B},)"
+        require(got == (B,), "advantages", rule, got)
+        index = sequence_index(cu_seqlens, like.numel()).clamp(max=B - 1)
+        return advantages[index]
+    rule = f"have the shape of {like_name} {tuple(like.shape)}"
+    if like.ndim >= 2:
+        rule += f" or one entry a sequence ({like.shape[0]},)"
+    require(like.ndim >= 2 and got == (like.shape[0],), "advantages", rule, got)
+    return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
+
+
+def _check_aggregation(
+    like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
+) -> None:
+    shape = tuple(like.shape)
+    if cu_seqlens is not None:
+        require(isinstance(cu_seqlens, Tensor), "cu_seqlens", "be a tensor", type(cu_seqlens))
+        ok = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
+        rule = "have shape (B + 1,) with B >= 1"
+        require(ok, "cu_seqlens", rule, tuple(cu_seqlens.shape))
+        is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+        require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
+        _check_device("cu_seqlens", cu_seqlens, like, like_name)
+        rule = f"come with packed {like_name} of shape (N,)"
+        require(like.ndim == 1, "cu_seqlens", rule, f"{like_name} of shape {shape}")
+    if config.loss_agg_mode not in _SEQUENCE_MODES:
+        return
+    mode = config.loss_agg_mode
+    rule = f"be given for packed {like_name} of shape {shape} with loss_agg_mode={mode!r}"
+    require(like.ndim >= 2 or cu_seqlens is not None, "cu_seqlens", rule, None)
+    if mode == "seq-mean-token-sum-norm" and cu_seqlens is not None:
+        rule = "be given for packed input: there is no padded length to take its place"
+        require(config.loss_scale_factor is not None, "config.loss_scale_factor", rule, None)
+
+
+def _check_normalisers(
+    config: BAPOConfig,
+    batch_num_tokens: float | Tensor | None,
+    global_batch_size: float | Tensor | None,
+    dp_size: int,
+) -> None:
+    require(isinstance(dp_size, int) and dp_size >= 1, "dp_size", "be an integer >= 1", dp_size)
+    given = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            require(value.numel() == 1, name, "have one element", tuple(value.shape))
+        elif value is not None:
+            require(value > 0, name, "be > 0", value)
+    mode = config.loss_agg_mode
+    needed = {"token-mean": "batch_num_tokens", "token-sum": None}.get(mode, "global_batch_size")
+    if needed is not None and dp_size > 1:
+        rule = f"be given when dp_size > 1 with loss_agg_mode={mode!r}"
+        require(given[needed] is not None, needed, rule, None)

@@ -1,0 +1,51 @@
+"""The loss as ``nn.Module``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .config import BAPOConfig
+from .functional import Statistics, bapo_loss
+from .output import BAPOOutput
+
+
+class BAPOLoss(torch.nn.Module):
+    """:func:`bapo_kernels.bapo_loss` with its configuration.
+
+    ``forward`` takes the arguments of the function; ``config``, ``backend``, ``inplace`` and
+    ``statistics`` are those of the module.
+    """
+
+    def __init__(
+        self,
+        config: BAPOConfig | None = None,
+        *,
+        backend: str | None = None,
+        inplace: bool = False,
+        statistics: Statistics = "all",
+    ) -> None:
+        super().__init__()
+        self.config = config or BAPOConfig()
+        self.backend = backend
+        self.inplace = inplace
+        self.statistics = statistics
+
+    def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
+        """The loss of a batch."""
+        return bapo_loss(
+            *args,
+            config=self.config,
+            backend=self.backend,
+            inplace=self.inplace,
+            statistics=self.statistics,
+            **kwargs,
+        )
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        return (
+            f"{self.config}, backend={self.backend!r}, inplace={self.inplace}, "
+            f"statistics={self.statistics!r}"
+        )

@@ -1,0 +1,58 @@
+"""What the public functions return."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+# What the kernels report, in their order.
+REPORT = (
+    "loss",
+    "pg_loss",
+    "pg_clipfrac",
+    "pg_clipfrac_lower",
+    "ppo_kl",
+    "entropy",
+    "kl_loss",
+    "bapo_clip_low",
+    "bapo_clip_high",
+    "bapo_pos_share",
+    "bapo_pos_share_start",
+    "bapo_pos_neg_ratio",
+    "bapo_saturated",
+    "live_tokens",
+)
+
+
+class ClipBounds(NamedTuple):
+    """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss."""
+
+    lower: torch.Tensor
+    upper: torch.Tensor
+
+
+class BAPOOutput(NamedTuple):
+    """Result of a loss.
+
+    Attributes:
+        loss: 0-dim float32, the only output that carries a gradient.
+        log_probs: float32, leading shape of the labels; 0 at masked tokens, NaN at tokens that
+            ``statistics="live"`` left out.
+        entropy: float32, same shape and rules; ``None`` if it was not computed.
+        bounds: the clip bounds that were used.
+        metrics: detached 0-dim float32 tensors. ``pg_loss`` and ``kl_loss`` are aggregated like
+            the loss; ``pg_clipfrac``, ``pg_clipfrac_lower`` (dual clip), ``ppo_kl`` and ``entropy``
+            are means over tokens; ``bapo_clip_low``, ``bapo_clip_high`` are the bounds;
+            ``bapo_pos_share`` = P/(P+N) and ``bapo_pos_neg_ratio`` = P/(N + 1e-8) hold at these
+            bounds, ``bapo_pos_share_start`` at the start bounds (shares are 0 if P + N = 0);
+            ``bapo_saturated`` is 1 where the tested quantity stays below the target;
+            ``live_tokens`` counts the tokens behind the means with ``statistics="live"``.
+    """
+
+    loss: torch.Tensor
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    bounds: ClipBounds
+    metrics: dict[str, torch.Tensor]

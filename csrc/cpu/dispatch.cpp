@@ -1,0 +1,49 @@
+// Chooses the row kernels for this processor at run time.
+
+#include <cstring>
+
+#include "launch.h"
+
+namespace bapo::cpu {
+
+extern const RowKernels kRowKernels_portable;
+#if defined(BAPO_X86)
+extern const RowKernels kRowKernels_avx2;
+extern const RowKernels kRowKernels_avx512;
+#endif
+
+namespace {
+
+struct Candidate {
+    const RowKernels* kernels;
+    bool runs;
+};
+
+template <typename F>
+const RowKernels* first_that(F wanted) {
+    const Candidate candidates[] = {
+#if defined(BAPO_X86)
+        {&kRowKernels_avx512,
+         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
+        {&kRowKernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+#endif
+        {&kRowKernels_portable, true},
+    };
+    for (const Candidate& candidate : candidates) {
+        if (candidate.runs && wanted(*candidate.kernels)) return candidate.kernels;
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+const RowKernels& row_kernels() {
+    return *first_that([](const RowKernels&) { return true; });
+}
+
+const RowKernels* row_kernels(const char* isa) {
+    return first_that([&](const RowKernels& kernels) { return !std::strcmp(kernels.isa, isa); });
+}
+
+}  // namespace bapo::cpu

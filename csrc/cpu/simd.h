@@ -1,0 +1,202 @@
+// A vector of floats in the width of the instruction set this file is compiled for, on the vector
+// extensions of GCC and Clang. Everything has internal linkage: the including file is compiled once
+// per instruction set, and no copy of a function may stand in for another.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float VFloat __attribute__((vector_size(kLanes * 4)));
+typedef int32_t VInt __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t VUint __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t VHalf __attribute__((vector_size(kLanes * 2)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+inline VFloat splat(float x) { return x - VFloat{}; }
+
+inline VFloat vmax(VFloat a, VFloat b) { return b > a ? b : a; }
+
+inline float reduce_max(VFloat v) {
+    float result = v[0];
+    for (int i = 1; i < kLanes; ++i) result = v[i] > result ? v[i] : result;
+    return result;
+}
+
+inline double reduce_add(VFloat v) {
+    double result = 0.0;
+    for (int i = 0; i < kLanes; ++i) result += v[i];
+    return result;
+}
+
+// ---- 16-bit floats -------------------------------------------------------------------------
+
+inline VFloat widen(VHalf h, BFloat16) {
+    return (VFloat)(__builtin_convertvector(h, VUint) << 16);
+}
+
+inline VHalf narrow(VFloat x, BFloat16) {
+    const VUint u = (VUint)x;
+    const VUint rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    return __builtin_convertvector(x == x ? rounded : (u >> 16) | 0x40, VHalf);
+}
+
+#if defined(__AVX512F__)
+inline VFloat widen(VHalf h, Float16) { return (VFloat)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h); }
+inline VHalf narrow(VFloat x, Float16) {
+    return (VHalf)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+}
+#elif defined(__AVX2__)
+inline VFloat widen(VHalf h, Float16) { return (VFloat)_mm256_cvtph_ps((__m128i)h); }
+inline VHalf narrow(VFloat x, Float16) {
+    return (VHalf)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+}
+#else
+inline VFloat widen(VHalf h, Float16) {
+    const VUint u = __builtin_convertvector(h, VUint);
+    const VUint magnitude = u & 0x7fff;
+    VFloat x = (VFloat)(magnitude << 13) * 0x1p112f;  // exact, subnormals too
+    x = magnitude >= 0x7c00 ? (VFloat)((magnitude << 13) | 0x7f800000) : x;
+    return (VFloat)((VUint)x | ((u & 0x8000) << 16));
+}
+inline VHalf narrow(VFloat x, Float16) {
+    const VUint u = (VUint)x, magnitude = u & 0x7fffffff;
+    // Adding 0.5 aligns a float's last bit with that of a subnormal half.
+    const VUint subnormal = (VUint)((VFloat)magnitude + 0.5f) - 0x3f000000;
+    const VUint normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+    VUint h = magnitude < 0x38800000 ? subnormal : normal;
+    h = magnitude >= 0x477ff000 ? VUint{} + 0x7c00 : h;
+    h = magnitude > 0x7f800000 ? VUint{} + 0x7e00 : h;
+    return __builtin_convertvector(h | ((u >> 16) & 0x8000), VHalf);
+}
+#endif
+
+// ---- memory --------------------------------------------------------------------------------
+
+inline VFloat load(const float* p) {
+    VFloat v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline void store(float* p, VFloat v) { std::memcpy(p, &v, sizeof v); }
+
+template <typename T>
+inline VFloat load(const T* p) {
+    VHalf h;
+    std::memcpy(&h, p, sizeof h);
+    return widen(h, T{});
+}
+template <typename T>
+inline void store(T* p, VFloat v) {
+    const VHalf h = narrow(v, T{});
+    std::memcpy(p, &h, sizeof h);
+}
+
+// Stores past the cache: saves reading the line first. p is aligned to the bytes of the vector.
+#if defined(__AVX512F__)
+inline void stream(float* p, VFloat v) { _mm512_stream_ps(p, (__m512)v); }
+template <typename T>
+inline void stream(T* p, VFloat v) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)narrow(v, T{}));
+}
+#elif defined(__AVX2__)
+inline void stream(float* p, VFloat v) { _mm256_stream_ps(p, (__m256)v); }
+template <typename T>
+inline void stream(T* p, VFloat v) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)narrow(v, T{}));
+}
+#else
+template <typename T>
+inline void stream(T* p, VFloat v) {
+    store(p, v);
+}
+#endif
+
+// Orders streamed stores before the ordinary ones that follow.
+inline void stream_fence() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
+// The first count < kLanes elements; the other lanes are -inf, a token that cannot be drawn.
+template <typename T>
+inline VFloat load_partial(const T* p, int64_t count) {
+    T buffer[kLanes] = {};
+    std::memcpy(buffer, p, count * sizeof(T));
+    VFloat v = load(buffer);
+    for (int64_t i = count; i < kLanes; ++i) v[i] = -__builtin_inff();
+    return v;
+}
+template <typename T>
+inline void store_partial(T* p, VFloat v, int64_t count) {
+    T buffer[kLanes];
+    store(buffer, v);
+    std::memcpy(p, buffer, count * sizeof(T));
+}
+
+template <typename T>
+inline float load_scalar(const T* p) {
+    return load_partial(p, 1)[0];
+}
+template <typename T>
+inline void store_scalar(T* p, float x) {
+    store_partial(p, splat(x), 1);
+}
+
+// ---- functions -----------------------------------------------------------------------------
+
+constexpr float kExpFloor = -87.0f;
+
+// exp(x) for kExpFloor <= x < 88 within 1 ulp; x = n*ln2 + r, |r| <= ln2/2. NaN stays NaN.
+inline VFloat exp_above_floor(VFloat x) {
+    constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer in the low bits
+    const VFloat shifted = x * 0x1.715476p0f + kRound;
+    const VFloat n = shifted - kRound;
+    VFloat r = x - n * 0x1.62e4p-1f;  // ln2 in two parts, the first times n is exact
+    r = r - n * 0x1.7f7d1cp-20f;
+    VFloat tail = r * 1.38145394e-3f + 8.36874545e-3f;
+    tail = tail * r + 4.1668389e-2f;
+    tail = tail * r + 1.66665211e-1f;
+    tail = tail * r + 4.9999994e-1f;
+    const VFloat e = tail * (r * r) + r + 1.0f;
+    const VFloat power = (VFloat)(((VInt)shifted << 23) + 0x3f800000);
+    return e * power;
+}
+
+// tanh(x) within a few ulp: odd polynomial near 0, else (1 - q)/(1 + q) with q = exp(-2|x|).
+inline VFloat vtanh(VFloat x) {
+    const VFloat magnitude = (VFloat)((VUint)x & 0x7fffffff);
+    const VFloat z = x * x;
+    VFloat tail = z * 2.14753882e-3f - 8.18267651e-3f;
+    tail = tail * z + 2.17029676e-2f;
+    tail = tail * z - 5.39472029e-2f;
+    tail = tail * z + 1.33332103e-1f;
+    tail = tail * z - 3.33333313e-1f;
+    const VFloat small = x + x * (z * tail);
+    const VFloat held = magnitude > 10.0f ? splat(10.0f) : magnitude;
+    const VFloat q = exp_above_floor(-2.0f * held);
+    const VFloat large = (VFloat)((VUint)((1.0f - q) / (1.0f + q)) | ((VUint)x & 0x80000000));
+    return magnitude < 0.625f ? small : large;
+}
+
+}  // namespace

@@ -1,0 +1,41 @@
+// Entry points of the kernels. A launch is cut into pieces of work that any thread may take in any
+// order; results do not depend on who took what.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "params.h"
+
+namespace bapo::cpu {
+
+// Rows are taken from the counter one by one until none is left.
+struct RowKernels {
+    const char* isa;
+    void (*row_pass)(const RowPassParams&, std::atomic<int64_t>& next_row);
+    void (*row_gradient)(const RowGradientParams&, std::atomic<int64_t>& next_row);
+};
+// The widest instruction set that this processor has; or by name, null if it cannot run here.
+const RowKernels& row_kernels();
+const RowKernels* row_kernels(const char* isa);
+
+constexpr int64_t kTokensPerChunk = 4096;
+
+// Bins of both grids of one chunk of tokens, lower side first.
+int64_t contribution_bins(const ContributionParams& params);
+void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins);
+void contributions_reduce(const ContributionParams& params, const Moments* partials,
+                          int64_t chunks);
+
+// bounds: (lower, upper); shares: as PolicyParams::shares.
+void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
+           float* bounds, double* shares);
+
+struct PolicySums {
+    double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
+    double P, N, P_start, N_start;
+};
+void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums);
+void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64_t chunks);
+
+}  // namespace bapo::cpu

@@ -1,0 +1,244 @@
+// The policy mathematics of BAPO (arXiv 2510.18927, Eq. 8 and Algorithm 1), one token at a time.
+// Shared by the CPU and the CUDA kernels. Everything is double: it is a few operations a token,
+// and decisions (clipped or not, which bounds) then agree with the float64 reference.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define BAPO_HD __host__ __device__ inline
+#else
+#define BAPO_HD inline
+#endif
+
+namespace bapo {
+
+constexpr double kLogRatioLimit = 20.0;
+constexpr double kKlLimit = 10.0;
+constexpr double kRatioEps = 1e-8;
+constexpr double kLowestFloat = -3.4028234663852886e38;
+constexpr int kMaxGridPoints = 1024;
+
+enum KlType : int64_t { kK1 = 0, kK2 = 1, kK3 = 2 };
+
+struct Bounds {
+    double lower;
+    double upper;
+};
+
+// Options of the token loss; without dual clip clip_ratio_c is infinite.
+struct PolicyOptions {
+    double clip_ratio_c;
+    double kl_loss_coef;
+    int64_t kl_loss_type;
+    double entropy_coef;
+};
+
+// What is known of a token once its log-prob is. Absent terms: is_weight 1, ref_log_prob = log_prob.
+struct Token {
+    double log_prob;
+    double old_log_prob;
+    double ref_log_prob;
+    double advantage;
+    double is_weight;
+};
+
+struct Ratio {
+    double value;      // r; NaN if old_log_prob is not finite, which the clamp would hide
+    double log_value;  // clamped log ratio
+    bool saturated;    // outside of the clamp: no derivative
+};
+
+BAPO_HD double clamp(double x, double low, double high) {
+    return x < low ? low : (x > high ? high : x);
+}
+
+// The behaviour policy of on-policy data is the policy itself, kept finite at forbidden labels.
+BAPO_HD double on_policy_old(double log_prob) {
+    return log_prob < kLowestFloat ? kLowestFloat : log_prob;
+}
+
+BAPO_HD Ratio policy_ratio(double log_prob, double old_log_prob) {
+    const double delta = log_prob - old_log_prob;
+    const double log_value = clamp(delta, -kLogRatioLimit, kLogRatioLimit);
+    const bool bad = !(old_log_prob - old_log_prob == 0.0);
+    return {bad ? NAN : exp(log_value), log_value, log_value != delta};
+}
+
+// Whether the gradient of a token passes the clip (bounds inclusive).
+BAPO_HD bool passes_clip(double r, double advantage, Bounds bounds, double clip_ratio_c) {
+    return advantage > 0.0 ? r <= bounds.upper : r >= bounds.lower && r <= clip_ratio_c;
+}
+
+struct PolicyTerm {
+    double loss;  // -J, importance weight included
+    double grad;  // d loss / d log_prob
+    bool clipped;
+    bool dual_clipped;
+};
+
+// J = min(r*A, clip(r, c_low, c_high)*A); for A < 0 the loss is at most -A*clip_ratio_c.
+BAPO_HD PolicyTerm policy_term(const Token& token, const Ratio& ratio, Bounds bounds,
+                               double clip_ratio_c) {
+    const double A = token.advantage, r = ratio.value;
+    const double clipped_r = clamp(r, bounds.lower, bounds.upper);
+    const double free = r * A, held = clipped_r * A;
+    double loss = -(held < free ? held : free);
+    const double cap = -A * clip_ratio_c;
+    const bool dual_clipped = A < 0.0 && loss > cap;
+    if (dual_clipped) loss = cap;
+
+    double grad = -free;
+    const bool defined = grad == grad;
+    if (defined && (A == 0.0 || ratio.saturated || !passes_clip(r, A, bounds, clip_ratio_c))) {
+        grad = 0.0;
+    }
+    const bool clipped = (A > 0.0 && r > bounds.upper) || (A < 0.0 && r < bounds.lower);
+    return {loss * token.is_weight, grad * token.is_weight, clipped, dual_clipped};
+}
+
+struct KlTerm {
+    double value;
+    double grad;  // d value / d log_prob
+};
+
+// Estimators of http://joschu.net/blog/kl-approx.html; k3 is clamped as verl does.
+BAPO_HD KlTerm kl_term(double log_prob, double ref_log_prob, int64_t type) {
+    if (type == kK1) return {log_prob - ref_log_prob, 1.0};
+    const double delta = ref_log_prob - log_prob;
+    if (type == kK2) return {0.5 * delta * delta, -delta};
+    const double d = clamp(delta, -kLogRatioLimit, kLogRatioLimit);
+    const double value = expm1(d) - d;
+    const double held = clamp(value, -kKlLimit, kKlLimit);
+    const bool inside = d == delta && held == value;
+    return {held, inside || value != value ? -expm1(d) : 0.0};
+}
+
+// d loss / d log_prob of the whole token: policy and KL term.
+BAPO_HD double token_grad(const Token& token, const Ratio& ratio, Bounds bounds,
+                          const PolicyOptions& options) {
+    double grad = policy_term(token, ratio, bounds, options.clip_ratio_c).grad;
+    if (options.kl_loss_coef != 0.0) {
+        const KlTerm kl = kl_term(token.log_prob, token.ref_log_prob, options.kl_loss_type);
+        grad += options.kl_loss_coef * kl.grad;
+    }
+    return grad;
+}
+
+// What a token adds to P (A > 0) or N (A < 0), its weight w apart.
+BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool gradient) {
+    if (advantage > 0.0) {
+        if (gradient) return r > bounds.upper ? 0.0 : advantage * r;
+        return advantage * (r > bounds.upper ? bounds.upper : r);
+    }
+    if (gradient) return r < bounds.lower ? 0.0 : -advantage * r;
+    return -advantage * (r < bounds.lower ? bounds.lower : r);
+}
+
+// The values a bound visits; the last step is cut at the maximum, a step of 0 does not move.
+struct Grid {
+    double start;
+    double maximum;
+    double step;
+};
+
+// Fills points by the same repeated addition as the paper's loop and returns their number.
+BAPO_HD int fill_grid(const Grid& grid, double* points) {
+    int count = 1;
+    points[0] = grid.start;
+    while (grid.step > 0.0 && points[count - 1] < grid.maximum && count < kMaxGridPoints) {
+        const double next = points[count - 1] + grid.step;
+        points[count++] = next < grid.maximum ? next : grid.maximum;
+    }
+    return count;
+}
+
+// Number of ascending points below x; 0 for NaN.
+BAPO_HD int count_below(const double* points, int count, double x) {
+    int low = 0;
+    while (count > 0) {
+        const int half = count / 2;
+        const bool below = points[low + half] < x;
+        low = below ? low + half + 1 : low;
+        count = below ? count - half - 1 : half;
+    }
+    return low;
+}
+
+// Number of ascending points not above x; all of them for NaN.
+BAPO_HD int count_not_above(const double* points, int count, double x) {
+    int low = 0;
+    while (count > 0) {
+        const int half = count / 2;
+        const bool above = points[low + half] > x;
+        low = above ? low : low + half + 1;
+        count = above ? half : count - half - 1;
+    }
+    return low;
+}
+
+// Sums of the tokens of one bin of the ratio.
+struct Moments {
+    double ratio_mass;  // sum of w*|A|*r
+    double mass;        // sum of w*|A|
+};
+
+// Adds P(c_high) of every point of the upper grid, from tokens with A > 0. Bin b holds the ratios
+// that b points are below, so r <= c_j where b <= j.
+BAPO_HD void add_positive(const Moments* bins, const double* points, int count, bool gradient,
+                          double* P) {
+    double kept = 0.0;
+    for (int j = 0; j < count; ++j) {
+        kept += bins[j].ratio_mass;
+        P[j] += kept;
+    }
+    if (gradient) return;
+    double above = 0.0;
+    for (int j = count - 1; j >= 0; --j) {
+        above += bins[j + 1].mass;
+        P[j] += points[j] * above;
+    }
+}
+
+// Adds N(c_low) of every point of the lower grid, from tokens with A < 0. Bin b holds the ratios
+// that b points are not above, so r >= c_i where b > i.
+BAPO_HD void add_negative(const Moments* bins, const double* points, int count, bool gradient,
+                          double* N) {
+    double kept = 0.0;
+    for (int i = count - 1; i >= 0; --i) {
+        kept += bins[i + 1].ratio_mass;
+        N[i] += kept;
+    }
+    if (gradient) return;
+    double below = 0.0;
+    for (int i = 0; i < count; ++i) {
+        below += bins[i].mass;
+        N[i] += points[i] * below;
+    }
+}
+
+// What the search compares with its target; infinite where there is nothing to balance.
+BAPO_HD double tested_quantity(double P, double N, bool ratio_target) {
+    if (ratio_target) return N <= 0.0 ? INFINITY : P / (N + kRatioEps);
+    return P + N == 0.0 ? INFINITY : P / (P + N);
+}
+
+// Grid points at which Algorithm 1 stops: one bound goes up to its maximum, then the other.
+BAPO_HD void solve_bounds(const double* P, int upper_count, const double* N, int lower_count,
+                          double target, bool ratio_target, bool upper_first, int* lower,
+                          int* upper) {
+    int at[2] = {0, 0};
+    const int count[2] = {lower_count, upper_count};
+    for (int turn = 0; turn < 2; ++turn) {
+        const int side = (turn == 0) == upper_first ? 1 : 0;
+        while (at[side] + 1 < count[side] &&
+               tested_quantity(P[at[1]], N[at[0]], ratio_target) < target) {
+            ++at[side];
+        }
+    }
+    *lower = at[0];
+    *upper = at[1];
+}
+
+}  // namespace bapo
