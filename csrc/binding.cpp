@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <atomic>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -129,18 +128,15 @@ PolicyOptions policy_options(std::optional<double> clip_ratio_c, double kl_loss_
 
 template <typename Params>
 void run_rows(const Params& params,
-              void (*cpu::RowKernels::*kernel)(const Params&, std::atomic<int64_t>&)) {
+              void (*cpu::RowKernels::*kernel)(const Params&, cpu::RowQueue&)) {
     const int64_t count = params.rows.batches * params.rows.rows;
     const int64_t threads = torch::stable::get_num_threads();
-    std::atomic<int64_t> next_row{0};
+    constexpr int64_t kGrainsPerThread = 8;
+    const int64_t grain = count / (threads * kGrainsPerThread);
+    cpu::RowQueue queue{count, grain > 0 ? grain : 1};
     torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
-        (cpu::row_kernels().*kernel)(params, next_row);
+        (cpu::row_kernels().*kernel)(params, queue);
     });
-}
-
-void launch_row_pass(const RowPassParams& params) {
-    advise_large_pages(params.rows);
-    run_rows(params, &cpu::RowKernels::row_pass);
 }
 
 template <typename Partial, typename Chunk>
@@ -179,7 +175,8 @@ void row_pass(Tensor logits, Tensor labels, Tensor live, OptionalTensor old_log_
     STD_TORCH_CHECK(params.rows.grad == nullptr ||
                         (params.tokens.advantages && params.tokens.weights && params.undecided),
                     "dlogits needs advantages, weights and undecided");
-    launch_row_pass(params);
+    advise_large_pages(params.rows);
+    run_rows(params, &cpu::RowKernels::row_pass);
 }
 
 void row_pass_(Tensor logits, Tensor labels, Tensor live, OptionalTensor old_log_probs,

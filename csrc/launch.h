@@ -9,11 +9,18 @@
 
 namespace bapo::cpu {
 
-// Rows are taken from the counter one by one until none is left.
+// Threads take neighbouring rows, a grain at a time, until none is left. Neighbours, because two
+// threads that first touch the same page would both pay for it.
+struct RowQueue {
+    int64_t count;
+    int64_t grain;
+    std::atomic<int64_t> next{0};
+};
+
 struct RowKernels {
     const char* isa;
-    void (*row_pass)(const RowPassParams&, std::atomic<int64_t>& next_row);
-    void (*row_gradient)(const RowGradientParams&, std::atomic<int64_t>& next_row);
+    void (*row_pass)(const RowPassParams&, RowQueue&);
+    void (*row_gradient)(const RowGradientParams&, RowQueue&);
 };
 // The widest instruction set that this processor has; or by name, null if it cannot run here.
 const RowKernels& row_kernels();

@@ -53,7 +53,7 @@ struct RowPassParams {
     Bounds last;
     float* log_probs;
     float* entropy;
-    float* stats;        // (maximum of y, sum of exp(x - maximum)) of every row
+    float* stats;        // (origin, sum) of every row, as the backend needs them to look again
     uint8_t* undecided;  // 1 where the gradient depends on where the bounds will be
 };
 

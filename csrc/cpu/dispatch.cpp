@@ -10,6 +10,7 @@ extern const RowKernels kRowKernels_portable;
 #if defined(BAPO_X86)
 extern const RowKernels kRowKernels_avx2;
 extern const RowKernels kRowKernels_avx512;
+extern const RowKernels kRowKernels_avx512bf16;
 #endif
 
 namespace {
@@ -21,11 +22,14 @@ struct Candidate {
 
 template <typename F>
 const RowKernels* first_that(F wanted) {
+#if defined(BAPO_X86)
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
     const Candidate candidates[] = {
 #if defined(BAPO_X86)
-        {&kRowKernels_avx512,
-         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
+        {&kRowKernels_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16")},
+        {&kRowKernels_avx512, avx512},
         {&kRowKernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
 #endif
         {&kRowKernels_portable, true},

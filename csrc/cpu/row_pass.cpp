@@ -11,7 +11,9 @@ namespace {
 
 using namespace bapo;
 
-constexpr int64_t kBlock = 4096;  // elements whose maximum is taken before their exp, within L1
+constexpr int64_t kBlock = 4096;   // elements summed in float32 before they join a double; L1
+constexpr float kHeadroom = 1.0f;  // how far t may rise above 0 before the origin moves
+constexpr double kLn2 = 0.69314718055994530942;
 constexpr float kInf = __builtin_inff();
 
 // y of x = scale*y, and d y/d z up to the slope. -inf stays -inf, with derivative 0.
@@ -27,58 +29,103 @@ inline VFloat derivative(VFloat y) {
     return kSoftcap ? 1.0f - held * held : splat(1.0f);
 }
 
+// Between logits and probabilities everything is in base 2, which saves the exp three operations:
+// t = (y - origin)*scale, p = 2^t/sum. The origin is near the maximum of y, which keeps 2^t in
+// range; nothing needs the maximum itself.
 struct RowStats {
-    float max;             // of y
-    double sum;            // of exp(t), t = scale*(y - max)
-    double weighted_sum;   // of t*exp(t)
+    float origin;
+    double sum;           // of 2^t
+    double weighted_sum;  // of t*2^t
+
     double log_sum() const { return std::log(sum); }
-    double entropy() const { return log_sum() - weighted_sum / sum; }
+    double entropy() const { return log_sum() - kLn2 * weighted_sum / sum; }
+    void move_to(float new_origin, double scale) {
+        const double shift = ((double)origin - new_origin) * scale, factor = std::exp2(shift);
+        origin = new_origin;
+        if (factor > 0.0) weighted_sum = factor * (weighted_sum + shift * sum);
+        sum *= factor;
+    }
 };
 
-struct Exp {
-    VFloat t;  // held at kExpFloor, where exp counts as 0, so that t*exp(t) is 0 at -inf
+// The scale of t, whose rounding shifts log-probs by less than the rounding of a log-prob.
+inline float base2_scale(const Transform& transform) { return (float)(transform.scale / kLn2); }
+
+struct Exp2 {
+    VFloat t;  // held at the floor, so that t*2^t is 0 at -inf
     VFloat e;
 };
-inline Exp shifted_exp(VFloat y, float max, float scale) {
-    const VFloat t = (y - max) * scale;
-    const VFloat held = t < kExpFloor ? splat(kExpFloor) : t;
-    return {held, t < kExpFloor ? VFloat{} : exp_above_floor(held)};
+inline Exp2 shifted_exp2(VFloat y, float scale, float origin) {
+    const VFloat t = vmax((y - origin) * scale, splat(kExp2Floor));
+    return {t, vexp2(t)};
+}
+
+template <bool kSoftcap>
+inline double log_prob(float z, const Transform& transform, float origin, double log_sum) {
+    const double y = kSoftcap ? std::tanh((double)z * transform.inner) : z;
+    if (z == -kInf) return z;
+    return (y - origin) * transform.scale - log_sum;
+}
+
+// Calls f with every vector of row[begin, end); the last one is filled up with -inf.
+template <typename T, typename F>
+inline void for_each_vector(const T* row, int64_t begin, int64_t end, F f) {
+    for (; begin + kLanes <= end; begin += kLanes) f(load(row + begin));
+    if (begin < end) f(load_partial(row + begin, end - begin));
 }
 
 template <bool kSoftcap, typename T>
 RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
-    const float scale = (float)transform.scale;
+    const float scale = base2_scale(transform);
     RowStats stats{-kInf, 0.0, 0.0};
     for (int64_t begin = 0; begin < vocab; begin += kBlock) {
         const int64_t end = begin + kBlock < vocab ? begin + kBlock : vocab;
-        const int64_t whole = begin + (end - begin) / kLanes * kLanes;
-
-        VFloat block_max = splat(-kInf);
-        for (int64_t i = begin; i < whole; i += kLanes) block_max = vmax(block_max, load(row + i));
-        if (whole < end) block_max = vmax(block_max, load_partial(row + whole, end - whole));
-        const float max = reduce_max(transformed<kSoftcap>(block_max, transform));
-        if (max > stats.max) {
-            const double shift = ((double)stats.max - max) * transform.scale;
-            const double factor = std::exp(shift);
-            const double moved = factor > 0.0 ? stats.weighted_sum + shift * stats.sum : stats.sum;
-            stats = {max, factor * stats.sum, factor * moved};
+        VFloat z_max = splat(-kInf);
+        if (stats.origin == -kInf) {
+            for_each_vector(row, begin, end, [&](VFloat z) { z_max = vmax(z_max, z); });
+            stats.origin = reduce_max(transformed<kSoftcap>(z_max, transform));
         }
-        // A block of -inf alone has no maximum yet; a NaN in it must still reach the sum.
-        const float origin = stats.max == -kInf ? 0.0f : stats.max;
-
-        VFloat sum = {}, weighted_sum = {};
-        const auto add = [&](VFloat z) {
-            const Exp exp = shifted_exp(transformed<kSoftcap>(z, transform), origin, scale);
-            sum += exp.e;
-            weighted_sum += exp.t * exp.e;
+        VFloat sum, weighted_sum;
+        const auto add_up = [&] {
+            // A block of -inf alone has no origin yet; a NaN in it must still reach the sum.
+            const float origin = stats.origin == -kInf ? 0.0f : stats.origin;
+            sum = weighted_sum = VFloat{};
+            for_each_vector(row, begin, end, [&](VFloat z) {
+                z_max = vmax(z_max, z);
+                const Exp2 exp = shifted_exp2(transformed<kSoftcap>(z, transform), scale, origin);
+                sum += exp.e;
+                weighted_sum += exp.t * exp.e;
+            });
         };
-        for (int64_t i = begin; i < whole; i += kLanes) add(load(row + i));
-        if (whole < end) add(load_partial(row + whole, end - whole));
+        add_up();
+        const float y_max = reduce_max(transformed<kSoftcap>(z_max, transform));
+        if ((y_max - stats.origin) * scale > kHeadroom) {
+            stats.move_to(y_max, scale);
+            add_up();
+        }
         stats.sum += reduce_add(sum);
         stats.weighted_sum += reduce_add(weighted_sum);
     }
     if (stats.sum == 0.0) stats.sum = NAN;  // no token can be drawn: there is no distribution
     return stats;
+}
+
+// Writes vector_at(begin, count) over a row, past the cache if it is not there already.
+template <typename T, typename F>
+inline void fill_row(T* row, int64_t vocab, bool streamed, F vector_at) {
+    constexpr uintptr_t kBytes = kLanes * sizeof(T);
+    const uintptr_t offset = reinterpret_cast<uintptr_t>(row) % kBytes;
+    int64_t begin = 0;
+    if (streamed && offset % sizeof(T) == 0) {
+        const int64_t head = (int64_t)((kBytes - offset) % kBytes / sizeof(T));
+        begin = head < vocab ? head : vocab;
+        if (begin > 0) store_partial(row, vector_at(0, begin), begin);
+        for (; begin + kLanes <= vocab; begin += kLanes) {
+            stream(row + begin, vector_at(begin, kLanes));
+        }
+        stream_fence();
+    }
+    for (; begin + kLanes <= vocab; begin += kLanes) store(row + begin, vector_at(begin, kLanes));
+    if (begin < vocab) store_partial(row + begin, vector_at(begin, vocab - begin), vocab - begin);
 }
 
 // Coefficients of a row: d loss / d logp and the weight of the entropy bonus.
@@ -89,19 +136,19 @@ struct RowCoefficients {
 };
 
 // d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j
-//           = exp(t_j)*(a*t_j + b) * derivative_j, and the label's entry by itself: 1 - p_label
+//           = 2^t_j*(a*t_j + b) * derivative_j, and the label's entry by itself: 1 - p_label
 // is formed without cancellation.
 template <bool kSoftcap, typename T>
 void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transform, int64_t label,
-                  float max, double sum, double entropy, RowCoefficients coefficients) {
+                  float origin, double sum, double entropy, RowCoefficients coefficients) {
     const double log_sum = std::log(sum), bonus = coefficients.entropy_bonus;
-    const float scale = (float)transform.scale;
-    const float a = (float)(bonus / sum * transform.slope);
+    const float scale = base2_scale(transform);
+    const float a = (float)(bonus * kLn2 / sum * transform.slope);
     const float b = (float)((bonus * (entropy - log_sum) - coefficients.dlog_prob) / sum *
                             transform.slope);
     const auto gradient = [&](VFloat z) {
         const VFloat y = transformed<kSoftcap>(z, transform);
-        const Exp exp = shifted_exp(y, max, scale);
+        const Exp2 exp = shifted_exp2(y, scale, origin);
         return exp.e * (a * exp.t + b) * derivative<kSoftcap>(y);
     };
 
@@ -109,31 +156,16 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
     if (label >= 0 && label < vocab) {
         const float z = load_scalar(row + label);
         const VFloat y = transformed<kSoftcap>(splat(z), transform);
-        const double log_p = ((double)y[0] - max) * transform.scale - log_sum;
+        const double log_p = log_prob<kSoftcap>(z, transform, origin, log_sum);
         const double dx = bonus * std::exp(log_p) * (log_p + entropy) -
                           coefficients.dlog_prob * std::expm1(log_p);
         const double dz = dx * transform.slope * derivative<kSoftcap>(y)[0];
         store_scalar(&label_grad, z == -kInf ? 0.0f : (float)dz);
     }
 
-    const bool in_place = (const void*)row == (const void*)grad;
-    const auto address = reinterpret_cast<uintptr_t>(grad);
-    constexpr uintptr_t kBytes = kLanes * sizeof(T);
-    int64_t begin = 0;
-    if (!in_place && address % sizeof(T) == 0) {
-        const int64_t head = (int64_t)((kBytes - address % kBytes) % kBytes / sizeof(T));
-        begin = head < vocab ? head : vocab;
-        if (begin > 0) store_partial(grad, gradient(load_partial(row, begin)), begin);
-        for (; begin + kLanes <= vocab; begin += kLanes) {
-            stream(grad + begin, gradient(load(row + begin)));
-        }
-        stream_fence();
-    }
-    for (; begin + kLanes <= vocab; begin += kLanes) {
-        store(grad + begin, gradient(load(row + begin)));
-    }
-    const int64_t tail = vocab - begin;
-    if (tail > 0) store_partial(grad + begin, gradient(load_partial(row + begin, tail)), tail);
+    fill_row(grad, vocab, (const void*)row != (const void*)grad, [&](int64_t begin, int64_t count) {
+        return gradient(count == kLanes ? load(row + begin) : load_partial(row + begin, count));
+    });
     if (label >= 0 && label < vocab) grad[label] = label_grad;
 }
 
@@ -151,7 +183,9 @@ struct Row {
                                           row * rows.grad_row_stride;
     }
     void zero_grad(int64_t vocab) const {
-        if (grad != nullptr) std::memset(static_cast<void*>(grad), 0, vocab * sizeof(T));
+        if (grad == nullptr) return;
+        const bool in_place = (const void*)logits == (const void*)grad;
+        fill_row(grad, vocab, !in_place, [](int64_t, int64_t) { return VFloat{}; });
     }
 };
 
@@ -194,15 +228,14 @@ void pass_row(const RowPassParams& params, int64_t index) {
 
     const RowStats stats = row_stats<kSoftcap>(row.logits, rows.vocab, rows.transform);
     const int64_t label = params.labels[index];
-    double log_prob = NAN;
+    double logp = NAN;
     if (label >= 0 && label < rows.vocab) {
-        const VFloat z = splat(load_scalar(row.logits + label));
-        const double y = transformed<kSoftcap>(z, rows.transform)[0];
-        log_prob = (y - stats.max) * rows.transform.scale - stats.log_sum();
+        logp = log_prob<kSoftcap>(load_scalar(row.logits + label), rows.transform, stats.origin,
+                                  stats.log_sum());
     }
-    params.log_probs[index] = (float)log_prob;
+    params.log_probs[index] = (float)logp;
     params.entropy[index] = (float)stats.entropy();
-    stats_out[0] = stats.max;
+    stats_out[0] = stats.origin;
     stats_out[1] = (float)stats.sum;
 
     if (row.grad == nullptr) return;
@@ -213,7 +246,7 @@ void pass_row(const RowPassParams& params, int64_t index) {
     } else if (wanted.coefficients.zero()) {
         row.zero_grad(rows.vocab);
     } else {
-        row_gradient<kSoftcap>(row.logits, row.grad, rows.vocab, rows.transform, label, stats.max,
+        row_gradient<kSoftcap>(row.logits, row.grad, rows.vocab, rows.transform, label, stats.origin,
                                stats.sum, stats.entropy(), wanted.coefficients);
     }
 }
@@ -245,22 +278,22 @@ void with_row_type(const LogitRows& rows, F f) {
 }
 
 template <typename Params, typename RowKernel>
-void take_rows(const Params& params, std::atomic<int64_t>& next_row, RowKernel kernel) {
-    const int64_t count = params.rows.batches * params.rows.rows;
-    for (int64_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < count;) {
-        kernel(params, row);
+void take_rows(const Params& params, cpu::RowQueue& queue, RowKernel kernel) {
+    for (int64_t row; (row = queue.next.fetch_add(queue.grain)) < queue.count;) {
+        const int64_t end = row + queue.grain < queue.count ? row + queue.grain : queue.count;
+        for (; row < end; ++row) kernel(params, row);
     }
 }
 
-void row_pass(const RowPassParams& params, std::atomic<int64_t>& next_row) {
+void row_pass(const RowPassParams& params, cpu::RowQueue& queue) {
     with_row_type(params.rows, [&]<typename T, bool kSoftcap>() {
-        take_rows(params, next_row, pass_row<T, kSoftcap>);
+        take_rows(params, queue, pass_row<T, kSoftcap>);
     });
 }
 
-void row_gradient(const RowGradientParams& params, std::atomic<int64_t>& next_row) {
+void row_gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
     with_row_type(params.rows, [&]<typename T, bool kSoftcap>() {
-        take_rows(params, next_row, finish_row<T, kSoftcap>);
+        take_rows(params, queue, finish_row<T, kSoftcap>);
     });
 }
 

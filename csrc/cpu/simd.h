@@ -12,6 +12,7 @@
 
 namespace {
 
+// GCC 12 warns of the undefined operand inside unmasked AVX-512 intrinsics; masks of ones are free.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
@@ -34,7 +35,16 @@ struct Float16 {
 
 inline VFloat splat(float x) { return x - VFloat{}; }
 
-inline VFloat vmax(VFloat a, VFloat b) { return b > a ? b : a; }
+// The larger of two; where b is NaN it is a.
+inline VFloat vmax(VFloat a, VFloat b) {
+#if defined(__AVX512F__)
+    return (VFloat)_mm512_maskz_max_ps(0xffff, (__m512)b, (__m512)a);
+#elif defined(__AVX2__)
+    return (VFloat)_mm256_max_ps((__m256)b, (__m256)a);
+#else
+    return b > a ? b : a;
+#endif
+}
 
 inline float reduce_max(VFloat v) {
     float result = v[0];
@@ -51,10 +61,17 @@ inline double reduce_add(VFloat v) {
 // ---- 16-bit floats -------------------------------------------------------------------------
 
 inline VFloat widen(VHalf h, BFloat16) {
+#if defined(__AVX512F__)
+    return (VFloat)((VUint)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)h) << 16);
+#else
     return (VFloat)(__builtin_convertvector(h, VUint) << 16);
+#endif
 }
 
 inline VHalf narrow(VFloat x, BFloat16) {
+#if defined(__AVX512BF16__)
+    return (VHalf)_mm512_cvtneps_pbh((__m512)x);
+#endif
     const VUint u = (VUint)x;
     const VUint rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     return __builtin_convertvector(x == x ? rounded : (u >> 16) | 0x40, VHalf);
@@ -165,25 +182,34 @@ inline void store_scalar(T* p, float x) {
 
 // ---- functions -----------------------------------------------------------------------------
 
-constexpr float kExpFloor = -87.0f;
+// At and below the floor 2^x counts as 0.
+#if defined(__AVX512F__)
+constexpr float kExp2Floor = -151.0f;
+#else
+constexpr float kExp2Floor = -125.0f;
+#endif
 
-// exp(x) for kExpFloor <= x < 88 within 1 ulp; x = n*ln2 + r, |r| <= ln2/2. NaN stays NaN.
-inline VFloat exp_above_floor(VFloat x) {
+// 2^x for kExp2Floor <= x < 127 within 1 ulp: x = n + r, |r| <= 1/2. NaN stays NaN.
+inline VFloat vexp2(VFloat x) {
     constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer in the low bits
-    const VFloat shifted = x * 0x1.715476p0f + kRound;
+    const VFloat shifted = x + kRound;
     const VFloat n = shifted - kRound;
-    VFloat r = x - n * 0x1.62e4p-1f;  // ln2 in two parts, the first times n is exact
-    r = r - n * 0x1.7f7d1cp-20f;
-    VFloat tail = r * 1.38145394e-3f + 8.36874545e-3f;
-    tail = tail * r + 4.1668389e-2f;
-    tail = tail * r + 1.66665211e-1f;
-    tail = tail * r + 4.9999994e-1f;
-    const VFloat e = tail * (r * r) + r + 1.0f;
-    const VFloat power = (VFloat)(((VInt)shifted << 23) + 0x3f800000);
-    return e * power;
+    const VFloat r = x - n;
+    VFloat e = r * 1.53532586e-4f + 1.33990042e-3f;
+    e = e * r + 9.61843878e-3f;
+    e = e * r + 5.55033199e-2f;
+    e = e * r + 2.40226477e-1f;
+    e = e * r + 6.93147182e-1f;
+    e = e * r + 1.0f;
+#if defined(__AVX512F__)
+    return (VFloat)_mm512_maskz_scalef_ps(0xffff, (__m512)e, (__m512)n);
+#else
+    e *= (VFloat)(((VInt)shifted << 23) + 0x3f800000);
+    return x == kExp2Floor ? VFloat{} : e;
+#endif
 }
 
-// tanh(x) within a few ulp: odd polynomial near 0, else (1 - q)/(1 + q) with q = exp(-2|x|).
+// tanh(x) within 1 ulp: odd polynomial near 0, else 1 - 2q/(1 + q) with q = exp(-2|x|).
 inline VFloat vtanh(VFloat x) {
     const VFloat magnitude = (VFloat)((VUint)x & 0x7fffffff);
     const VFloat z = x * x;
@@ -194,8 +220,8 @@ inline VFloat vtanh(VFloat x) {
     tail = tail * z - 3.33333313e-1f;
     const VFloat small = x + x * (z * tail);
     const VFloat held = magnitude > 10.0f ? splat(10.0f) : magnitude;
-    const VFloat q = exp_above_floor(-2.0f * held);
-    const VFloat large = (VFloat)((VUint)((1.0f - q) / (1.0f + q)) | ((VUint)x & 0x80000000));
+    const VFloat q = vexp2(-2.88539008f * held);
+    const VFloat large = (VFloat)((VUint)(1.0f - 2.0f * q / (1.0f + q)) | ((VUint)x & 0x80000000));
     return magnitude < 0.625f ? small : large;
 }
 
