@@ -6,9 +6,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._ops import ops
+
+
+class _NoDerivative(torch.autograd.Function):
+    """A gradient whose own derivative raises."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, dgradient: Tensor) -> Tensor:
+        raise RuntimeError("the gradient of the BAPO loss and of log_probs has no derivative")
+
+
+def _final(gradient: Tensor) -> Tensor:
+    """``gradient``; under ``create_graph=True`` a second derivative must raise, not be 0."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return gradient
+    result: Tensor = _NoDerivative.apply(gradient.requires_grad_())
+    return result
 
 
 class _PrecomputedGradient(torch.autograd.Function):
@@ -25,7 +44,6 @@ class _PrecomputedGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
@@ -34,13 +52,14 @@ class _PrecomputedGradient(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
-            ops.scale_(gradient, dloss)
-        return (None, None, *gradients, *(None for _ in range(ctx.count)))
+            ops.scale_(gradient, dloss.detach())
+        nothing = (None for _ in range(ctx.count))
+        return (None, None, *(_final(gradient) for gradient in gradients), *nothing)
 
 
 def attach(loss: Tensor, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> Tensor:
     """``loss`` with d loss / d inputs = ``gradients``, which it takes over."""
-    result: Tensor = _PrecomputedGradient.apply(loss, len(inputs), *inputs, *gradients)  # type: ignore[no-untyped-call]
+    result: Tensor = _PrecomputedGradient.apply(loss, len(inputs), *inputs, *gradients)
     return result
 
 
@@ -61,7 +80,7 @@ class _Overwritten(torch.autograd.Function):
 
 def mark_overwritten(logits: Tensor) -> None:
     """Makes every later use of ``logits`` in a backward raise."""
-    _Overwritten.apply(logits)  # type: ignore[no-untyped-call]
+    _Overwritten.apply(logits)
 
 
 class LogProbs(torch.autograd.Function):
@@ -89,7 +108,6 @@ class LogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
@@ -97,7 +115,7 @@ class LogProbs(torch.autograd.Function):
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
         def of_live(gradient: Tensor | None) -> Tensor | None:
-            return None if gradient is None else torch.where(live, gradient, 0.0)
+            return None if gradient is None else torch.where(live, gradient.detach(), 0.0)
 
         dlog_probs = of_live(dlog_probs)
         ops.row_gradient(
@@ -111,4 +129,4 @@ class LogProbs(torch.autograd.Function):
             *ctx.transform,
             dlogits,
         )
-        return dlogits, None, None, None
+        return _final(dlogits), None, None, None

@@ -191,7 +191,7 @@ class BAPOConfig:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and -math.inf < value < math.inf
 
 
 def _require(ok: bool, name: str, rule: str, config: BAPOConfig) -> None:

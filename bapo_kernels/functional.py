@@ -10,12 +10,18 @@ from torch import Tensor
 
 from . import reference
 from ._autograd import LogProbs, attach, mark_overwritten
-from ._ops import ops
 from .backends import choose
-from .bounds import add_contributions, empty_table, search
-from .config import IGNORE_INDEX, KL_LOSS_TYPES, BAPOConfig
+from .config import IGNORE_INDEX, BAPOConfig
+from .fused import (
+    as_rows,
+    counted_tokens,
+    int64_labels,
+    loss_of_log_probs,
+    loss_of_logits,
+    shaped,
+    transform,
+)
 from .inputs import (
-    TokenInputs,
     bounds_tensor,
     check_floating,
     check_logits,
@@ -23,7 +29,7 @@ from .inputs import (
     require,
     token_inputs,
 )
-from .output import REPORT, BAPOOutput, ClipBounds
+from .output import BAPOOutput, ClipBounds
 
 Statistics = Literal["all", "live"]
 
@@ -114,6 +120,7 @@ def bapo_loss(
         **options,
     )
     given = None if bounds is None else bounds_tensor(bounds, labels)
+    dlogits: Tensor | None
     if backend == "reference":
         source = logits.detach().clone().requires_grad_() if inplace else logits
         with torch.set_grad_enabled(inplace or torch.is_grad_enabled()):
@@ -131,25 +138,22 @@ def bapo_loss(
             )
         if not inplace:
             return output
-        (dlogits,) = torch.autograd.grad(output.loss, source)
-        dlogits = logits.detach().copy_(dlogits)
+        dlogits = logits.detach().copy_(torch.autograd.grad(output.loss, source)[0])
         output = output._replace(loss=output.loss.detach())
     else:
         with torch.no_grad():
-            output, dlogits = _fused_loss(
+            output, dlogits = loss_of_logits(
                 logits.detach(),
                 labels,
                 tokens,
                 config,
                 given,
-                _counted(tokens, config, statistics),
+                counted_tokens(tokens, config, statistics),
                 needs_gradient or inplace,
                 inplace,
                 process_group,
             )
-        if statistics == "all":
-            output.metrics.pop("live_tokens")
-    if needs_gradient:
+    if needs_gradient and dlogits is not None:
         output = output._replace(loss=attach(output.loss, (logits,), (dlogits,)))
     if inplace:
         mark_overwritten(logits)
@@ -227,25 +231,24 @@ def bapo_loss_from_log_probs(
             process_group=process_group,
             **options,
         )
-    counted = _counted(tokens, config, statistics)
+    counted = counted_tokens(tokens, config, statistics)
     with torch.no_grad():
         flat_log_probs = log_probs.detach().float().reshape(-1).contiguous()
         flat_entropy = None
         if entropy is not None:
             flat_entropy = entropy.detach().float().reshape(-1).contiguous()
-        output, dlog_probs, dentropy = _policy(
+        output, dlog_probs, dentropy = loss_of_log_probs(
             flat_log_probs, flat_entropy, counted, tokens, config, given, process_group
         )
-        output = _shaped(output, log_probs.shape, tokens.live, counted)
-    if statistics == "all":
-        output.metrics.pop("live_tokens")
-    inputs, gradients = [], []
-    for tensor, gradient in ((log_probs, dlog_probs), (entropy, dentropy)):
-        if tensor is not None and tensor.requires_grad:
-            inputs.append(tensor)
-            gradients.append(gradient.to(tensor.dtype).reshape(tensor.shape))
-    if torch.is_grad_enabled() and inputs:
-        output = output._replace(loss=attach(output.loss, tuple(inputs), tuple(gradients)))
+        output = shaped(output, log_probs.shape, tokens.live, counted)
+    differentiable = [
+        (tensor, gradient.to(tensor.dtype).reshape(tensor.shape))
+        for tensor, gradient in ((log_probs, dlog_probs), (entropy, dentropy))
+        if tensor is not None and gradient is not None and tensor.requires_grad
+    ]
+    if torch.is_grad_enabled() and differentiable:
+        inputs, gradients = zip(*differentiable, strict=True)
+        output = output._replace(loss=attach(output.loss, inputs, gradients))
     return output
 
 
@@ -288,140 +291,13 @@ def log_probs(
             final_logit_softcapping=final_logit_softcapping,
             return_entropy=return_entropy,
         )
-    flat_labels = _flat_labels(labels)
-    logp, entropy = LogProbs.apply(  # type: ignore[no-untyped-call]
-        _rows(logits), flat_labels, flat_labels != IGNORE_INDEX, _transform(config)
+    flat_labels = int64_labels(labels)
+    logp, entropy = LogProbs.apply(
+        as_rows(logits), flat_labels, flat_labels != IGNORE_INDEX, transform(config)
     )
     if not return_entropy:
         return logp.view(labels.shape), None
     return logp.view(labels.shape), entropy.view(labels.shape)
-
-
-def _fused_loss(
-    logits: Tensor,
-    labels: Tensor,
-    tokens: TokenInputs,
-    config: BAPOConfig,
-    given: Tensor | None,
-    counted: Tensor,
-    needs_gradient: bool,
-    inplace: bool,
-    process_group: dist.ProcessGroup | None,
-) -> tuple[BAPOOutput, Tensor | None]:
-    """Row pass, search, loss, and the rows that had to wait for the search."""
-    rows, flat_labels = _rows(logits), _flat_labels(labels)
-    log_probs = torch.empty(labels.numel(), dtype=torch.float32, device=logits.device)
-    entropy = torch.empty_like(log_probs)
-    stats = torch.empty((labels.numel(), 2), dtype=torch.float32, device=logits.device)
-    undecided = dlogits = dlogit_rows = None
-    if needs_gradient:
-        undecided = torch.empty_like(log_probs, dtype=torch.uint8)
-        dlogits = logits
-        if not inplace:
-            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-            dlogit_rows = _rows(dlogits)
-
-    token_arguments = (
-        flat_labels,
-        counted,
-        tokens.old,
-        tokens.advantages,
-        tokens.weights,
-        tokens.is_weights,
-        tokens.ref,
-        given,
-        config.ratio_lower_start,
-        config.ratio_lower_max,
-        config.ratio_upper_start,
-        config.ratio_upper_max,
-        *_policy_options(config),
-        *_transform(config),
-        log_probs,
-        entropy,
-        stats,
-    )
-    if inplace:
-        ops.row_pass_(rows, *token_arguments, undecided)
-    else:
-        ops.row_pass(rows, *token_arguments, dlogit_rows, undecided)
-
-    output, dlog_probs, dentropy = _policy(
-        log_probs, entropy, counted, tokens, config, given, process_group
-    )
-    if needs_gradient and given is None:
-        arguments = (flat_labels, stats, entropy, dlog_probs, dentropy, undecided)
-        if inplace:
-            ops.row_gradient_(rows, *arguments, *_transform(config))
-        else:
-            ops.row_gradient(rows, *arguments, *_transform(config), dlogit_rows)
-    return _shaped(output, labels.shape, tokens.live, counted), dlogits
-
-
-def _policy(
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    counted: Tensor,
-    tokens: TokenInputs,
-    config: BAPOConfig,
-    given: Tensor | None,
-    process_group: dist.ProcessGroup | None,
-) -> tuple[BAPOOutput, Tensor, Tensor | None]:
-    """Search (unless bounds are given) and loss of flat log-probs, with their gradients."""
-    bounds, shares = given, None
-    if bounds is None:
-        table = empty_table(config, log_probs.device)
-        add_contributions("kernels", table, log_probs, tokens, config)
-        bounds, shares = search(table, config, process_group)
-    report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
-    dlog_probs = torch.empty_like(log_probs)
-    dentropy = torch.empty_like(log_probs) if config.entropy_coef else None
-    ops.policy(
-        log_probs,
-        entropy,
-        counted,
-        tokens.old,
-        tokens.advantages,
-        tokens.weights,
-        tokens.is_weights,
-        tokens.ref,
-        tokens.rollout,
-        bounds,
-        shares,
-        config.ratio_lower_start,
-        config.ratio_upper_start,
-        config.token_weight == "uniform",
-        config.contribution == "gradient",
-        config.target,
-        config.target_kind == "ratio",
-        *_policy_options(config),
-        report,
-        dlog_probs,
-        dentropy,
-    )
-    metrics = dict(zip(REPORT, report.unbind(), strict=True))
-    loss = metrics.pop("loss")
-    output = BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics)
-    return output, dlog_probs, dentropy
-
-
-def _counted(tokens: TokenInputs, config: BAPOConfig, statistics: str) -> Tensor:
-    """Tokens that are computed: all unmasked ones, or those that can change the loss."""
-    if statistics == "all" or config.kl_loss_coef or config.entropy_coef:
-        return tokens.live
-    return tokens.live & (tokens.advantages != 0)
-
-
-def _shaped(output: BAPOOutput, shape: torch.Size, live: Tensor, counted: Tensor) -> BAPOOutput:
-    """Token outputs in the caller's shape: 0 where masked, NaN where left out."""
-
-    def report(values: Tensor) -> Tensor:
-        values = torch.where(counted, values, 0.0)
-        if counted is not live:
-            values = values.masked_fill(live & ~counted, torch.nan)
-        return values.reshape(shape)
-
-    entropy = None if output.entropy is None else report(output.entropy)
-    return output._replace(log_probs=report(output.log_probs), entropy=entropy)
 
 
 def _check_inplace(logits: Tensor, needs_gradient: bool) -> None:
@@ -435,25 +311,3 @@ def _check_inplace(logits: Tensor, needs_gradient: bool) -> None:
     rule = "have rows without overlap, stride 1 along them, and be contiguous beyond 3 dimensions"
     got = f"shape {tuple(logits.shape)}, strides {logits.stride()}"
     require(plain, "logits", f"{rule} with inplace=True", got)
-
-
-def _rows(logits: Tensor) -> Tensor:
-    """``[B, S, V]`` with stride 1 in the last dimension; a view wherever there is one."""
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        logits = logits.contiguous()
-    if logits.ndim <= 3:
-        return logits[(None,) * (3 - logits.ndim)]
-    return logits.flatten(0, -3)
-
-
-def _flat_labels(labels: Tensor) -> Tensor:
-    return labels.long().reshape(-1).contiguous()
-
-
-def _transform(config: BAPOConfig) -> tuple[float, float, float | None]:
-    return config.temperature, config.logit_scale, config.final_logit_softcapping
-
-
-def _policy_options(config: BAPOConfig) -> tuple[float | None, float, int, float]:
-    kl_loss_type = KL_LOSS_TYPES[config.kl_loss_type]
-    return config.clip_ratio_c, config.kl_loss_coef, kl_loss_type, config.entropy_coef

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-
 # What the kernels report, in their order.
 REPORT = (
     "loss",

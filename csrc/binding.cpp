@@ -59,9 +59,9 @@ DType row_dtype(const Tensor& tensor) {
 }
 
 void check_rows(const Tensor& tensor, const char* name) {
-    STD_TORCH_CHECK(tensor.dim() == 3 && tensor.is_cpu() &&
-                        (tensor.size(2) <= 1 || tensor.stride(2) == 1),
-                    name, " must be a 3-dimensional CPU tensor with last stride 1");
+    STD_TORCH_CHECK(
+        tensor.dim() == 3 && tensor.is_cpu() && (tensor.size(2) <= 1 || tensor.stride(2) == 1),
+        name, " must be a 3-dimensional CPU tensor with last stride 1");
 }
 
 LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double temperature,
@@ -88,8 +88,9 @@ LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double
         rows.grad_row_stride = dlogits->stride(1);
     }
     const double slope = logit_scale / temperature;
-    rows.transform = softcap ? Transform{true, logit_scale / *softcap, *softcap / temperature, slope}
-                             : Transform{false, 1.0, slope, slope};
+    rows.transform = softcap
+                         ? Transform{true, logit_scale / *softcap, *softcap / temperature, slope}
+                         : Transform{false, 1.0, slope, slope};
     return rows;
 }
 

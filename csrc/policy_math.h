@@ -35,7 +35,8 @@ struct PolicyOptions {
     double entropy_coef;
 };
 
-// What is known of a token once its log-prob is. Absent terms: is_weight 1, ref_log_prob = log_prob.
+// What is known of a token once its log-prob is. Absent terms: is_weight 1, ref_log_prob =
+// log_prob.
 struct Token {
     double log_prob;
     double old_log_prob;

@@ -12,9 +12,9 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 def available_backends() -> dict[str, str | None]:
     """Backends in order of preference: ``None`` if one can run here, else the reason why not."""
     return {
-        "cuda": native.why_no_cuda(),
+        "cuda": native.WHY_NO_CUDA,
         "triton": "not part of this version",
-        "cpu": native.why_no_cpu(),
+        "cpu": native.WHY_NO_CPU,
         "reference": None,
     }
 

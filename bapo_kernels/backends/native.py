@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,13 @@ from .. import _ops as _ops  # schemas come before the kernels that implement th
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-@functools.cache
 def build_info() -> dict[str, Any]:
     """What ``setup.py`` wrote about the build; empty if it never ran."""
     path = _PACKAGE / "_build.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-@functools.cache
-def why_no_cpu() -> str | None:
-    """Loads the library on first use; the reason if there is none."""
+def _load() -> str | None:
     path = _PACKAGE / "_C.abi3.so"
     if not path.exists():
         reason = build_info().get("native") or "setup.py has not built it"
@@ -35,6 +31,6 @@ def why_no_cpu() -> str | None:
     return None
 
 
-def why_no_cuda() -> str | None:
-    """CUDA kernels are not built yet."""
-    return "not part of this version"
+# Why a backend cannot run on this machine; None if it can.
+WHY_NO_CPU = _load()
+WHY_NO_CUDA = "not part of this version"

@@ -112,15 +112,19 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
 // Writes vector_at(begin, count) over a row, past the cache if it is not there already.
 template <typename T, typename F>
 inline void fill_row(T* row, int64_t vocab, bool streamed, F vector_at) {
-    constexpr uintptr_t kBytes = kLanes * sizeof(T);
+    constexpr uintptr_t kBytes = kStreamed<T> * sizeof(T);
     const uintptr_t offset = reinterpret_cast<uintptr_t>(row) % kBytes;
     int64_t begin = 0;
     if (streamed && offset % sizeof(T) == 0) {
-        const int64_t head = (int64_t)((kBytes - offset) % kBytes / sizeof(T));
-        begin = head < vocab ? head : vocab;
-        if (begin > 0) store_partial(row, vector_at(0, begin), begin);
-        for (; begin + kLanes <= vocab; begin += kLanes) {
-            stream(row + begin, vector_at(begin, kLanes));
+        const int64_t misaligned = (int64_t)((kBytes - offset) % kBytes / sizeof(T));
+        const int64_t head = misaligned < vocab ? misaligned : vocab;
+        while (begin < head) {
+            const int64_t count = head - begin < kLanes ? head - begin : kLanes;
+            store_partial(row + begin, vector_at(begin, count), count);
+            begin += count;
+        }
+        for (; begin + kStreamed<T> <= vocab; begin += kStreamed<T>) {
+            stream(row + begin, [&](int64_t i) { return vector_at(begin + i, kLanes); });
         }
         stream_fence();
     }
@@ -144,8 +148,8 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
     const double log_sum = std::log(sum), bonus = coefficients.entropy_bonus;
     const float scale = base2_scale(transform);
     const float a = (float)(bonus * kLn2 / sum * transform.slope);
-    const float b = (float)((bonus * (entropy - log_sum) - coefficients.dlog_prob) / sum *
-                            transform.slope);
+    const float b =
+        (float)((bonus * (entropy - log_sum) - coefficients.dlog_prob) / sum * transform.slope);
     const auto gradient = [&](VFloat z) {
         const VFloat y = transformed<kSoftcap>(z, transform);
         const Exp2 exp = shifted_exp2(y, scale, origin);
@@ -176,8 +180,8 @@ struct Row {
 
     Row(const LogitRows& rows, int64_t index) {
         const int64_t batch = index / rows.rows, row = index % rows.rows;
-        logits = static_cast<const T*>(rows.logits) + batch * rows.batch_stride +
-                 row * rows.row_stride;
+        logits =
+            static_cast<const T*>(rows.logits) + batch * rows.batch_stride + row * rows.row_stride;
         grad = rows.grad == nullptr ? nullptr
                                     : static_cast<T*>(rows.grad) + batch * rows.grad_batch_stride +
                                           row * rows.grad_row_stride;
@@ -246,8 +250,8 @@ void pass_row(const RowPassParams& params, int64_t index) {
     } else if (wanted.coefficients.zero()) {
         row.zero_grad(rows.vocab);
     } else {
-        row_gradient<kSoftcap>(row.logits, row.grad, rows.vocab, rows.transform, label, stats.origin,
-                               stats.sum, stats.entropy(), wanted.coefficients);
+        row_gradient<kSoftcap>(row.logits, row.grad, rows.vocab, rows.transform, label,
+                               stats.origin, stats.sum, stats.entropy(), wanted.coefficients);
     }
 }
 
@@ -256,8 +260,8 @@ void finish_row(const RowGradientParams& params, int64_t index) {
     if (params.only && !params.only[index]) return;
     const LogitRows& rows = params.rows;
     const Row<T> row(rows, index);
-    const RowCoefficients coefficients{
-        params.dlog_probs[index], params.dentropy ? -(double)params.dentropy[index] : 0.0};
+    const RowCoefficients coefficients{params.dlog_probs[index],
+                                       params.dentropy ? -(double)params.dentropy[index] : 0.0};
     if (coefficients.zero()) return row.zero_grad(rows.vocab);
     row_gradient<kSoftcap>(row.logits, row.grad, rows.vocab, rows.transform, params.labels[index],
                            params.stats[2 * index], params.stats[2 * index + 1],

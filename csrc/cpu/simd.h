@@ -128,25 +128,37 @@ inline void store(T* p, VFloat v) {
     std::memcpy(p, &h, sizeof h);
 }
 
-// Stores past the cache: saves reading the line first. p is aligned to the bytes of the vector.
+// Elements of one store past the cache, which saves reading the line first. p is aligned to it.
+template <typename T>
+constexpr int kStreamed = kLanes * 4 / sizeof(T);
+
+template <typename F>
+inline void stream(float* p, F vector_at) {
+    const VFloat v = vector_at(0);
 #if defined(__AVX512F__)
-inline void stream(float* p, VFloat v) { _mm512_stream_ps(p, (__m512)v); }
-template <typename T>
-inline void stream(T* p, VFloat v) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)narrow(v, T{}));
-}
+    _mm512_stream_ps(p, (__m512)v);
 #elif defined(__AVX2__)
-inline void stream(float* p, VFloat v) { _mm256_stream_ps(p, (__m256)v); }
-template <typename T>
-inline void stream(T* p, VFloat v) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)narrow(v, T{}));
-}
+    _mm256_stream_ps(p, (__m256)v);
 #else
-template <typename T>
-inline void stream(T* p, VFloat v) {
     store(p, v);
-}
 #endif
+}
+template <typename T, typename F>
+inline void stream(T* p, F vector_at) {
+    const VHalf low = narrow(vector_at(0), T{}), high = narrow(vector_at(kLanes), T{});
+    const VHalf both[2] = {low, high};
+#if defined(__AVX512F__)
+    __m512i line;
+    std::memcpy(&line, both, sizeof line);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), line);
+#elif defined(__AVX2__)
+    __m256i line;
+    std::memcpy(&line, both, sizeof line);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), line);
+#else
+    std::memcpy(p, both, sizeof both);
+#endif
+}
 
 // Orders streamed stores before the ordinary ones that follow.
 inline void stream_fence() {

@@ -56,9 +56,8 @@ void contributions_chunk(const ContributionParams& params, int64_t chunk, Moment
         const double log_prob = params.log_probs[i], old = old_log_prob(tokens, i, log_prob);
         const double r = policy_ratio(log_prob, old).value;
         const double w = search_weight(params.uniform_weight, params.rollout_log_probs, i, old);
-        Moments& bin =
-            A > 0.0 ? upper_bins[count_below(grids.upper, grids.upper_count, r)]
-                    : lower_bins[count_not_above(grids.lower, grids.lower_count, r)];
+        Moments& bin = A > 0.0 ? upper_bins[count_below(grids.upper, grids.upper_count, r)]
+                               : lower_bins[count_not_above(grids.lower, grids.lower_count, r)];
         const double mass = w * std::fabs(A);
         bin.ratio_mass += mass * r;
         bin.mass += mass;
@@ -116,10 +115,9 @@ void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {
                           A, tokens.is_weights ? tokens.is_weights[i] : 1.0};
         const Ratio ratio = policy_ratio(log_prob, old);
         const PolicyTerm policy = policy_term(token, ratio, bounds, options.clip_ratio_c);
-        const double kl =
-            tokens.ref_log_probs
-                ? kl_term(log_prob, token.ref_log_prob, options.kl_loss_type).value
-                : 0.0;
+        const double kl = tokens.ref_log_probs
+                              ? kl_term(log_prob, token.ref_log_prob, options.kl_loss_type).value
+                              : 0.0;
         double loss = policy.loss;
         if (options.kl_loss_coef != 0.0) loss += options.kl_loss_coef * kl;
         if (options.entropy_coef != 0.0) loss -= options.entropy_coef * entropy;
@@ -133,8 +131,7 @@ void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {
         sums.log_ratio += ratio.log_value;
         sums.entropy += entropy;
         if (A > 0.0 || A < 0.0) {
-            const double w =
-                search_weight(params.uniform_weight, params.rollout_log_probs, i, old);
+            const double w = search_weight(params.uniform_weight, params.rollout_log_probs, i, old);
             double& at_bounds = A > 0.0 ? sums.P : sums.N;
             double& at_start = A > 0.0 ? sums.P_start : sums.N_start;
             at_bounds += w * contribution(ratio.value, A, bounds, params.gradient);

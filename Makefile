@@ -1,0 +1,44 @@
+# Every target makes .venv and builds the native library by itself.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
+OUT ?= out
+
+.PHONY: demo test bench lint sanitize clean
+
+demo: .venv/built
+	$(BIN)/python examples/before_after.py --out $(OUT)
+	$(BIN)/python examples/offpolicy_rlvr.py --out $(OUT)
+
+test: .venv/built
+	$(BIN)/python -m pytest -n 2 -q
+
+bench: .venv/built
+	$(BIN)/python -m benchmarks.run
+
+lint: .venv/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/*
+
+# The suite on a library with AddressSanitizer and UBSan, built in a copy of the tree.
+sanitize: .venv/built
+	rm -rf build/sanitize && mkdir -p build/sanitize
+	cp -r bapo_kernels csrc tests setup.py pyproject.toml README.md LICENSE build/sanitize
+	cd build/sanitize && BAPO_SANITIZE=1 ../../$(BIN)/python setup.py -q build_ext --inplace
+	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ../../$(BIN)/python -m pytest -q -n 2 -m "not compile"
+
+clean:
+	rm -rf .venv build out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+
+.venv/installed: requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+.venv/built: .venv/installed $(SOURCES)
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@

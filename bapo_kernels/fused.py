@@ -1,0 +1,166 @@
+"""The kernels of a loss, one after the other; nothing is read on the host in between."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._ops import ops
+from .bounds import add_contributions, empty_table, search
+from .config import KL_LOSS_TYPES, BAPOConfig
+from .inputs import TokenInputs
+from .output import REPORT, BAPOOutput, ClipBounds
+
+
+def loss_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    given: Tensor | None,
+    counted: Tensor,
+    needs_gradient: bool,
+    inplace: bool,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[BAPOOutput, Tensor | None]:
+    """Row pass, search, loss, and the rows that had to wait for the search."""
+    rows, flat_labels = as_rows(logits), int64_labels(labels)
+    log_probs = torch.empty(labels.numel(), dtype=torch.float32, device=logits.device)
+    entropy = torch.empty_like(log_probs)
+    stats = torch.empty((labels.numel(), 2), dtype=torch.float32, device=logits.device)
+    undecided = dlogits = dlogit_rows = None
+    if needs_gradient:
+        undecided = torch.empty_like(log_probs, dtype=torch.uint8)
+        dlogits = logits
+        if not inplace:
+            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            dlogit_rows = as_rows(dlogits)
+
+    token_arguments = (
+        flat_labels,
+        counted,
+        tokens.old,
+        tokens.advantages,
+        tokens.weights,
+        tokens.is_weights,
+        tokens.ref,
+        given,
+        config.ratio_lower_start,
+        config.ratio_lower_max,
+        config.ratio_upper_start,
+        config.ratio_upper_max,
+        *_policy_options(config),
+        *transform(config),
+        log_probs,
+        entropy,
+        stats,
+    )
+    if inplace:
+        ops.row_pass_(rows, *token_arguments, undecided)
+    else:
+        ops.row_pass(rows, *token_arguments, dlogit_rows, undecided)
+
+    output, dlog_probs, dentropy = loss_of_log_probs(
+        log_probs, entropy, counted, tokens, config, given, process_group
+    )
+    if needs_gradient and given is None:
+        arguments = (flat_labels, stats, entropy, dlog_probs, dentropy, undecided)
+        if inplace:
+            ops.row_gradient_(rows, *arguments, *transform(config))
+        else:
+            ops.row_gradient(rows, *arguments, *transform(config), dlogit_rows)
+    return shaped(output, labels.shape, tokens.live, counted), dlogits
+
+
+def loss_of_log_probs(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    counted: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    given: Tensor | None,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[BAPOOutput, Tensor, Tensor | None]:
+    """Search (unless bounds are given) and loss of flat log-probs, with their gradients."""
+    bounds, shares = given, None
+    if bounds is None:
+        table = empty_table(config, log_probs.device)
+        add_contributions("kernels", table, log_probs, tokens, config)
+        bounds, shares = search(table, config, process_group)
+    report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
+    dlog_probs = torch.empty_like(log_probs)
+    dentropy = torch.empty_like(log_probs) if config.entropy_coef else None
+    ops.policy(
+        log_probs,
+        entropy,
+        counted,
+        tokens.old,
+        tokens.advantages,
+        tokens.weights,
+        tokens.is_weights,
+        tokens.ref,
+        tokens.rollout,
+        bounds,
+        shares,
+        config.ratio_lower_start,
+        config.ratio_upper_start,
+        config.token_weight == "uniform",
+        config.contribution == "gradient",
+        config.target,
+        config.target_kind == "ratio",
+        *_policy_options(config),
+        report,
+        dlog_probs,
+        dentropy,
+    )
+    metrics = dict(zip(REPORT, report.unbind(), strict=True))
+    loss = metrics.pop("loss")
+    output = BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics)
+    return output, dlog_probs, dentropy
+
+
+def counted_tokens(tokens: TokenInputs, config: BAPOConfig, statistics: str) -> Tensor:
+    """Tokens that are computed: all unmasked ones, or those that can change the loss."""
+    if statistics == "all":
+        return tokens.live
+    has_other_terms = bool(config.kl_loss_coef or config.entropy_coef)
+    return tokens.live & ((tokens.advantages != 0) | has_other_terms)
+
+
+def shaped(output: BAPOOutput, shape: torch.Size, live: Tensor, counted: Tensor) -> BAPOOutput:
+    """Token outputs in the caller's shape: 0 where masked, NaN where left out."""
+    left_out = None if counted is live else live & ~counted
+    if left_out is None:
+        del output.metrics["live_tokens"]
+
+    def report(values: Tensor) -> Tensor:
+        values = torch.where(counted, values, 0.0)
+        if left_out is not None:
+            values = values.masked_fill(left_out, torch.nan)
+        return values.reshape(shape)
+
+    entropy = None if output.entropy is None else report(output.entropy)
+    return output._replace(log_probs=report(output.log_probs), entropy=entropy)
+
+
+def as_rows(logits: Tensor) -> Tensor:
+    """``[B, S, V]`` with stride 1 in the last dimension; a view wherever there is one."""
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        logits = logits.contiguous()
+    if logits.ndim <= 3:
+        return logits[(None,) * (3 - logits.ndim)]
+    return logits.flatten(0, -3)
+
+
+def int64_labels(labels: Tensor) -> Tensor:
+    return labels.long().reshape(-1).contiguous()
+
+
+def transform(config: BAPOConfig) -> tuple[float, float, float | None]:
+    return config.temperature, config.logit_scale, config.final_logit_softcapping
+
+
+def _policy_options(config: BAPOConfig) -> tuple[float | None, float, int, float]:
+    kl_loss_type = KL_LOSS_TYPES[config.kl_loss_type]
+    return config.clip_ratio_c, config.kl_loss_coef, kl_loss_type, config.entropy_coef

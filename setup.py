@@ -1,0 +1,162 @@
+"""Builds the native library, a plain shared object on torch's stable ABI.
+
+It contains no Python API: one binary serves every Python version, and every torch from
+TORCH_TARGET on. Without a compiler or torch the install is pure Python, and
+``python -m bapo_kernels`` tells why. BAPO_SANITIZE=1 builds with AddressSanitizer and UBSan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+TORCH_TARGET = "0x020a000000000000"  # 2.10
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+INSTRUCTION_SETS = {
+    "portable": [],
+    **(
+        {
+            "avx2": ["-mavx2", "-mfma", "-mf16c"],
+            "avx512": AVX512,
+            "avx512bf16": [*AVX512, "-mavx512bf16"],
+        }
+        if X86
+        else {}
+    ),
+}
+
+
+class Unit(NamedTuple):
+    """One object file."""
+
+    name: str
+    source: str
+    flags: list[str]
+
+
+def compile_flags() -> list[str]:
+    flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra"]
+    flags += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", f"-I{ROOT / 'csrc'}"]
+    flags += ["-DBAPO_X86=1"] if X86 else []
+    if os.environ.get("BAPO_SANITIZE"):
+        return [*flags, *sanitize_flags(), "-O1", "-g", "-fno-omit-frame-pointer"]
+    return [*flags, "-O3"]
+
+
+def sanitize_flags() -> list[str]:
+    if not os.environ.get("BAPO_SANITIZE"):
+        return []
+    return ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+def units() -> list[Unit]:
+    from torch.utils.cpp_extension import include_paths
+
+    torch_headers = [flag for path in include_paths() for flag in ("-isystem", path)]
+    rows = [
+        Unit(f"row_pass_{isa}", "csrc/cpu/row_pass.cpp", [f"-DBAPO_ISA={isa}", *flags])
+        for isa, flags in INSTRUCTION_SETS.items()
+    ]
+    return [
+        *rows,
+        Unit("dispatch", "csrc/cpu/dispatch.cpp", []),
+        Unit("tokens", "csrc/cpu/tokens.cpp", []),
+        Unit("binding", "csrc/binding.cpp", torch_headers),
+    ]
+
+
+class NativeBuild(build_ext):
+    """Compiles the units side by side and links them; a failure leaves a reason, not an error."""
+
+    def run(self) -> None:
+        library, report = self.outputs()
+        library.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            info = self.build_library(library)
+        except (ImportError, OSError, subprocess.CalledProcessError) as error:
+            info = {"native": reason(error)}
+            library.unlink(missing_ok=True)
+            print(f"bapo_kernels: installing without the native library: {info['native']}")
+        report.write_text(json.dumps(info, indent=2) + "\n")
+
+    def outputs(self) -> tuple[Path, Path]:
+        in_place = self.inplace or self.editable_mode
+        package = (ROOT if in_place else Path(self.build_lib)) / "bapo_kernels"
+        return package / "_C.abi3.so", package / "_build.json"
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in self.outputs() if path.exists()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+    def build_library(self, target: Path) -> dict[str, str]:
+        import torch
+        from torch.utils.cpp_extension import library_paths
+
+        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+        if compiler is None:
+            raise OSError("no C++ compiler found (g++ or c++ on the path, or CXX)")
+        folder = Path(self.build_temp)
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def build(unit: Unit) -> str:
+            output = str(folder / f"{unit.name}.o")
+            run([compiler, *compile_flags(), *unit.flags, "-c", str(ROOT / unit.source)], output)
+            return output
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(build, units()))
+        paths = [f"-L{path}" for path in library_paths()]
+        libraries = ["-ltorch", "-ltorch_cpu"]
+        run([compiler, "-shared", *sanitize_flags(), *objects, *paths, *libraries], str(target))
+        version = subprocess.check_output([compiler, "--version"], text=True).splitlines()[0]
+        sets = ", ".join(INSTRUCTION_SETS)
+        return {"compiler": version, "torch": torch.__version__, "instruction sets": sets}
+
+    def get_source_files(self) -> list[str]:
+        return [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")]
+
+
+def run(command: list[str], output: str) -> None:
+    subprocess.run([*command, "-o", output], check=True, stderr=subprocess.PIPE, text=True)
+
+
+def reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or ["failed"]
+        return f"{Path(error.cmd[0]).name}: {lines[0].strip()}"
+    return str(error)
+
+
+class AnyPython(bdist_wheel):
+    """The wheel's tag: the library does not touch the Python API."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "cp310", "abi3", super().get_tag()[2]
+
+
+class NativeDistribution(Distribution):
+    """Marks the wheel as platform-dependent."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(
+    ext_modules=[Extension("bapo_kernels._C", sources=[])],
+    cmdclass={"build_ext": NativeBuild, "bdist_wheel": AnyPython},
+    distclass=NativeDistribution,
+)
