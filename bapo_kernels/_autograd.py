@@ -95,9 +95,9 @@ class LogProbs(torch.autograd.Function):
         transform: tuple[float, float, float | None],
     ) -> tuple[Tensor, Tensor]:
         N = labels.numel()
-        log_probs = logits.new_empty(N, dtype=torch.float32)
+        log_probs = logits.new_empty(N, dtype=torch.float64)
         entropy = torch.empty_like(log_probs)
-        stats = logits.new_empty((N, 2), dtype=torch.float32)
+        stats = log_probs.new_empty((N, 2))
         no_policy = (None,) * 6 + (0.0,) * 4 + (None, 0.0, 0, 0.0)
         ops.row_pass(
             logits, labels, live, *no_policy, *transform, log_probs, entropy, stats, None, None
@@ -105,7 +105,7 @@ class LogProbs(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, live, stats, entropy)
         ctx.transform = transform
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return log_probs.float(), entropy.float()
 
     @staticmethod
     def backward(
@@ -115,7 +115,7 @@ class LogProbs(torch.autograd.Function):
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
         def of_live(gradient: Tensor | None) -> Tensor | None:
-            return None if gradient is None else torch.where(live, gradient.detach(), 0.0)
+            return None if gradient is None else torch.where(live, gradient.detach().double(), 0.0)
 
         dlog_probs = of_live(dlog_probs)
         ops.row_gradient(

@@ -173,7 +173,7 @@ def add_contributions(
         table += torch.stack(N + P)
         return
     ops.contributions(
-        log_probs.float(),
+        log_probs.double(),
         tokens.live,
         tokens.old,
         tokens.advantages,

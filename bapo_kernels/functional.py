@@ -233,10 +233,10 @@ def bapo_loss_from_log_probs(
         )
     counted = counted_tokens(tokens, config, statistics)
     with torch.no_grad():
-        flat_log_probs = log_probs.detach().float().reshape(-1).contiguous()
+        flat_log_probs = log_probs.detach().double().reshape(-1).contiguous()
         flat_entropy = None
         if entropy is not None:
-            flat_entropy = entropy.detach().float().reshape(-1).contiguous()
+            flat_entropy = entropy.detach().double().reshape(-1).contiguous()
         output, dlog_probs, dentropy = loss_of_log_probs(
             flat_log_probs, flat_entropy, counted, tokens, config, given, process_group
         )

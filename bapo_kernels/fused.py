@@ -26,9 +26,9 @@ def loss_of_logits(
 ) -> tuple[BAPOOutput, Tensor | None]:
     """Row pass, search, loss, and the rows that had to wait for the search."""
     rows, flat_labels = as_rows(logits), int64_labels(labels)
-    log_probs = torch.empty(labels.numel(), dtype=torch.float32, device=logits.device)
+    log_probs = torch.empty(labels.numel(), dtype=torch.float64, device=logits.device)
     entropy = torch.empty_like(log_probs)
-    stats = torch.empty((labels.numel(), 2), dtype=torch.float32, device=logits.device)
+    stats = log_probs.new_empty((labels.numel(), 2))
     undecided = dlogits = dlogit_rows = None
     if needs_gradient:
         undecided = torch.empty_like(log_probs, dtype=torch.uint8)
@@ -82,7 +82,7 @@ def loss_of_log_probs(
     given: Tensor | None,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[BAPOOutput, Tensor, Tensor | None]:
-    """Search (unless bounds are given) and loss of flat log-probs, with their gradients."""
+    """Search (unless bounds are given) and loss of flat float64 log-probs, with their gradients."""
     bounds, shares = given, None
     if bounds is None:
         table = empty_table(config, log_probs.device)
@@ -135,7 +135,7 @@ def shaped(output: BAPOOutput, shape: torch.Size, live: Tensor, counted: Tensor)
         del output.metrics["live_tokens"]
 
     def report(values: Tensor) -> Tensor:
-        values = torch.where(counted, values, 0.0)
+        values = torch.where(counted, values.float(), 0.0)
         if left_out is not None:
             values = values.masked_fill(left_out, torch.nan)
         return values.reshape(shape)

@@ -88,9 +88,9 @@ LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double
         rows.grad_row_stride = dlogits->stride(1);
     }
     const double slope = logit_scale / temperature;
-    rows.transform = softcap
-                         ? Transform{true, logit_scale / *softcap, *softcap / temperature, slope}
-                         : Transform{false, 1.0, slope, slope};
+    const float cap = (float)softcap.value_or(0.0);
+    const double scale = softcap ? *softcap / temperature : slope;
+    rows.transform = {softcap.has_value(), (float)logit_scale, cap, scale, slope};
     return rows;
 }
 
@@ -169,9 +169,9 @@ void row_pass(Tensor logits, Tensor labels, Tensor live, OptionalTensor old_log_
     // Bounds are applied as float32: so are the ends of their ranges.
     params.first = {(float)lower_start, (float)upper_start};
     params.last = {(float)lower_max, (float)upper_max};
-    params.log_probs = data<float>(log_probs, N, "log_probs");
-    params.entropy = data<float>(entropy, N, "entropy");
-    params.stats = data<float>(stats, 2 * N, "stats");
+    params.log_probs = data<double>(log_probs, N, "log_probs");
+    params.entropy = data<double>(entropy, N, "entropy");
+    params.stats = data<double>(stats, 2 * N, "stats");
     params.undecided = data<uint8_t>(undecided, N, "undecided");
     STD_TORCH_CHECK(params.rows.grad == nullptr ||
                         (params.tokens.advantages && params.tokens.weights && params.undecided),
@@ -201,10 +201,10 @@ void row_gradient(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Te
     params.rows = logit_rows(logits, dlogits, temperature, logit_scale, softcap);
     const int64_t N = params.rows.batches * params.rows.rows;
     params.labels = data<int64_t>(labels, N, "labels");
-    params.stats = data<float>(stats, 2 * N, "stats");
-    params.entropy = data<float>(entropy, N, "entropy");
-    params.dlog_probs = data<float>(dlog_probs, N, "dlog_probs");
-    params.dentropy = data<float>(dentropy, N, "dentropy");
+    params.stats = data<double>(stats, 2 * N, "stats");
+    params.entropy = data<double>(entropy, N, "entropy");
+    params.dlog_probs = data<double>(dlog_probs, N, "dlog_probs");
+    params.dentropy = data<double>(dentropy, N, "dentropy");
     params.only = data<uint8_t>(only, N, "only");
     if (params.only == nullptr) advise_large_pages(params.rows);
     run_rows(params, &cpu::RowKernels::row_gradient);
@@ -228,7 +228,7 @@ void contributions(Tensor log_probs, Tensor live, OptionalTensor old_log_probs, 
                    bool uniform_weight, bool gradient, Tensor table) {
     ContributionParams params{};
     const int64_t N = params.count = log_probs.numel();
-    params.log_probs = data<float>(log_probs, N, "log_probs");
+    params.log_probs = data<double>(log_probs, N, "log_probs");
     params.tokens = token_inputs(N, live, old_log_probs, advantages, {}, {}, {});
     params.rollout_log_probs = data<float>(rollout_log_probs, N, "rollout_log_probs");
     params.lower = {lower_start, lower_max, lower_step};
@@ -264,8 +264,8 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor live, OptionalTenso
             OptionalTensor dlog_probs, OptionalTensor dentropy) {
     PolicyParams params{};
     const int64_t N = params.count = log_probs.numel();
-    params.log_probs = data<float>(log_probs, N, "log_probs");
-    params.entropy = data<float>(entropy, N, "entropy");
+    params.log_probs = data<double>(log_probs, N, "log_probs");
+    params.entropy = data<double>(entropy, N, "entropy");
     params.tokens = token_inputs(N, live, old_log_probs, advantages, weights, rollout_is_weights,
                                  ref_log_probs);
     params.rollout_log_probs = data<float>(rollout_log_probs, N, "rollout_log_probs");
@@ -277,8 +277,8 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor live, OptionalTenso
     params.bounds = data<float>(bounds, 2, "bounds");
     params.shares = data<double>(shares, 4, "shares");
     params.report = data<float>(report, kReportSize, "report");
-    params.dlog_probs = data<float>(dlog_probs, N, "dlog_probs");
-    params.dentropy = data<float>(dentropy, N, "dentropy");
+    params.dlog_probs = data<double>(dlog_probs, N, "dlog_probs");
+    params.dentropy = data<double>(dentropy, N, "dentropy");
     const auto partials = run_chunks<cpu::PolicySums>(
         N, 1, [&](int64_t k, cpu::PolicySums* sums) { cpu::policy_chunk(params, k, *sums); });
     cpu::policy_reduce(params, partials.data(), (int64_t)partials.size());

@@ -9,10 +9,12 @@ namespace bapo {
 
 enum class DType : int64_t { kFloat32, kBFloat16, kFloat16 };
 
-// x = scale*y with y = z, or y = tanh(inner*z) under softcap; dx/dz = slope*(1 - tanh^2).
+// x = scale*y with y = z, or y = tanh(logit_scale*z/softcap); dx/dz = slope, times 1 - y^2 under
+// softcap.
 struct Transform {
     bool softcapped;
-    double inner;
+    float logit_scale;
+    float softcap;
     double scale;
     double slope;
 };
@@ -33,7 +35,8 @@ struct LogitRows {
     Transform transform;
 };
 
-// One entry a token, all contiguous.
+// One entry a token, all contiguous. What the caller gave is float32; what kernels hand on to each
+// other is double, so that nothing but the logits' own exp is rounded twice.
 struct TokenInputs {
     const bool* live;
     const float* old_log_probs;
@@ -51,25 +54,25 @@ struct RowPassParams {
     const float* bounds;  // (lower, upper); null: anywhere between first and last
     Bounds first;
     Bounds last;
-    float* log_probs;
-    float* entropy;
-    float* stats;        // (origin, sum) of every row, as the backend needs them to look again
+    double* log_probs;
+    double* entropy;
+    double* stats;        // (origin, sum) of every row, as the backend needs them to look again
     uint8_t* undecided;  // 1 where the gradient depends on where the bounds will be
 };
 
 struct RowGradientParams {
     LogitRows rows;
     const int64_t* labels;
-    const float* stats;
-    const float* entropy;
-    const float* dlog_probs;
-    const float* dentropy;
+    const double* stats;
+    const double* entropy;
+    const double* dlog_probs;
+    const double* dentropy;
     const uint8_t* only;  // rows to write; null: all
 };
 
 struct ContributionParams {
     int64_t count;
-    const float* log_probs;
+    const double* log_probs;
     TokenInputs tokens;
     const float* rollout_log_probs;
     Grid lower;
@@ -87,8 +90,8 @@ struct TargetParams {
 
 struct PolicyParams {
     int64_t count;
-    const float* log_probs;
-    const float* entropy;
+    const double* log_probs;
+    const double* entropy;
     TokenInputs tokens;
     const float* rollout_log_probs;
     PolicyOptions options;
@@ -99,8 +102,8 @@ struct PolicyParams {
     const float* bounds;
     const double* shares;  // P and N at the bounds, P and N at the start; null: of these tokens
     float* report;         // loss and metrics, in the order of output.py
-    float* dlog_probs;
-    float* dentropy;
+    double* dlog_probs;
+    double* dentropy;
 };
 
 }  // namespace bapo

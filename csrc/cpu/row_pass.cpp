@@ -20,7 +20,7 @@ constexpr float kInf = __builtin_inff();
 template <bool kSoftcap>
 inline VFloat transformed(VFloat z, const Transform& transform) {
     if constexpr (!kSoftcap) return z;
-    const VFloat y = vtanh(z * (float)transform.inner);
+    const VFloat y = vtanh(z * transform.logit_scale / transform.softcap);
     return z == -kInf ? splat(-kInf) : y;
 }
 template <bool kSoftcap>
@@ -61,9 +61,8 @@ inline Exp2 shifted_exp2(VFloat y, float scale, float origin) {
 
 template <bool kSoftcap>
 inline double log_prob(float z, const Transform& transform, float origin, double log_sum) {
-    const double y = kSoftcap ? std::tanh((double)z * transform.inner) : z;
-    if (z == -kInf) return z;
-    return (y - origin) * transform.scale - log_sum;
+    const float y = transformed<kSoftcap>(splat(z), transform)[0];
+    return ((double)y - origin) * transform.scale - log_sum;
 }
 
 // Calls f with every vector of row[begin, end); the last one is filled up with -inf.
@@ -222,11 +221,11 @@ template <typename T, bool kSoftcap>
 void pass_row(const RowPassParams& params, int64_t index) {
     const LogitRows& rows = params.rows;
     const Row<T> row(rows, index);
-    float* stats_out = params.stats + 2 * index;
+    double* stats_out = params.stats + 2 * index;
     if (params.undecided) params.undecided[index] = 0;
     if (!params.tokens.live[index]) {
-        params.log_probs[index] = params.entropy[index] = stats_out[0] = 0.0f;
-        stats_out[1] = 1.0f;
+        params.log_probs[index] = params.entropy[index] = stats_out[0] = 0.0;
+        stats_out[1] = 1.0;
         return row.zero_grad(rows.vocab);
     }
 
@@ -237,14 +236,13 @@ void pass_row(const RowPassParams& params, int64_t index) {
         logp = log_prob<kSoftcap>(load_scalar(row.logits + label), rows.transform, stats.origin,
                                   stats.log_sum());
     }
-    params.log_probs[index] = (float)logp;
-    params.entropy[index] = (float)stats.entropy();
+    params.log_probs[index] = logp;
+    params.entropy[index] = stats.entropy();
     stats_out[0] = stats.origin;
-    stats_out[1] = (float)stats.sum;
+    stats_out[1] = stats.sum;
 
     if (row.grad == nullptr) return;
-    // Decided on the float32 log-prob, as the token kernels see it.
-    const Demand wanted = demand(params, index, params.log_probs[index]);
+    const Demand wanted = demand(params, index, logp);
     if (wanted.undecided) {
         params.undecided[index] = 1;
     } else if (wanted.coefficients.zero()) {
@@ -264,7 +262,7 @@ void finish_row(const RowGradientParams& params, int64_t index) {
                                        params.dentropy ? -(double)params.dentropy[index] : 0.0};
     if (coefficients.zero()) return row.zero_grad(rows.vocab);
     row_gradient<kSoftcap>(row.logits, row.grad, rows.vocab, rows.transform, params.labels[index],
-                           params.stats[2 * index], params.stats[2 * index + 1],
+                           (float)params.stats[2 * index], params.stats[2 * index + 1],
                            params.entropy[index], coefficients);
 }
 

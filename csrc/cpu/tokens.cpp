@@ -104,8 +104,8 @@ void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {
     const int64_t end = chunk_end(chunk, params.count);
     sums = {};
     for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
-        if (params.dlog_probs) params.dlog_probs[i] = 0.0f;
-        if (params.dentropy) params.dentropy[i] = 0.0f;
+        if (params.dlog_probs) params.dlog_probs[i] = 0.0;
+        if (params.dentropy) params.dentropy[i] = 0.0;
         if (!tokens.live[i]) continue;
 
         const double log_prob = params.log_probs[i], old = old_log_prob(tokens, i, log_prob);
@@ -139,9 +139,9 @@ void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {
         }
         if (params.dlog_probs) {
             const double grad = token_grad(token, ratio, bounds, options);
-            params.dlog_probs[i] = (float)(weight * grad);
+            params.dlog_probs[i] = weight * grad;
         }
-        if (params.dentropy) params.dentropy[i] = (float)(-weight * options.entropy_coef);
+        if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;
     }
 }
 

@@ -1,0 +1,328 @@
+"""bapo_loss of every backend against the float64 reference."""
+
+import pytest
+import torch
+from helpers import check_against_reference, make_case, per_token, run_kernel, run_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_kernels import BAPOConfig, BAPOLoss, ClipBounds, bapo_loss
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CU = torch.tensor([0, 5, 5, 12, 20])
+
+# One option alone, then many together: (config options, call options).
+OPTIONS = {
+    "paper": ({}, {}),
+    "recipe": (dict(preset="recipe"), {}),
+    "fixed": (dict(preset="fixed"), {}),
+    "temperature": (dict(temperature=0.7), {}),
+    "logit_scale": (dict(logit_scale=1.7), {}),
+    "softcap": (dict(final_logit_softcapping=5.0), {}),
+    "dual_clip": (dict(clip_ratio_c=1.1), {}),
+    "k1": (dict(kl_loss_coef=0.1, kl_loss_type="k1"), dict(ref_log_probs=per_token())),
+    "k2": (dict(kl_loss_coef=0.1, kl_loss_type="k2"), dict(ref_log_probs=per_token())),
+    "k3": (dict(kl_loss_coef=0.1, kl_loss_type="k3"), dict(ref_log_probs=per_token())),
+    "kl_metric_only": ({}, dict(ref_log_probs=per_token())),
+    "entropy": (dict(entropy_coef=0.05), {}),
+    "is_weights": ({}, dict(rollout_is_weights=per_token(low=0.2, high=2.0))),
+    "rollout": ({}, dict(rollout_log_probs=per_token())),
+    "uniform": (dict(token_weight="uniform"), {}),
+    "gradient_contribution": (dict(contribution="gradient"), {}),
+    "bounds": ({}, dict(bounds=ClipBounds(torch.tensor(0.85), torch.tensor(1.15)))),
+    "token_sum": (dict(loss_agg_mode="token-sum"), {}),
+    "seq_sum": (dict(loss_agg_mode="seq-mean-token-sum"), {}),
+    "seq_norm": (dict(loss_agg_mode="seq-mean-token-sum-norm"), {}),
+    "seq_norm_factor": (
+        dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=11.0),
+        {},
+    ),
+    "seq_mean": (dict(loss_agg_mode="seq-mean-token-mean"), {}),
+    "global_tokens": ({}, dict(batch_num_tokens=100, dp_size=4)),
+    "global_sequences": (
+        dict(loss_agg_mode="seq-mean-token-mean"),
+        dict(global_batch_size=torch.tensor(16), dp_size=2),
+    ),
+    "together": (
+        dict(
+            preset="recipe",
+            temperature=0.9,
+            final_logit_softcapping=20.0,
+            kl_loss_coef=0.05,
+            entropy_coef=0.01,
+            loss_agg_mode="seq-mean-token-mean",
+        ),
+        dict(
+            ref_log_probs=per_token(),
+            rollout_is_weights=per_token(low=0.2, high=2.0),
+            rollout_log_probs=per_token(seed=2),
+        ),
+    ),
+}
+
+
+def build_config(options):
+    options = dict(options)
+    preset = options.pop("preset", "paper")
+    if preset == "fixed":
+        return BAPOConfig.fixed(0.8, 1.2, **options)
+    return getattr(BAPOConfig, preset)(**options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("statistics", ["all", "live"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(backend, device, dtype, statistics, name):
+    config_options, call_options = OPTIONS[name]
+    config = build_config(config_options)
+    case = make_case(dtype=dtype, device=device, config=config, **call_options)
+    check_against_reference(case, backend, statistics=statistics)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "V",
+    # one token, less than a vector, primes, a vector and a block and their neighbours, a shard of
+    # a large vocabulary
+    [1, 2, 3, 15, 16, 17, 31, 33, 127, 1009, 4095, 4096, 4097, 8191, 18992],
+)
+def test_vocabulary_sizes(backend, device, dtype, V):
+    case = make_case((2, 3), V, dtype, device, masked=0.0, config=BAPOConfig(entropy_coef=0.01))
+    check_against_reference(case, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [151_936, 262_208])  # Qwen3 and Gemma 3
+def test_real_vocabularies(backend, device, dtype, V):
+    check_against_reference(make_case((1, 4), V, dtype, device, masked=0.0, idle=0.0), backend)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 2, 3)])  # 0 to 3 leading sizes
+def test_leading_shapes(backend, device, shape):
+    case = make_case(shape, 33, device=device, masked=0.0, poison=False)
+    got = check_against_reference(case, backend)
+    assert got.output.log_probs.shape == shape
+
+
+@pytest.mark.parametrize("staleness", [0.0, 0.02, 0.3, 3.0, 60.0])  # on-policy .. past the clamp
+@pytest.mark.parametrize("preset", ["paper", "recipe"])
+def test_staleness(backend, device, staleness, preset):
+    config = build_config(dict(preset=preset))
+    case = make_case((4, 16), 65, device=device, staleness=staleness, config=config)
+    check_against_reference(case, backend)
+
+
+def test_on_policy(backend, device):
+    case = make_case(device=device)
+    case.old_log_probs = None
+    got = check_against_reference(case, backend)
+    assert got.output.metrics["pg_clipfrac"] == 0
+    assert got.output.metrics["ppo_kl"] == 0
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
+)
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_packed(backend, device, mode, per_sequence):
+    config = BAPOConfig(loss_agg_mode=mode)
+    case = make_case((20,), 65, device=device, config=config, cu_seqlens=CU.int())
+    if per_sequence:
+        case.advantages = torch.tensor([0.5, 2.0, -1.0, 0.7], device=device)
+    check_against_reference(case, backend)
+
+
+def test_packed_equals_padded(backend, device):
+    """The same tokens with and without padding."""
+    for mode in ("seq-mean-token-sum", "seq-mean-token-mean"):
+        config = BAPOConfig(loss_agg_mode=mode)
+        case = make_case((3, 6), 33, device=device, config=config, poison=False)
+        lengths = torch.tensor([6, 2, 4])
+        inside = (torch.arange(6) < lengths[:, None]).to(device)
+        case.response_mask = case.response_mask & inside
+        padded = run_kernel(case, backend)
+        arguments = [None if a is None else a[inside] for a in case.arguments()]
+        logits = case.logits[inside].requires_grad_()
+        cu = torch.tensor([0, 6, 8, 12], device=device)
+        out = bapo_loss(logits, *arguments, config=config, cu_seqlens=cu, backend=backend)
+        out.loss.backward()
+        torch.testing.assert_close(out.loss, padded.output.loss, rtol=0, atol=0)
+        torch.testing.assert_close(logits.grad, padded.gradient[inside], rtol=0, atol=0)
+
+
+def test_advantages_per_sequence(backend, device):
+    case = make_case(device=device)
+    case.advantages = torch.tensor([0.5, 0.0, -1.0], device=device)
+    check_against_reference(case, backend)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_micro_batches_add_up(backend, device, mode):
+    """Eight micro-batches with global counts and shared bounds are one batch."""
+    config = BAPOConfig(loss_agg_mode=mode)
+    case = make_case((16, 5), 33, device=device, config=config)
+    whole = run_kernel(case, backend)
+    live = case.response_mask & (case.labels != -100)
+    counts = dict(
+        batch_num_tokens=live.sum(),
+        global_batch_size=live.any(-1).sum(),
+        bounds=whole.output.bounds,
+    )
+    total, gradients = 0.0, []
+    for rows in torch.arange(16).chunk(8):
+        part = type(case)(
+            case.logits[rows],
+            case.labels[rows],
+            case.old_log_probs[rows],
+            case.advantages[rows],
+            case.response_mask[rows],
+            case.options,
+        )
+        result = run_kernel(part, backend, **counts)
+        total += result.output.loss.item()
+        gradients.append(result.gradient)
+    assert total == pytest.approx(whole.output.loss.item(), rel=1e-6)
+    torch.testing.assert_close(torch.cat(gradients), whole.gradient, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
+def test_mask_dtypes(backend, device, mask_dtype):
+    case = make_case(device=device)
+    expected = run_kernel(case, backend)
+    case.response_mask = case.response_mask.to(mask_dtype)
+    assert torch.equal(run_kernel(case, backend).gradient, expected.gradient)
+
+
+@pytest.mark.parametrize("statistics", ["all", "live"])
+def test_all_masked(backend, device, statistics):
+    case = make_case(device=device)
+    case.response_mask = torch.zeros_like(case.response_mask)
+    case.logits.fill_(torch.nan)
+    got = run_kernel(case, backend, statistics=statistics)
+    assert got.output.loss == 0
+    assert torch.equal(got.gradient, torch.zeros_like(got.gradient))
+    assert [b.item() for b in got.output.bounds] == pytest.approx([0.6, 1.2])
+    assert all(v.isfinite() or k == "bapo_pos_neg_ratio" for k, v in got.output.metrics.items())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])  # no tokens at all
+def test_no_tokens(backend, device, shape):
+    logits = torch.empty(*shape, 11, device=device, requires_grad=True)
+    tokens = torch.empty(shape, device=device)
+    out = bapo_loss(logits, tokens.long(), tokens, tokens, backend=backend)
+    out.loss.backward()
+    assert out.loss == 0
+    assert logits.grad.shape == logits.shape
+
+
+def test_live_statistics_leave_out_idle_tokens(backend, device):
+    case = make_case(device=device)
+    everything, live = (run_kernel(case, backend, statistics=s) for s in ("all", "live"))
+    assert torch.equal(everything.gradient, live.gradient)
+    assert everything.output.loss == live.output.loss
+    covered = case.response_mask & (case.labels != -100)
+    idle = covered & (case.advantages == 0)
+    assert torch.equal(live.output.log_probs.isnan(), idle)
+    assert live.output.metrics["live_tokens"] == (covered & ~idle).sum()
+    assert "live_tokens" not in everything.output.metrics
+
+
+def test_live_rows_are_the_only_ones_read(backend, device):
+    """Idle rows full of NaN change nothing with statistics='live'."""
+    case = make_case(device=device)
+    expected = run_kernel(case, backend, statistics="live")
+    case.logits[case.advantages == 0] = torch.nan
+    got = run_kernel(case, backend, statistics="live")
+    assert torch.equal(got.gradient, expected.gradient)
+    assert got.output.loss == expected.output.loss
+
+
+def test_undecided_rows_are_finished(backend, device):
+    """Bounds of the search and the same bounds given make the same gradient."""
+    case = make_case((8, 32), 65, device=device, staleness=0.4)
+    searched = run_kernel(case, backend)
+    assert searched.output.bounds.upper > 1.2, "the case must need a search"
+    given_bounds = run_kernel(case, backend, bounds=searched.output.bounds)
+    truth = run_reference(case, torch.float64)
+    error = (searched.gradient.double() - truth.gradient).abs().max()
+    other = (given_bounds.gradient.double() - truth.gradient).abs().max()
+    assert max(error, other) <= 2 * min(error, other) + 1e-9
+    assert searched.output.loss == given_bounds.output.loss
+
+
+def test_bounds_as_floats(backend, device):
+    case = make_case(device=device)
+    tensors = ClipBounds(torch.tensor(0.8, device=device), torch.tensor(1.3, device=device))
+    expected = run_kernel(case, backend, bounds=tensors)
+    got = run_kernel(case, backend, bounds=(0.8, 1.3))
+    assert torch.equal(got.gradient, expected.gradient)
+
+
+def test_module(backend, device):
+    case = make_case(device=device)
+    loss = BAPOLoss(BAPOConfig.recipe(), backend=backend, statistics="live")
+    got = loss(case.logits, *case.arguments())
+    expected = bapo_loss(
+        case.logits,
+        *case.arguments(),
+        config=BAPOConfig.recipe(),
+        backend=backend,
+        statistics="live",
+    )
+    assert got.loss == expected.loss
+    assert "recipe" not in repr(loss)
+    assert "statistics='live'" in repr(loss)
+
+
+def test_reference_backend(device):
+    """The reference is a backend too, in place and not."""
+    case = make_case()
+    truth = run_reference(case)
+    assert torch.equal(run_kernel(case, "reference").gradient, truth.gradient)
+    weight = torch.ones((), requires_grad=True)
+    logits = case.logits * weight
+    out = bapo_loss(logits, *case.arguments(), backend="reference", inplace=True)
+    assert torch.equal(logits.detach(), truth.gradient)
+    out.loss.backward()
+
+
+CONFIGS = st.builds(
+    BAPOConfig,
+    target=st.floats(0, 1),
+    raise_first=st.sampled_from(["upper", "lower"]),
+    token_weight=st.sampled_from(["rollout_prob", "uniform"]),
+    contribution=st.sampled_from(["surrogate", "gradient"]),
+    clip_ratio_c=st.sampled_from([None, 1.5, 3.0]),
+    kl_loss_coef=st.sampled_from([0.0, 0.1]),
+    kl_loss_type=st.sampled_from(["k1", "k2", "low_var_kl"]),
+    entropy_coef=st.sampled_from([0.0, 0.01, -0.02]),
+    loss_agg_mode=st.sampled_from(["token-mean", "token-sum", "seq-mean-token-mean"]),
+    temperature=st.sampled_from([1.0, 0.6, 1.3]),
+    logit_scale=st.sampled_from([1.0, 0.5]),
+    final_logit_softcapping=st.sampled_from([None, 10.0]),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    config=CONFIGS,
+    dtype=st.sampled_from(DTYPES),
+    B=st.integers(1, 4),
+    S=st.integers(1, 9),
+    V=st.integers(1, 300),
+    staleness=st.sampled_from([0.0, 0.1, 1.0]),
+    statistics=st.sampled_from(["all", "live"]),
+    seed=st.integers(0, 2**20),
+)
+def test_any_combination(config, dtype, B, S, V, staleness, statistics, seed):
+    case = make_case(
+        (B, S),
+        V,
+        dtype,
+        staleness=staleness,
+        config=config,
+        seed=seed,
+        ref_log_probs=per_token((B, S), seed),
+        rollout_is_weights=per_token((B, S), seed, low=0.0, high=2.0),
+    )
+    check_against_reference(case, "cpu", statistics=statistics)
