@@ -1,0 +1,96 @@
+"""log_probs of every backend: values, and gradients for any incoming gradient."""
+
+import pytest
+import torch
+from helpers import assert_within_budget
+
+from bapo_kernels import log_probs, reference
+
+OPTIONS = [
+    dict(),
+    dict(temperature=0.6),
+    dict(logit_scale=2.0),
+    dict(final_logit_softcapping=8.0, temperature=1.2),
+]
+
+
+def run(function, logits, labels, dlogp, dentropy, **options):
+    logits = logits.clone().requires_grad_()
+    logp, entropy = function(logits, labels, **options)
+    (logp * dlogp + entropy * dentropy).sum().backward()
+    return logp.detach(), entropy.detach(), logits.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("V", [1, 37, 4100])  # one token, a tail, more than a block
+def test_against_float64(backend, device, dtype, options, V):
+    logits = (3 * torch.randn(2, 6, V)).to(device, dtype)
+    labels = torch.randint(0, V, (2, 6), device=device)
+    labels[1, 2] = -100
+    weights = torch.randn(2, 2, 6, device=device)
+    weights[:, 0, 3] = 0.0
+    got = run(log_probs, logits, labels, *weights, backend=backend, **options)
+    same = run(reference.log_probs, logits, labels, *weights, **options)
+    truth = run(reference.log_probs, logits.double(), labels, *weights.double(), **options)
+    largest = truth[0].abs().max().item()
+    for name, operand, *parts in zip(
+        ("log_probs", "entropy", "gradient"), (0, largest, 0), got, same, truth, strict=True
+    ):
+        assert_within_budget(name, *parts, operand=operand)
+    assert not got[2][1, 2].any()
+    assert not got[2][0, 3].any()
+
+
+def test_gradient_of_one_output(backend, device):
+    logits = torch.randn(4, 50, device=device)
+    labels = torch.randint(0, 50, (4,), device=device)
+    for which in (0, 1):
+        grads = []
+        for function in (log_probs, reference.log_probs):
+            x = logits.clone().requires_grad_()
+            function(x, labels)[which].sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
+
+
+def test_expanded_and_strided_incoming_gradients(backend, device):
+    logits = torch.randn(3, 4, 20, device=device)
+    labels = torch.randint(0, 20, (3, 4), device=device)
+    incoming = torch.randn(4, 3, device=device).t()
+    for gradient in (incoming, torch.ones((), device=device).expand(3, 4)):
+        grads = []
+        for function in (log_probs, reference.log_probs):
+            x = logits.clone().requires_grad_()
+            function(x, labels)[0].backward(gradient)
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
+
+
+def test_twice_backward(backend, device):
+    """log_probs recomputes, so a second backward is right."""
+    x = torch.randn(3, 20, device=device, requires_grad=True)
+    logp, _ = log_probs(x, torch.tensor([1, 2, 3], device=device), backend=backend)
+    first = torch.autograd.grad(logp.sum(), x, retain_graph=True)[0]
+    second = torch.autograd.grad(logp.sum(), x)[0]
+    assert torch.equal(first, second)
+
+
+def test_without_entropy(backend, device):
+    x = torch.randn(3, 20, device=device)
+    labels = torch.tensor([1, -100, 20], device=device)
+    logp, entropy = log_probs(x, labels, return_entropy=False, backend=backend)
+    assert entropy is None
+    assert logp[1] == 0
+    assert logp[2].isnan()
+
+
+def test_bfloat16_logits_keep_float32_statistics(backend, device):
+    """Log-probs within 1e-5 of float64, where bfloat16 arithmetic is off by 4e-3."""
+    x = (4 * torch.randn(8, 3000, device=device)).bfloat16()
+    labels = torch.randint(0, 3000, (8,), device=device)
+    logp, entropy = log_probs(x, labels, backend=backend)
+    expected = reference.log_probs(x.double(), labels)
+    assert logp.dtype == entropy.dtype == torch.float32
+    assert (logp - expected[0]).abs().max() < 1e-5
+    assert (entropy - expected[1]).abs().max() < 1e-5

@@ -1,0 +1,290 @@
+"""What other kernels got wrong: extreme values, odd layouts, and the same bits every time."""
+
+import pytest
+import torch
+from helpers import check_against_reference, make_case, run_kernel, run_reference
+
+from bapo_kernels import BAPOConfig, bapo_loss, log_probs, reference
+
+
+def clean_case(backend_device, shape=(2, 4), V=100, **options):
+    options = dict(masked=0.0, poison=False, device=backend_device) | options
+    return make_case(shape, V, **options)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 3e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_common_offset(backend, device, offset, dtype):
+    """A maximum that starts at 0, or a log-prob formed as x - logsumexp, fails here."""
+    case = clean_case(device, V=5000, dtype=dtype)
+    case.logits += offset
+    truth = reference.log_probs(case.logits.double(), case.labels)[0]
+    case.old_log_probs = (truth + 0.1 * torch.randn(truth.shape, device=device)).float()
+    check_against_reference(case, backend)
+
+
+def test_large_spread(backend, device):
+    check_against_reference(clean_case(device, spread=60.0, V=5000), backend)
+
+
+def test_ascending_logits_move_the_maximum_in_every_block(backend, device):
+    case = clean_case(device, (1, 2), 20_000)
+    case.logits[:] = torch.linspace(-200, 50, 20_000)
+    case.logits[:, 1] = case.logits[:, 1].flip(-1)
+    case.old_log_probs = reference.log_probs(case.logits, case.labels)[0]
+    check_against_reference(case, backend)
+
+
+FORBIDDEN = {
+    "random": lambda x, label: x.masked_fill_(torch.rand(x.shape, device=x.device) < 0.5, -torch.inf),
+    "first_block": lambda x, label: x[:5000].fill_(-torch.inf),
+    "last_block": lambda x, label: x[5000:].fill_(-torch.inf),
+    "all_but_label": lambda x, label: x.fill_(-torch.inf),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 10.0])
+@pytest.mark.parametrize("where", FORBIDDEN)
+def test_forbidden_tokens(backend, device, dtype, softcap, where):
+    config = BAPOConfig(entropy_coef=0.1, final_logit_softcapping=softcap)
+    case = clean_case(device, (1, 3), 10_000, dtype=dtype, config=config, idle=0.0)
+    for logits, label in zip(case.logits[0], case.labels[0], strict=True):
+        if label == -100:
+            continue
+        kept = logits[label].clone()
+        FORBIDDEN[where](logits, label)
+        logits[label] = kept
+    logp = reference.log_probs(case.logits.double(), case.labels, final_logit_softcapping=softcap)
+    case.old_log_probs = (logp[0] + 0.05).float()
+    got = check_against_reference(case, backend)
+    assert not got.gradient[case.logits == -torch.inf].any()
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_forbidden_label(backend, device, on_policy, advantage):
+    """logp = -inf, ratio e^-20, defined and finite gradient."""
+    case = clean_case(device, (1, 3), idle=0.0)
+    case.labels[:] = 5
+    case.logits[0, 1, 5] = -torch.inf
+    case.advantages[:] = advantage
+    if on_policy:
+        case.old_log_probs = None
+    got = check_against_reference(case, backend)
+    assert got.output.log_probs[0, 1] == -torch.inf
+    assert got.output.loss.isfinite()
+    assert not got.gradient[0, 1].any()
+    assert got.gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [0, 17, 99])  # first, middle, tail of a vector
+def test_bad_logit_makes_the_loss_nan(backend, device, value, at):
+    case = clean_case(device, idle=0.0)
+    case.logits[0, 1, at] = value
+    got = run_kernel(case, backend)
+    assert got.output.loss.isnan()
+    assert got.gradient[0, 1].isnan().all()
+    others = torch.ones(case.labels.shape, dtype=torch.bool, device=device)
+    others[0, 1] = False
+    assert got.gradient[others].isfinite().all()
+
+
+def test_row_without_any_token_makes_the_loss_nan(backend, device):
+    case = clean_case(device)
+    case.logits[1, 2] = -torch.inf
+    assert run_kernel(case, backend).output.loss.isnan()
+    case.response_mask[1, 2] = False
+    assert run_kernel(case, backend).output.loss.isfinite()
+
+
+@pytest.mark.parametrize("label", [100, 2**40, -1, -(2**40)])
+def test_label_outside_of_the_vocabulary(backend, device, label):
+    case = clean_case(device)
+    case.labels[0, 0] = label
+    case.advantages[0, 0] = 1.0
+    got = run_kernel(case, backend)
+    assert got.output.loss.isnan()
+    assert got.output.log_probs[0, 0].isnan()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_bad_old_log_prob_makes_the_loss_nan(backend, device, bad):
+    case = clean_case(device)
+    case.old_log_probs[1, 1] = bad
+    assert run_kernel(case, backend).output.loss.isnan()
+    assert run_reference(case).output.loss.isnan()
+
+
+@pytest.mark.parametrize("delta", [100.0, -100.0, 20.0, -20.0, 19.9, 1e30])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_extreme_ratios(backend, device, delta, advantage):
+    case = clean_case(device)
+    case.old_log_probs = (reference.log_probs(case.logits, case.labels)[0] - delta).clone()
+    case.advantages[:] = advantage
+    got = check_against_reference(case, backend)
+    assert got.gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("advantage", [0.0, -0.0, 1e-40, -1e-40, 1e30, -1e30])
+def test_extreme_advantages(backend, device, advantage):
+    case = clean_case(device)
+    case.advantages[:] = advantage
+    check_against_reference(case, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gap", [4.6, 6.9, 11.5, 16.0])  # p of the label .99 .. 1 - 1e-7
+def test_true_class_gradient(backend, device, dtype, gap):
+    """1 - p is formed before the only rounding: relative error stays that of the dtype."""
+    logits = torch.zeros(1, 2, device=device, dtype=dtype)
+    logits[0, 1] = gap
+    x = logits.clone().requires_grad_()
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    bapo_loss(x, zero + 1, None, zero.float() + 1.0, backend=backend).loss.backward()
+    p = torch.softmax(logits.double(), -1)
+    torch.testing.assert_close(x.grad[0, 1].double(), -p[0, 0], rtol=2**-8, atol=0)
+    if dtype == torch.float32:
+        torch.testing.assert_close(x.grad[0, 1].double(), -p[0, 0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("side", ["upper", "lower"])
+def test_bounds_are_inclusive(backend, device, side):
+    """A ratio exactly at the bound keeps its gradient; one step of the bound inwards drops it."""
+    logits = torch.zeros(1, 4, device=device)  # log-prob -log 4
+    bound = torch.tensor(1.25 if side == "upper" else 0.75, device=device)
+    old = (torch.tensor([0.25], device=device, dtype=torch.float64).log()).float()
+    ratio = torch.exp(torch.tensor(0.25, dtype=torch.float64).log() - old.double())
+    at = ratio.float()  # the ratio of this token, about 1
+    inwards = torch.nextafter(at, torch.tensor([0.0 if side == "upper" else 2.0]))
+    outwards = torch.nextafter(at, torch.tensor([2.0 if side == "upper" else 0.0]))
+    A = torch.tensor([1.0 if side == "upper" else -1.0], device=device)
+    kept = []
+    for value in (outwards, inwards):
+        bounds = (0.5, value.item()) if side == "upper" else (value.item(), 2.0)
+        x = logits.clone().requires_grad_()
+        labels = torch.zeros(1, dtype=torch.long, device=device)
+        bapo_loss(x, labels, old, A, bounds=bounds, backend=backend).loss.backward()
+        kept.append(bool(x.grad.any()))
+    assert kept == [True, False]
+    assert bound.isfinite()
+
+
+def test_same_bits_every_run_and_for_any_threads(backend, device):
+    case = make_case((16, 16), 3000, torch.bfloat16, device, staleness=0.4)
+    case.options["config"] = BAPOConfig(entropy_coef=0.01)
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2, 4, 2):
+        torch.set_num_threads(count)
+        results.append(run_kernel(case, backend))
+    torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert torch.equal(results[0].gradient, other.gradient)
+        assert torch.equal(results[0].output.loss, other.output.loss)
+        assert torch.equal(results[0].output.entropy, other.output.entropy)
+        for name, value in results[0].output.metrics.items():
+            assert torch.equal(value, other.output.metrics[name]), name
+
+
+def test_a_row_alone_and_in_a_batch(backend, device):
+    logits = torch.randn(7, 5000, device=device)
+    labels = torch.randint(0, 5000, (7,), device=device)
+    together = log_probs(logits, labels, backend=backend)
+    for i in range(7):
+        alone = log_probs(logits[i : i + 1], labels[i : i + 1], backend=backend)
+        assert alone[0] == together[0][i]
+        assert alone[1] == together[1][i]
+
+
+LAYOUTS = {
+    "shifted": lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1],
+    "padded_vocabulary": lambda x: torch.nn.functional.pad(x, (0, 13))[..., :-13],
+    "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "transposed_rows": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "vocabulary_first": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "every_second_row": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("V", [100, 4099])
+def test_layouts(backend, device, dtype, layout, V):
+    """Odd strides and offsets give the bits of the plain layout."""
+    case = make_case((3, 5), V, dtype, device)
+    expected = run_kernel(case, backend)
+    x = LAYOUTS[layout](case.logits).detach().requires_grad_()
+    out = bapo_loss(x, *case.arguments(), backend=backend, **case.options)
+    out.loss.backward()
+    assert torch.equal(x.grad, expected.gradient)
+    assert torch.equal(out.loss, expected.output.loss)
+
+
+def test_expanded_logits(backend, device):
+    row = torch.randn(1, 1, 50, device=device)
+    labels = torch.randint(0, 50, (2, 3), device=device)
+    expanded, _ = log_probs(row.expand(2, 3, 50), labels, backend=backend)
+    plain, _ = log_probs(row.expand(2, 3, 50).contiguous(), labels, backend=backend)
+    assert torch.equal(expanded, plain)
+
+
+def test_token_layouts(backend, device):
+    """int32 and strided labels, strided masks, expanded advantages, integer log-probs' dtypes."""
+    case = make_case((4, 6), 40, device=device, poison=False)
+    case.advantages = torch.tensor([1.0, -0.5, 0.0, 2.0], device=device)[:, None].expand(4, 6)
+    expected = run_kernel(case, backend)
+
+    def strided(t):
+        return torch.stack([t, t.flip(0)], -1)[..., 0]
+
+    case.labels = strided(case.labels.int())
+    case.response_mask = strided(case.response_mask)
+    case.old_log_probs = strided(case.old_log_probs.double())
+    assert torch.equal(run_kernel(case, backend).gradient, expected.gradient)
+
+
+@pytest.mark.parametrize("statistics", ["all", "live"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_every_element_is_written(backend, device, statistics, inplace, monkeypatch):
+    """Fresh memory full of NaN shows wherever a kernel forgets to write."""
+    case = make_case((6, 8), 333, device=device, staleness=0.4)
+    expected = run_kernel(case, backend, statistics=statistics)
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            fresh = make(*args, **kwargs)
+            return fresh.fill_(torch.nan) if fresh.is_floating_point() else fresh.fill_(77)
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", poisoned(empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
+    leaf = case.logits.clone().requires_grad_()
+    logits = leaf * 1.0 if inplace else leaf
+    out = bapo_loss(
+        logits,
+        *case.arguments(),
+        backend=backend,
+        inplace=inplace,
+        statistics=statistics,
+        **case.options,
+    )
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    assert torch.equal(gradient, expected.gradient)
+    assert torch.equal(out.loss, expected.output.loss)
+
+
+def test_more_elements_than_32_bits_of_bytes(backend, device):
+    """Row offsets past 2^31 bytes; the rows between are masked and never read."""
+    rows, V = 5, 262_208
+    stride = (2**31 // 2 // V) + 1  # in rows of bfloat16
+    storage = torch.empty((rows - 1) * stride * V + V, dtype=torch.bfloat16, device=device)
+    logits = storage.as_strided((rows, V), (stride * V, 1))
+    logits.copy_(torch.randn(rows, V))
+    labels = torch.randint(0, V, (rows,), device=device)
+    got = log_probs(logits, labels, backend=backend)
+    expected = log_probs(logits.contiguous(), labels, backend=backend)
+    assert torch.equal(got[0], expected[0])
