@@ -36,7 +36,9 @@ def test_ascending_logits_move_the_maximum_in_every_block(backend, device):
 
 
 FORBIDDEN = {
-    "random": lambda x, label: x.masked_fill_(torch.rand(x.shape, device=x.device) < 0.5, -torch.inf),
+    "random": lambda x, label: x.masked_fill_(
+        torch.rand(x.shape, device=x.device) < 0.5, -torch.inf
+    ),
     "first_block": lambda x, label: x[:5000].fill_(-torch.inf),
     "last_block": lambda x, label: x[5000:].fill_(-torch.inf),
     "all_but_label": lambda x, label: x.fill_(-torch.inf),

@@ -1,0 +1,246 @@
+"""The gradient made in forward: scaled, used once, refused where it would be wrong."""
+
+import pytest
+import torch
+from helpers import make_case, run_kernel
+
+from bapo_kernels import BAPOConfig, bapo_loss, bapo_loss_from_log_probs, reference
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37, 0.0, -2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_incoming_gradient(backend, device, scale, dtype):
+    case = make_case(dtype=dtype, device=device)
+    once = run_kernel(case, backend)
+    scaled = run_kernel(case, backend, scale=scale)
+    assert torch.equal(scaled.gradient, (once.gradient.float() * scale).to(dtype))
+
+
+def test_the_gradient_is_not_copied(backend, device):
+    """Autograd keeps the very memory the kernel wrote."""
+    case = make_case(device=device)
+    x = case.logits.clone().requires_grad_()
+    out = bapo_loss(x, *case.arguments(), backend=backend)
+    pointer = out.loss.grad_fn.gradients[0].data_ptr()
+    out.loss.backward()
+    assert x.grad.data_ptr() == pointer
+
+
+def test_second_backward_is_refused(backend, device):
+    case = make_case(device=device)
+    x = case.logits.clone().requires_grad_()
+    loss = bapo_loss(x, *case.arguments(), backend=backend).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed over in its first backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("function", ["bapo_loss", "log_probs"])
+def test_double_backward_is_refused(backend, device, function):
+    import bapo_kernels
+
+    case = make_case(device=device)
+    x = case.logits.nan_to_num(0.0).requires_grad_()
+    if function == "bapo_loss":
+        value = bapo_loss(x, *case.arguments(), backend=backend).loss
+    else:
+        value = bapo_kernels.log_probs(x, case.labels, backend=backend)[0].sum()
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        gradient.square().sum().backward()
+
+
+def test_accumulation_over_two_losses(backend, device):
+    case = make_case(device=device)
+    single = run_kernel(case, backend).gradient
+    x = case.logits.clone().requires_grad_()
+    for _ in range(2):
+        bapo_loss(x, *case.arguments(), backend=backend).loss.backward()
+    assert torch.equal(x.grad, 2 * single)
+
+
+def test_only_the_loss_has_a_gradient(backend, device):
+    case = make_case(device=device)
+    x = case.logits.clone().requires_grad_()
+    old = case.old_log_probs.clone().requires_grad_()
+    out = bapo_loss(x, case.labels, old, case.advantages, case.response_mask, backend=backend)
+    assert out.loss.requires_grad
+    assert not any(t.requires_grad for t in (out.log_probs, out.entropy, *out.bounds))
+    out.loss.backward()
+    assert old.grad is None
+
+
+class TestWithoutGradient:
+    def check(self, case, backend, logits, mode):
+        expected = run_kernel(case, backend).output
+        with mode:
+            out = bapo_loss(logits, *case.arguments(), backend=backend)
+        assert not out.loss.requires_grad
+        assert torch.equal(out.loss, expected.loss)
+        assert torch.equal(out.log_probs, expected.log_probs)
+
+    def test_no_grad(self, backend, device):
+        case = make_case(device=device)
+        self.check(case, backend, case.logits.clone().requires_grad_(), torch.no_grad())
+
+    def test_inference_mode(self, backend, device):
+        case = make_case(device=device)
+        self.check(case, backend, case.logits, torch.inference_mode())
+
+    def test_nothing_requires_grad(self, backend, device):
+        case = make_case(device=device)
+        self.check(case, backend, case.logits, torch.enable_grad())
+
+
+def test_autocast(backend, device):
+    case = make_case(device=device, dtype=torch.bfloat16)
+    expected = run_kernel(case, backend)
+    with torch.autocast(device, torch.bfloat16):
+        got = run_kernel(case, backend)
+    assert torch.equal(got.gradient, expected.gradient)
+
+
+class TestInPlace:
+    def model(self, device, V=257, dtype=torch.float32):
+        torch.manual_seed(1)
+        linear = torch.nn.Linear(8, V, device=device, dtype=dtype)
+        return linear, torch.randn(3, 7, 8, device=device, dtype=dtype)
+
+    def case(self, device, linear, hidden):
+        case = make_case(device=device, poison=False)
+        logp = reference.log_probs(linear(hidden).detach(), case.labels)[0]
+        case.old_log_probs = logp + 0.3 * torch.randn_like(logp)
+        return case
+
+    @pytest.mark.parametrize("scale", [1.0, 0.5])
+    @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
+    def test_gradient_through_a_linear_layer(self, backend, device, rows, scale):
+        linear, hidden = self.model(device)
+        case = self.case(device, linear, hidden)
+        arguments = [a[:, rows] for a in case.arguments()]
+        gradients = []
+        for inplace in (False, True):
+            linear.zero_grad()
+            logits = linear(hidden)[:, rows]
+            out = bapo_loss(logits, *arguments, backend=backend, inplace=inplace)
+            (out.loss * scale).backward()
+            gradients.append(linear.weight.grad.clone())
+        assert torch.equal(*gradients)
+
+    def test_logits_hold_the_gradient(self, backend, device):
+        case = make_case(device=device, staleness=0.4)
+        expected = run_kernel(case, backend)
+        logits = case.logits.clone()
+        version = logits._version
+        out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
+        assert torch.equal(logits, expected.gradient)
+        assert torch.equal(out.loss, expected.output.loss)
+        assert logits._version > version
+
+    def test_use_afterwards_raises(self, backend, device):
+        linear, hidden = self.model(device)
+        case = self.case(device, linear, hidden)
+        logits = linear(hidden)
+        out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
+        with pytest.raises(RuntimeError, match="overwritten with their gradient"):
+            (out.loss + logits.sum()).backward()
+
+    def test_use_before_that_saved_the_logits_raises(self, backend, device):
+        linear, hidden = self.model(device)
+        case = self.case(device, linear, hidden)
+        logits = linear(hidden)
+        squared = logits.square().sum()
+        out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (out.loss + squared).backward()
+
+    def test_leaf_is_refused_before_it_is_touched(self, backend, device):
+        case = make_case(device=device, poison=False)
+        leaf = case.logits.clone().requires_grad_()
+        with pytest.raises(ValueError, match=r"logits must not be a leaf .* inplace=True"):
+            bapo_loss(leaf, *case.arguments(), backend=backend, inplace=True)
+        assert torch.equal(leaf, case.logits)
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda x: x[:1].expand(3, 7, 257),
+            lambda x: x.transpose(0, 2).transpose(0, 2).mT.contiguous().mT,
+        ],
+    )
+    def test_overlapping_or_strided_rows_are_refused(self, backend, device, make):
+        case = make_case(device=device, poison=False)
+        with pytest.raises(ValueError, match="logits must have rows without overlap"):
+            bapo_loss(make(case.logits), *case.arguments(), backend=backend, inplace=True)
+
+    def test_no_allocation_of_the_size_of_the_logits(self, backend, device):
+        linear, hidden = self.model(device)
+        case = self.case(device, linear, hidden)
+        logits = linear(hidden)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
+        sizes = [
+            abs(e.self_cpu_memory_usage) + abs(e.self_device_memory_usage) for e in profile.events()
+        ]
+        assert sum(sizes) < logits.numel() * logits.element_size() / 2
+        out.loss.backward()
+
+
+class TestFromLogProbs:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+    def test_gradients_of_both_inputs(self, backend, device, dtype):
+        case = make_case((4, 9), device=device, staleness=0.4)
+        config = BAPOConfig(entropy_coef=0.1)
+        logp = (case.old_log_probs + 0.3 * torch.randn(4, 9, device=device)).to(dtype)
+        entropy = torch.rand(4, 9, device=device).to(dtype)
+        live = case.response_mask & (case.labels != -100)
+        results = []
+        for module in (bapo_loss_from_log_probs, reference.bapo_loss_from_log_probs):
+            kind = torch.float64 if module is not bapo_loss_from_log_probs else dtype
+            leaves = [t.to(kind).requires_grad_() for t in (logp.clone(), entropy.clone())]
+            out = module(
+                leaves[0],
+                case.old_log_probs,
+                case.advantages,
+                live,
+                entropy=leaves[1],
+                config=config,
+            )
+            out.loss.backward()
+            results.append((out, [t.grad for t in leaves]))
+        (got, got_grads), (truth, true_grads) = results
+        torch.testing.assert_close(got.loss.double(), truth.loss, rtol=1e-6, atol=1e-9)
+        for gradient, expected in zip(got_grads, true_grads, strict=True):
+            assert gradient.dtype == dtype
+            torch.testing.assert_close(
+                gradient.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-12
+            )
+        for name, value in truth.metrics.items():
+            torch.testing.assert_close(got.metrics[name].double(), value, rtol=1e-6, atol=1e-7)
+        assert got.bounds == truth.bounds
+
+    def test_frozen_log_probs(self, backend, device):
+        case = make_case(device=device)
+        entropy = torch.rand(3, 7, device=device, requires_grad=True)
+        config = BAPOConfig(entropy_coef=0.1)
+        bapo_loss_from_log_probs(
+            case.old_log_probs,
+            None,
+            case.advantages,
+            case.response_mask & (case.labels != -100),
+            entropy=entropy,
+            config=config,
+        ).loss.backward()
+        assert entropy.grad.sum().item() == pytest.approx(-0.1)
+
+    def test_agrees_with_the_loss_of_logits(self, backend, device):
+        case = make_case(device=device, staleness=0.4)
+        full = run_kernel(case, backend).output
+        live = case.response_mask & (case.labels != -100)
+        out = bapo_loss_from_log_probs(
+            full.log_probs, case.old_log_probs, case.advantages, live, statistics="live"
+        )
+        torch.testing.assert_close(out.loss, full.loss, rtol=1e-5, atol=1e-7)
+        assert out.entropy is None
+        assert out.metrics["live_tokens"] == (live & (case.advantages != 0)).sum()

@@ -1,0 +1,161 @@
+"""torch.compile in one graph with dynamic shapes, and what the compiler is told of the ops."""
+
+import pytest
+import torch
+from helpers import make_case
+
+from bapo_kernels import (
+    BAPOConfig,
+    available_backends,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+    log_probs,
+)
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(available_backends()["cpu"] is not None, reason="needs kernels"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def loss_of(logits, labels, old, advantages, mask, bounds=None):
+    out = bapo_loss(logits, labels, old, advantages, mask, bounds=bounds)
+    return out.loss, out.metrics["entropy"]
+
+
+def compare(function, compiled, logits, *arguments):
+    results = []
+    for f in (function, compiled):
+        x = logits.clone().requires_grad_()
+        value, aside = f(x, *arguments)
+        value.backward()
+        results.append((value.detach(), aside, x.grad))
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_loss_with_dynamic_shapes():
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
+    for S in (7, 9, 12):
+        case = make_case((3, S), poison=False)
+        compare(loss_of, compiled, case.logits, *case.arguments())
+    assert graphs() == 1
+
+
+def test_new_bounds_do_not_recompile():
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
+    case = make_case(poison=False)
+    for lower, upper in ((0.8, 1.2), (0.7, 1.3), (0.6, 3.0)):
+        bounds = torch.tensor(lower), torch.tensor(upper)
+        compare(loss_of, compiled, case.logits, *case.arguments(), bounds)
+    assert graphs() == 1
+
+
+def test_log_probs():
+    def both(logits, labels):
+        logp, entropy = log_probs(logits, labels)
+        return (logp + 0.1 * entropy).sum(), entropy.detach()
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True)
+    for S in (7, 9):
+        case = make_case((3, S), poison=False)
+        compare(both, compiled, case.logits, case.labels)
+    assert graphs() == 1
+
+
+def test_loss_from_log_probs():
+    def loss(logp, old, advantages):
+        out = bapo_loss_from_log_probs(logp, old, advantages, config=BAPOConfig.recipe())
+        return out.loss, out.bounds.upper
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    case = make_case(poison=False)
+    old = case.old_log_probs
+    compare(loss, compiled, old + 0.3 * torch.randn_like(old), old, case.advantages)
+
+
+OPS = torch.ops.bapo_kernels
+N, V = 6, 40
+TRANSFORM = (0.9, 1.1, 30.0)
+POLICY = (3.0, 0.1, 2, 0.01)
+GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+
+
+def double(*shape):
+    return torch.rand(*shape, dtype=torch.float64)
+
+
+def sample_arguments():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, V)
+    labels = torch.randint(0, V, (N,))
+    live = torch.ones(N, dtype=torch.bool)
+    flags = torch.ones(N, dtype=torch.uint8)
+    old, A, ref = -torch.rand(N), torch.randn(N), -torch.rand(N)
+    logp, entropy, stats = -double(N), double(N), double(N, 2) + 1
+    tokens = (live, old, A, double(N), torch.rand(N), ref)
+    row_pass = (
+        labels,
+        *tokens,
+        None,
+        0.6,
+        0.9,
+        1.2,
+        3.0,
+        *POLICY,
+        *TRANSFORM,
+        logp,
+        entropy,
+        stats,
+    )
+    row_gradient = (labels, stats, entropy, double(N), double(N), flags, *TRANSFORM)
+    table, bounds, shares = double(54), torch.tensor([0.8, 1.2]), double(4)
+    return {
+        "row_pass": (logits, *row_pass, torch.empty_like(logits), flags),
+        "row_pass_": (logits, *row_pass, flags),
+        "row_gradient": (logits, *row_gradient, torch.empty_like(logits)),
+        "row_gradient_": (logits, *row_gradient),
+        "contributions": (logp, live, old, A, None, *GRIDS, False, False, table),
+        "solve": (table, *GRIDS, 0.4, False, True, bounds, shares),
+        "policy": (
+            *(logp, entropy, *tokens, None, bounds, shares, 0.6, 1.2, False, False, 0.4, False),
+            *(*POLICY, torch.empty(14), double(N), double(N)),
+        ),
+        "scale_": (logits, torch.tensor(2.0)),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(sample_arguments()))
+def test_opcheck(name):
+    torch.library.opcheck(getattr(OPS, name).default, sample_arguments()[name])
+
+
+def test_every_op_is_checked():
+    from bapo_kernels._ops import SCHEMAS
+
+    assert set(SCHEMAS) == set(sample_arguments())
+
+
+def test_ops_refuse_what_would_corrupt_memory():
+    for name, position, bad in (
+        ("row_pass", 1, torch.zeros(N - 1, dtype=torch.long)),  # too few labels
+        ("row_pass", 1, torch.zeros(N)),  # labels of another dtype
+        ("row_pass", -2, torch.empty(2, 3, V - 1)),  # another gradient shape
+        ("row_gradient", 2, double(N)),  # too few statistics
+        ("contributions", -1, double(53)),  # another grid's table
+        ("policy", -3, torch.empty(13)),  # a report of another version
+    ):
+        arguments = list(sample_arguments()[name])
+        arguments[position] = bad
+        with pytest.raises(RuntimeError, match="must"):
+            getattr(OPS, name)(*arguments)

@@ -1,0 +1,77 @@
+"""BAPOConfig: presets, and every bad value refused at construction."""
+
+import dataclasses
+import math
+
+import pytest
+
+from bapo_kernels import BAPOConfig
+
+
+def test_paper_is_the_default():
+    assert BAPOConfig.paper() == BAPOConfig()
+    config = BAPOConfig()
+    assert (config.lower_grid[0], config.lower_grid[-1]) == (0.6, 0.9)
+    assert (config.upper_grid[0], config.upper_grid[-1]) == (1.2, 3.0)
+    assert (config.target, config.target_kind, config.raise_first) == (0.4, "share", "upper")
+    assert (config.token_weight, config.clip_ratio_c) == ("rollout_prob", None)
+
+
+def test_recipe_is_the_authors_code():
+    config = BAPOConfig.recipe()
+    assert (len(config.lower_grid), len(config.upper_grid)) == (5, 17)
+    assert (config.lower_grid[-1], config.upper_grid[-1]) == (0.8, 2.0)
+    assert (config.target, config.target_kind, config.raise_first) == (1.0, "ratio", "lower")
+    assert (config.token_weight, config.clip_ratio_c) == ("uniform", 3.0)
+    assert BAPOConfig.recipe(target=0.5).target == 0.5
+
+
+def test_fixed_does_not_search():
+    config = BAPOConfig.fixed(0.8, 1.28, entropy_coef=0.1)
+    assert (config.lower_grid, config.upper_grid) == ([0.8], [1.28])
+    assert config.entropy_coef == 0.1
+
+
+def test_frozen_and_hashable():
+    config = BAPOConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.target = 0.5
+    assert hash(config) == hash(BAPOConfig())
+
+
+BAD = {
+    "temperature": [0.0, -1.0, math.nan, math.inf, "1"],
+    "logit_scale": [0.0, -1.0, math.nan],
+    "final_logit_softcapping": [0.0, -3.0, math.inf],
+    "loss_scale_factor": [0.0, -1.0],
+    "clip_ratio_c": [1.0, 0.5, math.inf],
+    "kl_loss_coef": [math.nan, math.inf],
+    "entropy_coef": [math.nan],
+    "target": [-0.1, 1.1, math.nan],
+    "target_kind": ["mean"],
+    "raise_first": ["both"],
+    "token_weight": ["prob"],
+    "contribution": ["loss"],
+    "kl_loss_type": ["k4", "kl"],
+    "loss_agg_mode": ["mean"],
+    "ratio_lower_start": [-0.1, math.nan],
+    "ratio_lower_max": [0.5, math.inf, 1.3],  # below its start, infinite, above the other start
+    "ratio_lower_step": [-0.1, math.nan, 1e-9],  # the last would make a grid of millions
+    "ratio_upper_start": [math.nan, 0.7],  # the last is below ratio_lower_max
+    "ratio_upper_max": [1.1, math.inf],
+    "ratio_upper_step": [-1.0, 1e-6],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
+def test_bad_values(name, value):
+    with pytest.raises(ValueError, match=r"must be .*, got ") as error:
+        BAPOConfig(**{name: value})
+    named = "ratio_lower_max" if (name, value) == ("ratio_upper_start", 0.7) else name
+    assert str(error.value).startswith(named)
+
+
+def test_ratio_target_has_no_upper_limit():
+    assert BAPOConfig(target_kind="ratio", target=7.0).target == 7.0
+    with pytest.raises(ValueError, match="target must be finite and >= 0, got -1"):
+        BAPOConfig(target_kind="ratio", target=-1.0)
