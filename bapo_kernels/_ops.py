@@ -76,5 +76,7 @@ for _name, _arguments in SCHEMAS.items():
     _library.define(f"{_name}({_arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 _library.impl("scale_", _scale_cpu, "CPU")
+# Which of the CPU kernels run; a name chooses, "" only asks.
+_library.define("instruction_set(str name) -> str")
 
 ops = getattr(torch.ops, NAMESPACE)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ._ops import ops
 from .backends import available_backends, native
 from .config import IGNORE_INDEX, BAPOConfig
 from .inputs import check_logits, token_inputs
@@ -88,6 +91,24 @@ def _check_offsets(cu_seqlens: Tensor | None, N: int) -> None:
         raise ValueError(f"cu_seqlens must rise from 0 to at most {N}, got {offsets}")
 
 
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Runs the CPU kernels of another instruction set: to test them, or to reproduce a result.
+
+    Args:
+        name: ``"avx512bf16"``, ``"avx512"``, ``"avx2"`` or ``"portable"``.
+
+    Raises:
+        RuntimeError: this processor does not have it.
+    """
+    in_use = ops.instruction_set("")
+    ops.instruction_set(name)
+    try:
+        yield
+    finally:
+        ops.instruction_set(in_use)
+
+
 def environment() -> dict[str, str]:
     """Versions, and for each backend whether it can run here or the reason why not."""
     from . import __version__
@@ -101,6 +122,8 @@ def environment() -> dict[str, str]:
     info = native.build_info()
     if info:
         report["native build"] = ", ".join(f"{k}: {v}" for k, v in info.items() if v)
+    if native.WHY_NO_CPU is None:
+        report["cpu kernels"] = ops.instruction_set("")
     for name, reason in available_backends().items():
         report[f"backend {name}"] = "available" if reason is None else f"absent: {reason}"
     return report

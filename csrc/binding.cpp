@@ -5,8 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
 #include <limits>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "launch.h"
@@ -94,6 +96,18 @@ LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double
     return rows;
 }
 
+// The row kernels in use: the widest that run here, unless a test asks for others.
+std::atomic<const cpu::RowKernels*> kernels_in_use{&cpu::row_kernels()};
+
+std::string instruction_set(std::string name) {
+    if (!name.empty()) {
+        const cpu::RowKernels* found = cpu::row_kernels(name.c_str());
+        STD_TORCH_CHECK(found != nullptr, "instruction set must be one that runs here, got ", name);
+        kernels_in_use = found;
+    }
+    return kernels_in_use.load()->isa;
+}
+
 // Large pages make the first touch of a fresh gradient several times cheaper.
 void advise_large_pages([[maybe_unused]] const LogitRows& rows) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -136,7 +150,7 @@ void run_rows(const Params& params,
     const int64_t grain = count / (threads * kGrainsPerThread);
     cpu::RowQueue queue{count, grain > 0 ? grain : 1};
     torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
-        (cpu::row_kernels().*kernel)(params, queue);
+        (kernels_in_use.load()->*kernel)(params, queue);
     });
 }
 
@@ -294,4 +308,8 @@ STABLE_TORCH_LIBRARY_IMPL(bapo_kernels, CPU, m) {
     m.impl("contributions", TORCH_BOX(&contributions));
     m.impl("solve", TORCH_BOX(&solve));
     m.impl("policy", TORCH_BOX(&policy));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bapo_kernels, CompositeExplicitAutograd, m) {
+    m.impl("instruction_set", TORCH_BOX(&instruction_set));
 }

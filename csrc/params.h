@@ -56,7 +56,7 @@ struct RowPassParams {
     Bounds last;
     double* log_probs;
     double* entropy;
-    double* stats;        // (origin, sum) of every row, as the backend needs them to look again
+    double* stats;       // (origin, sum) of every row, as the backend needs them to look again
     uint8_t* undecided;  // 1 where the gradient depends on where the bounds will be
 };
 

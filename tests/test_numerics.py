@@ -35,6 +35,15 @@ def test_ascending_logits_move_the_maximum_in_every_block(backend, device):
     check_against_reference(case, backend)
 
 
+def test_far_outlier_in_a_late_block(backend, device):
+    """The sums so far count nothing beside it, in the entropy either."""
+    case = clean_case(device, (1, 2), 9000)
+    case.logits[0, 0, 8999] = 900.0
+    case.logits[0, 1, 5000] = 300.0
+    case.old_log_probs = None
+    check_against_reference(case, backend)
+
+
 FORBIDDEN = {
     "random": lambda x, label: x.masked_fill_(
         torch.rand(x.shape, device=x.device) < 0.5, -torch.inf

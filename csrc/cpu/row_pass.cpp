@@ -42,7 +42,7 @@ struct RowStats {
     void move_to(float new_origin, double scale) {
         const double shift = ((double)origin - new_origin) * scale, factor = std::exp2(shift);
         origin = new_origin;
-        if (factor > 0.0) weighted_sum = factor * (weighted_sum + shift * sum);
+        weighted_sum = factor > 0.0 ? factor * (weighted_sum + shift * sum) : 0.0;
         sum *= factor;
     }
 };

@@ -223,7 +223,7 @@ inline VFloat vexp2(VFloat x) {
 
 // tanh(x) within 1 ulp: odd polynomial below 1.3, else 1 - 2q/(1 + q) with q = exp(-2|x|).
 inline VFloat vtanh(VFloat x) {
-    constexpr float kTail[] = {1.66917860e-4f,  -8.66876682e-4f, 3.02529195e-3f, -8.50232877e-3f,
+    constexpr float kTail[] = {1.66917860e-4f, -8.66876682e-4f, 3.02529195e-3f, -8.50232877e-3f,
                                2.17251200e-2f, -5.39348312e-2f, 1.33329496e-1f, -3.33333194e-1f};
     const VFloat z = x * x;
     VFloat tail = splat(-1.54474019e-5f);
@@ -233,8 +233,7 @@ inline VFloat vtanh(VFloat x) {
     const VFloat magnitude = (VFloat)((VUint)x & 0x7fffffff);
     const VFloat held = magnitude > 10.0f ? splat(10.0f) : magnitude;
     const VFloat q = vexp2(-2.88539008f * held);
-    const VFloat large =
-        (VFloat)((VUint)(1.0f - 2.0f * q / (1.0f + q)) | ((VUint)x & 0x80000000));
+    const VFloat large = (VFloat)((VUint)(1.0f - 2.0f * q / (1.0f + q)) | ((VUint)x & 0x80000000));
     return magnitude < 1.3f ? small : large;
 }
 

@@ -1,0 +1,125 @@
+"""The loss alone at a real vocabulary: before and after.
+
+Before is the loss in plain PyTorch (``bapo_kernels.reference``), after is the fused loss on the
+same float32 or bfloat16 logits. Every way runs in a process of its own, so that its peak memory
+is its own. A gradient that is wrong is not timed.
+
+    python examples/before_after.py --out out
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+import typer
+from plots import plot_before_after
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bapo_kernels import bapo_loss, log_probs, reference
+
+VOCABULARY = 151_936  # Qwen3
+WAYS = {"before": "PyTorch", "after": "bapo_kernels", "inplace": "bapo_kernels, inplace=True"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def batch(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Logits, labels, log-probs of a slightly older policy, advantages."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.empty(tokens, VOCABULARY, dtype=dtype)
+    for row in logits:
+        row.copy_(3 * torch.randn(VOCABULARY, generator=generator))
+    labels = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+    with torch.no_grad():
+        logp, _ = log_probs(logits, labels)
+    old = logp + 0.1 * torch.randn(tokens, generator=generator)
+    return logits, labels, old, torch.randn(tokens, generator=generator)
+
+
+def gradient(way: str, logits: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+    """Loss and its gradient; in place the gradient replaces the logits."""
+    if way == "inplace":
+        bapo_loss(logits, *arguments, inplace=True)
+        return logits
+    logits = logits.requires_grad_()
+    function = reference.bapo_loss if way == "before" else bapo_loss
+    (result,) = torch.autograd.grad(function(logits, *arguments).loss, logits)
+    logits.requires_grad_(False)
+    return result
+
+
+def largest_error(way: str, dtype: torch.dtype, rows: int = 8) -> float:
+    """Against float64, relative to the largest gradient."""
+    logits, *arguments = batch(rows, dtype)
+    exact = logits.double().requires_grad_()
+    reference.bapo_loss(exact, *arguments).loss.backward()
+    got = gradient(way, logits, *arguments).double()
+    return ((got - exact.grad).abs().max() / exact.grad.abs().max()).item()
+
+
+def peak_mib() -> float:
+    """High-water mark of this process's memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def measure(way: str, dtype: str, tokens: int) -> dict[str, str | float]:
+    """One way of computing loss and gradient; refuses to time a wrong gradient."""
+    error = largest_error(way, DTYPES[dtype])
+    if error > 2 * torch.finfo(DTYPES[dtype]).eps + 1e-5:
+        raise SystemExit(f"{way} {dtype}: gradient is off by {error:.1e}, not timed")
+    logits, *arguments = batch(tokens, DTYPES[dtype])
+    started_at = peak_mib()
+    gradient(way, logits, *arguments)
+    peak = peak_mib() - started_at
+    times = []
+    for _ in range(2 if way == "before" else 9):
+        source = logits.clone() if way == "inplace" else logits
+        start = time.perf_counter()
+        gradient(way, source, *arguments)
+        times.append(time.perf_counter() - start)
+    return {
+        "dtype": dtype,
+        "way": WAYS[way],
+        "milliseconds": 1e3 * statistics.median(times),
+        "peak_mib": peak,
+        "largest_error": error,
+    }
+
+
+def main(out: Path = Path("out"), tokens: int = 256) -> None:
+    """Measures every way in every dtype; writes a CSV and a plot."""
+    out.mkdir(parents=True, exist_ok=True)
+    cases = [(way, dtype) for dtype in DTYPES for way in WAYS]
+    records = []
+    for way, dtype in track(cases, description="loss and gradient"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            records.append(pool.submit(measure, way, dtype, tokens).result())
+    with (out / "before_after.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, records[0])
+        writer.writeheader()
+        writer.writerows(records)
+    plot_before_after(records, out / "before_after.png")
+    table = Table(title=f"Loss and gradient of {tokens} tokens, vocabulary {VOCABULARY:,}")
+    for column in ("dtype", "way", "milliseconds", "peak extra MiB", "largest relative error"):
+        table.add_column(column, justify="left" if column in ("dtype", "way") else "right")
+    for r in records:
+        table.add_row(
+            r["dtype"],
+            r["way"],
+            f"{r['milliseconds']:,.1f}",
+            f"{r['peak_mib']:,.0f}",
+            f"{r['largest_error']:.1e}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,66 @@
+"""The CPU kernels of every instruction set that this processor has, not only the widest."""
+
+import pytest
+import torch
+from helpers import check_against_reference, make_case
+
+from bapo_kernels import BAPOConfig, available_backends
+from bapo_kernels.debug import instruction_set
+
+pytestmark = pytest.mark.skipif(available_backends()["cpu"] is not None, reason="not built")
+
+
+@pytest.fixture(params=["avx512bf16", "avx512", "avx2", "portable"])
+def chosen(request):
+    try:
+        with instruction_set(request.param):
+            yield request.param
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 6.0])
+@pytest.mark.parametrize("V", [1, 3, 4, 9, 31, 4099])  # tails of every width, more than a block
+def test_against_reference(chosen, dtype, softcap, V):
+    config = BAPOConfig(entropy_coef=0.01, final_logit_softcapping=softcap, temperature=0.9)
+    check_against_reference(make_case((3, 5), V, dtype, config=config, idle=0.1), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_values(chosen, dtype):
+    case = make_case((2, 4), 5000, dtype, masked=0.0, poison=False)
+    case.labels.clamp_(min=0)
+    case.logits[0, 0] -= 1e4
+    case.logits[0, 1, ::2] = -torch.inf
+    case.logits[0, 2] = torch.linspace(-300, 20, 5000)
+    case.logits[0, 3, 4999] = 900.0
+    case.old_log_probs = None
+    got = check_against_reference(case, "cpu")
+    assert not got.gradient[case.logits == -torch.inf].any()
+    case.logits[1, 1, 4321] = torch.nan
+    check_against_reference(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_float_survives(chosen, dtype):
+    """Reading is exact: the log-prob of x beside 0 is what float64 says, for every x."""
+    import bapo_kernels
+
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(dtype)
+    logits = torch.stack([x, torch.zeros_like(x)], -1)
+    labels = torch.ones(len(x), dtype=torch.long)
+    got, _ = bapo_kernels.log_probs(logits, labels)
+    expected, _ = bapo_kernels.reference.log_probs(logits.double(), labels)
+    assert torch.equal(got.isnan(), expected.isnan())
+    ordinary = expected.isfinite()
+    torch.testing.assert_close(got[ordinary].double(), expected[ordinary], rtol=3e-7, atol=3e-9)
+
+
+def test_unknown_name():
+    with (
+        pytest.raises(RuntimeError, match="instruction set must be one that runs here, got sse9"),
+        instruction_set("sse9"),
+    ):
+        pass
