@@ -24,14 +24,14 @@ def plot_training(rows: Sequence[dict], arms: Sequence[str], path: Path) -> None
     """One panel a quantity: mean over seeds, band from the smallest to the largest."""
     figure, axes = plt.subplots(2, 4, figsize=(18, 8), sharex=True)
     for axis, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
-        for arm in arms:
+        for arm, style in zip(arms, ("-", "--", ":"), strict=True):
             seeds = sorted({row["seed"] for row in rows if row["arm"] == arm})
             runs = np.array(
                 [[r[name] for r in rows if r["arm"] == arm and r["seed"] == s] for s in seeds]
             )
             smooth = np.array([smoothed(run) for run in runs])
             updates = np.arange(runs.shape[1])
-            (line,) = axis.plot(updates, smooth.mean(0), label=arm, linewidth=1.8)
+            (line,) = axis.plot(updates, smooth.mean(0), label=arm, linestyle=style, linewidth=2)
             axis.fill_between(
                 updates, smooth.min(0), smooth.max(0), color=line.get_color(), alpha=0.15
             )

@@ -12,7 +12,7 @@ namespace {
 using namespace bapo;
 
 constexpr int64_t kBlock = 4096;   // elements summed in float32 before they join a double; L1
-constexpr float kHeadroom = 1.0f;  // how far t may rise above 0 before the origin moves
+constexpr double kCrowded = 16.0;  // sum of 2^t in a block from which its maximum is looked up
 constexpr double kLn2 = 0.69314718055994530942;
 constexpr float kInf = __builtin_inff();
 
@@ -30,7 +30,7 @@ inline VFloat derivative(VFloat y) {
 }
 
 // Between logits and probabilities everything is in base 2, which saves the exp three operations:
-// t = (y - origin)*scale, p = 2^t/sum. The origin is near the maximum of y, which keeps 2^t in
+// t = (y - origin)*scale, p = 2^t/sum. The origin is so near the maximum of y that 2^t stays in
 // range; nothing needs the maximum itself.
 struct RowStats {
     float origin;
@@ -50,14 +50,13 @@ struct RowStats {
 // The scale of t, whose rounding shifts log-probs by less than the rounding of a log-prob.
 inline float base2_scale(const Transform& transform) { return (float)(transform.scale / kLn2); }
 
-struct Exp2 {
-    VFloat t;  // held at the floor, so that t*2^t is 0 at -inf
-    VFloat e;
-};
-inline Exp2 shifted_exp2(VFloat y, float scale, float origin) {
-    const VFloat t = vmax((y - origin) * scale, splat(kExp2Floor));
-    return {t, vexp2(t)};
+template <typename T>
+inline VFloat exp2_for(VFloat t) {
+    return vexp2<sizeof(T) == 4>(t);
 }
+
+// t where it multiplies 2^t: held at the floor, so that the product is 0 at -inf.
+inline VFloat factor_of(VFloat t) { return vmax(t, splat(kExp2Floor)); }
 
 template <bool kSoftcap>
 inline double log_prob(float z, const Transform& transform, float origin, double log_sum) {
@@ -78,31 +77,37 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
     RowStats stats{-kInf, 0.0, 0.0};
     for (int64_t begin = 0; begin < vocab; begin += kBlock) {
         const int64_t end = begin + kBlock < vocab ? begin + kBlock : vocab;
-        VFloat z_max = splat(-kInf);
-        if (stats.origin == -kInf) {
+        const auto block_max = [&] {
+            VFloat z_max = splat(-kInf);
             for_each_vector(row, begin, end, [&](VFloat z) { z_max = vmax(z_max, z); });
-            stats.origin = reduce_max(transformed<kSoftcap>(z_max, transform));
-        }
-        VFloat sum, weighted_sum;
+            return reduce_max(transformed<kSoftcap>(z_max, transform));
+        };
+        if (stats.origin == -kInf) stats.origin = block_max();
+
+        double sum, weighted_sum;
         const auto add_up = [&] {
             // A block of -inf alone has no origin yet; a NaN in it must still reach the sum.
             const float origin = stats.origin == -kInf ? 0.0f : stats.origin;
-            sum = weighted_sum = VFloat{};
+            VFloat sums = {}, weighted_sums = {};
             for_each_vector(row, begin, end, [&](VFloat z) {
-                z_max = vmax(z_max, z);
-                const Exp2 exp = shifted_exp2(transformed<kSoftcap>(z, transform), scale, origin);
-                sum += exp.e;
-                weighted_sum += exp.t * exp.e;
+                const VFloat t = (transformed<kSoftcap>(z, transform) - origin) * scale;
+                const VFloat e = exp2_for<T>(t);
+                sums += e;
+                weighted_sums += factor_of(t) * e;
             });
+            sum = reduce_add(sums);
+            weighted_sum = reduce_add(weighted_sums);
         };
         add_up();
-        const float y_max = reduce_max(transformed<kSoftcap>(z_max, transform));
-        if ((y_max - stats.origin) * scale > kHeadroom) {
-            stats.move_to(y_max, scale);
-            add_up();
+        if (sum > kCrowded) {  // some t may be above 0: entropy would lose digits, 2^t its range
+            const float max = block_max();
+            if (max > stats.origin) {
+                stats.move_to(max, scale);
+                add_up();
+            }
         }
-        stats.sum += reduce_add(sum);
-        stats.weighted_sum += reduce_add(weighted_sum);
+        stats.sum += sum;
+        stats.weighted_sum += weighted_sum;
     }
     if (stats.sum == 0.0) stats.sum = NAN;  // no token can be drawn: there is no distribution
     return stats;
@@ -151,8 +156,9 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
         (float)((bonus * (entropy - log_sum) - coefficients.dlog_prob) / sum * transform.slope);
     const auto gradient = [&](VFloat z) {
         const VFloat y = transformed<kSoftcap>(z, transform);
-        const Exp2 exp = shifted_exp2(y, scale, origin);
-        return exp.e * (a * exp.t + b) * derivative<kSoftcap>(y);
+        const VFloat t = (y - origin) * scale;
+        const VFloat dx = a == 0.0f ? exp2_for<T>(t) * b : exp2_for<T>(t) * (a * factor_of(t) + b);
+        return dx * derivative<kSoftcap>(y);
     };
 
     T label_grad{};

@@ -194,24 +194,39 @@ inline void store_scalar(T* p, float x) {
 
 // ---- functions -----------------------------------------------------------------------------
 
-// At and below the floor 2^x counts as 0.
+// 2^x within 1 ulp, or 2 for results that become 16-bit floats: x = n + r, |r| <= 1/2. At and below
+// the floor it is 0, from 2^127 on something at least as large. NaN stays NaN.
 #if defined(__AVX512F__)
 constexpr float kExp2Floor = -151.0f;
 #else
 constexpr float kExp2Floor = -125.0f;
 #endif
 
-// 2^x for kExp2Floor <= x < 127 within 1 ulp: x = n + r, |r| <= 1/2. NaN stays NaN.
+template <bool kPrecise = true>
 inline VFloat vexp2(VFloat x) {
+#if defined(__AVX512F__)
+    const VFloat r = (VFloat)_mm512_maskz_reduce_ps(0xffff, (__m512)x, 0);  // 0 where x is infinite
+    const VFloat n = x - r;
+#else
     constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer in the low bits
+    x = x < kExp2Floor ? splat(kExp2Floor) : x;
+    x = x > 127.0f ? splat(127.0f) : x;
     const VFloat shifted = x + kRound;
-    const VFloat n = shifted - kRound;
-    const VFloat r = x - n;
-    VFloat e = r * 1.53532586e-4f + 1.33990042e-3f;
-    e = e * r + 9.61843878e-3f;
-    e = e * r + 5.55033199e-2f;
-    e = e * r + 2.40226477e-1f;
-    e = e * r + 6.93147182e-1f;
+    const VFloat r = x - (shifted - kRound);
+#endif
+    VFloat e;
+    if constexpr (kPrecise) {
+        e = r * 1.53532586e-4f + 1.33990042e-3f;
+        e = e * r + 9.61843878e-3f;
+        e = e * r + 5.55033199e-2f;
+        e = e * r + 2.40226477e-1f;
+        e = e * r + 6.93147182e-1f;
+    } else {
+        e = r * 1.32645911e-3f + 9.67161916e-3f;
+        e = e * r + 5.55073507e-2f;
+        e = e * r + 2.40222409e-1f;
+        e = e * r + 6.93147004e-1f;
+    }
     e = e * r + 1.0f;
 #if defined(__AVX512F__)
     return (VFloat)_mm512_maskz_scalef_ps(0xffff, (__m512)e, (__m512)n);
@@ -232,7 +247,7 @@ inline VFloat vtanh(VFloat x) {
 
     const VFloat magnitude = (VFloat)((VUint)x & 0x7fffffff);
     const VFloat held = magnitude > 10.0f ? splat(10.0f) : magnitude;
-    const VFloat q = vexp2(-2.88539008f * held);
+    const VFloat q = vexp2<>(-2.88539008f * held);
     const VFloat large = (VFloat)((VUint)(1.0f - 2.0f * q / (1.0f + q)) | ((VUint)x & 0x80000000));
     return magnitude < 1.3f ? small : large;
 }
