@@ -89,6 +89,24 @@ def test_search_by_hand():
     assert bounds.lower.item() == pytest.approx(0.6)
 
 
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+def test_ratios_exactly_on_grid_points(contribution):
+    """On-policy every ratio is 1; with 1 on both grids its token counts on the inclusive side."""
+    A = torch.tensor([2.0, 1.0, -1.0, -3.0])
+    config = BAPOConfig(
+        ratio_lower_start=0.5,
+        ratio_lower_max=1.0,
+        ratio_lower_step=0.25,
+        ratio_upper_start=1.0,
+        ratio_upper_max=1.5,
+        ratio_upper_step=0.25,
+        contribution=contribution,
+        token_weight="uniform",
+    )
+    histogram = ContributionHistogram(config).update(torch.zeros(4), None, A)
+    assert histogram.table.tolist() == [4.0, 4.0, 4.0, 3.0, 3.0, 3.0]
+
+
 def test_tensor_ops_equal_kernels():
     """Without the native library the search runs on tensor ops: the same table and bounds."""
     g = torch.Generator().manual_seed(0)

@@ -109,7 +109,6 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
         stats.sum += sum;
         stats.weighted_sum += weighted_sum;
     }
-    if (stats.sum == 0.0) stats.sum = NAN;  // no token can be drawn: there is no distribution
     return stats;
 }
 
