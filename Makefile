@@ -13,8 +13,11 @@ demo: .venv/built
 test: .venv/built
 	$(BIN)/python -m pytest -n 2 -q
 
+# Twice: with the C library's defaults, and with memory that is kept for the next call.
 bench: .venv/built
 	$(BIN)/python -m benchmarks.run
+	MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 \
+	  $(BIN)/python -m benchmarks.run
 
 lint: .venv/built
 	$(BIN)/ruff check .
