@@ -58,6 +58,7 @@ class ContributionHistogram:
             response_mask=response_mask,
             rollout_log_probs=rollout_log_probs,
             cu_seqlens=cu_seqlens,
+            weighted=False,
         )
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)

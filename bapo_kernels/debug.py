@@ -23,7 +23,6 @@ def check_inputs(
     advantages: Tensor,
     response_mask: Tensor | None = None,
     *,
-    config: BAPOConfig | None = None,
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
@@ -41,7 +40,7 @@ def check_inputs(
     tokens = token_inputs(
         labels,
         "labels",
-        config or BAPOConfig(),
+        BAPOConfig(),
         old_log_probs=old_log_probs,
         advantages=advantages,
         response_mask=response_mask,
@@ -49,6 +48,7 @@ def check_inputs(
         rollout_is_weights=rollout_is_weights,
         ref_log_probs=ref_log_probs,
         cu_seqlens=cu_seqlens,
+        weighted=False,
     )
     V = logits.shape[-1]
     live = tokens.live.view(labels.shape)

@@ -25,7 +25,7 @@ class TokenInputs:
     rollout: Tensor | None
     is_weights: Tensor | None
     ref: Tensor | None
-    weights: Tensor
+    weights: Tensor | None  # of the aggregation, float64; None where no loss is asked for
 
 
 def require(ok: bool, name: str, rule: str, got: Any) -> None:
@@ -102,6 +102,7 @@ def token_inputs(
     batch_num_tokens: float | Tensor | None = None,
     global_batch_size: float | Tensor | None = None,
     dp_size: int = 1,
+    weighted: bool = True,
 ) -> TokenInputs:
     """Checks and flattens what the loss takes a token; ``like`` is the labels or log-probs."""
     shape = like.shape
@@ -117,20 +118,25 @@ def token_inputs(
         _check_device(name, values, like, like_name)
         return values.detach().to(dtype).reshape(-1).contiguous()
 
-    _check_aggregation(like, like_name, config, cu_seqlens)
-    _check_normalisers(config, batch_num_tokens, global_batch_size, dp_size)
-    rule = "be given when config.kl_loss_coef is not 0"
-    require(ref_log_probs is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
+    _check_offsets(like, like_name, cu_seqlens)
+    if weighted:
+        _check_aggregation(like, like_name, config, cu_seqlens)
+        _check_normalisers(config, batch_num_tokens, global_batch_size, dp_size)
+        rule = "be given when config.kl_loss_coef is not 0"
+        require(ref_log_probs is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
 
     live = _live(like, like_name, response_mask)
-    weights = token_weights(
-        live,
-        config,
-        cu_seqlens=cu_seqlens,
-        batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size,
-        dp_size=dp_size,
-    )
+    weights = None
+    if weighted:
+        weights = token_weights(
+            live,
+            config,
+            cu_seqlens=cu_seqlens,
+            batch_num_tokens=batch_num_tokens,
+            global_batch_size=global_batch_size,
+            dp_size=dp_size,
+        )
+        weights = weights.expand(shape).reshape(N).contiguous()
     spread = _spread_advantages(advantages, like, like_name, cu_seqlens)
     return TokenInputs(
         live=live.reshape(-1).contiguous(),
@@ -139,7 +145,7 @@ def token_inputs(
         rollout=flat("rollout_log_probs", rollout_log_probs),
         is_weights=flat("rollout_is_weights", rollout_is_weights),
         ref=flat("ref_log_probs", ref_log_probs),
-        weights=weights.expand(shape).reshape(N).contiguous(),
+        weights=weights,
     )
 
 
@@ -177,23 +183,26 @@ def _spread_advantages(
     return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
 
 
+def _check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is None:
+        return
+    require(isinstance(cu_seqlens, Tensor), "cu_seqlens", "be a tensor", type(cu_seqlens))
+    ok = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
+    require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", tuple(cu_seqlens.shape))
+    is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+    require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
+    _check_device("cu_seqlens", cu_seqlens, like, like_name)
+    rule = f"come with packed {like_name} of shape (N,)"
+    require(like.ndim == 1, "cu_seqlens", rule, f"{like_name} of shape {tuple(like.shape)}")
+
+
 def _check_aggregation(
     like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
 ) -> None:
-    shape = tuple(like.shape)
-    if cu_seqlens is not None:
-        require(isinstance(cu_seqlens, Tensor), "cu_seqlens", "be a tensor", type(cu_seqlens))
-        ok = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
-        rule = "have shape (B + 1,) with B >= 1"
-        require(ok, "cu_seqlens", rule, tuple(cu_seqlens.shape))
-        is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
-        require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
-        _check_device("cu_seqlens", cu_seqlens, like, like_name)
-        rule = f"come with packed {like_name} of shape (N,)"
-        require(like.ndim == 1, "cu_seqlens", rule, f"{like_name} of shape {shape}")
     if config.loss_agg_mode not in _SEQUENCE_MODES:
         return
     mode = config.loss_agg_mode
+    shape = tuple(like.shape)
     rule = f"be given for packed {like_name} of shape {shape} with loss_agg_mode={mode!r}"
     require(like.ndim >= 2 or cu_seqlens is not None, "cu_seqlens", rule, None)
     if mode == "seq-mean-token-sum-norm" and cu_seqlens is not None:

@@ -121,6 +121,7 @@ def test_tensor_ops_equal_kernels():
                 old_log_probs=old,
                 advantages=A,
                 response_mask=mask,
+                weighted=False,
             )
             tables = [empty_table(config, "cpu") for _ in range(2)]
             add_contributions("kernels", tables[0], logp, tokens, config)
@@ -172,6 +173,11 @@ class TestHistogram:
 
     def test_empty(self):
         assert ContributionHistogram().solve().upper.item() == pytest.approx(1.2)
+
+    def test_sequence_modes_need_no_offsets_to_search(self):
+        config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.1)
+        flat = [t.flatten() for t in self.batch()]
+        assert find_clip_bounds(*flat, config=config) == find_clip_bounds(*self.batch())
 
     def test_advantages_per_sequence(self):
         logp, old, _ = self.batch()

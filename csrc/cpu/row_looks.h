@@ -1,0 +1,218 @@
+// The two looks at a row: the first takes its statistics, from memory; the second writes its
+// gradient and finds the row, or its exp, in the cache. Internal linkage, as simd.h.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+
+#include "params.h"
+#include "simd.h"
+
+namespace {
+
+using namespace bapo;
+
+constexpr int64_t kBlock = 4096;   // elements summed in float32 before they join a double; L1
+constexpr double kCrowded = 16.0;  // sum of 2^t in a block from which its maximum is looked up
+constexpr double kLn2 = 0.69314718055994530942;
+constexpr float kInf = __builtin_inff();
+
+// y of x = scale*y, and d y/d z up to the slope. -inf stays -inf, with derivative 0.
+template <bool kSoftcap>
+inline VFloat transformed(VFloat z, const Transform& transform) {
+    if constexpr (!kSoftcap) return z;
+    const VFloat y = vtanh(z * transform.logit_scale / transform.softcap);
+    return z == -kInf ? splat(-kInf) : y;
+}
+template <bool kSoftcap>
+inline VFloat derivative(VFloat y) {
+    const VFloat held = y < -1.0f ? splat(-1.0f) : y;
+    return kSoftcap ? 1.0f - held * held : splat(1.0f);
+}
+
+// Between logits and probabilities everything is in base 2, which saves the exp three operations:
+// t = (y - origin)*scale, p = 2^t/sum. The origin is so near the maximum of y that 2^t stays in
+// range; nothing needs the maximum itself.
+struct RowStats {
+    float origin;
+    double sum;           // of 2^t
+    double weighted_sum;  // of t*2^t
+
+    double log_sum() const { return std::log(sum); }
+    double entropy() const { return log_sum() - kLn2 * weighted_sum / sum; }
+    void move_to(float new_origin, double scale) {
+        const double shift = ((double)origin - new_origin) * scale, factor = std::exp2(shift);
+        origin = new_origin;
+        weighted_sum = factor > 0.0 ? factor * (weighted_sum + shift * sum) : 0.0;
+        sum *= factor;
+    }
+};
+
+// The scale of t, whose rounding shifts log-probs by less than the rounding of a log-prob.
+inline float base2_scale(const Transform& transform) { return (float)(transform.scale / kLn2); }
+
+template <typename T>
+inline VFloat exp2_for(VFloat t) {
+    return vexp2<sizeof(T) == 4>(t);
+}
+
+// t where it multiplies 2^t: held at the floor, so that the product is 0 at -inf.
+inline VFloat factor_of(VFloat t) { return vmax(t, splat(kExp2Floor)); }
+
+template <bool kSoftcap>
+inline double log_prob(float z, const Transform& transform, float origin, double log_sum) {
+    const float y = transformed<kSoftcap>(splat(z), transform)[0];
+    return ((double)y - origin) * transform.scale - log_sum;
+}
+
+// The exp of a row, kept by the first look for the second: with 16-bit logits a row and its exp fit
+// into the cache, and computing them again is what would limit the speed.
+struct KeptExp {
+    float* e = nullptr;        // 2^t of every element, t from the origin of its block
+    float* origins = nullptr;  // of every block
+    int64_t capacity = 0;
+
+    void reserve(int64_t vocab) {
+        if (vocab <= capacity) return;
+        std::free(e);
+        std::free(origins);
+        const size_t lines = (vocab + kLanes) * sizeof(float) / 64 + 1;
+        e = static_cast<float*>(std::aligned_alloc(64, 64 * lines));
+        origins = static_cast<float*>(std::malloc((vocab / kBlock + 1) * sizeof(float)));
+        capacity = e && origins ? vocab : 0;
+    }
+    ~KeptExp() {
+        std::free(e);
+        std::free(origins);
+    }
+};
+thread_local KeptExp kept_exp;
+
+// Calls f(vector, index) for every vector of row[begin, end); the last is filled up with -inf.
+template <typename T, typename F>
+inline void for_each_vector(const T* row, int64_t begin, int64_t end, F f) {
+    for (; begin + kLanes <= end; begin += kLanes) f(load(row + begin), begin);
+    if (begin < end) f(load_partial(row + begin, end - begin), begin);
+}
+
+template <bool kSoftcap, bool kKeep, typename T>
+RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
+    const float scale = base2_scale(transform);
+    float* const kept = kept_exp.e;
+    RowStats stats{-kInf, 0.0, 0.0};
+    for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+        const int64_t end = begin + kBlock < vocab ? begin + kBlock : vocab;
+        const auto block_max = [&] {
+            VFloat z_max = splat(-kInf);
+            for_each_vector(row, begin, end, [&](VFloat z, int64_t) { z_max = vmax(z_max, z); });
+            return reduce_max(transformed<kSoftcap>(z_max, transform));
+        };
+        if (stats.origin == -kInf) stats.origin = block_max();
+
+        double sum, weighted_sum;
+        const auto add_up = [&] {
+            // A block of -inf alone has no origin yet; a NaN in it must still reach the sum.
+            const float origin = stats.origin == -kInf ? 0.0f : stats.origin;
+            VFloat sums = {}, weighted_sums = {};
+            for_each_vector(row, begin, end, [&](VFloat z, int64_t i) {
+                const VFloat t = (transformed<kSoftcap>(z, transform) - origin) * scale;
+                const VFloat e = exp2_for<T>(t);
+                if constexpr (kKeep) store(kept + i, e);
+                sums += e;
+                weighted_sums += factor_of(t) * e;
+            });
+            sum = reduce_add(sums);
+            weighted_sum = reduce_add(weighted_sums);
+        };
+        add_up();
+        if (sum > kCrowded) {  // some t may be above 0: entropy would lose digits, 2^t its range
+            const float max = block_max();
+            if (max > stats.origin) {
+                stats.move_to(max, scale);
+                add_up();
+            }
+        }
+        if constexpr (kKeep) kept_exp.origins[begin / kBlock] = stats.origin;
+        stats.sum += sum;
+        stats.weighted_sum += weighted_sum;
+    }
+    return stats;
+}
+
+// Writes vector_at(begin, count) over a row, past the cache if it is not there already.
+template <typename T, typename F>
+inline void fill_row(T* row, int64_t vocab, bool streamed, F vector_at) {
+    constexpr uintptr_t kBytes = kStreamed<T> * sizeof(T);
+    const uintptr_t offset = reinterpret_cast<uintptr_t>(row) % kBytes;
+    int64_t begin = 0;
+    if (streamed && offset % sizeof(T) == 0) {
+        const int64_t misaligned = (int64_t)((kBytes - offset) % kBytes / sizeof(T));
+        const int64_t head = misaligned < vocab ? misaligned : vocab;
+        while (begin < head) {
+            const int64_t count = head - begin < kLanes ? head - begin : kLanes;
+            store_partial(row + begin, vector_at(begin, count), count);
+            begin += count;
+        }
+        for (; begin + kStreamed<T> <= vocab; begin += kStreamed<T>) {
+            stream(row + begin, [&](int64_t i) { return vector_at(begin + i, kLanes); });
+        }
+        stream_fence();
+    }
+    for (; begin + kLanes <= vocab; begin += kLanes) store(row + begin, vector_at(begin, kLanes));
+    if (begin < vocab) store_partial(row + begin, vector_at(begin, vocab - begin), vocab - begin);
+}
+
+// Coefficients of a row: d loss / d logp and the weight of the entropy bonus.
+struct RowCoefficients {
+    double dlog_prob;
+    double entropy_bonus;
+    bool zero() const { return dlog_prob == 0.0 && entropy_bonus == 0.0; }
+};
+
+// d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j
+//           = 2^t_j*(a*t_j + b) * derivative_j, and the label's entry by itself: 1 - p_label
+// is formed without cancellation.
+template <bool kSoftcap, bool kKept, typename T>
+void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transform, int64_t label,
+                  float origin, double sum, double entropy, RowCoefficients coefficients) {
+    const double log_sum = std::log(sum), bonus = coefficients.entropy_bonus;
+    const float scale = base2_scale(transform);
+    const float a = (float)(bonus * kLn2 / sum * transform.slope);
+    const float b =
+        (float)((bonus * (entropy - log_sum) - coefficients.dlog_prob) / sum * transform.slope);
+    const auto gradient = [&](VFloat z) {
+        const VFloat y = transformed<kSoftcap>(z, transform);
+        const VFloat t = (y - origin) * scale;
+        const VFloat dx = a == 0.0f ? exp2_for<T>(t) * b : exp2_for<T>(t) * (a * factor_of(t) + b);
+        return dx * derivative<kSoftcap>(y);
+    };
+
+    T label_grad{};
+    if (label >= 0 && label < vocab) {
+        const float z = load_scalar(row + label);
+        const VFloat y = transformed<kSoftcap>(splat(z), transform);
+        const double log_p = log_prob<kSoftcap>(z, transform, origin, log_sum);
+        const double dx = bonus * std::exp(log_p) * (log_p + entropy) -
+                          coefficients.dlog_prob * std::expm1(log_p);
+        const double dz = dx * transform.slope * derivative<kSoftcap>(y)[0];
+        store_scalar(&label_grad, z == -kInf ? 0.0f : (float)dz);
+    }
+
+    const bool streamed = (const void*)row != (const void*)grad;
+    if constexpr (kKept) {
+        for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+            const float* const e = kept_exp.e + begin;
+            const double shift = ((double)kept_exp.origins[begin / kBlock] - origin) * scale;
+            const float factor = (float)(b * std::exp2(shift));
+            fill_row(grad + begin, begin + kBlock < vocab ? kBlock : vocab - begin, streamed,
+                     [&](int64_t i, int64_t) { return load(e + i) * factor; });
+        }
+    } else {
+        fill_row(grad, vocab, streamed, [&](int64_t begin, int64_t count) {
+            return gradient(count == kLanes ? load(row + begin) : load_partial(row + begin, count));
+        });
+    }
+    if (label >= 0 && label < vocab) grad[label] = label_grad;
+}
+
+}  // namespace
