@@ -19,10 +19,11 @@ struct Row {
                                     : static_cast<T*>(rows.grad) + batch * rows.grad_batch_stride +
                                           row * rows.grad_row_stride;
     }
-    void zero_grad(int64_t vocab) const {
+    // just_read: the row is in the cache, and so is a gradient in its place.
+    void zero_grad(int64_t vocab, bool just_read) const {
         if (grad == nullptr) return;
-        const bool in_place = (const void*)logits == (const void*)grad;
-        fill_row(grad, vocab, !in_place, [](int64_t, int64_t) { return VFloat{}; });
+        const bool cached = just_read && (const void*)logits == (const void*)grad;
+        fill_row(grad, vocab, !cached, [](int64_t, int64_t) { return VFloat{}; });
     }
 };
 
@@ -71,7 +72,7 @@ void pass_row(const RowPassParams& params, int64_t index) {
     if (!params.tokens.live[index]) {
         params.log_probs[index] = params.entropy[index] = stats_out[0] = 0.0;
         stats_out[1] = 1.0;
-        return row.zero_grad(rows.vocab);
+        return row.zero_grad(rows.vocab, false);
     }
 
     const bool keep = keeps_exp<T, kSoftcap>(params, index);
@@ -94,7 +95,7 @@ void pass_row(const RowPassParams& params, int64_t index) {
     if (wanted.undecided) {
         params.undecided[index] = 1;
     } else if (wanted.coefficients.zero()) {
-        row.zero_grad(rows.vocab);
+        row.zero_grad(rows.vocab, true);
     } else {
         (keep ? row_gradient<kSoftcap, true, T>
               : row_gradient<kSoftcap, false, T>)(row.logits, row.grad, rows.vocab, rows.transform,
@@ -110,7 +111,7 @@ void finish_row(const RowGradientParams& params, int64_t index) {
     const Row<T> row(rows, index);
     const RowCoefficients coefficients{params.dlog_probs[index],
                                        params.dentropy ? -(double)params.dentropy[index] : 0.0};
-    if (coefficients.zero()) return row.zero_grad(rows.vocab);
+    if (coefficients.zero()) return row.zero_grad(rows.vocab, false);
     row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, rows.transform,
                                   params.labels[index], (float)params.stats[2 * index],
                                   params.stats[2 * index + 1], params.entropy[index], coefficients);
