@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,11 @@ def check_inputs(
     rollout_log_probs: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
+    **unread: Any,
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
+
+    Takes the arguments of :func:`bapo_kernels.bapo_loss`; those not named here are not looked at.
 
     Bad are labels outside of ``[0, V)``, NaN or +inf logits, rows of -inf alone, and anything not
     finite in the other arguments. They make the loss NaN in :func:`bapo_kernels.bapo_loss`.

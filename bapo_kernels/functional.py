@@ -155,7 +155,7 @@ def bapo_loss(
             )
     if needs_gradient and dlogits is not None:
         output = output._replace(loss=attach(output.loss, (logits,), (dlogits,)))
-    if inplace:
+    if inplace and not logits.is_inference():
         mark_overwritten(logits)
     return output
 

@@ -194,7 +194,7 @@ def bapo_loss_from_log_probs(
     *,
     entropy: Tensor | None = None,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
     statistics: Literal["all", "live"] = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
@@ -219,7 +219,9 @@ def bapo_loss_from_log_probs(
     logp = torch.where(live, given_logp, 0.0)
     old = torch.where(live, _old(logp, old_log_probs).to(work), 0.0)
 
-    if bounds is None:
+    if bounds is not None:
+        bounds = ClipBounds(*(torch.as_tensor(b).to(log_probs.device).float() for b in bounds))
+    else:
         bounds = find_clip_bounds(
             given_logp,
             old_log_probs,
@@ -301,7 +303,7 @@ def bapo_loss(
     response_mask: Tensor | None = None,
     *,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
     statistics: Literal["all", "live"] = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
@@ -352,7 +354,7 @@ def bapo_linear_loss(
     *,
     bias: Tensor | None = None,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
     statistics: Literal["all", "live"] = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,

@@ -6,12 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import bapo_kernels
 from bapo_kernels import BAPOConfig, BAPOOutput, reference
 
+needs_native = pytest.mark.skipif(
+    bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"
+)
 EPS = {
     torch.float32: 2.0**-24,
     torch.bfloat16: 2.0**-9,

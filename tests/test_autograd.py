@@ -137,6 +137,14 @@ class TestInPlace:
         assert torch.equal(out.loss, expected.output.loss)
         assert logits._version > version
 
+    def test_inference_tensors(self, backend, device):
+        case = make_case(device=device)
+        expected = run_kernel(case, backend)
+        with torch.inference_mode():
+            logits = case.logits.clone()
+        bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
+        assert torch.equal(logits, expected.gradient)
+
     def test_use_afterwards_raises(self, backend, device):
         linear, hidden = self.model(device)
         case = self.case(device, linear, hidden)

@@ -2,20 +2,16 @@
 
 import pytest
 import torch
-from helpers import make_case
+from helpers import make_case, needs_native
 
 from bapo_kernels import (
     BAPOConfig,
-    available_backends,
     bapo_loss,
     bapo_loss_from_log_probs,
     log_probs,
 )
 
-pytestmark = [
-    pytest.mark.compile,
-    pytest.mark.skipif(available_backends()["cpu"] is not None, reason="needs kernels"),
-]
+pytestmark = [pytest.mark.compile, needs_native]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ def test_good_inputs_pass():
     good.response_mask[1, 1] = False
     good.logits[1, 1] = torch.nan
     good.labels[1, 1] = 77
-    check_inputs(good.logits, *good.arguments())
+    check_inputs(good.logits, *good.arguments(), statistics="live", **good.options)
 
 
 def test_bad_labels():

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import check_against_reference, make_case
+from helpers import check_against_reference, make_case, needs_native
 
-from bapo_kernels import BAPOConfig, available_backends
+from bapo_kernels import BAPOConfig
 from bapo_kernels.debug import instruction_set
 
-pytestmark = pytest.mark.skipif(available_backends()["cpu"] is not None, reason="not built")
+pytestmark = needs_native
 
 
 @pytest.fixture(params=["avx512bf16", "avx512", "avx2", "portable"])

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from helpers import check_against_reference, make_case, per_token, run_kernel, run_reference
+from helpers import (
+    check_against_reference,
+    make_case,
+    needs_native,
+    per_token,
+    run_kernel,
+    run_reference,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -300,6 +307,7 @@ CONFIGS = st.builds(
 )
 
 
+@needs_native
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     config=CONFIGS,

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import needs_native
 
 from bapo_kernels import BAPOConfig, ContributionHistogram, find_clip_bounds, reference
 from bapo_kernels.bounds import _search_with_tensor_ops, add_contributions, empty_table, search
@@ -107,6 +108,7 @@ def test_ratios_exactly_on_grid_points(contribution):
     assert histogram.table.tolist() == [4.0, 4.0, 4.0, 3.0, 3.0, 3.0]
 
 
+@needs_native
 def test_tensor_ops_equal_kernels():
     """Without the native library the search runs on tensor ops: the same table and bounds."""
     g = torch.Generator().manual_seed(0)
@@ -190,6 +192,7 @@ class TestHistogram:
         with pytest.raises(ValueError, match=r"config.ratio_lower_max must .*0\.9.*got 0\.8"):
             histogram.solve(BAPOConfig.recipe())
 
+    @needs_native
     def test_same_bits_for_any_threads(self):
         g = torch.Generator().manual_seed(1)
         case = [torch.randn(50_000, generator=g) for _ in range(3)]
