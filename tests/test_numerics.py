@@ -27,8 +27,9 @@ def test_large_spread(backend, device):
     check_against_reference(clean_case(device, spread=60.0, V=5000), backend)
 
 
-def test_ascending_logits_move_the_maximum_in_every_block(backend, device):
-    case = clean_case(device, (1, 2), 20_000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ascending_logits_move_the_maximum_in_every_block(backend, device, dtype):
+    case = clean_case(device, (1, 2), 20_000, dtype=dtype)
     case.logits[:] = torch.linspace(-200, 50, 20_000)
     case.logits[:, 1] = case.logits[:, 1].flip(-1)
     case.old_log_probs = reference.log_probs(case.logits, case.labels)[0]
@@ -56,9 +57,10 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [None, 10.0])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])  # with and without exp kept for the gradient
 @pytest.mark.parametrize("where", FORBIDDEN)
-def test_forbidden_tokens(backend, device, dtype, softcap, where):
-    config = BAPOConfig(entropy_coef=0.1, final_logit_softcapping=softcap)
+def test_forbidden_tokens(backend, device, dtype, softcap, entropy_coef, where):
+    config = BAPOConfig(entropy_coef=entropy_coef, final_logit_softcapping=softcap)
     case = clean_case(device, (1, 3), 10_000, dtype=dtype, config=config, idle=0.0)
     for logits, label in zip(case.logits[0], case.labels[0], strict=True):
         if label == -100:
@@ -89,10 +91,11 @@ def test_forbidden_label(backend, device, on_policy, advantage):
     assert got.gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("at", [0, 17, 99])  # first, middle, tail of a vector
-def test_bad_logit_makes_the_loss_nan(backend, device, value, at):
-    case = clean_case(device, idle=0.0)
+def test_bad_logit_makes_the_loss_nan(backend, device, dtype, value, at):
+    case = clean_case(device, idle=0.0, dtype=dtype)
     case.logits[0, 1, at] = value
     got = run_kernel(case, backend)
     assert got.output.loss.isnan()
@@ -174,9 +177,10 @@ def test_bounds_are_inclusive(backend, device, advantage):
     assert kept == [True, advantage < 0, advantage > 0]
 
 
-def test_same_bits_every_run_and_for_any_threads(backend, device):
-    case = make_case((16, 16), 3000, torch.bfloat16, device, staleness=0.4)
-    case.options["config"] = BAPOConfig(entropy_coef=0.01)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_same_bits_every_run_and_for_any_threads(backend, device, entropy_coef):
+    case = make_case((16, 16), 9000, torch.bfloat16, device, staleness=0.4)
+    case.options["config"] = BAPOConfig(entropy_coef=entropy_coef)
     threads = torch.get_num_threads()
     results = []
     for count in (1, 2, 4, 2):
