@@ -15,7 +15,7 @@ from . import reference
 from ._ops import ops
 from .backends import choose
 from .config import RATIO_EPS, BAPOConfig
-from .inputs import TokenInputs, token_inputs
+from .inputs import TokenInputs, config_or_default, token_inputs
 from .output import ClipBounds
 
 
@@ -34,10 +34,9 @@ class ContributionHistogram:
     def __init__(
         self, config: BAPOConfig | None = None, device: torch.device | str | None = None
     ) -> None:
-        self.config = config or BAPOConfig()
+        self.config = config_or_default(config)
         self.table: Tensor | None = None if device is None else empty_table(self.config, device)
 
-    @torch.no_grad()
     def update(
         self,
         log_probs: Tensor,
@@ -66,7 +65,6 @@ class ContributionHistogram:
         add_contributions(backend, self.table, log_probs.detach().reshape(-1), tokens, self.config)
         return self
 
-    @torch.no_grad()
     def solve(
         self, config: BAPOConfig | None = None, process_group: dist.ProcessGroup | None = None
     ) -> ClipBounds:

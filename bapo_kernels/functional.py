@@ -26,6 +26,7 @@ from .inputs import (
     check_floating,
     check_logits,
     check_options,
+    config_or_default,
     require,
     token_inputs,
 )
@@ -83,7 +84,8 @@ def bapo_loss(
         rollout_is_weights: ``[...]``, factor of the policy term.
         ref_log_probs: ``[...]``, reference policy of the KL term.
         batch_num_tokens, global_batch_size, dp_size: global normalisers, as in verl.
-        process_group: search over the tokens of all its ranks (one all-reduce).
+        process_group: search over the tokens of all its ranks (one all-reduce; none with
+            ``bounds``, where the metrics are those of this rank).
         vocab_group: not supported yet.
 
     Returns:
@@ -94,7 +96,7 @@ def bapo_loss(
             the device knows (a label outside of the vocabulary, NaN logits, a non-finite old
             log-prob) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
     """
-    config = config or BAPOConfig()
+    config = config_or_default(config)
     check_logits(logits, labels)
     check_options(statistics, vocab_group)
     backend = choose(backend, logits, "logits")
@@ -189,7 +191,7 @@ def bapo_loss_from_log_probs(
     Everything else is as in :func:`bapo_loss`; the loss has the gradients of ``log_probs`` and
     ``entropy``, in their dtypes.
     """
-    config = config or BAPOConfig()
+    config = config_or_default(config)
     check_floating("log_probs", log_probs)
     check_options(statistics, None)
     rule = "be given when config.entropy_coef is not 0"

@@ -38,6 +38,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
     """``tensor`` is a floating-point tensor."""
     require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
     require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
+    require(tensor.layout == torch.strided, name, "be a dense tensor", tensor.layout)
 
 
 def check_logits(logits: Tensor, labels: Tensor) -> None:
@@ -58,6 +59,15 @@ def check_logits(logits: Tensor, labels: Tensor) -> None:
 def _check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
     rule = f"be on the device of {like_name} ({like.device})"
     require(tensor.device == like.device, name, rule, tensor.device)
+
+
+def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
+    """``config``, or the paper's."""
+    if config is None:
+        return BAPOConfig()
+    rule = "be a BAPOConfig or None"
+    require(isinstance(config, BAPOConfig), "config", rule, type(config).__name__)
+    return config
 
 
 def check_options(statistics: str, vocab_group: Any) -> None:
@@ -81,6 +91,8 @@ def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor) -> Tensor:
             _check_device(name, bound, like, "the tokens")
             parts.append(bound.detach().float().reshape(()))
         else:
+            is_bound = isinstance(bound, (int, float)) and bound >= 0
+            require(is_bound, name, "be a number >= 0 or a tensor", repr(bound))
             parts.append(torch.full((), bound, dtype=torch.float32, device=like.device))
     if not isinstance(bounds[0], Tensor) and not isinstance(bounds[1], Tensor):
         require(0 <= bounds[0] <= bounds[1], "bounds", "have 0 <= lower <= upper", tuple(bounds))
@@ -159,6 +171,8 @@ def _live(like: Tensor, like_name: str, response_mask: Tensor | None) -> Tensor:
     rule = f"have the shape of {like_name} {tuple(like.shape)}"
     require(response_mask.shape == like.shape, "response_mask", rule, tuple(response_mask.shape))
     _check_device("response_mask", response_mask, like, like_name)
+    is_real = not response_mask.is_complex()
+    require(is_real, "response_mask", "be bool, int or float", response_mask.dtype)
     return live & (response_mask != 0)
 
 
@@ -222,7 +236,8 @@ def _check_normalisers(
         if isinstance(value, Tensor):
             require(value.numel() == 1, name, "have one element", tuple(value.shape))
         elif value is not None:
-            require(value > 0, name, "be > 0", value)
+            is_count = isinstance(value, (int, float)) and value > 0
+            require(is_count, name, "be > 0", repr(value))
     mode = config.loss_agg_mode
     needed = {"token-mean": "batch_num_tokens", "token-sum": None}.get(mode, "global_batch_size")
     if needed is not None and dp_size > 1:

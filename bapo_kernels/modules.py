@@ -8,6 +8,7 @@ import torch
 
 from .config import BAPOConfig
 from .functional import Statistics, bapo_loss
+from .inputs import config_or_default
 from .output import BAPOOutput
 
 
@@ -27,7 +28,7 @@ class BAPOLoss(torch.nn.Module):
         statistics: Statistics = "all",
     ) -> None:
         super().__init__()
-        self.config = config or BAPOConfig()
+        self.config = config_or_default(config)
         self.backend = backend
         self.inplace = inplace
         self.statistics = statistics

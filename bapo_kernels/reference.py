@@ -219,6 +219,7 @@ def bapo_loss_from_log_probs(
     logp = torch.where(live, given_logp, 0.0)
     old = torch.where(live, _old(logp, old_log_probs).to(work), 0.0)
 
+    bounds_given = bounds is not None
     if bounds is not None:
         bounds = ClipBounds(*(torch.as_tensor(b).to(log_probs.device).float() for b in bounds))
     else:
@@ -271,9 +272,8 @@ def bapo_loss_from_log_probs(
 
     log_ratio = torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     clipped = ((A > 0) & (r > upper)) | ((A < 0) & (r < lower))
-    probe = Contributions(
-        config, given_logp, old_log_probs, A, live, rollout_log_probs, process_group
-    )
+    group = None if bounds_given else process_group
+    probe = Contributions(config, given_logp, old_log_probs, A, live, rollout_log_probs, group)
     metrics = {
         "pg_loss": aggregate(policy).detach(),
         "pg_clipfrac": mean(clipped),
@@ -397,8 +397,9 @@ def _per_token(advantages: Tensor, like: Tensor, cu_seqlens: Tensor | None = Non
     if advantages.shape == like.shape:
         return advantages
     if cu_seqlens is not None:
-        return advantages.repeat_interleave(cu_seqlens.diff())
-    return advantages[:, None].expand(like.shape)
+        packed = advantages.repeat_interleave(cu_seqlens.diff())
+        return torch.nn.functional.pad(packed, (0, like.numel() - packed.numel()))
+    return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
 
 
 def _old(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import make_case, run_kernel
 
 from bapo_kernels import BAPOConfig, bapo_loss, bapo_loss_from_log_probs, reference
@@ -252,3 +253,90 @@ class TestFromLogProbs:
         torch.testing.assert_close(out.loss, full.loss, rtol=1e-5, atol=1e-7)
         assert out.entropy is None
         assert out.metrics["live_tokens"] == (live & (case.advantages != 0)).sum()
+
+
+def test_loss_used_twice_in_one_graph(backend, device):
+    """The incoming gradients are added before the kernel sees them."""
+    case = make_case(device=device)
+    once = run_kernel(case, backend).gradient
+    x = case.logits.clone().requires_grad_()
+    loss = bapo_loss(x, *case.arguments(), backend=backend).loss
+    (1.5 * loss + loss.square() * 0 + 2.5 * loss).backward()
+    torch.testing.assert_close(x.grad, 4 * once, rtol=1e-6, atol=0)
+
+
+def test_zero_incoming_gradient_writes_zeros(backend, device):
+    case = make_case(device=device, dtype=torch.bfloat16)
+    gradient = run_kernel(case, backend, scale=0.0).gradient
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_checkpointing(backend, device, inplace):
+    """The forward runs twice; the gradient is that of one run."""
+    torch.manual_seed(2)
+    weight = torch.randn(8, 257, device=device, requires_grad=True)
+    hidden = torch.randn(3, 7, 8, device=device)
+    case = make_case(device=device, poison=False)
+
+    def loss(h):
+        return bapo_loss(h @ weight, *case.arguments(), backend=backend, inplace=inplace).loss
+
+    (expected,) = torch.autograd.grad(loss(hidden), weight)
+    value = torch.utils.checkpoint.checkpoint(loss, hidden, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(value, weight)[0], expected)
+
+
+def test_log_probs_of_logits_changed_afterwards_raise(backend, device):
+    """Backward looks at the logits again: a wrong gradient must be impossible."""
+    import bapo_kernels
+
+    leaf = torch.randn(3, 20, device=device, requires_grad=True)
+    x = leaf * 1.0
+    logp, _ = bapo_kernels.log_probs(x, torch.tensor([1, 2, 3], device=device), backend=backend)
+    x.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logp.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_log_probs_without_gradient(backend, device, mode):
+    import bapo_kernels
+
+    x = torch.randn(3, 20, device=device, requires_grad=True)
+    labels = torch.tensor([1, 2, 3], device=device)
+    expected = bapo_kernels.log_probs(x, labels, backend=backend)
+    with mode():
+        got = bapo_kernels.log_probs(x, labels, backend=backend)
+    assert not got[0].requires_grad
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def test_log_probs_under_autocast_and_without_tokens(backend, device):
+    import bapo_kernels
+
+    x = torch.randn(3, 20, device=device).bfloat16()
+    labels = torch.tensor([1, 2, 3], device=device)
+    with torch.autocast(device, torch.bfloat16):
+        got, entropy = bapo_kernels.log_probs(x, labels, backend=backend)
+    assert got.dtype == entropy.dtype == torch.float32
+    assert torch.equal(got, bapo_kernels.log_probs(x, labels, backend=backend)[0])
+    empty = torch.empty(0, 20, device=device, requires_grad=True)
+    bapo_kernels.log_probs(empty, labels[:0], backend=backend)[0].sum().backward()
+    assert empty.grad.shape == (0, 20)
+
+
+def test_all_masked_is_connected(backend, device):
+    """Ranks without a token must still take part in the backward of the others."""
+    case = make_case(device=device)
+    linear = torch.nn.Linear(8, 257, device=device)
+    logits = linear(torch.randn(3, 7, 8, device=device))
+    mask = torch.zeros_like(case.response_mask)
+    arguments = (case.labels, case.old_log_probs, case.advantages, mask)
+    for inplace in (False, True):
+        linear.zero_grad()
+        bapo_loss(logits * 1, *arguments, backend=backend, inplace=inplace).loss.backward(
+            retain_graph=True
+        )
+        assert torch.equal(linear.weight.grad, torch.zeros_like(linear.weight))

@@ -6,8 +6,10 @@ from helpers import make_case, needs_native
 
 from bapo_kernels import (
     BAPOConfig,
+    BAPOLoss,
     bapo_loss,
     bapo_loss_from_log_probs,
+    find_clip_bounds,
     log_probs,
 )
 
@@ -155,3 +157,72 @@ def test_ops_refuse_what_would_corrupt_memory():
         arguments[position] = bad
         with pytest.raises(RuntimeError, match="must"):
             getattr(OPS, name)(*arguments)
+
+
+def test_module():
+    module = BAPOLoss(BAPOConfig.recipe(), statistics="live")
+    case = make_case(poison=False)
+
+    def loss(x, *arguments):
+        out = module(x, *arguments)
+        return out.loss, out.metrics["live_tokens"]
+
+    compare(loss, torch.compile(loss, fullgraph=True), case.logits, *case.arguments())
+
+
+def test_packed_with_all_terms():
+    config = BAPOConfig(
+        loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_loss_coef=0.1, clip_ratio_c=3.0
+    )
+
+    def loss(logits, labels, old, advantages, cu_seqlens):
+        out = bapo_loss(
+            logits,
+            labels,
+            old,
+            advantages,
+            config=config,
+            cu_seqlens=cu_seqlens,
+            ref_log_probs=old,
+        )
+        return out.loss, out.metrics["kl_loss"]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for N in (20, 26):
+        case = make_case((N,), 65, poison=False)
+        cu = torch.tensor([0, 5, 5, 12, N])
+        compare(loss, compiled, case.logits, *case.arguments()[:3], cu)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_in_place_raises(fullgraph):
+    """It is for eager code; a compiled call must never train on a wrong gradient."""
+    linear, hidden = torch.nn.Linear(8, 257), torch.randn(3, 7, 8)
+    arguments = make_case(poison=False).arguments()
+
+    def loss(hidden):
+        return bapo_loss(linear(hidden), *arguments, inplace=True).loss
+
+    with pytest.raises(RuntimeError):
+        torch.compile(loss, fullgraph=fullgraph)(hidden).backward()
+
+
+def test_find_clip_bounds():
+    def upper(logp, old, advantages):
+        return find_clip_bounds(logp, old, advantages).upper
+
+    case = make_case((8, 32), staleness=0.0, poison=False)
+    old = case.old_log_probs
+    arguments = (old + 0.4 * torch.randn_like(old), old, case.advantages)
+    assert torch.compile(upper, fullgraph=True)(*arguments) == upper(*arguments)
+
+
+def test_log_probs_without_gradient_and_without_entropy():
+    def both(logits, labels):
+        with torch.no_grad():
+            return log_probs(logits, labels, return_entropy=False)[0]
+
+    case = make_case(poison=False)
+    compiled = torch.compile(both, fullgraph=True)
+    assert torch.equal(compiled(case.logits, case.labels), both(case.logits, case.labels))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 
 import pytest
 
@@ -75,3 +76,23 @@ def test_ratio_target_has_no_upper_limit():
     assert BAPOConfig(target_kind="ratio", target=7.0).target == 7.0
     with pytest.raises(ValueError, match="target must be finite and >= 0, got -1"):
         BAPOConfig(target_kind="ratio", target=-1.0)
+
+
+def test_copies_and_stores():
+    """Pickled to workers, logged as a dictionary, changed by replace - which checks again."""
+    config = BAPOConfig.recipe(entropy_coef=0.1)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert BAPOConfig(**dataclasses.asdict(config)) == config
+    assert dataclasses.replace(config, target=0.5).target == 0.5
+    with pytest.raises(ValueError, match="temperature must be finite and > 0, got 0"):
+        dataclasses.replace(config, temperature=0)
+
+
+def test_presets_can_be_overridden_and_nothing_is_ignored():
+    assert BAPOConfig.fixed(0.8, 1.2, clip_ratio_c=3.0).clip_ratio_c == 3.0
+    assert BAPOConfig.paper(ratio_upper_max=2.0).upper_grid[-1] == 2.0
+    for make in (BAPOConfig, BAPOConfig.paper, BAPOConfig.recipe):
+        with pytest.raises(TypeError, match="clip_ratio_low"):
+            make(clip_ratio_low=0.2)
+    with pytest.raises(ValueError, match=r"ratio_lower_max must be <= ratio_upper_start"):
+        BAPOConfig.fixed(1.2, 0.8)

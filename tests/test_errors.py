@@ -141,7 +141,7 @@ CASES = {
         arguments(bounds=(1.3, 1.2)),
         r"bounds must have 0 <= lower <= upper, got \(1.3, 1.2\)",
     ),
-    "bounds nan": (arguments(bounds=(float("nan"), 1.2)), "bounds must have 0 <= lower <= upper"),
+    "bounds nan": (arguments(bounds=(float("nan"), 1.2)), "bounds.lower must be a number >= 0"),
     "bounds size": (
         arguments(bounds=(torch.ones(2), torch.ones(()))),
         r"bounds.lower must have one element, got \(2,\)",
@@ -226,3 +226,44 @@ def test_loss_from_log_probs():
         bapo_loss_from_log_probs(lp, None, lp, statistics="none")
     with pytest.raises(ValueError, match="advantages must have the shape of log_probs"):
         ContributionHistogram().update(lp, None, torch.zeros(4))
+
+
+WRONG_TYPES = {
+    "config dict": (arguments(config={"target": 0.5}), "config must be"),
+    "config empty dict": (arguments(config={}), "config must be"),
+    "bounds str": (arguments(bounds=("a", 1.2)), "bounds.lower must be"),
+    "bounds None": (arguments(bounds=(0.8, None)), "bounds.upper must be"),
+    "bounds mixed": (arguments(bounds=(torch.tensor(0.8), -1.0)), "bounds.* must"),
+    "batch_num_tokens str": (arguments(batch_num_tokens="3"), "batch_num_tokens must be"),
+    "mask complex": (
+        arguments(response_mask=torch.ones(B, S, dtype=torch.complex64)),
+        "response_mask must be",
+    ),
+    "logits sparse": (arguments(logits=torch.ones(B, S, V).to_sparse()), "logits must"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_are_named(name):
+    """Not a TypeError from inside of torch, and never taken in silence."""
+    given, message = WRONG_TYPES[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        bapo_loss(**given)
+
+
+def test_unknown_options_are_refused():
+    for name in ("clip_ratio", "loss_agg_mode", "temperature"):  # members of the config
+        with pytest.raises(TypeError, match=name):
+            bapo_loss(**arguments(**{name: 1.0}))
+
+
+def test_nothing_is_written_before_the_checks():
+    """A refused call in place leaves the logits alone."""
+    given = arguments(statistics="some", inplace=True)
+    before = given["logits"].clone()
+    version = given["logits"]._version
+    for change in ({}, {"statistics": "all", "bounds": (2.0, 1.0)}):
+        with pytest.raises(ValueError, match="must"):
+            bapo_loss(**(given | change))
+    assert torch.equal(given["logits"], before)
+    assert given["logits"]._version == version

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import (
+    assert_within_budget,
     check_against_reference,
     make_case,
     needs_native,
@@ -13,7 +14,14 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_kernels import BAPOConfig, BAPOLoss, ClipBounds, bapo_loss
+from bapo_kernels import (
+    BAPOConfig,
+    BAPOLoss,
+    ClipBounds,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+    reference,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CU = torch.tensor([0, 5, 5, 12, 20])
@@ -331,3 +339,139 @@ def test_any_combination(config, dtype, B, S, V, staleness, statistics, seed):
         rollout_is_weights=per_token((B, S), seed, low=0.0, high=2.0),
     )
     check_against_reference(case, "cpu", statistics=statistics)
+
+
+def scalar(output, name):
+    return output.loss if name == "loss" else output.metrics[name]
+
+
+def stacked(results, name):
+    return torch.stack([scalar(r.output, name) for r in results])
+
+
+@pytest.mark.parametrize("name", ["paper", "recipe", "together", "bounds", "entropy", "seq_mean"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scalars_within_the_plain_budget(backend, device, dtype, name):
+    """Loss and metrics of 24 batches as one tensor each: no allowance for operands is needed,
+    as the reference is not right by luck in all of them."""
+    config_options, call_options = OPTIONS[name]
+    config = build_config(config_options)
+    runs = []
+    for seed in range(24):
+        case = make_case(dtype=dtype, device=device, config=config, seed=seed, **call_options)
+        truth = run_reference(case, torch.float64)
+        runs.append((run_kernel(case, backend), run_reference(case), truth))
+    for metric in ["loss", *runs[0][0].output.metrics]:
+        assert_within_budget(metric, *(stacked(r, metric) for r in zip(*runs, strict=True)))
+
+
+FROM_LOG_PROBS = [name for name in OPTIONS if name not in ("temperature", "logit_scale", "softcap")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("statistics", ["all", "live"])
+@pytest.mark.parametrize("name", FROM_LOG_PROBS)
+def test_options_of_loss_from_log_probs(dtype, statistics, name):
+    """Every option on given log-probs and entropies, NaN wherever masked."""
+    config_options, options = OPTIONS[name]
+    options = dict(options, config=build_config(config_options), statistics=statistics)
+    case = make_case(staleness=0.0)
+    live = case.response_mask & (case.labels != -100)
+    logp = (case.old_log_probs + 0.3 * torch.randn(3, 7)).to(dtype)
+    entropy = per_token(low=0.0, high=3.0).to(dtype).masked_fill(~live, torch.nan)
+    options |= {
+        k: v.masked_fill(~live, torch.inf) for k, v in options.items() if getattr(v, "ndim", 0) == 2
+    }
+    results = []
+    for function, kind in (
+        (bapo_loss_from_log_probs, dtype),
+        (reference.bapo_loss_from_log_probs, dtype),
+        (reference.bapo_loss_from_log_probs, torch.float64),
+    ):
+        leaves = [t.detach().clone().to(kind).requires_grad_() for t in (logp, entropy)]
+        arguments = (leaves[0], case.old_log_probs, case.advantages, live)
+        out = function(*arguments, entropy=leaves[1], **options)
+        out.loss.backward()
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+        results.append((out, gradients))
+    assert [b.item() for b in results[0][0].bounds] == [b.item() for b in results[2][0].bounds]
+    for which in (0, 1):
+        assert_within_budget(f"gradient {which}", *(r[1][which] for r in results))
+        assert not results[0][1][which][~live].any()
+    largest = logp[live].abs().max().item()
+    for metric in ("loss", *results[2][0].metrics):
+        parts = [scalar(r[0], metric) for r in results]
+        size = max(1.0, parts[2].abs().nan_to_num(posinf=0.0).item())
+        assert_within_budget(metric, *parts, operand=largest * size)
+    for metric in ("log_probs", "entropy"):
+        assert_within_budget(metric, *(getattr(r[0], metric) for r in results))
+
+
+@pytest.mark.parametrize("label", [2**62, -(2**62), 65, -1])
+@pytest.mark.parametrize("statistics", ["all", "live"])
+def test_labels_of_masked_tokens_may_be_anything(backend, device, label, statistics):
+    case = make_case((4, 9), 65, device=device)
+    expected = run_kernel(case, backend, statistics=statistics)
+    case.labels[~case.response_mask] = label
+    got = run_kernel(case, backend, statistics=statistics)
+    assert torch.equal(got.gradient, expected.gradient)
+    assert torch.equal(got.output.loss, expected.output.loss)
+
+
+def test_masked_sequence_may_have_a_nan_advantage(backend, device):
+    case = make_case((3, 7), device=device)
+    case.advantages = torch.tensor([0.5, torch.nan, -1.0], device=device)
+    case.response_mask[1] = False
+    got = check_against_reference(case, backend)
+    assert got.output.loss.isfinite()
+    assert not got.gradient[1].any()
+
+
+@pytest.mark.parametrize("S", [2, 4])  # as many as sequences, and not
+def test_three_leading_sizes_with_one_advantage_a_sequence(backend, device, S):
+    case = make_case((2, S, 3), 33, device=device, masked=0.0, poison=False)
+    case.advantages = torch.tensor([1.0, -2.0], device=device)
+    check_against_reference(case, backend)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_packed_with_tokens_behind_the_last_sequence(backend, device, mode, per_sequence):
+    """Padding to a multiple, masked out and full of NaN: check_inputs allows these offsets."""
+    cu = torch.tensor([0, 5, 5, 12, 20], device=device)
+    case = make_case((24,), 65, device=device, config=BAPOConfig(loss_agg_mode=mode), cu_seqlens=cu)
+    case.response_mask[20:] = False
+    case.logits[20:] = torch.nan
+    if per_sequence:
+        case.advantages = torch.tensor([0.5, 2.0, -1.0, 0.7], device=device)
+    got = check_against_reference(case, backend)
+    assert not got.gradient[20:].any()
+
+
+def test_more_rows_than_16_bits_count(backend, device):
+    case = make_case((70_001,), 3, device=device, staleness=0.3)  # past 65,535 rows of one grid
+    check_against_reference(case, backend)
+
+
+@needs_native
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    mode=st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]),
+    recipe=st.booleans(),
+    per_sequence=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**20),
+)
+def test_any_packing(lengths, mode, recipe, per_sequence, dtype, seed):
+    """Empty sequences first, last, in the middle and alone."""
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    config = (BAPOConfig.recipe if recipe else BAPOConfig)(loss_agg_mode=mode)
+    case = make_case((sum(lengths),), 41, dtype, config=config, seed=seed)
+    case = case.with_options(cu_seqlens=cu)
+    if per_sequence:
+        case.advantages = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed))
+    if sum(lengths):
+        check_against_reference(case, "cpu")
+    else:
+        assert run_kernel(case, "cpu").output.loss == 0

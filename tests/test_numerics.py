@@ -1,10 +1,12 @@
 """What other kernels got wrong: extreme values, odd layouts, and the same bits every time."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers import check_against_reference, make_case, run_kernel, run_reference
 
-from bapo_kernels import BAPOConfig, bapo_loss, log_probs, reference
+from bapo_kernels import BAPOConfig, bapo_loss, bapo_loss_from_log_probs, log_probs, reference
 
 
 def clean_case(backend_device, shape=(2, 4), V=100, **options):
@@ -295,3 +297,158 @@ def test_more_elements_than_32_bits_of_bytes(backend, device):
     got = log_probs(logits, labels, backend=backend)
     expected = log_probs(logits.contiguous(), labels, backend=backend)
     assert torch.equal(got[0], expected[0])
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors, those allocated in C++ too, are full of NaN or of the largest integer."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_nothing_is_left_of_fresh_memory(backend, device, dtype, entropy_coef, poisoned_memory):
+    config = BAPOConfig(entropy_coef=entropy_coef)
+    case = make_case((6, 8), 333, dtype, device, staleness=0.4, config=config)
+    check_against_reference(case, backend)
+    x = case.logits.nan_to_num(0.0).requires_grad_()
+    logp, entropy = log_probs(x, case.labels, backend=backend)
+    (logp.sum() + entropy.sum()).backward()
+    for values in (logp, entropy, x.grad):
+        assert not values.isnan().any()
+    live = case.response_mask & (case.labels != -100)
+    leaf = case.old_log_probs.clone().requires_grad_()
+    bapo_loss_from_log_probs(leaf, case.old_log_probs, case.advantages, live).loss.backward()
+    assert not leaf.grad.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])  # with and without exp kept for the gradient
+@pytest.mark.parametrize("V", [100, 5000])
+def test_gradient_of_a_row_alone_and_in_a_batch(backend, device, dtype, entropy_coef, V):
+    """token-sum and given bounds: nothing but the kernel could couple the rows."""
+    config = BAPOConfig(loss_agg_mode="token-sum", entropy_coef=entropy_coef)
+    case = make_case((9,), V, dtype, device, config=config, staleness=0.4)
+    together = run_kernel(case, backend, bounds=(0.8, 1.2))
+    for i in range(9):
+        part = type(case)(
+            case.logits[i : i + 1], *(a[i : i + 1] for a in case.arguments()), case.options
+        )
+        alone = run_kernel(part, backend, bounds=(0.8, 1.2))
+        assert torch.equal(alone.gradient[0], together.gradient[i])
+        assert alone.output.log_probs[0] == together.output.log_probs[i]
+        assert alone.output.entropy[0] == together.output.entropy[i]
+
+
+def test_another_row_changes_nothing(backend, device):
+    """Row 0 with a huge loss, then with none: the others keep their bits."""
+    config = BAPOConfig(loss_agg_mode="token-sum")
+    case = make_case((5,), 700, device=device, config=config, masked=0.0, poison=False)
+    gradients = []
+    for advantage in (1e6, 0.0, -3.0):
+        case.advantages[0] = advantage
+        gradients.append(run_kernel(case, backend, bounds=(0.8, 1.2)).gradient[1:])
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("softcap", "spread"),
+    # saturated; far saturated; hardly bent at all; a cap without effect; Gemma's, in its range
+    [(5.0, 60.0), (0.5, 100.0), (50.0, 1e-3), (1e4, 3.0), (30.0, 30.0)],
+)
+def test_softcap_in_every_range(backend, device, dtype, softcap, spread):
+    config = BAPOConfig(final_logit_softcapping=softcap, entropy_coef=0.01)
+    check_against_reference(
+        make_case((3, 5), 257, dtype, device, spread=spread, config=config), backend
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-2, 1e2, 1e4])
+def test_extreme_temperatures(backend, device, dtype, temperature):
+    """From one token only to a flat distribution; bfloat16 must not divide in bfloat16."""
+    config = BAPOConfig(temperature=temperature, entropy_coef=0.01)
+    check_against_reference(make_case((3, 5), 257, dtype, device, config=config), backend)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])  # k2 of a forbidden label is infinite
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_forbidden_label_with_a_kl_term(backend, device, kind, advantage):
+    config = BAPOConfig(kl_loss_coef=0.1, kl_loss_type=kind)
+    case = clean_case(device, (1, 3), idle=0.0, config=config)
+    case.labels[:], case.advantages[:] = 5, advantage
+    case.logits[0, 1, 5] = -torch.inf
+    case = case.with_options(ref_log_probs=torch.full((1, 3), -2.0, device=device))
+    gradients = [run(case).gradient for run in (lambda c: run_kernel(c, backend), run_reference)]
+    assert gradients[0].isfinite().all()
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
+    assert gradients[0][0, 1, 5] == 0
+
+
+@pytest.mark.parametrize("A", [1.0, -1.0])
+@pytest.mark.parametrize("c", [None, 1.25])
+def test_given_bounds_are_compared_as_they_are(backend, device, A, c):
+    """The float32 neighbours of a ratio, computed in float64: on, just inside, just outside."""
+    logits = torch.zeros(1, 2, device=device)  # logp = -log 2 exactly rounded in any precision
+    labels = torch.zeros(1, dtype=torch.long, device=device)
+    old = torch.tensor([-0.9], device=device)
+    r = (-torch.tensor(2.0).double().log() - old.double()).exp().item()
+    config = BAPOConfig(clip_ratio_c=c)
+    for ulps in (-2, -1, 0, 1, 2):
+        bound = torch.tensor(r).float() + ulps * 2.0**-23
+        bounds = (torch.tensor(0.5), bound) if A > 0 else (bound, torch.tensor(9.0))
+        kept = (r <= bound.item()) if A > 0 else (r >= bound.item() and r <= (c or 99))
+        x = logits.clone().requires_grad_()
+        advantages = torch.full((1,), A, device=device)
+        bapo_loss(
+            x, labels, old, advantages, bounds=bounds, config=config, backend=backend
+        ).loss.backward()
+        assert bool(x.grad.any()) == kept, (ulps, bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8])
+def test_small_integer_labels(backend, device, dtype):
+    case = make_case((4, 6), 120, device=device)
+    if dtype == torch.uint8:  # has no -100
+        case.response_mask &= case.labels != -100
+        case.labels.clamp_(min=0)
+    expected = run_kernel(case, backend)
+    case.labels = case.labels.to(dtype)
+    got = run_kernel(case, backend)
+    assert torch.equal(got.gradient, expected.gradient)
+    assert torch.equal(got.output.loss, expected.output.loss)
+
+
+def test_calls_from_several_python_threads(backend, device):
+    """Rows keep their exp in memory of a thread: calls at once must not share it."""
+    cases = [make_case((6, 8), 5001, torch.bfloat16, device, seed=s) for s in range(4)]
+    expected = [run_kernel(case, backend).gradient for case in cases]
+
+    def repeat(i):
+        return all(
+            torch.equal(run_kernel(cases[i], backend).gradient, expected[i]) for _ in range(5)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(repeat, range(4)))
+
+
+def test_rows_of_different_length_one_after_the_other(backend, device):
+    """Memory kept for a longer vocabulary, or an earlier row, must not be seen."""
+    for V in (9000, 100, 4096, 20_000, 5, 8192):
+        check_against_reference(make_case((2, 3), V, torch.bfloat16, device, masked=0.0), backend)
+
+
+def test_gradient_of_a_row_sums_to_zero(backend, device):
+    """Padding columns that add mass would show here."""
+    for V in (2, 17, 4097, 18_992):
+        case = make_case((2, 3), V, device=device, masked=0.0)
+        gradient = run_kernel(case, backend).gradient.double()
+        assert gradient.sum(-1).abs().max() <= 1e-6 * gradient.abs().max() * V**0.5

@@ -137,3 +137,135 @@ def test_shares_by_hand():
     assert out.metrics["bapo_pos_share"].item() == pytest.approx(1.2 / (1.2 + 2.4))
     assert out.metrics["bapo_pos_neg_ratio"].item() == pytest.approx(0.5)
     assert out.metrics["pg_clipfrac"].item() == 1.0
+
+
+def verl_aggregate(losses, mask, mode, tokens=None, sequences=None, dp_size=1, factor=None):
+    """verl's agg_loss, in the words of its documentation."""
+    sums, counts = (losses * mask).sum(-1), mask.sum(-1)
+    if mode == "token-mean":
+        return sums.sum() / (tokens or counts.sum()) * dp_size
+    if mode == "seq-mean-token-mean":
+        sums = sums / (counts + 1e-8)
+    mean = sums[counts > 0].sum() / (sequences or (counts > 0).sum()) * dp_size
+    if mode == "seq-mean-token-sum-norm":
+        mean = mean / (factor or mask.shape[-1])
+    return mean
+
+
+GLOBAL = [dict(), dict(tokens=100, sequences=16, dp_size=4), dict(tokens=9, sequences=3)]
+
+
+@pytest.mark.parametrize("factor", [None, 11.0])
+@pytest.mark.parametrize("counts", GLOBAL)
+@pytest.mark.parametrize(
+    "mode",
+    ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
+)
+def test_aggregation_is_that_of_verl(mode, counts, factor):
+    advantages = torch.randn(3, 5, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]])  # one sequence empty
+    config = BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode, loss_scale_factor=factor)
+    out = reference.bapo_loss_from_log_probs(
+        torch.zeros_like(advantages),
+        None,
+        advantages,
+        mask,
+        config=config,
+        batch_num_tokens=counts.get("tokens"),
+        global_batch_size=counts.get("sequences"),
+        dp_size=counts.get("dp_size", 1),
+    )
+    expected = verl_aggregate(-advantages, mask, mode, factor=factor, **counts)
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-7)  # verl's own 1e-8
+
+
+@pytest.mark.parametrize(
+    ("kind", "logp", "ref", "expected"),
+    [
+        ("k1", -1.0, -3.0, 2.0),
+        ("k1", -3.0, -1.0, -2.0),
+        ("k2", -1.0, -3.0, 2.0),
+        ("k3", -1.0, -3.0, math.exp(-2) + 1),
+        ("low_var_kl", -3.0, -1.0, math.exp(2) - 3),
+        ("k3", -9.0, -1.0, 10.0),  # the value is held at 10
+        ("k3", -1.0, -40.0, 10.0),  # the exponent at -20, then the value
+        ("k3", -2.0, -2.0, 0.0),
+    ],
+)
+def test_kl_by_hand(kind, logp, ref, expected):
+    values = (torch.tensor([v], dtype=torch.float64) for v in (logp, ref))
+    logp, ref = values
+    config = BAPOConfig(kl_loss_coef=0.5, kl_loss_type=kind)
+    zero = torch.zeros(1, dtype=torch.float64)
+    out = reference.bapo_loss_from_log_probs(logp, logp, zero, ref_log_probs=ref, config=config)
+    assert out.loss.item() == pytest.approx(0.5 * expected)
+    assert out.metrics["kl_loss"].item() == pytest.approx(expected)
+    assert out.metrics["pg_loss"].item() == 0
+
+
+def test_entropy_and_log_prob_by_hand():
+    logits = torch.tensor([[0.0, math.log(3.0), -math.inf]], dtype=torch.float64)  # p = 1/4, 3/4, 0
+    logp, entropy = reference.log_probs(logits, torch.tensor([1]))
+    assert logp.item() == pytest.approx(math.log(0.75))
+    assert entropy.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    half, _ = reference.log_probs(logits, torch.tensor([1]), temperature=0.5)  # p = 1/10, 9/10
+    assert half.item() == pytest.approx(math.log(0.9))
+    capped, _ = reference.log_probs(
+        logits, torch.tensor([1]), final_logit_softcapping=2.0, logit_scale=3.0
+    )
+    x = 2 * math.tanh(3 * math.log(3.0) / 2)
+    assert capped.item() == pytest.approx(x - math.log(1 + math.exp(x)))
+
+
+def test_importance_weight_by_hand():
+    """It multiplies the policy term, not the KL and entropy terms."""
+    one = torch.ones(1, dtype=torch.float64)
+    config = BAPOConfig(kl_loss_coef=1.0, kl_loss_type="k1", entropy_coef=0.5)
+    out = reference.bapo_loss_from_log_probs(
+        -one,
+        -one,
+        -2 * one,
+        entropy=4 * one,
+        rollout_is_weights=3 * one,
+        ref_log_probs=-2 * one,
+        config=config,
+    )
+    assert out.loss.item() == pytest.approx(3 * 2.0 + 1.0 - 0.5 * 4.0)
+
+
+@pytest.mark.parametrize("c", [None, 1.5])
+@pytest.mark.parametrize("A", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize("log_ratio", [-25.0, -1.0, -0.1, 0.0, 0.1, 0.3, 1.0, 25.0])
+def test_gradient_coefficient_of_the_contract(log_ratio, A, c):
+    """The table of g = d l / d logp, written out."""
+    r = math.exp(log_ratio)
+    kept = {1: r <= 1.2, -1: 0.8 <= r <= (c or math.inf), 0: False}[(A > 0) - (A < 0)]
+    expected = -A * r if kept and abs(log_ratio) <= 20 else 0.0
+    logp = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    config = BAPOConfig.fixed(0.8, 1.2, clip_ratio_c=c)
+    reference.bapo_loss_from_log_probs(
+        logp, torch.zeros(1), torch.tensor([A], dtype=torch.float64), config=config
+    ).loss.backward()
+    assert logp.grad.item() == pytest.approx(expected)
+
+
+def test_gradient_row_of_the_contract():
+    """g*(1[j = label] - p_j) + entropy_coef*p_j*(log p_j + H), divided by the temperature."""
+    z = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    config = BAPOConfig(entropy_coef=0.2, temperature=0.7)
+    A = torch.tensor([1.5], dtype=torch.float64)
+    reference.bapo_loss(z, torch.tensor([2]), None, A, config=config).loss.backward()
+    p = torch.softmax(z.detach() / 0.7, -1)
+    H = -(p * p.log()).sum()
+    row = -1.5 * (torch.tensor([0.0, 0.0, 1.0]) - p) + 0.2 * p * (p.log() + H)
+    torch.testing.assert_close(z.grad, row / 0.7)
+
+
+@pytest.mark.parametrize("sequences", [2, 4])  # as many as there are pieces of each, and not
+def test_three_leading_sizes_with_one_advantage_a_sequence(sequences):
+    """[B]: the first size is that of the sequences, whatever the others are."""
+    logp = -torch.rand(2, sequences, 3)
+    per_sequence = torch.tensor([1.0, -2.0])
+    got = reference.bapo_loss_from_log_probs(logp, logp + 0.1, per_sequence)
+    spread = per_sequence[:, None, None].expand(logp.shape)
+    assert got.loss == reference.bapo_loss_from_log_probs(logp, logp + 0.1, spread).loss

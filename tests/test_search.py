@@ -4,9 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import needs_native
+from helpers import make_case, needs_native
 
-from bapo_kernels import BAPOConfig, ContributionHistogram, find_clip_bounds, reference
+from bapo_kernels import (
+    BAPOConfig,
+    ContributionHistogram,
+    bapo_loss,
+    find_clip_bounds,
+    log_probs,
+    reference,
+)
 from bapo_kernels.bounds import _search_with_tensor_ops, add_contributions, empty_table, search
 from bapo_kernels.config import bound_grid
 from bapo_kernels.inputs import token_inputs
@@ -233,3 +240,194 @@ def test_process_group(tmp_path):
     first = [t[:21] for t in case]
     assert results[0][2] == [b.item() for b in reference.find_clip_bounds(*first)]
     assert results[2][2] == pytest.approx([0.6, 1.2])
+
+
+def equal_to_the_loop(*case, **options):
+    got, expected = (f(*case, **options) for f in (find_clip_bounds, reference.find_clip_bounds))
+    assert [b.item() for b in got] == [b.item() for b in expected], options
+
+
+@pytest.mark.parametrize("preset", [BAPOConfig.paper, BAPOConfig.recipe])
+@pytest.mark.parametrize("raise_first", ["upper", "lower"])
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+@pytest.mark.parametrize("kind", [("share", 0.4), ("share", 0.7), ("ratio", 1.0), ("ratio", 3.0)])
+def test_presets_in_both_orders_kinds_and_contributions(preset, raise_first, contribution, kind):
+    """16 tables x 2 presets x 20 batches; the bounds must stop in between often enough."""
+    config = preset(
+        raise_first=raise_first, contribution=contribution, target_kind=kind[0], target=kind[1]
+    )
+    g = torch.Generator().manual_seed(5)
+    for _ in range(20):
+        equal_to_the_loop(*random_case(g), config=config)
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper"), [((0.6, 0.8, 0.05), (1.2, 2.0, 0.05)), ((0.6, 0.9, 0.02), (1.2, 3.0, 0.05))]
+)
+def test_every_grid_point_can_be_the_answer(lower, upper):
+    """Uniform tokens far outside: P = c_high*a, N = b*c_low; the target walks over the grid."""
+    reached = set()
+    for k in range(1, 200):
+        config = BAPOConfig(
+            *lower,
+            *upper,
+            target_kind="ratio",
+            target=k * 0.0301,
+            token_weight="uniform",
+            raise_first="lower",
+        )
+        logp, A = torch.tensor([3.0, -3.0]), torch.tensor([1.0, -1.0])
+        equal_to_the_loop(logp, torch.zeros(2), A, config=config)
+        reached.add(find_clip_bounds(logp, torch.zeros(2), A, config=config).upper.item())
+    assert len(reached) > len(bound_grid(*upper)) // 2
+
+
+def answers_of_the_loop(logp, old, A, config):
+    """What the loop answers for 40 orders of the same tokens."""
+    answers = set()
+    for seed in range(40):
+        order = torch.randperm(len(A), generator=torch.Generator().manual_seed(seed))
+        reordered = None if old is None else old[order]
+        bounds = reference.find_clip_bounds(logp[order], reordered, A[order], config=config)
+        answers.add(tuple(b.item() for b in bounds))
+    return answers
+
+
+def tied_rewards(positive, negative):
+    """Rewards of +-1 and equal weights: positive tokens far above c_high, negative ones at r = 1,
+    so that the share c_high*positive/(c_high*positive + negative) is .4 at a grid point."""
+    A = torch.tensor([1.0] * positive + [-1.0] * negative)
+    old = torch.full_like(A, -1.0)
+    return old + 5.0 * (A > 0), old, A
+
+
+@pytest.mark.parametrize(("positive", "negative"), [(4, 18), (6, 18), (8, 18)])
+def test_ties_that_the_loop_itself_decides_by_token_order(positive, negative):
+    """Its sums round either way there; one of its answers is right, anything else is not."""
+    case = tied_rewards(positive, negative)
+    answers = answers_of_the_loop(*case, BAPOConfig())
+    assert len(answers) == 2, "the case must be one that depends on the order"
+    assert tuple(b.item() for b in find_clip_bounds(*case)) in answers
+
+
+def test_mirrored_advantages_at_target_one_half():
+    """Pairs +A, -A of equal weight, on-policy: P and N are the same numbers in another order."""
+    config = BAPOConfig(target=0.5)
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        A, logp = torch.rand(19, generator=g) + 0.1, -3 * torch.rand(19, generator=g)
+        case = torch.cat([logp, logp]), None, torch.cat([A, -A])
+        answers = answers_of_the_loop(*case, config)
+        assert tuple(b.item() for b in find_clip_bounds(*case, config=config)) in answers
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["advantage", "log_prob", "rollout"])
+def test_values_that_are_not_finite(value, where):
+    g = torch.Generator().manual_seed(3)
+    logp, old, advantages, rollout = (torch.randn(20, generator=g) for _ in range(4))
+    {"advantage": advantages, "log_prob": logp, "rollout": rollout}[where][7] = value
+    configs = [BAPOConfig(), BAPOConfig.recipe(), BAPOConfig(raise_first="lower", target=0.8)]
+    if value != value:  # the loop itself takes 0*inf for a clipped token of infinite weight
+        configs.append(BAPOConfig(contribution="gradient"))
+    for config in configs:
+        equal_to_the_loop(logp, old, advantages, config=config, rollout_log_probs=rollout)
+
+
+def test_masked_tokens_may_hold_anything():
+    g = torch.Generator().manual_seed(3)
+    logp, old, A, rollout = (torch.randn(4, 9, generator=g) for _ in range(4))
+    mask = torch.rand(4, 9, generator=g) < 0.5
+    config = BAPOConfig(target=0.6)
+    expected = find_clip_bounds(logp, old, A, mask, config=config, rollout_log_probs=rollout)
+    poisoned = [t.masked_fill(~mask, v) for t, v in zip((logp, old, A, rollout), BAD, strict=True)]
+    got = find_clip_bounds(*poisoned[:3], mask, config=config, rollout_log_probs=poisoned[3])
+    assert got == expected
+
+
+BAD = (torch.nan, torch.inf, -torch.inf, torch.nan)
+
+
+@pytest.mark.parametrize("scope", ["step", "lagged"])
+@pytest.mark.parametrize("statistics", ["all", "live"])
+def test_scopes_of_a_decision(scope, statistics):
+    """step: no-grad log-probs; lagged: what the calls return, NaN at idle tokens included."""
+    case = make_case((8, 16), 65, staleness=0.4, seed=1)
+    live = case.response_mask & (case.labels != -100)
+    histogram = ContributionHistogram()
+    for rows in torch.arange(8).chunk(4):
+        arguments = [t[rows] for t in case.arguments()]
+        if scope == "step":
+            with torch.no_grad():
+                logp = log_probs(case.logits[rows], case.labels[rows])[0]
+        else:
+            logp = bapo_loss(case.logits[rows], *arguments, statistics=statistics).log_probs
+        histogram.update(logp, arguments[1], arguments[2], live[rows])
+    whole = bapo_loss(case.logits, *case.arguments()).bounds
+    assert whole.upper > 1.2, "the case must need a search"
+    assert histogram.solve() == whole
+
+
+def test_histogram_on_a_device_before_the_first_update():
+    histogram = ContributionHistogram(BAPOConfig.recipe(), device="cpu")
+    assert [b.item() for b in histogram.solve()] == pytest.approx([0.6, 1.2])
+    assert all(b.dtype == torch.float32 and b.ndim == 0 for b in histogram.solve())
+
+
+def _loss_rank(rank, path, results):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    case, tokens = loss_case()
+    rows = [slice(0, 3), slice(3, 4)][rank]  # unequal counts
+    arguments = [t[rows] for t in case.arguments()]
+    for name, bounds in (("searched", None), ("given", (0.7, 1.3))):
+        options = dict(bounds=bounds, process_group=dist.group.WORLD, batch_num_tokens=tokens)
+        x = case.logits[rows].clone().requires_grad_()
+        out = bapo_loss(x, *arguments, **options)
+        out.loss.backward()
+        true = reference.bapo_loss(case.logits[rows].double(), *arguments, **options)
+        metrics = [{k: v.item() for k, v in o.metrics.items()} for o in (out, true)]
+        results[rank, name] = (out.loss.item(), *metrics, x.grad)
+    empty = [t[:0] for t in case.arguments()] if rank else case.arguments()
+    logits = case.logits[:0] if rank else case.logits
+    out = bapo_loss(logits, *empty, process_group=dist.group.WORLD)  # one rank without tokens
+    results[rank, "empty"] = [b.item() for b in out.bounds]
+    dist.destroy_process_group()
+
+
+def loss_case():
+    case = make_case((4, 16), 65, staleness=0.4, seed=5, poison=False)
+    return case, int((case.response_mask & (case.labels != -100)).sum())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    with mp.Manager() as manager:
+        results = manager.dict()
+        store = tmp_path_factory.mktemp("ranks") / "store"
+        mp.spawn(_loss_rank, (str(store), results), nprocs=2)
+        return dict(results)
+
+
+def test_two_ranks_are_one_batch(two_ranks):
+    case, _ = loss_case()
+    x = case.logits.clone().requires_grad_()
+    whole = bapo_loss(x, *case.arguments())
+    whole.loss.backward()
+    assert whole.bounds.upper > 1.2, "the case must need a search"
+    parts = [two_ranks[rank, "searched"] for rank in (0, 1)]
+    assert sum(p[0] for p in parts) == pytest.approx(whole.loss.item(), rel=1e-6)
+    torch.testing.assert_close(torch.cat([p[3] for p in parts]), x.grad, rtol=1e-6, atol=1e-9)
+    for part in parts:
+        for name in ("bapo_pos_share", "bapo_pos_share_start", "bapo_clip_high"):
+            assert part[1][name] == pytest.approx(whole.metrics[name].item(), rel=1e-6)
+    assert two_ranks[0, "empty"] == two_ranks[1, "empty"] == [b.item() for b in whole.bounds]
+
+
+@pytest.mark.parametrize("name", ["searched", "given"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_metrics_of_the_search(two_ranks, rank, name):
+    """A search covers the group; with bounds= there is no collective, so each rank its own."""
+    _, got, expected, _ = two_ranks[rank, name]
+    assert got.keys() == expected.keys()
+    for metric, value in expected.items():
+        assert got[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
