@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ops import ops
+from ._ops import ops_of
 
 
 class _NoDerivative(torch.autograd.Function):
@@ -38,8 +38,8 @@ class _PrecomputedGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        ctx.count = count
+    def forward(ctx: Any, loss: Tensor, backend: str, count: int, *tensors: Tensor) -> Tensor:
+        ctx.backend, ctx.count = backend, count
         ctx.gradients = tensors[count:]
         return loss.clone()
 
@@ -52,14 +52,16 @@ class _PrecomputedGradient(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
-            ops.scale_(gradient, dloss.detach())
+            ops_of(ctx.backend).scale_(gradient, dloss.detach())
         nothing = (None for _ in range(ctx.count))
-        return (None, None, *(_final(gradient) for gradient in gradients), *nothing)
+        return (None, None, None, *(_final(gradient) for gradient in gradients), *nothing)
 
 
-def attach(loss: Tensor, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> Tensor:
+def attach(
+    loss: Tensor, backend: str, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> Tensor:
     """``loss`` with d loss / d inputs = ``gradients``, which it takes over."""
-    result: Tensor = _PrecomputedGradient.apply(loss, len(inputs), *inputs, *gradients)
+    result: Tensor = _PrecomputedGradient.apply(loss, backend, len(inputs), *inputs, *gradients)
     return result
 
 
@@ -93,24 +95,25 @@ class LogProbs(torch.autograd.Function):
         labels: Tensor,
         live: Tensor,
         transform: tuple[float, float, float | None],
+        backend: str,
     ) -> tuple[Tensor, Tensor]:
         N = labels.numel()
         log_probs = logits.new_empty(N, dtype=torch.float64)
         entropy = torch.empty_like(log_probs)
         stats = log_probs.new_empty((N, 2))
         no_policy = (None,) * 6 + (0.0,) * 4 + (None, 0.0, 0, 0.0)
-        ops.row_pass(
+        ops_of(backend).row_pass(
             logits, labels, live, *no_policy, *transform, log_probs, entropy, stats, None, None
         )
         ctx.save_for_backward(logits, labels, live, stats, entropy)
-        ctx.transform = transform
+        ctx.transform, ctx.backend = transform, backend
         ctx.set_materialize_grads(False)
         return log_probs.float(), entropy.float()
 
     @staticmethod
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None]:
         logits, labels, live, stats, entropy = ctx.saved_tensors
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
@@ -118,7 +121,7 @@ class LogProbs(torch.autograd.Function):
             return None if gradient is None else torch.where(live, gradient.detach().double(), 0.0)
 
         dlog_probs = of_live(dlog_probs)
-        ops.row_gradient(
+        ops_of(ctx.backend).row_gradient(
             logits,
             labels,
             stats,
@@ -129,4 +132,4 @@ class LogProbs(torch.autograd.Function):
             *ctx.transform,
             dlogits,
         )
-        return _final(dlogits), None, None, None
+        return _final(dlogits), None, None, None, None

@@ -1,15 +1,19 @@
-"""Every operator's schema and its fake implementation.
+"""Every operator's schema and its fake implementation, once for each family of kernels.
 
-All operators write into tensors the caller allocated, so a fake has nothing to compute. Kernels
-are registered under these names by the native library.
+All operators write into tensors the caller allocated, so a fake has nothing to compute. The native
+library registers its kernels under the first namespace, ``backends/triton`` under the second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-NAMESPACE = "bapo_kernels"
+NATIVE = "bapo_kernels"
+TRITON = "bapo_kernels_triton"
 
 _TRANSFORM = "float temperature, float logit_scale, float? softcap"
 _POLICY = "float? clip_ratio_c, float kl_loss_coef, int kl_loss_type, float entropy_coef"
@@ -60,11 +64,25 @@ SCHEMAS = {
     "scale_": "Tensor(a!) x, Tensor factor",
 }
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+_libraries = {name: torch.library.Library(name, "DEF") for name in (NATIVE, TRITON)}
 
 
 def _fake(*args: object) -> None:
     return None
+
+
+for _namespace, _library in _libraries.items():
+    for _name, _arguments in SCHEMAS.items():
+        _library.define(f"{_name}({_arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{_namespace}::{_name}", _fake, lib=_library)
+# Which of the CPU kernels run; a name chooses, "" only asks.
+_libraries[NATIVE].define("instruction_set(str name) -> str")
+
+
+def register(namespace: str, name: str, kernel: Callable[..., None], keys: Iterable[str]) -> None:
+    """``kernel`` implements operator ``name`` for tensors of these dispatch keys."""
+    for key in keys:
+        _libraries[namespace].impl(name, kernel, key)
 
 
 def _scale_cpu(x: Tensor, factor: Tensor) -> None:
@@ -72,11 +90,9 @@ def _scale_cpu(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
-for _name, _arguments in SCHEMAS.items():
-    _library.define(f"{_name}({_arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-_library.impl("scale_", _scale_cpu, "CPU")
-# Which of the CPU kernels run; a name chooses, "" only asks.
-_library.define("instruction_set(str name) -> str")
+register(NATIVE, "scale_", _scale_cpu, ["CPU"])
 
-ops = getattr(torch.ops, NAMESPACE)
+
+def ops_of(backend: str) -> Any:
+    """The operators of a backend."""
+    return getattr(torch.ops, TRITON if backend == "triton" else NATIVE)

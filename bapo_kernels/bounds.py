@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import reference
-from ._ops import ops
+from ._ops import ops_of
 from .backends import choose
 from .config import RATIO_EPS, BAPOConfig
 from .inputs import TokenInputs, config_or_default, token_inputs
@@ -84,7 +84,8 @@ class ContributionHistogram:
         if self.table is None:
             self.table = empty_table(self.config, torch.get_default_device())
         table = self.table.clone()
-        bounds, _ = search(table, config, process_group)
+        backend = choose(None, table.new_empty(0, dtype=torch.float32), "table")
+        bounds, _ = search(backend, table, config, process_group)
         return ClipBounds(*bounds.unbind())
 
     def reset(self) -> None:
@@ -171,7 +172,7 @@ def add_contributions(
         P = [contributions.positive(point) for point in config.upper_grid]
         table += torch.stack(N + P)
         return
-    ops.contributions(
+    ops_of(backend).contributions(
         log_probs.double(),
         tokens.live,
         tokens.old,
@@ -185,7 +186,10 @@ def add_contributions(
 
 
 def search(
-    table: Tensor, config: BAPOConfig, process_group: dist.ProcessGroup | None = None
+    backend: str,
+    table: Tensor,
+    config: BAPOConfig,
+    process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Bounds as float32 ``[2]``, and float64 ``[4]``: P and N there, P and N at the start.
 
@@ -193,11 +197,11 @@ def search(
     """
     if process_group is not None:
         dist.all_reduce(table, group=process_group)
-    if choose(None, table.new_empty(0, dtype=torch.float32), "table") == "reference":
+    if backend == "reference":
         return _search_with_tensor_ops(table, config)
     bounds = torch.empty(2, dtype=torch.float32, device=table.device)
     shares = torch.empty(4, dtype=torch.float64, device=table.device)
-    ops.solve(
+    ops_of(backend).solve(
         table,
         *grids(config),
         config.target,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ops import ops
+from ._ops import ops_of
 from .backends import available_backends, native
 from .config import IGNORE_INDEX, BAPOConfig
 from .inputs import check_logits, token_inputs
@@ -105,6 +105,7 @@ def instruction_set(name: str) -> Iterator[None]:
     Raises:
         RuntimeError: this processor does not have it.
     """
+    ops = ops_of("cpu")
     in_use = ops.instruction_set("")
     ops.instruction_set(name)
     try:
@@ -127,7 +128,7 @@ def environment() -> dict[str, str]:
     if info:
         report["native build"] = ", ".join(f"{k}: {v}" for k, v in info.items() if v)
     if native.WHY_NO_CPU is None:
-        report["cpu kernels"] = ops.instruction_set("")
+        report["cpu kernels"] = ops_of("cpu").instruction_set("")
     for name, reason in available_backends().items():
         report[f"backend {name}"] = "available" if reason is None else f"absent: {reason}"
     return report

@@ -13,7 +13,6 @@ from ._autograd import LogProbs, attach, mark_overwritten
 from .backends import choose
 from .config import IGNORE_INDEX, BAPOConfig
 from .fused import (
-    as_rows,
     counted_tokens,
     int64_labels,
     loss_of_log_probs,
@@ -22,6 +21,7 @@ from .fused import (
     transform,
 )
 from .inputs import (
+    as_rows,
     bounds_tensor,
     check_floating,
     check_logits,
@@ -149,6 +149,7 @@ def bapo_loss(
                 labels,
                 tokens,
                 config,
+                backend,
                 given,
                 counted_tokens(tokens, config, statistics),
                 needs_gradient or inplace,
@@ -156,7 +157,7 @@ def bapo_loss(
                 process_group,
             )
     if needs_gradient and dlogits is not None:
-        output = output._replace(loss=attach(output.loss, (logits,), (dlogits,)))
+        output = output._replace(loss=attach(output.loss, backend, (logits,), (dlogits,)))
     if inplace and not logits.is_inference():
         mark_overwritten(logits)
     return output
@@ -240,7 +241,7 @@ def bapo_loss_from_log_probs(
         if entropy is not None:
             flat_entropy = entropy.detach().double().reshape(-1).contiguous()
         output, dlog_probs, dentropy = loss_of_log_probs(
-            flat_log_probs, flat_entropy, counted, tokens, config, given, process_group
+            flat_log_probs, flat_entropy, counted, tokens, config, backend, given, process_group
         )
         output = shaped(output, log_probs.shape, tokens.live, counted)
     differentiable = [
@@ -250,7 +251,7 @@ def bapo_loss_from_log_probs(
     ]
     if torch.is_grad_enabled() and differentiable:
         inputs, gradients = zip(*differentiable, strict=True)
-        output = output._replace(loss=attach(output.loss, inputs, gradients))
+        output = output._replace(loss=attach(output.loss, backend, inputs, gradients))
     return output
 
 
@@ -284,7 +285,8 @@ def log_probs(
     )
     check_logits(logits, labels)
     check_options("all", vocab_group)
-    if choose(backend, logits, "logits") == "reference":
+    backend = choose(backend, logits, "logits")
+    if backend == "reference":
         return reference.log_probs(
             logits,
             labels,
@@ -295,7 +297,7 @@ def log_probs(
         )
     flat_labels = int64_labels(labels)
     logp, entropy = LogProbs.apply(
-        as_rows(logits), flat_labels, flat_labels != IGNORE_INDEX, transform(config)
+        as_rows(logits), flat_labels, flat_labels != IGNORE_INDEX, transform(config), backend
     )
     if not return_entropy:
         return logp.view(labels.shape), None

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._ops import ops
+from ._ops import ops_of
 from .bounds import add_contributions, empty_table, search
 from .config import KL_LOSS_TYPES, BAPOConfig
-from .inputs import TokenInputs
+from .inputs import TokenInputs, as_rows
 from .output import REPORT, BAPOOutput, ClipBounds
 
 
@@ -18,6 +18,7 @@ def loss_of_logits(
     labels: Tensor,
     tokens: TokenInputs,
     config: BAPOConfig,
+    backend: str,
     given: Tensor | None,
     counted: Tensor,
     needs_gradient: bool,
@@ -25,6 +26,7 @@ def loss_of_logits(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[BAPOOutput, Tensor | None]:
     """Row pass, search, loss, and the rows that had to wait for the search."""
+    ops = ops_of(backend)
     rows, flat_labels = as_rows(logits), int64_labels(labels)
     log_probs = torch.empty(labels.numel(), dtype=torch.float64, device=logits.device)
     entropy = torch.empty_like(log_probs)
@@ -62,7 +64,7 @@ def loss_of_logits(
         ops.row_pass(rows, *token_arguments, dlogit_rows, undecided)
 
     output, dlog_probs, dentropy = loss_of_log_probs(
-        log_probs, entropy, counted, tokens, config, given, process_group
+        log_probs, entropy, counted, tokens, config, backend, given, process_group
     )
     if needs_gradient and given is None:
         arguments = (flat_labels, stats, entropy, dlog_probs, dentropy, undecided)
@@ -79,6 +81,7 @@ def loss_of_log_probs(
     counted: Tensor,
     tokens: TokenInputs,
     config: BAPOConfig,
+    backend: str,
     given: Tensor | None,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[BAPOOutput, Tensor, Tensor | None]:
@@ -86,12 +89,12 @@ def loss_of_log_probs(
     bounds, shares = given, None
     if bounds is None:
         table = empty_table(config, log_probs.device)
-        add_contributions("kernels", table, log_probs, tokens, config)
-        bounds, shares = search(table, config, process_group)
+        add_contributions(backend, table, log_probs, tokens, config)
+        bounds, shares = search(backend, table, config, process_group)
     report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
     dlog_probs = torch.empty_like(log_probs)
     dentropy = torch.empty_like(log_probs) if config.entropy_coef else None
-    ops.policy(
+    ops_of(backend).policy(
         log_probs,
         entropy,
         counted,
@@ -142,15 +145,6 @@ def shaped(output: BAPOOutput, shape: torch.Size, live: Tensor, counted: Tensor)
 
     entropy = None if output.entropy is None else report(output.entropy)
     return output._replace(log_probs=report(output.log_probs), entropy=entropy)
-
-
-def as_rows(logits: Tensor) -> Tensor:
-    """``[B, S, V]`` with stride 1 in the last dimension; a view wherever there is one."""
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        logits = logits.contiguous()
-    if logits.ndim <= 3:
-        return logits[(None,) * (3 - logits.ndim)]
-    return logits.flatten(0, -3)
 
 
 def int64_labels(labels: Tensor) -> Tensor:

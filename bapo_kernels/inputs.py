@@ -61,6 +61,15 @@ def _check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> No
     require(tensor.device == like.device, name, rule, tensor.device)
 
 
+def as_rows(logits: Tensor) -> Tensor:
+    """``[B, S, V]`` with stride 1 in the last dimension; a view wherever there is one."""
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        logits = logits.contiguous()
+    if logits.ndim <= 3:
+        return logits[(None,) * (3 - logits.ndim)]
+    return logits.flatten(0, -3)
+
+
 def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
     """``config``, or the paper's."""
     if config is None:

@@ -449,6 +449,8 @@ def test_packed_with_tokens_behind_the_last_sequence(backend, device, mode, per_
 
 
 def test_more_rows_than_16_bits_count(backend, device):
+    if backend == "triton" and device == "cpu":
+        pytest.skip("70,001 rows are 10 minutes in the interpreter")
     case = make_case((70_001,), 3, device=device, staleness=0.3)  # past 65,535 rows of one grid
     check_against_reference(case, backend)
 

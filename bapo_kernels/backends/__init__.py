@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from . import native
+from . import native, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")
+# The interpreter of Triton is for tests: it runs where it is asked for by name.
+_UNASKED = tuple(n for n in NAMES if n != "triton" or not triton.INTERPRETED)
 
 
 def available_backends() -> dict[str, str | None]:
     """Backends in order of preference: ``None`` if one can run here, else the reason why not."""
     return {
         "cuda": native.WHY_NO_CUDA,
-        "triton": "not part of this version",
+        "triton": triton.WHY_NOT,
         "cpu": native.WHY_NO_CPU,
         "reference": None,
     }
@@ -26,7 +28,7 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
         ValueError: the named backend is unknown or cannot run on this tensor.
     """
     if backend is None:
-        return next(n for n in NAMES if why_not(n, tensor, name) is None)
+        return next(n for n in NAMES if n in _UNASKED and why_not(n, tensor, name) is None)
     if backend not in NAMES:
         raise ValueError(f"backend must be None or one of {list(NAMES)}, got {backend!r}")
     reason = why_not(backend, tensor, name)
@@ -42,7 +44,8 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
     reason = available_backends()[backend]
     if reason is not None:
         return reason
-    device = "cpu" if backend == "cpu" else "cuda"
+    on_cpu = backend == "cpu" or (backend == "triton" and triton.INTERPRETED)
+    device = "cpu" if on_cpu else "cuda"
     if tensor.device.type != device:
         return f"{name} must be on a {device} device, got {tensor.device}"
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):

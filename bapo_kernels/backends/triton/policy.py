@@ -1,0 +1,119 @@
+"""The policy mathematics of BAPO (arXiv 2510.18927, Eq. 8 and Algorithm 1) for Triton kernels.
+
+One token or a block of them, float64 as in ``csrc/policy_math.h``: it is a few operations a token,
+and decisions (clipped or not, which bounds) then agree with the float64 reference.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG_RATIO_LIMIT = tl.constexpr(20.0)
+KL_LIMIT = tl.constexpr(10.0)
+RATIO_EPS = tl.constexpr(1e-8)
+LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+K1 = tl.constexpr(0)
+K2 = tl.constexpr(1)
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
+def expm1(x):
+    """Accurate near 0 too: the rounding of exp cancels in (u - 1)/log(u)."""
+    u = tl.exp(x)
+    log_u = tl.log(tl.where(u == 1.0, 2.0, u))
+    inside = tl.where(u == 1.0, x, (u - 1.0) * (x / log_u))
+    return tl.where(u == 0.0, -1.0, inside)
+
+
+@triton.jit
+def old_log_prob(old_log_probs, index, mask, log_prob):
+    """What the caller gave; on-policy the policy itself, kept finite at forbidden labels."""
+    if old_log_probs is None:
+        old = tl.where(log_prob < LOWEST_FLOAT, LOWEST_FLOAT, log_prob)
+    else:
+        old = tl.load(old_log_probs + index, mask).to(tl.float64)
+    return old
+
+
+@triton.jit
+def policy_ratio(log_prob, old):
+    """r, its clamped logarithm, and whether the clamp cuts the derivative.
+
+    NaN if ``old`` is not finite, which the clamp would hide.
+    """
+    delta = log_prob - old
+    log_ratio = clamp(delta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    r = tl.where(old - old == 0.0, tl.exp(log_ratio), float("nan"))
+    return r, log_ratio, log_ratio != delta
+
+
+@triton.jit
+def passes_clip(r, A, lower, upper, clip_ratio_c):
+    """Whether the gradient of a token passes the clip (bounds inclusive)."""
+    return ((A > 0.0) & (r <= upper)) | ((A <= 0.0) & (r >= lower) & (r <= clip_ratio_c))
+
+
+@triton.jit
+def policy_loss(r, A, lower, upper, clip_ratio_c):
+    """-J with J = min(r*A, clip(r, c_low, c_high)*A), at most -A*clip_ratio_c for A < 0.
+
+    Also whether the clip and the dual clip changed it.
+    """
+    free, held = r * A, clamp(r, lower, upper) * A
+    loss = -tl.where(held < free, held, free)
+    cap = -A * clip_ratio_c
+    dual_clipped = (A < 0.0) & (loss > cap)
+    clipped = ((A > 0.0) & (r > upper)) | ((A < 0.0) & (r < lower))
+    return tl.where(dual_clipped, cap, loss), clipped, dual_clipped
+
+
+@triton.jit
+def policy_grad(r, saturated, A, lower, upper, clip_ratio_c):
+    """d policy_loss / d log_prob."""
+    grad = -r * A
+    kept = (A != 0.0) & ~saturated & passes_clip(r, A, lower, upper, clip_ratio_c)
+    return tl.where(kept | (grad != grad), grad, 0.0)
+
+
+@triton.jit
+def kl_term(log_prob, ref_log_prob, KL_TYPE: tl.constexpr):
+    """Estimator of http://joschu.net/blog/kl-approx.html and its derivative; k3 as verl clamps."""
+    delta = ref_log_prob - log_prob
+    if KL_TYPE == K1:
+        kl, grad = -delta, tl.zeros_like(delta) + 1.0
+    elif KL_TYPE == K2:
+        kl, grad = 0.5 * delta * delta, -delta
+    else:
+        d = clamp(delta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        slope = expm1(d)
+        value = slope - d
+        kl = clamp(value, -KL_LIMIT, KL_LIMIT)
+        inside = ((d == delta) & (kl == value)) | (value != value)
+        grad = tl.where(inside, -slope, 0.0)
+    return kl, grad
+
+
+@triton.jit
+def contribution(r, A, lower, upper, GRADIENT: tl.constexpr):
+    """What a token adds to P (A > 0) or N (A < 0), its weight apart."""
+    if GRADIENT:
+        positive, negative = tl.where(r > upper, 0.0, r), tl.where(r < lower, 0.0, r)
+    else:
+        positive, negative = tl.where(r > upper, upper, r), tl.where(r < lower, lower, r)
+    return tl.where(A > 0.0, A * positive, -A * negative)
+
+
+@triton.jit
+def tested_quantity(P, N, RATIO_TARGET: tl.constexpr):
+    """What the search compares with its target; infinite where there is nothing to balance."""
+    if RATIO_TARGET:
+        nothing, divisor = N <= 0.0, N + RATIO_EPS
+    else:
+        nothing, divisor = P + N == 0.0, P + N
+    return tl.where(nothing, float("inf"), P / tl.where(nothing, 1.0, divisor))

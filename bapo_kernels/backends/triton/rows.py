@@ -1,0 +1,220 @@
+"""The two looks at a row: statistics, then gradient; the second look is served by the L2 cache.
+
+Base 2 throughout: with ``x = scale*y``, ``t = (y - origin)*scale/ln 2`` and ``p = 2^t/sum``.
+
+Element ``j`` belongs to lane ``j % W`` whatever the alignment or the compiler's layout, every lane
+adds up its elements in order, and lanes are added as integers, in which order does not matter. So
+the bits of a row depend on nothing but the row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import policy
+
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(-160.0)  # t where it multiplies 2^t = 0
+INF = tl.constexpr(float("inf"))
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 ``x`` to the nearest value of ``dtype``; Triton's interpreter cuts bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        result = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(dtype)
+    return result
+
+
+@triton.jit
+def tanh(u):
+    """Within float32 rounding, near 0 too (minimax polynomial there)."""
+    square = u * u
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    near = u + u * square * series
+    size = tl.minimum(tl.abs(u), 20.0)
+    far = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))
+    far = tl.where(u < 0.0, -far, far)
+    return tl.where(u != u, u, tl.where(tl.abs(u) < 0.625, near, far))
+
+
+@triton.jit
+def transformed(z, inner, SOFTCAP: tl.constexpr):
+    """y of x = scale*y: z, or tanh(inner*z). -inf stays -inf."""
+    if SOFTCAP:
+        y = tl.where(z == -INF, -INF, tanh(z * inner))
+    else:
+        y = z
+    return y
+
+
+@triton.jit
+def derivative(y, SOFTCAP: tl.constexpr):
+    """d y / d z up to a constant; 0 at -inf."""
+    if SOFTCAP:
+        held = tl.maximum(y, -1.0)
+        slope = 1.0 - held * held
+    else:
+        slope = tl.zeros_like(y) + 1.0
+    return slope
+
+
+@triton.jit
+def tile(R: tl.constexpr, W: tl.constexpr):
+    """Offsets of R*W consecutive elements, a lane a column."""
+    return tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+
+
+@triton.jit
+def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl.constexpr):
+    """Row ``index`` of ``[batches, rows, V]``; rows are a multiple of ALIGN elements apart."""
+    offset = index // rows_per_batch * batch_stride + index % rows_per_batch * row_stride
+    return rows + tl.multiple_of(offset, ALIGN)
+
+
+@triton.jit
+def add_tile(y, scale2, origin, total, weighted):
+    """Adds ``[R, W]`` elements to the sums of the lanes: of 2^t and of t*2^t, from the origin."""
+    top = tl.maximum(origin, tl.max(y, 0))
+    start = tl.where(top == -INF, 0.0, top)
+    shift = (origin - start) * scale2
+    factor = tl.exp2(shift)
+    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total)
+    total = factor * total
+    t = (y - start[None, :]) * scale2
+    e = tl.exp2(t)
+    weighted += tl.sum(e * tl.maximum(t, FLOOR), 0)
+    total += tl.sum(e, 0)
+    return top, total, weighted
+
+
+@triton.jit
+def row_statistics(
+    row, V, inner, scale2, fixed, SOFTCAP: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr
+):
+    """Maximum of y, sum of 2^t and of t*2^t (float64) of one row; NaN sums for NaN or +inf."""
+    origin = tl.full((W,), -INF, tl.float32)
+    total = tl.zeros((W,), tl.float32)
+    weighted = tl.zeros((W,), tl.float32)
+    whole = V // (UNROLL * W) * (UNROLL * W)
+    for begin in range(0, whole, UNROLL * W):
+        z = tl.load(row + begin + tile(UNROLL, W), eviction_policy="evict_last")
+        y = transformed(z.to(tl.float32), inner, SOFTCAP)
+        origin, total, weighted = add_tile(y, scale2, origin, total, weighted)
+    for begin in range(whole, V, W):
+        index = begin + tile(1, W)
+        z = tl.load(row + index, index < V, other=-INF, eviction_policy="evict_last")
+        y = transformed(z.to(tl.float32), inner, SOFTCAP)
+        origin, total, weighted = add_tile(y, scale2, origin, total, weighted)
+
+    bad = total != total
+    top = tl.max(tl.where(bad, INF, origin), 0)
+    start = tl.where(tl.abs(top) == INF, 0.0, top)
+    shift = (origin - start) * scale2
+    factor = tl.where(bad, 0.0, tl.exp2(shift))
+    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total)
+    sums = tl.sum((tl.where(bad, 0.0, factor * total) * fixed).to(tl.int64), 0)
+    weighted_sums = tl.sum((tl.where(bad, 0.0, weighted) * fixed).to(tl.int64), 0)
+    sum_2t = tl.where(top == INF, float("nan"), sums.to(tl.float64) / fixed)
+    return top, sum_2t, weighted_sums.to(tl.float64) / fixed
+
+
+@triton.jit
+def label_log_prob(row, label, V, origin, log_sum, inner, scale, SOFTCAP: tl.constexpr):
+    """z of the label and its log-prob in float64; NaN for labels outside of the vocabulary."""
+    known = (label >= 0) & (label < V)
+    z = tl.load(row + label, known, other=float("nan")).to(tl.float32)
+    y = transformed(z, inner, SOFTCAP)
+    return z, (y.to(tl.float64) - origin) * scale - log_sum
+
+
+@triton.jit
+def write_gradient(
+    row,
+    grad,
+    V,
+    label,
+    z_label,
+    log_p,
+    origin,
+    sum_2t,
+    log_sum,
+    entropy,
+    dlog_prob,
+    bonus,
+    inner,
+    scale2,
+    slope,
+    SOFTCAP: tl.constexpr,
+    BONUS: tl.constexpr,
+    W: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j.
+
+    That is 2^t_j*(a*t_j + b) times the derivative. The label's entry is made by itself, without
+    the cancellation in 1 - p, and from the last row on, so that reading backwards finds what was
+    read last.
+    """
+    a = (bonus * LN2 / sum_2t * slope).to(tl.float32)
+    b = ((bonus * (entropy - log_sum) - dlog_prob) / sum_2t * slope).to(tl.float32)
+    y_label = transformed(z_label, inner, SOFTCAP)
+    dx = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy.expm1(log_p)
+    dz = dx * slope * derivative(y_label, SOFTCAP).to(tl.float64)
+    dz = tl.where(z_label == -INF, 0.0, dz)
+
+    step: tl.constexpr = UNROLL * W
+    whole = V // step * step
+    for begin in range(whole, V, W):
+        index = begin + tile(1, W)
+        inside = index < V
+        z = tl.load(row + index, inside, other=-INF, eviction_policy="evict_first")
+        dz_tile = tile_gradient(z.to(tl.float32), a, b, origin, inner, scale2, SOFTCAP, BONUS)
+        dz_tile = rounded(dz_tile, grad.dtype.element_ty)
+        tl.store(grad + index, dz_tile, inside, eviction_policy="evict_first")
+    for done in range(0, V // step):
+        index = (V // step - 1 - done) * step + tile(UNROLL, W)
+        z = tl.load(row + index, eviction_policy="evict_first")
+        dz_tile = tile_gradient(z.to(tl.float32), a, b, origin, inner, scale2, SOFTCAP, BONUS)
+        dz_tile = rounded(dz_tile, grad.dtype.element_ty)
+        tl.store(grad + index, dz_tile, eviction_policy="evict_first")
+    tl.debug_barrier()  # after the thread that wrote the label's tile
+    dz = rounded(dz.to(tl.float32), grad.dtype.element_ty)
+    tl.store(grad + label, dz, (label >= 0) & (label < V))
+
+
+@triton.jit
+def tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP: tl.constexpr, BONUS: tl.constexpr):
+    """The gradient of ``[R, W]`` logits."""
+    y = transformed(z, inner, SOFTCAP)
+    t = (y - origin) * scale2
+    if BONUS:
+        dx = tl.exp2(t) * (a * tl.maximum(t, FLOOR) + b)
+    else:
+        dx = tl.exp2(t) * b
+    if SOFTCAP:
+        dx *= derivative(y, SOFTCAP)
+    return dx
+
+
+@triton.jit
+def write_zeros(grad, V, W: tl.constexpr, UNROLL: tl.constexpr):
+    """A row of zeros; nothing is read."""
+    zeros = tl.zeros((UNROLL, W), grad.dtype.element_ty)
+    step: tl.constexpr = UNROLL * W
+    whole = V // step * step
+    for begin in range(0, whole, step):
+        tl.store(grad + begin + tile(UNROLL, W), zeros, eviction_policy="evict_first")
+    for begin in range(whole, V, W):
+        index = begin + tile(1, W)
+        zero = tl.zeros((1, W), grad.dtype.element_ty)
+        tl.store(grad + index, zero, index < V, eviction_policy="evict_first")

@@ -1,0 +1,258 @@
+"""Compiles every Triton kernel for a GPU that need not be there, through its launcher.
+
+Run by test_triton_compile.py in a process of its own, because pytest's interprets the kernels:
+``python compile_triton.py cuda:90`` prints what the disassembly says, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from bapo_kernels.backends.triton import row_pass, tokens
+
+TARGETS = {
+    "cuda:80": GPUTarget("cuda", 80, 32),
+    "cuda:90": GPUTarget("cuda", 90, 32),
+    "cuda:100": GPUTarget("cuda", 100, 32),
+    "hip:gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+V = 151_936
+# More than 2 GB, as real logits are: AMD addresses smaller tensors in another way. Never touched.
+N = 9_000
+GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+
+
+class AbsentGPU:
+    """What Triton asks its driver before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Every kernel that the launchers asked for, instead of a launch."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, tuple[str, str, object]] = {}
+        self.variant = ""
+        run = JITFunction.run
+
+        def compile_only(function, *args, grid, warmup, **options):
+            kernel = run(function, *args, grid=grid, warmup=True, **options)
+            name = function.fn.__name__
+            self.kernels.setdefault(kernel.hash, (name, self.variant, kernel))
+
+        JITFunction.run = compile_only
+
+
+def f32(n: int = N) -> torch.Tensor:
+    return torch.zeros(n)
+
+
+def f64(*shape: int) -> torch.Tensor:
+    return torch.zeros(*(shape or (N,)), dtype=torch.float64)
+
+
+def one_row_pass(
+    dtype, softcap=None, everything=False, gradient=True, kl=0, n=N, temperature=1.0, clip=3.0
+):
+    logits = torch.empty(1, n, V, dtype=dtype)
+    on = (lambda: f32(n)) if everything else (lambda: None)
+    row_pass.row_pass(
+        logits,
+        torch.zeros(n, dtype=torch.long),
+        torch.ones(n, dtype=torch.bool),
+        on(),
+        f32(n),
+        f64(n),
+        on(),
+        on(),
+        None if everything else f32(2),
+        *(0.6, 0.9, 1.2, clip),
+        clip if everything else None,
+        0.1 * everything,
+        kl,
+        0.01 * everything,
+        *(temperature, 1.0, softcap),
+        f64(n),
+        f64(n),
+        f64(n, 2),
+        torch.empty_like(logits) if gradient else None,
+        torch.zeros(n, dtype=torch.uint8) if gradient else None,
+    )
+
+
+def one_row_gradient(dtype, softcap=None, entropy=False, only=True, n=N, temperature=1.0):
+    logits = torch.empty(1, n, V, dtype=dtype)
+    row_pass.row_gradient(
+        logits,
+        torch.zeros(n, dtype=torch.long),
+        f64(n, 2),
+        f64(n),
+        f64(n),
+        f64(n) if entropy else None,
+        torch.zeros(n, dtype=torch.uint8) if only else None,
+        *(temperature, 1.0, softcap),
+        torch.empty_like(logits),
+    )
+
+
+def one_search(uniform=False, gradient=False, n=N, target=0.4):
+    table = f64(54)
+    tokens.contributions(
+        f64(n),
+        torch.ones(n, dtype=torch.bool),
+        None if uniform else f32(n),
+        f32(n),
+        None if gradient else f32(n),
+        *GRIDS,
+        uniform,
+        gradient,
+        table,
+    )
+    tokens.solve(table, *GRIDS, target, uniform, not uniform, f32(2), f64(4))
+
+
+def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1):
+    on = (lambda: f32(n)) if everything else (lambda: None)
+    tokens.policy_(
+        f64(n),
+        f64(n) if everything else None,
+        torch.ones(n, dtype=torch.bool),
+        on(),
+        f32(n),
+        f64(n),
+        on(),
+        on(),
+        on(),
+        f32(2),
+        None if everything else f64(4),
+        *(0.6, 1.2, not everything, everything, target, everything),
+        3.0 if everything else None,
+        *(kl_coef * everything, kl, 0.01 * everything),
+        f32(14),
+        f64(n),
+        f64(n) if everything else None,
+    )
+
+
+def compile_variants(compiled: Compiled) -> None:
+    for dtype in DTYPES:
+        for softcap in (None, 30.0):
+            for everything in (False, True):
+                compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
+                one_row_pass(dtype, softcap, everything, kl=2)
+                one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
+        compiled.variant = f"{dtype}"
+        one_row_pass(dtype, gradient=False)
+        row_pass.scale_(torch.empty(N, V, dtype=dtype), f32(1))
+    for kl in (0, 1, 2):
+        compiled.variant = f"kl {kl}"
+        one_row_pass(torch.bfloat16, everything=True, kl=kl)
+        one_policy(everything=True, kl=kl)
+    compiled.variant = "tokens"
+    one_policy()
+    for uniform in (False, True):
+        for gradient in (False, True):
+            one_search(uniform, gradient)
+
+
+def compile_other_values(compiled: Compiled) -> list[str]:
+    """Names of kernels that are compiled again for other values and numbers of tokens."""
+    before = set(compiled.kernels)
+    for n, value in ((N - 1, 0.7), (N + 16, 2.5), (N + 1, 1.0)):
+        one_row_pass(torch.bfloat16, 30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
+        one_row_gradient(torch.bfloat16, 30.0, n=n, temperature=value)
+        one_search(n=n, target=value / 3)
+        one_policy(everything=True, kl=2, n=n, target=value, kl_coef=value)
+    return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]
+
+
+def resources(kernel: object) -> dict[str, object]:
+    """Registers, bytes of stack and spills, and memory instructions inside loops."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        number = {k: int(v) for k, v in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
+        return {
+            "registers": number["vgpr_count"],
+            "stack": number["private_segment_fixed_size"] + number["vgpr_spill_count"],
+            "in_loops": Counter(amd_accesses_in_loops(text)),
+        }
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, text = (
+            subprocess.check_output(
+                [tools / "cuobjdump", flag, file.name], text=True, stderr=subprocess.DEVNULL
+            )
+            for flag in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    registers, stack, local = map(int, found.groups())
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", text))
+    return {
+        "registers": registers,
+        "stack": stack + local + spills,
+        "in_loops": Counter(nvidia_accesses_in_loops(text)),
+    }
+
+
+def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
+    """Loads and stores between a branch backwards and its goal."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
+    at = {address.lstrip("0"): number for number, (address, _) in enumerate(lines)}
+    loops = []
+    for number, (_, instruction) in enumerate(lines):
+        if found := re.search(r"\bBRA\b.*0x0*([0-9a-f]+)", instruction):
+            loops.append(range(at[found[1]], number))
+    for number, (_, instruction) in enumerate(lines):
+        found = re.search(r"\b(?:LDG|STG)\.[\w.]+", instruction)
+        if found and any(number in loop for loop in loops):
+            yield found[0]
+
+
+def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
+    """Loads and stores in blocks that LLVM calls a part of a loop."""
+    for block in re.split(r"^(?=\.LBB|; %bb)", assembly, flags=re.MULTILINE):
+        if " Loop" in "".join(block.splitlines()[:2]):
+            yield from re.findall(r"\b(?:global|buffer|flat)_(?:load|store)_\w+", block)
+
+
+def main() -> None:
+    target = TARGETS[sys.argv[1]]
+    triton.runtime.driver.set_active(AbsentGPU(target))
+    compiled = Compiled()
+    compile_variants(compiled)
+    again = compile_other_values(compiled)
+    report = [
+        {"kernel": name, "variant": variant, **resources(kernel)}
+        for name, variant, kernel in compiled.kernels.values()
+    ]
+    print(json.dumps({"kernels": report, "compiled_again": again}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The Triton kernels as compiled for GPUs: registers, spills, width of loads and stores."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler"
+)
+ROW_KERNELS = ("_row_pass_kernel", "_row_gradient_kernel", "_scale_kernel")
+WIDE = (".128", "dwordx4")  # 16 bytes, in the words of NVIDIA and AMD
+REGISTERS = {"cuda": 64, "hip": 256}  # of two programs of 512 threads a multiprocessor; of all
+
+
+@pytest.fixture(scope="module", params=["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
+def compiled(request):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).parent / "compile_triton.py"
+    command = [sys.executable, str(script), request.param]
+    output = subprocess.check_output(command, env=environment, text=True)
+    return request.param, json.loads(output)
+
+
+def test_kernels(compiled):
+    target, report = compiled
+    names = {kernel["kernel"] for kernel in report["kernels"]}
+    assert names > set(ROW_KERNELS), "the launchers must have been called"
+    for kernel in report["kernels"]:
+        what = f"{kernel['kernel']} for {kernel['variant']}"
+        assert kernel["stack"] == 0, f"{what}: spills or stack"
+        if kernel["kernel"] not in ROW_KERNELS:
+            continue
+        assert kernel["registers"] <= REGISTERS[target.split(":")[0]], what
+        loads_and_stores = kernel["in_loops"]
+        assert sum(loads_and_stores.values()) >= 2, f"{what}: no loop was found"
+        narrow = [name for name in loads_and_stores if not any(w in name for w in WIDE)]
+        assert narrow == [], f"{what}: narrow accesses in a loop"
+
+
+def test_values_compile_nothing(compiled):
+    """Bounds, temperatures, coefficients, targets and the number of tokens are run-time values."""
+    assert compiled[1]["compiled_again"] == []
