@@ -137,7 +137,7 @@ def one_search(uniform=False, gradient=False, n=N, target=0.4):
 
 def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1):
     on = (lambda: f32(n)) if everything else (lambda: None)
-    tokens.policy_(
+    tokens.policy(
         f64(n),
         f64(n) if everything else None,
         torch.ones(n, dtype=torch.bool),

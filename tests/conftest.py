@@ -6,15 +6,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-from bapo_kernels import available_backends
+from helpers import DEVICES, INTERPRETED, KERNELS
 
-KERNELS = [name for name, reason in available_backends().items() if reason is None][:-1]
-DEVICES = {
-    "cpu": "cpu",
-    "reference": "cpu",
-    "triton": "cuda" if torch.cuda.is_available() else "cpu",
-    "cuda": "cuda",
-}
+from bapo_kernels import available_backends
 
 
 def pytest_collection_modifyitems(items):
@@ -39,6 +33,12 @@ def backend(request):
 @pytest.fixture
 def device(backend):
     return DEVICES[backend]
+
+
+@pytest.fixture
+def interpreted(backend):
+    """Whether kernels run in Triton's interpreter: a row takes milliseconds, so few rows do."""
+    return backend == "triton" and INTERPRETED
 
 
 @pytest.fixture(autouse=True)

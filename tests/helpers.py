@@ -3,6 +3,7 @@ rounding. Both are computed against the reference in float64."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,15 @@ from torch import Tensor
 
 import bapo_kernels
 from bapo_kernels import BAPOConfig, BAPOOutput, reference
+
+# Backends with kernels of their own that run here; the reference is their yardstick.
+KERNELS = [
+    name
+    for name, reason in bapo_kernels.available_backends().items()
+    if reason is None and name != "reference"
+]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = {"cpu": "cpu", "triton": "cpu" if INTERPRETED else "cuda", "cuda": "cuda"}
 
 needs_native = pytest.mark.skipif(
     bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"

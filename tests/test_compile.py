@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_case, needs_native
+from helpers import KERNELS, make_case
 
 from bapo_kernels import (
     BAPOConfig,
@@ -12,8 +12,9 @@ from bapo_kernels import (
     find_clip_bounds,
     log_probs,
 )
+from bapo_kernels._ops import SCHEMAS, ops_of
 
-pytestmark = [pytest.mark.compile, needs_native]
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(not KERNELS, reason="no kernels")]
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +27,12 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def loss_of(logits, labels, old, advantages, mask, bounds=None):
-    out = bapo_loss(logits, labels, old, advantages, mask, bounds=bounds)
-    return out.loss, out.metrics["entropy"]
+def loss_by(backend):
+    def loss_of(logits, labels, old, advantages, mask, bounds=None):
+        out = bapo_loss(logits, labels, old, advantages, mask, bounds=bounds, backend=backend)
+        return out.loss, out.metrics["entropy"]
+
+    return loss_of
 
 
 def compare(function, compiled, logits, *arguments):
@@ -42,31 +46,33 @@ def compare(function, compiled, logits, *arguments):
         assert torch.equal(expected, got)
 
 
-def test_loss_with_dynamic_shapes():
+def test_loss_with_dynamic_shapes(backend, device):
+    loss_of = loss_by(backend)
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
     for S in (7, 9, 12):
-        case = make_case((3, S), poison=False)
+        case = make_case((3, S), device=device, poison=False)
         compare(loss_of, compiled, case.logits, *case.arguments())
     assert graphs() == 1
 
 
-def test_new_bounds_do_not_recompile():
+def test_new_bounds_do_not_recompile(backend, device):
+    loss_of = loss_by(backend)
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
-    case = make_case(poison=False)
+    case = make_case(device=device, poison=False)
     for lower, upper in ((0.8, 1.2), (0.7, 1.3), (0.6, 3.0)):
-        bounds = torch.tensor(lower), torch.tensor(upper)
+        bounds = torch.tensor(lower, device=device), torch.tensor(upper, device=device)
         compare(loss_of, compiled, case.logits, *case.arguments(), bounds)
     assert graphs() == 1
 
 
-def test_log_probs():
+def test_log_probs(backend, device):
     def both(logits, labels):
-        logp, entropy = log_probs(logits, labels)
+        logp, entropy = log_probs(logits, labels, backend=backend)
         return (logp + 0.1 * entropy).sum(), entropy.detach()
 
     compiled = torch.compile(both, fullgraph=True, dynamic=True)
     for S in (7, 9):
-        case = make_case((3, S), poison=False)
+        case = make_case((3, S), device=device, poison=False)
         compare(both, compiled, case.logits, case.labels)
     assert graphs() == 1
 
@@ -82,7 +88,6 @@ def test_loss_from_log_probs():
     compare(loss, compiled, old + 0.3 * torch.randn_like(old), old, case.advantages)
 
 
-OPS = torch.ops.bapo_kernels
 N, V = 6, 40
 TRANSFORM = (0.9, 1.1, 30.0)
 POLICY = (3.0, 0.1, 2, 0.01)
@@ -93,7 +98,15 @@ def double(*shape):
     return torch.rand(*shape, dtype=torch.float64)
 
 
-def sample_arguments():
+def sample_arguments(device="cpu"):
+    return {name: tuple(moved(arguments, device)) for name, arguments in on_cpu().items()}
+
+
+def moved(arguments, device):
+    return (a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments)
+
+
+def on_cpu():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, V)
     labels = torch.randint(0, V, (N,))
@@ -133,18 +146,16 @@ def sample_arguments():
     }
 
 
-@pytest.mark.parametrize("name", sorted(sample_arguments()))
-def test_opcheck(name):
-    torch.library.opcheck(getattr(OPS, name).default, sample_arguments()[name])
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_opcheck(backend, device, name):
+    torch.library.opcheck(getattr(ops_of(backend), name).default, sample_arguments(device)[name])
 
 
 def test_every_op_is_checked():
-    from bapo_kernels._ops import SCHEMAS
-
     assert set(SCHEMAS) == set(sample_arguments())
 
 
-def test_ops_refuse_what_would_corrupt_memory():
+def test_ops_refuse_what_would_corrupt_memory(backend, device):
     for name, position, bad in (
         ("row_pass", 1, torch.zeros(N - 1, dtype=torch.long)),  # too few labels
         ("row_pass", 1, torch.zeros(N)),  # labels of another dtype
@@ -153,10 +164,10 @@ def test_ops_refuse_what_would_corrupt_memory():
         ("contributions", -1, double(53)),  # another grid's table
         ("policy", -3, torch.empty(13)),  # a report of another version
     ):
-        arguments = list(sample_arguments()[name])
-        arguments[position] = bad
+        arguments = list(sample_arguments(device)[name])
+        arguments[position] = bad.to(device)
         with pytest.raises(RuntimeError, match="must"):
-            getattr(OPS, name)(*arguments)
+            getattr(ops_of(backend), name)(*arguments)
 
 
 def test_module():

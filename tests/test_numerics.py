@@ -180,8 +180,9 @@ def test_bounds_are_inclusive(backend, device, advantage):
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_same_bits_every_run_and_for_any_threads(backend, device, entropy_coef):
-    case = make_case((16, 16), 9000, torch.bfloat16, device, staleness=0.4)
+def test_same_bits_every_run_and_for_any_threads(backend, device, interpreted, entropy_coef):
+    shape = (3, 8) if interpreted else (16, 16)
+    case = make_case(shape, 9000, torch.bfloat16, device, staleness=0.4)
     case.options["config"] = BAPOConfig(entropy_coef=entropy_coef)
     threads = torch.get_num_threads()
     results = []
@@ -426,8 +427,10 @@ def test_small_integer_labels(backend, device, dtype):
     assert torch.equal(got.output.loss, expected.output.loss)
 
 
-def test_calls_from_several_python_threads(backend, device):
+def test_calls_from_several_python_threads(backend, device, interpreted):
     """Rows keep their exp in memory of a thread: calls at once must not share it."""
+    if interpreted:
+        pytest.skip("Triton's interpreter keeps the place of a program in a global variable")
     cases = [make_case((6, 8), 5001, torch.bfloat16, device, seed=s) for s in range(4)]
     expected = [run_kernel(case, backend).gradient for case in cases]
 

@@ -115,14 +115,13 @@ def test_ratios_exactly_on_grid_points(contribution):
     assert histogram.table.tolist() == [4.0, 4.0, 4.0, 3.0, 3.0, 3.0]
 
 
-@needs_native
-def test_tensor_ops_equal_kernels():
-    """Without the native library the search runs on tensor ops: the same table and bounds."""
+def test_kernels_equal_tensor_ops(backend, device, interpreted):
+    """The reference backend searches with tensor ops: the same table and bounds."""
     g = torch.Generator().manual_seed(0)
-    for _ in range(20):
+    for _ in range(2 if interpreted else 20):
         for variant in VARIANTS:
             config = BAPOConfig(**variant)
-            logp, old, A, mask = random_case(g)
+            logp, old, A, mask = (t.to(device) for t in random_case(g))
             tokens = token_inputs(
                 logp,
                 "log_probs",
@@ -132,11 +131,11 @@ def test_tensor_ops_equal_kernels():
                 response_mask=mask,
                 weighted=False,
             )
-            tables = [empty_table(config, "cpu") for _ in range(2)]
-            add_contributions("kernels", tables[0], logp, tokens, config)
+            tables = [empty_table(config, device) for _ in range(2)]
+            add_contributions(backend, tables[0], logp, tokens, config)
             add_contributions("reference", tables[1], logp, tokens, config)
             torch.testing.assert_close(*tables, rtol=1e-12, atol=0)
-            bounds, shares = search(tables[0], config)
+            bounds, shares = search(backend, tables[0], config)
             other_bounds, other_shares = _search_with_tensor_ops(tables[0], config)
             assert torch.equal(bounds, other_bounds)
             assert torch.equal(shares, other_shares)

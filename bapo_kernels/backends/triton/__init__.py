@@ -27,11 +27,11 @@ WHY_NOT = _why_not()
 
 def _kernel(name: str) -> Any:
     def run(*arguments: Any) -> None:
-        from . import row_pass, tokens  # at the first call: importing Triton takes a while
+        from . import checks, row_pass, tokens  # at the first call: importing Triton takes a while
 
-        kernels = {**vars(row_pass), **vars(tokens), "policy": tokens.policy_}
+        checks.check(name, arguments)
         with torch.cuda.device_of(arguments[0]):
-            kernels[name](*arguments)
+            getattr(row_pass if hasattr(row_pass, name) else tokens, name)(*arguments)
 
     return run
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...inputs import as_rows
-from . import policy, rows
+from . import policy_math, rows
 from .launch import alignment, limits, row_shape
 
 # Of every argument that is no constexpr: a value that changes compiles nothing.
@@ -90,11 +90,11 @@ def _row_pass_kernel(
                 lower_first = tl.load(bounds).to(tl.float64)
                 upper_first = tl.load(bounds + 1).to(tl.float64)
                 lower_last, upper_last = lower_first, upper_first
-            old = policy.old_log_prob(old_log_probs, index, None, logp)
-            r, _, saturated = policy.policy_ratio(logp, old)
+            old = policy_math.old_log_prob(old_log_probs, index, None, logp)
+            r, _, saturated = policy_math.policy_ratio(logp, old)
             A = tl.load(advantages + index).to(tl.float64)
-            g = policy.policy_grad(r, saturated, A, lower_first, upper_first, clip_ratio_c)
-            g_last = policy.policy_grad(r, saturated, A, lower_last, upper_last, clip_ratio_c)
+            g = policy_math.policy_grad(r, saturated, A, lower_first, upper_first, clip_ratio_c)
+            g_last = policy_math.policy_grad(r, saturated, A, lower_last, upper_last, clip_ratio_c)
             if is_weights is not None:
                 is_weight = tl.load(is_weights + index).to(tl.float64)
                 g *= is_weight
@@ -102,7 +102,7 @@ def _row_pass_kernel(
             waits = (g != g_last) & (g == g)
             if ref_log_probs is not None:
                 ref = tl.load(ref_log_probs + index).to(tl.float64)
-                g += kl_loss_coef * policy.kl_term(logp, ref, KL_TYPE)[1]
+                g += kl_loss_coef * policy_math.kl_term(logp, ref, KL_TYPE)[1]
             weight = tl.load(weights + index)
             g *= weight
             bonus = weight * entropy_coef

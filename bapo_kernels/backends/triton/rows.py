@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import policy
+from . import policy_math
 
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-160.0)  # t where it multiplies 2^t = 0
@@ -168,7 +168,7 @@ def write_gradient(
     a = (bonus * LN2 / sum_2t * slope).to(tl.float32)
     b = ((bonus * (entropy - log_sum) - dlog_prob) / sum_2t * slope).to(tl.float32)
     y_label = transformed(z_label, inner, SOFTCAP)
-    dx = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy.expm1(log_p)
+    dx = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy_math.expm1(log_p)
     dz = dx * slope * derivative(y_label, SOFTCAP).to(tl.float64)
     dz = tl.where(z_label == -INF, 0.0, dz)
 

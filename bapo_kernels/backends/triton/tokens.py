@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import bound_grid
-from . import policy
+from . import policy_math
 from .launch import limits
 
 CHUNK = 256  # tokens of a program
@@ -82,11 +82,11 @@ def _contributions_kernel(
         A = tl.load(advantages + index, inside, other=0.0).to(tl.float64)
         inside = inside & ((A > 0.0) | (A < 0.0))
         logp = tl.load(log_probs + index, inside, other=0.0)
-        old = policy.old_log_prob(old_log_probs, index, inside, logp)
-        r, _, _ = policy.policy_ratio(logp, old)
+        old = policy_math.old_log_prob(old_log_probs, index, inside, logp)
+        r, _, _ = policy_math.policy_ratio(logp, old)
         w = _search_weight(rollout_log_probs, index, inside, old, UNIFORM)
         mine = inside[:, None] & (is_upper[None, :] == (A > 0.0)[:, None])
-        added = w[:, None] * policy.contribution(
+        added = w[:, None] * policy_math.contribution(
             r[:, None], A[:, None], lower[None, :], upper[None, :], GRADIENT
         )
         sums += tl.sum(tl.where(mine, added, 0.0), 0)
@@ -142,7 +142,7 @@ def _solve_kernel(
     inside = visit < visits
     N = tl.load(table + i, inside, other=0.0)
     P = tl.load(table + lower_count + j, inside, other=0.0)
-    goes_on = policy.tested_quantity(P, N, RATIO_TARGET) < target
+    goes_on = policy_math.tested_quantity(P, N, RATIO_TARGET) < target
     stop = tl.min(tl.where(goes_on, visits - 1, visit), 0)
     at = visit == stop
     i, j = tl.sum(tl.where(at, i, 0), 0), tl.sum(tl.where(at, j, 0), 0)
@@ -192,12 +192,12 @@ def _policy_kernel(
     lower, upper = tl.load(bounds).to(tl.float64), tl.load(bounds + 1).to(tl.float64)
 
     logp = tl.load(log_probs + index, on, other=0.0)
-    old = policy.old_log_prob(old_log_probs, index, on, logp)
+    old = policy_math.old_log_prob(old_log_probs, index, on, logp)
     A = tl.load(advantages + index, on, other=0.0).to(tl.float64)
     weight = tl.load(weights + index, on, other=0.0)
-    r, log_ratio, saturated = policy.policy_ratio(logp, old)
-    pg_loss, clipped, dual_clipped = policy.policy_loss(r, A, lower, upper, clip_ratio_c)
-    grad = policy.policy_grad(r, saturated, A, lower, upper, clip_ratio_c)
+    r, log_ratio, saturated = policy_math.policy_ratio(logp, old)
+    pg_loss, clipped, dual_clipped = policy_math.policy_loss(r, A, lower, upper, clip_ratio_c)
+    grad = policy_math.policy_grad(r, saturated, A, lower, upper, clip_ratio_c)
     if is_weights is not None:
         is_weight = tl.load(is_weights + index, on, other=0.0).to(tl.float64)
         pg_loss *= is_weight
@@ -205,7 +205,7 @@ def _policy_kernel(
     loss, kl, entropy = pg_loss, zeros, zeros
     if ref_log_probs is not None:
         ref = tl.load(ref_log_probs + index, on, other=0.0).to(tl.float64)
-        kl, kl_grad = policy.kl_term(logp, ref, KL_TYPE)
+        kl, kl_grad = policy_math.kl_term(logp, ref, KL_TYPE)
         if kl_loss_coef != 0.0:
             loss += kl_loss_coef * kl
             grad += kl_loss_coef * kl_grad
@@ -219,8 +219,8 @@ def _policy_kernel(
         tl.store(dentropies + index, tl.where(on, -weight * entropy_coef, 0.0), inside)
 
     w = _search_weight(rollout_log_probs, index, on, old, UNIFORM)
-    at_bounds = w * policy.contribution(r, A, lower, upper, GRADIENT)
-    at_start = w * policy.contribution(r, A, lower_start, upper_start, GRADIENT)
+    at_bounds = w * policy_math.contribution(r, A, lower, upper, GRADIENT)
+    at_start = w * policy_math.contribution(r, A, lower_start, upper_start, GRADIENT)
     partials += chunk
     _store_sum(partials, 0, chunks, on, weight * loss)
     _store_sum(partials, 1, chunks, on, weight * pg_loss)
@@ -275,7 +275,7 @@ def _report_kernel(
         P, N = _sum_of(partials, 8, chunks, BLOCK), _sum_of(partials, 9, chunks, BLOCK)
         P_start = _sum_of(partials, 10, chunks, BLOCK)
         N_start = _sum_of(partials, 11, chunks, BLOCK)
-    saturated = policy.tested_quantity(P, N, RATIO_TARGET) < target
+    saturated = policy_math.tested_quantity(P, N, RATIO_TARGET) < target
     # In the order of output.py.
     _store_float(report, 0, _sum_of(partials, 0, chunks, BLOCK))
     _store_float(report, 1, _sum_of(partials, 1, chunks, BLOCK))
@@ -288,7 +288,7 @@ def _report_kernel(
     _store_float(report, 8, tl.load(bounds + 1))
     _store_float(report, 9, _share(P, P + N))
     _store_float(report, 10, _share(P_start, P_start + N_start))
-    _store_float(report, 11, policy.tested_quantity(P, N, True))
+    _store_float(report, 11, policy_math.tested_quantity(P, N, True))
     _store_float(report, 12, saturated)
     _store_float(report, 13, live_tokens)
 
@@ -367,7 +367,7 @@ def solve(
     )
 
 
-def policy_(
+def policy(
     log_probs: Tensor,
     entropy: Tensor | None,
     live: Tensor,

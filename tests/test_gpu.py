@@ -1,0 +1,181 @@
+"""What only a GPU can show: real sizes, graphs, streams, no synchronisation, the same bits."""
+
+import gc
+
+import pytest
+import torch
+from helpers import KERNELS, check_against_reference, make_case, run_kernel, run_reference
+
+from bapo_kernels import BAPOConfig, bapo_loss, log_probs
+
+pytestmark = pytest.mark.gpu
+GPU_KERNELS = [name for name in KERNELS if name != "cpu"]
+REAL = [  # Llama-3, Qwen3, Gemma-3, a shard of Qwen3, an odd slice
+    128_256,
+    151_936,
+    262_208,
+    18_992,
+    151_669,
+]
+
+
+@pytest.fixture(params=GPU_KERNELS or ["none"])
+def backend(request):
+    yield request.param
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("V", REAL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_real_vocabularies(backend, V, dtype):
+    config = BAPOConfig(entropy_coef=0.01, temperature=0.9)
+    check_against_reference(make_case((4, 16), V, dtype, "cuda"), backend)
+    check_against_reference(make_case((4, 8), V, dtype, "cuda", config=config), backend)
+
+
+def test_softcap_at_real_size(backend):
+    config = BAPOConfig(final_logit_softcapping=30.0, kl_loss_coef=0.1, clip_ratio_c=3.0)
+    ref = -5 * torch.rand(4, 16)
+    case = make_case(
+        (4, 16), 262_208, torch.bfloat16, "cuda", config=config, ref_log_probs=ref, staleness=0.3
+    )
+    check_against_reference(case, backend)
+
+
+def test_more_elements_than_32_bits_count(backend):
+    """2.5e9 logits; the last rows are those whose offsets overflow."""
+    N, V = 16_640, 151_936
+    logits = torch.empty(N, V, dtype=torch.bfloat16, device="cuda")
+    for rows in logits.split(1024):
+        rows.normal_().mul_(3)
+    labels = torch.randint(0, V, (N,), device="cuda")
+    old = log_probs(logits, labels, backend=backend)[0]
+    case = make_case((N,), 8, device="cuda", poison=False)
+    case.logits, case.labels, case.old_log_probs = logits, labels, old + 0.3 * torch.randn_like(old)
+    got = run_kernel(case, backend, batch_num_tokens=1.0)
+    last = slice(N - 64, N)
+    case.logits, case.labels = logits[last], labels[last]
+    case.old_log_probs, case.advantages = case.old_log_probs[last], case.advantages[last]
+    case.response_mask = case.response_mask[last]
+    options = dict(bounds=got.output.bounds, batch_num_tokens=1.0)
+    truth = run_reference(case, torch.float64, **options)
+    error = (got.gradient[last].double() - truth.gradient).abs().max()
+    assert error <= 2.0**-8 * truth.gradient.abs().max()
+    assert got.gradient[last].any()
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_same_bits_in_100_runs(backend, entropy_coef):
+    config = BAPOConfig(entropy_coef=entropy_coef)
+    case = make_case((4, 64), 151_936, torch.bfloat16, "cuda", staleness=0.4, config=config)
+    first = run_kernel(case, backend)
+    for _ in range(100):
+        other = run_kernel(case, backend)
+        assert torch.equal(first.gradient, other.gradient)
+        assert torch.equal(first.output.loss, other.output.loss)
+        assert torch.equal(first.output.entropy, other.output.entropy)
+
+
+@pytest.mark.parametrize("V", [151_936, 151_669, 257])
+def test_same_bits_alone_and_at_any_address(backend, V):
+    """Other widths of load must not change the order of a sum."""
+    logits = torch.randn(8, V, device="cuda").bfloat16()
+    labels = torch.randint(0, V, (8,), device="cuda")
+    together = log_probs(logits, labels, backend=backend)
+    for i in range(8):
+        memory = torch.empty(V + 3, dtype=torch.bfloat16, device="cuda")
+        alone = memory[3:].copy_(logits[i])[None]
+        for got, expected in zip(
+            log_probs(alone, labels[i : i + 1], backend=backend), together, strict=True
+        ):
+            assert got[0] == expected[i]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_no_synchronisation(backend, given):
+    case = make_case((4, 16), 4096, torch.bfloat16, "cuda", staleness=0.4)
+    bounds = (torch.tensor(0.8, device="cuda"), torch.tensor(1.2, device="cuda"))
+    options = dict(bounds=bounds if given else None, backend=backend)
+    x = case.logits.clone().requires_grad_()
+    bapo_loss(x, *case.arguments(), **options).loss.backward()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bapo_loss(x, *case.arguments(), **options).loss.backward()
+        logp, entropy = log_probs(x, case.labels, backend=backend)
+        (logp.sum() + entropy.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graph_capture(backend):
+    """Forward and backward, replayed on other inputs, with other bounds found."""
+    cases = [
+        make_case((4, 32), 4096, torch.bfloat16, "cuda", staleness=s, seed=seed, poison=False)
+        for seed, s in enumerate((0.0, 0.4, 1.0))
+    ]
+    fixed = [t.clone() for t in (cases[0].logits, *cases[0].arguments())]
+    x = fixed[0].requires_grad_()
+
+    def step():
+        x.grad = None
+        out = bapo_loss(x, *fixed[1:], backend=backend)
+        (0.5 * out.loss).backward()
+        return out
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    uppers = set()
+    for case in cases:
+        with torch.no_grad():
+            for static, value in zip(fixed, (case.logits, *case.arguments()), strict=True):
+                static.copy_(value)
+        graph.replay()
+        expected = run_kernel(case, backend, scale=0.5)
+        assert torch.equal(x.grad, expected.gradient)
+        assert torch.equal(out.loss, expected.output.loss)
+        assert torch.equal(out.bounds.upper, expected.output.bounds.upper)
+        uppers.add(out.bounds.upper.item())
+    assert len(uppers) > 1, "the cases must find different bounds"
+
+
+def test_two_streams(backend):
+    cases = [make_case((4, 64), 50_000, torch.bfloat16, "cuda", seed=s) for s in range(2)]
+    expected = [run_kernel(case, backend).gradient for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(10):
+        torch.cuda.synchronize()
+        got = []
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(run_kernel(case, backend).gradient)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one(backend):
+    case = make_case((4, 16), 4096, torch.bfloat16, "cuda:1")
+    check_against_reference(case, backend)
+    assert torch.cuda.current_device() == 0
+
+
+def test_peak_memory(backend):
+    """In place nothing of the size of the logits is allocated; else the gradient alone."""
+    case = make_case((4, 256), 151_936, torch.bfloat16, "cuda", poison=False)
+    size = case.logits.numel() * 2
+    for inplace, allowed in ((True, 0.02), (False, 1.02)):
+        x = case.logits.clone()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        x = x if inplace else x.requires_grad_()
+        bapo_loss(x, *case.arguments(), inplace=inplace, backend=backend)
+        assert torch.cuda.max_memory_allocated() - before <= allowed * size
