@@ -90,9 +90,8 @@ LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double
         rows.grad_row_stride = dlogits->stride(1);
     }
     const double slope = logit_scale / temperature;
-    const float cap = (float)softcap.value_or(0.0);
     const double scale = softcap ? *softcap / temperature : slope;
-    rows.transform = {softcap.has_value(), (float)logit_scale, cap, scale, slope};
+    rows.transform = {softcap.has_value(), logit_scale, softcap.value_or(0.0), scale, slope};
     return rows;
 }
 
@@ -293,8 +292,8 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor live, OptionalTenso
     params.report = data<float>(report, kReportSize, "report");
     params.dlog_probs = data<double>(dlog_probs, N, "dlog_probs");
     params.dentropy = data<double>(dentropy, N, "dentropy");
-    const auto partials = run_chunks<cpu::PolicySums>(
-        N, 1, [&](int64_t k, cpu::PolicySums* sums) { cpu::policy_chunk(params, k, *sums); });
+    const auto partials = run_chunks<PolicySums>(
+        N, 1, [&](int64_t k, PolicySums* sums) { cpu::policy_chunk(params, k, *sums); });
     cpu::policy_reduce(params, partials.data(), (int64_t)partials.size());
 }
 

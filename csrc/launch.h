@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "tokens.h"
 
 namespace bapo::cpu {
 
@@ -38,10 +39,6 @@ void contributions_reduce(const ContributionParams& params, const Moments* parti
 void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
            float* bounds, double* shares);
 
-struct PolicySums {
-    double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
-    double P, N, P_start, N_start;
-};
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums);
 void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64_t chunks);
 

@@ -13,8 +13,8 @@ enum class DType : int64_t { kFloat32, kBFloat16, kFloat16 };
 // softcap.
 struct Transform {
     bool softcapped;
-    float logit_scale;
-    float softcap;
+    double logit_scale;
+    double softcap;
     double scale;
     double slope;
 };

@@ -13,7 +13,7 @@ from helpers import (
     run_kernel,
     run_reference,
 )
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from bapo_kernels import (
@@ -300,6 +300,8 @@ def test_reference_backend(device):
     out.loss.backward()
 
 
+# Shrinking thousands of interpreted rows would take an hour.
+NO_EXPLANATION = [Phase.explicit, Phase.reuse, Phase.generate]
 CONFIGS = st.builds(
     BAPOConfig,
     target=st.floats(0, 1),
@@ -317,7 +319,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True, phases=NO_EXPLANATION)
 @given(
     backend=st.sampled_from(KERNELS or ["none"]),
     config=CONFIGS,
@@ -342,7 +344,7 @@ def test_any_combination(backend, config, dtype, B, S, V, staleness, statistics,
         ref_log_probs=per_token((B, S), seed),
         rollout_is_weights=per_token((B, S), seed, low=0.0, high=2.0),
     )
-    check_against_reference(case, backend, statistics=statistics)
+    check_against_reference(case, backend, few_tokens=True, statistics=statistics)
 
 
 def scalar(output, name):

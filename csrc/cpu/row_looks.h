@@ -7,6 +7,7 @@
 
 #include "params.h"
 #include "simd.h"
+#include "tokens.h"
 
 namespace {
 
@@ -21,7 +22,7 @@ constexpr float kInf = __builtin_inff();
 template <bool kSoftcap>
 inline VFloat transformed(VFloat z, const Transform& transform) {
     if constexpr (!kSoftcap) return z;
-    const VFloat y = vtanh(z * transform.logit_scale / transform.softcap);
+    const VFloat y = vtanh(z * (float)transform.logit_scale / (float)transform.softcap);
     return z == -kInf ? splat(-kInf) : y;
 }
 template <bool kSoftcap>
@@ -162,16 +163,8 @@ inline void fill_row(T* row, int64_t vocab, bool streamed, F vector_at) {
     if (begin < vocab) store_partial(row + begin, vector_at(begin, vocab - begin), vocab - begin);
 }
 
-// Coefficients of a row: d loss / d logp and the weight of the entropy bonus.
-struct RowCoefficients {
-    double dlog_prob;
-    double entropy_bonus;
-    bool zero() const { return dlog_prob == 0.0 && entropy_bonus == 0.0; }
-};
-
 // d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j
-//           = 2^t_j*(a*t_j + b) * derivative_j, and the label's entry by itself: 1 - p_label
-// is formed without cancellation.
+//           = 2^t_j*(a*t_j + b) * derivative_j, and the label's entry by itself.
 template <bool kSoftcap, bool kKept, typename T>
 void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transform, int64_t label,
                   float origin, double sum, double entropy, RowCoefficients coefficients) {
@@ -190,12 +183,9 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
     T label_grad{};
     if (label >= 0 && label < vocab) {
         const float z = load_scalar(row + label);
-        const VFloat y = transformed<kSoftcap>(splat(z), transform);
         const double log_p = log_prob<kSoftcap>(z, transform, origin, log_sum);
-        const double dx = bonus * std::exp(log_p) * (log_p + entropy) -
-                          coefficients.dlog_prob * std::expm1(log_p);
-        const double dz = dx * transform.slope * derivative<kSoftcap>(y)[0];
-        store_scalar(&label_grad, z == -kInf ? 0.0f : (float)dz);
+        const double dz = label_gradient(z, log_p, entropy, transform, coefficients);
+        store_scalar(&label_grad, (float)dz);
     }
 
     const bool streamed = (const void*)row != (const void*)grad;

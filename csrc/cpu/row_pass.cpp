@@ -27,31 +27,6 @@ struct Row {
     }
 };
 
-// What the loss of a token asks of its row, for bounds that are known or still to be found.
-struct Demand {
-    RowCoefficients coefficients;
-    bool undecided;
-};
-Demand demand(const RowPassParams& params, int64_t index, double log_prob) {
-    const TokenInputs& tokens = params.tokens;
-    const double old = tokens.old_log_probs ? tokens.old_log_probs[index] : on_policy_old(log_prob);
-    const Token token{
-        log_prob,
-        old,
-        tokens.ref_log_probs ? tokens.ref_log_probs[index] : log_prob,
-        tokens.advantages[index],
-        tokens.is_weights ? tokens.is_weights[index] : 1.0,
-    };
-    const Ratio ratio = policy_ratio(log_prob, old);
-    Bounds first = params.first, last = params.last;
-    if (params.bounds) first = last = {params.bounds[0], params.bounds[1]};
-    const double grad = token_grad(token, ratio, first, params.options);
-    const double grad_last = token_grad(token, ratio, last, params.options);
-    const double weight = tokens.weights[index];
-    return {{weight * grad, weight * params.options.entropy_coef},
-            grad != grad_last && grad == grad};
-}
-
 // Whether the gradient of a row, if it has one, is 2^t times a constant, and keeping 2^t pays.
 template <typename T, bool kSoftcap>
 bool keeps_exp(const RowPassParams& params, int64_t index) {

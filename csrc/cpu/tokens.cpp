@@ -24,19 +24,6 @@ int64_t chunk_end(int64_t chunk, int64_t count) {
     return end < count ? end : count;
 }
 
-double old_log_prob(const TokenInputs& tokens, int64_t i, double log_prob) {
-    return tokens.old_log_probs ? tokens.old_log_probs[i] : on_policy_old(log_prob);
-}
-
-// Weight of a token in P and N.
-double search_weight(bool uniform, const float* rollout_log_probs, int64_t i, double old) {
-    return uniform ? 1.0 : std::exp(rollout_log_probs ? (double)rollout_log_probs[i] : old);
-}
-
-double ratio_or(double value, double total, double otherwise) {
-    return total == 0.0 ? otherwise : value / total;
-}
-
 }  // namespace
 
 int64_t contribution_bins(const ContributionParams& params) {
@@ -48,14 +35,10 @@ void contributions_chunk(const ContributionParams& params, int64_t chunk, Moment
     const Grids grids(params.lower, params.upper);
     Moments* const lower_bins = bins;
     Moments* const upper_bins = bins + grids.lower_count + 1;
-    const TokenInputs& tokens = params.tokens;
     const int64_t end = chunk_end(chunk, params.count);
     for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
-        const double A = tokens.advantages[i];
-        if (!tokens.live[i] || !(A > 0.0 || A < 0.0)) continue;
-        const double log_prob = params.log_probs[i], old = old_log_prob(tokens, i, log_prob);
-        const double r = policy_ratio(log_prob, old).value;
-        const double w = search_weight(params.uniform_weight, params.rollout_log_probs, i, old);
+        const auto [r, A, w] = candidate(params, i);
+        if (A == 0.0) continue;
         Moments& bin = A > 0.0 ? upper_bins[count_below(grids.upper, grids.upper_count, r)]
                                : lower_bins[count_not_above(grids.lower, grids.lower_count, r)];
         const double mass = w * std::fabs(A);
@@ -98,51 +81,9 @@ void solve(const double* table, const Grid& lower, const Grid& upper, const Targ
 }
 
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {
-    const TokenInputs& tokens = params.tokens;
-    const PolicyOptions& options = params.options;
-    const Bounds bounds{params.bounds[0], params.bounds[1]};
     const int64_t end = chunk_end(chunk, params.count);
     sums = {};
-    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
-        if (params.dlog_probs) params.dlog_probs[i] = 0.0;
-        if (params.dentropy) params.dentropy[i] = 0.0;
-        if (!tokens.live[i]) continue;
-
-        const double log_prob = params.log_probs[i], old = old_log_prob(tokens, i, log_prob);
-        const double A = tokens.advantages[i], weight = tokens.weights[i];
-        const double entropy = params.entropy ? params.entropy[i] : 0.0;
-        const Token token{log_prob, old, tokens.ref_log_probs ? tokens.ref_log_probs[i] : log_prob,
-                          A, tokens.is_weights ? tokens.is_weights[i] : 1.0};
-        const Ratio ratio = policy_ratio(log_prob, old);
-        const PolicyTerm policy = policy_term(token, ratio, bounds, options.clip_ratio_c);
-        const double kl = tokens.ref_log_probs
-                              ? kl_term(log_prob, token.ref_log_prob, options.kl_loss_type).value
-                              : 0.0;
-        double loss = policy.loss;
-        if (options.kl_loss_coef != 0.0) loss += options.kl_loss_coef * kl;
-        if (options.entropy_coef != 0.0) loss -= options.entropy_coef * entropy;
-
-        sums.loss += weight * loss;
-        sums.pg_loss += weight * policy.loss;
-        sums.kl_loss += weight * kl;
-        sums.count += 1.0;
-        sums.clipped += policy.clipped;
-        sums.dual_clipped += policy.dual_clipped;
-        sums.log_ratio += ratio.log_value;
-        sums.entropy += entropy;
-        if (A > 0.0 || A < 0.0) {
-            const double w = search_weight(params.uniform_weight, params.rollout_log_probs, i, old);
-            double& at_bounds = A > 0.0 ? sums.P : sums.N;
-            double& at_start = A > 0.0 ? sums.P_start : sums.N_start;
-            at_bounds += w * contribution(ratio.value, A, bounds, params.gradient);
-            at_start += w * contribution(ratio.value, A, params.first, params.gradient);
-        }
-        if (params.dlog_probs) {
-            const double grad = token_grad(token, ratio, bounds, options);
-            params.dlog_probs[i] = weight * grad;
-        }
-        if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;
-    }
+    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) add_token(params, i, sums);
 }
 
 void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64_t chunks) {
@@ -150,33 +91,9 @@ void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64
     auto* const out = reinterpret_cast<double*>(&total);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const auto* const part = reinterpret_cast<const double*>(partials + chunk);
-        for (size_t k = 0; k < sizeof(PolicySums) / sizeof(double); ++k) out[k] += part[k];
+        for (int k = 0; k < kPolicySums; ++k) out[k] += part[k];
     }
-    if (params.shares) {
-        total.P = params.shares[0];
-        total.N = params.shares[1];
-        total.P_start = params.shares[2];
-        total.N_start = params.shares[3];
-    }
-    const double quantity = tested_quantity(total.P, total.N, params.target.ratio);
-    const double count = total.count > 0.0 ? total.count : 1.0;
-    const double report[] = {
-        total.loss,
-        total.pg_loss,
-        total.clipped / count,
-        total.dual_clipped / count,
-        -total.log_ratio / count,
-        total.entropy / count,
-        total.kl_loss,
-        params.bounds[0],
-        params.bounds[1],
-        ratio_or(total.P, total.P + total.N, 0.0),
-        ratio_or(total.P_start, total.P_start + total.N_start, 0.0),
-        tested_quantity(total.P, total.N, true),
-        quantity < params.target.target ? 1.0 : 0.0,
-        total.count,
-    };
-    for (size_t k = 0; k < sizeof report / sizeof *report; ++k) params.report[k] = (float)report[k];
+    report(params, total);
 }
 
 }  // namespace bapo::cpu

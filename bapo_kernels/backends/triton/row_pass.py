@@ -40,7 +40,7 @@ def _row_pass_kernel(
     row_stride: tl.int64,
     dbatch_stride: tl.int64,
     drow_stride: tl.int64,
-    inner: tl.float32,
+    inner: tl.float64,
     scale2: tl.float32,
     scale: tl.float64,
     slope: tl.float64,
@@ -116,8 +116,7 @@ def _row_pass_kernel(
                         grad,
                         V,
                         label,
-                        z,
-                        logp,
+                        rows.label_gradient(z, logp, entropy, g, bonus, inner, slope, SOFTCAP),
                         origin,
                         sum_2t,
                         log_sum,
@@ -150,7 +149,7 @@ def _row_gradient_kernel(
     row_stride: tl.int64,
     dbatch_stride: tl.int64,
     drow_stride: tl.int64,
-    inner: tl.float32,
+    inner: tl.float64,
     scale2: tl.float32,
     scale: tl.float64,
     slope: tl.float64,
@@ -176,6 +175,7 @@ def _row_gradient_kernel(
             origin = tl.load(stats + 2 * index).to(tl.float32)
             sum_2t = tl.load(stats + 2 * index + 1)
             log_sum = tl.log(sum_2t)
+            entropy = tl.load(entropies + index)
             label = tl.load(labels + index)
             z, logp = rows.label_log_prob(row, label, V, origin, log_sum, inner, scale, SOFTCAP)
             rows.write_gradient(
@@ -183,12 +183,11 @@ def _row_gradient_kernel(
                 grad,
                 V,
                 label,
-                z,
-                logp,
+                rows.label_gradient(z, logp, entropy, g, bonus, inner, slope, SOFTCAP),
                 origin,
                 sum_2t,
                 log_sum,
-                tl.load(entropies + index),
+                entropy,
                 g,
                 bonus,
                 inner,

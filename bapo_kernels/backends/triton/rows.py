@@ -34,24 +34,28 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def tanh(u):
-    """Within float32 rounding, near 0 too (minimax polynomial there)."""
+    """Within 1 ulp: odd polynomial below 1.3, else 1 - 2q/(1 + q) with q = exp(-2|u|)."""
     square = u * u
-    series = -5.70498872745e-3 * square + 2.06390887954e-2
-    series = series * square - 5.37397155531e-2
-    series = series * square + 1.33314422036e-1
-    series = series * square - 3.33332819422e-1
-    near = u + u * square * series
-    size = tl.minimum(tl.abs(u), 20.0)
-    far = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))
-    far = tl.where(u < 0.0, -far, far)
-    return tl.where(u != u, u, tl.where(tl.abs(u) < 0.625, near, far))
+    tail = -1.54474019e-5 * square + 1.66917860e-4
+    tail = tail * square - 8.66876682e-4
+    tail = tail * square + 3.02529195e-3
+    tail = tail * square - 8.50232877e-3
+    tail = tail * square + 2.17251200e-2
+    tail = tail * square - 5.39348312e-2
+    tail = tail * square + 1.33329496e-1
+    tail = tail * square - 3.33333194e-1
+    near = u + u * (square * tail)
+    size = tl.abs(u)
+    q = tl.exp2(-2.88539008 * tl.minimum(size, 10.0))
+    far = 1.0 - 2.0 * q / (1.0 + q)
+    return tl.where(size < 1.3, near, tl.where(u != u, u, tl.where(u < 0.0, -far, far)))
 
 
 @triton.jit
 def transformed(z, inner, SOFTCAP: tl.constexpr):
     """y of x = scale*y: z, or tanh(inner*z). -inf stays -inf."""
     if SOFTCAP:
-        y = tl.where(z == -INF, -INF, tanh(z * inner))
+        y = tl.where(z == -INF, -INF, tanh(z * tl.cast(inner, tl.float32)))
     else:
         y = z
     return y
@@ -131,10 +135,21 @@ def row_statistics(
 @triton.jit
 def label_log_prob(row, label, V, origin, log_sum, inner, scale, SOFTCAP: tl.constexpr):
     """z of the label and its log-prob in float64; NaN for labels outside of the vocabulary."""
-    known = (label >= 0) & (label < V)
-    z = tl.load(row + label, known, other=float("nan")).to(tl.float32)
+    z = tl.load(row + label, (label >= 0) & (label < V), other=float("nan")).to(tl.float32)
     y = transformed(z, inner, SOFTCAP)
     return z, (y.to(tl.float64) - origin) * scale - log_sum
+
+
+@triton.jit
+def label_gradient(z, log_p, entropy, dlog_prob, bonus, inner, slope, SOFTCAP: tl.constexpr):
+    """d l/d z of the label, without the cancellation in 1 - p."""
+    dz = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy_math.expm1(log_p)
+    dz *= slope
+    if SOFTCAP:
+        em = policy_math.expm1(2.0 * tl.minimum(tl.abs(z.to(tl.float64) * inner), 20.0))
+        y = em / (em + 2.0)
+        dz *= 1.0 - y * y
+    return tl.where(z == -INF, 0.0, dz)
 
 
 @triton.jit
@@ -143,8 +158,7 @@ def write_gradient(
     grad,
     V,
     label,
-    z_label,
-    log_p,
+    label_grad,
     origin,
     sum_2t,
     log_sum,
@@ -161,16 +175,11 @@ def write_gradient(
 ):
     """d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j.
 
-    That is 2^t_j*(a*t_j + b) times the derivative. The label's entry is made by itself, without
-    the cancellation in 1 - p, and from the last row on, so that reading backwards finds what was
-    read last.
+    That is 2^t_j*(a*t_j + b) times the derivative, and the label's entry by itself. From the end
+    on: reading backwards finds what was read last in the cache.
     """
     a = (bonus * LN2 / sum_2t * slope).to(tl.float32)
     b = ((bonus * (entropy - log_sum) - dlog_prob) / sum_2t * slope).to(tl.float32)
-    y_label = transformed(z_label, inner, SOFTCAP)
-    dx = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy_math.expm1(log_p)
-    dz = dx * slope * derivative(y_label, SOFTCAP).to(tl.float64)
-    dz = tl.where(z_label == -INF, 0.0, dz)
 
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
@@ -188,8 +197,8 @@ def write_gradient(
         dz_tile = rounded(dz_tile, grad.dtype.element_ty)
         tl.store(grad + index, dz_tile, eviction_policy="evict_first")
     tl.debug_barrier()  # after the thread that wrote the label's tile
-    dz = rounded(dz.to(tl.float32), grad.dtype.element_ty)
-    tl.store(grad + label, dz, (label >= 0) & (label < V))
+    label_grad = rounded(label_grad.to(tl.float32), grad.dtype.element_ty)
+    tl.store(grad + label, label_grad, (label >= 0) & (label < V))
 
 
 @triton.jit

@@ -1,0 +1,165 @@
+// What every device's kernels do with one token: read it, class its row, sum it up, report.
+#pragma once
+
+#include "params.h"
+
+namespace bapo {
+
+BAPO_HD double old_log_prob(const TokenInputs& tokens, int64_t i, double log_prob) {
+    return tokens.old_log_probs ? tokens.old_log_probs[i] : on_policy_old(log_prob);
+}
+
+BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
+    return {
+        log_prob,
+        old_log_prob(tokens, i, log_prob),
+        tokens.ref_log_probs ? tokens.ref_log_probs[i] : log_prob,
+        tokens.advantages[i],
+        tokens.is_weights ? tokens.is_weights[i] : 1.0,
+    };
+}
+
+// d x/d z in double: the largest gradient of a row, its label's, hangs on it.
+BAPO_HD double label_slope(float z, const Transform& transform) {
+    if (z == -INFINITY) return 0.0;
+    if (!transform.softcapped) return transform.slope;
+    const double y = tanh((double)z * transform.logit_scale / transform.softcap);
+    return transform.slope * (1.0 - y * y);
+}
+
+// Coefficients of a row: d loss / d logp and the weight of the entropy bonus.
+struct RowCoefficients {
+    double dlog_prob;
+    double entropy_bonus;
+    BAPO_HD bool zero() const { return dlog_prob == 0.0 && entropy_bonus == 0.0; }
+};
+
+// d l/d z of the label, without the cancellation in 1 - p.
+BAPO_HD double label_gradient(float z, double log_p, double entropy, const Transform& transform,
+                              RowCoefficients coefficients) {
+    const double dx = coefficients.entropy_bonus * exp(log_p) * (log_p + entropy) -
+                      coefficients.dlog_prob * expm1(log_p);
+    return z == -INFINITY ? 0.0 : dx * label_slope(z, transform);
+}
+
+// What the loss of a token asks of its row, for bounds that are known or still to be found.
+struct Demand {
+    RowCoefficients coefficients;
+    bool undecided;
+};
+BAPO_HD Demand demand(const RowPassParams& params, int64_t i, double log_prob) {
+    const Token token = token_at(params.tokens, i, log_prob);
+    const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
+    Bounds first = params.first, last = params.last;
+    if (params.bounds) first = last = {params.bounds[0], params.bounds[1]};
+    const double grad = token_grad(token, ratio, first, params.options);
+    const double grad_last = token_grad(token, ratio, last, params.options);
+    const double weight = params.tokens.weights[i];
+    return {{weight * grad, weight * params.options.entropy_coef},
+            grad != grad_last && grad == grad};
+}
+
+// Weight of a token in P and N.
+BAPO_HD double search_weight(bool uniform, const float* rollout_log_probs, int64_t i, double old) {
+    return uniform ? 1.0 : exp(rollout_log_probs ? (double)rollout_log_probs[i] : old);
+}
+
+// A token as the search sees it; advantage 0 where it does not count.
+struct Candidate {
+    double ratio;
+    double advantage;
+    double weight;
+};
+BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
+    const double A = params.tokens.live[i] ? params.tokens.advantages[i] : 0.0;
+    if (!(A > 0.0 || A < 0.0)) return {1.0, 0.0, 0.0};
+    const double log_prob = params.log_probs[i], old = old_log_prob(params.tokens, i, log_prob);
+    return {policy_ratio(log_prob, old).value, A,
+            search_weight(params.uniform_weight, params.rollout_log_probs, i, old)};
+}
+
+struct PolicySums {
+    double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
+    double P, N, P_start, N_start;
+};
+constexpr int kPolicySums = sizeof(PolicySums) / sizeof(double);
+
+// Adds a token to the sums and writes the gradients of its log-prob and entropy.
+BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) {
+    const TokenInputs& tokens = params.tokens;
+    const PolicyOptions& options = params.options;
+    if (params.dlog_probs) params.dlog_probs[i] = 0.0;
+    if (params.dentropy) params.dentropy[i] = 0.0;
+    if (!tokens.live[i]) return;
+
+    const Bounds bounds{params.bounds[0], params.bounds[1]};
+    const double log_prob = params.log_probs[i];
+    const Token token = token_at(tokens, i, log_prob);
+    const double A = token.advantage, weight = tokens.weights[i];
+    const double entropy = params.entropy ? params.entropy[i] : 0.0;
+    const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
+    const PolicyTerm policy = policy_term(token, ratio, bounds, options.clip_ratio_c);
+    const double kl = tokens.ref_log_probs
+                          ? kl_term(log_prob, token.ref_log_prob, options.kl_loss_type).value
+                          : 0.0;
+    double loss = policy.loss;
+    if (options.kl_loss_coef != 0.0) loss += options.kl_loss_coef * kl;
+    if (options.entropy_coef != 0.0) loss -= options.entropy_coef * entropy;
+
+    sums.loss += weight * loss;
+    sums.pg_loss += weight * policy.loss;
+    sums.kl_loss += weight * kl;
+    sums.count += 1.0;
+    sums.clipped += policy.clipped;
+    sums.dual_clipped += policy.dual_clipped;
+    sums.log_ratio += ratio.log_value;
+    sums.entropy += entropy;
+    if (A > 0.0 || A < 0.0) {
+        const double w = search_weight(params.uniform_weight, params.rollout_log_probs, i,
+                                       token.old_log_prob);
+        const double at_bounds = w * contribution(ratio.value, A, bounds, params.gradient);
+        const double at_start = w * contribution(ratio.value, A, params.first, params.gradient);
+        if (A > 0.0) {
+            sums.P += at_bounds;
+            sums.P_start += at_start;
+        } else {
+            sums.N += at_bounds;
+            sums.N_start += at_start;
+        }
+    }
+    if (params.dlog_probs) {
+        params.dlog_probs[i] = weight * token_grad(token, ratio, bounds, options);
+    }
+    if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;
+}
+
+BAPO_HD double share_of(double value, double total) { return total == 0.0 ? 0.0 : value / total; }
+
+// Loss and metrics, in the order of output.py.
+BAPO_HD void report(const PolicyParams& params, PolicySums total) {
+    if (params.shares) {
+        total.P = params.shares[0];
+        total.N = params.shares[1];
+        total.P_start = params.shares[2];
+        total.N_start = params.shares[3];
+    }
+    const double quantity = tested_quantity(total.P, total.N, params.target.ratio);
+    const double count = total.count > 0.0 ? total.count : 1.0;
+    float* out = params.report;
+    *out++ = (float)total.loss;
+    *out++ = (float)total.pg_loss;
+    *out++ = (float)(total.clipped / count);
+    *out++ = (float)(total.dual_clipped / count);
+    *out++ = (float)(-total.log_ratio / count);
+    *out++ = (float)(total.entropy / count);
+    *out++ = (float)total.kl_loss;
+    *out++ = params.bounds[0];
+    *out++ = params.bounds[1];
+    *out++ = (float)share_of(total.P, total.P + total.N);
+    *out++ = (float)share_of(total.P_start, total.P_start + total.N_start);
+    *out++ = (float)tested_quantity(total.P, total.N, true);
+    *out++ = quantity < params.target.target ? 1.0f : 0.0f;
+    *out++ = (float)total.count;
+}
+
+}  // namespace bapo
