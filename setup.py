@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,12 +40,45 @@ INSTRUCTION_SETS = {
 }
 
 
+CUDA_ARCHITECTURES = {
+    # Clusters and bulk copies begin with sm_90; nothing is specific to one architecture, so that
+    # each binary serves its whole generation and PTX what comes after.
+    "row_pass_cluster": ("90", "100", "120"),
+    "row_pass": ("80", "90", "100", "120"),
+    "tokens": ("80", "90", "100", "120"),
+}
+
+
 class Unit(NamedTuple):
     """One object file."""
 
     name: str
     source: str
     flags: list[str]
+
+
+class CudaToolkit(NamedTuple):
+    """The CUDA compiler and the folder of its libraries."""
+
+    nvcc: str
+    libraries: Path
+    version: str
+
+    @classmethod
+    def find(cls) -> CudaToolkit:
+        nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
+        if nvcc is None or os.environ.get("BAPO_SANITIZE"):
+            raise OSError("no CUDA compiler found (nvcc on the path, or NVCC)")
+        # nvcc may be a script that calls another one: ask it where its toolkit is.
+        dry = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+        root = Path(re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)[1].strip())
+        version = subprocess.check_output([nvcc, "--version"], text=True)
+        release = re.search(r"release ([\d.]+)", version)[1]
+        places = [root / "lib64", root / "targets/x86_64-linux/lib", root / "lib"]
+        libraries = [path for path in places if (path / "libcudart_static.a").exists()]
+        if not libraries:
+            raise OSError(f"libcudart_static.a not found under {root}")
+        return cls(nvcc, libraries[0], release)
 
 
 def compile_flags() -> list[str]:
@@ -75,6 +110,21 @@ def units() -> list[Unit]:
         Unit("tokens", "csrc/cpu/tokens.cpp", []),
         Unit("binding", "csrc/binding.cpp", torch_headers),
     ]
+
+
+def cuda_units() -> list[Unit]:
+    units = []
+    for name, architectures in CUDA_ARCHITECTURES.items():
+        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+        newest = architectures[-1]
+        codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+        units.append(Unit(f"cuda_{name}", f"csrc/cuda/{name}.cu", codes))
+    return units
+
+
+def cuda_flags() -> list[str]:
+    host = "-fPIC,-fvisibility=hidden,-Wall,-Wextra"
+    return ["-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", "--threads=2", f"-Xcompiler={host}"]
 
 
 class NativeBuild(build_ext):
@@ -112,22 +162,49 @@ class NativeBuild(build_ext):
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
 
-        def build(unit: Unit) -> str:
+        def build(command: list[str], unit: Unit) -> str:
             output = str(folder / f"{unit.name}.o")
-            run([compiler, *compile_flags(), *unit.flags, "-c", str(ROOT / unit.source)], output)
+            run([*command, *unit.flags, "-c", str(ROOT / unit.source)], output)
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(build, units()))
-        paths = [f"-L{path}" for path in library_paths()]
-        libraries = ["-ltorch", "-ltorch_cpu"]
-        run([compiler, "-shared", *sanitize_flags(), *objects, *paths, *libraries], str(target))
+            cpp = [pool.submit(build, [compiler, *compile_flags()], unit) for unit in units()]
+            cuda_objects, cuda_libraries, cuda = build_cuda(pool, build)
+            objects = [future.result() for future in cpp] + cuda_objects
+        libraries = [f"-L{path}" for path in library_paths()]
+        libraries += ["-ltorch", "-ltorch_cpu", *cuda_libraries]
+        run([compiler, "-shared", *sanitize_flags(), *objects, *libraries], str(target))
         version = subprocess.check_output([compiler, "--version"], text=True).splitlines()[0]
         sets = ", ".join(INSTRUCTION_SETS)
-        return {"compiler": version, "torch": torch.__version__, "instruction sets": sets}
+        return {
+            "compiler": version,
+            "torch": torch.__version__,
+            "instruction sets": sets,
+            **cuda,
+        }
 
     def get_source_files(self) -> list[str]:
         return [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")]
+
+
+def build_cuda(pool: ThreadPoolExecutor, build: Callable) -> tuple[list[str], list[str], dict]:
+    """Objects and libraries of the CUDA backend, and what to report; without nvcc the reason."""
+    try:
+        toolkit = CudaToolkit.find()
+        command = [toolkit.nvcc, *cuda_flags()]
+        kernels = [pool.submit(build, command, unit) for unit in cuda_units()]
+        objects = [future.result() for future in kernels]
+    except (OSError, subprocess.CalledProcessError) as error:
+        return [], [], {"why no cuda": reason(error)}
+    from torch.utils.cpp_extension import include_paths
+
+    torch_headers = [flag for path in include_paths() for flag in ("-isystem", path)]
+    binding = Unit("binding_cuda", "csrc/binding_cuda.cpp", torch_headers)
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    objects.append(build([compiler, *compile_flags()], binding))
+    libraries = [f"-L{toolkit.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    architectures = ", ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES["tokens"])
+    return objects, libraries, {"cuda": f"{toolkit.version} for {architectures}"}
 
 
 def run(command: list[str], output: str) -> None:

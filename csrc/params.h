@@ -33,6 +33,8 @@ struct LogitRows {
     int64_t grad_batch_stride;
     int64_t grad_row_stride;
     Transform transform;
+
+    BAPO_HD int64_t count() const { return batches * rows; }
 };
 
 // One entry a token, all contiguous. What the caller gave is float32; what kernels hand on to each

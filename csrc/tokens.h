@@ -115,8 +115,8 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
     sums.log_ratio += ratio.log_value;
     sums.entropy += entropy;
     if (A > 0.0 || A < 0.0) {
-        const double w = search_weight(params.uniform_weight, params.rollout_log_probs, i,
-                                       token.old_log_prob);
+        const double w =
+            search_weight(params.uniform_weight, params.rollout_log_probs, i, token.old_log_prob);
         const double at_bounds = w * contribution(ratio.value, A, bounds, params.gradient);
         const double at_start = w * contribution(ratio.value, A, params.first, params.gradient);
         if (A > 0.0) {

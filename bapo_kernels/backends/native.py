@@ -31,6 +31,17 @@ def _load() -> str | None:
     return None
 
 
+def _why_no_cuda() -> str | None:
+    info = build_info()
+    if "cuda" not in info:
+        return f"built without CUDA: {info.get('why no cuda', 'unknown build')}"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if torch.cuda.device_count() == 0:
+        return "no NVIDIA GPU that torch can use"
+    return None
+
+
 # Why a backend cannot run on this machine; None if it can.
 WHY_NO_CPU = _load()
-WHY_NO_CUDA = "not part of this version"
+WHY_NO_CUDA = WHY_NO_CPU or _why_no_cuda()

@@ -48,7 +48,7 @@ def row_shape(rows: Tensor, softcapped: bool = False) -> RowShape:
     V = rows.shape[-1]
     num_warps = min(512 // warp, triton.next_power_of_2(triton.cdiv(V, 4 * vector * warp)))
     W = vector * warp * num_warps
-    unroll = 2 if softcapped and vector == 8 else 4  # tanh of 32 elements would not fit
+    unroll = 1 if softcapped and vector == 8 else 4  # tanh of more elements would not fit
     return RowShape(W, unroll if unroll * W <= V else 1, num_warps)
 
 

@@ -1,0 +1,276 @@
+// The operators of bapo_kernels/_ops.py over a backend's kernels: arguments become the plain
+// structs of params.h. Checks what memory safety needs; friendly messages are the business of the
+// Python layer. Torch's stable ABI only.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <limits>
+#include <optional>
+
+#include "params.h"
+
+namespace bapo::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <typename T>
+constexpr ScalarType kScalarType = ScalarType::Undefined;
+template <>
+inline constexpr ScalarType kScalarType<float> = ScalarType::Float;
+template <>
+inline constexpr ScalarType kScalarType<double> = ScalarType::Double;
+template <>
+inline constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
+template <>
+inline constexpr ScalarType kScalarType<bool> = ScalarType::Bool;
+template <>
+inline constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
+
+inline DType row_dtype(const Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case ScalarType::Float: return DType::kFloat32;
+        case ScalarType::BFloat16: return DType::kBFloat16;
+        case ScalarType::Half: return DType::kFloat16;
+        default: STD_TORCH_CHECK(false, "logits must be float32, bfloat16 or float16");
+    }
+}
+
+// Reads the tensors of a call, all of which must be on the device of the first.
+class Arguments {
+  public:
+    explicit Arguments(const Tensor& first)
+        : cuda_(first.is_cuda()), index_(first.get_device_index()) {}
+
+    // The data of a contiguous tensor of so many elements.
+    template <typename T>
+    T* data(const Tensor& tensor, int64_t count, const char* name) const {
+        STD_TORCH_CHECK(tensor.scalar_type() == kScalarType<T> && tensor.is_contiguous() &&
+                            tensor.numel() == count && is_here(tensor),
+                        name, " must be a contiguous tensor of ", count,
+                        " elements on the device of the first, in the dtype of the schema");
+        return static_cast<T*>(tensor.data_ptr());
+    }
+    template <typename T>
+    T* data(const OptionalTensor& tensor, int64_t count, const char* name) const {
+        return tensor ? data<T>(*tensor, count, name) : nullptr;
+    }
+
+    LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double temperature,
+                         double logit_scale, std::optional<double> softcap) const {
+        check_rows(logits, "logits");
+        LogitRows rows{};
+        rows.dtype = row_dtype(logits);
+        rows.batches = logits.size(0);
+        rows.rows = logits.size(1);
+        rows.vocab = logits.size(2);
+        rows.logits = logits.data_ptr();
+        rows.batch_stride = logits.stride(0);
+        rows.row_stride = logits.stride(1);
+        if (dlogits) {
+            check_rows(*dlogits, "dlogits");
+            for (int64_t dim = 0; dim < 3; ++dim) {
+                STD_TORCH_CHECK(dlogits->size(dim) == logits.size(dim),
+                                "dlogits must have the shape of logits");
+            }
+            STD_TORCH_CHECK(dlogits->scalar_type() == logits.scalar_type(),
+                            "dlogits must have the dtype of logits");
+            rows.grad = dlogits->data_ptr();
+            rows.grad_batch_stride = dlogits->stride(0);
+            rows.grad_row_stride = dlogits->stride(1);
+        }
+        const double slope = logit_scale / temperature;
+        const double scale = softcap ? *softcap / temperature : slope;
+        rows.transform = {softcap.has_value(), logit_scale, softcap.value_or(0.0), scale, slope};
+        return rows;
+    }
+
+    TokenInputs token_inputs(int64_t count, const Tensor& live, const OptionalTensor& old_log_probs,
+                             const OptionalTensor& advantages, const OptionalTensor& weights,
+                             const OptionalTensor& is_weights,
+                             const OptionalTensor& ref_log_probs) const {
+        return {
+            data<bool>(live, count, "live"),
+            data<float>(old_log_probs, count, "old_log_probs"),
+            data<float>(advantages, count, "advantages"),
+            data<double>(weights, count, "weights"),
+            data<float>(is_weights, count, "rollout_is_weights"),
+            data<float>(ref_log_probs, count, "ref_log_probs"),
+        };
+    }
+
+  private:
+    bool is_here(const Tensor& tensor) const {
+        return tensor.is_cuda() == cuda_ && tensor.get_device_index() == index_;
+    }
+    void check_rows(const Tensor& tensor, const char* name) const {
+        STD_TORCH_CHECK(
+            tensor.dim() == 3 && is_here(tensor) && (tensor.size(2) <= 1 || tensor.stride(2) == 1),
+            name, " must be a 3-dimensional tensor with last stride 1, on one device");
+    }
+
+    bool cuda_;
+    int32_t index_;
+};
+
+inline PolicyOptions policy_options(std::optional<double> clip_ratio_c, double kl_loss_coef,
+                                    int64_t kl_loss_type, double entropy_coef) {
+    const double no_cap = std::numeric_limits<double>::infinity();
+    return {clip_ratio_c.value_or(no_cap), kl_loss_coef, kl_loss_type, entropy_coef};
+}
+
+template <typename Backend>
+void row_pass(Tensor logits, Tensor labels, Tensor live, OptionalTensor old_log_probs,
+              OptionalTensor advantages, OptionalTensor weights, OptionalTensor rollout_is_weights,
+              OptionalTensor ref_log_probs, OptionalTensor bounds, double lower_start,
+              double lower_max, double upper_start, double upper_max,
+              std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
+              double entropy_coef, double temperature, double logit_scale,
+              std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
+              OptionalTensor dlogits, OptionalTensor undecided) {
+    RowPassParams params{};
+    const Arguments on(logits);
+    params.rows = on.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
+    const int64_t N = params.rows.batches * params.rows.rows;
+    params.labels = on.data<int64_t>(labels, N, "labels");
+    params.tokens = on.token_inputs(N, live, old_log_probs, advantages, weights, rollout_is_weights,
+                                    ref_log_probs);
+    params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
+    params.bounds = on.data<float>(bounds, 2, "bounds");
+    // Bounds are applied as float32: so are the ends of their ranges.
+    params.first = {(float)lower_start, (float)upper_start};
+    params.last = {(float)lower_max, (float)upper_max};
+    params.log_probs = on.data<double>(log_probs, N, "log_probs");
+    params.entropy = on.data<double>(entropy, N, "entropy");
+    params.stats = on.data<double>(stats, 2 * N, "stats");
+    params.undecided = on.data<uint8_t>(undecided, N, "undecided");
+    STD_TORCH_CHECK(params.rows.grad == nullptr ||
+                        (params.tokens.advantages && params.tokens.weights && params.undecided),
+                    "dlogits needs advantages, weights and undecided");
+    Backend::row_pass(params, logits);
+}
+
+template <typename Backend>
+void row_pass_(Tensor logits, Tensor labels, Tensor live, OptionalTensor old_log_probs,
+               OptionalTensor advantages, OptionalTensor weights, OptionalTensor rollout_is_weights,
+               OptionalTensor ref_log_probs, OptionalTensor bounds, double lower_start,
+               double lower_max, double upper_start, double upper_max,
+               std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
+               double entropy_coef, double temperature, double logit_scale,
+               std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
+               OptionalTensor undecided) {
+    row_pass<Backend>(logits, labels, live, old_log_probs, advantages, weights, rollout_is_weights,
+                      ref_log_probs, bounds, lower_start, lower_max, upper_start, upper_max,
+                      clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef, temperature,
+                      logit_scale, softcap, log_probs, entropy, stats, logits, undecided);
+}
+
+template <typename Backend>
+void row_gradient(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs,
+                  OptionalTensor dentropy, OptionalTensor only, double temperature,
+                  double logit_scale, std::optional<double> softcap, Tensor dlogits) {
+    RowGradientParams params{};
+    const Arguments on(logits);
+    params.rows = on.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
+    const int64_t N = params.rows.batches * params.rows.rows;
+    params.labels = on.data<int64_t>(labels, N, "labels");
+    params.stats = on.data<double>(stats, 2 * N, "stats");
+    params.entropy = on.data<double>(entropy, N, "entropy");
+    params.dlog_probs = on.data<double>(dlog_probs, N, "dlog_probs");
+    params.dentropy = on.data<double>(dentropy, N, "dentropy");
+    params.only = on.data<uint8_t>(only, N, "only");
+    Backend::row_gradient(params, logits);
+}
+
+template <typename Backend>
+void row_gradient_(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs,
+                   OptionalTensor dentropy, OptionalTensor only, double temperature,
+                   double logit_scale, std::optional<double> softcap) {
+    row_gradient<Backend>(logits, labels, stats, entropy, dlog_probs, dentropy, only, temperature,
+                          logit_scale, softcap, logits);
+}
+
+inline int64_t grid_points(const Grid& grid) {
+    double points[kMaxGridPoints];
+    return fill_grid(grid, points);
+}
+
+template <typename Backend>
+void contributions(Tensor log_probs, Tensor live, OptionalTensor old_log_probs, Tensor advantages,
+                   OptionalTensor rollout_log_probs, double lower_start, double lower_max,
+                   double lower_step, double upper_start, double upper_max, double upper_step,
+                   bool uniform_weight, bool gradient, Tensor table) {
+    ContributionParams params{};
+    const Arguments on(log_probs);
+    const int64_t N = params.count = log_probs.numel();
+    params.log_probs = on.data<double>(log_probs, N, "log_probs");
+    params.tokens = on.token_inputs(N, live, old_log_probs, advantages, {}, {}, {});
+    params.rollout_log_probs = on.data<float>(rollout_log_probs, N, "rollout_log_probs");
+    params.lower = {lower_start, lower_max, lower_step};
+    params.upper = {upper_start, upper_max, upper_step};
+    params.uniform_weight = uniform_weight;
+    params.gradient = gradient;
+    const int64_t points = grid_points(params.lower) + grid_points(params.upper);
+    params.table = on.data<double>(table, points, "table");
+    Backend::contributions(params, points, log_probs);
+}
+
+template <typename Backend>
+void solve(Tensor table, double lower_start, double lower_max, double lower_step,
+           double upper_start, double upper_max, double upper_step, double target,
+           bool ratio_target, bool upper_first, Tensor bounds, Tensor shares) {
+    const Grid lower{lower_start, lower_max, lower_step}, upper{upper_start, upper_max, upper_step};
+    const Arguments on(table);
+    const int64_t points = grid_points(lower) + grid_points(upper);
+    Backend::solve(on.data<double>(table, points, "table"), lower, upper,
+                   {target, ratio_target, upper_first}, on.data<float>(bounds, 2, "bounds"),
+                   on.data<double>(shares, 4, "shares"), table);
+}
+
+constexpr int64_t kReportSize = 14;
+
+template <typename Backend>
+void policy(Tensor log_probs, OptionalTensor entropy, Tensor live, OptionalTensor old_log_probs,
+            Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
+            OptionalTensor ref_log_probs, OptionalTensor rollout_log_probs, Tensor bounds,
+            OptionalTensor shares, double lower_start, double upper_start, bool uniform_weight,
+            bool gradient, double target, bool ratio_target, std::optional<double> clip_ratio_c,
+            double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, Tensor report,
+            OptionalTensor dlog_probs, OptionalTensor dentropy) {
+    PolicyParams params{};
+    const Arguments on(log_probs);
+    const int64_t N = params.count = log_probs.numel();
+    params.log_probs = on.data<double>(log_probs, N, "log_probs");
+    params.entropy = on.data<double>(entropy, N, "entropy");
+    params.tokens = on.token_inputs(N, live, old_log_probs, advantages, weights, rollout_is_weights,
+                                    ref_log_probs);
+    params.rollout_log_probs = on.data<float>(rollout_log_probs, N, "rollout_log_probs");
+    params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
+    params.uniform_weight = uniform_weight;
+    params.gradient = gradient;
+    params.first = {lower_start, upper_start};
+    params.target = {target, ratio_target, false};
+    params.bounds = on.data<float>(bounds, 2, "bounds");
+    params.shares = on.data<double>(shares, 4, "shares");
+    params.report = on.data<float>(report, kReportSize, "report");
+    params.dlog_probs = on.data<double>(dlog_probs, N, "dlog_probs");
+    params.dentropy = on.data<double>(dentropy, N, "dentropy");
+    Backend::policy(params, log_probs);
+}
+
+template <typename Backend, typename Library>
+void register_operators(Library& m) {
+    m.impl("row_pass", TORCH_BOX(&row_pass<Backend>));
+    m.impl("row_pass_", TORCH_BOX(&row_pass_<Backend>));
+    m.impl("row_gradient", TORCH_BOX(&row_gradient<Backend>));
+    m.impl("row_gradient_", TORCH_BOX(&row_gradient_<Backend>));
+    m.impl("contributions", TORCH_BOX(&contributions<Backend>));
+    m.impl("solve", TORCH_BOX(&solve<Backend>));
+    m.impl("policy", TORCH_BOX(&policy<Backend>));
+}
+
+}  // namespace bapo::binding

@@ -1,0 +1,63 @@
+// From a launch's run-time properties to a kernel's template arguments, and the launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "row_math.cuh"
+
+namespace bapo::cuda {
+
+inline Scales scales_of(const Transform& transform) {
+    const double inner = transform.softcapped ? transform.logit_scale / transform.softcap : 1.0;
+    return {(float)inner, (float)(transform.scale / kLn2)};
+}
+
+// Whether every row, of the logits and of the gradient, starts at a multiple of 16 bytes.
+inline bool aligned(const LogitRows& rows) {
+    const uint64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
+    uint64_t starts = reinterpret_cast<uintptr_t>(rows.logits);
+    if (rows.batches > 1) starts |= rows.batch_stride * size;
+    if (rows.rows > 1) starts |= rows.row_stride * size;
+    if (rows.grad != nullptr) {
+        starts |= reinterpret_cast<uintptr_t>(rows.grad);
+        if (rows.batches > 1) starts |= rows.grad_batch_stride * size;
+        if (rows.rows > 1) starts |= rows.grad_row_stride * size;
+    }
+    return starts % 16 == 0;
+}
+
+// Calls f.operator()<T, kSoftcap, kAligned>().
+template <typename F>
+auto with_row_type(const LogitRows& rows, F f) {
+    const auto with_flags = [&]<typename T>() {
+        if (rows.transform.softcapped) {
+            return aligned(rows) ? f.template operator()<T, true, true>()
+                                 : f.template operator()<T, true, false>();
+        }
+        return aligned(rows) ? f.template operator()<T, false, true>()
+                             : f.template operator()<T, false, false>();
+    };
+    switch (rows.dtype) {
+        case DType::kBFloat16: return with_flags.template operator()<__nv_bfloat16>();
+        case DType::kFloat16: return with_flags.template operator()<__half>();
+        default: return with_flags.template operator()<float>();
+    }
+}
+
+inline const char* words(cudaError_t error) {
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// Launches kernel(arguments...) on so many blocks, or nothing on none.
+template <typename... Parameters, typename... Arguments>
+const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,
+                   Arguments... arguments) {
+    if (blocks == 0) return nullptr;
+    cudaLaunchConfig_t config{};
+    config.gridDim = (unsigned)blocks;
+    config.blockDim = threads;
+    config.stream = static_cast<cudaStream_t>(stream);
+    return words(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+}  // namespace bapo::cuda
