@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "ptx.cuh"
+#include "cuda/ptx.cuh"
 #include "tokens.h"
 
 namespace bapo::cuda {

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 
+#include "cuda/ptx.cuh"
 #include "dispatch.cuh"
 #include "launch_cuda.h"
-#include "ptx.cuh"
 
 namespace bapo::cuda {
 
@@ -25,6 +25,13 @@ constexpr int kStageBytes = kChunkBytes + 16;
 constexpr int kMaxCluster = 8;
 constexpr int kMaxStages = 64;
 constexpr int kComputeBarrier = 1;  // 0 is __syncthreads
+// Blocks a multiprocessor that the registers are shared out for. sm_120 has 100 KB of shared memory
+// and little double precision: one block there, or the registers would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kBlocks = 1;
+#else
+constexpr int kBlocks = 2;
+#endif
 
 // The head of the dynamic shared memory; the ring of stages follows.
 struct alignas(128) Shared {
@@ -299,7 +306,7 @@ struct Block {
 };
 
 template <typename T, bool kSoftcap, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     row_pass_cluster_kernel(const __grid_constant__ RowPassParams params, Scales scales,
                             int stages) {
     uint8_t* const memory = dynamic_shared_memory();

@@ -1,0 +1,93 @@
+"""The CUDA kernels as built: registers, spills, and the instructions that the plan rests on."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import bapo_kernels
+from bapo_kernels.backends import native
+
+
+def cuobjdump():
+    """That of the path, or the one that Triton brings."""
+    if found := shutil.which("cuobjdump"):
+        return found
+    triton = importlib.util.find_spec("triton")
+    if triton is None:
+        return None
+    brought = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
+    return str(brought) if brought.exists() else None
+
+
+LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
+CUOBJDUMP = cuobjdump()
+pytestmark = [
+    pytest.mark.skipif("cuda" not in native.build_info(), reason="built without CUDA"),
+    pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump"),
+]
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
+# Registers a thread with which two blocks fit: of 9 warps (5 to a quarter), and of 16.
+REGISTERS = {"row_pass_cluster_kernel": 96, "row_pass_kernel": 64, "row_gradient_kernel": 64}
+ROW_KERNELS = {"__nv_bfloat16": "13__nv_bfloat16", "__half": "6__half", "float": "If"}
+
+
+def dump(*options):
+    command = [CUOBJDUMP, *options, str(LIBRARY)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def usage(request):
+    """(architecture, {mangled kernel: its resources})."""
+    text = dump("-res-usage", "-arch", request.param)
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    return request.param, {name: tuple(map(int, numbers)) for name, *numbers in found}
+
+
+def test_no_spills_no_stack_and_registers_as_planned(usage):
+    architecture, kernels = usage
+    assert len(kernels) >= 30
+    clusters = [name for name in kernels if "row_pass_cluster_kernel" in name]
+    assert len(clusters) == (0 if architecture == "sm_80" else 12)
+    for name, (registers, stack, local) in kernels.items():
+        assert stack == local == 0, f"{name} for {architecture}"
+        for kernel, most in REGISTERS.items():
+            planned = architecture != "sm_120" or "cluster" not in kernel
+            assert f"{len(kernel)}{kernel}" not in name or not planned or registers <= most, name
+
+
+@pytest.fixture(scope="module")
+def sass():
+    """{mangled kernel: its instructions} for sm_90."""
+    text = dump("-sass", "-arch", "sm_90")
+    parts = re.split(r"Function : (\w+)", text)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def instructions(sass, kernel, *flags):
+    """Of the one kernel with these template arguments, as they are mangled."""
+    found = [n for n in sass if f"{len(kernel)}{kernel}" in n and all(f in n for f in flags)]
+    assert len(found) == 1, found
+    return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", sass[found[0]], re.M))
+
+
+@pytest.mark.parametrize("dtype", ROW_KERNELS.values())
+def test_clusters_copy_in_bulk_and_store_wide(sass, dtype):
+    got = instructions(sass, "row_pass_cluster_kernel", dtype, "Lb0ELb1E")
+    assert any(i.startswith("UBLKCP") for i in got), "bulk copies"
+    assert "LDS.128" in got
+    assert any(re.match(r"STG?\.E\.EF\.128", i) for i in got), "16-byte streaming stores"
+    assert any(i.startswith("SYNCS") for i in got), "barriers in shared memory"
+    assert any(i.startswith(("ST.E.ASYNC", "STAS")) for i in got), "sums sent to other blocks"
+
+
+@pytest.mark.parametrize("dtype", ROW_KERNELS.values())
+@pytest.mark.parametrize("kernel", ["row_pass_kernel", "row_gradient_kernel"])
+def test_generic_kernels_load_and_store_wide(sass, kernel, dtype):
+    got = instructions(sass, kernel, dtype, "Lb0ELb1E")
+    assert any(re.match(r"LDG?\.E\.128", i) for i in got)
+    assert any(re.match(r"STG?\.E\.EF\.128", i) for i in got)

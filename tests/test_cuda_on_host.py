@@ -1,0 +1,219 @@
+"""The CUDA kernels as they are written, run on the CPU: every thread a fiber (tests/cuda_on_host).
+
+What it shows: sums, indices, barriers and the dealing out of rows. What it cannot: the arithmetic
+of the GPU's units, its memory model, and speed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from helpers import check_against_reference, make_case, needs_native, per_token, run_kernel
+
+from bapo_kernels import (
+    BAPOConfig,
+    _autograd,
+    _ops,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+    bounds,
+    fused,
+    log_probs,
+    reference,
+)
+
+ROOT = Path(__file__).parent.parent
+NAMESPACE = "bapo_kernels_cuda_on_host"
+pytestmark = [
+    needs_native,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(sys.platform != "linux", reason="its fibers are those of Linux"),
+]
+# Compute capability, shared memory of a multiprocessor, clusters that are active at once.
+DEVICES = {
+    "H100": (9, 228 << 10, 3),
+    "rows over two blocks": (9, 64 << 10, 3),  # for rows of 40 KB
+    "rows over eight blocks, one cluster": (9, 38 << 10, 1),
+    "A100": (8, 164 << 10, 0),  # no clusters: the generic row pass
+}
+
+
+def build(folder):
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    host = ROOT / "tests/cuda_on_host"
+    flags = ["g++", "-std=c++20", "-O1", "-fPIC", f"-I{host}", f"-I{ROOT / 'csrc'}"]
+    flags += [flag for path in include_paths() for flag in ("-isystem", path)]
+    flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-x", "c++", "-c"]
+    sources = [*(ROOT / "csrc/cuda").glob("*.cu"), host / "binding.cpp"]
+
+    def compiled(source):
+        target = folder / f"{source.stem}.o"
+        subprocess.run([*flags, str(source), "-o", str(target)], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, sources))
+    libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch", "-ltorch_cpu", "-lpthread"]
+    target = str(folder / "cuda_on_host.so")
+    subprocess.run(["g++", "-shared", *objects, *libraries, "-o", target], check=True)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Built once, for all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with FileLock(folder / "cuda_on_host.lock"):
+        if not (folder / "cuda_on_host.so").exists():
+            build(folder)
+    definitions = torch.library.Library(NAMESPACE, "DEF")
+    for name, schema in _ops.SCHEMAS.items():
+        definitions.define(f"{name}({schema}) -> ()")
+    definitions.define("device(int major, int bytes, int clusters) -> ()")
+    definitions.define("last_cluster() -> int")
+    torch.ops.load_library(str(folder / "cuda_on_host.so"))
+    yield getattr(torch.ops, NAMESPACE)
+    definitions._destroy()
+
+
+@pytest.fixture(params=DEVICES)
+def on_host(request, library, monkeypatch):
+    """The CPU backend runs the CUDA kernels."""
+    library.device(*DEVICES[request.param])
+    for module in (_autograd, bounds, fused):
+        monkeypatch.setattr(module, "ops_of", lambda backend: library)
+    return request.param
+
+
+def test_rows_are_laid_over_clusters(on_host, library):
+    """float32 rows of 40 KB; or else the tests here would show less than they seem to."""
+    run_kernel(make_case((1, 2), 10_007), "cpu")
+    expected = dict(zip(DEVICES, (1, 2, 8, 0), strict=True))
+    assert library.last_cluster() == expected[on_host]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [1, 7, 257, 10_007])
+def test_against_reference(on_host, dtype, V):
+    check_against_reference(make_case((2, 6), V, dtype, staleness=0.4), "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_options_together(on_host, dtype):
+    config = BAPOConfig.recipe(
+        entropy_coef=0.01,
+        kl_loss_coef=0.1,
+        temperature=0.8,
+        logit_scale=1.1,
+        final_logit_softcapping=9.0,
+        loss_agg_mode="seq-mean-token-mean",
+    )
+    case = make_case(
+        (2, 6),
+        10_001,
+        dtype,
+        config=config,
+        staleness=0.4,
+        ref_log_probs=per_token((2, 6)),
+        rollout_is_weights=per_token((2, 6), low=0.2, high=2.0),
+        rollout_log_probs=per_token((2, 6)),
+    )
+    check_against_reference(case, "cpu")
+    check_against_reference(case, "cpu", statistics="live")
+    check_against_reference(case, "cpu", bounds=(0.7, 1.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_rows_at_any_address(on_host, dtype, shift):
+    """Row strides and starts that are no multiple of 16 bytes; nothing beyond a row is touched."""
+    V = 10_003
+    case = make_case((1, 8), V, dtype, staleness=0.4, poison=False)
+    memory = torch.full((1, 8, V + 5), torch.nan, dtype=dtype)
+    memory[..., shift : shift + V] = case.logits
+    plain = run_kernel(case, "cpu")
+    case.logits = memory[..., shift : shift + V]
+    kept = memory.clone()
+    inplace = bapo_loss(case.logits, *case.arguments(), inplace=True, backend="cpu")
+    assert torch.equal(inplace.log_probs, plain.output.log_probs), "the same bits at any address"
+    assert torch.equal(case.logits, plain.gradient)
+    outside = torch.ones_like(memory, dtype=torch.bool)
+    outside[..., shift : shift + V] = False
+    assert memory[outside].isnan().all()
+    assert kept[outside].isnan().all()
+
+
+def test_bad_values_hang_nothing(on_host):
+    """NaN logits in rows that were thought to need no second look, labels outside, -inf."""
+    case = make_case((1, 12), 10_001, torch.bfloat16, poison=False, idle=0.5)
+    case.logits[0, 0, 5] = torch.nan
+    case.logits[0, 1] = -torch.inf
+    case.logits[0, 2, 9_000:] = -torch.inf
+    case.logits[0, 3, 17] = torch.inf
+    case.labels[0, 4] = 10_001
+    case.labels[0, 5] = -7
+    case.advantages[0, :2] = 0.0
+    case.old_log_probs[0, 6] = torch.nan
+    case.response_mask[:] = True
+    got = run_kernel(case, "cpu")
+    assert got.output.loss.isnan()
+    assert got.gradient[0, 7:].isfinite().all()
+    assert got.output.log_probs[0, 2].isfinite() or case.labels[0, 2] >= 9_000
+
+
+def test_log_probs_and_their_gradient(on_host):
+    logits = torch.randn(5, 10_001).bfloat16()
+    labels = torch.randint(0, 10_001, (5,))
+    results = []
+    for kind in (torch.bfloat16, torch.float64):
+        x = logits.to(kind, copy=True).requires_grad_()
+        backend = "reference" if kind == torch.float64 else "cpu"
+        logp, entropy = log_probs(x, labels, backend=backend)
+        (logp.sum() + 0.5 * entropy.sum()).backward()
+        results.append((logp.double(), entropy.double(), x.grad.double()))
+    for got, expected, tolerance in zip(*results, (1e-5, 1e-5, 2.0**-8), strict=True):
+        assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_many_tokens(on_host):
+    """Several blocks of tokens, the last one not full."""
+    old = -3 * torch.rand(1_100)
+    logp, A = old + 0.4 * torch.randn(1_100), torch.randn(1_100)
+    mask = torch.rand(1_100) < 0.8
+    for config in (BAPOConfig(target=0.6), BAPOConfig.recipe(clip_ratio_c=1.5)):
+        x = logp.clone().requires_grad_()
+        got = bapo_loss_from_log_probs(x, old, A, mask, config=config, backend="cpu")
+        got.loss.backward()
+        true = logp.double().requires_grad_()
+        expected = reference.bapo_loss_from_log_probs(true, old, A, mask, config=config)
+        expected.loss.backward()
+        assert [b.item() for b in got.bounds] == [b.item() for b in expected.bounds]
+        torch.testing.assert_close(x.grad.double(), true.grad, rtol=1e-6, atol=1e-9)
+        for name, value in expected.metrics.items():
+            torch.testing.assert_close(
+                got.metrics[name].double(), value.double(), rtol=1e-6, atol=0
+            )
+
+
+def test_incoming_gradient(on_host):
+    case = make_case((2, 3), 1_001, torch.bfloat16)
+    once, twice = run_kernel(case, "cpu"), run_kernel(case, "cpu", scale=2.0)
+    assert torch.equal(2 * once.gradient, twice.gradient)
+
+
+def test_nothing_alive(on_host):
+    case = make_case((2, 3), 10_001, poison=False)
+    case.response_mask[:] = False
+    got = run_kernel(case, "cpu")
+    assert got.output.loss == 0
+    assert not got.gradient.any()
