@@ -23,7 +23,8 @@ lint: .venv/built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
+	  tests/cuda_on_host/*.* tests/cuda_on_host/cuda/*
 
 # The suite on a library with AddressSanitizer and UBSan, built in a copy of the tree.
 sanitize: .venv/built
@@ -32,7 +33,9 @@ sanitize: .venv/built
 	cd build/sanitize && BAPO_SANITIZE=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ../../$(BIN)/python -m pytest -q -n 2 -m "not compile" --ignore tests/test_build.py
+	  ../../$(BIN)/python -m pytest -q -n 2 -m "not compile" \
+	  -k "not triton" --ignore tests/test_build.py --ignore tests/test_triton_compile.py \
+	  --ignore tests/test_cuda_build.py --ignore tests/test_cuda_on_host.py
 
 clean:
 	rm -rf .venv build out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info

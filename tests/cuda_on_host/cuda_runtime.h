@@ -1,7 +1,7 @@
 // A CPU in the place of a GPU: enough of CUDA to run the kernels of csrc/cuda as they are written.
 // A thread is a fiber, a block is a thread of the operating system, the blocks of a cluster run at
-// once, clusters one after the other. Slow and small: for tests of what a kernel computes and of its
-// synchronisation, not of how fast it is.
+// once, clusters one after the other. Slow and small: for tests of what a kernel computes and of
+// its synchronisation, not of how fast it is.
 #pragma once
 
 #include <ucontext.h>
