@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ._ops import ops_of
-from .inputs import as_rows
 
 
 class _NoDerivative(torch.autograd.Function):
@@ -53,7 +52,7 @@ class _PrecomputedGradient(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
-            ops_of(ctx.backend).scale_(as_rows(gradient), dloss.detach())
+            ops_of(ctx.backend).scale_(gradient, dloss.detach())
         nothing = (None for _ in range(ctx.count))
         return (None, None, None, *(_final(gradient) for gradient in gradients), *nothing)
 

@@ -60,7 +60,7 @@ SCHEMAS = {
         f"bool ratio_target, {_POLICY}, Tensor(a!) report, Tensor(b!)? dlog_probs, "
         "Tensor(c!)? dentropy"
     ),
-    # Rows x *= factor, which leaves at once if the factor is 1.
+    # x *= factor, which leaves at once if the factor is 1.
     "scale_": "Tensor(a!) x, Tensor factor",
 }
 

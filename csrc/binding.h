@@ -103,6 +103,25 @@ class Arguments {
         };
     }
 
+    // A tensor to change in place: rows of its last dimension, with any strides up to three
+    // dimensions, contiguous beyond.
+    LogitRows rows_of(const Tensor& x) const {
+        const int64_t dims = x.dim();
+        STD_TORCH_CHECK(x.is_contiguous() || (dims <= 3 && x.stride(dims - 1) == 1),
+                        "x must be contiguous, or have at most 3 dimensions and last stride 1");
+        LogitRows rows{};
+        rows.dtype = row_dtype(x);
+        rows.vocab = dims >= 1 ? x.size(dims - 1) : 1;
+        rows.rows = dims >= 2 ? x.size(dims - 2) : 1;
+        rows.row_stride = dims >= 2 ? x.stride(dims - 2) : 0;
+        rows.batches = rows.vocab * rows.rows == 0 ? 0 : x.numel() / (rows.vocab * rows.rows);
+        rows.batch_stride = dims >= 3 ? x.stride(dims - 3) : 0;
+        rows.grad_row_stride = rows.row_stride;
+        rows.grad_batch_stride = rows.batch_stride;
+        rows.logits = rows.grad = x.data_ptr();
+        return rows;
+    }
+
   private:
     bool is_here(const Tensor& tensor) const {
         return tensor.is_cuda() == cuda_ && tensor.get_device_index() == index_;

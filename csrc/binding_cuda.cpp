@@ -71,7 +71,7 @@ struct Cuda {
 void scale(Tensor x, Tensor factor) {
     const Launch launch(x);
     const binding::Arguments on(x);
-    const LogitRows rows = on.logit_rows(x, x, 1.0, 1.0, std::nullopt);
+    const LogitRows rows = on.rows_of(x);
     launch.check(cuda::scale(rows, on.data<float>(factor, 1, "factor"), launch.stream()));
 }
 

@@ -78,6 +78,21 @@ BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
             search_weight(params.uniform_weight, params.rollout_log_probs, i, old)};
 }
 
+// Where Algorithm 1 stops: bounds = (lower, upper), shares = (P, N) there and (P, N) at the start.
+BAPO_HD void answer(const double* table, const double* lower, int lower_count, const double* upper,
+                    int upper_count, const TargetParams& target, float* bounds, double* shares) {
+    const double *const N = table, *const P = table + lower_count;
+    int at_lower, at_upper;
+    solve_bounds(P, upper_count, N, lower_count, target.target, target.ratio, target.upper_first,
+                 &at_lower, &at_upper);
+    bounds[0] = (float)lower[at_lower];
+    bounds[1] = (float)upper[at_upper];
+    shares[0] = P[at_upper];
+    shares[1] = N[at_lower];
+    shares[2] = P[0];
+    shares[3] = N[0];
+}
+
 struct PolicySums {
     double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
     double P, N, P_start, N_start;

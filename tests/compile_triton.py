@@ -167,7 +167,7 @@ def compile_variants(compiled: Compiled) -> None:
                 one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
         compiled.variant = f"{dtype}"
         one_row_pass(dtype, gradient=False)
-        row_pass.scale_(torch.empty(1, N, V, dtype=dtype), f32(1))
+        row_pass.scale_(torch.empty(N, V, dtype=dtype), f32(1))
     for kl in (0, 1, 2):
         compiled.variant = f"kl {kl}"
         one_row_pass(torch.bfloat16, everything=True, kl=kl)

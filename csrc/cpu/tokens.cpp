@@ -67,17 +67,8 @@ void contributions_reduce(const ContributionParams& params, const Moments* parti
 void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
            float* bounds, double* shares) {
     const Grids grids(lower, upper);
-    const double* const N = table;
-    const double* const P = table + grids.lower_count;
-    int at_lower, at_upper;
-    solve_bounds(P, grids.upper_count, N, grids.lower_count, target.target, target.ratio,
-                 target.upper_first, &at_lower, &at_upper);
-    bounds[0] = (float)grids.lower[at_lower];
-    bounds[1] = (float)grids.upper[at_upper];
-    shares[0] = P[at_upper];
-    shares[1] = N[at_lower];
-    shares[2] = P[0];
-    shares[3] = N[0];
+    answer(table, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target, bounds,
+           shares);
 }
 
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {

@@ -69,16 +69,8 @@ __global__ void __launch_bounds__(kSolveThreads)
     for (int i = threadIdx.x; i < points; i += kSolveThreads) sums[i] = table[i];
     __syncthreads();
     if (threadIdx.x != 0) return;
-    const double *const N = sums, *const P = sums + grids.lower_count;
-    int at_lower, at_upper;
-    solve_bounds(P, grids.upper_count, N, grids.lower_count, target.target, target.ratio,
-                 target.upper_first, &at_lower, &at_upper);
-    bounds[0] = (float)grids.lower[at_lower];
-    bounds[1] = (float)grids.upper[at_upper];
-    shares[0] = P[at_upper];
-    shares[1] = N[at_lower];
-    shares[2] = P[0];
-    shares[3] = N[0];
+    answer(sums, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target, bounds,
+           shares);
 }
 
 __global__ void __launch_bounds__(kTokensPerBlock)

@@ -38,7 +38,7 @@ struct CudaOnHost {
 
 void scale(Tensor x, Tensor factor) {
     const binding::Arguments on(x);
-    const LogitRows rows = on.logit_rows(x, x, 1.0, 1.0, std::nullopt);
+    const LogitRows rows = on.rows_of(x);
     check(cuda::scale(rows, on.data<float>(factor, 1, "factor"), nullptr));
 }
 

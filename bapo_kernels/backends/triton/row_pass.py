@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...inputs import as_rows
 from . import policy_math, rows
 from .launch import alignment, limits, row_shape
 
@@ -356,15 +357,16 @@ def row_gradient_(logits: Tensor, *arguments: Any) -> None:
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    shape = row_shape(x)
-    _scale_kernel[(x.shape[0] * x.shape[1],)](
-        x,
+    rows = as_rows(x)
+    shape = row_shape(rows)
+    _scale_kernel[(rows.shape[0] * rows.shape[1],)](
+        rows,
         factor,
-        rows_per_batch=x.shape[1],
-        V=x.shape[2],
-        batch_stride=x.stride(0),
-        row_stride=x.stride(1),
-        ALIGN=alignment(x),
+        rows_per_batch=rows.shape[1],
+        V=rows.shape[2],
+        batch_stride=rows.stride(0),
+        row_stride=rows.stride(1),
+        ALIGN=alignment(rows),
         W=shape.W,
         **limits(shape.num_warps, registers=64),
     )
