@@ -4,23 +4,32 @@ from . import debug, reference
 from .backends import available_backends
 from .bounds import ContributionHistogram, find_clip_bounds
 from .config import BAPOConfig
-from .functional import bapo_loss, bapo_loss_from_log_probs, log_probs
-from .modules import BAPOLoss
+from .functional import (
+    bapo_linear_loss,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+    linear_log_probs,
+    log_probs,
+)
+from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BAPOConfig",
+    "BAPOLinearLoss",
     "BAPOLoss",
     "BAPOOutput",
     "ClipBounds",
     "ContributionHistogram",
     "available_backends",
+    "bapo_linear_loss",
     "bapo_loss",
     "bapo_loss_from_log_probs",
     "debug",
     "find_clip_bounds",
+    "linear_log_probs",
     "log_probs",
     "reference",
 ]

@@ -22,7 +22,7 @@ class _NoDerivative(torch.autograd.Function):
         raise RuntimeError("the gradient of the BAPO loss and of log_probs has no derivative")
 
 
-def _final(gradient: Tensor) -> Tensor:
+def final(gradient: Tensor) -> Tensor:
     """``gradient``; under ``create_graph=True`` a second derivative must raise, not be 0."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return gradient
@@ -54,7 +54,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         for gradient in gradients:
             ops_of(ctx.backend).scale_(gradient, dloss.detach())
         nothing = (None for _ in range(ctx.count))
-        return (None, None, None, *(_final(gradient) for gradient in gradients), *nothing)
+        return (None, None, None, *(final(gradient) for gradient in gradients), *nothing)
 
 
 def attach(
@@ -132,4 +132,4 @@ class LogProbs(torch.autograd.Function):
             *ctx.transform,
             dlogits,
         )
-        return _final(dlogits), None, None, None, None
+        return final(dlogits), None, None, None, None

@@ -24,12 +24,14 @@ from .inputs import (
     as_rows,
     bounds_tensor,
     check_floating,
+    check_head,
     check_logits,
     check_options,
     config_or_default,
     require,
     token_inputs,
 )
+from .linear import LinearLogProbs, head, loss_of_hidden
 from .output import BAPOOutput, ClipBounds
 
 Statistics = Literal["all", "live"]
@@ -302,6 +304,186 @@ def log_probs(
     if not return_entropy:
         return logp.view(labels.shape), None
     return logp.view(labels.shape), entropy.view(labels.shape)
+
+
+def bapo_linear_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    config: BAPOConfig | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+    statistics: Statistics = "all",
+    cu_seqlens: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
+) -> BAPOOutput:
+    """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``, which never exists whole.
+
+    Masked rows never meet the lm_head (nor do, with ``statistics="live"``, rows that cannot change
+    the loss); rows whose gradient is zero whatever the bounds take part in the forward GEMM only;
+    rows that wait for the bounds are computed a second time. Reads two row counts a chunk on the
+    host.
+
+    Args:
+        hidden_states: ``[..., H]`` float32, bfloat16 or float16.
+        lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
+        bias: ``[V]``.
+        chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
+
+    Everything else is as in :func:`bapo_loss`; the loss has the gradients of ``hidden_states``,
+    ``lm_head_weight`` and ``bias``, as far as they require one.
+    """
+    config = config_or_default(config)
+    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens)
+    check_options(statistics, vocab_group)
+    dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
+    backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
+    options: dict[str, Any] = dict(
+        cu_seqlens=cu_seqlens,
+        rollout_log_probs=rollout_log_probs,
+        rollout_is_weights=rollout_is_weights,
+        ref_log_probs=ref_log_probs,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+        dp_size=dp_size,
+    )
+    tokens = token_inputs(
+        labels,
+        "labels",
+        config,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
+        **options,
+    )
+    given = None if bounds is None else bounds_tensor(bounds, labels)
+    if backend == "reference":
+        return reference.bapo_linear_loss(
+            hidden_states,
+            lm_head_weight,
+            labels,
+            old_log_probs,
+            advantages,
+            response_mask,
+            bias=bias,
+            config=config,
+            bounds=None if given is None else ClipBounds(*given.unbind()),
+            statistics=statistics,
+            process_group=process_group,
+            **options,
+        )
+    parameters = (hidden_states, lm_head_weight, bias)
+    needs = tuple(
+        torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
+        for parameter in parameters
+    )
+    with torch.no_grad():
+        output, gradients = loss_of_hidden(
+            head(hidden_states, lm_head_weight, bias, dtype),
+            labels,
+            tokens,
+            config,
+            backend,
+            given,
+            counted_tokens(tokens, config, statistics),
+            needs,
+            chunk_tokens,
+            process_group,
+        )
+    if gradients is None:
+        return output
+    made = gradients.of(*parameters)
+    pairs = [
+        (parameter, gradient.reshape(parameter.shape))
+        for parameter, gradient in zip(parameters, made, strict=True)
+        if parameter is not None and gradient is not None
+    ]
+    inputs, of_inputs = zip(*pairs, strict=True)
+    return output._replace(loss=attach(output.loss, backend, inputs, of_inputs))
+
+
+def linear_log_probs(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    return_entropy: bool = True,
+    vocab_group: dist.ProcessGroup | None = None,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``, a chunk of rows at a time.
+
+    Backward makes the logits of those rows again whose incoming gradients are not zero.
+
+    Args:
+        hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``.
+        chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
+    """
+    config = BAPOConfig(
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+    )
+    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens)
+    check_options("all", vocab_group)
+    dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
+    backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
+    if backend == "reference":
+        return reference.linear_log_probs(
+            hidden_states,
+            lm_head_weight,
+            labels,
+            bias=bias,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            final_logit_softcapping=final_logit_softcapping,
+            return_entropy=return_entropy,
+        )
+    logp, entropy = LinearLogProbs.apply(
+        hidden_states,
+        lm_head_weight,
+        bias,
+        labels,
+        config,
+        dtype,
+        backend,
+        chunk_tokens,
+    )
+    logp, entropy = logp.view(labels.shape), entropy.view(labels.shape)
+    return logp, entropy if return_entropy else None
+
+
+def _gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """That of autocast where it is on; else all must have the same."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    for name, tensor in (("lm_head_weight", weight), ("bias", bias)):
+        rule = f"have the dtype of hidden_states {hidden.dtype}"
+        require(
+            tensor is None or tensor.dtype == hidden.dtype,
+            name,
+            rule,
+            getattr(tensor, "dtype", None),
+        )
+    return hidden.dtype
 
 
 def _check_inplace(logits: Tensor, needs_gradient: bool) -> None:

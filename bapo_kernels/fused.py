@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +13,60 @@ from .bounds import add_contributions, empty_table, search
 from .config import KL_LOSS_TYPES, BAPOConfig
 from .inputs import TokenInputs, as_rows
 from .output import REPORT, BAPOOutput, ClipBounds
+
+
+class RowResults(NamedTuple):
+    """What a row pass writes for each token; ``stats`` is private to a backend."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    stats: Tensor
+    undecided: Tensor | None  # uint8, 1 where the gradient has to wait for the bounds
+
+    @classmethod
+    def empty(cls, N: int, device: torch.device, needs_gradient: bool) -> RowResults:
+        """Uninitialised, for ``N`` rows."""
+        log_probs = torch.empty(N, dtype=torch.float64, device=device)
+        undecided = torch.empty_like(log_probs, dtype=torch.uint8) if needs_gradient else None
+        return cls(log_probs, torch.empty_like(log_probs), log_probs.new_empty((N, 2)), undecided)
+
+
+def row_pass(
+    backend: str,
+    rows: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    given: Tensor | None,
+    results: RowResults,
+    dlogits: Tensor | None,
+    inplace: bool,
+) -> None:
+    """One look at each counted row; the gradient of those that no admissible bounds change."""
+    arguments = (
+        labels,
+        counted,
+        tokens.old,
+        tokens.advantages,
+        tokens.weights,
+        tokens.is_weights,
+        tokens.ref,
+        given,
+        config.ratio_lower_start,
+        config.ratio_lower_max,
+        config.ratio_upper_start,
+        config.ratio_upper_max,
+        *_policy_options(config),
+        *transform(config),
+        results.log_probs,
+        results.entropy,
+        results.stats,
+    )
+    if inplace:
+        ops_of(backend).row_pass_(rows, *arguments, results.undecided)
+    else:
+        ops_of(backend).row_pass(rows, *arguments, dlogits, results.undecided)
 
 
 def loss_of_logits(
@@ -26,52 +82,33 @@ def loss_of_logits(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[BAPOOutput, Tensor | None]:
     """Row pass, search, loss, and the rows that had to wait for the search."""
-    ops = ops_of(backend)
     rows, flat_labels = as_rows(logits), int64_labels(labels)
-    log_probs = torch.empty(labels.numel(), dtype=torch.float64, device=logits.device)
-    entropy = torch.empty_like(log_probs)
-    stats = log_probs.new_empty((labels.numel(), 2))
-    undecided = dlogits = dlogit_rows = None
+    results = RowResults.empty(labels.numel(), logits.device, needs_gradient)
+    dlogits = dlogit_rows = None
     if needs_gradient:
-        undecided = torch.empty_like(log_probs, dtype=torch.uint8)
         dlogits = logits
         if not inplace:
             dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
             dlogit_rows = as_rows(dlogits)
-
-    token_arguments = (
-        flat_labels,
-        counted,
-        tokens.old,
-        tokens.advantages,
-        tokens.weights,
-        tokens.is_weights,
-        tokens.ref,
-        given,
-        config.ratio_lower_start,
-        config.ratio_lower_max,
-        config.ratio_upper_start,
-        config.ratio_upper_max,
-        *_policy_options(config),
-        *transform(config),
-        log_probs,
-        entropy,
-        stats,
+    row_pass(
+        backend, rows, flat_labels, counted, tokens, config, given, results, dlogit_rows, inplace
     )
-    if inplace:
-        ops.row_pass_(rows, *token_arguments, undecided)
-    else:
-        ops.row_pass(rows, *token_arguments, dlogit_rows, undecided)
-
     output, dlog_probs, dentropy = loss_of_log_probs(
-        log_probs, entropy, counted, tokens, config, backend, given, process_group
+        results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
     )
     if needs_gradient and given is None:
-        arguments = (flat_labels, stats, entropy, dlog_probs, dentropy, undecided)
+        arguments = (
+            flat_labels,
+            results.stats,
+            results.entropy,
+            dlog_probs,
+            dentropy,
+            results.undecided,
+        )
         if inplace:
-            ops.row_gradient_(rows, *arguments, *transform(config))
+            ops_of(backend).row_gradient_(rows, *arguments, *transform(config))
         else:
-            ops.row_gradient(rows, *arguments, *transform(config), dlogit_rows)
+            ops_of(backend).row_gradient(rows, *arguments, *transform(config), dlogit_rows)
     return shaped(output, labels.shape, tokens.live, counted), dlogits
 
 
@@ -91,6 +128,26 @@ def loss_of_log_probs(
         table = empty_table(config, log_probs.device)
         add_contributions(backend, table, log_probs, tokens, config)
         bounds, shares = search(backend, table, config, process_group)
+    report, dlog_probs, dentropy = policy(
+        backend, log_probs, entropy, counted, tokens, config, bounds, shares
+    )
+    metrics = dict(zip(REPORT, report.unbind(), strict=True))
+    loss = metrics.pop("loss")
+    output = BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics)
+    return output, dlog_probs, dentropy
+
+
+def policy(
+    backend: str,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    counted: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    bounds: Tensor,
+    shares: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The report of these tokens at these bounds, and the gradients of log-probs and entropy."""
     report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
     dlog_probs = torch.empty_like(log_probs)
     dentropy = torch.empty_like(log_probs) if config.entropy_coef else None
@@ -117,10 +174,7 @@ def loss_of_log_probs(
         dlog_probs,
         dentropy,
     )
-    metrics = dict(zip(REPORT, report.unbind(), strict=True))
-    loss = metrics.pop("loss")
-    output = BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics)
-    return output, dlog_probs, dentropy
+    return report, dlog_probs, dentropy
 
 
 def counted_tokens(tokens: TokenInputs, config: BAPOConfig, statistics: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ class TokenInputs:
     ref: Tensor | None
     weights: Tensor | None  # of the aggregation, float64; None where no loss is asked for
 
+    def at(self, rows: Tensor) -> TokenInputs:
+        """Those of some tokens."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: v[rows] for k, v in given.items() if v is not None})
+
 
 def require(ok: bool, name: str, rule: str, got: Any) -> None:
     """Raises ``ValueError`` with name, rule and the value got."""
@@ -46,14 +51,46 @@ def check_logits(logits: Tensor, labels: Tensor) -> None:
     check_floating("logits", logits)
     require(logits.ndim >= 1, "logits", "have shape (..., V)", tuple(logits.shape))
     require(logits.shape[-1] >= 1, "logits", "have V >= 1", tuple(logits.shape))
+    check_labels(labels, logits, "logits")
+
+
+def check_labels(labels: Tensor, rows: Tensor, rows_name: str) -> None:
+    """Integer ``labels`` of the rows of a tensor."""
     require(isinstance(labels, Tensor), "labels", "be a tensor", type(labels).__name__)
     is_integer = not (
         labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
     )
     require(is_integer, "labels", "be integers", labels.dtype)
-    rule = f"have the leading shape of logits {tuple(logits.shape[:-1])}"
-    require(labels.shape == logits.shape[:-1], "labels", rule, tuple(labels.shape))
-    _check_device("labels", labels, logits, "logits")
+    rule = f"have the leading shape of {rows_name} {tuple(rows.shape[:-1])}"
+    require(labels.shape == rows.shape[:-1], "labels", rule, tuple(labels.shape))
+    _check_device("labels", labels, rows, rows_name)
+
+
+def check_head(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk_tokens: int | None,
+) -> None:
+    """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``."""
+    check_floating("hidden_states", hidden_states)
+    check_floating("lm_head_weight", lm_head_weight)
+    shape = tuple(hidden_states.shape)
+    require(hidden_states.ndim >= 1, "hidden_states", "have shape (..., H)", shape)
+    fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == shape[-1]
+    rule = f"have shape (V, {shape[-1]}), as hidden_states {shape} ask for"
+    require(fits, "lm_head_weight", rule, tuple(lm_head_weight.shape))
+    V = lm_head_weight.shape[0]
+    require(V >= 1, "lm_head_weight", "have V >= 1", tuple(lm_head_weight.shape))
+    if bias is not None:
+        check_floating("bias", bias)
+        require(bias.shape == (V,), "bias", f"have shape ({V},)", tuple(bias.shape))
+        _check_device("bias", bias, hidden_states, "hidden_states")
+    _check_device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
+    check_labels(labels, hidden_states, "hidden_states")
+    is_count = chunk_tokens is None or (isinstance(chunk_tokens, int) and chunk_tokens >= 1)
+    require(is_count, "chunk_tokens", "be None or an integer >= 1", repr(chunk_tokens))
 
 
 def _check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:

@@ -1,4 +1,4 @@
-"""The loss as ``nn.Module``."""
+"""The losses as ``nn.Module``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .config import BAPOConfig
-from .functional import Statistics, bapo_loss
+from .functional import Statistics, bapo_linear_loss, bapo_loss
 from .inputs import config_or_default
 from .output import BAPOOutput
 
@@ -48,5 +48,45 @@ class BAPOLoss(torch.nn.Module):
         """Shown by ``print``."""
         return (
             f"{self.config}, backend={self.backend!r}, inplace={self.inplace}, "
+            f"statistics={self.statistics!r}"
+        )
+
+
+class BAPOLinearLoss(torch.nn.Module):
+    """:func:`bapo_kernels.bapo_linear_loss` with its configuration.
+
+    ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first;
+    ``config``, ``backend``, ``chunk_tokens`` and ``statistics`` are those of the module.
+    """
+
+    def __init__(
+        self,
+        config: BAPOConfig | None = None,
+        *,
+        backend: str | None = None,
+        chunk_tokens: int | None = None,
+        statistics: Statistics = "all",
+    ) -> None:
+        super().__init__()
+        self.config = config_or_default(config)
+        self.backend = backend
+        self.chunk_tokens = chunk_tokens
+        self.statistics = statistics
+
+    def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
+        """The loss of a batch."""
+        return bapo_linear_loss(
+            *args,
+            config=self.config,
+            backend=self.backend,
+            chunk_tokens=self.chunk_tokens,
+            statistics=self.statistics,
+            **kwargs,
+        )
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        return (
+            f"{self.config}, backend={self.backend!r}, chunk_tokens={self.chunk_tokens}, "
             f"statistics={self.statistics!r}"
         )

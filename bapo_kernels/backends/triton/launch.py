@@ -38,15 +38,16 @@ class RowShape(NamedTuple):
     num_warps: int
 
 
-def row_shape(rows: Tensor, softcapped: bool = False) -> RowShape:
+def row_shape(rows: Tensor, softcapped: bool = False, threads: int = 512) -> RowShape:
     """16 bytes a thread and lane group; wide programs, so that few rows at once share the L2 cache.
 
     Two programs of 512 threads and 64 registers fill a multiprocessor: one loads while the other
-    writes. Depends on V and dtype only, as the bits of a row must.
+    writes. Without a second look, two of 256 threads and 96 registers do. Depends on V and dtype
+    only, as the bits of a row must.
     """
     vector, warp = 16 // rows.element_size(), warp_size()
     V = rows.shape[-1]
-    num_warps = min(512 // warp, triton.next_power_of_2(triton.cdiv(V, 4 * vector * warp)))
+    num_warps = min(threads // warp, triton.next_power_of_2(triton.cdiv(V, 4 * vector * warp)))
     W = vector * warp * num_warps
     unroll = 1 if softcapped and vector == 8 else 4  # tanh of more elements would not fit
     return RowShape(W, unroll if unroll * W <= V else 1, num_warps)

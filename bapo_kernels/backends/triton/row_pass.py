@@ -280,7 +280,7 @@ def row_pass(
     undecided: Tensor | None,
 ) -> None:
     softcapped, transform = _transform(temperature, logit_scale, softcap)
-    shape = row_shape(logits, softcapped)
+    shape = row_shape(logits, softcapped, threads=256 if dlogits is None else 512)
     _row_pass_kernel[(labels.numel(),)](
         logits,
         dlogits,
@@ -311,7 +311,7 @@ def row_pass(
         BONUS=entropy_coef != 0,
         W=shape.W,
         UNROLL=shape.UNROLL,
-        **limits(shape.num_warps, registers=64),
+        **limits(shape.num_warps, registers=96 if dlogits is None else 64),
     )
 
 

@@ -1,0 +1,290 @@
+"""From hidden states: only rows that matter meet the lm_head, a chunk of logits at a time.
+
+Gradients are made in forward. Three sets of rows are kept apart: those that are computed (masked
+ones never are), those of them whose gradient is not surely zero (the others need no gradient GEMM),
+and those that wait for the clip bounds (replayed once the bounds are known). What is kept until
+backward are the gradients of the hidden states, in their dtype, and of the weight, in float32 while
+it is added up and in the weight's dtype then; logits never.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._autograd import final
+from ._ops import ops_of
+from .config import IGNORE_INDEX, BAPOConfig
+from .fused import RowResults, loss_of_log_probs, policy, row_pass, shaped, transform
+from .inputs import TokenInputs
+from .output import BAPOOutput
+
+CHUNK_BYTES = 2**30
+_COLUMNS = 1024  # of the weight gradient at once, where a GEMM cannot add to float32 by itself
+
+
+@dataclass(frozen=True)
+class Head:
+    """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of some rows, and their logits as ``[1, rows, V]``."""
+        h = self.hidden[rows]
+        return h, F.linear(h, self.weight, self.bias)[None]
+
+    def chunk_tokens(self, asked: int | None) -> int:
+        """Rows of a chunk: as asked, or 1 GiB of logits."""
+        row_bytes = self.weight.shape[0] * self.weight.element_size()
+        return asked or max(1, CHUNK_BYTES // row_bytes)
+
+
+def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
+    """Detached, rows flat, in the dtype of the GEMMs."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    bias = None if bias is None else bias.detach().to(dtype)
+    return Head(rows.to(dtype), weight.detach().to(dtype), bias)
+
+
+class HeadGradients:
+    """Gradients of a head, added up chunk by chunk; those that nobody needs are not made.
+
+    Args:
+        needs: whether the hidden states, the weight and the bias need a gradient.
+        one_chunk: the weight's gradient is one product, which may be rounded to its dtype at once.
+    """
+
+    def __init__(self, head: Head, needs: tuple[bool, ...], one_chunk: bool) -> None:
+        self.head, self.one_chunk = head, one_chunk
+        self.hidden = torch.zeros_like(head.hidden) if needs[0] else None
+        self.weight: Tensor | None = None
+        self.needs_weight = needs[1]
+        V = head.weight.shape[0]
+        self.bias = torch.zeros(V, device=head.weight.device) if needs[2] else None
+
+    def add(self, rows: Tensor, h: Tensor, dlogits: Tensor) -> None:
+        """``dlogits [n, V]`` of rows that have had none so far."""
+        if rows.numel() == 0:
+            return
+        if self.hidden is not None:
+            self.hidden[rows] = dlogits @ self.head.weight
+        if self.needs_weight:
+            self._add_weight(h, dlogits)
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=torch.float32)
+
+    def _add_weight(self, h: Tensor, dlogits: Tensor) -> None:
+        if self.weight is None and (self.one_chunk or h.dtype == torch.float32):
+            self.weight = dlogits.T @ h
+            return
+        if self.weight is None:
+            self.weight = torch.zeros_like(self.head.weight, dtype=torch.float32)
+        self.weight = self.weight.float()
+        if h.dtype == torch.float32:
+            self.weight.addmm_(dlogits.T, h)
+            return
+        for first in range(0, dlogits.shape[1], _COLUMNS):
+            at = slice(first, first + _COLUMNS)
+            self.weight[at] += _float32_product(dlogits[:, at].T, h)
+
+    def of(self, *parameters: Tensor | None) -> list[Tensor | None]:
+        """In the dtypes of hidden states, weight and bias; zeros where no row had a gradient."""
+        if self.needs_weight and self.weight is None:
+            self.weight = torch.zeros_like(self.head.weight)
+        made = (self.hidden, self.weight, self.bias)
+        return [
+            None if gradient is None or parameter is None else gradient.to(parameter.dtype)
+            for gradient, parameter in zip(made, parameters, strict=True)
+        ]
+
+
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def loss_of_hidden(
+    head: Head,
+    labels: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    backend: str,
+    given: Tensor | None,
+    counted: Tensor,
+    needs: tuple[bool, ...],
+    chunk_tokens: int | None,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[BAPOOutput, HeadGradients | None]:
+    """Forward GEMM, row pass and gradient GEMMs of every chunk, search, loss, replay."""
+    flat_labels = labels.long().reshape(-1)
+    rows = counted.nonzero().squeeze(1)
+    chunks = rows.split(head.chunk_tokens(chunk_tokens))
+    results = RowResults.empty(labels.numel(), labels.device, any(needs))
+    for result in results:
+        if result is not None:
+            result.zero_()
+    gradients = HeadGradients(head, needs, len(chunks) == 1) if any(needs) else None
+    for chunk in chunks:
+        _first_pass(head, chunk, flat_labels, tokens, config, backend, given, results, gradients)
+
+    output, dlog_probs, dentropy = loss_of_log_probs(
+        results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
+    )
+    if gradients is not None and results.undecided is not None:
+        waiting = (results.undecided != 0) & _has_gradient(dlog_probs, dentropy)
+        for chunk in waiting.nonzero().squeeze(1).split(head.chunk_tokens(chunk_tokens)):
+            h, dlogits = _gradient_rows(
+                head, chunk, flat_labels, results, dlog_probs, dentropy, config, backend
+            )
+            gradients.add(chunk, h, dlogits)
+    return shaped(output, labels.shape, tokens.live, counted), gradients
+
+
+def _first_pass(
+    head: Head,
+    chunk: Tensor,
+    labels: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    backend: str,
+    given: Tensor | None,
+    results: RowResults,
+    gradients: HeadGradients | None,
+) -> None:
+    h, logits = head.logits(chunk)
+    part = tokens.at(chunk)
+    of_chunk = RowResults.empty(chunk.numel(), chunk.device, gradients is not None)
+    inplace = gradients is not None
+    row_pass(
+        backend, logits, labels[chunk], part.live, part, config, given, of_chunk, None, inplace
+    )
+    for whole, values in zip(results, of_chunk, strict=True):
+        if whole is not None and values is not None:
+            whole[chunk] = values
+    if gradients is None or of_chunk.undecided is None:
+        return
+    # A decided row has the gradient of any bounds, so that of the first ones.
+    bounds = given
+    if bounds is None:
+        first = (config.ratio_lower_start, config.ratio_upper_start)
+        bounds = torch.tensor(first, dtype=torch.float32, device=chunk.device)
+    _, dlog_probs, dentropy = policy(
+        backend, of_chunk.log_probs, of_chunk.entropy, part.live, part, config, bounds, None
+    )
+    keep = (of_chunk.undecided == 0) & _has_gradient(dlog_probs, dentropy)
+    index = keep.nonzero().squeeze(1)
+    dlogits = _move_to_front(logits[0], index)
+    gradients.add(chunk[index], h[index], dlogits)
+
+
+def _has_gradient(dlog_probs: Tensor, dentropy: Tensor | None) -> Tensor:
+    some = dlog_probs != 0
+    return some if dentropy is None else some | (dentropy != 0)
+
+
+def _move_to_front(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]`` for ascending ``index``, in the memory of ``rows``.
+
+    A row only moves forward, to where no later one is read; a 32nd of the rows is copied at once.
+    """
+    count, size = index.numel(), max(1, rows.shape[0] // 32)
+    if count < rows.shape[0]:
+        for first in range(0, count, size):
+            piece = index[first : first + size]
+            rows[first : first + piece.numel()] = rows[piece]
+    return rows[:count]
+
+
+def _gradient_rows(
+    head: Head,
+    rows: Tensor,
+    labels: Tensor,
+    results: RowResults,
+    dlog_probs: Tensor,
+    dentropy: Tensor | None,
+    config: BAPOConfig,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Hidden states and d loss / d logits of rows whose statistics are known."""
+    h, logits = head.logits(rows)
+    ops_of(backend).row_gradient_(
+        logits,
+        labels[rows],
+        results.stats[rows],
+        results.entropy[rows],
+        dlog_probs[rows],
+        None if dentropy is None else dentropy[rows],
+        None,
+        *transform(config),
+    )
+    return h, logits[0]
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """``(log_probs, entropy)`` of hidden states; backward makes the logits of some rows again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        config: BAPOConfig,
+        dtype: torch.dtype,
+        backend: str,
+        chunk_tokens: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        labels = labels.long().reshape(-1)
+        of_head = head(hidden, weight, bias, dtype)
+        live = labels != IGNORE_INDEX
+        results = RowResults.empty(labels.numel(), labels.device, False)
+        for result in results[:3]:
+            result.zero_()
+        idle = torch.zeros(labels.numel(), device=labels.device)
+        no_policy = TokenInputs(live, idle, None, None, None, None, None)
+        for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(chunk_tokens)):
+            _first_pass(of_head, chunk, labels, no_policy, config, backend, None, results, None)
+        ctx.save_for_backward(hidden, weight, bias, labels, *results[:3])
+        ctx.options = config, dtype, backend, chunk_tokens
+        ctx.set_materialize_grads(False)
+        return results.log_probs.float(), results.entropy.float()
+
+    @staticmethod
+    def backward(
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_probs, entropy, stats = ctx.saved_tensors
+        config, dtype, backend, chunk_tokens = ctx.options
+        of_head, results = (
+            head(hidden, weight, bias, dtype),
+            RowResults(log_probs, entropy, stats, None),
+        )
+        nothing = torch.zeros_like(log_probs)
+        of_log_probs = nothing if dlog_probs is None else dlog_probs.detach().double()
+        of_entropy = None if dentropy is None else dentropy.detach().double()
+        rows = (
+            ((labels != IGNORE_INDEX) & _has_gradient(of_log_probs, of_entropy))
+            .nonzero()
+            .squeeze(1)
+        )
+        chunks = rows.split(of_head.chunk_tokens(chunk_tokens))
+        gradients = HeadGradients(of_head, ctx.needs_input_grad[:3], len(chunks) == 1)
+        for chunk in chunks:
+            h, dlogits = _gradient_rows(
+                of_head, chunk, labels, results, of_log_probs, of_entropy, config, backend
+            )
+            gradients.add(chunk, h, dlogits)
+        made = gradients.of(hidden, weight, bias)
+        shaped_like = zip(made, (hidden, weight, bias), strict=True)
+        final_ones = (None if g is None else final(g.reshape(p.shape)) for g, p in shaped_like)
+        return (*final_ones, *(None for _ in range(5)))

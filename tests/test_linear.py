@@ -1,0 +1,305 @@
+"""Losses and log-probs of hidden states against the float64 reference, gradient by gradient."""
+
+import pytest
+import torch
+from helpers import EPS, Case, assert_within_budget, make_case, per_token
+
+from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+B, S, H, V = 3, 7, 24, 193
+CONFIGS = {
+    "paper": {},
+    "recipe": dict(preset="recipe"),
+    "far": dict(target=0.9),
+    "entropy": dict(entropy_coef=0.01),
+    "kl": dict(kl_loss_coef=0.1),
+    "softcap": dict(final_logit_softcapping=8.0, logit_scale=0.7, temperature=0.9),
+    "sequences": dict(loss_agg_mode="seq-mean-token-mean", clip_ratio_c=3.0),
+}
+
+
+def build(name):
+    options = dict(CONFIGS[name])
+    preset = getattr(BAPOConfig, options.pop("preset", "paper"))
+    return preset(**options)
+
+
+def problem(dtype, device, config, staleness=0.4, shape=(B, S), seed=0):
+    """Hidden states, weight, bias, and the tokens of a stale batch; NaN wherever it is masked."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*shape, H, generator=g).to(dtype)
+    weight = (0.6 * torch.randn(V, H, generator=g)).to(dtype)
+    bias = torch.randn(V, generator=g).to(dtype)
+    case = make_case(shape, V, config=config, seed=seed, ref_log_probs=per_token(shape))
+    transform = {
+        name: getattr(config, name)
+        for name in ("temperature", "logit_scale", "final_logit_softcapping")
+    }
+    logp, _ = reference.linear_log_probs(
+        hidden.double(), weight.double(), case.labels, bias=bias.double(), **transform
+    )
+    live = case.response_mask & (case.labels != -100)
+    noise = staleness * torch.randn(shape, generator=g)
+    case.old_log_probs = torch.where(live, logp + noise, torch.nan).float()
+    hidden[~live] = torch.nan
+    tokens = [t.to(device) for t in case.arguments()]
+    options = {"config": config, "ref_log_probs": case.options["ref_log_probs"].to(device)}
+    return [t.to(device) for t in (hidden, weight, bias)], Case(None, *tokens, options)
+
+
+def run(function, parameters, case, kind=None, **options):
+    leaves = [p.detach().to(kind or p.dtype).clone().requires_grad_() for p in parameters]
+    live = case.response_mask & (case.labels != -100)
+    hidden = leaves[0]
+    if function is reference.bapo_linear_loss:  # 0*NaN of a masked row would reach the weight
+        hidden = torch.where(live[..., None], hidden, 0.0)
+    out = function(hidden, leaves[1], *case.arguments(), bias=leaves[2], **(case.options | options))
+    out.loss.backward()
+    return out, [leaf.grad for leaf in leaves]
+
+
+def check(parameters, case, backend, statistics="all", **options):
+    got, same, truth = (
+        run(function, parameters, case, kind, statistics=statistics, **extra)
+        for function, kind, extra in (
+            (bapo_linear_loss, None, {"backend": backend, **options}),
+            (reference.bapo_linear_loss, None, {}),
+            (reference.bapo_linear_loss, torch.float64, {}),
+        )
+    )
+    size = truth[0].log_probs.nan_to_num().abs().max().item()
+    named = zip(("hidden", "weight", "bias"), got[1], same[1], truth[1], strict=True)
+    for name, *gradients in named:
+        assert gradients[0].dtype == parameters[0].dtype
+        # r inherits the rounding of the log-prob, as in check_against_reference.
+        inherited = EPS[torch.float32] * size * gradients[2].abs().max().item()
+        assert_within_budget(f"gradient of {name}", *gradients, inherited=inherited)
+    for a, b in zip(got[0].bounds, truth[0].bounds, strict=True):
+        assert a.item() == b.item()
+    parts = [r[0].log_probs for r in (got, same, truth)]
+    assert_within_budget("log_probs", *parts, inherited=2.0**-22 * size)  # sums of 24 products
+    return got
+
+
+# Logits are rounded to the dtype on both sides: the float64 truth is of logits that are not.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("statistics", ["all", "live"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_options(backend, device, dtype, statistics, name):
+    parameters, case = problem(dtype, device, build(name), staleness=0.0)
+    case.old_log_probs = None
+    check(parameters, case, backend, statistics, chunk_tokens=5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 21, None])
+@pytest.mark.parametrize("name", ["far", "recipe"])
+def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
+    """Dead, idle, decided and undecided rows in one batch, in chunks of any size."""
+    parameters, case = problem(torch.float32, device, build(name))
+    got = check(parameters, case, backend, chunk_tokens=chunk_tokens)
+    assert got[0].bounds.upper > 1.2 or got[0].bounds.lower > 0.6, "the case must need a search"
+
+
+def test_chunk_size_changes_nothing_but_rounding(backend, device):
+    parameters, case = problem(torch.float32, device, BAPOConfig())
+    results = [
+        run(bapo_linear_loss, parameters, case, backend=backend, chunk_tokens=n)
+        for n in (1, 5, 100)
+    ]
+    for out, gradients in results[1:]:
+        torch.testing.assert_close(
+            out.loss, results[0][0].loss, rtol=4e-6, atol=0
+        )  # log-probs of 20
+        assert out.bounds == results[0][0].bounds
+        for a, b in zip(gradients, results[0][1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_weight_gradient_of_many_chunks_is_not_rounded(backend, device):
+    """bfloat16: the error must not grow with the number of chunks."""
+    config = BAPOConfig.fixed(0.5, 2.0, loss_agg_mode="token-sum")
+    parameters, case = problem(torch.bfloat16, device, config, shape=(2, 20))
+    case.old_log_probs = None
+    errors = []
+    truth = run(reference.bapo_linear_loss, parameters, case, torch.float64)[1][1]
+    for chunk_tokens in (2, 40):
+        options = dict(backend=backend, chunk_tokens=chunk_tokens)
+        gradient = run(bapo_linear_loss, parameters, case, **options)[1][1]
+        errors.append((gradient.double() - truth).norm())
+    assert errors[0] <= 1.1 * errors[1]
+
+
+def test_micro_batches_add_up(backend, device):
+    config = BAPOConfig.fixed(0.8, 1.2)
+    parameters, case = problem(torch.float32, device, config, shape=(4, 5))
+    tokens = int((case.response_mask & (case.labels != -100)).sum())
+    whole = run(bapo_linear_loss, parameters, case, backend=backend)[1]
+    added = [torch.zeros_like(p) for p in parameters]
+    for rows in (slice(0, 1), slice(1, 4)):
+        part = Case(None, *(t[rows] for t in case.arguments()), case.options)
+        part.options = part.options | {"ref_log_probs": case.options["ref_log_probs"][rows]}
+        hidden = parameters[0][rows]
+        gradients = run(
+            bapo_linear_loss,
+            [hidden, *parameters[1:]],
+            part,
+            backend=backend,
+            batch_num_tokens=tokens,
+        )[1]
+        added[0][rows] = gradients[0]
+        added[1] += gradients[1]
+        added[2] += gradients[2]
+    for a, b in zip(added, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2, (0, 1), (1, 2)])
+def test_frozen_parameters(backend, device, frozen):
+    parameters, case = problem(torch.float32, device, BAPOConfig())
+    expected = run(bapo_linear_loss, parameters, case, backend=backend)[1]
+    leaves = [p.clone().requires_grad_() for p in parameters]
+    for i in frozen if isinstance(frozen, tuple) else (frozen,):
+        leaves[i].requires_grad_(False)
+    bapo_linear_loss(
+        leaves[0], leaves[1], *case.arguments(), bias=leaves[2], backend=backend, **case.options
+    ).loss.backward()
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, gradient)
+
+
+def test_without_gradient(backend, device):
+    parameters, case = problem(torch.float32, device, BAPOConfig())
+    expected = run(bapo_linear_loss, parameters, case, backend=backend)[0]
+    with torch.no_grad():
+        out = bapo_linear_loss(
+            *parameters[:2], *case.arguments(), bias=parameters[2], backend=backend, **case.options
+        )
+    assert not out.loss.requires_grad
+    assert torch.equal(out.loss, expected.loss)
+    assert out.bounds == expected.bounds
+
+
+def test_tied_weight_and_no_bias(backend, device):
+    parameters, case = problem(torch.float32, device, BAPOConfig())
+    embedding = parameters[1].clone().requires_grad_()
+    hidden = embedding[case.labels.clamp(min=0)] * 0.5
+    out = bapo_linear_loss(hidden, embedding, *case.arguments(), backend=backend, **case.options)
+    out.loss.backward()
+    true = parameters[1].double().requires_grad_()
+    expected = reference.bapo_linear_loss(
+        true[case.labels.clamp(min=0)] * 0.5, true, *case.arguments(), **case.options
+    )
+    expected.loss.backward()
+    assert (embedding.grad - true.grad).abs().max() <= 1e-5 * true.grad.abs().max()
+
+
+def test_autocast(backend, device):
+    """float32 parameters, bfloat16 GEMMs, float32 gradients that were never rounded."""
+    parameters, case = problem(torch.float32, device, BAPOConfig(), staleness=0.0)
+    case.old_log_probs = None
+    leaves = [p.clone().requires_grad_() for p in parameters]
+    with torch.autocast(device, torch.bfloat16):
+        out = bapo_linear_loss(
+            leaves[0],
+            leaves[1],
+            *case.arguments(),
+            bias=leaves[2],
+            backend=backend,
+            chunk_tokens=6,
+            **case.options,
+        )
+    out.loss.backward()
+    truth = run(reference.bapo_linear_loss, parameters, case, torch.float64)[1]
+    for leaf, gradient in zip(leaves, truth, strict=True):
+        assert leaf.grad.dtype == torch.float32
+        assert (leaf.grad.double() - gradient).norm() <= 2e-2 * gradient.norm()
+    assert not torch.equal(leaves[1].grad, leaves[1].grad.bfloat16().float())
+
+
+def test_all_masked_and_no_tokens(backend, device):
+    parameters, case = problem(torch.float32, device, BAPOConfig())
+    case.response_mask = torch.zeros_like(case.response_mask)
+    out, gradients = run(bapo_linear_loss, parameters, case, backend=backend)
+    assert out.loss == 0
+    assert not any(g.any() for g in gradients)
+    empty = Case(None, *(t[:0] for t in case.arguments()), {"config": BAPOConfig()})
+    out, gradients = run(
+        bapo_linear_loss, [parameters[0][:0], *parameters[1:]], empty, backend=backend
+    )
+    assert out.loss == 0
+    assert gradients[0].shape == (0, S, H)
+    assert not gradients[1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entropy", [True, False])
+def test_linear_log_probs(backend, device, dtype, entropy):
+    parameters, case = problem(dtype, device, BAPOConfig())
+    live = case.response_mask & (case.labels != -100)
+    labels = torch.where(live, case.labels, -100)
+    weights = torch.where(torch.rand(B, S) < 0.4, 0.0, torch.randn(B, S)).to(device)
+    results = []
+    for function, kind, options in (
+        (linear_log_probs, None, dict(backend=backend, chunk_tokens=4)),
+        (reference.linear_log_probs, None, {}),
+        (reference.linear_log_probs, torch.float64, {}),
+    ):
+        leaves = [p.to(kind or dtype).clone().requires_grad_() for p in parameters]
+        hidden = torch.where(live[..., None], leaves[0], 0.0)
+        logp, H_ = function(
+            hidden,
+            leaves[1],
+            labels,
+            bias=leaves[2],
+            temperature=0.8,
+            return_entropy=entropy,
+            **options,
+        )
+        loss = (weights * logp).sum()
+        if entropy:
+            loss = loss + 0.3 * (weights * H_).sum()
+        else:
+            assert H_ is None
+        loss.backward()
+        results.append([leaf.grad for leaf in leaves])
+    for name, *gradients in zip(("hidden", "weight", "bias"), *results, strict=True):
+        assert_within_budget(f"gradient of {name}", *gradients)
+
+
+def test_module(backend, device):
+    parameters, case = problem(torch.float32, device, BAPOConfig())
+    module = BAPOLinearLoss(backend=backend, chunk_tokens=8, statistics="live")
+    out = module(*parameters[:2], *case.arguments())
+    assert "chunk_tokens=8" in repr(module)
+    assert out.metrics["live_tokens"] > 0
+
+
+ERRORS = {
+    "weight": (dict(lm_head_weight=torch.ones(5, 3)), r"lm_head_weight must have shape \(V, 4\)"),
+    "dtype": (
+        dict(lm_head_weight=torch.ones(5, 4).bfloat16()),
+        "lm_head_weight must have the dtype",
+    ),
+    "bias": (dict(bias=torch.ones(4)), r"bias must have shape \(5,\), got \(4,\)"),
+    "chunk": (dict(chunk_tokens=0), "chunk_tokens must be None or an integer >= 1, got 0"),
+    "labels": (dict(labels=torch.zeros(3, dtype=torch.long)), "labels must have the leading shape"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    given, message = ERRORS[name]
+    arguments = dict(
+        hidden_states=torch.ones(2, 4),
+        lm_head_weight=torch.ones(5, 4),
+        labels=torch.zeros(2, dtype=torch.long),
+    )
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs(**(arguments | given))
+    with pytest.raises(ValueError, match=message):
+        bapo_linear_loss(
+            **(arguments | given),
+            old_log_probs=None,
+            advantages=torch.ones(len(given.get("labels", "ab"))),
+        )
