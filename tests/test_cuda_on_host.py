@@ -167,6 +167,7 @@ def test_bad_values_hang_nothing(on_host):
     case.response_mask[:] = True
     got = run_kernel(case, "cpu")
     assert got.output.loss.isnan()
+    assert got.gradient[0, 0].isnan().all()  # idle, released, and yet not zero
     assert got.gradient[0, 7:].isfinite().all()
     assert got.output.log_probs[0, 2].isfinite() or case.labels[0, 2] >= 9_000
 

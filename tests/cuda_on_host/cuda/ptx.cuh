@@ -79,6 +79,8 @@ inline uint32_t address_in(uint32_t address, uint32_t rank) {
 }
 inline void store_async(uint32_t to, uint64_t value, uint32_t barrier) {
     if (to >> 24 != barrier >> 24 || to % 8) std::abort();
+    // Late, and later from some warps than from others: nobody may go on without them.
+    for (unsigned i = 0; i < 3 * (emulated::block->current / 32); ++i) emulated::block->yield();
     std::memcpy(at_address(to), &value, sizeof value);
     update_barrier(barrier, 0, -(int)sizeof value);
 }
