@@ -18,6 +18,7 @@ bench: .venv/built
 	$(BIN)/python -m benchmarks.run
 	MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 \
 	  $(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.linear
 
 lint: .venv/built
 	$(BIN)/ruff check .

@@ -80,6 +80,15 @@ def check(parameters, case, backend, statistics="all", **options):
         assert a.item() == b.item()
     parts = [r[0].log_probs for r in (got, same, truth)]
     assert_within_budget("log_probs", *parts, inherited=2.0**-22 * size)  # sums of 24 products
+    if parameters[0].dtype == torch.float32:
+        for name in ("loss", "entropy"):
+            values = (getattr(r[0], name).double() for r in (got, truth))
+            torch.testing.assert_close(*values, rtol=2e-5, atol=1e-6, equal_nan=True)
+        assert got[0].metrics.keys() == truth[0].metrics.keys()
+        for name, value in truth[0].metrics.items():
+            torch.testing.assert_close(
+                got[0].metrics[name].double(), value.double(), rtol=2e-5, atol=1e-6
+            )
     return got
 
 
@@ -100,6 +109,20 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
     parameters, case = problem(torch.float32, device, build(name))
     got = check(parameters, case, backend, chunk_tokens=chunk_tokens)
     assert got[0].bounds.upper > 1.2 or got[0].bounds.lower > 0.6, "the case must need a search"
+
+
+def test_packed_with_weights(backend, device):
+    config = BAPOConfig.recipe(loss_agg_mode="seq-mean-token-mean")
+    parameters, case = problem(torch.float32, device, config, shape=(20,))
+    case.options |= dict(
+        cu_seqlens=torch.tensor([0, 5, 5, 12, 20], device=device),
+        rollout_is_weights=per_token((20,), low=0.2, high=2.0).to(device),
+        rollout_log_probs=per_token((20,), seed=3).to(device),
+        global_batch_size=7,
+    )
+    case.options["ref_log_probs"] = None
+    case.advantages = torch.tensor([0.5, 2.0, -1.0, 0.7], device=device)
+    check(parameters, case, backend, chunk_tokens=6)
 
 
 def test_chunk_size_changes_nothing_but_rounding(backend, device):
