@@ -30,6 +30,15 @@ class RowResults(NamedTuple):
         undecided = torch.empty_like(log_probs, dtype=torch.uint8) if needs_gradient else None
         return cls(log_probs, torch.empty_like(log_probs), log_probs.new_empty((N, 2)), undecided)
 
+    @classmethod
+    def zeros(cls, N: int, device: torch.device, needs_gradient: bool) -> RowResults:
+        """Of rows that are not computed."""
+        results = cls.empty(N, device, needs_gradient)
+        for result in results:
+            if result is not None:
+                result.zero_()
+        return results
+
 
 def row_pass(
     backend: str,

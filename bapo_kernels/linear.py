@@ -21,7 +21,7 @@ from ._autograd import final
 from ._ops import ops_of
 from .config import IGNORE_INDEX, BAPOConfig
 from .fused import RowResults, loss_of_log_probs, policy, row_pass, shaped, transform
-from .inputs import TokenInputs
+from .inputs import TokenInputs, bounds_tensor
 from .output import BAPOOutput
 
 CHUNK_BYTES = 2**30
@@ -128,13 +128,15 @@ def loss_of_hidden(
     flat_labels = labels.long().reshape(-1)
     rows = counted.nonzero().squeeze(1)
     chunks = rows.split(head.chunk_tokens(chunk_tokens))
-    results = RowResults.empty(labels.numel(), labels.device, any(needs))
-    for result in results:
-        if result is not None:
-            result.zero_()
+    results = RowResults.zeros(labels.numel(), labels.device, any(needs))
+    # A decided row has the gradient of any bounds, so that of the first ones.
+    start = (config.ratio_lower_start, config.ratio_upper_start)
+    first = bounds_tensor(start, labels) if given is None else given
     gradients = HeadGradients(head, needs, len(chunks) == 1) if any(needs) else None
     for chunk in chunks:
-        _first_pass(head, chunk, flat_labels, tokens, config, backend, given, results, gradients)
+        _first_pass(
+            head, chunk, flat_labels, tokens, config, backend, given, first, results, gradients
+        )
 
     output, dlog_probs, dentropy = loss_of_log_probs(
         results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
@@ -157,9 +159,11 @@ def _first_pass(
     config: BAPOConfig,
     backend: str,
     given: Tensor | None,
+    first: Tensor | None,
     results: RowResults,
     gradients: HeadGradients | None,
 ) -> None:
+    """Logits, statistics and, at bounds ``first``, the gradients of the decided rows of a chunk."""
     h, logits = head.logits(chunk)
     part = tokens.at(chunk)
     of_chunk = RowResults.empty(chunk.numel(), chunk.device, gradients is not None)
@@ -170,15 +174,10 @@ def _first_pass(
     for whole, values in zip(results, of_chunk, strict=True):
         if whole is not None and values is not None:
             whole[chunk] = values
-    if gradients is None or of_chunk.undecided is None:
+    if gradients is None or of_chunk.undecided is None or first is None:
         return
-    # A decided row has the gradient of any bounds, so that of the first ones.
-    bounds = given
-    if bounds is None:
-        first = (config.ratio_lower_start, config.ratio_upper_start)
-        bounds = torch.tensor(first, dtype=torch.float32, device=chunk.device)
     _, dlog_probs, dentropy = policy(
-        backend, of_chunk.log_probs, of_chunk.entropy, part.live, part, config, bounds, None
+        backend, of_chunk.log_probs, of_chunk.entropy, part.live, part, config, first, None
     )
     keep = (of_chunk.undecided == 0) & _has_gradient(dlog_probs, dentropy)
     index = keep.nonzero().squeeze(1)
@@ -247,13 +246,13 @@ class LinearLogProbs(torch.autograd.Function):
         labels = labels.long().reshape(-1)
         of_head = head(hidden, weight, bias, dtype)
         live = labels != IGNORE_INDEX
-        results = RowResults.empty(labels.numel(), labels.device, False)
-        for result in results[:3]:
-            result.zero_()
+        results = RowResults.zeros(labels.numel(), labels.device, False)
         idle = torch.zeros(labels.numel(), device=labels.device)
         no_policy = TokenInputs(live, idle, None, None, None, None, None)
         for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(chunk_tokens)):
-            _first_pass(of_head, chunk, labels, no_policy, config, backend, None, results, None)
+            _first_pass(
+                of_head, chunk, labels, no_policy, config, backend, None, None, results, None
+            )
         ctx.save_for_backward(hidden, weight, bias, labels, *results[:3])
         ctx.options = config, dtype, backend, chunk_tokens
         ctx.set_materialize_grads(False)
@@ -265,18 +264,13 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_probs, entropy, stats = ctx.saved_tensors
         config, dtype, backend, chunk_tokens = ctx.options
-        of_head, results = (
-            head(hidden, weight, bias, dtype),
-            RowResults(log_probs, entropy, stats, None),
-        )
+        of_head = head(hidden, weight, bias, dtype)
+        results = RowResults(log_probs, entropy, stats, None)
         nothing = torch.zeros_like(log_probs)
         of_log_probs = nothing if dlog_probs is None else dlog_probs.detach().double()
         of_entropy = None if dentropy is None else dentropy.detach().double()
-        rows = (
-            ((labels != IGNORE_INDEX) & _has_gradient(of_log_probs, of_entropy))
-            .nonzero()
-            .squeeze(1)
-        )
+        wanted = (labels != IGNORE_INDEX) & _has_gradient(of_log_probs, of_entropy)
+        rows = wanted.nonzero().squeeze(1)
         chunks = rows.split(of_head.chunk_tokens(chunk_tokens))
         gradients = HeadGradients(of_head, ctx.needs_input_grad[:3], len(chunks) == 1)
         for chunk in chunks:

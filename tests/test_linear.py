@@ -15,6 +15,8 @@ CONFIGS = {
     "far": dict(target=0.9),
     "entropy": dict(entropy_coef=0.01),
     "kl": dict(kl_loss_coef=0.1),
+    "k1": dict(kl_loss_coef=0.1, kl_loss_type="k1", loss_agg_mode="token-sum"),
+    "k2": dict(kl_loss_coef=0.1, kl_loss_type="k2", loss_agg_mode="seq-mean-token-sum-norm"),
     "softcap": dict(final_logit_softcapping=8.0, logit_scale=0.7, temperature=0.9),
     "sequences": dict(loss_agg_mode="seq-mean-token-mean", clip_ratio_c=3.0),
 }
