@@ -67,8 +67,10 @@ class CudaToolkit(NamedTuple):
     @classmethod
     def find(cls) -> CudaToolkit:
         nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
-        if nvcc is None or os.environ.get("BAPO_SANITIZE"):
+        if nvcc is None:
             raise OSError("no CUDA compiler found (nvcc on the path, or NVCC)")
+        if os.environ.get("BAPO_SANITIZE"):
+            raise OSError("a library with sanitizers has the CPU kernels alone")
         # nvcc may be a script that calls another one: ask it where its toolkit is.
         dry = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
         root = Path(re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)[1].strip())
@@ -96,10 +98,13 @@ def sanitize_flags() -> list[str]:
     return ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
-def units() -> list[Unit]:
+def torch_headers() -> list[str]:
     from torch.utils.cpp_extension import include_paths
 
-    torch_headers = [flag for path in include_paths() for flag in ("-isystem", path)]
+    return [flag for path in include_paths() for flag in ("-isystem", path)]
+
+
+def units() -> list[Unit]:
     rows = [
         Unit(f"row_pass_{isa}", "csrc/cpu/row_pass.cpp", [f"-DBAPO_ISA={isa}", *flags])
         for isa, flags in INSTRUCTION_SETS.items()
@@ -108,7 +113,7 @@ def units() -> list[Unit]:
         *rows,
         Unit("dispatch", "csrc/cpu/dispatch.cpp", []),
         Unit("tokens", "csrc/cpu/tokens.cpp", []),
-        Unit("binding", "csrc/binding.cpp", torch_headers),
+        Unit("binding", "csrc/binding.cpp", torch_headers()),
     ]
 
 
@@ -168,8 +173,9 @@ class NativeBuild(build_ext):
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            cpp = [pool.submit(build, [compiler, *compile_flags()], unit) for unit in units()]
-            cuda_objects, cuda_libraries, cuda = build_cuda(pool, build)
+            command = [compiler, *compile_flags()]
+            cpp = [pool.submit(build, command, unit) for unit in units()]
+            cuda_objects, cuda_libraries, cuda = build_cuda(pool, build, command)
             objects = [future.result() for future in cpp] + cuda_objects
         libraries = [f"-L{path}" for path in library_paths()]
         libraries += ["-ltorch", "-ltorch_cpu", *cuda_libraries]
@@ -187,7 +193,9 @@ class NativeBuild(build_ext):
         return [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")]
 
 
-def build_cuda(pool: ThreadPoolExecutor, build: Callable) -> tuple[list[str], list[str], dict]:
+def build_cuda(
+    pool: ThreadPoolExecutor, build: Callable, cpp_command: list[str]
+) -> tuple[list[str], list[str], dict]:
     """Objects and libraries of the CUDA backend, and what to report; without nvcc the reason."""
     try:
         toolkit = CudaToolkit.find()
@@ -196,12 +204,8 @@ def build_cuda(pool: ThreadPoolExecutor, build: Callable) -> tuple[list[str], li
         objects = [future.result() for future in kernels]
     except (OSError, subprocess.CalledProcessError) as error:
         return [], [], {"why no cuda": reason(error)}
-    from torch.utils.cpp_extension import include_paths
-
-    torch_headers = [flag for path in include_paths() for flag in ("-isystem", path)]
-    binding = Unit("binding_cuda", "csrc/binding_cuda.cpp", torch_headers)
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    objects.append(build([compiler, *compile_flags()], binding))
+    binding = Unit("binding_cuda", "csrc/binding_cuda.cpp", torch_headers())
+    objects.append(build(cpp_command, binding))
     libraries = [f"-L{toolkit.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     architectures = ", ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES["tokens"])
     return objects, libraries, {"cuda": f"{toolkit.version} for {architectures}"}
