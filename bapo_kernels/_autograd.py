@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from ._ops import ops_of
+from .config import IGNORE_INDEX, BAPOConfig
+from .distributed import VocabShard
+from .fused import RowResults, row_statistics, transform
 
 
 class _NoDerivative(torch.autograd.Function):
@@ -93,20 +96,17 @@ class LogProbs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        live: Tensor,
-        transform: tuple[float, float, float | None],
+        config: BAPOConfig,
         backend: str,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
-        N = labels.numel()
-        log_probs = logits.new_empty(N, dtype=torch.float64)
-        entropy = torch.empty_like(log_probs)
-        stats = log_probs.new_empty((N, 2))
-        no_policy = (None,) * 6 + (0.0,) * 4 + (None, 0.0, 0, 0.0)
-        ops_of(backend).row_pass(
-            logits, labels, live, *no_policy, *transform, log_probs, entropy, stats, None, None
-        )
-        ctx.save_for_backward(logits, labels, live, stats, entropy)
-        ctx.transform, ctx.backend = transform, backend
+        live = labels != IGNORE_INDEX
+        results = RowResults.empty(labels.numel(), labels.device, False)
+        row_statistics(backend, logits, labels, live, config, results, shard)
+        log_probs, entropy, stats, _ = results
+        here = labels if shard is None else shard.labels(labels)
+        ctx.save_for_backward(logits, here, live, stats, entropy)
+        ctx.transform, ctx.backend = transform(config), backend
         ctx.set_materialize_grads(False)
         return log_probs.float(), entropy.float()
 

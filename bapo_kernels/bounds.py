@@ -15,7 +15,8 @@ from . import reference
 from ._ops import ops_of
 from .backends import choose
 from .config import RATIO_EPS, BAPOConfig
-from .inputs import TokenInputs, config_or_default, token_inputs
+from .distributed import sum_over_ranks
+from .inputs import TokenInputs, check_group, config_or_default, token_inputs
 from .output import ClipBounds
 
 
@@ -74,6 +75,7 @@ class ContributionHistogram:
             config: default: the one of the histogram; it may differ in target and order only.
             process_group: every rank of it must call; one of them may have no tokens.
         """
+        check_group("process_group", process_group)
         config = config or self.config
         for name in _TABLE_FIELDS:
             mine, other = getattr(self.config, name), getattr(config, name)
@@ -83,9 +85,8 @@ class ContributionHistogram:
                 )
         if self.table is None:
             self.table = empty_table(self.config, torch.get_default_device())
-        table = self.table.clone()
-        backend = choose(None, table.new_empty(0, dtype=torch.float32), "table")
-        bounds, _ = search(backend, table, config, process_group)
+        backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
+        bounds, _ = search(backend, self.table, config, process_group)
         return ClipBounds(*bounds.unbind())
 
     def reset(self) -> None:
@@ -193,10 +194,10 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """Bounds as float32 ``[2]``, and float64 ``[4]``: P and N there, P and N at the start.
 
-    With a group the table becomes the sum over its ranks.
+    With a group: of the sum of its ranks' tables.
     """
     if process_group is not None:
-        dist.all_reduce(table, group=process_group)
+        table = sum_over_ranks(table, process_group)
     if backend == "reference":
         return _search_with_tensor_ops(table, config)
     bounds = torch.empty(2, dtype=torch.float32, device=table.device)

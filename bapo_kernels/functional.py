@@ -11,14 +11,14 @@ from torch import Tensor
 from . import reference
 from ._autograd import LogProbs, attach, mark_overwritten
 from .backends import choose
-from .config import IGNORE_INDEX, BAPOConfig
+from .config import BAPOConfig
+from .distributed import VocabShard, local_parameter
 from .fused import (
     counted_tokens,
     int64_labels,
     loss_of_log_probs,
     loss_of_logits,
     shaped,
-    transform,
 )
 from .inputs import (
     as_rows,
@@ -88,7 +88,10 @@ def bapo_loss(
         batch_num_tokens, global_batch_size, dp_size: global normalisers, as in verl.
         process_group: search over the tokens of all its ranks (one all-reduce; none with
             ``bounds``, where the metrics are those of this rank).
-        vocab_group: not supported yet.
+        vocab_group: shares out the vocabulary: ``logits`` are this rank's columns of it, in rank
+            order, on any number; every rank passes the same tokens and labels of the whole
+            vocabulary, and gets the same output and the gradient of its columns. One all-gather of
+            32 bytes a token.
 
     Returns:
         :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype.
@@ -99,8 +102,8 @@ def bapo_loss(
             log-prob) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
     """
     config = config_or_default(config)
-    check_logits(logits, labels)
-    check_options(statistics, vocab_group)
+    check_logits(logits, labels, vocab_group)
+    check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if inplace:
@@ -138,6 +141,7 @@ def bapo_loss(
                 bounds=None if given is None else ClipBounds(*given.unbind()),
                 statistics=statistics,
                 process_group=process_group,
+                vocab_group=vocab_group,
                 **options,
             )
         if not inplace:
@@ -157,6 +161,7 @@ def bapo_loss(
                 needs_gradient or inplace,
                 inplace,
                 process_group,
+                VocabShard.of(logits.shape[-1], logits, vocab_group),
             )
     if needs_gradient and dlogits is not None:
         output = output._replace(loss=attach(output.loss, backend, (logits,), (dlogits,)))
@@ -196,7 +201,7 @@ def bapo_loss_from_log_probs(
     """
     config = config_or_default(config)
     check_floating("log_probs", log_probs)
-    check_options(statistics, None)
+    check_options(statistics, process_group)
     rule = "be given when config.entropy_coef is not 0"
     require(entropy is not None or not config.entropy_coef, "entropy", rule, None)
     if entropy is not None:
@@ -275,6 +280,7 @@ def log_probs(
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides.
         labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside of ``[0, V)`` NaN.
+        vocab_group: shares out the columns of ``logits``, as in :func:`bapo_loss`.
         return_entropy: otherwise the second output is ``None``.
 
     Returns:
@@ -285,8 +291,8 @@ def log_probs(
         logit_scale=logit_scale,
         final_logit_softcapping=final_logit_softcapping,
     )
-    check_logits(logits, labels)
-    check_options("all", vocab_group)
+    check_logits(logits, labels, vocab_group)
+    check_options("all", None, vocab_group)
     backend = choose(backend, logits, "logits")
     if backend == "reference":
         return reference.log_probs(
@@ -296,11 +302,10 @@ def log_probs(
             logit_scale=logit_scale,
             final_logit_softcapping=final_logit_softcapping,
             return_entropy=return_entropy,
+            vocab_group=vocab_group,
         )
-    flat_labels = int64_labels(labels)
-    logp, entropy = LogProbs.apply(
-        as_rows(logits), flat_labels, flat_labels != IGNORE_INDEX, transform(config), backend
-    )
+    shard = VocabShard.of(logits.shape[-1], logits, vocab_group)
+    logp, entropy = LogProbs.apply(as_rows(logits), int64_labels(labels), config, backend, shard)
     if not return_entropy:
         return logp.view(labels.shape), None
     return logp.view(labels.shape), entropy.view(labels.shape)
@@ -342,14 +347,20 @@ def bapo_linear_loss(
         lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
         bias: ``[V]``.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
+        vocab_group: shares out the rows of ``lm_head_weight`` and ``bias``; every rank passes the
+            same hidden states and gets their whole gradient (one all-reduce, in forward).
 
-    Everything else is as in :func:`bapo_loss`; the loss has the gradients of ``hidden_states``,
-    ``lm_head_weight`` and ``bias``, as far as they require one.
+    ``lm_head_weight`` and ``bias`` may be DTensors, sharded by FSDP2 (gathered for the forward, the
+    gradient is scattered in backward, as the mean of the ranks) or along the vocabulary over
+    ``vocab_group``. Everything else is as in :func:`bapo_loss`; the loss has the gradients of
+    ``hidden_states``, ``lm_head_weight`` and ``bias``, as far as they require one.
     """
     config = config_or_default(config)
-    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens)
-    check_options(statistics, vocab_group)
+    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    check_options(statistics, process_group, vocab_group)
     dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
+    lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
+    bias = None if bias is None else local_parameter("bias", bias, vocab_group)
     backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
     options: dict[str, Any] = dict(
         cu_seqlens=cu_seqlens,
@@ -383,6 +394,7 @@ def bapo_linear_loss(
             bounds=None if given is None else ClipBounds(*given.unbind()),
             statistics=statistics,
             process_group=process_group,
+            vocab_group=vocab_group,
             **options,
         )
     parameters = (hidden_states, lm_head_weight, bias)
@@ -390,9 +402,10 @@ def bapo_linear_loss(
         torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
         for parameter in parameters
     )
+    shard = VocabShard.of(lm_head_weight.shape[0], labels, vocab_group)
     with torch.no_grad():
         output, gradients = loss_of_hidden(
-            head(hidden_states, lm_head_weight, bias, dtype),
+            head(hidden_states, lm_head_weight, bias, dtype, shard),
             labels,
             tokens,
             config,
@@ -434,7 +447,8 @@ def linear_log_probs(
     Backward makes the logits of those rows again whose incoming gradients are not zero.
 
     Args:
-        hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``.
+        hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; sharded
+            as in :func:`bapo_linear_loss`. With ``vocab_group`` backward makes one all-reduce.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
     """
     config = BAPOConfig(
@@ -442,9 +456,11 @@ def linear_log_probs(
         logit_scale=logit_scale,
         final_logit_softcapping=final_logit_softcapping,
     )
-    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens)
-    check_options("all", vocab_group)
+    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    check_options("all", None, vocab_group)
     dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
+    lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
+    bias = None if bias is None else local_parameter("bias", bias, vocab_group)
     backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
     if backend == "reference":
         return reference.linear_log_probs(
@@ -456,6 +472,7 @@ def linear_log_probs(
             logit_scale=logit_scale,
             final_logit_softcapping=final_logit_softcapping,
             return_entropy=return_entropy,
+            vocab_group=vocab_group,
         )
     logp, entropy = LinearLogProbs.apply(
         hidden_states,
@@ -466,6 +483,7 @@ def linear_log_probs(
         dtype,
         backend,
         chunk_tokens,
+        VocabShard.of(lm_head_weight.shape[0], labels, vocab_group),
     )
     logp, entropy = logp.view(labels.shape), entropy.view(labels.shape)
     return logp, entropy if return_entropy else None

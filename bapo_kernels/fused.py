@@ -11,6 +11,7 @@ from torch import Tensor
 from ._ops import ops_of
 from .bounds import add_contributions, empty_table, search
 from .config import KL_LOSS_TYPES, BAPOConfig
+from .distributed import VocabShard
 from .inputs import TokenInputs, as_rows
 from .output import REPORT, BAPOOutput, ClipBounds
 
@@ -78,6 +79,26 @@ def row_pass(
         ops_of(backend).row_pass(rows, *arguments, dlogits, results.undecided)
 
 
+def row_statistics(
+    backend: str,
+    rows: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    config: BAPOConfig,
+    results: RowResults,
+    shard: VocabShard | None,
+) -> None:
+    """One look at each counted row, no gradient; of whole rows also where each rank has a part."""
+    no_policy = (None,) * 6 + (0.0,) * 4 + (None, 0.0, 0, 0.0)
+    log_probs, entropy, stats, _ = results
+    here = labels if shard is None else shard.labels(labels)
+    ops_of(backend).row_pass(
+        rows, here, counted, *no_policy, *transform(config), log_probs, entropy, stats, None, None
+    )
+    if shard is not None:
+        shard.combine(labels, counted, log_probs, entropy, stats, config)
+
+
 def loss_of_logits(
     logits: Tensor,
     labels: Tensor,
@@ -89,8 +110,12 @@ def loss_of_logits(
     needs_gradient: bool,
     inplace: bool,
     process_group: dist.ProcessGroup | None,
+    shard: VocabShard | None,
 ) -> tuple[BAPOOutput, Tensor | None]:
-    """Row pass, search, loss, and the rows that had to wait for the search."""
+    """Row pass, search, loss, and the rows that had to wait for the search.
+
+    Of a shard of the vocabulary all rows wait: for the sums of the other ranks.
+    """
     rows, flat_labels = as_rows(logits), int64_labels(labels)
     results = RowResults.empty(labels.numel(), logits.device, needs_gradient)
     dlogits = dlogit_rows = None
@@ -99,20 +124,32 @@ def loss_of_logits(
         if not inplace:
             dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
             dlogit_rows = as_rows(dlogits)
-    row_pass(
-        backend, rows, flat_labels, counted, tokens, config, given, results, dlogit_rows, inplace
-    )
+    if shard is None:
+        row_pass(
+            backend,
+            rows,
+            flat_labels,
+            counted,
+            tokens,
+            config,
+            given,
+            results,
+            dlogit_rows,
+            inplace,
+        )
+    else:
+        row_statistics(backend, rows, flat_labels, counted, config, results, shard)
     output, dlog_probs, dentropy = loss_of_log_probs(
         results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
     )
-    if needs_gradient and given is None:
+    if needs_gradient and (given is None or shard is not None):
         arguments = (
-            flat_labels,
+            flat_labels if shard is None else shard.labels(flat_labels),
             results.stats,
             results.entropy,
             dlog_probs,
             dentropy,
-            results.undecided,
+            results.undecided if shard is None else None,
         )
         if inplace:
             ops_of(backend).row_gradient_(rows, *arguments, *transform(config))

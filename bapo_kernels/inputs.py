@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .aggregation import sequence_index, token_weights
@@ -46,11 +47,12 @@ def check_floating(name: str, tensor: Tensor) -> None:
     require(tensor.layout == torch.strided, name, "be a dense tensor", tensor.layout)
 
 
-def check_logits(logits: Tensor, labels: Tensor) -> None:
-    """``logits [..., V]`` and integer ``labels [...]``."""
+def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> None:
+    """``logits [..., V]`` and integer ``labels [...]``; a shard of the vocabulary may be empty."""
     check_floating("logits", logits)
     require(logits.ndim >= 1, "logits", "have shape (..., V)", tuple(logits.shape))
-    require(logits.shape[-1] >= 1, "logits", "have V >= 1", tuple(logits.shape))
+    some = logits.shape[-1] >= 1 or vocab_group is not None
+    require(some, "logits", "have V >= 1", tuple(logits.shape))
     check_labels(labels, logits, "logits")
 
 
@@ -72,6 +74,7 @@ def check_head(
     bias: Tensor | None,
     labels: Tensor,
     chunk_tokens: int | None,
+    vocab_group: Any = None,
 ) -> None:
     """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``."""
     check_floating("hidden_states", hidden_states)
@@ -82,7 +85,8 @@ def check_head(
     rule = f"have shape (V, {shape[-1]}), as hidden_states {shape} ask for"
     require(fits, "lm_head_weight", rule, tuple(lm_head_weight.shape))
     V = lm_head_weight.shape[0]
-    require(V >= 1, "lm_head_weight", "have V >= 1", tuple(lm_head_weight.shape))
+    some = V >= 1 or vocab_group is not None
+    require(some, "lm_head_weight", "have V >= 1", tuple(lm_head_weight.shape))
     if bias is not None:
         check_floating("bias", bias)
         require(bias.shape == (V,), "bias", f"have shape ({V},)", tuple(bias.shape))
@@ -116,10 +120,20 @@ def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
     return config
 
 
-def check_options(statistics: str, vocab_group: Any) -> None:
+def check_options(statistics: str, process_group: Any = None, vocab_group: Any = None) -> None:
     """Options that are not tensors."""
     require(statistics in ("all", "live"), "statistics", "be 'all' or 'live'", repr(statistics))
-    require(vocab_group is None, "vocab_group", "be None in this version", vocab_group)
+    check_group("process_group", process_group)
+    check_group("vocab_group", vocab_group)
+
+
+def check_group(name: str, group: Any) -> None:
+    """``group`` is ``None`` or a process group of this rank."""
+    if group is None:
+        return
+    ok = dist.is_available() and isinstance(group, dist.ProcessGroup)
+    rule = "be None or a torch.distributed.ProcessGroup that this rank is in (mesh.get_group())"
+    require(ok, name, rule, type(group).__name__)
 
 
 def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor) -> Tensor:

@@ -20,21 +20,35 @@ from torch import Tensor
 from ._autograd import final
 from ._ops import ops_of
 from .config import IGNORE_INDEX, BAPOConfig
-from .fused import RowResults, loss_of_log_probs, policy, row_pass, shaped, transform
+from .distributed import VocabShard
+from .fused import (
+    RowResults,
+    loss_of_log_probs,
+    policy,
+    row_pass,
+    row_statistics,
+    shaped,
+    transform,
+)
 from .inputs import TokenInputs, bounds_tensor
 from .output import BAPOOutput
 
 CHUNK_BYTES = 2**30
+Coefficients = tuple[Tensor, Tensor | None]  # of rows: d loss / d log-prob, d loss / d entropy
 _COLUMNS = 1024  # of the weight gradient at once, where a GEMM cannot add to float32 by itself
 
 
 @dataclass(frozen=True)
 class Head:
-    """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs."""
+    """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs.
+
+    With a shard, ``weight`` and ``bias`` are those of its part of the vocabulary.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    shard: VocabShard | None
 
     def logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states of some rows, and their logits as ``[1, rows, V]``."""
@@ -42,16 +56,22 @@ class Head:
         return h, F.linear(h, self.weight, self.bias)[None]
 
     def chunk_tokens(self, asked: int | None) -> int:
-        """Rows of a chunk: as asked, or 1 GiB of logits."""
-        row_bytes = self.weight.shape[0] * self.weight.element_size()
-        return asked or max(1, CHUNK_BYTES // row_bytes)
+        """Rows of a chunk: as asked, or 1 GiB of logits; the same on every rank of a shard."""
+        columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
+        return asked or max(1, CHUNK_BYTES // (columns * self.weight.element_size()))
 
 
-def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
+def head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    shard: VocabShard | None = None,
+) -> Head:
     """Detached, rows flat, in the dtype of the GEMMs."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     bias = None if bias is None else bias.detach().to(dtype)
-    return Head(rows.to(dtype), weight.detach().to(dtype), bias)
+    return Head(rows.to(dtype), weight.detach().to(dtype), bias, shard)
 
 
 class HeadGradients:
@@ -64,7 +84,9 @@ class HeadGradients:
 
     def __init__(self, head: Head, needs: tuple[bool, ...], one_chunk: bool) -> None:
         self.head, self.one_chunk = head, one_chunk
-        self.hidden = torch.zeros_like(head.hidden) if needs[0] else None
+        # Parts of a sum over ranks are float32.
+        dtype = None if head.shard is None else torch.float32
+        self.hidden = torch.zeros_like(head.hidden, dtype=dtype) if needs[0] else None
         self.weight: Tensor | None = None
         self.needs_weight = needs[1]
         V = head.weight.shape[0]
@@ -75,7 +97,10 @@ class HeadGradients:
         if rows.numel() == 0:
             return
         if self.hidden is not None:
-            self.hidden[rows] = dlogits @ self.head.weight
+            if self.head.shard is None:
+                self.hidden[rows] = dlogits @ self.head.weight
+            else:
+                self.hidden[rows] = _float32_product(dlogits, self.head.weight)
         if self.needs_weight:
             self._add_weight(h, dlogits)
         if self.bias is not None:
@@ -96,7 +121,12 @@ class HeadGradients:
             self.weight[at] += _float32_product(dlogits[:, at].T, h)
 
     def of(self, *parameters: Tensor | None) -> list[Tensor | None]:
-        """In the dtypes of hidden states, weight and bias; zeros where no row had a gradient."""
+        """In the dtypes of hidden states, weight and bias; zeros where no row had a gradient.
+
+        With a shard the hidden states' is summed over the ranks, by one all-reduce.
+        """
+        if self.head.shard is not None and self.hidden is not None:
+            dist.all_reduce(self.hidden, group=self.head.shard.group)
         if self.needs_weight and self.weight is None:
             self.weight = torch.zeros_like(self.head.weight)
         made = (self.hidden, self.weight, self.bias)
@@ -107,7 +137,7 @@ class HeadGradients:
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda:
+    if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
@@ -127,28 +157,60 @@ def loss_of_hidden(
     """Forward GEMM, row pass and gradient GEMMs of every chunk, search, loss, replay."""
     flat_labels = labels.long().reshape(-1)
     rows = counted.nonzero().squeeze(1)
-    chunks = rows.split(head.chunk_tokens(chunk_tokens))
+    chunk_tokens = head.chunk_tokens(chunk_tokens)
+    chunks = rows.split(chunk_tokens)
     results = RowResults.zeros(labels.numel(), labels.device, any(needs))
-    # A decided row has the gradient of any bounds, so that of the first ones.
-    start = (config.ratio_lower_start, config.ratio_upper_start)
-    first = bounds_tensor(start, labels) if given is None else given
+    ends = _ends_of_the_search(config, given, labels)
     gradients = HeadGradients(head, needs, len(chunks) == 1) if any(needs) else None
     for chunk in chunks:
-        _first_pass(
-            head, chunk, flat_labels, tokens, config, backend, given, first, results, gradients
-        )
+        if gradients is None:
+            _put(
+                results,
+                chunk,
+                _statistics(head, chunk, flat_labels, tokens.live, config, backend)[2],
+            )
+        else:
+            _first_pass(
+                head, chunk, flat_labels, tokens, config, backend, given, ends, results, gradients
+            )
 
     output, dlog_probs, dentropy = loss_of_log_probs(
         results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
     )
     if gradients is not None and results.undecided is not None:
         waiting = (results.undecided != 0) & _has_gradient(dlog_probs, dentropy)
-        for chunk in waiting.nonzero().squeeze(1).split(head.chunk_tokens(chunk_tokens)):
-            h, dlogits = _gradient_rows(
-                head, chunk, flat_labels, results, dlog_probs, dentropy, config, backend
-            )
-            gradients.add(chunk, h, dlogits)
+        for chunk in waiting.nonzero().squeeze(1).split(chunk_tokens):
+            h, logits = head.logits(chunk)
+            coefficients = _at(chunk, dlog_probs, dentropy)
+            _to_gradient(logits, chunk, flat_labels, results, coefficients, head, config, backend)
+            gradients.add(chunk, h, logits[0])
     return shaped(output, labels.shape, tokens.live, counted), gradients
+
+
+def _ends_of_the_search(
+    config: BAPOConfig, given: Tensor | None, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """First and last bounds; a decided row has the same gradient at both."""
+    if given is not None:
+        return given, given
+    first = (config.ratio_lower_start, config.ratio_upper_start)
+    last = (config.ratio_lower_max, config.ratio_upper_max)
+    return bounds_tensor(first, like), bounds_tensor(last, like)
+
+
+def _statistics(
+    head: Head,
+    chunk: Tensor,
+    labels: Tensor,
+    live: Tensor,
+    config: BAPOConfig,
+    backend: str,
+) -> tuple[Tensor, Tensor, RowResults]:
+    """Hidden states, logits and statistics of a chunk."""
+    h, logits = head.logits(chunk)
+    of_chunk = RowResults.empty(chunk.numel(), chunk.device, False)
+    row_statistics(backend, logits, labels[chunk], live[chunk], config, of_chunk, head.shard)
+    return h, logits, of_chunk
 
 
 def _first_pass(
@@ -159,30 +221,50 @@ def _first_pass(
     config: BAPOConfig,
     backend: str,
     given: Tensor | None,
-    first: Tensor | None,
+    ends: tuple[Tensor, Tensor],
     results: RowResults,
-    gradients: HeadGradients | None,
+    gradients: HeadGradients,
 ) -> None:
-    """Logits, statistics and, at bounds ``first``, the gradients of the decided rows of a chunk."""
-    h, logits = head.logits(chunk)
+    """Statistics and the gradients of the decided rows of a chunk.
+
+    One pass makes both, but not of a shard: its gradients need the sums of the other ranks.
+    """
     part = tokens.at(chunk)
-    of_chunk = RowResults.empty(chunk.numel(), chunk.device, gradients is not None)
-    inplace = gradients is not None
-    row_pass(
-        backend, logits, labels[chunk], part.live, part, config, given, of_chunk, None, inplace
-    )
+    if head.shard is None:
+        h, logits = head.logits(chunk)
+        of_chunk = RowResults.empty(chunk.numel(), chunk.device, True)
+        row_pass(
+            backend, logits, labels[chunk], part.live, part, config, given, of_chunk, None, True
+        )
+    else:
+        h, logits, of_chunk = _statistics(head, chunk, labels, tokens.live, config, backend)
+
+    def coefficients_at(bounds: Tensor) -> Coefficients:
+        log_probs, entropy = of_chunk.log_probs, of_chunk.entropy
+        return policy(backend, log_probs, entropy, part.live, part, config, bounds, None)[1:]
+
+    coefficients = coefficients_at(ends[0])
+    if head.shard is not None:
+        waits = (coefficients[0] != coefficients_at(ends[1])[0]) & ~coefficients[0].isnan()
+        of_chunk = of_chunk._replace(undecided=waits.to(torch.uint8))
+    _put(results, chunk, of_chunk)
+    keep = (of_chunk.undecided == 0) & _has_gradient(*coefficients)
+    index = keep.nonzero().squeeze(1)
+    rows, dlogits = chunk[index], _move_to_front(logits[0], index)
+    if head.shard is not None:
+        kept = _at(index, *coefficients)
+        _to_gradient(dlogits[None], rows, labels, results, kept, head, config, backend)
+    gradients.add(rows, h[index], dlogits)
+
+
+def _put(results: RowResults, chunk: Tensor, of_chunk: RowResults) -> None:
     for whole, values in zip(results, of_chunk, strict=True):
         if whole is not None and values is not None:
             whole[chunk] = values
-    if gradients is None or of_chunk.undecided is None or first is None:
-        return
-    _, dlog_probs, dentropy = policy(
-        backend, of_chunk.log_probs, of_chunk.entropy, part.live, part, config, first, None
-    )
-    keep = (of_chunk.undecided == 0) & _has_gradient(dlog_probs, dentropy)
-    index = keep.nonzero().squeeze(1)
-    dlogits = _move_to_front(logits[0], index)
-    gradients.add(chunk[index], h[index], dlogits)
+
+
+def _at(rows: Tensor, dlog_probs: Tensor, dentropy: Tensor | None) -> Coefficients:
+    return dlog_probs[rows], None if dentropy is None else dentropy[rows]
 
 
 def _has_gradient(dlog_probs: Tensor, dentropy: Tensor | None) -> Tensor:
@@ -203,29 +285,27 @@ def _move_to_front(rows: Tensor, index: Tensor) -> Tensor:
     return rows[:count]
 
 
-def _gradient_rows(
-    head: Head,
+def _to_gradient(
+    logits: Tensor,
     rows: Tensor,
     labels: Tensor,
     results: RowResults,
-    dlog_probs: Tensor,
-    dentropy: Tensor | None,
+    coefficients: Coefficients,
+    head: Head,
     config: BAPOConfig,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Hidden states and d loss / d logits of rows whose statistics are known."""
-    h, logits = head.logits(rows)
+) -> None:
+    """Turns the logits of rows whose statistics are known into d loss / d logits."""
+    of_rows = labels[rows] if head.shard is None else head.shard.labels(labels[rows])
     ops_of(backend).row_gradient_(
         logits,
-        labels[rows],
+        of_rows,
         results.stats[rows],
         results.entropy[rows],
-        dlog_probs[rows],
-        None if dentropy is None else dentropy[rows],
+        *coefficients,
         None,
         *transform(config),
     )
-    return h, logits[0]
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -242,19 +322,16 @@ class LinearLogProbs(torch.autograd.Function):
         dtype: torch.dtype,
         backend: str,
         chunk_tokens: int | None,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
         labels = labels.long().reshape(-1)
-        of_head = head(hidden, weight, bias, dtype)
+        of_head = head(hidden, weight, bias, dtype, shard)
         live = labels != IGNORE_INDEX
         results = RowResults.zeros(labels.numel(), labels.device, False)
-        idle = torch.zeros(labels.numel(), device=labels.device)
-        no_policy = TokenInputs(live, idle, None, None, None, None, None)
         for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(chunk_tokens)):
-            _first_pass(
-                of_head, chunk, labels, no_policy, config, backend, None, None, results, None
-            )
+            _put(results, chunk, _statistics(of_head, chunk, labels, live, config, backend)[2])
         ctx.save_for_backward(hidden, weight, bias, labels, *results[:3])
-        ctx.options = config, dtype, backend, chunk_tokens
+        ctx.options = config, dtype, backend, chunk_tokens, shard
         ctx.set_materialize_grads(False)
         return results.log_probs.float(), results.entropy.float()
 
@@ -263,8 +340,8 @@ class LinearLogProbs(torch.autograd.Function):
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_probs, entropy, stats = ctx.saved_tensors
-        config, dtype, backend, chunk_tokens = ctx.options
-        of_head = head(hidden, weight, bias, dtype)
+        config, dtype, backend, chunk_tokens, shard = ctx.options
+        of_head = head(hidden, weight, bias, dtype, shard)
         results = RowResults(log_probs, entropy, stats, None)
         nothing = torch.zeros_like(log_probs)
         of_log_probs = nothing if dlog_probs is None else dlog_probs.detach().double()
@@ -274,11 +351,11 @@ class LinearLogProbs(torch.autograd.Function):
         chunks = rows.split(of_head.chunk_tokens(chunk_tokens))
         gradients = HeadGradients(of_head, ctx.needs_input_grad[:3], len(chunks) == 1)
         for chunk in chunks:
-            h, dlogits = _gradient_rows(
-                of_head, chunk, labels, results, of_log_probs, of_entropy, config, backend
-            )
-            gradients.add(chunk, h, dlogits)
+            h, logits = of_head.logits(chunk)
+            coefficients = _at(chunk, of_log_probs, of_entropy)
+            _to_gradient(logits, chunk, labels, results, coefficients, of_head, config, backend)
+            gradients.add(chunk, h, logits[0])
         made = gradients.of(hidden, weight, bias)
         shaped_like = zip(made, (hidden, weight, bias), strict=True)
         final_ones = (None if g is None else final(g.reshape(p.shape)) for g, p in shaped_like)
-        return (*final_ones, *(None for _ in range(5)))
+        return (*final_ones, *(None for _ in range(6)))

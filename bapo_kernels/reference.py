@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import IGNORE_INDEX, LOG_RATIO_LIMIT, RATIO_EPS, BAPOConfig
+from .distributed import whole_vocabulary
 from .output import BAPOOutput, ClipBounds
 
 
@@ -27,6 +28,7 @@ def log_probs(
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``logp = x_label - logsumexp(x)`` and ``H = logsumexp(x) - sum_j p_j x_j``.
 
@@ -36,7 +38,9 @@ def log_probs(
     Args:
         logits: ``[..., V]``. ``-inf`` forbids a token.
         labels: ``[...]``, integer.
+        vocab_group: its ranks have ``logits`` of the vocabulary's parts, which are gathered.
     """
+    logits = whole_vocabulary(logits, vocab_group, -1)
     V = logits.shape[-1]
     live = labels != IGNORE_INDEX
     known = (labels >= 0) & (labels < V)
@@ -70,6 +74,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``.
 
@@ -79,7 +84,7 @@ def linear_log_probs(
         bias: ``[V]``.
     """
     return log_probs(
-        torch.nn.functional.linear(hidden_states, lm_head_weight, bias),
+        _logits(hidden_states, lm_head_weight, bias, vocab_group),
         labels,
         temperature=temperature,
         logit_scale=logit_scale,
@@ -313,6 +318,7 @@ def bapo_loss(
     global_batch_size: float | Tensor | None = None,
     dp_size: int = 1,
     process_group: dist.ProcessGroup | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
     """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``."""
     config = config or BAPOConfig()
@@ -323,6 +329,7 @@ def bapo_loss(
         temperature=config.temperature,
         logit_scale=config.logit_scale,
         final_logit_softcapping=config.final_logit_softcapping,
+        vocab_group=vocab_group,
     )
     return bapo_loss_from_log_probs(
         logp,
@@ -364,10 +371,11 @@ def bapo_linear_loss(
     global_batch_size: float | Tensor | None = None,
     dp_size: int = 1,
     process_group: dist.ProcessGroup | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
     """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``."""
     return bapo_loss(
-        torch.nn.functional.linear(hidden_states, lm_head_weight, bias),
+        _logits(hidden_states, lm_head_weight, bias, vocab_group),
         labels,
         old_log_probs,
         advantages,
@@ -384,6 +392,17 @@ def bapo_linear_loss(
         dp_size=dp_size,
         process_group=process_group,
     )
+
+
+def _logits(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    bias: Tensor | None,
+    vocab_group: dist.ProcessGroup | None,
+) -> Tensor:
+    lm_head_weight = whole_vocabulary(lm_head_weight, vocab_group, 0)
+    bias = None if bias is None else whole_vocabulary(bias, vocab_group, 0)
+    return torch.nn.functional.linear(hidden_states, lm_head_weight, bias)
 
 
 def _live(like: Tensor, response_mask: Tensor | None) -> Tensor:

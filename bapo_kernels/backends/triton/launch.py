@@ -46,7 +46,7 @@ def row_shape(rows: Tensor, softcapped: bool = False, threads: int = 512) -> Row
     only, as the bits of a row must.
     """
     vector, warp = 16 // rows.element_size(), warp_size()
-    V = rows.shape[-1]
+    V = max(1, rows.shape[-1])  # a shard may be empty
     num_warps = min(threads // warp, triton.next_power_of_2(triton.cdiv(V, 4 * vector * warp)))
     W = vector * warp * num_warps
     unroll = 1 if softcapped and vector == 8 else 4  # tanh of more elements would not fit

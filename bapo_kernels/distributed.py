@@ -1,0 +1,170 @@
+"""Many ranks: sums in rank order, shards of the vocabulary, sharded weights.
+
+The engine is ``torch.distributed``; nothing here waits for the device but where it says so. The
+kernels know nothing of ranks: a shard is a short row.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import BAPOConfig
+from .inputs import require
+
+
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group, added in their order: the same bits on every rank.
+
+    One all-reduce. Every rank fills a row of its own and zeros elsewhere, so that the all-reduce,
+    in whatever order it adds, rounds nothing.
+    """
+    rows = values.new_zeros(dist.get_world_size(group), *values.shape)
+    rows[dist.get_rank(group)] = values
+    dist.all_reduce(rows, group=group)
+    return rows.sum(0)
+
+
+def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[ranks, ...]`` of equal shapes."""
+    ranks = dist.get_world_size(group)
+    gathered = values.new_empty(ranks * values.numel())
+    dist.all_gather_into_tensor(gathered, values.reshape(-1).contiguous(), group=group)
+    return gathered.view(ranks, *values.shape)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns ``[first, first + columns)`` of a vocabulary that a group shares out.
+
+    Ranks hold them in their order, each as many as it has; the sizes travel on the device.
+    """
+
+    group: dist.ProcessGroup
+    columns: int
+    sizes: Tensor  # int64 [ranks]
+
+    @classmethod
+    def of(cls, columns: int, like: Tensor, group: dist.ProcessGroup | None) -> VocabShard | None:
+        """The shard of this rank; ``None`` without a group. One collective of 8 bytes a rank."""
+        if group is None:
+            return None
+        mine = torch.full((), columns, dtype=torch.int64, device=like.device)
+        return cls(group, columns, gather(mine, group))
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """Labels as columns of this shard; -1 where they belong to another."""
+        first = self.sizes[: dist.get_rank(self.group)].sum()
+        here = labels - first
+        return torch.where((here >= 0) & (here < self.columns), here, -1)
+
+    def combine(
+        self,
+        labels: Tensor,
+        live: Tensor,
+        log_probs: Tensor,
+        entropy: Tensor,
+        stats: Tensor,
+        config: BAPOConfig,
+    ) -> None:
+        """From the statistics of the shard of every rank to those of the whole rows, in place.
+
+        With ``q_k`` the probability of shard ``k``: ``logp = logp_k + log q_k`` where the label is,
+        and ``H = sum_k q_k*(H_k - log q_k)``.
+
+        Args:
+            labels: ``[N]``, of the whole vocabulary; live: bool ``[N]``, the others become 0.
+            log_probs, entropy: float64 ``[N]`` inside of the shard.
+            stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
+        """
+        here = torch.where(self.labels(labels) >= 0, log_probs, -torch.inf)
+        mine = torch.stack([stats[:, 0], stats[:, 1], entropy, here])
+        origin, total, of_shard, logp = gather(mine, self.group).unbind(1)
+        scale = config.final_logit_softcapping or config.logit_scale
+        top = origin.amax(0)
+        log_q = total.log() + (origin - top) * (scale / config.temperature)
+        log_q = torch.where(total == 0, -torch.inf, log_q)  # -inf logits alone
+        q = log_q.exp()
+        whole = q.sum(0)
+        log_q, q = log_q - whole.log(), q / whole
+        logp = torch.where(total == 0, -torch.inf, logp + log_q).amax(0)
+        known = (labels >= 0) & (labels < self.sizes.sum()) & (whole != 0)
+        H = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
+        log_probs.copy_(torch.where(live, torch.where(known, logp, torch.nan), 0.0))
+        entropy.copy_(torch.where(live, H, 0.0))
+        stats.copy_(torch.stack([top, whole], 1))
+
+    def widest(self) -> int:
+        """Columns of the largest shard. Reads the device."""
+        return int(self.sizes.max())
+
+
+def whole_vocabulary(shard: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+    """The shards of all ranks beside each other; the gradient is that of the own one."""
+    if group is None:
+        return shard
+    mine = torch.tensor(shard.shape[dim], device=shard.device)
+    sizes = gather(mine, group).tolist()
+    padded = shard.detach().movedim(dim, 0)
+    padded = torch.cat([padded, padded.new_zeros(max(sizes) - len(padded), *padded.shape[1:])])
+    parts = [
+        part[:size].movedim(0, dim) for part, size in zip(gather(padded, group), sizes, strict=True)
+    ]
+    parts[dist.get_rank(group)] = shard
+    return torch.cat(parts, dim)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor; does not import what makes them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+class _MeanGradient(torch.autograd.Function):
+    """A parameter whose gradient, a sum over ranks, is divided by their number."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
+    """What a rank computes with of a DTensor: all of it, or the shard of ``vocab_group``.
+
+    The gradient goes back to the placement of the parameter; over the mesh dimensions that are
+    gathered it is the mean of the ranks, as FSDP makes it.
+    """
+    if not is_dtensor(parameter):
+        return parameter
+    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+    weight: Any = parameter
+    mesh = weight.device_mesh
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    gradients: list[Placement] = [Partial()] * mesh.ndim
+    if vocab_group is not None:
+        ranks = dist.get_process_group_ranks(vocab_group)
+        over = [
+            d for d in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(d)) == ranks
+        ]
+        sharded = bool(over) and weight.placements[over[-1]].is_shard(0)
+        rule = "be sharded along dimension 0 over vocab_group"
+        require(sharded, name, rule, f"placements {weight.placements} on {mesh}")
+        placements[over[-1]] = gradients[over[-1]] = Shard(0)
+    ranks_averaged = math.prod(
+        mesh.size(d) for d, placement in enumerate(placements) if placement.is_replicate()
+    )
+    averaged = _MeanGradient.apply(weight, ranks_averaged)
+    local: Tensor = averaged.redistribute(placements=placements).to_local(grad_placements=gradients)
+    return local

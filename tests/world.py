@@ -1,0 +1,77 @@
+"""Real process groups (gloo): processes that run a function of a test module together."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import traceback
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def grid(data: int, tensor: int) -> DeviceMesh:
+    """Ranks as data x tensor parallel."""
+    ranks = torch.arange(data * tensor).view(data, tensor)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("data", "tensor"))
+
+
+def _packed(values):
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return buffer.getvalue()
+
+
+def _serve(rank, size, store, pipe):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    while (task := pipe.recv()) is not None:
+        function, args, kwargs = task
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, _packed(function(rank, *args, **kwargs))))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class World:
+    def __init__(self, pipes):
+        self.pipes = pipes
+
+    def run(self, function, *args, **kwargs):
+        """``function(rank, ...)`` on every rank at once: what each returned, in order of ranks."""
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
+        answers = [pipe.recv() for pipe in self.pipes]
+        errors = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        assert not errors, "\n".join(errors)
+        return [torch.load(io.BytesIO(answer), weights_only=False) for _, answer in answers]
+
+
+@contextmanager
+def world(size, folder):
+    """``size`` processes in one group."""
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(size)]
+    processes = [
+        context.Process(target=_serve, args=(rank, size, folder / "store", end), daemon=True)
+        for rank, (_, end) in enumerate(ends)
+    ]
+    for process in processes:
+        process.start()
+    pipes = [end for end, _ in ends]
+    yield World(pipes)
+    for pipe in pipes:
+        pipe.send(None)
+    for process in processes:
+        process.join(30)
