@@ -11,7 +11,7 @@ demo: .venv/built
 	$(BIN)/python examples/offpolicy_rlvr.py --out $(OUT)
 
 test: .venv/built
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
 # Twice: with the C library's defaults, and with memory that is kept for the next call.
 bench: .venv/built
@@ -34,7 +34,7 @@ sanitize: .venv/built
 	cd build/sanitize && BAPO_SANITIZE=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ../../$(BIN)/python -m pytest -q -n 2 -m "not compile" \
+	  ../../$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not compile" \
 	  -k "not triton" --ignore tests/test_build.py --ignore tests/test_triton_compile.py \
 	  --ignore tests/test_cuda_build.py --ignore tests/test_cuda_on_host.py
 

@@ -13,6 +13,7 @@ from .functional import (
 )
 from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
+from .scopes import ClipBoundSearch
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "BAPOLinearLoss",
     "BAPOLoss",
     "BAPOOutput",
+    "ClipBoundSearch",
     "ClipBounds",
     "ContributionHistogram",
     "available_backends",

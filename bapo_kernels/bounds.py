@@ -16,7 +16,7 @@ from ._ops import ops_of
 from .backends import choose
 from .config import RATIO_EPS, BAPOConfig
 from .distributed import sum_over_ranks
-from .inputs import TokenInputs, check_group, config_or_default, token_inputs
+from .inputs import TokenInputs, check_group, config_or_default, require, token_inputs
 from .output import ClipBounds
 
 
@@ -93,6 +93,13 @@ class ContributionHistogram:
         """Forgets all tokens."""
         if self.table is not None:
             self.table.zero_()
+
+    def load(self, table: Tensor) -> None:
+        """Takes over the sums of another histogram with the same grids (its ``table``)."""
+        mine = self.table if self.table is not None else empty_table(self.config, table.device)
+        rule = f"have shape {tuple(mine.shape)}, as the grids of config ask for"
+        require(table.shape == mine.shape, "table", rule, tuple(table.shape))
+        self.table = mine.copy_(table)
 
 
 _TABLE_FIELDS = (

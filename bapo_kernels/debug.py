@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ._ops import ops_of
 from .backends import available_backends, native
 from .config import IGNORE_INDEX, BAPOConfig
-from .inputs import check_logits, token_inputs
+from .distributed import whole_vocabulary
+from .inputs import check_group, check_logits, token_inputs
 
 
 def check_inputs(
@@ -28,6 +30,7 @@ def check_inputs(
     rollout_log_probs: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
     **unread: Any,
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
@@ -35,12 +38,15 @@ def check_inputs(
     Takes the arguments of :func:`bapo_kernels.bapo_loss`; those not named here are not looked at.
 
     Bad are labels outside of ``[0, V)``, NaN or +inf logits, rows of -inf alone, and anything not
-    finite in the other arguments. They make the loss NaN in :func:`bapo_kernels.bapo_loss`.
+    finite in the other arguments. They make the loss NaN in :func:`bapo_kernels.bapo_loss`. With
+    ``vocab_group`` every rank of it must call; indices are those of the whole vocabulary.
 
     Raises:
         ValueError: with the argument's name, the index and the value.
     """
-    check_logits(logits, labels)
+    check_logits(logits, labels, vocab_group)
+    check_group("vocab_group", vocab_group)
+    logits = whole_vocabulary(logits, vocab_group, -1)
     tokens = token_inputs(
         labels,
         "labels",

@@ -7,7 +7,6 @@ kernels know nothing of ranks: a shard is a short row.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import BAPOConfig
-from .inputs import require
+from .inputs import is_dtensor, require
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -35,7 +34,8 @@ def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[ranks, ...]`` of equal shapes."""
     ranks = dist.get_world_size(group)
     gathered = values.new_empty(ranks * values.numel())
-    dist.all_gather_into_tensor(gathered, values.reshape(-1).contiguous(), group=group)
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name
+    all_gather(gathered, values.reshape(-1).contiguous(), group=group)
     return gathered.view(ranks, *values.shape)
 
 
@@ -118,12 +118,6 @@ def whole_vocabulary(shard: Tensor, group: dist.ProcessGroup | None, dim: int) -
     ]
     parts[dist.get_rank(group)] = shard
     return torch.cat(parts, dim)
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor; does not import what makes them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class _MeanGradient(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -40,9 +41,17 @@ def require(ok: bool, name: str, rule: str, got: Any) -> None:
         raise ValueError(f"{name} must {rule}, got {got}")
 
 
-def check_floating(name: str, tensor: Tensor) -> None:
-    """``tensor`` is a floating-point tensor."""
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor; does not import what makes them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_floating(name: str, tensor: Tensor, sharded: bool = False) -> None:
+    """``tensor`` is a floating-point tensor of this rank, or may be ``sharded`` over many."""
     require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
+    rule = "be a local tensor (.to_local() or .full_tensor())"
+    require(sharded or not is_dtensor(tensor), name, rule, "a DTensor")
     require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
     require(tensor.layout == torch.strided, name, "be a dense tensor", tensor.layout)
 
@@ -78,7 +87,7 @@ def check_head(
 ) -> None:
     """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``."""
     check_floating("hidden_states", hidden_states)
-    check_floating("lm_head_weight", lm_head_weight)
+    check_floating("lm_head_weight", lm_head_weight, sharded=True)
     shape = tuple(hidden_states.shape)
     require(hidden_states.ndim >= 1, "hidden_states", "have shape (..., H)", shape)
     fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == shape[-1]
@@ -88,7 +97,7 @@ def check_head(
     some = V >= 1 or vocab_group is not None
     require(some, "lm_head_weight", "have V >= 1", tuple(lm_head_weight.shape))
     if bias is not None:
-        check_floating("bias", bias)
+        check_floating("bias", bias, sharded=True)
         require(bias.shape == (V,), "bias", f"have shape ({V},)", tuple(bias.shape))
         _check_device("bias", bias, hidden_states, "hidden_states")
     _check_device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")

@@ -237,3 +237,29 @@ def test_log_probs_without_gradient_and_without_entropy():
     case = make_case(poison=False)
     compiled = torch.compile(both, fullgraph=True)
     assert torch.equal(compiled(case.logits, case.labels), both(case.logits, case.labels))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_groups(tmp_path, shards):
+    """Collectives are part of the one graph."""
+    group = dict(rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    torch.distributed.init_process_group("gloo", **group)
+    try:
+        case = make_case((4, 8), 65, staleness=0.4, poison=False)
+        groups = dict(process_group=torch.distributed.group.WORLD)
+        if shards:
+            groups["vocab_group"] = torch.distributed.group.WORLD
+
+        def loss(logits):
+            return bapo_loss(logits, *case.arguments(), **groups).loss
+
+        results = []
+        for function in (loss, torch.compile(loss, fullgraph=True)):
+            logits = case.logits.clone().requires_grad_()
+            value = function(logits)
+            value.backward()
+            results.append((value.detach(), logits.grad))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+    finally:
+        torch.distributed.destroy_process_group()

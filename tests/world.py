@@ -1,4 +1,4 @@
-"""Real process groups (gloo): processes that run a function of a test module together."""
+"""Real process groups (gloo, NCCL on GPUs): processes that run a function together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def grid(data: int, tensor: int) -> DeviceMesh:
+def grid(data: int, tensor: int, device: str = "cpu") -> DeviceMesh:
     """Ranks as data x tensor parallel."""
     ranks = torch.arange(data * tensor).view(data, tensor)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=("data", "tensor"))
+    return DeviceMesh(device, ranks, mesh_dim_names=("data", "tensor"))
 
 
 def _packed(values):
@@ -25,14 +25,20 @@ def _packed(values):
     return buffer.getvalue()
 
 
-def _serve(rank, size, store, pipe):
+def _unpacked(data):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _serve(rank, size, store, device, timeout, pipe):
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=timeout),
     )
     while (task := pipe.recv()) is not None:
         function, args, kwargs = task
@@ -48,23 +54,30 @@ class World:
     def __init__(self, pipes):
         self.pipes = pipes
 
-    def run(self, function, *args, **kwargs):
-        """``function(rank, ...)`` on every rank at once: what each returned, in order of ranks."""
+    def answers(self, function, *args, **kwargs):
+        """``function(rank, ...)`` on every rank at once: (True, result) or (False, error) each."""
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
         answers = [pipe.recv() for pipe in self.pipes]
-        errors = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        return [(fine, _unpacked(answer) if fine else answer) for fine, answer in answers]
+
+    def run(self, function, *args, **kwargs):
+        """What ``function(rank, ...)`` returned on every rank, in their order."""
+        answers = self.answers(function, *args, **kwargs)
+        errors = [f"rank {rank}: {error}" for rank, (fine, error) in enumerate(answers) if not fine]
         assert not errors, "\n".join(errors)
-        return [torch.load(io.BytesIO(answer), weights_only=False) for _, answer in answers]
+        return [answer for _, answer in answers]
 
 
 @contextmanager
-def world(size, folder):
+def world(size, folder, device="cpu", timeout=60):
     """``size`` processes in one group."""
     context = multiprocessing.get_context("spawn")
     ends = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=_serve, args=(rank, size, folder / "store", end), daemon=True)
+        context.Process(
+            target=_serve, args=(rank, size, folder / "store", device, timeout, end), daemon=True
+        )
         for rank, (_, end) in enumerate(ends)
     ]
     for process in processes:

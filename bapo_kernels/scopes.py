@@ -1,0 +1,126 @@
+"""What set of tokens a decision of the search covers, as an object that a trainer holds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .bounds import ContributionHistogram
+from .config import BAPOConfig
+from .inputs import bounds_tensor, check_group, require
+from .output import ClipBounds
+
+Scope = Literal["call", "step", "lagged"]
+
+
+class ClipBoundSearch:
+    """The clip bounds of a trainer, searched over the scope it chooses.
+
+    - ``"call"``: every call searches among its own tokens, with ``process_group`` those of all its
+      ranks: one collective a call, so every rank must make as many calls.
+    - ``"step"``: one decision for all micro-batches of an optimizer step: :meth:`update` with their
+      log-probs computed without gradient, :meth:`step`, then the calls.
+    - ``"lagged"``: the tokens of a step decide the bounds of the next: the calls, :meth:`update`
+      with the log-probs they return, then :meth:`step`. The first step has the start bounds.
+
+    In the scopes ``"step"`` and ``"lagged"`` only :meth:`step` makes a collective, one of a fixed
+    size: ranks may have any number of micro-batches, none included. Pass :attr:`options` to every
+    call::
+
+        out = bapo_loss(logits, labels, old, advantages, mask, **search.options)
+
+    Args:
+        config: of the loss and the search; default: the paper's.
+        process_group: data-parallel ranks that decide together; ``None``: this one alone.
+        device: of the tokens; default: that of the first update. Needed where a rank may have no
+            update before its first step.
+    """
+
+    def __init__(
+        self,
+        config: BAPOConfig | None = None,
+        scope: Scope = "call",
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        require(scope in ("call", "step", "lagged"), "scope", "be call, step or lagged", scope)
+        check_group("process_group", process_group)
+        self.histogram = ContributionHistogram(config, device)
+        self.config = self.histogram.config
+        self.scope: Scope = scope
+        self.process_group = process_group
+        self._bounds: ClipBounds | tuple[float, float] | None = None
+        if scope == "lagged":
+            self._bounds = self.config.ratio_lower_start, self.config.ratio_upper_start
+
+    @property
+    def bounds(self) -> ClipBounds | tuple[float, float] | None:
+        """What the calls take as ``bounds=``; ``None`` where each searches for itself.
+
+        Raises:
+            RuntimeError: scope ``"step"`` before the first :meth:`step`.
+        """
+        if self.scope == "step" and self._bounds is None:
+            raise RuntimeError(
+                "scope 'step' has no bounds yet: call update() for every micro-batch, then step()"
+            )
+        return self._bounds
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """``config``, ``bounds`` and ``process_group`` of a call of a loss."""
+        return dict(config=self.config, bounds=self.bounds, process_group=self.process_group)
+
+    def update(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        advantages: Tensor,
+        response_mask: Tensor | None = None,
+        *,
+        rollout_log_probs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> None:
+        """Adds the tokens of a micro-batch, as :meth:`ContributionHistogram.update` does."""
+        if self.scope != "call":
+            self.histogram.update(
+                log_probs,
+                old_log_probs,
+                advantages,
+                response_mask,
+                rollout_log_probs=rollout_log_probs,
+                cu_seqlens=cu_seqlens,
+            )
+
+    def step(self) -> None:
+        """Decides, and forgets the tokens. Every rank of the group calls it once a step."""
+        if self.scope != "call":
+            self._bounds = self.histogram.solve(process_group=self.process_group)
+            self.histogram.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scope, bounds and the sums gathered so far."""
+        bounds = self._bounds
+        return dict(
+            scope=self.scope,
+            bounds=None if bounds is None else torch.tensor([float(b) for b in bounds]),
+            table=None if self.histogram.table is None else self.histogram.table.clone(),
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where :meth:`state_dict` was taken.
+
+        Raises:
+            ValueError: the state is of another scope, or its sums are of other grids.
+        """
+        require(state["scope"] == self.scope, "scope", f"be {self.scope!r}", repr(state["scope"]))
+        if state["table"] is not None:
+            self.histogram.load(state["table"])
+        bounds = state["bounds"]
+        if bounds is not None:
+            like = bounds if self.histogram.table is None else self.histogram.table
+            bounds = ClipBounds(*bounds_tensor(tuple(bounds.tolist()), like).unbind())
+        self._bounds = bounds

@@ -1,0 +1,147 @@
+"""The search over ranks: the paper's loop, one all-reduce a probe, beside one for the whole search.
+
+``python -m benchmarks.distributed`` starts four processes (gloo) and counts and times the
+collectives of both, with a pause in front of each collective that stands for a slower network.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bapo_kernels import BAPOConfig, find_clip_bounds, reference
+
+from .timing import append, environment
+
+RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
+RANKS = 4
+TOKENS = 8_192  # of a rank
+LATENCIES_US = (0, 20, 200)
+# Where the search stops: at once, half way, at the last bounds.
+TARGETS = {"nothing to raise": 0.0, "raised half way": 0.49, "raised to the end": 1.0}
+
+
+class SlowNetwork:
+    """Counts all-reduces and pauses before each."""
+
+    def __init__(self, latency_us: float) -> None:
+        self.latency, self.count, self.all_reduce = latency_us * 1e-6, 0, dist.all_reduce
+
+    def __enter__(self) -> SlowNetwork:
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            end = time.perf_counter() + self.latency
+            while time.perf_counter() < end:
+                pass
+            return self.all_reduce(*args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self.all_reduce
+
+
+def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    logp = -3 * torch.rand(TOKENS, generator=g)
+    old = logp + 0.4 * torch.randn(TOKENS, generator=g)
+    return logp, old, torch.randn(TOKENS, generator=g)
+
+
+def of_rank(rank: int, folder: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=RANKS)
+    tokens, group = batch(rank), dist.group.WORLD
+    records = []
+    for case, target in TARGETS.items():
+        config = BAPOConfig.paper(target=target)
+        searches: dict[str, Callable[..., Any]] = {
+            "the paper's loop": reference.find_clip_bounds,
+            "find_clip_bounds": find_clip_bounds,
+        }
+        bounds = [f(*tokens, config=config, process_group=group) for f in searches.values()]
+        assert bounds[0] == bounds[1], "a wrong answer is not timed"
+        for (name, f), latency_us in ((s, us) for s in searches.items() for us in LATENCIES_US):
+            times = []
+            with SlowNetwork(latency_us) as network:
+                for _ in range(21):  # as many on every rank
+                    dist.barrier()
+                    start = time.perf_counter()
+                    f(*tokens, config=config, process_group=group)
+                    times.append(1e3 * (time.perf_counter() - start))
+            low, median, high = torch.tensor(times[1:]).quantile(torch.tensor([0.2, 0.5, 0.8]))
+            records.append(
+                {
+                    "case": f"search over ranks: {case}, {name}",
+                    "ranks": RANKS,
+                    "tokens_a_rank": TOKENS,
+                    "latency_us": latency_us,
+                    "collectives": network.count // 21,
+                    "bounds": [round(b.item(), 4) for b in bounds[0]],
+                    "ms": median.item(),
+                    "ms_20": low.item(),
+                    "ms_80": high.item(),
+                }
+            )
+    if rank == 0:
+        answers.put(records)
+    dist.destroy_process_group()
+
+
+def on_paper(collectives: int, points: int, ranks: int, latency_us: float) -> float:
+    """Microseconds of the collectives of a search.
+
+    A collective takes the latency, and its bytes twice over a link of 50 GB/s (400 Gbit/s): two
+    sums in the loop, a row of the table for every rank in the single one.
+    """
+    floats = 2 if collectives > 1 else points * ranks
+    return collectives * (latency_us + 2 * 8 * floats / 50e3)
+
+
+def main(out: Path = RESULTS) -> None:
+    """Measures, prints, and adds records to a file of JSON lines."""
+    answers = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(of_rank, (folder, answers), nprocs=RANKS)
+        records = answers.get()
+    table = Table(title=f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds a call")
+    for column in ("case", "collectives", *(f"{us} us" for us in LATENCIES_US)):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for case in dict.fromkeys(r["case"] for r in records):
+        of_case = [r for r in records if r["case"] == case]
+        times = (f"{r['ms']:.2f}" for r in of_case)
+        table.add_row(case.split(": ")[1], str(of_case[0]["collectives"]), *times)
+    Console().print(table)
+
+    config = BAPOConfig.paper()
+    points = len(config.lower_grid) + len(config.upper_grid)
+    probes = max(r["collectives"] for r in records)
+    paper = Table(title="Collectives of a search to the end on paper, milliseconds")
+    for column in ("ranks", *(f"{who}, {us} us" for us in LATENCIES_US[1:] for who in WHO)):
+        paper.add_column(column, justify="right")
+    for ranks in (8, 32, 128, 512, 1024):
+        times = (
+            f"{on_paper(count, points, ranks, us) / 1e3:.2f}"
+            for us in LATENCIES_US[1:]
+            for count in (probes, 1)
+        )
+        paper.add_row(str(ranks), *times)
+    Console().print(paper)
+    append(out, [{**environment(), **record} for record in records])
+
+
+WHO = ("loop", "single")
+
+if __name__ == "__main__":
+    typer.run(main)
