@@ -778,3 +778,39 @@ def test_a_rank_that_raises_does_not_leave_others_hanging(tmp_path, level):
     assert not fine1
     assert "advantages must have the shape of labels" in error1
     assert "imed out" in error0
+
+
+def gathers_rank(rank):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = grid(2, 2)
+    case, (hidden, weight, _) = linear_case("paper", torch.float32), head(torch.float32)
+    model = torch.nn.Sequential(torch.nn.Linear(H, V, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(weight)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    assert not model[0].weight.placements[0] == Shard(0), "strided: vocabulary first"
+    with CommDebugMode() as forward:
+        out = bapo_kernels.bapo_linear_loss(
+            hidden,
+            model[0].weight,
+            *case.arguments(),
+            vocab_group=mesh.get_group("tensor"),
+            **case.options,
+        )
+    with CommDebugMode() as backward:
+        out.loss.backward()
+    return [
+        [(str(op), n) for op, n in mode.get_comm_counts().items() if "functional" in str(op)]
+        for mode in (forward, backward)
+    ]
+
+
+def test_a_head_of_fsdp_and_shards_is_gathered_once(worlds):
+    """Over the data ranks alone: no rank ever holds more than its part of the vocabulary."""
+    for forward, backward in worlds(4).run(gathers_rank):
+        assert forward == [("c10d_functional.all_gather_into_tensor", 1)]
+        assert backward == [("c10d_functional.reduce_scatter_tensor", 1)]

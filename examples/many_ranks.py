@@ -1,0 +1,120 @@
+"""BAPO on data x tensor parallel ranks, with each scope of the search.
+
+Data-parallel ranks have sequences of their own, sharded by FSDP2; tensor-parallel ranks share out
+the vocabulary of the head. Runs on CPUs (gloo) and on GPUs (NCCL)::
+
+    torchrun --nproc-per-node 4 examples/many_ranks.py --tensor 2 --scope step
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+import typer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_linear_loss, linear_log_probs
+
+V, H, B, S = 512, 32, 8, 16
+MICRO_BATCHES = 2
+
+
+class Scope(str, Enum):
+    call = "call"
+    step = "step"
+    lagged = "lagged"
+
+
+class Policy(torch.nn.Module):
+    """Hidden states from tokens; the loss meets the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(V, H)
+        self.block = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.GELU())
+        self.lm_head = torch.nn.Linear(H, V, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.block(self.embedding(tokens))
+
+
+def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
+    """Optimizer steps on made-up stale rollouts; prints what each step decides."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Ranks that wait for one that failed raise after this time.
+    dist.init_process_group(timeout=timedelta(minutes=2))
+    shape = dist.get_world_size() // tensor, tensor
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
+    vocabulary = mesh["tensor"].get_group()
+
+    torch.manual_seed(0)  # the same weights everywhere
+    model = Policy().to(device)
+    parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel()})
+    for part in (model.block, model.lm_head, model):
+        fully_shard(part, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    weight = model.lm_head.weight
+
+    g = torch.Generator(device).manual_seed(1 + mesh["data"].get_local_rank())
+    batches = []
+    for _ in range(MICRO_BATCHES):
+        tokens = torch.randint(V, (B, S + 1), device=device, generator=g)
+        with torch.no_grad():
+            logp, _ = linear_log_probs(
+                model(tokens[:, :-1]), weight, tokens[:, 1:], vocab_group=vocabulary
+            )
+        old = logp + 0.3 * torch.randn(B, S, device=device, generator=g)
+        advantages = torch.randn(B, device=device, generator=g) - 0.2
+        batches.append((tokens[:, :-1], tokens[:, 1:], old, advantages))
+
+    config = BAPOConfig.paper(target=0.45)
+    search = ClipBoundSearch(config, scope.value, mesh["data"].get_group(), device)
+    tokens_of_the_step = mesh["data"].size() * MICRO_BATCHES * B * S
+    for step in range(steps):
+        if scope is Scope.step:  # all micro-batches, before the first backward
+            for inputs, labels, old, advantages in batches:
+                with torch.no_grad():
+                    logp, _ = linear_log_probs(
+                        model(inputs), weight, labels, vocab_group=vocabulary
+                    )
+                search.update(logp, old, advantages)
+            search.step()
+        total = torch.zeros((), device=device)
+        for inputs, labels, old, advantages in batches:
+            out = bapo_linear_loss(
+                model(inputs),
+                weight,
+                labels,
+                old,
+                advantages,
+                batch_num_tokens=tokens_of_the_step,
+                dp_size=mesh["data"].size(),  # FSDP takes the mean over the ranks
+                vocab_group=vocabulary,
+                **search.options,
+            )
+            out.loss.backward()
+            total += out.loss.detach()
+            if scope is Scope.lagged:
+                search.update(out.log_probs, old, advantages)
+        if scope is Scope.lagged:
+            search.step()  # decides the bounds of the next step
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total, group=mesh["data"].get_group())
+        if dist.get_rank() == 0:
+            low, high = (bound.item() for bound in out.bounds)
+            loss = total.item() / mesh["data"].size()
+            print(f"step {step}  loss {loss:+.4f}  bounds {low:.2f} .. {high:.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
