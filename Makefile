@@ -19,6 +19,7 @@ bench: .venv/built
 	MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 \
 	  $(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.linear
+	$(BIN)/python -m benchmarks.distributed
 
 lint: .venv/built
 	$(BIN)/ruff check .

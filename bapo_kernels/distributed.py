@@ -126,7 +126,7 @@ class _MeanGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return parameter.detach()  # a view would lay out its shards anew
+        return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

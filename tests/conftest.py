@@ -1,4 +1,6 @@
 import os
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 from helpers import DEVICES, INTERPRETED, KERNELS
+from world import world
 
 from bapo_kernels import available_backends
 
@@ -39,6 +42,17 @@ def device(backend):
 def interpreted(backend):
     """Whether kernels run in Triton's interpreter: a row takes milliseconds, so few rows do."""
     return backend == "triton" and INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory):
+    """Process groups by number of ranks, started when first asked for."""
+    with ExitStack() as stack:
+
+        def start(ranks, device="cpu"):
+            return stack.enter_context(world(ranks, tmp_path_factory.mktemp("ranks"), device))
+
+        yield cache(start)
 
 
 @pytest.fixture(autouse=True)
