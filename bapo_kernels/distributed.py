@@ -89,12 +89,11 @@ class VocabShard:
         scale = config.final_logit_softcapping or config.logit_scale
         top = origin.amax(0)
         log_q = total.log() + (origin - top) * (scale / config.temperature)
-        log_q = torch.where(total == 0, -torch.inf, log_q)  # -inf logits alone
         q = log_q.exp()
         whole = q.sum(0)
         log_q, q = log_q - whole.log(), q / whole
-        logp = torch.where(total == 0, -torch.inf, logp + log_q).amax(0)
-        known = (labels >= 0) & (labels < self.sizes.sum()) & (whole != 0)
+        logp = torch.where(total == 0, log_q, logp + log_q).amax(0)  # 0: -inf logits alone
+        known = (labels >= 0) & (labels < self.sizes.sum())
         H = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
         log_probs.copy_(torch.where(live, torch.where(known, logp, torch.nan), 0.0))
         entropy.copy_(torch.where(live, H, 0.0))

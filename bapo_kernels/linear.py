@@ -35,6 +35,7 @@ from .output import BAPOOutput
 
 CHUNK_BYTES = 2**30
 Coefficients = tuple[Tensor, Tensor | None]  # of rows: d loss / d log-prob, d loss / d entropy
+_TERMS = 4096  # of a float32 sum over the vocabulary
 _COLUMNS = 1024  # of the weight gradient at once, where a GEMM cannot add to float32 by itself
 
 
@@ -97,10 +98,7 @@ class HeadGradients:
         if rows.numel() == 0:
             return
         if self.hidden is not None:
-            if self.head.shard is None:
-                self.hidden[rows] = dlogits @ self.head.weight
-            else:
-                self.hidden[rows] = _float32_product(dlogits, self.head.weight)
+            self.hidden[rows] = _dhidden(dlogits, self.head.weight, self.hidden.dtype)
         if self.needs_weight:
             self._add_weight(h, dlogits)
         if self.bias is not None:
@@ -134,6 +132,21 @@ class HeadGradients:
             None if gradient is None or parameter is None else gradient.to(parameter.dtype)
             for gradient, parameter in zip(made, parameters, strict=True)
         ]
+
+
+def _dhidden(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dlogits @ weight``; float32 on a CPU as a sum of parts.
+
+    The libraries there add the terms of a few rows one after the other, all of the vocabulary.
+    """
+    if dtype != torch.float32:
+        return dlogits @ weight
+    if dlogits.is_cuda:
+        return _float32_product(dlogits, weight)
+    total = torch.zeros(dlogits.shape[0], weight.shape[1])
+    for a, b in zip(dlogits.split(_TERMS, 1), weight.split(_TERMS), strict=True):
+        total += a.float() @ b.float()
+    return total
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ CASES = {
     "forbidden tokens": dict(config=BAPOConfig.paper(target=0.6), forbidden=True),
     "a NaN": dict(bad=torch.nan),
     "a label outside": dict(label=V),
+    "no token allowed": dict(row=-torch.inf),
 }
 
 
@@ -43,7 +44,7 @@ def whole_case(name, dtype):
     options = dict(CASES[name])
     masked = options.pop("masked_sequences", [])
     forbidden, bad = options.pop("forbidden", False), options.pop("bad", None)
-    label = options.pop("label", None)
+    label, row = options.pop("label", None), options.pop("row", None)
     config = options.pop("config", BAPOConfig.paper())
     case = make_case(
         (B, S), V, dtype, staleness=0.4, seed=2, config=config, poison=False, **options
@@ -57,6 +58,8 @@ def whole_case(name, dtype):
     place = tuple(live.nonzero()[0].tolist()) if live.any() else None
     if bad is not None:
         case.logits[(*place, 3)] = bad
+    if row is not None:
+        case.logits[place] = row
     if label is not None:
         case.labels[place] = label
     counts = dict(batch_num_tokens=max(1, int(live.sum())))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import EPS, Case, assert_within_budget, make_case, per_token
+from helpers import EPS, Case, assert_within_budget, make_case, needs_native, per_token
 
 from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
 from bapo_kernels.linear import HeadGradients, head
@@ -331,3 +331,21 @@ def test_errors(name):
             old_log_probs=None,
             advantages=torch.ones(len(given.get("labels", "ab"))),
         )
+
+
+@needs_native
+def test_few_rows_of_a_large_vocabulary():
+    """Three rows of twenty have a gradient: their sums over 151,936 terms must be as exact."""
+    large = 151_936
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 20, 16), 0.3 * torch.randn(large, 16)
+    case = make_case((1, 20), large, masked=0, idle=0, poison=False)
+    case.advantages[0, 3:] = 0.0
+    case.old_log_probs = None
+    results = []
+    for function, kind in ((bapo_linear_loss, torch.float32), (reference.bapo_linear_loss, None)):
+        for dtype in (kind,) if kind else (torch.float32, torch.float64):
+            leaf = hidden.to(dtype, copy=True).requires_grad_()
+            function(leaf, weight.to(dtype), *case.arguments()).loss.backward()
+            results.append(leaf.grad)
+    assert_within_budget("gradient of hidden", *results)

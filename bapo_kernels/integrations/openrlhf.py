@@ -1,0 +1,90 @@
+"""OpenRLHF (signatures of 0.11.0 and 0.11.2): ``PolicyLoss`` with the BAPO loss.
+
+In a subclass of ``ActorPPOTrainer``, or after it was made::
+
+    trainer.actor_loss_fn = PolicyLoss(dual_clip=args.dual_clip)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import bapo_loss_from_log_probs
+from ..inputs import require
+from . import config_of
+
+
+class PolicyLoss(torch.nn.Module):
+    """Drop-in for ``openrlhf.models.loss.PolicyLoss`` with ``policy_loss_type="ppo"``.
+
+    Args:
+        clip_eps_low, clip_eps_high: taken and not used: the bounds are searched.
+        dual_clip: cap of the ratio for negative advantages; ``None``: the preset's.
+        token_level_loss: mean over tokens, or over sequences of their token means.
+        preset, options: of :class:`bapo_kernels.BAPOConfig`.
+        process_group: data-parallel ranks that decide together.
+        others: OpenRLHF's, named differently in each version; a correction of importance sampling
+            raises, because it would be left out.
+    """
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        token_level_loss: bool = True,
+        policy_loss_type: str = "ppo",
+        preset: str = "paper",
+        options: dict[str, Any] | None = None,
+        process_group: Any = None,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        require(policy_loss_type == "ppo", "policy_loss_type", "be 'ppo'", repr(policy_loss_type))
+        level = others.get("is_correction_level", "off")
+        require(level == "off", "is_correction_level", "be 'off' with BAPO", repr(level))
+        correction = others.get("enable_vllm_is_correction", False)
+        require(not correction, "enable_vllm_is_correction", "be False with BAPO", correction)
+        mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
+        given = {"clip_ratio_c": dual_clip, "loss_agg_mode": mode} | (options or {})
+        self.config = config_of(preset, **given)
+        self.process_group = process_group
+        self.metrics: dict[str, Tensor] = {}
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | None = None,
+        global_batch_size: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        """``(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)`` of ``[B, T]``.
+
+        0.11.0 unpacks the first four. ``self.metrics`` has the others.
+        """
+        out = bapo_loss_from_log_probs(
+            log_probs,
+            old_log_probs,
+            advantages,
+            action_mask,
+            config=self.config,
+            rollout_log_probs=rollout_log_probs,
+            dp_size=dp_size,
+            batch_num_tokens=batch_num_tokens,
+            global_batch_size=global_batch_size,
+            process_group=self.process_group,
+        )
+        self.metrics = out.metrics
+        vllm_kl = None
+        if rollout_log_probs is not None:
+            live = torch.ones_like(log_probs) if action_mask is None else action_mask != 0
+            difference = torch.where(live != 0, rollout_log_probs - old_log_probs, 0.0)
+            vllm_kl = difference.sum() / (live != 0).sum().clamp(min=1)
+        return out.loss, out.metrics["pg_clipfrac"], out.metrics["ppo_kl"], vllm_kl, None

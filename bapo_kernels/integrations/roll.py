@@ -1,0 +1,63 @@
+"""ROLL 0.3: the policy term of an actor worker.
+
+In a subclass of ``roll.pipeline.rlvr.actor_worker.ActorWorker`` (``actor_train.worker_cls``),
+:func:`bapo_pg_loss` takes the place of the ratio, the clipping and their ``agg_loss`` in
+``loss_func``; KL and entropy stay ROLL's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..config import BAPOConfig
+from ..functional import bapo_loss_from_log_probs
+from . import config_of
+
+
+def bapo_pg_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    batch_num_tokens: float | Tensor | None = None,
+    global_valid_samples: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    train_infer_is_weight: Tensor | None = None,
+    infer_log_probs: Tensor | None = None,
+    preset: str = "paper",
+    options: dict[str, Any] | None = None,
+    process_group: Any = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy loss of ``[B, T]`` and metrics ``actor/...``.
+
+    Aggregated as ROLL's ``agg_loss``: it divides by the padded length alone in
+    ``seq-mean-token-sum-norm``, and sequence means are over all sequences where
+    ``global_valid_samples`` is not given. ``weights`` are its sample weights ``[B]``.
+    """
+    counts: dict[str, Any] = dict(batch_num_tokens=batch_num_tokens)
+    mode = loss_agg_mode
+    if mode == "seq-mean-token-sum-norm":
+        mode, counts = "token-mean", dict(batch_num_tokens=response_mask.shape[-1])
+    elif mode != "token-mean":
+        samples = response_mask.shape[0] if global_valid_samples is None else global_valid_samples
+        counts = dict(global_batch_size=samples)
+    is_weights = train_infer_is_weight
+    if weights is not None:
+        of_tokens = weights[:, None].expand(log_probs.shape)
+        is_weights = of_tokens if is_weights is None else of_tokens * is_weights
+    config: BAPOConfig = config_of(preset, loss_agg_mode=mode, **(options or {}))
+    out = bapo_loss_from_log_probs(
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask,
+        config=config,
+        rollout_log_probs=infer_log_probs,
+        rollout_is_weights=is_weights,
+        process_group=process_group,
+        **counts,
+    )
+    return out.loss, {f"actor/{name}": value for name, value in out.metrics.items()}

@@ -1,0 +1,66 @@
+"""SkyRL 0.3: a registered policy loss.
+
+Call :func:`register` where the trainer is set up (SkyRL hands registered losses to its workers),
+and set ``trainer.algorithm.policy_loss_type=bapo``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import BAPOConfig
+from ..functional import bapo_loss_from_log_probs
+from ..inputs import require
+from . import config_of
+
+_METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")
+
+
+def bapo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    bapo: BAPOConfig | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The sum over tokens ``[B, T]``, as SkyRL asks for, and metrics.
+
+    SkyRL divides the advantages by token or sequence counts beforehand. A constant divisor changes
+    no decision; with ``loss_reduction=sequence_mean`` long sequences weigh less in the shares.
+
+    Args:
+        bapo: default: the paper's, with ``config.clip_ratio_c`` where
+            ``config.policy_loss_type="dual_clip"``.
+    """
+    if bapo is None:
+        dual = getattr(config, "policy_loss_type", None) == "dual_clip"
+        bapo = config_of(
+            "paper",
+            loss_agg_mode="token-sum",
+            clip_ratio_c=config.clip_ratio_c if dual else None,
+        )
+    mode = bapo.loss_agg_mode
+    require(mode == "token-sum", "bapo.loss_agg_mode", "be 'token-sum'", repr(mode))
+    out = bapo_loss_from_log_probs(
+        log_probs,
+        old_log_probs,
+        advantages,
+        loss_mask,
+        config=bapo,
+        rollout_log_probs=rollout_logprobs,
+    )
+    values = torch.stack([out.metrics[name] for name in _METRICS]).tolist()
+    metrics = dict(zip(_METRICS, values, strict=True))
+    return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics}
+
+
+def register(name: str = "bapo") -> None:
+    """Makes the loss known to SkyRL's registry."""
+    from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
+
+    register_policy_loss(name)(bapo_policy_loss)

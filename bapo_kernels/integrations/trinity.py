@@ -1,0 +1,73 @@
+"""Trinity-RFT: a policy loss of its registry (``algorithm.policy_loss_fn: bapo``).
+
+Import a module that calls :func:`register` as a plugin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import BAPOConfig
+from ..functional import bapo_loss_from_log_probs
+from . import config_of
+
+_METRICS = (
+    "pg_loss",
+    "pg_clipfrac",
+    "pg_clipfrac_lower",
+    "ppo_kl",
+    "bapo_clip_low",
+    "bapo_clip_high",
+    "bapo_pos_share",
+    "bapo_saturated",
+)
+
+
+def bapo_policy_loss(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    config: BAPOConfig,
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss of ``[B, T]`` and metrics, with Trinity's argument names."""
+    out = bapo_loss_from_log_probs(logprob, old_logprob, advantages, action_mask, config=config)
+    values = torch.stack([out.metrics[name] for name in _METRICS]).tolist()
+    return out.loss, dict(zip(_METRICS, values, strict=True))
+
+
+def register(name: str = "bapo") -> Any:
+    """Adds a ``PolicyLossFn`` to Trinity's registry, and returns the class."""
+    from trinity.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
+
+    class BAPOPolicyLossFn(PolicyLossFn):
+        """``policy_loss_fn_args``: ``preset``, ``loss_agg_mode``, ``options``."""
+
+        def __init__(
+            self,
+            backend: str = "verl",
+            preset: str = "paper",
+            loss_agg_mode: str = "token-mean",
+            options: dict[str, Any] | None = None,
+        ) -> None:
+            super().__init__(backend=backend)
+            self.config = config_of(preset, loss_agg_mode=loss_agg_mode, **(options or {}))
+
+        def __call__(
+            self,
+            logprob: Tensor,
+            old_logprob: Tensor,
+            action_mask: Tensor,
+            advantages: Tensor,
+            **kwargs: Any,
+        ) -> tuple[Tensor, dict[str, float]]:
+            return bapo_policy_loss(logprob, old_logprob, action_mask, advantages, self.config)
+
+        @classmethod
+        def default_args(cls) -> dict[str, Any]:
+            return {"preset": "paper", "loss_agg_mode": "token-mean"}
+
+    return POLICY_LOSS_FN.register_module(name)(BAPOPolicyLossFn)

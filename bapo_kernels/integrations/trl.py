@@ -1,0 +1,411 @@
+"""TRL 1.9 and later: ``GRPOTrainer`` with the BAPO loss.
+
+The model's forward computes hidden states, and the loss meets the head: by default everything is
+:func:`bapo_kernels.bapo_linear_loss`, and where TRL adds something that it cannot hold
+(an entropy bonus with a normaliser of its own, router losses, images), log-probs and loss are two
+steps. Normalisation, masks, KL, importance sampling correction and metric names are TRL's.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..aggregation import token_weights
+from ..config import IGNORE_INDEX
+from ..functional import bapo_linear_loss, bapo_loss_from_log_probs, linear_log_probs
+from ..inputs import require
+from ..output import BAPOOutput
+from ..scopes import ClipBoundSearch
+from . import config_of, require_version
+
+require_version("trl", "1.9")
+
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+_SEARCH_FILE = "bapo_search.pt"
+_AGGREGATION = {
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "token-mean",
+    "grpo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
+}
+_IMAGES = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+@dataclass
+class BAPOTrainerConfig(GRPOConfig):
+    """``GRPOConfig`` with the options of BAPO; ``epsilon`` and ``epsilon_high`` are not used.
+
+    Args:
+        bapo_preset: ``"paper"`` or ``"recipe"``.
+        bapo_options: options of :class:`bapo_kernels.BAPOConfig` that differ from the preset:
+            bounds, target, order, weights. TRL's ``delta`` is the dual clip, ``beta`` the KL.
+        bapo_scope: tokens of a decision: ``"call"`` (a micro-batch on all processes), ``"step"``
+            (all micro-batches of an optimizer step, by a forward without gradient), ``"lagged"``
+            (those of the step before).
+        bapo_head: ``"fused"`` (:func:`bapo_linear_loss`), ``"log_probs"``
+            (:func:`linear_log_probs`, then the loss), ``"trl"`` (TRL's own head); default: the
+            first that is exact for the other options.
+    """
+
+    bapo_preset: str = field(default="paper", metadata={"help": "'paper' or 'recipe'"})
+    bapo_options: dict[str, Any] | None = field(
+        default=None, metadata={"help": "options of BAPOConfig that differ from the preset"}
+    )
+    bapo_scope: str = field(default="call", metadata={"help": "'call', 'step' or 'lagged'"})
+    bapo_head: str | None = field(
+        default=None, metadata={"help": "'fused', 'log_probs' or 'trl'; default: the fastest"}
+    )
+
+
+class BAPOTrainer(GRPOTrainer):
+    """``GRPOTrainer`` with the loss of :func:`bapo_kernels.bapo_loss`.
+
+    Raises:
+        ValueError: an option of TRL has no meaning for BAPO, or none that is exact.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("args", args[2] if len(args) > 2 else None)
+        if given is None:
+            kwargs["args"] = BAPOTrainerConfig("bapo_output")
+        super().__init__(*args, **kwargs)
+        _check(self.args)
+        options = self.args.bapo_options or {}
+        # TRL's KL times the ratio has a gradient through both: a term beside the loss.
+        self._corrected_kl = bool(self.beta and getattr(self.args, "use_bias_correction_kl", False))
+        self.bapo_config = config_of(
+            self.args.bapo_preset,
+            loss_agg_mode=_AGGREGATION[self.loss_type],
+            kl_loss_coef=0.0 if self._corrected_kl else self.beta,
+            kl_loss_type="k3",
+            temperature=self.temperature,
+            **({"clip_ratio_c": self.args.delta} | options),
+            **_transform(self.model.config.get_text_config()),
+        )
+        ranks = dist.group.WORLD if self.accelerator.num_processes > 1 else None
+        self.search = ClipBoundSearch(
+            self.bapo_config, self.args.bapo_scope, ranks, self.accelerator.device
+        )
+        self._calls_left = 0  # micro-batches of the optimizer step that have not been computed
+        start = self.bapo_config.ratio_lower_start, self.bapo_config.ratio_upper_start
+        self._latest: Any = start  # bounds that an evaluation uses where a call decides nothing
+        _add_head(self.model, self.args)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        training = self.model.training
+        scope = self.args.bapo_scope
+        if training:
+            if self._calls_left == 0:
+                self._calls_left = self.current_gradient_accumulation_steps
+                if scope == "step":
+                    self._search_step(model)
+            self._calls_left -= 1
+        out, log_probs, entropies, aux_loss = self._loss(model, inputs)
+        loss = out.loss
+        accumulation = self.current_gradient_accumulation_steps if training else 1
+        mask = _mask(inputs)
+        if self._corrected_kl and log_probs is not None:
+            loss = loss + self.beta * self._kl_with_ratio(log_probs, inputs)
+        if entropies is not None and getattr(self, "_entropy_bonus_enabled", False):
+            bonus = (entropies * mask).sum() / mask.sum().clamp(min=1)
+            self._log(
+                "policy_loss", self.accelerator.gather(loss.detach()).nanmean() * accumulation
+            )
+            loss = loss - self.entropy_coef * bonus / accumulation
+        if aux_loss is not None:
+            loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
+            self._log("aux_loss", self.accelerator.gather_for_metrics(aux_loss.detach()).mean())
+        self._log_metrics(out, inputs, mask)
+        if training:
+            self._latest = out.bounds
+        if training and scope == "lagged":
+            self._gather(out.log_probs, inputs)
+            if self._calls_left == 0:
+                self.search.step()
+        return loss
+
+    def _search_step(self, model: Any) -> None:
+        """One decision for the micro-batches of the optimizer step that begins."""
+        count = self.args.steps_per_generation
+        for i in range(self._calls_left):
+            inputs = self._buffered_inputs[(self._step + i) % count]
+            with torch.no_grad():
+                log_probs, _, _ = self._log_probs(model, inputs)
+            self._gather(log_probs, inputs)
+        self.search.step()
+
+    def _gather(self, log_probs: Tensor, inputs: dict[str, Any]) -> None:
+        self.search.update(
+            log_probs,
+            inputs.get("old_per_token_logps"),
+            inputs["advantages"],
+            _mask(inputs),
+            rollout_log_probs=inputs.get("sampling_per_token_logps"),
+        )
+
+    def _head(self, inputs: dict[str, Any]) -> str:
+        """The fastest head that is exact for these inputs, or the one asked for."""
+        if self.args.bapo_head is not None:
+            return str(self.args.bapo_head)
+        if self.aux_loss_enabled or any(inputs.get(name) is not None for name in _IMAGES):
+            return "trl"
+        beside = self._corrected_kl or getattr(self, "_entropy_bonus_enabled", False)
+        return "log_probs" if beside else "fused"
+
+    def _loss(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[BAPOOutput, Tensor | None, Tensor | None, Tensor | None]:
+        """Output; log-probs and entropies with a gradient if the head has them; router loss."""
+        arguments = self._arguments(inputs)
+        if self._head(inputs) == "fused":
+            labels = inputs["completion_ids"]
+
+            def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> BAPOOutput:
+                tokens = arguments | dict(labels=labels, bias=bias)
+                return bapo_linear_loss(hidden, weight, **tokens)
+
+            return self._forward(model, inputs, loss), None, None, None
+        log_probs, entropies, aux_loss = self._log_probs(model, inputs)
+        detached = None if entropies is None else entropies.detach()
+        out = bapo_loss_from_log_probs(log_probs, entropy=detached, **arguments)
+        return out, log_probs, entropies, aux_loss
+
+    def _kl_with_ratio(self, log_probs: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """``r*(exp(d) - d - 1)`` with d = ref - log-prob, aggregated like the loss."""
+        mask = _mask(inputs)
+        weights = token_weights(mask != 0, self.bapo_config, **self._counts(mask, inputs))
+        old = inputs.get("old_per_token_logps")
+        r = (log_probs - (log_probs.detach() if old is None else old)).exp()
+        d = inputs["ref_per_token_logps"] - log_probs
+        return torch.where(mask != 0, weights * r * (d.exp() - d - 1), 0.0).sum().float()
+
+    def _log_probs(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of the completions; by TRL's head or by :func:`linear_log_probs`."""
+        if self._head(inputs) == "trl":
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            log_probs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+                model,
+                ids,
+                attention,
+                inputs["completion_ids"].shape[1],
+                compute_entropy=True,
+                compute_aux_loss=self.aux_loss_enabled,
+                **{name: inputs.get(name) for name in _IMAGES},
+            )
+            return log_probs, entropies, aux_loss
+        config = self.bapo_config
+        labels = inputs["completion_ids"].masked_fill(_mask(inputs) == 0, IGNORE_INDEX)
+
+        def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            return linear_log_probs(
+                hidden,
+                weight,
+                labels,
+                bias=bias,
+                temperature=config.temperature,
+                logit_scale=config.logit_scale,
+                final_logit_softcapping=config.final_logit_softcapping,
+            )
+
+        return *self._forward(model, inputs, head), None
+
+    def _forward(self, model: Any, inputs: dict[str, Any], head: Callable[..., Any]) -> Any:
+        """``head(hidden states of the completions, weight, bias)``, inside of the forward.
+
+        There wrappers (DDP, FSDP, autocast) have the weights ready.
+        """
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with self.accelerator.autocast():
+            return model(
+                input_ids=ids,
+                attention_mask=attention,
+                bapo_head=head,
+                bapo_tokens=inputs["completion_ids"].shape[1],
+            )
+
+    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the losses take beside log-probs or hidden states."""
+        mask = _mask(inputs)
+        is_weights = None
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            is_weights = inputs["importance_sampling_ratio"].expand(mask.shape)
+        decides = self.model.training or self.args.bapo_scope == "call"
+        return dict(
+            old_log_probs=inputs.get("old_per_token_logps"),
+            advantages=inputs["advantages"],
+            response_mask=mask,
+            rollout_log_probs=inputs.get("sampling_per_token_logps"),
+            rollout_is_weights=is_weights,
+            ref_log_probs=inputs["ref_per_token_logps"] if self.beta else None,
+            config=self.bapo_config,
+            bounds=self.search.bounds if decides else self._latest,
+            process_group=self.search.process_group,
+            **self._counts(mask, inputs),
+        )
+
+    def _counts(self, mask: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+        """TRL's normaliser of its loss type."""
+        B = mask.shape[0]
+        training = self.model.training
+        accumulation = self.current_gradient_accumulation_steps if training else 1
+        if self.loss_type == "bnpo":
+            return dict(batch_num_tokens=mask.sum().clamp(min=1) * accumulation)
+        if self.loss_type == "dr_grpo":
+            return dict(batch_num_tokens=B * self.max_completion_length * accumulation)
+        if self.loss_type == "dapo":  # counted over the batch of a generation
+            tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            share = accumulation / self.args.steps_per_generation if training else 1
+            return dict(batch_num_tokens=tokens * share)
+        return dict(global_batch_size=B * accumulation)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            torch.save(self.search.state_dict(), folder / _SEARCH_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        file = Path(checkpoint or "") / _SEARCH_FILE
+        if checkpoint is not None and file.exists():
+            self.search.load_state_dict(torch.load(file, map_location=self.accelerator.device))
+
+    def _log(self, name: str, value: Tensor) -> None:
+        self._metrics["train" if self.model.training else "eval"][name].append(value.item())
+
+    def _log_metrics(self, out: BAPOOutput, inputs: dict[str, Any], mask: Tensor) -> None:
+        """TRL's names, over all processes, and ``bapo/...``."""
+        old = inputs.get("old_per_token_logps")
+        A = inputs["advantages"]
+        A = A.unsqueeze(1) if A.ndim == 1 else A
+        ratio = torch.ones_like(out.log_probs) if old is None else (out.log_probs - old).exp()
+        low = ((ratio < out.bounds.lower) & (A < 0)).float() * mask
+        high = ((ratio > out.bounds.upper) & (A > 0)).float() * mask
+        entropy = out.entropy if out.entropy is not None else torch.zeros_like(out.log_probs)
+        sums = torch.stack(
+            [(values * mask).sum() for values in (entropy, low, high, low + high)] + [mask.sum()]
+        )
+        *sums, count = self.accelerator.reduce(sums.float(), reduction="sum")
+        names = ("low_mean", "high_mean", "region_mean")
+        self._log("entropy", sums[0] / count.clamp(min=1))
+        for name, total in zip(names, sums[1:], strict=True):
+            self._log(f"clip_ratio/{name}", total / count.clamp(min=1))
+        lengths = mask.sum(1)
+        of_sequences = torch.stack([low.sum(1) / lengths, high.sum(1) / lengths], 1)
+        gathered = self.accelerator.gather(of_sequences)
+        nothing = gathered.isnan()
+        self._log("clip_ratio/low_min", gathered.masked_fill(nothing, torch.inf)[:, 0].amin())
+        self._log("clip_ratio/high_max", gathered.masked_fill(nothing, -torch.inf)[:, 1].amax())
+        if self.beta:
+            kl = inputs["ref_per_token_logps"] - out.log_probs
+            total = ((kl.exp() - kl - 1) * mask).sum()
+            total, count = self.accelerator.reduce(torch.stack([total, mask.sum()]), "sum")
+            self._log("kl", total / count.clamp(min=1))
+        for name in ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated"):
+            self._log(f"bapo/{name}", out.metrics[f"bapo_{name}"])
+
+
+def _mask(inputs: dict[str, Any]) -> Tensor:
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _check(args: Any) -> None:
+    """Options of TRL that BAPO has no meaning for."""
+    rules = {
+        "loss_type": (args.loss_type in _AGGREGATION, f"be one of {sorted(_AGGREGATION)}"),
+        "importance_sampling_level": (args.importance_sampling_level == "token", "be 'token'"),
+        "top_entropy_quantile": (args.top_entropy_quantile == 1.0, "be 1.0"),
+        "off_policy_mask_threshold": (
+            getattr(args, "off_policy_mask_threshold", None) is None,
+            "be None",
+        ),
+        "use_adaptive_entropy": (not getattr(args, "use_adaptive_entropy", False), "be False"),
+        "use_liger_kernel": (not args.use_liger_kernel, "be False: the loss is fused already"),
+        "bapo_head": (
+            args.bapo_head in (None, "fused", "log_probs", "trl"),
+            "be None, 'fused', 'log_probs' or 'trl'",
+        ),
+        "steps_per_generation": (
+            args.bapo_scope != "step"
+            or args.steps_per_generation % args.gradient_accumulation_steps == 0,
+            "be a multiple of gradient_accumulation_steps with bapo_scope='step'",
+        ),
+    }
+    for name, (ok, rule) in rules.items():
+        require(ok, name, f"{rule} with BAPO", repr(getattr(args, name, None)))
+    corrected_kl = args.beta and getattr(args, "use_bias_correction_kl", False)
+    beside = getattr(args, "entropy_coef", 0.0) or corrected_kl
+    rule = "be None, 'log_probs' or 'trl' with entropy_coef or use_bias_correction_kl"
+    require(not beside or args.bapo_head != "fused", "bapo_head", rule, repr(args.bapo_head))
+
+
+def _transform(config: Any) -> dict[str, Any]:
+    """Scale and soft cap of the logits, as families of models name them in their configs."""
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            scale = getattr(config, name)
+            break
+    else:
+        scaling = getattr(
+            config, "logits_scaling", None
+        )  # Granite divides, HyperCLOVA X multiplies
+        if scaling is not None:
+            scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return dict(logit_scale=scale, final_logit_softcapping=softcap)
+
+
+def _add_head(model: Any, args: Any) -> None:
+    """Lets ``model(..., bapo_head=f, bapo_tokens=T)`` return ``f(hidden states, weight, bias)``."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    original = base.forward
+    float32 = bool(getattr(args, "cast_lm_head_to_fp32", False))
+
+    @functools.wraps(type(base).forward)
+    def forward(
+        self: Any, *inputs: Any, bapo_head: Any = None, bapo_tokens: int = 0, **options: Any
+    ) -> Any:
+        if bapo_head is None:
+            return original(*inputs, **options)
+        states = self.base_model(*inputs, use_cache=False, **options).last_hidden_state
+        head = self.get_output_embeddings()
+        rule = "be a plain linear layer; take bapo_head='trl'"
+        require(not hasattr(head, "lora_A"), "lm_head", rule, type(head).__name__)
+        hidden = states[:, -bapo_tokens - 1 : -1].to(head.weight.device)
+        context = nullcontext()
+        if float32:
+            hidden = hidden.float()
+            context = torch.autocast(hidden.device.type, enabled=False)  # type: ignore[assignment]
+        with context:
+            return bapo_head(hidden, head.weight, head.bias)
+
+    base.forward = types.MethodType(forward, base)

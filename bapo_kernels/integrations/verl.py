@@ -1,0 +1,144 @@
+"""verl 0.6.1 and later: the policy loss ``bapo``.
+
+verl 0.9 and later load this module by itself (entry point ``verl.plugins``), older ones with
+``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl``. Then
+``actor_rollout_ref.actor.policy_loss.loss_mode=bapo``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import BAPOConfig
+from ..functional import bapo_loss_from_log_probs
+from ..inputs import check_group, require
+from . import config_of, require_version
+
+require_version("verl", "0.6.1")
+
+from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
+from verl.workers.config import PolicyLossConfig  # noqa: E402
+
+_SEARCH = (
+    "ratio_lower_start",
+    "ratio_lower_max",
+    "ratio_lower_step",
+    "ratio_upper_start",
+    "ratio_upper_max",
+    "ratio_upper_step",
+    "target",
+    "target_kind",
+    "raise_first",
+    "token_weight",
+    "contribution",
+)
+# verl averages a metric over micro-batches and ranks, so no ratio that may be infinite.
+_METRICS = (
+    "pg_clipfrac",
+    "pg_clipfrac_lower",
+    "ppo_kl",
+    "bapo_clip_low",
+    "bapo_clip_high",
+    "bapo_pos_share",
+    "bapo_pos_share_start",
+    "bapo_saturated",
+)
+_group: dist.ProcessGroup | None = None
+
+
+@dataclass
+class BAPOPolicyLossConfig(PolicyLossConfig):
+    """``policy_loss`` of an actor, with ``policy_loss._target_`` naming this class.
+
+    Args:
+        preset: ``"paper"``, or ``"recipe"`` for what the authors' code does.
+        adv_ratio_target: the authors' name of a target that is a ratio of positive to negative
+            contributions; ``target`` and ``target_kind`` are those of :class:`BAPOConfig`.
+        search_ranks: ``"own"``: each rank decides for its micro-batch, or over the group given to
+            :func:`use_process_group`; ``"world"``: all ranks of the default group decide together,
+            as the authors' code does. Then every rank must have as many micro-batches.
+
+    The others are those of :class:`BAPOConfig`; ``None``: the preset's.
+    """
+
+    loss_mode: str = "bapo"
+    preset: str = "paper"
+    adv_ratio_target: float | None = None
+    target: float | None = None
+    target_kind: str | None = None
+    ratio_lower_start: float | None = None
+    ratio_lower_max: float | None = None
+    ratio_lower_step: float | None = None
+    ratio_upper_start: float | None = None
+    ratio_upper_max: float | None = None
+    ratio_upper_step: float | None = None
+    raise_first: str | None = None
+    token_weight: str | None = None
+    contribution: str | None = None
+    search_ranks: str = "own"
+
+
+def use_process_group(group: dist.ProcessGroup | None) -> None:
+    """The data-parallel ranks that decide together in this process, e.g. ``mesh.get_group()``."""
+    global _group
+    check_group("group", group)
+    _group = group
+
+
+def _config(config: Any, loss_agg_mode: str, loss_scale_factor: float | None) -> BAPOConfig:
+    loss = config.policy_loss
+    options = {name: loss.get(name, None) for name in _SEARCH}
+    ratio = loss.get("adv_ratio_target", None)
+    if ratio is not None:
+        rule = "not be given together with adv_ratio_target"
+        require(options["target"] is None, "policy_loss.target", rule, options["target"])
+        options.update(target=ratio, target_kind="ratio")
+    preset = loss.get("preset", None) or "paper"
+    return config_of(
+        preset,
+        clip_ratio_c=config.get("clip_ratio_c", 3.0) if preset == "recipe" else None,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+        **options,
+    )
+
+
+@register_policy_loss("bapo")
+def compute_policy_loss_bapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of a micro-batch ``[B, T]`` and its metrics, as verl calls policy losses.
+
+    ``config.global_batch_info`` normalises; entropy and KL terms are verl's. The token weight of
+    the paper's search is exp of the old log-prob: verl hands no rollout log-probs to a policy loss.
+    """
+    info = getattr(config, "global_batch_info", None) or {}
+    group = _group
+    if config.policy_loss.get("search_ranks", "own") == "world" and dist.is_initialized():
+        group = dist.group.WORLD
+    out = bapo_loss_from_log_probs(
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask,
+        config=_config(config, loss_agg_mode, info.get("loss_scale_factor")),
+        rollout_is_weights=rollout_is_weights,
+        batch_num_tokens=info.get("batch_num_tokens"),
+        global_batch_size=info.get("global_batch_size"),
+        dp_size=info.get("dp_size", 1),
+        process_group=group,
+    )
+    # One read of the device for all metrics; verl would make one for each.
+    values = torch.stack([out.metrics[name] for name in _METRICS]).tolist()
+    return out.loss, {f"actor/{k}": v for k, v in zip(_METRICS, values, strict=True)}

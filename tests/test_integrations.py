@@ -1,0 +1,341 @@
+"""Adapters of frameworks that do not install here, called as their sources call a loss.
+
+Read at: OpenRLHF 0.11.2 (wheel), slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), ROLL 8eb27cc
+(0.3.0), Trinity-RFT 221b0759. The authors' function: tests/data/authors_recipe.json.
+"""
+
+import inspect
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import make_case, needs_native
+
+from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, reference
+from bapo_kernels.integrations import config_of, require_version
+from bapo_kernels.integrations.openrlhf import PolicyLoss
+from bapo_kernels.integrations.roll import bapo_pg_loss
+from bapo_kernels.integrations.skyrl import bapo_policy_loss
+from bapo_kernels.integrations.slime import bapo_loss_function
+
+pytestmark = needs_native
+AUTHORS = json.loads((Path(__file__).parent / "data/authors_recipe.json").read_text())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_recipe_is_the_authors_function(backend):
+    """Their numbers, from their function run elsewhere."""
+    reached = set()
+    for case in AUTHORS["cases"]:
+        options = dict(case["options"])
+        config = BAPOConfig.recipe(
+            target=options.pop("adv_ratio_target"), loss_agg_mode=case["loss_agg_mode"], **options
+        )
+        tokens = {
+            name: torch.tensor(case[name], dtype=torch.float64)
+            for name in ("log_prob", "old_log_prob", "advantages", "response_mask")
+        }
+        weights = case["rollout_is_weights"]
+        if weights is not None:
+            weights = torch.tensor(weights, dtype=torch.float64)
+        leaf = tokens["log_prob"].requires_grad_()
+        out = bapo_loss_from_log_probs(
+            leaf,
+            *(tokens[name] for name in ("old_log_prob", "advantages", "response_mask")),
+            config=config,
+            rollout_is_weights=weights,
+            backend=backend,
+        )
+        out.loss.backward()
+        expected = case["expected"]
+        for name, bound in zip(("clip_low", "clip_high"), out.bounds, strict=True):
+            assert bound.item() == pytest.approx(expected[name], rel=1e-6)
+        assert out.loss.item() == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+        for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"):
+            assert out.metrics[name].item() == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
+        ratio = out.metrics["bapo_pos_neg_ratio"].item()
+        assert ratio == pytest.approx(expected["pos_neg_ratio"], rel=1e-5)
+        gradient = torch.tensor(expected["dlog_prob"], dtype=torch.float64)
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-8)
+        reached.add((expected["clip_low"], expected["clip_high"]))
+    assert len(reached) >= 6
+
+
+def tokens_of(seed=0, shape=(4, 9)):
+    case = make_case(shape, 33, staleness=0.4, seed=seed, poison=False)
+    logp = reference.log_probs(case.logits, case.labels)[0].detach()
+    mask = (case.response_mask & (case.labels != -100)).float()
+    return logp, case.old_log_probs, case.advantages, mask
+
+
+def check(loss, leaf, expected, true, weight=1.0):
+    (loss * weight).backward()
+    (expected.loss * weight).backward()
+    torch.testing.assert_close(loss.detach().double(), expected.loss.detach().double())
+    torch.testing.assert_close(leaf.grad.double(), true.grad.double(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("token_level_loss", [True, False])
+@pytest.mark.parametrize(
+    "counts", [{}, dict(dp_size=2, batch_num_tokens=50.0, global_batch_size=7)]
+)
+def test_openrlhf(token_level_loss, counts):
+    logp, old, A, mask = tokens_of()
+    function = PolicyLoss(
+        clip_eps_low=0.2,
+        clip_eps_high=0.2,
+        dual_clip=2.5,
+        token_level_loss=token_level_loss,
+        policy_loss_type="ppo",
+        is_correction_level="off",
+        is_correction_mode="mask",
+        is_correction_gating="ratio",
+        is_correction_threshold=(0.5, 5.0),
+        options={"target": 0.6},
+    )
+    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    rollout = old - 0.05
+    loss, clip_ratio, ppo_kl, vllm_kl, dropped = function(
+        leaf, old, A, action_mask=mask, rollout_log_probs=rollout, **counts
+    )
+    mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
+    expected = reference.bapo_loss_from_log_probs(
+        true,
+        old,
+        A,
+        mask,
+        config=BAPOConfig.paper(target=0.6, clip_ratio_c=2.5, loss_agg_mode=mode),
+        rollout_log_probs=rollout,
+        **counts,
+    )
+    check(loss, leaf, expected, true)
+    assert clip_ratio.item() == pytest.approx(expected.metrics["pg_clipfrac"].item(), abs=1e-6)
+    assert ppo_kl.item() == pytest.approx(expected.metrics["ppo_kl"].item(), abs=1e-6)
+    assert vllm_kl.item() == pytest.approx(-0.05, abs=1e-6)
+    assert dropped is None
+    assert expected.bounds.upper > 1.2, "the case must need a search"
+    names = "log_probs old_log_probs advantages action_mask rollout_log_probs dp_size"
+    signature = inspect.signature(PolicyLoss.forward).parameters
+    assert list(signature)[1:] == [*names.split(), "batch_num_tokens", "global_batch_size"]
+    with pytest.raises(
+        ValueError, match="is_correction_level must be 'off' with BAPO, got 'token'"
+    ):
+        PolicyLoss(is_correction_level="token")
+    with pytest.raises(ValueError, match="policy_loss_type must be 'ppo', got 'gspo'"):
+        PolicyLoss(policy_loss_type="gspo")
+
+
+@pytest.mark.parametrize("dual_clip", [False, True])
+def test_skyrl(dual_clip, monkeypatch):
+    logp, old, A, mask = tokens_of(1)
+    A = A / mask.sum()  # SkyRL scales advantages so that the loss is a sum
+    config = Namespace(
+        policy_loss_type="dual_clip" if dual_clip else "bapo", eps_clip_low=0.2, clip_ratio_c=3.0
+    )
+    registry = {}
+    module = ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
+    module.register_policy_loss = lambda name: lambda f: registry.setdefault(name, f)
+    for depth in range(1, 5):
+        name = ".".join(module.__name__.split(".")[:depth])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    from bapo_kernels.integrations import skyrl
+
+    skyrl.register()
+    assert registry["bapo"] is bapo_policy_loss
+    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    loss, metrics = registry["bapo"](leaf, old, A, config=config, loss_mask=mask)
+    expected = reference.bapo_loss_from_log_probs(
+        true,
+        old,
+        A,
+        mask,
+        config=BAPOConfig.paper(loss_agg_mode="token-sum", clip_ratio_c=3.0 if dual_clip else None),
+    )
+    check(loss, leaf, expected, true)
+    assert metrics["bapo_clip_high"] == expected.bounds.upper.item()
+    assert metrics["clip_ratio"] == pytest.approx(expected.metrics["pg_clipfrac"].item())
+
+
+def roll_agg_loss(loss_mat, mask, mode, tokens, samples, weights):
+    """ROLL's reduction in its own terms, masked."""
+    loss_mat, of_sample = loss_mat * mask * weights[:, None], mask.sum(1).clamp(min=1)
+    return {
+        "token-mean": loss_mat.sum() / tokens,
+        "seq-mean-token-sum": loss_mat.sum() / samples,
+        "seq-mean-token-mean": (loss_mat.sum(1) / of_sample).sum() / samples,
+        "seq-mean-token-sum-norm": loss_mat.sum() / mask.shape[1],
+    }[mode]
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_roll(mode):
+    logp, old, A, mask = tokens_of(2)
+    weights = torch.tensor([0.5, 1.0, 2.0, 0.0])
+    correction = torch.rand_like(logp) + 0.5
+    leaf = logp.clone().requires_grad_()
+    loss, metrics = bapo_pg_loss(
+        log_probs=leaf,
+        old_log_probs=old,
+        advantages=A,
+        response_mask=mask.long(),
+        loss_agg_mode=mode,
+        batch_num_tokens=60,
+        global_valid_samples=9,
+        weights=weights,
+        train_infer_is_weight=correction,
+        options={"target": 0.6},
+    )
+    loss.backward()
+    true = logp.double().requires_grad_()
+    bounds = reference.find_clip_bounds(true, old, A, mask, config=BAPOConfig(target=0.6))
+    low, high = (bound.double() for bound in bounds)
+    r = (true - old).exp()
+    policy = -torch.min(r * A, r.clamp(low, high) * A) * correction
+    expected = roll_agg_loss(policy, mask, mode, 60, 9, weights)
+    expected.backward()
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
+    assert metrics["actor/bapo_clip_high"] == bounds.upper
+    assert bounds.upper > 1.2, "the case must need a search"
+
+
+def test_trinity(monkeypatch):
+    registry = {}
+
+    class PolicyLossFn:
+        def __init__(self, backend="verl"):
+            self.backend = backend
+
+    class Registry:
+        @staticmethod
+        def register_module(name):
+            return lambda made: registry.setdefault(name, made)
+
+    module = ModuleType("trinity.algorithm.policy_loss_fn.policy_loss_fn")
+    module.POLICY_LOSS_FN, module.PolicyLossFn = Registry, PolicyLossFn
+    for depth in range(1, 4):
+        name = ".".join(module.__name__.split(".")[:depth])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    from bapo_kernels.integrations import trinity
+
+    trinity.register()
+    function = registry["bapo"](backend="verl", preset="recipe", options={"target": 1.3})
+    logp, old, A, mask = tokens_of(3)
+    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    loss, metrics = function(
+        logprob=leaf, old_logprob=old, action_mask=mask.bool(), advantages=A, step=1
+    )
+    config = BAPOConfig.recipe(target=1.3)
+    expected = reference.bapo_loss_from_log_probs(true, old, A, mask, config=config)
+    check(loss, leaf, expected, true)
+    assert metrics["pg_loss"] == pytest.approx(loss.item())
+    assert registry["bapo"].default_args() == {"preset": "paper", "loss_agg_mode": "token-mean"}
+
+
+def slime_batch(V=33):
+    """Three samples packed: prompts of 3, 1, 2 and responses of 4, 2, 5."""
+    g = torch.Generator().manual_seed(4)
+    totals, responses = [7, 3, 7], [4, 2, 5]
+    tokens = [torch.randint(0, V, (n,), generator=g) for n in totals]
+    logits = 3 * torch.randn(1, sum(totals), V, generator=g)
+    ends = torch.tensor(totals).cumsum(0).tolist()
+    rows = [torch.arange(e - r - 1, e - 1) for e, r in zip(ends, responses, strict=True)]
+    labels = [t[-r:] for t, r in zip(tokens, responses, strict=True)]
+    logp = [
+        reference.log_probs(logits[0, i].double(), label, temperature=0.8)[0]
+        for i, label in zip(rows, labels, strict=True)
+    ]
+    masks = [torch.ones(r) for r in responses]
+    masks[2][1] = 0
+    batch = dict(
+        unconcat_tokens=tokens,
+        total_lengths=totals,
+        response_lengths=responses,
+        loss_masks=masks,
+        log_probs=[(x + 0.4 * torch.randn(len(x), generator=g)).float() for x in logp],
+        advantages=[torch.randn(1, generator=g).expand(r) + 0.1 for r in responses],
+        rollout_log_probs=None,
+    )
+    return batch, logits, rows, labels
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_slime(per_token, monkeypatch):
+    mpu = ModuleType("megatron.core.mpu")
+    mpu.get_context_parallel_world_size = lambda: 1
+    mpu.get_tensor_model_parallel_world_size = lambda: 1
+    core = ModuleType("megatron.core")
+    core.mpu = mpu
+    for name, module in (("megatron", ModuleType("megatron")), ("megatron.core", core)):
+        monkeypatch.setitem(sys.modules, name, module)
+    batch, logits, rows, labels = slime_batch()
+    denominators = [1.0] * 3 if per_token else [3.0, 2.0, 9.0]  # of a rollout, not of its sample
+
+    def sum_of_sample_mean(x):
+        pieces = zip(
+            x.split(batch["response_lengths"]), batch["loss_masks"], denominators, strict=True
+        )
+        return sum((x_i * mask).sum() / n for x_i, mask, n in pieces)
+
+    args = Namespace(
+        use_rollout_logprobs=False,
+        rollout_temperature=0.8,
+        entropy_coef=0.0,
+        eps_clip_c=None,
+        bapo_options={"target": 0.62},
+    )
+    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
+    loss.backward()
+
+    logp = [
+        reference.log_probs(true[0, i], label, temperature=0.8)[0]
+        for i, label in zip(rows, labels, strict=True)
+    ]
+    logp, old, A, mask = (
+        torch.cat(x) for x in (logp, batch["log_probs"], batch["advantages"], batch["loss_masks"])
+    )
+    bounds = reference.find_clip_bounds(logp, old, A, mask, config=BAPOConfig(target=0.62))
+    low, high = (bound.double() for bound in bounds)
+    r = (logp - old).exp()
+    expected = sum_of_sample_mean(-torch.min(r * A, r.clamp(low, high) * A))
+    expected.backward()
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
+    assert log["bapo_clip_high"] == bounds.upper * sum_of_sample_mean(torch.ones(11))
+    assert bounds.upper > 1.2 or bounds.lower > 0.6, "the case must need a search"
+    assert {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl"} <= set(log)
+    for name, value in (("use_tis", True), ("entropy_coef", 0.1), ("use_kl_loss", True)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            bapo_loss_function(
+                Namespace(**(vars(args) | {name: value})), batch, logits, sum_of_sample_mean
+            )
+
+
+def test_versions(monkeypatch):
+    with pytest.raises(ImportError, match="nothing_like_it must be installed"):
+        require_version("nothing_like_it", "1.0")
+    old = ModuleType("some_framework")
+    old.__version__ = "0.5.1"
+    monkeypatch.setitem(sys.modules, "some_framework", old)
+    with pytest.raises(ImportError, match=r"some_framework must be 0.6.1 or later, got 0.5.1"):
+        require_version("some_framework", "0.6.1")
+    assert require_version("some_framework", "0.5") is old
+    assert config_of("recipe", target=None) == BAPOConfig.recipe()
+
+
+def test_no_framework_is_imported_with_the_package():
+    code = "import sys, bapo_kernels; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    top = {name.split(".")[0] for name in run.stdout.split()}
+    assert not top & {"trl", "verl", "transformers", "openrlhf", "slime", "skyrl", "roll", "ray"}
+    assert "bapo_kernels.integrations" not in run.stdout.split()

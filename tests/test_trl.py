@@ -1,0 +1,273 @@
+"""Real TRL training against an independent implementation in plain torch."""
+
+import copy
+
+import pytest
+import torch
+from helpers import EPS, assert_within_budget, needs_native
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOTrainer
+
+from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
+
+pytestmark = needs_native
+
+V = 151_936
+WORDS = ["<pad>", "<eos>", *"abcdefghijklmnop"]
+
+
+def tokenizer():
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    made = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # a head that prefers the known words, and some of them to others
+        made.lm_head.weight.mul_(20)
+        made.lm_head.weight[len(WORDS) :].mul_(0.1)
+    return made.to(dtype)
+
+
+def reward(completion_ids, **_):
+    """Even tokens are right."""
+    return [sum(1.0 for t in ids if t % 2 == 0) / len(ids) for ids in completion_ids]
+
+
+def arguments(folder, **options):
+    return BAPOTrainerConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        num_iterations=2,
+        max_completion_length=5,
+        max_steps=4,
+        learning_rate=0.3,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        optim="sgd",
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        seed=1,
+        **options,
+    )
+
+
+class Recorder:
+    """Keeps what every micro-batch gave, and the rollouts or takes those of another run."""
+
+    rollouts = None
+
+    def start(self, rollouts=None):
+        self.given = rollouts
+        self.rollouts, self.losses, self.decided = [], [], []
+        return self
+
+    def _generate_and_score_completions(self, inputs):
+        if self.given is not None:
+            made = copy.deepcopy(self.given[len(self.rollouts)])
+        else:
+            made = super()._generate_and_score_completions(inputs)
+            # Rollouts of an older policy, so that the search has work.
+            if made.get("old_per_token_logps") is not None:
+                g = torch.Generator().manual_seed(len(self.rollouts))
+                noise = torch.randn(made["old_per_token_logps"].shape, generator=g)
+                made["old_per_token_logps"] = made["old_per_token_logps"] + 0.4 * noise
+        self.rollouts.append(copy.deepcopy(made))
+        torch.manual_seed(len(self.rollouts))  # of the shuffle that comes next
+        return made
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Ours(Recorder, BAPOTrainer):
+    def _log_metrics(self, out, *args):
+        self.decided.append([b.item() for b in out.bounds])
+        super()._log_metrics(out, *args)
+
+
+class Plain(Recorder, GRPOTrainer):
+    """The loss from whole logits with ordinary tensor operations, and the paper's loop."""
+
+    def log_probs(self, model, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        T = inputs["completion_ids"].shape[1]
+        logits = model(input_ids=ids, attention_mask=attention).logits[:, -T - 1 : -1]
+        log_p = torch.log_softmax(logits / self.temperature, -1)
+        logp = log_p.gather(-1, inputs["completion_ids"][..., None]).squeeze(-1)
+        return logp, -(log_p.exp() * log_p).sum(-1)
+
+    def contributions(self, logp, inputs):
+        mask = inputs["completion_mask"].bool()
+        A = inputs["advantages"][:, None].expand(logp.shape)
+        old = inputs.get("old_per_token_logps")
+        return [x[mask] for x in (logp.detach(), logp.detach() if old is None else old, A)]
+
+    def decide(self, parts):
+        logp, old, A = (torch.cat(x) for x in zip(*parts, strict=True))
+        bounds = reference.find_clip_bounds(logp, old, A, config=self.search_config)
+        return [b.item() for b in bounds]
+
+    def _compute_loss(self, model, inputs):
+        accumulation = self.current_gradient_accumulation_steps
+        first = len(self.losses) % accumulation == 0
+        if self.scope == "step" and first:
+            with torch.no_grad():
+                step = [
+                    self._buffered_inputs[(self._step + i) % self.args.steps_per_generation]
+                    for i in range(accumulation)
+                ]
+                self.bounds = self.decide(
+                    [self.contributions(self.log_probs(model, x)[0], x) for x in step]
+                )
+        logp, entropy = self.log_probs(model, inputs)
+        if self.scope == "call":
+            self.bounds = self.decide([self.contributions(logp, inputs)])
+        self.decided.append(self.bounds)
+        low, high = self.bounds
+        mask = inputs["completion_mask"]
+        A = inputs["advantages"][:, None]
+        old = inputs.get("old_per_token_logps")
+        old = logp.detach() if old is None else old
+        r = (logp - old).exp()
+        policy = -torch.min(r * A, r.clamp(low, high) * A)
+        if self.search_config.clip_ratio_c is not None:
+            cap = -A * self.search_config.clip_ratio_c
+            policy = torch.where(A < 0, torch.min(policy, cap), policy)
+        if self.beta:
+            d = inputs["ref_per_token_logps"] - logp
+            kl = d.exp() - d - 1
+            policy = policy + self.beta * (kl * r if self.args.use_bias_correction_kl else kl)
+        B = mask.shape[0]
+        total = (policy * mask).sum()
+        if self.loss_type == "grpo":
+            loss = ((policy * mask).sum(1) / mask.sum(1)).mean() / accumulation
+        elif self.loss_type == "bnpo":
+            loss = total / mask.sum() / accumulation
+        elif self.loss_type == "dr_grpo":
+            loss = total / (B * self.max_completion_length) / accumulation
+        else:
+            share = accumulation / self.args.steps_per_generation
+            loss = total / (inputs["num_items_in_batch"] * share)
+        if self.args.entropy_coef:
+            mean = (entropy * mask).sum() / mask.sum()
+            loss = loss - self.args.entropy_coef * mean / accumulation
+        if self.scope == "lagged":
+            self.seen.append(self.contributions(logp, inputs))
+            if not first:
+                self.bounds, self.seen = self.decide(self.seen), []
+        return loss
+
+
+CASES = {
+    "dapo": {},
+    "grpo": dict(loss_type="grpo", bapo_preset="recipe"),
+    "bnpo": dict(loss_type="bnpo", beta=0.05, use_bias_correction_kl=False),
+    "dr_grpo": dict(loss_type="dr_grpo", delta=1.5, temperature=0.8),
+    "entropy": dict(entropy_coef=0.02),
+    "log_probs": dict(bapo_head="log_probs", beta=0.05),
+    "trl's head": dict(bapo_head="trl"),
+    "step": dict(bapo_scope="step"),
+    "lagged": dict(bapo_scope="lagged"),
+    "longer generation": dict(bapo_scope="step", steps_per_generation=4),
+}
+
+
+def trained(kind, folder, rollouts=None, dtype=torch.float32, **options):
+    start = {k: v.detach().double().clone() for k, v in model(dtype).named_parameters()}
+    policy = model()
+    policy.config._name_or_path = str(folder / "model")  # where the KL's reference comes from
+    policy.save_pretrained(folder / "model")
+    trainer = kind(
+        model=policy.to(dtype),
+        reward_funcs=reward,
+        args=arguments(folder, **options),
+        train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4}),
+        processing_class=tokenizer(),
+    ).start(rollouts)
+    if kind is Plain:
+        preset = options.get("bapo_preset", "paper")
+        extra = {"clip_ratio_c": options["delta"]} if "delta" in options else {}
+        trainer.search_config = getattr(BAPOConfig, preset)(target=TARGET[preset], **extra)
+        trainer.scope = options.get("bapo_scope", "call")
+        trainer.bounds, trainer.seen = [0.6, 1.2], []
+    if trainer.beta:
+        trainer.ref_model.to(dtype)
+    trainer.train()
+    end = dict(trainer.model.named_parameters())
+    return trainer, {k: end[k].detach().double() - start[k] for k in start}
+
+
+TARGET = {"paper": 0.62, "recipe": 1.5}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training(tmp_path, name):
+    """Stale rollouts, two iterations, two micro-batches a step: losses, bounds and updates."""
+    options = CASES[name]
+    target = TARGET[options.get("bapo_preset", "paper")]
+    ours, got = trained(Ours, tmp_path, bapo_options={"target": target}, **options)
+    plain, same = trained(Plain, tmp_path, ours.rollouts, **options)
+    true, truth = trained(Plain, tmp_path, in_double(ours.rollouts), torch.float64, **options)
+    assert len(ours.losses) == 8
+    for a, b in zip(ours.decided, true.decided, strict=True):
+        assert a == pytest.approx(b, abs=1e-6)
+    assert len({tuple(b) for b in ours.decided}) > 1, "the search must have work"
+    losses = (torch.tensor(t.losses, dtype=torch.float64) for t in (ours, plain, true))
+    losses = [x.float() if i < 2 else x for i, x in enumerate(losses)]
+    assert_within_budget("losses", *losses, operand=10.0)
+    for key, update in got.items():
+        largest = truth[key].abs().max().item()
+        assert largest > 0, key
+        # An update is the difference of two float32 weights; each ratio has the rounding of a
+        # log-prob (12 = log V).
+        weight = dict(ours.model.named_parameters())[key].abs().max().item()
+        inherited = EPS[torch.float32] * (8 * weight + 12 * largest)
+        assert_within_budget(key, update.float(), same[key], truth[key], inherited=inherited)
+    logged = {key for entry in ours.state.log_history for key in entry}
+    assert {"clip_ratio/low_mean", "clip_ratio/region_mean", "entropy", "loss"} <= logged
+    assert {"bapo/clip_low", "bapo/clip_high", "bapo/pos_share", "bapo/saturated"} <= logged
+    assert ("kl" in logged) == bool(options.get("beta"))
+
+
+def in_double(rollouts):
+    return [
+        {
+            k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for k, v in rollout.items()
+        }
+        for rollout in rollouts
+    ]

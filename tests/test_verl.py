@@ -1,0 +1,270 @@
+"""The loss and the head inside of the installed verl."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import needs_native
+
+pytest.importorskip("verl")
+
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils.experimental.torch_functional import FusedLinearForPPO
+from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+
+from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
+
+pytestmark = needs_native
+VERLS_HEAD = FusedLinearForPPO.forward  # before it is replaced
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+B, P, R = 4, 3, 8
+
+
+def actor(policy_loss, **options):
+    return ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_mini_batch_size=4,
+        ppo_micro_batch_size_per_gpu=4,
+        policy_loss=policy_loss,
+        **options,
+    )
+
+
+def batch(seed=0, is_weights=False):
+    g = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(B, R, generator=g)
+    tokens = dict(
+        old_log_prob=old,
+        log_prob=old + 0.3 * torch.randn(B, R, generator=g),
+        advantages=torch.randn(B, 1, generator=g).expand(B, R).contiguous() - 0.3,
+        response_mask=torch.arange(R)[None] < torch.tensor([[8], [3], [6], [1]]),
+    )
+    if is_weights:
+        tokens["rollout_is_weights"] = 0.5 + torch.rand(B, R, generator=g)
+    return tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("is_weights", [False, True])
+@pytest.mark.parametrize("preset", ["paper", "recipe"])
+def test_registered_loss(preset, is_weights, normalised, mode):
+    """Padded tensors, as verl calls it, with and without global counts."""
+    tokens = batch(is_weights=is_weights)
+    loss = BAPOPolicyLossConfig(preset=preset, target={"paper": 0.6, "recipe": 1.3}[preset])
+    config = actor(loss, loss_agg_mode=mode)
+    if normalised:
+        config.global_batch_info.update(
+            dp_size=2, batch_num_tokens=41, global_batch_size=9, loss_scale_factor=16
+        )
+    leaf = tokens["log_prob"].clone().requires_grad_()
+    function = POLICY_LOSS_REGISTRY["bapo"]
+    got, metrics = function(**(tokens | {"log_prob": leaf}), loss_agg_mode=mode, config=config)
+    got -= 0.0  # as ppo_loss does
+    got.backward()
+
+    info = dict(config.global_batch_info)
+    expected_config = getattr(BAPOConfig, preset)(
+        target=loss.target,
+        loss_agg_mode=mode,
+        loss_scale_factor=info.pop("loss_scale_factor", None),
+    )
+    true = tokens["log_prob"].double().requires_grad_()
+    out = reference.bapo_loss_from_log_probs(
+        true,
+        tokens["old_log_prob"],
+        tokens["advantages"],
+        tokens["response_mask"],
+        config=expected_config,
+        rollout_is_weights=tokens.get("rollout_is_weights"),
+        **info,
+    )
+    out.loss.backward()
+    torch.testing.assert_close(got.detach().double(), out.loss.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-6, atol=1e-8)
+    assert metrics["actor/bapo_clip_low"] == out.bounds.lower.item()
+    assert metrics["actor/bapo_clip_high"] == out.bounds.upper.item()
+    assert out.bounds.upper > 1.2 or out.bounds.lower > 0.6, "the case must need a search"
+    for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "bapo_pos_share"):
+        assert metrics[f"actor/{name}"] == pytest.approx(out.metrics[name].item(), abs=1e-6)
+
+
+def nested(rows, lengths):
+    return torch.nested.as_nested_tensor(
+        [row[: int(n)] for row, n in zip(rows, lengths, strict=True)], layout=torch.jagged
+    )
+
+
+@pytest.mark.parametrize("preset", ["paper", "recipe"])
+def test_ppo_loss_on_nested_data(preset):
+    """verl's own ppo_loss, from nested model output to loss and metrics, with entropy and KL."""
+    tokens = batch()
+    lengths = tokens["response_mask"].sum(1)
+    loss = BAPOPolicyLossConfig(preset=preset, target={"paper": 0.6, "recipe": 1.3}[preset])
+    config = actor(loss, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+    ref = tokens["log_prob"] + 0.2
+    entropy = torch.rand(B, R)
+    leaf = tokens["log_prob"].clone().requires_grad_()
+
+    def whole(values):  # a token's value stands one position earlier, at the prompt's last
+        rows = []
+        for i, n in enumerate(lengths.tolist()):
+            row = torch.zeros(P + n)
+            row[P - 1 : P - 1 + n] = 1
+            rows.append(torch.zeros(P + n).masked_scatter(row.bool(), values[i, :n]))
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    data = TensorDict(
+        {
+            "prompts": nested(torch.ones(B, P, dtype=torch.long), torch.full((B,), P)),
+            "responses": nested(torch.ones(B, R, dtype=torch.long), lengths),
+            "input_ids": nested(torch.ones(B, P + R, dtype=torch.long), P + lengths),
+            "response_mask": nested(torch.ones(B, R), lengths),
+            "old_log_probs": nested(tokens["old_log_prob"], lengths),
+            "advantages": nested(tokens["advantages"], lengths),
+            "ref_log_prob": nested(ref, lengths),
+        },
+        batch_size=[B],
+    )
+    from verl.utils import tensordict_utils as tu
+
+    tu.assign_non_tensor(data, dp_size=2, batch_num_tokens=40, global_batch_size=8)
+    tu.assign_non_tensor(data, max_response_len=R)
+    total, metrics = ppo_loss(config, {"log_probs": whole(leaf), "entropy": whole(entropy)}, data)
+    total.backward()
+
+    true = tokens["log_prob"].double().requires_grad_()
+    out = reference.bapo_loss_from_log_probs(
+        true,
+        tokens["old_log_prob"],
+        tokens["advantages"],
+        tokens["response_mask"],
+        entropy=entropy.double(),
+        ref_log_probs=ref,
+        config=getattr(BAPOConfig, preset)(
+            target=loss.target, entropy_coef=0.01, kl_loss_coef=0.1, kl_loss_type="low_var_kl"
+        ),
+        batch_num_tokens=40,
+        global_batch_size=8,
+        dp_size=2,
+    )
+    out.loss.backward()
+    torch.testing.assert_close(total.detach().double(), out.loss.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-8)
+    assert metrics["actor/bapo_clip_high"].aggregate() == out.bounds.upper.item()
+
+
+def test_names_of_the_authors():
+    loss = BAPOPolicyLossConfig(
+        preset="recipe", adv_ratio_target=0.5, ratio_lower_start=0.8, ratio_lower_max=0.95
+    )
+    tokens = batch()
+    _, metrics = compute_policy_loss_bapo(**tokens, config=actor(loss))
+    config = BAPOConfig.recipe(target=0.5, ratio_lower_start=0.8, ratio_lower_max=0.95)
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
+    bounds = reference.find_clip_bounds(*(tokens[n] for n in names), config=config)
+    assert metrics["actor/bapo_clip_low"] == bounds.lower.item()
+    both = actor(BAPOPolicyLossConfig(adv_ratio_target=0.5, target=0.4))
+    with pytest.raises(ValueError, match="target must not be given together with adv_ratio_target"):
+        compute_policy_loss_bapo(**tokens, config=both)
+    with pytest.raises(ValueError, match="preset must be 'paper' or 'recipe', got 'author'"):
+        compute_policy_loss_bapo(**tokens, config=actor(BAPOPolicyLossConfig(preset="author")))
+
+
+def test_plain_policy_loss_config_is_the_paper():
+    tokens = batch()
+    got, _ = compute_policy_loss_bapo(**tokens, config=actor(PolicyLossConfig(loss_mode="bapo")))
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
+    true = reference.bapo_loss_from_log_probs(*(tokens[n] for n in names))
+    torch.testing.assert_close(got, true.loss, rtol=1e-6, atol=1e-7)
+
+
+def test_config_from_yaml():
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    given = {
+        "_target_": "bapo_kernels.integrations.verl.BAPOPolicyLossConfig",
+        "preset": "recipe",
+        "adv_ratio_target": 0.5,
+    }
+    config = omega_conf_to_dataclass(OmegaConf.create(given))
+    assert isinstance(config, BAPOPolicyLossConfig)
+    assert config.adv_ratio_target == 0.5
+
+
+def run(code, **environment):
+    command = [sys.executable, "-c", code]
+    root = str(Path(__file__).parent.parent)
+    environment = os.environ | {"PYTHONPATH": root} | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_entry_point(tmp_path):
+    """verl finds the loss by itself where the package is installed, and the head when told to."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    points = project["project"]["entry-points"]["verl.plugins"]
+    installed = [
+        p for p in importlib.metadata.entry_points(group="verl.plugins") if p.name == "bapo"
+    ]
+    if installed:
+        assert installed[0].value == points["bapo"]
+    info = tmp_path / "bapo_kernels-0.dist-info"  # as an install leaves it
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bapo-kernels\nVersion: 0\n")
+    lines = ["[verl.plugins]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    root = str(Path(__file__).parent.parent)
+    code = """
+import json, verl
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as losses
+from verl.utils.experimental.torch_functional import FusedLinearForPPO as head
+loss = losses["bapo"].__module__ if "bapo" in losses else None
+print(json.dumps([loss, head.forward.__module__]))
+"""
+    path = f"{root}:{tmp_path}"
+    ours = "bapo_kernels.integrations.verl"
+    theirs = FusedLinearForPPO.__module__
+    assert json.loads(run(code, PYTHONPATH=path)) == [ours, theirs]
+    off = dict(VERL_USE_EXTERNAL_PLUGINS="none")
+    assert json.loads(run(code, PYTHONPATH=path, **off)) == [None, theirs]
+    modules = dict(VERL_USE_EXTERNAL_MODULES=f"{ours},{ours}_head")
+    assert json.loads(run(code, PYTHONPATH=path, **off, **modules)) == [ours, f"{ours}_head"]
+
+
+@pytest.mark.parametrize("shape", [(21,), (3, 7)])
+def test_head(shape):
+    """verl's FusedLinearForPPO against the forward that takes its place."""
+    import bapo_kernels.integrations.verl_head as head
+
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(*shape, 16, generator=g), torch.randn(97, 16, generator=g)
+    labels = torch.randint(0, 97, shape, generator=g)
+    original = FusedLinearForPPO.__dict__["forward"]
+    assert original is head.forward, "importing the module must replace it"
+    results = []
+    for function in (head.forward, VERLS_HEAD):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logp, entropy = function(FusedLinearForPPO(), *leaves, labels, temperature=0.7)
+        (logp.sin().sum() + 0.1 * entropy.sum()).backward()
+        results.append([logp.detach(), entropy.detach(), *(x.grad for x in leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
