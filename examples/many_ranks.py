@@ -113,6 +113,7 @@ def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
             low, high = (bound.item() for bound in out.bounds)
             loss = total.item() / mesh["data"].size()
             print(f"step {step}  loss {loss:+.4f}  bounds {low:.2f} .. {high:.2f}")
+    dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
 
 

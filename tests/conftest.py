@@ -13,6 +13,10 @@ from world import world
 
 from bapo_kernels import available_backends
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

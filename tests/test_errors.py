@@ -118,7 +118,12 @@ CASES = {
         arguments(statistics="some"),
         "statistics must be 'all' or 'live', got 'some'",
     ),
-    "vocab_group": (arguments(vocab_group="x"), "vocab_group must be None in this version, got x"),
+    "vocab_group": (
+        arguments(vocab_group="x"),
+        r"vocab_group must be None or a torch.distributed.ProcessGroup that this rank is in "
+        r"\(mesh.get_group\(\)\), got str",
+    ),
+    "process_group": (arguments(process_group=0), "process_group must be None or a torch.distr"),
     "unknown backend": (
         arguments(backend="tpu"),
         r"backend must be None or one of \['cuda', 'triton', 'cpu', 'reference'\], got 'tpu'",

@@ -30,6 +30,7 @@ AUTHORS = json.loads((Path(__file__).parent / "data/authors_recipe.json").read_t
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_recipe_is_the_authors_function(backend):
     """Their numbers, from their function run elsewhere."""
+    dtype = torch.float32 if backend == "cpu" else torch.float64
     reached = set()
     for case in AUTHORS["cases"]:
         options = dict(case["options"])
@@ -37,12 +38,12 @@ def test_recipe_is_the_authors_function(backend):
             target=options.pop("adv_ratio_target"), loss_agg_mode=case["loss_agg_mode"], **options
         )
         tokens = {
-            name: torch.tensor(case[name], dtype=torch.float64)
+            name: torch.tensor(case[name], dtype=dtype)
             for name in ("log_prob", "old_log_prob", "advantages", "response_mask")
         }
         weights = case["rollout_is_weights"]
         if weights is not None:
-            weights = torch.tensor(weights, dtype=torch.float64)
+            weights = torch.tensor(weights, dtype=dtype)
         leaf = tokens["log_prob"].requires_grad_()
         out = bapo_loss_from_log_probs(
             leaf,
@@ -60,8 +61,8 @@ def test_recipe_is_the_authors_function(backend):
             assert out.metrics[name].item() == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
         ratio = out.metrics["bapo_pos_neg_ratio"].item()
         assert ratio == pytest.approx(expected["pos_neg_ratio"], rel=1e-5)
-        gradient = torch.tensor(expected["dlog_prob"], dtype=torch.float64)
-        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-8)
+        gradient = torch.tensor(expected["dlog_prob"], dtype=dtype)
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-7)
         reached.add((expected["clip_low"], expected["clip_high"]))
     assert len(reached) >= 6
 

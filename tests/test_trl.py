@@ -1,6 +1,10 @@
 """Real TRL training against an independent implementation in plain torch."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +141,11 @@ class Plain(Recorder, GRPOTrainer):
         return [x[mask] for x in (logp.detach(), logp.detach() if old is None else old, A)]
 
     def decide(self, parts):
+        """Over all processes, in their order."""
+        if self.accelerator.num_processes > 1:
+            of_ranks = [None] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(of_ranks, parts)
+            parts = [part for of_rank in of_ranks for part in of_rank]
         logp, old, A = (torch.cat(x) for x in zip(*parts, strict=True))
         bounds = reference.find_clip_bounds(logp, old, A, config=self.search_config)
         return [b.item() for b in bounds]
@@ -181,7 +190,8 @@ class Plain(Recorder, GRPOTrainer):
             loss = total / (B * self.max_completion_length) / accumulation
         else:
             share = accumulation / self.args.steps_per_generation
-            loss = total / (inputs["num_items_in_batch"] * share)
+            tokens = inputs["num_items_in_batch"] / self.accelerator.num_processes
+            loss = total / (tokens * share)
         if self.args.entropy_coef:
             mean = (entropy * mask).sum() / mask.sum()
             loss = loss - self.args.entropy_coef * mean / accumulation
@@ -193,16 +203,15 @@ class Plain(Recorder, GRPOTrainer):
 
 
 CASES = {
-    "dapo": {},
-    "grpo": dict(loss_type="grpo", bapo_preset="recipe"),
-    "bnpo": dict(loss_type="bnpo", beta=0.05, use_bias_correction_kl=False),
-    "dr_grpo": dict(loss_type="dr_grpo", delta=1.5, temperature=0.8),
-    "entropy": dict(entropy_coef=0.02),
-    "log_probs": dict(bapo_head="log_probs", beta=0.05),
-    "trl's head": dict(bapo_head="trl"),
-    "step": dict(bapo_scope="step"),
-    "lagged": dict(bapo_scope="lagged"),
-    "longer generation": dict(bapo_scope="step", steps_per_generation=4),
+    "dapo, lagged": dict(bapo_scope="lagged"),
+    "grpo, recipe, step": dict(loss_type="grpo", bapo_preset="recipe", bapo_scope="step"),
+    "bnpo, KL": dict(loss_type="bnpo", beta=0.05, use_bias_correction_kl=False),
+    "dr_grpo, dual clip, TRL's head": dict(
+        loss_type="dr_grpo", delta=1.5, temperature=0.8, bapo_head="trl"
+    ),
+    "KL with ratio, entropy, long generation": dict(
+        beta=0.05, entropy_coef=0.02, bapo_scope="step", steps_per_generation=4
+    ),
 }
 
 
@@ -237,6 +246,26 @@ TARGET = {"paper": 0.62, "recipe": 1.5}
 @pytest.mark.parametrize("name", CASES)
 def test_training(tmp_path, name):
     """Stale rollouts, two iterations, two micro-batches a step: losses, bounds and updates."""
+    check_training(tmp_path, name)
+
+
+def test_two_processes(tmp_path):
+    """The same under torchrun: DDP, and decisions over both processes."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    tests = Path(__file__).parent
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests.parent}:{tests}"}
+    run = subprocess.run(
+        [sys.executable, *command, str(tmp_path), "dapo, lagged"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout.count("equal") == 2
+
+
+def check_training(tmp_path, name):
     options = CASES[name]
     target = TARGET[options.get("bapo_preset", "paper")]
     ours, got = trained(Ours, tmp_path, bapo_options={"target": target}, **options)
@@ -271,3 +300,10 @@ def in_double(rollouts):
         }
         for rollout in rollouts
     ]
+
+
+if __name__ == "__main__":  # a process of test_two_processes
+    place = Path(sys.argv[1]) / os.environ["RANK"]
+    place.mkdir()
+    check_training(place, sys.argv[2])
+    print("equal")
