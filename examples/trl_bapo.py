@@ -78,7 +78,7 @@ def main(scope: str = "call", preset: str = "paper", steps: int = 12) -> None:
                 num_iterations=3,
                 max_completion_length=8,
                 max_steps=steps,
-                learning_rate=5e-3,
+                learning_rate=1e-3,
                 bapo_scope=scope,
                 bapo_preset=preset,
                 use_cpu=not torch.cuda.is_available(),

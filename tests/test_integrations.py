@@ -4,8 +4,10 @@ Read at: OpenRLHF 0.11.2 (wheel), slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), 
 (0.3.0), Trinity-RFT 221b0759. The authors' function: tests/data/authors_recipe.json.
 """
 
+import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -340,3 +342,27 @@ def test_no_framework_is_imported_with_the_package():
     top = {name.split(".")[0] for name in run.stdout.split()}
     assert not top & {"trl", "verl", "transformers", "openrlhf", "slime", "skyrl", "roll", "ray"}
     assert "bapo_kernels.integrations" not in run.stdout.split()
+
+
+GUIDE = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
+
+
+def test_the_guide_names_what_exists():
+    """Every block of Python in the guide is Python, and what it imports from us exists."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert len(blocks) >= 6
+    absent = []
+    for block in blocks:
+        compile(block, "docs/integrations.md", "exec")
+        for line in re.findall(r"^from (bapo_kernels\S*) import (.+)$", block, re.MULTILINE):
+            module, names = line
+            try:
+                found = importlib.import_module(module)
+            except ImportError:  # the framework is not installed here
+                absent.append(module)
+                continue
+            assert all(hasattr(found, name.strip()) for name in names.split(",")), line
+    assert set(absent) <= {"bapo_kernels.integrations.trl", "bapo_kernels.integrations.verl"}
+    paths = re.findall(r"bapo_kernels\.integrations\.(\w+)", GUIDE)
+    folder = Path(config_of.__code__.co_filename).parent
+    assert {f"{name}.py" for name in paths} <= {file.name for file in folder.glob("*.py")}

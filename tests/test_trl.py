@@ -2,6 +2,8 @@
 
 import copy
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -62,28 +64,29 @@ def reward(completion_ids, **_):
     return [sum(1.0 for t in ids if t % 2 == 0) / len(ids) for ids in completion_ids]
 
 
+STANDARD = dict(
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    num_generations=4,
+    num_iterations=2,
+    max_completion_length=5,
+    max_steps=4,
+    learning_rate=0.3,
+    lr_scheduler_type="constant",
+    max_grad_norm=0.0,
+    optim="sgd",
+    use_cpu=True,
+    bf16=False,
+    report_to="none",
+    disable_tqdm=True,
+    logging_steps=1,
+    save_strategy="no",
+    seed=1,
+)
+
+
 def arguments(folder, **options):
-    return BAPOTrainerConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_generations=4,
-        num_iterations=2,
-        max_completion_length=5,
-        max_steps=4,
-        learning_rate=0.3,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        optim="sgd",
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-        seed=1,
-        **options,
-    )
+    return BAPOTrainerConfig(output_dir=str(folder), **(STANDARD | options))
 
 
 class Recorder:
@@ -300,6 +303,84 @@ def in_double(rollouts):
         }
         for rollout in rollouts
     ]
+
+
+def test_the_guide(tmp_path):
+    """The block of docs/integrations.md, run as it stands."""
+    guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
+    block = re.search(r"## TRL\n\n```python\n(.*?)```", guide, re.DOTALL).group(1)
+    policy = model()
+    policy.save_pretrained(tmp_path / "policy")
+    tokenizer().save_pretrained(tmp_path / "policy")
+    dataset = Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 2})
+    names = dict(model=str(tmp_path / "policy"), reward=reward, dataset=dataset, folder=tmp_path)
+    code = block.replace(
+        "num_iterations=2", "num_iterations=2, use_cpu=True, bf16=False, max_steps=1"
+    )
+    assert code != block
+    exec(code, names)
+    assert names["trainer"].state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(loss_type="cispo"), "loss_type must be one of"),
+        (dict(importance_sampling_level="sequence"), "importance_sampling_level must be 'token'"),
+        (dict(top_entropy_quantile=0.5), "top_entropy_quantile must be 1.0 with BAPO, got 0.5"),
+        (dict(bapo_head="liger"), "bapo_head must be None, 'fused', 'log_probs' or 'trl'"),
+        (dict(bapo_head="fused", entropy_coef=0.1), "bapo_head must be None, 'log_probs' or 'trl'"),
+        (dict(bapo_scope="batch"), "scope must be call, step or lagged, got batch"),
+        (
+            dict(bapo_scope="step", steps_per_generation=3),
+            "steps_per_generation must be a multiple",
+        ),
+        (dict(bapo_options={"target": 2.0}), "target must be in"),
+    ],
+)
+def test_options_without_a_meaning(tmp_path, options, message):
+    if "steps_per_generation" in options:
+        options = options | dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=message):
+        trained(Ours, tmp_path, **options)
+
+
+def test_checkpoint(tmp_path):
+    """The bounds of scope lagged go on where they were."""
+    options = dict(bapo_scope="lagged", bapo_options={"target": TARGET["paper"]})
+    first, _ = trained(Ours, tmp_path, **options, save_strategy="steps", save_steps=2)
+    (tmp_path / "again").mkdir()
+    policy = model()
+    policy.save_pretrained(tmp_path / "again" / "model")
+    second = Ours(
+        model=policy,
+        reward_funcs=reward,
+        args=arguments(tmp_path, **options),
+        train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4}),
+        processing_class=tokenizer(),
+    ).start()
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert first.decided[4] != first.decided[0]
+    assert second.decided[0] == first.decided[4]
+
+
+def test_evaluation(tmp_path):
+    """An evaluation decides nothing, and leaves the decision of the training as it is."""
+    trainer, _ = trained(Ours, tmp_path, bapo_scope="lagged")
+    before, table = trainer.search.bounds, trainer.search.histogram.table.clone()
+    trainer.decided.clear()
+    result = trainer.evaluate(Dataset.from_dict({"prompt": ["a b c", "d e"] * 4}))
+    assert torch.isfinite(torch.tensor(result["eval_loss"]))
+    assert "eval_bapo/clip_low" in result or trainer.decided
+    assert trainer.search.bounds == before
+    assert torch.equal(trainer.search.histogram.table, table)
+
+
+def test_example(capsys):
+    path = Path(__file__).parent.parent / "examples/trl_bapo.py"
+    example = runpy.run_path(str(path), run_name="example")
+    example["main"](scope="step", preset="recipe", steps=2)
+    assert "BAPO in TRL, scope step, preset recipe" in capsys.readouterr().out
 
 
 if __name__ == "__main__":  # a process of test_two_processes

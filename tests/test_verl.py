@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -267,3 +268,12 @@ def test_head(shape):
         results.append([logp.detach(), entropy.detach(), *(x.grad for x in leaves)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_example(capsys):
+    path = Path(__file__).parent.parent / "examples/verl_bapo.py"
+    example = runpy.run_path(str(path), run_name="example")
+    example["main"](preset="recipe", staleness=0.3)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("bapo_clip_low" in line for line in lines)
+    assert any("gradient norm" in line for line in lines)
