@@ -77,7 +77,7 @@ class ContributionHistogram:
         """
         check_group("process_group", process_group)
         config = config or self.config
-        for name in _TABLE_FIELDS:
+        for name in TABLE_FIELDS:
             mine, other = getattr(self.config, name), getattr(config, name)
             if mine != other:
                 raise ValueError(
@@ -102,7 +102,8 @@ class ContributionHistogram:
         self.table = mine.copy_(table)
 
 
-_TABLE_FIELDS = (
+# Of a config, what its table hangs on.
+TABLE_FIELDS = (
     "ratio_lower_start",
     "ratio_lower_max",
     "ratio_lower_step",

@@ -143,7 +143,7 @@ def _dhidden(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return dlogits @ weight
     if dlogits.is_cuda:
         return _float32_product(dlogits, weight)
-    total = torch.zeros(dlogits.shape[0], weight.shape[1])
+    total = dlogits.new_zeros(dlogits.shape[0], weight.shape[1], dtype=dtype)
     for a, b in zip(dlogits.split(_TERMS, 1), weight.split(_TERMS), strict=True):
         total += a.float() @ b.float()
     return total

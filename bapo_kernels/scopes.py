@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .bounds import ContributionHistogram
 from .config import BAPOConfig
-from .inputs import bounds_tensor, check_group, require
+from .inputs import check_group, require
 from .output import ClipBounds
 
 Scope = Literal["call", "step", "lagged"]
@@ -106,7 +106,9 @@ class ClipBoundSearch:
         bounds = self._bounds
         return dict(
             scope=self.scope,
-            bounds=None if bounds is None else torch.tensor([float(b) for b in bounds]),
+            bounds=None
+            if bounds is None
+            else torch.tensor([float(b) for b in bounds], device="cpu"),
             table=None if self.histogram.table is None else self.histogram.table.clone(),
         )
 
@@ -120,7 +122,4 @@ class ClipBoundSearch:
         if state["table"] is not None:
             self.histogram.load(state["table"])
         bounds = state["bounds"]
-        if bounds is not None:
-            like = bounds if self.histogram.table is None else self.histogram.table
-            bounds = ClipBounds(*bounds_tensor(tuple(bounds.tolist()), like).unbind())
-        self._bounds = bounds
+        self._bounds = None if bounds is None else tuple(bounds.tolist())

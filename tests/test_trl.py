@@ -345,6 +345,11 @@ def test_options_without_a_meaning(tmp_path, options, message):
         trained(Ours, tmp_path, **options)
 
 
+def test_args_of_trl_are_refused():
+    with pytest.raises(ValueError, match="args must be a BAPOTrainerConfig, got NoneType"):
+        BAPOTrainer(model=model(), reward_funcs=reward)
+
+
 def test_checkpoint(tmp_path):
     """The bounds of scope lagged go on where they were."""
     options = dict(bapo_scope="lagged", bapo_options={"target": TARGET["paper"]})

@@ -89,8 +89,8 @@ class BAPOTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = kwargs.get("args", args[2] if len(args) > 2 else None)
-        if given is None:
-            kwargs["args"] = BAPOTrainerConfig("bapo_output")
+        rule = "be a BAPOTrainerConfig"
+        require(isinstance(given, BAPOTrainerConfig), "args", rule, type(given).__name__)
         super().__init__(*args, **kwargs)
         _check(self.args)
         options = self.args.bapo_options or {}
@@ -131,9 +131,8 @@ class BAPOTrainer(GRPOTrainer):
             loss = loss + self.beta * self._kl_with_ratio(log_probs, inputs)
         if entropies is not None and getattr(self, "_entropy_bonus_enabled", False):
             bonus = (entropies * mask).sum() / mask.sum().clamp(min=1)
-            self._log(
-                "policy_loss", self.accelerator.gather(loss.detach()).nanmean() * accumulation
-            )
+            windows = 1 if self.loss_type == "dapo" else accumulation  # as TRL logs it
+            self._log("policy_loss", self.accelerator.gather(loss.detach()).nanmean() * windows)
             loss = loss - self.entropy_coef * bonus / accumulation
         if aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
@@ -168,10 +167,13 @@ class BAPOTrainer(GRPOTrainer):
 
     def _head(self, inputs: dict[str, Any]) -> str:
         """The fastest head that is exact for these inputs, or the one asked for."""
-        if self.args.bapo_head is not None:
-            return str(self.args.bapo_head)
+        asked = self.args.bapo_head
         if self.aux_loss_enabled or any(inputs.get(name) is not None for name in _IMAGES):
+            rule = "be None or 'trl' with images or router losses"
+            require(asked in (None, "trl"), "bapo_head", rule, repr(asked))
             return "trl"
+        if asked is not None:
+            return str(asked)
         beside = self._corrected_kl or getattr(self, "_entropy_bonus_enabled", False)
         return "log_probs" if beside else "fused"
 
@@ -325,7 +327,8 @@ class BAPOTrainer(GRPOTrainer):
         self._log("clip_ratio/high_max", gathered.masked_fill(nothing, -torch.inf)[:, 1].amax())
         if self.beta:
             kl = inputs["ref_per_token_logps"] - out.log_probs
-            total = ((kl.exp() - kl - 1) * mask).sum()
+            weight = ratio if self._corrected_kl else 1.0
+            total = ((kl.exp() - kl - 1) * weight * mask).sum()
             total, count = self.accelerator.reduce(torch.stack([total, mask.sum()]), "sum")
             self._log("kl", total / count.clamp(min=1))
         for name in ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated"):
@@ -375,10 +378,8 @@ def _transform(config: Any) -> dict[str, Any]:
             scale = getattr(config, name)
             break
     else:
-        scaling = getattr(
-            config, "logits_scaling", None
-        )  # Granite divides, HyperCLOVA X multiplies
-        if scaling is not None:
+        scaling = getattr(config, "logits_scaling", None)
+        if scaling is not None:  # Granite divides, HyperCLOVA X multiplies
             scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
     softcap = getattr(config, "final_logit_softcapping", None)
     return dict(logit_scale=scale, final_logit_softcapping=softcap)

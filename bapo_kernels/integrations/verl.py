@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..bounds import TABLE_FIELDS
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from ..inputs import check_group, require
@@ -24,19 +25,7 @@ require_version("verl", "0.6.1")
 from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 from verl.workers.config import PolicyLossConfig  # noqa: E402
 
-_SEARCH = (
-    "ratio_lower_start",
-    "ratio_lower_max",
-    "ratio_lower_step",
-    "ratio_upper_start",
-    "ratio_upper_max",
-    "ratio_upper_step",
-    "target",
-    "target_kind",
-    "raise_first",
-    "token_weight",
-    "contribution",
-)
+_SEARCH = (*TABLE_FIELDS, "target", "target_kind", "raise_first")
 # verl averages a metric over micro-batches and ranks, so no ratio that may be infinite.
 _METRICS = (
     "pg_clipfrac",
