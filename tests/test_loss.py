@@ -360,6 +360,8 @@ def stacked(results, name):
 def test_scalars_within_the_plain_budget(backend, device, interpreted, dtype, name):
     """Loss and metrics of many batches as one tensor each: no allowance for operands is needed,
     as the reference is not right by luck in all of them."""
+    if interpreted and dtype != DTYPES[0] and name not in ("paper", "together"):
+        pytest.skip("what adds up tokens does not see the dtype of the logits")
     config_options, call_options = OPTIONS[name]
     config = build_config(config_options)
     runs = []
