@@ -11,8 +11,10 @@ export PYTHONPATH=.
 
 $PYTHON setup.py -q build_ext --inplace || exit 1
 $PYTHON -m bapo_kernels | tee "$OUT/environment.txt"
-timeout 200 $PYTHON -m pytest -q -n 6 -m "not compile" --ignore tests/test_triton_compile.py \
-  --ignore tests/test_instruction_sets.py --ignore tests/test_cuda_on_host.py 2>&1 | tee "$OUT/tests.log" | tail -40
+timeout 200 $PYTHON -m pytest -q -n 6 --dist loadgroup -m "not compile" \
+  --ignore tests/test_triton_compile.py --ignore tests/test_instruction_sets.py \
+  --ignore tests/test_cuda_on_host.py --ignore tests/test_ranks.py \
+  --ignore tests/test_sharded_weights.py --ignore tests/test_trl.py --ignore tests/test_verl.py 2>&1 | tee "$OUT/tests.log" | tail -40
 for tool in memcheck racecheck; do
   timeout 60 compute-sanitizer --tool "$tool" --error-exitcode 9 $PYTHON -m pytest -q -x \
     tests/test_loss.py -k "test_options and cuda and dtype1 and (paper or together)" \
