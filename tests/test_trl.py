@@ -109,6 +109,9 @@ class Recorder:
                 g = torch.Generator().manual_seed(len(self.rollouts))
                 noise = torch.randn(made["old_per_token_logps"].shape, generator=g)
                 made["old_per_token_logps"] = made["old_per_token_logps"] + 0.4 * noise
+            tool = torch.zeros_like(made["completion_mask"])  # the second token is of a tool
+            tool[:, 1] = 1
+            made["tool_mask"] = 1 - tool
         self.rollouts.append(copy.deepcopy(made))
         torch.manual_seed(len(self.rollouts))  # of the shuffle that comes next
         return made
@@ -138,7 +141,7 @@ class Plain(Recorder, GRPOTrainer):
         return logp, -(log_p.exp() * log_p).sum(-1)
 
     def contributions(self, logp, inputs):
-        mask = inputs["completion_mask"].bool()
+        mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
         A = inputs["advantages"][:, None].expand(logp.shape)
         old = inputs.get("old_per_token_logps")
         return [x[mask] for x in (logp.detach(), logp.detach() if old is None else old, A)]
@@ -170,7 +173,7 @@ class Plain(Recorder, GRPOTrainer):
             self.bounds = self.decide([self.contributions(logp, inputs)])
         self.decided.append(self.bounds)
         low, high = self.bounds
-        mask = inputs["completion_mask"]
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
         A = inputs["advantages"][:, None]
         old = inputs.get("old_per_token_logps")
         old = logp.detach() if old is None else old
