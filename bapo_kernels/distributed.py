@@ -67,6 +67,7 @@ class VocabShard:
     def combine(
         self,
         labels: Tensor,
+        here: Tensor,
         live: Tensor,
         log_probs: Tensor,
         entropy: Tensor,
@@ -79,12 +80,13 @@ class VocabShard:
         and ``H = sum_k q_k*(H_k - log q_k)``.
 
         Args:
-            labels: ``[N]``, of the whole vocabulary; live: bool ``[N]``, the others become 0.
+            labels: ``[N]``, of the whole vocabulary; here: the same in :meth:`labels`.
+            live: bool ``[N]``; the others become 0.
             log_probs, entropy: float64 ``[N]`` inside of the shard.
             stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
         """
-        here = torch.where(self.labels(labels) >= 0, log_probs, -torch.inf)
-        mine = torch.stack([stats[:, 0], stats[:, 1], entropy, here])
+        of_label = torch.where(here >= 0, log_probs, -torch.inf)
+        mine = torch.stack([stats[:, 0], stats[:, 1], entropy, of_label])
         origin, total, of_shard, logp = gather(mine, self.group).unbind(1)
         scale = config.final_logit_softcapping or config.logit_scale
         top = origin.amax(0)

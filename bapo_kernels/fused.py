@@ -96,7 +96,7 @@ def row_statistics(
         rows, here, counted, *no_policy, *transform(config), log_probs, entropy, stats, None, None
     )
     if shard is not None:
-        shard.combine(labels, counted, log_probs, entropy, stats, config)
+        shard.combine(labels, here, counted, log_probs, entropy, stats, config)
 
 
 def loss_of_logits(

@@ -103,12 +103,9 @@ class ClipBoundSearch:
 
     def state_dict(self) -> dict[str, Any]:
         """Scope, bounds and the sums gathered so far."""
-        bounds = self._bounds
         return dict(
             scope=self.scope,
-            bounds=None
-            if bounds is None
-            else torch.tensor([float(b) for b in bounds], device="cpu"),
+            bounds=None if self._bounds is None else [float(bound) for bound in self._bounds],
             table=None if self.histogram.table is None else self.histogram.table.clone(),
         )
 
@@ -121,5 +118,4 @@ class ClipBoundSearch:
         require(state["scope"] == self.scope, "scope", f"be {self.scope!r}", repr(state["scope"]))
         if state["table"] is not None:
             self.histogram.load(state["table"])
-        bounds = state["bounds"]
-        self._bounds = None if bounds is None else tuple(bounds.tolist())
+        self._bounds = None if state["bounds"] is None else tuple(state["bounds"])

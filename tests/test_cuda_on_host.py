@@ -218,3 +218,15 @@ def test_nothing_alive(on_host):
     got = run_kernel(case, "cpu")
     assert got.output.loss == 0
     assert not got.gradient.any()
+
+
+def test_empty_shard(on_host):
+    """Rows of no columns: nothing to add up, nothing to write."""
+    rows, labels = torch.zeros(1, 3, 0), torch.full((3,), -1)
+    results = fused.RowResults.empty(3, rows.device, False)
+    live = torch.tensor([True, False, True])
+    fused.row_statistics("cpu", rows, labels, live, BAPOConfig(), results, None)
+    assert results.stats[live].tolist() == [[-torch.inf, 0.0]] * 2
+    nothing = torch.zeros(3, dtype=torch.float64)
+    ops = fused.ops_of("cpu")
+    ops.row_gradient_(rows, labels, results.stats, nothing, nothing + 1, None, None, 1.0, 1.0, None)

@@ -273,3 +273,19 @@ def test_example(scope):
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert (lines[0][5:] == ["0.60", "..", "1.20"]) == (scope == "lagged")
+
+
+def test_step_forgets_the_tokens():
+    """Other tokens in the next step: their decision is theirs alone."""
+    case = whole_case("paper", torch.float32)
+    logp = bapo_kernels.log_probs(case.logits, case.labels)[0]
+    mask = case.response_mask & (case.labels != -100)
+    search = ClipBoundSearch(case.options["config"], "step")
+    expected = []
+    for advantages in (case.advantages, case.advantages.abs() - 0.01):
+        tokens = logp, case.old_log_probs, advantages, mask
+        search.update(*tokens)
+        search.step()
+        expected.append(find_clip_bounds(*tokens, config=case.options["config"]))
+        assert search.bounds == expected[-1]
+    assert expected[0] != expected[1]

@@ -209,8 +209,7 @@ class BAPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of the completions; by TRL's head or by :func:`linear_log_probs`."""
         if self._head(inputs) == "trl":
-            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-            attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            ids, attention = _sequences(inputs)
             log_probs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
                 model,
                 ids,
@@ -242,8 +241,7 @@ class BAPOTrainer(GRPOTrainer):
 
         There wrappers (DDP, FSDP, autocast) have the weights ready.
         """
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        ids, attention = _sequences(inputs)
         with self.accelerator.autocast():
             return model(
                 input_ids=ids,
@@ -333,6 +331,12 @@ class BAPOTrainer(GRPOTrainer):
             self._log("kl", total / count.clamp(min=1))
         for name in ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated"):
             self._log(f"bapo/{name}", out.metrics[f"bapo_{name}"])
+
+
+def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Prompts and completions as one, and their attention mask."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:

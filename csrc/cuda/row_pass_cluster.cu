@@ -393,7 +393,6 @@ cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaS
 
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error) {
     if (params.rows.count() == 0) return true;
-    if (params.rows.vocab == 0) return false;  // an empty shard
     if (attribute(cudaDevAttrComputeCapabilityMajor) < 9) return false;
     const int64_t size = params.rows.dtype == DType::kFloat32 ? 4 : 2;
     const Plan plan =
