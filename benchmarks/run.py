@@ -1,63 +1,201 @@
-"""``python -m benchmarks.run``: measures, prints a table, adds records to a file of JSON lines."""
+"""Measures a suite: everybody on every case, in turns, after their answers were checked."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import cpu
-from .timing import append, environment
+from . import gate
+from .cases import Batch, Case
+from .floor import Floor, floor
+from .peers import Peer, peers
+from .records import Record
+from .timing import Call, Clock, Timed, clock_of, summary
 
-RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUNDS = 5
+SECONDS = 12.0  # after which a slow one gets no more than three turns
 
 
-def loss_suite(name: str) -> list[dict[str, Any]]:
-    records = []
-    for record in cpu.loss_cases(DTYPES[name]):
-        copy_ms = records[0]["ms"] if records else record["ms"]
-        records.append(
-            {
-                **record,
-                "N": cpu.N,
-                "V": cpu.V,
-                "dtype": name,
-                "GB_per_s": record["bytes"] / record["ms"] / 1e6,
-                "times_copy": record["ms"] / copy_ms,
-            }
-        )
+def run(
+    cases: Iterable[Case], device: str, only: list[str], minutes: float, console: Console
+) -> Iterator[list[Record]]:
+    """Records, case by case; prints a table a case, and a bar of the progress.
+
+    No case is begun after ``minutes``.
+    """
+    quiet()
+    cases, begin = list(cases), time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(cases))
+        for i, case in enumerate(cases):
+            if time.monotonic() - begin > 60 * minutes:
+                console.print(f"The time is up: {len(cases) - i} cases are left.")
+                return
+            progress.update(bar, description=case.title)
+            records = measure(case, device, only)
+            console.print(table(case, records))
+            yield records
+            progress.advance(bar)
+
+
+def quiet() -> None:
+    """The reference reads values: graph breaks and recompilations are expected."""
+    torch._logging.set_logs(dynamo=logging.ERROR, inductor=logging.ERROR)
+    torch._dynamo.config.cache_size_limit = 1_000
+    warnings.filterwarnings("ignore")
+
+
+def measure(case: Case, device: str, only: list[str]) -> list[Record]:
+    """The yardstick first, then everybody: a record each, also of those who cannot."""
+    batch, clock = Batch(case, device), clock_of(device)
+    shares, records = batch.shares(), []
+    expected = gate.value_at_full_size(batch)
+    calls: dict[str, Timed] = {}
+    found: dict[str, Record] = {}
+    for peer in (p for p in peers() if p.takes(case)):
+        if only and not any(name in peer.name for name in only):
+            continue
+        record: Record = {"who": peer.name, "version": peer.version, **case.fields()}
+        reason = peer.why_not(case, device)
+        if reason is not None:
+            records.append({**record, "status": "absent", "why": reason})
+            continue
+        try:
+            value_error, gradient_error = gate.check(peer, case, device)
+            own = batch.overwritable() if peer.overwrites else batch
+            call = _call(peer, own)
+            prepare = partial(own.restore, batch) if peer.overwrites else None
+            if prepare is not None:
+                prepare()
+            gate.check_value(call(), expected, batch)  # compiles, tunes, and warms up
+            own.release()
+            peak = clock.peak_bytes(call)
+        except gate.WrongAnswerError as error:
+            records.append({**record, "status": "wrong", "why": str(error)})
+        except Exception as error:  # a package may fail in any way; the others go on
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            records.append({**record, "status": "failed", "why": why})
+        else:
+            calls[peer.name] = Timed(call, prepare, graph=peer.backend is not None)
+            need = floor(case, shares, peer.live)
+            errors = {"value_error": value_error, "gradient_error": gradient_error}
+            found[peer.name] = record | errors | need._asdict() | {"peak_bytes": peak}
+        batch.release()
+    yardstick = _yardstick(batch)
+    if yardstick is not None:
+        name, need, call = yardstick
+        calls = {name: Timed(call, graph=True), **calls}
+        found[name] = {"who": name, **case.fields(), **need._asdict()}
+    times = _in_turns(calls, clock)
+    for name in calls:
+        rates = _rates(found[name], times[name])
+        records.append({**found[name], "status": "measured", "shares": shares, **rates})
+    return _with_shares_of(yardstick[0] if yardstick else None, records)
+
+
+def _call(peer: Peer, batch: Batch) -> Call:
+    def call() -> torch.Tensor:
+        with torch.no_grad() if batch.case.task == "log_probs" else nullcontext():
+            return peer.step(batch)[0]
+
+    return call
+
+
+def _in_turns(calls: dict[str, Timed], clock: Clock) -> dict[str, dict[str, float]]:
+    """Everybody once a round, so that a machine that slows down is not held against one of them."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    for turn in range(ROUNDS):
+        for name, timed in calls.items():
+            if turn < 3 or spent[name] < SECONDS:
+                start = time.perf_counter()
+                times[name] += clock.samples(timed)
+                spent[name] += time.perf_counter() - start
+    return {name: summary(values) for name, values in times.items()}
+
+
+def _yardstick(batch: Batch) -> tuple[str, Floor, Call] | None:
+    """A copy of the logits, or the three matrix products of forward and backward."""
+    case = batch.case
+    inputs = [leaf.detach() for leaf in batch.inputs]
+    if case.level == "logits":
+        other = torch.empty_like(inputs[0])
+        need = Floor(2.0 * other.numel() * other.element_size(), 0.0)
+        return "copy", need, lambda: other.copy_(inputs[0])
+    if case.level == "hidden":
+        hidden, weight = inputs[0].flatten(0, -2), inputs[1]
+
+        def products() -> None:
+            logits = hidden @ weight.T
+            logits @ weight
+            logits.T @ hidden
+
+        return "three matrix products", Floor(0.0, 6.0 * case.N * case.V * case.H), products
+    return None
+
+
+def _rates(record: Record, times: dict[str, float]) -> Record:
+    bytes_moved, flops = record["bytes"], record["flops"]
+    rates: Record = dict(times)
+    if bytes_moved:
+        rates["GB_per_s"] = bytes_moved / times["ms"] / 1e6
+    if flops:
+        rates["TFLOP_per_s"] = flops / times["ms"] / 1e9
+    return rates
+
+
+def _with_shares_of(yardstick: str | None, records: list[Record]) -> list[Record]:
+    """Adds to each record its rate as a share of the yardstick's."""
+    if yardstick is None:
+        return records
+    best = next(record for record in records if record["who"] == yardstick)
+    for record in records:
+        for rate in ("GB_per_s", "TFLOP_per_s"):
+            if rate in record:
+                record["yardstick"], record["share"] = yardstick, record[rate] / best[rate]
     return records
 
 
-def show(title: str, records: list[dict[str, Any]]) -> None:
-    table = Table(title=title)
-    for column in ("case", "ms", "20 % .. 80 %", "GB/s", "x copy"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for r in records:
-        rate = f"{r['GB_per_s']:.1f}" if "GB_per_s" in r else ""
-        ratio = f"{r['times_copy']:.2f}" if "times_copy" in r else ""
-        spread = f"{r['ms_20']:.2f} .. {r['ms_80']:.2f}"
-        table.add_row(r["case"], f"{r['ms']:.2f}", spread, rate, ratio)
-    Console().print(table)
+def table(case: Case, records: list[Record]) -> Table:
+    """A case, fastest first; those who were not measured at the end, with the reason."""
+    out = Table(title=case.title, title_justify="left")
+    out.add_column("", max_width=34)
+    for column in ("ms", "20 % .. 80 %", "GB/s", "TFLOP/s", "of yardstick", "peak MiB", "error"):
+        out.add_column(column, justify="right")
+    measured = [r for r in records if r["status"] == "measured"]
+    for r in sorted(measured, key=lambda r: r["ms"]):
+        out.add_row(
+            r["who"],
+            _number(r["ms"]),
+            f"{_number(r['ms_20'])} .. {_number(r['ms_80'])}",
+            _number(r.get("GB_per_s")),
+            _number(r.get("TFLOP_per_s")),
+            f"{100 * r['share']:.0f} %" if "share" in r else "",
+            _number(r.get("peak_bytes"), 2**20),
+            f"{r['gradient_error'] or r['value_error']:.0e}" if "value_error" in r else "",
+        )
+    reasons: dict[str, list[str]] = {}
+    for r in (r for r in records if r["status"] != "measured"):
+        reasons.setdefault(f"{r['status']}, {r['why']}", []).append(r["who"])
+    out.caption = "\n".join(f"{'; '.join(names)}: {why}" for why, names in reasons.items())
+    out.caption_justify = "left"
+    return out
 
 
-def main(out: Path = RESULTS) -> None:
-    """Runs every case that this machine can run."""
-    facts = environment()
-    records = []
-    for name in DTYPES:
-        suite = loss_suite(name)
-        show(f"Loss and gradient, N = {cpu.N}, V = {cpu.V:,}, {name}", suite)
-        records += suite
-    search = list(cpu.search_cases())
-    show("Search over 1,000,000 tokens, 53 probes", search)
-    append(out, [{**facts, **record} for record in records + search])
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def _number(value: Any, unit: float = 1.0) -> str:
+    """Three digits."""
+    if value is None:
+        return ""
+    value /= unit
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,73 +1,123 @@
-"""Timing on the CPU, and what a record needs to be understood later."""
+"""Time and peak memory of a call, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-import bapo_kernels
+Call = Callable[[], Any]
 
 
-def measure(
-    run: Callable[[], Any], *, prepare: Callable[[], Any] | None = None, seconds: float = 3.0
-) -> dict[str, float]:
-    """Median and 20/80 percentiles of ``run`` in milliseconds; ``prepare`` is not timed.
+@dataclass(frozen=True)
+class Timed:
+    """A call, what must happen before each and is not timed, and whether a graph may hold it."""
 
-    At least 3 and at most 50 repetitions after one that warms up, for about ``seconds``.
+    call: Call
+    prepare: Call | None = None
+    graph: bool = False
+
+
+class Clock(Protocol):
+    """Measures calls on a device."""
+
+    def samples(self, timed: Timed) -> list[float]:
+        """Milliseconds of a few calls."""
+        ...
+
+    def peak_bytes(self, run: Call) -> int | None:
+        """Memory at the peak of a call, above that before it."""
+        ...
+
+
+class CPUClock:
+    """Wall time. Peak memory is the high-water mark of the process (Linux)."""
+
+    SECONDS = 0.25  # of samples in a row
+
+    def samples(self, timed: Timed) -> list[float]:
+        times: list[float] = []
+        while not times or sum(times) < 1e3 * self.SECONDS:
+            if timed.prepare is not None:
+                timed.prepare()
+            start = time.perf_counter()
+            timed.call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+
+    def peak_bytes(self, run: Call) -> int | None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets the mark
+            before = self._status("VmRSS")
+            run()
+            return self._status("VmHWM") - before
+        except OSError:
+            return None
+
+    @staticmethod
+    def _status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if field in line).split()[1])
+
+
+class GPUClock:
+    """Time of the device between events, with a cold L2 cache.
+
+    Calls that never wait for the device are captured in a CUDA graph, so that what the host does is
+    not counted. The others are timed as they are, with their waiting.
     """
-    times: list[float] = []
-    begin = time.perf_counter()
-    while len(times) < 4 or (len(times) < 51 and time.perf_counter() - begin < seconds):
-        if prepare is not None:
-            prepare()
-        start = time.perf_counter()
+
+    REPETITIONS = 10
+
+    def samples(self, timed: Timed) -> list[float]:
+        call = captured(timed.call) if timed.graph else timed.call
+        flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+        pairs = []
+        for _ in range(self.REPETITIONS + 1):
+            if timed.prepare is not None:
+                timed.prepare()
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs[1:]]
+
+    def peak_bytes(self, run: Call) -> int | None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         run()
-        times.append(1e3 * (time.perf_counter() - start))
-    low, median, high = np.percentile(times[1:], [20, 50, 80])
-    return {"ms": median, "ms_20": low, "ms_80": high, "repetitions": len(times) - 1}
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
 
 
-def environment() -> dict[str, Any]:
-    """Machine, versions and commit."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "bapo_kernels": bapo_kernels.__version__,
-        "commit": commit(),
-        "malloc": "retains" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "default",
-    }
+def captured(run: Call) -> Call:
+    """The replay of a CUDA graph of a call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
-def processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    features = torch.backends.cpu.get_cpu_capability()
-    return f"{names[0] if names else platform.processor()}, {len(names)} cores, {features}"
+def clock_of(device: str) -> Clock:
+    """The clock of a device."""
+    return GPUClock() if device == "cuda" else CPUClock()
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return run.stdout.strip() or "unknown"
-
-
-def append(path: Path, records: list[dict[str, Any]]) -> None:
-    """Adds records to a file of JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        for record in records:
-            file.write(json.dumps(record) + "\n")
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and 20/80 percentiles in milliseconds."""
+    low, median, high = np.percentile(times, [20, 50, 80])
+    return {"ms": median, "ms_20": low, "ms_80": high, "repetitions": len(times)}

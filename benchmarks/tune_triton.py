@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -17,18 +16,19 @@ from rich.table import Table
 from bapo_kernels import bapo_loss
 from bapo_kernels.backends.triton import launch, row_pass
 
-from .gpu import Case, measure
+from .cases import Batch, Case
+from .timing import GPUClock, Timed, summary
 
 
 def main(N: int = 8_192, V: int = 151_936, dtype: str = "bfloat16") -> None:
     """Prints the variants of one shape, fastest first."""
-    case = Case(N, V, getattr(torch, dtype))
-    leaf = case.leaf()
+    batch = Batch(Case("logits", "loss", "any", N, V, 1, dtype, data="on-policy"), "cuda")
+    (leaf,), clock = batch.inputs, GPUClock()
     vector = 16 // leaf.element_size()
 
     def run() -> None:
         leaf.grad = None
-        bapo_loss(leaf, case.labels, None, case.A, backend="triton").loss.backward()
+        bapo_loss(leaf, batch.labels, None, batch.A, backend="triton").loss.backward()
 
     results = []
     variants = list(itertools.product((8, 16, 32), (1, 2, 4, 8), (64, 96, 128)))
@@ -38,7 +38,7 @@ def main(N: int = 8_192, V: int = 151_936, dtype: str = "bfloat16") -> None:
         shape = launch.RowShape(vector * 32 * num_warps, unroll, num_warps)
         row_pass.row_shape = lambda *_, shape=shape: shape
         row_pass.limits = lambda warps, registers, most=registers: launch.limits(warps, most)
-        times = measure(run)
+        times = summary(clock.samples(Timed(run, graph=True)))
         results.append((times["ms"], num_warps, unroll, registers))
     table = Table(title=f"N = {N:,}, V = {V:,}, {dtype}")
     for column in ("ms", "warps", "unroll", "registers"):

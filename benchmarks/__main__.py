@@ -1,0 +1,55 @@
+"""``python -m benchmarks``: measures everybody, draws the records, and writes the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .cases import cpu_suite, gpu_suite
+from .records import RESULTS, append, environment
+from .run import run as measure
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+
+@app.command()
+def run(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="part of a name, repeatable")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="part of a title, repeatable")] = None,
+    minutes: Annotated[float, typer.Option(help="no case is begun after these")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="JSON lines to add to")] = None,
+) -> None:
+    """Measures a suite, everybody on every case, and adds the records to a file."""
+    suite = gpu_suite() if device == "cuda" else cpu_suite()
+    chosen = [c for c in suite if not case or any(part in c.title for part in case)]
+    console = Console(width=None if Console().is_terminal else 140)
+    facts, path = environment(device), out or RESULTS / f"{device}.jsonl"
+    for records in measure(chosen, device, only or [], minutes, console):
+        append(path, [{**facts, **record} for record in records])
+
+
+@app.command()
+def plot() -> None:
+    """Draws the figures of docs/benchmarks.md from the records."""
+    from .plot import plot as draw
+
+    for device in ("cpu", "cuda"):
+        for path in draw(device):
+            print(path)
+
+
+@app.command()
+def report() -> None:
+    """Writes docs/benchmarks.md, docs/scaling.md and the numbers of the README from the records."""
+    from .report import write
+
+    for path in write():
+        print(path)
+
+
+if __name__ == "__main__":
+    app()

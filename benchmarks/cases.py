@@ -1,0 +1,230 @@
+"""What is measured: models, data and the suites of a CPU and of a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bapo_kernels import BAPOConfig, linear_log_probs, log_probs
+
+SEQUENCES = 8
+NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # of the log-ratio
+IDLE_SHARE = 0.4  # of the sequences, where all answers to a prompt are alike
+
+
+class Model(NamedTuple):
+    """Sizes of a published model."""
+
+    V: int
+    H: int
+
+
+MODELS = {
+    "Qwen3-0.6B": Model(151_936, 1_024),
+    "Qwen3-8B": Model(151_936, 4_096),
+    "Llama-3.2-1B": Model(128_256, 2_048),
+    "Llama-3-8B": Model(128_256, 4_096),
+    "Gemma-3-1B": Model(262_144, 1_152),
+    "Gemma-3-12B": Model(262_208, 3_840),
+    "DeepSeek-V3": Model(129_280, 7_168),
+    "gpt-oss-20b": Model(201_088, 2_880),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task on data of a size.
+
+    ``loss`` is BAPO with its search, ``clip`` the same with fixed bounds, both with gradients;
+    ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs.
+    """
+
+    level: Literal["logits", "hidden", "tokens"]
+    task: Literal["loss", "clip", "log_probs", "search"]
+    model: str
+    N: int
+    V: int
+    H: int
+    dtype: str = "bfloat16"
+    layout: Literal["dense", "padded", "packed", "zero advantage"] = "dense"
+    data: str = "stale"
+    sweep: str | None = None
+
+    @classmethod
+    def of(cls, level: Any, task: Any, model: str, N: int, **options: Any) -> Case:
+        """With the sizes of a model."""
+        return cls(level, task, model, N, *MODELS[model], **options)
+
+    @property
+    def config(self) -> BAPOConfig:
+        """The paper's preset, or the fixed bounds of GRPO."""
+        mode = "seq-mean-token-mean" if self.layout == "packed" else "token-mean"
+        if self.task == "clip":
+            return BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode)
+        return BAPOConfig.paper(loss_agg_mode=mode)
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        sizes = f"N = {self.N:,}, V = {self.V:,}, {self.dtype}"
+        return f"{self.task} from {self.level}, {self.model}, {sizes}, {self.layout}, {self.data}"
+
+    def shrunk(self) -> Case:
+        """The same case, small enough for the reference in float64."""
+        V = self.V if self.level == "logits" else 2_003
+        return replace(self, N=3 * SEQUENCES, V=V, H=128)
+
+    def fields(self) -> dict[str, Any]:
+        """For a record."""
+        return asdict(self)
+
+
+class Batch:
+    """Inputs of a case, the same for everyone who is measured.
+
+    ``inputs`` are ``(logits,)`` or ``(hidden_states, lm_head_weight)``, leaves that take a
+    gradient. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, packed ones ``[N]``.
+    """
+
+    def __init__(self, case: Case, device: str) -> None:
+        g = torch.Generator(device).manual_seed(0)
+        self.case, self.device = case, torch.device(device)
+        dtype = getattr(torch, case.dtype)
+        B, S = SEQUENCES, case.N // SEQUENCES
+        shape = (B, S) if case.layout != "packed" else (B * S,)
+
+        def normal(*sizes: int, scale: float) -> Tensor:
+            values = torch.empty(sizes, dtype=dtype, device=device)
+            for rows in values.flatten(0, -2).split(1024):  # no float32 copy of the whole
+                rows.copy_(torch.randn(rows.shape, generator=g, device=device).mul_(scale))
+            return values
+
+        self.inputs: tuple[Tensor, ...] = ()
+        if case.level == "logits":
+            self.inputs = (normal(*shape, case.V, scale=3.0),)
+        elif case.level == "hidden":
+            weight = normal(case.V, case.H, scale=3.0 * case.H**-0.5)
+            self.inputs = (normal(*shape, case.H, scale=1.0), weight)
+        self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
+        noise = torch.randn(shape, generator=g, device=device)
+        self.logp = self._log_probs()
+        self.old = self.logp + NOISE[case.data] * noise
+        self.sequence_A = torch.randn(B, generator=g, device=device)
+        if case.layout == "zero advantage":
+            self.sequence_A[: round(IDLE_SHARE * B)] = 0.0
+        self.mask: Tensor | None = None
+        self.cu_seqlens: Tensor | None = None
+        if case.layout == "packed":
+            cuts = torch.randperm(B * S - 1, generator=g, device=device)[: B - 1].sort()[0] + 1
+            ends = torch.tensor([0, B * S], device=device)
+            self.cu_seqlens = torch.cat([ends[:1], cuts, ends[1:]]).int()
+            self.A = self.sequence_A.repeat_interleave(self.cu_seqlens.diff())
+        else:
+            self.A = self.sequence_A[:, None].expand(B, S).contiguous()
+        if case.layout in ("padded", "zero advantage"):
+            # Lengths from half of S to S: a quarter of the batch is padding.
+            lengths = torch.linspace(S / 2, S, B, device=device).round()
+            self.mask = torch.arange(S, device=device) < lengths[:, None]
+        self._overwritable: Batch | None = None
+        self._padded: Tensor | None = None
+        for leaf in self.inputs:
+            leaf.requires_grad_()
+
+    def _log_probs(self) -> Tensor:
+        case = self.case
+        if case.level == "tokens":
+            return -3 * torch.rand(self.labels.shape, device=self.device)
+        function = log_probs if case.level == "logits" else linear_log_probs
+        with torch.no_grad():
+            return function(*self.inputs, self.labels)[0]
+
+    @property
+    def ignored_labels(self) -> Tensor:
+        """``labels`` with -100 at masked tokens, for those who skip these."""
+        return self.labels if self.mask is None else self.labels.masked_fill(~self.mask, -100)
+
+    @property
+    def rest(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """``labels, old_log_probs, advantages, response_mask``."""
+        return self.labels, self.old, self.A, self.mask
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The other arguments of a loss."""
+        return {"config": self.case.config, "cu_seqlens": self.cu_seqlens}
+
+    def overwritable(self) -> Batch:
+        """The same batch with logits of its own, for those who overwrite them."""
+        if self._overwritable is None:
+            own = self._overwritable = copy.copy(self)
+            own.inputs = tuple(leaf.detach().clone().requires_grad_() for leaf in self.inputs)
+        return self._overwritable
+
+    def restore(self, source: Batch) -> None:
+        """Takes the logits of another batch."""
+        for leaf, values in zip(self.inputs, source.inputs, strict=True):
+            leaf.detach().copy_(values.detach())
+
+    def release(self) -> None:
+        """Frees the gradients of whoever came last."""
+        for leaf in self.inputs:
+            leaf.grad = None
+        self._padded = None
+
+    def padded_logits(self) -> Tensor:
+        """A leaf with one position more, made once."""
+        if self._padded is None:
+            padded = torch.nn.functional.pad(self.inputs[0].detach(), (0, 0, 0, 1))
+            self._padded = padded.requires_grad_()
+        return self._padded
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the rows: unmasked, with a gradient to compute, waiting for the search."""
+        read = torch.ones_like(self.A, dtype=torch.bool) if self.mask is None else self.mask
+        live, r, config = read & (self.A != 0), (self.logp - self.old).exp(), self.case.config
+        low, high = config.ratio_lower_start, config.ratio_upper_start
+        rises = (self.A > 0) & (r > high) & (r <= config.ratio_upper_max)
+        falls = (self.A < 0) & (r >= low) & (r < config.ratio_lower_max)
+        clipped = ((self.A > 0) & (r > config.ratio_upper_max)) | ((self.A < 0) & (r < low))
+        share = {"read": read, "live": live, "undecided": live & (rises | falls)}
+        share["gradient"] = live & ~clipped
+        return {name: rows.double().mean().item() for name, rows in share.items()}
+
+
+def cpu_suite() -> Iterator[Case]:
+    """What two cores measure in about half an hour."""
+    small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
+    yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512))
+
+
+def gpu_suite() -> Iterator[Case]:
+    """What a GPU measures in some minutes."""
+    large = ("Qwen3-8B", "Llama-3-8B", "Gemma-3-12B", "DeepSeek-V3", "gpt-oss-20b")
+    yield from _suite(large, {"logits": 8_192, "hidden": 8_192}, (1_024, 2_048, 4_096, 24_576))
+
+
+def _suite(
+    models: tuple[str, ...], tokens: dict[str, int], sweep: tuple[int, ...]
+) -> Iterator[Case]:
+    first = models[0]
+    for level, N in tokens.items():
+        yield Case.of(level, "loss", first, N, dtype="float32")
+        for model in models:
+            yield Case.of(level, "loss", model, N)
+        yield Case.of(level, "clip", first, N)
+        yield Case.of(level, "log_probs", first, N)
+        for data in ("on-policy", "very stale"):
+            yield Case.of(level, "loss", first, N, data=data)
+        for layout in ("padded", "packed", "zero advantage"):
+            yield Case.of(level, "loss", first, N, layout=layout)
+        for n in sweep:
+            yield Case.of(level, "loss", first, n, sweep="N")
+        for V in (8_192, 32_768, 65_536, 262_144):
+            yield replace(Case.of(level, "loss", first, N), model="any", V=V, sweep="V")
+    for n in (8_192, 131_072, 1_048_576):
+        yield Case("tokens", "search", "any", n, 1, 1, "float32", data="very stale")

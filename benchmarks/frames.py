@@ -1,0 +1,25 @@
+"""Records as tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from .records import RESULTS, load
+
+CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep"]
+
+
+def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
+    """The last record of everybody on every case of a device; empty where there is none."""
+    frame = pd.DataFrame(load(folder / f"{device}.jsonl"))
+    if frame.empty:
+        return frame
+    return frame.drop_duplicates(["who", *CASE], keep="last").reset_index(drop=True)
+
+
+def plain_losses(frame: pd.DataFrame) -> pd.DataFrame:
+    """Measured losses with gradients on dense, slightly stale data."""
+    plain = (frame.task == "loss") & (frame.layout == "dense") & (frame.data == "stale")
+    return frame[plain & (frame.status == "measured")]

@@ -1,0 +1,66 @@
+"""This package: each backend with kernels, and its ways to spend less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
+
+from ..cases import Batch
+from . import Peer, Step
+
+
+def train(batch: Batch, **options: Any) -> Step:
+    """Loss and gradients."""
+    function = bapo_loss if batch.case.level == "logits" else bapo_linear_loss
+    out = function(*batch.inputs, *batch.rest, **batch.options, **options)
+    out.loss.backward()
+    return out.loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
+
+
+def train_inplace(batch: Batch, **options: Any) -> Step:
+    """The gradient takes the place of the logits."""
+    logits = batch.inputs[0].detach()
+    out = bapo_loss(logits, *batch.rest, **batch.options, inplace=True, **options)
+    return out.loss, (logits,)
+
+
+def probs(batch: Batch, backend: str) -> Tensor:
+    """Log-probs; the entropy comes with them."""
+    function = log_probs if batch.case.level == "logits" else linear_log_probs
+    return function(*batch.inputs, batch.labels, backend=backend)[0]
+
+
+def search(batch: Batch) -> Step:
+    """The bounds alone, by the backend of the device."""
+    tokens = batch.logp, batch.old, batch.A, batch.mask
+    return find_clip_bounds(*tokens, config=batch.case.config).upper, ()
+
+
+def _of_backend(backend: str, device: str) -> Iterator[Peer]:
+    name = f"bapo_kernels {backend}"
+    runs = {"devices": (device,), "backend": backend}
+    for level in ("logits", "hidden"):
+        plain = partial(train, backend=backend)
+        yield Peer(name, level, plain, partial(probs, backend=backend), **runs)
+        live = partial(train, backend=backend, statistics="live")
+        yield Peer(f"{name}, live", level, live, live=True, **runs)
+    yield Peer(
+        f"{name}, in place",
+        "logits",
+        partial(train_inplace, backend=backend),
+        overwrites=True,
+        **runs,
+    )
+
+
+PEERS = [
+    *_of_backend("cpu", "cpu"),
+    *_of_backend("cuda", "cuda"),
+    *_of_backend("triton", "cuda"),
+    Peer("bapo_kernels", "tokens", search),
+]

@@ -1,0 +1,171 @@
+"""Figures from records, without the machine they were made on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .frames import latest, plain_losses
+
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+LEVELS = {"logits": "from logits", "hidden": "from hidden states"}
+YARDSTICKS = {"logits": "copy", "hidden": "three matrix products"}
+# A colour a project, a shade and a marker a variant of it.
+STYLES = {
+    "copy": dict(color="#222222", linestyle="--", marker=""),
+    "three matrix products": dict(color="#222222", linestyle="--", marker=""),
+    "bapo_kernels cpu": dict(color="#0b5fc0", marker="o"),
+    "bapo_kernels cpu, in place": dict(color="#5aa9f2", marker="s"),
+    "bapo_kernels cpu, live": dict(color="#5aa9f2", marker="s"),
+    "bapo_kernels cuda": dict(color="#0b5fc0", marker="o"),
+    "bapo_kernels cuda, in place": dict(color="#5aa9f2", marker="s"),
+    "bapo_kernels triton": dict(color="#0a9fb3", marker="D"),
+    "bapo_kernels triton, in place": dict(color="#6ed3e0", marker="d"),
+    "PyTorch reference": dict(color="#7a3e00", marker="v"),
+    "PyTorch reference, compiled": dict(color="#b06a1d", marker="^"),
+    "PyTorch cross_entropy": dict(color="#e08a2e", marker="v"),
+    "PyTorch cross_entropy, compiled": dict(color="#f2b872", marker="^"),
+    "TRL selective_log_softmax": dict(color="#2e8b57", marker="P"),
+    "TRL chunked head": dict(color="#2e8b57", marker="P"),
+    "TRL Triton": dict(color="#7cc49a", marker="P"),
+    "Liger cross entropy": dict(color="#c0392b", marker="X"),
+    "Liger GRPO": dict(color="#e57368", marker="X"),
+    "Liger scaled cross entropy": dict(color="#c0392b", marker="X"),
+    "Liger fused linear GRPO": dict(color="#e57368", marker="X"),
+    "cut-cross-entropy": dict(color="#5b2c83", marker="*"),
+    "cut-cross-entropy, compiled": dict(color="#8e5bb8", marker="*"),
+    "verl logprobs_from_logits": dict(color="#6b6b6b", marker="h"),
+    "verl chunked head": dict(color="#6b6b6b", marker="h"),
+    "verl Triton head": dict(color="#a5a5a5", marker="h"),
+    "flash-attn cross entropy": dict(color="#b8860b", marker="p"),
+    "QuACK cross entropy": dict(color="#d16ba5", marker="8"),
+}
+RC = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e3e3e3",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.hashsalt": "bapo_kernels",  # the same records give the same file
+    "svg.fonttype": "none",
+}
+
+
+def plot(device: str, folder: Path = FIGURES) -> list[Path]:
+    """Draws every figure that the records of a device allow, as PNG and SVG."""
+    frame = latest(device)
+    if frame.empty:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with mpl.rc_context(RC):
+        for name, figure in figures(frame):
+            machine = f"{frame.machine.iloc[-1]}; torch {frame.torch.iloc[-1]}"
+            figure.text(0.005, -0.02, machine, fontsize=8, color="#777777", va="top")
+            for suffix in ("png", "svg"):
+                paths.append(folder / f"{device}_{name}.{suffix}")
+                metadata = {"Date": None} if suffix == "svg" else None
+                figure.savefig(paths[-1], dpi=144, bbox_inches="tight", metadata=metadata)
+            plt.close(figure)
+    return paths
+
+
+def figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    """Name and figure."""
+    half = plain_losses(frame)
+    half = half[half["dtype"] == "bfloat16"]
+    model = half[half.sweep.isna() & half.model.str.startswith("Qwen3")]
+    over_N = pd.concat([half[half.sweep == "N"], model])
+    over_V = pd.concat([half[half.sweep == "V"], model])
+    yield "time_over_tokens", over(over_N, "N", "ms", "tokens", "milliseconds")
+    yield "time_over_vocabulary", over(over_V, "V", "ms", "vocabulary", "milliseconds")
+    memory = over_N[over_N.peak_bytes > 2**20].assign(MiB=lambda f: f.peak_bytes / 2**20)
+    yield "memory_over_tokens", over(memory, "N", "MiB", "tokens", "MiB above the inputs")
+    models = half[half.sweep.isna()]
+    yield "roofline", roofline(models)
+    yield "speedup", speedup(models)
+
+
+def over(frame: pd.DataFrame, x: str, y: str, x_label: str, y_label: str) -> Figure:
+    """Lines of everybody over a size, a panel a level, both axes logarithmic."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
+        of_level = frame[frame.level == level]
+        ends = of_level.sort_values(x).groupby("who")[y].last().sort_values(ascending=False)
+        for who in ends.index:  # the legend in the order of the lines
+            line = of_level[of_level.who == who].sort_values(x)
+            width = 2.4 if who.startswith("bapo") else 1.3
+            ax.plot(line[x], line[y], label=who, linewidth=width, markersize=5, **STYLES[who])
+        ax.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
+        ax.set_title(f"{y_label.split()[0].capitalize()}, loss and gradients {words}")
+        ticks = sorted(of_level[x].unique())
+        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30 if x == "V" else 0)
+        ax.minorticks_off()
+        ax.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:,g}"))
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    return figure
+
+
+def roofline(frame: pd.DataFrame) -> Figure:
+    """Everybody's rate as a share of the yardstick's, a row a model."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
+    for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
+        of_level = frame[(frame.level == level) & (frame.who != YARDSTICKS[level])]
+        models = list(of_level.model.unique())[::-1]
+        for who, rows in of_level.groupby("who", sort=False):
+            size = 90 if str(who).startswith("bapo") else 45
+            style = {k: v for k, v in STYLES[str(who)].items() if k != "linestyle"}
+            heights = [models.index(model) for model in rows.model]
+            ax.scatter(100 * rows.share, heights, s=size, label=who, zorder=3, **style)
+        ax.axvline(100, color="#222222", linestyle="--", linewidth=1.2)
+        ax.set_yticks(range(len(models)), models)
+        ax.set(xscale="log" if level == "logits" else "linear", ylim=(-0.6, len(models) - 0.4))
+        ax.set_xlabel(
+            f"% of the rate of a {'copy' if level == 'logits' else 'bare matrix product'}"
+        )
+        ax.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:g} %"))
+        ax.set_title(f"Share of the roofline, {words}")
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    return figure
+
+
+def speedup(frame: pd.DataFrame) -> Figure:
+    """How much longer everybody takes: the median of the models, and their range."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 3.6), layout="constrained")
+    for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
+        of_level = frame[(frame.level == level) & (frame.who != YARDSTICKS[level])]
+        first = next(who for who in of_level.who if who.startswith("bapo"))
+        times = of_level.pivot_table(index="model", columns="who", values="ms", observed=True)
+        ratios = times.div(times[first], axis=0).drop(columns=first)
+        order = ratios.median().sort_values(ascending=False).index
+        for height, who in enumerate(order):
+            _bar(ax, height, ratios[who].dropna(), STYLES[who]["color"])
+        ax.axvline(1, color=STYLES[first]["color"], linewidth=2.4)
+        ax.set_yticks(range(len(order)), order)
+        ax.set_xlim(0, 1.2 * ratios.max().max())
+        ax.set_xlabel(f"time as a multiple of {first}'s; whiskers: the range of the models")
+        ax.set_title(f"Loss and gradients {words}")
+        ax.grid(visible=False, axis="y")
+    return figure
+
+
+def _bar(ax: Axes, height: int, ratios: pd.Series[float], color: Any) -> None:
+    median, low, high = ratios.median(), ratios.min(), ratios.max()
+    whiskers = dict(elinewidth=1, ecolor="#444444", capsize=2)
+    error = [[median - low], [high - median]]
+    ax.barh(height, median, color=color, height=0.65, xerr=error, error_kw=whiskers)
+    ax.text(high, height, f"  {median:.3g} x", va="center", fontsize=9)

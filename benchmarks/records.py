@@ -1,0 +1,63 @@
+"""Records of measurements: JSON lines that say on what machine and commit they were made."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bapo_kernels
+
+RESULTS = Path(__file__).parent / "results"
+Record = dict[str, Any]
+
+
+def environment(device: str = "cpu") -> Record:
+    """Machine, versions and commit."""
+    facts = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device,
+        "machine": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "bapo_kernels": bapo_kernels.__version__,
+        "commit": commit(),
+        "malloc": "retains" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "default",
+    }
+    if device == "cuda":
+        facts |= {"machine": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return facts
+
+
+def processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    features = torch.backends.cpu.get_cpu_capability()
+    return f"{names[0] if names else platform.processor()}, {len(names)} cores, {features}"
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return run.stdout.strip() or "unknown"
+
+
+def append(path: Path, records: list[Record]) -> None:
+    """Adds records to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+
+
+def load(path: Path) -> list[Record]:
+    """All records of a file; none where there is none."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,369 @@
+"""Benchmarks: everybody computes the same, wrong answers are not timed, pages come from records."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import INTERPRETED, needs_native
+from typer.testing import CliRunner
+
+pytest.importorskip("pandas")
+pytest.importorskip("tabulate")
+pytest.importorskip("matplotlib")
+
+from bapo_kernels import reference
+from benchmarks import frames, gate, plot, records, report, run, scaling
+from benchmarks.__main__ import app
+from benchmarks.cases import Batch, Case, cpu_suite, gpu_suite
+from benchmarks.floor import floor
+from benchmarks.peers import Peer, peers
+
+PEERS = {f"{peer.name}, {peer.level}": peer for peer in peers()}
+TASKS = ["loss", "clip", "log_probs"]
+LAYOUTS = ["dense", "padded", "packed", "zero advantage"]
+
+
+def small(level, task="loss", **options):
+    return replace(Case.of(level, task, "Qwen3-0.6B", 24, **options), V=1_003, H=128)
+
+
+def installed(peer):
+    return peer.package is None or peer.version is not None
+
+
+@needs_native
+@pytest.mark.parametrize("name", [n for n, p in PEERS.items() if "cpu" in p.devices])
+def test_everybody_computes_the_same(name):
+    peer = replace(PEERS[name], everywhere=True)
+    if not installed(peer):
+        pytest.skip(f"{peer.package} is not installed")
+    if "compiled" in name:
+        pytest.skip("compiles for minutes; the gate runs before it is timed")
+    if peer.level == "tokens":
+        case = Case("tokens", "search", "any", 512, 1, 1, "float32", data="very stale")
+        assert gate.check(peer, case, "cpu") == (0.0, 0.0)
+        return
+    checked = 0
+    for task in TASKS:
+        for layout in LAYOUTS:
+            case = small(peer.level, task, layout=layout, dtype="float32", data="very stale")
+            if peer.takes(case) and peer.why_not(case, "cpu") is None:
+                value, gradient = gate.check(peer, case, "cpu")
+                assert max(value, gradient) < 2e-5
+                checked += 1
+    assert checked
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU they run where they are timed")
+@pytest.mark.parametrize("name", ["TRL Triton", "Liger cross entropy", "Liger GRPO"])
+def test_adapters_of_triton_kernels_in_the_interpreter(name):
+    peer = PEERS[f"{name}, logits"]
+    if not installed(peer):
+        pytest.skip(f"{peer.package} is not installed")
+    for layout in peer.layouts:
+        case = small("logits", "clip", layout=layout, dtype="float32")
+        assert max(gate.check(peer, case, "cpu")) < 2e-5
+
+
+def right(batch):
+    return reference.log_probs(*batch.inputs, batch.labels)[0]
+
+
+def wrong(batch):
+    return 1.1 * right(batch)
+
+
+def broken(batch):
+    raise RuntimeError("out of order")
+
+
+def overwrites(batch):
+    logp = right(batch)
+    loss = reference.bapo_loss_from_log_probs(
+        logp, batch.old, batch.A, batch.mask, **batch.options
+    ).loss
+    (gradient,) = torch.autograd.grad(loss, batch.inputs)
+    batch.inputs[0].detach().copy_(gradient)
+    return loss.detach(), (batch.inputs[0].detach(),)
+
+
+MADE_UP = [
+    Peer("writes over them", "logits", train=overwrites, overwrites=True),
+    Peer("right", "logits", log_probs=right),
+    Peer("wrong", "logits", log_probs=wrong),
+    Peer("broken", "logits", log_probs=broken),
+    Peer("not there", "logits", log_probs=right, package="a-package-nobody-has"),
+    Peer("elsewhere", "logits", log_probs=right, devices=("cuda",)),
+]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(run, "peers", lambda: iter(MADE_UP))
+    monkeypatch.setattr(run.clock_of("cpu").__class__, "SECONDS", 0.0)
+
+
+@needs_native
+def test_only_right_answers_are_timed(quick):
+    got = {r["who"]: r for r in run.measure(small("logits", dtype="float32"), "cpu", [])}
+    status = {who: record["status"] for who, record in got.items()}
+    assert status == {
+        "copy": "measured",
+        "right": "measured",
+        "writes over them": "measured",
+        "wrong": "wrong",
+        "broken": "failed",
+        "not there": "absent",
+        "elsewhere": "absent",
+    }
+    assert "value off by" in got["wrong"]["why"]
+    assert got["broken"]["why"] == "RuntimeError: out of order"
+    assert got["not there"]["why"] == "a-package-nobody-has is not installed"
+    assert got["elsewhere"]["why"] == "does not run on cpu"
+    assert all("ms" not in r for r in got.values() if r["status"] != "measured")
+    table = run.table(small("logits"), list(got.values()))
+    assert "wrong: wrong, value off by" in table.caption
+    assert table.row_count == 3
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "scale"), [("the gradient", 1.5), ("the whole answer at full size", 1.0)]
+)
+def test_every_part_of_an_answer_is_gated(quick, monkeypatch, name, scale):
+    def train(batch):
+        logp = right(batch)
+        loss = reference.bapo_loss_from_log_probs(logp, *batch.rest[1:], **batch.options).loss
+        loss.backward()
+        large = batch.case.N > small("logits").shrunk().N
+        return loss.detach() * (2.0 if large else 1.0), (batch.inputs[0].grad * scale,)
+
+    monkeypatch.setattr(run, "peers", lambda: iter([Peer("peer", "logits", train=train)]))
+    case = replace(small("logits", dtype="float32"), N=48)
+    status = {r["who"]: r["status"] for r in run.measure(case, "cpu", [])}
+    assert status == {"peer": "wrong", "copy": "measured"}
+
+
+@needs_native
+def test_a_record_says_everything(quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.__main__.cpu_suite", lambda: iter([small("logits")]))
+    path = tmp_path / "cpu.jsonl"
+    result = CliRunner().invoke(app, ["run", "--out", str(path)])
+    assert result.exit_code == 0, result.output
+    mine = next(r for r in records.load(path) if r["who"] == "right")
+    assert {"machine", "torch", "commit", "date", "ms", "ms_20", "ms_80", "repetitions"} <= set(
+        mine
+    )
+    assert mine["bytes"] == floor(small("logits"), mine["shares"]).bytes
+    assert mine["GB_per_s"] == pytest.approx(mine["bytes"] / mine["ms"] / 1e6)
+    copy = next(r for r in records.load(path) if r["who"] == "copy")
+    assert mine["share"] == pytest.approx(mine["GB_per_s"] / copy["GB_per_s"])
+    assert mine["peak_bytes"] >= 0
+    assert result.output.count("right") == 1
+
+
+@needs_native
+def test_no_case_is_begun_when_the_time_is_up(quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.__main__.cpu_suite", lambda: iter([small("logits")]))
+    path = tmp_path / "cpu.jsonl"
+    result = CliRunner().invoke(app, ["run", "--out", str(path), "--minutes", "0"])
+    assert "1 cases are left" in result.output
+    assert not path.exists()
+
+
+@needs_native
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("data", ["on-policy", "stale", "very stale"])
+def test_the_model_counts_rows(layout, data):
+    """Against the table of classes of rows, token by token."""
+    batch = Batch(replace(small("logits", layout=layout, data=data), N=256, V=50), "cpu")
+    config = batch.case.config
+    read = live = waits = gradient = 0
+    for i in range(256):
+        A, r = batch.A.flatten()[i].item(), (batch.logp - batch.old).flatten()[i].exp().item()
+        if batch.mask is not None and not batch.mask.flatten()[i]:
+            continue
+        read += 1
+        live += A != 0
+        upper, lower = A > 0, A < 0
+        clipped = upper and r > config.ratio_upper_max
+        clipped = clipped or (lower and r < config.ratio_lower_start)
+        kept = upper and r <= config.ratio_upper_start
+        kept = kept or (lower and r >= config.ratio_lower_max)
+        waits += A != 0 and not clipped and not kept
+        gradient += A != 0 and not clipped
+    expected = {"read": read, "live": live, "undecided": waits, "gradient": gradient}
+    shares = batch.shares()
+    assert shares == {name: rows / 256 for name, rows in expected.items()}
+    size = 256 * 50 * 2
+    assert floor(batch.case, shares).bytes == (read + waits + 256) / 256 * size
+    assert floor(batch.case, shares, live=True).bytes == (live + waits + 256) / 256 * size
+    hidden = replace(batch.case, level="hidden")
+    assert floor(hidden, shares).flops == (2 * read + 2 * waits + 4 * gradient) * 50 * hidden.H
+    probs = replace(batch.case, task="log_probs")
+    assert floor(probs, shares).bytes == read / 256 * size
+
+
+def test_the_suites_have_what_was_asked_for():
+    for suite in (list(cpu_suite()), list(gpu_suite())):
+        assert len(suite) == len(set(suite))
+        assert {c.task for c in suite} == {"loss", "clip", "log_probs", "search"}
+        assert {c.data for c in suite} == {"on-policy", "stale", "very stale"}
+        assert {c.layout for c in suite} == set(LAYOUTS)
+        families = {c.model.split("-")[0] for c in suite}
+        assert families >= {"Qwen3", "Llama", "Gemma", "DeepSeek", "gpt"}
+    assert {8_192, 24_576} <= {c.N for c in gpu_suite() if c.level == "logits"}
+    assert {128_256, 151_936, 262_208} <= {c.V for c in gpu_suite()}
+
+
+@pytest.fixture
+def made_up_records(tmp_path):
+    """Everybody on every case of the CPU's suite, with times from a seed."""
+    random.seed(0)
+    lines = []
+    for case in cpu_suite():
+        work = case.N * case.V * (case.H if case.level == "hidden" else 100)
+        yardstick = plot.YARDSTICKS.get(case.level)
+        names = [yardstick, *(p.name for p in peers() if p.takes(case) and "cpu" in p.devices)]
+        for name in filter(None, names):
+            times = work * 1e-8 * random.uniform(1, 20)
+            rates = {"GB_per_s": 1.0, "TFLOP_per_s": 1.0, "share": random.random()}
+            errors = {"value_error": 1e-6, "gradient_error": 1e-3}
+            line = {"who": name, "status": "measured", "ms": times, "peak_bytes": 2**24}
+            line["version"] = None if "bapo" in name else "1.0"
+            lines.append(records.environment() | case.fields() | line | rates | errors)
+        absent = {"who": "QuACK cross entropy", "status": "absent", "why": "not here"}
+        lines.append(records.environment() | case.fields() | absent)
+    records.append(tmp_path / "cpu.jsonl", lines)
+    return tmp_path
+
+
+@pytest.fixture
+def from_made_up_records(made_up_records, monkeypatch):
+    def latest(device):
+        return frames.latest(device, made_up_records)
+
+    for module in (plot, report, scaling):
+        monkeypatch.setattr(module, "latest", latest)
+    return made_up_records
+
+
+def test_figures_are_drawn_from_records_alone(from_made_up_records, tmp_path):
+    first = plot.plot("cpu", tmp_path / "a")
+    assert len(first) == 10
+    assert all(path.stat().st_size > 5_000 for path in first)
+    second = plot.plot("cpu", tmp_path / "b")
+    for a, b in zip(first, second, strict=True):
+        if a.suffix == ".svg":
+            assert a.read_text() == b.read_text()
+            assert "bapo_kernels cpu" in a.read_text()
+    assert plot.plot("cuda", tmp_path / "c") == []
+
+
+def test_everybody_has_a_style():
+    assert {peer.name for peer in peers() if peer.level != "tokens"} <= set(plot.STYLES) | {
+        f"bapo_kernels {backend}, live" for backend in ("cuda", "triton")
+    }
+
+
+def test_the_page_has_every_number(from_made_up_records):
+    frame = frames.latest("cpu", from_made_up_records)
+    text = "\n".join(report.of_device("cpu", frame))
+    measured = frames.plain_losses(frame[frame.sweep.isna()])
+    measured = measured[measured["dtype"] == "bfloat16"]
+    assert len(measured) > 50
+    for milliseconds in measured.ms:
+        assert report.number(milliseconds) in text
+    assert "| QuACK cross entropy" in text
+    assert "not here" in text
+
+
+def test_a_later_record_replaces_an_earlier_one(tmp_path):
+    case = small("logits").fields()
+    first = {"who": "x", "status": "failed", "why": "?", **case}
+    second = {"who": "x", "status": "measured", "ms": 2.0, **case}
+    records.append(tmp_path / "cpu.jsonl", [first])
+    records.append(tmp_path / "cpu.jsonl", [second])
+    frame = frames.latest("cpu", tmp_path)
+    assert list(frame.status) == ["measured"]
+    assert frames.latest("cuda", tmp_path).empty
+
+
+@pytest.mark.parametrize("page", ["benchmarks", "scaling", "README"])
+def test_pages_are_those_of_the_committed_records(page):
+    if page == "README":
+        text = report.README.read_text()
+        assert text == report.with_block(text, report.readme_block())
+        assert report.BEGIN in text
+    elif page == "scaling":
+        assert scaling.PAGE.read_text() == scaling.page()
+    else:
+        assert report.PAGE.read_text() == report.page()
+
+
+def test_with_block_replaces_what_is_between_the_marks():
+    text = f"a\n{report.BEGIN}\nold\n{report.END}\nb"
+    expected = f"a\n{report.BEGIN}\nnew \\1\n{report.END}\nb"
+    assert report.with_block(text, "new \\1") == expected
+
+
+class TestScaling:
+    job, machine = scaling.Job(), scaling.Machine()
+    ours = scaling.Way("ours", 4, 0, 4, 8_192, 0.5, 1)
+    loop = replace(ours, probes=54)
+
+    def test_rows(self):
+        """8,192 rows of an eighth of 151,936 columns, 4 bytes each, at half of 3,000 GB/s."""
+        seconds = scaling.rows_time(self.ours, self.job, self.machine)
+        assert seconds == pytest.approx(8_192 * 18_992 * 4 / 1.5e12)
+        products = replace(self.ours, bytes_per_logit=0, products=3)
+        seconds = scaling.rows_time(products, self.job, self.machine)
+        assert seconds == pytest.approx(6 * 8_192 * 18_992 * 4_096 / 350e12)
+
+    def test_no_tensor_parallel_no_time(self):
+        alone = replace(self.job, tensor_parallel=1)
+        assert scaling.tensor_parallel_time(self.ours, alone, self.machine) == 0
+        seconds = scaling.tensor_parallel_time(self.ours, self.job, self.machine)
+        assert seconds == pytest.approx(15e-6 + 32 * 8_192 * 7 / 450e9)
+
+    def test_the_loop_pays_for_each_probe(self):
+        one = scaling.search_time(replace(self.loop, probes=2), self.job, self.machine, 1_024)
+        all_ = scaling.search_time(self.loop, self.job, self.machine, 1_024)
+        assert all_ == pytest.approx(27 * one)
+        assert scaling.search_time(self.ours, self.job, self.machine, 1_024) < all_ / 50
+
+    def test_more_gpus_take_less_time_and_as_much_memory(self):
+        rows = list(scaling.predictions(self.job, self.machine, {}))
+        ours = [r for r in rows if r["way"] == "bapo_loss"]
+        assert [r["gpus"] for r in ours] == list(scaling.GPUS)
+        assert ours[0]["rows"] == pytest.approx(128 * ours[-1]["rows"])
+        assert len({r["MiB"] for r in ours}) == 1
+
+    def test_measured_shares_replace_stated_ones(self):
+        shares = {"from logits": {"bapo_kernels cuda": 0.25}}
+        stated, measured = (
+            next(iter(scaling.predictions(self.job, self.machine, s))) for s in ({}, shares)
+        )
+        assert measured["rows"] == pytest.approx(stated["rows"] * 4 / 1.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["logits", "hidden"])
+def test_on_a_gpu(level):
+    case = replace(small(level), N=64)
+    got = {r["who"]: r for r in run.measure(case, "cuda", [])}
+    for backend in ("cuda", "triton"):
+        assert got[f"bapo_kernels {backend}"]["status"] == "measured"
+    assert got["PyTorch cross_entropy"]["status"] == "measured"
+    assert json.dumps(list(got.values()))
+
+
+def test_what_is_imported_to_measure():
+    """A GPU machine needs torch, rich and typer to measure; pages are written elsewhere."""
+    program = "import sys, benchmarks.run, benchmarks.__main__; print('pandas' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert out.stdout.strip() == "False", out.stderr
