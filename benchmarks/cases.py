@@ -199,17 +199,20 @@ class Batch:
 def cpu_suite() -> Iterator[Case]:
     """What two cores measure in about half an hour."""
     small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
-    yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512))
+    many = Case("hidden", "loss", "any", 8_192, 151_936, 128, sweep="many tokens")
+    yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
 
 
 def gpu_suite() -> Iterator[Case]:
     """What a GPU measures in some minutes."""
     large = ("Qwen3-8B", "Llama-3-8B", "Gemma-3-12B", "DeepSeek-V3", "gpt-oss-20b")
-    yield from _suite(large, {"logits": 8_192, "hidden": 8_192}, (1_024, 2_048, 4_096, 24_576))
+    sweep = (1_024, 2_048, 4_096, 24_576)
+    many = Case.of("hidden", "loss", "Qwen3-8B", 131_072, sweep="many tokens")
+    yield from _suite(large, {"logits": 8_192, "hidden": 8_192}, sweep, many)
 
 
 def _suite(
-    models: tuple[str, ...], tokens: dict[str, int], sweep: tuple[int, ...]
+    models: tuple[str, ...], tokens: dict[str, int], sweep: tuple[int, ...], many_tokens: Case
 ) -> Iterator[Case]:
     first = models[0]
     for level, N in tokens.items():
@@ -226,5 +229,6 @@ def _suite(
             yield Case.of(level, "loss", first, n, sweep="N")
         for V in (8_192, 32_768, 65_536, 262_144):
             yield replace(Case.of(level, "loss", first, N), model="any", V=V, sweep="V")
+    yield many_tokens
     for n in (8_192, 131_072, 1_048_576):
         yield Case("tokens", "search", "any", n, 1, 1, "float32", data="very stale")

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bapo_kernels import BAPOConfig, find_clip_bounds, reference
 
-from .timing import append, environment
+from .records import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
 RANKS = 4
@@ -99,20 +99,10 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
     dist.destroy_process_group()
 
 
-def on_paper(collectives: int, points: int, ranks: int, latency_us: float) -> float:
-    """Microseconds of the collectives of a search.
-
-    A collective takes the latency, and its bytes twice over a link of 50 GB/s (400 Gbit/s): two
-    sums in the loop, a row of the table for every rank in the single one.
-    """
-    floats = 2 if collectives > 1 else points * ranks
-    return collectives * (latency_us + 2 * 8 * floats / 50e3)
-
-
 def main(out: Path = RESULTS) -> None:
     """Measures, prints, and adds records to a file of JSON lines."""
     answers = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Console().status("measuring on four processes"):
         mp.spawn(of_rank, (folder, answers), nprocs=RANKS)
         records = answers.get()
     table = Table(title=f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds a call")
@@ -123,25 +113,8 @@ def main(out: Path = RESULTS) -> None:
         times = (f"{r['ms']:.2f}" for r in of_case)
         table.add_row(case.split(": ")[1], str(of_case[0]["collectives"]), *times)
     Console().print(table)
-
-    config = BAPOConfig.paper()
-    points = len(config.lower_grid) + len(config.upper_grid)
-    probes = max(r["collectives"] for r in records)
-    paper = Table(title="Collectives of a search to the end on paper, milliseconds")
-    for column in ("ranks", *(f"{who}, {us} us" for us in LATENCIES_US[1:] for who in WHO)):
-        paper.add_column(column, justify="right")
-    for ranks in (8, 32, 128, 512, 1024):
-        times = (
-            f"{on_paper(count, points, ranks, us) / 1e3:.2f}"
-            for us in LATENCIES_US[1:]
-            for count in (probes, 1)
-        )
-        paper.add_row(str(ranks), *times)
-    Console().print(paper)
     append(out, [{**environment(), **record} for record in records])
 
-
-WHO = ("loop", "single")
 
 if __name__ == "__main__":
     typer.run(main)

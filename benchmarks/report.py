@@ -121,6 +121,14 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
         single = done[(done.level == level) & (done["dtype"] == "float32") & (done.task == "loss")]
         yield f"{first} in float32, and the errors of both dtypes against float64:\n"
         yield precision(pd.concat([single, models[models.model == first]])) + "\n"
+    many = done[done.sweep == "many tokens"]
+    if not many.empty:
+        first = many.iloc[0]
+        yield f"### {first.N:,} tokens from hidden states of {first.H:,}\n"
+        yield "Those who do not hold the logits of all tokens at once:\n"
+        many = many.assign(MiB=lambda f: f.peak_bytes / 2**20)
+        table = many.set_index("who")[["ms", "MiB"]].sort_values("ms").map(number)
+        yield markdown(table.rename(columns={"MiB": "peak above the inputs, MiB"})) + "\n"
     searches = done[done.task == "search"]
     if not searches.empty:
         yield "### The search alone\n"

@@ -1,7 +1,7 @@
 """``BAPOTrainer`` beside TRL's ``GRPOTrainer``: loss and backward of a micro-batch, peak memory.
 
-``python -m benchmarks.trl``: the same tiny Qwen3 with a vocabulary of 151,936, the same prompts and
-seed; each trainer runs in a process of its own, so that its peak memory is its own.
+``python -m benchmarks.trl_trainer``: the same tiny Qwen3 with a vocabulary of 151,936, the same
+prompts and seed; each trainer runs in a process of its own, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from .timing import append, environment
+from .records import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "trl.jsonl"
 WORDS = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
@@ -134,7 +135,7 @@ def main(out: Path = RESULTS) -> None:
     """Runs every way, prints a table, adds records to a file of JSON lines."""
     context = multiprocessing.get_context("spawn")
     records = []
-    for name in WAYS:
+    for name in track(WAYS, "trainers"):
         with ProcessPoolExecutor(1, mp_context=context) as alone:
             records.append(alone.submit(run, name).result())
     table = Table(title=f"Loss and backward of {B} x {T} tokens, V = {V:,}, H = {H}")

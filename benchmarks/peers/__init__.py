@@ -39,6 +39,7 @@ class Peer:
         live: rows of zero advantage are not read.
         backend: of this package.
         everywhere: False where a few cases are enough, for those that take very long.
+        holds_logits: of all tokens at once, although it starts from hidden states.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Peer:
     live: bool = False
     backend: str | None = None
     everywhere: bool = True
+    holds_logits: bool = False
 
     @property
     def version(self) -> str | None:
@@ -70,6 +72,8 @@ class Peer:
             return False
         if self.live and case.layout != "zero advantage":
             return False
+        if case.sweep == "many tokens":
+            return not self.holds_logits
         plain = case.sweep is None and case.layout == "dense" and case.data == "stale"
         return plain or self.everywhere
 

@@ -21,7 +21,8 @@ def log_probs(batch: Batch, **options: object) -> Tensor:
 def _peer(name: str, devices: tuple[str, ...], **options: object) -> Peer:
     function = partial(log_probs, **options)
     package = {"package": "cut-cross-entropy", "module": "cut_cross_entropy"}
-    return Peer(name, "hidden", log_probs=function, devices=devices, **package)
+    whole = options["impl"] == "torch_compile"
+    return Peer(name, "hidden", log_probs=function, devices=devices, holds_logits=whole, **package)
 
 
 PEERS = [

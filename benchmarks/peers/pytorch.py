@@ -49,28 +49,33 @@ def _search(batch: Batch) -> Step:
 
 
 def _peers(level: str) -> list[Peer]:
+    whole = {"holds_logits": True}
     return [
         Peer(
             "PyTorch reference",
             level,
             lambda batch: _train(batch, reference_loss),
             everywhere=False,
+            **whole,
         ),
         Peer(
             "PyTorch reference, compiled",
             level,
             lambda batch: _train(batch, compiled(reference_loss)),
             everywhere=False,
+            **whole,
         ),
         Peer(
             "PyTorch cross_entropy",
             level,
             log_probs=lambda batch: cross_entropy(*batch.inputs, batch.labels),
+            **whole,
         ),
         Peer(
             "PyTorch cross_entropy, compiled",
             level,
             log_probs=lambda batch: compiled(cross_entropy)(*batch.inputs, batch.labels),
+            **whole,
         ),
     ]
 
