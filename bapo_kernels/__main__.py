@@ -1,12 +1,189 @@
-"""``python -m bapo_kernels``: versions and backends, with the reason for each absent one."""
+"""``python -m bapo_kernels``: versions and backends, with the reason for each absent one.
+
+With a command it checks the kernels, or shows where the time of a call goes. Only the commands
+import typer and rich.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from json import dumps
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from .debug import environment
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from typer import Typer
+
+    from .profile import Profile
+    from .validate import Check, Task
+
+Device = Literal["cpu", "cuda"]
+
 
 def main() -> None:
-    """Prints the report."""
-    for name, value in environment().items():
-        print(f"{name:<18}{value}")
+    """Prints the report, or runs a command."""
+    if len(sys.argv) == 1:
+        for name, value in environment().items():
+            print(f"{name:<18}{value}")
+        return
+    if not all(find_spec(name) for name in ("typer", "rich")):
+        raise SystemExit("needs typer and rich: pip install typer rich")
+    commands()()
+
+
+def commands() -> Typer:
+    """The command line."""
+    from typer import Typer
+
+    about = "Without a command: versions, and which backends run here and why others do not."
+    app = Typer(help=about, add_completion=False)
+    app.command()(validate)
+    app.command()(profile)
+    return app
+
+
+def validate(
+    device: Device | None = None, backend: list[str] | None = None, json: Path | None = None
+) -> None:
+    """Checks the kernels on this machine against float64.
+
+    The device is the GPU if there is one; --backend may be repeated, default: all that can run
+    there. --json is a file for the checks, one a line. The exit status is 0 if none failed.
+    """
+    from .validate import run
+
+    try:
+        checks = run(_device(device), backend, _with_progress)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    for name in dict.fromkeys(check.backend for check in checks):
+        _console().print(_checks_table(name, [c for c in checks if c.backend == name]))
+    if json is not None:
+        json.write_text("".join(_json(check) + "\n" for check in checks))
+    failed = [check for check in checks if not check.passed]
+    for check in failed:
+        if check.note:
+            print(f"{check.backend}, {check.case}, {check.dtype}: {check.note}")
+    backends = ", ".join(dict.fromkeys(check.backend for check in failed))
+    print(f"{len(checks)} checks, {len(failed)} failed", *([f"on {backends}"] if failed else ()))
+    raise SystemExit(1 if failed else 0)
+
+
+def profile(
+    device: Device | None = None,
+    backend: str | None = None,
+    tokens: int = 256,
+    vocab: int = 151_936,
+    hidden: int | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    masked: float = 0.0,
+    idle: float = 0.0,
+    statistics: Literal["all", "live"] = "all",
+    inplace: bool = False,
+    trace: Path | None = None,
+) -> None:
+    """Shows where the time of loss and gradient goes, from logits or --hidden states.
+
+    --masked and --idle are shares of the tokens: those that are masked, those without advantage.
+    --trace is a file for the last call, for chrome://tracing or Perfetto.
+    """
+    from .profile import Workload, run
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs each start and stop
+    try:
+        workload = Workload(
+            device=_device(device),
+            backend=backend,
+            tokens=tokens,
+            vocab=vocab,
+            hidden=hidden,
+            dtype=getattr(torch, dtype),
+            masked=masked,
+            idle=idle,
+            statistics=statistics,
+            inplace=inplace,
+        )
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    found = run(workload, trace)
+    of = f"bapo_linear_loss, hidden size {hidden:,}" if hidden else "bapo_loss"
+    print(f"{of}, {tokens:,} tokens, vocabulary {vocab:,}, {dtype}, backend {workload.backend}")
+    _console().print(_profile_table(found))
+    for name, ms in (
+        ("a call without the profiler", found.wall),
+        ("copying a tensor of the logits' size", found.copy),
+        ("the three matrix products alone", found.gemms),
+    ):
+        if ms is not None:
+            print(f"{name:<38}{ms:>10,.2f} ms")
+
+
+def _device(name: Device | None) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be one that torch can use, got 'cuda'")
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False)
+
+
+def _with_progress(tasks: Sequence[Task]) -> Iterable[Task]:
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(tasks, "cases", console=Console(stderr=True), transient=True)
+
+
+def _checks_table(backend: str, checks: list[Check]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{backend} against float64")
+    for column in ("case", "dtype", "quantity", "error", "budget", "verdict"):
+        table.add_column(column, justify="right" if column in ("error", "budget") else "left")
+    for check in checks:
+        verdict = "ok" if check.passed else "FAILED"
+        row = check.case, check.dtype, check.quantity
+        numbers = f"{check.error:.1e}", f"{check.budget:.1e}"
+        table.add_row(*row, *numbers, verdict, style=None if check.passed else "bold red")
+    return table
+
+
+def _json(check: Check) -> str:
+    row = asdict(check) | {"passed": check.passed}
+    for name in ("error", "budget"):
+        if not isfinite(row[name]):  # not in JSON
+            row[name] = str(row[name])
+    return dumps(row)
+
+
+def _profile_table(profile: Profile) -> Table:
+    from rich.table import Table
+
+    table = Table(show_footer=True)
+    table.add_column("part", "a call under the profiler")
+    footers = {"ms": f"{profile.profiled:,.2f}", "share": "100.0%", "MB": "", "GB/s": ""}
+    for column, footer in footers.items():
+        table.add_column(column, footer, justify="right")
+    for part in profile.parts:
+        row = [part.name, f"{part.ms:,.2f}", f"{part.ms / profile.profiled:.1%}"]
+        if part.bytes is not None:
+            row += [f"{part.bytes / 1e6:,.0f}", f"{part.bytes / part.ms / 1e6:,.1f}"]
+        table.add_row(*row)
+    return table
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""Where the time of a call goes; ``python -m bapo_kernels profile`` prints what :func:`run` finds.
+
+The parts of a call are self times of operators on a CPU, times of kernels on a GPU; the last is the
+time that none of them takes. Bytes are those that the algorithm must move: rows of logits that are
+read, rows of their gradient that are written.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from .backends import choose
+from .config import BAPOConfig
+from .functional import Statistics, bapo_linear_loss, bapo_loss, linear_log_probs, log_probs
+from .output import BAPOOutput
+
+CALLS = 5
+STALENESS = 0.1  # of the log-probs: a few per cent of the rows wait for the search
+LEAST_SHARE = 0.01  # of a call, for an operator of torch to be named
+PRODUCTS, OTHERS, OUTSIDE = "matrix products", "other torch operators", "outside of all these"
+_KERNELS = "row_pass|row_pass_cluster|row_gradient|contributions|add_partials|solve|policy|report"
+_OURS = re.compile(rf"bapo_kernels(?:_triton)?::(\w+)|\b(_?(?:{_KERNELS}|scale)_kernel)\b")
+_PRODUCT = re.compile(r"aten::(mm|bmm|addmm_?|matmul|linear)$|gemm|cutlass|nvjet|splitk", re.I)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Milliseconds of a call, and the bytes that a pass over rows moves."""
+
+    name: str
+    ms: float
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Milliseconds.
+
+    Attributes:
+        parts: of a call under the profiler, adding up to ``profiled``.
+        profiled: wall time of a call under the profiler, median.
+        wall: of a call without it, median.
+        copy: of copying a tensor of the logits' size, median.
+        gemms: of the three matrix products of all rows alone, median; ``None`` from logits.
+    """
+
+    parts: list[Part]
+    profiled: float
+    wall: float
+    copy: float
+    gemms: float | None
+
+
+class Workload:
+    """Tokens of a slightly older policy, and a call on them: of logits, or of hidden states.
+
+    Args:
+        backend: default: the first that can run on the device.
+        hidden: hidden size; ``None``: of logits.
+        masked, idle: shares of the tokens that are masked, that have no advantage.
+
+    Raises:
+        ValueError: the named backend cannot run, or ``inplace`` with hidden states.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str,
+        backend: str | None = None,
+        tokens: int,
+        vocab: int,
+        hidden: int | None = None,
+        dtype: torch.dtype,
+        masked: float = 0.0,
+        idle: float = 0.0,
+        statistics: Statistics = "all",
+        inplace: bool = False,
+    ) -> None:
+        if inplace and hidden:
+            raise ValueError("inplace must be False for hidden states, got True")
+        N, V, g = tokens, vocab, torch.Generator(device).manual_seed(0)
+        random: dict[str, Any] = dict(generator=g, device=device)
+        self.logits = torch.empty(N, V, dtype=dtype, device=device)
+        self.backend = choose(backend, self.logits, "logits")
+        self.statistics, self.inplace, self.of_hidden = statistics, inplace, bool(hidden)
+        options: dict[str, Any] = dict(backend=self.backend, statistics=statistics)
+        labels = torch.randint(V, (N,), **random)
+        self.loss: Callable[..., BAPOOutput]
+        if hidden:
+            states = torch.randn(N, hidden, **random).to(dtype)
+            weight = (torch.randn(V, hidden, **random) * hidden**-0.5).to(dtype)
+            logp, _ = linear_log_probs(states, weight, labels, backend=self.backend)
+            self.leaves = [states.requires_grad_(), weight.requires_grad_()]
+            self.loss = partial(bapo_linear_loss, **options)
+        else:
+            for rows in self.logits.split(64):
+                rows.normal_(0, 3, generator=g)
+            logp, _ = log_probs(self.logits, labels, backend=self.backend)
+            self.leaves = [self.logits.clone().requires_grad_(not inplace)]
+            self.loss = partial(bapo_loss, inplace=inplace, **options)
+        self.old = logp + STALENESS * torch.randn(N, **random)
+        A = torch.randn(N, **random)
+        self.advantages = torch.where(torch.rand(N, **random) < idle, 0.0, A)
+        self.mask = torch.rand(N, **random) >= masked
+        self.arguments = labels, self.old, self.advantages, self.mask
+
+    def prepare(self) -> None:
+        """New logits in the place of their gradient; no part of the call."""
+        if self.inplace:
+            self.leaves[0].copy_(self.logits)
+
+    def call(self) -> BAPOOutput:
+        """Loss and gradients."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        output = self.loss(*self.leaves, *self.arguments)
+        if not self.inplace:
+            output.loss.backward()
+        return output
+
+    def gemms(self) -> None:
+        """Logits, and both gradients from something of their shape."""
+        states, weight = (leaf.detach() for leaf in self.leaves)
+        logits = states @ weight.T
+        logits @ weight
+        logits.T @ states
+
+    def bytes_moved(self) -> dict[str, int]:
+        """Of the pass over all rows, and of that over the rows that waited for the bounds."""
+        self.prepare()
+        output, config, A = self.call(), BAPOConfig(), self.advantages
+        counted = self.mask if self.statistics == "all" else self.mask & (A != 0)
+        r = (output.log_probs - self.old).exp()
+        up, down = counted & (A > 0), counted & (A < 0)
+        waits = up & (r > config.ratio_upper_start) & (r <= config.ratio_upper_max)
+        waits |= down & (r >= config.ratio_lower_start) & (r < config.ratio_lower_max)
+        kept = waits & torch.where(up, r <= output.bounds.upper, r >= output.bounds.lower)
+        n, w, k = (int(rows.sum()) for rows in (counted, waits, kept))
+        N, row = len(A), self.logits.shape[1] * self.logits.element_size()
+        if self.of_hidden:  # only counted rows are made, and of those that wait only the kept again
+            return {"row_pass": (2 * n - w) * row, "row_gradient": 2 * k * row}
+        return {"row_pass": (n + N - w) * row, "row_gradient": (w + k) * row}
+
+
+def run(workload: Workload, trace: Path | None = None) -> Profile:
+    """Times the call, a copy and the products alone; ``trace``: a file for chrome://tracing."""
+    moved = workload.bytes_moved()
+    copy = _copy(workload.logits)
+    gemms = _median(workload.gemms) if workload.of_hidden else None
+    wall = _median(workload.call, workload.prepare)
+    profiled, profiler = _profiled(workload)
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    parts = [
+        Part(name, ms, next((moved[rows] for rows in moved if rows in name), None))
+        for name, ms in _times(profiler, profiled, workload.logits.is_cuda).items()
+    ]
+    return Profile(parts, profiled, wall, copy, gemms)
+
+
+def _copy(tensor: torch.Tensor) -> float:
+    target = torch.empty_like(tensor)
+    return _median(lambda: target.copy_(tensor))
+
+
+def _median(call: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> float:
+    walls = []
+    for _ in range(CALLS):
+        prepare()
+        walls.append(_wall(call))
+    return median(walls)
+
+
+def _wall(call: Callable[[], Any]) -> float:
+    """Milliseconds until the device is done."""
+    _wait()
+    start = time.perf_counter()
+    call()
+    _wait()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _profiled(workload: Workload) -> tuple[float, profile]:
+    """The call of median wall time, and its profile."""
+    activities = [ProfilerActivity.CPU]
+    if workload.logits.is_cuda:
+        activities.append(ProfilerActivity.CUDA)
+    calls = []
+    for _ in range(1 + CALLS):
+        workload.prepare()
+        with profile(activities=activities) as profiler:
+            wall = _wall(workload.call)
+        calls.append((wall, profiler))
+    warm = calls[1:]  # the first profile of a process takes longer
+    return sorted(warm, key=lambda call: call[0])[CALLS // 2]
+
+
+def _times(profiler: profile, wall: float, on_gpu: bool) -> dict[str, float]:
+    """Ours by name, matrix products, long operators of torch by name, the other ones, the rest."""
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    parts: Counter[str] = Counter()
+    others = 0.0
+    for event in profiler.key_averages():
+        if event.device_type != device:
+            continue
+        ms = 1e-3 * (event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+        ours = _OURS.search(event.key)
+        if ours:
+            parts[ours[1] or ours[2]] += ms
+        elif _PRODUCT.search(event.key):
+            parts[PRODUCTS] += ms
+        elif ms >= LEAST_SHARE * wall:
+            parts[event.key] += ms
+        else:
+            others += ms
+    rest = wall - others - parts.total()
+    return dict(parts.most_common()) | {OTHERS: others, OUTSIDE: rest}

@@ -1,0 +1,343 @@
+"""The commands: what validate finds right and wrong, and profiles that add up."""
+
+import itertools
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import needs_native
+from torch.profiler import DeviceType
+from typer.testing import CliRunner
+
+from bapo_kernels import _autograd, available_backends, bounds, fused, linear, profile, validate
+from bapo_kernels.__main__ import commands
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+
+
+def run(*arguments):
+    return CliRunner().invoke(commands(), arguments)
+
+
+def short(tasks):
+    return [task for task in tasks if task.case != f"V = {validate.VOCABULARY:,}"]
+
+
+def test_the_package_imports_no_command_line():
+    code = "import sys, bapo_kernels; assert not {'typer', 'rich'} & set(sys.modules)"
+    assert python("-c", code).returncode == 0
+
+
+WITHOUT_TYPER = """
+import runpy, sys
+sys.modules["typer"] = None
+sys.argv[0] = "bapo_kernels"
+runpy.run_module("bapo_kernels", run_name="__main__")
+"""
+
+
+def test_the_report_needs_no_typer():
+    done = python("-c", WITHOUT_TYPER)
+    assert done.returncode == 0
+    assert "backend reference available" in done.stdout
+
+
+def test_a_command_without_typer_says_what_it_needs():
+    done = python("-c", WITHOUT_TYPER, "validate")
+    assert done.returncode == 1
+    assert done.stderr == "needs typer and rich: pip install typer rich\n"
+
+
+def test_help_lists_the_commands():
+    done = python("-m", "bapo_kernels", "--help")
+    assert done.returncode == 0
+    assert "validate" in done.stdout
+    assert "profile" in done.stdout
+
+
+@needs_native
+def test_validate(tmp_path):
+    """A user's command as it is; the lines of the file are the checks that are counted."""
+    file = tmp_path / "checks.jsonl"
+    command = ("-m", "bapo_kernels", "validate", "--device", "cpu", "--backend", "cpu")
+    done = python(*command, "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = [json.loads(line) for line in file.read_text().splitlines()]
+    assert done.stdout.splitlines()[-1] == f"{len(checks)} checks, 0 failed"
+    assert all(check["passed"] and check["error"] <= check["budget"] for check in checks)
+    assert {check["dtype"] for check in checks} == set(DTYPES)
+    asked = {"bounds", "gradient", "weight gradient", "log_probs", "entropy", "loss"}
+    assert asked | {"second run"} <= {check["quantity"] for check in checks}
+
+
+def test_cases_pass_on_every_backend(backend, device, interpreted):
+    """On the CPU in one dtype: test_validate has them all."""
+    dtypes = [torch.float16] if device == "cpu" else validate.DTYPES
+
+    def some(tasks):
+        return [t for t in tasks if t.dtype in dtypes or t.case.startswith("search")]
+
+    checks = validate.run(device, [backend], some)
+    assert len({check.case for check in checks}) >= 11
+    assert [check for check in checks if not check.passed] == []
+
+
+def test_hidden_states_come_in_chunks_and_some_rows_again(monkeypatch):
+    chunks, replayed = [], []
+    first_pass, to_gradient = linear._first_pass, linear._to_gradient
+    monkeypatch.setattr(linear, "_first_pass", lambda *a: (chunks.append(a[1]), first_pass(*a)))
+    monkeypatch.setattr(linear, "_to_gradient", lambda *a: (replayed.append(a[1]), to_gradient(*a)))
+    backend = next(name for name in validate.CANDIDATES if available_backends()[name] is None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    list(validate._linear(backend, torch.float32, device))
+    assert len(chunks) > 4  # of two runs
+    assert all(rows.numel() > 0 for rows in replayed)
+
+
+def wrong_operator(monkeypatch, name, fault):
+    """Makes one operator do what it does, and then ``fault(*arguments)``."""
+
+    class Wrong:
+        def __init__(self, ops):
+            self.ops = ops
+
+        def __getattr__(self, asked):
+            op = getattr(self.ops, asked)
+            if asked != name:
+                return op
+            return lambda *arguments: (op(*arguments), fault(*arguments))
+
+    for module in (fused, bounds, linear, _autograd):
+        ops_of = module.ops_of
+        monkeypatch.setattr(module, "ops_of", lambda backend, ops_of=ops_of: Wrong(ops_of(backend)))
+
+
+def times(by, index):
+    """Multiplies an argument, if it is given."""
+    return lambda *arguments: None if arguments[index] is None else arguments[index].mul_(by)
+
+
+def add_to_first(index, amount):
+    return lambda *arguments: arguments[index].view(-1)[:1].add_(amount)
+
+
+def nan_in_a_fresh_gradient(*arguments):
+    if arguments[-2] is not None:
+        arguments[-2][0, 0, 0] = torch.nan
+
+
+LOSSES = {"V = 257", "logits[:, :-1]", "all options", "statistics=live", "inplace", "packed"}
+FRESH = LOSSES - {"inplace"}  # the gradient is a tensor of its own
+HIDDEN = {"bapo_linear_loss"}
+SEARCHES = {"search, paper", "search, recipe"}
+# Operator, what it does wrong, the quantity that shows it, and the cases that call it.
+FAULTS = {
+    "gradient": ("row_pass", times(1.01, -2), "gradient", FRESH),
+    "gradient in place": ("row_pass_", times(1.01, 0), "gradient", {"inplace"} | HIDDEN),
+    "gradient that waited": ("row_gradient_", times(1.1, 0), "weight gradient", HIDDEN),
+    "gradient of log_probs": ("row_gradient", times(1.02, -1), "gradient", FRESH | {"log_probs"}),
+    "NaN": ("row_pass", nan_in_a_fresh_gradient, "gradient", FRESH),
+    "log_probs": ("row_pass", times(1 + 1e-5, -5), "log_probs", FRESH | {"log_probs"}),
+    "entropy": ("row_pass", times(1 + 1e-5, -4), "entropy", FRESH | {"log_probs"}),
+    "lower bound": ("solve", add_to_first(-2, 0.02), "bounds", LOSSES | HIDDEN | SEARCHES),
+    "loss": ("policy", add_to_first(-3, 1e-4), "loss", LOSSES | HIDDEN),
+    "metric": ("policy", lambda *a: a[-3][2].add_(1e-3), "metric pg_clipfrac", LOSSES | HIDDEN),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_kernel_is_found(monkeypatch, name):
+    operator, fault, quantity, cases = FAULTS[name]
+    wrong_operator(monkeypatch, operator, fault)
+    checks = validate.run("cpu", ["cpu"], short)
+    failed = [check for check in checks if not check.passed]
+    shown = {(check.case, check.dtype) for check in failed if check.quantity == quantity}
+    assert shown == {(c.case, c.dtype) for c in checks if c.case in cases}
+
+
+@needs_native
+def test_other_bits_in_a_second_run_are_found(monkeypatch):
+    """The last bit of the loss, every second time."""
+    calls = itertools.count()
+
+    def fault(*arguments):
+        if next(calls) % 2:
+            arguments[-3][0] *= 1 + 2.0**-23
+
+    wrong_operator(monkeypatch, "policy", fault)
+    failed = [check for check in validate.run("cpu", ["cpu"], short) if not check.passed]
+    assert {check.quantity for check in failed} == {"second run"}
+    assert {check.case for check in failed} >= LOSSES
+
+
+@needs_native
+def test_a_kernel_that_raises_is_a_failed_check_and_the_others_go_on(monkeypatch, tmp_path):
+    def out_of_memory(*arguments):
+        raise RuntimeError("out of [some] memory")
+
+    wrong_operator(monkeypatch, "row_pass", out_of_memory)
+    tasks = validate.tasks
+    monkeypatch.setattr(validate, "tasks", lambda *names: short(tasks(*names)))
+    file = tmp_path / "checks.jsonl"
+    done = run("validate", "--device", "cpu", "--backend", "cpu", "--json", str(file))
+    assert done.exit_code == 1
+    checks = [json.loads(line) for line in file.read_text().splitlines()]
+    failed = [check for check in checks if not check["passed"]]
+    assert {check["case"] for check in failed} == FRESH | {"log_probs"}
+    for check in failed:
+        assert check["note"] == "RuntimeError: out of [some] memory"
+        assert check["quantity"] == "call"
+        assert check["error"] == "nan"
+    assert {check["case"] for check in checks if check["passed"]} == {"inplace"} | HIDDEN | SEARCHES
+    last = f"{len(checks)} checks, {len(failed)} failed on cpu"
+    assert done.stdout.splitlines()[-1] == last
+    assert "cpu, V = 257, float16: RuntimeError: out of [some] memory" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["validate", "profile"])
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_named_backend_that_cannot_run(command, backend):
+    reason = available_backends()[backend]
+    if reason is None:
+        reason = "must be on a cuda device, got cpu"
+        if available_backends()["cuda"] is not None:
+            pytest.skip("it runs on the CPU, in the interpreter")
+    done = run(command, "--device", "cpu", "--backend", backend)
+    assert done.exit_code == 1
+    assert f"backend '{backend}' cannot run: " in done.output
+    assert reason in done.output
+
+
+def test_validate_takes_backends_with_kernels_alone():
+    done = run("validate", "--backend", "reference")
+    assert done.exit_code == 1
+    assert "backend must be one of ['cuda', 'triton', 'cpu'], got 'reference'" in done.output
+
+
+def test_no_checks_are_no_success(monkeypatch):
+    monkeypatch.setattr(validate, "why_not", lambda name, *_: f"no {name} here")
+    done = run("validate", "--device", "cpu")
+    assert done.exit_code == 1
+    reasons = "cuda: no cuda here; triton: no triton here; cpu: no cpu here"
+    assert f"no backend can run on cpu: {reasons}" in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("command", ["validate", "profile"])
+def test_no_gpu(command):
+    done = run(command, "--device", "cuda")
+    assert done.exit_code == 1
+    assert "device must be one that torch can use, got 'cuda'" in done.output
+
+
+WORKLOADS = {
+    "logits": dict(),
+    "inplace": dict(inplace=True),
+    "live": dict(statistics="live", masked=0.3, idle=0.4),
+    "hidden": dict(hidden=16),
+    "float32": dict(dtype=torch.float32, masked=0.3),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_parts_of_a_profile_add_up(backend, device, interpreted, name):
+    N, V = (3, 50) if interpreted else (12, 300)
+    sizes = dict(device=device, backend=backend, tokens=N, vocab=V, dtype=torch.bfloat16)
+    workload = profile.Workload(**(sizes | WORKLOADS[name]))
+    found = profile.run(workload)
+    assert sum(part.ms for part in found.parts) == pytest.approx(found.profiled)
+    assert all(part.ms >= 0 for part in found.parts), "self times are counted once"
+    assert min(found.wall, found.copy, found.profiled) > 0
+    assert (found.gemms is None) == (name != "hidden")
+    names = {part.name.strip("_").removesuffix("_kernel") for part in found.parts}
+    assert {"contributions", "solve", "policy"} <= names
+    assert (profile.PRODUCTS in names) == (name == "hidden")
+    (row_pass,) = [part for part in found.parts if "row_pass" in part.name]
+    assert 0 < row_pass.bytes <= 2 * N * V * workload.logits.element_size()
+
+
+@needs_native
+@pytest.mark.parametrize("statistics", ["all", "live"])
+def test_bytes_are_those_of_the_rows_that_are_touched(monkeypatch, statistics):
+    undecided = []
+    wrong_operator(monkeypatch, "row_pass", lambda *arguments: undecided.append(arguments[-1]))
+    N, V = 200, 50
+    workload = profile.Workload(
+        device="cpu",
+        tokens=N,
+        vocab=V,
+        dtype=torch.float32,
+        masked=0.3,
+        idle=0.3,
+        statistics=statistics,
+    )
+    moved = workload.bytes_moved()
+    live = workload.mask if statistics == "all" else workload.mask & (workload.advantages != 0)
+    waited = int(undecided[-1].sum())
+    assert waited > 0
+    assert moved["row_pass"] == 4 * V * (N + int(live.sum()) - waited)
+    assert 4 * V * waited <= moved["row_gradient"] <= 8 * V * waited
+
+
+def test_kernels_of_a_gpu_are_told_apart():
+    milliseconds = {
+        "void bapo::row_pass_cluster_kernel<__nv_bfloat16, 4, true>(bapo::RowPassParams)": 50,
+        "_row_gradient_kernel": 6,
+        "bapo::(anonymous namespace)::solve_kernel(double const*, bapo::Grid)": 3,
+        "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_TNT": 20,
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": 10,
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": 2,
+        "Memset (Device)": 0.5,
+    }
+    events = [
+        SimpleNamespace(key=key, device_type=DeviceType.CUDA, self_device_time_total=1e3 * ms)
+        for key, ms in milliseconds.items()
+    ]
+    events.append(SimpleNamespace(key="aten::mm", device_type=DeviceType.CPU))
+    times = profile._times(SimpleNamespace(key_averages=lambda: events), 100.0, on_gpu=True)
+    elementwise = list(milliseconds)[5]
+    expected = {
+        "row_pass_cluster_kernel": 50,
+        profile.PRODUCTS: 30,
+        "_row_gradient_kernel": 6,
+        "solve_kernel": 3,
+        elementwise: 2,
+        profile.OTHERS: 0.5,
+        profile.OUTSIDE: 8.5,
+    }
+    assert times == pytest.approx(expected)
+    assert list(times) == list(expected)
+
+
+@pytest.mark.parametrize("hidden", [(), ("--hidden", "16")])
+def test_profile(tmp_path, hidden):
+    trace = tmp_path / "trace.json"
+    sizes = ("--tokens", "8", "--vocab", "1000", "--device", "cpu")
+    done = run("profile", *sizes, *hidden, "--masked", "0.25", "--trace", str(trace))
+    assert done.exit_code == 0, done.output
+    for line in ("policy", profile.OUTSIDE, "a call under the profiler", "100.0%"):
+        assert line in done.output
+    assert "copying a tensor of the logits' size" in done.output
+    assert ("the three matrix products alone" in done.output) == bool(hidden)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_profile_of_hidden_states_in_place():
+    done = run("profile", "--hidden", "16", "--inplace")
+    assert done.exit_code == 1
+    assert "inplace must be False for hidden states, got True" in done.output
+
+
+@pytest.mark.gpu
+def test_commands_on_a_gpu():
+    assert run("validate", "--device", "cuda").exit_code == 0
+    assert run("profile", "--tokens", "512").exit_code == 0
+    assert run("profile", "--tokens", "512", "--hidden", "256").exit_code == 0
