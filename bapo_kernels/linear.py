@@ -2,13 +2,15 @@
 
 Gradients are made in forward. Three sets of rows are kept apart: those that are computed (masked
 ones never are), those of them whose gradient is not surely zero (the others need no gradient GEMM),
-and those that wait for the clip bounds (replayed once the bounds are known). What is kept until
-backward are the gradients of the hidden states, in their dtype, and of the weight, in float32 while
-it is added up and in the weight's dtype then; logits never.
+and those that wait for the clip bounds (in memory those of the last chunk, the others are replayed
+once the bounds are known). What is kept until backward are the gradients of the hidden states, in
+their dtype, and of the weight, in float32 while it is added up and in the weight's dtype then;
+logits never.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,37 +169,123 @@ def loss_of_hidden(
     chunk_tokens: int | None,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[BAPOOutput, HeadGradients | None]:
-    """Forward GEMM, row pass and gradient GEMMs of every chunk, search, loss, replay."""
-    flat_labels = labels.long().reshape(-1)
-    rows = counted.nonzero().squeeze(1)
-    chunk_tokens = head.chunk_tokens(chunk_tokens)
-    chunks = rows.split(chunk_tokens)
-    results = RowResults.zeros(labels.numel(), labels.device, any(needs))
-    ends = _ends_of_the_search(config, given, labels)
-    gradients = HeadGradients(head, needs, len(chunks) == 1) if any(needs) else None
-    for chunk in chunks:
-        if gradients is None:
-            _put(
-                results,
-                chunk,
-                _statistics(head, chunk, flat_labels, tokens.live, config, backend)[2],
-            )
-        else:
-            _first_pass(
-                head, chunk, flat_labels, tokens, config, backend, given, ends, results, gradients
-            )
+    """Forward GEMM, row pass and gradient GEMMs of every chunk, search, loss, replay.
 
+    The last chunk stays until the bounds are known, so that none of its rows is replayed.
+    """
+    chunk_tokens = head.chunk_tokens(chunk_tokens)
+    *earlier, last = counted.nonzero().squeeze(1).split(chunk_tokens)
+    gradients = HeadGradients(head, needs, one_chunk=not earlier) if any(needs) else None
+    results = RowResults.zeros(labels.numel(), labels.device, any(needs))
+    flat_labels = labels.long().reshape(-1)
+    chunks = _Chunks(head, flat_labels, tokens, config, backend, given, results, gradients)
+    for chunk in earlier:
+        h, logits = chunks.look(chunk)
+        if gradients is not None:
+            chunks.add_decided(chunk, h, logits)
+        del h, logits
+    held = chunks.look(last)
     output, dlog_probs, dentropy = loss_of_log_probs(
         results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
     )
-    if gradients is not None and results.undecided is not None:
-        waiting = (results.undecided != 0) & _has_gradient(dlog_probs, dentropy)
-        for chunk in waiting.nonzero().squeeze(1).split(chunk_tokens):
-            h, logits = head.logits(chunk)
-            coefficients = _at(chunk, dlog_probs, dentropy)
-            _to_gradient(logits, chunk, flat_labels, results, coefficients, head, config, backend)
-            gradients.add(chunk, h, logits[0])
+    if gradients is not None:
+        chunks.add_held(last, *held, (dlog_probs, dentropy))
+        del held  # before others take its place
+        for chunk in chunks.waiting(earlier, (dlog_probs, dentropy)).split(chunk_tokens):
+            chunks.replay(chunk, (dlog_probs, dentropy))
     return shaped(output, labels.shape, tokens.live, counted), gradients
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """What is done with the rows of a chunk; the arguments are the same for all of them.
+
+    ``gradients`` is None where nobody needs any.
+    """
+
+    head: Head
+    labels: Tensor
+    tokens: TokenInputs
+    config: BAPOConfig
+    backend: str
+    given: Tensor | None
+    results: RowResults
+    gradients: HeadGradients | None
+
+    def look(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states, and logits that have become gradients where a row is decided.
+
+        Those of a shard stay: their gradients need the sums of the other ranks.
+        """
+        backend, config, live = self.backend, self.config, self.tokens.live
+        if self.gradients is None or self.head.shard is not None:
+            h, logits, found = _statistics(self.head, rows, self.labels, live, config, backend)
+        else:
+            h, logits = self.head.logits(rows)
+            found = RowResults.empty(rows.numel(), rows.device, True)
+            part, labels = self.tokens.at(rows), self.labels[rows]
+            row_pass(
+                backend, logits, labels, part.live, part, config, self.given, found, None, True
+            )
+        _put(self.results, rows, found)
+        return h, logits
+
+    def add_decided(self, rows: Tensor, h: Tensor, logits: Tensor) -> None:
+        """Adds the rows that no admissible bounds could change; the others are replayed later."""
+        assert self.gradients is not None
+        assert self.results.undecided is not None
+        ends = _ends_of_the_search(self.config, self.given, rows)
+        coefficients = self._coefficients(rows, ends[0])
+        if self.head.shard is not None:
+            last = self._coefficients(rows, ends[1])
+            waits = (coefficients[0] != last[0]) & ~coefficients[0].isnan()
+            self.results.undecided[rows] = waits.to(torch.uint8)
+        decided = self.results.undecided[rows] == 0
+        index = (decided & _has_gradient(*coefficients)).nonzero().squeeze(1)
+        kept, dlogits = rows[index], _move_to_front(logits[0], index)
+        if self.head.shard is not None:
+            self._to_gradient(dlogits[None], kept, _at(index, *coefficients), None)
+        self.gradients.add(kept, h[index], dlogits)
+
+    def add_held(self, rows: Tensor, h: Tensor, logits: Tensor, of_all: Coefficients) -> None:
+        """Adds all rows of a chunk that was kept until the bounds were known."""
+        assert self.gradients is not None
+        assert self.results.undecided is not None
+        index = _has_gradient(*_at(rows, *of_all)).nonzero().squeeze(1)
+        kept, dlogits = rows[index], _move_to_front(logits[0], index)
+        only = self.results.undecided[kept] if self.head.shard is None else None
+        self._to_gradient(dlogits[None], kept, _at(kept, *of_all), only)
+        self.gradients.add(kept, h[index], dlogits)
+
+    def waiting(self, chunks: Sequence[Tensor], of_all: Coefficients) -> Tensor:
+        """The rows of these chunks that were not added and have a gradient."""
+        rows = torch.cat([self.labels.new_empty(0), *chunks])
+        assert self.results.undecided is not None
+        waits = self.results.undecided[rows] != 0
+        return rows[waits & _has_gradient(*_at(rows, *of_all))]
+
+    def replay(self, rows: Tensor, of_all: Coefficients) -> None:
+        """Makes the logits of waiting rows again and adds their gradients."""
+        assert self.gradients is not None
+        if rows.numel() == 0:
+            return
+        h, logits = self.head.logits(rows)
+        self._to_gradient(logits, rows, _at(rows, *of_all), None)
+        self.gradients.add(rows, h, logits[0])
+
+    def _coefficients(self, rows: Tensor, bounds: Tensor) -> Coefficients:
+        part, of_rows = self.tokens.at(rows), (self.results.log_probs, self.results.entropy)
+        log_probs, entropy = (values[rows] for values in of_rows)
+        arguments = part.live, part, self.config, bounds, None
+        return policy(self.backend, log_probs, entropy, *arguments)[1:]
+
+    def _to_gradient(
+        self, logits: Tensor, rows: Tensor, coefficients: Coefficients, only: Tensor | None
+    ) -> None:
+        head, config, backend = self.head, self.config, self.backend
+        _to_gradient(
+            logits, rows, self.labels, self.results, coefficients, only, head, config, backend
+        )
 
 
 def _ends_of_the_search(
@@ -224,50 +312,6 @@ def _statistics(
     of_chunk = RowResults.empty(chunk.numel(), chunk.device, False)
     row_statistics(backend, logits, labels[chunk], live[chunk], config, of_chunk, head.shard)
     return h, logits, of_chunk
-
-
-def _first_pass(
-    head: Head,
-    chunk: Tensor,
-    labels: Tensor,
-    tokens: TokenInputs,
-    config: BAPOConfig,
-    backend: str,
-    given: Tensor | None,
-    ends: tuple[Tensor, Tensor],
-    results: RowResults,
-    gradients: HeadGradients,
-) -> None:
-    """Statistics and the gradients of the decided rows of a chunk.
-
-    One pass makes both, but not of a shard: its gradients need the sums of the other ranks.
-    """
-    part = tokens.at(chunk)
-    if head.shard is None:
-        h, logits = head.logits(chunk)
-        of_chunk = RowResults.empty(chunk.numel(), chunk.device, True)
-        row_pass(
-            backend, logits, labels[chunk], part.live, part, config, given, of_chunk, None, True
-        )
-    else:
-        h, logits, of_chunk = _statistics(head, chunk, labels, tokens.live, config, backend)
-
-    def coefficients_at(bounds: Tensor) -> Coefficients:
-        log_probs, entropy = of_chunk.log_probs, of_chunk.entropy
-        return policy(backend, log_probs, entropy, part.live, part, config, bounds, None)[1:]
-
-    coefficients = coefficients_at(ends[0])
-    if head.shard is not None:
-        waits = (coefficients[0] != coefficients_at(ends[1])[0]) & ~coefficients[0].isnan()
-        of_chunk = of_chunk._replace(undecided=waits.to(torch.uint8))
-    _put(results, chunk, of_chunk)
-    keep = (of_chunk.undecided == 0) & _has_gradient(*coefficients)
-    index = keep.nonzero().squeeze(1)
-    rows, dlogits = chunk[index], _move_to_front(logits[0], index)
-    if head.shard is not None:
-        kept = _at(index, *coefficients)
-        _to_gradient(dlogits[None], rows, labels, results, kept, head, config, backend)
-    gradients.add(rows, h[index], dlogits)
 
 
 def _put(results: RowResults, chunk: Tensor, of_chunk: RowResults) -> None:
@@ -304,11 +348,12 @@ def _to_gradient(
     labels: Tensor,
     results: RowResults,
     coefficients: Coefficients,
+    only: Tensor | None,
     head: Head,
     config: BAPOConfig,
     backend: str,
 ) -> None:
-    """Turns the logits of rows whose statistics are known into d loss / d logits."""
+    """Turns the logits of rows whose statistics are known into d loss / d logits; all or some."""
     of_rows = labels[rows] if head.shard is None else head.shard.labels(labels[rows])
     ops_of(backend).row_gradient_(
         logits,
@@ -316,7 +361,7 @@ def _to_gradient(
         results.stats[rows],
         results.entropy[rows],
         *coefficients,
-        None,
+        only,
         *transform(config),
     )
 
@@ -366,7 +411,9 @@ class LinearLogProbs(torch.autograd.Function):
         for chunk in chunks:
             h, logits = of_head.logits(chunk)
             coefficients = _at(chunk, of_log_probs, of_entropy)
-            _to_gradient(logits, chunk, labels, results, coefficients, of_head, config, backend)
+            _to_gradient(
+                logits, chunk, labels, results, coefficients, None, of_head, config, backend
+            )
             gradients.add(chunk, h, logits[0])
         made = gradients.of(hidden, weight, bias)
         shaped_like = zip(made, (hidden, weight, bias), strict=True)

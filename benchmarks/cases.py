@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo_kernels import BAPOConfig, linear_log_probs, log_probs
+from bapo_kernels import BAPOConfig, find_clip_bounds, linear_log_probs, log_probs
 
 SEQUENCES = 8
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # of the log-ratio
@@ -184,13 +184,14 @@ class Batch:
         return self._padded
 
     def shares(self) -> dict[str, float]:
-        """Shares of the rows: unmasked, with a gradient to compute, waiting for the search."""
+        """Shares of the rows: unmasked, with an advantage, waiting, with a gradient at the end."""
         read = torch.ones_like(self.A, dtype=torch.bool) if self.mask is None else self.mask
         live, r, config = read & (self.A != 0), (self.logp - self.old).exp(), self.case.config
         low, high = config.ratio_lower_start, config.ratio_upper_start
         rises = (self.A > 0) & (r > high) & (r <= config.ratio_upper_max)
         falls = (self.A < 0) & (r >= low) & (r < config.ratio_lower_max)
-        clipped = ((self.A > 0) & (r > config.ratio_upper_max)) | ((self.A < 0) & (r < low))
+        lower, upper = find_clip_bounds(self.logp, self.old, self.A, read, config=config)
+        clipped = ((self.A > 0) & (r > upper)) | ((self.A < 0) & (r < lower))
         share = {"read": read, "live": live, "undecided": live & (rises | falls)}
         share["gradient"] = live & ~clipped
         return {name: rows.double().mean().item() for name, rows in share.items()}

@@ -3,8 +3,8 @@
 Bytes at the level of logits, b bytes an element: every row that is read once (``read``), rows that
 wait for the search once more (``undecided``), every gradient written once, zeros too:
 ``(read + undecided + 1)*N*V*b``; log-probs alone ``read*N*V*b``. From hidden states FLOPs:
-``2*V*H`` for each row that is read or computed again, ``4*V*H`` for each with a gradient that is
-not surely zero. The search reads three float32 a token.
+``2*V*H`` for each row that is read, ``4*V*H`` for each that has a gradient once the bounds are
+known. The search reads three float32 a token.
 
 The model is of the task, not of the way: whoever moves more than this has a lower rate.
 """
@@ -31,10 +31,10 @@ def floor(case: Case, shares: dict[str, float], live: bool = False) -> Floor:
     read = shares["live" if live else "read"]
     if case.level == "tokens":
         return Floor(12.0 * case.N, 0.0)
-    again = shares["undecided"] if case.task == "loss" else 0.0
-    gradient = shares["gradient"] if case.task != "log_probs" else 0.0
-    flops = (2 * (read + again) + 4 * gradient) * case.N * case.V * case.H
+    trains = case.task != "log_probs"
     if case.level == "hidden":
-        return Floor(0.0, flops)
-    written = 0.0 if case.task == "log_probs" else 1.0
+        products = 2 * read + (4 * shares["gradient"] if trains else 0.0)
+        return Floor(0.0, products * case.N * case.V * case.H)
+    again = shares["undecided"] if case.task == "loss" else 0.0
+    written = 1.0 if trains else 0.0
     return Floor((read + again + written) * elements, 0.0)

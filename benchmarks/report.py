@@ -57,7 +57,7 @@ needs beyond its inputs, gradients included.
 
 **The model behind the rates.** Bytes from logits: each row that is read once, rows that wait for
 the search once more, each gradient written once. FLOPs from hidden states: `2*V*H` a row that is
-read or computed again, `4*V*H` a row whose gradient is not surely zero. Everybody's rate counts
+read, `4*V*H` a row that has a gradient once the bounds are known. Everybody's rate counts
 these, not what is moved on the way there. Shares are of the rate of a copy of the logits, or of the
 three bare matrix products, in the same run.
 """

@@ -1,11 +1,13 @@
 """Losses and log-probs of hidden states against the float64 reference, gradient by gradient."""
 
+import weakref
+
 import pytest
 import torch
 from helpers import EPS, Case, assert_within_budget, make_case, needs_native, per_token
 
 from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
-from bapo_kernels.linear import HeadGradients, head
+from bapo_kernels.linear import Head, HeadGradients, head
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193
@@ -125,6 +127,25 @@ def test_packed_with_weights(backend, device):
     case.options["ref_log_probs"] = None
     case.advantages = torch.tensor([0.5, 2.0, -1.0, 0.7], device=device)
     check(parameters, case, backend, chunk_tokens=6)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "looks"), [(None, 1), (4, 4)])
+def test_the_last_chunk_is_not_made_again(monkeypatch, chunk_tokens, looks):
+    """It waits for the bounds in its memory, and is gone before others are made again."""
+    parameters, case = problem(torch.float32, "cpu", build("far"))
+    made, alive = [], []
+
+    def logits(self, rows, original=Head.logits):
+        alive.append(sum(reference() is not None for reference in made))
+        h, of_rows = original(self, rows)
+        made.append(weakref.ref(of_rows))
+        return h, of_rows
+
+    monkeypatch.setattr(Head, "logits", logits)
+    run(bapo_linear_loss, parameters, case, chunk_tokens=chunk_tokens)
+    replays = 0 if chunk_tokens is None else 1
+    assert len(made) == looks + replays
+    assert alive == [0] * len(made)
 
 
 def test_chunk_size_changes_nothing_but_rounding(backend, device):
