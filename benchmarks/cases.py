@@ -14,6 +14,8 @@ from bapo_kernels import BAPOConfig, find_clip_bounds, linear_log_probs, log_pro
 
 SEQUENCES = 8
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # of the log-ratio
+# Targets at which a search ends there: the loop probes once or 53 times.
+SEARCHES = {"at the first bounds": 0.0, "at the last bounds": 1.0}
 IDLE_SHARE = 0.4  # of the sequences, where all answers to a prompt are alike
 
 
@@ -66,7 +68,8 @@ class Case:
         mode = "seq-mean-token-mean" if self.layout == "packed" else "token-mean"
         if self.task == "clip":
             return BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode)
-        return BAPOConfig.paper(loss_agg_mode=mode)
+        target = SEARCHES.get(self.model, 0.4)
+        return BAPOConfig.paper(loss_agg_mode=mode, target=target)
 
     @property
     def title(self) -> str:
@@ -76,7 +79,7 @@ class Case:
 
     def shrunk(self) -> Case:
         """The same case, small enough for the reference in float64."""
-        V = self.V if self.level == "logits" else 2_003
+        V = self.V if self.level == "logits" else 2_048
         return replace(self, N=3 * SEQUENCES, V=V, H=128)
 
     def fields(self) -> dict[str, Any]:
@@ -175,6 +178,8 @@ class Batch:
         for leaf in self.inputs:
             leaf.grad = None
         self._padded = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def padded_logits(self) -> Tensor:
         """A leaf with one position more, made once."""
@@ -232,4 +237,5 @@ def _suite(
             yield replace(Case.of(level, "loss", first, N), model="any", V=V, sweep="V")
     yield many_tokens
     for n in (8_192, 131_072, 1_048_576):
-        yield Case("tokens", "search", "any", n, 1, 1, "float32", data="very stale")
+        for end in SEARCHES:
+            yield Case("tokens", "search", end, n, 1, 1, "float32", data="very stale")

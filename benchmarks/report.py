@@ -53,7 +53,7 @@ the case itself, are compared with float64; the error stands beside the time.
 
 **Everybody takes turns**, at least three; a time is the median of all calls, the spread runs from
 the 20th to the 80th percentile. Logits are far larger than the caches. Peak memory is what a call
-needs beyond its inputs, gradients included.
+needs beyond its inputs, gradients included, as torch's allocator counts it.
 
 **The model behind the rates.** Bytes from logits: each row that is read once, rows that wait for
 the search once more, each gradient written once. FLOPs from hidden states: `2*V*H` a row that is
@@ -132,8 +132,9 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
     searches = done[done.task == "search"]
     if not searches.empty:
         yield "### The search alone\n"
-        yield "Milliseconds by tokens, from log-probs:\n"
-        yield pivot(searches, "N", "ms") + "\n"
+        for end, of_end in searches.groupby("model", sort=False):
+            yield f"Milliseconds by tokens, from log-probs, where the search ends {end}:\n"
+            yield pivot(of_end, "N", "ms") + "\n"
     yield "### Not measured\n"
     yield absent(frame)
 
@@ -199,6 +200,7 @@ def readme_block() -> str:
         frame = latest(device)
         if frame.empty:
             continue
+        searches = frame[(frame.task == "search") & (frame.status == "measured")]
         frame = plain_losses(frame[frame.sweep.isna()])
         lines.append(f"![Time of everybody](docs/figures/{device}_speedup.svg)\n")
         for level, words in LEVELS.items():
@@ -209,7 +211,14 @@ def readme_block() -> str:
             table = mine.pivot_table(index="who", columns="dtype", values="ms")
             table = table[["float32", "bfloat16"]].sort_values("bfloat16").map(number)
             lines.append(markdown(table.rename_axis(f"loss and gradients {head}")) + "\n")
-        lines.append(f"{_machine(frame)} [Everything else](docs/benchmarks.md).")
+        tokens = searches.N.max()
+        longest = searches[searches.N.eq(tokens) & (searches.model == "at the last bounds")]
+        times = longest.set_index("who").ms
+        ours, loop = (number(times[who]) for who in ("bapo_kernels", "the paper's loop"))
+        lines.append(
+            f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
+            f"[Everything else](docs/benchmarks.md).\n\n{_machine(frame)}"
+        )
     return "\n".join(lines)
 
 

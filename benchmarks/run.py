@@ -84,10 +84,11 @@ def measure(case: Case, device: str, only: list[str]) -> list[Record]:
         except gate.WrongAnswerError as error:
             records.append({**record, "status": "wrong", "why": str(error)})
         except Exception as error:  # a package may fail in any way; the others go on
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            records.append({**record, "status": "failed", "why": why})
+            records.append({**record, "status": "failed", "why": _in_words(error)})
         else:
-            calls[peer.name] = Timed(call, prepare, graph=peer.backend is not None)
+            # From hidden states the number of rows that matter is read on the host.
+            graph = peer.backend is not None and case.level == "logits"
+            calls[peer.name] = Timed(call, prepare, graph)
             need = floor(case, shares, peer.live)
             errors = {"value_error": value_error, "gradient_error": gradient_error}
             found[peer.name] = record | errors | need._asdict() | {"peak_bytes": peak}
@@ -97,10 +98,13 @@ def measure(case: Case, device: str, only: list[str]) -> list[Record]:
         name, need, call = yardstick
         calls = {name: Timed(call, graph=True), **calls}
         found[name] = {"who": name, **case.fields(), **need._asdict()}
-    times = _in_turns(calls, clock)
-    for name in calls:
+    times, failures = _in_turns(calls, clock)
+    for name, why in failures.items():
+        records.append({**found[name], "status": "failed", "why": why})
+    for name in times:
         rates = _rates(found[name], times[name])
         records.append({**found[name], "status": "measured", "shares": shares, **rates})
+    batch.release()
     return _with_shares_of(yardstick[0] if yardstick else None, records)
 
 
@@ -112,17 +116,27 @@ def _call(peer: Peer, batch: Batch) -> Call:
     return call
 
 
-def _in_turns(calls: dict[str, Timed], clock: Clock) -> dict[str, dict[str, float]]:
-    """Everybody once a round, so that a machine that slows down is not held against one of them."""
+def _in_turns(
+    calls: dict[str, Timed], clock: Clock
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Times, and who failed why; all have a turn a round, so that a slow minute hits everybody."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    spent = dict.fromkeys(calls, 0.0)
+    spent, failures = dict.fromkeys(calls, 0.0), {}
     for turn in range(ROUNDS):
-        for name, timed in calls.items():
+        for name in list(times):
             if turn < 3 or spent[name] < SECONDS:
                 start = time.perf_counter()
-                times[name] += clock.samples(timed)
+                try:
+                    times[name] += clock.samples(calls[name])
+                except Exception as error:
+                    failures[name] = _in_words(error)
+                    del times[name]
                 spent[name] += time.perf_counter() - start
-    return {name: summary(values) for name, values in times.items()}
+    return {name: summary(values) for name, values in times.items()}, failures
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _yardstick(batch: Batch) -> tuple[str, Floor, Call] | None:

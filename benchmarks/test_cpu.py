@@ -20,7 +20,7 @@ CASES = [
     Case.of("logits", "log_probs", "Qwen3-0.6B", 128),
     HIDDEN,
     Case.of("hidden", "loss", "Qwen3-0.6B", 64, layout="zero advantage"),
-    Case("tokens", "search", "any", 1_048_576, 1, 1, "float32", data="very stale"),
+    Case("tokens", "search", "at the last bounds", 1_048_576, 1, 1, "float32", data="very stale"),
 ]
 MINE = [p for p in ours.PEERS if "cpu" in p.devices]
 

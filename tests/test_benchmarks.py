@@ -16,7 +16,7 @@ pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
 
 from bapo_kernels import reference
-from benchmarks import frames, gate, plot, records, report, run, scaling
+from benchmarks import frames, gate, plot, records, report, run, scaling, timing
 from benchmarks.__main__ import app
 from benchmarks.cases import Batch, Case, cpu_suite, gpu_suite
 from benchmarks.floor import floor
@@ -44,7 +44,7 @@ def test_everybody_computes_the_same(name):
     if "compiled" in name:
         pytest.skip("compiles for minutes; the gate runs before it is timed")
     if peer.level == "tokens":
-        case = Case("tokens", "search", "any", 512, 1, 1, "float32", data="very stale")
+        case = Case("tokens", "search", "at the last bounds", 512, 1, 1, "float32", data="very stale")
         assert gate.check(peer, case, "cpu") == (0.0, 0.0)
         return
     checked = 0
@@ -146,6 +146,32 @@ def test_every_part_of_an_answer_is_gated(quick, monkeypatch, name, scale):
     case = replace(small("logits", dtype="float32"), N=48)
     status = {r["who"]: r["status"] for r in run.measure(case, "cpu", [])}
     assert status == {"peer": "wrong", "copy": "measured"}
+
+
+@needs_native
+def test_who_fails_later_than_the_first_time(quick, monkeypatch):
+    calls = []
+
+    def tires(batch):
+        calls.append(1)
+        return right(batch) if len(calls) < 5 else broken(batch)
+
+    everybody = [Peer("tires", "logits", log_probs=tires), Peer("right", "logits", log_probs=right)]
+    monkeypatch.setattr(run, "peers", lambda: iter(everybody))
+    got = {r["who"]: r for r in run.measure(small("logits", dtype="float32"), "cpu", [])}
+    assert got["tires"]["status"] == "failed"
+    assert got["tires"]["why"] == "RuntimeError: out of order"
+    assert got["right"]["repetitions"] == run.ROUNDS
+
+
+def test_peak_memory_is_that_of_the_call():
+    def call():
+        a = torch.empty(1_000_000)
+        b = a.to(torch.bfloat16)
+        del a
+        return b, torch.empty(500_000)
+
+    assert timing.CPUClock().peak_bytes(call) == 6_000_000
 
 
 @needs_native
