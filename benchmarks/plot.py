@@ -12,6 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
 from .frames import latest, plain_losses
@@ -91,10 +92,10 @@ def figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     model = half[half.sweep.isna() & half.model.str.startswith("Qwen3")]
     over_N = pd.concat([half[half.sweep == "N"], model])
     over_V = pd.concat([half[half.sweep == "V"], model])
-    yield "time_over_tokens", over(over_N, "N", "ms", "tokens", "milliseconds")
-    yield "time_over_vocabulary", over(over_V, "V", "ms", "vocabulary", "milliseconds")
+    yield "time_over_tokens", over(over_N, "N", "ms", "tokens", "Milliseconds")
+    yield "time_over_vocabulary", over(over_V, "V", "ms", "vocabulary", "Milliseconds")
     memory = over_N[over_N.peak_bytes > 2**20].assign(MiB=lambda f: f.peak_bytes / 2**20)
-    yield "memory_over_tokens", over(memory, "N", "MiB", "tokens", "MiB above the inputs")
+    yield "memory_over_tokens", over(memory, "N", "MiB", "tokens", "Peak MiB")
     models = half[half.sweep.isna()]
     yield "roofline", roofline(models)
     yield "speedup", speedup(models)
@@ -110,14 +111,20 @@ def over(frame: pd.DataFrame, x: str, y: str, x_label: str, y_label: str) -> Fig
             line = of_level[of_level.who == who].sort_values(x)
             width = 2.4 if who.startswith("bapo") else 1.3
             ax.plot(line[x], line[y], label=who, linewidth=width, markersize=5, **STYLES[who])
-        ax.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
-        ax.set_title(f"{y_label.split()[0].capitalize()}, loss and gradients {words}")
+        ax.set(xscale="log", yscale="log", xlabel=x_label)
+        ax.set_title(f"{y_label}, loss and gradients {words}")
         ticks = sorted(of_level[x].unique())
         ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30 if x == "V" else 0)
+        plain_numbers(ax.yaxis)
         ax.minorticks_off()
-        ax.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:,g}"))
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return figure
+
+
+def plain_numbers(axis: Axis) -> None:
+    """1, 2, 5, 10, ... on a logarithmic axis."""
+    axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5), numticks=30))
+    axis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:,g}"))
 
 
 def roofline(frame: pd.DataFrame) -> Figure:
@@ -156,7 +163,9 @@ def speedup(frame: pd.DataFrame) -> Figure:
             _bar(ax, height, ratios[who].dropna(), STYLES[who]["color"])
         ax.axvline(1, color=STYLES[first]["color"], linewidth=2.4)
         ax.set_yticks(range(len(order)), order)
-        ax.set_xlim(0, 1.2 * ratios.max().max())
+        ax.set(xscale="log", xlim=(0.8 * ratios.min().min(), 1.6 * ratios.max().max()))
+        plain_numbers(ax.xaxis)
+        ax.minorticks_off()
         ax.set_xlabel(f"time as a multiple of {first}'s; whiskers: the range of the models")
         ax.set_title(f"Loss and gradients {words}")
         ax.grid(visible=False, axis="y")
@@ -167,5 +176,5 @@ def _bar(ax: Axes, height: int, ratios: pd.Series[float], color: Any) -> None:
     median, low, high = ratios.median(), ratios.min(), ratios.max()
     whiskers = dict(elinewidth=1, ecolor="#444444", capsize=2)
     error = [[median - low], [high - median]]
-    ax.barh(height, median, color=color, height=0.65, xerr=error, error_kw=whiskers)
-    ax.text(high, height, f"  {median:.3g} x", va="center", fontsize=9)
+    ax.barh(height, median - 1, left=1, color=color, height=0.65, xerr=error, error_kw=whiskers)
+    ax.text(max(high, 1), height, f"  {median:.3g} x", va="center", fontsize=9)

@@ -136,7 +136,7 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
             yield f"Milliseconds by tokens, from log-probs, where the search ends {end}:\n"
             yield pivot(of_end, "N", "ms") + "\n"
     yield "### Not measured\n"
-    yield absent(frame)
+    yield absent(frame) + "\n"
 
 
 def pivot(frame: pd.DataFrame, column: str, value: str, heads: dict[Any, str] | None = None) -> str:
