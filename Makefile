@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
 
-.PHONY: demo test bench lint sanitize clean
+.PHONY: demo test bench lint sanitize fuzz clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -40,7 +40,11 @@ sanitize: .venv/built
 	  --ignore tests/test_cuda_build.py --ignore tests/test_cuda_on_host.py \
 	  --ignore tests/test_trl.py --ignore tests/test_verl.py --ignore tests/test_integrations.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
-	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py
+	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py
+
+# Needs clang++; a minute, or as long as DURATION= says (fuzz/README.md).
+fuzz:
+	$(MAKE) -C fuzz run
 
 clean:
 	rm -rf .venv build out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ class _PrecomputedGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, backend: str, count: int, *tensors: Tensor) -> Tensor:
-        ctx.backend, ctx.count = backend, count
-        ctx.gradients = tensors[count:]
+    def forward(ctx: Any, loss: Tensor, backend: str, *tensors: Tensor | None) -> Tensor:
+        ctx.backend, ctx.version = backend, None
+        ctx.gradients = tensors[len(tensors) // 2 :]
         return loss.clone()
 
     @staticmethod
@@ -53,18 +54,30 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "the gradient of this loss was handed over in its first backward; "
                 "call the loss again instead of backward with retain_graph=True"
             )
+        if ctx.version is not None and ctx.gradients[0]._version != ctx.version:
+            raise RuntimeError(
+                "logits hold the gradient of the loss (inplace=True) and were changed before its "
+                "backward"
+            )
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
-            ops_of(ctx.backend).scale_(gradient, dloss.detach())
-        nothing = (None for _ in range(ctx.count))
-        return (None, None, None, *(final(gradient) for gradient in gradients), *nothing)
+            if gradient is not None:
+                ops_of(ctx.backend).scale_(gradient, dloss.detach())
+        made = (None if gradient is None else final(gradient) for gradient in gradients)
+        return (None, None, *made, *(None for _ in gradients))
 
 
 def attach(
-    loss: Tensor, backend: str, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+    loss: Tensor, backend: str, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> Tensor:
-    """``loss`` with d loss / d inputs = ``gradients``, which it takes over."""
-    result: Tensor = _PrecomputedGradient.apply(loss, backend, len(inputs), *inputs, *gradients)
+    """``loss`` with d loss / d inputs = ``gradients``, which it takes over; None where not needed.
+
+    Forward-mode AD and ``torch.func`` meet the inputs here, and raise.
+    """
+    assert len(inputs) == len(gradients)
+    if torch.compiler.is_compiling() and all(gradient is None for gradient in gradients):
+        return loss  # Dynamo does not trace a Function of any number of tensors without grad mode
+    result: Tensor = _PrecomputedGradient.apply(loss, backend, *inputs, *gradients)
     return result
 
 
@@ -83,9 +96,12 @@ class _Overwritten(torch.autograd.Function):
         )
 
 
-def mark_overwritten(logits: Tensor) -> None:
-    """Makes every later use of ``logits`` in a backward raise."""
+def mark_overwritten(logits: Tensor, loss: Tensor) -> None:
+    """Makes later uses of ``logits`` raise in backward, and ``loss`` too once they change."""
     _Overwritten.apply(logits)
+    node: Any = loss.grad_fn
+    if node is not None:
+        node.version = logits._version
 
 
 class LogProbs(torch.autograd.Function):

@@ -31,6 +31,12 @@ def token_weights(
 
     Returns:
         float64, shape of ``live``; masked tokens have weight 0.
+
+    Examples:
+        >>> live = torch.tensor([[True, True, False], [True, False, False]])
+        >>> token_weights(live, BAPOConfig(loss_agg_mode="seq-mean-token-mean"))
+        tensor([[0.2500, 0.2500, 0.0000],
+                [0.5000, 0.0000, 0.0000]], dtype=torch.float64)
     """
     mode = config.loss_agg_mode
     weights = live.double() * dp_size

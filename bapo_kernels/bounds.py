@@ -30,6 +30,13 @@ class ContributionHistogram:
     Args:
         config: grids, token weight and contribution of the search.
         device: where the sums are kept; default: the device of the first update.
+
+    Examples:
+        >>> histogram = ContributionHistogram(BAPOConfig(token_weight="uniform", target=0.48))
+        >>> for r, A in ((1.5, 2.0), (1.0, -3.0)):  # two micro-batches, of one token each
+        ...     _ = histogram.update(torch.tensor([r]).log(), torch.zeros(1), torch.tensor([A]))
+        >>> histogram.solve()  # 2*1.4/(2*1.4 + 3*1.0) is the first share not below 0.48
+        ClipBounds(lower=tensor(0.6000), upper=tensor(1.4000))
     """
 
     def __init__(
@@ -139,6 +146,14 @@ def find_clip_bounds(
     Returns:
         0-dim float32 tensors on the device of ``log_probs``. Not finite input at an unmasked token
         leaves the start bounds.
+
+    Examples:
+        >>> log_probs, old = torch.tensor([1.5, 1.0]).log(), torch.zeros(2)
+        >>> config = BAPOConfig(token_weight="uniform", target=0.48)
+        >>> find_clip_bounds(log_probs, old, torch.tensor([2.0, -3.0]), config=config)
+        ClipBounds(lower=tensor(0.6000), upper=tensor(1.4000))
+        >>> find_clip_bounds(log_probs, old, torch.tensor([2.0, -9.0]), config=config)  # in vain
+        ClipBounds(lower=tensor(0.9000), upper=tensor(3.))
     """
     histogram = ContributionHistogram(config)
     histogram.update(

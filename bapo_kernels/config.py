@@ -47,6 +47,10 @@ def bound_grid(start: float, maximum: float, step: float) -> list[float]:
     """The values a bound visits, by the same repeated float64 addition as the paper's loop.
 
     The last step is cut at ``maximum``; a step of 0 means that the bound does not move.
+
+    Examples:
+        >>> bound_grid(1.2, 1.35, 0.1)
+        [1.2, 1.3, 1.35]
     """
     points = [start]
     while step > 0 and points[-1] < maximum:
@@ -85,6 +89,15 @@ class BAPOConfig:
 
     Raises:
         ValueError: a value breaks its rule; the message has name, rule and value.
+
+    Examples:
+        >>> BAPOConfig.recipe(entropy_coef=0.001).lower_grid[:2]
+        [0.6, 0.65]
+        >>> BAPOConfig.fixed(0.8, 1.28).upper_grid  # DAPO, nothing to search
+        [1.28]
+        >>> BAPOConfig(temperature=0)
+        Traceback (most recent call last):
+        ValueError: temperature must be finite and > 0, got 0
     """
 
     ratio_lower_start: float = 0.6

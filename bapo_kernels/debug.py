@@ -43,6 +43,14 @@ def check_inputs(
 
     Raises:
         ValueError: with the argument's name, the index and the value.
+
+    Examples:
+        >>> batch = torch.zeros(2, 4), torch.tensor([1, 4]), None, torch.ones(2)
+        >>> bapo_loss(*batch).loss
+        tensor(nan)
+        >>> debug.check_inputs(*batch)
+        Traceback (most recent call last):
+        ValueError: labels must be in [0, 4) or -100, got 4 at (1,)
     """
     check_logits(logits, labels, vocab_group)
     check_group("vocab_group", vocab_group)
@@ -110,6 +118,11 @@ def instruction_set(name: str) -> Iterator[None]:
 
     Raises:
         RuntimeError: this processor does not have it.
+
+    Examples:
+        >>> with debug.instruction_set("portable"):
+        ...     debug.environment()["cpu kernels"]
+        'portable'
     """
     ops = ops_of("cpu")
     in_use = ops.instruction_set("")
@@ -121,7 +134,12 @@ def instruction_set(name: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """Versions, and for each backend whether it can run here or the reason why not."""
+    """Versions, and for each backend whether it can run here or the reason why not.
+
+    Examples:
+        >>> debug.environment()["backend reference"]
+        'available'
+    """
     from . import __version__
 
     report = {

@@ -100,14 +100,25 @@ def bapo_loss(
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
             the device knows (a label outside of the vocabulary, NaN logits, a non-finite old
             log-prob) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
+
+    Examples:
+        >>> logits, labels = torch.zeros(3, 4, requires_grad=True), torch.tensor([0, 1, -100])
+        >>> old_log_probs = torch.tensor([-1.4, -2.4, torch.nan])
+        >>> out = bapo_loss(logits, labels, old_log_probs, torch.tensor([1.0, 1.0, 1.0]))
+        >>> out.bounds  # all tokens are positive: no search
+        ClipBounds(lower=tensor(0.6000), upper=tensor(1.2000))
+        >>> out.loss.backward()
+        >>> (logits.grad != 0).any(-1)  # kept, clipped, masked
+        tensor([ True, False, False])
     """
     config = config_or_default(config)
     check_logits(logits, labels, vocab_group)
+    labels = labels.long()
     check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if inplace:
-        _check_inplace(logits, needs_gradient)
+        _check_inplace(logits)
     options: dict[str, Any] = dict(
         cu_seqlens=cu_seqlens,
         rollout_log_probs=rollout_log_probs,
@@ -163,10 +174,9 @@ def bapo_loss(
                 process_group,
                 VocabShard.of(logits.shape[-1], logits, vocab_group),
             )
-    if needs_gradient and dlogits is not None:
-        output = output._replace(loss=attach(output.loss, backend, (logits,), (dlogits,)))
+    output = output._replace(loss=attach(output.loss, backend, (logits,), (dlogits,)))
     if inplace and not logits.is_inference():
-        mark_overwritten(logits)
+        mark_overwritten(logits, output.loss)
     return output
 
 
@@ -198,6 +208,16 @@ def bapo_loss_from_log_probs(
 
     Everything else is as in :func:`bapo_loss`; the loss has the gradients of ``log_probs`` and
     ``entropy``, in their dtypes.
+
+    Examples:
+        >>> log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+        >>> old, A = torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0])
+        >>> ppo = BAPOConfig.fixed(0.8, 1.2)
+        >>> loss = bapo_loss_from_log_probs(log_probs, old, A, config=ppo).loss
+        >>> print(f"{loss:.4f}")  # (-1 + 0.8)/2
+        -0.1000
+        >>> torch.autograd.grad(loss, log_probs)[0]  # the second ratio, 0.37, is below 0.8
+        tensor([-0.5000,  0.0000])
     """
     config = config_or_default(config)
     check_floating("log_probs", log_probs)
@@ -251,15 +271,14 @@ def bapo_loss_from_log_probs(
             flat_log_probs, flat_entropy, counted, tokens, config, backend, given, process_group
         )
         output = shaped(output, log_probs.shape, tokens.live, counted)
-    differentiable = [
-        (tensor, gradient.to(tensor.dtype).reshape(tensor.shape))
-        for tensor, gradient in ((log_probs, dlog_probs), (entropy, dentropy))
-        if tensor is not None and gradient is not None and tensor.requires_grad
+    inputs, needs_gradient = (log_probs, entropy), torch.is_grad_enabled()
+    gradients = [
+        made.to(tensor.dtype).reshape(tensor.shape)
+        if tensor is not None and made is not None and tensor.requires_grad and needs_gradient
+        else None
+        for tensor, made in zip(inputs, (dlog_probs, dentropy), strict=True)
     ]
-    if torch.is_grad_enabled() and differentiable:
-        inputs, gradients = zip(*differentiable, strict=True)
-        output = output._replace(loss=attach(output.loss, backend, inputs, gradients))
-    return output
+    return output._replace(loss=attach(output.loss, backend, inputs, gradients))
 
 
 def log_probs(
@@ -285,6 +304,11 @@ def log_probs(
 
     Returns:
         float32 ``[...]`` tensors. Backward reads the logits once more and writes their gradient.
+
+    Examples:
+        >>> logits = torch.tensor([[1.0, 1.0, -torch.inf], [1.0, 1.0, 1.0]])
+        >>> log_probs(logits, torch.tensor([0, 2]), temperature=0.7)
+        (tensor([-0.6931, -1.0986]), tensor([0.6931, 1.0986]))
     """
     config = BAPOConfig(
         temperature=temperature,
@@ -292,6 +316,7 @@ def log_probs(
         final_logit_softcapping=final_logit_softcapping,
     )
     check_logits(logits, labels, vocab_group)
+    labels = labels.long()
     check_options("all", None, vocab_group)
     backend = choose(backend, logits, "logits")
     if backend == "reference":
@@ -354,9 +379,21 @@ def bapo_linear_loss(
     gradient is scattered in backward, as the mean of the ranks) or along the vocabulary over
     ``vocab_group``. Everything else is as in :func:`bapo_loss`; the loss has the gradients of
     ``hidden_states``, ``lm_head_weight`` and ``bias``, as far as they require one.
+
+    Examples:
+        >>> hidden, lm_head = torch.ones(3, 4, requires_grad=True), torch.nn.Linear(4, 10)
+        >>> labels, advantages = torch.tensor([5, 7, -100]), torch.tensor([1.0, 0.0, 1.0])
+        >>> options = dict(bias=lm_head.bias, statistics="live")
+        >>> out = bapo_linear_loss(hidden, lm_head.weight, labels, None, advantages, **options)
+        >>> out.log_probs.isnan()  # with advantage 0 a row never meets the lm_head
+        tensor([False,  True, False])
+        >>> out.loss.backward()
+        >>> (hidden.grad != 0).any(-1)
+        tensor([ True, False, False])
     """
     config = config_or_default(config)
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    labels = labels.long()
     check_options(statistics, process_group, vocab_group)
     dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
     lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
@@ -416,16 +453,12 @@ def bapo_linear_loss(
             chunk_tokens,
             process_group,
         )
-    if gradients is None:
-        return output
-    made = gradients.of(*parameters)
-    pairs = [
-        (parameter, gradient.reshape(parameter.shape))
+    made = [None, None, None] if gradients is None else gradients.of(*parameters)
+    made = [
+        None if parameter is None or gradient is None else gradient.reshape(parameter.shape)
         for parameter, gradient in zip(parameters, made, strict=True)
-        if parameter is not None and gradient is not None
     ]
-    inputs, of_inputs = zip(*pairs, strict=True)
-    return output._replace(loss=attach(output.loss, backend, inputs, of_inputs))
+    return output._replace(loss=attach(output.loss, backend, parameters, made))
 
 
 def linear_log_probs(
@@ -450,6 +483,11 @@ def linear_log_probs(
         hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; sharded
             as in :func:`bapo_linear_loss`. With ``vocab_group`` backward makes one all-reduce.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
+
+    Examples:
+        >>> hidden, weight = torch.ones(2, 4), torch.zeros(10, 4)
+        >>> linear_log_probs(hidden, weight, torch.tensor([3, -100]), chunk_tokens=1)
+        (tensor([-2.3026,  0.0000]), tensor([2.3026, 0.0000]))
     """
     config = BAPOConfig(
         temperature=temperature,
@@ -457,6 +495,7 @@ def linear_log_probs(
         final_logit_softcapping=final_logit_softcapping,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    labels = labels.long()
     check_options("all", None, vocab_group)
     dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
     lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
@@ -504,9 +543,11 @@ def _gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dt
     return hidden.dtype
 
 
-def _check_inplace(logits: Tensor, needs_gradient: bool) -> None:
-    rule = "not be a leaf that requires grad with inplace=True"
-    require(not (needs_gradient and logits.is_leaf), "logits", rule, "such a leaf")
+def _check_inplace(logits: Tensor) -> None:
+    base = logits if logits._base is None else logits._base
+    rule = "not be a leaf that requires grad, or a view of one, with inplace=True"
+    is_leaf = torch.is_grad_enabled() and base.requires_grad and base.is_leaf
+    require(not is_leaf, "logits", rule, "such a leaf" if base is logits else "such a view")
     sizes_and_strides = list(zip(logits.shape, logits.stride(), strict=True))
     plain = all(stride > 0 or size <= 1 for size, stride in sizes_and_strides)
     plain = plain and (logits.stride(-1) == 1 or logits.shape[-1] == 1)

@@ -248,7 +248,10 @@ def shaped(output: BAPOOutput, shape: torch.Size, live: Tensor, counted: Tensor)
 
 
 def int64_labels(labels: Tensor) -> Tensor:
-    return labels.long().reshape(-1).contiguous()
+    """Flat; of inference tensors, which autograd does not save, a copy."""
+    labels = labels.long().reshape(-1).contiguous()
+    eager = not torch.compiler.is_compiling()  # which cannot trace is_inference
+    return labels.clone() if eager and labels.is_inference() else labels
 
 
 def transform(config: BAPOConfig) -> tuple[float, float, float | None]:

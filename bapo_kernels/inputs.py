@@ -68,6 +68,7 @@ def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> Non
 def check_labels(labels: Tensor, rows: Tensor, rows_name: str) -> None:
     """Integer ``labels`` of the rows of a tensor."""
     require(isinstance(labels, Tensor), "labels", "be a tensor", type(labels).__name__)
+    require(labels.layout == torch.strided, "labels", "be a dense tensor", labels.layout)
     is_integer = not (
         labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
     )
@@ -206,6 +207,9 @@ def token_inputs(
         rule = "be given when config.kl_loss_coef is not 0"
         require(ref_log_probs is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
 
+    offsets_are_right = None
+    if cu_seqlens is not None:
+        cu_seqlens, offsets_are_right = _inside(cu_seqlens.long(), N)
     live = _live(like, like_name, response_mask)
     weights = None
     if weighted:
@@ -219,6 +223,8 @@ def token_inputs(
         )
         weights = weights.expand(shape).reshape(N).contiguous()
     spread = _spread_advantages(advantages, like, like_name, cu_seqlens)
+    if offsets_are_right is not None:
+        spread = torch.where(offsets_are_right, spread, torch.nan)
     return TokenInputs(
         live=live.reshape(-1).contiguous(),
         advantages=spread.detach().to(dtype).reshape(-1).contiguous(),
@@ -237,6 +243,8 @@ def _live(like: Tensor, like_name: str, response_mask: Tensor | None) -> Tensor:
     if response_mask is None:
         return live
     require(isinstance(response_mask, Tensor), "response_mask", "be a tensor", type(response_mask))
+    is_dense = response_mask.layout == torch.strided
+    require(is_dense, "response_mask", "be a dense tensor", response_mask.layout)
     rule = f"have the shape of {like_name} {tuple(like.shape)}"
     require(response_mask.shape == like.shape, "response_mask", rule, tuple(response_mask.shape))
     _check_device("response_mask", response_mask, like, like_name)
@@ -277,6 +285,12 @@ def _check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor | None) -> N
     _check_device("cu_seqlens", cu_seqlens, like, like_name)
     rule = f"come with packed {like_name} of shape (N,)"
     require(like.ndim == 1, "cu_seqlens", rule, f"{like_name} of shape {tuple(like.shape)}")
+
+
+def _inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:
+    """Offsets cut to ``N`` tokens, and whether they rose from 0 to at most that, on the device."""
+    steps = cu_seqlens.diff(append=cu_seqlens.new_full((1,), N))
+    return cu_seqlens.clamp(0, N), (steps >= 0).all() & (cu_seqlens[0] == 0)
 
 
 def _check_aggregation(

@@ -25,6 +25,7 @@ from .config import IGNORE_INDEX, BAPOConfig
 from .distributed import VocabShard
 from .fused import (
     RowResults,
+    int64_labels,
     loss_of_log_probs,
     policy,
     row_pass,
@@ -56,7 +57,8 @@ class Head:
     def logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states of some rows, and their logits as ``[1, rows, V]``."""
         h = self.hidden[rows]
-        return h, F.linear(h, self.weight, self.bias)[None]
+        with _as_they_are(h):
+            return h, F.linear(h, self.weight, self.bias)[None]
 
     def chunk_tokens(self, asked: int | None) -> int:
         """Rows of a chunk: as asked, or 1 GiB of logits; the same on every rank of a shard."""
@@ -99,10 +101,11 @@ class HeadGradients:
         """``dlogits [n, V]`` of rows that have had none so far."""
         if rows.numel() == 0:
             return
-        if self.hidden is not None:
-            self.hidden[rows] = _dhidden(dlogits, self.head.weight, self.hidden.dtype)
-        if self.needs_weight:
-            self._add_weight(h, dlogits)
+        with _as_they_are(h):
+            if self.hidden is not None:
+                self.hidden[rows] = _dhidden(dlogits, self.head.weight, self.hidden.dtype)
+            if self.needs_weight:
+                self._add_weight(h, dlogits)
         if self.bias is not None:
             self.bias += dlogits.sum(0, dtype=torch.float32)
 
@@ -134,6 +137,11 @@ class HeadGradients:
             None if gradient is None or parameter is None else gradient.to(parameter.dtype)
             for gradient, parameter in zip(made, parameters, strict=True)
         ]
+
+
+def _as_they_are(operand: Tensor) -> torch.autocast:
+    """GEMMs in the dtype of their operands: autocast would round those that are float32."""
+    return torch.autocast(operand.device.type, enabled=False)
 
 
 def _dhidden(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +185,7 @@ def loss_of_hidden(
     *earlier, last = counted.nonzero().squeeze(1).split(chunk_tokens)
     gradients = HeadGradients(head, needs, one_chunk=not earlier) if any(needs) else None
     results = RowResults.zeros(labels.numel(), labels.device, any(needs))
-    flat_labels = labels.long().reshape(-1)
+    flat_labels = int64_labels(labels)
     chunks = _Chunks(head, flat_labels, tokens, config, backend, given, results, gradients)
     for chunk in earlier:
         h, logits = chunks.look(chunk)
@@ -382,7 +390,7 @@ class LinearLogProbs(torch.autograd.Function):
         chunk_tokens: int | None,
         shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
-        labels = labels.long().reshape(-1)
+        labels = int64_labels(labels)
         of_head = head(hidden, weight, bias, dtype, shard)
         live = labels != IGNORE_INDEX
         results = RowResults.zeros(labels.numel(), labels.device, False)

@@ -17,6 +17,11 @@ class BAPOLoss(torch.nn.Module):
 
     ``forward`` takes the arguments of the function; ``config``, ``backend``, ``inplace`` and
     ``statistics`` are those of the module.
+
+    Examples:
+        >>> loss = BAPOLoss(BAPOConfig.recipe(temperature=0.7))
+        >>> loss(torch.zeros(2, 5), torch.tensor([1, 3]), None, torch.tensor([1.0, -0.5])).loss
+        tensor(-0.2500)
     """
 
     def __init__(
@@ -57,6 +62,13 @@ class BAPOLinearLoss(torch.nn.Module):
 
     ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first;
     ``config``, ``backend``, ``chunk_tokens`` and ``statistics`` are those of the module.
+
+    Examples:
+        >>> loss, lm_head = BAPOLinearLoss(chunk_tokens=1), torch.nn.Linear(4, 10, bias=False)
+        >>> labels, advantages = torch.tensor([1, 3]), torch.tensor([1.0, -0.5])
+        >>> loss(torch.ones(2, 4), lm_head.weight, labels, None, advantages).loss.backward()
+        >>> lm_head.weight.grad.shape
+        torch.Size([10, 4])
     """
 
     def __init__(

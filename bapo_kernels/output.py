@@ -26,7 +26,15 @@ REPORT = (
 
 
 class ClipBounds(NamedTuple):
-    """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss."""
+    """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss.
+
+    Examples:
+        >>> bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2))
+        >>> log_probs, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0])
+        >>> out = bapo_loss_from_log_probs(log_probs, old, torch.ones(2), bounds=bounds)
+        >>> out.metrics["pg_clipfrac"]  # of the ratios 1 and 2.72 one is above 1.2
+        tensor(0.5000)
+    """
 
     lower: torch.Tensor
     upper: torch.Tensor
@@ -48,6 +56,13 @@ class BAPOOutput(NamedTuple):
             bounds, ``bapo_pos_share_start`` at the start bounds (shares are 0 if P + N = 0);
             ``bapo_saturated`` is 1 where the tested quantity stays below the target;
             ``live_tokens`` counts the tokens behind the means with ``statistics="live"``.
+
+    Examples:
+        >>> out = bapo_loss(torch.zeros(2, 4), torch.tensor([3, -100]), None, torch.ones(2))
+        >>> out.loss, out.log_probs
+        (tensor(-1.), tensor([-1.3863,  0.0000]))
+        >>> out.metrics["entropy"], out.metrics["bapo_pos_share"]
+        (tensor(1.3863), tensor(1.))
     """
 
     loss: torch.Tensor

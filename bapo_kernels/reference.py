@@ -39,6 +39,11 @@ def log_probs(
         logits: ``[..., V]``. ``-inf`` forbids a token.
         labels: ``[...]``, integer.
         vocab_group: its ranks have ``logits`` of the vocabulary's parts, which are gathered.
+
+    Examples:
+        >>> logits = torch.zeros(1, 4, dtype=torch.float64)
+        >>> reference.log_probs(logits, torch.tensor([2]), return_entropy=False)
+        (tensor([-1.3863], dtype=torch.float64), None)
     """
     logits = whole_vocabulary(logits, vocab_group, -1)
     V = logits.shape[-1]
@@ -82,6 +87,11 @@ def linear_log_probs(
         hidden_states: ``[..., H]``.
         lm_head_weight: ``[V, H]``, as ``nn.Linear.weight``.
         bias: ``[V]``.
+
+    Examples:
+        >>> hidden, weight = torch.ones(2, 4), torch.zeros(10, 4)
+        >>> reference.linear_log_probs(hidden, weight, torch.tensor([3, 1]))[1].exp()
+        tensor([10.0000, 10.0000])
     """
     return log_probs(
         _logits(hidden_states, lm_head_weight, bias, vocab_group),
@@ -107,6 +117,12 @@ def find_clip_bounds(
 
     One bound goes up in steps to its maximum, then the other, while the tested quantity is below
     the target. Sums are float64; every probe reads the device back.
+
+    Examples:
+        >>> log_probs, old = torch.tensor([1.5, 1.0]).log(), torch.zeros(2)
+        >>> config = BAPOConfig(token_weight="uniform", target=0.48)
+        >>> reference.find_clip_bounds(log_probs, old, torch.tensor([2.0, -3.0]), config=config)
+        ClipBounds(lower=tensor(0.6000), upper=tensor(1.4000))
     """
     config = config or BAPOConfig()
     probe = Contributions(
@@ -136,7 +152,17 @@ def find_clip_bounds(
 
 
 class Contributions:
-    """Contributions P and N of a set of tokens at given bounds."""
+    """Contributions P and N of a set of tokens at given bounds.
+
+    Examples:
+        >>> log_probs, old = torch.tensor([1.5, 1.0]).log(), torch.zeros(2)
+        >>> config, A = BAPOConfig(token_weight="uniform"), torch.tensor([2.0, -3.0])
+        >>> probe = reference.Contributions(config, log_probs, old, A, None)
+        >>> probe.sums(lower=0.6, upper=1.2)
+        (2.4, 3.0)
+        >>> round(probe.quantity(lower=0.6, upper=1.2), 4)  # 2.4/5.4
+        0.4444
+    """
 
     def __init__(
         self,
@@ -214,6 +240,14 @@ def bapo_loss_from_log_probs(
 
     ``J = min(r*A, clip(r, c_low, c_high)*A)`` and ``l = -J``, capped at ``-A*clip_ratio_c`` for
     A < 0 (dual clip), times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*H``.
+
+    Examples:
+        >>> log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+        >>> def loss(log_probs):
+        ...     A = torch.tensor([1.0, 0.5])
+        ...     return reference.bapo_loss_from_log_probs(log_probs, torch.full((2,), -1.1), A).loss
+        >>> torch.autograd.gradcheck(loss, log_probs)
+        True
     """
     config = config or BAPOConfig()
     work = torch.promote_types(log_probs.dtype, torch.float32)
@@ -320,7 +354,16 @@ def bapo_loss(
     process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
-    """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``."""
+    """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``.
+
+    Examples:
+        >>> logits = torch.linspace(-2, 2, 20).view(2, 10)
+        >>> batch = torch.tensor([3, 4]), torch.tensor([-2.5, -2.0]), torch.tensor([1.0, -1.0])
+        >>> loss = bapo_loss(logits, *batch).loss
+        >>> truth = reference.bapo_loss(logits.double(), *batch).loss
+        >>> bool((loss - truth).abs() < 1e-6)
+        True
+    """
     config = config or BAPOConfig()
     live = _live(labels, response_mask) & (labels != IGNORE_INDEX)
     logp, entropy = log_probs(
@@ -373,7 +416,14 @@ def bapo_linear_loss(
     process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
-    """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``."""
+    """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``.
+
+    Examples:
+        >>> hidden, weight, labels = torch.eye(2, 4), torch.eye(10, 4), torch.tensor([0, 1])
+        >>> out = reference.bapo_linear_loss(hidden, weight, labels, None, torch.ones(2))
+        >>> out.loss, out.metrics["pg_clipfrac"]  # on-policy every ratio is 1
+        (tensor(-1.), tensor(0.))
+    """
     return bapo_loss(
         _logits(hidden_states, lm_head_weight, bias, vocab_group),
         labels,
@@ -473,7 +523,7 @@ def _aggregate(
     sequences = (counts > 0).sum().clamp(min=1) if global_batch_size is None else global_batch_size
     loss = sums.sum() / sequences * dp_size
     if mode == "seq-mean-token-sum-norm":
-        loss = loss / (config.loss_scale_factor or values.shape[-1])
+        loss = loss / (config.loss_scale_factor or max(values.shape[-1], 1))
     return loss
 
 

@@ -37,6 +37,18 @@ class ClipBoundSearch:
         process_group: data-parallel ranks that decide together; ``None``: this one alone.
         device: of the tokens; default: that of the first update. Needed where a rank may have no
             update before its first step.
+
+    Examples:
+        >>> config = BAPOConfig(token_weight="uniform", target=0.48)
+        >>> search = ClipBoundSearch(config, scope="lagged")
+        >>> batch = torch.tensor([1.5, 1.0]).log(), torch.zeros(2), torch.tensor([2.0, -3.0])
+        >>> for _ in range(2):
+        ...     out = bapo_loss_from_log_probs(*batch, **search.options)
+        ...     print(out.bounds.upper)
+        ...     search.update(*batch)
+        ...     search.step()
+        tensor(1.2000)
+        tensor(1.4000)
     """
 
     def __init__(
@@ -116,6 +128,7 @@ class ClipBoundSearch:
             ValueError: the state is of another scope, or its sums are of other grids.
         """
         require(state["scope"] == self.scope, "scope", f"be {self.scope!r}", repr(state["scope"]))
+        self.histogram.reset()
         if state["table"] is not None:
             self.histogram.load(state["table"])
         self._bounds = None if state["bounds"] is None else tuple(state["bounds"])

@@ -9,9 +9,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 from helpers import DEVICES, INTERPRETED, KERNELS
+from hypothesis import settings
 from world import world
 
 from bapo_kernels import available_backends
+
+settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile("deep", max_examples=3_000, deadline=None)
+settings.load_profile("default")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])

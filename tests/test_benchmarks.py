@@ -44,7 +44,9 @@ def test_everybody_computes_the_same(name):
     if "compiled" in name:
         pytest.skip("compiles for minutes; the gate runs before it is timed")
     if peer.level == "tokens":
-        case = Case("tokens", "search", "at the last bounds", 512, 1, 1, "float32", data="very stale")
+        case = Case(
+            "tokens", "search", "at the last bounds", 512, 1, 1, "float32", data="very stale"
+        )
         assert gate.check(peer, case, "cpu") == (0.0, 0.0)
         return
     checked = 0

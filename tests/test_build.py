@@ -32,3 +32,15 @@ def test_the_build_is_reported():
         pytest.skip("built without setup.py")
     assert info["torch"]
     assert "portable" in info["instruction sets"]
+
+
+@needs_native
+def test_an_older_torch_is_refused_in_words(monkeypatch):
+    def missing_symbol(path):
+        raise OSError(f"{path}: undefined symbol: torch_call_dispatcher")
+
+    native = bapo_kernels.backends.native
+    monkeypatch.setattr(native.torch.ops, "load_library", missing_symbol)
+    assert native._load().startswith("the native library does not load")
+    monkeypatch.setattr(native.torch, "__version__", "2.9.1+cpu")
+    assert native._load().startswith("torch must be 2.10 or later, got 2.9.1+cpu")

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from helpers import KERNELS, make_case
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from world import grid
 
 from bapo_kernels import (
     BAPOConfig,
@@ -263,3 +266,117 @@ def test_groups(tmp_path, shards):
             assert torch.equal(a, b)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_hundred_steps_do_not_recompile(backend, device):
+    """Bounds, advantages, masks and normalisers are values."""
+
+    def loss_of(logits, labels, old, advantages, mask, bounds, tokens):
+        out = bapo_loss(
+            logits,
+            labels,
+            old,
+            advantages,
+            mask,
+            bounds=bounds,
+            batch_num_tokens=tokens,
+            backend=backend,
+        )
+        return out.loss, out.metrics["pg_clipfrac"]
+
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(100):
+            case = make_case((2, 3), 65, device=device, poison=False, seed=step)
+            bounds = torch.tensor([0.9 - step / 1000, 1.1 + step / 100], device=device).unbind()
+            tokens = case.response_mask.sum() + step
+            compare(loss_of, compiled, case.logits, *case.arguments(), bounds, tokens)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("function", [bapo_loss, log_probs])
+def test_inside_of_activation_checkpointing(function):
+    case = make_case((3, 8), 65, poison=False)
+    weight = torch.randn(16, 65)
+
+    def of_hidden(hidden):
+        logits = hidden @ weight
+        if function is log_probs:
+            return log_probs(logits, case.labels)[0].sum()
+        return bapo_loss(logits, *case.arguments()).loss
+
+    def loss(hidden):
+        value = checkpoint(of_hidden, hidden, use_reentrant=False)
+        return value, value.detach()
+
+    compare(loss, torch.compile(loss, fullgraph=True, backend="aot_eager"), torch.randn(3, 8, 16))
+
+
+class Policy(torch.nn.Module):
+    """Log-probs and loss of a model's own logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(65, 16)
+        self.lm_head = torch.nn.Linear(16, 65)
+
+    def forward(self, tokens, labels, old, advantages, mask):
+        logits = self.lm_head(self.embedding(tokens))
+        logp, entropy = log_probs(logits, labels)
+        out = bapo_loss(logits, labels, old, advantages, mask)
+        return out.loss, out.metrics["pg_clipfrac"], logp, entropy
+
+
+def tokens_and_arguments(shape=(4, 8), seed=0):
+    case = make_case(shape, 65, staleness=0.0, poison=False, seed=seed)
+    return case.labels.clamp(min=0), *case.arguments()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    """Forward of a policy, for any number of tokens."""
+    torch.manual_seed(0)
+    policy = Policy()
+    S = torch.export.Dim("S", min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(
+            policy, tokens_and_arguments(), dynamic_shapes=[{1: S}] * 5, strict=strict
+        )
+        for arguments in (tokens_and_arguments(), tokens_and_arguments((4, 11), seed=1)):
+            for a, b in zip(program.module()(*arguments), policy(*arguments), strict=True):
+                assert torch.equal(a, b)
+
+
+def sharded_policy_rank(rank, compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    policy = Policy()
+    mesh = grid(2, 1)["data"]
+    fully_shard(policy.lm_head, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    if compiled:
+        policy.compile(backend="aot_eager")
+    for seed in (0, 1):
+        loss, *_ = policy(*tokens_and_arguments(seed=2 * seed + rank))
+        loss.backward()
+    return loss.detach(), [p.grad.full_tensor() for p in policy.parameters()]
+
+
+@pytest.mark.xdist_group("world")
+def test_inside_of_fsdp2(worlds):
+    runs = [worlds(2).run(sharded_policy_rank, compiled) for compiled in (False, True)]
+    for (loss, gradients), (expected, of_eager) in zip(*runs, strict=True):
+        assert torch.equal(loss, expected)
+        for a, b in zip(gradients, of_eager, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs(backend, device):
+    """``reduce-overhead`` replays a graph: the loss reads the new values in its static memory."""
+    loss_of = loss_by(backend)
+    compiled = torch.compile(loss_of, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        case = make_case(device=device, poison=False, seed=seed)
+        compare(loss_of, compiled, case.logits, *case.arguments())

@@ -12,7 +12,16 @@ _UNASKED = tuple(n for n in NAMES if n != "triton" or not triton.INTERPRETED)
 
 
 def available_backends() -> dict[str, str | None]:
-    """Backends in order of preference: ``None`` if one can run here, else the reason why not."""
+    """Backends in order of preference: ``None`` if one can run here, else the reason why not.
+
+    Examples:
+        >>> for name, reason in available_backends().items():
+        ...     print(name, reason or "runs here")  # doctest: +ELLIPSIS
+        cuda ...
+        triton ...
+        cpu ...
+        reference runs here
+    """
     return {
         "cuda": native.WHY_NO_CUDA,
         "triton": triton.WHY_NOT,

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .. import _ops as _ops  # schemas come before the kernels that implement them
 
+OLDEST_TORCH = "2.10"  # whose stable ABI the library is built for
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -27,7 +29,10 @@ def _load() -> str | None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return f"the native library does not load: {error}"
+        reason = f"the native library does not load: {error}"
+        if TorchVersion(torch.__version__) < OLDEST_TORCH:
+            reason = f"torch must be {OLDEST_TORCH} or later, got {torch.__version__}; {reason}"
+        return reason
     return None
 
 

@@ -1,0 +1,218 @@
+"""Thousands of off-policy updates with the fused loss and with plain PyTorch, side by side.
+
+The task is that of offpolicy_rlvr.py, each right digit rewarded. One learner samples the rollouts,
+all learn from them, eight updates each, from the same warm model; they differ in the loss alone:
+
+    exact        the reference in float64 on the float32 logits; samples
+    nudged       the same, but every update ends with each weight one float32 up or down, by chance
+    plain        the reference in float32
+    fused        the kernels
+    fused again  the kernels, to compare bits
+
+    python examples/long_run.py --out out
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+import typer
+from offpolicy_rlvr import (
+    Settings,
+    answer_logits,
+    group_advantages,
+    sample,
+    sums,
+    warm_up,
+)
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from bapo_kernels import BAPOConfig, BAPOOutput, bapo_loss, log_probs, reference
+
+# The share of positive tokens is above the paper's target here; with this one the bounds move.
+CONFIG = BAPOConfig.paper(target=0.6)
+# Small steps: with ten times larger ones the learners part, however small their differences.
+SETTINGS = Settings(prompts=4, warmup_steps=60, warmup_batch=64, lr=1e-5)
+COLORS = {"fused": "#0b5fc0", "plain": "#b06a1d", "nudged": "#999999"}
+RC = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e3e3e3",
+    "legend.frameon": False,
+    "svg.hashsalt": "bapo_kernels",
+    "svg.fonttype": "none",
+}
+
+
+def exact(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
+    """The reference in float64."""
+    return reference.bapo_loss(logits.double(), *arguments, **options)
+
+
+LOSSES = {
+    "exact": exact,
+    "nudged": exact,
+    "plain": reference.bapo_loss,
+    "fused": bapo_loss,
+    "fused again": bapo_loss,
+}
+
+
+class Learner:
+    """A model of its own with one of the losses."""
+
+    def __init__(self, name: str, model: torch.nn.Module, lr: float) -> None:
+        self.loss, self.model = LOSSES[name], copy.deepcopy(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
+        self.nudges = torch.Generator().manual_seed(0) if name == "nudged" else None
+
+    def update(self, tokens: Tensor, sampled: Tensor, *batch: Tensor) -> BAPOOutput:
+        """One optimizer step; returns what the loss did."""
+        out = self.loss(answer_logits(self.model, tokens), sampled, *batch, config=CONFIG)
+        self.optimizer.zero_grad()
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if self.nudges is not None:
+            self.nudge(self.nudges)
+        return out
+
+    @torch.no_grad()
+    def nudge(self, generator: torch.Generator) -> None:
+        """Moves each weight to one of its float32 neighbours."""
+        for p in self.model.parameters():
+            up = torch.rand(p.shape, generator=generator) < 0.5
+            p.copy_(torch.nextafter(p, torch.where(up, torch.inf, -torch.inf)))
+
+    def weights(self) -> Tensor:
+        """All of them, float64."""
+        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().double()
+
+
+def resident_bytes() -> int:
+    """Memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def run(updates: int, settings: Settings = SETTINGS, seed: int = 0) -> Iterator[dict[str, float]]:
+    """A row an update: losses, bounds, distances to the weights of ``exact``, memory."""
+    warm = warm_up(seed, settings)
+    learners = {name: Learner(name, warm, settings.lr) for name in LOSSES}
+    sampler, start = learners["exact"], learners["exact"].weights()
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for update in range(updates):
+        if update % settings.updates == 0:
+            prompts, answers = (
+                t.repeat_interleave(settings.group, 0) for t in sums(settings.prompts, generator)
+            )
+            sampled = sample(sampler.model, prompts, generator)
+            rewards = (sampled == answers).float().mean(-1)
+            tokens = torch.cat([prompts, sampled], -1)
+            with torch.no_grad():
+                old, _ = log_probs(answer_logits(sampler.model, tokens), sampled)
+            batch = tokens, sampled, old, group_advantages(rewards, settings.group)
+        outs = {name: learner.update(*batch) for name, learner in learners.items()}
+        weights = {name: learner.weights() for name, learner in learners.items()}
+        row = {"update": update + 1, "reward": rewards.mean().item()}
+        for name, out in outs.items():
+            row[f"loss, {name}"] = out.loss.item()
+            row[f"lower, {name}"], row[f"upper, {name}"] = (b.item() for b in out.bounds)
+            row[f"distance, {name}"] = (weights[name] - weights["exact"]).norm().item()
+        row["moved"] = (weights["exact"] - start).norm().item()
+        row["same bits"] = float(
+            torch.equal(weights["fused"], weights["fused again"])
+            and torch.equal(outs["fused"].log_probs, outs["fused again"].log_probs)
+        )
+        row["MiB"] = resident_bytes() / 2**20
+        yield row
+
+
+def plot(rows: list[dict[str, float]], folder: Path) -> None:
+    """Writes long_run.svg and .png."""
+    at = [row["update"] for row in rows]
+
+    def column(name: str) -> list[float]:
+        return [row[name] for row in rows]
+
+    with mpl.rc_context(RC):
+        figure, axes = plt.subplots(2, 2, figsize=(12, 7), sharex=True, layout="constrained")
+        (loss, distance), (bounds, memory) = axes
+        for name, color in reversed(COLORS.items()):
+            pairs = zip(column(f"loss, {name}"), column("loss, exact"), strict=True)
+            gaps = [abs(a - b) for a, b in pairs]
+            loss.plot(at, gaps, ".", markersize=2, color=color, label=name)
+            distance.plot(at, column(f"distance, {name}"), color=color, label=name)
+        distance.plot(at, column("moved"), color="#222222", linestyle="--", label="moved so far")
+        loss.set(yscale="log", title="Loss, difference from exact")
+        distance.set(yscale="log", title="Weights, distance from exact")
+        for side in ("upper", "lower"):
+            bounds.plot(at, column(f"{side}, exact"), color="#222222", linewidth=0.8)
+            bounds.plot(at, column(f"{side}, fused"), ".", markersize=2.5, color=COLORS["fused"])
+        bounds.set(title="Clip bounds: exact (line), fused (dots)", xlabel="update")
+        memory.plot(at, column("MiB"), color="#222222")
+        memory.set(title="Resident memory of the process, MiB", ylim=(0, None), xlabel="update")
+        for ax in (loss, distance):
+            ax.legend(markerscale=5)
+        for suffix in ("svg", "png"):
+            metadata = {"Date": None} if suffix == "svg" else None
+            figure.savefig(folder / f"long_run.{suffix}", dpi=110, metadata=metadata)
+        plt.close(figure)
+
+
+def summary(rows: list[dict[str, float]]) -> Table:
+    """The rows at a few updates."""
+    table = Table(title="Distance from exact: largest loss difference so far, weights now")
+    names = [f"{kind}, {name}" for kind in ("loss", "weights") for name in COLORS]
+    for column in ("update", *names, "moved", "other bounds", "MiB"):
+        table.add_column(column, justify="right")
+    for end in sorted({1, 10, 100, 500, 1000, len(rows)}):
+        past = rows[:end]
+        if len(past) < end:
+            continue
+        gaps = [max(abs(r[f"loss, {n}"] - r["loss, exact"]) for r in past) for n in COLORS]
+        distances = [past[-1][f"distance, {name}"] for name in COLORS]
+        other = sum(
+            r[f"{side}, fused"] != r[f"{side}, plain"] for r in past for side in ("lower", "upper")
+        )
+        numbers = [f"{x:.1e}" for x in (*gaps, *distances, past[-1]["moved"])]
+        table.add_row(str(end), *numbers, str(other), f"{past[-1]['MiB']:.0f}")
+    return table
+
+
+def main(
+    out: Path = Path("out"), updates: int = 2000, lr: float = SETTINGS.lr, seed: int = 0
+) -> None:
+    """Trains all learners; writes a CSV and a figure, prints a table."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = list(track(run(updates, replace(SETTINGS, lr=lr), seed), "updates", total=updates))
+    with (out / "long_run.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    plot(rows, out)
+    console = Console()
+    console.print(summary(rows))
+    same = sum(row["same bits"] for row in rows)
+    console.print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
+    console.print(f"Wrote long_run.csv, long_run.svg and long_run.png to {out}/")
+
+
+if __name__ == "__main__":
+    typer.run(main)

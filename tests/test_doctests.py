@@ -1,0 +1,165 @@
+"""The examples of the docstrings, and the README's, run."""
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import bapo_kernels
+from bapo_kernels import aggregation, backends, config, reference
+from bapo_kernels.backends import native
+
+# Examples import nothing: they see torch and the public names.
+NAMES = {"torch": torch, **{name: getattr(bapo_kernels, name) for name in bapo_kernels.__all__}}
+NEEDS_NATIVE = "instruction_set"
+README = Path(__file__).parent.parent / "README.md"
+
+
+def public(module):
+    """Functions and classes that a module defines, by their names."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+    }
+
+
+def documented():
+    """Everything that must have an example."""
+    found = {}
+    for name, value in NAMES.items():
+        if inspect.ismodule(value) and value is not torch:
+            found |= {f"{name}.{key}": member for key, member in public(value).items()}
+        elif value is not torch:
+            found[name] = value
+    found["bound_grid"] = config.bound_grid
+    found["token_weights"] = aggregation.token_weights
+    return found
+
+
+def examples(value):
+    """A :class:`doctest.DocTest` of a docstring and of each of its methods'."""
+    module = inspect.getmodule(value)
+    tests = doctest.DocTestFinder().find(value, globs={**vars(module), **NAMES})
+    return [test for test in tests if test.examples]
+
+
+def test_what_must_have_an_example():
+    names = set(documented())
+    assert {"bapo_loss", "BAPOLoss", "reference.bapo_loss", "debug.check_inputs"} <= names
+    assert {"available_backends", "ClipBoundSearch", "debug.instruction_set"} <= names
+    assert public(reference).keys() >= {"log_probs", "find_clip_bounds", "Contributions"}
+
+
+@pytest.mark.parametrize("reference_alone", [False, True], ids=["all backends", "reference alone"])
+@pytest.mark.parametrize("name", documented())
+def test_docstring(name, reference_alone, monkeypatch):
+    if reference_alone:
+        monkeypatch.setattr(native, "WHY_NO_CPU", "hidden by the test")
+        monkeypatch.setattr(native, "WHY_NO_CUDA", "hidden by the test")
+        monkeypatch.setattr(backends.triton, "WHY_NOT", "hidden by the test")
+    if name.endswith(NEEDS_NATIVE) and native.WHY_NO_CPU is not None:
+        pytest.skip("needs the native library")
+    tests = examples(documented()[name])
+    assert tests, f"{name} has no example"
+    for test in tests:
+        report = []
+        failed, ran = doctest.DocTestRunner().run(test, out=report.append)
+        assert ran > 0
+        assert failed == 0, "".join(report)
+
+
+def blocks():
+    """(line, source) of the README's Python."""
+    text = README.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
+
+
+class Model(torch.nn.Module):
+    """What the README takes of a model of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 4)
+        self.lm_head = torch.nn.Linear(4, 11, bias=False)
+
+    def model(self, tokens):
+        return type("Output", (), {"last_hidden_state": self.embedding(tokens)})
+
+
+def surroundings():
+    """The names that the README takes as given: a batch of 2 x 3 tokens, groups of one rank.
+
+    A micro-batch written as ``...`` is this batch.
+    """
+    model, tokens = Model(), torch.randint(11, (2, 4))
+    logits = model.lm_head(model.model(tokens).last_hidden_state[:, :-1])
+    labels, old = tokens[:, 1:], torch.full((2, 3), -2.4)
+    advantages, mask = torch.tensor([1.0, -1.0]), torch.ones(2, 3)
+    per_token = advantages[:, None].expand(2, 3)
+
+    def bapo_loss(*arguments, **options):
+        batch = (logits.detach().requires_grad_(), labels, old, advantages, mask)
+        given = batch if arguments[0] is ... else arguments
+        return bapo_kernels.bapo_loss(*given, **options)
+
+    def share(ratio, A, low, high):
+        contributions = A.abs() * torch.where(A > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+        return contributions[A > 0].sum() / contributions.sum()
+
+    class Batch:
+        log_probs, old_log_probs = torch.full((2, 3), -2.4), old
+
+    Batch.advantages, Batch.mask = advantages, mask
+    return NAMES | dict(
+        model=model,
+        tokens=tokens,
+        hidden=model.model(tokens).last_hidden_state[:, :-1],
+        logits=logits,
+        logits_of_my_columns=logits,
+        my_rows_of_the_head=model.lm_head.weight,
+        labels=labels,
+        old=old,
+        old_log_probs=old,
+        advantages=per_token,
+        mask=mask,
+        temperature=1.0,
+        low=0.6,
+        high=1.2,
+        share=share,
+        bapo_loss=bapo_loss,
+        config=bapo_kernels.BAPOConfig(),
+        micro_batches=[Batch, Batch],
+        tokens_of_the_step=12,
+        data_parallel_group=None,
+        tensor_group=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(source, id=f"line {line}") for line, source in blocks()]
+)
+def test_readme(source):
+    """Names and shapes; what TRL runs is in tests/test_trl.py."""
+    code = compile(source, str(README), "exec")
+    if "integrations.trl" not in source:
+        names = surroundings()
+        exec(code, names)
+        losses = [names[name] for name in ("loss", "out") if name in names]
+        values = [value.loss if hasattr(value, "loss") else value for value in losses]
+        assert all(value.isfinite() for value in values)
+
+
+def test_readme_before_and_after_agree():
+    """The first two blocks compute one loss in two ways; here the paper's weights are equal."""
+    (_, before), (_, after), *_ = blocks()
+    names = surroundings()
+    exec(before, names)
+    exec(after, names)
+    torch.testing.assert_close(names["out"].loss, names["loss"])

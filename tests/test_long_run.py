@@ -1,0 +1,64 @@
+"""A hundred off-policy updates: the fused loss drifts no further than rounding explains."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import needs_native
+
+for package in ("transformers", "matplotlib", "typer", "rich"):
+    pytest.importorskip(package)
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+long_run = pytest.importorskip("long_run")
+
+pytestmark = needs_native
+UPDATES = 96
+EVERY = long_run.SETTINGS.updates  # of them use the same rollouts
+
+
+def tensors():
+    """Tensors and elements that are alive."""
+    gc.collect()
+    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return len(alive), sum(t.numel() for t in alive)
+
+
+@pytest.fixture(scope="module")
+def history():
+    """The rows of a run, and the tensors alive after each rollout's last update."""
+    rows, alive = [], []
+    for row in long_run.run(UPDATES):
+        rows.append(row)
+        if row["update"] % EVERY == 0:
+            alive.append(tensors())
+    return rows, alive
+
+
+def test_it_learns_off_policy_and_searches(history):
+    rows, _ = history
+    assert rows[-1]["moved"] > 1e3 * rows[-1]["distance, nudged"]
+    assert len({row["upper, exact"] for row in rows}) > 1
+
+
+def test_the_same_bits_on_a_second_run(history):
+    rows, _ = history
+    assert all(row["same bits"] for row in rows)
+    for row, again in zip(rows, long_run.run(UPDATES // 4), strict=False):
+        assert row | {"MiB": 0} == again | {"MiB": 0}
+
+
+def test_no_further_from_float64_than_roundings_of_the_weights(history):
+    """Moving each weight to a neighbour of float32 after each update moves the run further."""
+    rows, _ = history
+    for row in rows:
+        assert row["distance, fused"] < row["distance, nudged"], row["update"]
+    for name in ("fused", "plain"):
+        gap = max(abs(row[f"loss, {name}"] - row["loss, exact"]) for row in rows)
+        assert gap < max(abs(row["loss, nudged"] - row["loss, exact"]) for row in rows)
+
+
+def test_tensors_do_not_pile_up(history):
+    _, alive = history
+    assert len(set(alive[1:])) == 1  # the optimizer makes its state in the first update

@@ -1,0 +1,718 @@
+"""Uses that invite a wrong number: each is right to the bit, or refused by name."""
+
+import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from helpers import make_case, needs_native, run_kernel
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from bapo_kernels import (
+    BAPOConfig,
+    BAPOLinearLoss,
+    BAPOLoss,
+    ClipBoundSearch,
+    bapo_linear_loss,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+    find_clip_bounds,
+    linear_log_probs,
+    log_probs,
+    reference,
+)
+from bapo_kernels.debug import check_inputs
+from bapo_kernels.linear import HeadGradients, head
+
+V, H = 65, 8
+CONFIG = BAPOConfig(entropy_coef=0.1)
+
+
+def problem(device="cpu"):
+    """Differentiable inputs of every public function by name, and the tokens."""
+    case = make_case((2, 4), V, device=device, poison=False)
+    torch.manual_seed(0)
+    inputs = dict(
+        logits=case.logits,
+        hidden=torch.randn(2, 4, H, device=device),
+        weight=torch.randn(V, H, device=device),
+        log_probs=case.old_log_probs + 0.3 * torch.randn(2, 4, device=device),
+        entropy=torch.rand(2, 4, device=device),
+    )
+    return {name: x.clone().requires_grad_() for name, x in inputs.items()}, case
+
+
+def of_logits(x, case, backend, **options):
+    return bapo_loss(x["logits"], *case.arguments(), backend=backend, **options).loss
+
+
+def of_hidden(x, case, backend, **options):
+    arguments = x["hidden"], x["weight"], *case.arguments()
+    return bapo_linear_loss(*arguments, backend=backend, chunk_tokens=3, **options).loss
+
+
+def of_log_probs(x, case, backend, **options):
+    _, *arguments = case.arguments()
+    options = dict(entropy=x["entropy"], config=CONFIG, backend=backend) | options
+    return bapo_loss_from_log_probs(x["log_probs"], *arguments, **options).loss
+
+
+def log_probs_of_logits(x, case, backend):
+    return log_probs(x["logits"], case.labels, backend=backend)[0]
+
+
+def log_probs_of_hidden(x, case, backend):
+    arguments = x["hidden"], x["weight"], case.labels
+    return linear_log_probs(*arguments, backend=backend, chunk_tokens=3)[0]
+
+
+LOSSES = [of_logits, of_hidden, of_log_probs]
+LOG_PROBS = [log_probs_of_logits, log_probs_of_hidden]
+
+
+def gradients(function, backend, device, around=nullcontext, **options):
+    """Value of a function and the gradients of all inputs, computed inside of ``around()``."""
+    x, case = problem(device)
+    with around():
+        value = function(x, case, backend, **options)
+        value.sum().backward()
+    return [value.detach(), *(leaf.grad for leaf in x.values())]
+
+
+def assert_same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert a is b is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+class TestChangedBeforeBackward:
+    @pytest.mark.parametrize("function", LOSSES)
+    def test_a_loss_has_the_gradient_of_its_forward(self, backend, device, function):
+        x, case = problem(device)
+        value = function(x, case, backend)
+        with torch.no_grad():
+            for changed in (*x.values(), case.labels, case.advantages, case.old_log_probs):
+                changed.mul_(2)
+        value.backward()
+        expected = gradients(function, backend, device)
+        assert_same([value.detach(), *(leaf.grad for leaf in x.values())], expected)
+
+    @pytest.mark.parametrize(
+        ("function", "name"),
+        [
+            (log_probs_of_logits, "logits"),
+            (log_probs_of_logits, "labels"),
+            (log_probs_of_hidden, "hidden"),
+            (log_probs_of_hidden, "weight"),
+            (log_probs_of_hidden, "labels"),
+        ],
+    )
+    def test_log_probs_raise(self, backend, device, function, name):
+        x, case = problem(device)
+        value = function(x, case, backend)
+        with torch.no_grad():
+            (x | {"labels": case.labels})[name].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.sum().backward()
+
+    @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
+    def test_overwritten_logits_raise(self, backend, device, rows):
+        x, case = problem(device)
+        logits = (x["logits"] * 1)[:, rows]
+        arguments = (argument[:, rows] for argument in case.arguments())
+        loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
+        with torch.no_grad():
+            logits.copy_(x["logits"][:, rows])  # of the next micro-batch
+        with pytest.raises(RuntimeError, match=r"logits hold the gradient .* were changed"):
+            loss.backward()
+
+
+class TestInPlace:
+    def test_view_of_a_leaf_is_refused_before_it_is_touched(self, backend, device):
+        x, case = problem(device)
+        arguments = (argument[:, 1:] for argument in case.arguments())
+        with pytest.raises(ValueError, match=r"logits must not be a leaf .* got such a view"):
+            bapo_loss(x["logits"][:, 1:], *arguments, backend=backend, inplace=True)
+        assert torch.equal(x["logits"], case.logits)
+
+    def test_one_of_many_views_is_refused(self, backend, device):
+        x, case = problem(device)
+        logits, *_ = (x["logits"] * 1).unbind()
+        arguments = (argument[0] for argument in case.arguments())
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            bapo_loss(logits, *arguments, backend=backend, inplace=True)
+
+    def test_use_before_that_saved_nothing(self, backend, device):
+        results = []
+        for inplace in (False, True):
+            x, case = problem(device)
+            logits = x["logits"] * 1
+            before = logits.sum()
+            loss = bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace).loss
+            (loss + before).backward()
+            results.append(x["logits"].grad)
+        assert torch.equal(*results)
+
+    @pytest.mark.parametrize("used", ["base", "view"])
+    def test_memory_used_afterwards_raises(self, backend, device, used):
+        x, case = problem(device)
+        base = x["logits"] * 1
+        view = base[:1]
+        logits = {"base": base[:1], "view": base[:1]}[used]
+        arguments = (argument[:1] for argument in case.arguments())
+        loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
+        with pytest.raises(RuntimeError, match="overwritten with their gradient"):
+            (loss + {"base": base, "view": view}[used].sum()).backward()
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_leaf_without_grad_mode(self, backend, device, mode):
+        x, case = problem(device)
+        _, *expected = gradients(of_logits, backend, device)
+        with mode():
+            bapo_loss(x["logits"], *case.arguments(), backend=backend, inplace=True)
+        assert torch.equal(x["logits"], expected[0])
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("function", LOSSES)
+def test_second_backward_is_refused(backend, device, function, retain_graph):
+    x, case = problem(device)
+    loss = function(x, case, backend)
+    loss.backward(retain_graph=retain_graph)
+    with pytest.raises(RuntimeError, match="handed over in its first backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_second_backward_of_log_probs(backend, device, function):
+    x, case = problem(device)
+    value = function(x, case, backend).sum()
+    value.backward(retain_graph=True)
+    value.backward()
+    _, *expected = gradients(function, backend, device)
+    twice = [None if gradient is None else 2 * gradient for gradient in expected]
+    assert_same([leaf.grad for leaf in x.values()], twice)
+
+
+INCOMING = {
+    "strided": lambda g: g.T.contiguous().T,
+    "expanded": lambda g: g[:1, :1].expand(2, 4),
+    "zero": torch.zeros_like,
+    "float64": torch.Tensor.double,
+}
+
+
+@pytest.mark.parametrize("name", INCOMING)
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_incoming_gradient_of_log_probs(backend, device, function, name):
+    incoming = INCOMING[name](torch.randn(2, 4, device=device))
+    results = []
+    for gradient in (incoming, incoming.float().contiguous()):
+        x, case = problem(device)
+        function(x, case, backend).backward(gradient)
+        results.append([leaf.grad for leaf in x.values()])
+    assert_same(*results)
+    if name == "zero":
+        assert not any(bool(g.any()) for g in results[0] if g is not None)
+
+
+def test_incoming_nan_stays_in_its_row(backend, device):
+    x, case = problem(device)
+    incoming = torch.ones(2, 4, device=device)
+    case.labels[0, 0], incoming[0, 0] = 1, torch.nan
+    log_probs_of_logits(x, case, backend).backward(incoming)
+    at = x["logits"].grad.isnan().any(-1)
+    assert at.sum() == at[0, 0] == 1
+
+
+@pytest.mark.parametrize("function", LOSSES)
+def test_incoming_nan_reaches_all(backend, device, function):
+    x, case = problem(device)
+    (function(x, case, backend) * torch.nan).backward()
+    assert all(leaf.grad is None or leaf.grad.isnan().all() for leaf in x.values())
+
+
+FACTORS = {
+    "sum": lambda loss: loss.sum(),
+    "expanded": lambda loss: loss.expand(4).mean(),
+    "float64": lambda loss: loss.double(),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("function", LOSSES)
+def test_loss_used_in_other_ways(backend, device, function, name):
+    x, case = problem(device)
+    FACTORS[name](function(x, case, backend)).backward()
+    _, *expected = gradients(function, backend, device)
+    assert_same([leaf.grad for leaf in x.values()], expected)
+
+
+@pytest.mark.parametrize("function", LOSSES)
+def test_grad_scaler(backend, device, function):
+    x, case = problem(device)
+    optimizer = torch.optim.SGD(x.values(), 0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**16)
+    scaler.scale(function(x, case, backend)).backward()
+    scaler.unscale_(optimizer)
+    _, *expected = gradients(function, backend, device)
+    assert_same([leaf.grad for leaf in x.values()], expected)
+
+
+def test_only_the_policy_has_a_gradient(backend, device):
+    """Everything else is data: no gradient, never a wrong one."""
+    x, case = problem(device)
+    data = dict(
+        old_log_probs=case.old_log_probs,
+        advantages=case.advantages,
+        response_mask=case.response_mask.float(),
+        ref_log_probs=case.old_log_probs.clone(),
+        rollout_log_probs=case.old_log_probs.clone(),
+        rollout_is_weights=torch.rand_like(case.advantages),
+        batch_num_tokens=torch.tensor(7.0, device=device),
+    )
+    config = BAPOConfig(kl_loss_coef=0.1, entropy_coef=0.1)
+    bounds = [torch.tensor(b, device=device, requires_grad=True) for b in (0.8, 1.2)]
+    leaves = {name: value.requires_grad_() for name, value in data.items()}
+    for options in ({}, {"bounds": bounds}):
+        options = dict(backend=backend, config=config) | options
+        calls = (
+            bapo_loss(x["logits"], case.labels, **leaves, **options),
+            bapo_linear_loss(x["hidden"], x["weight"], case.labels, **leaves, **options),
+            bapo_loss_from_log_probs(x["log_probs"], entropy=x["entropy"], **leaves, **options),
+        )
+        for out in calls:
+            given = torch.autograd.grad(out.loss, [*leaves.values(), *bounds], allow_unused=True)
+            assert given == (None,) * len(given)
+            outputs = out.log_probs, out.entropy, *out.bounds, *out.metrics.values()
+            assert not any(output.requires_grad for output in outputs)
+    loss = bapo_loss(x["logits"].detach(), case.labels, backend=backend, **leaves).loss
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss.backward()
+
+
+def refused(**changes):
+    labels, advantages = torch.zeros(2, 5, dtype=torch.long), torch.ones(2, 5)
+    given = dict(logits=torch.randn(2, 5, V), labels=labels, old_log_probs=None)
+    return given | dict(advantages=advantages) | changes
+
+
+REFUSED = {
+    "complex logits": (
+        refused(logits=torch.randn(2, 5, V, dtype=torch.complex64)),
+        "logits must be floating point, got torch.complex64",
+    ),
+    "quantised logits": (
+        refused(logits=torch.empty(2, 5, V, dtype=torch.qint8)),
+        "logits must be floating point, got torch.qint8",
+    ),
+    "nested logits": (
+        refused(
+            logits=torch.nested.nested_tensor(
+                [torch.randn(5, V), torch.randn(4, V)], layout=torch.jagged
+            )
+        ),
+        "logits must be a dense tensor, got torch.jagged",
+    ),
+    "bool advantages": (
+        refused(advantages=torch.ones(2, 5, dtype=torch.bool)),
+        "advantages must be floating point, got torch.bool",
+    ),
+    "sparse advantages": (
+        refused(advantages=torch.ones(2, 5).to_sparse()),
+        "advantages must be a dense tensor, got torch.sparse_coo",
+    ),
+    "sparse labels": (
+        refused(labels=torch.zeros(2, 5, dtype=torch.long).to_sparse()),
+        "labels must be a dense tensor, got torch.sparse_coo",
+    ),
+    "sparse mask": (
+        refused(response_mask=torch.ones(2, 5).to_sparse()),
+        "response_mask must be a dense tensor, got torch.sparse_coo",
+    ),
+    "mask on another device": (
+        refused(response_mask=torch.ones(2, 5, device="meta")),
+        r"response_mask must be on the device of labels \(cpu\), got meta",
+    ),
+    "advantages on another device": (
+        refused(advantages=torch.ones(2, 5, device="meta")),
+        r"advantages must be on the device of labels \(cpu\), got meta",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    given, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        bapo_loss(**given)
+
+
+def test_float64_logits_are_the_reference():
+    x, case = problem()
+    out = bapo_loss(x["logits"].double(), *case.arguments())
+    expected = reference.bapo_loss(x["logits"].double(), *case.arguments())
+    assert out.loss.dtype == torch.float64
+    assert torch.equal(out.loss, expected.loss)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_label_156_of_uint8(backend, device, named):
+    """-100 as uint8 is 156."""
+    logits = torch.randn(2, 3, 257, device=device)
+    labels = torch.full((2, 3), 156, device=device)
+    advantages = torch.ones(2, 3, device=device)
+    name = backend if named else "reference"
+    results = [
+        bapo_loss(logits, kind, None, advantages, backend=name)
+        for kind in (labels, labels.to(torch.uint8))
+    ]
+    assert results[0].log_probs.all()
+    assert torch.equal(results[0].log_probs, results[1].log_probs)
+
+
+WRONG_OFFSETS = {
+    "from 1": [1, 5, 9],
+    "below 0": [-2, 5, 9],
+    "falling": [0, 7, 5, 9],
+    "beyond N": [0, 5, 40],
+}
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", WRONG_OFFSETS)
+def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode):
+    offsets = torch.tensor(WRONG_OFFSETS[name], device=device)
+    case = make_case((9,), V, device=device, poison=False)
+    A = torch.ones(len(offsets) - 1, device=device)
+    logits = case.logits.requires_grad_()
+    arguments = logits, case.labels, case.old_log_probs, A
+    config = BAPOConfig(loss_agg_mode=mode)
+    out = bapo_loss(*arguments, config=config, cu_seqlens=offsets, backend=backend)
+    assert out.loss.isnan()
+    assert [bound.item() for bound in out.bounds] == pytest.approx([0.6, 1.2])
+    out.loss.backward()
+    assert logits.grad[case.labels != -100].isnan().any(-1).all()
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 9, got"):
+        check_inputs(*arguments, cu_seqlens=offsets)
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+DEFAULTS = {
+    "float64": partial(default_dtype, torch.float64),
+    "bfloat16": partial(default_dtype, torch.bfloat16),
+    "meta": partial(torch.device, "meta"),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_defaults_of_torch_change_nothing(backend, device, function, name):
+    x, case = problem(device)
+    with DEFAULTS[name]():
+        value = function(x, case, backend)
+        value.sum().backward()
+        bounds = find_clip_bounds(x["log_probs"], *case.arguments()[1:])
+    got = [value.detach(), *(leaf.grad for leaf in x.values())]
+    assert_same(got, gradients(function, backend, device))
+    assert bounds == find_clip_bounds(x["log_probs"], *case.arguments()[1:])
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("function", [of_logits, of_log_probs, log_probs_of_logits])
+    def test_without_a_product(self, backend, device, function):
+        got = gradients(function, backend, device, partial(torch.autocast, device, torch.bfloat16))
+        assert_same(got, gradients(function, backend, device))
+
+    @pytest.mark.parametrize("function", [of_hidden, log_probs_of_hidden])
+    def test_backward_alone_inside(self, backend, device, function):
+        """Its products are those of the forward."""
+        x, case = problem(device)
+        value = function(x, case, backend)
+        with torch.autocast(device, torch.bfloat16):
+            value.sum().backward()
+        got = [value.detach(), *(leaf.grad for leaf in x.values())]
+        assert_same(got, gradients(function, backend, device))
+
+    def test_the_sum_of_chunks_stays_float32(self):
+        """Autocast would round the product of every chunk to bfloat16."""
+        hidden, weight = torch.randn(20, H).bfloat16(), torch.randn(V, H).bfloat16()
+        dlogits = torch.randn(20, V).bfloat16()
+        made = []
+        for enabled in (False, True):
+            of_head = head(hidden, weight, None, torch.bfloat16)
+            total = HeadGradients(of_head, (True, True, False), one_chunk=False)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                for rows in torch.arange(20).chunk(4):
+                    total.add(rows, hidden[rows], dlogits[rows])
+            made.append(total.of(hidden, weight.float(), None)[:2])
+        assert_same(*made)
+
+
+class TestInferenceTensors:
+    @pytest.mark.parametrize("function", LOSSES)
+    def test_tokens_of_a_rollout(self, backend, device, function):
+        x, case = problem(device)
+        with torch.inference_mode():
+            case.labels, case.old_log_probs = case.labels.clone(), case.old_log_probs.clone()
+            case.advantages, case.response_mask = case.advantages * 1, case.response_mask.clone()
+        value = function(x, case, backend)
+        value.backward()
+        got = [value.detach(), *(leaf.grad for leaf in x.values())]
+        assert_same(got, gradients(function, backend, device))
+
+    @pytest.mark.parametrize("function", LOG_PROBS)
+    def test_labels_of_log_probs(self, backend, device, function):
+        x, case = problem(device)
+        with torch.inference_mode():
+            case.labels = case.labels.clone()
+        value = function(x, case, backend)
+        value.sum().backward()
+        got = [value.detach(), *(leaf.grad for leaf in x.values())]
+        assert_same(got, gradients(function, backend, device))
+
+
+def as_function(function, case, backend):
+    """Of the one tensor that ``torch.func`` differentiates by."""
+    name = {of_logits: "logits", of_log_probs: "log_probs", log_probs_of_logits: "logits"}
+    name = name.get(function, "hidden")
+    x, _ = problem(case.logits.device)
+    x = {key: value.detach() for key, value in x.items()}
+
+    def of(leaf):
+        return function(x | {name: leaf}, case, backend).sum()
+
+    return of, x[name]
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None].expand(2, *x.shape)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_transforms_of_functions_are_refused(backend, device, function, name):
+    _, case = problem(device)
+    f, x = as_function(function, case, backend)
+    with pytest.raises(RuntimeError, match=r"autograd.Function with functorch|[Bb]atching rule"):
+        TRANSFORMS[name](f, x)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_forward_mode_is_refused(backend, device, function, requires_grad):
+    """A tangent that is dropped is a derivative of 0."""
+    _, case = problem(device)
+    f, x = as_function(function, case, backend)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.requires_grad_(requires_grad), torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            f(dual)
+
+
+def test_batched_gradients_are_refused(backend, device):
+    x, case = problem(device)
+    loss = of_logits(x, case, backend)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(loss, x["logits"], torch.ones(2, device=device), is_grads_batched=True)
+
+
+def test_functional_call(backend, device):
+    x, case = problem(device)
+    module = BAPOLoss(CONFIG, backend=backend)
+    out = torch.func.functional_call(module, {}, (x["logits"], *case.arguments()))
+    out.loss.backward()
+    _, *expected = gradients(partial(of_logits, config=CONFIG), backend, device)
+    assert torch.equal(x["logits"].grad, expected[0])
+
+
+def through_torch(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), through_torch]
+)
+def test_copies(copied):
+    x, case = problem()
+    for module in (BAPOLoss(CONFIG, statistics="live"), BAPOLinearLoss(CONFIG, chunk_tokens=3)):
+        twin = copied(module)
+        assert repr(twin) == repr(module)
+        assert twin.config == module.config
+    search = ClipBoundSearch(CONFIG, "lagged")
+    twins = []
+    for of_step in (copied, lambda x: x):
+        twin = of_step(search)
+        twin.update(x["log_probs"], *case.arguments()[1:])
+        twins.append(of_step(twin))
+        twins[-1].step()
+    assert twins[0].bounds == twins[1].bounds
+    with torch.no_grad():
+        out = bapo_loss(x["logits"], *case.arguments())
+    twin = copied(out)
+    assert type(twin) is type(out)
+    assert twin.bounds == out.bounds
+    assert twin.metrics == out.metrics
+    assert torch.equal(twin.log_probs, out.log_probs)
+
+
+class Losses(torch.utils.data.Dataset):
+    """The loss of a batch, computed where the data is loaded."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, seed):
+        case = make_case((8, 8), 501, seed=seed)
+        run = run_kernel(case, "cpu")
+        return run.output.loss.detach(), run.gradient
+
+
+@needs_native
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_data_loader(start):
+    """A process forked after the threads of its parent have worked must not wait for them."""
+    expected = [Losses()[seed] for seed in range(4)]
+    loader = DataLoader(
+        Losses(), batch_size=None, num_workers=2, multiprocessing_context=start, timeout=120
+    )
+    for got, alone in zip(loader, expected, strict=True):
+        assert_same(got, alone)
+
+
+@needs_native
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_threads(function):
+    problems = [problem() for _ in range(8)]
+    expected = gradients(function, "cpu", "cpu")
+
+    def run(given):
+        x, case = given
+        value = function(x, case, "cpu")
+        value.sum().backward()
+        return [value.detach(), *(leaf.grad for leaf in x.values())]
+
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(run, problems):
+            assert_same(got, expected)
+
+
+CONTEXTS = {
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "anomaly": partial(torch.autograd.set_detect_anomaly, True),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_contexts_of_autograd(backend, device, function, name):
+    got = gradients(function, backend, device, CONTEXTS[name])
+    assert_same(got, gradients(function, backend, device))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_checkpoint(backend, device, function, use_reentrant):
+    x, case = problem(device)
+
+    def of(*values):
+        values = [value * 1 for value in values]
+        return function(dict(zip(x, values, strict=True)), case, backend)
+
+    value = checkpoint(of, *x.values(), use_reentrant=use_reentrant)
+    value.sum().backward()
+    expected = gradients(function, backend, device)
+    got = [value.detach(), *(leaf.grad for leaf in x.values())]
+    for a, b in zip(got, expected, strict=True):
+        assert b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_hooks_of_logits(backend, device, inplace):
+    """On logits that are no leaf: what the hook returns goes on."""
+    x, case = problem(device)
+    logits = x["logits"] * 1
+    seen = []
+    logits.register_hook(lambda dlogits: seen.append(dlogits.clone()) or 2 * dlogits)
+    bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace).loss.backward()
+    _, expected, *_ = gradients(of_logits, backend, device)
+    assert torch.equal(seen[0], expected)
+    assert torch.equal(x["logits"].grad, 2 * expected)
+
+
+class Named(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Named, torch.nn.Parameter])
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_subclasses(backend, device, function, kind):
+    x, case = problem(device)
+    x = {name: leaf.detach().as_subclass(torch.Tensor) for name, leaf in x.items()}
+    if kind is Named:
+        x = {name: leaf.as_subclass(Named).requires_grad_() for name, leaf in x.items()}
+        for name in ("labels", "old_log_probs", "advantages", "response_mask"):
+            setattr(case, name, getattr(case, name).as_subclass(Named))
+    else:
+        x = {name: torch.nn.Parameter(leaf) for name, leaf in x.items()}
+    value = function(x, case, backend)
+    value.sum().backward()
+    expected = gradients(function, backend, device)
+    for got, same in zip([value, *(leaf.grad for leaf in x.values())], expected, strict=True):
+        assert same is None or torch.equal(got, same)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0), (1,), (1, 1)])
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_no_token_and_one(backend, device, function, shape):
+    case = make_case(shape, V, device=device, poison=False, masked=0.0)
+    x = dict(
+        logits=case.logits,
+        hidden=torch.randn(*shape, H, device=device),
+        weight=torch.randn(V, H, device=device),
+        log_probs=torch.zeros(shape, device=device),
+        entropy=torch.zeros(shape, device=device),
+    )
+    x = {name: leaf.requires_grad_() for name, leaf in x.items()}
+    value = function(x, case, backend).sum()
+    value.backward()
+    assert value.isfinite()
+    assert 0 not in shape or value == 0
+    grads = [leaf.grad for leaf in x.values() if leaf.grad is not None]
+    assert grads
+    assert all(gradient.isfinite().all() for gradient in grads)

@@ -1,0 +1,165 @@
+"""The study of rounding: its own arithmetic against other ways to the same, its page."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bapo_kernels import BAPOConfig, ClipBounds, reference
+from benchmarks.numerics import decisions, errors, figures, page
+from benchmarks.records import load
+
+PRESETS = (BAPOConfig.paper(), BAPOConfig.recipe())
+
+
+def pool(seed=0, rows=200):
+    g = torch.Generator().manual_seed(seed)
+    return -6 * torch.rand(rows, generator=g, dtype=torch.float64), g
+
+
+def batches_of(config, n=12, count=40):
+    logp, g = pool()
+    return logp, decisions.Batches.draw(config, logp, n, count, g)
+
+
+def test_the_page_is_that_of_the_committed_records():
+    assert page.PAGE.read_text() == page.page()
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(24, torch.float32), (11, torch.float16), (8, torch.bfloat16)]
+)
+def test_rounding_is_that_of_the_dtype(bits, dtype):
+    x = torch.cat([-20 * torch.rand(999, dtype=torch.float64) - 1e-3, -torch.arange(1.0, 9) / 4])
+    assert torch.equal(decisions.rounded(x, bits), x.to(dtype).double())
+    assert torch.equal(decisions.rounded(x.to(dtype).double(), bits), x.to(dtype).double())
+
+
+def test_perturbations_fill_half_a_unit_either_way():
+    x = -20 * torch.rand(9_999, dtype=torch.float64) - 1e-3
+    units = (decisions.perturbed(x, 12, pool()[1]) - x) / decisions.ulp(x, 12)
+    assert -0.5 <= units.min() < -0.49
+    assert 0.49 < units.max() <= 0.5
+
+
+@pytest.mark.parametrize("config", PRESETS, ids=("paper", "recipe"))
+def test_paths_stop_where_the_loop_stops(config):
+    logp, batches = batches_of(config)
+    lower, upper = decisions.visits(config)
+    at = decisions.stops(batches.path(logp), batches.target)
+    assert len(set(at.tolist())) > 5, "the searches must stop at many points"
+    for b, k in enumerate(at.tolist()):
+        tokens = logp[batches.index[b]], batches.old[b], batches.A[b]
+        bounds = ClipBounds(
+            torch.tensor(config.lower_grid[lower[k]]), torch.tensor(config.upper_grid[upper[k]])
+        )
+        asked = replace(config, target=batches.target[b].item())
+        assert reference.find_clip_bounds(*tokens, config=asked) == bounds
+
+
+def test_the_one_pass_search_is_compared_with_the_loop(monkeypatch):
+    logp, batches = batches_of(PRESETS[0])
+    assert decisions.against_the_loop(batches, logp.float()) == []
+    wrong = ClipBounds(torch.tensor(0.6), torch.tensor(9.0))
+    monkeypatch.setattr(decisions, "find_clip_bounds", lambda *_, **__: wrong)
+    margin = decisions.margins(batches.path(logp.float()), batches.target)
+    assert decisions.against_the_loop(batches, logp.float()) == margin.tolist()
+
+
+def test_margins_by_hand():
+    """The second row stops at its second point, the third at its last, which decides nothing."""
+    values = torch.tensor([[0.1, 0.3, 0.2, 0.9], [0.1, 0.5, 0.41, 0.9], [0.1, 0.2, 0.3, 0.41]])
+    target = torch.tensor([0.5, 0.4, 0.4])
+    assert decisions.stops(values, target).tolist() == [3, 1, 3]
+    torch.testing.assert_close(decisions.margins(values, target), torch.tensor([0.2, 0.1, 0.1]))
+
+
+def test_a_tie_has_no_margin():
+    """The loop stops at a tested quantity that equals the target; any less of it flips."""
+    values, target = torch.tensor([[0.1, 0.25, 0.5]]), torch.tensor([0.25])
+    assert decisions.stops(values, target).item() == 1
+    assert decisions.margins(values, target).item() == 0
+    assert decisions.stops(values - 1e-6, target).item() == 2
+
+
+def test_flipped_targets_by_hand():
+    """Stops differ in (.1, .2], (.3, .35] and (.5, .6]; the last point decides nothing."""
+    values = torch.tensor([[0.1, 0.3, 0.2, 0.5, 0.7]])
+    other = torch.tensor([[0.2, 0.35, 0.1, 0.6, 0.8]])
+    low, high = torch.tensor([0.0]), torch.tensor([1.0])
+    share = decisions.flipped(values, other, low, high)
+    torch.testing.assert_close(share, torch.tensor([0.25]))
+    half = decisions.flipped(values, other, low, high / 2)
+    torch.testing.assert_close(half, torch.tensor([0.30]))
+
+
+def test_flipped_targets_are_those_that_a_scan_finds():
+    g = torch.Generator().manual_seed(0)
+    values = torch.rand(50, 9, generator=g, dtype=torch.float64)
+    other = values + 0.2 * torch.randn(values.shape, generator=g, dtype=torch.float64)
+    low, high = values[:, 0], values[:, :-1].amax(-1) + 1e-3
+    share = decisions.flipped(values, other, low, high)
+    steps = 2_000
+    found = torch.zeros(50)
+    for i in range(steps):
+        target = low + (high - low) * (i + 0.5) / steps
+        found += decisions.stops(values, target) != decisions.stops(other, target)
+    # a scan misses at most a step at each end of an interval, of which there are at most 8
+    torch.testing.assert_close(share, found.double() / steps, rtol=0, atol=8 / steps)
+
+
+def test_flips_are_counted():
+    """Against a scan of each path."""
+    logp, batches = batches_of(PRESETS[0])
+    values = batches.path(logp)
+    assert decisions.flips([batches], [values], logp)["observed"] == 0
+    moved = logp - 0.5
+    found = decisions.flips([batches], [values], moved)
+    other = batches.path(moved)
+    expected = [
+        next((k for k, q in enumerate(row[:-1]) if q >= t), len(row) - 1)
+        for paths in (values, other)
+        for row, t in zip(paths.tolist(), batches.target.tolist(), strict=True)
+    ]
+    count = len(batches.target)
+    changed = sum(a != b for a, b in zip(expected[:count], expected[count:], strict=True))
+    assert found["observed"] == changed > 0
+    assert 0 < found["all_targets"] <= count
+
+
+def test_errors_by_hand():
+    truth, got = torch.tensor([3.0, 4.0]).double(), torch.tensor([3.0, 4.5])
+    assert errors.error_of(got, truth) == [0.5, 0.125]
+    assert errors.error_of(got, truth, norm=2) == pytest.approx([0.5, 0.1])
+    assert errors.error_of(got.log() * math.inf, truth) is None
+
+
+def test_a_case_of_every_kind_of_rows():
+    """Labels are allowed, and no small error may switch a gradient off."""
+    for make in errors.ROWS.values():
+        z = torch.randn(8, 500, generator=torch.Generator().manual_seed(0))
+        case = errors.case_of(make(z), torch.Generator().manual_seed(1))
+        logp = reference.log_probs(case.logits.double(), case.labels)[0]
+        assert logp.isfinite().all()
+        log_ratio = logp - case.old_log_probs
+        config = case.options["config"]
+        for bound in (*config.lower_grid, *config.upper_grid):
+            assert (log_ratio - math.log(bound)).abs().min() > 0.1
+
+
+def test_the_records_have_every_case():
+    found, by_preset = figures.frames(load(page.RESULTS))
+    assert set(by_preset) == {"paper", "recipe"}
+    assert sum(r["batches"] for r in by_preset.values()) == 10_000
+    at_logits = found[(found.part == "logits") & (found.who == "bapo_kernels cpu")]
+    cases = set(zip(at_logits["dtype"], at_logits.V, at_logits.rows, strict=True))
+    assert len(cases) == len(errors.DTYPES) * len(errors.VOCABULARIES) * len(errors.ROWS)
+
+
+def test_the_loop_visits_one_bound_then_the_other():
+    grid = dict(ratio_lower_max=0.64, ratio_upper_max=1.35)  # three points below, four above
+    upper_first = decisions.visits(BAPOConfig(**grid))
+    assert upper_first == ([0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 3, 3])
+    lower_first = decisions.visits(BAPOConfig(raise_first="lower", **grid))
+    assert lower_first == ([0, 1, 2, 2, 2, 2], [0, 0, 0, 1, 2, 3])
