@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -134,15 +135,15 @@ def test_only_right_answers_are_timed(quick):
 
 @needs_native
 @pytest.mark.parametrize(
-    ("name", "scale"), [("the gradient", 1.5), ("the whole answer at full size", 1.0)]
+    ("scale", "at_full_size"), [(1.5, 1.0), (1.0, 2.0)], ids=["gradient", "loss at full size"]
 )
-def test_every_part_of_an_answer_is_gated(quick, monkeypatch, name, scale):
+def test_every_part_of_an_answer_is_gated(quick, monkeypatch, scale, at_full_size):
     def train(batch):
         logp = right(batch)
         loss = reference.bapo_loss_from_log_probs(logp, *batch.rest[1:], **batch.options).loss
         loss.backward()
         large = batch.case.N > small("logits").shrunk().N
-        return loss.detach() * (2.0 if large else 1.0), (batch.inputs[0].grad * scale,)
+        return loss.detach() * (at_full_size if large else 1.0), (batch.inputs[0].grad * scale,)
 
     monkeypatch.setattr(run, "peers", lambda: iter([Peer("peer", "logits", train=train)]))
     case = replace(small("logits", dtype="float32"), N=48)
@@ -190,7 +191,8 @@ def test_a_record_says_everything(quick, tmp_path, monkeypatch):
     assert mine["GB_per_s"] == pytest.approx(mine["bytes"] / mine["ms"] / 1e6)
     copy = next(r for r in records.load(path) if r["who"] == "copy")
     assert mine["share"] == pytest.approx(mine["GB_per_s"] / copy["GB_per_s"])
-    assert mine["peak_bytes"] >= 0
+    of_a_first_call = partial(MADE_UP[1].step, Batch(small("logits"), "cpu"))
+    assert mine["peak_bytes"] == timing.CPUClock().peak_bytes(of_a_first_call)
     assert result.output.count("right") == 1
 
 

@@ -195,7 +195,8 @@ carries the error of a float32 log-prob.
 `log_softmax` in log-probs; entropies are sums over the vocabulary in float32 with all of them.
 """,
     "hidden": """In 16 bits everybody's error is about the same: the product rounds the logits to
-the dtype before anybody sees them. In float32 it is the float32 product as well.
+the dtype before anybody sees them. In float32 the sums over the vocabulary tell: ours and TRL's are
+taken in parts.
 """,
     "decisions": """Predicted is the mean over all targets when each exact log-prob is moved at
 random by up to half a unit in the last place of what the function returns; over all targets is
