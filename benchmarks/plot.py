@@ -71,17 +71,23 @@ def plot(device: str, folder: Path = FIGURES) -> list[Path]:
     frame = latest(device)
     if frame.empty:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with mpl.rc_context(RC):
         for name, figure in figures(frame):
             machine = f"{frame.machine.iloc[-1]}; torch {frame.torch.iloc[-1]}"
             figure.text(0.005, -0.02, machine, fontsize=8, color="#777777", va="top")
-            for suffix in ("png", "svg"):
-                paths.append(folder / f"{device}_{name}.{suffix}")
-                metadata = {"Date": None} if suffix == "svg" else None
-                figure.savefig(paths[-1], dpi=144, bbox_inches="tight", metadata=metadata)
-            plt.close(figure)
+            paths += save(figure, folder / f"{device}_{name}")
+    return paths
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """As PNG and SVG, closed then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for of_kind in paths:
+        metadata = {"Date": None} if of_kind.suffix == ".svg" else None
+        figure.savefig(of_kind, dpi=144, bbox_inches="tight", metadata=metadata)
+    plt.close(figure)
     return paths
 
 

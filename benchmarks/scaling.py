@@ -19,7 +19,7 @@ import pandas as pd
 from bapo_kernels import BAPOConfig
 
 from .frames import latest, plain_losses
-from .plot import FIGURES, LEVELS, RC, plain_numbers
+from .plot import FIGURES, LEVELS, RC, plain_numbers, save
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 GPUS = (8, 32, 128, 512, 1_024)
@@ -230,8 +230,6 @@ def draw(folder: Path = FIGURES) -> list[Path]:
     machine, shares = of_records()
     frame = pd.DataFrame(predictions(Job(), machine, shares))
     colours = dict(zip(frame.way.unique(), COLOURS, strict=True))
-    paths = [folder / f"scaling.{suffix}" for suffix in ("png", "svg")]
-    folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(RC):
         figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         for ax, (level, of_level) in zip(axes, frame.groupby("level", sort=False), strict=True):
@@ -245,11 +243,7 @@ def draw(folder: Path = FIGURES) -> list[Path]:
             ax.minorticks_off()
             ax.set_title(f"The loss {level}, on paper")
             ax.legend(fontsize=8)
-        for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=144, bbox_inches="tight", metadata=metadata)
-        plt.close(figure)
-    return paths
+        return save(figure, folder / "scaling")
 
 
 def page() -> str:

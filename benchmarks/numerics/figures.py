@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..plot import FIGURES, RC, STYLES
+from ..plot import FIGURES, RC, STYLES, save
 from ..records import Record
 from .decisions import BITS, MARGINS
 from .errors import DTYPES, ROWS, VOCABULARIES
@@ -45,7 +45,6 @@ def frames(records: list[Record]) -> tuple[pd.DataFrame, dict[str, Record]]:
 def draw(records: list[Record], folder: Path = FIGURES) -> list[Path]:
     """Every figure as PNG and SVG."""
     errors, decisions = frames(records)
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with mpl.rc_context(RC):
         for name, figure in (
@@ -53,11 +52,7 @@ def draw(records: list[Record], folder: Path = FIGURES) -> list[Path]:
             ("vocabulary", figure_over_vocabulary(errors)),
             ("decisions", figure_of_decisions(decisions)),
         ):
-            for suffix in ("png", "svg"):
-                paths.append(folder / f"numerics_{name}.{suffix}")
-                metadata = {"Date": None} if suffix == "svg" else None
-                figure.savefig(paths[-1], dpi=144, bbox_inches="tight", metadata=metadata)
-            plt.close(figure)
+            paths += save(figure, folder / f"numerics_{name}")
     return paths
 
 
