@@ -19,9 +19,10 @@ EVERY = long_run.SETTINGS.updates  # of them use the same rollouts
 
 
 def tensors():
-    """Tensors and elements that are alive."""
+    """Tensors and elements that are alive; a compiler's have no memory and symbols for sizes."""
     gc.collect()
-    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    alive = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+    alive = [t for t in alive if isinstance(t.numel(), int)]
     return len(alive), sum(t.numel() for t in alive)
 
 
