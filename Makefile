@@ -13,7 +13,7 @@ demo: .venv/built
 test: .venv/built
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
-# Half an hour on two cores; the figures and pages are then those of the new records.
+# Forty minutes on two cores; the figures and pages are then those of the new records.
 bench: .venv/built
 	$(BIN)/python -m benchmarks run
 	$(BIN)/python -m benchmarks.trl_trainer

@@ -203,7 +203,7 @@ class Batch:
 
 
 def cpu_suite() -> Iterator[Case]:
-    """What two cores measure in about half an hour."""
+    """What two cores measure in about forty minutes."""
     small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
     many = Case("hidden", "loss", "any", 8_192, 151_936, 128, sweep="many tokens")
     yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
