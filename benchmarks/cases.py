@@ -115,7 +115,7 @@ class Batch:
             self.inputs = (normal(*shape, case.H, scale=1.0), weight)
         self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
         noise = torch.randn(shape, generator=g, device=device)
-        self.logp = self._log_probs()
+        self.logp = self._log_probs(g)
         self.old = self.logp + NOISE[case.data] * noise
         self.sequence_A = torch.randn(B, generator=g, device=device)
         if case.layout == "zero advantage":
@@ -138,10 +138,10 @@ class Batch:
         for leaf in self.inputs:
             leaf.requires_grad_()
 
-    def _log_probs(self) -> Tensor:
+    def _log_probs(self, g: torch.Generator) -> Tensor:
         case = self.case
         if case.level == "tokens":
-            return -3 * torch.rand(self.labels.shape, device=self.device)
+            return -3 * torch.rand(self.labels.shape, generator=g, device=self.device)
         function = log_probs if case.level == "logits" else linear_log_probs
         with torch.no_grad():
             return function(*self.inputs, self.labels)[0]

@@ -26,7 +26,7 @@ def truth(batch: Batch) -> Step:
     case = batch.case
     if case.level == "tokens":
         arguments = batch.logp, batch.old, batch.A, batch.mask
-        return reference.find_clip_bounds(*arguments, config=case.config).upper, ()
+        return torch.stack(reference.find_clip_bounds(*arguments, config=case.config)), ()
     at_logits = case.level == "logits"
     if case.task == "log_probs":
         function = reference.log_probs if at_logits else reference.linear_log_probs
@@ -62,7 +62,7 @@ def check_value(got: Tensor, expected: Tensor, batch: Batch) -> float:
     if expected.ndim and batch.mask is not None:
         got, expected = got[batch.mask], expected[batch.mask]
     error = _distance(got, expected)
-    if expected.ndim == 0 and batch.case.task != "search":
+    if expected.ndim == 0:
         scale = expected.abs() / batch.A.abs().mean()
         error *= min(1.0, scale.item())
     _raise_above(tolerance(batch.case), "value", error)
@@ -70,13 +70,13 @@ def check_value(got: Tensor, expected: Tensor, batch: Batch) -> float:
 
 
 def value_at_full_size(batch: Batch) -> Tensor:
-    """Loss or log-probs of a batch from its log-probs in float64."""
+    """Loss, log-probs or bounds of a batch from its log-probs in float64."""
     case = batch.case
     if case.task == "log_probs":
         return batch.logp
     arguments = batch.logp.double(), batch.old, batch.A, batch.mask
     if case.task == "search":
-        return reference.find_clip_bounds(*arguments, config=case.config).upper
+        return torch.stack(reference.find_clip_bounds(*arguments, config=case.config))
     return reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss
 
 

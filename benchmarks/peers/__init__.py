@@ -18,7 +18,7 @@ from bapo_kernels import available_backends, reference
 
 from ..cases import Batch, Case
 
-Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, or log-probs, and gradients of the inputs
+Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, log-probs or bounds; gradients of inputs
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,13 @@ class Peer:
         out = reference.bapo_loss_from_log_probs(
             logp, batch.old, batch.A, batch.mask, **batch.options
         )
-        out.loss.backward()
-        return out.loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
+        return trained(out.loss, batch)
+
+
+def trained(loss: Tensor, batch: Batch) -> Step:
+    """The loss, and the gradients that its backward leaves at the inputs."""
+    loss.backward()
+    return loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
 
 
 def peers() -> Iterator[Peer]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Batch
-from . import Peer, Step
+from . import Peer, Step, trained
 
 LAYOUTS = ("dense", "padded", "zero advantage")  # GRPO takes [B, S] and an advantage a sequence
 
@@ -59,8 +59,7 @@ def linear_grpo(batch: Batch) -> Step:
         epsilon_high=config.ratio_upper_start - 1,
         loss_type="bnpo",
     )(hidden, weight, batch.labels, mask, batch.sequence_A, old_per_token_logps=batch.old)
-    loss.backward()
-    return loss.detach(), (hidden.grad, weight.grad)
+    return trained(loss, batch)
 
 
 def scaled_cross_entropy(batch: Batch) -> Tensor:

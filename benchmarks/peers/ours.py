@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
 
 from ..cases import Batch
-from . import Peer, Step
+from . import Peer, Step, trained
 
 
 def train(batch: Batch, **options: Any) -> Step:
     """Loss and gradients."""
     function = bapo_loss if batch.case.level == "logits" else bapo_linear_loss
     out = function(*batch.inputs, *batch.rest, **batch.options, **options)
-    out.loss.backward()
-    return out.loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
+    return trained(out.loss, batch)
 
 
 def train_inplace(batch: Batch, **options: Any) -> Step:
@@ -38,7 +38,7 @@ def probs(batch: Batch, backend: str) -> Tensor:
 def search(batch: Batch) -> Step:
     """The bounds alone, by the backend of the device."""
     tokens = batch.logp, batch.old, batch.A, batch.mask
-    return find_clip_bounds(*tokens, config=batch.case.config).upper, ()
+    return torch.stack(find_clip_bounds(*tokens, config=batch.case.config)), ()
 
 
 def _of_backend(backend: str, device: str) -> Iterator[Peer]:

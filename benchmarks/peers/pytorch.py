@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo_kernels import reference
 
 from ..cases import Batch
-from . import Peer, Step
+from . import Peer, Step, trained
 
 
 def cross_entropy(*inputs: Tensor) -> Tensor:
@@ -36,16 +36,14 @@ def compiled(function: Any) -> Any:
 
 
 def _train(batch: Batch, function: Any) -> Step:
-    loss = function(*batch.inputs, *batch.rest, **batch.options)
-    loss.backward()
-    return loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
+    return trained(function(*batch.inputs, *batch.rest, **batch.options), batch)
 
 
 def _search(batch: Batch) -> Step:
     bounds = reference.find_clip_bounds(
         batch.logp, batch.old, batch.A, batch.mask, config=batch.case.config
     )
-    return bounds.upper, ()
+    return torch.stack(bounds), ()
 
 
 def _peers(level: str) -> list[Peer]:
