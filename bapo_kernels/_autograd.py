@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ._ops import ops_of
-from .config import IGNORE_INDEX, BAPOConfig
+from .config import Transform
 from .distributed import VocabShard
-from .fused import RowResults, row_statistics, transform
+from .fused import RowResults, row_statistics
 
 
 class _NoDerivative(torch.autograd.Function):
@@ -38,7 +38,7 @@ class _PrecomputedGradient(torch.autograd.Function):
     """A loss whose gradients are known: backward multiplies them by the incoming gradient.
 
     They are scaled in place and handed over, so there is one backward; autograd then keeps a
-    gradient without a copy, because nothing else holds it.
+    gradient without a copy, because nothing else holds it. Those in float64 are of tokens.
     """
 
     @staticmethod
@@ -54,14 +54,12 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "the gradient of this loss was handed over in its first backward; "
                 "call the loss again instead of backward with retain_graph=True"
             )
-        if ctx.version is not None and ctx.gradients[0]._version != ctx.version:
-            raise RuntimeError(
-                "logits hold the gradient of the loss (inplace=True) and were changed before its "
-                "backward"
-            )
+        _check_unchanged(ctx.gradients[0], ctx.version)
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
-            if gradient is not None:
+            if gradient is not None and gradient.dtype == torch.float64:
+                gradient.mul_(dloss.detach())
+            elif gradient is not None:
                 ops_of(ctx.backend).scale_(gradient, dloss.detach())
         made = (None if gradient is None else final(gradient) for gradient in gradients)
         return (None, None, *made, *(None for _ in gradients))
@@ -81,6 +79,14 @@ def attach(
     return result
 
 
+def _check_unchanged(logits: Tensor | None, version: int | None) -> None:
+    if version is not None and logits is not None and logits._version != version:
+        raise RuntimeError(
+            "logits that a loss overwrites with its gradient (inplace=True) were changed before its "
+            "backward"
+        )
+
+
 class _Overwritten(torch.autograd.Function):
     """Tells autograd that a tensor holds something else now, of which there is no derivative."""
 
@@ -96,49 +102,58 @@ class _Overwritten(torch.autograd.Function):
         )
 
 
-def mark_overwritten(logits: Tensor, loss: Tensor) -> None:
-    """Makes later uses of ``logits`` raise in backward, and ``loss`` too once they change."""
+def mark_overwritten(logits: Tensor, result: Tensor) -> None:
+    """Makes later uses of ``logits`` raise in backward, and ``result`` too once they change.
+
+    Args:
+        result: of :func:`attach` or :class:`LogProbs`.
+    """
     _Overwritten.apply(logits)
-    node: Any = loss.grad_fn
+    node: Any = result.grad_fn
     if node is not None:
         node.version = logits._version
 
 
 class LogProbs(torch.autograd.Function):
-    """``(log_probs, entropy)`` of rows; backward recomputes the softmax from the saved sums."""
+    """Float64 ``(log_probs, entropy)`` of rows; backward makes the softmax again from their sums.
+
+    Args:
+        live: bool ``[N]``; the others are not read, and 0.
+        inplace: backward writes the gradient over the logits.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        config: BAPOConfig,
+        live: Tensor,
+        transform: Transform,
         backend: str,
         shard: VocabShard | None,
+        inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        live = labels != IGNORE_INDEX
         results = RowResults.empty(labels.numel(), labels.device, False)
-        row_statistics(backend, logits, labels, live, config, results, shard)
+        row_statistics(backend, logits, labels, live, transform, results, shard)
         log_probs, entropy, stats, _ = results
         here = labels if shard is None else shard.labels(labels)
-        ctx.save_for_backward(logits, here, live, stats, entropy)
-        ctx.transform, ctx.backend = transform(config), backend
+        ctx.overwritten = logits.detach() if inplace else None
+        ctx.save_for_backward(None if inplace else logits, here, live, stats, entropy)
+        ctx.transform, ctx.backend, ctx.version = transform, backend, None
         ctx.set_materialize_grads(False)
-        return log_probs.float(), entropy.float()
+        return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         logits, labels, live, stats, entropy = ctx.saved_tensors
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
         def of_live(gradient: Tensor | None) -> Tensor | None:
-            return None if gradient is None else torch.where(live, gradient.detach().double(), 0.0)
+            return None if gradient is None else torch.where(live, gradient.detach(), 0.0)
 
         dlog_probs = of_live(dlog_probs)
-        ops_of(ctx.backend).row_gradient(
-            logits,
+        arguments = (
             labels,
             stats,
             entropy,
@@ -146,6 +161,12 @@ class LogProbs(torch.autograd.Function):
             of_live(dentropy),
             None,
             *ctx.transform,
-            dlogits,
         )
-        return final(dlogits), None, None, None, None
+        if ctx.overwritten is not None:
+            _check_unchanged(ctx.overwritten, ctx.version)
+            dlogits, ctx.overwritten = ctx.overwritten, None
+            ops_of(ctx.backend).row_gradient_(dlogits, *arguments)
+        else:
+            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            ops_of(ctx.backend).row_gradient(logits, *arguments, dlogits)
+        return (final(dlogits), *(None for _ in range(6)))

@@ -14,6 +14,7 @@ MAX_GRID_POINTS = 1024
 
 KL_LOSS_TYPES = {"k1": 0, "k2": 1, "k3": 2, "low_var_kl": 2}  # as in csrc/policy_math.h
 
+Transform = tuple[float, float, float | None]  # temperature, logit_scale, softcap
 TargetKind = Literal["share", "ratio"]
 RaiseFirst = Literal["upper", "lower"]
 TokenWeight = Literal["rollout_prob", "uniform"]
@@ -201,6 +202,11 @@ class BAPOConfig:
             _require(_finite(self.target) and 0 <= self.target <= 1, "target", "in [0, 1]", self)
         else:
             _require(_finite(self.target) and self.target >= 0, "target", "finite and >= 0", self)
+
+
+def transform_of(config: BAPOConfig) -> Transform:
+    """What the kernels do to a logit first."""
+    return config.temperature, config.logit_scale, config.final_logit_softcapping
 
 
 def _finite(value: object) -> bool:

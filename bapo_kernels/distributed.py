@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .config import BAPOConfig
+from .config import Transform
 from .inputs import is_dtensor, require
 
 
@@ -72,7 +72,7 @@ class VocabShard:
         log_probs: Tensor,
         entropy: Tensor,
         stats: Tensor,
-        config: BAPOConfig,
+        transform: Transform,
     ) -> None:
         """From the statistics of the shard of every rank to those of the whole rows, in place.
 
@@ -88,9 +88,9 @@ class VocabShard:
         of_label = torch.where(here >= 0, log_probs, -torch.inf)
         mine = torch.stack([stats[:, 0], stats[:, 1], entropy, of_label])
         origin, total, of_shard, logp = gather(mine, self.group).unbind(1)
-        scale = config.final_logit_softcapping or config.logit_scale
+        temperature, logit_scale, softcap = transform
         top = origin.amax(0)
-        log_q = total.log() + (origin - top) * (scale / config.temperature)
+        log_q = total.log() + (origin - top) * ((softcap or logit_scale) / temperature)
         q = log_q.exp()
         whole = q.sum(0)
         log_q, q = log_q - whole.log(), q / whole

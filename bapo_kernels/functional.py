@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from ._autograd import LogProbs, attach, mark_overwritten
 from .backends import choose
-from .config import BAPOConfig
+from .config import IGNORE_INDEX, BAPOConfig, transform_of
 from .distributed import VocabShard, local_parameter
 from .fused import (
     counted_tokens,
@@ -21,6 +21,7 @@ from .fused import (
     shaped,
 )
 from .inputs import (
+    TokenInputs,
     as_rows,
     bounds_tensor,
     check_floating,
@@ -160,6 +161,16 @@ def bapo_loss(
         dlogits = logits.detach().copy_(torch.autograd.grad(output.loss, source)[0])
         output = output._replace(loss=output.loss.detach())
     else:
+        counted = counted_tokens(tokens, config, statistics)
+        shard = VocabShard.of(logits.shape[-1], logits, vocab_group)
+        if needs_gradient and _in_backward(logits.dtype):
+            flat = as_rows(logits), int64_labels(labels), counted, transform_of(config)
+            logp, entropy = LogProbs.apply(*flat, backend, shard, inplace)
+            if inplace:
+                mark_overwritten(logits, logp)
+            return _loss_of_log_probs(
+                logp, entropy, labels.shape, counted, tokens, config, backend, given, process_group
+            )
         with torch.no_grad():
             output, dlogits = loss_of_logits(
                 logits.detach(),
@@ -168,11 +179,11 @@ def bapo_loss(
                 config,
                 backend,
                 given,
-                counted_tokens(tokens, config, statistics),
+                counted,
                 needs_gradient or inplace,
                 inplace,
                 process_group,
-                VocabShard.of(logits.shape[-1], logits, vocab_group),
+                shard,
             )
     output = output._replace(loss=attach(output.loss, backend, (logits,), (dlogits,)))
     if inplace and not logits.is_inference():
@@ -261,24 +272,17 @@ def bapo_loss_from_log_probs(
             process_group=process_group,
             **options,
         )
-    counted = counted_tokens(tokens, config, statistics)
-    with torch.no_grad():
-        flat_log_probs = log_probs.detach().double().reshape(-1).contiguous()
-        flat_entropy = None
-        if entropy is not None:
-            flat_entropy = entropy.detach().double().reshape(-1).contiguous()
-        output, dlog_probs, dentropy = loss_of_log_probs(
-            flat_log_probs, flat_entropy, counted, tokens, config, backend, given, process_group
-        )
-        output = shaped(output, log_probs.shape, tokens.live, counted)
-    inputs, needs_gradient = (log_probs, entropy), torch.is_grad_enabled()
-    gradients = [
-        made.to(tensor.dtype).reshape(tensor.shape)
-        if tensor is not None and made is not None and tensor.requires_grad and needs_gradient
-        else None
-        for tensor, made in zip(inputs, (dlog_probs, dentropy), strict=True)
-    ]
-    return output._replace(loss=attach(output.loss, backend, inputs, gradients))
+    return _loss_of_log_probs(
+        log_probs.double().reshape(-1).contiguous(),
+        None if entropy is None else entropy.double().reshape(-1).contiguous(),
+        log_probs.shape,
+        counted_tokens(tokens, config, statistics),
+        tokens,
+        config,
+        backend,
+        given,
+        process_group,
+    )
 
 
 def log_probs(
@@ -330,10 +334,12 @@ def log_probs(
             vocab_group=vocab_group,
         )
     shard = VocabShard.of(logits.shape[-1], logits, vocab_group)
-    logp, entropy = LogProbs.apply(as_rows(logits), int64_labels(labels), config, backend, shard)
-    if not return_entropy:
-        return logp.view(labels.shape), None
-    return logp.view(labels.shape), entropy.view(labels.shape)
+    rows, flat_labels = as_rows(logits), int64_labels(labels)
+    live = flat_labels != IGNORE_INDEX
+    logp, entropy = LogProbs.apply(
+        rows, flat_labels, live, transform_of(config), backend, shard, False
+    )
+    return _reported(logp, entropy if return_entropy else None, labels.shape)
 
 
 def bapo_linear_loss(
@@ -439,7 +445,14 @@ def bapo_linear_loss(
         torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
         for parameter in parameters
     )
+    counted = counted_tokens(tokens, config, statistics)
     shard = VocabShard.of(lm_head_weight.shape[0], labels, vocab_group)
+    if any(needs) and _in_backward(dtype):
+        of_rows = int64_labels(labels), counted, config, dtype, backend, chunk_tokens, shard
+        logp, H = LinearLogProbs.apply(*parameters, *of_rows)
+        return _loss_of_log_probs(
+            logp, H, labels.shape, counted, tokens, config, backend, given, process_group
+        )
     with torch.no_grad():
         output, gradients = loss_of_hidden(
             head(hidden_states, lm_head_weight, bias, dtype, shard),
@@ -448,7 +461,7 @@ def bapo_linear_loss(
             config,
             backend,
             given,
-            counted_tokens(tokens, config, statistics),
+            counted,
             needs,
             chunk_tokens,
             process_group,
@@ -513,19 +526,62 @@ def linear_log_probs(
             return_entropy=return_entropy,
             vocab_group=vocab_group,
         )
+    flat_labels = int64_labels(labels)
     logp, entropy = LinearLogProbs.apply(
         hidden_states,
         lm_head_weight,
         bias,
-        labels,
+        flat_labels,
+        flat_labels != IGNORE_INDEX,
         config,
         dtype,
         backend,
         chunk_tokens,
         VocabShard.of(lm_head_weight.shape[0], labels, vocab_group),
     )
-    logp, entropy = logp.view(labels.shape), entropy.view(labels.shape)
-    return logp, entropy if return_entropy else None
+    return _reported(logp, entropy if return_entropy else None, labels.shape)
+
+
+def _in_backward(dtype: torch.dtype) -> bool:
+    """Whether the gradient of such logits is made in backward.
+
+    The range of float16 ends at 6e-8, where many of a loss's derivatives are; those of a loss times
+    a scale are above, and the scale is known in backward.
+    """
+    return dtype == torch.float16
+
+
+def _loss_of_log_probs(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    shape: torch.Size,
+    counted: Tensor,
+    tokens: TokenInputs,
+    config: BAPOConfig,
+    backend: str,
+    given: Tensor | None,
+    process_group: dist.ProcessGroup | None,
+) -> BAPOOutput:
+    """Of flat float64 log-probs and entropy, whose gradients the loss has."""
+    with torch.no_grad():
+        H = None if entropy is None else entropy.detach()
+        output, dlog_probs, dentropy = loss_of_log_probs(
+            log_probs.detach(), H, counted, tokens, config, backend, given, process_group
+        )
+        output = shaped(output, shape, tokens.live, counted)
+    of_tokens = log_probs, entropy
+    gradients = [
+        made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
+        for tensor, made in zip(of_tokens, (dlog_probs, dentropy), strict=True)
+    ]
+    return output._replace(loss=attach(output.loss, backend, of_tokens, gradients))
+
+
+def _reported(
+    log_probs: Tensor, entropy: Tensor | None, shape: torch.Size
+) -> tuple[Tensor, Tensor | None]:
+    """What a caller gets of flat float64 values."""
+    return log_probs.float().view(shape), None if entropy is None else entropy.float().view(shape)
 
 
 def _gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._ops import ops_of
 from .bounds import add_contributions, empty_table, search
-from .config import KL_LOSS_TYPES, BAPOConfig
+from .config import KL_LOSS_TYPES, BAPOConfig, Transform, transform_of
 from .distributed import VocabShard
 from .inputs import TokenInputs, as_rows
 from .output import REPORT, BAPOOutput, ClipBounds
@@ -68,7 +68,7 @@ def row_pass(
         config.ratio_upper_start,
         config.ratio_upper_max,
         *_policy_options(config),
-        *transform(config),
+        *transform_of(config),
         results.log_probs,
         results.entropy,
         results.stats,
@@ -84,7 +84,7 @@ def row_statistics(
     rows: Tensor,
     labels: Tensor,
     counted: Tensor,
-    config: BAPOConfig,
+    transform: Transform,
     results: RowResults,
     shard: VocabShard | None,
 ) -> None:
@@ -93,10 +93,10 @@ def row_statistics(
     log_probs, entropy, stats, _ = results
     here = labels if shard is None else shard.labels(labels)
     ops_of(backend).row_pass(
-        rows, here, counted, *no_policy, *transform(config), log_probs, entropy, stats, None, None
+        rows, here, counted, *no_policy, *transform, log_probs, entropy, stats, None, None
     )
     if shard is not None:
-        shard.combine(labels, here, counted, log_probs, entropy, stats, config)
+        shard.combine(labels, here, counted, log_probs, entropy, stats, transform)
 
 
 def loss_of_logits(
@@ -138,7 +138,7 @@ def loss_of_logits(
             inplace,
         )
     else:
-        row_statistics(backend, rows, flat_labels, counted, config, results, shard)
+        row_statistics(backend, rows, flat_labels, counted, transform_of(config), results, shard)
     output, dlog_probs, dentropy = loss_of_log_probs(
         results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
     )
@@ -152,9 +152,9 @@ def loss_of_logits(
             results.undecided if shard is None else None,
         )
         if inplace:
-            ops_of(backend).row_gradient_(rows, *arguments, *transform(config))
+            ops_of(backend).row_gradient_(rows, *arguments, *transform_of(config))
         else:
-            ops_of(backend).row_gradient(rows, *arguments, *transform(config), dlogit_rows)
+            ops_of(backend).row_gradient(rows, *arguments, *transform_of(config), dlogit_rows)
     return shaped(output, labels.shape, tokens.live, counted), dlogits
 
 
@@ -252,10 +252,6 @@ def int64_labels(labels: Tensor) -> Tensor:
     labels = labels.long().reshape(-1).contiguous()
     eager = not torch.compiler.is_compiling()  # which cannot trace is_inference
     return labels.clone() if eager and labels.is_inference() else labels
-
-
-def transform(config: BAPOConfig) -> tuple[float, float, float | None]:
-    return config.temperature, config.logit_scale, config.final_logit_softcapping
 
 
 def _policy_options(config: BAPOConfig) -> tuple[float | None, float, int, float]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ._autograd import final
 from ._ops import ops_of
-from .config import IGNORE_INDEX, BAPOConfig
+from .config import BAPOConfig, transform_of
 from .distributed import VocabShard
 from .fused import (
     RowResults,
@@ -31,7 +31,6 @@ from .fused import (
     row_pass,
     row_statistics,
     shaped,
-    transform,
 )
 from .inputs import TokenInputs, bounds_tensor
 from .output import BAPOOutput
@@ -318,7 +317,9 @@ def _statistics(
     """Hidden states, logits and statistics of a chunk."""
     h, logits = head.logits(chunk)
     of_chunk = RowResults.empty(chunk.numel(), chunk.device, False)
-    row_statistics(backend, logits, labels[chunk], live[chunk], config, of_chunk, head.shard)
+    row_statistics(
+        backend, logits, labels[chunk], live[chunk], transform_of(config), of_chunk, head.shard
+    )
     return h, logits, of_chunk
 
 
@@ -370,12 +371,12 @@ def _to_gradient(
         results.entropy[rows],
         *coefficients,
         only,
-        *transform(config),
+        *transform_of(config),
     )
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """``(log_probs, entropy)`` of hidden states; backward makes the logits of some rows again."""
+    """As ``LogProbs``, of hidden states; backward makes the logits of some rows again."""
 
     @staticmethod
     def forward(
@@ -384,36 +385,33 @@ class LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        live: Tensor,
         config: BAPOConfig,
         dtype: torch.dtype,
         backend: str,
         chunk_tokens: int | None,
         shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
-        labels = int64_labels(labels)
         of_head = head(hidden, weight, bias, dtype, shard)
-        live = labels != IGNORE_INDEX
         results = RowResults.zeros(labels.numel(), labels.device, False)
         for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(chunk_tokens)):
             _put(results, chunk, _statistics(of_head, chunk, labels, live, config, backend)[2])
-        ctx.save_for_backward(hidden, weight, bias, labels, *results[:3])
+        ctx.save_for_backward(hidden, weight, bias, labels, live, *results[:3])
         ctx.options = config, dtype, backend, chunk_tokens, shard
         ctx.set_materialize_grads(False)
-        return results.log_probs.float(), results.entropy.float()
+        return results.log_probs, results.entropy
 
     @staticmethod
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, log_probs, entropy, stats = ctx.saved_tensors
+        hidden, weight, bias, labels, live, log_probs, entropy, stats = ctx.saved_tensors
         config, dtype, backend, chunk_tokens, shard = ctx.options
         of_head = head(hidden, weight, bias, dtype, shard)
         results = RowResults(log_probs, entropy, stats, None)
-        nothing = torch.zeros_like(log_probs)
-        of_log_probs = nothing if dlog_probs is None else dlog_probs.detach().double()
-        of_entropy = None if dentropy is None else dentropy.detach().double()
-        wanted = (labels != IGNORE_INDEX) & _has_gradient(of_log_probs, of_entropy)
-        rows = wanted.nonzero().squeeze(1)
+        of_log_probs = torch.zeros_like(log_probs) if dlog_probs is None else dlog_probs.detach()
+        of_entropy = None if dentropy is None else dentropy.detach()
+        rows = (live & _has_gradient(of_log_probs, of_entropy)).nonzero().squeeze(1)
         chunks = rows.split(of_head.chunk_tokens(chunk_tokens))
         gradients = HeadGradients(of_head, ctx.needs_input_grad[:3], len(chunks) == 1)
         for chunk in chunks:
@@ -426,4 +424,4 @@ class LinearLogProbs(torch.autograd.Function):
         made = gradients.of(hidden, weight, bias)
         shaped_like = zip(made, (hidden, weight, bias), strict=True)
         final_ones = (None if g is None else final(g.reshape(p.shape)) for g, p in shaped_like)
-        return (*final_ones, *(None for _ in range(6)))
+        return (*final_ones, *(None for _ in range(7)))

@@ -109,14 +109,15 @@ class TestInPlace:
 
     def case(self, device, linear, hidden):
         case = make_case(device=device, poison=False)
-        logp = reference.log_probs(linear(hidden).detach(), case.labels)[0]
+        logp = reference.log_probs(linear(hidden).detach().float(), case.labels)[0]
         case.old_log_probs = logp + 0.3 * torch.randn_like(logp)
         return case
 
     @pytest.mark.parametrize("scale", [1.0, 0.5])
     @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
-    def test_gradient_through_a_linear_layer(self, backend, device, rows, scale):
-        linear, hidden = self.model(device)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # made in forward, backward
+    def test_gradient_through_a_linear_layer(self, backend, device, rows, scale, dtype):
+        linear, hidden = self.model(device, dtype=dtype)
         case = self.case(device, linear, hidden)
         arguments = [a[:, rows] for a in case.arguments()]
         gradients = []
@@ -272,11 +273,12 @@ def test_zero_incoming_gradient_writes_zeros(backend, device):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_checkpointing(backend, device, inplace):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_checkpointing(backend, device, inplace, dtype):
     """The forward runs twice; the gradient is that of one run."""
     torch.manual_seed(2)
-    weight = torch.randn(8, 257, device=device, requires_grad=True)
-    hidden = torch.randn(3, 7, 8, device=device)
+    weight = torch.randn(8, 257, device=device, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(3, 7, 8, device=device, dtype=dtype)
     case = make_case(device=device, poison=False)
 
     def loss(h):

@@ -49,11 +49,12 @@ def compare(function, compiled, logits, *arguments):
         assert torch.equal(expected, got)
 
 
-def test_loss_with_dynamic_shapes(backend, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_loss_with_dynamic_shapes(backend, device, dtype):
     loss_of = loss_by(backend)
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
     for S in (7, 9, 12):
-        case = make_case((3, S), device=device, poison=False)
+        case = make_case((3, S), dtype=dtype, device=device, poison=False)
         compare(loss_of, compiled, case.logits, *case.arguments())
     assert graphs() == 1
 

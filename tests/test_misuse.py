@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import make_case, needs_native, run_kernel
+from helpers import assert_within_budget, make_case, needs_native, run_kernel
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -120,15 +120,27 @@ class TestChangedBeforeBackward:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             value.sum().backward()
 
-    @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
-    def test_overwritten_logits_raise(self, backend, device, rows):
+    @pytest.mark.parametrize("function", [of_logits, of_hidden])
+    def test_a_loss_of_float16_raises(self, backend, device, function):
+        """Its gradient is made in backward."""
         x, case = problem(device)
-        logits = (x["logits"] * 1)[:, rows]
+        half = {name: (leaf * 1).half() for name, leaf in x.items()}
+        loss = function(half, case, backend)
+        for changed in half.values():
+            changed.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
+    def test_overwritten_logits_raise(self, backend, device, rows, dtype):
+        x, case = problem(device)
+        logits = (x["logits"] * 1).to(dtype)[:, rows]
         arguments = (argument[:, rows] for argument in case.arguments())
         loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
         with torch.no_grad():
             logits.copy_(x["logits"][:, rows])  # of the next micro-batch
-        with pytest.raises(RuntimeError, match=r"logits hold the gradient .* were changed"):
+        with pytest.raises(RuntimeError, match=r"logits .*inplace=True.* were changed"):
             loss.backward()
 
 
@@ -262,6 +274,28 @@ def test_grad_scaler(backend, device, function):
     scaler.unscale_(optimizer)
     _, *expected = gradients(function, backend, device)
     assert_same([leaf.grad for leaf in x.values()], expected)
+
+
+def of_overwritten_logits(x, case, backend, **options):
+    x = dict(x, logits=x["logits"] * 1)
+    return of_logits(x, case, backend, inplace=backend != "reference", **options)
+
+
+@pytest.mark.parametrize("function", [*LOSSES, of_overwritten_logits])
+def test_loss_scale_of_float16(backend, device, function):
+    """Derivatives that float16 could not hold without the scale of the loss are right with it."""
+    x, case = problem(device)
+    half = {name: leaf.detach().half() for name, leaf in x.items()}
+
+    def scaled(dtype, backend):
+        leaves = {k: leaf.to(dtype, copy=True).requires_grad_() for k, leaf in half.items()}
+        tokens = 2.0**16
+        (function(leaves, case, backend, batch_num_tokens=tokens) * tokens).backward()
+        return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
+    both = scaled(torch.float16, backend), scaled(torch.float16, "reference")
+    for gradients_of_leaf in zip(*both, scaled(torch.float64, "reference"), strict=True):
+        assert_within_budget(function.__name__, *gradients_of_leaf)
 
 
 def test_only_the_policy_has_a_gradient(backend, device):

@@ -13,7 +13,8 @@ namespace {
 
 using namespace bapo;
 
-constexpr int64_t kBlock = 4096;   // elements summed in float32 before they join a double; L1
+constexpr int64_t kBlock = 4096;         // elements looked at a second time if crowded; L1
+constexpr int64_t kGroup = 16 * kLanes;  // summed in plain float32: one large term drowns the small
 constexpr double kCrowded = 16.0;  // sum of 2^t in a block from which its maximum is looked up
 constexpr double kLn2 = 0.69314718055994530942;
 constexpr float kInf = __builtin_inff();
@@ -114,19 +115,30 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
         const auto add_up = [&] {
             // A block of -inf alone has no origin yet; a NaN in it must still reach the sum.
             const float origin = stats.origin == -kInf ? 0.0f : stats.origin;
-            VFloat sums = {}, weighted_sums = {};
-            for_each_vector(row, begin, end, [&](VFloat z, int64_t i) {
+            CompensatedSum sums;
+            VFloat of_group, weighted_sums = {};
+            const auto add = [&](VFloat z, int64_t i) {
                 const VFloat t = (transformed<kSoftcap>(z, transform) - origin) * scale;
                 const VFloat e = exp2_for<T>(t);
                 if constexpr (kKeep) store(kept + i, e);
-                sums += e;
+                of_group += e;
                 weighted_sums += factor_of(t) * e;
-            });
-            sum = reduce_add(sums);
+            };
+            int64_t at = begin;
+            for (; at + kGroup <= end; at += kGroup) {
+                of_group = VFloat{};
+                for (int64_t i = at; i < at + kGroup; i += kLanes) add(load(row + i), i);
+                sums.add(of_group);
+            }
+            of_group = VFloat{};
+            for_each_vector(row, at, end, add);
+            sums.add(of_group);
+            sum = sums.total();
             weighted_sum = reduce_add(weighted_sums);
         };
         add_up();
-        if (sum > kCrowded) {  // some t may be above 0: entropy would lose digits, 2^t its range
+        // Crowded or infinite (then NaN): entropy would lose digits, 2^t its range.
+        if (!(sum <= kCrowded)) {
             const float max = block_max();
             if (max > stats.origin) {
                 stats.move_to(max, scale);
@@ -137,6 +149,8 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
         stats.sum += sum;
         stats.weighted_sum += weighted_sum;
     }
+    // What the rounding of the scale took, to first order.
+    stats.sum += (transform.scale / scale - kLn2) * stats.weighted_sum;
     return stats;
 }
 

@@ -58,6 +58,18 @@ inline double reduce_add(VFloat v) {
     return result;
 }
 
+// A sum with the rounding errors of its additions (Knuth's TwoSum).
+struct CompensatedSum {
+    VFloat sum = {}, lost = {};
+
+    void add(VFloat x) {
+        const VFloat s = sum + x, kept = s - sum;
+        lost += (sum - (s - kept)) + (x - kept);
+        sum = s;
+    }
+    double total() const { return reduce_add(sum) + reduce_add(lost); }
+};
+
 // ---- 16-bit floats -------------------------------------------------------------------------
 
 inline VFloat widen(VHalf h, BFloat16) {
