@@ -219,6 +219,8 @@ def reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in error.stderr.splitlines() if "error" in line] or ["failed"]
         return f"{Path(error.cmd[0]).name}: {lines[0].strip()}"
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "no torch where it was built: install torch, then with pip's --no-build-isolation"
     return str(error)
 
 

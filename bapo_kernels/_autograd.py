@@ -82,8 +82,8 @@ def attach(
 def _check_unchanged(logits: Tensor | None, version: int | None) -> None:
     if version is not None and logits is not None and logits._version != version:
         raise RuntimeError(
-            "logits that a loss overwrites with its gradient (inplace=True) were changed before its "
-            "backward"
+            "logits that a loss overwrites with its gradient (inplace=True) were changed before "
+            "its backward"
         )
 
 

@@ -74,16 +74,23 @@ class BAPOConfig:
         target: the search stops at the first bounds whose tested quantity is not below it.
         target_kind: tested quantity; ``"share"`` is P/(P+N), ``"ratio"`` is P/(N + 1e-8), where
             P and N are the contributions of the tokens of positive and negative advantage.
-        raise_first: which bound goes to its maximum before the other one moves.
-        token_weight: weight of a token in P and N: its probability under the rollout policy
-            (``rollout_log_probs`` if given, else ``old_log_probs``), or 1.
+        raise_first: ``"upper"`` or ``"lower"``, the bound that goes to its maximum before the other
+            one moves.
+        token_weight: weight of a token in P and N; ``"uniform"`` is 1, ``"rollout_prob"`` its
+            probability under the rollout policy (``rollout_log_probs`` if given, else
+            ``old_log_probs``).
         contribution: ``"surrogate"`` counts ``A*min(r, c_high)`` and ``|A|*max(r, c_low)`` (the
             paper); ``"gradient"`` counts only tokens whose gradient is not clipped, which is
             *not* the paper's formula.
         clip_ratio_c: dual clip, the largest loss of a negative token is ``|A|*clip_ratio_c``.
-        loss_agg_mode: verl's aggregation modes.
+        loss_agg_mode: verl's names. ``"token-mean"`` and ``"token-sum"`` take the unmasked tokens
+            of all sequences together; ``"seq-mean-token-sum"`` and ``"seq-mean-token-mean"`` are
+            the mean over the sequences of the sum or mean over their tokens;
+            ``"seq-mean-token-sum-norm"`` divides the former by ``loss_scale_factor``.
         loss_scale_factor: divisor of ``"seq-mean-token-sum-norm"``; default: the padded length.
-        kl_loss_coef, kl_loss_type: penalty towards ``ref_log_probs``; ``"low_var_kl"`` is ``"k3"``.
+        kl_loss_coef: weight of a penalty towards ``ref_log_probs``.
+        kl_loss_type: with ``d = logp - ref``, ``"k1"`` is ``d``, ``"k2"`` is ``d^2/2``, ``"k3"``
+            or ``"low_var_kl"`` is ``exp(-d) - 1 + d``, clamped as in verl.
         entropy_coef: weight of the entropy bonus.
         temperature, logit_scale, final_logit_softcapping: logits enter the softmax as
             ``softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
@@ -129,7 +136,10 @@ class BAPOConfig:
 
     @classmethod
     def recipe(cls, **options: Any) -> BAPOConfig:
-        """The authors' published code: ratio target, no token weight, lower bound first."""
+        """The authors' published code: P/N up to 1, no token weight, lower bound first.
+
+        c_low from 0.6 to 0.8 and c_high from 1.2 to 2.0 in steps of 0.05, dual clip at 3.
+        """
         preset: dict[str, Any] = dict(
             ratio_lower_max=0.8,
             ratio_lower_step=0.05,
@@ -196,8 +206,9 @@ class BAPOConfig:
                 steps = (getattr(self, maximum) - value) / getattr(self, step)
                 rule = f"large enough for at most {MAX_GRID_POINTS} grid points"
                 _require(steps < MAX_GRID_POINTS - 1, step, rule, self)
-        rule = f"<= ratio_upper_start ({self.ratio_upper_start})"
-        _require(self.ratio_lower_max <= self.ratio_upper_start, "ratio_lower_max", rule, self)
+        rule = "a bound of the ratio, not an epsilon"
+        _require(self.ratio_lower_max <= 1, "ratio_lower_max", f"<= 1, {rule}", self)
+        _require(self.ratio_upper_start >= 1, "ratio_upper_start", f">= 1, {rule}", self)
         if self.target_kind == "share":
             _require(_finite(self.target) and 0 <= self.target <= 1, "target", "in [0, 1]", self)
         else:

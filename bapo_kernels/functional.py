@@ -86,7 +86,10 @@ def bapo_loss(
         rollout_log_probs: ``[...]``, token weights of the search; default: ``old_log_probs``.
         rollout_is_weights: ``[...]``, factor of the policy term.
         ref_log_probs: ``[...]``, reference policy of the KL term.
-        batch_num_tokens, global_batch_size, dp_size: global normalisers, as in verl.
+        batch_num_tokens, global_batch_size, dp_size: verl's. The divisor of the token mean, that of
+            the mean over sequences (default: the counts of this call), and a factor of the loss:
+            with the counts of all ranks and their number, the mean of the ranks' gradients is that
+            of the whole batch.
         process_group: search over the tokens of all its ranks (one all-reduce; none with
             ``bounds``, where the metrics are those of this rank).
         vocab_group: shares out the vocabulary: ``logits`` are this rank's columns of it, in rank

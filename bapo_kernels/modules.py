@@ -16,7 +16,7 @@ class BAPOLoss(torch.nn.Module):
     """:func:`bapo_kernels.bapo_loss` with its configuration.
 
     ``forward`` takes the arguments of the function; ``config``, ``backend``, ``inplace`` and
-    ``statistics`` are those of the module.
+    ``statistics`` are those of the module, unless the call has its own.
 
     Examples:
         >>> loss = BAPOLoss(BAPOConfig.recipe(temperature=0.7))
@@ -40,14 +40,13 @@ class BAPOLoss(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
         """The loss of a batch."""
-        return bapo_loss(
-            *args,
+        of_module = dict(
             config=self.config,
             backend=self.backend,
             inplace=self.inplace,
             statistics=self.statistics,
-            **kwargs,
         )
+        return bapo_loss(*args, **(of_module | kwargs))
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""
@@ -61,7 +60,8 @@ class BAPOLinearLoss(torch.nn.Module):
     """:func:`bapo_kernels.bapo_linear_loss` with its configuration.
 
     ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first;
-    ``config``, ``backend``, ``chunk_tokens`` and ``statistics`` are those of the module.
+    ``config``, ``backend``, ``chunk_tokens`` and ``statistics`` are those of the module, unless the
+    call has its own.
 
     Examples:
         >>> loss, lm_head = BAPOLinearLoss(chunk_tokens=1), torch.nn.Linear(4, 10, bias=False)
@@ -87,14 +87,13 @@ class BAPOLinearLoss(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
         """The loss of a batch."""
-        return bapo_linear_loss(
-            *args,
+        of_module = dict(
             config=self.config,
             backend=self.backend,
             chunk_tokens=self.chunk_tokens,
             statistics=self.statistics,
-            **kwargs,
         )
+        return bapo_linear_loss(*args, **(of_module | kwargs))
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

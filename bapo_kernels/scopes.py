@@ -83,7 +83,7 @@ class ClipBoundSearch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """``config``, ``bounds`` and ``process_group`` of a call of a loss."""
+        """``config``, ``bounds`` and ``process_group`` of a call of a loss or of its module."""
         return dict(config=self.config, bounds=self.bounds, process_group=self.process_group)
 
     def update(

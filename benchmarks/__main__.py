@@ -24,8 +24,11 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON lines to add to")] = None,
 ) -> None:
     """Measures a suite, everybody on every case, and adds the records to a file."""
-    suite = gpu_suite() if device == "cuda" else cpu_suite()
+    suite = list(gpu_suite() if device == "cuda" else cpu_suite())
     chosen = [c for c in suite if not case or any(part in c.title for part in case)]
+    if not chosen:
+        titles = "\n".join(c.title for c in suite)
+        raise typer.BadParameter(f"no title has {case} in it; they are\n{titles}")
     console = Console(width=None if Console().is_terminal else 140)
     facts, path = environment(device), out or RESULTS / f"{device}.jsonl"
     for records in measure(chosen, device, only or [], minutes, console):

@@ -230,6 +230,7 @@ def main(out: Path = Path("out"), seeds: int = 3, rollouts: int = 40, quick: boo
     plot_training(rows, list(ARMS), out / "offpolicy_rlvr.png")
     console = Console()
     console.print(summary(rows, start))
+    console.print("Arms within a standard deviation of each other are not told apart.")
     console.print(f"Wrote offpolicy_rlvr.csv and offpolicy_rlvr.png to {out}/")
 
 

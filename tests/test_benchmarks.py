@@ -196,6 +196,12 @@ def test_a_record_says_everything(quick, tmp_path, monkeypatch):
     assert result.output.count("right") == 1
 
 
+def test_a_title_that_is_not_there():
+    result = CliRunner().invoke(app, ["run", "--case", "Gwen"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "Qwen3" in result.output
+
+
 @needs_native
 def test_no_case_is_begun_when_the_time_is_up(quick, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.__main__.cpu_suite", lambda: iter([small("logits")]))

@@ -56,9 +56,9 @@ BAD = {
     "kl_loss_type": ["k4", "kl"],
     "loss_agg_mode": ["mean"],
     "ratio_lower_start": [-0.1, math.nan],
-    "ratio_lower_max": [0.5, math.inf, 1.3],  # below its start, infinite, above the other start
+    "ratio_lower_max": [0.5, math.inf, 1.1],  # below its start, infinite, no lower bound
     "ratio_lower_step": [-0.1, math.nan, 1e-9],  # the last would make a grid of millions
-    "ratio_upper_start": [math.nan, 0.7],  # the last is below ratio_lower_max
+    "ratio_upper_start": [math.nan, 0.28],  # the last is an epsilon
     "ratio_upper_max": [1.1, math.inf],
     "ratio_upper_step": [-1.0, 1e-6],
 }
@@ -68,8 +68,7 @@ BAD = {
 def test_bad_values(name, value):
     with pytest.raises(ValueError, match=r"must be .*, got ") as error:
         BAPOConfig(**{name: value})
-    named = "ratio_lower_max" if (name, value) == ("ratio_upper_start", 0.7) else name
-    assert str(error.value).startswith(named)
+    assert str(error.value).startswith(name)
 
 
 def test_ratio_target_has_no_upper_limit():
@@ -94,5 +93,7 @@ def test_presets_can_be_overridden_and_nothing_is_ignored():
     for make in (BAPOConfig, BAPOConfig.paper, BAPOConfig.recipe):
         with pytest.raises(TypeError, match="clip_ratio_low"):
             make(clip_ratio_low=0.2)
-    with pytest.raises(ValueError, match=r"ratio_lower_max must be <= ratio_upper_start"):
+    with pytest.raises(ValueError, match=r"ratio_lower_max must be <= 1, a bound of the ratio"):
         BAPOConfig.fixed(1.2, 0.8)
+    with pytest.raises(ValueError, match=r"ratio_upper_start must be >= 1, .* not an epsilon, got"):
+        BAPOConfig.fixed(0.2, 0.28)

@@ -4,6 +4,7 @@ import doctest
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,29 +95,18 @@ class Model(torch.nn.Module):
 
 
 def surroundings():
-    """The names that the README takes as given: a batch of 2 x 3 tokens, groups of one rank.
-
-    A micro-batch written as ``...`` is this batch.
-    """
+    """The names that the README takes as given: a batch of 2 x 3 tokens, groups of one rank."""
     model, tokens = Model(), torch.randint(11, (2, 4))
     logits = model.lm_head(model.model(tokens).last_hidden_state[:, :-1])
     labels, old = tokens[:, 1:], torch.full((2, 3), -2.4)
     advantages, mask = torch.tensor([1.0, -1.0]), torch.ones(2, 3)
     per_token = advantages[:, None].expand(2, 3)
 
-    def bapo_loss(*arguments, **options):
-        batch = (logits.detach().requires_grad_(), labels, old, advantages, mask)
-        given = batch if arguments[0] is ... else arguments
-        return bapo_kernels.bapo_loss(*given, **options)
-
     def share(ratio, A, low, high):
         contributions = A.abs() * torch.where(A > 0, ratio.clamp(max=high), ratio.clamp(min=low))
         return contributions[A > 0].sum() / contributions.sum()
 
-    class Batch:
-        log_probs, old_log_probs = torch.full((2, 3), -2.4), old
-
-    Batch.advantages, Batch.mask = advantages, mask
+    batch = SimpleNamespace(labels=labels, old_log_probs=old, advantages=advantages, mask=mask)
     return NAMES | dict(
         model=model,
         tokens=tokens,
@@ -133,10 +123,11 @@ def surroundings():
         low=0.6,
         high=1.2,
         share=share,
-        bapo_loss=bapo_loss,
-        config=bapo_kernels.BAPOConfig(),
-        micro_batches=[Batch, Batch],
+        batch=batch,
+        logits_of=lambda batch: logits.detach().requires_grad_(),
+        micro_batches=[batch, batch],
         tokens_of_the_step=12,
+        ranks=1,
         data_parallel_group=None,
         tensor_group=None,
     )

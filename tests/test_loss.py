@@ -20,6 +20,7 @@ from bapo_kernels import (
     BAPOConfig,
     BAPOLoss,
     ClipBounds,
+    ClipBoundSearch,
     bapo_loss,
     bapo_loss_from_log_probs,
     reference,
@@ -286,6 +287,15 @@ def test_module(backend, device):
     assert got.loss == expected.loss
     assert "recipe" not in repr(loss)
     assert "statistics='live'" in repr(loss)
+
+
+@pytest.mark.parametrize("scope", ["call", "lagged"])
+def test_module_with_the_options_of_a_search(backend, device, scope):
+    case = make_case(device=device)
+    search = ClipBoundSearch(BAPOConfig.recipe(), scope)
+    got = BAPOLoss(backend=backend)(case.logits, *case.arguments(), **search.options)
+    expected = bapo_loss(case.logits, *case.arguments(), backend=backend, **search.options)
+    assert got.loss == expected.loss
 
 
 def test_reference_backend(device):

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -207,6 +208,22 @@ def test_config_from_yaml():
     config = omega_conf_to_dataclass(OmegaConf.create(given))
     assert isinstance(config, BAPOPolicyLossConfig)
     assert config.adv_ratio_target == 0.5
+
+
+def test_the_command_of_the_docs():
+    """Every override composes with verl's own configuration."""
+    from hydra import compose, initialize_config_module
+    from verl.utils.config import omega_conf_to_dataclass
+
+    page = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
+    overrides = re.findall(r"^  (\S*policy_loss\.\S+)", page, re.MULTILINE)
+    assert len(overrides) == 5
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose("ppo_trainer", overrides)
+    loss = omega_conf_to_dataclass(composed.actor_rollout_ref.actor.policy_loss)
+    assert isinstance(loss, BAPOPolicyLossConfig)
+    assert (loss.loss_mode, loss.preset, loss.search_ranks) == ("bapo", "recipe", "world")
+    assert loss.adv_ratio_target == 0.5
 
 
 def run(code, **environment):

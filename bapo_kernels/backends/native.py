@@ -24,7 +24,7 @@ def build_info() -> dict[str, Any]:
 def _load() -> str | None:
     path = _PACKAGE / "_C.abi3.so"
     if not path.exists():
-        reason = build_info().get("native") or "setup.py has not built it"
+        reason = build_info().get("native") or f"setup.py has not built it in {_PACKAGE.parent}"
         return f"the native library is absent: {reason}"
     try:
         torch.ops.load_library(str(path))
