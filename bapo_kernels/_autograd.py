@@ -1,4 +1,4 @@
-"""Autograd around gradients that are made in forward."""
+"""Autograd around the kernels: gradients that forward made, and those that backward makes."""
 
 from __future__ import annotations
 

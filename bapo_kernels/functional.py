@@ -98,7 +98,8 @@ def bapo_loss(
             32 bytes a token.
 
     Returns:
-        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype.
+        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype, made in
+        forward (of float16 logits in backward, where the scale of the loss is known).
 
     Raises:
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only

@@ -1,11 +1,11 @@
 """From hidden states: only rows that matter meet the lm_head, a chunk of logits at a time.
 
-Gradients are made in forward. Three sets of rows are kept apart: those that are computed (masked
-ones never are), those of them whose gradient is not surely zero (the others need no gradient GEMM),
-and those that wait for the clip bounds (in memory those of the last chunk, the others are replayed
-once the bounds are known). What is kept until backward are the gradients of the hidden states, in
-their dtype, and of the weight, in float32 while it is added up and in the weight's dtype then;
-logits never.
+Gradients are made in forward; of float16 in backward, by ``LinearLogProbs``. Three sets of rows are
+kept apart: those that are computed (masked ones never are), those of them whose gradient is not
+surely zero (the others need no gradient GEMM), and those that wait for the clip bounds (in memory
+those of the last chunk, the others are replayed once the bounds are known). What is kept until
+backward are the gradients of the hidden states, in their dtype, and of the weight, in float32 while
+it is added up and in the weight's dtype then; logits never.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def log_probs(
         (tensor([-1.3863], dtype=torch.float64), None)
     """
     logits = whole_vocabulary(logits, vocab_group, -1)
-    V = logits.shape[-1]
+    V, labels = logits.shape[-1], labels.long()
     live = labels != IGNORE_INDEX
     known = (labels >= 0) & (labels < V)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -59,7 +59,7 @@ def log_probs(
     x = (x / temperature).masked_fill(forbidden, -torch.inf)
 
     log_p = torch.log_softmax(x, dim=-1)
-    label = torch.where(known, labels, 0).long()
+    label = torch.where(known, labels, 0)
     logp = log_p.gather(-1, label[..., None]).squeeze(-1)
     logp = torch.where(known, logp, torch.nan)
     entropy = None
@@ -364,7 +364,7 @@ def bapo_loss(
         >>> bool((loss - truth).abs() < 1e-6)
         True
     """
-    config = config or BAPOConfig()
+    config, labels = config or BAPOConfig(), labels.long()
     live = _live(labels, response_mask) & (labels != IGNORE_INDEX)
     logp, entropy = log_probs(
         logits,

@@ -396,17 +396,17 @@ def test_float64_logits_are_the_reference():
     assert torch.equal(out.loss, expected.loss)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_the_label_156_of_uint8(backend, device, named):
+@pytest.mark.parametrize("name", [None, "reference", "of the reference"])
+def test_the_label_156_of_uint8(backend, device, name):
     """-100 as uint8 is 156."""
     logits = torch.randn(2, 3, 257, device=device)
     labels = torch.full((2, 3), 156, device=device)
     advantages = torch.ones(2, 3, device=device)
-    name = backend if named else "reference"
-    results = [
-        bapo_loss(logits, kind, None, advantages, backend=name)
-        for kind in (labels, labels.to(torch.uint8))
-    ]
+    loss_of = partial(bapo_loss, backend=name or backend)
+    if name == "of the reference":
+        loss_of = reference.bapo_loss
+    kinds = labels, labels.to(torch.uint8)
+    results = [loss_of(logits, kind, None, advantages) for kind in kinds]
     assert results[0].log_probs.all()
     assert torch.equal(results[0].log_probs, results[1].log_probs)
 

@@ -171,12 +171,12 @@ float32 log-probs, bit for bit.
 ![Margins and flips](figures/numerics_decisions.svg)
 """
 LESSONS = {
-    "log_probs": """Ours stay near the rounding of the float32 result: sums of 4,096 terms in
-float32 join a double, and the log-prob is rounded once. PyTorch adds the whole vocabulary in
-float32, and loses most where many terms matter (std 3). Where a log-prob is large, every result
-has the same rounding of it. `log_softmax` of 16-bit logits, which TRL and verl take there, rounds
-the log-prob to 11 or 8 bits, and a ratio inherits that as a factor. In float16 the constant row is
-not finite: its sum of exp exceeds 65,504.
+    "log_probs": """Ours stay near the rounding of the float32 result: 16 terms at a time are
+added in plain float32, those sums with what their additions lose, and the log-prob is rounded once.
+PyTorch adds the whole vocabulary in float32, and loses most where many terms matter (std 3). Where
+a log-prob is large, every result has the same rounding of it. `log_softmax` of 16-bit logits, which
+TRL and verl take there, rounds the log-prob to 11 or 8 bits, and a ratio inherits that as a factor.
+In float16 the constant row is not finite: its sum of exp exceeds 65,504.
 """,
     "entropy": """Where x is large and the entropy small (std 30), logsumexp(x) - sum p*x (verl)
 loses what the two terms have in common; ours and -sum p*log p measure x from near the maximum. With
