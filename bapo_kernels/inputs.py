@@ -165,8 +165,7 @@ def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor) -> Tensor:
             require(is_bound, name, "be a number >= 0 or a tensor", repr(bound))
             parts.append(torch.full((), bound, dtype=torch.float32, device=like.device))
     if not isinstance(bounds[0], Tensor) and not isinstance(bounds[1], Tensor):
-        rule = "have 0 <= lower <= 1 <= upper, bounds of the ratio"
-        require(0 <= bounds[0] <= 1 <= bounds[1], "bounds", rule, tuple(bounds))
+        require(0 <= bounds[0] <= bounds[1], "bounds", "have 0 <= lower <= upper", tuple(bounds))
     return torch.stack(parts)
 
 

@@ -27,6 +27,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.config import transform_of
 
 ROOT = Path(__file__).parent.parent
 NAMESPACE = "bapo_kernels_cuda_on_host"
@@ -225,7 +226,7 @@ def test_empty_shard(on_host):
     rows, labels = torch.zeros(1, 3, 0), torch.full((3,), -1)
     results = fused.RowResults.empty(3, rows.device, False)
     live = torch.tensor([True, False, True])
-    fused.row_statistics("cpu", rows, labels, live, BAPOConfig(), results, None)
+    fused.row_statistics("cpu", rows, labels, live, transform_of(BAPOConfig()), results, None)
     assert results.stats[live].tolist() == [[-torch.inf, 0.0]] * 2
     nothing = torch.zeros(3, dtype=torch.float64)
     ops = fused.ops_of("cpu")

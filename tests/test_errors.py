@@ -144,7 +144,7 @@ CASES = {
     "bounds not a pair": (arguments(bounds=(1.0,)), r"bounds must be a pair \(lower, upper\)"),
     "bounds order": (
         arguments(bounds=(1.3, 1.2)),
-        r"bounds must have 0 <= lower <= 1 <= upper, bounds of the ratio, got \(1.3, 1.2\)",
+        r"bounds must have 0 <= lower <= upper, got \(1.3, 1.2\)",
     ),
     "bounds nan": (arguments(bounds=(float("nan"), 1.2)), "bounds.lower must be a number >= 0"),
     "bounds size": (
