@@ -31,7 +31,7 @@ lint: .venv/built
 # The suite on a library with AddressSanitizer and UBSan, built in a copy of the tree.
 sanitize: .venv/built
 	rm -rf build/sanitize && mkdir -p build/sanitize
-	cp -r bapo_kernels csrc tests setup.py pyproject.toml README.md LICENSE build/sanitize
+	cp -r bapo_kernels csrc fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
 	cd build/sanitize && BAPO_SANITIZE=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

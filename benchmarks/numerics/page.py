@@ -205,10 +205,10 @@ the same with the log-probs that it returned; observed is at the drawn targets.
 - One pass and loop agree bit for bit: no margin is near the rounding of float64.
 - Rounding exact log-probs to float32 flips a few in 10,000, to bfloat16 about a third.
 - 16-bit `log_softmax`, and so TRL and verl, are where bfloat16 rounding is, and a little above.
-- Of the functions ours flips least, but in preset `paper` about twice as often as rounding alone
-  explains. The likely tokens weigh most there, and their log-probs, near 0, have a last place far
-  smaller than the float32 sums they are made of. In `bapo_loss` itself log-probs reach
-  the search in float64.
+- Ours flips as often as the rounding of its float32 result explains, and in `bapo_loss`, where
+  log-probs reach the search in float64, less often. In preset `paper` the likely tokens weigh most;
+  their log-probs, near 0, have a last place far smaller than the float32 sums they are made of, and
+  that is where the others lose.
 - Margins of preset `paper` can be tiny because the range is: where few tokens are clipped,
   raising a bound hardly changes the share. Its flips matter as little.
 """,
