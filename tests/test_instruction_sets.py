@@ -1,5 +1,7 @@
 """The CPU kernels of every instruction set that this processor has, not only the widest."""
 
+import math
+
 import pytest
 import torch
 from helpers import check_against_reference, make_case, needs_native
@@ -79,3 +81,20 @@ def test_near_certain_labels(chosen, dtype):
     got, _ = bapo_kernels.log_probs(logits, labels)
     expected, _ = bapo_kernels.reference.log_probs(logits.double(), labels)
     assert (got - expected).abs().max() < 16 * 2.0**-25
+
+
+def test_the_scale_of_the_exponent(chosen):
+    """log2(e)/temperature in float32 is off by half a unit here; log-probs are not, in the mean."""
+    import bapo_kernels
+
+    def rounding(temperature):
+        scale = 1 / (temperature * math.log(2))
+        return abs(torch.tensor(scale).item() / scale - 1)
+
+    temperature = max((0.5 + k / 1000 for k in range(500)), key=rounding)
+    assert rounding(temperature) > 5e-8
+    torch.manual_seed(0)
+    logits, labels = 3 * torch.randn(200, 8_000), torch.randint(0, 8_000, (200,))
+    got, _ = bapo_kernels.log_probs(logits, labels, temperature=temperature)
+    expected, _ = bapo_kernels.reference.log_probs(logits.double(), labels, temperature=temperature)
+    assert (got - expected).mean().abs() < 5e-8
