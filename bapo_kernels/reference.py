@@ -320,7 +320,7 @@ def bapo_loss_from_log_probs(
         "ppo_kl": mean(-log_ratio),
         "entropy": mean(H),
         "kl_loss": aggregate(torch.where(counted, kl, 0.0)).detach(),
-        **_search_metrics(probe, bounds),
+        **_search_metrics(probe, bounds, searched=not bounds_given),
     }
     if statistics == "live":
         metrics["live_tokens"] = counted.sum()
@@ -527,12 +527,11 @@ def _aggregate(
     return loss
 
 
-def _search_metrics(probe: Contributions, bounds: ClipBounds) -> dict[str, Tensor]:
+def _search_metrics(probe: Contributions, bounds: ClipBounds, searched: bool) -> dict[str, Tensor]:
     config = probe.config
-    lower, upper = (
-        _on_grid(bound, grid)
-        for bound, grid in zip(bounds, (config.lower_grid, config.upper_grid), strict=True)
-    )
+    lower, upper = (float(bound) for bound in bounds)
+    if searched:
+        lower, upper = _on_grid(lower, config.lower_grid), _on_grid(upper, config.upper_grid)
     P, N = probe.sums(lower, upper)
     P_start, N_start = probe.sums(config.ratio_lower_start, config.ratio_upper_start)
     values = {
@@ -549,7 +548,6 @@ def _search_metrics(probe: Contributions, bounds: ClipBounds) -> dict[str, Tenso
     }
 
 
-def _on_grid(bound: Tensor, grid: list[float]) -> float:
-    """The float64 grid point that a float32 bound stands for, or the bound itself."""
-    value = float(bound)
-    return next((point for point in grid if float(torch.tensor(point).float()) == value), value)
+def _on_grid(bound: float, grid: list[float]) -> float:
+    """The float64 grid point that a float32 bound stands for."""
+    return next(point for point in grid if float(torch.tensor(point, dtype=torch.float32)) == bound)

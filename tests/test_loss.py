@@ -1,5 +1,7 @@
 """bapo_loss of every backend against the float64 reference."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import (
@@ -271,6 +273,22 @@ def test_bounds_as_floats(backend, device):
     expected = run_kernel(case, backend, bounds=tensors)
     got = run_kernel(case, backend, bounds=(0.8, 1.3))
     assert torch.equal(got.gradient, expected.gradient)
+
+
+def test_shares_at_given_bounds(backend, device):
+    """Of the bounds in float32, as the loss: 1.2 is 1.2000000477 there."""
+    labels = torch.zeros(2, dtype=torch.long, device=device)
+    A = torch.tensor([1.0, -1.0], device=device)
+    old = torch.tensor([-1.0, 0.5], device=device)  # ratios e and e^-0.5 of a vocabulary of one
+    upper, lower = torch.tensor(1.2).double(), torch.tensor(0.8).double()
+    P, N = torch.e**-1.0 * upper, torch.e**0.5 * lower
+    kernel = partial(bapo_loss, backend=backend)
+    truth = reference.bapo_loss
+    for function, dtype, digits in ((kernel, torch.float32, 24), (truth, torch.float64, 50)):
+        logits = torch.zeros(2, 1, dtype=dtype, device=device)
+        share = function(logits, labels, old, A, bounds=(0.8, 1.2)).metrics["bapo_pos_share"]
+        expected = (P / (P + N)).to(device)
+        torch.testing.assert_close(share.double(), expected, rtol=2.0**-digits, atol=0)
 
 
 def test_module(backend, device):

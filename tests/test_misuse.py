@@ -281,7 +281,15 @@ def of_overwritten_logits(x, case, backend, **options):
     return of_logits(x, case, backend, inplace=backend != "reference", **options)
 
 
-@pytest.mark.parametrize("function", [*LOSSES, of_overwritten_logits])
+def of_hidden_under_autocast(x, case, backend, **options):
+    """Parameters in float32, products in float16."""
+    x = {name: leaf.float() for name, leaf in x.items()}
+    enabled = backend != "reference"
+    with torch.autocast(x["hidden"].device.type, torch.float16, enabled=enabled):
+        return of_hidden(x, case, backend, **options)
+
+
+@pytest.mark.parametrize("function", [*LOSSES, of_overwritten_logits, of_hidden_under_autocast])
 def test_loss_scale_of_float16(backend, device, function):
     """Derivatives that float16 could not hold without the scale of the loss are right with it."""
     x, case = problem(device)
