@@ -417,6 +417,7 @@ def test_the_label_156_of_uint8(backend, device, name):
     results = [loss_of(logits, kind, None, advantages) for kind in kinds]
     assert results[0].log_probs.all()
     assert torch.equal(results[0].log_probs, results[1].log_probs)
+    assert torch.equal(*(reference.log_probs(logits, kind)[0] for kind in kinds))
 
 
 WRONG_OFFSETS = {
