@@ -10,6 +10,7 @@ from bapo_kernels import BAPOConfig, bapo_loss, log_probs
 
 pytestmark = pytest.mark.gpu
 GPU_KERNELS = [name for name in KERNELS if name != "cpu"]
+IN_FORWARD_AND_BACKWARD = [torch.bfloat16, torch.float16]  # where the gradient is made
 REAL = [  # Llama-3, Qwen3, Gemma-3, a shard of Qwen3, an odd slice
     128_256,
     151_936,
@@ -93,8 +94,9 @@ def test_same_bits_alone_and_at_any_address(backend, V):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_no_synchronisation(backend, given):
-    case = make_case((4, 16), 4096, torch.bfloat16, "cuda", staleness=0.4)
+@pytest.mark.parametrize("dtype", IN_FORWARD_AND_BACKWARD)
+def test_no_synchronisation(backend, dtype, given):
+    case = make_case((4, 16), 4096, dtype, "cuda", staleness=0.4)
     bounds = (torch.tensor(0.8, device="cuda"), torch.tensor(1.2, device="cuda"))
     options = dict(bounds=bounds if given else None, backend=backend)
     x = case.logits.clone().requires_grad_()
@@ -109,10 +111,11 @@ def test_no_synchronisation(backend, given):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_graph_capture(backend):
+@pytest.mark.parametrize("dtype", IN_FORWARD_AND_BACKWARD)
+def test_graph_capture(backend, dtype):
     """Forward and backward, replayed on other inputs, with other bounds found."""
     cases = [
-        make_case((4, 32), 4096, torch.bfloat16, "cuda", staleness=s, seed=seed, poison=False)
+        make_case((4, 32), 4096, dtype, "cuda", staleness=s, seed=seed, poison=False)
         for seed, s in enumerate((0.0, 0.4, 1.0))
     ]
     fixed = [t.clone() for t in (cases[0].logits, *cases[0].arguments())]
