@@ -383,7 +383,8 @@ def bapo_linear_loss(
         bias: ``[V]``.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
         vocab_group: shares out the rows of ``lm_head_weight`` and ``bias``; every rank passes the
-            same hidden states and gets their whole gradient (one all-reduce, in forward).
+            same hidden states and gets their whole gradient (one all-reduce, in forward; of
+            float16 in backward).
 
     ``lm_head_weight`` and ``bias`` may be DTensors, sharded by FSDP2 (gathered for the forward, the
     gradient is scattered in backward, as the mean of the ranks) or along the vocabulary over
