@@ -211,9 +211,10 @@ def test_packed_with_all_terms():
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_in_place_raises(fullgraph):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_in_place_raises(fullgraph, dtype):
     """It is for eager code; a compiled call must never train on a wrong gradient."""
-    linear, hidden = torch.nn.Linear(8, 257), torch.randn(3, 7, 8)
+    linear, hidden = torch.nn.Linear(8, 257, dtype=dtype), torch.randn(3, 7, 8, dtype=dtype)
     arguments = make_case(poison=False).arguments()
 
     def loss(hidden):
