@@ -43,7 +43,7 @@ class _PrecomputedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, backend: str, *tensors: Tensor | None) -> Tensor:
-        ctx.backend, ctx.version = backend, None
+        ctx.backend, ctx.overwritten = backend, None
         ctx.gradients = tensors[len(tensors) // 2 :]
         return loss.clone()
 
@@ -54,8 +54,8 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "the gradient of this loss was handed over in its first backward; "
                 "call the loss again instead of backward with retain_graph=True"
             )
-        _check_unchanged(ctx.gradients[0], ctx.version)
-        gradients, ctx.gradients = ctx.gradients, None
+        _check_unchanged(ctx.overwritten)
+        gradients, ctx.gradients, ctx.overwritten = ctx.gradients, None, None
         for gradient in gradients:
             if gradient is not None and gradient.dtype == torch.float64:
                 gradient.mul_(dloss.detach())
@@ -79,8 +79,8 @@ def attach(
     return result
 
 
-def _check_unchanged(logits: Tensor | None, version: int | None) -> None:
-    if version is not None and logits is not None and logits._version != version:
+def _check_unchanged(overwritten: tuple[Tensor, int] | None) -> None:
+    if overwritten is not None and overwritten[0]._version != overwritten[1]:
         raise RuntimeError(
             "logits that a loss overwrites with its gradient (inplace=True) were changed before "
             "its backward"
@@ -111,7 +111,7 @@ def mark_overwritten(logits: Tensor, result: Tensor) -> None:
     _Overwritten.apply(logits)
     node: Any = result.grad_fn
     if node is not None:
-        node.version = logits._version
+        node.overwritten = logits.detach(), logits._version
 
 
 class LogProbs(torch.autograd.Function):
@@ -137,9 +137,9 @@ class LogProbs(torch.autograd.Function):
         row_statistics(backend, logits, labels, live, transform, results, shard)
         log_probs, entropy, stats, _ = results
         here = labels if shard is None else shard.labels(labels)
-        ctx.overwritten = logits.detach() if inplace else None
+        ctx.inplace, ctx.overwritten = logits.detach() if inplace else None, None
         ctx.save_for_backward(None if inplace else logits, here, live, stats, entropy)
-        ctx.transform, ctx.backend, ctx.version = transform, backend, None
+        ctx.transform, ctx.backend = transform, backend
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -162,9 +162,9 @@ class LogProbs(torch.autograd.Function):
             None,
             *ctx.transform,
         )
-        if ctx.overwritten is not None:
-            _check_unchanged(ctx.overwritten, ctx.version)
-            dlogits, ctx.overwritten = ctx.overwritten, None
+        if ctx.inplace is not None:
+            _check_unchanged(ctx.overwritten)
+            dlogits, ctx.inplace, ctx.overwritten = ctx.inplace, None, None
             ops_of(ctx.backend).row_gradient_(dlogits, *arguments)
         else:
             dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

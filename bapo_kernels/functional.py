@@ -145,7 +145,10 @@ def bapo_loss(
     given = None if bounds is None else bounds_tensor(bounds, labels)
     dlogits: Tensor | None
     if backend == "reference":
-        source = logits.detach().clone().requires_grad_() if inplace else logits
+        source = logits
+        if inplace:  # in float32, so that a loss scale finds what float16 could not hold
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            source = logits.detach().to(dtype, copy=True).requires_grad_()
         with torch.set_grad_enabled(inplace or torch.is_grad_enabled()):
             output = reference.bapo_loss(
                 source,
@@ -162,7 +165,8 @@ def bapo_loss(
             )
         if not inplace:
             return output
-        dlogits = logits.detach().copy_(torch.autograd.grad(output.loss, source)[0])
+        (dlogits,) = torch.autograd.grad(output.loss, source)
+        logits.detach().copy_(dlogits)
         output = output._replace(loss=output.loss.detach())
     else:
         counted = counted_tokens(tokens, config, statistics)

@@ -1,5 +1,7 @@
 """The gradient made in forward: scaled, used once, refused where it would be wrong."""
 
+import gc
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -128,6 +130,19 @@ class TestInPlace:
             (out.loss * scale).backward()
             gradients.append(linear.weight.grad.clone())
         assert torch.equal(*gradients)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_the_memory_is_let_go(self, backend, device, dtype):
+        """A loss that is kept after its backward does not keep the logits."""
+        linear, hidden = self.model(device, dtype=dtype)
+        case = self.case(device, linear, hidden)
+        logits = linear(hidden)
+        address, shape = logits.data_ptr(), logits.shape
+        loss = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True).loss
+        loss.backward()
+        del logits
+        alike = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == shape]
+        assert address not in [t.data_ptr() for t in alike]
 
     def test_logits_hold_the_gradient(self, backend, device):
         case = make_case(device=device, staleness=0.4)

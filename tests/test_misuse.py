@@ -278,7 +278,7 @@ def test_grad_scaler(backend, device, function):
 
 def of_overwritten_logits(x, case, backend, **options):
     x = dict(x, logits=x["logits"] * 1)
-    return of_logits(x, case, backend, inplace=backend != "reference", **options)
+    return of_logits(x, case, backend, **({"inplace": backend != "reference"} | options))
 
 
 def of_hidden_under_autocast(x, case, backend, **options):
@@ -292,18 +292,27 @@ def of_hidden_under_autocast(x, case, backend, **options):
 @pytest.mark.parametrize("function", [*LOSSES, of_overwritten_logits, of_hidden_under_autocast])
 def test_loss_scale_of_float16(backend, device, function):
     """Derivatives that float16 could not hold without the scale of the loss are right with it."""
-    x, case = problem(device)
-    half = {name: leaf.detach().half() for name, leaf in x.items()}
-
-    def scaled(dtype, backend):
-        leaves = {k: leaf.to(dtype, copy=True).requires_grad_() for k, leaf in half.items()}
-        tokens = 2.0**16
-        (function(leaves, case, backend, batch_num_tokens=tokens) * tokens).backward()
-        return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-
-    both = scaled(torch.float16, backend), scaled(torch.float16, "reference")
-    for gradients_of_leaf in zip(*both, scaled(torch.float64, "reference"), strict=True):
+    got = scaled_gradients(function, torch.float16, backend, device)
+    plain = scaled_gradients(function, torch.float16, "reference", device)
+    truth = scaled_gradients(function, torch.float64, "reference", device)
+    for gradients_of_leaf in zip(got, plain, truth, strict=True):
         assert_within_budget(function.__name__, *gradients_of_leaf)
+
+
+def test_loss_scale_of_float16_in_the_reference_in_place(device):
+    overwritten = partial(of_overwritten_logits, inplace=True)
+    (got,) = scaled_gradients(overwritten, torch.float16, "reference", device)
+    (plain,) = scaled_gradients(of_logits, torch.float16, "reference", device)
+    (truth,) = scaled_gradients(of_logits, torch.float64, "reference", device)
+    assert_within_budget("gradient", got, plain, truth)
+
+
+def scaled_gradients(function, dtype, backend, device):
+    """Of a loss over 2^16 tokens, times 2^16, from inputs that float16 has."""
+    x, case = problem(device)
+    leaves = {k: leaf.detach().half().to(dtype).requires_grad_() for k, leaf in x.items()}
+    (function(leaves, case, backend, batch_num_tokens=2.0**16) * 2.0**16).backward()
+    return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
 
 
 def test_only_the_policy_has_a_gradient(backend, device):
