@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 
 namespace bapo::cuda {
 
@@ -41,9 +42,21 @@ __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
                  : "memory");
 }
 // Waits for the end of the phase of this parity; sees what was written before it, cluster-wide.
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+// Built with BAPO_TRAP_WAITS, a wait that does not end says which one it is, and traps.
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
+                                    [[maybe_unused]] const char* name) {
     uint32_t done = 0;
+#ifdef BAPO_TRAP_WAITS
+    constexpr uint32_t kMostTries = 1u << 24;
+    for (uint32_t tries = 0; !done; ++tries) {
+        if (tries == kMostTries) {
+            printf("block %u, thread %u: the wait for %s (parity %u) does not end\n", blockIdx.x,
+                   threadIdx.x, name, parity);
+            __trap();
+        }
+#else
     while (!done) {
+#endif
         asm volatile(
             "{\n"
             ".reg .pred done;\n"

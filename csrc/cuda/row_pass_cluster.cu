@@ -116,7 +116,8 @@ struct Block {
                     const uintptr_t from = begin / 16 * 16;
                     const uint32_t bytes = (uint32_t)((end + 15) / 16 * 16 - from);
                     const uint32_t full = shared_address(&shared.full[place.stage]);
-                    barrier_wait(shared_address(&shared.empty[place.stage]), place.parity ^ 1);
+                    barrier_wait(shared_address(&shared.empty[place.stage]), place.parity ^ 1,
+                                 "an empty stage");
                     barrier_expect(full, bytes);
                     bulk_load(shared_address(stage(place.stage)), reinterpret_cast<void*>(from),
                               bytes, full, policy);
@@ -164,7 +165,8 @@ struct Block {
 #pragma unroll
             for (int step = 0; step < kUnroll; ++step) {
                 if (i + step < chunks) {
-                    barrier_wait(shared_address(&shared.full[place.stage]), place.parity);
+                    barrier_wait(shared_address(&shared.full[place.stage]), place.parity,
+                                 "a chunk");
                     values(logits, place.stage, first_element(i + step), y + step * n);
                     if (!keep) release(place.stage);
                     place.advance(stages);
@@ -277,7 +279,8 @@ struct Block {
             if (threadIdx.x == 0) *const_cast<volatile float*>(&shared.z_label) = z_label;
             send(sums, turn);
             if (first_warp) {
-                barrier_wait(shared_address(&shared.sums_arrived[turn]), turn_parity);
+                barrier_wait(shared_address(&shared.sums_arrived[turn]), turn_parity,
+                             "the sums of the cluster");
                 const RowSums total =
                     total_of(shared.sums[turn], (int)size * kComputeWarps, scales.scale2);
                 const RowOrder order =

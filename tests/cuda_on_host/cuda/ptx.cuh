@@ -52,7 +52,7 @@ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
     const std::lock_guard lock(emulated::block->cluster->mutex);
     reinterpret_cast<MemoryBarrier*>(at_address(barrier))->update(1, (int)bytes);
 }
-inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+inline void barrier_wait(uint32_t barrier, uint32_t parity, const char*) {
     for (;;) {
         {
             const std::lock_guard lock(emulated::block->cluster->mutex);
