@@ -2,7 +2,9 @@
 
 It contains no Python API: one binary serves every Python version, and every torch from
 TORCH_TARGET on. Without a compiler or torch the install is pure Python, and
-``python -m bapo_kernels`` tells why. BAPO_SANITIZE=1 builds with AddressSanitizer and UBSan.
+``python -m bapo_kernels`` tells why; likewise without nvcc, or where it fails, the CUDA backend is
+absent. BAPO_REQUIRE_CUDA=1 makes that an error. BAPO_SANITIZE=1 builds with AddressSanitizer and
+UBSan.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +42,11 @@ INSTRUCTION_SETS = {
     ),
 }
 
+# In a torch for CUDA the stream comes from libtorch_cuda, which libtorch pulls in. Without a strong
+# reference a linker told --as-needed, as most distributions' are, would leave libtorch out.
+LINK_LIBTORCH = ["-ltorch"]
+if sys.platform == "linux":
+    LINK_LIBTORCH = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
 
 CUDA_ARCHITECTURES = {
     # Clusters and bulk copies begin with sm_90; nothing is specific to one architecture, so that
@@ -141,8 +149,9 @@ class NativeBuild(build_ext):
         try:
             info = self.build_library(library)
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
-            info = {"native": reason(error)}
             library.unlink(missing_ok=True)
+            require_cuda_is_not_set(error)
+            info = {"native": reason(error)}
             print(f"bapo_kernels: installing without the native library: {info['native']}")
         report.write_text(json.dumps(info, indent=2) + "\n")
 
@@ -178,7 +187,7 @@ class NativeBuild(build_ext):
             cuda_objects, cuda_libraries, cuda = build_cuda(pool, build, command)
             objects = [future.result() for future in cpp] + cuda_objects
         libraries = [f"-L{path}" for path in library_paths()]
-        libraries += ["-ltorch", "-ltorch_cpu", *cuda_libraries]
+        libraries += [*LINK_LIBTORCH, "-ltorch_cpu", *cuda_libraries]
         run([compiler, "-shared", *sanitize_flags(), *objects, *libraries], str(target))
         version = subprocess.check_output([compiler, "--version"], text=True).splitlines()[0]
         sets = ", ".join(INSTRUCTION_SETS)
@@ -203,12 +212,24 @@ def build_cuda(
         kernels = [pool.submit(build, command, unit) for unit in cuda_units()]
         objects = [future.result() for future in kernels]
     except (OSError, subprocess.CalledProcessError) as error:
+        require_cuda_is_not_set(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            warn(f"nvcc failed, so the CUDA backend is left out: {error.stderr.strip()}")
         return [], [], {"why no cuda": reason(error)}
     binding = Unit("binding_cuda", "csrc/binding_cuda.cpp", torch_headers())
     objects.append(build(cpp_command, binding))
     libraries = [f"-L{toolkit.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     architectures = ", ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES["tokens"])
     return objects, libraries, {"cuda": f"{toolkit.version} for {architectures}"}
+
+
+def require_cuda_is_not_set(error: Exception) -> None:
+    if os.environ.get("BAPO_REQUIRE_CUDA"):
+        raise SystemExit(f"bapo_kernels: BAPO_REQUIRE_CUDA is set, and {reason(error)}") from error
+
+
+def warn(message: str) -> None:
+    print(f"bapo_kernels: WARNING: {message}", file=sys.stderr)
 
 
 def run(command: list[str], output: str) -> None:

@@ -99,7 +99,8 @@ def bapo_loss(
 
     Returns:
         :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype, made in
-        forward (of float16 logits in backward, where the scale of the loss is known).
+        forward (in backward of float16 logits, where the scale of the loss is known, and under
+        ``torch.compile``).
 
     Raises:
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
@@ -171,7 +172,7 @@ def bapo_loss(
     else:
         counted = counted_tokens(tokens, config, statistics)
         shard = VocabShard.of(logits.shape[-1], logits, vocab_group)
-        if needs_gradient and _in_backward(logits.dtype):
+        if needs_gradient and _logit_gradient_in_backward(logits):
             flat = as_rows(logits), int64_labels(labels), counted, transform_of(config)
             logp, entropy = LogProbs.apply(*flat, backend, shard, inplace)
             if inplace:
@@ -552,12 +553,21 @@ def linear_log_probs(
 
 
 def _in_backward(dtype: torch.dtype) -> bool:
-    """Whether the gradient of such logits is made in backward.
+    """Whether the gradient of such hidden states or logits is made in backward.
 
     The range of float16 ends at 6e-8, where many of a loss's derivatives are; those of a loss times
     a scale are above, and the scale is known in backward.
     """
     return dtype == torch.float16
+
+
+def _logit_gradient_in_backward(logits: Tensor) -> bool:
+    """Whether the gradient of these logits is made in backward.
+
+    A compiled backward copies what forward made before an operator may scale it: reading the logits
+    again is cheaper.
+    """
+    return _in_backward(logits.dtype) or torch.compiler.is_compiling()
 
 
 def _loss_of_log_probs(

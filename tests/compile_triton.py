@@ -217,7 +217,34 @@ def resources(kernel: object) -> dict[str, object]:
         "registers": registers,
         "stack": stack + local + spills,
         "in_loops": Counter(nvidia_accesses_in_loops(text)),
+        "limited": kernel.metadata.maxnreg is not None,
+        "label_in_order": label_in_order(kernel.asm["ptx"]),
     }
+
+
+def label_in_order(ptx: str) -> bool | None:
+    """Whether all threads have the label's logit before any of them writes a gradient over it.
+
+    Follows the code from the load, in 16 bits the only narrow one of a row's element, to the next
+    barriers. None where it is not told apart, or where nothing is written.
+    """
+    lines = ptx.splitlines()
+    place = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$")}
+    writes = {at for at, line in enumerate(lines) if re.search(r"st\.global\.\S*v4", line)}
+    todo = [at + 1 for at, line in enumerate(lines) if "ld.global.b16" in line]
+    if not todo or not writes:
+        return None
+    seen = set()
+    while todo:
+        at = todo.pop()
+        line = lines[at]
+        if at in seen or re.search(r"bar\.sync|\bret;", line):
+            continue
+        seen.add(at)
+        goal = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        todo += [place[goal[1]]] if goal else []
+        todo += [at + 1] if goal is None or "@" in line else []
+    return seen.isdisjoint(writes)
 
 
 def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:

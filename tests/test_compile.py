@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import KERNELS, make_case
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from world import grid
@@ -10,6 +11,7 @@ from world import grid
 from bapo_kernels import (
     BAPOConfig,
     BAPOLoss,
+    bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
     find_clip_bounds,
@@ -57,6 +59,18 @@ def test_loss_with_dynamic_shapes(backend, device, dtype):
         case = make_case((3, S), dtype=dtype, device=device, poison=False)
         compare(loss_of, compiled, case.logits, *case.arguments())
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("function", [bapo_loss, bapo_linear_loss])
+def test_backward_copies_no_gradient(function):
+    """A copy of the gradient takes as long as the whole loss."""
+    case, weight = make_case((4, 8), 65, poison=False), torch.randn(65, 16)
+    inputs = (case.logits,) if function is bapo_loss else (torch.randn(4, 8, 16), weight)
+    leaves = [x.requires_grad_() for x in inputs]
+    compiled = torch.compile(lambda *x: function(*x, *case.arguments()).loss)
+    _, codes = run_and_get_code(lambda: compiled(*leaves).backward())
+    assert "tangents_1" in codes[-1]
+    assert "clone" not in codes[-1]
 
 
 def test_new_bounds_do_not_recompile(backend, device):

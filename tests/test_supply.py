@@ -124,3 +124,42 @@ def test_older_versions_of_torch_are_refused(wheel):
     assert torch.specifier.contains(f"{major}.{minor}.0")
     assert not torch.specifier.contains(f"{major}.{minor - 1}.1")
     assert torch.specifier.contains(importlib.metadata.version("torch"))
+
+
+COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo g++ 12 ;; *) eval "touch \\"\\${$#}\\"" ;; esac
+"""
+FAILING_NVCC = """#!/bin/sh
+case "$*" in
+  *--dryrun*) echo "#$ TOP={root}" >&2 ;;
+  *--version*) echo "release 13.0, V13.0.88" ;;
+  *) echo "row_pass.cu(7): error: expected a ;" >&2; exit 2 ;;
+esac
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scripts in the place of compilers")
+@pytest.mark.parametrize("nvcc", [True, False], ids=["nvcc fails", "no nvcc"])
+@pytest.mark.parametrize("required", [False, True])
+def test_a_build_without_cuda_is_loud(tmp_path, nvcc, required):
+    """A machine with a GPU must not go on without its backend because a build said nothing."""
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libcudart_static.a").touch()
+    for name, text in (("c++", COMPILER), ("nvcc", FAILING_NVCC.format(root=tmp_path))):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if k not in ("CXX", "NVCC", "BAPO_REQUIRE_CUDA")}
+    env |= {"PATH": "/usr/bin:/bin", "CXX": str(tmp_path / "c++")}
+    env |= {"NVCC": str(tmp_path / "nvcc")} if nvcc else {"PATH": "/bin"}
+    env |= {"BAPO_REQUIRE_CUDA": "1"} if required else {}
+    command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}"]
+    command += [f"--build-temp={tmp_path / 'temp'}"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    reason = "nvcc: row_pass.cu(7): error: expected a ;" if nvcc else "no CUDA compiler found"
+    if required:
+        assert done.returncode != 0
+        assert f"BAPO_REQUIRE_CUDA is set, and {reason}" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert ("WARNING: nvcc failed" in done.stderr) == nvcc, done.stderr
+    assert reason in (tmp_path / "bapo_kernels" / "_build.json").read_text()

@@ -43,6 +43,19 @@ def test_kernels(compiled):
         assert narrow == [], f"{what}: narrow accesses in a loop"
 
 
+def test_all_threads_have_the_label_before_a_gradient_in_place(compiled):
+    target, report = compiled
+    orders = [kernel.get("label_in_order") for kernel in report["kernels"]]
+    assert False not in orders
+    if target.startswith("cuda"):
+        assert orders.count(True) >= 10, "the loads of labels must have been found"
+
+
+def test_registers_are_limited(compiled):
+    """Left to itself ptxas of some versions spills to fit one program more."""
+    assert all(kernel.get("limited", True) for kernel in compiled[1]["kernels"])
+
+
 def test_values_compile_nothing(compiled):
     """Bounds, temperatures, coefficients, targets and the number of tokens are run-time values."""
     assert compiled[1]["compiled_again"] == []

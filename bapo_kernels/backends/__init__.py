@@ -14,6 +14,8 @@ _UNASKED = tuple(n for n in NAMES if n != "triton" or not triton.INTERPRETED)
 def available_backends() -> dict[str, str | None]:
     """Backends in order of preference: ``None`` if one can run here, else the reason why not.
 
+    Of several GPUs the current one counts.
+
     Examples:
         >>> for name, reason in available_backends().items():
         ...     print(name, reason or "runs here")  # doctest: +ELLIPSIS
@@ -22,6 +24,13 @@ def available_backends() -> dict[str, str | None]:
         cpu ...
         reference runs here
     """
+    reasons = _why_not_on_this_machine()
+    if reasons["cuda"] is None:
+        reasons["cuda"] = native.why_no_kernels(torch.device("cuda"))
+    return reasons
+
+
+def _why_not_on_this_machine() -> dict[str, str | None]:
     return {
         "cuda": native.WHY_NO_CUDA,
         "triton": triton.WHY_NOT,
@@ -50,7 +59,7 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
     """Why a backend cannot run on ``tensor``, or ``None``."""
     if backend == "reference":
         return None
-    reason = available_backends()[backend]
+    reason = _why_not_on_this_machine()[backend]
     if reason is not None:
         return reason
     on_cpu = backend == "cpu" or (backend == "triton" and triton.INTERPRETED)
@@ -59,4 +68,4 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
         return f"{name} must be on a {device} device, got {tensor.device}"
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}"
-    return None
+    return native.why_no_kernels(tensor.device) if backend == "cuda" else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,33 @@ def _why_no_cuda() -> str | None:
     if torch.cuda.device_count() == 0:
         return "no NVIDIA GPU that torch can use"
     return None
+
+
+@torch.compiler.assume_constant_result
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why the CUDA kernels cannot run on this GPU, or ``None``; initialises CUDA."""
+    return _not_built_for(*torch.cuda.get_device_capability(device))
+
+
+@cache
+def _not_built_for(major: int, minor: int) -> str | None:
+    build = build_info()["cuda"]  # such as "13.0 for sm_80, sm_90"
+    toolkit, driver = build.split()[0], _cuda_of_driver()
+    if driver < int(toolkit.split(".")[0]):
+        return f"built with CUDA {toolkit}, the driver knows CUDA {driver}"
+    built = [divmod(int(sm), 10) for sm in re.findall(r"sm_(\d+)", build)]
+    # A binary runs on its own generation, from its own version on. Of the newest there is PTX,
+    # which the driver compiles for whatever comes later.
+    if any(sm[0] == major and sm[1] <= minor for sm in built) or (major, minor) > max(built):
+        return None
+    return f"built for {', '.join(f'sm_{x}{y}' for x, y in built)}, the GPU is sm_{major}{minor}"
+
+
+def _cuda_of_driver() -> int:
+    """The major version of CUDA that the driver knows, which torch does not tell."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000
 
 
 # Why a backend cannot run on this machine; None if it can.

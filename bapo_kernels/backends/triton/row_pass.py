@@ -72,13 +72,14 @@ def _row_pass_kernel(
             tl.store(undecided + index, 0)
             rows.write_zeros(grad, V, W, UNROLL)
     else:
+        label = tl.load(labels + index)
+        z = rows.label_logit(row, label, V)  # the sums over the row wait for all threads
         origin, sum_2t, weighted = rows.row_statistics(
             row, V, inner, scale2, fixed, SOFTCAP, W, UNROLL
         )
         log_sum = tl.log(sum_2t)
         entropy = log_sum - rows.LN2 * weighted / sum_2t
-        label = tl.load(labels + index)
-        z, logp = rows.label_log_prob(row, label, V, origin, log_sum, inner, scale, SOFTCAP)
+        logp = rows.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
         tl.store(log_probs + index, logp)
         tl.store(entropies + index, entropy)
         tl.store(stats + 2 * index, origin.to(tl.float64))
@@ -177,7 +178,9 @@ def _row_gradient_kernel(
             log_sum = tl.log(sum_2t)
             entropy = tl.load(entropies + index)
             label = tl.load(labels + index)
-            z, logp = rows.label_log_prob(row, label, V, origin, log_sum, inner, scale, SOFTCAP)
+            z = rows.label_logit(row, label, V)
+            logp = rows.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
+            tl.debug_barrier()
             rows.write_gradient(
                 row,
                 grad,

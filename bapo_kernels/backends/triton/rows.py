@@ -129,11 +129,19 @@ def row_statistics(
 
 
 @triton.jit
-def label_log_prob(row, label, V, origin, log_sum, inner, scale, SOFTCAP: tl.constexpr):
-    """z of the label and its log-prob in float64; NaN for labels outside of the vocabulary."""
-    z = tl.load(row + label, (label >= 0) & (label < V), other=float("nan")).to(tl.float32)
+def label_logit(row, label, V):
+    """z of the label; NaN for labels outside of the vocabulary.
+
+    Every thread loads it. A gradient in place overwrites it, so a barrier has to stand between.
+    """
+    return tl.load(row + label, (label >= 0) & (label < V), other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP: tl.constexpr):
+    """The log-prob of the label in float64."""
     y = transformed(z, inner, SOFTCAP)
-    return z, (y.to(tl.float64) - origin) * scale - log_sum
+    return (y.to(tl.float64) - origin) * scale - log_sum
 
 
 @triton.jit

@@ -336,7 +336,13 @@ def contributions(
         **limits(4, registers=128),
     )
     _add_partials_kernel[(1,)](
-        partials, table, chunks, points, CHUNKS=max(1, min(32, 4096 // POINTS)), POINTS=POINTS
+        partials,
+        table,
+        chunks,
+        points,
+        CHUNKS=max(1, min(32, 4096 // POINTS)),
+        POINTS=POINTS,
+        **limits(4, registers=128),
     )
 
 
@@ -363,7 +369,7 @@ def solve(
         RATIO_TARGET=ratio_target,
         UPPER_FIRST=upper_first,
         VISITS=triton.next_power_of_2(table.numel() - 1),
-        num_warps=1,
+        **limits(1, registers=128),
     )
 
 
@@ -431,6 +437,7 @@ def policy(
         target=target,
         RATIO_TARGET=ratio_target,
         BLOCK=128,
+        **limits(4, registers=128),
     )
 
 
