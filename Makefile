@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
 
-.PHONY: demo test bench lint sanitize fuzz clean
+.PHONY: demo test bench lint sanitize emulate fuzz clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -26,7 +26,7 @@ lint: .venv/built
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
-	  tests/cuda_on_host/*.* tests/cuda_on_host/cuda/*
+	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/*
 
 # The suite on a library with AddressSanitizer and UBSan, built in a copy of the tree.
 sanitize: .venv/built
@@ -41,6 +41,11 @@ sanitize: .venv/built
 	  --ignore tests/test_trl.py --ignore tests/test_verl.py --ignore tests/test_integrations.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py
+
+# The CUDA kernels on the CPU, under so many schedules (tests/cuda_on_host).
+SEEDS ?= 200
+emulate: .venv/built
+	EMULATE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 -q tests/test_cuda_on_host.py
 
 # Needs clang++; a minute, or as long as DURATION= says (fuzz/README.md).
 fuzz:

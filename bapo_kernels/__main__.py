@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
 from json import dumps
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .validate import Check, Task
 
 Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def main() -> None:
@@ -54,27 +56,40 @@ def commands() -> Typer:
 
 
 def validate(
-    device: Device | None = None, backend: list[str] | None = None, json: Path | None = None
+    device: Device | None = None,
+    backend: list[str] | None = None,
+    dtype: Dtype | None = None,
+    json: Path | None = None,
 ) -> None:
     """Checks the kernels on this machine against float64.
 
     The device is the GPU if there is one; --backend may be repeated, default: all that can run
-    there. --json is a file for the checks, one a line. The exit status is 0 if none failed.
+    there; --dtype leaves out the others. --json is a file for the checks, one a line, written as
+    they are made. The exit status is 0 if none failed.
     """
     from .validate import run
 
-    try:
-        checks = run(_device(device), backend, _with_progress)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    def chosen(tasks: Sequence[Task]) -> Iterable[Task]:
+        wanted = None if dtype is None else getattr(torch, dtype)
+        return _with_progress([t for t in tasks if wanted in (None, t.dtype)])
+
+    def tell(check: Check) -> None:
+        if file is not None:
+            print(_json(check), file=file, flush=True)
+        if not check.passed:
+            where = f"{check.backend}, {check.case}, {check.dtype}"
+            numbers = f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
+            print(f"{where}: {check.note or numbers}", flush=True)
+
+    with ExitStack() as stack:
+        file = stack.enter_context(json.open("w")) if json is not None else None
+        try:
+            checks = run(_device(device), backend, chosen, tell)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
     for name in dict.fromkeys(check.backend for check in checks):
         _console().print(_checks_table(name, [c for c in checks if c.backend == name]))
-    if json is not None:
-        json.write_text("".join(_json(check) + "\n" for check in checks))
     failed = [check for check in checks if not check.passed]
-    for check in failed:
-        if check.note:
-            print(f"{check.backend}, {check.case}, {check.dtype}: {check.note}")
     backends = ", ".join(dict.fromkeys(check.backend for check in failed))
     print(f"{len(checks)} checks, {len(failed)} failed", *([f"on {backends}"] if failed else ()))
     raise SystemExit(1 if failed else 0)
@@ -86,7 +101,7 @@ def profile(
     tokens: int = 256,
     vocab: int = 151_936,
     hidden: int | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     masked: float = 0.0,
     idle: float = 0.0,
     statistics: Literal["all", "live"] = "all",
@@ -116,17 +131,13 @@ def profile(
         )
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    found = run(workload, trace)
     of = f"bapo_linear_loss, hidden size {hidden:,}" if hidden else "bapo_loss"
     print(f"{of}, {tokens:,} tokens, vocabulary {vocab:,}, {dtype}, backend {workload.backend}")
-    _console().print(_profile_table(found))
-    for name, ms in (
-        ("a call without the profiler", found.wall),
-        ("copying a tensor of the logits' size", found.copy),
-        ("the three matrix products alone", found.gemms),
-    ):
-        if ms is not None:
-            print(f"{name:<38}{ms:>10,.2f} ms")
+
+    def tell(name: str, ms: float) -> None:
+        print(f"{name:<38}{ms:>10,.2f} ms", flush=True)
+
+    _console().print(_profile_table(run(workload, trace, tell)))
 
 
 def _device(name: Device | None) -> str:

@@ -56,19 +56,13 @@ class _PrecomputedGradient(torch.autograd.Function):
             )
         _check_unchanged(ctx.overwritten)
         gradients, ctx.gradients, ctx.overwritten = ctx.gradients, None, None
-        factor = dloss.detach()
-        made = (None if g is None else final(_scaled(g, factor, ctx.backend)) for g in gradients)
+        for gradient in gradients:
+            if gradient is not None and gradient.dtype == torch.float64:
+                gradient.mul_(dloss.detach())
+            elif gradient is not None:
+                ops_of(ctx.backend).scale_(gradient, dloss.detach())
+        made = (None if gradient is None else final(gradient) for gradient in gradients)
         return (None, None, *made, *(None for _ in gradients))
-
-
-def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """``factor*gradient``, in its memory."""
-    if gradient.dtype == torch.float64:
-        return gradient.mul_(factor)
-    if torch.compiler.is_compiling():  # it would copy before an operator, and needs no copy here
-        return (gradient.float() * factor).to(gradient.dtype)
-    ops_of(backend).scale_(gradient, factor)
-    return gradient
 
 
 def attach(

@@ -154,12 +154,26 @@ class Workload:
         return {"row_pass": (n + N - w) * row, "row_gradient": (w + k) * row}
 
 
-def run(workload: Workload, trace: Path | None = None) -> Profile:
-    """Times the call, a copy and the products alone; ``trace``: a file for chrome://tracing."""
+def run(
+    workload: Workload,
+    trace: Path | None = None,
+    tell: Callable[[str, float], None] = lambda name, ms: None,
+) -> Profile:
+    """Times the call, a copy and the products alone, then the parts of the call.
+
+    Args:
+        trace: a file for chrome://tracing.
+        tell: is told of what is timed alone, when it is.
+    """
     moved = workload.bytes_moved()
-    copy = _copy(workload.logits)
-    gemms = _median(workload.gemms) if workload.of_hidden else None
     wall = _median(workload.call, workload.prepare)
+    tell("a call without the profiler", wall)
+    copy = _copy(workload.logits)
+    tell("copying a tensor of the logits' size", copy)
+    gemms = None
+    if workload.of_hidden:
+        gemms = _median(workload.gemms)
+        tell("the three matrix products alone", gemms)
     profiled, profiler = _profiled(workload)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))

@@ -35,7 +35,7 @@ from .functional import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs, l
 from .output import BAPOOutput, ClipBounds
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # what is trained in comes first
 VOCABULARY = 151_936  # Qwen3
 
 
@@ -70,13 +70,15 @@ def run(
     device: str,
     backends: Sequence[str] | None = None,
     track: Callable[[Sequence[Task]], Iterable[Task]] = iter,
+    tell: Callable[[Check], None] = lambda check: None,
 ) -> list[Check]:
     """Every check of every backend; a case that raises is a failed one.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         backends: default: all with kernels of their own that can run on the device.
-        track: goes through the tasks, to show progress.
+        track: goes through the tasks, to show progress, or through some of them.
+        tell: is told of each check as it is made.
 
     Raises:
         ValueError: a named backend cannot run on the device, or none can.
@@ -84,14 +86,17 @@ def run(
     of_all = [task for name in runnable(device, backends) for task in tasks(name, device)]
     checks: list[Check] = []
     for backend, case, dtype, measure in track(of_all):
-        check = partial(Check, backend, case, str(dtype).removeprefix("torch."))
-        try:
-            for measured in measure():
-                checks.append(check(*measured))
-        except Exception as error:
-            note = f"{type(error).__name__}: {error}"
-            checks.append(check("call", math.nan, math.nan, note))
+        for measured in _measured(measure):
+            checks.append(Check(backend, case, str(dtype).removeprefix("torch."), *measured))
+            tell(checks[-1])
     return checks
+
+
+def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, ...]]:
+    try:
+        yield from measure()
+    except Exception as error:
+        yield "call", math.nan, math.nan, f"{type(error).__name__}: {error}"
 
 
 def runnable(device: str, names: Sequence[str] | None) -> list[str]:

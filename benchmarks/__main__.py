@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from .cases import cpu_suite, gpu_suite
+from .cases import Level, cpu_suite, gpu_suite
 from .records import RESULTS, append, environment
 from .run import run as measure
+from .run import wide_console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -20,6 +20,7 @@ def run(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     only: Annotated[list[str] | None, typer.Option(help="part of a name, repeatable")] = None,
     case: Annotated[list[str] | None, typer.Option(help="part of a title, repeatable")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="part of a name, repeatable")] = None,
     minutes: Annotated[float, typer.Option(help="no case is begun after these")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="JSON lines to add to")] = None,
 ) -> None:
@@ -29,10 +30,40 @@ def run(
     if not chosen:
         titles = "\n".join(c.title for c in suite)
         raise typer.BadParameter(f"no title has {case} in it; they are\n{titles}")
-    console = Console(width=None if Console().is_terminal else 140)
     facts, path = environment(device), out or RESULTS / f"{device}.jsonl"
-    for records in measure(chosen, device, only or [], minutes, console):
+    for records in measure(chosen, device, only or [], minutes, wide_console(), without or []):
         append(path, [{**facts, **record} for record in records])
+
+
+@app.command()
+def targets(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    backend: Annotated[str, typer.Option(help="one of ours")] = "cuda",
+    level: Annotated[Level, typer.Option(help="logits or hidden")] = "logits",
+    tokens: int = 8_192,
+    vocab: int = 151_936,
+    hidden: int = 4_096,
+    dtype: str = "bfloat16",
+    out: Annotated[Path | None, typer.Option(help="JSON lines of records to add to")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON lines of results to add to")] = None,
+) -> None:
+    """Measures a backend beside a copy, or the bare matrix products, and says what it reaches.
+
+    The exit status is 0 if everything could be measured, whatever it takes.
+    """
+    from .targets import in_words, run, verdict
+
+    facts, found = environment(device), []
+    sizes = tokens, vocab, hidden, dtype
+    for records, results in run(level, backend, device, *sizes, wide_console()):
+        append(out or RESULTS / f"{device}.jsonl", [facts | record for record in records])
+        if json is not None:
+            append(json, [facts | result for result in results])
+        for result in results:
+            print(in_words(result), flush=True)
+        found += results
+    print(verdict(found))
+    raise typer.Exit(any(result["status"] != "measured" for result in found))
 
 
 @app.command()

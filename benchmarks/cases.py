@@ -8,15 +8,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_kernels import BAPOConfig, find_clip_bounds, linear_log_probs, log_probs
+from bapo_kernels import BAPOConfig, reference
 
+Level = Literal["logits", "hidden"]  # where a row is of the size of the vocabulary
 SEQUENCES = 8
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # of the log-ratio
 # Targets at which a search ends there: the loop probes once or 53 times.
 SEARCHES = {"at the first bounds": 0.0, "at the last bounds": 1.0}
 IDLE_SHARE = 0.4  # of the sequences, where all answers to a prompt are alike
+MIXED_IDLE = [1, 5, 7]  # sequences that have 40 % of the unmasked tokens
+MIXED_UNDECIDED = 0.03  # of the rows
 
 
 class Model(NamedTuple):
@@ -43,7 +47,8 @@ class Case:
     """A task on data of a size.
 
     ``loss`` is BAPO with its search, ``clip`` the same with fixed bounds, both with gradients;
-    ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs.
+    ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs. ``mixed`` is the data
+    of the targets: 25 % masked, 40 % of the rest without advantage, 3 % undecided.
     """
 
     level: Literal["logits", "hidden", "tokens"]
@@ -53,7 +58,7 @@ class Case:
     V: int
     H: int
     dtype: str = "bfloat16"
-    layout: Literal["dense", "padded", "packed", "zero advantage"] = "dense"
+    layout: Literal["dense", "padded", "packed", "zero advantage", "mixed"] = "dense"
     data: str = "stale"
     sweep: str | None = None
 
@@ -120,6 +125,8 @@ class Batch:
         self.sequence_A = torch.randn(B, generator=g, device=device)
         if case.layout == "zero advantage":
             self.sequence_A[: round(IDLE_SHARE * B)] = 0.0
+        elif case.layout == "mixed":
+            self.sequence_A[MIXED_IDLE] = 0.0
         self.mask: Tensor | None = None
         self.cu_seqlens: Tensor | None = None
         if case.layout == "packed":
@@ -129,10 +136,12 @@ class Batch:
             self.A = self.sequence_A.repeat_interleave(self.cu_seqlens.diff())
         else:
             self.A = self.sequence_A[:, None].expand(B, S).contiguous()
-        if case.layout in ("padded", "zero advantage"):
+        if case.layout in ("padded", "zero advantage", "mixed"):
             # Lengths from half of S to S: a quarter of the batch is padding.
             lengths = torch.linspace(S / 2, S, B, device=device).round()
             self.mask = torch.arange(S, device=device) < lengths[:, None]
+        if case.layout == "mixed":
+            self._leave_undecided(round(MIXED_UNDECIDED * case.N))
         self._overwritable: Batch | None = None
         self._padded: Tensor | None = None
         for leaf in self.inputs:
@@ -142,9 +151,25 @@ class Batch:
         case = self.case
         if case.level == "tokens":
             return -3 * torch.rand(self.labels.shape, generator=g, device=self.device)
-        function = log_probs if case.level == "logits" else linear_log_probs
-        with torch.no_grad():
-            return function(*self.inputs, self.labels)[0]
+        rows = self.inputs[0].detach().flatten(0, -2)
+        logp = torch.empty(self.labels.shape, device=self.device)
+        # Of the reference: the data must not depend on the kernels that are measured on it.
+        parts = (t.split(256) for t in (rows, self.labels.flatten(), logp.view(-1)))
+        for part, labels, out in zip(*parts, strict=True):
+            logits = part if case.level == "logits" else F.linear(part, self.inputs[1].detach())
+            out.copy_(reference.log_probs(logits, labels)[0])
+        return logp
+
+    def _leave_undecided(self, count: int) -> None:
+        """Moves the ratio of so many live rows, evenly spread, to where the bounds decide."""
+        assert self.mask is not None
+        live = (self.mask & (self.A != 0)).flatten().nonzero().squeeze(1)
+        rows = live[torch.linspace(0, live.numel() - 1, count, device=self.device).long()]
+        config, A = BAPOConfig.paper(), self.A.flatten()[rows]
+        above = (config.ratio_upper_start + config.ratio_upper_max) / 2
+        below = (config.ratio_lower_start + config.ratio_lower_max) / 2
+        ratio = torch.where(A > 0, above, below)
+        self.old.view(-1)[rows] = self.logp.flatten()[rows] - ratio.log()
 
     @property
     def ignored_labels(self) -> Tensor:
@@ -195,7 +220,8 @@ class Batch:
         low, high = config.ratio_lower_start, config.ratio_upper_start
         rises = (self.A > 0) & (r > high) & (r <= config.ratio_upper_max)
         falls = (self.A < 0) & (r >= low) & (r < config.ratio_lower_max)
-        lower, upper = find_clip_bounds(self.logp, self.old, self.A, read, config=config)
+        tokens = self.logp, self.old, self.A, read
+        lower, upper = reference.find_clip_bounds(*tokens, config=config)
         clipped = ((self.A > 0) & (r > upper)) | ((self.A < 0) & (r < lower))
         share = {"read": read, "live": live, "undecided": live & (rises | falls)}
         share["gradient"] = live & ~clipped
@@ -222,9 +248,9 @@ def _suite(
 ) -> Iterator[Case]:
     first = models[0]
     for level, N in tokens.items():
-        yield Case.of(level, "loss", first, N, dtype="float32")
         for model in models:
             yield Case.of(level, "loss", model, N)
+        yield Case.of(level, "loss", first, N, dtype="float32")
         yield Case.of(level, "clip", first, N)
         yield Case.of(level, "log_probs", first, N)
         for data in ("on-policy", "very stale"):

@@ -48,8 +48,8 @@ def check(peer: Peer, case: Case, device: str) -> tuple[float, float]:
     expected = truth(batch)
     got = peer.step(batch)
     value = check_value(got[0], expected[0], batch)
-    gradient = max(map(_distance, got[1], expected[1]), default=0.0)
-    _raise_above(tolerance(case), "gradient", gradient)
+    gradient = max(map(distance, got[1], expected[1]), default=0.0)
+    raise_above(tolerance(case), "gradient", gradient)
     return value, gradient
 
 
@@ -61,11 +61,11 @@ def check_value(got: Tensor, expected: Tensor, batch: Batch) -> float:
     got = got.view(expected.shape)
     if expected.ndim and batch.mask is not None:
         got, expected = got[batch.mask], expected[batch.mask]
-    error = _distance(got, expected)
+    error = distance(got, expected)
     if expected.ndim == 0:
         scale = expected.abs() / batch.A.abs().mean()
         error *= min(1.0, scale.item())
-    _raise_above(tolerance(batch.case), "value", error)
+    raise_above(tolerance(batch.case), "value", error)
     return error
 
 
@@ -80,12 +80,14 @@ def value_at_full_size(batch: Batch) -> Tensor:
     return reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss
 
 
-def _raise_above(most: float, name: str, error: float) -> None:
+def raise_above(most: float, name: str, error: float) -> None:
+    """Raises WrongAnswerError."""
     if not error <= most:
         raise WrongAnswerError(f"{name} off by {error:.1e}, at most {most:.1e}")
 
 
-def _distance(got: Tensor | None, expected: Tensor) -> float:
+def distance(got: Tensor | None, expected: Tensor) -> float:
+    """Norm of the difference, relative."""
     if got is None:
         return float("inf")
     return ((got.double() - expected).norm() / expected.norm()).item()

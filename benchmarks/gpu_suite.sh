@@ -1,41 +1,399 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in at most ten minutes (a minute to build, 480 s of limits) and without a
-# network: builds the library, runs the tests on the GPU's backends, measures every target beside a
-# copy and the peers that are installed. Leaves $OUT/cuda.jsonl and logs. Needs torch >= 2.10, Triton,
-# nvcc, pytest, hypothesis, rich, typer; wheels of peers in $WHEELS are installed without their
-# dependencies (liger-kernel, trl, cut-cross-entropy: 3 MiB).
+# All that needs a GPU, what matters most first, without a network.
+#
+#   benchmarks/gpu_suite.sh [--list] [--only STAGE,...] [--from STAGE] [--budget S] [--limit S]
+#
+# Every stage has a limit. One that fails or is stopped there keeps what it has written and stops no
+# other; one that it makes pointless, or that no longer fits into the budget (560 s), is skipped.
+# --limit bounds all stages. Leaves in $OUT: summary.txt and gpu_suite.tar.gz, both renewed after
+# every stage, cuda.jsonl with the records of the benchmarks, and now/ while a stage runs.
+#
+# Needs torch >= 2.10, Triton, numpy, rich, typer, pytest, pytest-xdist and hypothesis; nvcc unless
+# $BAPO_PREBUILT is what `make prebuilt` made of the same sources. Peers whose wheels are in $WHEELS
+# are installed without their dependencies. BAPO_SUITE_DEVICE=cpu rehearses it in small sizes.
 set -uo pipefail
-cd "$(dirname "$0")/.."
-OUT=${OUT:-out/gpu}
-PYTHON=${PYTHON:-python3}
-WHEELS=${WHEELS:-wheels}
-mkdir -p "$OUT"
-export PYTHONPATH=.
 
-if compgen -G "$WHEELS/*.whl" >/dev/null; then
-  $PYTHON -m pip install -q --no-index --no-deps --no-compile --target "$OUT/../peers" \
-    "$WHEELS"/*.whl && PYTHONPATH=.:$(realpath "$OUT/../peers")
+SELF=$(realpath "${BASH_SOURCE[0]}")
+OUT=$(realpath -m "${OUT:-out/gpu}")
+WHEELS=$(realpath -m "${WHEELS:-wheels}")
+BAPO_PREBUILT=${BAPO_PREBUILT:+$(realpath -m "$BAPO_PREBUILT")}
+PYTHON=${PYTHON:-python3}
+DEVICE=${BAPO_SUITE_DEVICE:-cuda} # the native backend has the same name
+export OUT WHEELS BAPO_PREBUILT PYTHON
+cd "$(dirname "$SELF")/.." || exit 1
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONUTF8=1
+
+NOW=$OUT/now
+RECORDS=$OUT/$DEVICE.jsonl
+DRIVERS=build/driver
+LOGITS="loss from logits, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
+HIDDEN="loss from hidden, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
+TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_probs.py
+  tests/test_search.py tests/test_autograd.py tests/test_misuse.py tests/test_numerics.py
+  tests/test_errors.py tests/test_benchmarks.py tests/test_cli.py tests/test_fuzz.py)
+WORKERS=6
+TARGET_SIZES=()
+PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
+if [[ $DEVICE == cpu ]]; then
+  LOGITS="search from tokens, at the first bounds, N = 8,192"
+  HIDDEN="search from tokens, at the last bounds, N = 8,192"
+  TESTS=(tests/test_log_probs.py)
+  WORKERS=0
+  TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)
+  PROFILE_SIZES=(--tokens 16 --vocab 500)
 fi
-$PYTHON setup.py -q build_ext --inplace || exit 1
-$PYTHON -m bapo_kernels | tee "$OUT/environment.txt"
-timeout 40 $PYTHON -m bapo_kernels validate --device cuda --json "$OUT/validate.jsonl" 2>&1 |
-  tee "$OUT/validate.log" | tail -3
-timeout 130 $PYTHON -m pytest -q -n 6 --dist loadgroup -m "not compile" \
-  --ignore tests/test_triton_compile.py --ignore tests/test_instruction_sets.py \
-  --ignore tests/test_cuda_on_host.py --ignore tests/test_ranks.py \
-  --ignore tests/test_sharded_weights.py --ignore tests/test_trl.py --ignore tests/test_verl.py \
-  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py 2>&1 | tee "$OUT/tests.log" | tail -40
-for tool in memcheck racecheck; do
-  timeout 30 compute-sanitizer --tool "$tool" --error-exitcode 9 $PYTHON -m pytest -q -x \
-    tests/test_loss.py -k "test_options and cuda and dtype1 and (paper or together)" \
-    >"$OUT/$tool.log" 2>&1 && echo "$tool: clean" || echo "$tool: see $OUT/$tool.log"
-done
-measure="$PYTHON -m benchmarks run --device cuda --out $OUT/cuda.jsonl"
-timeout 80 $measure --only bapo --minutes 1 >"$OUT/ours.log" 2>&1
-timeout 100 $measure --minutes 1.2 >"$OUT/everybody.log" 2>&1
-grep -h "of yardstick" -A 4 "$OUT/ours.log" | head -60
-for backend in cuda triton; do
-  timeout 15 $PYTHON -m bapo_kernels profile --device cuda --backend $backend --tokens 8192 \
-    2>&1 | tee "$OUT/profile_$backend.log" | tail -15
-done
-timeout 40 $PYTHON -m benchmarks.tune_triton 2>&1 | tee "$OUT/tune.log" | head -16
+
+# --- Stages: name, limit in seconds, what it needs, command, what it leaves beside its log ---
+
+NAMES=()
+declare -A LIMIT NEEDS COMMAND LEAVES STATUS
+
+stage() {
+  NAMES+=("$1")
+  LIMIT[$1]=$2 NEEDS[$1]=$3 COMMAND[$1]=$4 LEAVES[$1]=$5
+}
+
+# right:X is a backend that runs here and whose answers were not found wrong.
+define_stages() {
+  local native=$DEVICE
+  stage library 240 "" "library" "-"
+  stage environment 60 "" "environment" "-"
+  stage driver_debug 15 "driver" "driver cuda_driver_debug --quick" "-"
+  stage driver 30 "driver" "driver cuda_driver" "-"
+  stage "answers_$native" 40 "$native" "answers $native" "answers_$native.jsonl"
+  stage answers_triton 60 "triton" "answers triton" "answers_triton.jsonl"
+  stage "graphs_$native" 40 "gpu right:$native" "graphs $native" "-"
+  stage graphs_triton 60 "gpu right:triton" "graphs triton" "-"
+  stage "targets_$native" 45 "right:$native" "targets $native logits" \
+    "targets_${native}_logits.jsonl, records"
+  stage targets_triton 60 "right:triton" "targets triton logits" \
+    "targets_triton_logits.jsonl, records"
+  stage "hidden_$native" 40 "right:$native" "targets $native hidden" \
+    "targets_${native}_hidden.jsonl, records"
+  stage hidden_triton 45 "right:triton" "targets triton hidden" \
+    "targets_triton_hidden.jsonl, records"
+  stage tests 120 "right:any" "tests" "tests.xml"
+  stage memcheck 30 "driver compute-sanitizer" "sanitizer memcheck" "-"
+  stage synccheck 30 "driver compute-sanitizer" "sanitizer synccheck" "-"
+  stage racecheck 30 "driver compute-sanitizer" "sanitizer racecheck" "-"
+  stage ncu 60 "right:any ncu" "counters" "ncu.csv"
+  stage "profile_$native" 30 "right:$native" "profile $native" "-"
+  stage profile_triton 30 "right:triton" "profile triton" "-"
+  stage tune 40 "right:triton" "tune" "tune.jsonl"
+  stage peers_logits 70 "right:any" "peers logits" "records"
+  stage peers_hidden 70 "right:any" "peers hidden" "records"
+  stage shapes 200 "right:any" "shapes" "records"
+  stage validate 150 "right:any" "validate" "validate.jsonl"
+}
+
+# --- What they run, each in a shell of its own; the last line of its log is its result ---
+
+library() {
+  if [[ -n $BAPO_PREBUILT ]] && take_prebuilt && library_loads; then
+    echo "prebuilt, $(cat "$BAPO_PREBUILT/COMMIT" 2>/dev/null || echo "of an unknown commit")"
+  elif [[ -f bapo_kernels/_C.abi3.so ]] && library_loads &&
+    [[ -z $(find csrc setup.py -newer bapo_kernels/_C.abi3.so) ]]; then
+    echo "in place, newer than its sources"
+  else
+    BAPO_REQUIRE_CUDA=1 $PYTHON setup.py -q build_ext --inplace || return
+    $PYTHON tests/cuda_driver/build.py --out "$DRIVERS" || echo "the driver was not built"
+    library_loads && echo "built here"
+  fi
+}
+
+take_prebuilt() {
+  local file
+  if [[ -f $BAPO_PREBUILT/SOURCES ]] && ! sha256sum --check --quiet "$BAPO_PREBUILT/SOURCES"; then
+    echo "$BAPO_PREBUILT was built from other sources"
+    return 1
+  fi
+  for file in _C.abi3.so _build.json; do
+    cp --remove-destination "$BAPO_PREBUILT/$file" bapo_kernels/ || return
+  done
+  for file in cuda_driver cuda_driver_debug; do
+    [[ ! -f $BAPO_PREBUILT/$file ]] || install -D -m 755 -t "$DRIVERS" "$BAPO_PREBUILT/$file"
+  done
+}
+
+library_loads() {
+  local built=True
+  [[ $DEVICE == cpu ]] || built="'cuda' in native.build_info()"
+  $PYTHON -c "from bapo_kernels.backends import native
+raise SystemExit(native.WHY_NO_CPU or (None if $built else 'the library has no CUDA backend'))"
+}
+
+environment() {
+  local report absent
+  if command -v nvidia-smi >/dev/null; then
+    nvidia-smi --format=csv,noheader \
+      --query-gpu=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit
+  fi
+  $PYTHON -c "from benchmarks.records import commit; print('commit', commit())"
+  report=$($PYTHON -m bapo_kernels) || return
+  echo "$report"
+  absent=$(grep -E "^backend ($DEVICE|triton) .*absent" <<<"$report") || {
+    echo "$DEVICE and triton run here"
+    return
+  }
+  echo "${absent//$'\n'/; }"
+  return 1
+}
+
+driver() { "$DRIVERS/$1" "${@:2}"; }
+
+answers() {
+  $PYTHON -m bapo_kernels validate --device "$DEVICE" --backend "$1" --dtype bfloat16 \
+    --json "$NOW/answers_$1.jsonl"
+}
+
+graphs() {
+  local asked="no_synchronisation or graph_capture or two_streams or compiled"
+  $PYTHON -m pytest -v -p no:cacheprovider -k "$1 and not fp16 and ($asked)" tests/test_gpu.py
+}
+
+targets() {
+  $PYTHON -m benchmarks targets --device "$DEVICE" --backend "$1" --level "$2" \
+    "${TARGET_SIZES[@]}" --out "$RECORDS" --json "$NOW/targets_$1_$2.jsonl"
+}
+
+tests() {
+  local chosen="gpu or $DEVICE or triton" backend
+  for backend in "$DEVICE" triton; do
+    is_right "$backend" || chosen="($chosen) and not $backend"
+  done
+  $PYTHON -m pytest -v -n "$WORKERS" --maxfail 50 -p no:cacheprovider \
+    --junitxml "$NOW/tests.xml" -k "$chosen" "${TESTS[@]}"
+}
+
+sanitizer() {
+  compute-sanitizer --tool "$1" --error-exitcode 9 "$DRIVERS/cuda_driver" --quick
+}
+
+counters() {
+  local backends launches metrics=(
+    gpu__time_duration.sum dram__bytes_read.sum dram__bytes_write.sum
+    dram__throughput.avg.pct_of_peak_sustained_elapsed lts__t_sector_hit_rate.pct
+    smsp__issue_active.avg.pct_of_peak_sustained_active smsp__inst_executed.sum
+    smsp__inst_executed_op_local_ld.sum smsp__inst_executed_op_local_st.sum
+    sm__warps_active.avg.pct_of_peak_sustained_active sm__maximum_warps_per_active_cycle_pct
+    launch__registers_per_thread launch__grid_size launch__waves_per_multiprocessor
+  )
+  read -ra backends <<<"--backend ${RIGHT// / --backend }"
+  ncu --clock-control none --kernel-name "regex:row_pass|row_gradient" --page raw --csv \
+    --log-file "$NOW/ncu.csv" --metrics "$(IFS=, && echo "${metrics[*]}")" \
+    "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" || return
+  grep "^==ERROR==" "$NOW/ncu.csv"
+  launches=$(grep -cE '^"[0-9]+",.*row_(pass|gradient)' "$NOW/ncu.csv")
+  echo "$launches launches measured"
+  ((launches > 0))
+}
+
+profile() {
+  $PYTHON -m bapo_kernels profile --device "$DEVICE" --backend "$1" "${PROFILE_SIZES[@]}"
+}
+
+tune() { $PYTHON -m benchmarks.tune_triton --device "$DEVICE" --json "$NOW/tune.jsonl"; }
+
+peers() {
+  local folder=$PWD/build/peers case=$LOGITS
+  [[ $1 == logits ]] || case=$HIDDEN
+  if compgen -G "$WHEELS/*.whl" >/dev/null && [[ ! -d $folder ]]; then
+    $PYTHON -m pip install -q --no-index --no-deps --no-compile --target "$folder" "$WHEELS"/*.whl
+  fi
+  PYTHONPATH=$PYTHONPATH:$folder measure --case "$case"
+}
+
+shapes() { measure --only bapo_kernels --minutes 3; }
+
+measure() {
+  local without=() backend
+  for backend in "$DEVICE" triton; do
+    is_right "$backend" || without+=(--without "bapo_kernels $backend")
+  done
+  $PYTHON -m benchmarks run --device "$DEVICE" --out "$RECORDS" "${without[@]}" "$@"
+}
+
+validate() {
+  local backends
+  read -ra backends <<<"--backend ${RIGHT// / --backend }"
+  $PYTHON -m bapo_kernels validate --device "$DEVICE" "${backends[@]}" --json "$NOW/validate.jsonl"
+}
+
+is_right() { [[ " $RIGHT " == *" $1 "* ]]; }
+
+# --- Which of them run, and running them ---
+
+# Says why a stage cannot run; nothing if it can.
+why_not() {
+  local need
+  for need in ${NEEDS[$1]}; do
+    case $need in
+      right:any) [[ -n $RIGHT ]] || echo "no backend is known to be right" ;;
+      right:*) why_not_right "${need#right:}" ;;
+      cuda | cpu | triton) why_not_here "$need" ;;
+      gpu) [[ $DEVICE == cuda ]] || echo "needs a GPU" ;;
+      driver) [[ -x $DRIVERS/cuda_driver ]] || echo "the driver is not there" ;;
+      *) command -v "$need" >/dev/null || echo "no $need on the path" ;;
+    esac
+  done
+}
+
+why_not_here() {
+  local said
+  said=$(sed -n "s/^backend $1  *//p" "$DONE/environment.log" 2>/dev/null)
+  [[ $said == available ]] || echo "$1 is ${said:-not in the log of environment}"
+}
+
+# With --only or --from its answers may not have been checked, which is not held against it.
+why_not_right() {
+  local answers=${STATUS[answers_$1]-ok}
+  why_not_here "$1"
+  [[ $answers == ok ]] || echo "answers_$1: $answers"
+}
+
+right_backends() {
+  local backend
+  for backend in "$DEVICE" triton; do
+    [[ -n $(why_not_right "$backend") ]] || echo "$backend"
+  done | paste -sd " "
+}
+
+run() {
+  local name=$1 limit=${LIMIT[$1]} left=$((BUDGET - SECONDS)) status reason command
+  RIGHT=$(right_backends)
+  reason=$(why_not "$name")
+  if [[ -z $reason ]] && ((limit > left)); then
+    case $name in
+      library | environment) limit=$((left > 0 ? left : 1)) ;;
+      *) reason="takes up to $limit s, and $left s of the budget are left" ;;
+    esac
+  fi
+  if [[ -n $reason ]]; then
+    report "$name" skipped 0 "${reason%%$'\n'*}"
+    return
+  fi
+  read -ra command <<<"${COMMAND[$name]}"
+  mkdir -p "$NOW"
+  RUNNING=$name BEGUN=$SECONDS
+  RIGHT=$RIGHT timeout -k 5 -s INT "$limit" bash "$SELF" --stage "${command[@]}" \
+    >"$NOW/$name.log" 2>&1 &
+  CHILD=$!
+  wait "$CHILD" # which a trap may interrupt, unlike a command in the foreground
+  status=$?
+  case $status in
+    0) status=ok ;;
+    124) status="timed out" ;;
+    137) ((SECONDS - BEGUN < limit)) && status=failed || status="timed out" ;;
+    *) status=failed ;;
+  esac
+  ended "$status"
+}
+
+ended() {
+  local name=$RUNNING
+  RUNNING=
+  [[ $1 == ok ]] || FAILED=1
+  report "$name" "$1" "$((SECONDS - BEGUN))" "$(result_of "$NOW/$name.log")"
+}
+
+# The last line with a letter, without the frame of a table.
+result_of() {
+  grep -a '[[:alpha:]]' "$1" | tail -n 1 | sed 's/│//g; s/===*//g; s/  */ /g; s/^ //' | cut -c-200
+}
+
+report() {
+  local line
+  STATUS[$1]=$2
+  line=$(printf '%-15s %-9s %4d s  %s' "$1" "$2" "$3" "$4")
+  SUMMARY+=$line$'\n'
+  echo "$line"
+  keep
+}
+
+# A kill at any time loses no more than what the running stage has not written yet.
+keep() {
+  printf '%s' "$SUMMARY" >"$OUT/summary.txt"
+  [[ ! -d $NOW ]] || cp -r "$NOW/." "$DONE"
+  cp "$OUT/summary.txt" "$DONE"
+  [[ ! -f $RECORDS ]] || cp "$RECORDS" "$DONE"
+  tar -C "$DONE/.." -czf "$OUT/gpu_suite.tar.gz.new" gpu_suite &&
+    mv "$OUT/gpu_suite.tar.gz.new" "$OUT/gpu_suite.tar.gz"
+  rm -rf "$NOW"
+}
+
+finish() {
+  if [[ -n $RUNNING ]]; then
+    kill -s INT "$CHILD"
+    for _ in {1..30}; do
+      kill -0 "$CHILD" 2>/dev/null || break
+      sleep 0.1
+    done
+    kill -s KILL -- "-$CHILD" 2>/dev/null
+    ended stopped
+  fi
+  rm -rf "${DONE%/*}"
+}
+
+list() {
+  local name
+  for name in "${NAMES[@]}"; do
+    printf '%-15s %4d s  %s\n' "$name" "${LIMIT[$name]}" "${LEAVES[$name]}"
+  done
+}
+
+usage() {
+  sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' "$SELF" >&2
+  exit 2
+}
+
+known() {
+  [[ -n ${LIMIT[$1]-} ]] || {
+    echo "no stage is called '$1'; --list names them" >&2
+    exit 2
+  }
+}
+
+main() {
+  local only="" from="" limit=600 name chosen=()
+  BUDGET=560 RUNNING="" SUMMARY="" FAILED=0
+  while (($#)); do
+    case $1 in
+      --list) list && exit ;;
+      --only) only=${2?}; shift 2 ;;
+      --from) from=${2?}; known "$from"; shift 2 ;;
+      --budget) BUDGET=${2?}; shift 2 ;;
+      --limit) limit=${2?}; shift 2 ;;
+      *) usage ;;
+    esac
+  done
+  for name in ${only//,/ }; do known "$name"; done
+  for name in "${NAMES[@]}"; do
+    [[ $name != "$from" ]] || from=
+    case $name in
+      library | environment) ;; # the others build on them
+      *) [[ -z $from && (-z $only || ,$only, == *,$name,*) ]] || continue ;;
+    esac
+    chosen+=("$name")
+    ((limit >= LIMIT[$name])) || LIMIT[$name]=$limit
+  done
+
+  DONE=$(mktemp -d)/gpu_suite
+  mkdir -p "$OUT" "$DONE"
+  rm -rf "$NOW"
+  trap finish EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM HUP
+  if [[ -z ${BAPO_COMMIT-} && -f $BAPO_PREBUILT/COMMIT ]] && ! git describe --always &>/dev/null; then
+    BAPO_COMMIT=$(<"$BAPO_PREBUILT/COMMIT")
+    export BAPO_COMMIT
+  fi
+  for name in "${chosen[@]}"; do run "$name"; done
+  exit "$FAILED"
+}
+
+if [[ ${1-} == --stage ]]; then
+  "${@:2}"
+else
+  define_stages
+  main "$@"
+fi

@@ -14,7 +14,8 @@ import torch
 
 import bapo_kernels
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
 
 
@@ -45,9 +46,16 @@ def processor() -> str:
 
 
 def commit() -> str:
+    """As BAPO_COMMIT says, or git, or the file COMMIT of a copy without its history."""
+    if os.environ.get("BAPO_COMMIT"):
+        return os.environ["BAPO_COMMIT"]
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return run.stdout.strip() or "unknown"
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    except OSError:  # no git here
+        described = ""
+    file = ROOT / "COMMIT"
+    return described or (file.read_text().strip() if file.exists() else "unknown")
 
 
 def append(path: Path, records: list[Record]) -> None:

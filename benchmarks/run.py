@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,12 +27,25 @@ ROUNDS = 5
 SECONDS = 12.0  # after which a slow one gets no more than three turns
 
 
+class Interrupted(KeyboardInterrupt):
+    """Carries the records that a case had until then."""
+
+    def __init__(self, records: list[Record]) -> None:
+        super().__init__()
+        self.records = records
+
+
 def run(
-    cases: Iterable[Case], device: str, only: list[str], minutes: float, console: Console
+    cases: Iterable[Case],
+    device: str,
+    only: list[str],
+    minutes: float,
+    console: Console,
+    without: Sequence[str] = (),
 ) -> Iterator[list[Record]]:
     """Records, case by case; prints a table a case, and a bar of the progress.
 
-    No case is begun after ``minutes``.
+    No case is begun after ``minutes``. Of one that is interrupted come the records it had.
     """
     quiet()
     cases, begin = list(cases), time.monotonic()
@@ -43,10 +57,20 @@ def run(
                 console.print(f"The time is up: {len(cases) - i} cases are left.")
                 return
             progress.update(bar, description=case.title)
-            records = measure(case, device, only)
+            try:
+                records = measure(case, device, only, without)
+            except Interrupted as interrupted:
+                console.print(table(case, interrupted.records))
+                yield interrupted.records
+                raise
             console.print(table(case, records))
             yield records
             progress.advance(bar)
+
+
+def wide_console() -> Console:
+    """Of the terminal, or wide enough for a table."""
+    return Console(width=None if Console().is_terminal else 140)
 
 
 def quiet() -> None:
@@ -56,56 +80,78 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
 
 
-def measure(case: Case, device: str, only: list[str]) -> list[Record]:
-    """The yardstick first, then everybody: a record each, also of those who cannot."""
+def measure(case: Case, device: str, only: list[str], without: Sequence[str] = ()) -> list[Record]:
+    """The yardstick first, then everybody: a record each, also of those who cannot.
+
+    Raises:
+        Interrupted: by the user, or by an error after which this process cannot use the device.
+            A user's interrupt leaves one turn to those who were ready.
+    """
     batch, clock = Batch(case, device), clock_of(device)
-    shares, records = batch.shares(), []
-    expected = gate.value_at_full_size(batch)
+    shares, expected = batch.shares(), gate.value_at_full_size(batch)
+    records: list[Record] = []
     calls: dict[str, Timed] = {}
     found: dict[str, Record] = {}
-    for peer in (p for p in peers() if p.takes(case)):
-        if only and not any(name in peer.name for name in only):
-            continue
-        record: Record = {"who": peer.name, "version": peer.version, **case.fields()}
-        reason = peer.why_not(case, device)
-        if reason is not None:
-            records.append({**record, "status": "absent", "why": reason})
-            continue
-        try:
-            value_error, gradient_error = gate.check(peer, case, device)
-            own = batch.overwritable() if peer.overwrites else batch
-            call = _call(peer, own)
-            prepare = partial(own.restore, batch) if peer.overwrites else None
-            if prepare is not None:
-                prepare()
-            gate.check_value(call(), expected, batch)  # compiles, tunes, and warms up
-            own.release()
-            peak = clock.peak_bytes(call)
-        except gate.WrongAnswerError as error:
-            records.append({**record, "status": "wrong", "why": str(error)})
-        except Exception as error:  # a package may fail in any way; the others go on
-            records.append({**record, "status": "failed", "why": _in_words(error)})
-        else:
-            # From hidden states the number of rows that matter is read on the host.
-            graph = peer.backend is not None and case.level == "logits"
-            calls[peer.name] = Timed(call, prepare, graph)
-            need = floor(case, shares, peer.live)
-            errors = {"value_error": value_error, "gradient_error": gradient_error}
-            found[peer.name] = record | errors | need._asdict() | {"peak_bytes": peak}
-        batch.release()
-    yardstick = _yardstick(batch)
+    interrupted = False
+    try:
+        for peer in peers():
+            named = not only or any(name in peer.name for name in only)
+            if not named or any(name in peer.name for name in without) or not peer.takes(case):
+                continue
+            record: Record = {"who": peer.name, "version": peer.version, **case.fields()}
+            try:
+                why_not = peer.why_not(case, device)
+                if why_not is not None:
+                    records.append({**record, "status": "absent", "why": why_not})
+                    continue
+                calls[peer.name], facts = _ready(peer, batch, expected, clock)
+                need = floor(case, shares, peer.live)
+                found[peer.name] = record | facts | need._asdict()
+            except gate.WrongAnswerError as error:
+                records.append({**record, "status": "wrong", "why": str(error)})
+            except Exception as error:  # a package may fail in any way; the others go on
+                records.append({**record, "status": "failed", "why": _in_words(error)})
+            batch.release()
+        yardstick = _yardstick(batch)
+    except KeyboardInterrupt:
+        interrupted, yardstick = True, _yardstick(batch)
+    except torch.AcceleratorError as error:
+        raise Interrupted(records) from error
     if yardstick is not None:
         name, need, call = yardstick
         calls = {name: Timed(call, graph=True), **calls}
         found[name] = {"who": name, **case.fields(), **need._asdict()}
-    times, failures = _in_turns(calls, clock)
+    times, failures, stopped = in_turns(calls, clock, 1 if interrupted else ROUNDS)
     for name, why in failures.items():
         records.append({**found[name], "status": "failed", "why": why})
     for name in times:
         rates = _rates(found[name], times[name])
         records.append({**found[name], "status": "measured", "shares": shares, **rates})
-    batch.release()
-    return _with_shares_of(yardstick[0] if yardstick else None, records)
+    records = _with_shares_of(yardstick[0] if yardstick else None, records)
+    try:
+        batch.release()
+    except torch.AcceleratorError as error:
+        raise Interrupted(records) from error
+    if interrupted or stopped:
+        raise Interrupted(records)
+    return records
+
+
+def _ready(peer: Peer, batch: Batch, expected: torch.Tensor, clock: Clock) -> tuple[Timed, Record]:
+    """A call whose answers are right, and its errors and peak memory."""
+    case = batch.case
+    value_error, gradient_error = gate.check(peer, case, batch.device.type)
+    own = batch.overwritable() if peer.overwrites else batch
+    call = _call(peer, own)
+    prepare = partial(own.restore, batch) if peer.overwrites else None
+    if prepare is not None:
+        prepare()
+    gate.check_value(call(), expected, batch)  # compiles, tunes, and warms up
+    own.release()
+    # From hidden states the number of rows that matter is read on the host.
+    timed = Timed(call, prepare, graph=peer.backend is not None and case.level == "logits")
+    errors = {"value_error": value_error, "gradient_error": gradient_error}
+    return timed, errors | {"peak_bytes": clock.peak_bytes(call)}
 
 
 def _call(peer: Peer, batch: Batch) -> Call:
@@ -116,23 +162,30 @@ def _call(peer: Peer, batch: Batch) -> Call:
     return call
 
 
-def _in_turns(
-    calls: dict[str, Timed], clock: Clock
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Times, and who failed why; all have a turn a round, so that a slow minute hits everybody."""
+def in_turns(
+    calls: dict[str, Timed], clock: Clock, rounds: int = ROUNDS
+) -> tuple[dict[str, dict[str, float]], dict[str, str], bool]:
+    """Times, who failed why, and whether an interrupt ended it.
+
+    All have a turn a round, so that a slow minute hits everybody.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     spent, failures = dict.fromkeys(calls, 0.0), {}
-    for turn in range(ROUNDS):
-        for name in list(times):
-            if turn < 3 or spent[name] < SECONDS:
-                start = time.perf_counter()
-                try:
-                    times[name] += clock.samples(calls[name])
-                except Exception as error:
-                    failures[name] = _in_words(error)
-                    del times[name]
-                spent[name] += time.perf_counter() - start
-    return {name: summary(values) for name, values in times.items()}, failures
+    interrupted = False
+    try:
+        for turn, name in itertools.product(range(rounds), calls):
+            if name in failures or (turn >= 3 and spent[name] >= SECONDS):
+                continue
+            start = time.perf_counter()
+            try:
+                times[name] += clock.samples(calls[name])
+            except Exception as error:
+                failures[name] = _in_words(error)
+            spent[name] += time.perf_counter() - start
+    except KeyboardInterrupt:
+        interrupted = True
+    measured = {name: summary(ms) for name, ms in times.items() if ms and name not in failures}
+    return measured, failures, interrupted
 
 
 def _in_words(error: Exception) -> str:
@@ -172,12 +225,10 @@ def _rates(record: Record, times: dict[str, float]) -> Record:
 
 def _with_shares_of(yardstick: str | None, records: list[Record]) -> list[Record]:
     """Adds to each record its rate as a share of the yardstick's."""
-    if yardstick is None:
-        return records
-    best = next(record for record in records if record["who"] == yardstick)
+    best = next((record for record in records if record["who"] == yardstick), {})
     for record in records:
         for rate in ("GB_per_s", "TFLOP_per_s"):
-            if rate in record:
+            if rate in record and rate in best:
                 record["yardstick"], record["share"] = yardstick, record[rate] / best[rate]
     return records
 

@@ -1,51 +1,104 @@
 """``python -m benchmarks.tune_triton``: the cuts of a row that are worth putting in the table.
 
-Times the Triton row pass for programs of other widths, unrolling and register limits; the winner
-of each vocabulary and dtype belongs in ``bapo_kernels/backends/triton/launch.py``.
+Times the Triton row pass for programs of other widths, unrolling and register limits, the widest
+first, and prints each as it is measured; the winner of each vocabulary and dtype belongs in
+``bapo_kernels/backends/triton/launch.py``.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
 from bapo_kernels import bapo_loss
 from bapo_kernels.backends.triton import launch, row_pass
 
+from . import gate
 from .cases import Batch, Case
-from .timing import GPUClock, Timed, summary
+from .records import append, environment
+from .timing import Timed, clock_of, summary
 
 
-def main(N: int = 8_192, V: int = 151_936, dtype: str = "bfloat16") -> None:
-    """Prints the variants of one shape, fastest first."""
-    batch = Batch(Case("logits", "loss", "any", N, V, 1, dtype, data="on-policy"), "cuda")
-    (leaf,), clock = batch.inputs, GPUClock()
+class Variant(NamedTuple):
+    """A program of a row."""
+
+    warps: int
+    unroll: int
+    registers: int
+
+    def __str__(self) -> str:
+        return f"{self.warps} warps, {self.unroll} steps at once, {self.registers} registers"
+
+
+def variants() -> Iterator[Variant]:
+    """Those whose registers a multiprocessor has, the widest first."""
+    for variant in itertools.product((32, 16, 8), (4, 8, 2, 1), (128, 96, 64)):
+        if variant[0] * 32 * variant[2] <= 65_536:
+            yield Variant(*variant)
+
+
+def main(
+    N: int = 8_192,
+    V: int = 151_936,
+    dtype: str = "bfloat16",
+    device: str = "cuda",
+    json: Path | None = None,
+) -> None:
+    """Times the variants of one shape; --json is a file that gets a line for each."""
+    case = Case("logits", "loss", "any", N, V, 1, dtype, data="on-policy")
+    batch, clock, facts = Batch(case, device), clock_of(device), environment(device)
+    expected = gate.value_at_full_size(batch)
+    (leaf,) = batch.inputs
     vector = 16 // leaf.element_size()
 
-    def run() -> None:
+    def run() -> Tensor:
         leaf.grad = None
-        bapo_loss(leaf, batch.labels, None, batch.A, backend="triton").loss.backward()
+        out = bapo_loss(leaf, *batch.rest, **batch.options, backend="triton")
+        out.loss.backward()
+        return out.loss.detach()
 
+    def some_gradients() -> Tensor:
+        return leaf.grad[-1, -64:].double()
+
+    run()
+    gradients = some_gradients()  # of the table's own cut, which tests check
     results = []
-    variants = list(itertools.product((8, 16, 32), (1, 2, 4, 8), (64, 96, 128)))
-    for num_warps, unroll, registers in track(variants, "variants"):
-        if num_warps * 32 * registers > 65_536:
+    for variant in variants():
+        shape = launch.RowShape(vector * 32 * variant.warps, variant.unroll, variant.warps)
+        limits = launch.limits(variant.warps, variant.registers)
+        cut = {"row_shape": mock.Mock(return_value=shape), "limits": mock.Mock(return_value=limits)}
+        try:
+            with mock.patch.multiple(row_pass, **cut):
+                gate.check_value(run(), expected, batch)
+                error = gate.distance(some_gradients(), gradients)
+                gate.raise_above(gate.tolerance(case), "gradient", error)
+                times = summary(clock.samples(Timed(run, graph=True)))
+        except Exception as failure:  # a variant may ask for more than the device has
+            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            print(f"{variant}: {reason}", flush=True)
             continue
-        shape = launch.RowShape(vector * 32 * num_warps, unroll, num_warps)
-        row_pass.row_shape = lambda *_, shape=shape: shape
-        row_pass.limits = lambda warps, registers, most=registers: launch.limits(warps, most)
-        times = summary(clock.samples(Timed(run, graph=True)))
-        results.append((times["ms"], num_warps, unroll, registers))
-    table = Table(title=f"N = {N:,}, V = {V:,}, {dtype}")
-    for column in ("ms", "warps", "unroll", "registers"):
+        results.append((times["ms"], variant))
+        print(f"{variant}: {times['ms']:.3f} ms", flush=True)
+        if json is not None:
+            append(json, [facts | case.fields() | variant._asdict() | times])
+    results.sort()
+    table = Table(title=case.title)
+    for column in ("ms", *Variant._fields):
         table.add_column(column, justify="right")
-    for ms, *variant in sorted(results):
-        table.add_row(f"{ms:.3f}", *map(str, variant))
+    for ms, variant in results:
+        table.add_row(f"{ms:.3f}", *(str(value) for value in variant))
     Console().print(table)
+    if not results:
+        raise SystemExit("no variant runs")
+    print("{:.3f} ms at best: {}".format(*results[0]))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """The CUDA kernels as they are written, run on the CPU: every thread a fiber (tests/cuda_on_host).
 
-What it shows: sums, indices, barriers and the dealing out of rows. What it cannot: the arithmetic
-of the GPU's units, its memory model, and speed.
+An adversary picks who goes on and when what was sent arrives: a schedule follows from its seed.
+``make emulate SEEDS=200`` runs many; EMULATE_FIRST=17 EMULATE_SEEDS=1 runs number 17 alone.
+
+What it shows: sums, indices, barriers and the dealing out of rows. What it cannot: the memory
+model of a GPU beyond that, its instructions other than the exp, and speed.
 """
 
 import os
 import shutil
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_on_host.breaks import all_breaks
+from cuda_on_host.build import ROOT, build
 from filelock import FileLock
 from helpers import check_against_reference, make_case, needs_native, per_token, run_kernel
 
@@ -29,57 +33,49 @@ from bapo_kernels import (
 )
 from bapo_kernels.config import transform_of
 
-ROOT = Path(__file__).parent.parent
 NAMESPACE = "bapo_kernels_cuda_on_host"
 pytestmark = [
     needs_native,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(sys.platform != "linux", reason="its fibers are those of Linux"),
 ]
-# Compute capability, shared memory of a multiprocessor, clusters that are active at once.
+# Compute capability, shared memory of a multiprocessor, clusters that are active at once; and the
+# blocks over which a row of 40 KB lies, 0 for the generic row pass.
 DEVICES = {
-    "H100": (9, 228 << 10, 3),
-    "rows over two blocks": (9, 64 << 10, 3),  # for rows of 40 KB
-    "rows over eight blocks, one cluster": (9, 38 << 10, 1),
-    "A100": (8, 164 << 10, 0),  # no clusters: the generic row pass
+    "H100": ((9, 228 << 10, 3), 1),
+    "two blocks": ((9, 64 << 10, 3), 2),
+    "four blocks": ((9, 42 << 10, 2), 4),
+    "eight blocks, one cluster": ((9, 38 << 10, 1), 8),
+    "A100": ((8, 164 << 10, 0), 0),
+    "MIG": ((9, 228 << 10, 0), 0),  # a part of a GPU, where no cluster fits
 }
-
-
-def build(folder):
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    host = ROOT / "tests/cuda_on_host"
-    flags = ["g++", "-std=c++20", "-O1", "-fPIC", f"-I{host}", f"-I{ROOT / 'csrc'}"]
-    flags += [flag for path in include_paths() for flag in ("-isystem", path)]
-    flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-x", "c++", "-c"]
-    sources = [*(ROOT / "csrc/cuda").glob("*.cu"), host / "binding.cpp"]
-
-    def compiled(source):
-        target = folder / f"{source.stem}.o"
-        subprocess.run([*flags, str(source), "-o", str(target)], check=True)
-        return str(target)
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, sources))
-    libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch", "-ltorch_cpu", "-lpthread"]
-    target = str(folder / "cuda_on_host.so")
-    subprocess.run(["g++", "-shared", *objects, *libraries, "-o", target], check=True)
+FIRST_SEED = int(os.environ.get("EMULATE_FIRST", "1"))
+SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("EMULATE_SEEDS", "2")))
+CONTROLS = {
+    "device": "(int major, int bytes, int clusters) -> ()",
+    "schedule": "(int seed) -> ()",
+    "rounding": "(int seed) -> ()",
+    "stream": "(int handle, int status) -> ()",
+    "last_cluster": "() -> int",
+    "launched_on": "(int handle) -> bool",
+}
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Built once, for all workers."""
+    """Built once, for all workers, unless EMULATE_LIBRARY is one already."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    built = Path(os.environ.get("EMULATE_LIBRARY", folder / "cuda_on_host.so"))
     with FileLock(folder / "cuda_on_host.lock"):
-        if not (folder / "cuda_on_host.so").exists():
+        if not built.exists():
             build(folder)
     definitions = torch.library.Library(NAMESPACE, "DEF")
     for name, schema in _ops.SCHEMAS.items():
         definitions.define(f"{name}({schema}) -> ()")
-    definitions.define("device(int major, int bytes, int clusters) -> ()")
-    definitions.define("last_cluster() -> int")
-    torch.ops.load_library(str(folder / "cuda_on_host.so"))
+    for name, schema in CONTROLS.items():
+        definitions.define(name + schema)
+    torch.ops.load_library(str(built))
     yield getattr(torch.ops, NAMESPACE)
     definitions._destroy()
 
@@ -87,7 +83,10 @@ def library(tmp_path_factory):
 @pytest.fixture(params=DEVICES)
 def on_host(request, library, monkeypatch):
     """The CPU backend runs the CUDA kernels."""
-    library.device(*DEVICES[request.param])
+    library.device(*DEVICES[request.param][0])
+    library.schedule(FIRST_SEED)
+    library.rounding(FIRST_SEED)
+    library.stream(1, 0)
     for module in (_autograd, bounds, fused):
         monkeypatch.setattr(module, "ops_of", lambda backend: library)
     return request.param
@@ -96,11 +95,75 @@ def on_host(request, library, monkeypatch):
 def test_rows_are_laid_over_clusters(on_host, library):
     """float32 rows of 40 KB; or else the tests here would show less than they seem to."""
     run_kernel(make_case((1, 2), 10_007), "cpu")
-    expected = dict(zip(DEVICES, (1, 2, 8, 0), strict=True))
-    assert library.last_cluster() == expected[on_host]
+    assert library.last_cluster() == DEVICES[on_host][1]
 
 
+def test_launches_are_on_the_current_stream(on_host, library):
+    case = make_case((1, 3), 1_001)
+    for handle in (0x1234, 0x5678):
+        library.stream(handle, 0)
+        run_kernel(case, "cpu", scale=2.0)
+        assert library.launched_on(handle)
+    library.stream(0x1234, 1)
+    with pytest.raises(RuntimeError, match="torch did not tell the current stream"):
+        run_kernel(case, "cpu")
+    assert not library.launched_on(0x1234)
+
+
+def spread_out(rows, shift):
+    """The same rows in memory of their own: shift elements in, and 5 or 8 between two."""
+    gap = 5 if shift else 8
+    memory = torch.full((*rows.shape[:-1], rows.shape[-1] + gap), torch.nan, dtype=rows.dtype)
+    view = memory[..., shift : shift + rows.shape[-1]]
+    return view.copy_(rows)
+
+
+ALL_OPTIONS = BAPOConfig.recipe(
+    entropy_coef=0.01, kl_loss_coef=0.1, temperature=0.8, final_logit_softcapping=9.0
+)
+# Of rows of 40 KB: columns beyond 10_008 float32, elements from an aligned start, the options.
+ROWS = {
+    "aligned": (0, 0, BAPOConfig()),
+    "aligned, all options": (0, 0, ALL_OPTIONS),
+    "anywhere": (3, 1, BAPOConfig()),
+    "anywhere, all options": (-1, 3, ALL_OPTIONS),
+}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Every row pass under every option; of few schedules only a third, with each pair of the three.
+EVERY = [
+    (device, rows, dtype)
+    for (i, device), (j, rows), (k, dtype) in product(*map(enumerate, (DEVICES, ROWS, DTYPES)))
+    if device != "MIG" and (len(SEEDS) > 2 or (i + j + k) % 3 == 0)
+]
+
+
+@pytest.mark.parametrize(("on_host", "rows", "dtype"), EVERY, indirect=["on_host"])
+def test_any_schedule(on_host, library, rows, dtype):
+    """The same bits, and those within the budget; enough rows to fill each stage many times.
+
+    Dead, idle, decided and undecided rows follow each other; out of place and in place.
+    """
+    more, shift, config = ROWS[rows]
+    V = 10_008 * 4 // dtype.itemsize + more
+    extra = {"ref_log_probs": per_token((2, 45))} if config.kl_loss_coef else {}
+    case = make_case((2, 45), V, dtype, config=config, staleness=0.4, **extra)
+    expected = check_against_reference(case, "cpu")
+    for seed in SEEDS:
+        inplace = seed % 2 == 1
+        library.schedule(seed)
+        logits = spread_out(case.logits, shift)
+        x = logits if inplace else logits.requires_grad_()
+        try:
+            got = bapo_loss(x, *case.arguments(), **case.options, inplace=inplace, backend="cpu")
+            if not inplace:
+                got.loss.backward()
+        except RuntimeError as error:
+            pytest.fail(f"schedule {seed}: {error}")
+        for name in ("log_probs", "entropy", "loss"):
+            value, same = getattr(got, name), getattr(expected.output, name)
+            assert torch.equal(value, same), f"schedule {seed}: {name}"
+        gradient = logits if inplace else logits.grad
+        assert torch.equal(gradient, expected.gradient), f"schedule {seed}: gradient"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,3 +294,10 @@ def test_empty_shard(on_host):
     nothing = torch.zeros(3, dtype=torch.float64)
     ops = fused.ops_of("cpu")
     ops.row_gradient_(rows, labels, results.stats, nothing, nothing + 1, None, None, 1.0, 1.0, None)
+
+
+@pytest.mark.parametrize("each", all_breaks(), ids=lambda each: each.name)
+def test_breaks_apply(each):
+    """Those of cuda_on_host/breaks.py, which takes an hour to show that each is noticed."""
+    text = (ROOT / "csrc/cuda" / each.file).read_text()
+    assert each.applied(text) != text

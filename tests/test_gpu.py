@@ -10,7 +10,10 @@ from bapo_kernels import BAPOConfig, bapo_loss, log_probs
 
 pytestmark = pytest.mark.gpu
 GPU_KERNELS = [name for name in KERNELS if name != "cpu"]
-IN_FORWARD_AND_BACKWARD = [torch.bfloat16, torch.float16]  # where the gradient is made
+IN_FORWARD_AND_BACKWARD = [  # where the gradient is made
+    pytest.param(torch.bfloat16, id="bf16"),
+    pytest.param(torch.float16, id="fp16"),
+]
 REAL = [  # Llama-3, Qwen3, Gemma-3, a shard of Qwen3, an odd slice
     128_256,
     151_936,
@@ -148,6 +151,19 @@ def test_graph_capture(backend, dtype):
         assert torch.equal(out.bounds.upper, expected.output.bounds.upper)
         uppers.add(out.bounds.upper.item())
     assert len(uppers) > 1, "the cases must find different bounds"
+
+
+def test_compiled(backend):
+    case = make_case((4, 64), 151_936, torch.bfloat16, "cuda", staleness=0.4, poison=False)
+    expected = run_kernel(case, backend)
+    x = case.logits.clone().requires_grad_()
+
+    @torch.compile(fullgraph=True)
+    def loss_of(x, *rest):
+        return bapo_loss(x, *rest, backend=backend).loss
+
+    loss_of(x, *case.arguments()).backward()
+    assert torch.equal(x.grad, expected.gradient)
 
 
 def test_two_streams(backend):

@@ -50,7 +50,7 @@ class Peer:
     module: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     tasks: tuple[str, ...] = ("loss", "clip", "log_probs", "search")
-    layouts: tuple[str, ...] = ("dense", "padded", "packed", "zero advantage")
+    layouts: tuple[str, ...] = ("dense", "padded", "packed", "zero advantage", "mixed")
     overwrites: bool = False
     live: bool = False
     backend: str | None = None
@@ -70,7 +70,7 @@ class Peer:
         known = self.log_probs if case.task == "log_probs" else self.train or self.log_probs
         if case.level != self.level or case.task not in self.tasks or known is None:
             return False
-        if self.live and case.layout != "zero advantage":
+        if self.live and case.layout not in ("zero advantage", "mixed"):
             return False
         if case.sweep == "many tokens":
             return not self.holds_logits
@@ -119,5 +119,6 @@ def peers() -> Iterator[Peer]:
     """All of them, ours first."""
     from . import cut_cross_entropy, flash_attention, liger, ours, pytorch, quack, trl, verl
 
-    for module in (ours, pytorch, trl, liger, cut_cross_entropy, verl, flash_attention, quack):
+    # PyTorch's last: compiling theirs takes longest.
+    for module in (ours, trl, liger, cut_cross_entropy, verl, flash_attention, quack, pytorch):
         yield from module.PEERS

@@ -49,6 +49,10 @@ def _of_backend(backend: str, device: str) -> Iterator[Peer]:
         yield Peer(name, level, plain, partial(probs, backend=backend), **runs)
         live = partial(train, backend=backend, statistics="live")
         yield Peer(f"{name}, live", level, live, live=True, **runs)
+    if device == "cuda":
+        whole = partial(train, backend=backend, chunk_tokens=2**31)
+        once = {"everywhere": False, "holds_logits": True}
+        yield Peer(f"{name}, one chunk", "hidden", whole, **once, **runs)
     yield Peer(
         f"{name}, in place",
         "logits",

@@ -18,6 +18,20 @@ __device__ inline uint8_t* dynamic_shared_memory() {
     extern __shared__ __align__(128) uint8_t memory[];
     return memory;
 }
+// What threads hand to each other in shared memory is read and written here: plainly, but the
+// tests on a CPU have them check every access, and let others go first.
+template <typename T>
+__device__ inline T shared_load(const T* from) {
+    return *from;
+}
+template <typename T>
+__device__ inline void shared_store(T* to, const T& value) {
+    *to = value;
+}
+// The value is there, not on its way from memory: a store that the compiler cannot leave out.
+__device__ inline void shared_settle(float* to, float value) {
+    *static_cast<volatile float*>(to) = value;
+}
 // Waits for so many threads of the block; number 0 is that of __syncthreads.
 __device__ inline void block_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

@@ -176,13 +176,15 @@ __device__ inline RowSums warp_total(RowSums mine, float scale2) {
     return mine;
 }
 
-// The total of count partial sums, computed by one warp.
+// The total of count partial sums in shared memory, computed by one warp.
 __device__ inline RowSums total_of(const RowSums* partials, int count, float scale2) {
     const int lane = threadIdx.x % kWarp;
     RowSums mine{-kInf, 0.0, 0.0};
-    for (int i = lane; i < count; i += kWarp) mine.origin = fmaxf(mine.origin, partials[i].origin);
     for (int i = lane; i < count; i += kWarp) {
-        RowSums part = partials[i];
+        mine.origin = fmaxf(mine.origin, shared_load(&partials[i].origin));
+    }
+    for (int i = lane; i < count; i += kWarp) {
+        RowSums part = shared_load(&partials[i]);
         part.move_to(mine.origin, scale2);
         mine.add(part);
     }

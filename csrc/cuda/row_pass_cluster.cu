@@ -133,16 +133,21 @@ struct Block {
         return reinterpret_cast<const T*>(stage(at) + shift);
     }
 
-    // y of the 16 bytes of this thread, -inf beyond the row.
+    // The 16 bytes of this thread.
+    __device__ uint4 vector(const T* chunk) const {
+        return shared_load(reinterpret_cast<const uint4*>(chunk) + threadIdx.x);
+    }
+
+    // y of the elements of this thread, -inf beyond the row.
     __device__ void values(const T* logits, int at, int64_t first, float* y) const {
         const T* const chunk = elements(logits, at);
         const int64_t mine = first + threadIdx.x * n;
         float z[n];
         if (kAligned) {
-            unpack(reinterpret_cast<const uint4*>(chunk)[threadIdx.x], z, T{});
+            unpack(vector(chunk), z, T{});
         } else {
 #pragma unroll
-            for (int i = 0; i < n; ++i) z[i] = to_float(chunk[threadIdx.x * n + i]);
+            for (int i = 0; i < n; ++i) z[i] = to_float(shared_load(chunk + threadIdx.x * n + i));
         }
         if (mine + n > vocab) {
 #pragma unroll
@@ -203,7 +208,7 @@ struct Block {
             const int64_t mine = first + threadIdx.x * n;
             if (kAligned && mine + n <= vocab) {
                 float z[n];
-                unpack(reinterpret_cast<const uint4*>(chunk)[threadIdx.x], z, T{});
+                unpack(vector(chunk), z, T{});
 #pragma unroll
                 for (int e = 0; e < n; ++e) {
                     z[e] = gradient_of<kSoftcap, kBonus>(z[e], order, scales);
@@ -219,7 +224,7 @@ struct Block {
                 const int64_t end = kAligned ? vocab : min(vocab, first + kChunk);
                 const int step = kAligned ? 1 : kComputeThreads;
                 for (int64_t j = begin; j < end; j += step) {
-                    const float z = to_float(chunk[j - first]);
+                    const float z = to_float(shared_load(chunk + (j - first)));
                     const float dz = gradient_of<kSoftcap, kBonus>(z, order, scales);
                     row.grad[j] = from_float<T>(j == label ? order.label_grad : dz);
                 }
@@ -276,7 +281,7 @@ struct Block {
             }
             const RowSums sums = look(row.logits, place, keep);
             // Waits for the load: once the sums are out, a gradient in place may overwrite it.
-            if (threadIdx.x == 0) *const_cast<volatile float*>(&shared.z_label) = z_label;
+            if (threadIdx.x == 0) shared_settle(&shared.z_label, z_label);
             send(sums, turn);
             if (first_warp) {
                 barrier_wait(shared_address(&shared.sums_arrived[turn]), turn_parity,
@@ -285,10 +290,10 @@ struct Block {
                     total_of(shared.sums[turn], (int)size * kComputeWarps, scales.scale2);
                 const RowOrder order =
                     finish_statistics<kSoftcap>(params, index, total, z_label, scales, writes);
-                if (threadIdx.x == 0) shared.order = order;
+                if (threadIdx.x == 0) shared_store(&shared.order, order);
             }
             block_barrier(kComputeBarrier, kComputeThreads);
-            const RowOrder order = shared.order;
+            const RowOrder order = shared_load(&shared.order);
             const bool second_look = keep && order.action == RowOrder::kGradient;
             if (second_look && order.a != 0.0f) {
                 write_gradient<true>(row, label, order, place);
@@ -365,8 +370,10 @@ int attribute(cudaDeviceAttr which) {
     return value;
 }
 
+// As many clusters as run at once; `fits` is false where none does, as on a part of a GPU.
 template <typename T, bool kSoftcap, bool kAligned>
-cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaStream_t stream) {
+cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaStream_t stream,
+                            bool& fits) {
     const auto kernel = row_pass_cluster_kernel<T, kSoftcap, kAligned>;
     const int bytes = (int)sizeof(Shared) + plan.stages * kStageBytes;
     cudaError_t error =
@@ -385,8 +392,9 @@ cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaS
     config.gridDim = plan.cluster;
     int clusters = 0;
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess) return error;
-    const int64_t used = std::min<int64_t>(std::max(clusters, 1), params.rows.count());
+    fits = error != cudaSuccess || clusters > 0;
+    if (error != cudaSuccess || !fits) return error;
+    const int64_t used = std::min<int64_t>(clusters, params.rows.count());
     config.gridDim = (unsigned)(plan.cluster * used);
     return cudaLaunchKernelEx(&config, kernel, params, scales_of(params.rows.transform),
                               plan.stages);
@@ -402,11 +410,12 @@ bool row_pass_cluster(const RowPassParams& params, void* stream, const char** er
         plan_for(params.rows.vocab * size, attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
                  attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     if (plan.cluster == 0) return false;
+    bool fits = true;
     *error = words(with_row_type(params.rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
         return launch_clusters<T, kSoftcap, kAligned>(params, plan,
-                                                      static_cast<cudaStream_t>(stream));
+                                                      static_cast<cudaStream_t>(stream), fits);
     }));
-    return true;
+    return fits;
 }
 
 }  // namespace bapo::cuda

@@ -1,63 +1,64 @@
-// The operators of bapo_kernels over the CUDA kernels on CPU tensors, as bapo_kernels_cuda_on_host.
+// The operators of csrc/binding_cuda.h for CPU tensors, as bapo_kernels_cuda_on_host, and those
+// that a test arranges things with.
 
-#include "binding.h"
-
-#include <vector>
-
-#include "cuda/launch_cuda.h"
+#include "binding_cuda.h"
 #include "cuda_runtime.h"
-#include "tokens.h"
 
 namespace {
 
 using namespace bapo;
-using torch::stable::Tensor;
 
-void check(const char* error) { STD_TORCH_CHECK(error == nullptr, error); }
-
-struct CudaOnHost {
-    static void row_pass(const RowPassParams& params, const Tensor&) {
-        check(cuda::row_pass(params, nullptr));
-    }
-    static void row_gradient(const RowGradientParams& params, const Tensor&) {
-        check(cuda::row_gradient(params, nullptr));
-    }
-    static void contributions(const ContributionParams& params, int64_t points, const Tensor&) {
-        std::vector<double> partials(cuda::token_blocks(params.count) * points);
-        check(cuda::contributions(params, (int)points, partials.data(), nullptr));
-    }
-    static void solve(const double* table, const Grid& lower, const Grid& upper,
-                      const TargetParams& target, float* bounds, double* shares, const Tensor&) {
-        check(cuda::solve(table, lower, upper, target, bounds, shares, nullptr));
-    }
-    static void policy(const PolicyParams& params, const Tensor&) {
-        std::vector<double> partials(cuda::token_blocks(params.count) * kPolicySums);
-        check(cuda::policy(params, partials.data(), nullptr));
-    }
-};
-
-void scale(Tensor x, Tensor factor) {
-    const binding::Arguments on(x);
-    const LogitRows rows = on.rows_of(x);
-    check(cuda::scale(rows, on.data<float>(factor, 1, "factor"), nullptr));
-}
+int64_t current_stream = 0;
+AOTITorchError stream_status = 0;
 
 void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters) {
     emulated::device = {(int)major, (int)bytes_per_multiprocessor,
                         (int)bytes_per_multiprocessor - 1024, (int)clusters};
-    emulated::last_cluster = 0;
+    emulated::launches = {};
+}
+void schedule(int64_t seed) { emulated::scheduler.seed((uint64_t)seed); }
+void rounding(int64_t seed) { emulated::rounding_seed = (uint64_t)seed; }
+
+// What torch says when it is asked for its stream.
+void stream(int64_t handle, int64_t status) {
+    current_stream = handle;
+    stream_status = (AOTITorchError)status;
+    emulated::launches = {};
 }
 
 // Blocks in a cluster of the last row pass; 0: it was the generic one.
-int64_t last_cluster() { return emulated::last_cluster; }
+int64_t last_cluster() { return emulated::launches.cluster; }
+// Whether there were launches, all of them there.
+bool launched_on(int64_t handle) {
+    const emulated::Launches& launches = emulated::launches;
+    return launches.count > 0 && launches.on_one_stream &&
+           launches.stream == reinterpret_cast<void*>(handle);
+}
 
 }  // namespace
 
+// In the place of torch's: there is a stream, and no device but the CPU to guard.
+extern "C" {
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+    if (stream_status == 0) *stream = reinterpret_cast<void*>(current_stream);
+    return stream_status;
+}
+AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard) {
+    *guard = nullptr;
+    return 0;
+}
+AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
+}
+
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CPU, m) {
-    binding::register_operators<CudaOnHost>(m);
-    m.impl("scale_", TORCH_BOX(&scale));
+    binding::register_operators<binding::Cuda>(m);
+    m.impl("scale_", TORCH_BOX(&binding::scale));
 }
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, m) {
     m.impl("device", TORCH_BOX(&device));
+    m.impl("schedule", TORCH_BOX(&schedule));
+    m.impl("rounding", TORCH_BOX(&rounding));
+    m.impl("stream", TORCH_BOX(&stream));
     m.impl("last_cluster", TORCH_BOX(&last_cluster));
+    m.impl("launched_on", TORCH_BOX(&launched_on));
 }

@@ -1,23 +1,12 @@
-// A CPU in the place of a GPU: enough of CUDA to run the kernels of csrc/cuda as they are written.
-// A thread is a fiber, a block is a thread of the operating system, the blocks of a cluster run at
-// once, clusters one after the other. Slow and small: for tests of what a kernel computes and of
-// its synchronisation, not of how fast it is.
+// A CPU in the place of a GPU: enough of CUDA to run the kernels of csrc/cuda as they are written,
+// under an adversary (scheduler.h). For what a kernel computes and how it synchronises, not for how
+// fast it is.
 #pragma once
 
-#include <ucontext.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <thread>
-#include <tuple>
-#include <vector>
+
+#include "scheduler.h"
 
 #define __host__
 #define __device__
@@ -47,170 +36,64 @@ struct Device {
     int clusters = 3;  // that are active at once
 };
 inline Device device;
-inline unsigned last_cluster = 0;  // blocks in a cluster of the last launch that asked for them
 
-struct Barrier {
-    int arrived = 0;
-    unsigned generation = 0;
+// Of the launches since somebody looked.
+struct Launches {
+    unsigned count = 0;
+    unsigned cluster = 0;    // blocks in a cluster of the last launch that asked for them
+    void* stream = nullptr;  // of the last launch
+    bool on_one_stream = true;
 };
+inline Launches launches;
 
-struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
-    bool done = false;
-};
-
-struct Cluster;
-
-// One block, on one thread of the operating system.
-struct Block {
-    dim3 grid, index, threads;
-    unsigned rank = 0;
-    Cluster* cluster = nullptr;
-    std::vector<uint8_t> memory;
-    std::vector<Fiber> fibers;
-    ucontext_t scheduler;
-    unsigned current = 0;
-    std::vector<Barrier> barriers = std::vector<Barrier>(16);
-    std::vector<Barrier> warps;
-    std::vector<uint64_t> exchanged;
-
-    uint8_t* shared() {
-        return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 128 *
-                                          128);
-    }
-    void yield() { swapcontext(&fibers[current].context, &scheduler); }
-    void wait(Barrier& barrier, int count) {
-        const unsigned generation = barrier.generation;
-        if (++barrier.arrived == count) {
-            barrier.arrived = 0;
-            ++barrier.generation;
-        }
-        while (barrier.generation == generation) yield();
-    }
-    unsigned warp_size(unsigned warp) const { return std::min(32u, threads.x - 32 * warp); }
-    void wait_warp() { wait(warps[current / 32], (int)warp_size(current / 32)); }
-
-    template <typename T>
-    T exchange(T value, unsigned from) {
-        static_assert(sizeof(T) <= 8);
-        uint64_t raw = 0;
-        std::memcpy(&raw, &value, sizeof value);
-        exchanged[current] = raw;
-        wait_warp();
-        raw = exchanged[current / 32 * 32 + from];
-        wait_warp();
-        std::memcpy(&value, &raw, sizeof value);
-        return value;
-    }
-};
-inline thread_local Block* block = nullptr;
-
-struct Cluster {
-    std::vector<Block> blocks;
-    std::mutex mutex;  // of barriers in shared memory, which other blocks reach
-    std::atomic<int> arrived{0};
-    std::atomic<unsigned> generation{0};
-
-    void sync() {
-        const unsigned before = generation;
-        if (++arrived == (int)(blocks.size() * blocks[0].threads.x)) {
-            arrived = 0;
-            ++generation;
-        }
-        while (generation == before) block->yield();
-    }
-};
-
-inline std::function<void()>* entry = nullptr;
-
-inline void start_fiber() {
-    (*entry)();
-    block->fibers[block->current].done = true;
-    swapcontext(&block->fibers[block->current].context, &block->scheduler);
-}
-
-inline void run_block(Block& mine) {
-    block = &mine;
-    mine.fibers.resize(mine.threads.x);
-    mine.warps.resize((mine.threads.x + 31) / 32);
-    mine.exchanged.resize(mine.threads.x);
-    constexpr size_t kStack = 64 << 10;
-    for (Fiber& fiber : mine.fibers) {
-        fiber.stack = std::make_unique<char[]>(kStack);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = kStack;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, start_fiber, 0);
-    }
-    for (bool any = true; any;) {
-        any = false;
-        for (mine.current = 0; mine.current < mine.threads.x; ++mine.current) {
-            Fiber& fiber = mine.fibers[mine.current];
-            if (fiber.done) continue;
-            any = true;
-            swapcontext(&mine.scheduler, &fiber.context);
-        }
-        std::this_thread::yield();
-    }
-}
-
-inline void launch(dim3 grid, dim3 threads, unsigned cluster_size, size_t bytes,
-                   std::function<void()> kernel) {
-    entry = &kernel;
-    for (unsigned first = 0; first < grid.x; first += cluster_size) {
-        Cluster cluster;
-        cluster.blocks.resize(cluster_size);
-        std::vector<std::thread> running;
-        for (unsigned rank = 0; rank < cluster_size; ++rank) {
-            Block& mine = cluster.blocks[rank];
-            mine.grid = grid;
-            mine.index = first + rank;
-            mine.threads = threads;
-            mine.rank = rank;
-            mine.cluster = &cluster;
-            mine.memory.assign(bytes + 128, 0xff);  // NaN, and no barrier
-            running.emplace_back([&mine] { run_block(mine); });
-        }
-        for (std::thread& thread : running) thread.join();
-    }
-}
-
-struct ThreadIndex {
+// An index of one dimension.
+template <unsigned (*value)()>
+struct Index {
     struct X {
-        operator unsigned() const { return block->current; }
+        operator unsigned() const { return value(); }
     } x;
 };
-struct BlockIndex {
-    struct X {
-        operator unsigned() const { return block->index.x; }
-    } x;
-};
-struct GridSize {
-    struct X {
-        operator unsigned() const { return block->grid.x; }
-    } x;
-};
+inline unsigned thread_index() { return scheduler.current->thread; }
+inline unsigned block_index() { return scheduler.block().index; }
+inline unsigned grid_size() { return scheduler.shape.grid; }
+
+inline void wait_warp(const char* name) {
+    Warp& warp = *scheduler.current->warp;
+    scheduler.arrive_and_wait(warp.barrier, warp.size, name);
+}
+// The values of all lanes, there until the lane comes here again.
+template <typename T>
+const uint64_t* exchange(T value, const char* name) {
+    static_assert(sizeof(T) <= 8);
+    Fiber& fiber = *scheduler.current;
+    uint64_t* const values = fiber.warp->exchanged[fiber.exchanges++ % 2];
+    std::memcpy(&values[fiber.thread % kWarpSize], &value, sizeof value);
+    wait_warp(name);
+    return values;
+}
 
 }  // namespace emulated
 
-inline emulated::ThreadIndex threadIdx;
-inline emulated::BlockIndex blockIdx;
-inline emulated::GridSize gridDim;
+inline emulated::Index<emulated::thread_index> threadIdx;
+inline emulated::Index<emulated::block_index> blockIdx;
+inline emulated::Index<emulated::grid_size> gridDim;
 
 inline void __syncthreads() {
-    emulated::block->wait(emulated::block->barriers[0], (int)emulated::block->threads.x);
+    emulated::scheduler.arrive_and_wait(emulated::scheduler.block().barriers[0],
+                                        emulated::scheduler.shape.threads, "__syncthreads");
 }
-inline void __syncwarp() { emulated::block->wait_warp(); }
+inline void __syncwarp() { emulated::wait_warp("__syncwarp"); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
-    return emulated::block->exchange(value, (emulated::block->current % 32) ^ mask);
+    const unsigned from = (threadIdx.x % emulated::kWarpSize) ^ (unsigned)mask;
+    std::memcpy(&value, &emulated::exchange(value, "a shuffle")[from], sizeof value);
+    return value;
 }
 inline unsigned __ballot_sync(unsigned, bool flag) {
+    const uint64_t* const flags = emulated::exchange((uint64_t)flag, "a ballot");
     unsigned ballot = 0;
-    for (unsigned lane = 0; lane < 32; ++lane) {
-        ballot |= (unsigned)emulated::block->exchange((uint64_t)flag, lane) << lane;
+    for (unsigned lane = 0; lane < emulated::scheduler.current->warp->size; ++lane) {
+        ballot |= (unsigned)flags[lane] << lane;
     }
     return ballot;
 }
@@ -227,15 +110,20 @@ inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
 inline long long __double_as_longlong(double x) { return emulated_bits<long long>(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline void __stcs(uint4* to, uint4 value) {
-    if (reinterpret_cast<uintptr_t>(to) % 16 != 0) std::abort();
+    emulated::scheduler.maybe_pause();
+    if (reinterpret_cast<uintptr_t>(to) % 16) emulated::scheduler.fail("store misaligned");
     *to = value;
 }
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr cudaError_t cudaSuccess = 0;
-inline const char* cudaGetErrorString(cudaError_t) { return "emulated error"; }
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidClusterSize = 912;
+inline const char* cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorInvalidClusterSize ? "cluster misconfiguration"
+           : error == cudaErrorInvalidValue     ? "invalid argument"
+                                                : "no error";
+}
 enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor,
@@ -252,7 +140,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int, int bytes) {
-    return bytes > emulated::device.bytes_per_block;
+    return bytes > emulated::device.bytes_per_block ? cudaErrorInvalidValue : cudaSuccess;
 }
 constexpr int cudaLaunchAttributeClusterDimension = 0;
 struct cudaLaunchAttribute {
@@ -277,8 +165,14 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
     const unsigned cluster = config->numAttrs ? config->attrs[0].val.clusterDim.x : 1;
-    if (config->numAttrs) emulated::last_cluster = cluster;
-    emulated::launch(config->gridDim, config->blockDim, cluster, config->dynamicSmemBytes,
-                     [=] { kernel(arguments...); });
+    const unsigned blocks = config->gridDim.x;
+    if (blocks == 0 || blocks % cluster) return cudaErrorInvalidValue;
+    if (config->numAttrs && emulated::device.clusters == 0) return cudaErrorInvalidClusterSize;
+    emulated::Launches& launches = emulated::launches;
+    if (config->numAttrs) launches.cluster = cluster;
+    if (launches.count++ && launches.stream != config->stream) launches.on_one_stream = false;
+    launches.stream = config->stream;
+    emulated::scheduler.launch({blocks, config->blockDim.x, cluster, config->dynamicSmemBytes},
+                               [=] { kernel(arguments...); });
     return cudaSuccess;
 }
