@@ -1,0 +1,132 @@
+"""The public functions on fake tensors of a GPU: a value read on the host raises here.
+
+So do tensors on two devices. Neither kernels nor backward run; tests/test_gpu.py is for these.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from bapo_kernels import (
+    BAPOConfig,
+    bapo_linear_loss,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+    find_clip_bounds,
+    log_probs,
+)
+from bapo_kernels.backends import native, triton
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(sys.platform != "linux", reason="builds as on Linux"),
+]
+B, S, V = 2, 6, 100
+ALL_TERMS = dict(entropy_coef=0.1, kl_loss_coef=0.1, clip_ratio_c=3.0)
+# A torch without CUDA cannot index tensors of a GPU, fake ones neither: it has no guard for them.
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def guard(tmp_path_factory):
+    if torch.version.cuda is None:
+        folder = tmp_path_factory.mktemp("guard")
+        (folder / "guard.cpp").write_text(GUARD)
+        torch_folder = Path(torch.__file__).parent
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", "guard.cpp", "-o", "guard.so", "-lc10"]
+        command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
+        subprocess.run(command, cwd=folder, check=True)
+        torch.ops.load_library(folder / "guard.so")
+    elif not torch.cuda.is_available():
+        pytest.skip("a torch for CUDA refuses what it has no GPU for")
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request, monkeypatch):
+    monkeypatch.setattr(native, "WHY_NO_CUDA", None)
+    monkeypatch.setattr(native, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(triton, "WHY_NOT", None)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    with FakeTensorMode(), torch.no_grad():
+        yield request.param
+
+
+def tokens():
+    labels = torch.randint(0, V, (B, S), device="cuda")
+    return (labels, *torch.randn(2, B, S, device="cuda"), torch.ones(B, S, device="cuda"))
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("statistics", ["all", "live"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "seq-mean-token-mean",
+    ],
+)
+def test_loss_and_gradient(backend, mode, statistics, given):
+    logits, (labels, old, A, mask) = torch.randn(B, S, V, device="cuda"), tokens()
+    scale = 7.0 if mode == "seq-mean-token-sum-norm" else None
+    config = BAPOConfig.recipe(loss_agg_mode=mode, loss_scale_factor=scale, **ALL_TERMS)
+    out = bapo_loss(
+        logits,
+        labels,
+        old,
+        A[:, 0],
+        mask,
+        config=config,
+        backend=backend,
+        inplace=True,
+        statistics=statistics,
+        bounds=tuple(torch.tensor(bound, device="cuda") for bound in (0.8, 1.2)) if given else None,
+        rollout_log_probs=old,
+        rollout_is_weights=mask,
+        ref_log_probs=old,
+        batch_num_tokens=mask.sum(),
+        global_batch_size=torch.tensor(4, device="cuda"),
+        dp_size=2,
+    )
+    results = out.loss, out.log_probs, out.entropy, *out.bounds, *out.metrics.values()
+    assert {t.device.type for t in results} == {"cuda"}
+
+
+def test_packed_tokens(backend):
+    labels, old, A, mask = (t.reshape(-1) for t in tokens())
+    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
+    cu_seqlens = torch.tensor([0, 5, 12], device="cuda")
+    options = dict(config=config, cu_seqlens=cu_seqlens, backend=backend)
+    logits = torch.randn(B * S, V, device="cuda", dtype=torch.bfloat16)
+    out = bapo_loss(logits, labels, old, A, mask, inplace=True, **options)
+    assert out.loss.device.type == "cuda"
+    assert bapo_loss_from_log_probs(old, old, A, mask, **options).loss.device.type == "cuda"
+
+
+def test_log_probs_and_search(backend):
+    labels, old, A, mask = tokens()
+    logits = torch.randn(B, S, V, device="cuda")[:, :, 1:]
+    for result in log_probs(logits, labels, backend=backend):
+        assert result.device.type == "cuda"
+    assert find_clip_bounds(old, old, A, mask).upper.device.type == "cuda"
+
+
+def test_it_would_show_a_read_on_the_host(backend):
+    """From hidden states the number of rows is read: that must raise here, and does."""
+    hidden = torch.randn(B, S, 16, device="cuda")
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        bapo_linear_loss(hidden, torch.randn(V, 16, device="cuda"), *tokens(), backend=backend)
