@@ -1,5 +1,6 @@
 """The native library stays within torch's stable ABI."""
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,13 @@ print(library.aoti_torch_get_current_cuda_stream(7, None))
 
 
 @needs_native
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch for CUDA")
+def test_the_stream_is_found():
+    assert ctypes.CDLL(str(LIBRARY)).aoti_torch_get_current_cuda_stream
+
+
+@needs_native
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has the real one")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.skipif(sys.platform != "linux", reason="linker options of Linux")
 def test_the_stream_of_a_torch_for_cuda_is_found(tmp_path):
