@@ -11,7 +11,7 @@ from torch import Tensor
 from ._ops import ops_of
 from .config import Transform
 from .distributed import VocabShard
-from .fused import RowResults, row_statistics
+from .fused import row_statistics
 
 
 class _NoDerivative(torch.autograd.Function):
@@ -133,8 +133,7 @@ class LogProbs(torch.autograd.Function):
         shard: VocabShard | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        results = RowResults.empty(labels.numel(), labels.device, False)
-        row_statistics(backend, logits, labels, live, transform, results, shard)
+        results = row_statistics(backend, logits, labels, live, transform, shard)
         log_probs, entropy, stats, _ = results
         here = labels if shard is None else shard.labels(labels)
         ctx.inplace, ctx.overwritten = logits.detach() if inplace else None, None

@@ -197,9 +197,9 @@ class BAPOConfig:
             start, maximum, step = (f"ratio_{side}_{part}" for part in ("start", "max", "step"))
             value = getattr(self, start)
             _require(_finite(value) and value >= 0, start, "finite and >= 0", self)
-            rule = f"finite and >= {start} ({value})"
             ok = _finite(getattr(self, maximum)) and getattr(self, maximum) >= value
-            _require(ok, maximum, rule, self)
+            if not ok:  # a rule made for good values would not compile with dynamic floats
+                _require(ok, maximum, f"finite and >= {start} ({value})", self)
             ok = _finite(getattr(self, step)) and getattr(self, step) >= 0
             _require(ok, step, "finite and >= 0", self)
             if getattr(self, step) > 0:

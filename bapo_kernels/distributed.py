@@ -73,8 +73,8 @@ class VocabShard:
         entropy: Tensor,
         stats: Tensor,
         transform: Transform,
-    ) -> None:
-        """From the statistics of the shard of every rank to those of the whole rows, in place.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """From the statistics of the shard of every rank to those of the whole rows.
 
         With ``q_k`` the probability of shard ``k``: ``logp = logp_k + log q_k`` where the label is,
         and ``H = sum_k q_k*(H_k - log q_k)``.
@@ -97,9 +97,9 @@ class VocabShard:
         logp = torch.where(total == 0, log_q, logp + log_q).amax(0)  # 0: -inf logits alone
         known = (labels >= 0) & (labels < self.sizes.sum())
         H = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
-        log_probs.copy_(torch.where(live, torch.where(known, logp, torch.nan), 0.0))
-        entropy.copy_(torch.where(live, H, 0.0))
-        stats.copy_(torch.stack([top, whole], 1))
+        # New tensors: Dynamo of torch 2.11 gives no gradient to outputs that were written into.
+        logp = torch.where(live, torch.where(known, logp, torch.nan), 0.0)
+        return logp, torch.where(live, H, 0.0), torch.stack([top, whole], 1)
 
     def widest(self) -> int:
         """Columns of the largest shard. Reads the device."""

@@ -85,18 +85,20 @@ def row_statistics(
     labels: Tensor,
     counted: Tensor,
     transform: Transform,
-    results: RowResults,
     shard: VocabShard | None,
-) -> None:
+) -> RowResults:
     """One look at each counted row, no gradient; of whole rows also where each rank has a part."""
     no_policy = (None,) * 6 + (0.0,) * 4 + (None, 0.0, 0, 0.0)
+    results = RowResults.empty(counted.numel(), rows.device, False)
     log_probs, entropy, stats, _ = results
     here = labels if shard is None else shard.labels(labels)
     ops_of(backend).row_pass(
         rows, here, counted, *no_policy, *transform, log_probs, entropy, stats, None, None
     )
-    if shard is not None:
-        shard.combine(labels, here, counted, log_probs, entropy, stats, transform)
+    if shard is None:
+        return results
+    whole = shard.combine(labels, here, counted, log_probs, entropy, stats, transform)
+    return RowResults(*whole, None)
 
 
 def loss_of_logits(
@@ -117,7 +119,6 @@ def loss_of_logits(
     Of a shard of the vocabulary all rows wait: for the sums of the other ranks.
     """
     rows, flat_labels = as_rows(logits), int64_labels(labels)
-    results = RowResults.empty(labels.numel(), logits.device, needs_gradient)
     dlogits = dlogit_rows = None
     if needs_gradient:
         dlogits = logits
@@ -125,6 +126,7 @@ def loss_of_logits(
             dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
             dlogit_rows = as_rows(dlogits)
     if shard is None:
+        results = RowResults.empty(labels.numel(), logits.device, needs_gradient)
         row_pass(
             backend,
             rows,
@@ -138,7 +140,8 @@ def loss_of_logits(
             inplace,
         )
     else:
-        row_statistics(backend, rows, flat_labels, counted, transform_of(config), results, shard)
+        transform = transform_of(config)
+        results = row_statistics(backend, rows, flat_labels, counted, transform, shard)
     output, dlog_probs, dentropy = loss_of_log_probs(
         results.log_probs, results.entropy, counted, tokens, config, backend, given, process_group
     )
@@ -149,7 +152,7 @@ def loss_of_logits(
             results.entropy,
             dlog_probs,
             dentropy,
-            results.undecided if shard is None else None,
+            results.undecided,
         )
         if inplace:
             ops_of(backend).row_gradient_(rows, *arguments, *transform_of(config))

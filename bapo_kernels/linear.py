@@ -316,10 +316,8 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, RowResults]:
     """Hidden states, logits and statistics of a chunk."""
     h, logits = head.logits(chunk)
-    of_chunk = RowResults.empty(chunk.numel(), chunk.device, False)
-    row_statistics(
-        backend, logits, labels[chunk], live[chunk], transform_of(config), of_chunk, head.shard
-    )
+    tokens = labels[chunk], live[chunk]
+    of_chunk = row_statistics(backend, logits, *tokens, transform_of(config), head.shard)
     return h, logits, of_chunk
 
 
