@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
 
-.PHONY: demo test bench lint sanitize emulate fuzz clean
+.PHONY: demo test bench lint sanitize emulate fuzz prebuilt clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -25,6 +25,7 @@ lint: .venv/built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck benchmarks/*.sh
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
 	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/*
 
@@ -43,13 +44,29 @@ sanitize: .venv/built
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py
 
 # The CUDA kernels on the CPU, under so many schedules (tests/cuda_on_host).
+FIRST ?= 1
 SEEDS ?= 200
 emulate: .venv/built
-	EMULATE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 -q tests/test_cuda_on_host.py
+	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
+	  $(BIN)/python -m pytest -n 2 -q tests/test_cuda_on_host.py
 
 # Needs clang++; a minute, or as long as DURATION= says (fuzz/README.md).
 fuzz:
 	$(MAKE) -C fuzz run
+
+# What benchmarks/gpu_suite.sh takes as BAPO_PREBUILT, so that a machine with a GPU builds nothing.
+# SOURCES is there to see whether it is still of the same sources.
+PREBUILT := build/prebuilt
+prebuilt: .venv/installed
+	rm -rf $(PREBUILT) && mkdir -p $(PREBUILT)
+	BAPO_REQUIRE_CUDA=1 $(BIN)/python setup.py -q build_ext --build-lib $(PREBUILT)/lib \
+	  --build-temp $(PREBUILT)/objects
+	mv $(PREBUILT)/lib/bapo_kernels/* $(PREBUILT)
+	$(BIN)/python tests/cuda_driver/build.py $(PREBUILT)
+	rm -rf $(PREBUILT)/lib $(PREBUILT)/objects $(PREBUILT)/*.o
+	find csrc setup.py tests/cuda_driver -type f ! -name '*.pyc' | sort | xargs sha256sum \
+	  > $(PREBUILT)/SOURCES
+	$(BIN)/python -c "from benchmarks.records import commit; print(commit())" > $(PREBUILT)/COMMIT
 
 clean:
 	rm -rf .venv build out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info

@@ -96,7 +96,7 @@ library() {
     echo "in place, newer than its sources"
   else
     BAPO_REQUIRE_CUDA=1 $PYTHON setup.py -q build_ext --inplace || return
-    $PYTHON tests/cuda_driver/build.py --out "$DRIVERS" || echo "the driver was not built"
+    $PYTHON tests/cuda_driver/build.py "$DRIVERS" || echo "the driver was not built"
     library_loads && echo "built here"
   fi
 }
@@ -166,7 +166,9 @@ tests() {
 }
 
 sanitizer() {
-  compute-sanitizer --tool "$1" --error-exitcode 9 "$DRIVERS/cuda_driver" --quick
+  local options=(--quick --limit 0)
+  [[ $1 != memcheck ]] || options+=(--exact) # allocations without a margin
+  compute-sanitizer --tool "$1" --error-exitcode 9 "$DRIVERS/cuda_driver" "${options[@]}"
 }
 
 counters() {
@@ -292,13 +294,16 @@ run() {
 ended() {
   local name=$RUNNING
   RUNNING=
-  [[ $1 == ok ]] || FAILED=1
+  if [[ $1 != ok ]]; then
+    FAILED=1
+    tail -n 12 "$NOW/$name.log"
+  fi
   report "$name" "$1" "$((SECONDS - BEGUN))" "$(result_of "$NOW/$name.log")"
 }
 
 # The last line with a letter, without the frame of a table.
 result_of() {
-  grep -a '[[:alpha:]]' "$1" | tail -n 1 | sed 's/│//g; s/===*//g; s/  */ /g; s/^ //' | cut -c-200
+  grep -a '[[:alpha:]]' "$1" | tail -n 1 | sed 's/│//g; s/===*//g; s/  */ /g; s/^ //' | cut -c-240
 }
 
 report() {

@@ -6,18 +6,31 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import INTERPRETED, needs_native
+from helpers import DEVICES, INTERPRETED, KERNELS, needs_native
 from typer.testing import CliRunner
 
 pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
 
-from bapo_kernels import reference
-from benchmarks import frames, gate, plot, records, report, run, scaling, timing
+from bapo_kernels import bounds, fused, linear, reference
+from bapo_kernels.backends.triton import row_pass
+from benchmarks import (
+    frames,
+    gate,
+    plot,
+    records,
+    report,
+    run,
+    scaling,
+    targets,
+    timing,
+    tune_triton,
+)
 from benchmarks.__main__ import app
 from benchmarks.cases import Batch, Case, cpu_suite, gpu_suite
 from benchmarks.floor import floor
@@ -26,6 +39,9 @@ from benchmarks.peers import Peer, peers
 PEERS = {f"{peer.name}, {peer.level}": peer for peer in peers()}
 TASKS = ["loss", "clip", "log_probs"]
 LAYOUTS = ["dense", "padded", "packed", "zero advantage"]
+
+
+LOGITS_TARGETS = targets.targets("logits", 64, 100, 1, "bfloat16")
 
 
 def small(level, task="loss", **options):
@@ -167,6 +183,164 @@ def test_who_fails_later_than_the_first_time(quick, monkeypatch):
     assert got["right"]["repetitions"] == run.ROUNDS
 
 
+@needs_native
+@pytest.mark.parametrize("turns", [0, 1])
+def test_an_interrupt_leaves_the_records(quick, tmp_path, monkeypatch, turns):
+    """In getting ready they have one turn; in the turns those they had are enough."""
+    calls = []
+
+    def stops(batch):
+        calls.append(1)
+        if turns == 0 or len(calls) == 5:  # the gate, the full size, the peak, the first turn
+            raise KeyboardInterrupt
+        return right(batch)
+
+    everybody = [Peer("right", "logits", log_probs=right), Peer("stops", "logits", log_probs=stops)]
+    monkeypatch.setattr(run, "peers", lambda: iter(everybody))
+    monkeypatch.setattr("benchmarks.__main__.cpu_suite", lambda: iter([small("logits")] * 2))
+    path = tmp_path / "cpu.jsonl"
+    result = CliRunner().invoke(app, ["run", "--out", str(path)])
+    assert result.exit_code != 0
+    got = {r["who"]: r for r in records.load(path)}
+    assert got["right"]["status"] == got["copy"]["status"] == "measured"
+    assert got["right"]["repetitions"] == turns + 1
+    assert ("stops" in got) == (turns > 0)
+
+
+@needs_native
+def test_a_lost_device_leaves_the_records(quick, monkeypatch):
+    def release(batch):
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(Batch, "release", release)
+    with pytest.raises(run.Interrupted) as caught:
+        run.measure(small("logits", dtype="float32"), "cpu", [], ["writes over"])
+    assert [(r["who"], r["status"]) for r in caught.value.records] == [("right", "failed")]
+
+
+@needs_native
+def test_some_are_left_out(quick):
+    case = small("logits", dtype="float32")
+    got = run.measure(case, "cpu", [], without=["wr", "broken", "there", "else"])
+    assert [r["who"] for r in got] == ["copy", "right"]
+
+
+def test_the_data_does_not_come_from_what_is_measured(monkeypatch):
+    """Kernels that are wrong, or hang, are not asked for log-probs or bounds."""
+    for module in (fused, bounds, linear):
+        monkeypatch.setattr(module, "ops_of", None)
+    for level in ("logits", "hidden"):
+        batch = Batch(small(level), "cpu")
+        truth = reference.log_probs if level == "logits" else reference.linear_log_probs
+        expected = truth(*batch.inputs, batch.labels)[0]
+        torch.testing.assert_close(batch.logp, expected, atol=1e-2, rtol=1e-3)
+        assert batch.shares()["read"] == 1
+
+
+@pytest.mark.parametrize("N", [64, 8_192])
+def test_mixed_rows_are_those_of_the_targets(N):
+    shares = Batch(replace(small("tokens", layout="mixed", data="on-policy"), N=N), "cpu").shares()
+    error = {"abs": 2 / N**0.5 / 4}
+    assert shares["read"] == pytest.approx(0.75, **error)
+    assert shares["live"] == pytest.approx(0.75 * 0.6, **error)
+    assert shares["undecided"] == pytest.approx(0.03, abs=0.5 / N)
+
+
+class TestTargets:
+    def test_results(self):
+        """0.9 of a copy is met at 0.93 and missed at 0.79; who is absent says why."""
+        _, mixed, live, probs = LOGITS_TARGETS
+        copy = {"who": "copy", "ms": 2.0}
+        ours = {"who": "bapo_kernels cuda", "ms": 1.8, "yardstick": "copy", "GB_per_s": 1.0}
+        lines = [copy, ours, ours | {"who": "bapo_kernels cuda, live"}]
+        assert mixed.result("cuda", lines)["met"]
+        missed = live.result("cuda", lines)
+        assert (missed["ratio"], missed["most"], missed["met"]) == (0.9, 0.79, False)
+        assert probs.result("cuda", lines)["ratio"] == 1.8  # of a read, half of a copy
+        absent = {"who": "bapo_kernels triton", "status": "absent", "why": "no GPU"}
+        result = mixed.result("triton", [copy, absent])
+        assert (result["status"], result["why"]) == ("absent", "no GPU")
+        words = targets.verdict([mixed.result("cuda", lines), missed, result])
+        assert "missed: mixed rows, live; failed: mixed rows" in words
+        assert "no GPU" in targets.in_words(result)
+        assert "0.900 x copy; target 0.79, missed" in targets.in_words(missed)
+
+    def test_an_interrupt_leaves_the_results(self, monkeypatch):
+        copy = {"who": "copy", "ms": 1.0}
+        ours = {"who": "bapo_kernels cpu", "ms": 2.0, "yardstick": "copy", "status": "measured"}
+
+        def interrupted(*arguments):
+            raise run.Interrupted([copy, ours])
+
+        monkeypatch.setattr(targets, "measure", interrupted)
+        monkeypatch.setattr(targets, "table", lambda *arguments: "")
+        going = targets.run("logits", "cpu", "cpu", 8, 8, 1, "float32", run.wide_console())
+        _, (result,) = next(going)
+        assert result["ratio"] == 2.0
+        with pytest.raises(KeyboardInterrupt):
+            next(going)
+
+    def test_limits_are_those_of_the_promise(self):
+        limits = {t.name: tuple(t.most.values()) for t in LOGITS_TARGETS}
+        assert limits == {
+            "all rows live": (1.05, 1.25),
+            "mixed rows": (0.93, 1.10),
+            "mixed rows, live": (0.79, 0.95),
+            "log-probs": (1.10, 1.15),
+        }
+
+
+class ClockOfVariants:
+    """Runs a call, and tells of which cut; the second has no room."""
+
+    def __init__(self):
+        self.cuts = []
+
+    def samples(self, timed):
+        timed.call()
+        self.cuts.append(row_pass.row_shape(None, True, threads=1))
+        if len(self.cuts) == 2:
+            raise RuntimeError("out of [registers]\nat length")
+        return [2.0 / len(self.cuts)]
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton's interpreter or a GPU")
+def test_the_tuner_of_triton(tmp_path, monkeypatch, capsys):
+    clock, own = ClockOfVariants(), row_pass.row_shape
+    chosen = list(tune_triton.variants())[::12]
+    monkeypatch.setattr(tune_triton, "clock_of", lambda device: clock)
+    monkeypatch.setattr(tune_triton, "variants", lambda: iter(chosen))
+    file = tmp_path / "tune.jsonl"
+    tune_triton.main(8, 40, "float32", DEVICES["triton"], file)
+    assert [(cut.num_warps, cut.UNROLL) for cut in clock.cuts] == [v[:2] for v in chosen]
+    assert [(v.warps, v.registers) for v in chosen] == [(32, 64), (16, 64), (8, 64)]
+    assert row_pass.row_shape is own
+    first, second, third, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"{chosen[0]}: 2.000 ms"
+    assert second == f"{chosen[1]}: RuntimeError: out of [registers]"
+    assert third == f"{chosen[2]}: 0.667 ms"
+    assert last == f"0.667 ms at best: {chosen[2]}"
+    lines = records.load(file)
+    assert [(line["ms"], line["warps"]) for line in lines] == [(2.0, 32), (2.0 / 3, 8)]
+
+
+@pytest.mark.parametrize("git", ["there", "not there", "knows nothing"])
+def test_the_commit(git, tmp_path, monkeypatch):
+    def described(command, **options):
+        if git == "not there":
+            raise FileNotFoundError("git")
+        return SimpleNamespace(stdout="0b3d337b-dirty\n" if git == "there" else "")
+
+    monkeypatch.setattr(records.subprocess, "run", described)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.delenv("BAPO_COMMIT", raising=False)
+    assert records.commit() == ("0b3d337b-dirty" if git == "there" else "unknown")
+    (tmp_path / "COMMIT").write_text("5eed5eed\n")
+    assert records.commit() == ("0b3d337b-dirty" if git == "there" else "5eed5eed")
+    monkeypatch.setenv("BAPO_COMMIT", "asked")
+    assert records.commit() == "asked"
+
+
 def test_peak_memory_is_that_of_the_call():
     def call():
         a = torch.empty(1_000_000)
@@ -303,7 +477,9 @@ def test_figures_are_drawn_from_records_alone(from_made_up_records, tmp_path):
 
 def test_everybody_has_a_style():
     assert {peer.name for peer in peers() if peer.level != "tokens"} <= set(plot.STYLES) | {
-        f"bapo_kernels {backend}, live" for backend in ("cuda", "triton")
+        f"bapo_kernels {backend}, {form}"
+        for backend in ("cuda", "triton")
+        for form in ("live", "one chunk")
     }
 
 

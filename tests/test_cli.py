@@ -208,6 +208,27 @@ def test_a_kernel_that_raises_is_a_failed_check_and_the_others_go_on(monkeypatch
     assert "cpu, V = 257, float16: RuntimeError: out of [some] memory" in done.stdout
 
 
+def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
+    """An interrupt, as of a limit, loses none of them; --dtype leaves out the others."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def good():
+        yield "loss", 0.0, 1.0
+
+    made_up = [(torch.float32, interrupted), (torch.bfloat16, good), (torch.bfloat16, interrupted)]
+    tasks = [validate.Task("cpu", "made up", *of) for of in made_up]
+    monkeypatch.setattr(validate, "tasks", lambda *names: tasks)
+    monkeypatch.setattr(validate, "runnable", lambda *names: ["cpu"])
+    file = tmp_path / "checks.jsonl"
+    done = run("validate", "--device", "cpu", "--dtype", "bfloat16", "--json", str(file))
+    assert done.exit_code != 0
+    (check,) = map(json.loads, file.read_text().splitlines())
+    assert check["passed"]
+    assert check["dtype"] == "bfloat16"
+
+
 @pytest.mark.parametrize("command", ["validate", "profile"])
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_named_backend_that_cannot_run(command, backend):

@@ -1,0 +1,358 @@
+"""The suite for a machine with a GPU, rehearsed: its stages on made-up tools, its commands here."""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from helpers import needs_native
+from typer.testing import CliRunner
+
+import bapo_kernels.__main__ as bapo_cli
+from bapo_kernels import validate
+from benchmarks import __main__ as bench_cli
+from benchmarks import launch_rows, records, run, targets, timing, tune_triton
+from benchmarks.cases import Case
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = "benchmarks/gpu_suite.sh"
+LEVELS = ["logits", "hidden"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a script for Linux")
+
+BACKENDS = ["cuda", "triton", "cpu"]
+# Stands for python3: writes down how it is called, and does what `behave` says.
+PYTHON = """#!/usr/bin/env bash
+printf '%q ' "$@" >>"$FAKE/calls"
+echo >>"$FAKE/calls"
+if [[ $* == "-m bapo_kernels" ]]; then cat "$FAKE/environment"; exit; fi
+if [[ $* == *commit* ]]; then echo "commit ${BAPO_COMMIT-unknown}"; exit; fi
+. "$FAKE/behave"
+echo "all is well"
+"""
+BEFORE = ["library", "environment"]
+STAGES = [
+    *BEFORE,
+    *("driver_debug", "driver"),
+    *("answers_cuda", "answers_triton", "graphs_cuda", "graphs_triton"),
+    *("targets_cuda", "targets_triton", "hidden_cuda", "hidden_triton"),
+    *("tests", "memcheck", "synccheck", "racecheck", "ncu"),
+    *("profile_cuda", "profile_triton", "tune", "peers_logits", "peers_hidden"),
+    *("shapes", "validate"),
+]
+
+
+class Suite:
+    """A tree without history, made-up tools, and a folder of what is built beforehand."""
+
+    def __init__(self, folder):
+        self.tree, self.fake, self.out = (folder / name for name in ("tree", "fake", "out"))
+        self.prebuilt = folder / "prebuilt"
+        for path in ("benchmarks", "bapo_kernels", "csrc", "tests"):
+            (self.tree / path).mkdir(parents=True)
+        shutil.copy(ROOT / SCRIPT, self.tree / SCRIPT)
+        (self.tree / "csrc/kernel.cu").write_text("a kernel\n")
+        self.prebuilt.mkdir()
+        for name in ("_C.abi3.so", "_build.json"):
+            (self.prebuilt / name).write_text(name)
+        (self.prebuilt / "COMMIT").write_text("5eed5eed\n")
+        sums = subprocess.check_output(["sha256sum", "csrc/kernel.cu"], cwd=self.tree)
+        (self.prebuilt / "SOURCES").write_bytes(sums)
+        for name in ("cuda_driver", "cuda_driver_debug"):
+            self.tool(self.prebuilt / name, "echo kernels are right")
+        self.tool(self.fake / "bin/python3", PYTHON)
+        self.tool(self.fake / "bin/compute-sanitizer", "echo ========= ERROR SUMMARY: 0 errors")
+        ncu = """echo '"0","1","row_pass"' >"$OUT/now/ncu.csv" """
+        its_program = 'until [[ $1 == python3 ]]; do shift; done; "$@"'
+        self.tool(self.fake / "bin/ncu", f"{ncu}\n{its_program}")
+        self.behaves()
+        self.runs_here(*BACKENDS)
+
+    def tool(self, path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text if text.startswith("#!") else f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+
+    def behaves(self, **cases):
+        """What the made-up python does where its arguments have a word in them."""
+        text = "\n".join(f"*{word}*) {does} ;;" for word, does in cases.items())
+        (self.fake / "behave").write_text(f'case "$*" in\n{text}\nesac\n')
+
+    def runs_here(self, *names):
+        lines = [f"backend {n} {'available' if n in names else 'absent: none'}" for n in BACKENDS]
+        (self.fake / "environment").write_text("\n".join(lines) + "\n")
+
+    def start(self, *arguments, **env):
+        variables = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "WHEELS")}
+        variables |= {"FAKE": str(self.fake), "OUT": str(self.out), "TMPDIR": str(self.fake)}
+        variables |= env
+        variables["PATH"] = f"{self.fake / 'bin'}:/usr/bin:/bin"
+        variables.setdefault("BAPO_PREBUILT", str(self.prebuilt))
+        return subprocess.Popen(
+            ["bash", self.tree / SCRIPT, *map(str, arguments)],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments, **env):
+        """The exit status, and what was printed."""
+        process = self.start(*arguments, **env)
+        output = process.communicate(timeout=60)[0]
+        return process.returncode, output
+
+    def summary(self):
+        """Status and result by stage, in order."""
+        lines = (self.out / "summary.txt").read_text().splitlines()
+        return {
+            line[:15].strip(): (line[16:25].strip(), line.partition(" s  ")[2]) for line in lines
+        }
+
+    def archive(self):
+        """Texts by name."""
+        with tarfile.open(self.out / "gpu_suite.tar.gz") as tar:
+            files = [member for member in tar if member.isfile()]
+            return {Path(f.name).name: tar.extractfile(f).read().decode() for f in files}
+
+    def calls(self):
+        """Arguments of the made-up python."""
+        lines = (self.fake / "calls").read_text().splitlines()
+        return [shlex.split(line) for line in lines if not line.startswith("-c")]
+
+    def called(self, *words):
+        return any(all(word in call for word in words) for call in self.calls())
+
+
+def one_command(function):
+    app = typer.Typer()
+    app.command()(function)
+    return app
+
+
+COMMANDS = {
+    "benchmarks": bench_cli.app,
+    "bapo_kernels": bapo_cli.commands(),
+    "benchmarks.tune_triton": one_command(tune_triton.main),
+    "benchmarks.launch_rows": one_command(launch_rows.main),
+}
+
+
+def parsed(call):
+    """Whether a call is one of a command of ours, whose command line takes it."""
+    _, module, *arguments = call
+    if module not in COMMANDS:
+        return False
+    command = typer.main.get_command(COMMANDS[module])
+    if hasattr(command, "commands"):
+        command = command.commands[arguments.pop(0)]
+    command.make_context(module, arguments)
+    return True
+
+
+@pytest.fixture
+def suite(tmp_path):
+    return Suite(tmp_path)
+
+
+def test_list(suite):
+    status, output = suite.run("--list")
+    rows = [line.split() for line in output.splitlines()]
+    assert status == 0
+    assert [row[0] for row in rows] == STAGES
+    limits = {row[0]: int(row[1]) for row in rows}
+    assert sum(limits[name] for name in STAGES[1:10]) <= 560
+    assert not suite.out.exists()
+
+
+def test_all_stages(suite):
+    status, output = suite.run("--budget", 5000)
+    summary = suite.summary()
+    assert status == 0, output
+    assert list(summary) == STAGES
+    assert {word for word, _ in summary.values()} == {"ok"}
+    assert output == (suite.out / "summary.txt").read_text()
+    assert summary["library"][1] == "prebuilt, 5eed5eed"
+    assert summary["memcheck"][1] == "ERROR SUMMARY: 0 errors"
+    assert summary["ncu"][1] == "1 launches measured"
+    archive = suite.archive()
+    assert {f"{name}.log" for name in STAGES} <= set(archive)
+    assert "commit 5eed5eed" in archive["environment.log"]  # there is no git in the tree
+    assert archive["summary.txt"] == output
+    assert {path.name for path in suite.out.iterdir()} == {"summary.txt", "gpu_suite.tar.gz"}
+    ours = [call for call in suite.calls() if call[0] == "-m" and len(call) > 2]
+    tests = [call for call in ours if call[1] == "pytest"]
+    assert {call[1] for call in ours if parsed(call)} == COMMANDS.keys()
+    files = [word for call in tests for word in call if word.startswith("tests/")]
+    assert len(tests) == 3
+    assert all((ROOT / file).exists() for file in files)
+
+
+def test_the_budget(suite):
+    """What does not fit is left out, what others build on never is."""
+    suite.run("--budget", 110, "--only", "driver,tests,tune,shapes")
+    summary = suite.summary()
+    assert {summary[name][0] for name in (*BEFORE, "driver", "tune")} == {"ok"}
+    assert summary["tests"][0] == summary["shapes"][0] == "skipped"
+    assert summary["tests"][1].startswith("takes up to 120 s, and ")
+
+
+def test_only_and_from(suite):
+    suite.run("--only", "tune,driver")
+    assert list(suite.summary()) == [*BEFORE, "driver", "tune"]
+    suite.run("--from", "peers_hidden")
+    assert list(suite.summary()) == [*BEFORE, "peers_hidden", "shapes", "validate"]
+    for arguments in (["--only", "tune,tuna"], ["--from", "tuna"], ["--frm", "tune"]):
+        status, output = suite.run(*arguments)
+        assert status == 2
+        assert "no stage is called 'tuna'" in output or "--only STAGE" in output
+
+
+def test_a_wrong_backend_stops_what_builds_on_it_alone(suite):
+    suite.behaves(**{"validate*backend*cuda*dtype": "echo 60 checks, 3 failed; exit 1"})
+    status, _ = suite.run("--budget", 5000)
+    summary = suite.summary()
+    assert status == 1
+    assert summary["answers_cuda"] == ("failed", "60 checks, 3 failed")
+    skipped = [name for name, (word, _) in summary.items() if word == "skipped"]
+    assert skipped == ["graphs_cuda", "targets_cuda", "hidden_cuda", "profile_cuda"]
+    assert summary["targets_cuda"][1] == "answers_cuda: failed"
+    assert suite.called("-k", "(gpu or cuda or triton) and not cuda")
+    runs = [call for call in suite.calls() if call[2:3] == ["run"]]
+    assert len(runs) == 3
+    assert all(call[call.index("--without") + 1] == "bapo_kernels cuda" for call in runs)
+    assert suite.calls()[-1][-4:-2] == ["--backend", "triton"]
+
+
+def test_where_cuda_cannot_run(suite):
+    suite.runs_here("triton", "cpu")
+    shutil.rmtree(suite.fake / "bin", ignore_errors=True)
+    suite.tool(suite.fake / "bin/python3", PYTHON)
+    (suite.prebuilt / "cuda_driver").unlink()
+    status, _ = suite.run("--budget", 5000)
+    summary = suite.summary()
+    assert status == 1
+    assert summary["environment"] == ("failed", "backend cuda absent: none")
+    assert summary["answers_cuda"] == ("skipped", "cuda is absent: none")
+    assert summary["targets_cuda"] == ("skipped", "cuda is absent: none")
+    assert summary["targets_triton"][0] == summary["tests"][0] == "ok"
+    assert summary["driver"] == ("skipped", "the driver is not there")
+    assert summary["ncu"] == ("skipped", "no ncu on the path")
+
+
+def test_a_hanging_stage_ends_at_its_limit_and_keeps_what_it_had(suite):
+    hang = 'echo {} >>"$OUT/now/targets_triton_logits.jsonl"; echo first of five; sleep 9; exit'
+    suite.behaves(**{"targets*triton*logits": hang, "targets*cuda*logits": "exit 3"})
+    chosen = "targets_cuda,targets_triton,hidden_triton"
+    status, _ = suite.run("--only", chosen, "--limit", 3)
+    summary = suite.summary()
+    assert status == 1
+    assert summary["targets_cuda"][0] == "failed"
+    assert summary["targets_triton"] == ("timed out", "first of five")
+    assert summary["hidden_triton"][0] == "ok"
+    assert suite.archive()["targets_triton_logits.jsonl"] == "{}\n"
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_killed(suite, by):
+    suite.behaves(tune='echo one variant; echo {} >"$OUT/now/tune.jsonl"; exec sleep 9')
+    process = suite.start("--only", "driver,tune,validate")
+    running = suite.out / "now/tune.jsonl"
+    until(running.exists)
+    process.send_signal(by)
+    assert process.wait(10) == (143 if by == signal.SIGTERM else -9)
+    summary = suite.summary()
+    assert summary["driver"] == ("ok", "kernels are right")
+    assert "validate" not in summary
+    if by == signal.SIGTERM:
+        assert summary["tune"] == ("stopped", "one variant")
+        assert suite.archive()["tune.jsonl"] == "{}\n"
+        assert not running.exists()
+    else:
+        assert "driver.log" in suite.archive()
+        assert running.read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("fault", ["other sources", "does not load", "not there"])
+def test_a_prebuilt_library_that_does_not_fit(suite, fault):
+    """Then it is built from source; without a compiler that fails, and the others go on."""
+    if fault == "other sources":
+        (suite.tree / "csrc/kernel.cu").write_text("another kernel\n")
+    elif fault == "does not load":
+        suite.behaves(**{"'the library has'": "exit 1"})
+    else:
+        shutil.rmtree(suite.prebuilt)
+    suite.run("--only", "driver")
+    log = suite.archive()["library.log"]
+    assert ("was built from other sources" in log) == (fault == "other sources")
+    assert suite.called("setup.py", "build_ext", "--inplace")
+    if fault == "does not load":
+        assert suite.summary()["library"][0] == "failed"
+    else:
+        assert suite.called("tests/cuda_driver/build.py", "build/driver")
+        assert suite.summary()["library"] == ("ok", "built here")
+
+
+@needs_native
+def test_the_commands_in_a_rehearsal(suite, monkeypatch, tmp_path):
+    """On the CPU, each as the suite calls it, in small sizes and hardly timed."""
+    suite.runs_here("cpu")
+    suite.run("--budget", 5000, BAPO_SUITE_DEVICE="cpu")
+    monkeypatch.setattr(timing.CPUClock, "SECONDS", 0.0)
+    monkeypatch.setattr(run, "ROUNDS", 1)
+    tasks = validate.tasks
+    monkeypatch.setattr(validate, "VOCABULARY", 300)
+    monkeypatch.setattr(validate, "tasks", lambda *names: itertools.islice(tasks(*names), 3))
+    cases = [
+        Case("logits", "loss", "any", 16, 300, 1),
+        *(c for c in bench_cli.cpu_suite() if c.level == "tokens" and c.N == 8_192),
+    ]
+    monkeypatch.setattr(bench_cli, "cpu_suite", lambda: iter(cases))
+    (suite.out / "now").mkdir()
+    ran = []
+    for call in suite.calls():
+        if call[0] == "-m" and call[1] in ("benchmarks", "bapo_kernels") and len(call) > 2:
+            done = CliRunner().invoke(COMMANDS[call[1]], call[2:])
+            assert done.exit_code == 0, (call, done.output, done.exception)
+            ran.append(call[2])
+    assert ran == ["validate", "targets", "targets", "profile", *["run"] * 3, "validate"]
+    now = suite.out / "now"
+    results = [r for level in LEVELS for r in records.load(now / f"targets_cpu_{level}.jsonl")]
+    goals = [t.name for t in targets.targets("logits", 16, 500, 16, "bfloat16")]
+    expected = [*goals, "beyond the row pass", "from hidden states", "extra memory"]
+    assert [r["target"] for r in results] == expected
+    assert {r["status"] for r in results} == {"measured"}
+    assert results[4]["ratio"] < 1
+    assert all(check["passed"] for check in records.load(now / "answers_cpu.jsonl"))
+    measured = {r["who"] for r in records.load(suite.out / "cpu.jsonl")}
+    assert measured >= {"copy", "three matrix products", "the paper's loop", "bapo_kernels cpu"}
+
+
+def test_the_rows_that_a_profiler_sees(backend, device, interpreted, capsys):
+    N, V = (8, 40) if interpreted else (16, 300)
+    launch_rows.main([backend], device, N, V, "float32")
+    assert re.fullmatch(rf"{backend}: loss -?\d\.\d+\n", capsys.readouterr().out)
+
+
+def test_shellcheck():
+    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([shellcheck, ROOT / SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
