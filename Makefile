@@ -27,7 +27,8 @@ lint: .venv/built
 	$(BIN)/mypy
 	$(BIN)/shellcheck benchmarks/*.sh
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
-	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/*
+	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/* \
+	  tests/cuda_driver/*.h tests/cuda_driver/*.cpp
 
 # The suite on a library with AddressSanitizer and UBSan, built in a copy of the tree.
 sanitize: .venv/built

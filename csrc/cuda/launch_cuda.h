@@ -28,5 +28,7 @@ const char* policy(const PolicyParams& params, double* partials, void* stream);
 // The row pass for sm_90 and later, with rows held in the shared memory of a cluster; false where
 // this device cannot or a row does not fit.
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error);
+// Blocks in the clusters that are to hold such rows on this device; 0: they do not fit.
+int planned_cluster(const LogitRows& rows);
 
 }  // namespace bapo::cuda

@@ -370,6 +370,13 @@ int attribute(cudaDeviceAttr which) {
     return value;
 }
 
+Plan plan_here(const LogitRows& rows) {
+    if (attribute(cudaDevAttrComputeCapabilityMajor) < 9) return {};
+    const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
+    return plan_for(rows.vocab * size, attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                    attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
 // As many clusters as run at once; `fits` is false where none does, as on a part of a GPU.
 template <typename T, bool kSoftcap, bool kAligned>
 cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaStream_t stream,
@@ -404,11 +411,7 @@ cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaS
 
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error) {
     if (params.rows.count() == 0) return true;
-    if (attribute(cudaDevAttrComputeCapabilityMajor) < 9) return false;
-    const int64_t size = params.rows.dtype == DType::kFloat32 ? 4 : 2;
-    const Plan plan =
-        plan_for(params.rows.vocab * size, attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+    const Plan plan = plan_here(params.rows);
     if (plan.cluster == 0) return false;
     bool fits = true;
     *error = words(with_row_type(params.rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
@@ -417,5 +420,7 @@ bool row_pass_cluster(const RowPassParams& params, void* stream, const char** er
     }));
     return fits;
 }
+
+int planned_cluster(const LogitRows& rows) { return plan_here(rows).cluster; }
 
 }  // namespace bapo::cuda

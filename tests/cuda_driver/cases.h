@@ -1,0 +1,16 @@
+// Every combination worth having, the simplest first.
+#pragma once
+
+#include <vector>
+
+#include "row_case.h"
+#include "token_case.h"
+
+namespace driver {
+
+// Rows of every dtype and cluster size; quick: few and short ones, for compute-sanitizer.
+std::vector<RowCase> row_cases(bool quick);
+std::vector<TokenCase> token_cases(bool quick);
+std::vector<RowCase> timed_cases();
+
+}  // namespace driver

@@ -1,0 +1,294 @@
+#include "token_case.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cuda/launch_cuda.h"
+#include "tokens.h"
+
+namespace driver {
+
+using namespace bapo;
+
+std::string TokenCase::name() const {
+    std::string text = "tokens=" + std::to_string(count);
+    text += upper_first ? " upper first" : " lower first";
+    for (const auto& [on, word] : {std::pair{uniform_weight, " uniform weight"},
+                                   {gradient, " gradient"},
+                                   {ratio, " ratio"},
+                                   {all_inputs, " all inputs"}}) {
+        if (on) text += word;
+    }
+    return text;
+}
+
+namespace {
+
+constexpr Grid kLower{0.6f, 0.9f, 0.02}, kUpper{1.2f, 3.0f, 0.05};
+constexpr int kReport = 14;
+// Sums in double, in another order, of terms whose exp may differ in its last bits.
+constexpr double kDouble = 1e-13;
+
+// A sum and the magnitude of its terms, of which a tolerance is a share.
+struct Sum {
+    double value = 0.0, size = 0.0;
+    void add(double term) {
+        value += term;
+        size += std::fabs(term);
+    }
+};
+
+std::vector<double> grid_points(const Grid& grid) {
+    std::vector<double> points(kMaxGridPoints);
+    points.resize(fill_grid(grid, points.data()));
+    return points;
+}
+
+class Tokens {
+  public:
+    Tokens(const TokenCase& of, Verdict& verdict);
+    void run();
+
+  private:
+    struct Outputs {
+        std::vector<double> table, shares, dlog_probs, dentropy;
+        std::vector<float> bounds, report;
+    };
+    Token token(int64_t i) const {
+        const double log_prob = log_probs_[i];
+        if (!case_.all_inputs) return {log_prob, log_prob, log_prob, advantages_[i], 1.0};
+        return {log_prob, old_[i], ref_[i], advantages_[i], is_weights_[i]};
+    }
+    double search_weight(int64_t i) const {
+        return case_.uniform_weight ? 1.0
+                                    : std::exp(case_.all_inputs ? rollout_[i] : log_probs_[i]);
+    }
+    double quantity(size_t lower, size_t upper) const {
+        return tested_quantity(table_[lower_.size() + upper].value, table_[lower].value,
+                               case_.ratio);
+    }
+    void search();
+    Outputs launch() const;
+    void check_policy(const Outputs& got);
+
+    const TokenCase case_;
+    Verdict& verdict_;
+    const std::vector<double> lower_ = grid_points(kLower), upper_ = grid_points(kUpper);
+    PolicyOptions options_{3.0, 0.1, kK1, 0.01};
+    TargetParams target_;
+    std::vector<uint8_t> live_;
+    std::vector<double> log_probs_, entropy_, weights_;
+    std::vector<float> old_, ref_, rollout_, advantages_, is_weights_;
+
+    std::vector<Sum> table_;
+    size_t at_lower_ = 0, at_upper_ = 0;
+};
+
+Tokens::Tokens(const TokenCase& of, Verdict& verdict)
+    : case_(of), verdict_(verdict), target_{0.0, of.ratio, of.upper_first} {
+    options_.kl_loss_type = of.count % 3;
+    for (int64_t i = 0; i < of.count; ++i) {
+        const auto draw = [&](int64_t which, double low, double high) {
+            return uniform(7, 8 * i + which, low, high);
+        };
+        const bool live = i % 5 != 3;
+        const double dead = live ? 0.0 : NAN;
+        const double log_prob = draw(0, -6.0, -0.1);
+        live_.push_back(live);
+        log_probs_.push_back(log_prob + dead);
+        entropy_.push_back(draw(1, 0.0, 9.0) + dead);
+        weights_.push_back(draw(2, 0.5, 1.5) / (double)of.count + dead);
+        old_.push_back((float)(log_prob - draw(3, -1.5, 1.5) + dead));
+        ref_.push_back((float)(log_prob + draw(4, -1.0, 1.0) + dead));
+        rollout_.push_back((float)(log_prob + draw(5, -0.5, 0.5) + dead));
+        advantages_.push_back(i % 7 == 5 ? 0.0f : (float)(draw(6, -1.0, 1.0) + dead));
+        is_weights_.push_back((float)(draw(7, 0.5, 2.0) + dead));
+    }
+    search();
+}
+
+// The table, a target that is met midway, and where Algorithm 1 stops.
+void Tokens::search() {
+    table_.resize(lower_.size() + upper_.size());
+    parallel((int64_t)table_.size(), [&](int64_t point) {
+        const bool is_upper = point >= (int64_t)lower_.size();
+        const double bound = is_upper ? upper_[point - lower_.size()] : lower_[point];
+        for (int64_t i = 0; i < case_.count; ++i) {
+            const double A = advantages_[i];
+            if (!live_[i] || A == 0.0 || (A > 0.0) != is_upper) continue;
+            const Token of = token(i);
+            const double r = policy_ratio(of.log_prob, of.old_log_prob).value;
+            table_[point].add(search_weight(i) *
+                              contribution(r, A, {bound, bound}, case_.gradient));
+        }
+    });
+    const size_t last_lower = lower_.size() - 1, last_upper = upper_.size() - 1;
+    const double middle = case_.upper_first ? quantity(last_lower / 2, last_upper)
+                                            : quantity(last_lower, last_upper / 2);
+    target_.target = std::isfinite(middle) ? middle * (1.0 + 1e-6) : 0.5;
+
+    const auto climb = [&](size_t& at, size_t last) {
+        while (at < last && quantity(at_lower_, at_upper_) < target_.target) ++at;
+    };
+    if (case_.upper_first) climb(at_upper_, last_upper);
+    climb(at_lower_, last_lower);
+    if (!case_.upper_first) climb(at_upper_, last_upper);
+}
+
+Tokens::Outputs Tokens::launch() const {
+    const int points = (int)table_.size();
+    const int64_t blocks = cuda::token_blocks(case_.count);
+    const Array<uint8_t> live("live", live_);
+    const Array<double> log_probs("log_probs", log_probs_), entropy("entropy", entropy_),
+        weights("weights", weights_);
+    const Array<float> old("old_log_probs", old_), ref("ref_log_probs", ref_),
+        rollout("rollout_log_probs", rollout_), advantages("advantages", advantages_),
+        is_weights("is_weights", is_weights_);
+    const Array<double> table("table", std::vector(points, 0.0)), shares("shares", 4),
+        partials("partials", blocks * std::max(points, kPolicySums)),
+        dlog_probs("dlog_probs", case_.count), dentropy("dentropy", case_.count);
+    const Array<float> bounds("bounds", 2), report("report", kReport);
+
+    ContributionParams search{};
+    search.count = case_.count;
+    search.log_probs = log_probs.data();
+    search.tokens.live = (const bool*)live.data();
+    search.tokens.advantages = advantages.data();
+    search.lower = kLower;
+    search.upper = kUpper;
+    search.uniform_weight = case_.uniform_weight;
+    search.gradient = case_.gradient;
+    search.table = table.data();
+    PolicyParams policy{};
+    policy.tokens.weights = weights.data();
+    if (case_.all_inputs) {
+        search.tokens.old_log_probs = old.data();
+        search.rollout_log_probs = rollout.data();
+        policy.tokens.is_weights = is_weights.data();
+        policy.tokens.ref_log_probs = ref.data();
+        policy.shares = shares.data();
+    }
+    policy.count = case_.count;
+    policy.log_probs = search.log_probs;
+    policy.entropy = entropy.data();
+    policy.tokens.live = search.tokens.live;
+    policy.tokens.old_log_probs = search.tokens.old_log_probs;
+    policy.tokens.advantages = search.tokens.advantages;
+    policy.rollout_log_probs = search.rollout_log_probs;
+    policy.options = options_;
+    policy.uniform_weight = case_.uniform_weight;
+    policy.gradient = case_.gradient;
+    policy.first = {kLower.start, kUpper.start};
+    policy.target = target_;
+    policy.bounds = bounds.data();
+    policy.report = report.data();
+    policy.dlog_probs = dlog_probs.data();
+    policy.dentropy = dentropy.data();
+
+    finish(cuda::contributions(search, points, partials.data(), nullptr));
+    finish(
+        cuda::solve(table.data(), kLower, kUpper, target_, bounds.data(), shares.data(), nullptr));
+    finish(cuda::policy(policy, partials.data(), nullptr));
+    const Outputs got{table.values(),    shares.values(), dlog_probs.values(),
+                      dentropy.values(), bounds.values(), report.values()};
+    verdict_.guards();
+    return got;
+}
+
+void Tokens::check_policy(const Outputs& got) {
+    const Bounds bounds{(float)lower_[at_lower_], (float)upper_[at_upper_]};
+    const Bounds start{kLower.start, kUpper.start};
+    Sum loss, pg_loss, kl_loss, log_ratio, entropy, P, N, P_start, N_start;
+    double count = 0.0, clipped = 0.0, dual_clipped = 0.0;
+    for (int64_t i = 0; i < case_.count; ++i) {
+        double dlog_prob = 0.0, dentropy = 0.0;
+        if (live_[i]) {
+            const Token of = token(i);
+            const Ratio ratio = policy_ratio(of.log_prob, of.old_log_prob);
+            const PolicyTerm term = policy_term(of, ratio, bounds, options_.clip_ratio_c);
+            const double kl = kl_term(of.log_prob, of.ref_log_prob, options_.kl_loss_type).value;
+            pg_loss.add(weights_[i] * term.loss);
+            kl_loss.add(weights_[i] * kl);
+            loss.add(weights_[i] * (term.loss + options_.kl_loss_coef * kl));
+            loss.add(-weights_[i] * options_.entropy_coef * entropy_[i]);
+            log_ratio.add(ratio.log_value);
+            entropy.add(entropy_[i]);
+            count += 1.0;
+            clipped += term.clipped;
+            dual_clipped += term.dual_clipped;
+            const double A = of.advantage, w = search_weight(i);
+            if (A != 0.0) {
+                (A > 0.0 ? P : N).add(w * contribution(ratio.value, A, bounds, case_.gradient));
+                (A > 0.0 ? P_start : N_start)
+                    .add(w * contribution(ratio.value, A, start, case_.gradient));
+            }
+            dlog_prob = weights_[i] * token_grad(of, ratio, bounds, options_);
+            dentropy = -weights_[i] * options_.entropy_coef;
+        }
+        verdict_.compare("dlog_prob of token", i, got.dlog_probs[i], dlog_prob,
+                         kDouble * std::fabs(dlog_prob) + 0x1p-60);
+        verdict_.compare("dentropy of token", i, got.dentropy[i], dentropy,
+                         kDouble * std::fabs(dentropy));
+    }
+    if (case_.all_inputs) {  // the shares of the table, whose bounds are not rounded to float32
+        P = table_[lower_.size() + at_upper_];
+        N = table_[at_lower_];
+        P_start = table_[lower_.size()];
+        N_start = table_[0];
+    }
+    const double tokens = std::max(count, 1.0);
+    const auto share = [](double p, double n) { return p + n == 0.0 ? 0.0 : p / (p + n); };
+    const double reached = tested_quantity(P.value, N.value, case_.ratio);
+    const struct {
+        double value, size;
+    } expected[kReport] = {
+        {loss.value, loss.size},
+        {pg_loss.value, pg_loss.size},
+        {clipped / tokens, 1.0},
+        {dual_clipped / tokens, 1.0},
+        {-log_ratio.value / tokens, log_ratio.size / tokens},
+        {entropy.value / tokens, entropy.size / tokens},
+        {kl_loss.value, kl_loss.size},
+        {bounds.lower, 0.0},
+        {bounds.upper, 0.0},
+        {share(P.value, N.value), 1.0},
+        {share(P_start.value, N_start.value), 1.0},
+        {tested_quantity(P.value, N.value, true), 1.0},
+        {reached < target_.target ? 1.0 : 0.0, 0.0},
+        {count, 0.0},
+    };
+    for (int k = 0; k < kReport; ++k) {
+        const auto [value, size] = expected[k];
+        verdict_.compare("report entry", k, got.report[k], value,
+                         0x1p-24 * std::fabs(value) + kDouble * size);
+    }
+}
+
+void Tokens::run() {
+    const Outputs got = launch();
+    for (size_t i = 0; i < table_.size(); ++i) {
+        verdict_.compare("table entry", (int64_t)i, got.table[i], table_[i].value,
+                         kDouble * table_[i].size);
+    }
+    verdict_.compare("bound", 0, got.bounds[0], (float)lower_[at_lower_], 0.0);
+    verdict_.compare("bound", 1, got.bounds[1], (float)upper_[at_upper_], 0.0);
+    const Sum shares[] = {table_[lower_.size() + at_upper_], table_[at_lower_],
+                          table_[lower_.size()], table_[0]};
+    for (int k = 0; k < 4; ++k) {
+        verdict_.compare("share", k, got.shares[k], shares[k].value, kDouble * shares[k].size);
+    }
+    check_policy(got);
+
+    const Outputs again = launch();
+    const bool same = same_bits(got.table.data(), again.table.data(), (int64_t)got.table.size()) &&
+                      same_bits(got.report.data(), again.report.data(), kReport) &&
+                      same_bits(got.dlog_probs.data(), again.dlog_probs.data(), case_.count);
+    if (!same) verdict_.fail(0, "other bits in a second run");
+}
+
+}  // namespace
+
+void run(const TokenCase& token_case, Verdict& verdict) { Tokens(token_case, verdict).run(); }
+
+}  // namespace driver

@@ -1,0 +1,25 @@
+// A case of the kernels over tokens.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "verdict.h"
+
+namespace driver {
+
+struct TokenCase {
+    int64_t count = 0;
+    bool uniform_weight = false;
+    bool gradient = false;  // P and N of the gradient, else of the loss
+    bool ratio = false;     // target of P/N, else of P/(P + N)
+    bool upper_first = false;
+    bool all_inputs = false;  // old, reference and rollout log-probs, importance weights
+
+    std::string name() const;
+};
+
+// Contributions, the search in them, and the loss at the bounds found; again for the same bits.
+void run(const TokenCase& token_case, Verdict& verdict);
+
+}  // namespace driver

@@ -1,0 +1,151 @@
+"""Breaks the synchronisation of the CUDA kernels, one place at a time, and tells what notices.
+
+    python tests/cuda_on_host/breaks.py [--seeds N] [--only PATTERN]
+
+Each break of breaks.diff goes into a copy of csrc, and the tests of the emulation run on it. One
+that survives means that they show less than they should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import helpers  # noqa: F401  (slow: once for all breaks)
+from cuda_on_host.build import HOST, KERNELS, ROOT, build, compile_object, link
+
+TEST = ROOT / "tests/test_cuda_on_host.py"
+MOST_SECONDS = 1_200  # of the tests under a break
+
+
+class Hunk(NamedTuple):
+    """Lines, without indentation, and those in their place."""
+
+    old: list[str]
+    new: list[str]
+
+    def applied(self, lines):
+        stripped = [line.strip() for line in lines]
+        size = len(self.old)
+        places = [i for i in range(len(lines)) if stripped[i : i + size] == self.old]
+        if len(places) != 1:
+            text = "\n".join(self.old)
+            raise ValueError(f"found {len(places)} times, not once:\n{text}")
+        return lines[: places[0]] + self.new + lines[places[0] + size :]
+
+
+class Break(NamedTuple):
+    """A change of a file of csrc/cuda, and why it cannot show if it cannot."""
+
+    name: str
+    file: str
+    hunks: list[Hunk]
+    reason: str | None
+
+    @classmethod
+    def parsed(cls, text):
+        title, _, body = text.partition("\n")
+        file, _, name = title.partition(": ")
+        reason = None
+        if body.startswith("cannot show: "):
+            reason, _, body = body.removeprefix("cannot show: ").partition("\n")
+        hunks = []
+        for part in body.split("@@\n"):
+            lines = [(line[0], line[1:].strip()) for line in part.splitlines()]
+            old = [line for sign, line in lines if sign != "+"]
+            new = [line for sign, line in lines if sign != "-"]
+            hunks.append(Hunk(old, new))
+        return cls(name, file, hunks, reason)
+
+    def applied(self, text):
+        """The broken text; raises where a line to break is not there, or more than once."""
+        lines = text.splitlines()
+        for hunk in self.hunks:
+            lines = hunk.applied(lines)
+        return "\n".join(lines) + "\n"
+
+
+def all_breaks():
+    _, *parts = re.split(r"^=== ", (HOST / "breaks.diff").read_text(), flags=re.MULTILINE)
+    return [Break.parsed(part) for part in parts]
+
+
+class FirstFailure:
+    """A plugin of pytest."""
+
+    text = None
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed and self.text is None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else str(report.longrepr)
+            self.text = f"{report.nodeid.partition('::')[2]}: {message.splitlines()[0]}"
+
+
+def run_tests(library, seeds, answer):
+    os.environ |= {"EMULATE_LIBRARY": str(library), "EMULATE_SEEDS": str(seeds)}
+    failure = FirstFailure()
+    options = ["-x", "-p", "no:terminal", "-p", "no:cacheprovider", "-k", "not breaks"]
+    code = pytest.main([*options, str(TEST)], plugins=[failure])
+    answer.send("SURVIVED" if code == 0 else f"died: {failure.text or code}")
+
+
+def verdict(library, seeds):
+    """The first test that fails, and why, or "SURVIVED"; in a process with the imports done."""
+    context = multiprocessing.get_context("fork")
+    receives, sends = context.Pipe(duplex=False)
+    process = context.Process(target=run_tests, args=(library, seeds, sends))
+    process.start()
+    sends.close()
+    try:
+        return receives.recv() if receives.poll(MOST_SECONDS) else "died: does not end"
+    except EOFError:
+        return "died: takes the process with it"
+    finally:
+        process.kill()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--only", default="", help="a pattern of names")
+    options = parser.parse_args()
+    survivors = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        objects = {f"{unit}.cu": folder / f"{unit}.o" for unit in KERNELS}
+        objects["binding.cpp"] = folder / "binding.o"
+        build(folder)
+        result = verdict(folder / "cuda_on_host.so", options.seeds)
+        if result != "SURVIVED":
+            sys.exit(f"unbroken: {result}")
+        for each in all_breaks():
+            if not re.search(options.only, each.name):
+                continue
+            if each.reason is not None:
+                print(f"{each.name:50} cannot show: {each.reason}", flush=True)
+                continue
+            shutil.copytree(ROOT / "csrc", folder / "csrc", dirs_exist_ok=True)
+            source = folder / "csrc/cuda" / each.file
+            source.write_text(each.applied(source.read_text()))
+            compile_object(source, folder / "broken.o", folder / "csrc")
+            link((objects | {each.file: folder / "broken.o"}).values(), folder / "broken.so")
+            result = verdict(folder / "broken.so", options.seeds)
+            print(f"{each.name:50} {result}", flush=True)
+            survivors += [each.name] if result == "SURVIVED" else []
+    sys.exit(f"SURVIVED: {', '.join(survivors)}" if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The driver of tests/cuda_driver: proven on the CPU, compiled for a GPU, and run where one is."""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from cuda_driver.build import KERNELS, NVCC, ROOT, SOURCES, build, nvcc_flags
+from filelock import FileLock
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(sys.platform != "linux", reason="its fibers are those of Linux"),
+]
+needs_nvcc = pytest.mark.skipif(shutil.which(NVCC) is None, reason="needs nvcc")
+# Changes to row_pass_cluster.cu, a case that must show each, and in which words.
+BREAKS = {
+    "another sign": (
+        "z[e] = gradient_of<kSoftcap, kBonus>",
+        "z[e] = -gradient_of<kSoftcap, kBonus>",
+        "bf16 V=2029 rows=9 cluster=1 aligned in place",
+        "first wrong: gradient: row 0 element ",
+    ),
+    "an element too many": (
+        "kAligned ? vocab : min(vocab, first + kChunk)",
+        "kAligned ? vocab : min(vocab + 1, first + kChunk)",
+        "fp16 V=4077 rows=9 cluster=2 unaligned out of place",
+        " were written; ",
+    ),
+}
+
+
+def compile_object(source, target, csrc=ROOT / "csrc"):
+    """For the CPU in the place of a GPU."""
+    include = [f"-I{path}" for path in (ROOT / "tests/cuda_on_host", csrc, csrc / "cuda")]
+    flags = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", *include]
+    subprocess.run(["g++", *flags, "-x", "c++", "-c", source, "-o", target], check=True)
+    return target
+
+
+def link(objects, target):
+    subprocess.run(["g++", *objects, "-pthread", "-o", target], check=True)
+    return target
+
+
+def run(driver, *arguments):
+    return subprocess.run([driver, *arguments], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The driver and its object files, built once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_driver"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "driver").exists():
+            sources = [*SOURCES, *(ROOT / f"csrc/cuda/{name}.cu" for name in KERNELS)]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                targets = [folder / f"{source.stem}.o" for source in sources]
+                link(list(pool.map(compile_object, sources, targets)), folder / "driver")
+    return folder
+
+
+def test_on_the_host(folder):
+    """Clusters of every size and the generic kernel, all dtypes, at addresses of all kinds."""
+    listed = run(folder / "driver", "--quick", "--list").stdout.splitlines()
+    done = run(folder / "driver", "--quick")
+    assert done.returncode == 0, done.stdout
+    _, *lines, last = done.stdout.splitlines()
+    assert [line.split("ms  ")[1] for line in lines] == listed
+    assert all(line.startswith("ok ") for line in lines)
+    assert last == f"0 of {len(listed)} cases failed"
+    for layout in ("cluster=1", "cluster=2", "cluster=4", "cluster=8", "generic"):
+        assert sum(layout in line for line in lines) >= 6
+
+
+def test_broken_kernels_are_found_and_located(folder, tmp_path):
+    name = "row_pass_cluster"
+    text = (ROOT / f"csrc/cuda/{name}.cu").read_text()
+    for good, bad, _, _ in BREAKS.values():
+        assert good in text
+        text = text.replace(good, bad)
+    (tmp_path / f"{name}.cu").write_text(text)
+    broken = compile_object(tmp_path / f"{name}.cu", tmp_path / f"{name}.o")
+    others = [path for path in folder.glob("*.o") if path.stem != name]
+    driver = link([*others, broken], tmp_path / "driver")
+    for _, _, case, words in BREAKS.values():
+        done = run(driver, "--quick", "--only", case)
+        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        assert done.returncode == 1
+        assert case in failed[0]
+        assert words in failed[0]
+    intact = run(driver, "--quick", "--only", "generic aligned in place")
+    assert intact.returncode == 0
+
+
+def test_what_is_asked_for(folder):
+    only = run(folder / "driver", "--quick", "--only", "tokens=257", "--repeat", "2").stdout
+    assert only.count("ok ") == 4
+    assert "rows=3 " in run(folder / "driver", "--list", "--rows", "3").stdout
+    wrong = run(folder / "driver", "--quicker")
+    assert wrong.returncode == 2
+    assert "--quick" in wrong.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_is_c_plus_plus_for_nvcc(source):
+    command = [NVCC, *nvcc_flags(), "-Xcompiler=-Werror,-fsyntax-only", "-c", source]
+    subprocess.run([*command, "-o", os.devnull], check=True)
+
+
+@pytest.mark.gpu
+@needs_nvcc
+def test_on_the_gpu(tmp_path):
+    for driver in build(tmp_path):
+        done = run(driver)
+        assert done.returncode == 0, done.stdout
