@@ -13,7 +13,7 @@ for package in ("transformers", "matplotlib", "typer", "rich"):
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 long_run = pytest.importorskip("long_run")
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.xdist_group("long run")]
 UPDATES = 96
 EVERY = long_run.SETTINGS.updates  # of them use the same rollouts
 

@@ -18,7 +18,13 @@ WIDE = (".128", "dwordx4")  # 16 bytes, in the words of NVIDIA and AMD
 REGISTERS = {"cuda": 96, "hip": 256}
 
 
-@pytest.fixture(scope="module", params=["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(target, marks=pytest.mark.xdist_group(target))  # compiled in one worker
+        for target in ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
+    ],
+)
 def compiled(request):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = Path(__file__).parent / "compile_triton.py"
