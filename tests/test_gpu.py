@@ -4,7 +4,14 @@ import gc
 
 import pytest
 import torch
-from helpers import KERNELS, check_against_reference, make_case, run_kernel, run_reference
+from helpers import (
+    KERNELS,
+    assert_within_budget,
+    check_against_reference,
+    make_case,
+    run_kernel,
+    run_reference,
+)
 
 from bapo_kernels import BAPOConfig, bapo_loss, log_probs
 
@@ -154,8 +161,8 @@ def test_graph_capture(backend, dtype):
 
 
 def test_compiled(backend):
-    case = make_case((4, 64), 151_936, torch.bfloat16, "cuda", staleness=0.4, poison=False)
-    expected = run_kernel(case, backend)
+    case = make_case((4, 16), 151_936, torch.bfloat16, "cuda", staleness=0.4, poison=False)
+    same, truth = run_reference(case), run_reference(case, torch.float64)
     x = case.logits.clone().requires_grad_()
 
     @torch.compile(fullgraph=True)
@@ -163,7 +170,7 @@ def test_compiled(backend):
         return bapo_loss(x, *rest, backend=backend).loss
 
     loss_of(x, *case.arguments()).backward()
-    assert torch.equal(x.grad, expected.gradient)
+    assert_within_budget("gradient", x.grad, same.gradient, truth.gradient)
 
 
 def test_two_streams(backend):
