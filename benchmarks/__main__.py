@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from .cases import Level, cpu_suite, gpu_suite
@@ -15,9 +16,18 @@ from .run import wide_console
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
+def _usable(device: str) -> str:
+    if device == "cpu" or (device == "cuda" and torch.cuda.is_available()):
+        return device
+    raise typer.BadParameter(f"must be cpu, or cuda where torch can use a GPU, got {device!r}")
+
+
+Device = Annotated[str, typer.Option(help="cpu or cuda", callback=_usable)]
+
+
 @app.command()
 def run(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
     only: Annotated[list[str] | None, typer.Option(help="part of a name, repeatable")] = None,
     case: Annotated[list[str] | None, typer.Option(help="part of a title, repeatable")] = None,
     without: Annotated[list[str] | None, typer.Option(help="part of a name, repeatable")] = None,
@@ -37,7 +47,7 @@ def run(
 
 @app.command()
 def targets(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    device: Device = "cuda",
     backend: Annotated[str, typer.Option(help="one of ours")] = "cuda",
     level: Annotated[Level, typer.Option(help="logits or hidden")] = "logits",
     tokens: int = 8_192,

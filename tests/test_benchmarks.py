@@ -246,6 +246,14 @@ def test_mixed_rows_are_those_of_the_targets(N):
     assert shares["undecided"] == pytest.approx(0.03, abs=0.5 / N)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize("command", ["run", "targets"])
+def test_a_device_that_is_not_there(command):
+    done = CliRunner().invoke(app, [command, "--device", "cuda"])
+    assert done.exit_code == 2
+    assert "must be cpu" in done.output
+
+
 class TestTargets:
     def test_results(self):
         """0.9 of a copy is met at 0.93 and missed at 0.79; who is absent says why."""
