@@ -1,6 +1,7 @@
 """A hundred off-policy updates: the fused loss drifts no further than rounding explains."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,12 @@ def history():
         if row["update"] % EVERY == 0:
             alive.append(tensors())
     return rows, alive
+
+
+def test_one_worker_trains(request):
+    """Else it and every other group of tests would be set up in each."""
+    if "PYTEST_XDIST_WORKER" in os.environ and request.config.getvalue("loadgroup"):
+        assert request.node.nodeid.endswith("@long run")
 
 
 def test_it_learns_off_policy_and_searches(history):
