@@ -16,13 +16,13 @@ from .run import wide_console
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
-def _usable(device: str) -> str:
-    if device == "cpu" or (device == "cuda" and torch.cuda.is_available()):
-        return device
-    raise typer.BadParameter(f"must be cpu, or cuda where torch can use a GPU, got {device!r}")
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
 
 
-Device = Annotated[str, typer.Option(help="cpu or cuda", callback=_usable)]
+def _check_device(device: str) -> None:
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        rule = "must be cpu, or cuda where torch can use a GPU"
+        raise typer.BadParameter(f"{rule}, got {device!r}", param_hint="--device")
 
 
 @app.command()
@@ -35,6 +35,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON lines to add to")] = None,
 ) -> None:
     """Measures a suite, everybody on every case, and adds the records to a file."""
+    _check_device(device)
     suite = list(gpu_suite() if device == "cuda" else cpu_suite())
     chosen = [c for c in suite if not case or any(part in c.title for part in case)]
     if not chosen:
@@ -63,6 +64,7 @@ def targets(
     """
     from .targets import in_words, run, verdict
 
+    _check_device(device)
     facts, found = environment(device), []
     sizes = tokens, vocab, hidden, dtype
     for records, results in run(level, backend, device, *sizes, wide_console()):
