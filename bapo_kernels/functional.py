@@ -98,9 +98,8 @@ def bapo_loss(
             32 bytes a token.
 
     Returns:
-        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype, made in
-        forward (in backward of float16 logits, where the scale of the loss is known, and under
-        ``torch.compile``).
+        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. It is made in
+        forward, but for float16 (which needs the scale of the loss) and under ``torch.compile``.
 
     Raises:
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
@@ -565,7 +564,7 @@ def _logit_gradient_in_backward(logits: Tensor) -> bool:
     """Whether the gradient of these logits is made in backward.
 
     A compiled backward copies what forward made before an operator may scale it: reading the logits
-    again is cheaper.
+    again moves fewer bytes.
     """
     return _in_backward(logits.dtype) or torch.compiler.is_compiling()
 

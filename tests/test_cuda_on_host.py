@@ -298,6 +298,6 @@ def test_empty_shard(on_host):
 
 @pytest.mark.parametrize("each", all_breaks(), ids=lambda each: each.name)
 def test_breaks_apply(each):
-    """Those of cuda_on_host/breaks.py, which takes an hour to show that each is noticed."""
+    """Those of cuda_on_host/breaks.py, which takes minutes to show that each is noticed."""
     text = (ROOT / "csrc/cuda" / each.file).read_text()
     assert each.applied(text) != text

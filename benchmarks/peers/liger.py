@@ -8,12 +8,8 @@ from torch import Tensor
 from ..cases import Batch
 from . import Peer, Step, trained
 
-LAYOUTS = (
-    "dense",
-    "padded",
-    "zero advantage",
-    "mixed",
-)  # GRPO takes [B, S] and an advantage a sequence
+# GRPO takes [B, S] and an advantage a sequence.
+LAYOUTS = ("dense", "padded", "zero advantage", "mixed")
 
 
 def cross_entropy(batch: Batch) -> Tensor:
