@@ -79,6 +79,33 @@ def attach(
     return result
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """Values beside a loss whose gradient forward made: a backward through them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dvalues: Tensor | None) -> tuple[None, None]:
+        if dvalues is not None:
+            raise RuntimeError(
+                "log_probs and entropy of a BAPOOutput have no gradient here: forward made that of "
+                "the loss. For a term of your own take log_probs or linear_log_probs, and "
+                "bapo_loss_from_log_probs for the loss; otherwise .detach() them"
+            )
+        return None, None
+
+
+def without_gradient(values: Tensor, loss: Tensor) -> Tensor:
+    """``values``, through which a backward to the inputs of ``loss`` raises instead of giving 0."""
+    if not loss.requires_grad:
+        return values
+    result: Tensor = _WithoutGradient.apply(values, loss)
+    return result
+
+
 def _check_unchanged(overwritten: tuple[Tensor, int] | None) -> None:
     if overwritten is not None and overwritten[0]._version != overwritten[1]:
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """Every operator's schema and its fake implementation, once for each family of kernels.
 
-All operators write into tensors the caller allocated, so a fake has nothing to compute. The native
-library registers its kernels under the first namespace, ``backends/triton`` under the second.
+The kernels write into tensors the caller allocated, so their fakes have nothing to compute. The
+native library registers them under the first namespace, ``backends/triton`` under the second.
 """
 
 from __future__ import annotations
@@ -75,11 +75,61 @@ for _namespace, _library in _libraries.items():
     for _name, _arguments in SCHEMAS.items():
         _library.define(f"{_name}({_arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{_namespace}::{_name}", _fake, lib=_library)
+
+_HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor live, ScalarType dtype, "
+    f"{_TRANSFORM}, str backend, int? chunk_tokens, Tensor? shard_sizes, str? group"
+)
+
+# The chunk loops of ``linear.py``, on any backend: how many rows a chunk keeps is read from the
+# device, which a compiler cannot trace.
+HEAD_SCHEMAS = {
+    # Log-probs, entropy and stats, as of row_pass.
+    "head_forward": f"({_HEAD}) -> (Tensor, Tensor, Tensor)",
+    # Gradients of those of hidden, weight and bias that need one.
+    "head_backward": (
+        "(Tensor? dlog_probs, Tensor? dentropy, Tensor entropy, Tensor stats, "
+        f"bool[] needs, {_HEAD}) -> Tensor[]"
+    ),
+}
+
+
+def _fake_head_forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    values = torch.empty_like(labels, dtype=torch.float64)
+    return values, torch.empty_like(values), values.new_empty((labels.numel(), 2))
+
+
+def _fake_head_backward(
+    dlog_probs: Tensor | None,
+    dentropy: Tensor | None,
+    entropy: Tensor,
+    stats: Tensor,
+    needs: list[bool],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *args: object,
+) -> list[Tensor]:
+    return [
+        parameter.new_empty(parameter.shape)
+        for parameter, needed in zip((hidden, weight, bias), needs, strict=True)
+        if needed and parameter is not None
+    ]
+
+
+_HOST_READS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+for _name, _arguments in HEAD_SCHEMAS.items():
+    _libraries[NATIVE].define(_name + _arguments, tags=_HOST_READS)
+torch.library.register_fake(f"{NATIVE}::head_forward", _fake_head_forward, lib=_libraries[NATIVE])
+torch.library.register_fake(f"{NATIVE}::head_backward", _fake_head_backward, lib=_libraries[NATIVE])
+
 # Which of the CPU kernels run; a name chooses, "" only asks.
 _libraries[NATIVE].define("instruction_set(str name) -> str")
 
 
-def register(namespace: str, name: str, kernel: Callable[..., None], keys: Iterable[str]) -> None:
+def register(namespace: str, name: str, kernel: Callable[..., object], keys: Iterable[str]) -> None:
     """``kernel`` implements operator ``name`` for tensors of these dispatch keys."""
     for key in keys:
         _libraries[namespace].impl(name, kernel, key)

@@ -58,6 +58,14 @@ class VocabShard:
         mine = torch.full((), columns, dtype=torch.int64, device=like.device)
         return cls(group, columns, gather(mine, group))
 
+    @classmethod
+    def named(cls, columns: int, sizes: Tensor | None, name: str | None) -> VocabShard | None:
+        """The shard of a group known by its name, as operators take it; sizes as of :meth:`of`."""
+        if sizes is None or name is None:
+            return None
+        c10d: Any = dist.distributed_c10d  # untyped, and without a public name for this
+        return cls(c10d._resolve_process_group(name), columns, sizes)
+
     def labels(self, labels: Tensor) -> Tensor:
         """Labels as columns of this shard; -1 where they belong to another."""
         first = self.sizes[: dist.get_rank(self.group)].sum()
@@ -158,7 +166,7 @@ def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup
         require(sharded, name, rule, f"placements {weight.placements} on {mesh}")
         placements[over[-1]] = gradients[over[-1]] = Shard(0)
     ranks_averaged = math.prod(
-        mesh.size(d) for d, placement in enumerate(placements) if placement.is_replicate()
+        [mesh.size(d) for d, placement in enumerate(placements) if placement.is_replicate()]
     )
     averaged = _MeanGradient.apply(weight, ranks_averaged)
     local: Tensor = averaged.redistribute(placements=placements).to_local(grad_placements=gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import reference
-from ._autograd import LogProbs, attach, mark_overwritten
+from ._autograd import LogProbs, attach, mark_overwritten, without_gradient
 from .backends import choose
 from .config import IGNORE_INDEX, BAPOConfig, transform_of
 from .distributed import VocabShard, local_parameter
@@ -193,7 +194,7 @@ def bapo_loss(
                 process_group,
                 shard,
             )
-    output = output._replace(loss=attach(output.loss, backend, (logits,), (dlogits,)))
+    output = _attached(output, backend, (logits,), (dlogits,))
     if inplace and not logits.is_inference():
         mark_overwritten(logits, output.loss)
     return output
@@ -456,8 +457,9 @@ def bapo_linear_loss(
     )
     counted = counted_tokens(tokens, config, statistics)
     shard = VocabShard.of(lm_head_weight.shape[0], labels, vocab_group)
-    if any(needs) and _in_backward(dtype):
-        of_rows = int64_labels(labels), counted, config, dtype, backend, chunk_tokens, shard
+    if torch.compiler.is_compiling() or (any(needs) and _in_backward(dtype)):
+        transform = transform_of(config)
+        of_rows = int64_labels(labels), counted, transform, dtype, backend, chunk_tokens, shard
         logp, H = LinearLogProbs.apply(*parameters, *of_rows)
         return _loss_of_log_probs(
             logp, H, labels.shape, counted, tokens, config, backend, given, process_group
@@ -480,7 +482,7 @@ def bapo_linear_loss(
         None if parameter is None or gradient is None else gradient.reshape(parameter.shape)
         for parameter, gradient in zip(parameters, made, strict=True)
     ]
-    return output._replace(loss=attach(output.loss, backend, parameters, made))
+    return _attached(output, backend, parameters, made)
 
 
 def linear_log_probs(
@@ -542,13 +544,26 @@ def linear_log_probs(
         bias,
         flat_labels,
         flat_labels != IGNORE_INDEX,
-        config,
+        transform_of(config),
         dtype,
         backend,
         chunk_tokens,
         VocabShard.of(lm_head_weight.shape[0], labels, vocab_group),
     )
     return _reported(logp, entropy if return_entropy else None, labels.shape)
+
+
+def _attached(
+    output: BAPOOutput,
+    backend: str,
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+) -> BAPOOutput:
+    """With the gradient of the loss that forward made; nothing else has one."""
+    loss = attach(output.loss, backend, inputs, gradients)
+    log_probs = without_gradient(output.log_probs, loss)
+    entropy = None if output.entropy is None else without_gradient(output.entropy, loss)
+    return output._replace(loss=loss, log_probs=log_probs, entropy=entropy)
 
 
 def _in_backward(dtype: torch.dtype) -> bool:
@@ -580,13 +595,14 @@ def _loss_of_log_probs(
     given: Tensor | None,
     process_group: dist.ProcessGroup | None,
 ) -> BAPOOutput:
-    """Of flat float64 log-probs and entropy, whose gradients the loss has."""
+    """Of flat float64 log-probs and entropy, whose gradients the output has."""
     with torch.no_grad():
         H = None if entropy is None else entropy.detach()
         output, dlog_probs, dentropy = loss_of_log_probs(
             log_probs.detach(), H, counted, tokens, config, backend, given, process_group
         )
-        output = shaped(output, shape, tokens.live, counted)
+    output = output._replace(log_probs=log_probs, entropy=entropy)
+    output = shaped(output, shape, tokens.live, counted)
     of_tokens = log_probs, entropy
     gradients = [
         made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None

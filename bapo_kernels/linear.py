@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import final
-from ._ops import ops_of
-from .config import BAPOConfig, transform_of
+from ._ops import NATIVE, ops_of, register
+from .config import BAPOConfig, Transform, transform_of
 from .distributed import VocabShard
 from .fused import (
     RowResults,
@@ -226,7 +226,8 @@ class _Chunks:
         """
         backend, config, live = self.backend, self.config, self.tokens.live
         if self.gradients is None or self.head.shard is not None:
-            h, logits, found = _statistics(self.head, rows, self.labels, live, config, backend)
+            transform = transform_of(config)
+            h, logits, found = _statistics(self.head, rows, self.labels, live, transform, backend)
         else:
             h, logits = self.head.logits(rows)
             found = RowResults.empty(rows.numel(), rows.device, True)
@@ -289,10 +290,10 @@ class _Chunks:
     def _to_gradient(
         self, logits: Tensor, rows: Tensor, coefficients: Coefficients, only: Tensor | None
     ) -> None:
-        head, config, backend = self.head, self.config, self.backend
-        _to_gradient(
-            logits, rows, self.labels, self.results, coefficients, only, head, config, backend
-        )
+        _, entropy, stats, _ = self.results
+        of_rows = self.labels[rows], entropy[rows], stats[rows], coefficients
+        shard, transform = self.head.shard, transform_of(self.config)
+        _to_gradient(logits, *of_rows, only, shard, transform, self.backend)
 
 
 def _ends_of_the_search(
@@ -311,13 +312,12 @@ def _statistics(
     chunk: Tensor,
     labels: Tensor,
     live: Tensor,
-    config: BAPOConfig,
+    transform: Transform,
     backend: str,
 ) -> tuple[Tensor, Tensor, RowResults]:
     """Hidden states, logits and statistics of a chunk."""
     h, logits = head.logits(chunk)
-    tokens = labels[chunk], live[chunk]
-    of_chunk = row_statistics(backend, logits, *tokens, transform_of(config), head.shard)
+    of_chunk = row_statistics(backend, logits, labels[chunk], live[chunk], transform, head.shard)
     return h, logits, of_chunk
 
 
@@ -351,26 +351,85 @@ def _move_to_front(rows: Tensor, index: Tensor) -> Tensor:
 
 def _to_gradient(
     logits: Tensor,
-    rows: Tensor,
     labels: Tensor,
-    results: RowResults,
+    entropy: Tensor,
+    stats: Tensor,
     coefficients: Coefficients,
     only: Tensor | None,
-    head: Head,
-    config: BAPOConfig,
+    shard: VocabShard | None,
+    transform: Transform,
     backend: str,
 ) -> None:
     """Turns the logits of rows whose statistics are known into d loss / d logits; all or some."""
-    of_rows = labels[rows] if head.shard is None else head.shard.labels(labels[rows])
-    ops_of(backend).row_gradient_(
-        logits,
-        of_rows,
-        results.stats[rows],
-        results.entropy[rows],
-        *coefficients,
-        only,
-        *transform_of(config),
-    )
+    labels = labels if shard is None else shard.labels(labels)
+    ops_of(backend).row_gradient_(logits, labels, stats, entropy, *coefficients, only, *transform)
+
+
+def _head_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    live: Tensor,
+    dtype: torch.dtype,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    backend: str,
+    chunk_tokens: int | None,
+    shard_sizes: Tensor | None,
+    group: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics of the live rows, a chunk at a time."""
+    transform = temperature, logit_scale, softcap
+    shard = VocabShard.named(weight.shape[0], shard_sizes, group)
+    of_head = head(hidden, weight, bias, dtype, shard)
+    results = RowResults.zeros(labels.numel(), labels.device, False)
+    for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(chunk_tokens)):
+        _put(results, chunk, _statistics(of_head, chunk, labels, live, transform, backend)[2])
+    return results.log_probs, results.entropy, results.stats
+
+
+def _head_backward(
+    dlog_probs: Tensor | None,
+    dentropy: Tensor | None,
+    entropy: Tensor,
+    stats: Tensor,
+    needs: Sequence[bool],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    live: Tensor,
+    dtype: torch.dtype,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    backend: str,
+    chunk_tokens: int | None,
+    shard_sizes: Tensor | None,
+    group: str | None,
+) -> list[Tensor]:
+    """Makes the logits of the rows again whose incoming gradients are not zero."""
+    transform = temperature, logit_scale, softcap
+    shard = VocabShard.named(weight.shape[0], shard_sizes, group)
+    of_head = head(hidden, weight, bias, dtype, shard)
+    coefficients = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs, dentropy
+    rows = (live & _has_gradient(*coefficients)).nonzero().squeeze(1)
+    chunks = rows.split(of_head.chunk_tokens(chunk_tokens))
+    gradients = HeadGradients(of_head, tuple(needs), len(chunks) == 1)
+    for chunk in chunks:
+        h, logits = of_head.logits(chunk)
+        of_rows = entropy[chunk], stats[chunk], _at(chunk, *coefficients)
+        _to_gradient(logits, labels[chunk], *of_rows, None, shard, transform, backend)
+        gradients.add(chunk, h, logits[0])
+    parameters = hidden, weight, bias
+    made = zip(gradients.of(*parameters), parameters, strict=True)
+    return [g.reshape(p.shape) for g, p in made if g is not None and p is not None]
+
+
+register(NATIVE, "head_forward", _head_forward, ["CompositeExplicitAutograd"])
+register(NATIVE, "head_backward", _head_backward, ["CompositeExplicitAutograd"])
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -384,42 +443,31 @@ class LinearLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         live: Tensor,
-        config: BAPOConfig,
+        transform: Transform,
         dtype: torch.dtype,
         backend: str,
         chunk_tokens: int | None,
         shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
-        of_head = head(hidden, weight, bias, dtype, shard)
-        results = RowResults.zeros(labels.numel(), labels.device, False)
-        for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(chunk_tokens)):
-            _put(results, chunk, _statistics(of_head, chunk, labels, live, config, backend)[2])
-        ctx.save_for_backward(hidden, weight, bias, labels, live, *results[:3])
-        ctx.options = config, dtype, backend, chunk_tokens, shard
+        sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
+        tensors = hidden, weight, bias, labels, live
+        options = dtype, *transform, backend, chunk_tokens
+        log_probs, entropy, stats = ops_of("cpu").head_forward(*tensors, *options, sizes, group)
+        ctx.save_for_backward(*tensors, entropy, stats, sizes)
+        ctx.options, ctx.group = options, group
         ctx.set_materialize_grads(False)
-        return results.log_probs, results.entropy
+        return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, live, log_probs, entropy, stats = ctx.saved_tensors
-        config, dtype, backend, chunk_tokens, shard = ctx.options
-        of_head = head(hidden, weight, bias, dtype, shard)
-        results = RowResults(log_probs, entropy, stats, None)
-        of_log_probs = torch.zeros_like(log_probs) if dlog_probs is None else dlog_probs.detach()
-        of_entropy = None if dentropy is None else dentropy.detach()
-        rows = (live & _has_gradient(of_log_probs, of_entropy)).nonzero().squeeze(1)
-        chunks = rows.split(of_head.chunk_tokens(chunk_tokens))
-        gradients = HeadGradients(of_head, ctx.needs_input_grad[:3], len(chunks) == 1)
-        for chunk in chunks:
-            h, logits = of_head.logits(chunk)
-            coefficients = _at(chunk, of_log_probs, of_entropy)
-            _to_gradient(
-                logits, chunk, labels, results, coefficients, None, of_head, config, backend
-            )
-            gradients.add(chunk, h, logits[0])
-        made = gradients.of(hidden, weight, bias)
-        shaped_like = zip(made, (hidden, weight, bias), strict=True)
-        final_ones = (None if g is None else final(g.reshape(p.shape)) for g, p in shaped_like)
-        return (*final_ones, *(None for _ in range(7)))
+        *tensors, entropy, stats, sizes = ctx.saved_tensors
+        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+        incoming = [None if d is None else d.detach() for d in (dlog_probs, dentropy)]
+        made = ops_of("cpu").head_backward(
+            *incoming, entropy, stats, needs, *tensors, *ctx.options, sizes, ctx.group
+        )
+        gradients = iter(made)
+        of_parameters = [final(next(gradients)) if needed else None for needed in needs]
+        return (*of_parameters, *(None for _ in range(7)))

@@ -200,6 +200,7 @@ def readme_block() -> str:
         frame = latest(device)
         if frame.empty:
             continue
+        machine = _machine(frame)
         searches = frame[(frame.task == "search") & (frame.status == "measured")]
         frame = plain_losses(frame[frame.sweep.isna()])
         lines.append(f"![Time of everybody](docs/figures/{device}_speedup.svg)\n")
@@ -217,7 +218,7 @@ def readme_block() -> str:
         ours, loop = (number(times[who]) for who in ("bapo_kernels", "the paper's loop"))
         lines.append(
             f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
-            f"[Everything else](docs/benchmarks.md).\n\n{_machine(frame)}"
+            f"[Everything else](docs/benchmarks.md).\n\n{machine}"
         )
     return "\n".join(lines)
 
@@ -262,5 +263,16 @@ def _machine(frame: pd.DataFrame) -> str:
     packages = sorted({f"{who.split()[0].split(',')[0]} {v}" for who, v in versions.values})
     return (
         f"{last.machine}, {last.threads} threads, torch {last.torch}, {', '.join(packages)}; "
-        f"commit {last.commit}, {last.date[:10]}."
+        f"{_commits(frame)}."
     )
+
+
+def _commits(frame: pd.DataFrame) -> str:
+    """That of most records, then the others with the tasks measured there."""
+    first, *others = frame["commit"].value_counts().index
+    words = [f"commit {first}, {frame[frame['commit'] == first].date.max()[:10]}"]
+    for commit in others:
+        of_commit = frame[frame["commit"] == commit]
+        tasks = ", ".join(of_commit.task.unique())
+        words.append(f"{tasks}: commit {commit}, {of_commit.date.max()[:10]}")
+    return "; ".join(words)

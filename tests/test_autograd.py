@@ -7,7 +7,14 @@ import torch
 import torch.utils.checkpoint
 from helpers import make_case, run_kernel
 
-from bapo_kernels import BAPOConfig, bapo_loss, bapo_loss_from_log_probs, reference
+from bapo_kernels import (
+    BAPOConfig,
+    bapo_linear_loss,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+    log_probs,
+    reference,
+)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 0.0, -2.5])
@@ -68,9 +75,67 @@ def test_only_the_loss_has_a_gradient(backend, device):
     old = case.old_log_probs.clone().requires_grad_()
     out = bapo_loss(x, case.labels, old, case.advantages, case.response_mask, backend=backend)
     assert out.loss.requires_grad
-    assert not any(t.requires_grad for t in (out.log_probs, out.entropy, *out.bounds))
+    assert not any(t.requires_grad for t in (*out.bounds, *out.metrics.values()))
     out.loss.backward()
     assert old.grad is None
+
+
+@pytest.mark.parametrize("name", ["log_probs", "entropy"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_terms_beside_the_loss_raise(backend, device, name, inplace):
+    """Forward has made the gradient of the loss alone; 0 for other terms would be wrong."""
+    case = make_case(device=device, poison=False)
+    x = case.logits.clone().requires_grad_()
+
+    def term():
+        out = bapo_loss(x * 1.0, *case.arguments(), backend=backend, inplace=inplace)
+        return out.loss, getattr(out, name)
+
+    loss, values = term()
+    with pytest.raises(RuntimeError, match=r"log_probs and entropy .* have no gradient"):
+        (loss + 0.1 * values.mean()).backward()
+    loss, values = term()
+    with pytest.raises(RuntimeError, match=r"have no gradient"):
+        torch.autograd.grad(loss + 0.1 * values.mean(), x)
+    assert x.grad is None
+    loss, values = term()
+    (loss + 0.1 * values.detach().mean()).backward()
+    assert x.grad.isfinite().all()
+    with torch.no_grad():
+        assert not term()[1].requires_grad
+
+
+def test_terms_beside_the_loss_from_hidden_states_raise(backend, device):
+    case = make_case((2, 5), 65, device=device, poison=False)
+    hidden = torch.randn(2, 5, 16, device=device, requires_grad=True)
+    weight = torch.randn(65, 16, device=device)
+    out = bapo_linear_loss(hidden, weight, *case.arguments(), backend=backend)
+    with pytest.raises(RuntimeError, match=r"have no gradient"):
+        (out.loss + out.entropy.mean()).backward()
+
+
+@pytest.mark.parametrize("level", ["float16 logits", "log-probs", "reference"])
+def test_terms_beside_the_loss_with_a_gradient(backend, device, level):
+    """Where backward makes the gradient it is that of every term."""
+    dtype = torch.float16 if level == "float16 logits" else torch.float32
+    case = make_case((2, 5), 65, dtype=dtype, device=device, poison=False)
+    live = case.response_mask & (case.labels != -100)
+    x = case.logits.clone().requires_grad_()
+    logp, entropy = log_probs(x, case.labels, backend=backend)
+    if level == "log-probs":
+        arguments = case.arguments()[1:]
+        out = bapo_loss_from_log_probs(logp, *arguments, entropy=entropy, backend=backend)
+    else:
+        named = "reference" if level == "reference" else backend
+        out = bapo_loss(x, *case.arguments(), backend=named)
+
+    def gradient(*terms):
+        total = sum(torch.where(live, term, 0.0).sum() for term in terms)
+        return torch.autograd.grad(total, x, retain_graph=True)[0]
+
+    got, expected = gradient(out.log_probs, 0.3 * out.entropy), gradient(logp, 0.3 * entropy)
+    torch.testing.assert_close(got, expected)
+    assert got.any()
 
 
 class TestWithoutGradient:

@@ -526,6 +526,13 @@ def test_pages_are_those_of_the_committed_records(page):
         assert report.PAGE.read_text() == report.page()
 
 
+def test_pages_name_the_commit_of_every_number():
+    commits = set(frames.latest("cpu")["commit"])
+    assert len(commits) > 1, "the search was measured later"
+    for text in (report.README.read_text(), report.PAGE.read_text()):
+        assert all(f"commit {commit}" in text for commit in commits)
+
+
 def test_with_block_replaces_what_is_between_the_marks():
     text = f"a\n{report.BEGIN}\nold\n{report.END}\nb"
     expected = f"a\n{report.BEGIN}\nnew \\1\n{report.END}\nb"

@@ -11,12 +11,14 @@ from world import grid
 from bapo_kernels import (
     BAPOConfig,
     BAPOLoss,
+    bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
     find_clip_bounds,
+    linear_log_probs,
     log_probs,
 )
-from bapo_kernels._ops import SCHEMAS, ops_of
+from bapo_kernels._ops import HEAD_SCHEMAS, SCHEMAS, ops_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(not KERNELS, reason="no kernels")]
 
@@ -92,6 +94,66 @@ def test_log_probs(backend, device):
     assert graphs() == 1
 
 
+def test_linear_log_probs(backend, device):
+    weight, bias = torch.randn(65, 16, device=device), torch.randn(65, device=device)
+
+    def both(hidden, labels):
+        options = dict(bias=bias, backend=backend, chunk_tokens=5)
+        logp, entropy = linear_log_probs(hidden, weight, labels, **options)
+        return (logp * entropy).mean(), entropy.detach()
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for S in (7, 9):
+        case = make_case((3, S), 65, device=device, poison=False)
+        compare(both, compiled, torch.randn(3, S, 16, device=device), case.labels)
+    assert graphs() == 1
+
+
+def test_linear_loss():
+    """With Inductor; ``test_linear.py`` has the options."""
+    weight = torch.randn(65, 16).bfloat16()
+
+    def loss(hidden, *arguments):
+        out = bapo_linear_loss(hidden, weight, *arguments)
+        return out.loss, out.metrics["pg_clipfrac"]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for S in (7, 9):
+        case = make_case((3, S), 65, poison=False)
+        compare(loss, compiled, torch.randn(3, S, 16).bfloat16(), *case.arguments())
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("level", ["logits", "hidden states", "log-probs"])
+def test_terms_of_log_probs_have_a_gradient(level):
+    """Eager calls raise where they cannot give it (``test_autograd.py``)."""
+    case = make_case((3, 8), 65, poison=False)
+    weight = torch.randn(16, 65)
+
+    def loss(hidden, of_reference=False):
+        logits = hidden @ weight
+        logp, _ = log_probs(logits, case.labels)
+        if level == "logits":
+            out = bapo_loss(logits, *case.arguments())
+        elif level == "log-probs":
+            out = bapo_loss_from_log_probs(logp, *case.arguments()[1:])
+        else:
+            out = bapo_linear_loss(hidden, weight.T.contiguous(), *case.arguments())
+        term = torch.where(case.response_mask, logp, 0.0) if of_reference else out.log_probs
+        return out.loss.detach() + 0.1 * term.sum(), term.detach()
+
+    hidden = torch.randn(3, 8, 16)
+    results = []
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for function, of_reference in ((loss, True), (compiled, False)):
+        x = hidden.clone().requires_grad_()
+        value, term = function(x, of_reference)
+        value.backward()
+        results.append((term, x.grad))
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_loss_from_log_probs():
     def loss(logp, old, advantages):
         out = bapo_loss_from_log_probs(logp, old, advantages, config=BAPOConfig.recipe())
@@ -159,6 +221,21 @@ def on_cpu():
         ),
         "scale_": (logits, torch.tensor(2.0)),
     }
+
+
+@pytest.mark.parametrize("name", sorted(HEAD_SCHEMAS))
+@pytest.mark.parametrize("biased", [False, True])
+def test_opcheck_of_the_head(name, biased):
+    hidden, weight = torch.randn(2, 3, 8), torch.randn(V, 8)
+    bias = torch.randn(V) if biased else None
+    tokens = torch.randint(0, V, (N,)), torch.arange(N) % 3 != 0
+    arguments = (hidden, weight, bias, *tokens, torch.float32, *TRANSFORM, "cpu", 4, None, None)
+    if name == "head_backward":
+        statistics = ops_of("cpu").head_forward(*arguments)[1:]
+        arguments = (-double(N), double(N), *statistics, [True, True, biased], *arguments)
+    op = getattr(ops_of("cpu"), name).default
+    torch.library.opcheck(op, arguments)
+    assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))

@@ -64,11 +64,11 @@ def run(function, parameters, case, kind=None, **options):
     return out, [leaf.grad for leaf in leaves]
 
 
-def check(parameters, case, backend, statistics="all", **options):
+def check(parameters, case, backend, statistics="all", linear_loss=bapo_linear_loss, **options):
     got, same, truth = (
         run(function, parameters, case, kind, statistics=statistics, **extra)
         for function, kind, extra in (
-            (bapo_linear_loss, None, {"backend": backend, **options}),
+            (linear_loss, None, {"backend": backend, **options}),
             (reference.bapo_linear_loss, None, {}),
             (reference.bapo_linear_loss, torch.float64, {}),
         )
@@ -113,6 +113,22 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
     parameters, case = problem(torch.float32, device, build(name))
     got = check(parameters, case, backend, chunk_tokens=chunk_tokens)
     assert got[0].bounds.upper > 1.2 or got[0].bounds.lower > 0.6, "the case must need a search"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["far", "entropy"])
+def test_compiled(backend, device, dtype, name):
+    """One graph for any number of tokens; its gradient is made in backward."""
+    torch._dynamo.reset()
+    compiled = torch.compile(bapo_linear_loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    staleness = 0.4 if dtype == torch.float32 else 0.0
+    for S_ in (S, S + 4):
+        parameters, case = problem(dtype, device, build(name), staleness, (B, S_), seed=S_)
+        if not staleness:
+            case.old_log_probs = None
+        with torch._dynamo.config.patch(error_on_recompile=S_ != S):
+            check(parameters, case, backend, linear_loss=compiled, chunk_tokens=9)
 
 
 def test_packed_with_weights(backend, device):
