@@ -101,6 +101,8 @@ def bapo_loss(
     Returns:
         :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. It is made in
         forward, but for float16 (which needs the scale of the loss) and under ``torch.compile``.
+        A backward through ``log_probs`` or ``entropy`` raises where forward made the gradient, and
+        is right elsewhere.
 
     Raises:
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
@@ -226,8 +228,8 @@ def bapo_loss_from_log_probs(
         log_probs: ``[...]`` floating point, of the labels under the current policy.
         entropy: ``[...]``, needed where ``config.entropy_coef`` is not 0.
 
-    Everything else is as in :func:`bapo_loss`; the loss has the gradients of ``log_probs`` and
-    ``entropy``, in their dtypes.
+    Everything else is as in :func:`bapo_loss`; the loss, and ``log_probs`` and ``entropy`` of the
+    output, have the gradients of ``log_probs`` and ``entropy``, in their dtypes.
 
     Examples:
         >>> log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -380,7 +382,8 @@ def bapo_linear_loss(
     Masked rows never meet the lm_head (nor do, with ``statistics="live"``, rows that cannot change
     the loss); rows whose gradient is zero whatever the bounds take part in the forward GEMM only;
     rows that wait for the bounds are computed a second time. Reads two row counts a chunk on the
-    host.
+    host. Under ``torch.compile``, as in float16, the gradient is made in backward: the rows that
+    have one are computed a second time there.
 
     Args:
         hidden_states: ``[..., H]`` float32, bfloat16 or float16.
@@ -601,14 +604,14 @@ def _loss_of_log_probs(
         output, dlog_probs, dentropy = loss_of_log_probs(
             log_probs.detach(), H, counted, tokens, config, backend, given, process_group
         )
-    output = output._replace(log_probs=log_probs, entropy=entropy)
-    output = shaped(output, shape, tokens.live, counted)
     of_tokens = log_probs, entropy
     gradients = [
         made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
         for tensor, made in zip(of_tokens, (dlog_probs, dentropy), strict=True)
     ]
-    return output._replace(loss=attach(output.loss, backend, of_tokens, gradients))
+    loss = attach(output.loss, backend, of_tokens, gradients)
+    output = BAPOOutput(loss, log_probs, entropy, output.bounds, output.metrics)
+    return shaped(output, shape, tokens.live, counted)
 
 
 def _reported(

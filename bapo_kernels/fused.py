@@ -247,7 +247,8 @@ def shaped(output: BAPOOutput, shape: torch.Size, live: Tensor, counted: Tensor)
         return values.reshape(shape)
 
     entropy = None if output.entropy is None else report(output.entropy)
-    return output._replace(log_probs=report(output.log_probs), entropy=entropy)
+    # Dynamo of torch 2.11 cannot return what _replace makes.
+    return BAPOOutput(output.loss, report(output.log_probs), entropy, output.bounds, output.metrics)
 
 
 def int64_labels(labels: Tensor) -> Tensor:

@@ -333,7 +333,8 @@ def test_log_probs_without_gradient_and_without_entropy():
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_groups(tmp_path, shards):
+@pytest.mark.parametrize("level", ["logits", "hidden states"])
+def test_groups(tmp_path, level, shards):
     """Collectives are part of the one graph."""
     group = dict(rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
     torch.distributed.init_process_group("gloo", **group)
@@ -343,17 +344,17 @@ def test_groups(tmp_path, shards):
         if shards:
             groups["vocab_group"] = torch.distributed.group.WORLD
 
-        def loss(logits):
-            return bapo_loss(logits, *case.arguments(), **groups).loss
+        def loss(x):
+            if level == "logits":
+                out = bapo_loss(x, *case.arguments(), **groups)
+            else:
+                out = bapo_linear_loss(x, weight, *case.arguments(), **groups)
+            return out.loss, out.metrics["bapo_pos_share"]
 
-        results = []
-        for function in (loss, torch.compile(loss, fullgraph=True)):
-            logits = case.logits.clone().requires_grad_()
-            value = function(logits)
-            value.backward()
-            results.append((value.detach(), logits.grad))
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
+        weight = torch.randn(65, 16).bfloat16()
+        hidden = torch.randn(4, 8, 16).bfloat16()
+        x = case.logits if level == "logits" else hidden
+        compare(loss, torch.compile(loss, fullgraph=True, backend="aot_eager"), x)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -403,7 +404,7 @@ def test_inside_of_activation_checkpointing(function):
 
 
 class Policy(torch.nn.Module):
-    """Log-probs and loss of a model's own logits."""
+    """Log-probs and loss of a model's own logits, and of its hidden states and head."""
 
     def __init__(self):
         super().__init__()
@@ -411,10 +412,14 @@ class Policy(torch.nn.Module):
         self.lm_head = torch.nn.Linear(16, 65)
 
     def forward(self, tokens, labels, old, advantages, mask):
-        logits = self.lm_head(self.embedding(tokens))
+        hidden = self.embedding(tokens)
+        logits = self.lm_head(hidden)
         logp, entropy = log_probs(logits, labels)
         out = bapo_loss(logits, labels, old, advantages, mask)
-        return out.loss, out.metrics["pg_clipfrac"], logp, entropy
+        head = self.lm_head.weight, labels
+        of_hidden = linear_log_probs(hidden, *head, bias=self.lm_head.bias, chunk_tokens=5)
+        loss = out.loss + 0.1 * of_hidden[0].mean()
+        return loss, out.metrics["pg_clipfrac"], logp, entropy, *of_hidden
 
 
 def tokens_and_arguments(shape=(4, 8), seed=0):

@@ -116,8 +116,7 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["far", "entropy"])
+@pytest.mark.parametrize(("name", "dtype"), [("far", torch.float32), ("entropy", torch.bfloat16)])
 def test_compiled(backend, device, dtype, name):
     """One graph for any number of tokens; its gradient is made in backward."""
     torch._dynamo.reset()
