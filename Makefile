@@ -34,8 +34,9 @@ lint: .venv/built
 sanitize: .venv/built
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r bapo_kernels csrc fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
-	cd build/sanitize && BAPO_SANITIZE=1 ../../$(BIN)/python setup.py -q build_ext --inplace
-	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
+	cd build/sanitize && BAPO_SANITIZE=1 BAPO_REQUIRE_NATIVE=1 \
+	  ../../$(BIN)/python setup.py -q build_ext --inplace
+	cd build/sanitize && PYTHONPATH=. BAPO_REQUIRE_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ../../$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not compile" \
 	  -k "not triton" --ignore tests/test_build.py --ignore tests/test_triton_compile.py \

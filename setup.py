@@ -1,10 +1,16 @@
 """Builds the native library, a plain shared object on torch's stable ABI.
 
-It contains no Python API: one binary serves every Python version, and every torch from
-TORCH_TARGET on. Without a compiler or torch the install is pure Python, and
-``python -m bapo_kernels`` tells why; likewise without nvcc, or where it fails, the CUDA backend is
-absent. BAPO_REQUIRE_CUDA=1 makes that an error. BAPO_SANITIZE=1 builds with AddressSanitizer and
-UBSan.
+It contains no Python API: one binary serves every Python version, and every torch from TORCH on.
+Without a C++20 compiler or torch the install is pure Python: the wheel's tag says so, the first
+call warns, and ``python -m bapo_kernels`` tells why. Without nvcc, or where it fails, the CUDA
+backend alone is absent.
+
+The environment:
+    CXX, NVCC: the compilers, each a command of one word or more (``ccache g++``).
+    CXXFLAGS, LDFLAGS: more flags. They override -O3; what the code needs comes after them.
+    BAPO_REQUIRE_NATIVE=1, BAPO_REQUIRE_CUDA=1: the build fails where the library, or its CUDA
+        backend, cannot be built.
+    BAPO_SANITIZE=1: AddressSanitizer and UBSan.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,12 +28,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from setuptools import Distribution, Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
+import setuptools
 from setuptools.command.build_ext import build_ext
 
+# As in pyproject.toml, which pip does not read for this under --no-build-isolation.
+OLDEST_SETUPTOOLS = 77
+if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
+    raise SystemExit(
+        f"bapo_kernels: setuptools must be {OLDEST_SETUPTOOLS} or later to build, "
+        f"got {setuptools.__version__}: pip install -U setuptools"
+    )
+
+from setuptools.command.bdist_wheel import bdist_wheel
+
 ROOT = Path(__file__).parent
-TORCH_TARGET = "0x020a000000000000"  # 2.10
+TORCH = (2, 10)  # the oldest, whose stable ABI the library is built for
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 INSTRUCTION_SETS = {
@@ -56,6 +72,8 @@ CUDA_ARCHITECTURES = {
     "tokens": ("80", "90", "100", "120"),
 }
 
+BUILD_ERRORS = (ImportError, OSError, subprocess.CalledProcessError)
+
 
 class Unit(NamedTuple):
     """One object file."""
@@ -68,42 +86,62 @@ class Unit(NamedTuple):
 class CudaToolkit(NamedTuple):
     """The CUDA compiler and the folder of its libraries."""
 
-    nvcc: str
+    nvcc: list[str]
     libraries: Path
     version: str
 
     @classmethod
     def find(cls) -> CudaToolkit:
-        nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
-        if nvcc is None:
-            raise OSError("no CUDA compiler found (nvcc on the path, or NVCC)")
-        if os.environ.get("BAPO_SANITIZE"):
+        nvcc = compiler("CUDA", "NVCC", "nvcc")
+        if enabled("BAPO_SANITIZE"):
             raise OSError("a library with sanitizers has the CPU kernels alone")
         # nvcc may be a script that calls another one: ask it where its toolkit is.
-        dry = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
-        root = Path(re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)[1].strip())
-        version = subprocess.check_output([nvcc, "--version"], text=True)
-        release = re.search(r"release ([\d.]+)", version)[1]
+        dry = subprocess.run([*nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+        top = re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)
+        release = re.search(r"release ([\d.]+)", run([*nvcc, "--version"]))
+        if top is None or release is None:
+            raise OSError(f"NVCC must be nvcc or call it, got {shlex.join(nvcc)}")
+        root = Path(top[1].strip())
         places = [root / "lib64", root / "targets/x86_64-linux/lib", root / "lib"]
         libraries = [path for path in places if (path / "libcudart_static.a").exists()]
         if not libraries:
             raise OSError(f"libcudart_static.a not found under {root}")
-        return cls(nvcc, libraries[0], release)
+        return cls(nvcc, libraries[0], release[1])
+
+
+def enabled(variable: str) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
+
+
+def words(variable: str) -> list[str]:
+    return shlex.split(os.environ.get(variable, ""))
+
+
+def compiler(language: str, variable: str, *programs: str) -> list[str]:
+    """The command of the environment, or the first of the programs on the path."""
+    command = words(variable)
+    if command and shutil.which(command[0]) is None:
+        raise OSError(f"{variable} must name a program that can run, got {command[0]!r}")
+    command = command or [path for path in map(shutil.which, programs) if path][:1]
+    if not command:
+        places = f"{' or '.join(programs)} on the path, or {variable}"
+        raise OSError(f"no {language} compiler found ({places})")
+    return command
 
 
 def compile_flags() -> list[str]:
-    flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra"]
-    flags += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", f"-I{ROOT / 'csrc'}"]
+    flags = ["-O3", "-Wall", "-Wextra", *sanitize_flags(), *words("CXXFLAGS")]
+    flags += ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"]
+    flags += [f"-DTORCH_TARGET_VERSION=0x{TORCH[0]:02x}{TORCH[1]:02x}{0:012x}"]
     flags += ["-DBAPO_X86=1"] if X86 else []
-    if os.environ.get("BAPO_SANITIZE"):
-        return [*flags, *sanitize_flags(), "-O1", "-g", "-fno-omit-frame-pointer"]
-    return [*flags, "-O3"]
+    return [*flags, f"-I{ROOT / 'csrc'}"]
 
 
 def sanitize_flags() -> list[str]:
-    if not os.environ.get("BAPO_SANITIZE"):
+    if not enabled("BAPO_SANITIZE"):
         return []
-    return ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    return [*checks, "-O1", "-g", "-fno-omit-frame-pointer"]
 
 
 def torch_headers() -> list[str]:
@@ -141,19 +179,31 @@ def cuda_flags() -> list[str]:
 
 
 class NativeBuild(build_ext):
-    """Compiles the units side by side and links them; a failure leaves a reason, not an error."""
+    """Compiles the units side by side and links them; a failure leaves a reason, not an error.
+
+    But it is an error where BAPO_REQUIRE_NATIVE or BAPO_REQUIRE_CUDA is set.
+    """
 
     def run(self) -> None:
         library, report = self.outputs()
         library.parent.mkdir(parents=True, exist_ok=True)
+        for old in (library, report):  # whatever becomes of this build, they are not its
+            old.unlink(missing_ok=True)
         try:
             info = self.build_library(library)
-        except (ImportError, OSError, subprocess.CalledProcessError) as error:
+            needed_by, why = ["BAPO_REQUIRE_CUDA"], info.get("why no cuda")
+        except BUILD_ERRORS as error:
+            needed_by = ["BAPO_REQUIRE_NATIVE", "BAPO_REQUIRE_CUDA"]
+            why = explain("the native library", error)
+            info = {"native": why}
+            self.distribution.ext_modules = []  # so that Wheel finds a pure Python package
+        refused_by = [name for name in needed_by if why and enabled(name)]
+        if refused_by:
             library.unlink(missing_ok=True)
-            require_cuda_is_not_set(error)
-            info = {"native": reason(error)}
-            print(f"bapo_kernels: installing without the native library: {info['native']}")
+            info = {"native": f"{refused_by[0]} is set, and {why}"}
         report.write_text(json.dumps(info, indent=2) + "\n")
+        if refused_by:
+            raise SystemExit(f"bapo_kernels: {info['native']}")
 
     def outputs(self) -> tuple[Path, Path]:
         in_place = self.inplace or self.editable_mode
@@ -167,29 +217,32 @@ class NativeBuild(build_ext):
         return {}
 
     def build_library(self, target: Path) -> dict[str, str]:
+        cxx = compiler("C++", "CXX", "g++", "c++")
+        version = run([*cxx, "--version"]).partition("\n")[0]
+
         import torch
         from torch.utils.cpp_extension import library_paths
 
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            raise OSError("no C++ compiler found (g++ or c++ on the path, or CXX)")
+        if tuple(map(int, torch.__version__.split(".")[:2])) < TORCH:
+            oldest = ".".join(map(str, TORCH))
+            raise OSError(f"torch must be {oldest} or later, got {torch.__version__}")
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
 
         def build(command: list[str], unit: Unit) -> str:
             output = str(folder / f"{unit.name}.o")
-            run([*command, *unit.flags, "-c", str(ROOT / unit.source)], output)
+            run([*command, *unit.flags, "-c", str(ROOT / unit.source), "-o", output])
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            command = [compiler, *compile_flags()]
+            command = [*cxx, *compile_flags()]
             cpp = [pool.submit(build, command, unit) for unit in units()]
             cuda_objects, cuda_libraries, cuda = build_cuda(pool, build, command)
             objects = [future.result() for future in cpp] + cuda_objects
         libraries = [f"-L{path}" for path in library_paths()]
         libraries += [*LINK_LIBTORCH, "-ltorch_cpu", *cuda_libraries]
-        run([compiler, "-shared", *sanitize_flags(), *objects, *libraries], str(target))
-        version = subprocess.check_output([compiler, "--version"], text=True).splitlines()[0]
+        link = [*cxx, *words("CXXFLAGS"), *words("LDFLAGS"), *sanitize_flags(), "-shared"]
+        run([*link, *objects, *libraries, "-o", str(target)])
         sets = ", ".join(INSTRUCTION_SETS)
         return {
             "compiler": version,
@@ -208,14 +261,11 @@ def build_cuda(
     """Objects and libraries of the CUDA backend, and what to report; without nvcc the reason."""
     try:
         toolkit = CudaToolkit.find()
-        command = [toolkit.nvcc, *cuda_flags()]
+        command = [*toolkit.nvcc, *cuda_flags()]
         kernels = [pool.submit(build, command, unit) for unit in cuda_units()]
         objects = [future.result() for future in kernels]
-    except (OSError, subprocess.CalledProcessError) as error:
-        require_cuda_is_not_set(error)
-        if isinstance(error, subprocess.CalledProcessError):
-            warn(f"nvcc failed, so the CUDA backend is left out: {error.stderr.strip()}")
-        return [], [], {"why no cuda": reason(error)}
+    except BUILD_ERRORS as error:
+        return [], [], {"why no cuda": explain("the CUDA backend", error)}
     binding = Unit("binding_cuda", "csrc/binding_cuda.cpp", torch_headers())
     objects.append(build(cpp_command, binding))
     libraries = [f"-L{toolkit.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
@@ -223,44 +273,45 @@ def build_cuda(
     return objects, libraries, {"cuda": f"{toolkit.version} for {architectures}"}
 
 
-def require_cuda_is_not_set(error: Exception) -> None:
-    if os.environ.get("BAPO_REQUIRE_CUDA"):
-        raise SystemExit(f"bapo_kernels: BAPO_REQUIRE_CUDA is set, and {reason(error)}") from error
+def run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def warn(message: str) -> None:
-    print(f"bapo_kernels: WARNING: {message}", file=sys.stderr)
-
-
-def run(command: list[str], output: str) -> None:
-    subprocess.run([*command, "-o", output], check=True, stderr=subprocess.PIPE, text=True)
+def explain(missing: str, error: Exception) -> str:
+    """The reason in a line; the build's output has all that a compiler said."""
+    output = getattr(error, "stderr", None) or reason(error)
+    print(f"bapo_kernels: WARNING: building without {missing}: {output.strip()}", file=sys.stderr)
+    return reason(error)
 
 
 def reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or ["failed"]
-        return f"{Path(error.cmd[0]).name}: {lines[0].strip()}"
+        program = Path(error.cmd[0]).name
+        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        line = next((x for x in lines if re.search(r"error:|\bld: ", x)), lines[-1]).strip()
+        return f"{program}: {line.removeprefix(f'{program}: ')}"
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return "no torch where it was built: install torch, then with pip's --no-build-isolation"
+        return (
+            "the build found no torch (pip isolates builds): with torch installed, "
+            "pip install --no-build-isolation"
+        )
     return str(error)
 
 
-class AnyPython(bdist_wheel):
-    """The wheel's tag: the library does not touch the Python API."""
+class Wheel(bdist_wheel):
+    """The library does not touch the Python API; without it the wheel is pure Python."""
+
+    def run_command(self, command: str) -> None:
+        super().run_command(command)
+        if command == "build":  # only now is it known
+            self.root_is_pure = not self.distribution.has_ext_modules()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "cp310", "abi3", super().get_tag()[2]
+        tag = super().get_tag()
+        return tag if self.root_is_pure else ("cp310", "abi3", tag[2])
 
 
-class NativeDistribution(Distribution):
-    """Marks the wheel as platform-dependent."""
-
-    def has_ext_modules(self) -> bool:
-        return True
-
-
-setup(
-    ext_modules=[Extension("bapo_kernels._C", sources=[])],
-    cmdclass={"build_ext": NativeBuild, "bdist_wheel": AnyPython},
-    distclass=NativeDistribution,
+setuptools.setup(
+    ext_modules=[setuptools.Extension("bapo_kernels._C", sources=[])],
+    cmdclass={"build_ext": NativeBuild, "bdist_wheel": Wheel},
 )

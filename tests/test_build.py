@@ -1,9 +1,11 @@
-"""The native library stays within torch's stable ABI."""
+"""The native library: within torch's stable ABI, and never absent in silence."""
 
 import ctypes
+import importlib.util
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +43,8 @@ def test_libtorch_is_needed():
 FIND_STREAM = """
 import ctypes, sys
 ctypes.CDLL(sys.argv[1])  # torch and the extension take this libtorch for theirs
-import bapo_kernels
+import torch
+torch.ops.load_library(sys.argv[2])
 library = ctypes.CDLL(sys.argv[2])  # loaded already: looks where its own references look
 print(library.aoti_torch_get_current_cuda_stream(7, None))
 """
@@ -106,6 +109,7 @@ def test_an_older_torch_is_refused_in_words(monkeypatch):
         ((13, 0), 14, None),  # compiled from PTX by the driver
     ],
 )
+@pytest.mark.filterwarnings("ignore:bapo_kernels runs on the PyTorch reference")
 def test_gpus_without_kernels_are_told(monkeypatch, gpu, driver, reason):
     """And ``backend=None`` takes the next backend instead of failing at the launch."""
     native = bapo_kernels.backends.native
@@ -120,3 +124,95 @@ def test_gpus_without_kernels_are_told(monkeypatch, gpu, driver, reason):
     taken = bapo_kernels.backends.choose(None, logits, "logits")
     assert (taken == "cuda") == (reason is None)
     native._not_built_for.cache_clear()
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """No kernels can run, and nobody has been warned of it yet."""
+    backends = bapo_kernels.backends
+    monkeypatch.setattr(backends.native, "WHY_NO_CPU", "no library")
+    monkeypatch.setattr(backends.native, "WHY_NO_CUDA", "no CUDA")
+    monkeypatch.setattr(backends.triton, "WHY_NOT", "no Triton")
+    backends._warn_once.cache_clear()
+    yield
+    backends._warn_once.cache_clear()
+
+
+def row(**options):
+    return torch.zeros(1, 5, **options), torch.tensor([2])
+
+
+def twice(function):
+    return [function(), function()]
+
+
+@pytest.mark.usefixtures("hidden")
+def test_the_reference_in_the_place_of_kernels_is_told_once():
+    reason = r"none of them can run on cpu here \(cpu: no library\).*pip install --no-build-isol"
+    with pytest.warns(UserWarning, match=reason) as told:
+        twice(lambda: bapo_kernels.log_probs(*row()))
+    assert [warning.filename for warning in told] == [__file__]
+
+
+@pytest.mark.usefixtures("hidden")
+@pytest.mark.parametrize("why_not_this_gpu", [None, "built for sm_80, the GPU is sm_75"])
+def test_the_reference_in_the_place_of_gpu_kernels_is_told(monkeypatch, why_not_this_gpu):
+    native, choose = bapo_kernels.backends.native, bapo_kernels.backends.choose
+    if why_not_this_gpu:
+        monkeypatch.setattr(native, "WHY_NO_CUDA", None)
+        monkeypatch.setattr(native, "why_no_kernels", lambda device: why_not_this_gpu)
+    logits = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    reasons = rf"\(cuda: {why_not_this_gpu or 'no CUDA'}; triton: no Triton\).* pip install triton"
+    with pytest.warns(UserWarning, match=reasons) as told:
+        chosen = twice(lambda: choose(None, logits, "logits"))
+    assert chosen == ["reference", "reference"]
+    assert len(told) == 1
+
+
+@pytest.mark.usefixtures("hidden")
+def test_the_reference_that_was_asked_for_is_no_news():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bapo_kernels.log_probs(*row(), backend="reference")
+        bapo_kernels.log_probs(*row(dtype=torch.float64))
+        bapo_kernels.log_probs(*(tensor.to("meta") for tensor in row()), backend="reference")
+    with pytest.warns(UserWarning, match="no library"):  # and nothing of it counted as told
+        bapo_kernels.log_probs(*row())
+
+
+@needs_native
+def test_kernels_that_run_are_no_news():
+    bapo_kernels.backends._warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bapo_kernels.log_probs(*row())
+    assert bapo_kernels.backends._warn_once.cache_info().misses == 0
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("hidden")
+def test_the_warning_is_not_in_a_compiled_graph():
+    torch.compiler.reset()
+    compiled = torch.compile(bapo_kernels.log_probs, fullgraph=True, backend="eager")
+    with pytest.warns(UserWarning, match="no library") as told:
+        outputs = twice(lambda: compiled(*row()))
+    torch.compiler.reset()
+    assert all(log_prob.isfinite() for log_prob, _ in outputs)
+    assert sum("no library" in str(warning.message) for warning in told) == 1
+
+
+def test_a_required_library_that_does_not_load_fails_the_import(monkeypatch):
+    native = bapo_kernels.backends.native
+
+    def bad_file(path):
+        raise OSError(f"{path}: file too short")
+
+    monkeypatch.setattr(native.torch.ops, "load_library", bad_file)
+    spec = importlib.util.spec_from_file_location("bapo_kernels.backends.again", native.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setenv("BAPO_REQUIRE_NATIVE", "1")
+    reason = "the native library (does not load: .*file too short|is absent: .*)"
+    with pytest.raises(ImportError, match=f"^BAPO_REQUIRE_NATIVE is set, and {reason}$"):
+        spec.loader.exec_module(module)
+    monkeypatch.setenv("BAPO_REQUIRE_NATIVE", "0")
+    spec.loader.exec_module(module)

@@ -1,7 +1,8 @@
-"""Source distribution and wheel: what is in them, and what an install without compilers does."""
+"""Source distribution, builds and wheels: what is in them, and what is told where a part fails."""
 
 import email
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -23,17 +24,39 @@ pytestmark = [
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not in the repository"),
     pytest.mark.xdist_group("supply"),  # they share what is built once
 ]
+with_scripts = pytest.mark.skipif(
+    sys.platform != "linux", reason="scripts in the place of compilers"
+)
 
 
-def python(*arguments, cwd, path=""):
-    """Runs this interpreter; with the default ``path`` it finds no compiler."""
-    env = {k: v for k, v in os.environ.items() if k not in ("CXX", "NVCC", "PYTHONPATH")}
+def run(*arguments, cwd, **env):
+    """This interpreter; by default it finds no compiler."""
+    given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH")
+    own = {k: v for k, v in os.environ.items() if k not in given and not k.startswith("BAPO_")}
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=cwd, env=env | {"PATH": str(path)}, capture_output=True, text=True
-    )
+    env = own | {"PATH": ""} | env
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def python(*arguments, **options):
+    done = run(*arguments, **options)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done
+
+
+def build_ext(folder, *options, **env):
+    options = options or (f"--build-lib={folder}",)
+    command = ["setup.py", "-q", "build_ext", f"--build-temp={folder / 'temp'}", *options]
+    return run(*command, **{"cwd": ROOT} | env)
+
+
+def unpacked(sdist, folder):
+    """Its tree, with a library that an earlier build left in place."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (tree,) = folder.iterdir()
+    (tree / "bapo_kernels" / "_C.abi3.so").write_text("old")
+    return tree
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +79,60 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory):
-    """Built from the source distribution, without a compiler."""
+    """Built by pip from the source distribution, without a compiler."""
     folder = tmp_path_factory.mktemp("wheel")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (tree,) = folder.iterdir()
+    tree = unpacked(sdist, folder)
     options = ["--no-build-isolation", "--no-deps", "--no-index", "-q"]
     python("-m", "pip", "wheel", *options, "-w", folder, tree, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
+
+
+COMPILER = """#!/bin/sh
+printf '[%s]' "$@" >> "$0.log"; echo >> "$0.log"
+case "$*" in *--version*) echo g++ 12 ;; *) eval ": >\\"\\${$#}\\"" ;; esac
+"""
+OLD_COMPILER = """#!/bin/sh
+case "$*" in
+  *--version*) echo g++ 9 ;;
+  *) echo "g++: error: no option '-std=c++20'" >&2; exit 1 ;;
+esac
+"""
+LAUNCHER = """#!/bin/sh
+exec "$@"
+"""
+NVCC = """#!/bin/sh
+printf '[%s]' "$@" >> "$0.log"; echo >> "$0.log"
+case "$*" in
+  *--dryrun*) echo "#$ TOP=${0%/nvcc}" >&2 ;;
+  *--version*) echo "release 13.0, V13.0.88" ;;
+  *) eval ": >\\"\\${$#}\\"" ;;
+esac
+"""
+FAILING_NVCC = NVCC.replace("eval", "echo 'row_pass.cu(7): error: expected a ;' >&2; exit 2; eval")
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """Scripts in the place of compilers, and a torch that is quick to import."""
+    folder = tmp_path / "the tools"
+    scripts = {"c++": COMPILER, "old c++": OLD_COMPILER, "launcher": LAUNCHER, "nvcc": NVCC}
+    for name, text in (scripts | {"failing/nvcc": FAILING_NVCC}).items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    for toolkit in (folder, folder / "failing"):
+        (toolkit / "lib64").mkdir()
+        (toolkit / "lib64" / "libcudart_static.a").touch()
+    write_torch(folder, '__version__ = "2.13.0"')
+    return folder
+
+
+def write_torch(folder, text):
+    (folder / "torch" / "utils").mkdir(parents=True, exist_ok=True)
+    (folder / "torch" / "__init__.py").write_text(text)
+    paths = "def include_paths():\n    return []\n\nlibrary_paths = include_paths\n"
+    (folder / "torch" / "utils" / "cpp_extension.py").write_text(paths)
 
 
 def test_the_sdist_has_what_a_build_needs(sdist):
@@ -80,10 +148,11 @@ def test_the_sdist_has_what_a_build_needs(sdist):
 
 def test_a_wheel_without_compilers_is_pure_python(wheel):
     """A library of an earlier build is never packed in place of the one that failed."""
-    assert "-cp310-abi3-" in wheel.name
+    assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         reason = archive.read("bapo_kernels/_build.json").decode()
+    assert tag(wheel) == ("true", "py3-none-any")
     assert "no C++ compiler found" in reason
     assert "bapo_kernels/_C.abi3.so" not in names
     packed = {n for n in names if n.startswith("bapo_kernels/") and n.endswith(".py")}
@@ -91,24 +160,59 @@ def test_a_wheel_without_compilers_is_pure_python(wheel):
     assert not any(name.startswith(("tests/", "csrc/", "benchmarks/")) for name in names)
 
 
-LOSS = """
-import torch, bapo_kernels
+@with_scripts
+def test_a_wheel_with_the_library_is_of_its_platform(sdist, tools, tmp_path):
+    (tmp_path / "tree").mkdir()
+    tree = unpacked(sdist, tmp_path / "tree")
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    python("-c", code, cwd=tree, CXX=f"'{tools / 'c++'}'", PYTHONPATH=str(tools))
+    (wheel,) = tmp_path.glob("*.whl")
+    pure, platform = tag(wheel)
+    assert pure == "false"
+    assert platform.startswith("cp310-abi3-linux_")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read("bapo_kernels/_C.abi3.so") == b""
+    links = [line for line in (tools / "c++.log").read_text().splitlines() if "[-shared]" in line]
+    assert len(links) == 1, "it is built once"
+
+
+def tag(wheel):
+    """(Root-Is-Purelib, Tag)."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/WHEEL")]
+        fields = email.message_from_bytes(archive.read(name))
+    return fields["Root-Is-Purelib"], fields["Tag"]
+
+
+USE = """
+import os, runpy, sys, torch
+os.environ["BAPO_REQUIRE_NATIVE"] = "1"
+try:
+    import bapo_kernels
+except ImportError as error:
+    print(error)
+os.environ["BAPO_REQUIRE_NATIVE"] = "0"
+import bapo_kernels
 assert bapo_kernels.__file__.startswith({site!r}), bapo_kernels.__file__
 logits = torch.zeros(2, 5, requires_grad=True)
-out = bapo_kernels.bapo_loss(logits, torch.tensor([1, 3]), None, torch.tensor([1.0, -0.5]))
+for _ in range(2):
+    out = bapo_kernels.bapo_loss(logits, torch.tensor([1, 3]), None, torch.tensor([1.0, -0.5]))
 out.loss.backward()
 print(out.loss.item(), logits.grad.isfinite().all().item())
+runpy.run_module("bapo_kernels", run_name="__main__")
 """
 
 
 def test_an_install_without_compilers_computes_and_says_what_is_missing(wheel, tmp_path):
-    options = ["--no-deps", "--no-index", "-q", "--target", tmp_path]
-    python("-m", "pip", "install", *options, wheel, cwd=tmp_path)
-    assert python("-c", LOSS.format(site=str(tmp_path)), cwd=tmp_path) == "-0.25 True\n"
-    report = python("-m", "bapo_kernels", cwd=tmp_path)
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    done = python("-c", USE.format(site=str(tmp_path)), cwd=tmp_path)
     missing = "the native library is absent: no C++ compiler found (g++ or c++ on the path, or CXX)"
+    refusal, loss, report = done.stdout.split("\n", maxsplit=2)
+    assert refusal == f"BAPO_REQUIRE_NATIVE is set, and {missing}"
+    assert loss == "-0.25 True"
     assert re.search(rf"^backend cpu\s+absent: {re.escape(missing)}$", report, re.MULTILINE)
     assert re.search(r"^backend reference\s+available$", report, re.MULTILINE)
+    assert done.stderr.count("UserWarning: ") == done.stderr.count(f"(cpu: {missing})") == 1
 
 
 def test_older_versions_of_torch_are_refused(wheel):
@@ -119,47 +223,120 @@ def test_older_versions_of_torch_are_refused(wheel):
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     (torch,) = [r for r in needs if r.name == "torch" and r.marker is None]
     setup = (ROOT / "setup.py").read_text()
-    target = re.search(r'TORCH_TARGET = "0x([0-9a-f]{2})([0-9a-f]{2})', setup)
-    major, minor = (int(part, 16) for part in target.groups())
+    major, minor = map(int, re.search(r"TORCH = \((\d+), (\d+)\)", setup).groups())
     assert torch.specifier.contains(f"{major}.{minor}.0")
     assert not torch.specifier.contains(f"{major}.{minor - 1}.1")
     assert torch.specifier.contains(importlib.metadata.version("torch"))
 
 
-COMPILER = """#!/bin/sh
-case "$*" in *--version*) echo g++ 12 ;; *) eval ": >\\"\\${$#}\\"" ;; esac
-"""
-FAILING_NVCC = """#!/bin/sh
-case "$*" in
-  *--dryrun*) echo "#$ TOP={root}" >&2 ;;
-  *--version*) echo "release 13.0, V13.0.88" ;;
-  *) echo "row_pass.cu(7): error: expected a ;" >&2; exit 2 ;;
-esac
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="scripts in the place of compilers")
-@pytest.mark.parametrize("nvcc", [True, False], ids=["nvcc fails", "no nvcc"])
-@pytest.mark.parametrize("required", [False, True])
-def test_a_build_without_cuda_is_loud(tmp_path, nvcc, required):
+@with_scripts
+@pytest.mark.parametrize(
+    ("nvcc", "reason"),
+    [
+        (None, "no CUDA compiler found (nvcc on the path, or NVCC)"),
+        ("failing/nvcc", "nvcc: row_pass.cu(7): error: expected a ;"),
+        ("old c++", "NVCC must be nvcc or call it, got "),
+    ],
+)
+@pytest.mark.parametrize("required", ["0", "1"])
+def test_a_build_without_cuda_is_loud(tools, tmp_path, nvcc, reason, required):
     """A machine with a GPU must not go on without its backend because a build said nothing."""
-    (tmp_path / "lib64").mkdir()
-    (tmp_path / "lib64" / "libcudart_static.a").touch()
-    for name, text in (("c++", COMPILER), ("nvcc", FAILING_NVCC.format(root=tmp_path))):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    env = {k: v for k, v in os.environ.items() if k not in ("CXX", "NVCC", "BAPO_REQUIRE_CUDA")}
-    env |= {"PATH": "", "CXX": str(tmp_path / "c++")}  # an nvcc of this machine is not found
-    env |= {"NVCC": str(tmp_path / "nvcc")} if nvcc else {}
-    env |= {"BAPO_REQUIRE_CUDA": "1"} if required else {}
-    command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}"]
-    command += [f"--build-temp={tmp_path / 'temp'}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    reason = "nvcc: row_pass.cu(7): error: expected a ;" if nvcc else "no CUDA compiler found"
-    if required:
-        assert done.returncode != 0
-        assert f"BAPO_REQUIRE_CUDA is set, and {reason}" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    assert ("WARNING: nvcc failed" in done.stderr) == nvcc, done.stderr
+    env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "BAPO_REQUIRE_CUDA": required}
+    env |= {"NVCC": f"'{tools / nvcc}'"} if nvcc else {}
+    done = build_ext(tmp_path, **env)
+    assert "WARNING: building without the CUDA backend: " in done.stderr
+    assert (done.returncode != 0) == (required == "1"), done.stderr
+    assert (f"BAPO_REQUIRE_CUDA is set, and {reason}" in done.stderr) == (required == "1")
     assert reason in (tmp_path / "bapo_kernels" / "_build.json").read_text()
+
+
+@with_scripts
+@pytest.mark.parametrize(
+    ("cxx", "torch", "reason"),
+    [
+        (None, None, "no C++ compiler found (g++ or c++ on the path, or CXX)"),
+        ("absent -m64", None, "CXX must name a program that can run, got 'absent'"),
+        ("old c++", None, "old c++: g++: error: no option '-std=c++20'"),
+        ("c++", '__version__ = "2.9.1"', "torch must be 2.10 or later, got 2.9.1"),
+        ("c++", "raise ModuleNotFoundError(name='torch')", "the build found no torch"),
+    ],
+    ids=["no compiler", "CXX does not exist", "an old compiler", "an old torch", "no torch"],
+)
+def test_a_required_library_that_cannot_be_built_fails_the_build(
+    tools, tmp_path, cxx, torch, reason
+):
+    if torch is not None:
+        write_torch(tools, torch)
+    env = {"PYTHONPATH": str(tools), "BAPO_REQUIRE_NATIVE": "1"}
+    if cxx is not None:
+        env["CXX"] = f"'{tools / cxx}'" if (tools / cxx).exists() else cxx
+    done = build_ext(tmp_path, **env)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith(
+        f"bapo_kernels: BAPO_REQUIRE_NATIVE is set, and {reason}"
+    )
+
+
+@with_scripts
+def test_compilers_and_flags_of_the_environment(tools, tmp_path):
+    done = build_ext(
+        tmp_path,
+        PYTHONPATH=str(tools),
+        CXX=f"'{tools / 'launcher'}' '{tools / 'c++'}' -m64",
+        CXXFLAGS="-DNAME='a b' -O1 -std=c++17",
+        LDFLAGS="-Wl,-s '-L/a b'",
+        NVCC=f"'{tools / 'launcher'}' '{tools / 'nvcc'}' -m64",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    version, *compiled, linked = (tools / "c++.log").read_text().splitlines()
+    assert version == "[-m64][--version]"
+    assert len(compiled) > 5
+    for line in compiled:  # the flags override what is a preference, not what the code needs
+        wanted = "[-m64]", "[-O3]", "[-DNAME=a b]", "[-O1]", "[-std=c++17]", "[-std=c++20]"
+        places = [line.index(flag) for flag in wanted]
+        assert places == sorted(places)
+    assert "[-Wl,-s][-L/a b]" in linked
+    assert all(line.startswith("[-m64]") for line in (tools / "nvcc.log").read_text().splitlines())
+    report = json.loads((tmp_path / "bapo_kernels" / "_build.json").read_text())
+    assert report["cuda"].startswith("13.0 for sm_80")
+
+
+@with_scripts
+@pytest.mark.parametrize("place", [".", "build/lib"])
+def test_a_build_that_fails_leaves_no_library_of_an_earlier_one(sdist, tools, tmp_path, place):
+    (tmp_path / "tree").mkdir()
+    tree = unpacked(sdist, tmp_path / "tree")
+    library = tree / place / "bapo_kernels" / "_C.abi3.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    library.write_text("old")
+    where = "--inplace" if place == "." else f"--build-lib={place}"
+    env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "BAPO_REQUIRE_CUDA": "1"}
+    assert build_ext(tmp_path, where, cwd=tree, **env).returncode != 0
+    assert not library.exists()
+    report = json.loads((library.parent / "_build.json").read_text())
+    assert report["native"].startswith("BAPO_REQUIRE_CUDA is set, and no CUDA compiler found")
+
+
+SETUPTOOLS = """
+__version__ = "76.1.0"
+Distribution = Extension = object
+def setup(**options): raise ValueError("a page about project.license")
+"""
+
+
+def test_an_old_setuptools_is_told_what_to_do(tmp_path):
+    """Under --no-build-isolation pip does not read what pyproject.toml requires of it."""
+    commands = tmp_path / "setuptools" / "command"
+    commands.mkdir(parents=True)
+    (commands.parent / "__init__.py").write_text(SETUPTOOLS)
+    for name in ("build_ext", "bdist_wheel"):
+        (commands / f"{name}.py").write_text(f"{name} = object")
+    done = run("setup.py", "build_ext", cwd=ROOT, PYTHONPATH=str(tmp_path))
+    project = (ROOT / "pyproject.toml").read_text()
+    (oldest,) = re.findall(r'^requires = \["setuptools>=(.*?)"\]', project, re.MULTILINE)
+    assert done.returncode != 0
+    assert done.stderr == (
+        f"bapo_kernels: setuptools must be {oldest} or later to build, got 76.1.0: "
+        "pip install -U setuptools\n"
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 
 from . import native, triton
@@ -9,6 +12,7 @@ from . import native, triton
 NAMES = ("cuda", "triton", "cpu", "reference")
 # The interpreter of Triton is for tests: it runs where it is asked for by name.
 _UNASKED = tuple(n for n in NAMES if n != "triton" or not triton.INTERPRETED)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
 
 
 def available_backends() -> dict[str, str | None]:
@@ -46,7 +50,10 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
         ValueError: the named backend is unknown or cannot run on this tensor.
     """
     if backend is None:
-        return next(n for n in NAMES if n in _UNASKED and why_not(n, tensor, name) is None)
+        chosen = next(n for n in NAMES if n in _UNASKED and why_not(n, tensor, name) is None)
+        if chosen == "reference" and tensor.dtype in _DTYPES:
+            _warn_of_reference(tensor.device)
+        return chosen
     if backend not in NAMES:
         raise ValueError(f"backend must be None or one of {list(NAMES)}, got {backend!r}")
     reason = why_not(backend, tensor, name)
@@ -66,6 +73,30 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
     device = "cpu" if on_cpu else "cuda"
     if tensor.device.type != device:
         return f"{name} must be on a {device} device, got {tensor.device}"
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if tensor.dtype not in _DTYPES:
         return f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}"
     return native.why_no_kernels(tensor.device) if backend == "cuda" else None
+
+
+@torch.compiler.assume_constant_result  # runs while a call is traced and is not in the graph
+def _warn_of_reference(device: torch.device) -> None:
+    if device.type in ("cpu", "cuda"):  # no other has kernels at all
+        _warn_once(device)
+
+
+@cache
+def _warn_once(device: torch.device) -> None:
+    if device.type == "cpu":
+        absent = f"cpu: {native.WHY_NO_CPU}"
+        cure = "install torch and a C++20 compiler and build again"
+    else:
+        cuda = native.WHY_NO_CUDA or native.why_no_kernels(device)
+        absent = f"cuda: {cuda}; triton: {triton.WHY_NOT or 'TRITON_INTERPRET=1 is for the CPU'}"
+        cure = "pip install triton, or build again with nvcc on the path"
+    warnings.warn(
+        "bapo_kernels runs on the PyTorch reference, many times slower than its kernels, because "
+        f"none of them can run on {device} here ({absent}). To have them, {cure} (pip install "
+        "--no-build-isolation . in the source folder); python -m bapo_kernels shows what was "
+        'built. backend="reference" takes the reference without this warning.',
+        stacklevel=5,  # the call of the public function
+    )

@@ -1,9 +1,13 @@
-"""The C++ library: found beside the package, loaded once, its absence explained."""
+"""The C++ library: found beside the package, loaded once, its absence explained.
+
+Where it is absent and BAPO_REQUIRE_NATIVE=1 is set, the import fails.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -27,8 +31,9 @@ def build_info() -> dict[str, Any]:
 def _load() -> str | None:
     path = _PACKAGE / "_C.abi3.so"
     if not path.exists():
-        reason = build_info().get("native") or f"setup.py has not built it in {_PACKAGE.parent}"
-        return f"the native library is absent: {reason}"
+        not_here = f"setup.py has not built it in {_PACKAGE.parent}, from where Python imports"
+        cure = "work in another folder, or install with pip's -e"
+        return f"the native library is absent: {build_info().get('native', f'{not_here}: {cure}')}"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -80,3 +85,6 @@ def _cuda_of_driver() -> int:
 # Why a backend cannot run on this machine; None if it can.
 WHY_NO_CPU = _load()
 WHY_NO_CUDA = WHY_NO_CPU or _why_no_cuda()
+
+if WHY_NO_CPU is not None and os.environ.get("BAPO_REQUIRE_NATIVE", "") not in ("", "0"):
+    raise ImportError(f"BAPO_REQUIRE_NATIVE is set, and {WHY_NO_CPU}")
