@@ -14,10 +14,10 @@ from torch import Tensor
 from . import reference
 from ._ops import ops_of
 from .backends import choose
-from .config import RATIO_EPS, BAPOConfig
+from .config import RATIO_EPS, BAPOConfig, TargetKind
 from .distributed import sum_over_ranks
 from .inputs import TokenInputs, check_group, config_or_default, require, token_inputs
-from .output import ClipBounds
+from .output import REPORT, ClipBounds
 
 
 class ContributionHistogram:
@@ -44,6 +44,7 @@ class ContributionHistogram:
     ) -> None:
         self.config = config_or_default(config)
         self.table: Tensor | None = None if device is None else empty_table(self.config, device)
+        self._solved: tuple[Tensor, Tensor, BAPOConfig] | None = None
 
     def update(
         self,
@@ -93,8 +94,25 @@ class ContributionHistogram:
         if self.table is None:
             self.table = empty_table(self.config, torch.get_default_device())
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
-        bounds, _ = search(backend, self.table, config, process_group)
+        bounds, sums = search(backend, self.table, config, process_group)
+        self._solved = bounds, sums, config
         return ClipBounds(*bounds.unbind())
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Of the last :meth:`solve`, empty before: what one call of a loss would report.
+
+        The ``bapo_...`` of :attr:`BAPOOutput.metrics`, for all tokens that were solved for. Nothing
+        is read on the host.
+
+        Examples:
+            >>> histogram = ContributionHistogram(BAPOConfig(token_weight="uniform", target=0.48))
+            >>> _ = histogram.update(torch.tensor([1.5, 1]).log(), None, torch.tensor([2.0, -3.0]))
+            >>> _ = histogram.solve()  # on-policy: 2/(2 + 3) whatever the bounds are
+            >>> histogram.metrics["bapo_pos_share"], histogram.metrics["bapo_saturated"]
+            (tensor(0.4000), tensor(1.))
+        """
+        return {} if self._solved is None else search_metrics(*self._solved)
 
     def reset(self) -> None:
         """Forgets all tokens."""
@@ -108,6 +126,8 @@ class ContributionHistogram:
         require(table.shape == mine.shape, "table", rule, tuple(table.shape))
         self.table = mine.copy_(table)
 
+
+SEARCH_METRICS = tuple(name for name in REPORT if name.startswith("bapo_"))
 
 # Of a config, what its table hangs on.
 TABLE_FIELDS = (
@@ -248,12 +268,32 @@ def _search_with_tensor_ops(table: Tensor, config: BAPOConfig) -> tuple[Tensor, 
         visits = [(i, 0) for i in range(len(lower))]
         visits += [(len(lower) - 1, j) for j in range(1, len(upper))]
     i, j = torch.tensor(visits, device=table.device).unbind(1)
-    if config.target_kind == "ratio":
-        quantity = torch.where(N[i] <= 0, torch.inf, P[j] / (N[i] + RATIO_EPS))
-    else:
-        quantity = torch.where(P[j] + N[i] == 0, torch.inf, P[j] / (P[j] + N[i]))
-    met = ~(quantity < config.target)
+    met = ~(_tested_quantity(P[j], N[i], config.target_kind) < config.target)
     met[-1] = True
     stop = met.int().argmax()
     bounds = torch.stack([points[: len(lower)][i[stop]], points[len(lower) :][j[stop]]])
     return bounds.float(), torch.stack([P[j[stop]], N[i[stop]], P[0], N[0]])
+
+
+def _tested_quantity(P: Tensor, N: Tensor, kind: TargetKind) -> Tensor:
+    """Infinite where there is nothing to balance."""
+    if kind == "ratio":
+        return torch.where(N <= 0, torch.inf, P / (N + RATIO_EPS))
+    return torch.where(P + N == 0, torch.inf, P / (P + N))
+
+
+def search_metrics(bounds: Tensor, sums: Tensor, config: BAPOConfig) -> dict[str, Tensor]:
+    """The metrics of a decision, from what :func:`search` returns."""
+
+    def share(P: Tensor, N: Tensor) -> Tensor:
+        return torch.where(P + N == 0, 0.0, P / (P + N))
+
+    P, N, P_start, N_start = sums.unbind()
+    values = (
+        *bounds.unbind(),
+        share(P, N),
+        share(P_start, N_start),
+        _tested_quantity(P, N, "ratio"),
+        _tested_quantity(P, N, config.target_kind) < config.target,
+    )
+    return {name: value.float() for name, value in zip(SEARCH_METRICS, values, strict=True)}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bounds import ContributionHistogram
+from .bounds import SEARCH_METRICS, ContributionHistogram
 from .config import BAPOConfig
 from .inputs import check_group, require
 from .output import ClipBounds
@@ -44,11 +44,11 @@ class ClipBoundSearch:
         >>> batch = torch.tensor([1.5, 1.0]).log(), torch.zeros(2), torch.tensor([2.0, -3.0])
         >>> for _ in range(2):
         ...     out = bapo_loss_from_log_probs(*batch, **search.options)
-        ...     print(out.bounds.upper)
+        ...     print(out.bounds.upper, search.metrics["bapo_pos_share"])
         ...     search.update(*batch)
         ...     search.step()
-        tensor(1.2000)
-        tensor(1.4000)
+        tensor(1.2000) tensor(nan)
+        tensor(1.4000) tensor(0.4828)
     """
 
     def __init__(
@@ -65,8 +65,21 @@ class ClipBoundSearch:
         self.scope: Scope = scope
         self.process_group = process_group
         self._bounds: ClipBounds | tuple[float, float] | None = None
+        self._metrics: dict[str, Tensor] = {}
         if scope == "lagged":
             self._bounds = self.config.ratio_lower_start, self.config.ratio_upper_start
+            self._metrics = self._known(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Of the decision in use: what a call of a loss over all its tokens would report.
+
+        The ``bapo_...`` of :attr:`BAPOOutput.metrics`; nothing is read on the host. In the scope
+        ``"lagged"`` the tokens are those of the step before, so the first step has the start bounds
+        and NaN for the others. Empty in the scope ``"call"``, where each call reports its own
+        decision, and in ``"step"`` before the first :meth:`step`.
+        """
+        return self._metrics
 
     @property
     def bounds(self) -> ClipBounds | tuple[float, float] | None:
@@ -111,13 +124,15 @@ class ClipBoundSearch:
         """Decides, and forgets the tokens. Every rank of the group calls it once a step."""
         if self.scope != "call":
             self._bounds = self.histogram.solve(process_group=self.process_group)
+            self._metrics = self.histogram.metrics
             self.histogram.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scope, bounds and the sums gathered so far."""
+        """Scope, bounds and their metrics, and the sums gathered so far."""
         return dict(
             scope=self.scope,
             bounds=None if self._bounds is None else [float(bound) for bound in self._bounds],
+            metrics={name: float(value) for name, value in self._metrics.items()},
             table=None if self.histogram.table is None else self.histogram.table.clone(),
         )
 
@@ -132,3 +147,11 @@ class ClipBoundSearch:
         if state["table"] is not None:
             self.histogram.load(state["table"])
         self._bounds = None if state["bounds"] is None else tuple(state["bounds"])
+        self._metrics = self._known(metrics) if (metrics := state.get("metrics")) else {}
+
+    def _known(self, values: dict[str, float]) -> dict[str, Tensor]:
+        """All metrics, NaN where nothing is known."""
+        device = None if self.histogram.table is None else self.histogram.table.device
+        every = [values.get(name, torch.nan) for name in SEARCH_METRICS]
+        tensors = torch.tensor(every, dtype=torch.float32, device=device).unbind()
+        return dict(zip(SEARCH_METRICS, tensors, strict=True))

@@ -28,9 +28,9 @@ WORDS = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
 V, H, B, T = 151_936, 512, 8, 64
 WAYS = {
     "TRL's GRPO": {},
-    "BAPO, fused": dict(bapo_head="fused"),
-    "BAPO, log-probs, then loss": dict(bapo_head="log_probs"),
-    "BAPO, TRL's head": dict(bapo_head="trl"),
+    "BAPO, fused": dict(bapo_head="fused", bapo_scope="call"),
+    "BAPO, log-probs, then loss": dict(bapo_head="log_probs", bapo_scope="call"),
+    "BAPO, TRL's head": dict(bapo_head="trl", bapo_scope="call"),
     "BAPO, fused, scope step": dict(bapo_head="fused", bapo_scope="step"),
     "BAPO, fused, scope lagged": dict(bapo_head="fused", bapo_scope="lagged"),
 }

@@ -4,7 +4,7 @@ The model, the tokenizer and the prompts are made here; nothing is downloaded. R
 in alphabetical order. Every batch of rollouts is used for three updates, so the policy that learns
 is not the one that sampled::
 
-    python examples/trl_bapo.py --scope lagged
+    python examples/trl_bapo.py --scope step
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def in_order(completion_ids: list[list[int]], **_: object) -> list[float]:
     return [sum(a < b for a, b in of_one) / max(len(of_one), 1) for of_one in pairs]
 
 
-def main(scope: str = "call", preset: str = "paper", steps: int = 12) -> None:
+def main(scope: str = "lagged", preset: str = "paper", steps: int = 12) -> None:
     """Trains and prints what the search decided at every step."""
     prompts = ["a b", "k l m", "t u", "f g h"] * 16
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def main(scope: str = "call", preset: str = "paper", steps: int = 12) -> None:
     for i, entry in enumerate(e for e in trainer.state.log_history if "loss" in e):
         names = ("bapo/clip_low", "bapo/clip_high", "bapo/pos_share", "clip_ratio/region_mean")
         reward = f"{entry['reward']:.2f}" if "reward" in entry else ""
-        values = (f"{entry[name]:.2f}" for name in names)
+        values = (f"{entry[name]:.2f}" if name in entry else "" for name in names)
         table.add_row(str(i + 1), reward, f"{entry['loss']:+.3f}", *values)
     Console().print(table)
 

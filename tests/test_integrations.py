@@ -324,6 +324,82 @@ def test_slime(per_token, monkeypatch):
             )
 
 
+def slime_with(options, monkeypatch):
+    megatron = ModuleType("megatron.core")
+    megatron.mpu = Namespace(get_context_parallel_world_size=lambda: 1)
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    monkeypatch.setitem(sys.modules, "megatron.core", megatron)
+    batch, logits, *_ = slime_batch()
+    args = Namespace(use_rollout_logprobs=False, bapo_options=options)
+    bapo_loss_function(args, batch, logits, torch.sum)
+
+
+def trinity_with(options, monkeypatch):
+    name = "trinity.algorithm.policy_loss_fn.policy_loss_fn"
+    module = ModuleType(name)
+    module.PolicyLossFn = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
+    module.POLICY_LOSS_FN = Namespace(register_module=lambda name: lambda made: made)
+    for depth in range(1, 4):
+        parent = ".".join(name.split(".")[:depth])
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, name, module)
+    from bapo_kernels.integrations import trinity
+
+    trinity.register()(options=options)
+
+
+WITH_OPTIONS = {
+    "OpenRLHF": lambda options, _: PolicyLoss(options=options),
+    "ROLL": lambda options, _: bapo_pg_loss(*tokens_of(), "token-mean", options=options),
+    "slime": slime_with,
+    "Trinity": trinity_with,
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "option", "owner"),
+    [
+        ("OpenRLHF", "loss_agg_mode", "token_level_loss"),
+        ("OpenRLHF", "clip_ratio_c", "dual_clip"),
+        ("OpenRLHF", "temperature", "OpenRLHF"),
+        ("ROLL", "loss_agg_mode", "loss_agg_mode"),
+        ("ROLL", "kl_loss_coef", "ROLL"),
+        ("slime", "loss_agg_mode", "slime's reduction"),
+        ("slime", "clip_ratio_c", "eps_clip_c"),
+        ("slime", "temperature", "rollout_temperature"),
+        ("slime", "entropy_coef", "slime's entropy_coef"),
+        ("Trinity", "loss_agg_mode", "loss_agg_mode"),
+        ("Trinity", "final_logit_softcapping", "Trinity"),
+    ],
+)
+def test_options_that_the_framework_decides(framework, option, owner, monkeypatch):
+    message = rf"options\['{option}'\] must be left to {owner}\b.*, got 0.5"
+    with pytest.raises(ValueError, match=message):
+        WITH_OPTIONS[framework]({option: 0.5}, monkeypatch)
+
+
+@pytest.mark.parametrize("framework", WITH_OPTIONS)
+def test_bad_options(framework, monkeypatch):
+    function = WITH_OPTIONS[framework]
+    with pytest.raises(ValueError, match="options must have names of BAPOConfig, got 'targte'"):
+        function({"targte": 0.5}, monkeypatch)
+    with pytest.raises(ValueError, match="options must be a dict or None, got 'target'"):
+        function("target", monkeypatch)
+
+
+def test_a_config_whose_options_skyrl_decides():
+    logp, old, A, mask = tokens_of()
+    config = BAPOConfig(loss_agg_mode="token-sum", temperature=0.7)
+    with pytest.raises(ValueError, match="bapo.temperature must be left to SkyRL, got 0.7"):
+        bapo_policy_loss(logp, old, A, None, mask, bapo=config)
+
+
+def test_none_among_the_options_is_a_value():
+    """The recipe without its dual clip; where a framework has no value, the preset's."""
+    assert config_of("recipe", {"clip_ratio_c": None}).clip_ratio_c is None
+    assert config_of("recipe", clip_ratio_c=None).clip_ratio_c == 3.0
+
+
 def test_versions(monkeypatch):
     with pytest.raises(ImportError, match="nothing_like_it must be installed"):
         require_version("nothing_like_it", "1.0")

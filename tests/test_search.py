@@ -1,5 +1,7 @@
 """The one-pass search against the paper's loop, bound for bound."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,8 +10,10 @@ from helpers import make_case, needs_native
 
 from bapo_kernels import (
     BAPOConfig,
+    ClipBoundSearch,
     ContributionHistogram,
     bapo_loss,
+    bapo_loss_from_log_probs,
     find_clip_bounds,
     log_probs,
     reference,
@@ -192,6 +196,32 @@ class TestHistogram:
         A = torch.tensor([1.0, -1.0, 2.0, -2.0])
         expected = find_clip_bounds(logp, old, A[:, None].expand_as(logp))
         assert ContributionHistogram().update(logp, old, A).solve() == expected
+
+    @pytest.mark.parametrize("target", [None, 0.9])
+    def test_metrics_are_those_of_one_call(self, target):
+        """Of all micro-batches together; one-sided, empty and saturated batches among them."""
+        g = torch.Generator().manual_seed(2)
+        configs = [BAPOConfig(**v) for v in VARIANTS] + [BAPOConfig.recipe()]
+        seen = set()
+        for _ in range(4):
+            for config in configs:
+                histogram = ContributionHistogram(config)
+                assert histogram.metrics == {}
+                config = config if target is None else replace(config, target=target)
+                whole = random_case(g)
+                for part in zip(*(t.tensor_split(3) for t in whole), strict=True):
+                    histogram.update(*part)
+                bounds = histogram.solve(config)
+                histogram.reset()  # the metrics stay
+                expected = bapo_loss_from_log_probs(*whole, config=config).metrics
+                got = histogram.metrics
+                assert list(got) == [name for name in expected if name.startswith("bapo_")]
+                assert [got["bapo_clip_low"], got["bapo_clip_high"]] == list(bounds)
+                for name, value in got.items():
+                    assert (value.dtype, value.shape) == (torch.float32, ())
+                    assert value.item() == pytest.approx(expected[name].item(), rel=1e-6), name
+                seen.add((got["bapo_saturated"].item(), got["bapo_pos_neg_ratio"].isinf().item()))
+        assert seen >= {(0.0, False), (0.0, True), (1.0, False)}
 
     def test_another_config_is_refused(self):
         histogram = ContributionHistogram().update(*self.batch())
@@ -386,6 +416,11 @@ def _loss_rank(rank, path, results):
         true = reference.bapo_loss(case.logits[rows].double(), *arguments, **options)
         metrics = [{k: v.item() for k, v in o.metrics.items()} for o in (out, true)]
         results[rank, name] = (out.loss.item(), *metrics, x.grad)
+    search = ClipBoundSearch(scope="step", process_group=dist.group.WORLD)
+    live = arguments[3].bool() & (arguments[0] != -100)
+    search.update(log_probs(case.logits[rows], arguments[0])[0], *arguments[1:3], live)
+    search.step()
+    results[rank, "step"] = {k: v.item() for k, v in search.metrics.items()}
     empty = [t[:0] for t in case.arguments()] if rank else case.arguments()
     logits = case.logits[:0] if rank else case.logits
     out = bapo_loss(logits, *empty, process_group=dist.group.WORLD)  # one rank without tokens
@@ -420,6 +455,36 @@ def test_two_ranks_are_one_batch(two_ranks):
         for name in ("bapo_pos_share", "bapo_pos_share_start", "bapo_clip_high"):
             assert part[1][name] == pytest.approx(whole.metrics[name].item(), rel=1e-6)
     assert two_ranks[0, "empty"] == two_ranks[1, "empty"] == [b.item() for b in whole.bounds]
+
+
+def test_metrics_of_a_step_of_two_ranks(two_ranks):
+    case, _ = loss_case()
+    expected = bapo_loss(case.logits, *case.arguments()).metrics
+    assert two_ranks[0, "step"] == two_ranks[1, "step"]
+    for name, value in two_ranks[0, "step"].items():
+        assert value == pytest.approx(expected[name].item(), rel=1e-5), name
+
+
+def test_metrics_of_a_search():
+    """Of the decision in use, also in a search that was saved, and before there is one."""
+    config = BAPOConfig(token_weight="uniform", target=0.48)
+    tokens = torch.tensor([1.5, 1.0]).log(), torch.zeros(2), torch.tensor([2.0, -3.0])
+    assert ClipBoundSearch(config).metrics == ClipBoundSearch(config, "step").metrics == {}
+    search = ClipBoundSearch(config, "lagged")
+    start = search.metrics
+    assert [v.item() for v in start.values()][:2] == pytest.approx([0.6, 1.2])
+    assert all(v.isnan() for v in list(start.values())[2:])
+    search.update(*tokens)
+    assert all(search.metrics[name] is value for name, value in start.items())
+    search.step()
+    expected = bapo_loss_from_log_probs(*tokens, config=config).metrics
+    saved = ClipBoundSearch(config, "lagged")
+    saved.load_state_dict(search.state_dict())
+    for of_search in (search.metrics, saved.metrics):
+        assert of_search == {name: expected[name] for name in start}
+    step = ClipBoundSearch(config, "step")
+    step.load_state_dict(ClipBoundSearch(config, "step").state_dict())
+    assert step.metrics == {}
 
 
 @pytest.mark.parametrize("name", ["searched", "given"])

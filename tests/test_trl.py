@@ -6,6 +6,8 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
-from bapo_kernels import BAPOConfig, reference
+from bapo_kernels import BAPOConfig, ClipBoundSearch, reference
+from bapo_kernels.integrations import warn_once
 from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
+from bapo_kernels.integrations.trl_config import bapo_config
 
 pytestmark = needs_native
 
@@ -96,7 +100,7 @@ class Recorder:
 
     def start(self, rollouts=None):
         self.given = rollouts
-        self.rollouts, self.losses, self.decided = [], [], []
+        self.rollouts, self.losses, self.decided, self.logged = [], [], [], []
         return self
 
     def _generate_and_score_completions(self, inputs):
@@ -128,6 +132,9 @@ class Ours(Recorder, BAPOTrainer):
         super()._log_metrics(out, *args)
 
 
+LOGGED = ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated")
+
+
 class Plain(Recorder, GRPOTrainer):
     """The loss from whole logits with ordinary tensor operations, and the paper's loop."""
 
@@ -147,14 +154,15 @@ class Plain(Recorder, GRPOTrainer):
         return [x[mask] for x in (logp.detach(), logp.detach() if old is None else old, A)]
 
     def decide(self, parts):
-        """Over all processes, in their order."""
+        """Over all processes, in their order: the bounds, and what the loss reports of them."""
         if self.accelerator.num_processes > 1:
             of_ranks = [None] * self.accelerator.num_processes
             torch.distributed.all_gather_object(of_ranks, parts)
             parts = [part for of_rank in of_ranks for part in of_rank]
         logp, old, A = (torch.cat(x) for x in zip(*parts, strict=True))
-        bounds = reference.find_clip_bounds(logp, old, A, config=self.search_config)
-        return [b.item() for b in bounds]
+        out = reference.bapo_loss_from_log_probs(logp, old, A, config=self.search_config)
+        self.bounds = [b.item() for b in out.bounds]
+        self.metrics = {name: out.metrics[f"bapo_{name}"].item() for name in LOGGED}
 
     def _compute_loss(self, model, inputs):
         accumulation = self.current_gradient_accumulation_steps
@@ -165,13 +173,12 @@ class Plain(Recorder, GRPOTrainer):
                     self._buffered_inputs[(self._step + i) % self.args.steps_per_generation]
                     for i in range(accumulation)
                 ]
-                self.bounds = self.decide(
-                    [self.contributions(self.log_probs(model, x)[0], x) for x in step]
-                )
+                self.decide([self.contributions(self.log_probs(model, x)[0], x) for x in step])
         logp, entropy = self.log_probs(model, inputs)
         if self.scope == "call":
-            self.bounds = self.decide([self.contributions(logp, inputs)])
+            self.decide([self.contributions(logp, inputs)])
         self.decided.append(self.bounds)
+        self.logged.append(self.metrics)
         low, high = self.bounds
         mask = inputs["completion_mask"] * inputs["tool_mask"]
         A = inputs["advantages"][:, None]
@@ -204,14 +211,17 @@ class Plain(Recorder, GRPOTrainer):
         if self.scope == "lagged":
             self.seen.append(self.contributions(logp, inputs))
             if not first:
-                self.bounds, self.seen = self.decide(self.seen), []
+                self.decide(self.seen)
+                self.seen = []
         return loss
 
 
 CASES = {
     "dapo, lagged": dict(bapo_scope="lagged"),
     "grpo, recipe, step": dict(loss_type="grpo", bapo_preset="recipe", bapo_scope="step"),
-    "bnpo, KL": dict(loss_type="bnpo", beta=0.05, use_bias_correction_kl=False),
+    "bnpo, KL, call": dict(
+        loss_type="bnpo", beta=0.05, use_bias_correction_kl=False, bapo_scope="call"
+    ),
     "dr_grpo, dual clip, TRL's head": dict(
         loss_type="dr_grpo", delta=1.5, temperature=0.8, bapo_head="trl"
     ),
@@ -237,8 +247,9 @@ def trained(kind, folder, rollouts=None, dtype=torch.float32, **options):
         preset = options.get("bapo_preset", "paper")
         extra = {"clip_ratio_c": options["delta"]} if "delta" in options else {}
         trainer.search_config = getattr(BAPOConfig, preset)(target=TARGET[preset], **extra)
-        trainer.scope = options.get("bapo_scope", "call")
+        trainer.scope = options.get("bapo_scope", "lagged")
         trainer.bounds, trainer.seen = [0.6, 1.2], []
+        trainer.metrics = {"clip_low": 0.6, "clip_high": 1.2}  # before the first decision
     if trainer.beta:
         trainer.ref_model.to(dtype)
     trainer.train()
@@ -292,9 +303,14 @@ def check_training(tmp_path, name):
         weight = dict(ours.model.named_parameters())[key].abs().max().item()
         inherited = EPS[torch.float32] * (8 * weight + 12 * largest)
         assert_within_budget(key, update.float(), same[key], truth[key], inherited=inherited)
-    logged = {key for entry in ours.state.log_history for key in entry}
+    entries = [entry for entry in ours.state.log_history if "loss" in entry]
+    for entry, *decisions in zip(entries, true.logged[::2], true.logged[1::2], strict=True):
+        assert {f"bapo/{name}" for name in decisions[0]} == {k for k in entry if "bapo/" in k}
+        for name in decisions[0]:  # of two micro-batches
+            mean = sum(decision[name] for decision in decisions) / 2
+            assert entry[f"bapo/{name}"] == pytest.approx(mean, abs=1e-5), name
+    logged = {key for entry in entries for key in entry}
     assert {"clip_ratio/low_mean", "clip_ratio/region_mean", "entropy", "loss"} <= logged
-    assert {"bapo/clip_low", "bapo/clip_high", "bapo/pos_share", "bapo/saturated"} <= logged
     assert ("kl" in logged) == bool(options.get("beta"))
 
 
@@ -317,35 +333,133 @@ def test_the_guide(tmp_path):
     tokenizer().save_pretrained(tmp_path / "policy")
     dataset = Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 2})
     names = dict(model=str(tmp_path / "policy"), reward=reward, dataset=dataset, folder=tmp_path)
-    code = block.replace(
-        "num_iterations=2", "num_iterations=2, use_cpu=True, bf16=False, max_steps=1"
-    )
+    small = "max_completion_length=4, max_steps=1, use_cpu=True, bf16=False"
+    code = block.replace("output_dir=folder", f"output_dir=folder, {small}")
     assert code != block
     exec(code, names)
     assert names["trainer"].state.global_step == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(loss_type="cispo"), "loss_type must be one of"),
-        (dict(importance_sampling_level="sequence"), "importance_sampling_level must be 'token'"),
-        (dict(top_entropy_quantile=0.5), "top_entropy_quantile must be 1.0 with BAPO, got 0.5"),
-        (dict(bapo_head="liger"), "bapo_head must be None, 'fused', 'log_probs' or 'trl'"),
-        (dict(bapo_head="fused", entropy_coef=0.1), "bapo_head must be None, 'log_probs' or 'trl'"),
-        (dict(bapo_scope="batch"), "scope must be call, step or lagged, got batch"),
-        (
-            dict(bapo_scope="step", steps_per_generation=3),
-            "steps_per_generation must be a multiple",
-        ),
-        (dict(bapo_options={"target": 2.0}), "target must be in"),
-    ],
+BAD_OPTIONS = [
+    (dict(loss_type="cispo"), "loss_type must be one of"),
+    (dict(importance_sampling_level="sequence"), "importance_sampling_level must be 'token'"),
+    (dict(top_entropy_quantile=0.5), "top_entropy_quantile must be 1.0 with BAPO, got 0.5"),
+    (dict(off_policy_mask_threshold=0.5), "off_policy_mask_threshold must be None"),
+    (dict(use_adaptive_entropy=True), "use_adaptive_entropy must be False"),
+    (dict(use_liger_kernel=True), "use_liger_kernel must be False"),
+    (dict(delta=0.9), "delta must be None or > 1 with BAPO, got 0.9"),
+    (dict(bapo_head="liger"), r"bapo_head must be one of \(None, 'fused', 'log_probs', 'trl'\)"),
+    (dict(bapo_head="fused", entropy_coef=0.1), r"bapo_head must be one of \(None, 'log_probs'"),
+    (dict(bapo_scope="batch"), r"bapo_scope must be one of .*'call'\) with BAPO, got 'batch'"),
+    (dict(bapo_scope="step", steps_per_generation=3), "steps_per_generation must be a multiple"),
+    (dict(bapo_preset="authors"), "bapo_preset must be 'paper' or 'recipe', got 'authors'"),
+    (dict(bapo_options="target"), "bapo_options must be a dict or None, got 'target'"),
+    (dict(bapo_options={"target": 2.0}), "target must .*in"),
+    (dict(bapo_options={"epsilon": 0.2}), "bapo_options must have names of BAPOConfig"),
+]
+# Options of BAPOConfig that are not the user's, and whose they are.
+OWNED = dict(
+    loss_agg_mode="TRL's loss_type",
+    loss_scale_factor="TRL's loss_type",
+    kl_loss_coef="TRL's beta",
+    kl_loss_type="TRL's beta",
+    entropy_coef="TRL's entropy_coef",
+    temperature="TRL's temperature",
+    clip_ratio_c="TRL's delta",
+    logit_scale="the model's config",
+    final_logit_softcapping="the model's config",
 )
-def test_options_without_a_meaning(tmp_path, options, message):
+BAD_OPTIONS += [
+    (dict(bapo_options={name: 3.0}), rf"bapo_options\['{name}'\] must be left to {owner}.*got 3.0")
+    for name, owner in OWNED.items()
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_options_without_a_meaning(options, message):
+    """No model is needed to refuse them."""
     if "steps_per_generation" in options:
-        options = options | dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+        options = options | dict(num_generations=2)
     with pytest.raises(ValueError, match=message):
-        trained(Ours, tmp_path, **options)
+        arguments("out", **options)
+
+
+def test_changed_options_are_refused_before_a_model_is_loaded():
+    args = arguments("out")
+    args.loss_type = "cispo"
+    with pytest.raises(ValueError, match="loss_type must be one of"):
+        BAPOTrainer(model="/no/such/model", reward_funcs=reward, args=args)
+
+
+def test_every_option_is_the_users_or_has_an_owner():
+    search = dict(
+        ratio_lower_start=0.7,
+        ratio_lower_max=0.8,
+        ratio_lower_step=0.1,
+        ratio_upper_start=1.3,
+        ratio_upper_max=1.4,
+        ratio_upper_step=0.2,
+        target=0.9,
+        target_kind="ratio",
+        raise_first="lower",
+        token_weight="uniform",
+        contribution="gradient",
+    )
+    assert {*search, *OWNED} == {field.name for field in fields(BAPOConfig)}
+    options = dict(delta=4.0, temperature=0.7, beta=0.1, use_bias_correction_kl=True)
+    args = arguments("out", bapo_options=search, **options)
+    config = bapo_config(args)
+    assert {name: getattr(config, name) for name in search} == search
+    assert (config.clip_ratio_c, config.temperature, config.kl_loss_coef) == (4.0, 0.7, 0.0)
+    recipe = bapo_config(arguments("out", bapo_preset="recipe"))
+    assert recipe == BAPOConfig.recipe(kl_loss_type="k3")
+
+
+STEPS = dict(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_generations=2)
+LATER = STEPS | dict(num_iterations=4)
+ADVICE = [
+    (LATER, None),
+    (LATER | dict(epsilon=0.3), "epsilon=0.3 is not used.*bapo_options"),
+    (LATER | dict(epsilon_high=0.28), "epsilon_high=0.28 is not used.*never epsilons"),
+    (STEPS | dict(num_iterations=1), "BAPO cannot act: every ratio is 1"),
+    (STEPS | dict(num_iterations=1, steps_per_generation=1), "BAPO cannot act"),
+    # two iterations, but in one optimizer step
+    (STEPS | dict(num_iterations=2, steps_per_generation=1), "BAPO cannot act"),
+    (STEPS | dict(num_iterations=1, steps_per_generation=3), None),
+    (STEPS | dict(num_iterations=1, steps_per_generation=4), "with two optimizer steps"),
+    (STEPS | dict(num_iterations=1, steps_per_generation=6), None),
+    (STEPS | dict(num_iterations=2), "bapo_scope='lagged' with two optimizer steps"),
+    (STEPS | dict(num_iterations=2, bapo_scope="step"), None),
+    (LATER | dict(bapo_scope="call", per_device_train_batch_size=16), "decides from .* 16 seq"),
+    (LATER | dict(bapo_scope="call"), None),
+    (LATER | dict(bapo_scope="step", per_device_train_batch_size=16), None),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ADVICE)
+def test_settings_that_are_hardly_meant(options, message):
+    """One warning, once, where the config is made; ``None``: none."""
+    warn_once.cache_clear()
+    for expected in (message, None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            arguments("out", **options)
+        ours = [w for w in caught if re.search("BAPO|bapo", str(w.message))]
+        assert len(ours) == (expected is not None), [str(w.message) for w in ours]
+        for warning in ours:
+            assert re.search(expected, str(warning.message))
+            assert (warning.category, warning.filename) == (UserWarning, __file__)
+
+
+def test_the_search_ends_at_an_end_where_every_ratio_is_1():
+    """Why two optimizer steps a generation are too few for the scope lagged."""
+    g = torch.Generator().manual_seed(0)
+    ends = set()
+    for _ in range(50):
+        logp, A = -torch.rand(40, generator=g), torch.randn(40, generator=g)
+        bounds = reference.find_clip_bounds(logp, None, A, config=BAPOConfig())
+        ends.add(tuple(b.item() for b in bounds))
+    assert ends == {tuple(torch.tensor(x).tolist()) for x in ((0.6, 1.2), (0.9, 3.0))}
 
 
 def test_args_of_trl_are_refused():
@@ -370,6 +484,10 @@ def test_checkpoint(tmp_path):
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert first.decided[4] != first.decided[0]
     assert second.decided[0] == first.decided[4]
+    logs = [trainer.state.log_history for trainer in (first, second)]
+    third = [next(entry for entry in log if entry["step"] == 3) for log in logs]
+    for name in LOGGED:  # what the decision was made from
+        assert third[0][f"bapo/{name}"] == third[1][f"bapo/{name}"]
 
 
 def test_evaluation(tmp_path):
@@ -377,11 +495,17 @@ def test_evaluation(tmp_path):
     trainer, _ = trained(Ours, tmp_path, bapo_scope="lagged")
     before, table = trainer.search.bounds, trainer.search.histogram.table.clone()
     trainer.decided.clear()
-    result = trainer.evaluate(Dataset.from_dict({"prompt": ["a b c", "d e"] * 4}))
+    dataset = Dataset.from_dict({"prompt": ["a b c", "d e"] * 4})
+    result = trainer.evaluate(dataset)
     assert torch.isfinite(torch.tensor(result["eval_loss"]))
-    assert "eval_bapo/clip_low" in result or trainer.decided
+    assert trainer.decided
+    assert all(b == [x.item() for x in before] for b in trainer.decided)
     assert trainer.search.bounds == before
     assert torch.equal(trainer.search.histogram.table, table)
+    trainer.search = ClipBoundSearch(trainer.bapo_config, "step")
+    trainer.decided.clear()
+    trainer.evaluate(dataset)  # before a training has decided
+    assert all(b == pytest.approx([0.6, 1.2]) for b in trainer.decided)
 
 
 def test_example(capsys):

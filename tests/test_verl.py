@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from helpers import needs_native
 
 pytest.importorskip("verl")
 
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
@@ -22,6 +24,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.integrations import warn_once
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 
 pytestmark = needs_native
@@ -181,11 +184,67 @@ def test_names_of_the_authors():
     names = ("log_prob", "old_log_prob", "advantages", "response_mask")
     bounds = reference.find_clip_bounds(*(tokens[n] for n in names), config=config)
     assert metrics["actor/bapo_clip_low"] == bounds.lower.item()
-    both = actor(BAPOPolicyLossConfig(adv_ratio_target=0.5, target=0.4))
-    with pytest.raises(ValueError, match="target must not be given together with adv_ratio_target"):
-        compute_policy_loss_bapo(**tokens, config=both)
-    with pytest.raises(ValueError, match="preset must be 'paper' or 'recipe', got 'author'"):
-        compute_policy_loss_bapo(**tokens, config=actor(BAPOPolicyLossConfig(preset="author")))
+
+
+BAD_FIELDS = [
+    (dict(search_ranks="all"), "policy_loss.search_ranks must be 'own' or 'world', got 'all'"),
+    (dict(preset="author"), "preset must be 'paper' or 'recipe', got 'author'"),
+    (dict(preset=""), "preset must be 'paper' or 'recipe', got ''"),
+    (dict(adv_ratio_target=0.5, target=0.4), "target must not be given together with adv_ratio"),
+    (dict(adv_ratio_target=0.5, target_kind="share"), "target_kind must be 'ratio' with adv_ratio"),
+    (dict(target_kind="shares"), "target_kind must be one of"),
+    (dict(raise_first="both"), "raise_first must be one of"),
+    (dict(token_weight="none"), "token_weight must be one of"),
+    (dict(contribution="all"), "contribution must be one of"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
+def test_bad_fields(fields, message):
+    """Where the config is made, or in the call where it is of another class."""
+    with pytest.raises(ValueError, match=message):
+        BAPOPolicyLossConfig(**fields)
+    other = OmegaConf.create(fields)
+    with pytest.raises(ValueError, match=message):
+        compute_policy_loss_bapo(**batch(), config=actor(other))
+
+
+def test_a_loss_mode_that_uses_no_field():
+    """``_target_`` alone leaves verl's default, under which BAPO would not run."""
+    message = "policy_loss.loss_mode must be 'bapo' with BAPOPolicyLossConfig, got 'vanilla'"
+    with pytest.raises(ValueError, match=message):
+        BAPOPolicyLossConfig(loss_mode="vanilla")
+
+
+def test_two_groups(monkeypatch):
+    import bapo_kernels.integrations.verl as adapter
+
+    monkeypatch.setattr(adapter, "_group", object())
+    with pytest.raises(ValueError, match="search_ranks must be 'own' after use_process_group()"):
+        BAPOPolicyLossConfig(search_ranks="world")
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "warned"),
+    [
+        ("paper", {}, []),
+        ("paper", dict(clip_ratio=0.3), ["clip_ratio=0.3"]),
+        ("recipe", dict(clip_ratio_low=0.1, clip_ratio_high=0.28), ["low=0.1", "high=0.28"]),
+        ("paper", dict(clip_ratio_c=10.0), ["clip_ratio_c=10.0"]),
+        ("recipe", dict(clip_ratio_c=10.0), []),
+    ],
+)
+def test_clipping_of_verl_that_is_not_used(preset, options, warned):
+    warn_once.cache_clear()
+    config = actor(BAPOPolicyLossConfig(preset=preset), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # micro-batches
+            compute_policy_loss_bapo(**batch(), config=config)
+    assert len(caught) == len(warned)
+    for warning, name in zip(caught, warned, strict=True):
+        assert f"{name} is not used by the policy loss 'bapo'" in str(warning.message)
+        assert (warning.category, warning.filename) == (UserWarning, __file__)
 
 
 def test_plain_policy_loss_config_is_the_paper():
@@ -197,7 +256,6 @@ def test_plain_policy_loss_config_is_the_paper():
 
 
 def test_config_from_yaml():
-    from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
     given = {

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ..config import BAPOConfig
+from ..inputs import require
+
+_OPTIONS = {field.name for field in fields(BAPOConfig)}
+# Of a loss that gets log-probs from its framework, which adds KL and entropy itself.
+_OF_THE_FRAMEWORK = (
+    "temperature",
+    "logit_scale",
+    "final_logit_softcapping",
+    "kl_loss_coef",
+    "kl_loss_type",
+    "entropy_coef",
+)
 
 
 def require_version(package: str, oldest: str) -> Any:
@@ -29,10 +45,45 @@ def require_version(package: str, oldest: str) -> Any:
     return module
 
 
-def config_of(preset: str, /, **options: Any) -> BAPOConfig:
-    """A preset by name; options that are ``None`` are the preset's."""
-    if preset not in ("paper", "recipe"):
-        raise ValueError(f"preset must be 'paper' or 'recipe', got {preset!r}")
-    given = {name: value for name, value in options.items() if value is not None}
-    config: BAPOConfig = getattr(BAPOConfig, preset)(**given)
+def left_to(framework: str, **others: str) -> dict[str, str]:
+    """Who decides an option that is not the user's, for :func:`config_of`."""
+    return dict.fromkeys(_OF_THE_FRAMEWORK, framework) | others
+
+
+def config_of(
+    preset: str,
+    /,
+    options: Any = None,
+    owners: Mapping[str, str] | None = None,
+    prefix: str = "",
+    **decided: Any,
+) -> BAPOConfig:
+    """A preset by name, with what the framework decides and what its user asks for.
+
+    Args:
+        options: the user's, a dict.
+        owners: options that a user may not give, and who decides them.
+        prefix: of ``preset`` and ``options`` in messages.
+        decided: the framework's; ``None`` is the preset's.
+
+    Raises:
+        ValueError: no such preset or option, an option with an owner, or a bad value.
+    """
+    rule = "be 'paper' or 'recipe'"
+    require(preset in ("paper", "recipe"), f"{prefix}preset", rule, repr(preset))
+    is_dict = options is None or isinstance(options, Mapping)
+    require(is_dict, f"{prefix}options", "be a dict or None", repr(options))
+    for name, value in (options or {}).items():
+        require(name in _OPTIONS, f"{prefix}options", "have names of BAPOConfig", repr(name))
+        owner = (owners or {}).get(name)
+        rule = f"be left to {owner}"
+        require(owner is None, f"{prefix}options[{name!r}]", rule, repr(value))
+    given = {name: value for name, value in decided.items() if value is not None}
+    config: BAPOConfig = getattr(BAPOConfig, preset)(**given | dict(options or {}))
     return config
+
+
+@functools.cache
+def warn_once(message: str, stacklevel: int = 2) -> None:
+    """Warns once in a process; ``stacklevel`` as in :func:`warnings.warn`."""
+    warnings.warn(message, stacklevel=stacklevel)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ..functional import bapo_loss_from_log_probs
 from ..inputs import require
-from . import config_of
+from . import config_of, left_to
+
+_OWNERS = left_to(
+    "OpenRLHF",
+    loss_agg_mode="token_level_loss",
+    loss_scale_factor="token_level_loss",
+    clip_ratio_c="dual_clip",
+)
 
 
 class PolicyLoss(torch.nn.Module):
@@ -24,7 +31,8 @@ class PolicyLoss(torch.nn.Module):
         clip_eps_low, clip_eps_high: taken and not used: the bounds are searched.
         dual_clip: cap of the ratio for negative advantages; ``None``: the preset's.
         token_level_loss: mean over tokens, or over sequences of their token means.
-        preset, options: of :class:`bapo_kernels.BAPOConfig`.
+        preset, options: of the search, by the names of :class:`bapo_kernels.BAPOConfig`; an option
+            that OpenRLHF decides raises.
         process_group: data-parallel ranks that decide together.
         others: OpenRLHF's, named differently in each version; a correction of importance sampling
             raises, because it would be left out.
@@ -49,8 +57,9 @@ class PolicyLoss(torch.nn.Module):
         correction = others.get("enable_vllm_is_correction", False)
         require(not correction, "enable_vllm_is_correction", "be False with BAPO", correction)
         mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
-        given = {"clip_ratio_c": dual_clip, "loss_agg_mode": mode} | (options or {})
-        self.config = config_of(preset, **given)
+        self.config = config_of(
+            preset, options, _OWNERS, loss_agg_mode=mode, clip_ratio_c=dual_clip
+        )
         self.process_group = process_group
         self.metrics: dict[str, Tensor] = {}
 

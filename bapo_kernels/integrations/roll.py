@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of
+from . import config_of, left_to
+
+_OWNERS = left_to("ROLL", loss_agg_mode="loss_agg_mode", loss_scale_factor="loss_agg_mode")
 
 
 def bapo_pg_loss(
@@ -35,7 +37,8 @@ def bapo_pg_loss(
 
     Aggregated as ROLL's ``agg_loss``: it divides by the padded length alone in
     ``seq-mean-token-sum-norm``, and sequence means are over all sequences where
-    ``global_valid_samples`` is not given. ``weights`` are its sample weights ``[B]``.
+    ``global_valid_samples`` is not given. ``weights`` are its sample weights ``[B]``. ``options``
+    are those of the search and the dual clip; one that ROLL decides raises.
     """
     counts: dict[str, Any] = dict(batch_num_tokens=batch_num_tokens)
     mode = loss_agg_mode
@@ -48,7 +51,7 @@ def bapo_pg_loss(
     if weights is not None:
         of_tokens = weights[:, None].expand(log_probs.shape)
         is_weights = of_tokens if is_weights is None else of_tokens * is_weights
-    config: BAPOConfig = config_of(preset, loss_agg_mode=mode, **(options or {}))
+    config: BAPOConfig = config_of(preset, options, _OWNERS, loss_agg_mode=mode)
     out = bapo_loss_from_log_probs(
         log_probs,
         old_log_probs,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from ..inputs import require
-from . import config_of
+from . import config_of, left_to
 
 _METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")
 
@@ -35,7 +35,7 @@ def bapo_policy_loss(
 
     Args:
         bapo: default: the paper's, with ``config.clip_ratio_c`` where
-            ``config.policy_loss_type="dual_clip"``.
+            ``config.policy_loss_type="dual_clip"``. Temperature, KL and entropy are SkyRL's.
     """
     if bapo is None:
         dual = getattr(config, "policy_loss_type", None) == "dual_clip"
@@ -46,6 +46,10 @@ def bapo_policy_loss(
         )
     mode = bapo.loss_agg_mode
     require(mode == "token-sum", "bapo.loss_agg_mode", "be 'token-sum'", repr(mode))
+    for name, owner in left_to("SkyRL").items():
+        value = getattr(bapo, name)
+        is_default = value == getattr(BAPOConfig, name)
+        require(is_default, f"bapo.{name}", f"be left to {owner}", repr(value))
     out = bapo_loss_from_log_probs(
         log_probs,
         old_log_probs,

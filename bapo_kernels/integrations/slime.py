@@ -17,6 +17,16 @@ from ..functional import bapo_loss
 from ..inputs import require
 from . import config_of
 
+_OWNERS = dict(
+    loss_agg_mode="slime's reduction",
+    loss_scale_factor="slime's reduction",
+    clip_ratio_c="eps_clip_c",
+    temperature="rollout_temperature",
+    kl_loss_coef="use_kl_loss, which must be False",
+    kl_loss_type="use_kl_loss, which must be False",
+    entropy_coef="slime's entropy_coef, which must be 0",
+)
+
 
 def bapo_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
@@ -28,7 +38,8 @@ def bapo_loss_function(
     unequal micro-batches).
 
     Raises:
-        ValueError: context parallelism, or an option of slime that would be left out.
+        ValueError: context parallelism, an option of slime that would be left out, or one of
+            ``bapo_options`` that slime decides.
     """
     from megatron.core import mpu
 
@@ -63,10 +74,12 @@ def bapo_loss_function(
     rollout = batch.get("rollout_log_probs")
     config = config_of(
         getattr(args, "bapo_preset", "paper"),
+        getattr(args, "bapo_options", None),
+        _OWNERS,
+        "bapo_",
         loss_agg_mode="token-sum",
         clip_ratio_c=getattr(args, "eps_clip_c", None),
         temperature=getattr(args, "rollout_temperature", 1.0),
-        **(getattr(args, "bapo_options", None) or {}),
     )
     tensor_group = None
     if mpu.get_tensor_model_parallel_world_size() > 1:
@@ -88,7 +101,9 @@ def bapo_loss_function(
     log = {
         "loss": out.loss.detach(),
         "pg_loss": out.metrics["pg_loss"],
-        "entropy_loss": zero if out.entropy is None else sum_of_sample_mean(out.entropy[index]),
+        "entropy_loss": zero
+        if out.entropy is None
+        else sum_of_sample_mean(out.entropy.detach()[index]),
     }
     for name in ("pg_clipfrac", "ppo_kl", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share"):
         log[name] = out.metrics[name] * scale

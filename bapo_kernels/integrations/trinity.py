@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of
+from . import config_of, left_to
+
+_OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode")
 
 _METRICS = (
     "pg_loss",
@@ -44,7 +46,7 @@ def register(name: str = "bapo") -> Any:
     from trinity.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 
     class BAPOPolicyLossFn(PolicyLossFn):
-        """``policy_loss_fn_args``: ``preset``, ``loss_agg_mode``, ``options``."""
+        """``policy_loss_fn_args``: ``preset``, ``loss_agg_mode``, ``options`` of the search."""
 
         def __init__(
             self,
@@ -54,7 +56,7 @@ def register(name: str = "bapo") -> Any:
             options: dict[str, Any] | None = None,
         ) -> None:
             super().__init__(backend=backend)
-            self.config = config_of(preset, loss_agg_mode=loss_agg_mode, **(options or {}))
+            self.config = config_of(preset, options, _OWNERS, loss_agg_mode=loss_agg_mode)
 
         def __call__(
             self,

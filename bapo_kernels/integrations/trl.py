@@ -1,6 +1,6 @@
 """TRL 1.9 and later: ``GRPOTrainer`` with the BAPO loss.
 
-The model's forward computes hidden states, and the loss meets the head: by default everything is
+The model's forward stops at the hidden states: by default the rest is
 :func:`bapo_kernels.bapo_linear_loss`, and where TRL adds something that it cannot hold
 (an entropy bonus with a normaliser of its own, router losses, images), log-probs and loss are two
 steps. Normalisation, masks, KL, importance sampling correction and metric names are TRL's.
@@ -12,7 +12,6 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,17 @@ from ..functional import bapo_linear_loss, bapo_loss_from_log_probs, linear_log_
 from ..inputs import require
 from ..output import BAPOOutput
 from ..scopes import ClipBoundSearch
-from . import config_of, require_version
+from . import require_version
 
 require_version("trl", "1.9")
 
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+
+from .trl_config import BAPOTrainerConfig, bapo_config, check, corrects_kl  # noqa: E402
+
+__all__ = ["BAPOTrainer", "BAPOTrainerConfig"]
 
 _SEARCH_FILE = "bapo_search.pt"
-_AGGREGATION = {
-    "dapo": "token-mean",
-    "bnpo": "token-mean",
-    "dr_grpo": "token-mean",
-    "grpo": "seq-mean-token-mean",
-    "luspo": "seq-mean-token-sum",
-}
 _IMAGES = (
     "pixel_values",
     "image_grid_thw",
@@ -54,64 +50,27 @@ _IMAGES = (
 )
 
 
-@dataclass
-class BAPOTrainerConfig(GRPOConfig):
-    """``GRPOConfig`` with the options of BAPO; ``epsilon`` and ``epsilon_high`` are not used.
-
-    Args:
-        bapo_preset: ``"paper"`` or ``"recipe"``.
-        bapo_options: options of :class:`bapo_kernels.BAPOConfig` that differ from the preset:
-            bounds, target, order, weights. TRL's ``delta`` is the dual clip, ``beta`` the KL.
-        bapo_scope: tokens of a decision: ``"call"`` (a micro-batch on all processes), ``"step"``
-            (all micro-batches of an optimizer step, by a forward without gradient), ``"lagged"``
-            (those of the step before).
-        bapo_head: ``"fused"`` (:func:`bapo_linear_loss`), ``"log_probs"``
-            (:func:`linear_log_probs`, then the loss), ``"trl"`` (TRL's own head); default: the
-            first that is exact for the other options.
-    """
-
-    bapo_preset: str = field(default="paper", metadata={"help": "'paper' or 'recipe'"})
-    bapo_options: dict[str, Any] | None = field(
-        default=None, metadata={"help": "options of BAPOConfig that differ from the preset"}
-    )
-    bapo_scope: str = field(default="call", metadata={"help": "'call', 'step' or 'lagged'"})
-    bapo_head: str | None = field(
-        default=None, metadata={"help": "'fused', 'log_probs' or 'trl'; default: the fastest"}
-    )
-
-
 class BAPOTrainer(GRPOTrainer):
     """``GRPOTrainer`` with the loss of :func:`bapo_kernels.bapo_loss`.
 
     Raises:
-        ValueError: an option of TRL has no meaning for BAPO, or none that is exact.
+        ValueError: ``args`` are not a :class:`BAPOTrainerConfig`, or changed to what it refuses.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = kwargs.get("args", args[2] if len(args) > 2 else None)
         rule = "be a BAPOTrainerConfig"
         require(isinstance(given, BAPOTrainerConfig), "args", rule, type(given).__name__)
+        check(given)  # before a model is loaded
         super().__init__(*args, **kwargs)
-        _check(self.args)
-        options = self.args.bapo_options or {}
-        # TRL's KL times the ratio has a gradient through both: a term beside the loss.
-        self._corrected_kl = bool(self.beta and getattr(self.args, "use_bias_correction_kl", False))
-        self.bapo_config = config_of(
-            self.args.bapo_preset,
-            loss_agg_mode=_AGGREGATION[self.loss_type],
-            kl_loss_coef=0.0 if self._corrected_kl else self.beta,
-            kl_loss_type="k3",
-            temperature=self.temperature,
-            **({"clip_ratio_c": self.args.delta} | options),
-            **_transform(self.model.config.get_text_config()),
-        )
+        self._corrected_kl = corrects_kl(self.args)
+        transform = _transform(self.model.config.get_text_config())
+        self.bapo_config = bapo_config(self.args, **transform)
         ranks = dist.group.WORLD if self.accelerator.num_processes > 1 else None
         self.search = ClipBoundSearch(
             self.bapo_config, self.args.bapo_scope, ranks, self.accelerator.device
         )
         self._calls_left = 0  # micro-batches of the optimizer step that have not been computed
-        start = self.bapo_config.ratio_lower_start, self.bapo_config.ratio_upper_start
-        self._latest: Any = start  # bounds that an evaluation uses where a call decides nothing
         _add_head(self.model, self.args)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -129,7 +88,7 @@ class BAPOTrainer(GRPOTrainer):
         mask = _mask(inputs)
         if self._corrected_kl and log_probs is not None:
             loss = loss + self.beta * self._kl_with_ratio(log_probs, inputs)
-        if entropies is not None and getattr(self, "_entropy_bonus_enabled", False):
+        if entropies is not None and self.entropy_coef:
             bonus = (entropies * mask).sum() / mask.sum().clamp(min=1)
             windows = 1 if self.loss_type == "dapo" else accumulation  # as TRL logs it
             self._log("policy_loss", self.accelerator.gather(loss.detach()).nanmean() * windows)
@@ -138,8 +97,6 @@ class BAPOTrainer(GRPOTrainer):
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
             self._log("aux_loss", self.accelerator.gather_for_metrics(aux_loss.detach()).mean())
         self._log_metrics(out, inputs, mask)
-        if training:
-            self._latest = out.bounds
         if training and scope == "lagged":
             self._gather(out.log_probs, inputs)
             if self._calls_left == 0:
@@ -174,8 +131,7 @@ class BAPOTrainer(GRPOTrainer):
             return "trl"
         if asked is not None:
             return str(asked)
-        beside = self._corrected_kl or getattr(self, "_entropy_bonus_enabled", False)
-        return "log_probs" if beside else "fused"
+        return "log_probs" if self._corrected_kl or self.entropy_coef else "fused"
 
     def _loss(
         self, model: Any, inputs: dict[str, Any]
@@ -256,7 +212,6 @@ class BAPOTrainer(GRPOTrainer):
         is_weights = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             is_weights = inputs["importance_sampling_ratio"].expand(mask.shape)
-        decides = self.model.training or self.args.bapo_scope == "call"
         return dict(
             old_log_probs=inputs.get("old_per_token_logps"),
             advantages=inputs["advantages"],
@@ -265,10 +220,16 @@ class BAPOTrainer(GRPOTrainer):
             rollout_is_weights=is_weights,
             ref_log_probs=inputs["ref_per_token_logps"] if self.beta else None,
             config=self.bapo_config,
-            bounds=self.search.bounds if decides else self._latest,
+            bounds=self._bounds(),
             process_group=self.search.process_group,
             **self._counts(mask, inputs),
         )
+
+    def _bounds(self) -> Any:
+        """Those in use; of an evaluation before there are any, the start bounds."""
+        if self.search.scope == "step" and not self.search.metrics and not self.model.training:
+            return self.bapo_config.ratio_lower_start, self.bapo_config.ratio_upper_start
+        return self.search.bounds
 
     def _counts(self, mask: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
         """TRL's normaliser of its loss type."""
@@ -300,6 +261,7 @@ class BAPOTrainer(GRPOTrainer):
     def _log(self, name: str, value: Tensor) -> None:
         self._metrics["train" if self.model.training else "eval"][name].append(value.item())
 
+    @torch.no_grad()
     def _log_metrics(self, out: BAPOOutput, inputs: dict[str, Any], mask: Tensor) -> None:
         """TRL's names, over all processes, and ``bapo/...``."""
         old = inputs.get("old_per_token_logps")
@@ -329,8 +291,12 @@ class BAPOTrainer(GRPOTrainer):
             total = ((kl.exp() - kl - 1) * weight * mask).sum()
             total, count = self.accelerator.reduce(torch.stack([total, mask.sum()]), "sum")
             self._log("kl", total / count.clamp(min=1))
+        # Of the decision, not of this micro-batch, unless that decides or is of an evaluation.
+        decision = (self.model.training and self.search.metrics) or out.metrics
         for name in ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated"):
-            self._log(f"bapo/{name}", out.metrics[f"bapo_{name}"])
+            value = decision[f"bapo_{name}"]
+            if not value.isnan():  # before the first decision
+                self._log(f"bapo/{name}", value)
 
 
 def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -342,36 +308,6 @@ def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def _mask(inputs: dict[str, Any]) -> Tensor:
     mask: Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
-def _check(args: Any) -> None:
-    """Options of TRL that BAPO has no meaning for."""
-    rules = {
-        "loss_type": (args.loss_type in _AGGREGATION, f"be one of {sorted(_AGGREGATION)}"),
-        "importance_sampling_level": (args.importance_sampling_level == "token", "be 'token'"),
-        "top_entropy_quantile": (args.top_entropy_quantile == 1.0, "be 1.0"),
-        "off_policy_mask_threshold": (
-            getattr(args, "off_policy_mask_threshold", None) is None,
-            "be None",
-        ),
-        "use_adaptive_entropy": (not getattr(args, "use_adaptive_entropy", False), "be False"),
-        "use_liger_kernel": (not args.use_liger_kernel, "be False: the loss is fused already"),
-        "bapo_head": (
-            args.bapo_head in (None, "fused", "log_probs", "trl"),
-            "be None, 'fused', 'log_probs' or 'trl'",
-        ),
-        "steps_per_generation": (
-            args.bapo_scope != "step"
-            or args.steps_per_generation % args.gradient_accumulation_steps == 0,
-            "be a multiple of gradient_accumulation_steps with bapo_scope='step'",
-        ),
-    }
-    for name, (ok, rule) in rules.items():
-        require(ok, name, f"{rule} with BAPO", repr(getattr(args, name, None)))
-    corrected_kl = args.beta and getattr(args, "use_bias_correction_kl", False)
-    beside = getattr(args, "entropy_coef", 0.0) or corrected_kl
-    rule = "be None, 'log_probs' or 'trl' with entropy_coef or use_bias_correction_kl"
-    require(not beside or args.bapo_head != "fused", "bapo_head", rule, repr(args.bapo_head))
 
 
 def _transform(config: Any) -> dict[str, Any]:

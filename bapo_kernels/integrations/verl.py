@@ -18,12 +18,12 @@ from ..bounds import TABLE_FIELDS
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from ..inputs import check_group, require
-from . import config_of, require_version
+from . import config_of, require_version, warn_once
 
 require_version("verl", "0.6.1")
 
 from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
-from verl.workers.config import PolicyLossConfig  # noqa: E402
+from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
 _SEARCH = (*TABLE_FIELDS, "target", "target_kind", "raise_first")
 # verl averages a metric over micro-batches and ranks, so no ratio that may be infinite.
@@ -53,6 +53,9 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
             as the authors' code does. Then every rank must have as many micro-batches.
 
     The others are those of :class:`BAPOConfig`; ``None``: the preset's.
+
+    Raises:
+        ValueError: a bad value, two for one thing, or a ``loss_mode`` that uses none of them.
     """
 
     loss_mode: str = "bapo"
@@ -71,6 +74,12 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
     contribution: str | None = None
     search_ranks: str = "own"
 
+    def __post_init__(self) -> None:
+        rule = "be 'bapo' with BAPOPolicyLossConfig"
+        require(self.loss_mode == "bapo", "policy_loss.loss_mode", rule, repr(self.loss_mode))
+        _search(self)
+        _ranks(self)
+
 
 def use_process_group(group: dist.ProcessGroup | None) -> None:
     """The data-parallel ranks that decide together in this process, e.g. ``mesh.get_group()``."""
@@ -79,22 +88,45 @@ def use_process_group(group: dist.ProcessGroup | None) -> None:
     _group = group
 
 
-def _config(config: Any, loss_agg_mode: str, loss_scale_factor: float | None) -> BAPOConfig:
-    loss = config.policy_loss
+def _search(loss: Any, **decided: Any) -> BAPOConfig:
+    """Of a ``policy_loss``, which may be of any class, with what else is ``decided``."""
     options = {name: loss.get(name, None) for name in _SEARCH}
     ratio = loss.get("adv_ratio_target", None)
     if ratio is not None:
         rule = "not be given together with adv_ratio_target"
         require(options["target"] is None, "policy_loss.target", rule, options["target"])
+        kind = options["target_kind"]
+        rule = "be 'ratio' with adv_ratio_target"
+        require(kind in (None, "ratio"), "policy_loss.target_kind", rule, repr(kind))
         options.update(target=ratio, target_kind="ratio")
-    preset = loss.get("preset", None) or "paper"
-    return config_of(
-        preset,
-        clip_ratio_c=config.get("clip_ratio_c", 3.0) if preset == "recipe" else None,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-        **options,
+    return config_of(loss.get("preset", "paper"), **options, **decided)
+
+
+def _ranks(loss: Any) -> dist.ProcessGroup | None:
+    """Those that decide together."""
+    ranks = loss.get("search_ranks", "own")
+    require(
+        ranks in ("own", "world"), "policy_loss.search_ranks", "be 'own' or 'world'", repr(ranks)
     )
+    if ranks == "own":
+        return _group
+    rule = "be 'own' after use_process_group(), which gave the ranks"
+    require(_group is None, "policy_loss.search_ranks", rule, repr(ranks))
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _warn_of_unused(config: Any, recipe: bool) -> None:
+    """verl's own clipping, where it is not as verl sets it."""
+    unused = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"] + ["clip_ratio_c"] * (not recipe)
+    for name in unused:
+        value, default = config.get(name, None), ActorConfig.__dataclass_fields__[name].default
+        if value not in (None, default):
+            warn_once(
+                f"actor.{name}={value} is not used by the policy loss 'bapo', which searches for "
+                "its bounds (policy_loss.ratio_lower_start and others, as ratio bounds, never "
+                "epsilons) and has a dual clip, clip_ratio_c, with preset='recipe' alone",
+                stacklevel=4,
+            )
 
 
 @register_policy_loss("bapo")
@@ -113,20 +145,24 @@ def compute_policy_loss_bapo(
     the paper's search is exp of the old log-prob: verl hands no rollout log-probs to a policy loss.
     """
     info = getattr(config, "global_batch_info", None) or {}
-    group = _group
-    if config.policy_loss.get("search_ranks", "own") == "world" and dist.is_initialized():
-        group = dist.group.WORLD
+    recipe = config.policy_loss.get("preset", "paper") == "recipe"
+    _warn_of_unused(config, recipe)
     out = bapo_loss_from_log_probs(
         log_prob,
         old_log_prob,
         advantages,
         response_mask,
-        config=_config(config, loss_agg_mode, info.get("loss_scale_factor")),
+        config=_search(
+            config.policy_loss,
+            clip_ratio_c=config.get("clip_ratio_c", 3.0) if recipe else None,
+            loss_agg_mode=loss_agg_mode,
+            loss_scale_factor=info.get("loss_scale_factor"),
+        ),
         rollout_is_weights=rollout_is_weights,
         batch_num_tokens=info.get("batch_num_tokens"),
         global_batch_size=info.get("global_batch_size"),
         dp_size=info.get("dp_size", 1),
-        process_group=group,
+        process_group=_ranks(config.policy_loss),
     )
     # One read of the device for all metrics; verl would make one for each.
     values = torch.stack([out.metrics[name] for name in _METRICS]).tolist()

@@ -1,0 +1,159 @@
+"""TRL: the options of ``BAPOTrainer``, checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import BAPOConfig
+from ..inputs import require
+from . import config_of, require_version, warn_once
+
+require_version("trl", "1.9")
+
+from trl import GRPOConfig  # noqa: E402
+
+# Below, a decision is noise: the share of n random sequences is off by 0.5/sqrt(n), 0.09 at 32,
+# and the paper's target is 0.1 from balance.
+MIN_SEQUENCES = 32
+_AGGREGATION = {
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "token-mean",
+    "grpo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
+}
+_OWNERS = {
+    "loss_agg_mode": "TRL's loss_type",
+    "loss_scale_factor": "TRL's loss_type",
+    "kl_loss_coef": "TRL's beta",
+    "kl_loss_type": "TRL's beta, whose KL is k3",
+    "entropy_coef": "TRL's entropy_coef",
+    "temperature": "TRL's temperature",
+    "clip_ratio_c": "TRL's delta",
+    "logit_scale": "the model's config",
+    "final_logit_softcapping": "the model's config",
+}
+
+
+@dataclass
+class BAPOTrainerConfig(GRPOConfig):
+    """``GRPOConfig`` with the options of BAPO; ``epsilon`` and ``epsilon_high`` are not used.
+
+    Args:
+        bapo_preset: ``"paper"`` or ``"recipe"``.
+        bapo_options: options of the search that differ from the preset, by the names of
+            :class:`bapo_kernels.BAPOConfig`: bounds, target, order, weights. The others are TRL's:
+            ``delta`` is the dual clip (``None``: the preset's), ``beta`` the KL.
+        bapo_scope: tokens of a decision: ``"lagged"`` (the optimizer step before), ``"step"`` (this
+            one, by a forward without gradient), ``"call"`` (a micro-batch on all processes). The
+            default is not ``"call"`` because the share of positive tokens in few sequences is
+            noise: with a reward per sequence it is 0 or 1 in one of them.
+        bapo_head: ``"fused"`` (:func:`bapo_linear_loss`), ``"log_probs"``
+            (:func:`linear_log_probs`, then the loss), ``"trl"`` (TRL's own head); default: the
+            first that is exact for the other options.
+
+    Warns, once, of settings with which BAPO does nothing or decides from too little.
+
+    Raises:
+        ValueError: an option of TRL has no meaning for BAPO, or none that is exact; one of BAPO is
+            bad, or TRL's to decide.
+    """
+
+    bapo_preset: str = field(default="paper", metadata={"help": "'paper' or 'recipe'"})
+    bapo_options: dict[str, Any] | None = field(
+        default=None, metadata={"help": "options of BAPOConfig that differ from the preset"}
+    )
+    bapo_scope: str = field(default="lagged", metadata={"help": "'lagged', 'step' or 'call'"})
+    bapo_head: str | None = field(
+        default=None, metadata={"help": "'fused', 'log_probs' or 'trl'; default: the fastest"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self)
+        for message in _warnings(self):
+            warn_once(message, stacklevel=4)  # where the config is made
+
+
+def check(args: Any) -> None:
+    """Raises ``ValueError`` where an option has no meaning for BAPO."""
+    heads: tuple[str | None, ...] = (None, "fused", "log_probs", "trl")
+    because, scopes = "", ("lagged", "step", "call")
+    if args.entropy_coef or corrects_kl(args):
+        heads, because = (None, "log_probs", "trl"), " with entropy_coef or use_bias_correction_kl"
+    whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
+    rules = {
+        "loss_type": (args.loss_type in _AGGREGATION, f"be one of {sorted(_AGGREGATION)}"),
+        "importance_sampling_level": (args.importance_sampling_level == "token", "be 'token'"),
+        "top_entropy_quantile": (args.top_entropy_quantile == 1.0, "be 1.0"),
+        "off_policy_mask_threshold": (args.off_policy_mask_threshold is None, "be None"),
+        "use_adaptive_entropy": (not args.use_adaptive_entropy, "be False"),
+        "use_liger_kernel": (not args.use_liger_kernel, "be False: the loss is fused already"),
+        "delta": (args.delta is None or args.delta > 1, "be None or > 1"),
+        "bapo_head": (args.bapo_head in heads, f"be one of {heads}{because}"),
+        "bapo_scope": (args.bapo_scope in scopes, f"be one of {scopes}"),
+        "steps_per_generation": (
+            whole_steps or args.bapo_scope != "step",
+            "be a multiple of gradient_accumulation_steps with bapo_scope='step'",
+        ),
+    }
+    for name, (ok, rule) in rules.items():
+        require(ok, name, f"{rule} with BAPO", repr(getattr(args, name)))
+    bapo_config(args)
+
+
+def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
+    """Loss and search of a :class:`BAPOTrainerConfig`; ``transform`` is that of the logits."""
+    return config_of(
+        args.bapo_preset,
+        args.bapo_options,
+        _OWNERS,
+        "bapo_",
+        loss_agg_mode=_AGGREGATION[args.loss_type],
+        kl_loss_coef=0.0 if corrects_kl(args) else args.beta,
+        kl_loss_type="k3",
+        temperature=args.temperature,
+        clip_ratio_c=args.delta,
+        **transform,
+    )
+
+
+def corrects_kl(args: Any) -> bool:
+    """TRL's KL times the ratio has a gradient through both: a term beside the loss."""
+    return bool(args.beta and args.use_bias_correction_kl)
+
+
+def _warnings(args: Any) -> Iterator[str]:
+    """What is allowed and hardly meant."""
+    for name in ("epsilon", "epsilon_high"):
+        value = getattr(args, name)
+        if value != GRPOConfig.__dataclass_fields__[name].default:
+            yield (
+                f"{name}={value} is not used, because BAPO searches for its bounds: set "
+                "ratio_lower_start, ratio_lower_max, ratio_upper_start, ratio_upper_max in "
+                "bapo_options, as ratio bounds (0.8, 1.28), never epsilons (0.2, 0.28)"
+            )
+    generation = args.steps_per_generation * args.num_iterations
+    update = args.gradient_accumulation_steps
+    more = "set steps_per_generation=4*gradient_accumulation_steps, say, or num_iterations=4"
+    if update % generation == 0:  # TRL's condition for taking no old log-probs
+        yield (
+            "BAPO cannot act: every ratio is 1, which no bound clips, because "
+            f"steps_per_generation*num_iterations ({generation}) divides "
+            f"gradient_accumulation_steps ({update}). For more optimizer steps a generation {more}"
+        )
+    if generation == 2 * update and args.bapo_scope == "lagged":
+        yield (
+            "bapo_scope='lagged' with two optimizer steps a generation decides the second from the "
+            "first, where every ratio is 1 and the search stops at its start or at its end: "
+            f"{more}, or bapo_scope='step'"
+        )
+    sequences = args.per_device_train_batch_size * args.world_size
+    if args.bapo_scope == "call" and sequences < MIN_SEQUENCES:
+        yield (
+            "bapo_scope='call' decides from per_device_train_batch_size*processes = "
+            f"{sequences} sequences, and the share of positive tokens in fewer than "
+            f"{MIN_SEQUENCES} is noise: set bapo_scope='lagged' or 'step', or larger micro-batches"
+        )
