@@ -11,6 +11,7 @@ from .functional import (
     linear_log_probs,
     log_probs,
 )
+from .lm_head import LMHead
 from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
 from .scopes import ClipBoundSearch
@@ -25,6 +26,7 @@ __all__ = [
     "ClipBoundSearch",
     "ClipBounds",
     "ContributionHistogram",
+    "LMHead",
     "available_backends",
     "bapo_linear_loss",
     "bapo_loss",

@@ -1,4 +1,4 @@
-"""``loss_agg_mode`` as a weight a token, known before any logit is read."""
+"""``loss_agg_mode`` as a weight per token, known before any logit is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def token_weights(
     """Weights with which token losses add up to the loss, as verl's ``agg_loss`` does.
 
     Args:
-        live: bool ``[B, S]``, or ``[N]`` (with ``cu_seqlens`` in the sequence modes).
+        live: bool ``[B, S]``, or ``[N]`` (with ``cu_seqlens`` in the sequence modes, and then
+            without the tokens behind the last offset).
 
     Returns:
         float64, shape of ``live``; masked tokens have weight 0.
@@ -50,10 +51,7 @@ def token_weights(
     else:
         running = F.pad(live.cumsum(0), (1, 0))
         counts = running[cu_seqlens.long()].diff()
-        sequence = sequence_index(cu_seqlens, live.numel())
-        inside = sequence < counts.numel()
-        counts_of_token = F.pad(counts, (0, 1))[sequence]
-        weights = torch.where(inside, weights, 0.0)
+        counts_of_token = F.pad(counts, (0, 1))[sequence_index(cu_seqlens, live.numel())]
     if global_batch_size is None:
         global_batch_size = (counts > 0).sum().clamp(min=1)
     weights = weights / global_batch_size

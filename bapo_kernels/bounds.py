@@ -14,9 +14,10 @@ from torch import Tensor
 from . import reference
 from ._ops import ops_of
 from .backends import choose
+from .checks import check_group, require
 from .config import RATIO_EPS, BAPOConfig, TargetKind
 from .distributed import sum_over_ranks
-from .inputs import TokenInputs, check_group, config_or_default, require, token_inputs
+from .inputs import TokenInputs, config_or_default, token_inputs
 from .output import REPORT, ClipBounds
 
 
@@ -56,7 +57,10 @@ class ContributionHistogram:
         rollout_log_probs: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> ContributionHistogram:
-        """Adds the tokens of one call. Shapes as in :func:`bapo_loss_from_log_probs`."""
+        """Adds the tokens of one call. Shapes as in :func:`bapo_loss_from_log_probs`.
+
+        Tokens behind the last of ``cu_seqlens`` are masked; float64 runs on the reference.
+        """
         tokens = token_inputs(
             log_probs,
             "log_probs",
@@ -84,7 +88,7 @@ class ContributionHistogram:
             process_group: every rank of it must call; one of them may have no tokens.
         """
         check_group("process_group", process_group)
-        config = config or self.config
+        config = self.config if config is None else config_or_default(config)
         for name in TABLE_FIELDS:
             mine, other = getattr(self.config, name), getattr(config, name)
             if mine != other:
@@ -156,6 +160,7 @@ def find_clip_bounds(
 
     Args:
         log_probs, old_log_probs: ``[...]`` floating point; ``old_log_probs=None`` is on-policy.
+            float64 runs on the reference.
         advantages: ``[...]``, or ``[B]`` for log-probs ``[B, S]``.
         response_mask: ``[...]`` bool, int or float; zero is masked. Masked entries may hold
             anything.

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .checks import number, require
+
 IGNORE_INDEX = -100
 LOG_RATIO_LIMIT = 20.0
 RATIO_EPS = 1e-8
@@ -41,6 +43,27 @@ _CHOICES: dict[str, Collection[str]] = {
         "seq-mean-token-sum-norm",
         "seq-mean-token-mean",
     ),
+}
+_SEARCH = (
+    "ratio_lower_start",
+    "ratio_lower_max",
+    "ratio_lower_step",
+    "ratio_upper_start",
+    "ratio_upper_max",
+    "ratio_upper_step",
+    "target",
+)
+# Of the other numbers: what they are greater than, and the rule that says so.
+_FINITE: dict[str, tuple[float, str]] = {
+    "kl_loss_coef": (-math.inf, "be finite"),
+    "entropy_coef": (-math.inf, "be finite"),
+    "temperature": (0.0, "be finite and > 0"),
+    "logit_scale": (0.0, "be finite and > 0"),
+}
+_NONE_OR_FINITE: dict[str, tuple[float, str]] = {
+    "final_logit_softcapping": (0.0, "be None, or finite and > 0"),
+    "loss_scale_factor": (0.0, "be None, or finite and > 0"),
+    "clip_ratio_c": (1.0, "be None, or finite and > 1"),
 }
 
 
@@ -95,6 +118,8 @@ class BAPOConfig:
         temperature, logit_scale, final_logit_softcapping: logits enter the softmax as
             ``softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
 
+    Numbers of any kind, numpy's too, are kept as ``float``; bools and tensors are refused.
+
     Raises:
         ValueError: a value breaks its rule; the message has name, rule and value.
 
@@ -105,7 +130,7 @@ class BAPOConfig:
         [1.28]
         >>> BAPOConfig(temperature=0)
         Traceback (most recent call last):
-        ValueError: temperature must be finite and > 0, got 0
+        ValueError: temperature must be finite and > 0, got 0.0
     """
 
     ratio_lower_start: float = 0.6
@@ -176,54 +201,38 @@ class BAPOConfig:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            _require(getattr(self, name) in choices, name, f"one of {sorted(choices)}", self)
-        for name in ("kl_loss_coef", "entropy_coef"):
-            _require(_finite(getattr(self, name)), name, "a finite number", self)
-        for name in ("temperature", "logit_scale"):
             value = getattr(self, name)
-            _require(_finite(value) and value > 0, name, "finite and > 0", self)
-        for name in ("final_logit_softcapping", "loss_scale_factor"):
+            require(value in choices, name, f"be one of {sorted(choices)}", repr(value))
+        for name in (*_SEARCH, *_FINITE, *_NONE_OR_FINITE):
             value = getattr(self, name)
-            ok = value is None or (_finite(value) and value > 0)
-            _require(ok, name, "None, or finite and > 0", self)
-        c = self.clip_ratio_c
-        _require(
-            c is None or (_finite(c) and c > 1), "clip_ratio_c", "None, or finite and > 1", self
-        )
+            if value is not None or name not in _NONE_OR_FINITE:
+                object.__setattr__(self, name, number(name, value))
+        for name, (least, rule) in (_FINITE | _NONE_OR_FINITE).items():
+            value = getattr(self, name)
+            require(value is None or least < value < math.inf, name, rule, value)
         self._check_search()
 
     def _check_search(self) -> None:
         for side in ("lower", "upper"):
-            start, maximum, step = (f"ratio_{side}_{part}" for part in ("start", "max", "step"))
-            value = getattr(self, start)
-            _require(_finite(value) and value >= 0, start, "finite and >= 0", self)
-            ok = _finite(getattr(self, maximum)) and getattr(self, maximum) >= value
-            if not ok:  # a rule made for good values would not compile with dynamic floats
-                _require(ok, maximum, f"finite and >= {start} ({value})", self)
-            ok = _finite(getattr(self, step)) and getattr(self, step) >= 0
-            _require(ok, step, "finite and >= 0", self)
-            if getattr(self, step) > 0:
-                steps = (getattr(self, maximum) - value) / getattr(self, step)
-                rule = f"large enough for at most {MAX_GRID_POINTS} grid points"
-                _require(steps < MAX_GRID_POINTS - 1, step, rule, self)
-        rule = "a bound of the ratio, not an epsilon"
-        _require(self.ratio_lower_max <= 1, "ratio_lower_max", f"<= 1, {rule}", self)
-        _require(self.ratio_upper_start >= 1, "ratio_upper_start", f">= 1, {rule}", self)
+            names = [f"ratio_{side}_{part}" for part in ("start", "max", "step")]
+            start, maximum, step = (getattr(self, name) for name in names)
+            require(0 <= start < math.inf, names[0], "be finite and >= 0", start)
+            rule: tuple[Any, ...] = ("be finite and >= {} ({})", names[0], start)
+            require(start <= maximum < math.inf, names[1], rule, maximum)
+            require(0 <= step < math.inf, names[2], "be finite and >= 0", step)
+            few = step == 0 or (maximum - start) / step < MAX_GRID_POINTS - 1
+            rule = ("be large enough for at most {} grid points", MAX_GRID_POINTS)
+            require(few, names[2], rule, step)
+        epsilon = "a bound of the ratio, not an epsilon"
+        lower, upper = self.ratio_lower_max, self.ratio_upper_start
+        require(lower <= 1, "ratio_lower_max", f"be <= 1, {epsilon}", lower)
+        require(upper >= 1, "ratio_upper_start", f"be >= 1, {epsilon}", upper)
         if self.target_kind == "share":
-            _require(_finite(self.target) and 0 <= self.target <= 1, "target", "in [0, 1]", self)
+            require(0 <= self.target <= 1, "target", "be in [0, 1]", self.target)
         else:
-            _require(_finite(self.target) and self.target >= 0, "target", "finite and >= 0", self)
+            require(0 <= self.target < math.inf, "target", "be finite and >= 0", self.target)
 
 
 def transform_of(config: BAPOConfig) -> Transform:
     """What the kernels do to a logit first."""
     return config.temperature, config.logit_scale, config.final_logit_softcapping
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and -math.inf < value < math.inf
-
-
-def _require(ok: bool, name: str, rule: str, config: BAPOConfig) -> None:
-    if not ok:
-        raise ValueError(f"{name} must be {rule}, got {getattr(config, name)!r}")

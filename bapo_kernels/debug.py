@@ -6,17 +6,28 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ._ops import ops_of
-from .backends import available_backends, native
+from .alignment import check_alignment
+from .backends import available_backends, choose, native
+from .checks import require
 from .config import IGNORE_INDEX, BAPOConfig
 from .distributed import whole_vocabulary
-from .inputs import check_group, check_logits, token_inputs
+from .inputs import (
+    bounds_tensor,
+    check_logits,
+    check_options,
+    config_or_default,
+    rising_offsets,
+    token_inputs,
+)
+from .output import ClipBounds
+
+_ROWS = 64  # of logits, checked at once
 
 
 def check_inputs(
@@ -26,20 +37,39 @@ def check_inputs(
     advantages: Tensor,
     response_mask: Tensor | None = None,
     *,
+    config: BAPOConfig | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
+    backend: str | None = None,
+    inplace: bool = False,
+    statistics: str = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
+    process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
-    **unread: Any,
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
-    Takes the arguments of :func:`bapo_kernels.bapo_loss`; those not named here are not looked at.
-
-    Bad are labels outside of ``[0, V)``, NaN or +inf logits, rows of -inf alone, and anything not
-    finite in the other arguments. They make the loss NaN in :func:`bapo_kernels.bapo_loss`. With
+    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and refuses what that refuses. With
     ``vocab_group`` every rank of it must call; indices are those of the whole vocabulary.
+
+    Bad are values that make the loss NaN: labels outside of ``[0, V)``, NaN or +inf logits, rows of
+    -inf alone, offsets that fall, bounds that are epsilons, normalisers that are not positive, and
+    anything not finite in the other arguments. So are values that it takes, but that are mistakes:
+
+    - probabilities for logits: 8 or more rows, each without a negative entry and of sum 1;
+    - log-probs above 0 by more than 0.01, or all of them above 0 (probabilities);
+    - importance weights below 0 (their logarithms);
+    - masks other than 0 and 1, or with no label where they are 1;
+    - unmasked tokens behind the last of ``cu_seqlens``;
+    - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, and
+      less than a quarter of that with labels or ``old_log_probs`` one position to either side, or
+      at a temperature in 0.5, 0.6 .. 1.5. Those of an older policy fit nothing else better. At
+      least 8 tokens are compared, at most 512.
 
     Raises:
         ValueError: with the argument's name, the index and the value.
@@ -52,13 +82,19 @@ def check_inputs(
         Traceback (most recent call last):
         ValueError: labels must be in [0, 4) or -100, got 4 at (1,)
     """
+    config = config_or_default(config)
     check_logits(logits, labels, vocab_group)
-    check_group("vocab_group", vocab_group)
+    labels = labels.long()
+    if backend is not None:
+        choose(backend, logits, "logits")
+    check_options(statistics, process_group, vocab_group)
     logits = whole_vocabulary(logits, vocab_group, -1)
+    if bounds is not None:
+        bounds_tensor(bounds, labels, read=True)
     tokens = token_inputs(
         labels,
         "labels",
-        BAPOConfig(),
+        config,
         old_log_probs=old_log_probs,
         advantages=advantages,
         response_mask=response_mask,
@@ -66,13 +102,16 @@ def check_inputs(
         rollout_is_weights=rollout_is_weights,
         ref_log_probs=ref_log_probs,
         cu_seqlens=cu_seqlens,
-        weighted=False,
+        batch_num_tokens=_read(batch_num_tokens),
+        global_batch_size=_read(global_batch_size),
+        dp_size=dp_size,
     )
     V = logits.shape[-1]
+    _check_mask(labels, response_mask)
+    _check_offsets(labels, response_mask, cu_seqlens)
     live = tokens.live.view(labels.shape)
-    outside = live & ((labels < 0) | (labels >= V)) & (labels != IGNORE_INDEX)
+    outside = live & ((labels < 0) | (labels >= V))
     _raise_first("labels", f"be in [0, {V}) or {IGNORE_INDEX}", outside, labels)
-    _check_offsets(cu_seqlens, labels.numel())
     given = {
         "old_log_probs": tokens.old,
         "advantages": tokens.advantages,
@@ -80,33 +119,73 @@ def check_inputs(
         "rollout_is_weights": tokens.is_weights,
         "ref_log_probs": tokens.ref,
     }
-    for name, values in given.items():
-        if values is not None:
-            values = values.view(labels.shape)
-            _raise_first(name, "be finite", live & ~values.isfinite(), values)
-    for index in live.nonzero():
-        row = logits[tuple(index)]
-        bad = row.isnan() | (row == torch.inf)
-        at = tuple(index.tolist())
-        _raise_first("logits", "be finite or -inf", bad, row, at)
-        if bool((row == -torch.inf).all()):
-            raise ValueError(f"logits must allow a token in every row, got -inf alone at {at}")
+    for name, flat in given.items():
+        if flat is None:
+            continue
+        values = flat.view(labels.shape)
+        _raise_first(name, "be finite", live & ~values.isfinite(), values)
+        if name.endswith("log_probs"):
+            # Rounding puts some of them above 0, but not all.
+            most = 1e-5 if bool((values[live] > 0).all()) else 1e-2
+            _raise_first(name, "be log-probs <= 0", live & (values > most), values)
+        if name == "rollout_is_weights":
+            _raise_first(name, "be >= 0", live & (values < 0), values)
+    _check_rows(logits, live)
+    if tokens.old is not None:
+        check_alignment(logits, labels, tokens.old, live, cu_seqlens, config)
 
 
-def _raise_first(
-    name: str, rule: str, bad: Tensor, values: Tensor, prefix: tuple[int, ...] = ()
-) -> None:
-    if bool(bad.any()):
-        index = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"{name} must {rule}, got {values[index].item()} at {prefix + index}")
+def _read(normaliser: float | Tensor | None) -> float | Tensor | None:
+    if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
+        return normaliser.item()
+    return normaliser
 
 
-def _check_offsets(cu_seqlens: Tensor | None, N: int) -> None:
+def _check_mask(labels: Tensor, response_mask: Tensor | None) -> None:
+    if response_mask is None:
+        return
+    odd = (response_mask != 0) & (response_mask != 1)
+    _raise_first("response_mask", "be 0 (masked) or 1", odd, response_mask)
+    labelled = labels != IGNORE_INDEX
+    unmasked = labelled & (response_mask != 0)
+    inverted = bool(labelled.any() and response_mask.any() and not unmasked.any())
+    rule = f"be 1 at some label other than {IGNORE_INDEX}"
+    require(not inverted, "response_mask", rule, "0 at all of them: every token is masked")
+
+
+def _check_offsets(labels: Tensor, response_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if cu_seqlens is None:
         return
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] > N or sorted(offsets) != offsets:
-        raise ValueError(f"cu_seqlens must rise from 0 to at most {N}, got {offsets}")
+    N = labels.numel()
+    offsets = rising_offsets(cu_seqlens, N)
+    left = labels[offsets[-1] :] != IGNORE_INDEX
+    if response_mask is not None:
+        left = left & (response_mask[offsets[-1] :] != 0)
+    got = f"{offsets[-1]}: tokens {offsets[-1]} to {N - 1} are in no sequence, and are masked"
+    require(not left.any(), "cu_seqlens", f"end at {N}", got)
+
+
+def _check_rows(logits: Tensor, live: Tensor) -> None:
+    rows, at = logits.reshape(-1, logits.shape[-1]), live.reshape(-1).nonzero().squeeze(1)
+    all_shares = logits.shape[-1] > 1
+    for some, places in zip(at.split(_ROWS), live.nonzero().split(_ROWS), strict=True):
+        values = rows[some]
+        bad = ~(values < torch.inf)  # NaN too
+        for n, column in bad.nonzero()[:1].tolist():
+            got = f"{values[n, column].item()} at {(*places[n].tolist(), column)}"
+            require(False, "logits", "be finite or -inf", got)
+        for (n,) in (values == -torch.inf).all(-1).nonzero()[:1].tolist():
+            got = f"-inf alone at {tuple(places[n].tolist())}"
+            require(False, "logits", "allow a token in every row", got)
+        shares = (values >= 0).all(-1) & ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01)
+        all_shares = all_shares and bool(shares.all())
+    few = at.numel() < 8  # logits of a toy may be such
+    require(few or not all_shares, "logits", "be logits", "probabilities: every row adds up to 1")
+
+
+def _raise_first(name: str, rule: str, bad: Tensor, values: Tensor) -> None:
+    for index in bad.nonzero()[:1].tolist():
+        require(False, name, rule, f"{values[tuple(index)].item()} at {tuple(index)}")
 
 
 @contextmanager

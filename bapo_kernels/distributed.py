@@ -6,16 +6,21 @@ kernels know nothing of ranks: a shard is a short row.
 
 from __future__ import annotations
 
+import gc
 import math
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from .checks import is_dtensor, require
 from .config import Transform
-from .inputs import is_dtensor, require
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -171,3 +176,37 @@ def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup
     averaged = _MeanGradient.apply(weight, ranks_averaged)
     local: Tensor = averaged.redistribute(placements=placements).to_local(grad_placements=gradients)
     return local
+
+
+_SEEN = WeakTensorKeyDictionary()  # weights that have been looked up
+
+
+def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
+    """Warns once of gradients that DDP will not average: its forward has never run.
+
+    DDP averages the gradients of a backward that follows a forward of its own, and is silent of any
+    other. Costs nothing on one rank or without a gradient; a weight is looked up once, in 0.2 s.
+    """
+    if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
+        return
+    needed = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+    if not needed or dist.get_world_size() == 1 or not isinstance(weight, torch.nn.Parameter):
+        return
+    if is_dtensor(weight) or weight in _SEEN:
+        return
+    _SEEN[weight] = True
+    # A parameter does not know its DDP. isinstance would run code of the objects.
+    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    idle = [wrapper for wrapper in wrappers if not getattr(wrapper, "_lazy_init_ran", True)]
+    if any(parameter is weight for wrapper in idle for parameter in wrapper.parameters()):
+        _warn_not_synchronised()
+
+
+@cache
+def _warn_not_synchronised() -> None:
+    warnings.warn(
+        "the loss is computed beside the forward of DistributedDataParallel, which has not run: "
+        "gradients are not averaged over the ranks. Compute hidden states and loss in the forward "
+        "of the module that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states).",
+        stacklevel=4,  # the call of the public function
+    )

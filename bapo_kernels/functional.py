@@ -12,8 +12,9 @@ from torch import Tensor
 from . import reference
 from ._autograd import LogProbs, attach, mark_overwritten, without_gradient
 from .backends import choose
+from .checks import check_floating, check_like, require, typed
 from .config import IGNORE_INDEX, BAPOConfig, transform_of
-from .distributed import VocabShard, local_parameter
+from .distributed import VocabShard, local_parameter, warn_if_not_synchronised
 from .fused import (
     counted_tokens,
     int64_labels,
@@ -25,12 +26,10 @@ from .inputs import (
     TokenInputs,
     as_rows,
     bounds_tensor,
-    check_floating,
     check_head,
     check_logits,
     check_options,
     config_or_default,
-    require,
     token_inputs,
 )
 from .linear import LinearLogProbs, head, loss_of_hidden
@@ -70,20 +69,22 @@ def bapo_loss(
     by ``config.loss_agg_mode``.
 
     Args:
-        logits: ``[..., V]`` float32, bfloat16 or float16 (float64 on the reference backend), any
-            row strides. ``-inf`` forbids a token.
+        logits: ``[..., V]`` float32, bfloat16 or float16, any row strides. ``-inf`` forbids a
+            token. float64 runs on the reference (slow, for checks).
         labels: ``[...]`` integers, aligned with the rows; -100 is a masked token.
         old_log_probs: ``[...]``, of the policy that the update starts from; ``None``: on-policy.
         advantages: ``[...]``, or one a sequence.
         response_mask: ``[...]`` bool, int or float; 0 is masked. Masked entries of every argument
-            may hold anything.
+            may hold anything; other values than 0 are not weights.
         config: options of the loss and the search; default: the paper's.
-        bounds: clip bounds to use instead of a search (:class:`ContributionHistogram`).
+        bounds: clip bounds of the ratio, lower <= 1 <= upper, to use instead of a search
+            (:class:`ContributionHistogram`).
         backend: ``"cuda"``, ``"triton"``, ``"cpu"``, ``"reference"``; default: the first that runs.
         inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
         statistics: ``"all"``: log-probs, entropy and metrics cover every unmasked token;
             ``"live"``: tokens that cannot change the loss are not computed. Same gradient.
-        cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens.
+        cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens, from 0; tokens behind the
+            last offset are masked.
         rollout_log_probs: ``[...]``, token weights of the search; default: ``old_log_probs``.
         rollout_is_weights: ``[...]``, factor of the policy term.
         ref_log_probs: ``[...]``, reference policy of the KL term.
@@ -92,7 +93,8 @@ def bapo_loss(
             with the counts of all ranks and their number, the mean of the ranks' gradients is that
             of the whole batch.
         process_group: search over the tokens of all its ranks (one all-reduce; none with
-            ``bounds``, where the metrics are those of this rank).
+            ``bounds``, where the metrics are those of this rank); ``None``: of this one alone
+            (``dist.group.WORLD`` is ``None`` before ``init_process_group``).
         vocab_group: shares out the vocabulary: ``logits`` are this rank's columns of it, in rank
             order, on any number; every rank passes the same tokens and labels of the whole
             vocabulary, and gets the same output and the gradient of its columns. One all-gather of
@@ -125,6 +127,7 @@ def bapo_loss(
     check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    require(isinstance(inplace, bool), "inplace", "be a bool", typed(inplace))
     if inplace:
         _check_inplace(logits)
     options: dict[str, Any] = dict(
@@ -225,7 +228,8 @@ def bapo_loss_from_log_probs(
     """:func:`bapo_loss` of log-probs that were computed elsewhere (verl, TRL, OpenRLHF).
 
     Args:
-        log_probs: ``[...]`` floating point, of the labels under the current policy.
+        log_probs: ``[...]`` floating point, of the labels under the current policy. float64 runs on
+            the reference.
         entropy: ``[...]``, needed where ``config.entropy_coef`` is not 0.
 
     Everything else is as in :func:`bapo_loss`; the loss, and ``log_probs`` and ``entropy`` of the
@@ -247,9 +251,7 @@ def bapo_loss_from_log_probs(
     rule = "be given when config.entropy_coef is not 0"
     require(entropy is not None or not config.entropy_coef, "entropy", rule, None)
     if entropy is not None:
-        check_floating("entropy", entropy)
-        rule = f"have the shape of log_probs {tuple(log_probs.shape)}"
-        require(entropy.shape == log_probs.shape, "entropy", rule, tuple(entropy.shape))
+        check_like("entropy", entropy, log_probs, "log_probs")
     backend = choose(backend, log_probs, "log_probs")
     options: dict[str, Any] = dict(
         cu_seqlens=cu_seqlens,
@@ -312,7 +314,8 @@ def log_probs(
     ``x = softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
 
     Args:
-        logits: ``[..., V]`` float32, bfloat16 or float16, any row strides.
+        logits: ``[..., V]`` float32, bfloat16 or float16, any row strides; float64 runs on the
+            reference (slow, for checks).
         labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside of ``[0, V)`` NaN.
         vocab_group: shares out the columns of ``logits``, as in :func:`bapo_loss`.
         return_entropy: otherwise the second output is ``None``.
@@ -386,7 +389,8 @@ def bapo_linear_loss(
     have one are computed a second time there.
 
     Args:
-        hidden_states: ``[..., H]`` float32, bfloat16 or float16.
+        hidden_states: ``[..., H]`` float32, bfloat16 or float16; float64 runs on the reference
+            (slow, for checks).
         lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
         bias: ``[V]``.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
@@ -415,6 +419,7 @@ def bapo_linear_loss(
     labels = labels.long()
     check_options(statistics, process_group, vocab_group)
     dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
+    warn_if_not_synchronised(hidden_states, lm_head_weight)
     lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
     bias = None if bias is None else local_parameter("bias", bias, vocab_group)
     backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
@@ -507,8 +512,9 @@ def linear_log_probs(
     Backward makes the logits of those rows again whose incoming gradients are not zero.
 
     Args:
-        hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; sharded
-            as in :func:`bapo_linear_loss`. With ``vocab_group`` backward makes one all-reduce.
+        hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; dtypes and
+            shards as in :func:`bapo_linear_loss`. With ``vocab_group`` backward makes one
+            all-reduce.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
 
     Examples:
@@ -525,6 +531,7 @@ def linear_log_probs(
     labels = labels.long()
     check_options("all", None, vocab_group)
     dtype = _gemm_dtype(hidden_states, lm_head_weight, bias)
+    warn_if_not_synchronised(hidden_states, lm_head_weight)
     lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
     bias = None if bias is None else local_parameter("bias", bias, vocab_group)
     backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")

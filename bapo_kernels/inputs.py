@@ -1,16 +1,25 @@
-"""Arguments of the public functions: checked, then flattened to one entry a token."""
+"""Arguments of the public functions: checked, then flattened to one entry per token."""
 
 from __future__ import annotations
 
-import sys
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .aggregation import sequence_index, token_weights
+from .checks import (
+    check_device,
+    check_floating,
+    check_group,
+    check_like,
+    check_tensor,
+    count,
+    number,
+    require,
+)
 from .config import IGNORE_INDEX, BAPOConfig
 from .output import ClipBounds
 
@@ -35,47 +44,25 @@ class TokenInputs:
         return replace(self, **{k: v[rows] for k, v in given.items() if v is not None})
 
 
-def require(ok: bool, name: str, rule: str, got: Any) -> None:
-    """Raises ``ValueError`` with name, rule and the value got."""
-    if not ok:
-        raise ValueError(f"{name} must {rule}, got {got}")
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor; does not import what makes them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def check_floating(name: str, tensor: Tensor, sharded: bool = False) -> None:
-    """``tensor`` is a floating-point tensor of this rank, or may be ``sharded`` over many."""
-    require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
-    rule = "be a local tensor (.to_local() or .full_tensor())"
-    require(sharded or not is_dtensor(tensor), name, rule, "a DTensor")
-    require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
-    require(tensor.layout == torch.strided, name, "be a dense tensor", tensor.layout)
-
-
 def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> None:
     """``logits [..., V]`` and integer ``labels [...]``; a shard of the vocabulary may be empty."""
     check_floating("logits", logits)
-    require(logits.ndim >= 1, "logits", "have shape (..., V)", tuple(logits.shape))
+    require(logits.ndim >= 1, "logits", "have shape (..., V)", logits.shape)
     some = logits.shape[-1] >= 1 or vocab_group is not None
-    require(some, "logits", "have V >= 1", tuple(logits.shape))
+    require(some, "logits", "have V >= 1", logits.shape)
     check_labels(labels, logits, "logits")
 
 
 def check_labels(labels: Tensor, rows: Tensor, rows_name: str) -> None:
     """Integer ``labels`` of the rows of a tensor."""
-    require(isinstance(labels, Tensor), "labels", "be a tensor", type(labels).__name__)
-    require(labels.layout == torch.strided, "labels", "be a dense tensor", labels.layout)
+    check_tensor("labels", labels)
     is_integer = not (
         labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
     )
     require(is_integer, "labels", "be integers", labels.dtype)
-    rule = f"have the leading shape of {rows_name} {tuple(rows.shape[:-1])}"
-    require(labels.shape == rows.shape[:-1], "labels", rule, tuple(labels.shape))
-    _check_device("labels", labels, rows, rows_name)
+    rule = ("have the leading shape of {} {}", rows_name, rows.shape[:-1])
+    require(labels.shape == rows.shape[:-1], "labels", rule, labels.shape)
+    check_device("labels", labels, rows, rows_name)
 
 
 def check_head(
@@ -89,27 +76,22 @@ def check_head(
     """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``."""
     check_floating("hidden_states", hidden_states)
     check_floating("lm_head_weight", lm_head_weight, sharded=True)
-    shape = tuple(hidden_states.shape)
-    require(hidden_states.ndim >= 1, "hidden_states", "have shape (..., H)", shape)
-    fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == shape[-1]
-    rule = f"have shape (V, {shape[-1]}), as hidden_states {shape} ask for"
-    require(fits, "lm_head_weight", rule, tuple(lm_head_weight.shape))
-    V = lm_head_weight.shape[0]
-    some = V >= 1 or vocab_group is not None
-    require(some, "lm_head_weight", "have V >= 1", tuple(lm_head_weight.shape))
+    require(hidden_states.ndim >= 1, "hidden_states", "have shape (..., H)", hidden_states.shape)
+    fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == hidden_states.shape[-1]
+    shape = hidden_states.shape
+    rule = ("have shape (V, {}), as hidden_states {} ask for", shape[-1], shape)
+    require(fits, "lm_head_weight", rule, lm_head_weight.shape)
+    some = lm_head_weight.shape[0] >= 1 or vocab_group is not None
+    require(some, "lm_head_weight", "have V >= 1", lm_head_weight.shape)
     if bias is not None:
         check_floating("bias", bias, sharded=True)
-        require(bias.shape == (V,), "bias", f"have shape ({V},)", tuple(bias.shape))
-        _check_device("bias", bias, hidden_states, "hidden_states")
-    _check_device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
+        V = lm_head_weight.shape[:1]
+        require(bias.shape == V, "bias", ("have shape {}", V), bias.shape)
+        check_device("bias", bias, hidden_states, "hidden_states")
+    check_device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
     check_labels(labels, hidden_states, "hidden_states")
-    is_count = chunk_tokens is None or (isinstance(chunk_tokens, int) and chunk_tokens >= 1)
-    require(is_count, "chunk_tokens", "be None or an integer >= 1", repr(chunk_tokens))
-
-
-def _check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
-    rule = f"be on the device of {like_name} ({like.device})"
-    require(tensor.device == like.device, name, rule, tensor.device)
+    if chunk_tokens is not None:
+        count("chunk_tokens", chunk_tokens, "be None or an integer >= 1")
 
 
 def as_rows(logits: Tensor) -> Tensor:
@@ -137,36 +119,36 @@ def check_options(statistics: str, process_group: Any = None, vocab_group: Any =
     check_group("vocab_group", vocab_group)
 
 
-def check_group(name: str, group: Any) -> None:
-    """``group`` is ``None`` or a process group of this rank."""
-    if group is None:
-        return
-    ok = dist.is_available() and isinstance(group, dist.ProcessGroup)
-    rule = "be None or a torch.distributed.ProcessGroup that this rank is in (mesh.get_group())"
-    require(ok, name, rule, type(group).__name__)
+def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor, read: bool = False) -> Tensor:
+    """Given bounds as float32 ``[2]`` on the device of ``like``.
 
-
-def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor) -> Tensor:
-    """Given bounds as float32 ``[2]`` on the device of ``like``."""
-    require(
-        isinstance(bounds, (tuple, list)) and len(bounds) == 2,
-        "bounds",
-        "be a pair (lower, upper)",
-        bounds,
-    )
+    Numbers must keep ``0 <= lower <= 1 <= upper``, tensors only if they are to be ``read``.
+    """
+    is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+    require(is_pair, "bounds", "be a pair (lower, upper)", bounds)
+    limits = ("lower", "be in [0, 1]", 0.0, 1.0), ("upper", "be >= 1", 1.0, math.inf)
     parts = []
-    for name, bound in zip(("bounds.lower", "bounds.upper"), bounds, strict=True):
+    for bound, (side, rule, least, most) in zip(bounds, limits, strict=True):
+        name, value = f"bounds.{side}", bound
         if isinstance(bound, Tensor):
-            require(bound.numel() == 1, name, "have one element", tuple(bound.shape))
-            _check_device(name, bound, like, "the tokens")
-            parts.append(bound.detach().float().reshape(()))
-        else:
-            is_bound = isinstance(bound, (int, float)) and bound >= 0
-            require(is_bound, name, "be a number >= 0 or a tensor", repr(bound))
-            parts.append(torch.full((), bound, dtype=torch.float32, device=like.device))
-    if not isinstance(bounds[0], Tensor) and not isinstance(bounds[1], Tensor):
-        require(0 <= bounds[0] <= bounds[1], "bounds", "have 0 <= lower <= upper", tuple(bounds))
+            _check_scalar(name, bound)
+            check_device(name, bound, like, "the tokens")
+            if not read:
+                parts.append(bound.detach().float().reshape(()))
+                continue
+            value = bound.item()
+        value = number(name, value)
+        rule = f"{rule}, a bound of the ratio, not an epsilon"
+        require(least <= value <= most, name, rule, value)
+        parts.append(torch.full((), value, dtype=torch.float32, device=like.device))
     return torch.stack(parts)
+
+
+def _check_scalar(name: str, tensor: Tensor) -> None:
+    check_tensor(name, tensor)
+    is_real = not tensor.is_complex() and tensor.dtype != torch.bool
+    require(is_real, name, "be a real number", tensor.dtype)
+    require(tensor.numel() == 1, name, "have one element", tensor.shape)
 
 
 def token_inputs(
@@ -186,45 +168,46 @@ def token_inputs(
     dp_size: int = 1,
     weighted: bool = True,
 ) -> TokenInputs:
-    """Checks and flattens what the loss takes a token; ``like`` is the labels or log-probs."""
-    shape = like.shape
-    N = like.numel()
+    """Checks and flattens what the loss takes per token; ``like`` is the labels or log-probs.
+
+    Offsets and normalisers on a device are not read: those that break their rule make the loss NaN.
+    """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
 
     def flat(name: str, values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        check_floating(name, values)
-        rule = f"have the shape of {like_name} {tuple(shape)}"
-        require(values.shape == shape, name, rule, tuple(values.shape))
-        _check_device(name, values, like, like_name)
+        check_like(name, values, like, like_name)
         return values.detach().to(dtype).reshape(-1).contiguous()
 
-    _check_offsets(like, like_name, cu_seqlens)
-    if weighted:
-        _check_aggregation(like, like_name, config, cu_seqlens)
-        _check_normalisers(config, batch_num_tokens, global_batch_size, dp_size)
-        rule = "be given when config.kl_loss_coef is not 0"
-        require(ref_log_probs is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
-
-    offsets_are_right = None
-    if cu_seqlens is not None:
-        cu_seqlens, offsets_are_right = _inside(cu_seqlens.long(), N)
     live = _live(like, like_name, response_mask)
+    rising = None
+    if cu_seqlens is not None:
+        _check_offsets(like, like_name, cu_seqlens)
+        cu_seqlens, rising = _inside(cu_seqlens.long(), like.shape[0])
+        positions = torch.arange(like.shape[0], device=like.device)
+        live = live & ((positions < cu_seqlens[-1]) | ~rising)
     weights = None
     if weighted:
+        _check_aggregation(like, like_name, config, cu_seqlens)
+        rule = "be given when config.kl_loss_coef is not 0"
+        require(ref_log_probs is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
+        tokens = _normaliser("batch_num_tokens", batch_num_tokens, like, like_name)
+        sequences = _normaliser("global_batch_size", global_batch_size, like, like_name)
+        dp_size = count("dp_size", dp_size)
+        _check_counts_of_ranks(config, tokens, sequences, dp_size)
         weights = token_weights(
             live,
             config,
             cu_seqlens=cu_seqlens,
-            batch_num_tokens=batch_num_tokens,
-            global_batch_size=global_batch_size,
+            batch_num_tokens=tokens,
+            global_batch_size=sequences,
             dp_size=dp_size,
         )
-        weights = weights.expand(shape).reshape(N).contiguous()
+        weights = weights.expand(like.shape).reshape(-1).contiguous()
     spread = _spread_advantages(advantages, like, like_name, cu_seqlens)
-    if offsets_are_right is not None:
-        spread = torch.where(offsets_are_right, spread, torch.nan)
+    if rising is not None:
+        spread = torch.where(rising, spread, torch.nan)
     return TokenInputs(
         live=live.reshape(-1).contiguous(),
         advantages=spread.detach().to(dtype).reshape(-1).contiguous(),
@@ -242,12 +225,10 @@ def _live(like: Tensor, like_name: str, response_mask: Tensor | None) -> Tensor:
         live = like != IGNORE_INDEX
     if response_mask is None:
         return live
-    require(isinstance(response_mask, Tensor), "response_mask", "be a tensor", type(response_mask))
-    is_dense = response_mask.layout == torch.strided
-    require(is_dense, "response_mask", "be a dense tensor", response_mask.layout)
-    rule = f"have the shape of {like_name} {tuple(like.shape)}"
-    require(response_mask.shape == like.shape, "response_mask", rule, tuple(response_mask.shape))
-    _check_device("response_mask", response_mask, like, like_name)
+    check_tensor("response_mask", response_mask)
+    rule = ("have the shape of {} {}", like_name, like.shape)
+    require(response_mask.shape == like.shape, "response_mask", rule, response_mask.shape)
+    check_device("response_mask", response_mask, like, like_name)
     is_real = not response_mask.is_complex()
     require(is_real, "response_mask", "be bool, int or float", response_mask.dtype)
     return live & (response_mask != 0)
@@ -257,34 +238,38 @@ def _spread_advantages(
     advantages: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None
 ) -> Tensor:
     check_floating("advantages", advantages)
-    _check_device("advantages", advantages, like, like_name)
+    check_device("advantages", advantages, like, like_name)
     if advantages.shape == like.shape:
         return advantages
-    got = tuple(advantages.shape)
+    rule = ("have the shape of {} {} or one entry a sequence {}", like_name, like.shape)
     if cu_seqlens is not None:
-        B = cu_seqlens.numel() - 1
-        rule = f"have shape {tuple(like.shape)} or one entry a sequence ({B},)"
-        require(got == (B,), "advantages", rule, got)
-        index = sequence_index(cu_seqlens, like.numel()).clamp(max=B - 1)
-        return advantages[index]
-    rule = f"have the shape of {like_name} {tuple(like.shape)}"
-    if like.ndim >= 2:
-        rule += f" or one entry a sequence ({like.shape[0]},)"
-    require(like.ndim >= 2 and got == (like.shape[0],), "advantages", rule, got)
+        B = cu_seqlens.shape[0] - 1
+        ok = advantages.ndim == 1 and advantages.shape[0] == B
+        require(ok, "advantages", (*rule, (B,)), advantages.shape)
+        return advantages[sequence_index(cu_seqlens, like.shape[0]).clamp(max=B - 1)]
+    if like.ndim < 2:
+        require(False, "advantages", (*rule, "with cu_seqlens"), advantages.shape)
+    ok = advantages.ndim == 1 and advantages.shape[0] == like.shape[0]
+    require(ok, "advantages", (*rule, like.shape[:1]), advantages.shape)
     return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
 
 
-def _check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor | None) -> None:
-    if cu_seqlens is None:
-        return
-    require(isinstance(cu_seqlens, Tensor), "cu_seqlens", "be a tensor", type(cu_seqlens))
-    ok = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
-    require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", tuple(cu_seqlens.shape))
+def _check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
+    check_tensor("cu_seqlens", cu_seqlens)
+    ok = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
+    require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", cu_seqlens.shape)
     is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
     require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
-    _check_device("cu_seqlens", cu_seqlens, like, like_name)
-    rule = f"come with packed {like_name} of shape (N,)"
-    require(like.ndim == 1, "cu_seqlens", rule, f"{like_name} of shape {tuple(like.shape)}")
+    check_device("cu_seqlens", cu_seqlens, like, like_name)
+    require(like.ndim == 1, like_name, "have packed shape (N,) with cu_seqlens", like.shape)
+
+
+def rising_offsets(cu_seqlens: Tensor, N: int) -> list[int]:
+    """Offsets that rise from 0 to at most ``N``. Reads the device."""
+    offsets: list[int] = cu_seqlens.tolist()
+    rising = offsets[0] == 0 and offsets[-1] <= N and offsets == sorted(offsets)
+    require(rising, "cu_seqlens", f"rise from 0 to at most {N}", offsets)
+    return offsets
 
 
 def _inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:
@@ -296,31 +281,38 @@ def _inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:
 def _check_aggregation(
     like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
 ) -> None:
-    if config.loss_agg_mode not in _SEQUENCE_MODES:
-        return
     mode = config.loss_agg_mode
-    shape = tuple(like.shape)
-    rule = f"be given for packed {like_name} of shape {shape} with loss_agg_mode={mode!r}"
+    if mode not in _SEQUENCE_MODES:
+        return
+    rule = (
+        "be given for packed {} of shape {} with loss_agg_mode={!r}",
+        like_name,
+        like.shape,
+        mode,
+    )
     require(like.ndim >= 2 or cu_seqlens is not None, "cu_seqlens", rule, None)
     if mode == "seq-mean-token-sum-norm" and cu_seqlens is not None:
-        rule = "be given for packed input: there is no padded length to take its place"
-        require(config.loss_scale_factor is not None, "config.loss_scale_factor", rule, None)
+        of_length = "be given for packed input: there is no padded length to take its place"
+        require(config.loss_scale_factor is not None, "config.loss_scale_factor", of_length, None)
 
 
-def _check_normalisers(
-    config: BAPOConfig,
-    batch_num_tokens: float | Tensor | None,
-    global_batch_size: float | Tensor | None,
-    dp_size: int,
-) -> None:
-    require(isinstance(dp_size, int) and dp_size >= 1, "dp_size", "be an integer >= 1", dp_size)
-    given = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
-    for name, value in given.items():
-        if isinstance(value, Tensor):
-            require(value.numel() == 1, name, "have one element", tuple(value.shape))
-        elif value is not None:
-            is_count = isinstance(value, (int, float)) and value > 0
-            require(is_count, name, "be > 0", repr(value))
+def _normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | Tensor | None:
+    """A count of tokens or sequences: a number, or a tensor, NaN where it is not above 0."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor):
+        value = number(name, given)
+        require(0 < value < math.inf, name, "be finite and > 0", given)
+        return value
+    _check_scalar(name, given)
+    if not given.is_cpu:  # a number in host memory goes with tensors of any device
+        check_device(name, given, like, like_name)
+    of_ranks = given.detach().double().reshape(())
+    return torch.where(of_ranks > 0, of_ranks, torch.nan)
+
+
+def _check_counts_of_ranks(config: BAPOConfig, tokens: Any, sequences: Any, dp_size: int) -> None:
+    given = {"batch_num_tokens": tokens, "global_batch_size": sequences}
     mode = config.loss_agg_mode
     needed = {"token-mean": "batch_num_tokens", "token-sum": None}.get(mode, "global_batch_size")
     if needed is not None and dp_size > 1:

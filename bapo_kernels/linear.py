@@ -62,7 +62,9 @@ class Head:
     def chunk_tokens(self, asked: int | None) -> int:
         """Rows of a chunk: as asked, or 1 GiB of logits; the same on every rank of a shard."""
         columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-        return asked or max(1, CHUNK_BYTES // (columns * self.weight.element_size()))
+        return (
+            int(asked) if asked else max(1, CHUNK_BYTES // (columns * self.weight.element_size()))
+        )
 
 
 def head(

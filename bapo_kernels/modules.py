@@ -12,11 +12,15 @@ from .inputs import config_or_default
 from .output import BAPOOutput
 
 
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 class BAPOLoss(torch.nn.Module):
     """:func:`bapo_kernels.bapo_loss` with its configuration.
 
     ``forward`` takes the arguments of the function; ``config``, ``backend``, ``inplace`` and
-    ``statistics`` are those of the module, unless the call has its own.
+    ``statistics`` are those of the module, unless the call has its own (``None`` is none).
 
     Examples:
         >>> loss = BAPOLoss(BAPOConfig.recipe(temperature=0.7))
@@ -46,7 +50,7 @@ class BAPOLoss(torch.nn.Module):
             inplace=self.inplace,
             statistics=self.statistics,
         )
-        return bapo_loss(*args, **(of_module | kwargs))
+        return bapo_loss(*args, **(of_module | _given(kwargs)))
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""
@@ -61,7 +65,7 @@ class BAPOLinearLoss(torch.nn.Module):
 
     ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first;
     ``config``, ``backend``, ``chunk_tokens`` and ``statistics`` are those of the module, unless the
-    call has its own.
+    call has its own (``None`` is none).
 
     Examples:
         >>> loss, lm_head = BAPOLinearLoss(chunk_tokens=1), torch.nn.Linear(4, 10, bias=False)
@@ -93,7 +97,7 @@ class BAPOLinearLoss(torch.nn.Module):
             chunk_tokens=self.chunk_tokens,
             statistics=self.statistics,
         )
-        return bapo_linear_loss(*args, **(of_module | kwargs))
+        return bapo_linear_loss(*args, **(of_module | _given(kwargs)))
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

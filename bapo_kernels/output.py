@@ -28,6 +28,10 @@ REPORT = (
 class ClipBounds(NamedTuple):
     """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss.
 
+    Given as ``bounds=`` they may be numbers too, which must keep ``0 <= lower <= 1 <= upper``: 0.8,
+    1.2, not the epsilons 0.2, 0.2. Tensors are not read: :func:`bapo_kernels.debug.check_inputs`
+    names those that break this rule.
+
     Examples:
         >>> bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2))
         >>> log_probs, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0])
@@ -44,9 +48,10 @@ class BAPOOutput(NamedTuple):
     """Result of a loss.
 
     Attributes:
-        loss: 0-dim float32, the only output that carries a gradient.
+        loss: 0-dim float32 (float64 on the reference in float64), with the gradient of the inputs.
         log_probs: float32, leading shape of the labels; 0 at masked tokens, NaN at tokens that
-            ``statistics="live"`` left out.
+            ``statistics="live"`` left out. A backward through them raises where forward made the
+            gradient of the loss, and is right elsewhere.
         entropy: float32, same shape and rules; ``None`` if it was not computed.
         bounds: the clip bounds that were used.
         metrics: detached 0-dim float32 tensors. ``pg_loss`` and ``kl_loss`` are aggregated like

@@ -9,14 +9,17 @@ Sizes: B sequences, S tokens of a sequence, N tokens, V vocabulary, H hidden siz
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checks import require
 from .config import IGNORE_INDEX, LOG_RATIO_LIMIT, RATIO_EPS, BAPOConfig
 from .distributed import whole_vocabulary
+from .inputs import bounds_tensor, config_or_default, rising_offsets
 from .output import BAPOOutput, ClipBounds
 
 
@@ -93,6 +96,7 @@ def linear_log_probs(
         >>> reference.linear_log_probs(hidden, weight, torch.tensor([3, 1]))[1].exp()
         tensor([10.0000, 10.0000])
     """
+    hidden_states = hidden_states.masked_fill((labels.long() == IGNORE_INDEX)[..., None], 0.0)
     return log_probs(
         _logits(hidden_states, lm_head_weight, bias, vocab_group),
         labels,
@@ -124,7 +128,7 @@ def find_clip_bounds(
         >>> reference.find_clip_bounds(log_probs, old, torch.tensor([2.0, -3.0]), config=config)
         ClipBounds(lower=tensor(0.6000), upper=tensor(1.4000))
     """
-    config = config or BAPOConfig()
+    config = config_or_default(config)
     probe = Contributions(
         config,
         log_probs,
@@ -175,7 +179,13 @@ class Contributions:
         process_group: dist.ProcessGroup | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        live = _live(log_probs, response_mask)
+        _check_shapes(
+            log_probs,
+            old_log_probs=old_log_probs,
+            response_mask=response_mask,
+            rollout_log_probs=rollout_log_probs,
+        )
+        live = _live(log_probs, response_mask, cu_seqlens)
         logp = log_probs.detach().double()
         old = _old(logp, old_log_probs).double()
         rollout = old if rollout_log_probs is None else rollout_log_probs.detach().double()
@@ -249,9 +259,18 @@ def bapo_loss_from_log_probs(
         >>> torch.autograd.gradcheck(loss, log_probs)
         True
     """
-    config = config or BAPOConfig()
+    config = config_or_default(config)
     work = torch.promote_types(log_probs.dtype, torch.float32)
-    live = _live(log_probs, response_mask)
+    _check_shapes(
+        log_probs,
+        old_log_probs=old_log_probs,
+        response_mask=response_mask,
+        entropy=entropy,
+        rollout_log_probs=rollout_log_probs,
+        rollout_is_weights=rollout_is_weights,
+        ref_log_probs=ref_log_probs,
+    )
+    live = _live(log_probs, response_mask, cu_seqlens)
     A = _per_token(advantages, log_probs, cu_seqlens).detach().to(work)
     A = torch.where(live, A, 0.0)
     given_logp = log_probs.to(work)
@@ -260,7 +279,7 @@ def bapo_loss_from_log_probs(
 
     bounds_given = bounds is not None
     if bounds is not None:
-        bounds = ClipBounds(*(torch.as_tensor(b).to(log_probs.device).float() for b in bounds))
+        bounds = ClipBounds(*bounds_tensor(bounds, log_probs).unbind())
     else:
         bounds = find_clip_bounds(
             given_logp,
@@ -327,7 +346,7 @@ def bapo_loss_from_log_probs(
     metrics = {name: value.to(work) for name, value in metrics.items()}
 
     def report(values: Tensor) -> Tensor:
-        return torch.where(live & ~counted, torch.nan, torch.where(live, values, 0.0)).detach()
+        return torch.where(live & ~counted, torch.nan, torch.where(live, values, 0.0))
 
     return BAPOOutput(
         loss, report(given_logp), None if entropy is None else report(H), bounds, metrics
@@ -364,8 +383,8 @@ def bapo_loss(
         >>> bool((loss - truth).abs() < 1e-6)
         True
     """
-    config, labels = config or BAPOConfig(), labels.long()
-    live = _live(labels, response_mask) & (labels != IGNORE_INDEX)
+    config, labels = config_or_default(config), labels.long()
+    live = _live(labels, response_mask, cu_seqlens) & (labels != IGNORE_INDEX)
     logp, entropy = log_probs(
         logits,
         torch.where(live, labels, IGNORE_INDEX),
@@ -424,6 +443,8 @@ def bapo_linear_loss(
         >>> out.loss, out.metrics["pg_clipfrac"]  # on-policy every ratio is 1
         (tensor(-1.), tensor(0.))
     """
+    masked = ~_live(labels, response_mask, cu_seqlens) | (labels.long() == IGNORE_INDEX)
+    hidden_states = hidden_states.masked_fill(masked[..., None], 0.0)
     return bapo_loss(
         _logits(hidden_states, lm_head_weight, bias, vocab_group),
         labels,
@@ -455,16 +476,29 @@ def _logits(
     return torch.nn.functional.linear(hidden_states, lm_head_weight, bias)
 
 
-def _live(like: Tensor, response_mask: Tensor | None) -> Tensor:
-    if response_mask is None:
-        return torch.ones(like.shape, dtype=torch.bool, device=like.device)
-    return response_mask != 0
+def _check_shapes(log_probs: Tensor, **given: Tensor | None) -> None:
+    for name, values in given.items():
+        rule = ("have the shape of log_probs {}", log_probs.shape)
+        if values is not None:
+            require(values.shape == log_probs.shape, name, rule, values.shape)
+
+
+def _live(like: Tensor, response_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Unmasked tokens; those behind the last sequence are masked."""
+    live = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    if cu_seqlens is not None:
+        live[rising_offsets(cu_seqlens, like.numel())[-1] :] = False
+    return live if response_mask is None else live & (response_mask != 0)
 
 
 def _per_token(advantages: Tensor, like: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """One advantage a token, from one a token or one a sequence."""
+    """One advantage per token, from one per token or one a sequence."""
     if advantages.shape == like.shape:
         return advantages
+    sequences = like.shape[:1] if cu_seqlens is None else cu_seqlens.diff().shape
+    ok = advantages.shape == sequences and (like.ndim >= 2 or cu_seqlens is not None)
+    rule = ("have the shape of log_probs {} or one entry a sequence {}", like.shape, sequences)
+    require(ok, "advantages", rule, advantages.shape)
     if cu_seqlens is not None:
         packed = advantages.repeat_interleave(cu_seqlens.diff())
         return torch.nn.functional.pad(packed, (0, like.numel() - packed.numel()))
@@ -509,22 +543,31 @@ def _aggregate(
     if mode == "token-sum":
         return values.sum() * dp_size
     if mode == "token-mean":
-        tokens = live.sum().clamp(min=1) if batch_num_tokens is None else batch_num_tokens
+        tokens = live.sum().clamp(min=1)
+        if batch_num_tokens is not None:
+            tokens = _positive(batch_num_tokens)
         return values.sum() / tokens * dp_size
 
     if cu_seqlens is not None:
-        pieces = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
+        pieces = list(pairwise(rising_offsets(cu_seqlens, values.numel())))
         sums = torch.stack([values[a:b].sum() for a, b in pieces])
         counts = torch.stack([live[a:b].sum() for a, b in pieces])
     else:
         sums, counts = values.sum(-1), live.sum(-1)
     if mode == "seq-mean-token-mean":
         sums = sums / counts.clamp(min=1)
-    sequences = (counts > 0).sum().clamp(min=1) if global_batch_size is None else global_batch_size
+    sequences = (counts > 0).sum().clamp(min=1)
+    if global_batch_size is not None:
+        sequences = _positive(global_batch_size)
     loss = sums.sum() / sequences * dp_size
     if mode == "seq-mean-token-sum-norm":
         loss = loss / (config.loss_scale_factor or max(values.shape[-1], 1))
     return loss
+
+
+def _positive(count: float | Tensor) -> Tensor:
+    count = torch.as_tensor(count, dtype=torch.float64)
+    return torch.where(count > 0, count, torch.nan)
 
 
 def _search_metrics(probe: Contributions, bounds: ClipBounds, searched: bool) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bounds import SEARCH_METRICS, ContributionHistogram
+from .checks import check_group, require
 from .config import BAPOConfig
-from .inputs import check_group, require
 from .output import ClipBounds
 
 Scope = Literal["call", "step", "lagged"]

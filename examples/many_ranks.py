@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_linear_loss, linear_log_probs
+from bapo_kernels import BAPOConfig, BAPOOutput, ClipBoundSearch, bapo_linear_loss
 
 V, H, B, S = 512, 32, 8, 16
 MICRO_BATCHES = 2
@@ -31,8 +32,8 @@ class Scope(str, Enum):
     lagged = "lagged"
 
 
-class Policy(torch.nn.Module):
-    """Hidden states from tokens; the loss meets the head."""
+class PolicyLoss(torch.nn.Module):
+    """A model and its loss, computed in the forward that FSDP2 wraps: there gradients are whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +41,9 @@ class Policy(torch.nn.Module):
         self.block = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.GELU())
         self.lm_head = torch.nn.Linear(H, V, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.block(self.embedding(tokens))
+    def forward(self, tokens: torch.Tensor, *batch: Any, **options: Any) -> BAPOOutput:
+        hidden = self.block(self.embedding(tokens[:, :-1]))
+        return bapo_linear_loss(hidden, self.lm_head.weight, tokens[:, 1:], *batch, **options)
 
 
 def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
@@ -56,45 +58,37 @@ def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
     vocabulary = mesh["tensor"].get_group()
 
     torch.manual_seed(0)  # the same weights everywhere
-    model = Policy().to(device)
-    parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel()})
-    for part in (model.block, model.lm_head, model):
+    policy = PolicyLoss().to(device)
+    parallelize_module(policy, mesh["tensor"], {"lm_head": ColwiseParallel()})
+    for part in (policy.block, policy.lm_head, policy):
         fully_shard(part, mesh=mesh["data"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
-    weight = model.lm_head.weight
+    optimizer = torch.optim.SGD(policy.parameters(), lr=5.0)
+
+    def log_probs(tokens: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        """Of the policy as it is."""
+        with torch.no_grad():
+            return policy(tokens, None, advantages, vocab_group=vocabulary).log_probs
 
     g = torch.Generator(device).manual_seed(1 + mesh["data"].get_local_rank())
     batches = []
     for _ in range(MICRO_BATCHES):
         tokens = torch.randint(V, (B, S + 1), device=device, generator=g)
-        with torch.no_grad():
-            logp, _ = linear_log_probs(
-                model(tokens[:, :-1]), weight, tokens[:, 1:], vocab_group=vocabulary
-            )
-        old = logp + 0.3 * torch.randn(B, S, device=device, generator=g)
+        stale = 0.3 * torch.randn(B, S, device=device, generator=g)
         advantages = torch.randn(B, device=device, generator=g) - 0.2
-        batches.append((tokens[:, :-1], tokens[:, 1:], old, advantages))
+        batches.append((tokens, log_probs(tokens, advantages) + stale, advantages))
 
     config = BAPOConfig.paper(target=0.45)
     search = ClipBoundSearch(config, scope.value, mesh["data"].get_group(), device)
     tokens_of_the_step = mesh["data"].size() * MICRO_BATCHES * B * S
     for step in range(steps):
         if scope is Scope.step:  # all micro-batches, before the first backward
-            for inputs, labels, old, advantages in batches:
-                with torch.no_grad():
-                    logp, _ = linear_log_probs(
-                        model(inputs), weight, labels, vocab_group=vocabulary
-                    )
-                search.update(logp, old, advantages)
+            for tokens, old, advantages in batches:
+                search.update(log_probs(tokens, advantages), old, advantages)
             search.step()
         total = torch.zeros((), device=device)
-        for inputs, labels, old, advantages in batches:
-            out = bapo_linear_loss(
-                model(inputs),
-                weight,
-                labels,
-                old,
-                advantages,
+        for batch in batches:
+            out = policy(
+                *batch,
                 batch_num_tokens=tokens_of_the_step,
                 dp_size=mesh["data"].size(),  # FSDP takes the mean over the ranks
                 vocab_group=vocabulary,
@@ -103,7 +97,7 @@ def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
             out.loss.backward()
             total += out.loss.detach()
             if scope is Scope.lagged:
-                search.update(out.log_probs, old, advantages)
+                search.update(out.log_probs, *batch[1:])
         if scope is Scope.lagged:
             search.step()  # decides the bounds of the next step
         optimizer.step()

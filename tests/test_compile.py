@@ -11,6 +11,7 @@ from world import grid
 from bapo_kernels import (
     BAPOConfig,
     BAPOLoss,
+    ContributionHistogram,
     bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
@@ -475,3 +476,94 @@ def test_cuda_graphs(backend, device):
         torch.compiler.cudagraph_mark_step_begin()
         case = make_case(device=device, poison=False, seed=seed)
         compare(loss_of, compiled, case.logits, *case.arguments())
+
+
+WEIGHT = torch.linspace(-1, 1, 13 * 6).view(13, 6).sin()
+
+
+def batch_of(layout, B):
+    """Of 4 tokens a sequence."""
+    torch.manual_seed(B)
+    shape = (4 * B,) if layout == "packed" else (B, 4)
+    return dict(
+        hidden=torch.randn(*shape, 6),
+        labels=torch.randint(0, 13, shape),
+        log_probs=-torch.rand(shape),
+        old=-torch.rand(shape),
+        tokens=(torch.randn(shape if layout == "[B, S]" else B), torch.ones(shape)),
+        offsets=dict(cu_seqlens=torch.arange(B + 1) * 4 if layout == "packed" else None),
+    )
+
+
+def by_logits(x):
+    logits = x["hidden"] @ WEIGHT.T
+    return bapo_loss(logits, x["labels"], x["old"], *x["tokens"], **x["offsets"]).loss
+
+
+def by_hidden(x):
+    arguments = x["hidden"], WEIGHT, x["labels"], x["old"], *x["tokens"]
+    return bapo_linear_loss(*arguments, bias=WEIGHT[:, 0], **x["offsets"]).loss
+
+
+def by_log_probs(x):
+    options = dict(config=BAPOConfig(entropy_coef=0.1), entropy=x["old"], ref_log_probs=x["old"])
+    arguments = x["log_probs"], x["old"], *x["tokens"]
+    return bapo_loss_from_log_probs(*arguments, **options, **x["offsets"]).loss
+
+
+def by_histogram(x):
+    histogram = ContributionHistogram()
+    histogram.update(x["log_probs"], x["old"], *x["tokens"], **x["offsets"])
+    return histogram.solve().upper
+
+
+FUNCTIONS = {
+    "bapo_loss": by_logits,
+    "bapo_linear_loss": by_hidden,
+    "bapo_loss_from_log_probs": by_log_probs,
+    "find_clip_bounds": lambda x: find_clip_bounds(x["log_probs"], x["old"], *x["tokens"]).upper,
+    "ContributionHistogram": by_histogram,
+    "log_probs": lambda x: log_probs(x["hidden"], x["labels"] % 6, temperature=0.7)[0],
+    "linear_log_probs": lambda x: linear_log_probs(x["hidden"], WEIGHT, x["labels"])[0],
+}
+BATCHES = [
+    (name, layout, dynamic)
+    for name in FUNCTIONS
+    for layout in ("[B]", "[B, S]", "packed")
+    for dynamic in (True, None)
+    if (name, layout) != ("find_clip_bounds", "packed")  # it takes no offsets
+    if dynamic or name == "bapo_loss_from_log_probs"  # None: dynamic from the second size on
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "dynamic"), BATCHES)
+def test_batch_sizes(name, layout, dynamic):
+    """One graph, compiled once or twice: a check writes no sizes but in its message."""
+    function = FUNCTIONS[name]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="eager")
+    for B in (3, 5, 7):
+        batch = batch_of(layout, B)
+        assert torch.equal(compiled(batch), function(batch))
+    assert graphs() <= 2
+
+
+def by_number(of_number):
+    x = batch_of("[B]", 3)
+    arguments = x["hidden"] @ WEIGHT.T, x["labels"], x["old"], *x["tokens"]
+    return lambda number: bapo_loss(*arguments, **of_number(number)).loss
+
+
+NUMBERS = {
+    "batch_num_tokens": by_number(lambda n: dict(batch_num_tokens=n)),
+    "dp_size": by_number(lambda n: dict(batch_num_tokens=n, dp_size=n)),
+    "bounds": by_number(lambda n: dict(bounds=(0.8, n))),
+    "config": by_number(lambda n: dict(config=BAPOConfig(ratio_upper_max=n, clip_ratio_c=n))),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_a_call(name):
+    """A check writes them in its message alone, whatever the compiler knows of them."""
+    compiled = torch.compile(NUMBERS[name], fullgraph=True, dynamic=True, backend="eager")
+    for number in (2, 3) if name == "dp_size" else (1.5, 2.5):
+        assert torch.equal(compiled(number), NUMBERS[name](number))

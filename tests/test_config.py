@@ -3,8 +3,12 @@
 import dataclasses
 import math
 import pickle
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from bapo_kernels import BAPOConfig
 
@@ -97,3 +101,41 @@ def test_presets_can_be_overridden_and_nothing_is_ignored():
         BAPOConfig.fixed(1.2, 0.8)
     with pytest.raises(ValueError, match=r"ratio_upper_start must be >= 1, .* not an epsilon, got"):
         BAPOConfig.fixed(0.2, 0.28)
+
+
+NUMBERS = [f.name for f in dataclasses.fields(BAPOConfig) if f.type in ("float", "float | None")]
+
+
+def test_numbers_of_any_kind_make_one_config():
+    """They compare, hash and pickle alike: each is a float."""
+    plain = BAPOConfig(temperature=2.0, target=0.5, clip_ratio_c=3.0, ratio_lower_step=0.125)
+    for of in (np.float32, np.float64, Fraction, Decimal, np.float16):
+        config = BAPOConfig(
+            temperature=of(2), target=of(0.5), clip_ratio_c=of(3), ratio_lower_step=of(0.125)
+        )
+        assert config == plain
+        assert hash(config) == hash(plain)
+        assert repr(config) == repr(plain)
+        assert pickle.dumps(config) == pickle.dumps(plain)
+    for of in (int, np.int64):
+        assert repr(BAPOConfig.fixed(of(1), of(1))) == repr(BAPOConfig.fixed(1.0, 1.0))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_number(name):
+    """The fault is the type, and the message says so."""
+    assert len(NUMBERS) == 14
+    wrong = {
+        r"be a number \(.item\(\) of a tensor or array\), got Tensor": torch.tensor(1.0),
+        r"be a number \(.item\(\) of a tensor or array\), got ndarray": np.array(1.0),
+        r"be a number, got True \(bool\)": True,
+        r"be a number, got '1' \(str\)": "1",
+        r"be a number, got \[1.0\] \(list\)": [1.0],
+        r"be a number.*, got bool": np.bool_(True),
+    }
+    for message, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} must {message}"):
+            BAPOConfig(**{name: value})
+    if getattr(BAPOConfig(), name) is not None:
+        with pytest.raises(ValueError, match=f"^{name} must be a number, got None"):
+            BAPOConfig(**{name: None})

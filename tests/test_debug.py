@@ -1,5 +1,6 @@
 """check_inputs names the first offending index; the report names reasons."""
 
+import inspect
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import torch
 from helpers import make_case
 
 import bapo_kernels
+from bapo_kernels import BAPOConfig, bapo_loss, log_probs
 from bapo_kernels.debug import check_inputs, environment
 
 
@@ -79,6 +81,196 @@ def test_bad_offsets():
     for offsets in ([0, 5], [1, 4], [0, 3, 2, 4]):
         with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 4"):
             check_inputs(torch.zeros(4, 3), x.long(), x, x, cu_seqlens=torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("masked_by", ["mask", "labels"])
+def test_offsets_that_end_early(masked_by):
+    """Tokens of no sequence are named, unless they are masked anyway."""
+    x = torch.zeros(9)
+    labels, mask, offsets = x.long(), torch.ones(9), torch.tensor([0, 3, 7])
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens must end at 9, got 7: tokens 7 to 8 are in no sequence"
+    ):
+        check_inputs(torch.zeros(9, 3), labels, None, x, mask, cu_seqlens=offsets)
+    if masked_by == "mask":
+        mask[7:] = 0
+    else:
+        labels[7:] = -100
+    check_inputs(torch.zeros(9, 3), labels, None, x, mask, cu_seqlens=offsets)
+
+
+def test_it_takes_what_the_loss_takes():
+    loss, check = (inspect.signature(function).parameters for function in (bapo_loss, check_inputs))
+    assert [(p.name, p.kind, p.default) for p in loss.values()] == [
+        (p.name, p.kind, p.default) for p in check.values()
+    ]
+
+
+def policy(shape=(4, 12), V=50, **options):
+    """Logits, the labels they predict, and what a first step has for old log-probs."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(*shape, V), torch.randint(0, V, shape)
+    return logits, labels, log_probs(logits, labels, **options)[0], torch.ones(shape[0])
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "ref_log_probs"])
+@pytest.mark.parametrize("V", [2, 50, 2000])
+def test_probabilities_for_log_probs(name, V):
+    logits, labels, old, A = policy(V=V)
+    given = dict(old_log_probs=old)
+    check_inputs(logits, labels, advantages=A, **given | {name: old})
+    rounded = old.clone()
+    rounded[1, 2] = 1e-6
+    check_inputs(logits, labels, advantages=A, **given | {name: rounded})
+    check_inputs(logits, labels, advantages=A, **given | {name: torch.full_like(old, -0.0)})
+    mask = torch.ones_like(old)
+    mask[0, 0], rounded[0, 0] = 0, 0.5
+    check_inputs(logits, labels, advantages=A, response_mask=mask, **given | {name: rounded})
+    with pytest.raises(ValueError, match=rf"{name} must be log-probs <= 0, got 0.\d+ at \(0, 0\)"):
+        check_inputs(logits, labels, advantages=A, **given | {name: old.exp()})
+    rounded[0, 0] = -1.0
+    rounded[3, 1] = 0.02
+    with pytest.raises(ValueError, match=rf"{name} must be log-probs <= 0, got 0.0\d+ at \(3, 1\)"):
+        check_inputs(logits, labels, advantages=A, **given | {name: rounded})
+
+
+def test_probabilities_for_logits():
+    logits, labels, old, A = policy()
+    for right in (logits, torch.log_softmax(logits, -1), logits.bfloat16(), logits.clamp(min=0)):
+        check_inputs(right, labels, old, A)
+    for wrong in (logits.softmax(-1), logits.bfloat16().softmax(-1)):
+        with pytest.raises(ValueError, match="logits must be logits, got probabilities"):
+            check_inputs(wrong, labels, None, A)
+    check_inputs(torch.eye(4), torch.arange(4), None, torch.ones(4))
+    check_inputs(torch.ones(9, 1), torch.zeros(9, dtype=torch.long), None, torch.ones(9))
+
+
+def test_one_row():
+    logits, labels, old, A = policy((1, 1))
+    check_inputs(logits[0, 0], labels[0, 0], old[0, 0], A[0])
+
+
+def test_logarithms_for_weights():
+    logits, labels, old, A = policy()
+    check_inputs(logits, labels, old, A, rollout_is_weights=old.exp())
+    with pytest.raises(ValueError, match=r"rollout_is_weights must be >= 0, got -.* at \(0, 0\)"):
+        check_inputs(logits, labels, old, A, rollout_is_weights=old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("value", [0.5, -1.0, -torch.inf, torch.nan, 2])
+def test_masks_that_are_none(value, dtype):
+    logits, labels, old, A = policy()
+    mask = torch.ones(old.shape, dtype=dtype)
+    if dtype.is_floating_point or value in (-1.0, 2):
+        mask[2, 3] = value
+        with pytest.raises(
+            ValueError, match=r"response_mask must be 0 \(masked\) or 1, got .*2, 3"
+        ):
+            check_inputs(logits, labels, old, A, mask)
+    for good in (mask == 1, (mask == 1).to(dtype), torch.zeros_like(mask)):
+        check_inputs(logits, labels, old, A, good)
+
+
+def test_mask_of_the_other_tokens():
+    """A prompt has no labels: a mask that keeps it alone is inverted."""
+    logits, labels, old, A = policy()
+    labels[:, :5] = -100
+    mask = labels != -100
+    check_inputs(logits, labels, old, A, mask)
+    check_inputs(logits, torch.full_like(labels, -100), old, A, mask)
+    with pytest.raises(ValueError, match="response_mask must be 1 at some label other than -100"):
+        check_inputs(logits, labels, old, A, ~mask)
+
+
+FIRST_STEP = "nats; in a right first step ppo_kl ~ 0, pg_clipfrac ~ 0 and ratios ~ 1"
+
+
+@pytest.mark.parametrize("stale", [0.0, 0.1])
+@pytest.mark.parametrize("layout", ["padded", "packed", "one row"])
+@pytest.mark.parametrize("V", [11, 1000])
+def test_shifted_labels(V, layout, stale):
+    """Labels that are tokens of the rows, or moved twice; old log-probs moved along, or not."""
+    logits, tokens, *_ = policy((6, 14), V)
+    logits[0, 0, tokens[0, 0]] = -torch.inf
+    rows, labels = logits[:, :-2], tokens[:, 1:-1]
+    old = log_probs(rows, labels)[0]
+    old = (old - stale * torch.rand_like(old)).clamp(max=0)
+    options = {}
+
+    def check(rows, labels, old):
+        if layout == "packed":
+            S = labels.shape[1]
+            rows, labels, old = rows.flatten(0, 1), labels.flatten(), old.flatten()
+            options["cu_seqlens"] = torch.arange(7) * S
+        if layout == "one row":
+            rows, labels, old = (x[0] for x in (rows, labels, old))
+        check_inputs(rows, labels, old, torch.ones_like(old), **options)
+
+    check(rows, labels, old)
+    aligned = "labels must be aligned with the rows of logits .*labels one position"
+    for wrong, where in ((tokens[:, :-2], "later"), (tokens[:, 2:], "earlier")):
+        with pytest.raises(ValueError, match=f"{aligned} {where}: mean .*instead of"):
+            check(rows, wrong, old)
+    moved = old.roll(1, 1)
+    moved[:, 0] = -50.0  # of no row
+    with pytest.raises(ValueError, match=f"{aligned} later"):
+        check(rows[:, 1:], tokens[:, 1:-2], moved[:, 1:])
+    with pytest.raises(ValueError, match="old_log_probs must be .*position after"):
+        check(rows[:, 1:], labels[:, 1:], moved[:, 1:])
+    with pytest.raises(ValueError, match="old_log_probs must be .*position before"):
+        check(rows[:, :-1], labels[:, :-1], old[:, 1:])
+    if not stale:
+        with pytest.raises(ValueError, match=FIRST_STEP):
+            check(rows, tokens[:, :-2], old)
+
+
+def test_another_temperature():
+    for T in (0.6, 0.8, 1.4):
+        arguments = policy(V=500, temperature=T)
+        check_inputs(*arguments, config=BAPOConfig(temperature=T))
+        with pytest.raises(ValueError, match=f"config.temperature must .*, got 1.0, they fit {T}"):
+            check_inputs(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 7), (2, 5), (4, 12)])
+def test_old_data_is_no_mistake(shape):
+    """However far it is off, in whatever way; and few tokens prove nothing."""
+    for seed, V in enumerate([3, 3, 50, 50, 400, 400]):
+        logits, labels, old, A = policy(shape, V)
+        torch.manual_seed(seed)
+        for off in (torch.randn(shape), -torch.rand(shape), -torch.rand(shape[0], 1)):
+            for scale in (0.5, 5.0):
+                check_inputs(logits, labels, (old + scale * off).clamp(max=0), A)
+        for n in range(2):  # forbidden since
+            logits[0, n, labels[0, n]] = -torch.inf
+            check_inputs(logits, labels, old, A)
+    check_inputs(logits, labels, torch.zeros(shape), A)
+
+
+def test_options_are_checked_too():
+    arguments = policy()
+    epsilons = torch.tensor(0.2), torch.tensor(0.28)
+    with pytest.raises(ValueError, match="bounds.upper must be >= 1, .*not an epsilon, got 0.28"):
+        check_inputs(*arguments, bounds=epsilons)
+    for count in (torch.tensor(0), torch.tensor(torch.nan), -1):
+        with pytest.raises(ValueError, match="batch_num_tokens must be finite and > 0, got"):
+            check_inputs(*arguments, batch_num_tokens=count)
+    with pytest.raises(ValueError, match="config must be a BAPOConfig"):
+        check_inputs(*arguments, config={"temperature": 0.7})
+    with pytest.raises(ValueError, match="ref_log_probs must be given"):
+        check_inputs(*arguments, config=BAPOConfig(kl_loss_coef=0.1))
+    with pytest.raises(ValueError, match="backend must be None or one of"):
+        check_inputs(*arguments, backend="tpu")
+    with pytest.raises(TypeError, match="old_logprobs"):
+        check_inputs(*arguments, old_logprobs=arguments[2])
+
+
+def test_labels_of_uint8():
+    """-100 as uint8 is 156, a label like any other."""
+    labels = torch.full((2,), 156, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 100\) or -100, got 156"):
+        check_inputs(torch.zeros(2, 100), labels, None, torch.ones(2))
 
 
 def test_report():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from causal_lm import CausalLM
 
 import bapo_kernels
 from bapo_kernels import aggregation, backends, config, reference
@@ -82,23 +83,11 @@ def blocks():
     return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
 
 
-class Model(torch.nn.Module):
-    """What the README takes of a model of transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(11, 4)
-        self.lm_head = torch.nn.Linear(4, 11, bias=False)
-
-    def model(self, tokens):
-        return type("Output", (), {"last_hidden_state": self.embedding(tokens)})
-
-
 def surroundings():
     """The names that the README takes as given: a batch of 2 x 3 tokens, groups of one rank."""
-    model, tokens = Model(), torch.randint(11, (2, 4))
+    model, tokens = CausalLM(), torch.randint(31, (2, 4))
     logits = model.lm_head(model.model(tokens).last_hidden_state[:, :-1])
-    labels, old = tokens[:, 1:], torch.full((2, 3), -2.4)
+    labels, old = tokens[:, 1:], torch.full((2, 3), -3.4)
     advantages, mask = torch.tensor([1.0, -1.0]), torch.ones(2, 3)
     per_token = advantages[:, None].expand(2, 3)
 

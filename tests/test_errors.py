@@ -1,15 +1,25 @@
 """Every refusal says name, rule and value got, before anything is launched."""
 
+import warnings
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 
 from bapo_kernels import (
     BAPOConfig,
+    ClipBounds,
+    ClipBoundSearch,
     ContributionHistogram,
     available_backends,
+    bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
+    checks,
+    find_clip_bounds,
     log_probs,
+    reference,
 )
 
 B, S, V = 2, 5, 11
@@ -44,6 +54,10 @@ CASES = {
         "logits must be floating point, got torch.int64",
     ),
     "logits list": (arguments(logits=[1.0]), "logits must be a tensor, got list"),
+    "logits float8": (
+        arguments(logits=torch.zeros(B, S, V, dtype=torch.float8_e4m3fn)),
+        "logits must be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn",
+    ),
     "logits scalar": (
         arguments(logits=torch.tensor(1.0)),
         r"logits must have shape \(..., V\), got \(\)",
@@ -91,7 +105,22 @@ CASES = {
     ),
     "packed advantages": (
         packed(advantages=torch.zeros(3), cu_seqlens=CU),
-        r"advantages must have shape \(5,\) or one entry a sequence \(1,\), got \(3,\)",
+        r"advantages must have the shape of labels \(5,\) or one entry a sequence \(1,\), "
+        r"got \(3,\)",
+    ),
+    "packed advantages without offsets": (
+        packed(advantages=torch.zeros(1)),
+        r"advantages must have the shape of labels \(5,\) or one entry a sequence with "
+        r"cu_seqlens, got \(1,\)",
+    ),
+    "advantages with a dimension of 1": (
+        arguments(advantages=torch.zeros(B, S, 1)),
+        r"advantages must have the shape of labels \(2, 5\) or one entry a sequence \(2,\), "
+        r"got \(2, 5, 1\)",
+    ),
+    "advantages as a column": (
+        arguments(advantages=torch.zeros(B, 1)),
+        r"advantages must have the shape of labels .*, got \(2, 1\)",
     ),
     "mask shape": (
         arguments(response_mask=torch.ones(B)),
@@ -144,9 +173,13 @@ CASES = {
     "bounds not a pair": (arguments(bounds=(1.0,)), r"bounds must be a pair \(lower, upper\)"),
     "bounds order": (
         arguments(bounds=(1.3, 1.2)),
-        r"bounds must have 0 <= lower <= upper, got \(1.3, 1.2\)",
+        r"bounds.lower must be in \[0, 1\], a bound of the ratio, not an epsilon, got 1.3",
     ),
-    "bounds nan": (arguments(bounds=(float("nan"), 1.2)), "bounds.lower must be a number >= 0"),
+    "bounds that are epsilons": (
+        arguments(bounds=(0.2, 0.28)),
+        "bounds.upper must be >= 1, a bound of the ratio, not an epsilon, got 0.28",
+    ),
+    "bounds nan": (arguments(bounds=(float("nan"), 1.2)), r"bounds.lower must be in \[0, 1\], "),
     "bounds size": (
         arguments(bounds=(torch.ones(2), torch.ones(()))),
         r"bounds.lower must have one element, got \(2,\)",
@@ -166,7 +199,35 @@ CASES = {
     ),
     "batch_num_tokens": (
         arguments(batch_num_tokens=0),
-        "batch_num_tokens must be > 0, got 0",
+        "batch_num_tokens must be finite and > 0, got 0",
+    ),
+    "batch_num_tokens inf": (
+        arguments(batch_num_tokens=float("inf")),
+        "batch_num_tokens must be finite and > 0, got inf",
+    ),
+    "batch_num_tokens bool": (
+        arguments(batch_num_tokens=True),
+        r"batch_num_tokens must be a number, got True \(bool\)",
+    ),
+    "batch_num_tokens of bools": (
+        arguments(batch_num_tokens=torch.tensor(True)),
+        "batch_num_tokens must be a real number, got torch.bool",
+    ),
+    "batch_num_tokens device": (
+        arguments(batch_num_tokens=torch.ones((), device="meta")),
+        "batch_num_tokens must be on the device of labels",
+    ),
+    "dp_size float": (
+        arguments(dp_size=2.0, batch_num_tokens=3),
+        r"dp_size must be an integer >= 1, got 2.0 \(float\)",
+    ),
+    "dp_size bool": (
+        arguments(dp_size=True),
+        r"dp_size must be an integer >= 1, got True \(bool\)",
+    ),
+    "dp_size tensor": (
+        arguments(dp_size=torch.tensor(2), batch_num_tokens=3),
+        "dp_size must be an integer >= 1, got Tensor",
     ),
     "global_batch_size": (
         arguments(global_batch_size=torch.ones(2)),
@@ -179,7 +240,7 @@ CASES = {
     ),
     "padded cu_seqlens": (
         arguments(cu_seqlens=CU),
-        r"cu_seqlens must come with packed labels of shape \(N,\), got labels of shape \(2, 5\)",
+        r"labels must have packed shape \(N,\) with cu_seqlens, got \(2, 5\)",
     ),
     "cu_seqlens shape": (
         packed(cu_seqlens=torch.tensor([0])),
@@ -236,6 +297,23 @@ def test_loss_from_log_probs():
 WRONG_TYPES = {
     "config dict": (arguments(config={"target": 0.5}), "config must be"),
     "config empty dict": (arguments(config={}), "config must be"),
+    "bounds bool": (
+        arguments(bounds=(False, True)),
+        r"bounds.lower must be a number, got False \(bool\)",
+    ),
+    "bounds array": (
+        arguments(bounds=(np.array([0.8]), 1.2)),
+        r"bounds.lower must be a number \(.item\(\) of a tensor or array\), got ndarray",
+    ),
+    "bounds of bools": (
+        arguments(bounds=(torch.tensor(True), torch.tensor(True))),
+        "bounds.lower must be a real number, got torch.bool",
+    ),
+    "statistics bool": (arguments(statistics=True), "statistics must be 'all' or 'live', got True"),
+    "mask of a sequence": (
+        arguments(response_mask=torch.ones(B)),
+        r"response_mask must have the shape of labels \(2, 5\), got \(2,\)",
+    ),
     "bounds str": (arguments(bounds=("a", 1.2)), "bounds.lower must be"),
     "bounds None": (arguments(bounds=(0.8, None)), "bounds.upper must be"),
     "bounds mixed": (arguments(bounds=(torch.tensor(0.8), -1.0)), "bounds.* must"),
@@ -272,3 +350,109 @@ def test_nothing_is_written_before_the_checks():
             bapo_loss(**(given | change))
     assert torch.equal(given["logits"], before)
     assert given["logits"]._version == version
+
+
+@pytest.mark.parametrize("loss_of", [bapo_loss, reference.bapo_loss])
+@pytest.mark.parametrize("kind", [float, np.float32])
+def test_bounds_that_are_numbers(kind, loss_of):
+    """Epsilons, NaN and crossed ones are refused; tensors are not read (``test_debug.py``)."""
+    given = arguments()
+    expected = loss_of(**given, bounds=(torch.tensor(0.75), torch.tensor([1.5]))).loss
+    assert loss_of(**given, bounds=ClipBounds(kind(0.75), kind(1.5))).loss == expected
+    bad = {"lower": [(1.3, 1.5), (-0.1, 1.5), (np.nan, 1.5)], "upper": [(0.2, 0.28), (0.8, np.nan)]}
+    for side, pairs in bad.items():
+        for pair in pairs:
+            with pytest.raises(ValueError, match=f"bounds.{side} must be .*not an epsilon, got"):
+                loss_of(**given, bounds=tuple(kind(bound) for bound in pair))
+
+
+def test_no_upper_bound():
+    given = arguments()
+    assert bapo_loss(**given, bounds=(0.0, float("inf"))).metrics["pg_clipfrac"] == 0
+
+
+@pytest.mark.parametrize("of", [np.float32, np.int64, np.float64, Fraction, int])
+def test_numbers_are_numbers(of):
+    """Of numpy too, wherever a number is asked for; the result is that of Python's."""
+    hidden, weight = torch.randn(B, S, 4), torch.randn(V, 4)
+    labels, old, A = (arguments()[name] for name in ("labels", "old_log_probs", "advantages"))
+    results = []
+    for kind in (float, of):
+        config = BAPOConfig(temperature=kind(2), loss_agg_mode="seq-mean-token-mean")
+        options = dict(global_batch_size=kind(4), dp_size=2, config=config)
+        if issubclass(kind, (np.integer, int)):
+            options["dp_size"] = kind(2)
+        out = bapo_linear_loss(hidden, weight, labels, old, A, bounds=(0.5, kind(2)), **options)
+        results.append((out.loss, log_probs(hidden, labels * 0, temperature=kind(2))[0]))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_chunk_tokens():
+    call = torch.randn(B, S, 4), torch.randn(V, 4), *list(arguments().values())[1:]
+    for wrong, got in ((2.0, r"2.0 \(float\)"), (0, "0"), (True, r"True \(bool\)")):
+        with pytest.raises(
+            ValueError, match=f"chunk_tokens must be None or an integer >= 1, got {got}"
+        ):
+            bapo_linear_loss(*call, chunk_tokens=wrong)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, float("nan")])
+@pytest.mark.parametrize("loss_of", [bapo_loss, reference.bapo_loss])
+def test_counts_on_a_device(loss_of, value):
+    """They are not read: one that counts nothing makes the loss NaN, never 0 or of another sign."""
+    given = arguments(old_log_probs=None)
+    count = torch.tensor(value)
+    assert loss_of(**given, batch_num_tokens=count).loss.isnan()
+    assert loss_of(**given, config=SEQ, global_batch_size=count).loss.isnan()
+
+
+REFERENCE = {
+    "old_log_probs": dict(old_log_probs=torch.zeros(S)),
+    "response_mask": dict(response_mask=torch.ones(S)),
+    "rollout_log_probs": dict(rollout_log_probs=torch.zeros(1)),
+    "rollout_is_weights": dict(rollout_is_weights=torch.ones(S)),
+    "ref_log_probs": dict(ref_log_probs=torch.zeros(1, S)),
+    "advantages": dict(advantages=torch.ones(1)),
+    "config": dict(config={}),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference(name):
+    """What torch would spread over the tokens is refused."""
+    given = dict(log_probs=torch.zeros(B, S), old_log_probs=None, advantages=torch.ones(B, S))
+    with pytest.raises(ValueError, match=f"{name} must "):
+        reference.bapo_loss_from_log_probs(**(given | REFERENCE[name]))
+
+
+@pytest.mark.parametrize("ranks", [None, "1", "2"])
+def test_no_group_where_there_are_ranks(ranks, monkeypatch):
+    """``dist.group.WORLD`` is None before init_process_group: once, it is said."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    world, lp = torch.distributed.group.WORLD, torch.zeros(2)
+    assert world is None
+    torch._dynamo.reset()
+
+    def loss_of(lp):
+        return bapo_loss_from_log_probs(lp, None, lp, process_group=world)
+
+    calls = (
+        lambda: loss_of(lp),
+        lambda: torch.compile(loss_of, fullgraph=True, backend="eager")(lp),
+        lambda: ClipBoundSearch(process_group=world),
+        lambda: find_clip_bounds(lp, None, lp),
+    )
+    for call in calls:
+        checks._warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+            call()
+        messages = [w for w in caught if "process_group is None" in str(w.message)]
+        assert len(messages) == (ranks == "2")
+        assert all("WORLD_SIZE is 2" in str(w.message) for w in messages)
+        if call is not calls[1]:
+            assert all(w.filename == __file__ for w in messages)

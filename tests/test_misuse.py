@@ -6,6 +6,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from bapo_kernels import (
     BAPOLinearLoss,
     BAPOLoss,
     ClipBoundSearch,
+    ContributionHistogram,
     bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
@@ -27,6 +29,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.config import LossAggMode
 from bapo_kernels.debug import check_inputs
 from bapo_kernels.linear import HeadGradients, head
 
@@ -340,8 +343,7 @@ def test_only_the_policy_has_a_gradient(backend, device):
         for out in calls:
             given = torch.autograd.grad(out.loss, [*leaves.values(), *bounds], allow_unused=True)
             assert given == (None,) * len(given)
-            outputs = out.log_probs, out.entropy, *out.bounds, *out.metrics.values()
-            assert not any(output.requires_grad for output in outputs)
+            assert not any(x.requires_grad for x in (*out.bounds, *out.metrics.values()))
     loss = bapo_loss(x["logits"].detach(), case.labels, backend=backend, **leaves).loss
     with pytest.raises(RuntimeError, match="does not require grad"):
         loss.backward()
@@ -453,6 +455,85 @@ def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode):
     assert logits.grad[case.labels != -100].isnan().any(-1).all()
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 9, got"):
         check_inputs(*arguments, cu_seqlens=offsets)
+
+
+def packed_problem(device):
+    """9 tokens in sequences that end at 7; the other two are as wild as masked ones may be."""
+    case = make_case((9,), V, device=device, staleness=0.5, poison=False, masked=0.0)
+    case.labels[7:], case.old_log_probs[7:] = torch.tensor([0, V - 1], device=device), -torch.inf
+    torch.manual_seed(0)
+    x = dict(logits=case.logits, hidden=torch.randn(9, H, device=device))
+    x |= dict(weight=torch.randn(V, H, device=device), log_probs=-torch.rand(9, device=device))
+    x |= dict(entropy=torch.rand(9, device=device))
+    for name in ("logits", "hidden", "log_probs", "entropy"):
+        x[name][7:] = torch.nan
+    return {name: leaf.requires_grad_() for name, leaf in x.items()}, case
+
+
+def results_of(loss_of, device, advantages, mask=None, **options):
+    """Everything that a packed call returns, and the gradients."""
+    x, case = packed_problem(device)
+    case.response_mask = torch.ones(9, device=device) if mask is None else mask
+    case.advantages = advantages
+    out = loss_of(x, case, **options)
+    out.loss.backward()
+    gradients = [leaf.grad for leaf in x.values()]
+    return [*out[:3], *out.bounds, *out.metrics.values(), *gradients]
+
+
+def outputs_of_logits(x, case, **options):
+    return bapo_loss(x["logits"], *case.arguments(), **options)
+
+
+def outputs_of_hidden(x, case, **options):
+    if options["backend"] != "reference":
+        options |= dict(chunk_tokens=3)
+    return bapo_linear_loss(x["hidden"], x["weight"], *case.arguments(), **options)
+
+
+def outputs_of_log_probs(x, case, **options):
+    _, *arguments = case.arguments()
+    return bapo_loss_from_log_probs(x["log_probs"], *arguments, entropy=x["entropy"], **options)
+
+
+BEHIND = [  # a mode is a weight of the tokens, known before any level
+    *((outputs_of_log_probs, mode) for mode in get_args(LossAggMode)),
+    (outputs_of_logits, "seq-mean-token-mean"),
+    (outputs_of_hidden, "token-mean"),
+]
+
+
+@pytest.mark.parametrize("statistics", ["all", "live"])
+@pytest.mark.parametrize(("loss_of", "mode"), BEHIND)
+def test_tokens_behind_the_last_sequence_are_masked(backend, device, loss_of, mode, statistics):
+    """As if the mask said so, to the bit: nothing of them is counted anywhere."""
+    offsets = torch.tensor([0, 3, 7], device=device)
+    mask = (torch.arange(9, device=device) < 7).float()
+    config = BAPOConfig(loss_agg_mode=mode, entropy_coef=0.1, loss_scale_factor=5.0)
+    options = dict(config=config, cu_seqlens=offsets, statistics=statistics)
+    per_token = torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0, 1.0, 2.0, 5.0, 7.0], device=device)
+    for name, A in ((backend, per_token[:2]), ("reference", per_token)):
+        options |= dict(advantages=A, backend=name)
+        got = results_of(loss_of, device, **options)
+        assert_same(got, results_of(loss_of, device, mask=mask, **options))
+        assert got[0].isfinite()
+        assert not got[1][7:].any()
+        assert all(g is None or g.isfinite().all() for g in got[5:])
+
+
+def test_the_search_does_not_count_them(device):
+    x, case = packed_problem(device)
+    log_probs = x["log_probs"].detach()
+    A, offsets = torch.tensor([1.0, -2.0], device=device), torch.tensor([0, 3, 7], device=device)
+    tables, sums = [], []
+    for n in (7, 9):
+        given = log_probs[:n], case.old_log_probs[:n], A
+        tables.append(ContributionHistogram().update(*given, cu_seqlens=offsets).table)
+        probe = reference.Contributions(BAPOConfig(), *given, None, cu_seqlens=offsets)
+        sums.append(probe.sums(0.8, 1.2))
+    assert torch.equal(*tables)
+    assert sums[0] == sums[1]
+    assert all(sums[0])
 
 
 @contextmanager
@@ -608,6 +689,18 @@ def test_functional_call(backend, device):
     out.loss.backward()
     _, *expected = gradients(partial(of_logits, config=CONFIG), backend, device)
     assert torch.equal(x["logits"].grad, expected[0])
+
+
+def test_none_in_a_call_is_what_the_module_has():
+    x, case = problem()
+    config = BAPOConfig.fixed(0.9, 1.1)
+    for module, inputs in (
+        (BAPOLoss(config, backend="reference"), [x["logits"]]),
+        (BAPOLinearLoss(config, backend="reference"), [x["hidden"], x["weight"]]),
+    ):
+        out = module(*inputs, *case.arguments(), config=None, backend=None)
+        assert [float(bound) for bound in out.bounds] == pytest.approx([0.9, 1.1])
+        assert type(out.loss.grad_fn).__name__ != "_PrecomputedGradientBackward"  # of a kernel
 
 
 def through_torch(value):

@@ -172,7 +172,8 @@ def test_bounds_are_inclusive(backend, device, advantage):
     A = torch.full((1,), advantage, device=device)
     below, above = 1 - 2.0**-24, 1 + 2.0**-23
     kept = []
-    for bounds in ((1.0, 1.0), (0.5, below), (above, 2.0)):
+    for values in ((1.0, 1.0), (0.5, below), (above, 2.0)):
+        bounds = torch.tensor(values, device=device).unbind()  # numbers must enclose 1
         x = torch.randn(1, 4, device=device, requires_grad=True)
         bapo_loss(x, labels, None, A, bounds=bounds, backend=backend).loss.backward()
         kept.append(bool(x.grad.any()))

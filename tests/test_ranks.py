@@ -1,21 +1,39 @@
 """What ranks send, in which scope they decide, and what happens when one is wrong."""
 
+import gc
+import io
 import os
+import runpy
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 
+import causal_lm
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_reference
+from helpers import EPS, assert_within_budget, run_reference
 from shards import COLUMNS, SEQUENCES, head, part, whole_case
-from torch.distributed.tensor import Shard, distribute_tensor
-from world import grid, world
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from world import grid
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_loss, find_clip_bounds
-from bapo_kernels.distributed import sum_over_ranks
+from bapo_kernels import (
+    BAPOConfig,
+    BAPOOutput,
+    ClipBoundSearch,
+    LMHead,
+    bapo_loss,
+    find_clip_bounds,
+    linear_log_probs,
+)
+from bapo_kernels.distributed import _warn_not_synchronised, sum_over_ranks
 
 pytestmark = pytest.mark.xdist_group("world")
 
@@ -236,8 +254,7 @@ def test_check_inputs_of_shards(worlds):
 
 def raising_rank(rank, level):
     """One rank has a bad argument: it raises before its collective."""
-    mesh = grid(1, 2)
-    group = mesh.get_group("tensor")
+    group = dist.new_group(timeout=timedelta(seconds=1))
     case = whole_case("paper", torch.float32)
     advantages = case.advantages[:, :-1] if rank == 1 else case.advantages
     arguments = case.labels, case.old_log_probs, advantages, case.response_mask
@@ -248,27 +265,47 @@ def raising_rank(rank, level):
 
 
 @pytest.mark.parametrize("level", ["search", "shards"])
-def test_a_rank_that_raises_does_not_leave_others_hanging(tmp_path, level):
-    with world(2, tmp_path, timeout=2) as ranks:
-        (fine0, error0), (fine1, error1) = ranks.answers(raising_rank, level)
+def test_a_rank_that_raises_does_not_leave_others_hanging(worlds, level):
+    (fine0, error0), (fine1, error1) = worlds(2).answers(raising_rank, level)
     assert not fine0
     assert not fine1
     assert "advantages must have the shape of labels" in error1
     assert "imed out" in error0
 
 
-@pytest.mark.parametrize("scope", ["step", "lagged"])
-def test_example(scope):
-    """The example trains, and its scopes decide as they say."""
+EXAMPLE = Path(__file__).parent.parent / "examples/many_ranks.py"
+
+
+def torchrun():
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = Path(__file__).parent.parent / "examples/many_ranks.py"
-    command += [str(script), "--tensor", "2", "--scope", scope]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, *command, str(EXAMPLE), "--tensor", "2", "--scope", "step"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
-    lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step")]
+    return run.stdout
+
+
+def example_rank(rank):
+    """What the example prints in a world that runs already."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
+        for name in ("init_process_group", "destroy_process_group"):
+            patch.setattr(dist, name, lambda **_: None)
+        example = runpy.run_path(str(EXAMPLE))
+        example["main"](tensor=2, scope=example["Scope"].lagged)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("scope", ["step", "lagged"])
+def test_example(worlds, scope):
+    """The example trains, and its scopes decide as they say."""
+    output = torchrun() if scope == "step" else worlds(2).run(example_rank)[0]
+    lines = [line.split() for line in output.splitlines() if line.startswith("step")]
     losses = [float(line[3]) for line in lines]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
@@ -289,3 +326,266 @@ def test_step_forgets_the_tokens():
         expected.append(find_clip_bounds(*tokens, config=case.options["config"]))
         assert search.bounds == expected[-1]
     assert expected[0] != expected[1]
+
+
+def policy_of(tied=False):
+    torch.manual_seed(5)
+    return causal_lm.recipe()(causal_lm.CausalLM(tied=tied), target=0.6)
+
+
+def policy_batch():
+    """Tokens, old log-probs, advantages, mask of 6 sequences; how many tokens are unmasked."""
+    g = torch.Generator().manual_seed(7)
+    tokens = torch.randint(causal_lm.V, (6, 6), generator=g)
+    old = -3.4 + 0.5 * torch.randn(6, 5, generator=g)
+    mask = torch.rand(6, 5, generator=g) < 0.8
+    return (tokens, old, torch.randn(6, generator=g), mask), int(mask.sum())
+
+
+def policy_gradients(policy, micro_batches, wrapped, **options):
+    """By name, whole, of one optimizer step."""
+    policy.zero_grad()
+    for i, batch in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        fsdp = hasattr(policy, "set_requires_gradient_sync")
+        if fsdp:
+            policy.set_requires_gradient_sync(last)
+        with nullcontext() if last or fsdp or not wrapped else policy.no_sync():
+            out = policy(*batch, **options)
+            assert type(out) is BAPOOutput
+            assert out.metrics["pg_loss"].shape == out.bounds.upper.shape == ()
+            assert out.log_probs.shape == batch[3].shape
+            out.loss.backward()
+    whole = {name: getattr(p, "grad", None) for name, p in policy.named_parameters()}
+    return {
+        name.removeprefix("module."): g.full_tensor() if isinstance(g, DTensor) else g.clone()
+        for name, g in whole.items()
+    }
+
+
+def inside_rank(rank, kind, tied):
+    """Gradients of the whole batch, then of two micro-batches."""
+    mesh = grid(2, 1)["data"]
+    policy = policy_of(tied)
+    if kind.startswith("FSDP2"):
+        fully_shard(policy.model.model.block, mesh=mesh)
+        if kind == "FSDP2, the head alone":
+            fully_shard(policy.model.lm_head, mesh=mesh)
+        fully_shard(policy, mesh=mesh)
+    else:
+        options = {} if kind == "DDP" else {kind: True}
+        policy = DistributedDataParallel(policy, **options)
+    arguments, count = policy_batch()
+    mine = [x[part(SEQUENCES[2], rank)] for x in arguments]
+    counts = dict(batch_num_tokens=count, dp_size=2)
+    made = [policy_gradients(policy, [mine], True, process_group=mesh.get_group(), **counts)]
+    if kind != "static_graph":  # DDP refuses no_sync with it
+        halves = [[x[:1] for x in mine], [x[1:] for x in mine]]
+        made.append(policy_gradients(policy, halves, True, bounds=(0.7, 1.3), **counts))
+    return made
+
+
+INSIDE = [
+    (kind, tied)
+    for kind in ("DDP", "find_unused_parameters", "static_graph", "FSDP2")
+    for tied in (False, True)
+]
+
+
+# FSDP2 refuses tied weights in two groups.
+@pytest.mark.parametrize(("kind", "tied"), [*INSIDE, ("FSDP2, the head alone", False)])
+def test_the_loss_inside_of_the_forward(worlds, kind, tied):
+    """The recipe of docs/distributed.md: gradients as on one process, micro-batches too."""
+    ranks = worlds(2).run(inside_rank, kind, tied)
+    arguments, count = policy_batch()
+    exact = [x.double() if x.is_floating_point() else x for x in arguments]
+    truths, plain = [], []
+    for options in ({}, dict(bounds=(0.7, 1.3))):
+        options = dict(batch_num_tokens=count, **options)
+        plain.append(policy_gradients(policy_of(tied), [arguments], False, **options))
+        options |= dict(backend="reference")
+        truths.append(policy_gradients(policy_of(tied).double(), [exact], False, **options))
+    for made in ranks:
+        for got, reference, truth in zip(made, plain, truths, strict=False):
+            assert got.keys() == truth.keys()
+            for name, gradient in got.items():
+                # A mean over ranks and micro-batches rounds a few times, one process once.
+                inherited = 16 * EPS[torch.float32] * truth[name].abs().max().item()
+                assert_within_budget(
+                    name, gradient, reference[name], truth[name], inherited=inherited
+                )
+
+
+def beside_rank(rank, kind):
+    """Warnings of two calls of a kind; how far its gradients are from the mean of the ranks."""
+    mesh = grid(2, 1)["data"]
+    _warn_not_synchronised.cache_clear()
+    policy = policy_of()
+    model, head = policy.model, policy.head
+    arguments, count = policy_batch()
+    tokens, *batch = (x[part(SEQUENCES[2], rank)] for x in arguments)
+    options = dict(batch_num_tokens=count, dp_size=2, bounds=(0.7, 1.3))
+
+    def beside():
+        hidden = head.decoder(tokens).last_hidden_state[:, :-1]
+        weight = head.weight
+        if kind == "log-probs beside DDP":
+            return linear_log_probs(hidden, weight, tokens[:, 1:])[0].sum()
+        labels = tokens[:, 1:]
+        return bapo_kernels.bapo_linear_loss(hidden, weight, labels, *batch, **options).loss
+
+    def inside():
+        return wrapper(tokens, *batch, **options).loss
+
+    loss = beside
+    if kind in ("beside DDP", "log-probs beside DDP", "no gradient"):
+        wrapper = DistributedDataParallel(policy)
+    if kind == "a frozen head beside DDP":
+        model.lm_head.requires_grad_(False)
+        wrapper = DistributedDataParallel(policy)
+    if kind == "DDP of another model":
+        wrapper = DistributedDataParallel(policy_of())
+    if kind == "inside of DDP":
+        wrapper, loss = DistributedDataParallel(policy), inside
+    if kind == "inside of FSDP2":
+        wrapper, loss = fully_shard(policy, mesh=mesh), inside
+    if kind == "hidden states from DDP":
+        wrapper = DistributedDataParallel(policy.model.model)
+
+        def loss():
+            hidden = wrapper(tokens).last_hidden_state[:, :-1]
+            labels, weight = tokens[:, 1:], model.lm_head.weight
+            return bapo_kernels.bapo_linear_loss(hidden, weight, labels, *batch, **options).loss
+
+    scans = []
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(gc, "get_objects", lambda real=gc.get_objects: scans.append(1) or real())
+        with torch.set_grad_enabled(kind != "no gradient"):
+            losses = [loss(), loss()]
+    apart = 0.0
+    if kind != "no gradient":
+        losses[-1].backward()
+        gradient = model.model.block[0].weight.grad
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        mean = sum_over_ranks(gradient, mesh.get_group()) / 2
+        apart = (gradient - mean).abs().max().item()
+    messages = [
+        (Path(w.filename).name, str(w.message)) for w in caught if "beside" in str(w.message)
+    ]
+    return messages, len(scans), apart
+
+
+@pytest.mark.parametrize("kind", ["beside DDP", "log-probs beside DDP", "a frozen head beside DDP"])
+def test_a_loss_beside_the_forward_of_ddp_warns(worlds, kind):
+    """Once, at the line of the call; the gradients indeed are not synchronised."""
+    for messages, scans, apart in worlds(2).run(beside_rank, kind):
+        ((file, message),) = messages
+        assert file == "test_ranks.py"
+        assert "gradients are not averaged over the ranks" in message
+        assert scans == 1
+        assert apart > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "lookups"),
+    [
+        ("no DDP", 1),
+        ("DDP of another model", 1),
+        ("no gradient", 0),
+        ("inside of DDP", 1),
+        ("inside of FSDP2", 1),
+        ("hidden states from DDP", 1),
+    ],
+)
+def test_other_losses_do_not_warn(worlds, kind, lookups):
+    for messages, scans, apart in worlds(2).run(beside_rank, kind):
+        assert not messages
+        assert scans == lookups
+        assert apart == 0 or kind in ("no DDP", "DDP of another model")
+
+
+def test_one_process_and_a_compiler_look_nothing_up(monkeypatch):
+    monkeypatch.setattr(gc, "get_objects", pytest.fail)
+    hidden = torch.randn(3, 4, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(5, 4))
+    linear_log_probs(hidden, weight, torch.zeros(3, dtype=torch.int64))
+    monkeypatch.setattr(dist, "is_initialized", pytest.fail)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    bapo_kernels.distributed.warn_if_not_synchronised(hidden, weight)
+
+
+def placed_rank(rank):
+    """Heads of models that DDP, FSDP2 and tensor parallelism hold."""
+    mesh = grid(2, 1)["data"]
+    model, messages = causal_lm.CausalLM(), []
+    tokens = policy_batch()[0][0]
+    with pytest.raises(ValueError) as raised:
+        LMHead.of(DistributedDataParallel(model))
+    messages.append(str(raised.value))
+
+    model = causal_lm.CausalLM()
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    assert isinstance(LMHead.of(model).weight, DTensor)
+
+    model = causal_lm.CausalLM()
+    early = LMHead.of(model)
+    for module in (model.lm_head, model):
+        fully_shard(module, mesh=mesh)
+    for late in (early, LMHead.of(model)):
+        assert isinstance(late.weight, DTensor)
+        with pytest.raises(ValueError) as raised:
+            late.decoder(tokens)
+        messages.append(str(raised.value))
+        with torch.no_grad():
+            model(tokens)  # gathers the weights
+        with pytest.raises(ValueError, match="LMHead.decoder must be used inside"):
+            late.decoder(tokens)
+    inside = []
+    model.tail = lambda logits: inside.append(late.decoder(tokens)) or logits
+    model(tokens)
+    assert inside
+
+    model = causal_lm.CausalLM()
+    for module in (model.model, model):
+        fully_shard(module, mesh=mesh)
+    LMHead.of(model).decoder(tokens)  # whose forward is its own
+
+    model = fully_shard(causal_lm.CausalLM(), mesh=mesh)  # what torch does without LMHead
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        model.model(tokens)
+    with torch.no_grad():
+        model(tokens)
+    hidden, weight = model.model(tokens).last_hidden_state[:, :-1], model.lm_head.weight
+    linear_log_probs(hidden, weight, tokens[:, 1:])[0].sum().backward()
+    model.reshard()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return messages
+
+
+def test_heads_of_wrapped_models(worlds):
+    for of_ddp, early, late in worlds(2).run(placed_rank):
+        assert "LMHead must be used inside of the forward that DDP wraps" in of_ddp
+        assert "got a DistributedDataParallel" in of_ddp
+        assert early == late
+        assert "LMHead.decoder must be used inside of the forward that FSDP2 wraps" in early
+
+
+def rounded_rank(rank, cast):
+    """The divergence of a policy from its own log-probs under mixed precision."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+    policy = fully_shard(policy_of(), mesh=grid(2, 1)["data"], mp_policy=precision)
+    (tokens, _, advantages, _), _ = policy_batch()
+    with torch.no_grad():
+        old = policy(tokens, None, advantages).log_probs
+        rounded = old - old.bfloat16().float()
+        return policy(tokens, old, advantages).metrics["ppo_kl"], rounded.mean(), old
+
+
+def test_mixed_precision_of_fsdp2(worlds):
+    """docs/distributed.md names the option under which the old log-probs are not rounded."""
+    for divergence, _, old in worlds(2).run(rounded_rank, False):
+        assert divergence.abs() <= EPS[torch.float32] * old.abs().max()
+    for divergence, rounded, old in worlds(2).run(rounded_rank, True):
+        assert (divergence + rounded).abs() <= 2 * EPS[torch.float32] * old.abs().max()
+        assert divergence.abs() > 1e-4

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ..checks import require
 from ..config import BAPOConfig
-from ..inputs import require
 
 _OPTIONS = {field.name for field in fields(BAPOConfig)}
 # Of a loss that gets log-probs from its framework, which adds KL and entropy itself.

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import require
 from ..functional import bapo_loss_from_log_probs
-from ..inputs import require
 from . import config_of, left_to
 
 _OWNERS = left_to(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from ..inputs import require
 from . import config_of, left_to
 
 _METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")

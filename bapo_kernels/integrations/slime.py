@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import require
 from ..config import IGNORE_INDEX
 from ..functional import bapo_loss
-from ..inputs import require
 from . import config_of
 
 _OWNERS = dict(

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..aggregation import token_weights
+from ..checks import require
 from ..config import IGNORE_INDEX
 from ..functional import bapo_linear_loss, bapo_loss_from_log_probs, linear_log_probs
-from ..inputs import require
+from ..lm_head import LMHead
 from ..output import BAPOOutput
 from ..scopes import ClipBoundSearch
-from . import require_version
+from . import require_version, warn_once
 
 require_version("trl", "1.9")
 
@@ -64,14 +65,16 @@ class BAPOTrainer(GRPOTrainer):
         check(given)  # before a model is loaded
         super().__init__(*args, **kwargs)
         self._corrected_kl = corrects_kl(self.args)
-        transform = _transform(self.model.config.get_text_config())
+        self._lm_head = _lm_head(self.model, self.args)
+        transform = {} if self._lm_head is None else self._lm_head.transform
         self.bapo_config = bapo_config(self.args, **transform)
         ranks = dist.group.WORLD if self.accelerator.num_processes > 1 else None
         self.search = ClipBoundSearch(
             self.bapo_config, self.args.bapo_scope, ranks, self.accelerator.device
         )
         self._calls_left = 0  # micro-batches of the optimizer step that have not been computed
-        _add_head(self.model, self.args)
+        if self._lm_head is not None:
+            _add_head(self._lm_head, self.args.cast_lm_head_to_fp32)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
@@ -128,6 +131,8 @@ class BAPOTrainer(GRPOTrainer):
         if self.aux_loss_enabled or any(inputs.get(name) is not None for name in _IMAGES):
             rule = "be None or 'trl' with images or router losses"
             require(asked in (None, "trl"), "bapo_head", rule, repr(asked))
+            return "trl"
+        if self._lm_head is None:
             return "trl"
         if asked is not None:
             return str(asked)
@@ -310,43 +315,44 @@ def _mask(inputs: dict[str, Any]) -> Tensor:
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
-def _transform(config: Any) -> dict[str, Any]:
-    """Scale and soft cap of the logits, as families of models name them in their configs."""
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            scale = getattr(config, name)
-            break
-    else:
-        scaling = getattr(config, "logits_scaling", None)
-        if scaling is not None:  # Granite divides, HyperCLOVA X multiplies
-            scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return dict(logit_scale=scale, final_logit_softcapping=softcap)
+def _lm_head(model: Any, args: Any) -> LMHead | None:
+    """The head of the model; ``None`` where it is TRL's own that computes log-probs."""
+    if args.bapo_head == "trl":
+        return None
+    layer = model.get_output_embeddings()
+    # TRL's product in float32, which _add_head makes too.
+    cast = vars(layer).pop("forward", None) if args.cast_lm_head_to_fp32 else None
+    try:
+        return LMHead.of(model)
+    except ValueError as refusal:
+        if args.bapo_head is not None:
+            raise
+        warn_once(f"bapo_head is 'trl', which is slower: {refusal}")
+        return None
+    finally:
+        if cast is not None:
+            layer.forward = cast
 
 
-def _add_head(model: Any, args: Any) -> None:
+def _add_head(head: LMHead, float32: bool) -> None:
     """Lets ``model(..., bapo_head=f, bapo_tokens=T)`` return ``f(hidden states, weight, bias)``."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    original = base.forward
-    float32 = bool(getattr(args, "cast_lm_head_to_fp32", False))
+    model: Any = head.model
+    original = model.forward
 
-    @functools.wraps(type(base).forward)
+    @functools.wraps(type(model).forward)
     def forward(
         self: Any, *inputs: Any, bapo_head: Any = None, bapo_tokens: int = 0, **options: Any
     ) -> Any:
         if bapo_head is None:
             return original(*inputs, **options)
-        states = self.base_model(*inputs, use_cache=False, **options).last_hidden_state
-        head = self.get_output_embeddings()
-        rule = "be a plain linear layer; take bapo_head='trl'"
-        require(not hasattr(head, "lora_A"), "lm_head", rule, type(head).__name__)
-        hidden = states[:, -bapo_tokens - 1 : -1].to(head.weight.device)
+        states = head.decoder(*inputs, use_cache=False, **options).last_hidden_state
+        layer = self.get_output_embeddings() if float32 else head
+        hidden = states[:, -bapo_tokens - 1 : -1].to(layer.weight.device)
         context = nullcontext()
         if float32:
             hidden = hidden.float()
             context = torch.autocast(hidden.device.type, enabled=False)  # type: ignore[assignment]
         with context:
-            return bapo_head(hidden, head.weight, head.bias)
+            return bapo_head(hidden, layer.weight, layer.bias)
 
-    base.forward = types.MethodType(forward, base)
+    model.forward = types.MethodType(forward, model)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checks import require
 from ..config import BAPOConfig
-from ..inputs import require
 from . import config_of, require_version, warn_once
 
 require_version("trl", "1.9")

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..bounds import TABLE_FIELDS
+from ..checks import check_group, require
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from ..inputs import check_group, require
 from . import config_of, require_version, warn_once
 
 require_version("verl", "0.6.1")

@@ -1,0 +1,124 @@
+"""Checks of one argument: a refusal has its name, the rule and the value got."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from functools import cache
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def require(ok: bool, name: str, rule: str | tuple[Any, ...], got: Any) -> None:
+    """Raises ``ValueError`` with name, rule and the value got.
+
+    A rule may be a template and its values, as of :mod:`logging`. They become text only where it is
+    broken: ``torch.compile`` cannot write the sizes of dynamic shapes.
+    """
+    if not ok:
+        if isinstance(rule, tuple):
+            template, *values = rule
+            rule = template.format(*map(_shown, values))
+        raise ValueError(f"{name} must {rule}, got {_shown(got)}")
+
+
+def number(name: str, value: Any) -> float:
+    """A number of Python or numpy as ``float``; neither a bool nor an array."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        is_array = hasattr(value, "ndim")
+        rule = "be a number (.item() of a tensor or array)" if is_array else "be a number"
+        is_number = hasattr(value, "__float__") and not is_array and not isinstance(value, bool)
+        require(is_number, name, rule, typed(value))
+    return float(value)
+
+
+def count(name: str, value: Any, rule: str = "be an integer >= 1") -> int:
+    """An integer >= 1 of Python or numpy as ``int``; not a bool."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or value < 1:
+        require(False, name, rule, value if is_integer else typed(value))
+    return int(value)
+
+
+def typed(value: Any) -> str:
+    """What was got, where the fault is its type."""
+    kind = type(value).__name__
+    is_array = hasattr(value, "ndim") and not isinstance(value, Real)
+    return kind if is_array else f"{value!r} ({kind})"
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor; does not import what makes them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
+    """``tensor`` is a dense tensor of this rank, or may be ``sharded`` over many."""
+    require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
+    rule = "be a local tensor (.to_local() or .full_tensor())"
+    require(sharded or not is_dtensor(tensor), name, rule, "a DTensor")
+    require(tensor.layout == torch.strided, name, "be a dense tensor", tensor.layout)
+
+
+def check_floating(name: str, tensor: Any, sharded: bool = False) -> None:
+    """``tensor`` is floating point, dense, and of this rank or may be ``sharded`` over many."""
+    check_tensor(name, tensor, sharded)
+    require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
+    rule = "be float64, float32, bfloat16 or float16"
+    require(tensor.dtype.itemsize > 1, name, rule, tensor.dtype)
+
+
+def check_like(name: str, tensor: Any, like: Tensor, like_name: str) -> None:
+    """``tensor`` is floating point, with the shape and on the device of ``like``."""
+    check_floating(name, tensor)
+    rule = ("have the shape of {} {}", like_name, like.shape)
+    require(tensor.shape == like.shape, name, rule, tensor.shape)
+    check_device(name, tensor, like, like_name)
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
+    """Both are on one device."""
+    rule = f"be on the device of {like_name} ({like.device})"
+    require(tensor.device == like.device, name, rule, tensor.device)
+
+
+def check_group(name: str, group: Any) -> None:
+    """``group`` is ``None`` or a process group of this rank."""
+    if group is None:
+        if name == "process_group":
+            _warn_without_group()
+        return
+    ok = dist.is_available() and isinstance(group, dist.ProcessGroup)
+    rule = "be None or a torch.distributed.ProcessGroup that this rank is in (mesh.get_group())"
+    require(ok, name, rule, type(group).__name__)
+
+
+@torch.compiler.assume_constant_result  # runs while a call is traced and is not in the graph
+def _warn_without_group() -> None:
+    """Once, where other processes exist but no process group: ``None`` may be the default group."""
+    ranks = os.environ.get("WORLD_SIZE", "1")  # torchrun sets it
+    if ranks not in ("", "1") and dist.is_available() and not dist.is_initialized():
+        _warn_once(ranks)
+
+
+@cache
+def _warn_once(ranks: str) -> None:
+    package, stack = os.path.dirname(__file__), enumerate(inspect.stack(0), 1)
+    level = next((n for n, at in stack if not at.filename.startswith(package)), 1)
+    warnings.warn(
+        f"process_group is None and torch.distributed is not initialised, though WORLD_SIZE is "
+        f"{ranks}: a search covers the tokens of this process alone. dist.group.WORLD is None "
+        "before init_process_group(): call that first, then pass the group.",
+        stacklevel=level,
+    )
+
+
+def _shown(value: Any) -> Any:
+    return tuple(value) if isinstance(value, torch.Size) else value

@@ -1,0 +1,248 @@
+"""The head of a language model: what the losses from hidden states need of it, verified."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import is_dtensor, require
+
+# They synchronise gradients in a forward of their own.
+_WRAPPERS = {
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+}
+_INSIDE = (
+    "be used inside of the forward that {} wraps: beside it gradients are not synchronised "
+    "(docs/distributed.md, DDP and FSDP2 from hidden states)"
+)
+_OTHERWISE = "; otherwise take bapo_loss on the model's own logits (in TRL bapo_head='trl')"
+# Hooks of these move weights and activations, and change no value.
+_MOVERS = ("torch.distributed.", "deepspeed.", "trl.models.activation_offloading")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FLAGS = (type(None), bool, int, float, str)
+_PROBES = [2.0**power for power in (-40, -20, 0, 2, 4, 6, 8, 20, 40)]  # linear, curved, saturated
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """What lies between the hidden states of a model and its logits.
+
+    ``logits = softcap*tanh(logit_scale*z/softcap)``, or ``logit_scale*z`` without soft cap, with
+    ``z = hidden @ weight.T + bias`` and ``hidden = decoder(tokens).last_hidden_state``.
+
+    :meth:`of` verifies that and measures scale and soft cap: it runs the model's own forward with
+    stand-ins for decoder and head, so that no layer is computed and no name of a config is guessed.
+    Make it once, before or after PEFT, DDP or FSDP2; the layers are looked up at every use.
+
+    Attributes:
+        model: the causal language model, or the head alone.
+        decoder_name: the module of ``model`` that turns tokens into hidden states.
+        logit_scale, final_logit_softcapping: as in :class:`BAPOConfig`.
+
+    Examples:
+        >>> head = LMHead.of(torch.nn.Linear(4, 10))  # or of a causal language model
+        >>> config = BAPOConfig.paper(temperature=0.7, **head.transform)
+        >>> hidden, labels = torch.ones(2, 4), torch.tensor([3, 7])
+        >>> options = dict(bias=head.bias, config=config)
+        >>> out = bapo_linear_loss(hidden, head.weight, labels, None, torch.ones(2), **options)
+        >>> out.loss.item()
+        -1.0
+    """
+
+    model: torch.nn.Module = field(repr=False)
+    decoder_name: str = ""
+    logit_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> LMHead:
+        """The head of a Hugging Face causal language model, of PEFT's wrap of one, or a Linear.
+
+        Raises:
+            ValueError: the head is not a plain linear layer (it has an adapter that is neither
+                merged nor disabled, is quantised, has a hook or another forward); the model does
+                something else between tokens and logits; ``model`` is DDP's wrapper or the like.
+        """
+        whole: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+        wrapper = {kind.__name__ for kind in type(whole).__mro__} & _WRAPPERS
+        require(not wrapper, "LMHead", _INSIDE.format("DDP"), f"a {type(whole).__name__}")
+        adapters = getattr(whole, "peft_config", None) or {}
+        at_tokens = any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values())
+        rule = "have no adapter that its own forward switches on (aLoRA)" + _OTHERWISE
+        require(not at_tokens, "model", rule, type(whole).__name__)
+        base: Any = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+        _linear(_layer(base))
+        if not hasattr(base, "get_output_embeddings"):
+            return cls(base)
+        failures: list[Exception] = []
+        for name in _decoders(base):
+            try:
+                return cls(base, name, *_measured(whole, base, name))
+            except Exception as failure:
+                failures.append(failure)
+        why = failures[0] if failures else ValueError("it has no decoder")
+        rule = "be decoder(tokens), a linear head, a scale and a soft cap" + _OTHERWISE
+        got = f"{type(base).__name__}: {str(why) or repr(why)}"
+        raise ValueError(f"the model must {rule}, got {got}") from why
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """``decoder(tokens).last_hidden_state``, ``[..., H]``, is what the head takes."""
+        require(bool(self.decoder_name), "model", "be a causal language model", "its head alone")
+        decoder = self.model.get_submodule(self.decoder_name)
+        state = getattr(self.model, "_get_fsdp_state", None)  # of FSDP2, where it shards the model
+        if state is not None and not hasattr(decoder, "_get_fsdp_state"):
+            inside = state()._training_state.name != "IDLE"
+            require(inside, "LMHead.decoder", _INSIDE.format("FSDP2"), "a use beside it")
+        return decoder
+
+    @property
+    def weight(self) -> Tensor:
+        """``[V, H]``; a DTensor where the layer has one."""
+        return _linear(_layer(self.model)).weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``[V]``."""
+        return _linear(_layer(self.model)).bias
+
+    @property
+    def transform(self) -> dict[str, float | None]:
+        """Options of :class:`BAPOConfig`, :func:`log_probs` and :func:`linear_log_probs`."""
+        return dict(
+            logit_scale=self.logit_scale, final_logit_softcapping=self.final_logit_softcapping
+        )
+
+
+def _layer(model: Any) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model
+
+
+def _linear(layer: Any) -> torch.nn.Linear:
+    """The layer whose product a head gives, out of PEFT's wrappers; anything else raises."""
+    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    copies = getattr(layer, "modules_to_save", None)
+    if copies is not None:
+        active = [] if layer.disable_adapters else layer.active_adapters
+        layer = copies[active[0]] if active and active[0] in copies else layer.original_module
+    elif hasattr(layer, "base_layer"):
+        rule = "have no adapter of its own: merge it, disable it, or leave it out of target_modules"
+        idle = layer.disable_adapters != layer.merged  # a disabled one is unmerged in forward
+        require(idle, "lm_head", rule + _OTHERWISE, kind)
+        layer = layer.get_base_layer()
+    rule = "be a plain torch.nn.Linear" + _OTHERWISE
+    plain = isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward
+    require(plain, "lm_head", rule, kind)
+    hook = vars(layer).get("_hf_hook")  # of accelerate, for layers on several devices
+    moved = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+    require(moved or "forward" not in vars(layer), "lm_head", rule, f"{kind} with another forward")
+    hooks = [hook for name in _HOOKS for hook in getattr(layer, name).values()]
+    others = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(_MOVERS)]
+    require(not others, "lm_head", rule, f"{kind} with hooks {others}")
+    weight = layer.weight
+    plain = type(weight) in (Tensor, torch.nn.Parameter) or is_dtensor(weight)
+    rule = "have a weight of floating point" + _OTHERWISE
+    got = f"{type(weight).__name__} of {weight.dtype}"
+    require(plain and weight.is_floating_point(), "lm_head", rule, got)
+    return layer  # type: ignore[no-any-return]
+
+
+def _decoders(base: Any) -> list[str]:
+    """Names of the modules that may be the decoder."""
+    names = {module: name for name, module in base.named_modules() if name}
+    found = [getattr(base, name, None) for name in ("base_model", "model")]
+    found.insert(1, base.get_decoder() if hasattr(base, "get_decoder") else None)
+    return list(dict.fromkeys(names[module] for module in found if module in names))
+
+
+class _StandIn(torch.nn.Module):
+    """In the place of a module: answers, and notes what it is asked."""
+
+    def __init__(self, module: torch.nn.Module, answer: Any) -> None:
+        super().__init__()
+        vars(self).update(module=module, answer=answer, calls=[])
+        vars(self).update(_parameters=module._parameters, _modules=module._modules)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["module"], name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.calls.append([*enumerate(args), *options.items()])
+        return self.answer
+
+
+class _Hidden(tuple):  # type: ignore[type-arg]
+    """The output of a decoder, by index or by name, with hidden states alone."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+@contextmanager
+def _replaced(model: torch.nn.Module, *stand_ins: _StandIn) -> Iterator[None]:
+    by_module = {stand_in.module: stand_in for stand_in in stand_ins}
+    homes = [home._modules for home in model.modules()]
+    homes = [modules for modules in homes if by_module.keys() & set(modules.values())]
+    originals = [dict(modules) for modules in homes]
+    for modules in homes:
+        modules.update({name: by_module.get(m, m) for name, m in modules.items()})
+    try:
+        yield
+    finally:
+        for modules, original in zip(homes, originals, strict=True):
+            modules.update(original)
+
+
+def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | None]:
+    """Scale and soft cap, from the model's forward around stand-ins for decoder and head."""
+    decoder, layer = base.get_submodule(decoder_name), base.get_output_embeddings()
+    V, H = (linear := _linear(layer)).out_features, linear.in_features
+    T = len(_PROBES)
+    tokens = torch.zeros(1, T, dtype=torch.int64)
+    hidden = (torch.arange(float(T * H)) % 17 - 8).view(1, T, H)  # exact in any dtype
+    signs = 1 - 2.0 * (torch.arange(V) % 2)
+    z = (torch.tensor(_PROBES, dtype=torch.float64)[:, None] * signs)[None]
+    first, last = _StandIn(decoder, _Hidden([hidden])), _StandIn(layer, z)
+    # A compiled forward would be compiled again.
+    dynamo = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if dynamo else nullcontext()
+    with _replaced(whole, first, last), torch.enable_grad(), eager:
+        logits = whole.forward(input_ids=tokens).logits
+
+    times = len(first.calls), len(last.calls)
+    _expect(times == (1, 1), f"{decoder_name} and head are called {times} times")
+    given = [(name, value) for name, value in first.calls[0] if not isinstance(value, _FLAGS)]
+    tokens_alone = len(given) == 1 and given[0][1] is tokens
+    names = [name for name, _ in given]
+    _expect(tokens_alone, f"{decoder_name} gets other than the tokens alone: {names}")
+    taken = last.calls[0][0][1]
+    same = taken.shape == hidden.shape and torch.equal(taken.float(), hidden)
+    _expect(same, f"the head takes other than the output of {decoder_name}")
+    learnt = taken.requires_grad or logits.requires_grad
+    _expect(not learnt, "parameters outside of decoder and head have a gradient")
+    _expect(logits.shape == z.shape, f"logits of shape {tuple(logits.shape)}, not {tuple(z.shape)}")
+    logits = logits.double()
+    scale, top = (float(f"{x:.12g}") for x in ((logits / z)[0, 0, 0], logits[0, -1, 0]))
+    softcap = top if abs(top) < scale * _PROBES[-2] else None
+    expected = scale * z
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    right = scale > 0 and bool(((logits - expected).abs() <= 1e-6 * expected.abs()).all())
+    _expect(right, "logits are more than scaled and capped")
+    return scale, softcap
+
+
+def _expect(ok: bool, otherwise: str) -> None:
+    if not ok:
+        raise ValueError(otherwise)

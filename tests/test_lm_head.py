@@ -1,0 +1,443 @@
+"""The head that the losses take, against the logits of the models themselves."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from causal_lm import CausalLM, H, Logits, V, recipe
+
+from bapo_kernels import BAPOConfig, bapo_loss, linear_log_probs
+from bapo_kernels.lm_head import LMHead
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.tensor([[3, 14, 15, 9], [5, 3, 5, 8]])
+
+# Every family of transformers that computes something after its head, with the option for it, and
+# some that do not.
+CAP, SCALE, DIVISOR = (
+    {"final_logit_softcapping": 1.5},
+    {"logit_scale": 0.3},
+    {"logits_scaling": 3.0},
+)
+FAMILIES = {
+    "Cohere2ForCausalLM": SCALE,
+    "Cohere2MoeForCausalLM": SCALE,
+    "CohereForCausalLM": SCALE,
+    "FalconH1ForCausalLM": {"lm_head_multiplier": 0.3},
+    "Gemma2ForCausalLM": CAP,
+    "Gemma3ForCausalLM": CAP,
+    "Gemma3nForCausalLM": CAP,
+    "Gemma4ForCausalLM": CAP,
+    "Gemma4UnifiedForCausalLM": CAP,
+    "GraniteForCausalLM": DIVISOR,
+    "GraniteMoeForCausalLM": DIVISOR,
+    "GraniteMoeHybridForCausalLM": DIVISOR,
+    "GraniteMoeSharedForCausalLM": DIVISOR,
+    "HyperCLOVAXForCausalLM": DIVISOR,  # multiplies
+    "NanoChatForCausalLM": CAP,
+    "RecurrentGemmaForCausalLM": {"logits_soft_cap": 1.5},
+    "VaultGemmaForCausalLM": CAP,
+    "xLSTMForCausalLM": {"output_logit_soft_cap": 1.5},
+    "DeepseekV3ForCausalLM": {},
+    "GPT2LMHeadModel": {},
+    "GPTNeoXForCausalLM": {},  # the head is embed_out
+    "Llama4ForCausalLM": {},  # base_model is the model itself
+    "OPTForCausalLM": {},  # the decoder is model.decoder
+    "PhiForCausalLM": {},  # has a bias
+    "Qwen2_5_VLForConditionalGeneration": {},
+    "Qwen3ForCausalLM": {},
+}
+TEXT = dict(
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+)
+SIZES = TEXT | dict(
+    n_embd=16, embedding_dim=16, n_layer=1, num_blocks=1, n_head=2, num_heads=2, head_dim=8,
+    ffn_dim=16, moe_intermediate_size=16, intermediate_size_mlp=16, shared_intermediate_size=16,
+    n_positions=32, word_embed_proj_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+    topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+    v_head_dim=8, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_n_groups=1,
+    mamba_d_state=8, mamba_expand=1, mamba_chunk_size=4, lru_width=16, laurel_rank=4,
+    vocab_size_per_layer_input=V, hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+    global_head_dim=8,
+)  # fmt: skip
+MULTIMODAL = dict(
+    text_config=TEXT | dict(rope_parameters=dict(rope_type="default", mrope_section=[1, 1, 2])),
+    vision_config=dict(
+        depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=16
+    ),
+)
+
+
+def family(name, **options):
+    """A model of a family, small, with logits of some size."""
+    kind = getattr(transformers, name)
+    config = kind.config_class
+    sizes = {key: value for key, value in SIZES.items() if key in vars(config())}
+    if "ConditionalGeneration" in name:
+        sizes = MULTIMODAL
+    model = kind(config(**sizes | options)).eval()
+    with torch.no_grad():
+        for parameter in model.get_output_embeddings().parameters():
+            parameter.normal_(0, 0.5)
+    return model
+
+
+def own_log_probs(model):
+    """By the logits of the model, in float32."""
+    logits = model(input_ids=TOKENS, use_cache=False).logits[:, :-1].float()
+    return torch.log_softmax(logits, -1).gather(-1, TOKENS[:, 1:, None]).squeeze(-1)
+
+
+def log_probs_of(head, **options):
+    hidden = head.decoder(input_ids=TOKENS, use_cache=False).last_hidden_state[:, :-1]
+    options = head.transform | dict(bias=head.bias) | options
+    return linear_log_probs(hidden, head.weight, TOKENS[:, 1:], **options)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name):
+    model = family(name, **FAMILIES[name])
+    head = LMHead.of(model)
+    with torch.no_grad():
+        torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+    plain = dict(logit_scale=1.0, final_logit_softcapping=None)
+    assert (head.transform == plain) == (not FAMILIES[name])
+
+
+def test_every_family_that_computes_after_its_head_is_tested():
+    """Read from the sources of transformers: a new one must enter the list above."""
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = {
+        name for entry in mapping.values() for name in ([entry] * isinstance(entry, str) or entry)
+    }
+    arithmetic = re.compile(r"logits = .*(logits|head\(.*\)) *[*/+-] |logits = .*(tanh|cap)\b")
+    found = set()
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        for source in re.split(r"^(?=class )", file.read_text(), flags=re.MULTILINE):
+            name = source[6:].split("(")[0]
+            if name in names and any(arithmetic.search(line) for line in source.splitlines()):
+                found.add(name.split("For")[0])
+    assert found == {name.split("For")[0] for name, option in FAMILIES.items() if option}
+
+
+def gradients(model, log_probs):
+    model.zero_grad()
+    (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training(model):
+    """Log-probs and all gradients are those of the model's own logits."""
+    head = LMHead.of(model)
+    expected = gradients(model, own_log_probs(model))
+    torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+    got = gradients(model, log_probs_of(head))
+    assert expected.keys() == got.keys()
+    assert any(gradient.abs().max() > 1e-3 for gradient in got.values())
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    return head, got
+
+
+@pytest.mark.parametrize("option", [{"tie_word_embeddings": True}, CAP | {"vocab_size": V}])
+def test_gradients(option):
+    """The one of a tied embedding comes from both of its ends, once."""
+    kind = "LlamaForCausalLM" if "tie_word_embeddings" in option else "Gemma2ForCausalLM"
+    model = family(kind, **option)
+    _, got = assert_same_training(model)
+    assert ("lm_head.weight" in got) == (
+        model.lm_head.weight is not model.model.embed_tokens.weight
+    )
+
+
+def adapted(**options):
+    """Llama with adapters that do something."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**dict(target_modules=["q_proj", "v_proj"], r=2) | options)
+    model = peft.get_peft_model(family("LlamaForCausalLM"), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0, 0.5)
+    return model
+
+
+def test_adapters_on_other_layers():
+    _, got = assert_same_training(adapted(task_type="CAUSAL_LM"))
+    assert got
+    assert all("lora_" in name for name in got)
+
+
+def test_a_copy_of_the_head_that_peft_trains():
+    model = adapted(modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.lm_head.modules_to_save["default"].weight.mul_(2)
+    head, got = assert_same_training(model)
+    assert any("modules_to_save" in name for name in got)
+    with model.disable_adapter():
+        assert head.weight is model.lm_head.original_module.weight
+        torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_on_the_head(dora):
+    """It raises, also where it came later, until it is merged or disabled."""
+    model = adapted(target_modules=["lm_head"], use_dora=dora)
+    rule = "lm_head must have no adapter of its own: merge it, disable it"
+    with pytest.raises(ValueError, match=rule):
+        LMHead.of(model)
+    with model.disable_adapter():
+        head = LMHead.of(model)
+        torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+    for use in (lambda: head.weight, lambda: head.bias):
+        with pytest.raises(ValueError, match=rule):
+            use()
+    model.merge_adapter()
+    torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+    with model.disable_adapter(), pytest.raises(ValueError, match=rule):
+        head.weight  # noqa: B018  PEFT has not unmerged it yet
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "got"),
+    [
+        ("PromptTuningConfig", {}, "model gets other than the tokens alone: ['inputs_embeds']"),
+        (
+            "PrefixTuningConfig",
+            {},
+            "model gets other than the tokens alone: ['input_ids', 'past_key_values']",
+        ),
+        ("LoraConfig", {"alora_invocation_tokens": [3]}, "have no adapter that its own forward"),
+    ],
+)
+def test_adapters_of_the_forward_alone(kind, options, got):
+    """``decoder(tokens)`` would be without them."""
+    peft = pytest.importorskip("peft")
+    if kind != "LoraConfig":
+        options = {"num_virtual_tokens": 2}
+    model = family("LlamaForCausalLM", num_key_value_heads=2)
+    model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+    with pytest.raises(ValueError, match=re.escape(got)):
+        LMHead.of(model)
+
+
+class Normalised(torch.nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden / hidden.norm())
+
+
+class FourBit(torch.nn.Linear):
+    """As bitsandbytes: another forward, a weight of bytes."""
+
+    def __init__(self):
+        super().__init__(H, V, bias=False)
+        self.weight = torch.nn.Parameter(torch.zeros(V * H // 2, 1, dtype=torch.uint8), False)
+
+    def forward(self, hidden):
+        raise NotImplementedError
+
+
+class Quantised(torch.Tensor):
+    """As torchao: a tensor that only says that it is of floating point."""
+
+
+def with_hook(register):
+    layer = torch.nn.Linear(H, V)
+    getattr(layer, register)(lambda *_: None)
+    return layer
+
+
+def with_forward():
+    layer = torch.nn.Linear(H, V)
+    layer.forward = lambda hidden: torch.nn.functional.linear(hidden, layer.weight) / 2
+    return layer
+
+
+def with_weight(weight):
+    layer = torch.nn.Linear(H, V)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+HEADS = {
+    "MLP": lambda: torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Linear(H, V)),
+    "none": lambda: None,
+    "subclass": lambda: Normalised(H, V),
+    "another forward": with_forward,
+    "forward hook": lambda: with_hook("register_forward_hook"),
+    "forward pre-hook": lambda: with_hook("register_forward_pre_hook"),
+    "backward hook": lambda: with_hook("register_full_backward_hook"),
+    "4 bits": FourBit,
+    "bytes": lambda: with_weight(torch.zeros(V, H, dtype=torch.int8)),
+    "subclass of tensor": lambda: with_weight(torch.zeros(V, H).as_subclass(Quantised)),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_that_are_not_plain(kind):
+    model = CausalLM()
+    model.lm_head = HEADS[kind]()
+    rule = "lm_head must (be a plain torch.nn.Linear|have a weight of floating point); otherwise"
+    with pytest.raises(ValueError, match=rule):
+        LMHead.of(model)
+    if model.lm_head is not None:
+        with pytest.raises(ValueError, match=rule):
+            LMHead.of(model.lm_head)
+
+
+class Other(CausalLM):
+    """Something else than decoder, head, scale and soft cap."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.mask = torch.zeros(V).index_fill(0, torch.tensor(3), -torch.inf)
+
+    def forward(self, input_ids):
+        inputs, kind = (input_ids,), self.kind
+        if kind == "a mask":
+            inputs += ((input_ids > 0).float(),)
+        if kind == "tokens twice":
+            inputs *= 2
+        if kind == "other tokens":
+            inputs = (input_ids + 1,)
+        hidden = self.model(*inputs).last_hidden_state
+        if kind == "scaled hidden states":
+            hidden = hidden / 12
+        if kind == "the last token":
+            hidden = hidden[:, -1:]
+        if kind == "two decoders":
+            self.model(input_ids)
+        if kind == "no head":
+            return Logits(hidden @ self.lm_head.weight.T)
+        logits = self.lm_head(hidden)
+        if kind == "two heads":
+            logits = logits + self.lm_head(hidden)
+        change = {
+            "a bias": lambda z: z + 0.01,
+            "one column": lambda z: z + self.mask,
+            "log-softmax": lambda z: z.log_softmax(-1),
+            "other cap": lambda z: 3 * z / (3 + z.abs()),
+            "negative scale": lambda z: -z,
+            "trained scale": lambda z: z * self.scale,
+            "fewer columns": lambda z: z[..., :-1],
+            "cap, then scale": lambda z: z.clamp(-30, 30),
+        }.get(kind, lambda z: z)
+        return Logits(change(logits))
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"),
+    {
+        "a mask": "model gets other than the tokens alone: [0, 1]",
+        "other tokens": "model gets other than the tokens alone: [0]",
+        "tokens twice": "model gets other than the tokens alone: [0, 1]",
+        "scaled hidden states": "the head takes other than the output of model",
+        "the last token": "the head takes other than the output of model",
+        "two decoders": "model and head are called (2, 1) times",
+        "two heads": "model and head are called (1, 2) times",
+        "no head": "model and head are called (1, 0) times",
+        "a bias": "logits are more than scaled and capped",
+        "one column": "logits are more than scaled and capped",
+        "log-softmax": "logits are more than scaled and capped",
+        "other cap": "logits are more than scaled and capped",
+        "negative scale": "logits are more than scaled and capped",
+        "cap, then scale": "logits are more than scaled and capped",
+        "trained scale": "parameters outside of decoder and head have a gradient",
+        "fewer columns": "logits of shape (1, 9, 30), not (1, 9, 31)",
+    }.items(),
+)
+def test_models_that_do_something_else(kind, got):
+    model = Other(kind)
+    modules = dict(model.named_modules())
+    with pytest.raises(ValueError, match=re.escape(f"got Other: {got}")):
+        LMHead.of(model)
+    assert dict(model.named_modules()) == modules, "the stand-ins are gone"
+
+
+def test_models_without_a_decoder(monkeypatch):
+    monkeypatch.setattr(CausalLM, "base_model", None)
+    model = CausalLM()
+    model.decoder = model.model
+    del model.model
+    with pytest.raises(ValueError, match="got CausalLM: it has no decoder"):
+        LMHead.of(model)
+
+
+def test_transforms_are_measured_exactly():
+    for scale, cap in ((1.0, None), (0.0625, None), (1 / 12, None), (1.0, 30.0), (3.7, 0.5)):
+
+        def tail(z, scale=scale, cap=cap):
+            return z * scale if cap is None else cap * torch.tanh(scale * z / cap)
+
+        head = LMHead.of(CausalLM(tail=tail))
+        assert head.logit_scale == pytest.approx(scale, rel=1e-11)
+        assert head.final_logit_softcapping == cap
+
+
+def test_the_layers_are_looked_up():
+    """A head that is replaced, and a model that is compiled, after the fact."""
+    model = CausalLM(bias=True)
+    head = LMHead.of(model)
+    assert head.weight is model.lm_head.weight
+    assert head.bias is model.lm_head.bias
+    model.lm_head = torch.nn.Linear(H, V + 1, bias=False)
+    assert head.weight is model.lm_head.weight
+    assert head.bias is None
+    assert LMHead.of(torch.compile(model)).model is model
+    model.tail = torch.sinh
+    model.forward = torch.compile(model.forward, backend=pytest.fail)
+    with pytest.raises(ValueError, match="logits are more than scaled and capped"):
+        LMHead.of(model)
+
+
+def test_a_compiled_policy():
+    policy = recipe()(CausalLM())
+    batch = TOKENS, None, torch.tensor([1.0, -1.0])
+    compiled = torch.compile(lambda *batch: policy(*batch).loss, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*batch), policy(*batch).loss)
+
+
+def test_bare_layers():
+    layer = torch.nn.Linear(H, V)
+    head = LMHead.of(layer)
+    assert head.weight is layer.weight
+    assert head.bias is layer.bias
+    with pytest.raises(ValueError, match="model must be a causal language model, got its head"):
+        head.decoder  # noqa: B018
+
+
+def test_layers_on_several_devices():
+    """accelerate moves inputs to the head, which is fine, or its weight, which is not there."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = CausalLM()
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    assert LMHead.of(model).weight is model.lm_head.weight
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu", offload=True))
+    with pytest.raises(ValueError, match="Linear with another forward"):
+        LMHead.of(model)
+
+
+def test_policy_of_the_documentation():
+    """docs/distributed.md: PolicyLoss, on one process, against the model's own logits."""
+    model = family("Gemma2ForCausalLM", **CAP)
+    policy = recipe()(model, temperature=0.7)
+    assert policy.config == BAPOConfig.paper(temperature=0.7, final_logit_softcapping=1.5)
+    assert dict(policy.named_parameters()).keys() == {
+        f"model.{n}" for n, _ in model.named_parameters()
+    }
+    out = policy(TOKENS, None, torch.tensor([1.0, -1.0]))
+    logits = model(input_ids=TOKENS).logits[:, :-1] / 0.7
+    expected = bapo_loss(logits, TOKENS[:, 1:], None, torch.tensor([1.0, -1.0]))
+    torch.testing.assert_close(out.log_probs, expected.log_probs)
+    got, expected = (gradients(model, each.loss.view(1, 1) * 2) for each in (out, expected))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
