@@ -545,7 +545,7 @@ def _aggregate(
     if mode == "token-mean":
         tokens = live.sum().clamp(min=1)
         if batch_num_tokens is not None:
-            tokens = _positive(batch_num_tokens)
+            tokens = _positive(batch_num_tokens, values.dtype)
         return values.sum() / tokens * dp_size
 
     if cu_seqlens is not None:
@@ -558,15 +558,15 @@ def _aggregate(
         sums = sums / counts.clamp(min=1)
     sequences = (counts > 0).sum().clamp(min=1)
     if global_batch_size is not None:
-        sequences = _positive(global_batch_size)
+        sequences = _positive(global_batch_size, values.dtype)
     loss = sums.sum() / sequences * dp_size
     if mode == "seq-mean-token-sum-norm":
         loss = loss / (config.loss_scale_factor or max(values.shape[-1], 1))
     return loss
 
 
-def _positive(count: float | Tensor) -> Tensor:
-    count = torch.as_tensor(count, dtype=torch.float64)
+def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
+    count = torch.as_tensor(count, dtype=dtype)
     return torch.where(count > 0, count, torch.nan)
 
 

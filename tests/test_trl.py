@@ -9,6 +9,7 @@ import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
-from bapo_kernels import BAPOConfig, ClipBoundSearch, reference
+from bapo_kernels import BAPOConfig, ClipBoundSearch, linear_log_probs, reference
 from bapo_kernels.integrations import warn_once
-from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
+from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig, _add_head, _lm_head
 from bapo_kernels.integrations.trl_config import bapo_config
 
 pytestmark = needs_native
@@ -520,3 +521,62 @@ if __name__ == "__main__":  # a process of test_two_processes
     place.mkdir()
     check_training(place, sys.argv[2])
     print("equal")
+
+
+class TestHeads:
+    """The head of a model that an adapter or TRL has changed."""
+
+    tokens, completion = torch.arange(12).view(2, 6), 3
+
+    def log_probs(self, model):
+        labels = self.tokens[:, -self.completion :]
+
+        def head(hidden, weight, bias):
+            assert hidden.dtype == weight.dtype
+            return linear_log_probs(hidden, weight, labels, bias=bias)[0]
+
+        return model(input_ids=self.tokens, bapo_head=head, bapo_tokens=self.completion)
+
+    def expected(self, model):
+        logits = model(input_ids=self.tokens).logits[:, -self.completion - 1 : -1].float()
+        labels = self.tokens[:, -self.completion :, None]
+        return torch.log_softmax(logits, -1).gather(-1, labels).squeeze(-1)
+
+    def arguments(self, head=None, float32=False):
+        return SimpleNamespace(bapo_head=head, cast_lm_head_to_fp32=float32)
+
+    def adapted(self, layer):
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=[layer], init_lora_weights=False)
+        return peft.get_peft_model(model(), config)
+
+    def test_adapters_elsewhere(self):
+        adapted = self.adapted("q_proj")
+        expected = self.expected(adapted)
+        _add_head(_lm_head(adapted, self.arguments()), False)
+        got = self.log_probs(adapted)
+        torch.testing.assert_close(got, expected)
+        got.sum().backward()
+        gradients = [p.grad for name, p in adapted.named_parameters() if "lora" in name]
+        assert len(gradients) == 2
+        assert all(gradient.any() for gradient in gradients)
+
+    def test_an_adapter_of_the_head_is_left_to_trl(self):
+        adapted = self.adapted("lm_head")
+        with pytest.warns(UserWarning, match=r"bapo_head is 'trl', .*adapter"):
+            assert _lm_head(adapted, self.arguments()) is None
+        with pytest.raises(ValueError, match="adapter"):
+            _lm_head(adapted, self.arguments("fused"))
+
+    def test_a_head_in_float32(self):
+        made = model(torch.bfloat16)
+        made.lm_head = made.lm_head.float()
+
+        def product(hidden):  # as TRL sets it
+            return torch.nn.functional.linear(hidden.float(), made.lm_head.weight)
+
+        made.lm_head.forward = product
+        expected = self.expected(made)
+        _add_head(_lm_head(made, self.arguments(float32=True)), True)
+        torch.testing.assert_close(self.log_probs(made), expected)
+        assert made.lm_head.forward is product
