@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from ..checks import runs_while_traced
 from . import native, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -78,7 +79,7 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
     return native.why_no_kernels(tensor.device) if backend == "cuda" else None
 
 
-@torch.compiler.assume_constant_result  # runs while a call is traced and is not in the graph
+@runs_while_traced
 def _warn_of_reference(device: torch.device) -> None:
     if device.type in ("cpu", "cuda"):  # no other has kernels at all
         _warn_once(device)

@@ -17,6 +17,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from .. import _ops as _ops  # schemas come before the kernels that implement them
+from ..checks import runs_while_traced
 
 OLDEST_TORCH = "2.10"  # whose stable ABI the library is built for
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -55,7 +56,7 @@ def _why_no_cuda() -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@runs_while_traced
 def why_no_kernels(device: torch.device) -> str | None:
     """Why the CUDA kernels cannot run on this GPU, or ``None``; initialises CUDA."""
     return _not_built_for(*torch.cuda.get_device_capability(device))
