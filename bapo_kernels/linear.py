@@ -1,11 +1,12 @@
 """From hidden states: only rows that matter meet the lm_head, a chunk of logits at a time.
 
-Gradients are made in forward; of float16 in backward, by ``LinearLogProbs``. Three sets of rows are
-kept apart: those that are computed (masked ones never are), those of them whose gradient is not
-surely zero (the others need no gradient GEMM), and those that wait for the clip bounds (in memory
-those of the last chunk, the others are replayed once the bounds are known). What is kept until
-backward are the gradients of the hidden states, in their dtype, and of the weight, in float32 while
-it is added up and in the weight's dtype then; logits never.
+Gradients are made in forward; of float16, and under ``torch.compile``, in backward, by
+``LinearLogProbs``. Three sets of rows are kept apart: those that are computed (masked ones never
+are), those of them whose gradient is not surely zero (the others need no gradient GEMM), and those
+that wait for the clip bounds (in memory those of the last chunk, the others are replayed once the
+bounds are known). What is kept until backward are the gradients of the hidden states, in their
+dtype, and of the weight, in float32 while it is added up and in the weight's dtype then; logits
+never.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ class Head:
     def chunk_tokens(self, asked: int | None) -> int:
         """Rows of a chunk: as asked, or 1 GiB of logits; the same on every rank of a shard."""
         columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-        return (
-            int(asked) if asked else max(1, CHUNK_BYTES // (columns * self.weight.element_size()))
-        )
+        fitting = CHUNK_BYTES // (columns * self.weight.element_size())
+        return int(asked) if asked else max(1, fitting)
 
 
 def head(
@@ -430,6 +430,7 @@ def _head_backward(
     return [g.reshape(p.shape) for g, p in made if g is not None and p is not None]
 
 
+_OPS: Any = getattr(torch.ops, NATIVE)  # one operator for all backends
 register(NATIVE, "head_forward", _head_forward, ["CompositeExplicitAutograd"])
 register(NATIVE, "head_backward", _head_backward, ["CompositeExplicitAutograd"])
 
@@ -454,7 +455,7 @@ class LinearLogProbs(torch.autograd.Function):
         sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
         tensors = hidden, weight, bias, labels, live
         options = dtype, *transform, backend, chunk_tokens
-        log_probs, entropy, stats = ops_of("cpu").head_forward(*tensors, *options, sizes, group)
+        log_probs, entropy, stats = _OPS.head_forward(*tensors, *options, sizes, group)
         ctx.save_for_backward(*tensors, entropy, stats, sizes)
         ctx.options, ctx.group = options, group
         ctx.set_materialize_grads(False)
@@ -467,7 +468,7 @@ class LinearLogProbs(torch.autograd.Function):
         *tensors, entropy, stats, sizes = ctx.saved_tensors
         needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         incoming = [None if d is None else d.detach() for d in (dlog_probs, dentropy)]
-        made = ops_of("cpu").head_backward(
+        made = _OPS.head_backward(
             *incoming, entropy, stats, needs, *tensors, *ctx.options, sizes, ctx.group
         )
         gradients = iter(made)
