@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -367,28 +367,36 @@ def _to_gradient(
     ops_of(backend).row_gradient_(logits, labels, stats, entropy, *coefficients, only, *transform)
 
 
+class _HeadOptions(NamedTuple):
+    """What the operators of a head take behind their tensors, in the order of the schemas."""
+
+    dtype: torch.dtype
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+    backend: str
+    chunk_tokens: int | None
+    shard_sizes: Tensor | None
+    group: str | None
+
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
+        shard = VocabShard.named(weight.shape[0], self.shard_sizes, self.group)
+        return head(hidden, weight, bias, self.dtype, shard)
+
+    @property
+    def transform(self) -> Transform:
+        return self.temperature, self.logit_scale, self.softcap
+
+
 def _head_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    live: Tensor,
-    dtype: torch.dtype,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    backend: str,
-    chunk_tokens: int | None,
-    shard_sizes: Tensor | None,
-    group: str | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, live: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of the live rows, a chunk at a time."""
-    transform = temperature, logit_scale, softcap
-    shard = VocabShard.named(weight.shape[0], shard_sizes, group)
-    of_head = head(hidden, weight, bias, dtype, shard)
+    """Statistics of the live rows, a chunk at a time; ``others`` are :class:`_HeadOptions`."""
+    options = _HeadOptions(*others)
+    of_head, made_by = options.head(hidden, weight, bias), (options.transform, options.backend)
     results = RowResults.zeros(labels.numel(), labels.device, False)
-    for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(chunk_tokens)):
-        _put(results, chunk, _statistics(of_head, chunk, labels, live, transform, backend)[2])
+    for chunk in live.nonzero().squeeze(1).split(of_head.chunk_tokens(options.chunk_tokens)):
+        _put(results, chunk, _statistics(of_head, chunk, labels, live, *made_by)[2])
     return results.log_probs, results.entropy, results.stats
 
 
@@ -403,27 +411,20 @@ def _head_backward(
     bias: Tensor | None,
     labels: Tensor,
     live: Tensor,
-    dtype: torch.dtype,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    backend: str,
-    chunk_tokens: int | None,
-    shard_sizes: Tensor | None,
-    group: str | None,
+    *others: Any,
 ) -> list[Tensor]:
     """Makes the logits of the rows again whose incoming gradients are not zero."""
-    transform = temperature, logit_scale, softcap
-    shard = VocabShard.named(weight.shape[0], shard_sizes, group)
-    of_head = head(hidden, weight, bias, dtype, shard)
+    options = _HeadOptions(*others)
+    of_head = options.head(hidden, weight, bias)
+    made_by = of_head.shard, options.transform, options.backend
     coefficients = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs, dentropy
     rows = (live & _has_gradient(*coefficients)).nonzero().squeeze(1)
-    chunks = rows.split(of_head.chunk_tokens(chunk_tokens))
+    chunks = rows.split(of_head.chunk_tokens(options.chunk_tokens))
     gradients = HeadGradients(of_head, tuple(needs), len(chunks) == 1)
     for chunk in chunks:
         h, logits = of_head.logits(chunk)
         of_rows = entropy[chunk], stats[chunk], _at(chunk, *coefficients)
-        _to_gradient(logits, labels[chunk], *of_rows, None, shard, transform, backend)
+        _to_gradient(logits, labels[chunk], *of_rows, None, *made_by)
         gradients.add(chunk, h, logits[0])
     parameters = hidden, weight, bias
     made = zip(gradients.of(*parameters), parameters, strict=True)
