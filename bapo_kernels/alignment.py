@@ -69,6 +69,11 @@ def check_alignment(
     given = distances()
     if not bool(given.nanmean() > FAR):
         return
+    # A log-prob of 0 is that of a certain token; all of them 0 are no padding.
+    padded = (old[at] == 0) & (given > 1) & (old[at] != 0).any()
+    rule = "be 0 where there is no old log-prob (a prompt, padding)"
+    got = f"1 at tokens of log-prob {-given[padded].mean():.2g} on average with old_log_probs 0"
+    require(int(padded.sum()) < _FEWEST, "response_mask", rule, got)
     others: list[dict[str, Any]] = [
         dict(labels_at=by, old_at=old_by) for by in (-1, 1) for old_by in (0, by)
     ]

@@ -66,6 +66,8 @@ def check_inputs(
     - importance weights below 0 (their logarithms);
     - masks other than 0 and 1, or with no label where they are 1;
     - unmasked tokens behind the last of ``cu_seqlens``;
+    - 8 or more unmasked tokens, but not all, with ``old_log_probs`` 0 and a log-prob below -1 (a
+      prompt that is not masked);
     - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, and
       less than a quarter of that with labels or ``old_log_probs`` one position to either side, or
       at a temperature in 0.5, 0.6 .. 1.5. Those of an older policy fit nothing else better. At

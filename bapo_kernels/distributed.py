@@ -182,10 +182,11 @@ _SEEN = WeakTensorKeyDictionary()  # weights that have been looked up
 
 
 def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
-    """Warns once of gradients that DDP will not average: its forward has never run.
+    """Warns once of gradients that DDP will not average, because its forward did not prepare them.
 
-    DDP averages the gradients of a backward that follows a forward of its own, and is silent of any
-    other. Costs nothing on one rank or without a gradient; a weight is looked up once, in 0.2 s.
+    It averages those of a backward that follows a forward of its own with gradients, and is silent
+    of any other. Costs nothing on one rank or without a gradient; a weight is looked up once, in
+    0.2 s.
     """
     if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
         return
@@ -197,16 +198,24 @@ def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
     _SEEN[weight] = True
     # A parameter does not know its DDP. isinstance would run code of the objects.
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    idle = [wrapper for wrapper in wrappers if not getattr(wrapper, "_lazy_init_ran", True)]
+    idle = [wrapper for wrapper in wrappers if _averages_nothing(wrapper)]
     if any(parameter is weight for wrapper in idle for parameter in wrapper.parameters()):
         _warn_not_synchronised()
+
+
+def _averages_nothing(wrapper: Any) -> bool:
+    """Its forward neither runs now nor was the last one with gradients, which it should average."""
+    if wrapper is DistributedDataParallel._get_active_ddp_module():
+        return False
+    prepared = wrapper._lazy_init_ran and wrapper.require_forward_param_sync
+    return bool(wrapper.require_backward_grad_sync and not prepared)  # False under no_sync()
 
 
 @cache
 def _warn_not_synchronised() -> None:
     warnings.warn(
-        "the loss is computed beside the forward of DistributedDataParallel, which has not run: "
-        "gradients are not averaged over the ranks. Compute hidden states and loss in the forward "
-        "of the module that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states).",
+        "the loss is computed beside the forward of DistributedDataParallel, so that gradients are "
+        "not averaged over the ranks. Compute hidden states and loss in the forward of the module "
+        "that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states).",
         stacklevel=4,  # the call of the public function
     )

@@ -80,6 +80,8 @@ class LMHead:
         rule = "have no adapter that its own forward switches on (aLoRA)" + _OTHERWISE
         require(not at_tokens, "model", rule, type(whole).__name__)
         base: Any = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+        rule = "be a causal language model, or its head"
+        require(isinstance(_layer(base), torch.nn.Module), "model", rule, type(base).__name__)
         _linear(_layer(base))
         if not hasattr(base, "get_output_embeddings"):
             return cls(base)

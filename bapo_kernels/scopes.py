@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bounds import SEARCH_METRICS, ContributionHistogram
+from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
 from .checks import check_group, require
 from .config import BAPOConfig
 from .output import ClipBounds
@@ -66,6 +66,7 @@ class ClipBoundSearch:
         self.process_group = process_group
         self._bounds: ClipBounds | tuple[float, float] | None = None
         self._metrics: dict[str, Tensor] = {}
+        self._undecided = False  # tokens since the last step
         if scope == "lagged":
             self._bounds = self.config.ratio_lower_start, self.config.ratio_upper_start
             self._metrics = self._known(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
@@ -86,9 +87,9 @@ class ClipBoundSearch:
         """What the calls take as ``bounds=``; ``None`` where each searches for itself.
 
         Raises:
-            RuntimeError: scope ``"step"`` before the first :meth:`step`.
+            RuntimeError: scope ``"step"`` before the :meth:`step` behind an :meth:`update`.
         """
-        if self.scope == "step" and self._bounds is None:
+        if self.scope == "step" and (self._bounds is None or self._undecided):
             raise RuntimeError(
                 "scope 'step' has no bounds yet: call update() for every micro-batch, then step()"
             )
@@ -111,6 +112,7 @@ class ClipBoundSearch:
     ) -> None:
         """Adds the tokens of a micro-batch, as :meth:`ContributionHistogram.update` does."""
         if self.scope != "call":
+            self._undecided = True
             self.histogram.update(
                 log_probs,
                 old_log_probs,
@@ -125,12 +127,15 @@ class ClipBoundSearch:
         if self.scope != "call":
             self._bounds = self.histogram.solve(process_group=self.process_group)
             self._metrics = self.histogram.metrics
+            self._undecided = False
             self.histogram.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Scope, bounds and their metrics, and the sums gathered so far."""
         return dict(
             scope=self.scope,
+            undecided=self._undecided,
+            config={name: getattr(self.config, name) for name in TABLE_FIELDS},
             bounds=None if self._bounds is None else [float(bound) for bound in self._bounds],
             metrics={name: float(value) for name, value in self._metrics.items()},
             table=None if self.histogram.table is None else self.histogram.table.clone(),
@@ -146,6 +151,12 @@ class ClipBoundSearch:
         self.histogram.reset()
         if state["table"] is not None:
             self.histogram.load(state["table"])
+        for name, value in state.get("config", {}).items():
+            mine = getattr(self.config, name)
+            if value != mine:
+                self.histogram.reset()
+                require(False, f"config.{name}", f"be {mine!r} in the state too", repr(value))
+        self._undecided = state.get("undecided", False)
         self._bounds = None if state["bounds"] is None else tuple(state["bounds"])
         self._metrics = self._known(metrics) if (metrics := state.get("metrics")) else {}
 

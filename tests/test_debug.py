@@ -241,7 +241,7 @@ def test_old_data_is_no_mistake(shape):
         torch.manual_seed(seed)
         for off in (torch.randn(shape), -torch.rand(shape), -torch.rand(shape[0], 1)):
             for scale in (0.5, 5.0):
-                check_inputs(logits, labels, (old + scale * off).clamp(max=0), A)
+                check_inputs(logits, labels, (old + scale * off).clamp(max=-1e-3), A)
         for n in range(2):  # forbidden since
             logits[0, n, labels[0, n]] = -torch.inf
             check_inputs(logits, labels, old, A)
@@ -304,3 +304,13 @@ def test_missing_library_is_explained(tmp_path, monkeypatch):
     assert bapo_kernels.find_clip_bounds(c.old_log_probs, None, c.advantages).upper > 1
     with pytest.raises(ValueError, match="backend 'cpu' cannot run: .*no C\\+\\+ compiler found"):
         bapo_kernels.bapo_loss(c.logits, *c.arguments(), backend="cpu")
+
+
+def test_a_prompt_that_is_not_masked():
+    """Trainers pad old log-probs with 0 there."""
+    logits, labels = 3 * torch.randn(4, 12, 50), torch.randint(0, 50, (4, 12))
+    old = log_probs(logits, labels)[0]
+    mask = (torch.arange(12) >= 5).expand(4, 12).float()
+    check_inputs(logits, labels, old * mask, torch.ones(4), mask)
+    with pytest.raises(ValueError, match=r"response_mask must be 0 .*a prompt.*log-prob -"):
+        check_inputs(logits, labels, old * mask, torch.ones(4), torch.ones(4, 12))

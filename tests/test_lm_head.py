@@ -269,7 +269,6 @@ def with_weight(weight):
 
 HEADS = {
     "MLP": lambda: torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Linear(H, V)),
-    "none": lambda: None,
     "subclass": lambda: Normalised(H, V),
     "another forward": with_forward,
     "forward hook": lambda: with_hook("register_forward_hook"),
@@ -286,11 +285,9 @@ def test_heads_that_are_not_plain(kind):
     model = CausalLM()
     model.lm_head = HEADS[kind]()
     rule = "lm_head must (be a plain torch.nn.Linear|have a weight of floating point); otherwise"
-    with pytest.raises(ValueError, match=rule):
-        LMHead.of(model)
-    if model.lm_head is not None:
+    for given in (model, model.lm_head):
         with pytest.raises(ValueError, match=rule):
-            LMHead.of(model.lm_head)
+            LMHead.of(given)
 
 
 class Other(CausalLM):
@@ -441,3 +438,11 @@ def test_policy_of_the_documentation():
     torch.testing.assert_close(out.log_probs, expected.log_probs)
     got, expected = (gradients(model, each.loss.view(1, 1) * 2) for each in (out, expected))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["a name", CausalLM().model])
+def test_other_than_language_models(model):
+    if isinstance(model, torch.nn.Module):
+        model.get_output_embeddings = lambda: None  # as of transformers' base models
+    with pytest.raises(ValueError, match=r"must be a causal language model, or its head, got"):
+        LMHead.of(model)

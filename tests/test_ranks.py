@@ -440,6 +440,11 @@ def beside_rank(rank, kind):
     loss = beside
     if kind in ("beside DDP", "log-probs beside DDP", "no gradient"):
         wrapper = DistributedDataParallel(policy)
+    if kind.endswith("after old log-probs"):
+        wrapper = DistributedDataParallel(policy)
+        loss = inside if kind.startswith("inside") else beside
+        with torch.no_grad():
+            wrapper(tokens, None, batch[1])
     if kind == "a frozen head beside DDP":
         model.lm_head.requires_grad_(False)
         wrapper = DistributedDataParallel(policy)
@@ -476,7 +481,15 @@ def beside_rank(rank, kind):
     return messages, len(scans), apart
 
 
-@pytest.mark.parametrize("kind", ["beside DDP", "log-probs beside DDP", "a frozen head beside DDP"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "beside DDP",
+        "log-probs beside DDP",
+        "a frozen head beside DDP",
+        "beside DDP after old log-probs",
+    ],
+)
 def test_a_loss_beside_the_forward_of_ddp_warns(worlds, kind):
     """Once, at the line of the call; the gradients indeed are not synchronised."""
     for messages, scans, apart in worlds(2).run(beside_rank, kind):
@@ -494,6 +507,7 @@ def test_a_loss_beside_the_forward_of_ddp_warns(worlds, kind):
         ("DDP of another model", 1),
         ("no gradient", 0),
         ("inside of DDP", 1),
+        ("inside of DDP after old log-probs", 1),
         ("inside of FSDP2", 1),
         ("hidden states from DDP", 1),
     ],
