@@ -66,7 +66,6 @@ class ClipBoundSearch:
         self.process_group = process_group
         self._bounds: ClipBounds | tuple[float, float] | None = None
         self._metrics: dict[str, Tensor] = {}
-        self._undecided = False  # tokens since the last step
         if scope == "lagged":
             self._bounds = self.config.ratio_lower_start, self.config.ratio_upper_start
             self._metrics = self._known(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
@@ -87,9 +86,9 @@ class ClipBoundSearch:
         """What the calls take as ``bounds=``; ``None`` where each searches for itself.
 
         Raises:
-            RuntimeError: scope ``"step"`` before the :meth:`step` behind an :meth:`update`.
+            RuntimeError: scope ``"step"`` before the first :meth:`step`.
         """
-        if self.scope == "step" and (self._bounds is None or self._undecided):
+        if self.scope == "step" and self._bounds is None:
             raise RuntimeError(
                 "scope 'step' has no bounds yet: call update() for every micro-batch, then step()"
             )
@@ -112,7 +111,6 @@ class ClipBoundSearch:
     ) -> None:
         """Adds the tokens of a micro-batch, as :meth:`ContributionHistogram.update` does."""
         if self.scope != "call":
-            self._undecided = True
             self.histogram.update(
                 log_probs,
                 old_log_probs,
@@ -127,14 +125,12 @@ class ClipBoundSearch:
         if self.scope != "call":
             self._bounds = self.histogram.solve(process_group=self.process_group)
             self._metrics = self.histogram.metrics
-            self._undecided = False
             self.histogram.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Scope, bounds and their metrics, and the sums gathered so far."""
         return dict(
             scope=self.scope,
-            undecided=self._undecided,
             config={name: getattr(self.config, name) for name in TABLE_FIELDS},
             bounds=None if self._bounds is None else [float(bound) for bound in self._bounds],
             metrics={name: float(value) for name, value in self._metrics.items()},
@@ -156,7 +152,6 @@ class ClipBoundSearch:
             if value != mine:
                 self.histogram.reset()
                 require(False, f"config.{name}", f"be {mine!r} in the state too", repr(value))
-        self._undecided = state.get("undecided", False)
         self._bounds = None if state["bounds"] is None else tuple(state["bounds"])
         self._metrics = self._known(metrics) if (metrics := state.get("metrics")) else {}
 

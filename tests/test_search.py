@@ -497,22 +497,6 @@ def test_metrics_of_the_search(two_ranks, rank, name):
         assert got[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
 
 
-def test_bounds_of_tokens_that_are_not_decided():
-    """Scope step: those of the last step would be silently wrong."""
-    batch = torch.tensor([1.5, 1.0]).log(), torch.zeros(2), torch.tensor([2.0, -3.0])
-    search = ClipBoundSearch(scope="step")
-    for _ in range(2):
-        search.update(*batch)
-        with pytest.raises(RuntimeError, match="has no bounds yet"):
-            search.options["bounds"]
-        restored = ClipBoundSearch(scope="step")
-        restored.load_state_dict(search.state_dict())
-        with pytest.raises(RuntimeError, match="has no bounds yet"):
-            restored.options["bounds"]
-        search.step()
-        assert search.bounds.lower <= 1
-
-
 def test_a_state_of_other_grids_is_refused():
     """Those of as many points too, whose sums mean something else."""
     state = ClipBoundSearch(scope="lagged", device="cpu").state_dict()
