@@ -15,7 +15,7 @@ from . import reference
 from ._ops import ops_of
 from .backends import choose
 from .checks import check_group, require
-from .config import RATIO_EPS, BAPOConfig, TargetKind
+from .config import GRID_FIELDS, RATIO_EPS, BAPOConfig, TargetKind
 from .distributed import sum_over_ranks
 from .inputs import TokenInputs, config_or_default, token_inputs
 from .output import REPORT, ClipBounds
@@ -134,16 +134,7 @@ class ContributionHistogram:
 SEARCH_METRICS = tuple(name for name in REPORT if name.startswith("bapo_"))
 
 # Of a config, what its table hangs on.
-TABLE_FIELDS = (
-    "ratio_lower_start",
-    "ratio_lower_max",
-    "ratio_lower_step",
-    "ratio_upper_start",
-    "ratio_upper_max",
-    "ratio_upper_step",
-    "token_weight",
-    "contribution",
-)
+TABLE_FIELDS = (*GRID_FIELDS, "token_weight", "contribution")
 
 
 def find_clip_bounds(

@@ -44,14 +44,13 @@ _CHOICES: dict[str, Collection[str]] = {
         "seq-mean-token-mean",
     ),
 }
-_SEARCH = (
+GRID_FIELDS = (
     "ratio_lower_start",
     "ratio_lower_max",
     "ratio_lower_step",
     "ratio_upper_start",
     "ratio_upper_max",
     "ratio_upper_step",
-    "target",
 )
 # Of the other numbers: what they are greater than, and the rule that says so.
 _FINITE: dict[str, tuple[float, str]] = {
@@ -203,7 +202,7 @@ class BAPOConfig:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             require(value in choices, name, f"be one of {sorted(choices)}", repr(value))
-        for name in (*_SEARCH, *_FINITE, *_NONE_OR_FINITE):
+        for name in (*GRID_FIELDS, "target", *_FINITE, *_NONE_OR_FINITE):
             value = getattr(self, name)
             if value is not None or name not in _NONE_OR_FINITE:
                 object.__setattr__(self, name, number(name, value))

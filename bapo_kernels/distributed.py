@@ -204,7 +204,7 @@ def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
 
 
 def _averages_nothing(wrapper: Any) -> bool:
-    """Its forward neither runs now nor was the last one with gradients, which it should average."""
+    """Whether its forward is not running now, and the last one, if any, was without gradients."""
     if wrapper is DistributedDataParallel._get_active_ddp_module():
         return False
     prepared = wrapper._lazy_init_ran and wrapper.require_forward_param_sync

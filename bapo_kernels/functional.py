@@ -75,7 +75,7 @@ def bapo_loss(
         old_log_probs: ``[...]``, of the policy that the update starts from; ``None``: on-policy.
         advantages: ``[...]``, or one a sequence.
         response_mask: ``[...]`` bool, int or float; 0 is masked. Masked entries of every argument
-            may hold anything; other values than 0 are not weights.
+            may hold anything. Every other value counts as 1.
         config: options of the loss and the search; default: the paper's.
         bounds: clip bounds of the ratio, lower <= 1 <= upper, to use instead of a search
             (:class:`ContributionHistogram`).
