@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._ops import ops_of
-from .config import Transform
-from .distributed import VocabShard
-from .fused import row_statistics
+from ._ops import NATIVE, ops_of
+from .call import Call
+from .fused import (
+    Coefficients,
+    RowStatistics,
+    loss_of_log_probs,
+    row_gradient,
+    row_statistics,
+    shaped,
+)
+from .output import BAPOOutput
 
 
 class _NoDerivative(torch.autograd.Function):
@@ -34,16 +42,57 @@ def final(gradient: Tensor) -> Tensor:
     return result
 
 
+class Overwritten:
+    """Logits that a loss overwrites with their gradient; whoever changes them later is found out.
+
+    It is made before the loss whose backward calls :meth:`check`, and marks the logits after it.
+    """
+
+    def __init__(self) -> None:
+        self.logits: Tensor | None = None
+        self.version = 0
+
+    def mark(self, logits: Tensor) -> None:
+        """From here on ``logits`` hold something else: a use of them raises in backward."""
+        _NewContent.apply(logits)
+        self.logits, self.version = logits.detach(), logits._version
+
+    def check(self) -> None:
+        """Raises if somebody wrote into the logits since :meth:`mark`."""
+        if self.logits is not None and self.logits._version != self.version:
+            raise RuntimeError(
+                "logits that a loss overwrites with its gradient (inplace=True) were changed "
+                "before its backward"
+            )
+
+
+class _NewContent(torch.autograd.Function):
+    """Tells autograd that a tensor holds something else now, of which there is no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor) -> Tensor:
+        raise RuntimeError(
+            "logits were overwritten with their gradient (inplace=True) and then used again"
+        )
+
+
 class _PrecomputedGradient(torch.autograd.Function):
     """A loss whose gradients are known: backward multiplies them by the incoming gradient.
 
     They are scaled in place and handed over, so there is one backward; autograd then keeps a
-    gradient without a copy, because nothing else holds it. Those in float64 are of tokens.
+    gradient without a copy, because nothing else holds it. Those in float64 are per token.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, backend: str, *tensors: Tensor | None) -> Tensor:
-        ctx.backend, ctx.overwritten = backend, None
+    def forward(
+        ctx: Any, loss: Tensor, backend: str, overwritten: Overwritten | None, *tensors: Any
+    ) -> Tensor:
+        ctx.backend, ctx.overwritten = backend, overwritten
         ctx.gradients = tensors[len(tensors) // 2 :]
         return loss.clone()
 
@@ -54,7 +103,8 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "the gradient of this loss was handed over in its first backward; "
                 "call the loss again instead of backward with retain_graph=True"
             )
-        _check_unchanged(ctx.overwritten)
+        if ctx.overwritten is not None:
+            ctx.overwritten.check()
         gradients, ctx.gradients, ctx.overwritten = ctx.gradients, None, None
         for gradient in gradients:
             if gradient is not None and gradient.dtype == torch.float64:
@@ -62,11 +112,15 @@ class _PrecomputedGradient(torch.autograd.Function):
             elif gradient is not None:
                 ops_of(ctx.backend).scale_(gradient, dloss.detach())
         made = (None if gradient is None else final(gradient) for gradient in gradients)
-        return (None, None, *made, *(None for _ in gradients))
+        return (None, None, None, *made, *(None for _ in gradients))
 
 
 def attach(
-    loss: Tensor, backend: str, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    loss: Tensor,
+    backend: str,
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    overwritten: Overwritten | None = None,
 ) -> Tensor:
     """``loss`` with d loss / d inputs = ``gradients``, which it takes over; None where not needed.
 
@@ -75,7 +129,7 @@ def attach(
     assert len(inputs) == len(gradients)
     if torch.compiler.is_compiling() and all(gradient is None for gradient in gradients):
         return loss  # Dynamo does not trace a Function of any number of tensors without grad mode
-    result: Tensor = _PrecomputedGradient.apply(loss, backend, *inputs, *gradients)
+    result: Tensor = _PrecomputedGradient.apply(loss, backend, overwritten, *inputs, *gradients)
     return result
 
 
@@ -98,74 +152,125 @@ class _WithoutGradient(torch.autograd.Function):
         return None, None
 
 
-def without_gradient(values: Tensor, loss: Tensor) -> Tensor:
-    """``values``, through which a backward to the inputs of ``loss`` raises instead of giving 0."""
-    if not loss.requires_grad:
-        return values
-    result: Tensor = _WithoutGradient.apply(values, loss)
-    return result
+def attached(
+    output: BAPOOutput,
+    backend: str,
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    overwritten: Overwritten | None = None,
+) -> BAPOOutput:
+    """With the gradient of the loss that forward made.
 
-
-def _check_unchanged(overwritten: tuple[Tensor, int] | None) -> None:
-    if overwritten is not None and overwritten[0]._version != overwritten[1]:
-        raise RuntimeError(
-            "logits that a loss overwrites with its gradient (inplace=True) were changed before "
-            "its backward"
-        )
-
-
-class _Overwritten(torch.autograd.Function):
-    """Tells autograd that a tensor holds something else now, of which there is no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.mark_dirty(logits)
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, dlogits: Tensor) -> Tensor:
-        raise RuntimeError(
-            "logits were overwritten with their gradient (inplace=True) and then used again"
-        )
-
-
-def mark_overwritten(logits: Tensor, result: Tensor) -> None:
-    """Makes later uses of ``logits`` raise in backward, and ``result`` too once they change.
-
-    Args:
-        result: of :func:`attach` or :class:`LogProbs`.
+    Log-probs and entropy have none: a backward through them raises instead of giving 0.
     """
-    _Overwritten.apply(logits)
-    node: Any = result.grad_fn
-    if node is not None:
-        node.overwritten = logits.detach(), logits._version
+    loss = attach(output.loss, backend, inputs, gradients, overwritten)
+
+    def without_gradient(values: Tensor | None) -> Tensor | None:
+        if values is None or not loss.requires_grad:
+            return values
+        result: Tensor = _WithoutGradient.apply(values, loss)
+        return result
+
+    log_probs = without_gradient(output.log_probs)
+    assert log_probs is not None
+    return output._replace(loss=loss, log_probs=log_probs, entropy=without_gradient(output.entropy))
+
+
+def differentiable_loss(call: Call, log_probs: Tensor, entropy: Tensor | None) -> BAPOOutput:
+    """The loss of flat float64 log-probs and entropy; all its outputs have their gradients."""
+    with torch.no_grad():
+        detached = None if entropy is None else entropy.detach()
+        output, coefficients = loss_of_log_probs(call, log_probs.detach(), detached)
+    per_token = log_probs, entropy
+    gradients = [
+        made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
+        for tensor, made in zip(per_token, coefficients, strict=True)
+    ]
+    loss = attach(output.loss, call.backend, per_token, gradients)
+    return shaped(call, BAPOOutput(loss, log_probs, entropy, output.bounds, output.metrics))
+
+
+def in_caller_shape(
+    call: Call, log_probs: Tensor, entropy: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """float32 outputs of flat float64 values."""
+    of_entropy = None if entropy is None else entropy.float().view(call.shape)
+    return log_probs.float().view(call.shape), of_entropy
+
+
+def needs_loss_scale(dtype: torch.dtype) -> bool:
+    """Whether a gradient of this dtype has to be made in backward, where a loss scale is known.
+
+    The range of float16 ends at 6e-8, where many of a loss's derivatives are; those of a loss times
+    a scale are above.
+    """
+    return dtype == torch.float16
 
 
 class LogProbs(torch.autograd.Function):
     """Float64 ``(log_probs, entropy)`` of rows; backward makes the softmax again from their sums.
 
-    Args:
-        live: bool ``[N]``; the others are not read, and 0.
-        inplace: backward writes the gradient over the logits.
+    Rows that are not counted are not read, and 0. With ``overwritten`` backward writes the gradient
+    over the logits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        live: Tensor,
-        transform: Transform,
-        backend: str,
-        shard: VocabShard | None,
-        inplace: bool,
+        ctx: Any, logits: Tensor, call: Call, overwritten: Overwritten | None
     ) -> tuple[Tensor, Tensor]:
-        results = row_statistics(backend, logits, labels, live, transform, shard)
-        log_probs, entropy, stats, _ = results
-        here = labels if shard is None else shard.labels(labels)
-        ctx.inplace, ctx.overwritten = logits.detach() if inplace else None, None
-        ctx.save_for_backward(None if inplace else logits, here, live, stats, entropy)
-        ctx.transform, ctx.backend = transform, backend
+        found = row_statistics(call, logits)
+        ctx.call, ctx.overwritten = call, overwritten
+        ctx.inplace = None if overwritten is None else logits.detach()
+        # Autograd would refuse logits that it knows to be overwritten.
+        saved = logits if overwritten is None else None
+        ctx.save_for_backward(saved, call.labels, call.counted, *found)
+        ctx.set_materialize_grads(False)
+        return found.log_probs, found.entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits, labels, counted, *values = ctx.saved_tensors
+        call, found = replace(ctx.call, labels=labels, counted=counted), RowStatistics(*values)
+
+        def of_counted(gradient: Tensor | None) -> Tensor | None:
+            return None if gradient is None else torch.where(counted, gradient.detach(), 0.0)
+
+        dlog_probs, dentropy = of_counted(dlog_probs), of_counted(dentropy)
+        if dlog_probs is None:
+            dlog_probs = torch.zeros_like(found.log_probs)
+        coefficients = Coefficients(dlog_probs, dentropy)
+        if ctx.overwritten is not None:
+            ctx.overwritten.check()
+            dlogits, ctx.inplace, ctx.overwritten = ctx.inplace, None, None
+            row_gradient(call, dlogits, found, coefficients, None)
+        else:
+            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            row_gradient(call, logits, found, coefficients, dlogits)
+        return final(dlogits), None, None
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """As :class:`LogProbs`, of hidden states; backward makes the logits of some rows again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        dtype: torch.dtype,
+        chunk_tokens: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        shard = call.shard
+        sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
+        tensors = hidden, weight, bias, call.labels, call.counted
+        options = dtype, *call.transform, call.backend, chunk_tokens
+        log_probs, entropy, stats = _OPS.head_forward(*tensors, *options, sizes, group)
+        ctx.save_for_backward(*tensors, entropy, stats, sizes)
+        ctx.options, ctx.group = options, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -173,26 +278,15 @@ class LogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits, labels, live, stats, entropy = ctx.saved_tensors
-
-        def of_live(gradient: Tensor | None) -> Tensor | None:
-            return None if gradient is None else torch.where(live, gradient.detach(), 0.0)
-
-        dlog_probs = of_live(dlog_probs)
-        arguments = (
-            labels,
-            stats,
-            entropy,
-            torch.zeros_like(entropy) if dlog_probs is None else dlog_probs,
-            of_live(dentropy),
-            None,
-            *ctx.transform,
+        *tensors, entropy, stats, sizes = ctx.saved_tensors
+        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+        incoming = [None if d is None else d.detach() for d in (dlog_probs, dentropy)]
+        made = _OPS.head_backward(
+            *incoming, entropy, stats, needs, *tensors, *ctx.options, sizes, ctx.group
         )
-        if ctx.inplace is not None:
-            _check_unchanged(ctx.overwritten)
-            dlogits, ctx.inplace, ctx.overwritten = ctx.inplace, None, None
-            ops_of(ctx.backend).row_gradient_(dlogits, *arguments)
-        else:
-            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-            ops_of(ctx.backend).row_gradient(logits, *arguments, dlogits)
-        return (final(dlogits), *(None for _ in range(6)))
+        gradients = iter(made)
+        of_parameters = [final(next(gradients)) if needed else None for needed in needs]
+        return (*of_parameters, None, None, None)
+
+
+_OPS: Any = getattr(torch.ops, NATIVE)  # one operator of a head for all backends

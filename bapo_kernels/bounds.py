@@ -1,8 +1,8 @@
 """The search for the clip bounds: one pass over the tokens, one tiny solve, no host read.
 
-P and N only matter at the points of two grids known beforehand. The table of N at every lower
-point and P at every upper point adds up over chunks, micro-batches and ranks, and tells the first
-point at which Algorithm 1 of the paper stops.
+The masses matter only at the points of two grids known beforehand. The table of the negative mass
+at every lower point and the positive mass at every upper point adds up over chunks, micro-batches
+and ranks, and tells at which point Algorithm 1 of the paper stops.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 from . import reference
 from ._ops import ops_of
 from .backends import choose
+from .call import Call, loss_call
 from .checks import check_group, require
-from .config import GRID_FIELDS, RATIO_EPS, BAPOConfig, TargetKind
+from .config import GRID_FIELDS, BAPOConfig, grids_of
 from .distributed import sum_over_ranks
-from .inputs import TokenInputs, config_or_default, token_inputs
+from .inputs import config_or_default
 from .output import REPORT, ClipBounds
 
 
@@ -61,21 +62,21 @@ class ContributionHistogram:
 
         Tokens behind the last of ``cu_seqlens`` are masked; float64 runs on the reference.
         """
-        tokens = token_inputs(
+        call = loss_call(
             log_probs,
             "log_probs",
-            self.config,
-            old_log_probs=old_log_probs,
-            advantages=advantages,
-            response_mask=response_mask,
+            choose(None, log_probs, "log_probs"),
+            old_log_probs,
+            advantages,
+            response_mask,
+            config=self.config,
             rollout_log_probs=rollout_log_probs,
             cu_seqlens=cu_seqlens,
-            weighted=False,
+            for_search=True,
         )
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)
-        backend = choose(None, log_probs, "log_probs")
-        add_contributions(backend, self.table, log_probs.detach().reshape(-1), tokens, self.config)
+        add_contributions(call, self.table, log_probs.detach().reshape(-1))
         return self
 
     def solve(
@@ -98,8 +99,8 @@ class ContributionHistogram:
         if self.table is None:
             self.table = empty_table(self.config, torch.get_default_device())
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
-        bounds, sums = search(backend, self.table, config, process_group)
-        self._solved = bounds, sums, config
+        bounds, masses = search(backend, self.table, config, process_group)
+        self._solved = bounds, masses, config
         return ClipBounds(*bounds.unbind())
 
     @property
@@ -116,7 +117,11 @@ class ContributionHistogram:
             >>> histogram.metrics["bapo_pos_share"], histogram.metrics["bapo_saturated"]
             (tensor(0.4000), tensor(1.))
         """
-        return {} if self._solved is None else search_metrics(*self._solved)
+        if self._solved is None:
+            return {}
+        bounds, masses, config = self._solved
+        metrics = reference.search_metrics(ClipBounds(*bounds.unbind()), masses, config)
+        return {name: value.float() for name, value in metrics.items()}
 
     def reset(self) -> None:
         """Forgets all tokens."""
@@ -133,7 +138,7 @@ class ContributionHistogram:
 
 SEARCH_METRICS = tuple(name for name in REPORT if name.startswith("bapo_"))
 
-# Of a config, what its table hangs on.
+# The fields of a config that its table depends on.
 TABLE_FIELDS = (*GRID_FIELDS, "token_weight", "contribution")
 
 
@@ -182,45 +187,33 @@ def find_clip_bounds(
     return histogram.solve(process_group=process_group)
 
 
-def grids(config: BAPOConfig) -> tuple[float, ...]:
-    """Start, maximum and step of both grids, as the operators take them."""
-    return (
-        config.ratio_lower_start,
-        config.ratio_lower_max,
-        config.ratio_lower_step,
-        config.ratio_upper_start,
-        config.ratio_upper_max,
-        config.ratio_upper_step,
-    )
-
-
 def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
-    """float64 zeros: N at every point of the lower grid, then P at every point of the upper."""
+    """Zeros, float64: a negative mass per point of the lower grid, then a positive per upper."""
     points = len(config.lower_grid) + len(config.upper_grid)
     return torch.zeros(points, dtype=torch.float64, device=device)
 
 
-def add_contributions(
-    backend: str, table: Tensor, log_probs: Tensor, tokens: TokenInputs, config: BAPOConfig
-) -> None:
-    """Adds flat tokens to the table."""
-    if backend == "reference":
-        contributions = reference.Contributions(
-            config, log_probs, tokens.old, tokens.advantages, tokens.live, tokens.rollout
+def add_contributions(call: Call, table: Tensor, log_probs: Tensor) -> None:
+    """Adds the tokens of a call, whose flat log-probs these are."""
+    if call.backend == "reference":
+        table += reference.contribution_table(
+            call.config,
+            log_probs,
+            call.old_log_probs,
+            call.advantages,
+            call.counted,
+            call.rollout_log_probs,
         )
-        N = [contributions.negative(point) for point in config.lower_grid]
-        P = [contributions.positive(point) for point in config.upper_grid]
-        table += torch.stack(N + P)
         return
-    ops_of(backend).contributions(
+    ops_of(call.backend).contributions(
         log_probs.double(),
-        tokens.live,
-        tokens.old,
-        tokens.advantages,
-        tokens.rollout,
-        *grids(config),
-        config.token_weight == "uniform",
-        config.contribution == "gradient",
+        call.counted,
+        call.old_log_probs,
+        call.advantages,
+        call.rollout_log_probs,
+        grids_of(call.config),
+        call.config.token_weight == "uniform",
+        call.config.contribution == "gradient",
         table,
     )
 
@@ -231,65 +224,24 @@ def search(
     config: BAPOConfig,
     process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Bounds as float32 ``[2]``, and float64 ``[4]``: P and N there, P and N at the start.
+    """Bounds as float32 ``[2]``, and the masses as float64 ``[4]``.
 
-    With a group: of the sum of its ranks' tables.
+    The positive and the negative mass at the bounds, then both at the starting bounds; with a group
+    those of the sum of its ranks' tables.
     """
     if process_group is not None:
         table = sum_over_ranks(table, process_group)
     if backend == "reference":
-        return _search_with_tensor_ops(table, config)
+        return reference.solve_table(config, table)
     bounds = torch.empty(2, dtype=torch.float32, device=table.device)
-    shares = torch.empty(4, dtype=torch.float64, device=table.device)
+    masses = torch.empty(4, dtype=torch.float64, device=table.device)
     ops_of(backend).solve(
         table,
-        *grids(config),
+        grids_of(config),
         config.target,
         config.target_kind == "ratio",
         config.raise_first == "upper",
         bounds,
-        shares,
+        masses,
     )
-    return bounds, shares
-
-
-def _search_with_tensor_ops(table: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    lower, upper = config.lower_grid, config.upper_grid
-    N, P = table.split([len(lower), len(upper)])
-    points = table.new_tensor(lower + upper)
-    if config.raise_first == "upper":
-        visits = [(0, j) for j in range(len(upper))]
-        visits += [(i, len(upper) - 1) for i in range(1, len(lower))]
-    else:
-        visits = [(i, 0) for i in range(len(lower))]
-        visits += [(len(lower) - 1, j) for j in range(1, len(upper))]
-    i, j = torch.tensor(visits, device=table.device).unbind(1)
-    met = ~(_tested_quantity(P[j], N[i], config.target_kind) < config.target)
-    met[-1] = True
-    stop = met.int().argmax()
-    bounds = torch.stack([points[: len(lower)][i[stop]], points[len(lower) :][j[stop]]])
-    return bounds.float(), torch.stack([P[j[stop]], N[i[stop]], P[0], N[0]])
-
-
-def _tested_quantity(P: Tensor, N: Tensor, kind: TargetKind) -> Tensor:
-    """Infinite where there is nothing to balance."""
-    if kind == "ratio":
-        return torch.where(N <= 0, torch.inf, P / (N + RATIO_EPS))
-    return torch.where(P + N == 0, torch.inf, P / (P + N))
-
-
-def search_metrics(bounds: Tensor, sums: Tensor, config: BAPOConfig) -> dict[str, Tensor]:
-    """The metrics of a decision, from what :func:`search` returns."""
-
-    def share(P: Tensor, N: Tensor) -> Tensor:
-        return torch.where(P + N == 0, 0.0, P / (P + N))
-
-    P, N, P_start, N_start = sums.unbind()
-    values = (
-        *bounds.unbind(),
-        share(P, N),
-        share(P_start, N_start),
-        _tested_quantity(P, N, "ratio"),
-        _tested_quantity(P, N, config.target_kind) < config.target,
-    )
-    return {name: value.float() for name, value in zip(SEARCH_METRICS, values, strict=True)}
+    return bounds, masses

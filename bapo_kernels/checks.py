@@ -117,19 +117,24 @@ def _warn_without_group() -> None:
     """Once, where other processes exist but no process group: ``None`` may be the default group."""
     ranks = os.environ.get("WORLD_SIZE", "1")  # torchrun sets it
     if ranks not in ("", "1") and dist.is_available() and not dist.is_initialized():
-        _warn_once(ranks)
+        warn_once(
+            f"process_group is None and torch.distributed is not initialised, though WORLD_SIZE is "
+            f"{ranks}: a search covers the tokens of this process alone. dist.group.WORLD is None "
+            "before init_process_group(): call that first, then pass the group."
+        )
 
 
 @cache
-def _warn_once(ranks: str) -> None:
-    package, stack = os.path.dirname(__file__), enumerate(inspect.stack(0), 1)
-    level = next((n for n, at in stack if not at.filename.startswith(package)), 1)
-    warnings.warn(
-        f"process_group is None and torch.distributed is not initialised, though WORLD_SIZE is "
-        f"{ranks}: a search covers the tokens of this process alone. dist.group.WORLD is None "
-        "before init_process_group(): call that first, then pass the group.",
-        stacklevel=level,
-    )
+def warn_once(message: str) -> None:
+    """Warns once in a process, at the line of the user's own code that led here."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level + 1)
+
+
+# This package, torch, and what dataclasses generate.
+_NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(torch.__file__), "<")
 
 
 def _shown(value: Any) -> Any:

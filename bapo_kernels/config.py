@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .checks import number, require
 
@@ -30,19 +29,13 @@ LossAggMode = Literal[
     "seq-mean-token-mean",
 ]
 
-_CHOICES: dict[str, Collection[str]] = {
-    "target_kind": ("share", "ratio"),
-    "raise_first": ("upper", "lower"),
-    "token_weight": ("rollout_prob", "uniform"),
-    "contribution": ("surrogate", "gradient"),
-    "kl_loss_type": tuple(KL_LOSS_TYPES),
-    "loss_agg_mode": (
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    ),
+_CHOICES: dict[str, Any] = {
+    "target_kind": TargetKind,
+    "raise_first": RaiseFirst,
+    "token_weight": TokenWeight,
+    "contribution": Contribution,
+    "kl_loss_type": KLLossType,
+    "loss_agg_mode": LossAggMode,
 }
 GRID_FIELDS = (
     "ratio_lower_start",
@@ -199,8 +192,8 @@ class BAPOConfig:
         return bound_grid(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
+        for name, literal in _CHOICES.items():
+            value, choices = getattr(self, name), get_args(literal)
             require(value in choices, name, f"be one of {sorted(choices)}", repr(value))
         for name in (*GRID_FIELDS, "target", *_FINITE, *_NONE_OR_FINITE):
             value = getattr(self, name)
@@ -232,6 +225,20 @@ class BAPOConfig:
             require(0 <= self.target < math.inf, "target", "be finite and >= 0", self.target)
 
 
+# What the operators take of a config, in the order of their schemas.
+
+
+def grids_of(config: BAPOConfig) -> tuple[float, ...]:
+    """Start, maximum and step of the lower grid, then of the upper grid."""
+    return tuple(getattr(config, name) for name in GRID_FIELDS)
+
+
+def policy_options_of(config: BAPOConfig) -> tuple[float | None, float, int, float]:
+    """Dual clip, weight and number of the KL estimator, weight of the entropy bonus."""
+    kl_loss_type = KL_LOSS_TYPES[config.kl_loss_type]
+    return config.clip_ratio_c, config.kl_loss_coef, kl_loss_type, config.entropy_coef
+
+
 def transform_of(config: BAPOConfig) -> Transform:
-    """What the kernels do to a logit first."""
+    """Temperature, scale and soft cap of the logits."""
     return config.temperature, config.logit_scale, config.final_logit_softcapping

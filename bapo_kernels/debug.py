@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from torch import Tensor
 from ._ops import ops_of
 from .alignment import check_alignment
 from .backends import available_backends, choose, native
+from .call import LossOptions, loss_call
 from .checks import require
-from .config import IGNORE_INDEX, BAPOConfig
+from .config import IGNORE_INDEX
 from .distributed import whole_vocabulary
 from .inputs import (
     bounds_tensor,
@@ -23,11 +25,19 @@ from .inputs import (
     check_options,
     config_or_default,
     rising_offsets,
-    token_inputs,
 )
-from .output import ClipBounds
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _ROWS = 64  # of logits, checked at once
+_CHECKED = (
+    "old_log_probs",
+    "advantages",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "ref_log_probs",
+)
 
 
 def check_inputs(
@@ -37,20 +47,10 @@ def check_inputs(
     advantages: Tensor,
     response_mask: Tensor | None = None,
     *,
-    config: BAPOConfig | None = None,
-    bounds: ClipBounds | tuple[float, float] | None = None,
     backend: str | None = None,
     inplace: bool = False,
-    statistics: str = "all",
-    cu_seqlens: Tensor | None = None,
-    rollout_log_probs: Tensor | None = None,
-    rollout_is_weights: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    batch_num_tokens: float | Tensor | None = None,
-    global_batch_size: float | Tensor | None = None,
-    dp_size: int = 1,
-    process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
+    **options: Unpack[LossOptions],
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
@@ -84,63 +84,43 @@ def check_inputs(
         Traceback (most recent call last):
         ValueError: labels must be in [0, 4) or -100, got 4 at (1,)
     """
-    config = config_or_default(config)
+    config = config_or_default(options.get("config"))
     check_logits(logits, labels, vocab_group)
     labels = labels.long()
     if backend is not None:
         choose(backend, logits, "logits")
-    check_options(statistics, process_group, vocab_group)
+    check_options(options.get("statistics", "all"), options.get("process_group"), vocab_group)
     logits = whole_vocabulary(logits, vocab_group, -1)
-    if bounds is not None:
+    if (bounds := options.get("bounds")) is not None:
         bounds_tensor(bounds, labels, read=True)
-    tokens = token_inputs(
-        labels,
-        "labels",
-        config,
-        old_log_probs=old_log_probs,
-        advantages=advantages,
-        response_mask=response_mask,
-        rollout_log_probs=rollout_log_probs,
-        rollout_is_weights=rollout_is_weights,
-        ref_log_probs=ref_log_probs,
-        cu_seqlens=cu_seqlens,
-        batch_num_tokens=_read(batch_num_tokens),
-        global_batch_size=_read(global_batch_size),
-        dp_size=dp_size,
-    )
+    for name in ("batch_num_tokens", "global_batch_size"):
+        normaliser = options.get(name)
+        if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
+            options[name] = normaliser.item()
+    batch = old_log_probs, advantages, response_mask
+    call = loss_call(labels, "labels", "reference", *batch, **options)
+    cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)
     _check_offsets(labels, response_mask, cu_seqlens)
-    live = tokens.live.view(labels.shape)
-    outside = live & ((labels < 0) | (labels >= V))
+    unmasked = call.unmasked.view(labels.shape)
+    outside = unmasked & ((labels < 0) | (labels >= V))
     _raise_first("labels", f"be in [0, {V}) or {IGNORE_INDEX}", outside, labels)
-    given = {
-        "old_log_probs": tokens.old,
-        "advantages": tokens.advantages,
-        "rollout_log_probs": tokens.rollout,
-        "rollout_is_weights": tokens.is_weights,
-        "ref_log_probs": tokens.ref,
-    }
+    given = {name: getattr(call, name) for name in _CHECKED}
     for name, flat in given.items():
         if flat is None:
             continue
         values = flat.view(labels.shape)
-        _raise_first(name, "be finite", live & ~values.isfinite(), values)
+        _raise_first(name, "be finite", unmasked & ~values.isfinite(), values)
         if name.endswith("log_probs"):
             # Rounding puts some of them above 0, but not all.
-            most = 1e-5 if bool((values[live] > 0).all()) else 1e-2
-            _raise_first(name, "be log-probs <= 0", live & (values > most), values)
+            most = 1e-5 if bool((values[unmasked] > 0).all()) else 1e-2
+            _raise_first(name, "be log-probs <= 0", unmasked & (values > most), values)
         if name == "rollout_is_weights":
-            _raise_first(name, "be >= 0", live & (values < 0), values)
-    _check_rows(logits, live)
-    if tokens.old is not None:
-        check_alignment(logits, labels, tokens.old, live, cu_seqlens, config)
-
-
-def _read(normaliser: float | Tensor | None) -> float | Tensor | None:
-    if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
-        return normaliser.item()
-    return normaliser
+            _raise_first(name, "be >= 0", unmasked & (values < 0), values)
+    _check_rows(logits, unmasked)
+    if call.old_log_probs is not None:
+        check_alignment(logits, labels, call.old_log_probs, unmasked, cu_seqlens, config)
 
 
 def _check_mask(labels: Tensor, response_mask: Tensor | None) -> None:
@@ -167,10 +147,10 @@ def _check_offsets(labels: Tensor, response_mask: Tensor | None, cu_seqlens: Ten
     require(not left.any(), "cu_seqlens", f"end at {N}", got)
 
 
-def _check_rows(logits: Tensor, live: Tensor) -> None:
-    rows, at = logits.reshape(-1, logits.shape[-1]), live.reshape(-1).nonzero().squeeze(1)
+def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
+    rows, at = logits.reshape(-1, logits.shape[-1]), unmasked.reshape(-1).nonzero().squeeze(1)
     all_shares = logits.shape[-1] > 1
-    for some, places in zip(at.split(_ROWS), live.nonzero().split(_ROWS), strict=True):
+    for some, places in zip(at.split(_ROWS), unmasked.nonzero().split(_ROWS), strict=True):
         values = rows[some]
         bad = ~(values < torch.inf)  # NaN too
         for n, column in bad.nonzero()[:1].tolist():

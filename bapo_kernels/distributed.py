@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .checks import is_dtensor, require
+from .checks import is_dtensor, require, warn_once
 from .config import Transform
 
 
@@ -200,7 +198,11 @@ def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     idle = [wrapper for wrapper in wrappers if _averages_nothing(wrapper)]
     if any(parameter is weight for wrapper in idle for parameter in wrapper.parameters()):
-        _warn_not_synchronised()
+        warn_once(
+            "the loss is computed beside the forward of DistributedDataParallel, so that gradients "
+            "are not averaged over the ranks. Compute hidden states and loss in the forward of the "
+            "module that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states)."
+        )
 
 
 def _averages_nothing(wrapper: Any) -> bool:
@@ -209,13 +211,3 @@ def _averages_nothing(wrapper: Any) -> bool:
         return False
     prepared = wrapper._lazy_init_ran and wrapper.require_forward_param_sync
     return bool(wrapper.require_backward_grad_sync and not prepared)  # False under no_sync()
-
-
-@cache
-def _warn_not_synchronised() -> None:
-    warnings.warn(
-        "the loss is computed beside the forward of DistributedDataParallel, so that gradients are "
-        "not averaged over the ranks. Compute hidden states and loss in the forward of the module "
-        "that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states).",
-        stacklevel=4,  # the call of the public function
-    )

@@ -1,20 +1,18 @@
-"""Arguments of the public functions: checked, then flattened to one entry per token."""
+"""Checks and forms of the arguments that several public functions take."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .aggregation import sequence_index, token_weights
+from .aggregation import sequence_index
 from .checks import (
     check_device,
     check_floating,
     check_group,
-    check_like,
     check_tensor,
     count,
     number,
@@ -24,24 +22,6 @@ from .config import IGNORE_INDEX, BAPOConfig
 from .output import ClipBounds
 
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-
-
-@dataclass(frozen=True)
-class TokenInputs:
-    """Flat, contiguous, detached; ``None`` where not given. Masked entries may hold anything."""
-
-    live: Tensor
-    advantages: Tensor
-    old: Tensor | None
-    rollout: Tensor | None
-    is_weights: Tensor | None
-    ref: Tensor | None
-    weights: Tensor | None  # of the aggregation, float64; None where no loss is asked for
-
-    def at(self, rows: Tensor) -> TokenInputs:
-        """Those of some tokens."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: v[rows] for k, v in given.items() if v is not None})
 
 
 def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> None:
@@ -92,6 +72,33 @@ def check_head(
     check_labels(labels, hidden_states, "hidden_states")
     if chunk_tokens is not None:
         count("chunk_tokens", chunk_tokens, "be None or an integer >= 1")
+
+
+def gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The dtype of autocast where it is on; otherwise all three must have the same."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    for name, tensor in (("lm_head_weight", weight), ("bias", bias)):
+        rule = f"have the dtype of hidden_states {hidden.dtype}"
+        same = tensor is None or tensor.dtype == hidden.dtype
+        require(same, name, rule, getattr(tensor, "dtype", None))
+    return hidden.dtype
+
+
+def check_inplace(logits: Tensor) -> None:
+    """``logits`` may be overwritten with their gradient."""
+    base = logits if logits._base is None else logits._base
+    rule = "not be a leaf that requires grad, or a view of one, with inplace=True"
+    is_leaf = torch.is_grad_enabled() and base.requires_grad and base.is_leaf
+    require(not is_leaf, "logits", rule, "such a leaf" if base is logits else "such a view")
+    sizes_and_strides = list(zip(logits.shape, logits.stride(), strict=True))
+    plain = all(stride > 0 or size <= 1 for size, stride in sizes_and_strides)
+    plain = plain and (logits.stride(-1) == 1 or logits.shape[-1] == 1)
+    if plain and logits.ndim > 3:
+        plain = logits.is_contiguous()
+    rule = "have rows without overlap, stride 1 along them, and be contiguous beyond 3 dimensions"
+    got = f"shape {tuple(logits.shape)}, strides {logits.stride()}"
+    require(plain, "logits", f"{rule} with inplace=True", got)
 
 
 def as_rows(logits: Tensor) -> Tensor:
@@ -151,92 +158,26 @@ def _check_scalar(name: str, tensor: Tensor) -> None:
     require(tensor.numel() == 1, name, "have one element", tensor.shape)
 
 
-def token_inputs(
-    like: Tensor,
-    like_name: str,
-    config: BAPOConfig,
-    *,
-    old_log_probs: Tensor | None,
-    advantages: Tensor,
-    response_mask: Tensor | None,
-    rollout_log_probs: Tensor | None = None,
-    rollout_is_weights: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    batch_num_tokens: float | Tensor | None = None,
-    global_batch_size: float | Tensor | None = None,
-    dp_size: int = 1,
-    weighted: bool = True,
-) -> TokenInputs:
-    """Checks and flattens what the loss takes per token; ``like`` is the labels or log-probs.
-
-    Offsets and normalisers on a device are not read: those that break their rule make the loss NaN.
-    """
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-
-    def flat(name: str, values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        check_like(name, values, like, like_name)
-        return values.detach().to(dtype).reshape(-1).contiguous()
-
-    live = _live(like, like_name, response_mask)
-    rising = None
-    if cu_seqlens is not None:
-        _check_offsets(like, like_name, cu_seqlens)
-        cu_seqlens, rising = _inside(cu_seqlens.long(), like.shape[0])
-        positions = torch.arange(like.shape[0], device=like.device)
-        live = live & ((positions < cu_seqlens[-1]) | ~rising)
-    weights = None
-    if weighted:
-        _check_aggregation(like, like_name, config, cu_seqlens)
-        rule = "be given when config.kl_loss_coef is not 0"
-        require(ref_log_probs is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
-        tokens = _normaliser("batch_num_tokens", batch_num_tokens, like, like_name)
-        sequences = _normaliser("global_batch_size", global_batch_size, like, like_name)
-        dp_size = count("dp_size", dp_size)
-        _check_counts_of_ranks(config, tokens, sequences, dp_size)
-        weights = token_weights(
-            live,
-            config,
-            cu_seqlens=cu_seqlens,
-            batch_num_tokens=tokens,
-            global_batch_size=sequences,
-            dp_size=dp_size,
-        )
-        weights = weights.expand(like.shape).reshape(-1).contiguous()
-    spread = _spread_advantages(advantages, like, like_name, cu_seqlens)
-    if rising is not None:
-        spread = torch.where(rising, spread, torch.nan)
-    return TokenInputs(
-        live=live.reshape(-1).contiguous(),
-        advantages=spread.detach().to(dtype).reshape(-1).contiguous(),
-        old=flat("old_log_probs", old_log_probs),
-        rollout=flat("rollout_log_probs", rollout_log_probs),
-        is_weights=flat("rollout_is_weights", rollout_is_weights),
-        ref=flat("ref_log_probs", ref_log_probs),
-        weights=weights,
-    )
-
-
-def _live(like: Tensor, like_name: str, response_mask: Tensor | None) -> Tensor:
-    live = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+def unmasked_tokens(like: Tensor, like_name: str, response_mask: Tensor | None) -> Tensor:
+    """Where the mask is not 0 and the label, if ``like`` is labels, not -100."""
+    unmasked = torch.ones(like.shape, dtype=torch.bool, device=like.device)
     if not like.is_floating_point():
-        live = like != IGNORE_INDEX
+        unmasked = like != IGNORE_INDEX
     if response_mask is None:
-        return live
+        return unmasked
     check_tensor("response_mask", response_mask)
     rule = ("have the shape of {} {}", like_name, like.shape)
     require(response_mask.shape == like.shape, "response_mask", rule, response_mask.shape)
     check_device("response_mask", response_mask, like, like_name)
     is_real = not response_mask.is_complex()
     require(is_real, "response_mask", "be bool, int or float", response_mask.dtype)
-    return live & (response_mask != 0)
+    return unmasked & (response_mask != 0)
 
 
-def _spread_advantages(
+def spread_advantages(
     advantages: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None
 ) -> Tensor:
+    """Advantages per token, of those per token or per sequence."""
     check_floating("advantages", advantages)
     check_device("advantages", advantages, like, like_name)
     if advantages.shape == like.shape:
@@ -254,7 +195,8 @@ def _spread_advantages(
     return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
 
 
-def _check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
+def check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
+    """``cu_seqlens [B + 1]`` of packed ``[N]`` tokens."""
     check_tensor("cu_seqlens", cu_seqlens)
     ok = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
     require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", cu_seqlens.shape)
@@ -272,15 +214,16 @@ def rising_offsets(cu_seqlens: Tensor, N: int) -> list[int]:
     return offsets
 
 
-def _inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:
+def offsets_inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:
     """Offsets cut to ``N`` tokens, and whether they rose from 0 to at most that, on the device."""
     steps = cu_seqlens.diff(append=cu_seqlens.new_full((1,), N))
     return cu_seqlens.clamp(0, N), (steps >= 0).all() & (cu_seqlens[0] == 0)
 
 
-def _check_aggregation(
+def check_aggregation(
     like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
 ) -> None:
+    """The sequences of a mode that is about sequences are known."""
     mode = config.loss_agg_mode
     if mode not in _SEQUENCE_MODES:
         return
@@ -296,7 +239,7 @@ def _check_aggregation(
         require(config.loss_scale_factor is not None, "config.loss_scale_factor", of_length, None)
 
 
-def _normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | Tensor | None:
+def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | Tensor | None:
     """A count of tokens or sequences: a number, or a tensor, NaN where it is not above 0."""
     if given is None:
         return None
@@ -309,12 +252,3 @@ def _normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | 
         check_device(name, given, like, like_name)
     of_ranks = given.detach().double().reshape(())
     return torch.where(of_ranks > 0, of_ranks, torch.nan)
-
-
-def _check_counts_of_ranks(config: BAPOConfig, tokens: Any, sequences: Any, dp_size: int) -> None:
-    given = {"batch_num_tokens": tokens, "global_batch_size": sequences}
-    mode = config.loss_agg_mode
-    needed = {"token-mean": "batch_num_tokens", "token-sum": None}.get(mode, "global_batch_size")
-    if needed is not None and dp_size > 1:
-        rule = f"be given when dp_size > 1 with loss_agg_mode={mode!r}"
-        require(given[needed] is not None, needed, rule, None)

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from .call import Statistics
 from .config import BAPOConfig
-from .functional import Statistics, bapo_linear_loss, bapo_loss
+from .functional import bapo_loss
 from .inputs import config_or_default
+from .linear import bapo_linear_loss
 from .output import BAPOOutput
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+class _LossModule(torch.nn.Module):
+    """Keeps some options of a loss; those that a call gives, and that are not ``None``, win."""
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in given.items() if value is not None}
+        return {name: getattr(self, name) for name in self.kept} | given
+
+    def extra_repr(self) -> str:
+        """Shown by ``print``."""
+        config, *others = self.kept
+        options = [f"{name}={getattr(self, name)!r}" for name in others]
+        return ", ".join([str(getattr(self, config)), *options])
 
 
-class BAPOLoss(torch.nn.Module):
+class BAPOLoss(_LossModule):
     """:func:`bapo_kernels.bapo_loss` with its configuration.
 
     ``forward`` takes the arguments of the function; ``config``, ``backend``, ``inplace`` and
@@ -28,6 +42,8 @@ class BAPOLoss(torch.nn.Module):
         tensor(-0.2500)
     """
 
+    kept = ("config", "backend", "inplace", "statistics")
+
     def __init__(
         self,
         config: BAPOConfig | None = None,
@@ -38,29 +54,14 @@ class BAPOLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config = config_or_default(config)
-        self.backend = backend
-        self.inplace = inplace
-        self.statistics = statistics
+        self.backend, self.inplace, self.statistics = backend, inplace, statistics
 
     def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
         """The loss of a batch."""
-        of_module = dict(
-            config=self.config,
-            backend=self.backend,
-            inplace=self.inplace,
-            statistics=self.statistics,
-        )
-        return bapo_loss(*args, **(of_module | _given(kwargs)))
-
-    def extra_repr(self) -> str:
-        """Shown by ``print``."""
-        return (
-            f"{self.config}, backend={self.backend!r}, inplace={self.inplace}, "
-            f"statistics={self.statistics!r}"
-        )
+        return bapo_loss(*args, **self._options(kwargs))
 
 
-class BAPOLinearLoss(torch.nn.Module):
+class BAPOLinearLoss(_LossModule):
     """:func:`bapo_kernels.bapo_linear_loss` with its configuration.
 
     ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first;
@@ -75,6 +76,8 @@ class BAPOLinearLoss(torch.nn.Module):
         torch.Size([10, 4])
     """
 
+    kept = ("config", "backend", "chunk_tokens", "statistics")
+
     def __init__(
         self,
         config: BAPOConfig | None = None,
@@ -85,23 +88,8 @@ class BAPOLinearLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config = config_or_default(config)
-        self.backend = backend
-        self.chunk_tokens = chunk_tokens
-        self.statistics = statistics
+        self.backend, self.chunk_tokens, self.statistics = backend, chunk_tokens, statistics
 
     def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
         """The loss of a batch."""
-        of_module = dict(
-            config=self.config,
-            backend=self.backend,
-            chunk_tokens=self.chunk_tokens,
-            statistics=self.statistics,
-        )
-        return bapo_linear_loss(*args, **(of_module | _given(kwargs)))
-
-    def extra_repr(self) -> str:
-        """Shown by ``print``."""
-        return (
-            f"{self.config}, backend={self.backend!r}, chunk_tokens={self.chunk_tokens}, "
-            f"statistics={self.statistics!r}"
-        )
+        return bapo_linear_loss(*args, **self._options(kwargs))

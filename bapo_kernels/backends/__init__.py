@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-
 import torch
 
-from ..checks import runs_while_traced
+from ..checks import runs_while_traced, warn_once
 from . import native, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -81,12 +78,8 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
 
 @runs_while_traced
 def _warn_of_reference(device: torch.device) -> None:
-    if device.type in ("cpu", "cuda"):  # no other has kernels at all
-        _warn_once(device)
-
-
-@cache
-def _warn_once(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):  # no other has kernels at all
+        return
     if device.type == "cpu":
         absent = f"cpu: {native.WHY_NO_CPU}"
         cure = "install torch and a C++20 compiler and build again"
@@ -94,10 +87,9 @@ def _warn_once(device: torch.device) -> None:
         cuda = native.WHY_NO_CUDA or native.why_no_kernels(device)
         absent = f"cuda: {cuda}; triton: {triton.WHY_NOT or 'TRITON_INTERPRET=1 is for the CPU'}"
         cure = "pip install triton, or build again with nvcc on the path"
-    warnings.warn(
+    warn_once(
         "bapo_kernels runs on the PyTorch reference, many times slower than its kernels, because "
         f"none of them can run on {device} here ({absent}). To have them, {cure} (pip install "
         "--no-build-isolation . in the source folder); python -m bapo_kernels shows what was "
-        'built. backend="reference" takes the reference without this warning.',
-        stacklevel=5,  # the call of the public function
+        'built. backend="reference" takes the reference without this warning.'
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -81,9 +79,3 @@ def config_of(
     given = {name: value for name, value in decided.items() if value is not None}
     config: BAPOConfig = getattr(BAPOConfig, preset)(**given | dict(options or {}))
     return config
-
-
-@functools.cache
-def warn_once(message: str, stacklevel: int = 2) -> None:
-    """Warns once in a process; ``stacklevel`` as in :func:`warnings.warn`."""
-    warnings.warn(message, stacklevel=stacklevel)

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..aggregation import token_weights
-from ..checks import require
+from ..checks import require, warn_once
 from ..config import IGNORE_INDEX
-from ..functional import bapo_linear_loss, bapo_loss_from_log_probs, linear_log_probs
+from ..functional import bapo_loss_from_log_probs
+from ..linear import bapo_linear_loss, linear_log_probs
 from ..lm_head import LMHead
 from ..output import BAPOOutput
 from ..scopes import ClipBoundSearch
-from . import require_version, warn_once
+from . import require_version
 
 require_version("trl", "1.9")
 

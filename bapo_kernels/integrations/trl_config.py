@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import require
+from ..checks import require, warn_once
 from ..config import BAPOConfig
-from . import config_of, require_version, warn_once
+from . import config_of, require_version
 
 require_version("trl", "1.9")
 
@@ -74,7 +74,7 @@ class BAPOTrainerConfig(GRPOConfig):
         super().__post_init__()
         check(self)
         for message in _warnings(self):
-            warn_once(message, stacklevel=4)  # where the config is made
+            warn_once(message)
 
 
 def check(args: Any) -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..bounds import TABLE_FIELDS
-from ..checks import check_group, require
+from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, require_version, warn_once
+from . import config_of, require_version
 
 require_version("verl", "0.6.1")
 
@@ -124,8 +124,7 @@ def _warn_of_unused(config: Any, recipe: bool) -> None:
             warn_once(
                 f"actor.{name}={value} is not used by the policy loss 'bapo', which searches for "
                 "its bounds (policy_loss.ratio_lower_start and others, as ratio bounds, never "
-                "epsilons) and has a dual clip, clip_ratio_c, with preset='recipe' alone",
-                stacklevel=4,
+                "epsilons) and has a dual clip, clip_ratio_c, with preset='recipe' alone"
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..functional import linear_log_probs
+from ..linear import linear_log_probs
 from . import require_version
 
 require_version("verl", "0.6.1")

@@ -1,0 +1,236 @@
+"""What a call is made of: made once from the arguments, taken by everything behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .aggregation import token_weights
+from .checks import check_like, count, require
+from .config import IGNORE_INDEX, BAPOConfig, Transform, transform_of
+from .distributed import VocabShard
+from .inputs import (
+    bounds_tensor,
+    check_aggregation,
+    check_offsets,
+    check_options,
+    config_or_default,
+    normaliser,
+    offsets_inside,
+    spread_advantages,
+    unmasked_tokens,
+)
+from .output import ClipBounds
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Statistics = Literal["all", "live"]
+
+
+class TokenOptions(TypedDict, total=False):
+    """What a loss may be given per token, and the normalisers of its aggregation."""
+
+    cu_seqlens: Tensor | None
+    rollout_log_probs: Tensor | None
+    rollout_is_weights: Tensor | None
+    ref_log_probs: Tensor | None
+    batch_num_tokens: float | Tensor | None
+    global_batch_size: float | Tensor | None
+    dp_size: int
+
+
+class LossOptions(TokenOptions, total=False):
+    """Keyword arguments of every loss; :func:`bapo_kernels.bapo_loss` documents them."""
+
+    config: BAPOConfig | None
+    bounds: ClipBounds | tuple[float, float] | None
+    statistics: Statistics
+    process_group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call of a loss, or of log-probs alone.
+
+    Tensors per token are flat, contiguous and detached, and ``None`` where not given. Their masked
+    entries may hold anything.
+
+    Attributes:
+        shape: of the labels, or of the log-probs where they are given.
+        unmasked: bool ``[N]``.
+        counted: bool ``[N]``, the tokens that are computed: all unmasked ones, or with
+            ``statistics="live"`` those that can change the loss.
+        labels: int64 ``[N]``; ``None`` where log-probs are given.
+        weights: float64 ``[N]``, of the aggregation.
+        bounds: float32 ``[2]``; ``None``: the call searches.
+        shard: which columns of the vocabulary this rank has; ``None``: all.
+    """
+
+    config: BAPOConfig
+    backend: str
+    shape: torch.Size
+    unmasked: Tensor
+    counted: Tensor
+    statistics: Statistics = "all"
+    labels: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    weights: Tensor | None = None
+    bounds: Tensor | None = None
+    process_group: dist.ProcessGroup | None = None
+    shard: VocabShard | None = None
+
+    def at(self, rows: Tensor) -> Call:
+        """The same call of some of its tokens."""
+        given = {name: getattr(self, name) for name in _PER_TOKEN}
+        return replace(self, **{k: v[rows] for k, v in given.items() if v is not None})
+
+    @property
+    def transform(self) -> Transform:
+        """Temperature, scale and soft cap of the logits."""
+        return transform_of(self.config)
+
+    @property
+    def columns(self) -> Tensor:
+        """The label of each row as a column of this rank's logits; -1: another rank has it."""
+        assert self.labels is not None
+        return self.labels if self.shard is None else self.shard.labels(self.labels)
+
+
+_PER_TOKEN = (
+    "unmasked",
+    "counted",
+    "labels",
+    "old_log_probs",
+    "advantages",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "ref_log_probs",
+    "weights",
+)
+
+
+def log_probs_call(
+    labels: Tensor, config: BAPOConfig, backend: str, shard: VocabShard | None
+) -> Call:
+    """Log-probs and entropy of these labels, no loss."""
+    flat = _int64(labels)
+    unmasked = flat != IGNORE_INDEX
+    return Call(config, backend, labels.shape, unmasked, unmasked, labels=flat, shard=shard)
+
+
+def loss_call(
+    like: Tensor,
+    like_name: str,
+    backend: str,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None,
+    *,
+    vocabulary: tuple[int, dist.ProcessGroup | None] = (0, None),
+    for_search: bool = False,
+    **options: Unpack[LossOptions],
+) -> Call:
+    """Checks and flattens the arguments of a loss; ``like`` is the labels or the log-probs.
+
+    Offsets and normalisers on a device are not read: those that break their rule make the loss NaN.
+
+    Args:
+        vocabulary: columns of this rank, and the group that shares out all of them.
+        for_search: contributions to the search alone are asked for, no loss.
+    """
+    config = config_or_default(options.get("config"))
+    statistics = options.get("statistics", "all")
+    process_group = options.get("process_group")
+    columns, vocab_group = vocabulary
+    check_options(statistics, process_group, vocab_group)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+
+    def flat(name: str, values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        check_like(name, values, like, like_name)
+        return values.detach().to(dtype).reshape(-1).contiguous()
+
+    unmasked = unmasked_tokens(like, like_name, response_mask)
+    cu_seqlens, rising = options.get("cu_seqlens"), None
+    if cu_seqlens is not None:
+        check_offsets(like, like_name, cu_seqlens)
+        cu_seqlens, rising = offsets_inside(cu_seqlens.long(), like.shape[0])
+        positions = torch.arange(like.shape[0], device=like.device)
+        unmasked = unmasked & ((positions < cu_seqlens[-1]) | ~rising)
+    weights = None
+    if not for_search:
+        weights = _weights(like, like_name, config, unmasked, cu_seqlens, options)
+    spread = spread_advantages(advantages, like, like_name, cu_seqlens)
+    if rising is not None:
+        spread = torch.where(rising, spread, torch.nan)
+    spread = spread.detach().to(dtype).reshape(-1).contiguous()
+    counted = unmasked = unmasked.reshape(-1).contiguous()
+    if statistics == "live" and not (config.kl_loss_coef or config.entropy_coef):
+        counted = unmasked & (spread != 0)
+    bounds = options.get("bounds")
+    return Call(
+        config=config,
+        backend=backend,
+        shape=like.shape,
+        unmasked=unmasked,
+        counted=counted,
+        statistics=statistics,
+        labels=_int64(like) if like_name == "labels" else None,
+        old_log_probs=flat("old_log_probs", old_log_probs),
+        advantages=spread,
+        rollout_log_probs=flat("rollout_log_probs", options.get("rollout_log_probs")),
+        rollout_is_weights=flat("rollout_is_weights", options.get("rollout_is_weights")),
+        ref_log_probs=flat("ref_log_probs", options.get("ref_log_probs")),
+        weights=weights,
+        bounds=None if bounds is None else bounds_tensor(bounds, like),
+        process_group=process_group,
+        # The reference gathers the vocabulary by itself.
+        shard=None if backend == "reference" else VocabShard.of(columns, like, vocab_group),
+    )
+
+
+def _weights(
+    like: Tensor,
+    like_name: str,
+    config: BAPOConfig,
+    unmasked: Tensor,
+    cu_seqlens: Tensor | None,
+    options: Any,
+) -> Tensor:
+    check_aggregation(like, like_name, config, cu_seqlens)
+    rule = "be given when config.kl_loss_coef is not 0"
+    ref = options.get("ref_log_probs")
+    require(ref is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
+    given = {
+        name: normaliser(name, options.get(name), like, like_name)
+        for name in ("batch_num_tokens", "global_batch_size")
+    }
+    dp_size = count("dp_size", options.get("dp_size", 1))
+    _check_counts_of_ranks(config, given, dp_size)
+    weights = token_weights(unmasked, config, cu_seqlens=cu_seqlens, dp_size=dp_size, **given)
+    return weights.expand(like.shape).reshape(-1).contiguous()
+
+
+def _check_counts_of_ranks(config: BAPOConfig, given: dict[str, Any], dp_size: int) -> None:
+    mode = config.loss_agg_mode
+    needed = {"token-mean": "batch_num_tokens", "token-sum": None}.get(mode, "global_batch_size")
+    if needed is not None and dp_size > 1:
+        rule = f"be given when dp_size > 1 with loss_agg_mode={mode!r}"
+        require(given[needed] is not None, needed, rule, None)
+
+
+def _int64(labels: Tensor) -> Tensor:
+    """Flat; of inference tensors, which autograd does not save, a copy."""
+    labels = labels.long().reshape(-1).contiguous()
+    eager = not torch.compiler.is_compiling()  # which cannot trace is_inference
+    return labels.clone() if eager and labels.is_inference() else labels

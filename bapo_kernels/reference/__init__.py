@@ -1,0 +1,33 @@
+"""The specification in plain, differentiable PyTorch: the paper's formulas, line by line.
+
+Every function takes any float dtype. bfloat16 and float16 are computed in float32, float32 and
+float64 in themselves; run it in float64 for the truth that kernels are tested against. It shares
+no mathematics with the kernels, reads values back where the paper's loop does, and is slow.
+
+Sizes: B sequences, S tokens of a sequence, N tokens, V vocabulary, H hidden size.
+"""
+
+from .loss import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs
+from .search import (
+    Contributions,
+    contribution_table,
+    find_clip_bounds,
+    search_metrics,
+    solve_table,
+    tested_quantity,
+)
+from .softmax import linear_log_probs, log_probs
+
+__all__ = [
+    "Contributions",
+    "bapo_linear_loss",
+    "bapo_loss",
+    "bapo_loss_from_log_probs",
+    "contribution_table",
+    "find_clip_bounds",
+    "linear_log_probs",
+    "log_probs",
+    "search_metrics",
+    "solve_table",
+    "tested_quantity",
+]

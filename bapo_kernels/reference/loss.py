@@ -1,0 +1,280 @@
+"""The loss of a token and its aggregation (Eq. 8), with verl's extra terms."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import IGNORE_INDEX, LOG_RATIO_LIMIT, BAPOConfig
+from ..inputs import bounds_tensor, config_or_default, rising_offsets
+from ..output import BAPOOutput, ClipBounds
+from .search import Contributions, find_clip_bounds, search_metrics
+from .softmax import head_logits, log_probs
+from .tokens import behaviour_log_probs, check_shapes, per_token, ratio, unmasked_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..call import LossOptions
+
+
+def bapo_loss_from_log_probs(
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None = None,
+    *,
+    entropy: Tensor | None = None,
+    config: BAPOConfig | None = None,
+    bounds: ClipBounds | tuple[float, float] | None = None,
+    statistics: Literal["all", "live"] = "all",
+    cu_seqlens: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+) -> BAPOOutput:
+    """Eq. 8 of the paper on given log-probs, with verl's extra terms and aggregation.
+
+    ``J = min(r*A, clip(r, c_low, c_high)*A)`` and ``l = -J``, capped at ``-A*clip_ratio_c`` for
+    A < 0 (dual clip), times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``.
+
+    Examples:
+        >>> log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+        >>> def loss(log_probs):
+        ...     A = torch.tensor([1.0, 0.5])
+        ...     return reference.bapo_loss_from_log_probs(log_probs, torch.full((2,), -1.1), A).loss
+        >>> torch.autograd.gradcheck(loss, log_probs)
+        True
+    """
+    config = config_or_default(config)
+    work = torch.promote_types(log_probs.dtype, torch.float32)
+    check_shapes(
+        log_probs,
+        old_log_probs=old_log_probs,
+        response_mask=response_mask,
+        entropy=entropy,
+        rollout_log_probs=rollout_log_probs,
+        rollout_is_weights=rollout_is_weights,
+        ref_log_probs=ref_log_probs,
+    )
+    unmasked = unmasked_tokens(log_probs, response_mask, cu_seqlens)
+    A = per_token(advantages, log_probs, cu_seqlens).detach().to(work)
+    A = torch.where(unmasked, A, 0.0)
+    given_logp = log_probs.to(work)
+    logp = torch.where(unmasked, given_logp, 0.0)
+    old = torch.where(unmasked, behaviour_log_probs(logp, old_log_probs).to(work), 0.0)
+
+    bounds_given = bounds is not None
+    if bounds is not None:
+        bounds = ClipBounds(*bounds_tensor(bounds, log_probs).unbind())
+    else:
+        bounds = find_clip_bounds(
+            given_logp,
+            old_log_probs,
+            A,
+            unmasked,
+            config=config,
+            rollout_log_probs=rollout_log_probs,
+            process_group=process_group,
+        )
+    lower, upper = (bound.to(work) for bound in bounds)
+
+    r = ratio(logp, old)
+    objective = torch.minimum(r * A, torch.clamp(r, lower, upper) * A)
+    policy = -objective
+    dual_clipped = torch.zeros_like(unmasked)
+    if config.clip_ratio_c is not None:
+        cap = -A * config.clip_ratio_c
+        dual_clipped = (A < 0) & (policy > cap)
+        policy = torch.where(dual_clipped, cap, policy)
+    if rollout_is_weights is not None:
+        policy = policy * torch.where(unmasked, rollout_is_weights.detach().to(work), 0.0)
+    kl = torch.zeros_like(logp)
+    if ref_log_probs is not None:
+        ref = torch.where(unmasked, ref_log_probs.detach().to(work), 0.0)
+        kl = _kl(logp, ref, config.kl_loss_type)
+    ent = torch.zeros_like(logp)
+    if entropy is not None:
+        ent = torch.where(unmasked, entropy.to(work), 0.0)
+
+    def aggregate(values: Tensor) -> Tensor:
+        return _aggregate(
+            values, unmasked, config, cu_seqlens, batch_num_tokens, global_batch_size, dp_size
+        )
+
+    token_loss = policy
+    if config.kl_loss_coef:
+        token_loss = token_loss + config.kl_loss_coef * kl
+    if config.entropy_coef:
+        token_loss = token_loss - config.entropy_coef * ent
+    loss = aggregate(token_loss)
+
+    counted = unmasked
+    if statistics == "live" and not config.kl_loss_coef and not config.entropy_coef:
+        counted = unmasked & (A != 0)
+    count = counted.sum().clamp(min=1)
+
+    def mean(values: Tensor) -> Tensor:
+        return (torch.where(counted, values.to(work), 0.0).sum() / count).detach()
+
+    log_ratio = torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    clipped = ((A > 0) & (r > upper)) | ((A < 0) & (r < lower))
+    group = None if bounds_given else process_group
+    probe = Contributions(config, given_logp, old_log_probs, A, unmasked, rollout_log_probs, group)
+    metrics = {
+        "pg_loss": aggregate(policy).detach(),
+        "pg_clipfrac": mean(clipped),
+        "pg_clipfrac_lower": mean(dual_clipped),
+        "ppo_kl": mean(-log_ratio),
+        "entropy": mean(ent),
+        "kl_loss": aggregate(torch.where(counted, kl, 0.0)).detach(),
+        **search_metrics(bounds, _masses(probe, bounds, searched=not bounds_given), config),
+    }
+    if statistics == "live":
+        metrics["live_tokens"] = counted.sum()
+    metrics = {name: value.to(work) for name, value in metrics.items()}
+
+    def report(values: Tensor) -> Tensor:
+        return torch.where(unmasked & ~counted, torch.nan, torch.where(unmasked, values, 0.0))
+
+    return BAPOOutput(
+        loss, report(given_logp), None if entropy is None else report(ent), bounds, metrics
+    )
+
+
+def bapo_loss(
+    logits: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None = None,
+    *,
+    vocab_group: dist.ProcessGroup | None = None,
+    **options: Unpack[LossOptions],
+) -> BAPOOutput:
+    """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``.
+
+    Examples:
+        >>> logits = torch.linspace(-2, 2, 20).view(2, 10)
+        >>> batch = torch.tensor([3, 4]), torch.tensor([-2.5, -2.0]), torch.tensor([1.0, -1.0])
+        >>> loss = bapo_loss(logits, *batch).loss
+        >>> truth = reference.bapo_loss(logits.double(), *batch).loss
+        >>> bool((loss - truth).abs() < 1e-6)
+        True
+    """
+    labels, config = labels.long(), config_or_default(options.get("config"))
+    unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
+    unmasked = unmasked & (labels != IGNORE_INDEX)
+    logp, entropy = log_probs(
+        logits,
+        torch.where(unmasked, labels, IGNORE_INDEX),
+        temperature=config.temperature,
+        logit_scale=config.logit_scale,
+        final_logit_softcapping=config.final_logit_softcapping,
+        vocab_group=vocab_group,
+    )
+    return bapo_loss_from_log_probs(
+        logp, old_log_probs, advantages, unmasked, entropy=entropy, **options
+    )
+
+
+def bapo_linear_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
+    **options: Unpack[LossOptions],
+) -> BAPOOutput:
+    """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``.
+
+    Examples:
+        >>> hidden, weight, labels = torch.eye(2, 4), torch.eye(10, 4), torch.tensor([0, 1])
+        >>> out = reference.bapo_linear_loss(hidden, weight, labels, None, torch.ones(2))
+        >>> out.loss, out.metrics["pg_clipfrac"]  # on-policy every ratio is 1
+        (tensor(-1.), tensor(0.))
+    """
+    unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
+    masked = ~unmasked | (labels.long() == IGNORE_INDEX)
+    hidden_states = hidden_states.masked_fill(masked[..., None], 0.0)
+    logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group)
+    return bapo_loss(logits, labels, old_log_probs, advantages, response_mask, **options)
+
+
+def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
+    """KL estimators of http://joschu.net/blog/kl-approx.html, k3 clamped as verl does."""
+    if kind == "k1":
+        return logp - ref
+    if kind == "k2":
+        return 0.5 * (logp - ref).square()
+    delta = torch.clamp(ref - logp, -20.0, 20.0)
+    return torch.clamp(delta.exp() - delta - 1.0, -10.0, 10.0)
+
+
+def _aggregate(
+    values: Tensor,
+    unmasked: Tensor,
+    config: BAPOConfig,
+    cu_seqlens: Tensor | None,
+    batch_num_tokens: float | Tensor | None,
+    global_batch_size: float | Tensor | None,
+    dp_size: int,
+) -> Tensor:
+    """verl's ``agg_loss``, for padded ``[B, S]`` or packed ``[N]`` values."""
+    mode = config.loss_agg_mode
+    values = torch.where(unmasked, values, 0.0)
+    if mode == "token-sum":
+        return values.sum() * dp_size
+    if mode == "token-mean":
+        tokens = unmasked.sum().clamp(min=1)
+        if batch_num_tokens is not None:
+            tokens = _positive(batch_num_tokens, values.dtype)
+        return values.sum() / tokens * dp_size
+
+    if cu_seqlens is not None:
+        pieces = list(pairwise(rising_offsets(cu_seqlens, values.numel())))
+        sums = torch.stack([values[a:b].sum() for a, b in pieces])
+        counts = torch.stack([unmasked[a:b].sum() for a, b in pieces])
+    else:
+        sums, counts = values.sum(-1), unmasked.sum(-1)
+    if mode == "seq-mean-token-mean":
+        sums = sums / counts.clamp(min=1)
+    sequences = (counts > 0).sum().clamp(min=1)
+    if global_batch_size is not None:
+        sequences = _positive(global_batch_size, values.dtype)
+    loss = sums.sum() / sequences * dp_size
+    if mode == "seq-mean-token-sum-norm":
+        loss = loss / (config.loss_scale_factor or max(values.shape[-1], 1))
+    return loss
+
+
+def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
+    count = torch.as_tensor(count, dtype=dtype)
+    return torch.where(count > 0, count, torch.nan)
+
+
+def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
+    """At the bounds, then at the starting bounds."""
+    config = probe.config
+    lower, upper = (float(bound) for bound in bounds)
+    if searched:
+        lower, upper = _on_grid(lower, config.lower_grid), _on_grid(upper, config.upper_grid)
+    start = probe.masses(config.ratio_lower_start, config.ratio_upper_start)
+    return torch.cat([probe.masses(lower, upper), start])
+
+
+def _on_grid(bound: float, grid: list[float]) -> float:
+    """The float64 grid point that a float32 bound stands for."""
+    return next(point for point in grid if float(torch.tensor(point, dtype=torch.float32)) == bound)

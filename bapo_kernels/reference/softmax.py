@@ -1,0 +1,106 @@
+"""Log-probabilities of the labels, and the entropy of their rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import IGNORE_INDEX
+from ..distributed import whole_vocabulary
+
+
+def log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    return_entropy: bool = True,
+    vocab_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``logp = x_label - logsumexp(x)`` and ``H = logsumexp(x) - sum_j p_j x_j``.
+
+    ``x = softcap*tanh(logit_scale*z/softcap)/temperature``, without softcap
+    ``logit_scale*z/temperature``. Rows with label -100 are 0 in both outputs.
+
+    Args:
+        logits: ``[..., V]``. ``-inf`` forbids a token.
+        labels: ``[...]``, integer.
+        vocab_group: its ranks have ``logits`` of the vocabulary's parts, which are gathered.
+
+    Examples:
+        >>> logits = torch.zeros(1, 4, dtype=torch.float64)
+        >>> reference.log_probs(logits, torch.tensor([2]), return_entropy=False)
+        (tensor([-1.3863], dtype=torch.float64), None)
+    """
+    logits = whole_vocabulary(logits, vocab_group, -1)
+    V, labels = logits.shape[-1], labels.long()
+    unmasked = labels != IGNORE_INDEX
+    known = (labels >= 0) & (labels < V)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = z.masked_fill(~unmasked[..., None], 0.0)
+    forbidden = z == -torch.inf
+
+    x = z * logit_scale
+    if final_logit_softcapping is not None:
+        x = final_logit_softcapping * torch.tanh(x / final_logit_softcapping)
+    x = (x / temperature).masked_fill(forbidden, -torch.inf)
+
+    log_p = torch.log_softmax(x, dim=-1)
+    label = torch.where(known, labels, 0)
+    logp = log_p.gather(-1, label[..., None]).squeeze(-1)
+    logp = torch.where(known, logp, torch.nan)
+    entropy = None
+    if return_entropy:
+        entropy = -(log_p.exp() * log_p.masked_fill(forbidden, 0.0)).sum(-1)
+        entropy = torch.where(unmasked, entropy, 0.0)
+    return torch.where(unmasked, logp, 0.0), entropy
+
+
+def linear_log_probs(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    return_entropy: bool = True,
+    vocab_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        lm_head_weight: ``[V, H]``, as ``nn.Linear.weight``.
+        bias: ``[V]``.
+
+    Examples:
+        >>> hidden, weight = torch.ones(2, 4), torch.zeros(10, 4)
+        >>> reference.linear_log_probs(hidden, weight, torch.tensor([3, 1]))[1].exp()
+        tensor([10.0000, 10.0000])
+    """
+    hidden_states = hidden_states.masked_fill((labels.long() == IGNORE_INDEX)[..., None], 0.0)
+    return log_probs(
+        head_logits(hidden_states, lm_head_weight, bias, vocab_group),
+        labels,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+        return_entropy=return_entropy,
+    )
+
+
+def head_logits(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    bias: Tensor | None,
+    vocab_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """``hidden_states @ lm_head_weight.T + bias``, of the shards of all ranks."""
+    lm_head_weight = whole_vocabulary(lm_head_weight, vocab_group, 0)
+    bias = None if bias is None else whole_vocabulary(bias, vocab_group, 0)
+    return torch.nn.functional.linear(hidden_states, lm_head_weight, bias)

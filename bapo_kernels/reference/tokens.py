@@ -1,0 +1,56 @@
+"""What log-probs, search and loss share of one token: mask, advantage, ratio."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import require
+from ..config import LOG_RATIO_LIMIT
+from ..inputs import rising_offsets
+
+
+def check_shapes(log_probs: Tensor, **given: Tensor | None) -> None:
+    """Everything given has the shape of the log-probs."""
+    for name, values in given.items():
+        rule = ("have the shape of log_probs {}", log_probs.shape)
+        if values is not None:
+            require(values.shape == log_probs.shape, name, rule, values.shape)
+
+
+def unmasked_tokens(
+    like: Tensor, response_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Unmasked tokens; those behind the last sequence are masked."""
+    unmasked = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    if cu_seqlens is not None:
+        unmasked[rising_offsets(cu_seqlens, like.numel())[-1] :] = False
+    return unmasked if response_mask is None else unmasked & (response_mask != 0)
+
+
+def per_token(advantages: Tensor, like: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """One advantage per token, from one per token or per sequence."""
+    if advantages.shape == like.shape:
+        return advantages
+    sequences = like.shape[:1] if cu_seqlens is None else cu_seqlens.diff().shape
+    ok = advantages.shape == sequences and (like.ndim >= 2 or cu_seqlens is not None)
+    rule = ("have the shape of log_probs {} or one entry a sequence {}", like.shape, sequences)
+    require(ok, "advantages", rule, advantages.shape)
+    if cu_seqlens is not None:
+        packed = advantages.repeat_interleave(cu_seqlens.diff())
+        return torch.nn.functional.pad(packed, (0, like.numel() - packed.numel()))
+    return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
+
+
+def behaviour_log_probs(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:
+    """The behaviour policy's log-probs; on-policy those of the policy itself, kept finite."""
+    if old_log_probs is not None:
+        return old_log_probs.detach()
+    return logp.detach().clamp(min=torch.finfo(logp.dtype).min)
+
+
+def ratio(logp: Tensor, old: Tensor) -> Tensor:
+    """``r = exp(clamp(logp - old, -20, 20))``."""
+    r = torch.exp(torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    # An old log-prob that is not finite is bad data; the clamp would hide it.
+    return torch.where(torch.isfinite(old), r, torch.nan)
