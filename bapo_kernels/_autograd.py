@@ -81,6 +81,12 @@ class _NewContent(torch.autograd.Function):
         )
 
 
+_HANDED_OVER = (
+    "the gradient of this loss was handed over in its first backward; "
+    "call the loss again instead of backward with retain_graph=True"
+)
+
+
 class _PrecomputedGradient(torch.autograd.Function):
     """A loss whose gradients are known: backward multiplies them by the incoming gradient.
 
@@ -99,10 +105,7 @@ class _PrecomputedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "the gradient of this loss was handed over in its first backward; "
-                "call the loss again instead of backward with retain_graph=True"
-            )
+            raise RuntimeError(_HANDED_OVER)
         if ctx.overwritten is not None:
             ctx.overwritten.check()
         gradients, ctx.gradients, ctx.overwritten = ctx.gradients, None, None
@@ -241,13 +244,15 @@ class LogProbs(torch.autograd.Function):
         if dlog_probs is None:
             dlog_probs = torch.zeros_like(found.log_probs)
         coefficients = Coefficients(dlog_probs, dentropy)
-        if ctx.overwritten is not None:
+        if logits is not None:
+            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            row_gradient(call, logits, found, coefficients, dlogits)
+        elif ctx.inplace is not None:
             ctx.overwritten.check()
             dlogits, ctx.inplace, ctx.overwritten = ctx.inplace, None, None
             row_gradient(call, dlogits, found, coefficients, None)
         else:
-            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-            row_gradient(call, logits, found, coefficients, dlogits)
+            raise RuntimeError(_HANDED_OVER)
         return final(dlogits), None, None
 
 

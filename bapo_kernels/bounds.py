@@ -64,7 +64,6 @@ class ContributionHistogram:
         """
         call = loss_call(
             log_probs,
-            "log_probs",
             choose(None, log_probs, "log_probs"),
             old_log_probs,
             advantages,

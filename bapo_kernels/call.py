@@ -57,8 +57,8 @@ class LossOptions(TokenOptions, total=False):
 class Call:
     """A checked call of a loss, or of log-probs alone.
 
-    Tensors per token are flat, contiguous and detached, and ``None`` where not given. Their masked
-    entries may hold anything.
+    Tensors per token are flat, contiguous and detached, or ``None`` where not given. Masked entries
+    may hold anything.
 
     Attributes:
         shape: of the labels, or of the log-probs where they are given.
@@ -68,7 +68,7 @@ class Call:
         labels: int64 ``[N]``; ``None`` where log-probs are given.
         weights: float64 ``[N]``, of the aggregation.
         bounds: float32 ``[2]``; ``None``: the call searches.
-        shard: which columns of the vocabulary this rank has; ``None``: all.
+        shard: the columns of the vocabulary that this rank has; ``None``: all.
     """
 
     config: BAPOConfig
@@ -99,8 +99,8 @@ class Call:
         return transform_of(self.config)
 
     @property
-    def columns(self) -> Tensor:
-        """The label of each row as a column of this rank's logits; -1: another rank has it."""
+    def label_columns(self) -> Tensor:
+        """int64 ``[N]``: the label as a column of this rank's logits; -1: another rank has it."""
         assert self.labels is not None
         return self.labels if self.shard is None else self.shard.labels(self.labels)
 
@@ -129,7 +129,6 @@ def log_probs_call(
 
 def loss_call(
     like: Tensor,
-    like_name: str,
     backend: str,
     old_log_probs: Tensor | None,
     advantages: Tensor,
@@ -139,14 +138,16 @@ def loss_call(
     for_search: bool = False,
     **options: Unpack[LossOptions],
 ) -> Call:
-    """Checks and flattens the arguments of a loss; ``like`` is the labels or the log-probs.
+    """Checks and flattens the arguments of a loss.
 
     Offsets and normalisers on a device are not read: those that break their rule make the loss NaN.
 
     Args:
-        vocabulary: columns of this rank, and the group that shares out all of them.
-        for_search: contributions to the search alone are asked for, no loss.
+        like: the labels, or log-probs where those are given.
+        vocabulary: the number of columns on this rank, and the group that shares out all of them.
+        for_search: only contributions to the search are needed, no loss.
     """
+    like_name = "log_probs" if like.is_floating_point() else "labels"
     config = config_or_default(options.get("config"))
     statistics = options.get("statistics", "all")
     process_group = options.get("process_group")
@@ -185,7 +186,7 @@ def loss_call(
         unmasked=unmasked,
         counted=counted,
         statistics=statistics,
-        labels=_int64(like) if like_name == "labels" else None,
+        labels=None if like.is_floating_point() else _int64(like),
         old_log_probs=flat("old_log_probs", old_log_probs),
         advantages=spread,
         rollout_log_probs=flat("rollout_log_probs", options.get("rollout_log_probs")),
@@ -194,7 +195,7 @@ def loss_call(
         weights=weights,
         bounds=None if bounds is None else bounds_tensor(bounds, like),
         process_group=process_group,
-        # The reference gathers the vocabulary by itself.
+        # The reference gathers the whole vocabulary itself.
         shard=None if backend == "reference" else VocabShard.of(columns, like, vocab_group),
     )
 

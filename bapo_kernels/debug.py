@@ -98,7 +98,7 @@ def check_inputs(
         if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
             options[name] = normaliser.item()
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(labels, "labels", "reference", *batch, **options)
+    call = loss_call(labels, "reference", *batch, **options)
     cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)

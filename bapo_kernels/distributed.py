@@ -1,7 +1,7 @@
 """Many ranks: sums in rank order, shards of the vocabulary, sharded weights.
 
-The engine is ``torch.distributed``; nothing here waits for the device but where it says so. The
-kernels know nothing of ranks: a shard is a short row.
+All communication is ``torch.distributed``'s, and nothing is read on the host except where a function
+says so. The kernels know nothing of ranks: to them a shard is a short row.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The columns ``[first, first + columns)`` of a vocabulary that a group shares out.
+    """The columns ``[first, first + columns)`` of a vocabulary that is sharded over a group.
 
-    Ranks hold them in their order, each as many as it has; the sizes travel on the device.
+    Shards are in rank order and may differ in size; the sizes stay on the device.
     """
 
     group: dist.ProcessGroup
@@ -55,7 +55,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, columns: int, like: Tensor, group: dist.ProcessGroup | None) -> VocabShard | None:
-        """The shard of this rank; ``None`` without a group. One collective of 8 bytes a rank."""
+        """The shard of this rank; ``None`` without a group. One collective, 8 bytes per rank."""
         if group is None:
             return None
         mine = torch.full((), columns, dtype=torch.int64, device=like.device)
@@ -70,7 +70,7 @@ class VocabShard:
         return cls(c10d._resolve_process_group(name), columns, sizes)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Labels as columns of this shard; -1 where they belong to another."""
+        """Labels as columns of this shard; -1 where another shard has them."""
         first = self.sizes[: dist.get_rank(self.group)].sum()
         here = labels - first
         return torch.where((here >= 0) & (here < self.columns), here, -1)
@@ -79,20 +79,20 @@ class VocabShard:
         self,
         labels: Tensor,
         here: Tensor,
-        live: Tensor,
+        counted: Tensor,
         log_probs: Tensor,
         entropy: Tensor,
         stats: Tensor,
         transform: Transform,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From the statistics of the shard of every rank to those of the whole rows.
+        """From the statistics of every rank's shard to those of the whole rows.
 
-        With ``q_k`` the probability of shard ``k``: ``logp = logp_k + log q_k`` where the label is,
-        and ``H = sum_k q_k*(H_k - log q_k)``.
+        With ``q_k`` the probability of shard ``k``, ``logp = logp_k + log q_k`` for the shard that
+        has the label, and ``entropy = sum_k q_k*(entropy_k - log q_k)``.
 
         Args:
-            labels: ``[N]``, of the whole vocabulary; here: the same in :meth:`labels`.
-            live: bool ``[N]``; the others become 0.
+            labels: ``[N]``, of the whole vocabulary; here: what :meth:`labels` makes of them.
+            counted: bool ``[N]``; the other rows become 0.
             log_probs, entropy: float64 ``[N]`` inside of the shard.
             stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
         """
@@ -107,10 +107,10 @@ class VocabShard:
         log_q, q = log_q - whole.log(), q / whole
         logp = torch.where(total == 0, log_q, logp + log_q).amax(0)  # 0: -inf logits alone
         known = (labels >= 0) & (labels < self.sizes.sum())
-        H = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
+        entropy = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
         # New tensors: Dynamo of torch 2.11 gives no gradient to outputs that were written into.
-        logp = torch.where(live, torch.where(known, logp, torch.nan), 0.0)
-        return logp, torch.where(live, H, 0.0), torch.stack([top, whole], 1)
+        logp = torch.where(counted, torch.where(known, logp, torch.nan), 0.0)
+        return logp, torch.where(counted, entropy, 0.0), torch.stack([top, whole], 1)
 
     def widest(self) -> int:
         """Columns of the largest shard. Reads the device."""
@@ -118,7 +118,7 @@ class VocabShard:
 
 
 def whole_vocabulary(shard: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    """The shards of all ranks beside each other; the gradient is that of the own one."""
+    """The shards of all ranks, concatenated; only this rank's own shard gets a gradient."""
     if group is None:
         return shard
     mine = torch.tensor(shard.shape[dim], device=shard.device)
@@ -146,10 +146,10 @@ class _MeanGradient(torch.autograd.Function):
 
 
 def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
-    """What a rank computes with of a DTensor: all of it, or the shard of ``vocab_group``.
+    """The part of a DTensor that a rank computes with: all of it, or its shard of ``vocab_group``.
 
-    The gradient goes back to the placement of the parameter; over the mesh dimensions that are
-    gathered it is the mean of the ranks, as FSDP makes it.
+    The gradient returns to the placement of the parameter. Over the mesh dimensions that are
+    gathered it is the mean of the ranks, as with FSDP.
     """
     if not is_dtensor(parameter):
         return parameter
@@ -176,15 +176,15 @@ def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup
     return local
 
 
-_SEEN = WeakTensorKeyDictionary()  # weights that have been looked up
+_SEEN = WeakTensorKeyDictionary()  # weights that have been checked
 
 
 def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
-    """Warns once of gradients that DDP will not average, because its forward did not prepare them.
+    """Warns once if DDP will not average the gradients of this loss.
 
-    It averages those of a backward that follows a forward of its own with gradients, and is silent
-    of any other. Costs nothing on one rank or without a gradient; a weight is looked up once, in
-    0.2 s.
+    DDP averages the gradients of a backward that follows a forward of its own with gradients
+    enabled, and silently ignores any other. Costs nothing on one rank or without a gradient; each
+    weight is checked once, in 0.2 s.
     """
     if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
         return
@@ -194,7 +194,7 @@ def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
     if is_dtensor(weight) or weight in _SEEN:
         return
     _SEEN[weight] = True
-    # A parameter does not know its DDP. isinstance would run code of the objects.
+    # A parameter does not know its DDP; isinstance would run code of arbitrary objects.
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     idle = [wrapper for wrapper in wrappers if _averages_nothing(wrapper)]
     if any(parameter is weight for wrapper in idle for parameter in wrapper.parameters()):

@@ -49,51 +49,53 @@ def bapo_loss(
     process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
-    """BAPO policy loss of logits, bounds searched and gradient made in one pass (Eq. 8, Alg. 1).
+    """BAPO policy loss of logits: bounds, loss and gradient in one pass (Eq. 8, Algorithm 1).
 
     With ``x = transform(z)/temperature``, ``logp = x_label - logsumexp(x)`` and
-    ``r = exp(clamp(logp - old_log_prob, -20, 20))``, a token's loss is
+    ``r = exp(clamp(logp - old_log_prob, -20, 20))``, the loss of a token is
     ``-min(r*A, clip(r, c_low, c_high)*A)``, at most ``-A*clip_ratio_c`` for A < 0 (dual clip),
-    times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*H``; the tokens are aggregated
-    by ``config.loss_agg_mode``.
+    times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``. The losses of the
+    tokens are aggregated as ``config.loss_agg_mode`` says.
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides. ``-inf`` forbids a
             token. float64 runs on the reference (slow, for checks).
-        labels: ``[...]`` integers, aligned with the rows; -100 is a masked token.
-        old_log_probs: ``[...]``, of the policy that the update starts from; ``None``: on-policy.
-        advantages: ``[...]``, or one a sequence.
-        response_mask: ``[...]`` bool, int or float; 0 is masked. Masked entries of every argument
-            may hold anything. Every other value counts as 1.
+        labels: ``[...]`` integers, aligned with the rows; -100 marks a masked token.
+        old_log_probs: ``[...]``, of the policy that the update starts from; ``None`` is on-policy.
+        advantages: ``[...]``, or one per sequence.
+        response_mask: ``[...]`` bool, int or float; 0 is masked, every other value counts as 1.
+            Masked entries of every argument may hold anything.
         config: options of the loss and the search; default: the paper's.
-        bounds: clip bounds of the ratio, lower <= 1 <= upper, to use instead of a search
+        bounds: clip bounds of the ratio, lower <= 1 <= upper, that replace the search
             (:class:`ContributionHistogram`).
-        backend: ``"cuda"``, ``"triton"``, ``"cpu"``, ``"reference"``; default: the first that runs.
+        backend: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; default: the first of them
+            that can run.
         inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
-        statistics: ``"all"``: log-probs, entropy and metrics cover every unmasked token;
-            ``"live"``: tokens that cannot change the loss are not computed. Same gradient.
+        statistics: with ``"all"``, log-probs, entropy and metrics cover every unmasked token; with
+            ``"live"``, tokens that cannot change the loss are not computed. The loss and its
+            gradient are the same.
         cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens, from 0; tokens behind the
             last offset are masked.
         rollout_log_probs: ``[...]``, token weights of the search; default: ``old_log_probs``.
-        rollout_is_weights: ``[...]``, factor of the policy term.
-        ref_log_probs: ``[...]``, reference policy of the KL term.
-        batch_num_tokens, global_batch_size, dp_size: verl's. The divisor of the token mean, that of
-            the mean over sequences (default: the counts of this call), and a factor of the loss:
-            with the counts of all ranks and their number, the mean of the ranks' gradients is that
-            of the whole batch.
-        process_group: search over the tokens of all its ranks (one all-reduce; none with
-            ``bounds``, where the metrics are those of this rank); ``None``: of this one alone
-            (``dist.group.WORLD`` is ``None`` before ``init_process_group``).
-        vocab_group: shares out the vocabulary: ``logits`` are this rank's columns of it, in rank
-            order, on any number; every rank passes the same tokens and labels of the whole
-            vocabulary, and gets the same output and the gradient of its columns. One all-gather of
-            32 bytes a token.
+        rollout_is_weights: ``[...]``, factors of the policy term.
+        ref_log_probs: ``[...]``, of the reference policy, for the KL term.
+        batch_num_tokens, global_batch_size, dp_size: as in verl. The divisor of the mean over
+            tokens, that of the mean over sequences (default: the counts of this call), and a factor
+            of the loss. With the counts of all ranks and the number of ranks, the mean of the
+            ranks' gradients is the gradient of the whole batch.
+        process_group: the search covers the tokens of all its ranks, by one all-reduce (with
+            ``bounds`` there is none, and the metrics are those of this rank); ``None``: the tokens
+            of this rank alone (``dist.group.WORLD`` is ``None`` before ``init_process_group``).
+        vocab_group: the vocabulary is sharded over its ranks: ``logits`` are the columns of this
+            rank, in rank order, any number of them. Every rank passes the same tokens, with labels
+            of the whole vocabulary, and gets the same output and the gradient of its columns. Costs
+            one all-gather of 32 bytes per token.
 
     Returns:
-        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. It is made in
-        forward, but for float16 (which needs the scale of the loss) and under ``torch.compile``.
-        A backward through ``log_probs`` or ``entropy`` raises where forward made the gradient, and
-        is right elsewhere.
+        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. Forward makes
+        it, except in float16 (where the loss scale must be known) and under ``torch.compile``. A
+        backward through ``log_probs`` or ``entropy`` raises where forward made the gradient, and is
+        right elsewhere.
 
     Raises:
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
@@ -132,7 +134,7 @@ def bapo_loss(
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask
     vocabulary = logits.shape[-1], vocab_group
-    call = loss_call(labels, "labels", backend, *batch, vocabulary=vocabulary, **options)
+    call = loss_call(labels, backend, *batch, vocabulary=vocabulary, **options)
     if backend == "reference" and not inplace:
         return reference.bapo_loss(logits, labels, *batch, vocab_group=vocab_group, **options)
 
@@ -180,9 +182,9 @@ def bapo_loss_from_log_probs(
     Args:
         log_probs: ``[...]`` floating point, of the labels under the current policy. float64 runs on
             the reference.
-        entropy: ``[...]``, needed where ``config.entropy_coef`` is not 0.
+        entropy: ``[...]``, required if ``config.entropy_coef`` is not 0.
 
-    Everything else is as in :func:`bapo_loss`; the loss, and ``log_probs`` and ``entropy`` of the
+    Everything else is as in :func:`bapo_loss`. The loss, and ``log_probs`` and ``entropy`` of the
     output, have the gradients of ``log_probs`` and ``entropy``, in their dtypes.
 
     Examples:
@@ -216,7 +218,7 @@ def bapo_loss_from_log_probs(
         check_like("entropy", entropy, log_probs, "log_probs")
     backend = choose(backend, log_probs, "log_probs")
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(log_probs, "log_probs", backend, *batch, **options)
+    call = loss_call(log_probs, backend, *batch, **options)
     if backend == "reference":
         return reference.bapo_loss_from_log_probs(log_probs, *batch, entropy=entropy, **options)
     flat_entropy = None if entropy is None else entropy.double().reshape(-1).contiguous()
@@ -234,19 +236,21 @@ def log_probs(
     vocab_group: dist.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Differentiable ``logp = x_label - logsumexp(x)`` and ``H = logsumexp(x) - sum_j p_j x_j``.
+    """Differentiable log-probs of the labels and entropies of the rows.
 
+    ``logp = x_label - logsumexp(x)`` and ``entropy = logsumexp(x) - sum_j p_j x_j``, with
     ``x = softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides; float64 runs on the
             reference (slow, for checks).
         labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside of ``[0, V)`` NaN.
-        vocab_group: shares out the columns of ``logits``, as in :func:`bapo_loss`.
+        vocab_group: the columns of ``logits`` are sharded over it, as in :func:`bapo_loss`.
         return_entropy: otherwise the second output is ``None``.
 
     Returns:
-        float32 ``[...]`` tensors. Backward reads the logits once more and writes their gradient.
+        Two float32 ``[...]`` tensors. Backward reads the logits a second time and writes their
+        gradient.
 
     Examples:
         >>> logits = torch.tensor([[1.0, 1.0, -torch.inf], [1.0, 1.0, 1.0]])

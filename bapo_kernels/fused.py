@@ -55,7 +55,7 @@ def row_statistics(call: Call, logits: Tensor) -> RowStatistics:
     """First pass over each counted row; of whole rows also where each rank has a shard of them."""
     assert call.labels is not None
     found = RowStatistics.empty(call.labels.numel(), logits.device)
-    columns = call.columns
+    columns = call.label_columns
     ops_of(call.backend).row_statistics(logits, columns, call.counted, *call.transform, *found)
     if call.shard is None:
         return found
@@ -112,7 +112,7 @@ def row_gradient(
         dlogits: where the gradients go; ``None``: over the logits.
         only: uint8 ``[N]``, the rows it is about; ``None``: all.
     """
-    arguments = call.columns, found.stats, found.entropy, *coefficients, only, *call.transform
+    arguments = call.label_columns, found.stats, found.entropy, *coefficients, only, *call.transform
     if dlogits is None:
         ops_of(call.backend).row_gradient_(logits, *arguments)
     else:

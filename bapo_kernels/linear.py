@@ -49,13 +49,14 @@ def bapo_linear_loss(
     process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
-    """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``, which never exists whole.
+    """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``, never fully materialised.
 
-    Masked rows never meet the lm_head (nor do, with ``statistics="live"``, rows that cannot change
-    the loss); rows whose gradient is zero whatever the bounds take part in the forward GEMM only;
-    rows that wait for the bounds are computed a second time. Reads two row counts a chunk on the
-    host. Under ``torch.compile``, as in float16, the gradient is made in backward: the rows that
-    have one are computed a second time there.
+    The logits exist one chunk of rows at a time. Masked rows are skipped, and with
+    ``statistics="live"`` so are rows that cannot change the loss. Rows whose gradient is zero
+    whatever the bounds take part in the forward GEMM only; the logits of undecided rows are
+    recomputed once the bounds are known. Two row counts per chunk are read on the host. Under
+    ``torch.compile``, and in float16, the gradient is made in backward, where the logits of rows
+    that have one are recomputed.
 
     Args:
         hidden_states: ``[..., H]`` float32, bfloat16 or float16; float64 runs on the reference
@@ -63,21 +64,21 @@ def bapo_linear_loss(
         lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
         bias: ``[V]``.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
-        vocab_group: shares out the rows of ``lm_head_weight`` and ``bias``; every rank passes the
-            same hidden states and gets their whole gradient (one all-reduce, in forward; of
-            float16 in backward).
+        vocab_group: the rows of ``lm_head_weight`` and ``bias`` are sharded over it. Every rank
+            passes the same hidden states and gets their whole gradient, by one all-reduce in
+            forward (in float16, in backward).
 
-    ``lm_head_weight`` and ``bias`` may be DTensors, sharded by FSDP2 (gathered for the forward, the
-    gradient is scattered in backward, as the mean of the ranks) or along the vocabulary over
-    ``vocab_group``. Everything else is as in :func:`bapo_loss`; the loss has the gradients of
-    ``hidden_states``, ``lm_head_weight`` and ``bias``, as far as they require one.
+    ``lm_head_weight`` and ``bias`` may be DTensors: sharded by FSDP2 (they are gathered for the
+    forward, and their gradient is scattered in backward as the mean of the ranks), or along the
+    vocabulary over ``vocab_group``. Everything else is as in :func:`bapo_loss`. The loss has the
+    gradients of those of ``hidden_states``, ``lm_head_weight`` and ``bias`` that require one.
 
     Examples:
         >>> hidden, lm_head = torch.ones(3, 4, requires_grad=True), torch.nn.Linear(4, 10)
         >>> labels, advantages = torch.tensor([5, 7, -100]), torch.tensor([1.0, 0.0, 1.0])
         >>> options = dict(bias=lm_head.bias, statistics="live")
         >>> out = bapo_linear_loss(hidden, lm_head.weight, labels, None, advantages, **options)
-        >>> out.log_probs.isnan()  # with advantage 0 a row never meets the lm_head
+        >>> out.log_probs.isnan()  # with advantage 0 a row is skipped
         tensor([False,  True, False])
         >>> out.loss.backward()
         >>> (hidden.grad != 0).any(-1)
@@ -105,7 +106,7 @@ def bapo_linear_loss(
     backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
     batch = old_log_probs, advantages, response_mask
     vocabulary = lm_head_weight.shape[0], vocab_group
-    call = loss_call(labels, "labels", backend, *batch, vocabulary=vocabulary, **options)
+    call = loss_call(labels, backend, *batch, vocabulary=vocabulary, **options)
     parameters = hidden_states, lm_head_weight, bias
     if backend == "reference":
         return reference.bapo_linear_loss(
@@ -148,11 +149,11 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``, a chunk of rows at a time.
 
-    Backward makes the logits of those rows again whose incoming gradients are not zero.
+    Backward recomputes the logits of the rows whose incoming gradients are not zero.
 
     Args:
         hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; dtypes and
-            shards as in :func:`bapo_linear_loss`. With ``vocab_group`` backward makes one
+            shards as in :func:`bapo_linear_loss`. With ``vocab_group``, backward makes one
             all-reduce.
         chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
 

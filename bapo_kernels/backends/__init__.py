@@ -8,7 +8,7 @@ from ..checks import runs_while_traced, warn_once
 from . import native, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")
-# The interpreter of Triton is for tests: it runs where it is asked for by name.
+# Triton's interpreter is for tests: it runs only when it is asked for by name.
 _UNASKED = tuple(n for n in NAMES if n != "triton" or not triton.INTERPRETED)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
 
@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
 def available_backends() -> dict[str, str | None]:
     """Backends in order of preference: ``None`` if one can run here, else the reason why not.
 
-    Of several GPUs the current one counts.
+    With several GPUs, the answer is about the current one.
 
     Examples:
         >>> for name, reason in available_backends().items():
