@@ -1,7 +1,7 @@
 """Many ranks: sums in rank order, shards of the vocabulary, sharded weights.
 
-All communication is ``torch.distributed``'s, and nothing is read on the host except where a function
-says so. The kernels know nothing of ranks: to them a shard is a short row.
+All communication is by ``torch.distributed``, and nothing is read on the host except where a
+function says so. The kernels know nothing of ranks: to them a shard is a short row.
 """
 
 from __future__ import annotations
