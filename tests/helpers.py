@@ -26,6 +26,11 @@ KERNELS = [
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = {"cpu": "cpu", "triton": "cpu" if INTERPRETED else "cuda", "cuda": "cuda"}
 
+if "triton" in KERNELS and INTERPRETED:
+    import interpreter
+
+    interpreter.save_time()
+
 needs_native = pytest.mark.skipif(
     bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"
 )
