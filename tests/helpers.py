@@ -39,7 +39,8 @@ needs_native = pytest.mark.skipif(
 
 
 def unmasked_tokens(case: Case) -> Tensor:
-    return (case.response_mask != 0) & (case.labels != IGNORE_INDEX)
+    unmasked = case.labels != IGNORE_INDEX
+    return unmasked if case.response_mask is None else unmasked & (case.response_mask != 0)
 
 
 def transform_of(config: BAPOConfig) -> dict[str, Any]:
