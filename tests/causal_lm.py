@@ -1,4 +1,4 @@
-"""A causal language model with the names of Hugging Face, and the policy of the documentation."""
+"""A causal language model with Hugging Face's attribute names, and the policy of the docs."""
 
 import re
 from pathlib import Path

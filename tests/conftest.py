@@ -38,7 +38,7 @@ def pytest_report_header():
 
 @pytest.fixture(params=KERNELS or [pytest.param("none", marks=pytest.mark.skip("no kernels"))])
 def backend(request):
-    """Every backend with kernels of its own that runs here; the reference is the yardstick."""
+    """Every backend that has its own kernels and can run here."""
     return request.param
 
 
@@ -49,13 +49,13 @@ def device(backend):
 
 @pytest.fixture
 def interpreted(backend):
-    """Whether kernels run in Triton's interpreter: a row takes milliseconds, so few rows do."""
+    """Whether kernels run in Triton's interpreter, where a row takes milliseconds."""
     return backend == "triton" and INTERPRETED
 
 
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory):
-    """Process groups by number of ranks, started when first asked for."""
+    """Process groups by number of ranks, each started on first use."""
     with ExitStack() as stack:
 
         def start(ranks, device="cpu"):

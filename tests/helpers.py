@@ -1,4 +1,4 @@
-"""What runs here, and a case held to the error budget of ``bapo_kernels.budget``."""
+"""The backends that can run here, and checks of a case against the error budget."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 import bapo_kernels
-from bapo_kernels import reference
+from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.budget import EPS as EPS
 from bapo_kernels.budget import Case, Result, error_and_budget, evaluate, quantities
 from bapo_kernels.budget import loss_sensitivity as loss_sensitivity
 from bapo_kernels.budget import make_case as make_case
 from bapo_kernels.budget import per_token as per_token
+from bapo_kernels.config import IGNORE_INDEX
 
-# Backends with kernels of their own that run here; the reference is their yardstick.
+# Backends that have their own kernels and can run here; the reference is what they are checked
+# against.
 KERNELS = [
     name
     for name, reason in bapo_kernels.available_backends().items()
@@ -26,9 +28,25 @@ KERNELS = [
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = {"cpu": "cpu", "triton": "cpu" if INTERPRETED else "cuda", "cuda": "cuda"}
 
+if "triton" in KERNELS and INTERPRETED:
+    import interpreter
+
+    interpreter.save_time()
+
 needs_native = pytest.mark.skipif(
     bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"
 )
+
+
+def unmasked_tokens(case: Case) -> Tensor:
+    unmasked = case.labels != IGNORE_INDEX
+    return unmasked if case.response_mask is None else unmasked & (case.response_mask != 0)
+
+
+def transform_of(config: BAPOConfig) -> dict[str, Any]:
+    """What a config does to logits, as options of the reference's log-probs."""
+    names = ("temperature", "logit_scale", "final_logit_softcapping")
+    return {name: getattr(config, name) for name in names}
 
 
 def run_kernel(case: Case, backend: str, scale: float = 1.0, **extra: Any) -> Result:
@@ -53,7 +71,7 @@ def assert_within_budget(
     operand: float = 0.0,
     inherited: float = 0.0,
 ) -> None:
-    """The error and the budget are those of :func:`bapo_kernels.budget.error_and_budget`."""
+    """Both numbers come from :func:`error_and_budget`."""
     error, budget = error_and_budget(got, same_dtype, truth, operand=operand, inherited=inherited)
     assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
 
@@ -61,7 +79,7 @@ def assert_within_budget(
 def check_against_reference(
     case: Case, backend: str, few_tokens: bool = False, **extra: Any
 ) -> Result:
-    """Loss, gradient, log-probs, entropy, bounds and metrics of one case."""
+    """Check loss, gradient, log-probs, entropy, bounds and metrics of one case."""
     case = case.with_options(**extra)
     got, same, truth = (
         run_kernel(case, backend),

@@ -1,14 +1,14 @@
-"""One batch, whole and cut up for data x tensor parallel ranks."""
+"""One batch, whole and split over data x tensor parallel ranks."""
 
 from dataclasses import replace
 
 import torch
-from helpers import make_case, per_token
+from helpers import make_case, per_token, transform_of, unmasked_tokens
 
 from bapo_kernels import BAPOConfig, reference
 
 B, S, V, H = 6, 5, 67, 16
-# Uneven, one part empty; sequences of the data-parallel ranks.
+# Columns per tensor-parallel rank, sequences per data-parallel rank: uneven, one of them empty.
 COLUMNS = {1: [V], 2: [40, 27], 4: [20, 0, 30, 17]}
 SEQUENCES = {1: [B], 2: [5, 1], 4: [2, 0, 3, 1]}
 
@@ -17,7 +17,7 @@ CASES = {
     "recipe": dict(config=BAPOConfig.recipe()),
     "given bounds": dict(bounds=(0.75, 1.3)),
     "a rank without tokens": dict(config=BAPOConfig.paper(target=0.6), masked_sequences=[5]),
-    "no token at all": dict(masked_sequences=range(B)),
+    "no tokens at all": dict(masked_sequences=range(B)),
     "KL, entropy, soft cap": dict(
         config=BAPOConfig.paper(
             target=0.6,
@@ -32,11 +32,11 @@ CASES = {
         config=BAPOConfig.paper(target=0.6, loss_agg_mode="seq-mean-token-mean"),
         rollout_is_weights=per_token((B, S), 4, 0.5, 2.0),
     ),
-    "live": dict(config=BAPOConfig.paper(target=0.6), statistics="live"),
+    "live statistics": dict(config=BAPOConfig.paper(target=0.6), statistics="live"),
     "forbidden tokens": dict(config=BAPOConfig.paper(target=0.6), forbidden=True),
-    "a NaN": dict(bad=torch.nan),
-    "a label outside": dict(label=V),
-    "no token allowed": dict(row=-torch.inf),
+    "NaN logit": dict(bad=torch.nan),
+    "label outside the vocabulary": dict(label=V),
+    "row of -inf": dict(row=-torch.inf),
 }
 
 
@@ -51,20 +51,20 @@ def whole_case(name, dtype):
     )
     for sequence in masked:
         case.response_mask[sequence] = False
-    live = case.response_mask & (case.labels != -100)
+    unmasked = unmasked_tokens(case)
     if forbidden:
-        case.logits[0, :, 40:] = -torch.inf  # the whole part of a rank
+        case.logits[0, :, 40:] = -torch.inf  # every column of a rank
         case.logits[1, :, ::3] = -torch.inf
-    place = tuple(live.nonzero()[0].tolist()) if live.any() else None
+    place = tuple(unmasked.nonzero()[0].tolist()) if unmasked.any() else None
     if bad is not None:
         case.logits[(*place, 3)] = bad
     if row is not None:
         case.logits[place] = row
     if label is not None:
         case.labels[place] = label
-    counts = dict(batch_num_tokens=max(1, int(live.sum())))
+    counts = dict(batch_num_tokens=max(1, int(unmasked.sum())))
     if config.loss_agg_mode.startswith("seq"):
-        counts = dict(global_batch_size=int(live.any(1).sum()))
+        counts = dict(global_batch_size=int(unmasked.any(1).sum()))
     return case.with_options(**counts)
 
 
@@ -91,14 +91,10 @@ def head(dtype):
 
 
 def linear_case(name, dtype):
-    """The tokens of a case, stale to the log-probs of the head."""
+    """The tokens of a case, with old log-probs near those of the head."""
     case = whole_case(name, torch.float32)
     hidden, weight, bias = (x.double() for x in head(dtype))
-    config = case.options["config"]
-    transform = {
-        key: getattr(config, key)
-        for key in ("temperature", "logit_scale", "final_logit_softcapping")
-    }
+    transform = transform_of(case.options["config"])
     logp, _ = reference.linear_log_probs(hidden, weight, case.labels, bias=bias, **transform)
     noise = 0.4 * torch.randn(B, S, generator=torch.Generator().manual_seed(6))
     return replace(case, old_log_probs=(logp + noise).float())

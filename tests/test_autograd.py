@@ -1,11 +1,11 @@
-"""The gradient made in forward: scaled, used once, refused where it would be wrong."""
+"""The gradient computed in forward: scaled, used once, refused where it would be wrong."""
 
 import gc
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import make_case, run_kernel
+from helpers import make_case, run_kernel, unmasked_tokens
 
 from bapo_kernels import (
     BAPOConfig,
@@ -19,15 +19,15 @@ from bapo_kernels import (
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 0.0, -2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_incoming_gradient(backend, device, scale, dtype):
+def test_incoming_gradient_scales_the_gradient(backend, device, scale, dtype):
     case = make_case(dtype=dtype, device=device)
     once = run_kernel(case, backend)
     scaled = run_kernel(case, backend, scale=scale)
     assert torch.equal(scaled.gradient, (once.gradient.float() * scale).to(dtype))
 
 
-def test_the_gradient_is_not_copied(backend, device):
-    """Autograd keeps the very memory the kernel wrote."""
+def test_gradient_is_not_copied(backend, device):
+    """Autograd keeps the memory that the kernel wrote."""
     case = make_case(device=device)
     x = case.logits.clone().requires_grad_()
     out = bapo_loss(x, *case.arguments(), backend=backend)
@@ -47,20 +47,18 @@ def test_second_backward_is_refused(backend, device):
 
 @pytest.mark.parametrize("function", ["bapo_loss", "log_probs"])
 def test_double_backward_is_refused(backend, device, function):
-    import bapo_kernels
-
     case = make_case(device=device)
     x = case.logits.nan_to_num(0.0).requires_grad_()
     if function == "bapo_loss":
         value = bapo_loss(x, *case.arguments(), backend=backend).loss
     else:
-        value = bapo_kernels.log_probs(x, case.labels, backend=backend)[0].sum()
+        value = log_probs(x, case.labels, backend=backend)[0].sum()
     (gradient,) = torch.autograd.grad(value, x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no derivative"):
         gradient.square().sum().backward()
 
 
-def test_accumulation_over_two_losses(backend, device):
+def test_gradients_of_two_losses_accumulate(backend, device):
     case = make_case(device=device)
     single = run_kernel(case, backend).gradient
     x = case.logits.clone().requires_grad_()
@@ -82,8 +80,8 @@ def test_only_the_loss_has_a_gradient(backend, device):
 
 @pytest.mark.parametrize("name", ["log_probs", "entropy"])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_terms_beside_the_loss_raise(backend, device, name, inplace):
-    """Forward has made the gradient of the loss alone; 0 for other terms would be wrong."""
+def test_gradient_through_log_probs_or_entropy_raises(backend, device, name, inplace):
+    """Forward computes the gradient of the loss alone; 0 for other terms would be wrong."""
     case = make_case(device=device, poison=False)
     x = case.logits.clone().requires_grad_()
 
@@ -105,7 +103,7 @@ def test_terms_beside_the_loss_raise(backend, device, name, inplace):
         assert not term()[1].requires_grad
 
 
-def test_terms_beside_the_loss_from_hidden_states_raise(backend, device):
+def test_gradient_through_entropy_of_hidden_states_raises(backend, device):
     case = make_case((2, 5), 65, device=device, poison=False)
     hidden = torch.randn(2, 5, 16, device=device, requires_grad=True)
     weight = torch.randn(65, 16, device=device)
@@ -115,11 +113,11 @@ def test_terms_beside_the_loss_from_hidden_states_raise(backend, device):
 
 
 @pytest.mark.parametrize("level", ["float16 logits", "log-probs", "reference"])
-def test_terms_beside_the_loss_with_a_gradient(backend, device, level):
-    """Where backward makes the gradient it is that of every term."""
+def test_log_probs_and_entropy_with_a_gradient(backend, device, level):
+    """Where backward computes the gradient, it covers every term."""
     dtype = torch.float16 if level == "float16 logits" else torch.float32
     case = make_case((2, 5), 65, dtype=dtype, device=device, poison=False)
-    live = case.response_mask & (case.labels != -100)
+    unmasked = unmasked_tokens(case)
     x = case.logits.clone().requires_grad_()
     logp, entropy = log_probs(x, case.labels, backend=backend)
     if level == "log-probs":
@@ -130,7 +128,7 @@ def test_terms_beside_the_loss_with_a_gradient(backend, device, level):
         out = bapo_loss(x, *case.arguments(), backend=named)
 
     def gradient(*terms):
-        total = sum(torch.where(live, term, 0.0).sum() for term in terms)
+        total = sum(torch.where(unmasked, term, 0.0).sum() for term in terms)
         return torch.autograd.grad(total, x, retain_graph=True)[0]
 
     got, expected = gradient(out.log_probs, 0.3 * out.entropy), gradient(logp, 0.3 * entropy)
@@ -160,7 +158,7 @@ class TestWithoutGradient:
         self.check(case, backend, case.logits, torch.enable_grad())
 
 
-def test_autocast(backend, device):
+def test_autocast_changes_nothing(backend, device):
     case = make_case(device=device, dtype=torch.bfloat16)
     expected = run_kernel(case, backend)
     with torch.autocast(device, torch.bfloat16):
@@ -182,7 +180,7 @@ class TestInPlace:
 
     @pytest.mark.parametrize("scale", [1.0, 0.5])
     @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # made in forward, backward
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # forward, backward
     def test_gradient_through_a_linear_layer(self, backend, device, rows, scale, dtype):
         linear, hidden = self.model(device, dtype=dtype)
         case = self.case(device, linear, hidden)
@@ -197,8 +195,8 @@ class TestInPlace:
         assert torch.equal(*gradients)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    def test_the_memory_is_let_go(self, backend, device, dtype):
-        """A loss that is kept after its backward does not keep the logits."""
+    def test_backward_releases_the_logits(self, backend, device, dtype):
+        """A loss kept after its backward does not keep the logits in memory."""
         linear, hidden = self.model(device, dtype=dtype)
         case = self.case(device, linear, hidden)
         logits = linear(hidden)
@@ -219,7 +217,7 @@ class TestInPlace:
         assert torch.equal(out.loss, expected.output.loss)
         assert logits._version > version
 
-    def test_inference_tensors(self, backend, device):
+    def test_inference_tensors_are_overwritten(self, backend, device):
         case = make_case(device=device)
         expected = run_kernel(case, backend)
         with torch.inference_mode():
@@ -227,7 +225,7 @@ class TestInPlace:
         bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
         assert torch.equal(logits, expected.gradient)
 
-    def test_use_afterwards_raises(self, backend, device):
+    def test_later_use_of_the_logits_raises(self, backend, device):
         linear, hidden = self.model(device)
         case = self.case(device, linear, hidden)
         logits = linear(hidden)
@@ -235,7 +233,7 @@ class TestInPlace:
         with pytest.raises(RuntimeError, match="overwritten with their gradient"):
             (out.loss + logits.sum()).backward()
 
-    def test_use_before_that_saved_the_logits_raises(self, backend, device):
+    def test_earlier_use_that_saved_the_logits_raises(self, backend, device):
         linear, hidden = self.model(device)
         case = self.case(device, linear, hidden)
         logits = linear(hidden)
@@ -244,7 +242,7 @@ class TestInPlace:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (out.loss + squared).backward()
 
-    def test_leaf_is_refused_before_it_is_touched(self, backend, device):
+    def test_leaf_is_refused_before_it_is_written(self, backend, device):
         case = make_case(device=device, poison=False)
         leaf = case.logits.clone().requires_grad_()
         with pytest.raises(ValueError, match=r"logits must not be a leaf .* inplace=True"):
@@ -284,7 +282,6 @@ class TestFromLogProbs:
         config = BAPOConfig(entropy_coef=0.1)
         logp = (case.old_log_probs + 0.3 * torch.randn(4, 9, device=device)).to(dtype)
         entropy = torch.rand(4, 9, device=device).to(dtype)
-        live = case.response_mask & (case.labels != -100)
         results = []
         for module in (bapo_loss_from_log_probs, reference.bapo_loss_from_log_probs):
             kind = torch.float64 if module is not bapo_loss_from_log_probs else dtype
@@ -293,7 +290,7 @@ class TestFromLogProbs:
                 leaves[0],
                 case.old_log_probs,
                 case.advantages,
-                live,
+                unmasked_tokens(case),
                 entropy=leaves[1],
                 config=config,
             )
@@ -310,7 +307,7 @@ class TestFromLogProbs:
             torch.testing.assert_close(got.metrics[name].double(), value, rtol=1e-6, atol=1e-7)
         assert got.bounds == truth.bounds
 
-    def test_frozen_log_probs(self, backend, device):
+    def test_gradient_of_entropy_alone(self, backend, device):
         case = make_case(device=device)
         entropy = torch.rand(3, 7, device=device, requires_grad=True)
         config = BAPOConfig(entropy_coef=0.1)
@@ -318,7 +315,7 @@ class TestFromLogProbs:
             case.old_log_probs,
             None,
             case.advantages,
-            case.response_mask & (case.labels != -100),
+            unmasked_tokens(case),
             entropy=entropy,
             config=config,
         ).loss.backward()
@@ -327,17 +324,17 @@ class TestFromLogProbs:
     def test_agrees_with_the_loss_of_logits(self, backend, device):
         case = make_case(device=device, staleness=0.4)
         full = run_kernel(case, backend).output
-        live = case.response_mask & (case.labels != -100)
+        unmasked = unmasked_tokens(case)
         out = bapo_loss_from_log_probs(
-            full.log_probs, case.old_log_probs, case.advantages, live, statistics="live"
+            full.log_probs, case.old_log_probs, case.advantages, unmasked, statistics="live"
         )
         torch.testing.assert_close(out.loss, full.loss, rtol=1e-5, atol=1e-7)
         assert out.entropy is None
-        assert out.metrics["live_tokens"] == (live & (case.advantages != 0)).sum()
+        assert out.metrics["live_tokens"] == (unmasked & (case.advantages != 0)).sum()
 
 
 def test_loss_used_twice_in_one_graph(backend, device):
-    """The incoming gradients are added before the kernel sees them."""
+    """Autograd adds the incoming gradients before the kernel gets them."""
     case = make_case(device=device)
     once = run_kernel(case, backend).gradient
     x = case.logits.clone().requires_grad_()
@@ -354,7 +351,7 @@ def test_zero_incoming_gradient_writes_zeros(backend, device):
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_checkpointing(backend, device, inplace, dtype):
+def test_checkpointing_gives_the_same_gradient(backend, device, inplace, dtype):
     """The forward runs twice; the gradient is that of one run."""
     torch.manual_seed(2)
     weight = torch.randn(8, 257, device=device, dtype=dtype, requires_grad=True)
@@ -370,12 +367,10 @@ def test_checkpointing(backend, device, inplace, dtype):
 
 
 def test_log_probs_of_logits_changed_afterwards_raise(backend, device):
-    """Backward looks at the logits again: a wrong gradient must be impossible."""
-    import bapo_kernels
-
+    """Backward reads the logits again: it must raise rather than return a wrong gradient."""
     leaf = torch.randn(3, 20, device=device, requires_grad=True)
     x = leaf * 1.0
-    logp, _ = bapo_kernels.log_probs(x, torch.tensor([1, 2, 3], device=device), backend=backend)
+    logp, _ = log_probs(x, torch.tensor([1, 2, 3], device=device), backend=backend)
     x.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logp.sum().backward()
@@ -383,34 +378,30 @@ def test_log_probs_of_logits_changed_afterwards_raise(backend, device):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_log_probs_without_gradient(backend, device, mode):
-    import bapo_kernels
-
     x = torch.randn(3, 20, device=device, requires_grad=True)
     labels = torch.tensor([1, 2, 3], device=device)
-    expected = bapo_kernels.log_probs(x, labels, backend=backend)
+    expected = log_probs(x, labels, backend=backend)
     with mode():
-        got = bapo_kernels.log_probs(x, labels, backend=backend)
+        got = log_probs(x, labels, backend=backend)
     assert not got[0].requires_grad
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
 
 
 def test_log_probs_under_autocast_and_without_tokens(backend, device):
-    import bapo_kernels
-
     x = torch.randn(3, 20, device=device).bfloat16()
     labels = torch.tensor([1, 2, 3], device=device)
     with torch.autocast(device, torch.bfloat16):
-        got, entropy = bapo_kernels.log_probs(x, labels, backend=backend)
+        got, entropy = log_probs(x, labels, backend=backend)
     assert got.dtype == entropy.dtype == torch.float32
-    assert torch.equal(got, bapo_kernels.log_probs(x, labels, backend=backend)[0])
+    assert torch.equal(got, log_probs(x, labels, backend=backend)[0])
     empty = torch.empty(0, 20, device=device, requires_grad=True)
-    bapo_kernels.log_probs(empty, labels[:0], backend=backend)[0].sum().backward()
+    log_probs(empty, labels[:0], backend=backend)[0].sum().backward()
     assert empty.grad.shape == (0, 20)
 
 
-def test_all_masked_is_connected(backend, device):
-    """Ranks without a token must still take part in the backward of the others."""
+def test_all_masked_loss_is_connected_to_the_graph(backend, device):
+    """A rank without tokens must still take part in the backward of the others."""
     case = make_case(device=device)
     linear = torch.nn.Linear(8, 257, device=device)
     logits = linear(torch.randn(3, 7, 8, device=device))

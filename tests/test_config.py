@@ -22,7 +22,7 @@ def test_paper_is_the_default():
     assert (config.token_weight, config.clip_ratio_c) == ("rollout_prob", None)
 
 
-def test_recipe_is_the_authors_code():
+def test_recipe_matches_the_authors_code():
     config = BAPOConfig.recipe()
     assert (len(config.lower_grid), len(config.upper_grid)) == (5, 17)
     assert (config.lower_grid[-1], config.upper_grid[-1]) == (0.8, 2.0)
@@ -61,7 +61,7 @@ BAD = {
     "loss_agg_mode": ["mean"],
     "ratio_lower_start": [-0.1, math.nan],
     "ratio_lower_max": [0.5, math.inf, 1.1],  # below its start, infinite, no lower bound
-    "ratio_lower_step": [-0.1, math.nan, 1e-9],  # the last would make a grid of millions
+    "ratio_lower_step": [-0.1, math.nan, 1e-9],  # the last would give millions of points
     "ratio_upper_start": [math.nan, 0.28],  # the last is an epsilon
     "ratio_upper_max": [1.1, math.inf],
     "ratio_upper_step": [-1.0, 1e-6],
@@ -69,7 +69,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
-def test_bad_values(name, value):
+def test_bad_values_are_refused(name, value):
     with pytest.raises(ValueError, match=r"must be .*, got ") as error:
         BAPOConfig(**{name: value})
     assert str(error.value).startswith(name)
@@ -81,8 +81,8 @@ def test_ratio_target_has_no_upper_limit():
         BAPOConfig(target_kind="ratio", target=-1.0)
 
 
-def test_copies_and_stores():
-    """Pickled to workers, logged as a dictionary, changed by replace - which checks again."""
+def test_pickle_asdict_and_replace():
+    """A config is pickled to workers, logged as a dictionary, and checked again by replace."""
     config = BAPOConfig.recipe(entropy_coef=0.1)
     assert pickle.loads(pickle.dumps(config)) == config
     assert BAPOConfig(**dataclasses.asdict(config)) == config
@@ -106,8 +106,8 @@ def test_presets_can_be_overridden_and_nothing_is_ignored():
 NUMBERS = [f.name for f in dataclasses.fields(BAPOConfig) if f.type in ("float", "float | None")]
 
 
-def test_numbers_of_any_kind_make_one_config():
-    """They compare, hash and pickle alike: each is a float."""
+def test_numbers_of_any_type_make_equal_configs():
+    """They compare, hash and pickle the same, because each is stored as a float."""
     plain = BAPOConfig(temperature=2.0, target=0.5, clip_ratio_c=3.0, ratio_lower_step=0.125)
     for of in (np.float32, np.float64, Fraction, Decimal, np.float16):
         config = BAPOConfig(
@@ -122,8 +122,8 @@ def test_numbers_of_any_kind_make_one_config():
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_number(name):
-    """The fault is the type, and the message says so."""
+def test_values_that_are_not_numbers_are_refused(name):
+    """The message names the type that is wrong."""
     assert len(NUMBERS) == 14
     wrong = {
         r"be a number \(.item\(\) of a tensor or array\), got Tensor": torch.tensor(1.0),

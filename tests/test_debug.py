@@ -1,4 +1,4 @@
-"""check_inputs names the first offending index; the report names reasons."""
+"""check_inputs names the first offending index; the environment report gives reasons."""
 
 import inspect
 import subprocess
@@ -43,7 +43,7 @@ def test_bad_logits(value):
         check_inputs(bad.logits, *bad.arguments())
 
 
-def test_row_without_a_token():
+def test_row_of_minus_infinity():
     bad = case()
     bad.labels[:] = 1
     bad.logits[1, 3] = -torch.inf
@@ -54,7 +54,7 @@ def test_row_without_a_token():
 @pytest.mark.parametrize(
     "name", ["old_log_probs", "rollout_log_probs", "rollout_is_weights", "ref_log_probs"]
 )
-def test_bad_tokens(name):
+def test_bad_values_per_token(name):
     bad = case()
     bad.labels[:] = 1
     values = torch.zeros(3, 4)
@@ -85,7 +85,7 @@ def test_bad_offsets():
 
 @pytest.mark.parametrize("masked_by", ["mask", "labels"])
 def test_offsets_that_end_early(masked_by):
-    """Tokens of no sequence are named, unless they are masked anyway."""
+    """Tokens in no sequence are named, unless they are masked anyway."""
     x = torch.zeros(9)
     labels, mask, offsets = x.long(), torch.ones(9), torch.tensor([0, 3, 7])
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_offsets_that_end_early(masked_by):
     check_inputs(torch.zeros(9, 3), labels, None, x, mask, cu_seqlens=offsets)
 
 
-def test_it_takes_what_the_loss_takes():
+def test_check_inputs_has_the_signature_of_the_loss():
     loss, check = (inspect.signature(function).parameters for function in (bapo_loss, check_inputs))
     assert [(p.name, p.kind, p.default) for p in loss.values()] == [
         (p.name, p.kind, p.default) for p in check.values()
@@ -107,7 +107,7 @@ def test_it_takes_what_the_loss_takes():
 
 
 def policy(shape=(4, 12), V=50, **options):
-    """Logits, the labels they predict, and what a first step has for old log-probs."""
+    """Logits, the labels they predict, and the old log-probs of a first step."""
     torch.manual_seed(0)
     logits, labels = torch.randn(*shape, V), torch.randint(0, V, shape)
     return logits, labels, log_probs(logits, labels, **options)[0], torch.ones(shape[0])
@@ -115,7 +115,7 @@ def policy(shape=(4, 12), V=50, **options):
 
 @pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "ref_log_probs"])
 @pytest.mark.parametrize("V", [2, 50, 2000])
-def test_probabilities_for_log_probs(name, V):
+def test_probabilities_given_as_log_probs(name, V):
     logits, labels, old, A = policy(V=V)
     given = dict(old_log_probs=old)
     check_inputs(logits, labels, advantages=A, **given | {name: old})
@@ -134,7 +134,7 @@ def test_probabilities_for_log_probs(name, V):
         check_inputs(logits, labels, advantages=A, **given | {name: rounded})
 
 
-def test_probabilities_for_logits():
+def test_probabilities_given_as_logits():
     logits, labels, old, A = policy()
     for right in (logits, torch.log_softmax(logits, -1), logits.bfloat16(), logits.clamp(min=0)):
         check_inputs(right, labels, old, A)
@@ -145,12 +145,12 @@ def test_probabilities_for_logits():
     check_inputs(torch.ones(9, 1), torch.zeros(9, dtype=torch.long), None, torch.ones(9))
 
 
-def test_one_row():
+def test_single_row():
     logits, labels, old, A = policy((1, 1))
     check_inputs(logits[0, 0], labels[0, 0], old[0, 0], A[0])
 
 
-def test_logarithms_for_weights():
+def test_logarithms_given_as_weights():
     logits, labels, old, A = policy()
     check_inputs(logits, labels, old, A, rollout_is_weights=old.exp())
     with pytest.raises(ValueError, match=r"rollout_is_weights must be >= 0, got -.* at \(0, 0\)"):
@@ -159,7 +159,7 @@ def test_logarithms_for_weights():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize("value", [0.5, -1.0, -torch.inf, torch.nan, 2])
-def test_masks_that_are_none(value, dtype):
+def test_values_that_are_not_a_mask(value, dtype):
     logits, labels, old, A = policy()
     mask = torch.ones(old.shape, dtype=dtype)
     if dtype.is_floating_point or value in (-1.0, 2):
@@ -172,8 +172,8 @@ def test_masks_that_are_none(value, dtype):
         check_inputs(logits, labels, old, A, good)
 
 
-def test_mask_of_the_other_tokens():
-    """A prompt has no labels: a mask that keeps it alone is inverted."""
+def test_inverted_mask():
+    """A prompt has no labels: a mask that keeps only the prompt must be inverted."""
     logits, labels, old, A = policy()
     labels[:, :5] = -100
     mask = labels != -100
@@ -190,7 +190,7 @@ FIRST_STEP = "nats; in a right first step ppo_kl ~ 0, pg_clipfrac ~ 0 and ratios
 @pytest.mark.parametrize("layout", ["padded", "packed", "one row"])
 @pytest.mark.parametrize("V", [11, 1000])
 def test_shifted_labels(V, layout, stale):
-    """Labels that are tokens of the rows, or moved twice; old log-probs moved along, or not."""
+    """Labels not shifted, or shifted twice; old log-probs shifted along with them, or not."""
     logits, tokens, *_ = policy((6, 14), V)
     logits[0, 0, tokens[0, 0]] = -torch.inf
     rows, labels = logits[:, :-2], tokens[:, 1:-1]
@@ -213,7 +213,7 @@ def test_shifted_labels(V, layout, stale):
         with pytest.raises(ValueError, match=f"{aligned} {where}: mean .*instead of"):
             check(rows, wrong, old)
     moved = old.roll(1, 1)
-    moved[:, 0] = -50.0  # of no row
+    moved[:, 0] = -50.0  # belongs to no row
     with pytest.raises(ValueError, match=f"{aligned} later"):
         check(rows[:, 1:], tokens[:, 1:-2], moved[:, 1:])
     with pytest.raises(ValueError, match="old_log_probs must be .*position after"):
@@ -225,7 +225,7 @@ def test_shifted_labels(V, layout, stale):
             check(rows, tokens[:, :-2], old)
 
 
-def test_another_temperature():
+def test_wrong_temperature():
     for T in (0.6, 0.8, 1.4):
         arguments = policy(V=500, temperature=T)
         check_inputs(*arguments, config=BAPOConfig(temperature=T))
@@ -234,15 +234,15 @@ def test_another_temperature():
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 7), (2, 5), (4, 12)])
-def test_old_data_is_no_mistake(shape):
-    """However far it is off, in whatever way; and few tokens prove nothing."""
+def test_stale_data_is_accepted(shape):
+    """However stale and in whatever way; and few tokens are no evidence of a mistake."""
     for seed, V in enumerate([3, 3, 50, 50, 400, 400]):
         logits, labels, old, A = policy(shape, V)
         torch.manual_seed(seed)
         for off in (torch.randn(shape), -torch.rand(shape), -torch.rand(shape[0], 1)):
             for scale in (0.5, 5.0):
                 check_inputs(logits, labels, (old + scale * off).clamp(max=-1e-3), A)
-        for n in range(2):  # forbidden since
+        for n in range(2):  # forbidden since the rollout
             logits[0, n, labels[0, n]] = -torch.inf
             check_inputs(logits, labels, old, A)
     check_inputs(logits, labels, torch.zeros(shape), A)
@@ -266,14 +266,14 @@ def test_options_are_checked_too():
         check_inputs(*arguments, old_logprobs=arguments[2])
 
 
-def test_labels_of_uint8():
+def test_uint8_labels():
     """-100 as uint8 is 156, a label like any other."""
     labels = torch.full((2,), 156, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"labels must be in \[0, 100\) or -100, got 156"):
         check_inputs(torch.zeros(2, 100), labels, None, torch.ones(2))
 
 
-def test_report():
+def test_environment_report():
     report = environment()
     assert report["bapo_kernels"] == bapo_kernels.__version__
     for name, reason in bapo_kernels.available_backends().items():
@@ -289,7 +289,7 @@ def test_command_line():
 
 
 def test_missing_library_is_explained(tmp_path, monkeypatch):
-    """Without the native library everything still runs, and the reason is told."""
+    """Without the native library everything still runs, and the reason is given."""
     from bapo_kernels.backends import native
 
     monkeypatch.setattr(native, "_PACKAGE", tmp_path)
@@ -306,8 +306,8 @@ def test_missing_library_is_explained(tmp_path, monkeypatch):
         bapo_kernels.bapo_loss(c.logits, *c.arguments(), backend="cpu")
 
 
-def test_a_prompt_that_is_not_masked():
-    """Trainers pad old log-probs with 0 there."""
+def test_unmasked_prompt():
+    """Trainers pad the old log-probs of a prompt with 0."""
     logits, labels = 3 * torch.randn(4, 12, 50), torch.randint(0, 50, (4, 12))
     old = log_probs(logits, labels)[0]
     mask = (torch.arange(12) >= 5).expand(4, 12).float()

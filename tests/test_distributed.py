@@ -1,4 +1,4 @@
-"""Data x tensor parallel grids of real processes against one process, whole, in float64."""
+"""Data x tensor parallel grids of real processes against one process in float64."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ GRIDS_OF_BACKENDS = [
 ]
 
 
-def facts(out):
+def outputs_on_cpu(out):
     return dict(
         loss=out.loss.detach().cpu(),
         bounds=torch.stack(tuple(out.bounds)).cpu(),
@@ -60,11 +60,11 @@ def logits_rank(rank, name, dtype, backend, data, tensor, inplace, device):
     out = bapo_loss(logits, *arguments, backend=backend, inplace=inplace, **options)
     out.loss.backward()
     assert leaf.grad.dtype == dtype
-    return facts(out) | dict(gradient=leaf.grad.cpu())
+    return outputs_on_cpu(out) | dict(gradient=leaf.grad.cpu())
 
 
-def put_together(parts, data, tensor, key="gradient"):
-    """Blocks of the ranks as one tensor; the gradient is the mean over data-parallel ranks."""
+def gathered(parts, data, tensor, key="gradient"):
+    """The ranks' blocks as one tensor; the gradient is the mean over data-parallel ranks."""
     rows = [torch.cat([parts[d * tensor + t][key] for t in range(tensor)], -1) for d in range(data)]
     return torch.cat(rows) / data
 
@@ -72,15 +72,15 @@ def put_together(parts, data, tensor, key="gradient"):
 def check_outputs(parts, case, same, truth, data, tensor):
     operand = truth.output.log_probs[truth.output.log_probs.isfinite()].abs().max().item()
     for d in range(data):
-        beside = [parts[d * tensor + t] for t in range(tensor)]
-        for other in beside[1:]:  # the same bits on every rank of a shard
+        group = [parts[d * tensor + t] for t in range(tensor)]
+        for other in group[1:]:  # the same bits on every tensor-parallel rank
             for key in ("loss", "bounds", "log_probs", "entropy"):
-                assert torch.equal(other[key].nan_to_num(7), beside[0][key].nan_to_num(7)), key
+                assert torch.equal(other[key].nan_to_num(7), group[0][key].nan_to_num(7)), key
         rows = part(SEQUENCES[data], d)
         if rows.start < rows.stop:
             for key in ("log_probs", "entropy"):
                 of = (getattr(r.output, key)[rows] for r in (same, truth))
-                assert_within_budget(key, beside[0][key], *of, operand=operand)
+                assert_within_budget(key, group[0][key], *of, operand=operand)
     expected = torch.stack(tuple(truth.output.bounds)).float()
     assert all(torch.equal(p["bounds"], expected) for p in parts)
     sensitivity = operand * loss_sensitivity(case, truth)
@@ -91,7 +91,7 @@ def check_outputs(parts, case, same, truth, data, tensor):
         assert_within_budget(key, torch.stack(values).mean(), *true, operand=sensitivity)
     for key in (k for k in truth.output.metrics if k.startswith("bapo_")):
         if "bounds" in case.options and key not in ("bapo_clip_low", "bapo_clip_high"):
-            continue  # of the rank: without a search there is no collective
+            continue  # each rank's own: without a search there is no collective
         true = [r.output.metrics[key] for r in (same, truth)]
         size = max(1.0, true[1].abs().nan_to_num(posinf=0.0).item())
         for p in parts:
@@ -100,12 +100,12 @@ def check_outputs(parts, case, same, truth, data, tensor):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("backend", "data", "tensor"), GRIDS_OF_BACKENDS)
-def test_logits(worlds, backend, data, tensor, name):
+def test_loss_of_logits(worlds, backend, data, tensor, name):
     check_logits_level(worlds, name, torch.float32, backend, data, tensor)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_empty_part(worlds, backend):
+def test_empty_shard(worlds, backend):
     assert COLUMNS[4][1] == 0
     check_logits_level(worlds, "paper", torch.float32, backend, 1, 4)
 
@@ -133,19 +133,19 @@ def check_logits_level(worlds, name, dtype, backend, data, tensor, inplace=False
     case = whole_case(name, dtype)
     same, truth = run_reference(case), run_reference(case, torch.float64)
     if not torch.isfinite(truth.output.loss):
-        for p in parts[:tensor]:  # the ranks of the bad token
+        for p in parts[:tensor]:  # the ranks that hold the bad token
             assert p["loss"].isnan()
         return
     if name == "paper":
         assert truth.output.bounds.upper > 1.2, "the case must need a search"
     if truth.gradient.any():
         check_outputs(parts, case, same, truth, data, tensor)
-    got = put_together(parts, data, tensor)
+    got = gathered(parts, data, tensor)
     assert_within_budget("gradient", got.to(dtype), same.gradient, truth.gradient)
 
 
 def linear_rank(rank, name, dtype, backend, data, tensor):
-    # Chunks as asked for, or of so many bytes: as many on every rank, though parts are uneven.
+    # Chunks of given rows or of given bytes: equally many on every rank, though shards are uneven.
     chunk_tokens = 5 if name == "paper" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize)
@@ -170,7 +170,7 @@ def linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens):
         **options,
     )
     out.loss.backward()
-    return facts(out) | dict(gradients=[leaf.grad for leaf in leaves])
+    return outputs_on_cpu(out) | dict(gradients=[leaf.grad for leaf in leaves])
 
 
 def run_linear_reference(name, dtype, work):
@@ -186,20 +186,20 @@ def run_linear_reference(name, dtype, work):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["paper", "recipe", "given bounds", "KL, entropy, soft cap"])
 @pytest.mark.parametrize(("backend", "data", "tensor"), GRIDS_OF_BACKENDS)
-def test_linear(worlds, backend, data, tensor, name, dtype):
+def test_loss_of_hidden_states(worlds, backend, data, tensor, name, dtype):
     parts = worlds(data * tensor).run(linear_rank, name, dtype, backend, data, tensor)
     same, truth = (run_linear_reference(name, dtype, work) for work in (dtype, torch.float64))
     size = truth[0].log_probs.abs().max().item()
     expected = torch.stack(tuple(truth[0].bounds)).float()
     rank = [[parts[d * tensor + t] for t in range(tensor)] for d in range(data)]
-    for beside in rank:
-        for part_ in beside:
+    for group in rank:
+        for part_ in group:
             assert torch.equal(part_["bounds"], expected)
             for key in ("loss", "log_probs", "entropy"):
-                assert torch.equal(part_[key], beside[0][key]), key
-            assert torch.equal(part_["gradients"][0], beside[0]["gradients"][0])
-    # Hidden states have the gradient of their rank; parameters the mean over the data ranks.
-    dhidden = torch.cat([beside[0]["gradients"][0] for beside in rank]) / data
+                assert torch.equal(part_[key], group[0][key]), key
+            assert torch.equal(part_["gradients"][0], group[0]["gradients"][0])
+    # The gradient of hidden states is the rank's own, that of parameters a mean over data ranks.
+    dhidden = torch.cat([group[0]["gradients"][0] for group in rank]) / data
     of_shards = [
         torch.cat(
             [sum(rank[d][t]["gradients"][i].double() for d in range(data)) for t in range(tensor)]
@@ -207,7 +207,7 @@ def test_linear(worlds, backend, data, tensor, name, dtype):
         / data
         for i in (1, 2)
     ]
-    # A data rank rounds the gradient of a parameter to its dtype.
+    # Each data rank rounds its gradient of a parameter to the dtype.
     rounded = data * EPS[dtype]
     for key, got, *of in zip(
         ("hidden", "weight", "bias"), (dhidden, *of_shards), same[1], truth[1], strict=True
@@ -216,7 +216,7 @@ def test_linear(worlds, backend, data, tensor, name, dtype):
         inherited = (EPS[torch.float32] * size + (0 if key == "hidden" else rounded)) * largest
         assert_within_budget(f"d{key}", got.to(dtype), *of, inherited=inherited)
     if dtype == torch.float32:
-        loss = torch.stack([beside[0]["loss"] for beside in rank]).double().mean()
+        loss = torch.stack([group[0]["loss"] for group in rank]).double().mean()
         torch.testing.assert_close(loss, truth[0].loss.detach(), rtol=1e-5, atol=1e-6)
 
 

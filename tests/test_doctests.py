@@ -1,4 +1,4 @@
-"""The examples of the docstrings, and the README's, run."""
+"""The examples in the docstrings and in the README run."""
 
 import doctest
 import inspect
@@ -45,23 +45,23 @@ def documented():
 
 
 def examples(value):
-    """A :class:`doctest.DocTest` of a docstring and of each of its methods'."""
+    """The doctests of a docstring and of its methods' docstrings."""
     module = inspect.getmodule(value)
     tests = doctest.DocTestFinder().find(value, globs={**vars(module), **NAMES})
     return [test for test in tests if test.examples]
 
 
-def test_what_must_have_an_example():
+def test_public_names_must_have_an_example():
     names = set(documented())
     assert {"bapo_loss", "BAPOLoss", "reference.bapo_loss", "debug.check_inputs"} <= names
     assert {"available_backends", "ClipBoundSearch", "debug.instruction_set"} <= names
     assert public(reference).keys() >= {"log_probs", "find_clip_bounds", "Contributions"}
 
 
-@pytest.mark.parametrize("reference_alone", [False, True], ids=["all backends", "reference alone"])
+@pytest.mark.parametrize("reference_only", [False, True], ids=["all backends", "reference only"])
 @pytest.mark.parametrize("name", documented())
-def test_docstring(name, reference_alone, monkeypatch):
-    if reference_alone:
+def test_examples_of_docstrings(name, reference_only, monkeypatch):
+    if reference_only:
         monkeypatch.setattr(native, "WHY_NO_CPU", "hidden by the test")
         monkeypatch.setattr(native, "WHY_NO_CUDA", "hidden by the test")
         monkeypatch.setattr(backends.triton, "WHY_NOT", "hidden by the test")
@@ -77,14 +77,14 @@ def test_docstring(name, reference_alone, monkeypatch):
 
 
 def blocks():
-    """(line, source) of the README's Python."""
+    """Line and source of every Python block in the README."""
     text = README.read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
 
 
 def surroundings():
-    """The names that the README takes as given: a batch of 2 x 3 tokens, groups of one rank."""
+    """The names that the README takes as given: a batch of 2 x 3 tokens, no process groups."""
     model, tokens = CausalLM(), torch.randint(31, (2, 4))
     logits = model.lm_head(model.model(tokens).last_hidden_state[:, :-1])
     labels, old = tokens[:, 1:], torch.full((2, 3), -3.4)
@@ -125,8 +125,8 @@ def surroundings():
 @pytest.mark.parametrize(
     "source", [pytest.param(source, id=f"line {line}") for line, source in blocks()]
 )
-def test_readme(source):
-    """Names and shapes; what TRL runs is in tests/test_trl.py."""
+def test_readme_blocks_run(source):
+    """Every block runs; tests/test_trl.py covers the one for TRL."""
     code = compile(source, str(README), "exec")
     if "integrations.trl" not in source:
         names = surroundings()
@@ -137,7 +137,7 @@ def test_readme(source):
 
 
 def test_readme_before_and_after_agree():
-    """The first two blocks compute one loss in two ways; here the paper's weights are equal."""
+    """The first two blocks compute the same loss, since the token weights are equal here."""
     (_, before), (_, after), *_ = blocks()
     names = surroundings()
     exec(before, names)

@@ -1,4 +1,4 @@
-"""Every refusal says name, rule and value got, before anything is launched."""
+"""Every error gives name, rule and value got, before anything is launched."""
 
 import warnings
 from fractions import Fraction
@@ -263,7 +263,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bapo_loss(name):
+def test_errors_of_bapo_loss(name):
     given, message = CASES[name]
     if given.get("backend") == "cpu" and available_backends()["cpu"] is not None:
         pytest.skip("the native library is absent")
@@ -271,7 +271,7 @@ def test_bapo_loss(name):
         bapo_loss(**given)
 
 
-def test_log_probs():
+def test_errors_of_log_probs():
     with pytest.raises(ValueError, match="temperature must be finite and > 0, got 0"):
         log_probs(torch.randn(2, 3), torch.zeros(2, dtype=torch.long), temperature=0.0)
     with pytest.raises(ValueError, match="labels must have the leading shape"):
@@ -280,7 +280,7 @@ def test_log_probs():
         log_probs(torch.randn(2, 3), torch.zeros(2, dtype=torch.long), vocab_group=1)
 
 
-def test_loss_from_log_probs():
+def test_errors_of_loss_from_log_probs():
     lp = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="log_probs must be floating point, got torch.int64"):
         bapo_loss_from_log_probs(lp.long(), None, lp)
@@ -310,7 +310,7 @@ WRONG_TYPES = {
         "bounds.lower must be a real number, got torch.bool",
     ),
     "statistics bool": (arguments(statistics=True), "statistics must be 'all' or 'live', got True"),
-    "mask of a sequence": (
+    "mask per sequence": (
         arguments(response_mask=torch.ones(B)),
         r"response_mask must have the shape of labels \(2, 5\), got \(2,\)",
     ),
@@ -328,7 +328,7 @@ WRONG_TYPES = {
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_wrong_types_are_named(name):
-    """Not a TypeError from inside of torch, and never taken in silence."""
+    """No TypeError from inside torch, and nothing is accepted silently."""
     given, message = WRONG_TYPES[name]
     with pytest.raises((TypeError, ValueError), match=message):
         bapo_loss(**given)
@@ -341,7 +341,7 @@ def test_unknown_options_are_refused():
 
 
 def test_nothing_is_written_before_the_checks():
-    """A refused call in place leaves the logits alone."""
+    """A refused in-place call leaves the logits unchanged."""
     given = arguments(statistics="some", inplace=True)
     before = given["logits"].clone()
     version = given["logits"]._version
@@ -355,7 +355,7 @@ def test_nothing_is_written_before_the_checks():
 @pytest.mark.parametrize("loss_of", [bapo_loss, reference.bapo_loss])
 @pytest.mark.parametrize("kind", [float, np.float32])
 def test_bounds_that_are_numbers(kind, loss_of):
-    """Epsilons, NaN and crossed ones are refused; tensors are not read (``test_debug.py``)."""
+    """Epsilons, NaN and crossed bounds are refused; tensors are not read (``test_debug.py``)."""
     given = arguments()
     expected = loss_of(**given, bounds=(torch.tensor(0.75), torch.tensor([1.5]))).loss
     assert loss_of(**given, bounds=ClipBounds(kind(0.75), kind(1.5))).loss == expected
@@ -366,14 +366,14 @@ def test_bounds_that_are_numbers(kind, loss_of):
                 loss_of(**given, bounds=tuple(kind(bound) for bound in pair))
 
 
-def test_no_upper_bound():
+def test_upper_bound_may_be_infinite():
     given = arguments()
     assert bapo_loss(**given, bounds=(0.0, float("inf"))).metrics["pg_clipfrac"] == 0
 
 
 @pytest.mark.parametrize("of", [np.float32, np.int64, np.float64, Fraction, int])
-def test_numbers_are_numbers(of):
-    """Of numpy too, wherever a number is asked for; the result is that of Python's."""
+def test_numbers_of_any_type(of):
+    """NumPy's numbers give the result of Python's, wherever a number is expected."""
     hidden, weight = torch.randn(B, S, 4), torch.randn(V, 4)
     labels, old, A = (arguments()[name] for name in ("labels", "old_log_probs", "advantages"))
     results = []
@@ -388,7 +388,7 @@ def test_numbers_are_numbers(of):
         assert torch.equal(a, b)
 
 
-def test_chunk_tokens():
+def test_errors_of_chunk_tokens():
     call = torch.randn(B, S, 4), torch.randn(V, 4), *list(arguments().values())[1:]
     for wrong, got in ((2.0, r"2.0 \(float\)"), (0, "0"), (True, r"True \(bool\)")):
         with pytest.raises(
@@ -400,7 +400,7 @@ def test_chunk_tokens():
 @pytest.mark.parametrize("value", [0.0, -3.0, float("nan")])
 @pytest.mark.parametrize("loss_of", [bapo_loss, reference.bapo_loss])
 def test_counts_on_a_device(loss_of, value):
-    """They are not read: one that counts nothing makes the loss NaN, never 0 or of another sign."""
+    """They are not read: an invalid count makes the loss NaN, never 0 or of the wrong sign."""
     given = arguments(old_log_probs=None)
     count = torch.tensor(value)
     assert loss_of(**given, batch_num_tokens=count).loss.isnan()
@@ -419,16 +419,16 @@ REFERENCE = {
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_reference(name):
-    """What torch would spread over the tokens is refused."""
+def test_errors_of_the_reference(name):
+    """What torch would broadcast over the tokens is refused."""
     given = dict(log_probs=torch.zeros(B, S), old_log_probs=None, advantages=torch.ones(B, S))
     with pytest.raises(ValueError, match=f"{name} must "):
         reference.bapo_loss_from_log_probs(**(given | REFERENCE[name]))
 
 
 @pytest.mark.parametrize("ranks", [None, "1", "2"])
-def test_no_group_where_there_are_ranks(ranks, monkeypatch):
-    """``dist.group.WORLD`` is None before init_process_group: once, it is said."""
+def test_missing_process_group_with_several_ranks_warns(ranks, monkeypatch):
+    """``dist.group.WORLD`` is None before init_process_group: one warning says so."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("WORLD_SIZE", ranks)

@@ -1,6 +1,6 @@
 """The public functions on fake tensors of a GPU: a value read on the host raises here.
 
-So do tensors on two devices. Neither kernels nor backward run; tests/test_gpu.py is for these.
+So do tensors on two devices. Neither kernels nor backward run; tests/test_gpu.py covers these.
 """
 
 import shutil
@@ -32,7 +32,7 @@ pytestmark = [
 ]
 B, S, V = 2, 6, 100
 ALL_TERMS = dict(entropy_coef=0.1, kl_loss_coef=0.1, clip_ratio_c=3.0)
-# A torch without CUDA cannot index tensors of a GPU, fake ones neither: it has no guard for them.
+# A torch without CUDA has no device guard, so that it cannot index GPU tensors, not even fake ones.
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
@@ -50,7 +50,7 @@ def guard(tmp_path_factory):
         subprocess.run(command, cwd=folder, check=True)
         torch.ops.load_library(folder / "guard.so")
     elif not torch.cuda.is_available():
-        pytest.skip("a torch for CUDA refuses what it has no GPU for")
+        pytest.skip("a torch built for CUDA needs a GPU for these tensors")
 
 
 @pytest.fixture(params=["cuda", "triton"])
@@ -125,8 +125,8 @@ def test_log_probs_and_search(backend):
     assert find_clip_bounds(old, old, A, mask).upper.device.type == "cuda"
 
 
-def test_it_would_show_a_read_on_the_host(backend):
-    """From hidden states the number of rows is read: that must raise here, and does."""
+def test_read_on_the_host_raises(backend):
+    """The loss from hidden states reads the number of rows, which must raise here."""
     hidden = torch.randn(B, S, 16, device="cuda")
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         bapo_linear_loss(hidden, torch.randn(V, 16, device="cuda"), *tokens(), backend=backend)

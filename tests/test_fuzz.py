@@ -1,7 +1,7 @@
-"""Whatever a caller may pass, drawn at random, against the reference in float64.
+"""Random arguments that a caller may pass, against the reference in float64.
 
-``pytest tests/test_fuzz.py --hypothesis-profile=deep`` draws twenty times as much, and
-other examples every time.
+``pytest tests/test_fuzz.py --hypothesis-profile=deep`` draws thirty times as many examples,
+different ones every time.
 """
 
 import io
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import per_token, run_reference
+from helpers import per_token, run_reference, transform_of, unmasked_tokens
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -41,7 +41,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [1, 2, 3, 15, 16, 17, 31, 127, 257]  # one token, vectors and their neighbours, primes
 BLOCKS = [4095, 4096, 4097, 8191, 9001]
 SEEDS = st.integers(0, 2**20)
-PER_TOKEN = {  # arguments with an entry a token, and the range of their values
+PER_TOKEN = {  # arguments with an entry per token, and the range of their values
     "ref_log_probs": (-6.0, 0.0),
     "rollout_is_weights": (0.0, 2.0),
     "rollout_log_probs": (-6.0, 0.0),
@@ -79,7 +79,7 @@ LOSS = dict(
     final_logit_softcapping=st.sampled_from([None, 10.0, 1.0]),
 )
 
-# What may become of the logits of a row, all but its label's.
+# Changes to all logits of a row but the label's.
 EXTREME_ROWS = {
     "80": lambda z: z.fill_(80.0),
     "-80": lambda z: z.fill_(-80.0),
@@ -111,14 +111,14 @@ def build_config(preset, **options):
 
 @st.composite
 def cases(draw, few=False):
-    """A case of any shape, options and values; ``few`` short rows for Triton's interpreter."""
+    """A case of any shape, options and values; ``few``: few short rows, for the interpreter."""
     seed, packed = draw(SEEDS), draw(st.booleans())
     size = st.integers(0, 2 if few else 6)
     lengths = draw(st.lists(size, min_size=1, max_size=2 if few else 4))
     shape = (sum(lengths),) if packed else (len(lengths), lengths[0])
     V = draw(st.sampled_from(EDGES if few else EDGES * 3 + BLOCKS))
     config = draw(st.builds(build_config, st.sampled_from(PRESETS), **SEARCH, **LOSS))
-    if packed:  # has no padded length to take its place
+    if packed:  # no padded length can take its place
         config = replace(config, loss_scale_factor=11.0)
     given_per_token = draw(st.sets(st.sampled_from(sorted(PER_TOKEN))))
     given_per_token |= {"ref_log_probs"} if config.kl_loss_coef else set()
@@ -168,15 +168,9 @@ def set_logits(case, rows):
 
 
 def set_old_log_probs(case, staleness, log_ratios):
-    """Log-ratios of this standard deviation, but for some tokens; ``None``: on-policy."""
-    config = case.options["config"]
-    logp, _ = reference.log_probs(
-        case.logits.double(),
-        case.labels,
-        temperature=config.temperature,
-        logit_scale=config.logit_scale,
-        final_logit_softcapping=config.final_logit_softcapping,
-    )
+    """Log-ratios with this standard deviation, except at some tokens; ``None``: on-policy."""
+    transform = transform_of(case.options["config"])
+    logp, _ = reference.log_probs(case.logits.double(), case.labels, **transform)
     noise = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
     log_ratio = (staleness or 0.0) * noise
     for i, value in log_ratios.items():
@@ -198,12 +192,9 @@ def call_options(draw, config):
     return options
 
 
-# ---- the loss ----------------------------------------------------------------------------------
-
-
 def fuzzed(interpreted=False):
-    """The profile in use; in Triton's interpreter, where a row takes milliseconds, few examples
-    and none to find out why one fails."""
+    """The profile in use; in Triton's interpreter, where a row takes milliseconds, fewer examples
+    and no shrinking."""
     profile, checks = settings.default, list(HealthCheck)
     if not interpreted:
         return settings(profile, suppress_health_check=checks)
@@ -231,8 +222,8 @@ def tensors(result):
     return [loss.detach(), log_probs, entropy, *bounds, *metrics.values(), *result.gradients]
 
 
-def test_any_loss(backend, device, interpreted):
-    """Within the budget, and the same bits in any layout, in place and again."""
+def test_loss_of_any_case(backend, device, interpreted):
+    """Within the budget, with the same bits in any layout, in place and in a second run."""
 
     @fuzzed(interpreted)
     @given(
@@ -247,16 +238,13 @@ def test_any_loss(backend, device, interpreted):
             assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
         assert set(got.output.metrics) == set(truth.output.metrics)
         assert_same_bits(got, run(case, backend, layout, inplace))
-        live = (case.labels != IGNORE_INDEX) & (
-            case.response_mask is None or case.response_mask != 0
-        )
-        assert not got.gradient[~live].any()
+        assert not got.gradient[~unmasked_tokens(case)].any()
 
     check()
 
 
 def rows(case, index):
-    """Some tokens of a case, as a packed one."""
+    """Some tokens of a case, packed."""
 
     def take(values):
         return None if values is None else values.reshape(-1)[index]
@@ -266,8 +254,8 @@ def rows(case, index):
     return Case(logits, *map(take, case.arguments()), options)
 
 
-def test_any_row_alone(backend, device, interpreted):
-    """With bounds and no mean over tokens nothing couples the rows."""
+def test_any_row_alone_has_the_bits_of_the_batch(backend, device, interpreted):
+    """With given bounds and no mean over tokens, nothing couples the rows."""
 
     @fuzzed(interpreted)
     @given(case=cases(few=interpreted), at=st.integers(0, 100))
@@ -290,23 +278,17 @@ def test_any_row_alone(backend, device, interpreted):
     check()
 
 
-def test_any_log_probs(backend, device, interpreted):
-    """The function alone has the bits of the loss."""
+def test_log_probs_of_any_case(backend, device, interpreted):
+    """``log_probs`` gives the bits of the loss."""
 
     @fuzzed(interpreted)
     @given(case=cases(few=interpreted), layout=st.sampled_from(sorted(LAYOUTS)))
     def check(case, layout):
-        config = case.options["config"]
-        live = case.labels != IGNORE_INDEX
-        if case.response_mask is not None:
-            live &= case.response_mask != 0
         got = log_probs(
             LAYOUTS[layout](case.logits),
-            case.labels.masked_fill(~live, IGNORE_INDEX),
-            temperature=config.temperature,
-            logit_scale=config.logit_scale,
-            final_logit_softcapping=config.final_logit_softcapping,
+            case.labels.masked_fill(~unmasked_tokens(case), IGNORE_INDEX),
             backend=backend,
+            **transform_of(case.options["config"]),
         )
         output = run(case.with_options(statistics="all"), backend).output
         assert torch.equal(got[0], output.log_probs)
@@ -315,16 +297,13 @@ def test_any_log_probs(backend, device, interpreted):
     check()
 
 
-# ---- the search over many calls ----------------------------------------------------------------
-
-
 def floats(bounds):
-    """As the kernels take them."""
+    """In float32, as the kernels take them."""
     return None if bounds is None else torch.tensor([float(b) for b in bounds]).tolist()
 
 
 class Searches(RuleBasedStateMachine):
-    """A ``ClipBoundSearch`` beside a list of the tokens it has and the paper's loop over them."""
+    """A ``ClipBoundSearch``, a list of the tokens it was given, and the paper's loop over them."""
 
     @initialize(
         config=st.builds(build_config, st.sampled_from(PRESETS), **SEARCH),
@@ -334,13 +313,13 @@ class Searches(RuleBasedStateMachine):
         self.config = config
         self.search = ClipBoundSearch(config, self.scope, device=device)
         self.batches = []
-        self.bounds = None  # each call searches for itself, or it is too early
+        self.bounds = None  # each call searches for itself, or nothing is decided yet
         if self.scope == "lagged":
             self.bounds = floats((config.ratio_lower_start, config.ratio_upper_start))
         self.save()
 
     def tokens(self):
-        """Of all tokens, mask and optional arguments spelled out."""
+        """All tokens, with masks and optional arguments filled in."""
         parts = zip(*self.batches, strict=True) if self.batches else [[torch.empty(0)]] * 5
         *tokens, rollout = (torch.cat([t.reshape(-1) for t in part]) for part in parts)
         return tokens, rollout
@@ -387,9 +366,8 @@ class Searches(RuleBasedStateMachine):
         output = bapo_loss(case.logits, *case.arguments(), **case.options)
         truth = reference.bapo_loss(case.logits.double(), *case.arguments(), **case.options)
         assert floats(output.bounds) == (self.bounds or floats(truth.bounds))
-        live = case.response_mask & (case.labels != IGNORE_INDEX)
         if self.scope == "lagged":
-            self.add(output.log_probs, case.old_log_probs, case.advantages, live)
+            self.add(output.log_probs, case.old_log_probs, case.advantages, unmasked_tokens(case))
 
     @rule(order=st.randoms(use_true_random=False))
     def step(self, order):
@@ -418,7 +396,7 @@ class Searches(RuleBasedStateMachine):
         self.batches = list(batches)
 
     @invariant()
-    def has_the_bounds(self):
+    def bounds_are_those_of_the_loop(self):
         if self.scope == "step" and self.bounds is None:
             with pytest.raises(RuntimeError, match="no bounds yet"):
                 _ = self.search.bounds
@@ -426,7 +404,7 @@ class Searches(RuleBasedStateMachine):
             assert floats(self.search.bounds) == self.bounds
 
     @invariant()
-    def has_the_sums(self):
+    def sums_are_those_of_the_loop(self):
         tokens, rollout = self.tokens()
         probe = reference.Contributions(self.config, *tokens, rollout)
         sums = [probe.negative(point) for point in self.config.lower_grid]
@@ -437,7 +415,7 @@ class Searches(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("scope", ["call", "step", "lagged"])
-def test_any_search(scope):
+def test_search_over_any_calls(scope):
     profile = fuzzed()
     few = settings(profile, max_examples=profile.max_examples // 5, stateful_step_count=15)
     machine = type(f"Searches_{scope}", (Searches,), dict(scope=scope))
@@ -452,13 +430,11 @@ def test_state_from_before_the_first_update():
     assert search.histogram.table is None or not search.histogram.table.any()
 
 
-def test_sequences_of_no_tokens():
+def test_sequences_without_tokens():
     config = BAPOConfig(loss_agg_mode="seq-mean-token-sum-norm")
     logits, tokens = torch.empty(3, 0, 5), torch.empty(3, 0)
     assert reference.bapo_loss(logits, tokens.long(), tokens, tokens, config=config).loss == 0
 
-
-# ---- the C++ target ----------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,7 +17,7 @@ from bapo_kernels import BAPOConfig, bapo_loss, log_probs
 
 pytestmark = pytest.mark.gpu
 GPU_KERNELS = [name for name in KERNELS if name != "cpu"]
-IN_FORWARD_AND_BACKWARD = [  # where the gradient is made
+IN_FORWARD_AND_BACKWARD = [  # where the gradient is computed
     pytest.param(torch.bfloat16, id="bf16"),
     pytest.param(torch.float16, id="fp16"),
 ]
@@ -54,7 +54,7 @@ def test_softcap_at_real_size(backend):
     check_against_reference(case, backend)
 
 
-def test_more_elements_than_32_bits_count(backend):
+def test_more_elements_than_32_bits_can_count(backend):
     """2.5e9 logits; the last rows are those whose offsets overflow."""
     N, V = 16_640, 151_936
     logits = torch.empty(N, V, dtype=torch.bfloat16, device="cuda")
@@ -90,7 +90,7 @@ def test_same_bits_in_100_runs(backend, entropy_coef):
 
 @pytest.mark.parametrize("V", [151_936, 151_669, 257])
 def test_same_bits_alone_and_at_any_address(backend, V):
-    """Other widths of load must not change the order of a sum."""
+    """The width of a load must not change the order of a sum."""
     logits = torch.randn(8, V, device="cuda").bfloat16()
     labels = torch.randint(0, V, (8,), device="cuda")
     together = log_probs(logits, labels, backend=backend)
@@ -123,7 +123,7 @@ def test_no_synchronisation(backend, dtype, given):
 
 @pytest.mark.parametrize("dtype", IN_FORWARD_AND_BACKWARD)
 def test_graph_capture(backend, dtype):
-    """Forward and backward, replayed on other inputs, with other bounds found."""
+    """Forward and backward, replayed on other inputs, for which the search finds other bounds."""
     cases = [
         make_case((4, 32), 4096, dtype, "cuda", staleness=s, seed=seed, poison=False)
         for seed, s in enumerate((0.0, 0.4, 1.0))
@@ -188,14 +188,14 @@ def test_two_streams(backend):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_another_device_than_the_current_one(backend):
+def test_device_that_is_not_the_current_one(backend):
     case = make_case((4, 16), 4096, torch.bfloat16, "cuda:1")
     check_against_reference(case, backend)
     assert torch.cuda.current_device() == 0
 
 
 def test_peak_memory(backend):
-    """In place nothing of the size of the logits is allocated; else the gradient alone."""
+    """In place, nothing of the size of the logits is allocated; otherwise only the gradient."""
     case = make_case((4, 256), 151_936, torch.bfloat16, "cuda", poison=False)
     size = case.logits.numel() * 2
     for inplace, allowed in ((True, 0.02), (False, 1.02)):

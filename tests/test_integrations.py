@@ -1,6 +1,6 @@
-"""Adapters of frameworks that do not install here, called as their sources call a loss.
+"""Adapters for frameworks that cannot be installed here, called as their sources call a loss.
 
-Read at: OpenRLHF 0.11.2 (wheel), slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), ROLL 8eb27cc
+The sources: OpenRLHF 0.11.2 (wheel), slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), ROLL 8eb27cc
 (0.3.0), Trinity-RFT 221b0759. The authors' function: tests/data/authors_recipe.json.
 """
 
@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers import make_case, needs_native
+from helpers import make_case, needs_native, unmasked_tokens
 
 from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, reference
 from bapo_kernels.integrations import config_of, require_version
@@ -30,8 +30,8 @@ AUTHORS = json.loads((Path(__file__).parent / "data/authors_recipe.json").read_t
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_recipe_is_the_authors_function(backend):
-    """Their numbers, from their function run elsewhere."""
+def test_recipe_matches_the_authors_function(backend):
+    """The expected numbers come from the authors' own function."""
     dtype = torch.float32 if backend == "cpu" else torch.float64
     reached = set()
     for case in AUTHORS["cases"]:
@@ -69,11 +69,19 @@ def test_recipe_is_the_authors_function(backend):
     assert len(reached) >= 6
 
 
+def stand_in(module, monkeypatch):
+    """Imports find the module, and its parents."""
+    parents = module.__name__.split(".")[:-1]
+    for depth in range(1, len(parents) + 1):
+        name = ".".join(parents[:depth])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 def tokens_of(seed=0, shape=(4, 9)):
     case = make_case(shape, 33, staleness=0.4, seed=seed, poison=False)
     logp = reference.log_probs(case.logits, case.labels)[0].detach()
-    mask = (case.response_mask & (case.labels != -100)).float()
-    return logp, case.old_log_probs, case.advantages, mask
+    return logp, case.old_log_probs, case.advantages, unmasked_tokens(case).float()
 
 
 def check(loss, leaf, expected, true, weight=1.0):
@@ -143,10 +151,7 @@ def test_skyrl(dual_clip, monkeypatch):
     registry = {}
     module = ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
     module.register_policy_loss = lambda name: lambda f: registry.setdefault(name, f)
-    for depth in range(1, 5):
-        name = ".".join(module.__name__.split(".")[:depth])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    stand_in(module, monkeypatch)
     from bapo_kernels.integrations import skyrl
 
     skyrl.register()
@@ -166,7 +171,7 @@ def test_skyrl(dual_clip, monkeypatch):
 
 
 def roll_agg_loss(loss_mat, mask, mode, tokens, samples, weights):
-    """ROLL's reduction in its own terms, masked."""
+    """ROLL's masked reduction, in its own terms."""
     loss_mat, of_sample = loss_mat * mask * weights[:, None], mask.sum(1).clamp(min=1)
     return {
         "token-mean": loss_mat.sum() / tokens,
@@ -224,10 +229,7 @@ def test_trinity(monkeypatch):
 
     module = ModuleType("trinity.algorithm.policy_loss_fn.policy_loss_fn")
     module.POLICY_LOSS_FN, module.PolicyLossFn = Registry, PolicyLossFn
-    for depth in range(1, 4):
-        name = ".".join(module.__name__.split(".")[:depth])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    stand_in(module, monkeypatch)
     from bapo_kernels.integrations import trinity
 
     trinity.register()
@@ -273,15 +275,13 @@ def slime_batch(V=33):
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_slime(per_token, monkeypatch):
-    mpu = ModuleType("megatron.core.mpu")
-    mpu.get_context_parallel_world_size = lambda: 1
-    mpu.get_tensor_model_parallel_world_size = lambda: 1
-    core = ModuleType("megatron.core")
-    core.mpu = mpu
-    for name, module in (("megatron", ModuleType("megatron")), ("megatron.core", core)):
-        monkeypatch.setitem(sys.modules, name, module)
+    megatron = ModuleType("megatron.core")
+    megatron.mpu = Namespace(
+        get_context_parallel_world_size=lambda: 1, get_tensor_model_parallel_world_size=lambda: 1
+    )
+    stand_in(megatron, monkeypatch)
     batch, logits, rows, labels = slime_batch()
-    denominators = [1.0] * 3 if per_token else [3.0, 2.0, 9.0]  # of a rollout, not of its sample
+    denominators = [1.0] * 3 if per_token else [3.0, 2.0, 9.0]  # of the rollout, not of the sample
 
     def sum_of_sample_mean(x):
         pieces = zip(
@@ -327,22 +327,17 @@ def test_slime(per_token, monkeypatch):
 def slime_with(options, monkeypatch):
     megatron = ModuleType("megatron.core")
     megatron.mpu = Namespace(get_context_parallel_world_size=lambda: 1)
-    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
-    monkeypatch.setitem(sys.modules, "megatron.core", megatron)
+    stand_in(megatron, monkeypatch)
     batch, logits, *_ = slime_batch()
     args = Namespace(use_rollout_logprobs=False, bapo_options=options)
     bapo_loss_function(args, batch, logits, torch.sum)
 
 
 def trinity_with(options, monkeypatch):
-    name = "trinity.algorithm.policy_loss_fn.policy_loss_fn"
-    module = ModuleType(name)
+    module = ModuleType("trinity.algorithm.policy_loss_fn.policy_loss_fn")
     module.PolicyLossFn = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
     module.POLICY_LOSS_FN = Namespace(register_module=lambda name: lambda made: made)
-    for depth in range(1, 4):
-        parent = ".".join(name.split(".")[:depth])
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    monkeypatch.setitem(sys.modules, name, module)
+    stand_in(module, monkeypatch)
     from bapo_kernels.integrations import trinity
 
     trinity.register()(options=options)
@@ -372,14 +367,14 @@ WITH_OPTIONS = {
         ("Trinity", "final_logit_softcapping", "Trinity"),
     ],
 )
-def test_options_that_the_framework_decides(framework, option, owner, monkeypatch):
+def test_options_that_the_framework_owns_are_refused(framework, option, owner, monkeypatch):
     message = rf"options\['{option}'\] must be left to {owner}\b.*, got 0.5"
     with pytest.raises(ValueError, match=message):
         WITH_OPTIONS[framework]({option: 0.5}, monkeypatch)
 
 
 @pytest.mark.parametrize("framework", WITH_OPTIONS)
-def test_bad_options(framework, monkeypatch):
+def test_bad_options_are_refused(framework, monkeypatch):
     function = WITH_OPTIONS[framework]
     with pytest.raises(ValueError, match="options must have names of BAPOConfig, got 'targte'"):
         function({"targte": 0.5}, monkeypatch)
@@ -387,20 +382,20 @@ def test_bad_options(framework, monkeypatch):
         function("target", monkeypatch)
 
 
-def test_a_config_whose_options_skyrl_decides():
+def test_options_that_skyrl_owns_are_refused():
     logp, old, A, mask = tokens_of()
     config = BAPOConfig(loss_agg_mode="token-sum", temperature=0.7)
     with pytest.raises(ValueError, match="bapo.temperature must be left to SkyRL, got 0.7"):
         bapo_policy_loss(logp, old, A, None, mask, bapo=config)
 
 
-def test_none_among_the_options_is_a_value():
-    """The recipe without its dual clip; where a framework has no value, the preset's."""
+def test_none_is_a_value_of_an_option():
+    """It turns the recipe's dual clip off; where a framework has no value, the preset's is used."""
     assert config_of("recipe", {"clip_ratio_c": None}).clip_ratio_c is None
     assert config_of("recipe", clip_ratio_c=None).clip_ratio_c == 3.0
 
 
-def test_versions(monkeypatch):
+def test_versions_are_checked(monkeypatch):
     with pytest.raises(ImportError, match="nothing_like_it must be installed"):
         require_version("nothing_like_it", "1.0")
     old = ModuleType("some_framework")
@@ -412,20 +407,20 @@ def test_versions(monkeypatch):
     assert config_of("recipe", target=None) == BAPOConfig.recipe()
 
 
-def test_no_framework_and_no_compiler_is_imported_with_the_package():
+def test_package_imports_no_framework_and_no_compiler():
     code = "import sys, bapo_kernels; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     top = {name.split(".")[0] for name in run.stdout.split()}
     assert not top & {"trl", "verl", "transformers", "openrlhf", "slime", "skyrl", "roll", "ray"}
-    # The compiler takes 1.5 s of every start.
+    # Importing the compiler would add 1.5 s to every start.
     assert not {"bapo_kernels.integrations", "torch._dynamo"} & set(run.stdout.split())
 
 
 GUIDE = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
 
 
-def test_the_guide_names_what_exists():
-    """Every block of Python in the guide is Python, and what it imports from us exists."""
+def test_names_in_the_guide_exist():
+    """Every Python block in the guide compiles, and what it imports from this package exists."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     assert len(blocks) >= 6
     absent = []

@@ -4,7 +4,16 @@ import weakref
 
 import pytest
 import torch
-from helpers import EPS, Case, assert_within_budget, make_case, needs_native, per_token
+from helpers import (
+    EPS,
+    Case,
+    assert_within_budget,
+    make_case,
+    needs_native,
+    per_token,
+    transform_of,
+    unmasked_tokens,
+)
 
 from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
 from bapo_kernels.linear import Head, HeadGradients, head
@@ -37,17 +46,13 @@ def problem(dtype, device, config, staleness=0.4, shape=(B, S), seed=0):
     weight = (0.6 * torch.randn(V, H, generator=g)).to(dtype)
     bias = torch.randn(V, generator=g).to(dtype)
     case = make_case(shape, V, config=config, seed=seed, ref_log_probs=per_token(shape))
-    transform = {
-        name: getattr(config, name)
-        for name in ("temperature", "logit_scale", "final_logit_softcapping")
-    }
     logp, _ = reference.linear_log_probs(
-        hidden.double(), weight.double(), case.labels, bias=bias.double(), **transform
+        hidden.double(), weight.double(), case.labels, bias=bias.double(), **transform_of(config)
     )
-    live = case.response_mask & (case.labels != -100)
+    unmasked = unmasked_tokens(case)
     noise = staleness * torch.randn(shape, generator=g)
-    case.old_log_probs = torch.where(live, logp + noise, torch.nan).float()
-    hidden[~live] = torch.nan
+    case.old_log_probs = torch.where(unmasked, logp + noise, torch.nan).float()
+    hidden[~unmasked] = torch.nan
     tokens = [t.to(device) for t in case.arguments()]
     options = {"config": config, "ref_log_probs": case.options["ref_log_probs"].to(device)}
     return [t.to(device) for t in (hidden, weight, bias)], Case(None, *tokens, options)
@@ -55,10 +60,9 @@ def problem(dtype, device, config, staleness=0.4, shape=(B, S), seed=0):
 
 def run(function, parameters, case, kind=None, **options):
     leaves = [p.detach().to(kind or p.dtype).clone().requires_grad_() for p in parameters]
-    live = case.response_mask & (case.labels != -100)
     hidden = leaves[0]
     if function is reference.bapo_linear_loss:  # 0*NaN of a masked row would reach the weight
-        hidden = torch.where(live[..., None], hidden, 0.0)
+        hidden = torch.where(unmasked_tokens(case)[..., None], hidden, 0.0)
     out = function(hidden, leaves[1], *case.arguments(), bias=leaves[2], **(case.options | options))
     out.loss.backward()
     return out, [leaf.grad for leaf in leaves]
@@ -96,7 +100,7 @@ def check(parameters, case, backend, statistics="all", linear_loss=bapo_linear_l
     return got
 
 
-# Logits are rounded to the dtype on both sides: the float64 truth is of logits that are not.
+# The kernels and the reference in their dtype round the logits; the float64 truth does not.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("name", CONFIGS)
@@ -109,7 +113,7 @@ def test_options(backend, device, dtype, statistics, name):
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 21, None])
 @pytest.mark.parametrize("name", ["far", "recipe"])
 def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
-    """Dead, idle, decided and undecided rows in one batch, in chunks of any size."""
+    """Skipped, idle, decided and undecided rows in one batch, in chunks of any size."""
     parameters, case = problem(torch.float32, device, build(name))
     got = check(parameters, case, backend, chunk_tokens=chunk_tokens)
     assert got[0].bounds.upper > 1.2 or got[0].bounds.lower > 0.6, "the case must need a search"
@@ -118,7 +122,7 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["far", "entropy"])
 def test_compiled(backend, device, name):
-    """One graph for any number of tokens; its gradient is made in backward."""
+    """One graph for any number of tokens; its gradient is computed in backward."""
     torch._dynamo.reset()
     compiled = torch.compile(bapo_linear_loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for S_ in (S, S + 4):
@@ -141,9 +145,9 @@ def test_packed_with_weights(backend, device):
     check(parameters, case, backend, chunk_tokens=6)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "looks"), [(None, 1), (4, 4)])
-def test_the_last_chunk_is_not_made_again(monkeypatch, chunk_tokens, looks):
-    """It waits for the bounds in its memory, and is gone before others are made again."""
+@pytest.mark.parametrize(("chunk_tokens", "chunks"), [(None, 1), (4, 4)])
+def test_last_chunk_is_not_recomputed(monkeypatch, chunk_tokens, chunks):
+    """It stays in memory until the bounds are known, and is freed before others are recomputed."""
     parameters, case = problem(torch.float32, "cpu", build("far"))
     made, alive = [], []
 
@@ -155,8 +159,8 @@ def test_the_last_chunk_is_not_made_again(monkeypatch, chunk_tokens, looks):
 
     monkeypatch.setattr(Head, "logits", logits)
     run(bapo_linear_loss, parameters, case, chunk_tokens=chunk_tokens)
-    replays = 0 if chunk_tokens is None else 1
-    assert len(made) == looks + replays
+    recomputed = 0 if chunk_tokens is None else 1
+    assert len(made) == chunks + recomputed
     assert alive == [0] * len(made)
 
 
@@ -167,9 +171,8 @@ def test_chunk_size_changes_nothing_but_rounding(backend, device):
         for n in (1, 5, 100)
     ]
     for out, gradients in results[1:]:
-        torch.testing.assert_close(
-            out.loss, results[0][0].loss, rtol=4e-6, atol=0
-        )  # log-probs of 20
+        # Log-probs are about 20.
+        torch.testing.assert_close(out.loss, results[0][0].loss, rtol=4e-6, atol=0)
         assert out.bounds == results[0][0].bounds
         for a, b in zip(gradients, results[0][1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
@@ -177,7 +180,7 @@ def test_chunk_size_changes_nothing_but_rounding(backend, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weight_gradient_of_many_chunks_is_not_rounded(dtype):
-    """The error must not grow with the number of chunks, as a sum in bfloat16 would have it."""
+    """The error must not grow with the number of chunks, as it would for a sum in bfloat16."""
     torch.manual_seed(0)
     parameters = torch.randn(400, H).to(dtype), torch.randn(V, H).to(dtype), None
     gradients = HeadGradients(head(*parameters, dtype), (True, True, False), one_chunk=False)
@@ -194,7 +197,7 @@ def test_weight_gradient_of_many_chunks_is_not_rounded(dtype):
 def test_micro_batches_add_up(backend, device):
     config = BAPOConfig.fixed(0.8, 1.2)
     parameters, case = problem(torch.float32, device, config, shape=(4, 5))
-    tokens = int((case.response_mask & (case.labels != -100)).sum())
+    tokens = int(unmasked_tokens(case).sum())
     whole = run(bapo_linear_loss, parameters, case, backend=backend)[1]
     added = [torch.zeros_like(p) for p in parameters]
     for rows in (slice(0, 1), slice(1, 4)):
@@ -216,7 +219,7 @@ def test_micro_batches_add_up(backend, device):
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2, (0, 1), (1, 2)])
-def test_frozen_parameters(backend, device, frozen):
+def test_frozen_parameters_have_no_gradient(backend, device, frozen):
     parameters, case = problem(torch.float32, device, BAPOConfig())
     expected = run(bapo_linear_loss, parameters, case, backend=backend)[1]
     leaves = [p.clone().requires_grad_() for p in parameters]
@@ -297,8 +300,8 @@ def test_all_masked_and_no_tokens(backend, device):
 @pytest.mark.parametrize("entropy", [True, False])
 def test_linear_log_probs(backend, device, dtype, entropy):
     parameters, case = problem(dtype, device, BAPOConfig())
-    live = case.response_mask & (case.labels != -100)
-    labels = torch.where(live, case.labels, -100)
+    unmasked = unmasked_tokens(case)
+    labels = torch.where(unmasked, case.labels, -100)
     weights = torch.where(torch.rand(B, S) < 0.4, 0.0, torch.randn(B, S)).to(device)
     results = []
     for function, kind, options in (
@@ -307,7 +310,7 @@ def test_linear_log_probs(backend, device, dtype, entropy):
         (reference.linear_log_probs, torch.float64, {}),
     ):
         leaves = [p.to(kind or dtype).clone().requires_grad_() for p in parameters]
-        hidden = torch.where(live[..., None], leaves[0], 0.0)
+        hidden = torch.where(unmasked[..., None], leaves[0], 0.0)
         logp, H_ = function(
             hidden,
             leaves[1],
@@ -349,7 +352,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
+def test_errors_of_the_head(name):
     given, message = ERRORS[name]
     arguments = dict(
         hidden_states=torch.ones(2, 4),
@@ -368,7 +371,7 @@ def test_errors(name):
 
 @needs_native
 def test_few_rows_of_a_large_vocabulary():
-    """Three rows of twenty have a gradient: their sums over 151,936 terms must be as exact."""
+    """Three of twenty rows have a gradient: their sums over 151,936 terms must be as accurate."""
     large = 151_936
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 20, 16), 0.3 * torch.randn(large, 16)

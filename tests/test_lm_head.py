@@ -1,4 +1,4 @@
-"""The head that the losses take, against the logits of the models themselves."""
+"""``LMHead`` against the logits of the models themselves."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.tensor([[3, 14, 15, 9], [5, 3, 5, 8]])
 
-# Every family of transformers that computes something after its head, with the option for it, and
-# some that do not.
+# Every family in transformers that changes the logits after its head, with the option that does it,
+# and some that do not.
 CAP, SCALE, DIVISOR = (
     {"final_logit_softcapping": 1.5},
     {"logit_scale": 0.3},
@@ -78,7 +78,7 @@ MULTIMODAL = dict(
 
 
 def family(name, **options):
-    """A model of a family, small, with logits of some size."""
+    """A small model of a family, with logits that are not all close to 0."""
     kind = getattr(transformers, name)
     config = kind.config_class
     sizes = {key: value for key, value in SIZES.items() if key in vars(config())}
@@ -92,7 +92,7 @@ def family(name, **options):
 
 
 def own_log_probs(model):
-    """By the logits of the model, in float32."""
+    """From the logits of the model, in float32."""
     logits = model(input_ids=TOKENS, use_cache=False).logits[:, :-1].float()
     return torch.log_softmax(logits, -1).gather(-1, TOKENS[:, 1:, None]).squeeze(-1)
 
@@ -104,7 +104,7 @@ def log_probs_of(head, **options):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families(name):
+def test_model_families(name):
     model = family(name, **FAMILIES[name])
     head = LMHead.of(model)
     with torch.no_grad():
@@ -113,8 +113,8 @@ def test_families(name):
     assert (head.transform == plain) == (not FAMILIES[name])
 
 
-def test_every_family_that_computes_after_its_head_is_tested():
-    """Read from the sources of transformers: a new one must enter the list above."""
+def test_every_family_that_changes_its_logits_is_tested():
+    """Read from the sources of transformers: a new family must be added to the list above."""
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     names = {
         name for entry in mapping.values() for name in ([entry] * isinstance(entry, str) or entry)
@@ -150,7 +150,7 @@ def assert_same_training(model):
 
 @pytest.mark.parametrize("option", [{"tie_word_embeddings": True}, CAP | {"vocab_size": V}])
 def test_gradients(option):
-    """The one of a tied embedding comes from both of its ends, once."""
+    """The gradient of a tied embedding has the parts of both its uses, each once."""
     kind = "LlamaForCausalLM" if "tie_word_embeddings" in option else "Gemma2ForCausalLM"
     model = family(kind, **option)
     _, got = assert_same_training(model)
@@ -160,7 +160,7 @@ def test_gradients(option):
 
 
 def adapted(**options):
-    """Llama with adapters that do something."""
+    """Llama with adapters whose weights are not zero."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(**dict(target_modules=["q_proj", "v_proj"], r=2) | options)
     model = peft.get_peft_model(family("LlamaForCausalLM"), config)
@@ -170,13 +170,13 @@ def adapted(**options):
     return model
 
 
-def test_adapters_on_other_layers():
+def test_adapters_on_other_layers_are_trained():
     _, got = assert_same_training(adapted(task_type="CAUSAL_LM"))
     assert got
     assert all("lora_" in name for name in got)
 
 
-def test_a_copy_of_the_head_that_peft_trains():
+def test_copy_of_the_head_that_peft_trains():
     model = adapted(modules_to_save=["lm_head"])
     with torch.no_grad():
         model.lm_head.modules_to_save["default"].weight.mul_(2)
@@ -188,8 +188,8 @@ def test_a_copy_of_the_head_that_peft_trains():
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_an_adapter_on_the_head(dora):
-    """It raises, also where it came later, until it is merged or disabled."""
+def test_adapter_on_the_head_raises(dora):
+    """It raises, also if it is added later, until it is merged or disabled."""
     model = adapted(target_modules=["lm_head"], use_dora=dora)
     rule = "lm_head must have no adapter of its own: merge it, disable it"
     with pytest.raises(ValueError, match=rule):
@@ -218,8 +218,8 @@ def test_an_adapter_on_the_head(dora):
         ("LoraConfig", {"alora_invocation_tokens": [3]}, "have no adapter that its own forward"),
     ],
 )
-def test_adapters_of_the_forward_alone(kind, options, got):
-    """``decoder(tokens)`` would be without them."""
+def test_adapters_that_only_the_forward_applies_raise(kind, options, got):
+    """``decoder(tokens)`` would not apply them."""
     peft = pytest.importorskip("peft")
     if kind != "LoraConfig":
         options = {"num_virtual_tokens": 2}
@@ -235,7 +235,7 @@ class Normalised(torch.nn.Linear):
 
 
 class FourBit(torch.nn.Linear):
-    """As bitsandbytes: another forward, a weight of bytes."""
+    """Like bitsandbytes: another forward, a weight of bytes."""
 
     def __init__(self):
         super().__init__(H, V, bias=False)
@@ -246,7 +246,7 @@ class FourBit(torch.nn.Linear):
 
 
 class Quantised(torch.Tensor):
-    """As torchao: a tensor that only says that it is of floating point."""
+    """Like torchao: a tensor that only claims to be floating point."""
 
 
 def with_hook(register):
@@ -281,7 +281,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_heads_that_are_not_plain(kind):
+def test_heads_that_are_not_plain_raise(kind):
     model = CausalLM()
     model.lm_head = HEADS[kind]()
     rule = "lm_head must (be a plain torch.nn.Linear|have a weight of floating point); otherwise"
@@ -291,7 +291,7 @@ def test_heads_that_are_not_plain(kind):
 
 
 class Other(CausalLM):
-    """Something else than decoder, head, scale and soft cap."""
+    """Something other than decoder, head, scale and soft cap."""
 
     def __init__(self, kind):
         super().__init__()
@@ -353,7 +353,7 @@ class Other(CausalLM):
         "fewer columns": "logits of shape (1, 9, 30), not (1, 9, 31)",
     }.items(),
 )
-def test_models_that_do_something_else(kind, got):
+def test_models_that_do_something_else_raise(kind, got):
     model = Other(kind)
     modules = dict(model.named_modules())
     with pytest.raises(ValueError, match=re.escape(f"got Other: {got}")):
@@ -361,7 +361,7 @@ def test_models_that_do_something_else(kind, got):
     assert dict(model.named_modules()) == modules, "the stand-ins are gone"
 
 
-def test_models_without_a_decoder(monkeypatch):
+def test_models_without_a_decoder_raise(monkeypatch):
     monkeypatch.setattr(CausalLM, "base_model", None)
     model = CausalLM()
     model.decoder = model.model
@@ -381,8 +381,8 @@ def test_transforms_are_measured_exactly():
         assert head.final_logit_softcapping == cap
 
 
-def test_the_layers_are_looked_up():
-    """A head that is replaced, and a model that is compiled, after the fact."""
+def test_layers_are_looked_up_at_every_use():
+    """The head may be replaced, and the model compiled, afterwards."""
     model = CausalLM(bias=True)
     head = LMHead.of(model)
     assert head.weight is model.lm_head.weight
@@ -397,7 +397,7 @@ def test_the_layers_are_looked_up():
         LMHead.of(model)
 
 
-def test_a_compiled_policy():
+def test_compiled_policy():
     policy = recipe()(CausalLM())
     batch = TOKENS, None, torch.tensor([1.0, -1.0])
     compiled = torch.compile(lambda *batch: policy(*batch).loss, backend="eager", fullgraph=True)
@@ -414,7 +414,7 @@ def test_bare_layers():
 
 
 def test_layers_on_several_devices():
-    """accelerate moves inputs to the head, which is fine, or its weight, which is not there."""
+    """accelerate may move the inputs to the head, which is fine, or offload its weight: not so."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = CausalLM()
     hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu", io_same_device=True))
@@ -425,7 +425,7 @@ def test_layers_on_several_devices():
 
 
 def test_policy_of_the_documentation():
-    """docs/distributed.md: PolicyLoss, on one process, against the model's own logits."""
+    """PolicyLoss of docs/distributed.md, in one process, against the model's own logits."""
     model = family("Gemma2ForCausalLM", **CAP)
     policy = recipe()(model, temperature=0.7)
     assert policy.config == BAPOConfig.paper(temperature=0.7, final_logit_softcapping=1.5)
@@ -441,8 +441,8 @@ def test_policy_of_the_documentation():
 
 
 @pytest.mark.parametrize("model", ["a name", CausalLM().model])
-def test_other_than_language_models(model):
+def test_other_objects_than_language_models_raise(model):
     if isinstance(model, torch.nn.Module):
-        model.get_output_embeddings = lambda: None  # as of transformers' base models
+        model.get_output_embeddings = lambda: None  # as transformers' base models do
     with pytest.raises(ValueError, match=r"must be a causal language model, or its head, got"):
         LMHead.of(model)

@@ -67,7 +67,7 @@ def test_expanded_and_strided_incoming_gradients(backend, device):
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
 
 
-def test_twice_backward(backend, device):
+def test_second_backward_gives_the_same_gradient(backend, device):
     """log_probs recomputes, so a second backward is right."""
     x = torch.randn(3, 20, device=device, requires_grad=True)
     logp, _ = log_probs(x, torch.tensor([1, 2, 3], device=device), backend=backend)

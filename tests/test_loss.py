@@ -14,6 +14,7 @@ from helpers import (
     per_token,
     run_kernel,
     run_reference,
+    unmasked_tokens,
 )
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -144,7 +145,7 @@ def test_on_policy(backend, device):
     "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
 )
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_packed(backend, device, mode, per_sequence):
+def test_packed_batches(backend, device, mode, per_sequence):
     config = BAPOConfig(loss_agg_mode=mode)
     case = make_case((20,), 65, device=device, config=config, cu_seqlens=CU.int())
     if per_sequence:
@@ -178,14 +179,14 @@ def test_advantages_per_sequence(backend, device):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_micro_batches_add_up(backend, device, mode):
-    """Eight micro-batches with global counts and shared bounds are one batch."""
+    """Eight micro-batches with global counts and shared bounds add up to one batch."""
     config = BAPOConfig(loss_agg_mode=mode)
     case = make_case((16, 5), 33, device=device, config=config)
     whole = run_kernel(case, backend)
-    live = case.response_mask & (case.labels != -100)
+    unmasked = unmasked_tokens(case)
     counts = dict(
-        batch_num_tokens=live.sum(),
-        global_batch_size=live.any(-1).sum(),
+        batch_num_tokens=unmasked.sum(),
+        global_batch_size=unmasked.any(-1).sum(),
         bounds=whole.output.bounds,
     )
     total, gradients = 0.0, []
@@ -235,20 +236,20 @@ def test_no_tokens(backend, device, shape):
     assert logits.grad.shape == logits.shape
 
 
-def test_live_statistics_leave_out_idle_tokens(backend, device):
+def test_live_statistics_skip_inactive_tokens(backend, device):
     case = make_case(device=device)
     everything, live = (run_kernel(case, backend, statistics=s) for s in ("all", "live"))
     assert torch.equal(everything.gradient, live.gradient)
     assert everything.output.loss == live.output.loss
-    covered = case.response_mask & (case.labels != -100)
-    idle = covered & (case.advantages == 0)
-    assert torch.equal(live.output.log_probs.isnan(), idle)
-    assert live.output.metrics["live_tokens"] == (covered & ~idle).sum()
+    inactive = unmasked_tokens(case) & (case.advantages == 0)
+    active = unmasked_tokens(case) & ~inactive
+    assert torch.equal(live.output.log_probs.isnan(), inactive)
+    assert live.output.metrics["live_tokens"] == active.sum()
     assert "live_tokens" not in everything.output.metrics
 
 
-def test_live_rows_are_the_only_ones_read(backend, device):
-    """Idle rows full of NaN change nothing with statistics='live'."""
+def test_live_statistics_read_only_active_rows(backend, device):
+    """Rows of inactive tokens may be full of NaN."""
     case = make_case(device=device)
     expected = run_kernel(case, backend, statistics="live")
     case.logits[case.advantages == 0] = torch.nan
@@ -257,8 +258,8 @@ def test_live_rows_are_the_only_ones_read(backend, device):
     assert got.output.loss == expected.output.loss
 
 
-def test_undecided_rows_are_finished(backend, device):
-    """Bounds of the search and the same bounds given make the same gradient."""
+def test_undecided_rows_are_finished_with_the_final_bounds(backend, device):
+    """The bounds of the search and the same bounds given lead to the same gradient."""
     case = make_case((8, 32), 65, device=device, staleness=0.4)
     searched = run_kernel(case, backend)
     assert searched.output.bounds.upper > 1.2, "the case must need a search"
@@ -276,18 +277,18 @@ def test_bounds_as_floats(backend, device):
 
 
 def test_shares_at_given_bounds(backend, device):
-    """Of the bounds in float32, as the loss: 1.2 is 1.2000000477 there."""
+    """They are those of the float32 bounds, as the loss is: 1.2 is 1.2000000477 there."""
     labels = torch.zeros(2, dtype=torch.long, device=device)
     A = torch.tensor([1.0, -1.0], device=device)
     old = torch.tensor([-1.0, 0.5], device=device)  # ratios e and e^-0.5 of a vocabulary of one
     upper, lower = torch.tensor(1.2).double(), torch.tensor(0.8).double()
-    P, N = torch.e**-1.0 * upper, torch.e**0.5 * lower
+    pos, neg = torch.e**-1.0 * upper, torch.e**0.5 * lower
     kernel = partial(bapo_loss, backend=backend)
     truth = reference.bapo_loss
     for function, dtype, digits in ((kernel, torch.float32, 24), (truth, torch.float64, 50)):
         logits = torch.zeros(2, 1, dtype=dtype, device=device)
         share = function(logits, labels, old, A, bounds=(0.8, 1.2)).metrics["bapo_pos_share"]
-        expected = (P / (P + N)).to(device)
+        expected = (pos / (pos + neg)).to(device)
         torch.testing.assert_close(share.double(), expected, rtol=2.0**-digits, atol=0)
 
 
@@ -317,7 +318,7 @@ def test_module_with_the_options_of_a_search(backend, device, scope):
 
 
 def test_reference_backend(device):
-    """The reference is a backend too, in place and not."""
+    """The reference is a backend too, in place or not."""
     case = make_case()
     truth = run_reference(case)
     assert torch.equal(run_kernel(case, "reference").gradient, truth.gradient)
@@ -385,11 +386,11 @@ def stacked(results, name):
 
 @pytest.mark.parametrize("name", ["paper", "recipe", "together", "bounds", "entropy", "seq_mean"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scalars_within_the_plain_budget(backend, device, interpreted, dtype, name):
-    """Loss and metrics of many batches as one tensor each: no allowance for operands is needed,
-    as the reference is not right by luck in all of them."""
+def test_scalars_are_within_the_plain_budget(backend, device, interpreted, dtype, name):
+    """Loss and metrics of many batches, each as one tensor: no allowance for operands is needed,
+    because the reference is not right by luck in all batches."""
     if interpreted and dtype != DTYPES[0] and name not in ("paper", "together"):
-        pytest.skip("what adds up tokens does not see the dtype of the logits")
+        pytest.skip("sums over tokens do not depend on the dtype of the logits")
     config_options, call_options = OPTIONS[name]
     config = build_config(config_options)
     runs = []
@@ -408,15 +409,17 @@ FROM_LOG_PROBS = [name for name in OPTIONS if name not in ("temperature", "logit
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("name", FROM_LOG_PROBS)
 def test_options_of_loss_from_log_probs(dtype, statistics, name):
-    """Every option on given log-probs and entropies, NaN wherever masked."""
+    """Every option, from log-probs and entropies that are NaN wherever masked."""
     config_options, options = OPTIONS[name]
     options = dict(options, config=build_config(config_options), statistics=statistics)
     case = make_case(staleness=0.0)
-    live = case.response_mask & (case.labels != -100)
+    unmasked = unmasked_tokens(case)
     logp = (case.old_log_probs + 0.3 * torch.randn(3, 7)).to(dtype)
-    entropy = per_token(low=0.0, high=3.0).to(dtype).masked_fill(~live, torch.nan)
+    entropy = per_token(low=0.0, high=3.0).to(dtype).masked_fill(~unmasked, torch.nan)
     options |= {
-        k: v.masked_fill(~live, torch.inf) for k, v in options.items() if getattr(v, "ndim", 0) == 2
+        k: v.masked_fill(~unmasked, torch.inf)
+        for k, v in options.items()
+        if getattr(v, "ndim", 0) == 2
     }
     results = []
     for function, kind in (
@@ -425,7 +428,7 @@ def test_options_of_loss_from_log_probs(dtype, statistics, name):
         (reference.bapo_loss_from_log_probs, torch.float64),
     ):
         leaves = [t.detach().clone().to(kind).requires_grad_() for t in (logp, entropy)]
-        arguments = (leaves[0], case.old_log_probs, case.advantages, live)
+        arguments = (leaves[0], case.old_log_probs, case.advantages, unmasked)
         out = function(*arguments, entropy=leaves[1], **options)
         out.loss.backward()
         gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
@@ -433,8 +436,8 @@ def test_options_of_loss_from_log_probs(dtype, statistics, name):
     assert [b.item() for b in results[0][0].bounds] == [b.item() for b in results[2][0].bounds]
     for which in (0, 1):
         assert_within_budget(f"gradient {which}", *(r[1][which] for r in results))
-        assert not results[0][1][which][~live].any()
-    largest = logp[live].abs().max().item()
+        assert not results[0][1][which][~unmasked].any()
+    largest = logp[unmasked].abs().max().item()
     for metric in ("loss", *results[2][0].metrics):
         parts = [scalar(r[0], metric) for r in results]
         size = max(1.0, parts[2].abs().nan_to_num(posinf=0.0).item())
@@ -463,8 +466,8 @@ def test_masked_sequence_may_have_a_nan_advantage(backend, device):
     assert not got.gradient[1].any()
 
 
-@pytest.mark.parametrize("S", [2, 4])  # as many as sequences, and not
-def test_three_leading_sizes_with_one_advantage_a_sequence(backend, device, S):
+@pytest.mark.parametrize("S", [2, 4])  # equal to the number of sequences, and not
+def test_three_leading_sizes_with_one_advantage_per_sequence(backend, device, S):
     case = make_case((2, S, 3), 33, device=device, masked=0.0, poison=False)
     case.advantages = torch.tensor([1.0, -2.0], device=device)
     check_against_reference(case, backend)
@@ -472,7 +475,7 @@ def test_three_leading_sizes_with_one_advantage_a_sequence(backend, device, S):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_packed_with_tokens_behind_the_last_sequence(backend, device, mode, per_sequence):
+def test_packed_with_tokens_after_the_last_sequence(backend, device, mode, per_sequence):
     """Padding to a multiple, masked out and full of NaN: check_inputs allows these offsets."""
     cu = torch.tensor([0, 5, 5, 12, 20], device=device)
     case = make_case((24,), 65, device=device, config=BAPOConfig(loss_agg_mode=mode), cu_seqlens=cu)
@@ -484,9 +487,9 @@ def test_packed_with_tokens_behind_the_last_sequence(backend, device, mode, per_
     assert not got.gradient[20:].any()
 
 
-def test_more_rows_than_16_bits_count(backend, device, interpreted):
+def test_more_rows_than_16_bits_can_count(backend, device, interpreted):
     if interpreted:
-        pytest.skip("70,001 rows are 10 minutes in the interpreter")
+        pytest.skip("70,001 rows take 10 minutes in the interpreter")
     case = make_case((70_001,), 3, device=device, staleness=0.3)  # past 65,535 rows of one grid
     check_against_reference(case, backend)
 

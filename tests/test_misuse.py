@@ -1,4 +1,4 @@
-"""Uses that invite a wrong number: each is right to the bit, or refused by name."""
+"""Calls that could give a wrong number: each is right to the bit, or raises and says why."""
 
 import copy
 import io
@@ -125,7 +125,7 @@ class TestChangedBeforeBackward:
 
     @pytest.mark.parametrize("function", [of_logits, of_hidden])
     def test_a_loss_of_float16_raises(self, backend, device, function):
-        """Its gradient is made in backward."""
+        """Its gradient is computed in backward."""
         x, case = problem(device)
         half = {name: (leaf * 1).half() for name, leaf in x.items()}
         loss = function(half, case, backend)
@@ -142,13 +142,13 @@ class TestChangedBeforeBackward:
         arguments = (argument[:, rows] for argument in case.arguments())
         loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
         with torch.no_grad():
-            logits.copy_(x["logits"][:, rows])  # of the next micro-batch
+            logits.copy_(x["logits"][:, rows])  # logits of the next micro-batch
         with pytest.raises(RuntimeError, match=r"logits .*inplace=True.* were changed"):
             loss.backward()
 
 
 class TestInPlace:
-    def test_view_of_a_leaf_is_refused_before_it_is_touched(self, backend, device):
+    def test_view_of_a_leaf_is_refused_before_it_is_written(self, backend, device):
         x, case = problem(device)
         arguments = (argument[:, 1:] for argument in case.arguments())
         with pytest.raises(ValueError, match=r"logits must not be a leaf .* got such a view"):
@@ -162,7 +162,7 @@ class TestInPlace:
         with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
             bapo_loss(logits, *arguments, backend=backend, inplace=True)
 
-    def test_use_before_that_saved_nothing(self, backend, device):
+    def test_earlier_use_that_saved_nothing(self, backend, device):
         results = []
         for inplace in (False, True):
             x, case = problem(device)
@@ -174,7 +174,7 @@ class TestInPlace:
         assert torch.equal(*results)
 
     @pytest.mark.parametrize("used", ["base", "view"])
-    def test_memory_used_afterwards_raises(self, backend, device, used):
+    def test_later_use_of_the_memory_raises(self, backend, device, used):
         x, case = problem(device)
         base = x["logits"] * 1
         view = base[:1]
@@ -246,7 +246,7 @@ def test_incoming_nan_stays_in_its_row(backend, device):
 
 
 @pytest.mark.parametrize("function", LOSSES)
-def test_incoming_nan_reaches_all(backend, device, function):
+def test_incoming_nan_reaches_every_gradient(backend, device, function):
     x, case = problem(device)
     (function(x, case, backend) * torch.nan).backward()
     assert all(leaf.grad is None or leaf.grad.isnan().all() for leaf in x.values())
@@ -261,7 +261,7 @@ FACTORS = {
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("function", LOSSES)
-def test_loss_used_in_other_ways(backend, device, function, name):
+def test_functions_of_the_loss(backend, device, function, name):
     x, case = problem(device)
     FACTORS[name](function(x, case, backend)).backward()
     _, *expected = gradients(function, backend, device)
@@ -294,7 +294,7 @@ def of_hidden_under_autocast(x, case, backend, **options):
 
 @pytest.mark.parametrize("function", [*LOSSES, of_overwritten_logits, of_hidden_under_autocast])
 def test_loss_scale_of_float16(backend, device, function):
-    """Derivatives that float16 could not hold without the scale of the loss are right with it."""
+    """Derivatives too small for float16 are right if the loss is scaled."""
     got = scaled_gradients(function, torch.float16, backend, device)
     plain = scaled_gradients(function, torch.float16, "reference", device)
     truth = scaled_gradients(function, torch.float64, "reference", device)
@@ -311,7 +311,7 @@ def test_loss_scale_of_float16_in_the_reference_in_place(device):
 
 
 def scaled_gradients(function, dtype, backend, device):
-    """Of a loss over 2^16 tokens, times 2^16, from inputs that float16 has."""
+    """Gradients of 2^16 times a loss over 2^16 tokens, from inputs that float16 represents."""
     x, case = problem(device)
     leaves = {k: leaf.detach().half().to(dtype).requires_grad_() for k, leaf in x.items()}
     (function(leaves, case, backend, batch_num_tokens=2.0**16) * 2.0**16).backward()
@@ -401,13 +401,13 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_tensors_are_refused(name):
     given, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         bapo_loss(**given)
 
 
-def test_float64_logits_are_the_reference():
+def test_float64_logits_take_the_reference():
     x, case = problem()
     out = bapo_loss(x["logits"].double(), *case.arguments())
     expected = reference.bapo_loss(x["logits"].double(), *case.arguments())
@@ -416,7 +416,7 @@ def test_float64_logits_are_the_reference():
 
 
 @pytest.mark.parametrize("name", [None, "reference", "of the reference"])
-def test_the_label_156_of_uint8(backend, device, name):
+def test_uint8_label_156_is_not_ignored(backend, device, name):
     """-100 as uint8 is 156."""
     logits = torch.randn(2, 3, 257, device=device)
     labels = torch.full((2, 3), 156, device=device)
@@ -458,7 +458,7 @@ def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode):
 
 
 def packed_problem(device):
-    """9 tokens in sequences that end at 7; the other two are as wild as masked ones may be."""
+    """9 tokens in sequences that end at 7; the other two hold anything, as masked tokens may."""
     case = make_case((9,), V, device=device, staleness=0.5, poison=False, masked=0.0)
     case.labels[7:], case.old_log_probs[7:] = torch.tensor([0, V - 1], device=device), -torch.inf
     torch.manual_seed(0)
@@ -496,7 +496,7 @@ def outputs_of_log_probs(x, case, **options):
     return bapo_loss_from_log_probs(x["log_probs"], *arguments, entropy=x["entropy"], **options)
 
 
-BEHIND = [  # a mode is a weight of the tokens, known before any level
+LEVELS_AND_MODES = [  # a mode is a weight per token: all modes at one level are enough
     *((outputs_of_log_probs, mode) for mode in get_args(LossAggMode)),
     (outputs_of_logits, "seq-mean-token-mean"),
     (outputs_of_hidden, "token-mean"),
@@ -504,9 +504,9 @@ BEHIND = [  # a mode is a weight of the tokens, known before any level
 
 
 @pytest.mark.parametrize("statistics", ["all", "live"])
-@pytest.mark.parametrize(("loss_of", "mode"), BEHIND)
-def test_tokens_behind_the_last_sequence_are_masked(backend, device, loss_of, mode, statistics):
-    """As if the mask said so, to the bit: nothing of them is counted anywhere."""
+@pytest.mark.parametrize(("loss_of", "mode"), LEVELS_AND_MODES)
+def test_tokens_after_the_last_sequence_are_masked(backend, device, loss_of, mode, statistics):
+    """To the bit as if they were masked: they count nowhere."""
     offsets = torch.tensor([0, 3, 7], device=device)
     mask = (torch.arange(9, device=device) < 7).float()
     config = BAPOConfig(loss_agg_mode=mode, entropy_coef=0.1, loss_scale_factor=5.0)
@@ -521,7 +521,7 @@ def test_tokens_behind_the_last_sequence_are_masked(backend, device, loss_of, mo
         assert all(g is None or g.isfinite().all() for g in got[5:])
 
 
-def test_the_search_does_not_count_them(device):
+def test_search_ignores_tokens_after_the_last_sequence(device):
     x, case = packed_problem(device)
     log_probs = x["log_probs"].detach()
     A, offsets = torch.tensor([1.0, -2.0], device=device), torch.tensor([0, 3, 7], device=device)
@@ -578,13 +578,13 @@ def test_defaults_of_torch_change_nothing(backend, device, function, name):
 
 class TestAutocast:
     @pytest.mark.parametrize("function", [of_logits, of_log_probs, log_probs_of_logits])
-    def test_without_a_product(self, backend, device, function):
+    def test_functions_without_a_gemm(self, backend, device, function):
         got = gradients(function, backend, device, partial(torch.autocast, device, torch.bfloat16))
         assert_same(got, gradients(function, backend, device))
 
     @pytest.mark.parametrize("function", [of_hidden, log_probs_of_hidden])
-    def test_backward_alone_inside(self, backend, device, function):
-        """Its products are those of the forward."""
+    def test_backward_under_autocast(self, backend, device, function):
+        """Its GEMMs have the dtype of the forward's."""
         x, case = problem(device)
         value = function(x, case, backend)
         with torch.autocast(device, torch.bfloat16):
@@ -592,7 +592,7 @@ class TestAutocast:
         got = [value.detach(), *(leaf.grad for leaf in x.values())]
         assert_same(got, gradients(function, backend, device))
 
-    def test_the_sum_of_chunks_stays_float32(self):
+    def test_sum_of_chunks_stays_float32(self):
         """Autocast would round the product of every chunk to bfloat16."""
         hidden, weight = torch.randn(20, H).bfloat16(), torch.randn(V, H).bfloat16()
         dlogits = torch.randn(20, V).bfloat16()
@@ -631,7 +631,7 @@ class TestInferenceTensors:
 
 
 def as_function(function, case, backend):
-    """Of the one tensor that ``torch.func`` differentiates by."""
+    """A function of one tensor, as ``torch.func`` differentiates it, and that tensor."""
     name = {of_logits: "logits", of_log_probs: "log_probs", log_probs_of_logits: "logits"}
     name = name.get(function, "hidden")
     x, _ = problem(case.logits.device)
@@ -656,7 +656,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_transforms_of_functions_are_refused(backend, device, function, name):
+def test_function_transforms_are_refused(backend, device, function, name):
     _, case = problem(device)
     f, x = as_function(function, case, backend)
     with pytest.raises(RuntimeError, match=r"autograd.Function with functorch|[Bb]atching rule"):
@@ -666,7 +666,7 @@ def test_transforms_of_functions_are_refused(backend, device, function, name):
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
 def test_forward_mode_is_refused(backend, device, function, requires_grad):
-    """A tangent that is dropped is a derivative of 0."""
+    """To drop a tangent would be to return a derivative of 0."""
     _, case = problem(device)
     f, x = as_function(function, case, backend)
     with forward_ad.dual_level():
@@ -691,7 +691,7 @@ def test_functional_call(backend, device):
     assert torch.equal(x["logits"].grad, expected[0])
 
 
-def test_none_in_a_call_is_what_the_module_has():
+def test_none_in_a_call_is_the_option_of_the_module():
     x, case = problem()
     config = BAPOConfig.fixed(0.9, 1.1)
     for module, inputs in (
@@ -700,7 +700,7 @@ def test_none_in_a_call_is_what_the_module_has():
     ):
         out = module(*inputs, *case.arguments(), config=None, backend=None)
         assert [float(bound) for bound in out.bounds] == pytest.approx([0.9, 1.1])
-        assert type(out.loss.grad_fn).__name__ != "_PrecomputedGradientBackward"  # of a kernel
+        assert type(out.loss.grad_fn).__name__ != "_PrecomputedGradientBackward"  # of the kernels
 
 
 def through_torch(value):
@@ -737,7 +737,7 @@ def test_copies(copied):
 
 
 class Losses(torch.utils.data.Dataset):
-    """The loss of a batch, computed where the data is loaded."""
+    """The loss of a batch, computed in the process that loads the data."""
 
     def __len__(self):
         return 4
@@ -751,7 +751,7 @@ class Losses(torch.utils.data.Dataset):
 @needs_native
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader(start):
-    """A process forked after the threads of its parent have worked must not wait for them."""
+    """A process forked after its parent has used threads must not wait for them."""
     expected = [Losses()[seed] for seed in range(4)]
     loader = DataLoader(
         Losses(), batch_size=None, num_workers=2, multiprocessing_context=start, timeout=120
@@ -809,7 +809,7 @@ def test_checkpoint(backend, device, function, use_reentrant):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_hooks_of_logits(backend, device, inplace):
-    """On logits that are no leaf: what the hook returns goes on."""
+    """A hook of logits that are not a leaf may change the gradient."""
     x, case = problem(device)
     logits = x["logits"] * 1
     seen = []
@@ -844,7 +844,7 @@ def test_subclasses(backend, device, function, kind):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0), (1,), (1, 1)])
 @pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_no_token_and_one(backend, device, function, shape):
+def test_no_token_and_one_token(backend, device, function, shape):
     case = make_case(shape, V, device=device, poison=False, masked=0.0)
     x = dict(
         logits=case.logits,

@@ -1,10 +1,10 @@
-"""What other kernels got wrong: extreme values, odd layouts, and the same bits every time."""
+"""What other kernels got wrong: extreme values, unusual layouts, and bits that change."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import check_against_reference, make_case, run_kernel, run_reference
+from helpers import check_against_reference, make_case, run_kernel, run_reference, unmasked_tokens
 
 from bapo_kernels import BAPOConfig, bapo_loss, bapo_loss_from_log_probs, log_probs, reference
 
@@ -17,7 +17,7 @@ def clean_case(backend_device, shape=(2, 4), V=100, **options):
 @pytest.mark.parametrize("offset", [1e4, -1e4, 3e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_common_offset(backend, device, offset, dtype):
-    """A maximum that starts at 0, or a log-prob formed as x - logsumexp, fails here."""
+    """A maximum that starts at 0, or a log-prob computed as x - logsumexp, fails here."""
     case = clean_case(device, V=5000, dtype=dtype)
     case.logits += offset
     truth = reference.log_probs(case.logits.double(), case.labels)[0]
@@ -39,7 +39,7 @@ def test_ascending_logits_move_the_maximum_in_every_block(backend, device, dtype
 
 
 def test_far_outlier_in_a_late_block(backend, device):
-    """The sums so far count nothing beside it, in the entropy either."""
+    """It outweighs all sums before it, also in the entropy."""
     case = clean_case(device, (1, 2), 9000)
     case.logits[0, 0, 8999] = 900.0
     case.logits[0, 1, 5000] = 300.0
@@ -59,7 +59,7 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [None, 10.0])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])  # with and without exp kept for the gradient
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])  # without and with exp kept for the gradient
 @pytest.mark.parametrize("where", FORBIDDEN)
 def test_forbidden_tokens(backend, device, dtype, softcap, entropy_coef, where):
     config = BAPOConfig(entropy_coef=entropy_coef, final_logit_softcapping=softcap)
@@ -107,7 +107,7 @@ def test_bad_logit_makes_the_loss_nan(backend, device, dtype, value, at):
     assert got.gradient[others].isfinite().all()
 
 
-def test_row_without_any_token_makes_the_loss_nan(backend, device):
+def test_row_of_minus_infinity_makes_the_loss_nan(backend, device):
     case = clean_case(device)
     case.logits[1, 2] = -torch.inf
     assert run_kernel(case, backend).output.loss.isnan()
@@ -116,7 +116,7 @@ def test_row_without_any_token_makes_the_loss_nan(backend, device):
 
 
 @pytest.mark.parametrize("label", [100, 2**40, -1, -(2**40)])
-def test_label_outside_of_the_vocabulary(backend, device, label):
+def test_label_outside_the_vocabulary_makes_the_loss_nan(backend, device, label):
     case = clean_case(device)
     case.labels[0, 0] = label
     case.advantages[0, 0] = 1.0
@@ -152,8 +152,8 @@ def test_extreme_advantages(backend, device, advantage):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gap", [4.6, 6.9, 11.5, 16.0])  # p of the label .99 .. 1 - 1e-7
-def test_true_class_gradient(backend, device, dtype, gap):
-    """1 - p is formed before the only rounding: relative error stays that of the dtype."""
+def test_gradient_at_a_likely_label(backend, device, dtype, gap):
+    """1 - p is computed before the only rounding: the relative error is that of the dtype."""
     logits = torch.zeros(1, 2, device=device, dtype=dtype)
     logits[0, 1] = gap
     x = logits.clone().requires_grad_()
@@ -167,13 +167,13 @@ def test_true_class_gradient(backend, device, dtype, gap):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_bounds_are_inclusive(backend, device, advantage):
-    """On-policy the ratio is exactly 1: bounds at 1 keep the gradient, one step inside drop it."""
+    """On-policy the ratio is exactly 1: bounds at 1 keep the gradient, bounds inside drop it."""
     labels = torch.zeros(1, dtype=torch.long, device=device)
     A = torch.full((1,), advantage, device=device)
     below, above = 1 - 2.0**-24, 1 + 2.0**-23
     kept = []
     for values in ((1.0, 1.0), (0.5, below), (above, 2.0)):
-        bounds = torch.tensor(values, device=device).unbind()  # numbers must enclose 1
+        bounds = torch.tensor(values, device=device).unbind()  # plain numbers must enclose 1
         x = torch.randn(1, 4, device=device, requires_grad=True)
         bapo_loss(x, labels, None, A, bounds=bounds, backend=backend).loss.backward()
         kept.append(bool(x.grad.any()))
@@ -181,7 +181,7 @@ def test_bounds_are_inclusive(backend, device, advantage):
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_same_bits_every_run_and_for_any_threads(backend, device, interpreted, entropy_coef):
+def test_same_bits_in_every_run_with_any_threads(backend, device, interpreted, entropy_coef):
     shape = (3, 8) if interpreted else (16, 16)
     case = make_case(shape, 9000, torch.bfloat16, device, staleness=0.4)
     case.options["config"] = BAPOConfig(entropy_coef=entropy_coef)
@@ -199,7 +199,7 @@ def test_same_bits_every_run_and_for_any_threads(backend, device, interpreted, e
             assert torch.equal(value, other.output.metrics[name]), name
 
 
-def test_a_row_alone_and_in_a_batch(backend, device):
+def test_row_alone_has_the_bits_of_the_batch(backend, device):
     logits = torch.randn(7, 5000, device=device)
     labels = torch.randint(0, 5000, (7,), device=device)
     together = log_probs(logits, labels, backend=backend)
@@ -222,8 +222,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("V", [100, 4099])
-def test_layouts(backend, device, dtype, layout, V):
-    """Odd strides and offsets give the bits of the plain layout."""
+def test_layouts_give_the_same_bits(backend, device, dtype, layout, V):
+    """Unusual strides and offsets give the bits of the plain layout."""
     case = make_case((3, 5), V, dtype, device)
     expected = run_kernel(case, backend)
     x = LAYOUTS[layout](case.logits).detach().requires_grad_()
@@ -242,7 +242,7 @@ def test_expanded_logits(backend, device):
 
 
 def test_token_layouts(backend, device):
-    """int32 and strided labels, strided masks, expanded advantages, integer log-probs' dtypes."""
+    """Strided int32 labels, masks and float64 log-probs; expanded advantages."""
     case = make_case((4, 6), 40, device=device, poison=False)
     case.advantages = torch.tensor([1.0, -0.5, 0.0, 2.0], device=device)[:, None].expand(4, 6)
     expected = run_kernel(case, backend)
@@ -259,7 +259,7 @@ def test_token_layouts(backend, device):
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_every_element_is_written(backend, device, statistics, inplace, monkeypatch):
-    """Fresh memory full of NaN shows wherever a kernel forgets to write."""
+    """Fresh memory is full of NaN, which shows where a kernel does not write."""
     case = make_case((6, 8), 333, device=device, staleness=0.4)
     expected = run_kernel(case, backend, statistics=statistics)
     empty, empty_like = torch.empty, torch.empty_like
@@ -288,8 +288,8 @@ def test_every_element_is_written(backend, device, statistics, inplace, monkeypa
     assert torch.equal(out.loss, expected.output.loss)
 
 
-def test_more_elements_than_32_bits_of_bytes(backend, device):
-    """Row offsets past 2^31 bytes; the rows between are masked and never read."""
+def test_offsets_beyond_32_bits(backend, device):
+    """Row offsets past 2^31 bytes; the memory between the rows is never read."""
     rows, V = 5, 262_208
     stride = (2**31 // 2 // V) + 1  # in rows of bfloat16
     storage = torch.empty((rows - 1) * stride * V + V, dtype=torch.bfloat16, device=device)
@@ -314,7 +314,7 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_nothing_is_left_of_fresh_memory(backend, device, dtype, entropy_coef, poisoned_memory):
+def test_fresh_memory_reaches_no_result(backend, device, dtype, entropy_coef, poisoned_memory):
     config = BAPOConfig(entropy_coef=entropy_coef)
     case = make_case((6, 8), 333, dtype, device, staleness=0.4, config=config)
     check_against_reference(case, backend)
@@ -323,17 +323,17 @@ def test_nothing_is_left_of_fresh_memory(backend, device, dtype, entropy_coef, p
     (logp.sum() + entropy.sum()).backward()
     for values in (logp, entropy, x.grad):
         assert not values.isnan().any()
-    live = case.response_mask & (case.labels != -100)
+    unmasked = unmasked_tokens(case)
     leaf = case.old_log_probs.clone().requires_grad_()
-    bapo_loss_from_log_probs(leaf, case.old_log_probs, case.advantages, live).loss.backward()
+    bapo_loss_from_log_probs(leaf, case.old_log_probs, case.advantages, unmasked).loss.backward()
     assert not leaf.grad.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])  # with and without exp kept for the gradient
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])  # without and with exp kept for the gradient
 @pytest.mark.parametrize("V", [100, 5000])
-def test_gradient_of_a_row_alone_and_in_a_batch(backend, device, dtype, entropy_coef, V):
-    """token-sum and given bounds: nothing but the kernel could couple the rows."""
+def test_gradient_of_a_row_alone_has_the_bits_of_the_batch(backend, device, dtype, entropy_coef, V):
+    """With token-sum and given bounds, only a fault in the kernel could couple the rows."""
     config = BAPOConfig(loss_agg_mode="token-sum", entropy_coef=entropy_coef)
     case = make_case((9,), V, dtype, device, config=config, staleness=0.4)
     together = run_kernel(case, backend, bounds=(0.8, 1.2))
@@ -347,7 +347,7 @@ def test_gradient_of_a_row_alone_and_in_a_batch(backend, device, dtype, entropy_
         assert alone.output.entropy[0] == together.output.entropy[i]
 
 
-def test_another_row_changes_nothing(backend, device):
+def test_row_does_not_depend_on_other_rows(backend, device):
     """Row 0 with a huge loss, then with none: the others keep their bits."""
     config = BAPOConfig(loss_agg_mode="token-sum")
     case = make_case((5,), 700, device=device, config=config, masked=0.0, poison=False)
@@ -362,7 +362,7 @@ def test_another_row_changes_nothing(backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("softcap", "spread"),
-    # saturated; far saturated; hardly bent at all; a cap without effect; Gemma's, in its range
+    # saturated; far saturated; hardly bent at all; a cap without effect; Gemma's cap, in its range
     [(5.0, 60.0), (0.5, 100.0), (50.0, 1e-3), (1e4, 3.0), (30.0, 30.0)],
 )
 def test_softcap_in_every_range(backend, device, dtype, softcap, spread):
@@ -375,7 +375,7 @@ def test_softcap_in_every_range(backend, device, dtype, softcap, spread):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1e-3, 1e-2, 1e2, 1e4])
 def test_extreme_temperatures(backend, device, dtype, temperature):
-    """From one token only to a flat distribution; bfloat16 must not divide in bfloat16."""
+    """From a single token to a flat distribution; bfloat16 logits are not divided in bfloat16."""
     config = BAPOConfig(temperature=temperature, entropy_coef=0.01)
     check_against_reference(make_case((3, 5), 257, dtype, device, config=config), backend)
 
@@ -396,8 +396,8 @@ def test_forbidden_label_with_a_kl_term(backend, device, kind, advantage):
 
 @pytest.mark.parametrize("A", [1.0, -1.0])
 @pytest.mark.parametrize("c", [None, 1.25])
-def test_given_bounds_are_compared_as_they_are(backend, device, A, c):
-    """The float32 neighbours of a ratio, computed in float64: on, just inside, just outside."""
+def test_given_bounds_are_not_rounded(backend, device, A, c):
+    """Bounds at the float32 neighbours of a float64 ratio: on it, just inside, just outside."""
     logits = torch.zeros(1, 2, device=device)  # logp = -log 2 exactly rounded in any precision
     labels = torch.zeros(1, dtype=torch.long, device=device)
     old = torch.tensor([-0.9], device=device)
@@ -429,9 +429,9 @@ def test_small_integer_labels(backend, device, dtype):
 
 
 def test_calls_from_several_python_threads(backend, device, interpreted):
-    """Rows keep their exp in memory of a thread: calls at once must not share it."""
+    """Rows keep their exp in memory of their thread, which concurrent calls must not share."""
     if interpreted:
-        pytest.skip("Triton's interpreter keeps the place of a program in a global variable")
+        pytest.skip("Triton's interpreter keeps the index of a program in a global variable")
     cases = [make_case((6, 8), 5001, torch.bfloat16, device, seed=s) for s in range(4)]
     expected = [run_kernel(case, backend).gradient for case in cases]
 
@@ -444,14 +444,14 @@ def test_calls_from_several_python_threads(backend, device, interpreted):
         assert all(pool.map(repeat, range(4)))
 
 
-def test_rows_of_different_length_one_after_the_other(backend, device):
-    """Memory kept for a longer vocabulary, or an earlier row, must not be seen."""
+def test_successive_calls_with_other_row_lengths(backend, device):
+    """What a longer or an earlier row left in memory must not be read."""
     for V in (9000, 100, 4096, 20_000, 5, 8192):
         check_against_reference(make_case((2, 3), V, torch.bfloat16, device, masked=0.0), backend)
 
 
 def test_gradient_of_a_row_sums_to_zero(backend, device):
-    """Padding columns that add mass would show here."""
+    """Padding columns that contribute would show here."""
     for V in (2, 17, 4097, 18_992):
         case = make_case((2, 3), V, device=device, masked=0.0)
         gradient = run_kernel(case, backend).gradient.double()

@@ -1,4 +1,4 @@
-"""What ranks send, in which scope they decide, and what happens when one is wrong."""
+"""What ranks exchange, in which scope they decide, and what happens when one fails."""
 
 import gc
 import io
@@ -15,7 +15,7 @@ import causal_lm
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import EPS, assert_within_budget, run_reference
+from helpers import EPS, assert_within_budget, run_reference, unmasked_tokens
 from shards import COLUMNS, SEQUENCES, head, part, whole_case
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -42,7 +42,7 @@ MICRO_BATCHES = [2, 0, 1, 3]  # of each rank
 
 
 def collectives_rank(rank, backend):
-    """Names and elements of the collectives of each kind of call."""
+    """Name and number of elements of each collective, per kind of call."""
     mesh = grid(2, 2)
     data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
     case = whole_case("paper", torch.float32)
@@ -96,16 +96,17 @@ def collectives_rank(rank, backend):
         logp = bapo_kernels.linear_log_probs
         sharded = dict(vocab_group=tensor, backend=backend)
         count("log-probs", lambda: logp(hidden, weight, arguments[0], **sharded))
-    live = int(((arguments[3] != 0) & (arguments[0] != -100)).sum())
-    return results, arguments[0].numel(), live, int((arguments[0] != -100).sum()), hidden.numel()
+    labelled = arguments[0] != -100
+    unmasked = int(((arguments[3] != 0) & labelled).sum())
+    return results, labelled.numel(), unmasked, int(labelled.sum()), hidden.numel()
 
 
-def test_collectives(worlds):
-    """How many, and of which size: none that some ranks make and others do not."""
+def test_collectives_of_every_kind_of_call(worlds):
+    """How many, and of which size: every rank makes the same collectives."""
     config = BAPOConfig()
     table = len(config.lower_grid) + len(config.upper_grid)
     search, sizes = ("all_reduce", 2 * table), ("all_gather", 2)
-    for results, N, live, labelled, elements in worlds(4).run(collectives_rank, "cpu"):
+    for results, N, unmasked, labelled, elements in worlds(4).run(collectives_rank, "cpu"):
 
         def combine(tokens):
             return ("all_gather", 2 * 4 * tokens)
@@ -114,8 +115,8 @@ def test_collectives(worlds):
         assert results["search"] == results["a rank without rows"] == ([search], [])
         assert results["shards"] == ([sizes, combine(N), search], [])
         dhidden = ("all_reduce", elements)
-        assert results["linear"] == ([sizes, combine(live), search, dhidden], [])
-        chunks = [combine(1)] * live
+        assert results["linear"] == ([sizes, combine(unmasked), search, dhidden], [])
+        chunks = [combine(1)] * unmasked
         assert results["chunks"] == ([sizes, *chunks, search, dhidden], [])
         assert results["log-probs"] == ([sizes, combine(labelled)], [dhidden])
 
@@ -190,7 +191,7 @@ def test_scope_call():
     assert [b.item() for b in out.bounds] == [b.float().item() for b in whole]
 
 
-def test_scope_misuse():
+def test_misuse_of_scopes():
     search = ClipBoundSearch(scope="step")
     with pytest.raises(RuntimeError, match="has no bounds yet"):
         search.options  # noqa: B018
@@ -235,7 +236,7 @@ def test_misuse_raises_before_any_collective(worlds):
 
 def bad_value_rank(rank):
     mesh = grid(1, 2)
-    case = whole_case("a NaN", torch.float32)
+    case = whole_case("NaN logit", torch.float32)
     columns = part(COLUMNS[2], rank)
     check = bapo_kernels.debug.check_inputs
     group = mesh.get_group("tensor")
@@ -253,7 +254,7 @@ def test_check_inputs_of_shards(worlds):
 
 
 def raising_rank(rank, level):
-    """One rank has a bad argument: it raises before its collective."""
+    """One rank has a bad argument and raises before its collective."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     case = whole_case("paper", torch.float32)
     advantages = case.advantages[:, :-1] if rank == 1 else case.advantages
@@ -265,7 +266,7 @@ def raising_rank(rank, level):
 
 
 @pytest.mark.parametrize("level", ["search", "shards"])
-def test_a_rank_that_raises_does_not_leave_others_hanging(worlds, level):
+def test_rank_that_raises_does_not_leave_others_hanging(worlds, level):
     (fine0, error0), (fine1, error1) = worlds(2).answers(raising_rank, level)
     assert not fine0
     assert not fine1
@@ -291,7 +292,7 @@ def torchrun():
 
 
 def example_rank(rank):
-    """What the example prints in a world that runs already."""
+    """What the example prints in a process group that already runs."""
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
         for name in ("init_process_group", "destroy_process_group"):
@@ -303,7 +304,7 @@ def example_rank(rank):
 
 @pytest.mark.parametrize("scope", ["step", "lagged"])
 def test_example(worlds, scope):
-    """The example trains, and its scopes decide as they say."""
+    """The example trains, and each scope decides when it says it does."""
     output = torchrun() if scope == "step" else worlds(2).run(example_rank)[0]
     lines = [line.split() for line in output.splitlines() if line.startswith("step")]
     losses = [float(line[3]) for line in lines]
@@ -312,11 +313,11 @@ def test_example(worlds, scope):
     assert (lines[0][5:] == ["0.60", "..", "1.20"]) == (scope == "lagged")
 
 
-def test_step_forgets_the_tokens():
-    """Other tokens in the next step: their decision is theirs alone."""
+def test_step_discards_the_tokens():
+    """The tokens of the next step alone decide its bounds."""
     case = whole_case("paper", torch.float32)
     logp = bapo_kernels.log_probs(case.logits, case.labels)[0]
-    mask = case.response_mask & (case.labels != -100)
+    mask = unmasked_tokens(case)
     search = ClipBoundSearch(case.options["config"], "step")
     expected = []
     for advantages in (case.advantages, case.advantages.abs() - 0.01):
@@ -334,7 +335,7 @@ def policy_of(tied=False):
 
 
 def policy_batch():
-    """Tokens, old log-probs, advantages, mask of 6 sequences; how many tokens are unmasked."""
+    """Tokens, old log-probs, advantages, mask of 6 sequences; the number of unmasked tokens."""
     g = torch.Generator().manual_seed(7)
     tokens = torch.randint(causal_lm.V, (6, 6), generator=g)
     old = -3.4 + 0.5 * torch.randn(6, 5, generator=g)
@@ -343,7 +344,7 @@ def policy_batch():
 
 
 def policy_gradients(policy, micro_batches, wrapped, **options):
-    """By name, whole, of one optimizer step."""
+    """Unsharded, by name, of one optimizer step."""
     policy.zero_grad()
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -394,8 +395,8 @@ INSIDE = [
 
 # FSDP2 refuses tied weights in two groups.
 @pytest.mark.parametrize(("kind", "tied"), [*INSIDE, ("FSDP2, the head alone", False)])
-def test_the_loss_inside_of_the_forward(worlds, kind, tied):
-    """The recipe of docs/distributed.md: gradients as on one process, micro-batches too."""
+def test_loss_inside_the_forward(worlds, kind, tied):
+    """The recipe of docs/distributed.md has the gradients of one process, also in micro-batches."""
     ranks = worlds(2).run(inside_rank, kind, tied)
     arguments, count = policy_batch()
     exact = [x.double() if x.is_floating_point() else x for x in arguments]
@@ -409,15 +410,15 @@ def test_the_loss_inside_of_the_forward(worlds, kind, tied):
         for got, reference, truth in zip(made, plain, truths, strict=False):
             assert got.keys() == truth.keys()
             for name, gradient in got.items():
-                # A mean over ranks and micro-batches rounds a few times, one process once.
+                # The mean over ranks and micro-batches rounds a few times, one process once.
                 inherited = 16 * EPS[torch.float32] * truth[name].abs().max().item()
                 assert_within_budget(
                     name, gradient, reference[name], truth[name], inherited=inherited
                 )
 
 
-def beside_rank(rank, kind):
-    """Warnings of two calls of a kind; how far its gradients are from the mean of the ranks."""
+def warning_rank(rank, kind):
+    """Warnings of two calls of a kind, and how far its gradients are from the mean over ranks."""
     mesh = grid(2, 1)["data"]
     _warn_not_synchronised.cache_clear()
     policy = policy_of()
@@ -426,10 +427,10 @@ def beside_rank(rank, kind):
     tokens, *batch = (x[part(SEQUENCES[2], rank)] for x in arguments)
     options = dict(batch_num_tokens=count, dp_size=2, bounds=(0.7, 1.3))
 
-    def beside():
+    def outside():
         hidden = head.decoder(tokens).last_hidden_state[:, :-1]
         weight = head.weight
-        if kind == "log-probs beside DDP":
+        if kind == "log-probs outside DDP":
             return linear_log_probs(hidden, weight, tokens[:, 1:])[0].sum()
         labels = tokens[:, 1:]
         return bapo_kernels.bapo_linear_loss(hidden, weight, labels, *batch, **options).loss
@@ -437,22 +438,22 @@ def beside_rank(rank, kind):
     def inside():
         return wrapper(tokens, *batch, **options).loss
 
-    loss = beside
-    if kind in ("beside DDP", "log-probs beside DDP", "no gradient"):
+    loss = outside
+    if kind in ("outside DDP", "log-probs outside DDP", "no gradient"):
         wrapper = DistributedDataParallel(policy)
     if kind.endswith("after old log-probs"):
         wrapper = DistributedDataParallel(policy)
-        loss = inside if kind.startswith("inside") else beside
+        loss = inside if kind.startswith("inside") else outside
         with torch.no_grad():
             wrapper(tokens, None, batch[1])
-    if kind == "a frozen head beside DDP":
+    if kind == "frozen head outside DDP":
         model.lm_head.requires_grad_(False)
         wrapper = DistributedDataParallel(policy)
     if kind == "DDP of another model":
         wrapper = DistributedDataParallel(policy_of())
-    if kind == "inside of DDP":
+    if kind == "inside DDP":
         wrapper, loss = DistributedDataParallel(policy), inside
-    if kind == "inside of FSDP2":
+    if kind == "inside FSDP2":
         wrapper, loss = fully_shard(policy, mesh=mesh), inside
     if kind == "hidden states from DDP":
         wrapper = DistributedDataParallel(policy.model.model)
@@ -484,15 +485,15 @@ def beside_rank(rank, kind):
 @pytest.mark.parametrize(
     "kind",
     [
-        "beside DDP",
-        "log-probs beside DDP",
-        "a frozen head beside DDP",
-        "beside DDP after old log-probs",
+        "outside DDP",
+        "log-probs outside DDP",
+        "frozen head outside DDP",
+        "outside DDP after old log-probs",
     ],
 )
-def test_a_loss_beside_the_forward_of_ddp_warns(worlds, kind):
-    """Once, at the line of the call; the gradients indeed are not synchronised."""
-    for messages, scans, apart in worlds(2).run(beside_rank, kind):
+def test_loss_outside_the_forward_of_ddp_warns(worlds, kind):
+    """Once, at the line of the call; the gradients are indeed not synchronised."""
+    for messages, scans, apart in worlds(2).run(warning_rank, kind):
         ((file, message),) = messages
         assert file == "test_ranks.py"
         assert "gradients are not averaged over the ranks" in message
@@ -501,25 +502,25 @@ def test_a_loss_beside_the_forward_of_ddp_warns(worlds, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "lookups"),
+    ("kind", "expected_scans"),
     [
         ("no DDP", 1),
         ("DDP of another model", 1),
         ("no gradient", 0),
-        ("inside of DDP", 1),
-        ("inside of DDP after old log-probs", 1),
-        ("inside of FSDP2", 1),
+        ("inside DDP", 1),
+        ("inside DDP after old log-probs", 1),
+        ("inside FSDP2", 1),
         ("hidden states from DDP", 1),
     ],
 )
-def test_other_losses_do_not_warn(worlds, kind, lookups):
-    for messages, scans, apart in worlds(2).run(beside_rank, kind):
+def test_other_losses_do_not_warn(worlds, kind, expected_scans):
+    for messages, scans, apart in worlds(2).run(warning_rank, kind):
         assert not messages
-        assert scans == lookups
+        assert scans == expected_scans
         assert apart == 0 or kind in ("no DDP", "DDP of another model")
 
 
-def test_one_process_and_a_compiler_look_nothing_up(monkeypatch):
+def test_one_process_and_a_compiler_scan_nothing(monkeypatch):
     monkeypatch.setattr(gc, "get_objects", pytest.fail)
     hidden = torch.randn(3, 4, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(5, 4))
@@ -530,7 +531,7 @@ def test_one_process_and_a_compiler_look_nothing_up(monkeypatch):
 
 
 def placed_rank(rank):
-    """Heads of models that DDP, FSDP2 and tensor parallelism hold."""
+    """Heads of models that DDP, FSDP2 and tensor parallelism have wrapped."""
     mesh = grid(2, 1)["data"]
     model, messages = causal_lm.CausalLM(), []
     tokens = policy_batch()[0][0]
@@ -563,7 +564,7 @@ def placed_rank(rank):
     model = causal_lm.CausalLM()
     for module in (model.model, model):
         fully_shard(module, mesh=mesh)
-    LMHead.of(model).decoder(tokens)  # whose forward is its own
+    LMHead.of(model).decoder(tokens)  # FSDP2 wraps the decoder too
 
     model = fully_shard(causal_lm.CausalLM(), mesh=mesh)  # what torch does without LMHead
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):

@@ -96,7 +96,7 @@ def loss_by_hand(logp, old, A, **options):
         (0.5, 2.0, None, -1.0),  # A > 0 has no lower clip
         (0.5, -2.0, None, 1.6),  # clipped below
         (5.0, -2.0, None, 10.0),  # A < 0 has no upper clip
-        (5.0, -2.0, 3.0, 6.0),  # but dual clip
+        (5.0, -2.0, 3.0, 6.0),  # except with dual clip
         (0.5, -2.0, 3.0, 1.6),
         (1.0, 0.0, 3.0, 0.0),
     ],
@@ -140,7 +140,7 @@ def test_shares_by_hand():
 
 
 def verl_aggregate(losses, mask, mode, tokens=None, sequences=None, dp_size=1, factor=None):
-    """verl's agg_loss, in the words of its documentation."""
+    """verl's agg_loss, written from its documentation."""
     sums, counts = (losses * mask).sum(-1), mask.sum(-1)
     if mode == "token-mean":
         return sums.sum() / (tokens or counts.sum()) * dp_size
@@ -187,8 +187,8 @@ def test_aggregation_is_that_of_verl(mode, counts, factor):
         ("k2", -1.0, -3.0, 2.0),
         ("k3", -1.0, -3.0, math.exp(-2) + 1),
         ("low_var_kl", -3.0, -1.0, math.exp(2) - 3),
-        ("k3", -9.0, -1.0, 10.0),  # the value is held at 10
-        ("k3", -1.0, -40.0, 10.0),  # the exponent at -20, then the value
+        ("k3", -9.0, -1.0, 10.0),  # the value is capped at 10
+        ("k3", -1.0, -40.0, 10.0),  # the exponent is clamped at -20, then the value
         ("k3", -2.0, -2.0, 0.0),
     ],
 )
@@ -218,7 +218,7 @@ def test_entropy_and_log_prob_by_hand():
 
 
 def test_importance_weight_by_hand():
-    """It multiplies the policy term, not the KL and entropy terms."""
+    """The weight multiplies the policy term, not the KL and entropy terms."""
     one = torch.ones(1, dtype=torch.float64)
     config = BAPOConfig(kl_loss_coef=1.0, kl_loss_type="k1", entropy_coef=0.5)
     out = reference.bapo_loss_from_log_probs(
@@ -236,8 +236,8 @@ def test_importance_weight_by_hand():
 @pytest.mark.parametrize("c", [None, 1.5])
 @pytest.mark.parametrize("A", [2.0, -2.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [-25.0, -1.0, -0.1, 0.0, 0.1, 0.3, 1.0, 25.0])
-def test_gradient_coefficient_of_the_contract(log_ratio, A, c):
-    """The table of g = d l / d logp, written out."""
+def test_gradient_coefficient_by_hand(log_ratio, A, c):
+    """All cases of g = d l / d logp."""
     r = math.exp(log_ratio)
     kept = {1: r <= 1.2, -1: 0.8 <= r <= (c or math.inf), 0: False}[(A > 0) - (A < 0)]
     expected = -A * r if kept and abs(log_ratio) <= 20 else 0.0
@@ -249,21 +249,21 @@ def test_gradient_coefficient_of_the_contract(log_ratio, A, c):
     assert logp.grad.item() == pytest.approx(expected)
 
 
-def test_gradient_row_of_the_contract():
-    """g*(1[j = label] - p_j) + entropy_coef*p_j*(log p_j + H), divided by the temperature."""
+def test_gradient_row_by_hand():
+    """g*(1[j = label] - p_j) + entropy_coef*p_j*(log p_j + entropy), by the temperature."""
     z = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
     config = BAPOConfig(entropy_coef=0.2, temperature=0.7)
     A = torch.tensor([1.5], dtype=torch.float64)
     reference.bapo_loss(z, torch.tensor([2]), None, A, config=config).loss.backward()
     p = torch.softmax(z.detach() / 0.7, -1)
-    H = -(p * p.log()).sum()
-    row = -1.5 * (torch.tensor([0.0, 0.0, 1.0]) - p) + 0.2 * p * (p.log() + H)
+    entropy = -(p * p.log()).sum()
+    row = -1.5 * (torch.tensor([0.0, 0.0, 1.0]) - p) + 0.2 * p * (p.log() + entropy)
     torch.testing.assert_close(z.grad, row / 0.7)
 
 
-@pytest.mark.parametrize("sequences", [2, 4])  # as many as there are pieces of each, and not
-def test_three_leading_sizes_with_one_advantage_a_sequence(sequences):
-    """[B]: the first size is that of the sequences, whatever the others are."""
+@pytest.mark.parametrize("sequences", [2, 4])  # equal to the number of sequences, and not
+def test_three_leading_sizes_with_one_advantage_per_sequence(sequences):
+    """Advantages of shape [B] belong to the first dimension, whatever the other sizes are."""
     logp = -torch.rand(2, sequences, 3)
     per_sequence = torch.tensor([1.0, -2.0])
     got = reference.bapo_loss_from_log_probs(logp, logp + 0.1, per_sequence)

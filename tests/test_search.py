@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import make_case, needs_native
+from helpers import make_case, needs_native, unmasked_tokens
 
 from bapo_kernels import (
     BAPOConfig,
@@ -91,7 +91,7 @@ def test_grid_points(grid, points):
 
 
 def test_search_by_hand():
-    """P = 2*min(r, c_high), N = 3*max(r, c_low); share .4 wants P >= 2."""
+    """pos = 2*min(r, c_high) = 2*c_high, neg = 3*max(r, c_low) = 3."""
     logp = torch.tensor([1.5, 1.0]).log()
     A = torch.tensor([2.0, -3.0])
     config = BAPOConfig(token_weight="uniform", target=0.48)
@@ -103,7 +103,7 @@ def test_search_by_hand():
 
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
 def test_ratios_exactly_on_grid_points(contribution):
-    """On-policy every ratio is 1; with 1 on both grids its token counts on the inclusive side."""
+    """On-policy every ratio is 1; where 1 is a grid point, its tokens are on the inclusive side."""
     A = torch.tensor([2.0, 1.0, -1.0, -3.0])
     config = BAPOConfig(
         ratio_lower_start=0.5,
@@ -148,7 +148,7 @@ def test_kernels_equal_tensor_ops(backend, device, interpreted):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
-def test_bad_old_log_prob_leaves_the_start_bounds(bad, sign, contribution):
+def test_bad_old_log_prob_leaves_the_starting_bounds(bad, sign, contribution):
     g = torch.Generator().manual_seed(3)
     logp, old, A = (torch.randn(20, generator=g) for _ in range(3))
     old[7], A[7] = bad, sign
@@ -171,7 +171,7 @@ class TestHistogram:
             histogram.update(logp[row], old[row], A[row])
         assert histogram.solve() == find_clip_bounds(logp, old, A)
 
-    def test_solve_may_be_repeated_and_forgets_nothing(self):
+    def test_solve_may_be_repeated(self):
         histogram = ContributionHistogram().update(*self.batch())
         assert histogram.solve() == histogram.solve()
         lower_first = BAPOConfig(raise_first="lower", target=0.5)
@@ -199,7 +199,7 @@ class TestHistogram:
 
     @pytest.mark.parametrize("target", [None, 0.9])
     def test_metrics_are_those_of_one_call(self, target):
-        """Of all micro-batches together; one-sided, empty and saturated batches among them."""
+        """All micro-batches together, one-sided, empty and saturated batches among them."""
         g = torch.Generator().manual_seed(2)
         configs = [BAPOConfig(**v) for v in VARIANTS] + [BAPOConfig.recipe()]
         seen = set()
@@ -223,7 +223,7 @@ class TestHistogram:
                 seen.add((got["bapo_saturated"].item(), got["bapo_pos_neg_ratio"].isinf().item()))
         assert seen >= {(0.0, False), (0.0, True), (1.0, False)}
 
-    def test_another_config_is_refused(self):
+    def test_config_of_other_grids_is_refused(self):
         histogram = ContributionHistogram().update(*self.batch())
         with pytest.raises(ValueError, match=r"config.ratio_lower_max must .*0\.9.*got 0\.8"):
             histogram.solve(BAPOConfig.recipe())
@@ -255,7 +255,7 @@ def _rank(rank, path, results):
     dist.destroy_process_group()
 
 
-def test_process_group(tmp_path):
+def test_search_over_a_process_group(tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()
         mp.spawn(_rank, (str(tmp_path / "store"), results), nprocs=3)
@@ -281,7 +281,7 @@ def equal_to_the_loop(*case, **options):
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
 @pytest.mark.parametrize("kind", [("share", 0.4), ("share", 0.7), ("ratio", 1.0), ("ratio", 3.0)])
 def test_presets_in_both_orders_kinds_and_contributions(preset, raise_first, contribution, kind):
-    """16 tables x 2 presets x 20 batches; the bounds must stop in between often enough."""
+    """16 variants of 2 presets, 20 batches each."""
     config = preset(
         raise_first=raise_first, contribution=contribution, target_kind=kind[0], target=kind[1]
     )
@@ -294,7 +294,7 @@ def test_presets_in_both_orders_kinds_and_contributions(preset, raise_first, con
     ("lower", "upper"), [((0.6, 0.8, 0.05), (1.2, 2.0, 0.05)), ((0.6, 0.9, 0.02), (1.2, 3.0, 0.05))]
 )
 def test_every_grid_point_can_be_the_answer(lower, upper):
-    """Uniform tokens far outside: P = c_high*a, N = b*c_low; the target walks over the grid."""
+    """Ratios far outside: pos = c_high, neg = c_low; the target moves the answer over the grid."""
     reached = set()
     for k in range(1, 200):
         config = BAPOConfig(
@@ -312,7 +312,7 @@ def test_every_grid_point_can_be_the_answer(lower, upper):
 
 
 def answers_of_the_loop(logp, old, A, config):
-    """What the loop answers for 40 orders of the same tokens."""
+    """The loop's answers for 40 orders of the same tokens."""
     answers = set()
     for seed in range(40):
         order = torch.randperm(len(A), generator=torch.Generator().manual_seed(seed))
@@ -331,8 +331,8 @@ def tied_rewards(positive, negative):
 
 
 @pytest.mark.parametrize(("positive", "negative"), [(4, 18), (6, 18), (8, 18)])
-def test_ties_that_the_loop_itself_decides_by_token_order(positive, negative):
-    """Its sums round either way there; one of its answers is right, anything else is not."""
+def test_ties_for_which_the_loop_depends_on_the_token_order(positive, negative):
+    """The loop's sums round either way there; the search must give one of its answers."""
     case = tied_rewards(positive, negative)
     answers = answers_of_the_loop(*case, BAPOConfig())
     assert len(answers) == 2, "the case must be one that depends on the order"
@@ -340,7 +340,7 @@ def test_ties_that_the_loop_itself_decides_by_token_order(positive, negative):
 
 
 def test_mirrored_advantages_at_target_one_half():
-    """Pairs +A, -A of equal weight, on-policy: P and N are the same numbers in another order."""
+    """Pairs +A, -A of equal weight, on-policy: pos and neg sum the same numbers in two orders."""
     config = BAPOConfig(target=0.5)
     for seed in range(10):
         g = torch.Generator().manual_seed(seed)
@@ -357,7 +357,7 @@ def test_values_that_are_not_finite(value, where):
     logp, old, advantages, rollout = (torch.randn(20, generator=g) for _ in range(4))
     {"advantage": advantages, "log_prob": logp, "rollout": rollout}[where][7] = value
     configs = [BAPOConfig(), BAPOConfig.recipe(), BAPOConfig(raise_first="lower", target=0.8)]
-    if value != value:  # the loop itself takes 0*inf for a clipped token of infinite weight
+    if value != value:  # with inf the loop itself computes 0*inf for a clipped token
         configs.append(BAPOConfig(contribution="gradient"))
     for config in configs:
         equal_to_the_loop(logp, old, advantages, config=config, rollout_log_probs=rollout)
@@ -379,10 +379,10 @@ BAD = (torch.nan, torch.inf, -torch.inf, torch.nan)
 
 @pytest.mark.parametrize("scope", ["step", "lagged"])
 @pytest.mark.parametrize("statistics", ["all", "live"])
-def test_scopes_of_a_decision(scope, statistics):
-    """step: no-grad log-probs; lagged: what the calls return, NaN at idle tokens included."""
+def test_step_and_lagged_scopes(scope, statistics):
+    """step: no-grad log-probs; lagged: what the calls return, with NaN at inactive tokens."""
     case = make_case((8, 16), 65, staleness=0.4, seed=1)
-    live = case.response_mask & (case.labels != -100)
+    unmasked = unmasked_tokens(case)
     histogram = ContributionHistogram()
     for rows in torch.arange(8).chunk(4):
         arguments = [t[rows] for t in case.arguments()]
@@ -391,7 +391,7 @@ def test_scopes_of_a_decision(scope, statistics):
                 logp = log_probs(case.logits[rows], case.labels[rows])[0]
         else:
             logp = bapo_loss(case.logits[rows], *arguments, statistics=statistics).log_probs
-        histogram.update(logp, arguments[1], arguments[2], live[rows])
+        histogram.update(logp, arguments[1], arguments[2], unmasked[rows])
     whole = bapo_loss(case.logits, *case.arguments()).bounds
     assert whole.upper > 1.2, "the case must need a search"
     assert histogram.solve() == whole
@@ -417,8 +417,8 @@ def _loss_rank(rank, path, results):
         metrics = [{k: v.item() for k, v in o.metrics.items()} for o in (out, true)]
         results[rank, name] = (out.loss.item(), *metrics, x.grad)
     search = ClipBoundSearch(scope="step", process_group=dist.group.WORLD)
-    live = arguments[3].bool() & (arguments[0] != -100)
-    search.update(log_probs(case.logits[rows], arguments[0])[0], *arguments[1:3], live)
+    unmasked = arguments[3].bool() & (arguments[0] != -100)
+    search.update(log_probs(case.logits[rows], arguments[0])[0], *arguments[1:3], unmasked)
     search.step()
     results[rank, "step"] = {k: v.item() for k, v in search.metrics.items()}
     empty = [t[:0] for t in case.arguments()] if rank else case.arguments()
@@ -430,7 +430,7 @@ def _loss_rank(rank, path, results):
 
 def loss_case():
     case = make_case((4, 16), 65, staleness=0.4, seed=5, poison=False)
-    return case, int((case.response_mask & (case.labels != -100)).sum())
+    return case, int(unmasked_tokens(case).sum())
 
 
 @pytest.fixture(scope="module")
@@ -465,8 +465,8 @@ def test_metrics_of_a_step_of_two_ranks(two_ranks):
         assert value == pytest.approx(expected[name].item(), rel=1e-5), name
 
 
-def test_metrics_of_a_search():
-    """Of the decision in use, also in a search that was saved, and before there is one."""
+def test_metrics_of_a_search_object():
+    """They describe the decision in use, also after a load, and before the first decision."""
     config = BAPOConfig(token_weight="uniform", target=0.48)
     tokens = torch.tensor([1.5, 1.0]).log(), torch.zeros(2), torch.tensor([2.0, -3.0])
     assert ClipBoundSearch(config).metrics == ClipBoundSearch(config, "step").metrics == {}
@@ -489,16 +489,16 @@ def test_metrics_of_a_search():
 
 @pytest.mark.parametrize("name", ["searched", "given"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_metrics_of_the_search(two_ranks, rank, name):
-    """A search covers the group; with bounds= there is no collective, so each rank its own."""
+def test_metrics_of_two_ranks(two_ranks, rank, name):
+    """A search covers the group; with bounds= there is no collective, and each rank is alone."""
     _, got, expected, _ = two_ranks[rank, name]
     assert got.keys() == expected.keys()
     for metric, value in expected.items():
         assert got[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
 
 
-def test_a_state_of_other_grids_is_refused():
-    """Those of as many points too, whose sums mean something else."""
+def test_state_of_other_grids_is_refused():
+    """Even grids of as many points, whose sums mean something else."""
     state = ClipBoundSearch(scope="lagged", device="cpu").state_dict()
     other = BAPOConfig(ratio_upper_start=1.4, ratio_upper_max=3.2)
     search = ClipBoundSearch(other, scope="lagged")

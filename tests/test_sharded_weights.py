@@ -1,4 +1,4 @@
-"""Heads that FSDP2, tensor parallelism and ZeRO-3 hold in parts."""
+"""Heads that FSDP2, tensor parallelism and ZeRO-3 have sharded."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("world")
 
 
 class Model(torch.nn.Module):
-    """Returns hidden states; the loss meets the head."""
+    """Returns hidden states; the loss applies the head."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def model_and_case(dtype=torch.float32):
 
 
 def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
-    """Three optimizer steps; parameters by name, whole. ``kind`` of weight meets the loss."""
+    """Losses of three optimizer steps, and unsharded parameters by name. ``kind`` of the weight."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for _ in range(3):
@@ -101,7 +101,7 @@ def fsdp_rank(rank, data, tensor, head_alone, reshard, vocab_parallel):
     [(2, 1, False), (4, 1, False), (2, 2, False), (2, 2, True), (1, 2, True)],
 )
 def test_fsdp2(worlds, data, tensor, vocab_parallel, head_alone, reshard):
-    """fully_shard: the head is whole after the root's forward, or a DTensor; same three steps."""
+    """fully_shard: after the root's forward the head is unsharded or a DTensor; three steps."""
     results = worlds(data * tensor).run(
         fsdp_rank, data, tensor, head_alone, reshard, vocab_parallel
     )
@@ -151,8 +151,8 @@ def gathers_rank(rank):
     ]
 
 
-def test_a_head_of_fsdp_and_shards_is_gathered_once(worlds):
-    """Over the data ranks alone: no rank ever holds more than its part of the vocabulary."""
+def test_head_of_fsdp_and_shards_is_gathered_once(worlds):
+    """Only over the data ranks: no rank ever holds more than its shard of the vocabulary."""
     for forward, backward, no_grad in worlds(4).run(gathers_rank):
         assert forward == no_grad == [("c10d_functional.all_gather_into_tensor", 1)]
         assert backward == [("c10d_functional.reduce_scatter_tensor", 1)]
@@ -206,7 +206,7 @@ def dtensor_rank(rank, function):
 
 
 @pytest.mark.parametrize("function", ["bapo_linear_loss", "linear_log_probs"])
-def test_vocabulary_of_a_dtensor(worlds, function):
+def test_vocabulary_sharded_as_a_dtensor(worlds, function):
     parts = worlds(2).run(dtensor_rank, function)
     case = linear_case("paper", torch.float32)
     hidden, weight, bias = head(torch.float32)

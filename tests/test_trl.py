@@ -58,14 +58,14 @@ def model(dtype=torch.float32):
         eos_token_id=1,
     )
     made = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # a head that prefers the known words, and some of them to others
+    with torch.no_grad():  # a head that prefers the known words, and some of these to others
         made.lm_head.weight.mul_(20)
         made.lm_head.weight[len(WORDS) :].mul_(0.1)
     return made.to(dtype)
 
 
 def reward(completion_ids, **_):
-    """Even tokens are right."""
+    """The share of even tokens."""
     return [sum(1.0 for t in ids if t % 2 == 0) / len(ids) for ids in completion_ids]
 
 
@@ -95,7 +95,7 @@ def arguments(folder, **options):
 
 
 class Recorder:
-    """Keeps what every micro-batch gave, and the rollouts or takes those of another run."""
+    """Records rollouts and what every micro-batch gave; may take the rollouts of another run."""
 
     rollouts = None
 
@@ -114,7 +114,7 @@ class Recorder:
                 g = torch.Generator().manual_seed(len(self.rollouts))
                 noise = torch.randn(made["old_per_token_logps"].shape, generator=g)
                 made["old_per_token_logps"] = made["old_per_token_logps"] + 0.4 * noise
-            tool = torch.zeros_like(made["completion_mask"])  # the second token is of a tool
+            tool = torch.zeros_like(made["completion_mask"])  # the second token is a tool's
             tool[:, 1] = 1
             made["tool_mask"] = 1 - tool
         self.rollouts.append(copy.deepcopy(made))
@@ -137,7 +137,7 @@ LOGGED = ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated")
 
 
 class Plain(Recorder, GRPOTrainer):
-    """The loss from whole logits with ordinary tensor operations, and the paper's loop."""
+    """The loss from materialised logits in ordinary tensor operations, and the paper's loop."""
 
     def log_probs(self, model, inputs):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -155,7 +155,7 @@ class Plain(Recorder, GRPOTrainer):
         return [x[mask] for x in (logp.detach(), logp.detach() if old is None else old, A)]
 
     def decide(self, parts):
-        """Over all processes, in their order: the bounds, and what the loss reports of them."""
+        """The bounds over all processes, in rank order, and their metrics."""
         if self.accelerator.num_processes > 1:
             of_ranks = [None] * self.accelerator.num_processes
             torch.distributed.all_gather_object(of_ranks, parts)
@@ -263,7 +263,7 @@ TARGET = {"paper": 0.62, "recipe": 1.5}
 
 @pytest.mark.parametrize("name", CASES)
 def test_training(tmp_path, name):
-    """Stale rollouts, two iterations, two micro-batches a step: losses, bounds and updates."""
+    """Stale rollouts, two iterations, two micro-batches per step: losses, bounds and updates."""
     check_training(tmp_path, name)
 
 
@@ -307,7 +307,7 @@ def check_training(tmp_path, name):
     entries = [entry for entry in ours.state.log_history if "loss" in entry]
     for entry, *decisions in zip(entries, true.logged[::2], true.logged[1::2], strict=True):
         assert {f"bapo/{name}" for name in decisions[0]} == {k for k in entry if "bapo/" in k}
-        for name in decisions[0]:  # of two micro-batches
+        for name in decisions[0]:  # the mean of two micro-batches
             mean = sum(decision[name] for decision in decisions) / 2
             assert entry[f"bapo/{name}"] == pytest.approx(mean, abs=1e-5), name
     logged = {key for entry in entries for key in entry}
@@ -325,7 +325,7 @@ def in_double(rollouts):
     ]
 
 
-def test_the_guide(tmp_path):
+def test_guide_runs(tmp_path):
     """The block of docs/integrations.md, run as it stands."""
     guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
     block = re.search(r"## TRL\n\n```python\n(.*?)```", guide, re.DOTALL).group(1)
@@ -358,7 +358,7 @@ BAD_OPTIONS = [
     (dict(bapo_options={"target": 2.0}), "target must .*in"),
     (dict(bapo_options={"epsilon": 0.2}), "bapo_options must have names of BAPOConfig"),
 ]
-# Options of BAPOConfig that are not the user's, and whose they are.
+# Options of BAPOConfig that the user does not set, and who does.
 OWNED = dict(
     loss_agg_mode="TRL's loss_type",
     loss_scale_factor="TRL's loss_type",
@@ -377,7 +377,7 @@ BAD_OPTIONS += [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
-def test_options_without_a_meaning(options, message):
+def test_options_without_a_meaning_are_refused(options, message):
     """No model is needed to refuse them."""
     if "steps_per_generation" in options:
         options = options | dict(num_generations=2)
@@ -438,8 +438,8 @@ ADVICE = [
 
 
 @pytest.mark.parametrize(("options", "message"), ADVICE)
-def test_settings_that_are_hardly_meant(options, message):
-    """One warning, once, where the config is made; ``None``: none."""
+def test_settings_that_are_probably_mistakes_warn(options, message):
+    """One warning, once, where the config is made; ``None``: no warning."""
     warn_once.cache_clear()
     for expected in (message, None):
         with warnings.catch_warnings(record=True) as caught:
@@ -452,8 +452,8 @@ def test_settings_that_are_hardly_meant(options, message):
             assert (warning.category, warning.filename) == (UserWarning, __file__)
 
 
-def test_the_search_ends_at_an_end_where_every_ratio_is_1():
-    """Why two optimizer steps a generation are too few for the scope lagged."""
+def test_search_stops_at_an_end_of_the_grids_where_every_ratio_is_1():
+    """Why two optimizer steps per generation are too few for the scope lagged."""
     g = torch.Generator().manual_seed(0)
     ends = set()
     for _ in range(50):
@@ -468,8 +468,8 @@ def test_args_of_trl_are_refused():
         BAPOTrainer(model=model(), reward_funcs=reward)
 
 
-def test_checkpoint(tmp_path):
-    """The bounds of scope lagged go on where they were."""
+def test_resumed_training(tmp_path):
+    """With scope lagged, a resumed training has the bounds it had."""
     options = dict(bapo_scope="lagged", bapo_options={"target": TARGET["paper"]})
     first, _ = trained(Ours, tmp_path, **options, save_strategy="steps", save_steps=2)
     (tmp_path / "again").mkdir()
@@ -487,12 +487,12 @@ def test_checkpoint(tmp_path):
     assert second.decided[0] == first.decided[4]
     logs = [trainer.state.log_history for trainer in (first, second)]
     third = [next(entry for entry in log if entry["step"] == 3) for log in logs]
-    for name in LOGGED:  # what the decision was made from
+    for name in LOGGED:  # what the decision was based on
         assert third[0][f"bapo/{name}"] == third[1][f"bapo/{name}"]
 
 
 def test_evaluation(tmp_path):
-    """An evaluation decides nothing, and leaves the decision of the training as it is."""
+    """Evaluation decides nothing, and leaves the decision of the training unchanged."""
     trainer, _ = trained(Ours, tmp_path, bapo_scope="lagged")
     before, table = trainer.search.bounds, trainer.search.histogram.table.clone()
     trainer.decided.clear()

@@ -1,4 +1,4 @@
-"""The loss and the head inside of the installed verl."""
+"""The loss and the head inside the installed verl."""
 
 import importlib.metadata
 import json
@@ -174,7 +174,7 @@ def test_ppo_loss_on_nested_data(preset):
     assert metrics["actor/bapo_clip_high"].aggregate() == out.bounds.upper.item()
 
 
-def test_names_of_the_authors():
+def test_option_names_of_the_authors():
     loss = BAPOPolicyLossConfig(
         preset="recipe", adv_ratio_target=0.5, ratio_lower_start=0.8, ratio_lower_max=0.95
     )
@@ -200,8 +200,8 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
-def test_bad_fields(fields, message):
-    """Where the config is made, or in the call where it is of another class."""
+def test_bad_fields_are_refused(fields, message):
+    """Where the config is made, or in the call if the config is of another class."""
     with pytest.raises(ValueError, match=message):
         BAPOPolicyLossConfig(**fields)
     other = OmegaConf.create(fields)
@@ -209,14 +209,14 @@ def test_bad_fields(fields, message):
         compute_policy_loss_bapo(**batch(), config=actor(other))
 
 
-def test_a_loss_mode_that_uses_no_field():
+def test_other_loss_modes_are_refused():
     """``_target_`` alone leaves verl's default, under which BAPO would not run."""
     message = "policy_loss.loss_mode must be 'bapo' with BAPOPolicyLossConfig, got 'vanilla'"
     with pytest.raises(ValueError, match=message):
         BAPOPolicyLossConfig(loss_mode="vanilla")
 
 
-def test_two_groups(monkeypatch):
+def test_search_ranks_with_a_process_group_are_refused(monkeypatch):
     import bapo_kernels.integrations.verl as adapter
 
     monkeypatch.setattr(adapter, "_group", object())
@@ -234,7 +234,7 @@ def test_two_groups(monkeypatch):
         ("recipe", dict(clip_ratio_c=10.0), []),
     ],
 )
-def test_clipping_of_verl_that_is_not_used(preset, options, warned):
+def test_unused_clip_options_of_verl_warn(preset, options, warned):
     warn_once.cache_clear()
     config = actor(BAPOPolicyLossConfig(preset=preset), **options)
     with warnings.catch_warnings(record=True) as caught:
@@ -268,7 +268,7 @@ def test_config_from_yaml():
     assert config.adv_ratio_target == 0.5
 
 
-def test_the_command_of_the_docs():
+def test_command_of_the_docs():
     """Every override composes with verl's own configuration."""
     from hydra import compose, initialize_config_module
     from verl.utils.config import omega_conf_to_dataclass

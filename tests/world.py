@@ -1,4 +1,4 @@
-"""Real process groups (gloo, NCCL on GPUs): processes that run a function together."""
+"""Real process groups (gloo, or NCCL on GPUs) whose ranks run a function together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @cache
 def grid(data: int, tensor: int, device: str = "cpu") -> DeviceMesh:
-    """Ranks as data x tensor parallel; kept, because an idle group of gloo polls its sockets."""
+    """A data x tensor parallel mesh; cached, because an idle gloo group polls its sockets."""
     ranks = torch.arange(data * tensor).view(data, tensor)
     return DeviceMesh(device, ranks, mesh_dim_names=("data", "tensor"))
 
@@ -57,14 +57,14 @@ class World:
         self.pipes = pipes
 
     def answers(self, function, *args, **kwargs):
-        """``function(rank, ...)`` on every rank at once: (True, result) or (False, error) each."""
+        """Run ``function(rank, ...)`` on every rank: (True, result) or (False, error) per rank."""
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
         answers = [pipe.recv() for pipe in self.pipes]
         return [(fine, _unpacked(answer) if fine else answer) for fine, answer in answers]
 
     def run(self, function, *args, **kwargs):
-        """What ``function(rank, ...)`` returned on every rank, in their order."""
+        """Run ``function(rank, ...)`` on every rank; the results in rank order."""
         answers = self.answers(function, *args, **kwargs)
         errors = [f"rank {rank}: {error}" for rank, (fine, error) in enumerate(answers) if not fine]
         assert not errors, "\n".join(errors)
