@@ -26,7 +26,7 @@ from shards import (
 from world import grid
 
 import bapo_kernels
-from bapo_kernels import bapo_loss, linear, reference
+from bapo_kernels import bapo_loss, gemm, reference
 
 pytestmark = pytest.mark.xdist_group("world")
 
@@ -148,7 +148,7 @@ def linear_rank(rank, name, dtype, backend, data, tensor):
     # Chunks of given rows or of given bytes: equally many on every rank, though shards are uneven.
     chunk_tokens = 5 if name == "paper" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize)
+        patch.setattr(gemm, "CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize)
         return linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens)
 
 

@@ -446,7 +446,7 @@ def test_missing_process_group_with_several_ranks_warns(ranks, monkeypatch):
         lambda: find_clip_bounds(lp, None, lp),
     )
     for call in calls:
-        checks._warn_once.cache_clear()
+        checks.warn_once.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call()

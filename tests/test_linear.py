@@ -16,7 +16,7 @@ from helpers import (
 )
 
 from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
-from bapo_kernels.linear import Head, HeadGradients, head
+from bapo_kernels.gemm import Head, HeadGradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193
@@ -183,7 +183,7 @@ def test_weight_gradient_of_many_chunks_is_not_rounded(dtype):
     """The error must not grow with the number of chunks, as it would for a sum in bfloat16."""
     torch.manual_seed(0)
     parameters = torch.randn(400, H).to(dtype), torch.randn(V, H).to(dtype), None
-    gradients = HeadGradients(head(*parameters, dtype), (True, True, False), one_chunk=False)
+    gradients = HeadGradients(Head.of(*parameters, dtype), (True, True, False), one_chunk=False)
     dlogits = torch.randn(400, V).to(dtype)
     for rows in torch.arange(400).split(2):
         gradients.add(rows, parameters[0][rows], dlogits[rows])

@@ -31,7 +31,7 @@ from bapo_kernels import (
 )
 from bapo_kernels.config import LossAggMode
 from bapo_kernels.debug import check_inputs
-from bapo_kernels.linear import HeadGradients, head
+from bapo_kernels.gemm import Head, HeadGradients
 
 V, H = 65, 8
 CONFIG = BAPOConfig(entropy_coef=0.1)
@@ -598,7 +598,7 @@ class TestAutocast:
         dlogits = torch.randn(20, V).bfloat16()
         made = []
         for enabled in (False, True):
-            of_head = head(hidden, weight, None, torch.bfloat16)
+            of_head = Head.of(hidden, weight, None, torch.bfloat16)
             total = HeadGradients(of_head, (True, True, False), one_chunk=False)
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 for rows in torch.arange(20).chunk(4):

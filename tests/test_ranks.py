@@ -33,7 +33,8 @@ from bapo_kernels import (
     find_clip_bounds,
     linear_log_probs,
 )
-from bapo_kernels.distributed import _warn_not_synchronised, sum_over_ranks
+from bapo_kernels.checks import warn_once
+from bapo_kernels.distributed import sum_over_ranks
 
 pytestmark = pytest.mark.xdist_group("world")
 
@@ -420,7 +421,7 @@ def test_loss_inside_the_forward(worlds, kind, tied):
 def warning_rank(rank, kind):
     """Warnings of two calls of a kind, and how far its gradients are from the mean over ranks."""
     mesh = grid(2, 1)["data"]
-    _warn_not_synchronised.cache_clear()
+    warn_once.cache_clear()
     policy = policy_of()
     model, head = policy.model, policy.head
     arguments, count = policy_batch()

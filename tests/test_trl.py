@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 from bapo_kernels import BAPOConfig, ClipBoundSearch, linear_log_probs, reference
-from bapo_kernels.integrations import warn_once
+from bapo_kernels.checks import warn_once
 from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig, _add_head, _lm_head
 from bapo_kernels.integrations.trl_config import bapo_config
 

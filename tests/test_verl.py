@@ -24,7 +24,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from bapo_kernels import BAPOConfig, reference
-from bapo_kernels.integrations import warn_once
+from bapo_kernels.checks import warn_once
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 
 pytestmark = needs_native

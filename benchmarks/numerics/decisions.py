@@ -16,6 +16,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels._autograd import LogProbs
+from bapo_kernels.call import log_probs_call
 from bapo_kernels.config import LOG_RATIO_LIMIT, RATIO_EPS
 from bapo_kernels.inputs import as_rows
 
@@ -26,7 +27,6 @@ BATCHES, TOKENS = 5_000, (16, 64, 256, 1_024)  # of a preset; of a batch
 POOL, POOL_V = 4_096, 32_000
 BITS = {"24 (float32)": 24, "20": 20, "17": 17, "14": 14, "11 (float16)": 11, "8 (bfloat16)": 8}
 SIGNIFICANT = {torch.float64: 24, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-OURS = "cpu", None, False  # backend, no shard, not in place
 MARGINS = [10 ** (k / 4) for k in range(-40, 5)]  # 1e-10 to 10
 
 
@@ -146,7 +146,8 @@ def pool() -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
             z, suffix = logits.to(dtype), f", {str(dtype).removeprefix('torch.')} logits"
             ours = log_probs(z, labels, return_entropy=False, backend="cpu")[0]
             found.setdefault("bapo_kernels cpu" + suffix, []).append(ours)
-            inside = LogProbs.apply(as_rows(z), labels, labels >= 0, (1.0, 1.0, None), *OURS)[0]
+            call = log_probs_call(labels, BAPOConfig(), "cpu", None)
+            inside = LogProbs.apply(as_rows(z), call, None)[0]
             found.setdefault("bapo_kernels cpu in bapo_loss" + suffix, []).append(inside)
             for who, function in others.items():
                 found.setdefault(who + suffix, []).append(function(Rows((z,), labels)))
