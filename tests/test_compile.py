@@ -188,36 +188,35 @@ def on_cpu():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, V)
     labels = torch.randint(0, V, (N,))
-    live = torch.ones(N, dtype=torch.bool)
+    counted = torch.ones(N, dtype=torch.bool)
     flags = torch.ones(N, dtype=torch.uint8)
     old, A, ref = -torch.rand(N), torch.randn(N), -torch.rand(N)
     logp, entropy, stats = -double(N), double(N), double(N, 2) + 1
-    tokens = (live, old, A, double(N), torch.rand(N), ref)
+    tokens = (counted, old, A, double(N), torch.rand(N), ref)
     row_pass = (
         labels,
         *tokens,
         None,
-        0.6,
-        0.9,
-        1.2,
-        3.0,
+        GRIDS,
         *POLICY,
         *TRANSFORM,
         logp,
         entropy,
         stats,
+        flags,
     )
     row_gradient = (labels, stats, entropy, double(N), double(N), flags, *TRANSFORM)
     table, bounds, shares = double(54), torch.tensor([0.8, 1.2]), double(4)
     return {
-        "row_pass": (logits, *row_pass, torch.empty_like(logits), flags),
-        "row_pass_": (logits, *row_pass, flags),
+        "row_statistics": (logits, labels, counted, *TRANSFORM, logp, entropy, stats),
+        "row_pass": (logits, *row_pass, torch.empty_like(logits)),
+        "row_pass_": (logits, *row_pass),
         "row_gradient": (logits, *row_gradient, torch.empty_like(logits)),
         "row_gradient_": (logits, *row_gradient),
-        "contributions": (logp, live, old, A, None, *GRIDS, False, False, table),
-        "solve": (table, *GRIDS, 0.4, False, True, bounds, shares),
+        "contributions": (logp, counted, old, A, None, GRIDS, False, False, table),
+        "solve": (table, GRIDS, 0.4, False, True, bounds, shares),
         "policy": (
-            *(logp, entropy, *tokens, None, bounds, shares, 0.6, 1.2, False, False, 0.4, False),
+            *(logp, entropy, *tokens, None, bounds, shares, GRIDS, False, False, 0.4, False),
             *(*POLICY, torch.empty(14), double(N), double(N)),
         ),
         "scale_": (logits, torch.tensor(2.0)),
@@ -252,7 +251,8 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
     for name, position, bad in (
         ("row_pass", 1, torch.zeros(N - 1, dtype=torch.long)),  # too few labels
         ("row_pass", 1, torch.zeros(N)),  # labels of another dtype
-        ("row_pass", -2, torch.empty(2, 3, V - 1)),  # another gradient shape
+        ("row_statistics", -1, double(N)),  # too few statistics
+        ("row_pass", -1, torch.empty(2, 3, V - 1)),  # another gradient shape
         ("row_gradient", 2, double(N)),  # too few statistics
         ("contributions", -1, double(53)),  # another grid's table
         ("policy", -3, torch.empty(13)),  # a report of another version
