@@ -1,7 +1,8 @@
-"""Every operator's schema and its fake implementation, once for each family of kernels.
+"""Schemas and fake implementations of all operators, for the native and the Triton kernels alike.
 
-The kernels write into tensors the caller allocated, so their fakes have nothing to compute. The
-native library registers them under the first namespace, ``backends/triton`` under the second.
+The kernels write into tensors that the caller allocated, so their fakes have nothing to compute.
+The native library registers its kernels under the first namespace, ``backends/triton`` under the
+second.
 """
 
 from __future__ import annotations
@@ -17,15 +18,12 @@ TRITON = "bapo_kernels_triton"
 
 _TRANSFORM = "float temperature, float logit_scale, float? softcap"
 _POLICY = "float? clip_ratio_c, float kl_loss_coef, int kl_loss_type, float entropy_coef"
-_GRIDS = (
-    "float lower_start, float lower_max, float lower_step, "
-    "float upper_start, float upper_max, float upper_step"
-)
+_GRIDS = "float[] grids"  # start, maximum and step of the lower grid, then of the upper
 _ROW_PASS = (
-    "Tensor labels, Tensor live, Tensor? old_log_probs, Tensor? advantages, Tensor? weights, "
-    "Tensor? rollout_is_weights, Tensor? ref_log_probs, Tensor? bounds, float lower_start, "
-    f"float lower_max, float upper_start, float upper_max, {_POLICY}, {_TRANSFORM}, "
-    "Tensor(b!) log_probs, Tensor(c!) entropy, Tensor(d!) stats"
+    "Tensor labels, Tensor counted, Tensor? old_log_probs, Tensor advantages, Tensor weights, "
+    f"Tensor? rollout_is_weights, Tensor? ref_log_probs, Tensor? bounds, {_GRIDS}, {_POLICY}, "
+    f"{_TRANSFORM}, Tensor(a!) log_probs, Tensor(b!) entropy, Tensor(c!) stats, "
+    "Tensor(d!) undecided"
 )
 _ROW_GRADIENT = (
     "Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, "
@@ -33,34 +31,40 @@ _ROW_GRADIENT = (
 )
 
 SCHEMAS = {
-    # One look at each live row: log-prob, entropy and (maximum, sum); with dlogits the gradient of
-    # every row that no admissible bounds could change, the others marked undecided.
-    "row_pass": f"Tensor logits, {_ROW_PASS}, Tensor(e!)? dlogits, Tensor(f!)? undecided",
-    "row_pass_": f"Tensor(a!) logits, {_ROW_PASS}, Tensor(f!)? undecided",
+    # The first pass over each counted row: its log-prob, entropy and (maximum, sum).
+    "row_statistics": (
+        f"Tensor logits, Tensor labels, Tensor counted, {_TRANSFORM}, "
+        "Tensor(a!) log_probs, Tensor(b!) entropy, Tensor(c!) stats"
+    ),
+    # The same, and the second pass over each decided row, which writes its gradient; rows whose
+    # gradient depends on the bounds that the search will find are marked undecided.
+    "row_pass": f"Tensor logits, {_ROW_PASS}, Tensor(e!) dlogits",
+    "row_pass_": f"Tensor(e!) logits, {_ROW_PASS}",
     # Gradient of the logits from the gradients of log-probs and entropy, in all rows or in some.
     "row_gradient": f"Tensor logits, {_ROW_GRADIENT}, Tensor(a!) dlogits",
     "row_gradient_": f"Tensor(a!) logits, {_ROW_GRADIENT}",
-    # Adds N at every point of the lower grid, then P at every point of the upper grid.
+    # Adds to the table: the negative mass at every point of the lower grid, then the positive mass
+    # at every point of the upper grid.
     "contributions": (
-        "Tensor log_probs, Tensor live, Tensor? old_log_probs, Tensor advantages, "
+        "Tensor log_probs, Tensor counted, Tensor? old_log_probs, Tensor advantages, "
         f"Tensor? rollout_log_probs, {_GRIDS}, bool uniform_weight, bool gradient, "
         "Tensor(a!) table"
     ),
-    # Bounds at which Algorithm 1 stops; shares = (P, N) there and (P, N) at the start.
+    # The bounds at which Algorithm 1 stops; shares = positive and negative mass at these, then at
+    # the starting bounds.
     "solve": (
         f"Tensor table, {_GRIDS}, float target, bool ratio_target, bool upper_first, "
         "Tensor(a!) bounds, Tensor(b!) shares"
     ),
     # Loss and metrics of tokens, and the gradients of log-probs and entropy.
     "policy": (
-        "Tensor log_probs, Tensor? entropy, Tensor live, Tensor? old_log_probs, "
+        "Tensor log_probs, Tensor? entropy, Tensor counted, Tensor? old_log_probs, "
         "Tensor advantages, Tensor weights, Tensor? rollout_is_weights, Tensor? ref_log_probs, "
-        "Tensor? rollout_log_probs, Tensor bounds, Tensor? shares, float lower_start, "
-        "float upper_start, bool uniform_weight, bool gradient, float target, "
-        f"bool ratio_target, {_POLICY}, Tensor(a!) report, Tensor(b!)? dlog_probs, "
-        "Tensor(c!)? dentropy"
+        f"Tensor? rollout_log_probs, Tensor bounds, Tensor? shares, {_GRIDS}, "
+        f"bool uniform_weight, bool gradient, float target, bool ratio_target, {_POLICY}, "
+        "Tensor(a!) report, Tensor(b!) dlog_probs, Tensor(c!)? dentropy"
     ),
-    # x *= factor, which leaves at once if the factor is 1.
+    # x *= factor; a factor of 1 returns at once.
     "scale_": "Tensor(a!) x, Tensor factor",
 }
 
@@ -81,12 +85,12 @@ _HEAD = (
     f"{_TRANSFORM}, str backend, int? chunk_tokens, Tensor? shard_sizes, str? group"
 )
 
-# The chunk loops of ``linear.py``, on any backend: how many rows a chunk keeps is read from the
-# device, which a compiler cannot trace.
+# The loops over chunks in ``linear.py``, for all backends. They read from the device how many rows
+# of a chunk are counted, which a compiler cannot trace.
 HEAD_SCHEMAS = {
-    # Log-probs, entropy and stats, as of row_pass.
+    # Log-probs, entropy and stats, as of row_statistics.
     "head_forward": f"({_HEAD}) -> (Tensor, Tensor, Tensor)",
-    # Gradients of those of hidden, weight and bias that need one.
+    # Gradients of hidden, weight and bias, of those that need one.
     "head_backward": (
         "(Tensor? dlog_probs, Tensor? dentropy, Tensor entropy, Tensor stats, "
         f"bool[] needs, {_HEAD}) -> Tensor[]"
@@ -125,7 +129,7 @@ for _name, _arguments in HEAD_SCHEMAS.items():
 torch.library.register_fake(f"{NATIVE}::head_forward", _fake_head_forward, lib=_libraries[NATIVE])
 torch.library.register_fake(f"{NATIVE}::head_backward", _fake_head_backward, lib=_libraries[NATIVE])
 
-# Which of the CPU kernels run; a name chooses, "" only asks.
+# The instruction set of the CPU kernels in use; a name selects another, "" does not.
 _libraries[NATIVE].define("instruction_set(str name) -> str")
 
 

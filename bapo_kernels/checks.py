@@ -27,8 +27,14 @@ def runs_while_traced(function: F) -> F:
     return function
 
 
-def require(ok: bool, name: str, rule: str | tuple[Any, ...], got: Any) -> None:
-    """Raises ``ValueError`` with name, rule and the value got.
+def require(
+    ok: bool,
+    name: str,
+    rule: str | tuple[Any, ...],
+    got: Any,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raises ``error`` with name, rule and the value got.
 
     A rule may be a template and its values, as of :mod:`logging`. They become text only where it is
     broken: ``torch.compile`` cannot write the sizes of dynamic shapes.
@@ -37,7 +43,7 @@ def require(ok: bool, name: str, rule: str | tuple[Any, ...], got: Any) -> None:
         if isinstance(rule, tuple):
             template, *values = rule
             rule = template.format(*map(_shown, values))
-        raise ValueError(f"{name} must {rule}, got {_shown(got)}")
+        raise error(f"{name} must {rule}, got {_shown(got)}")
 
 
 def number(name: str, value: Any) -> float:

@@ -1,12 +1,12 @@
-"""What a case must move and compute: the model behind every GB/s and TFLOP/s.
+"""The bytes and FLOPs that a case cannot do without: the model behind every GB/s and TFLOP/s.
 
-Bytes at the level of logits, b bytes an element: every row that is read once (``read``), rows that
-wait for the search once more (``undecided``), every gradient written once, zeros too:
-``(read + undecided + 1)*N*V*b``; log-probs alone ``read*N*V*b``. From hidden states FLOPs:
-``2*V*H`` for each row that is read, ``4*V*H`` for each that has a gradient once the bounds are
-known. The search reads three float32 a token.
+From logits, with b bytes per element: counted rows are read once (``read``), undecided rows once
+more (``undecided``), and every gradient is written once, including zeros:
+``(read + undecided + 1)*N*V*b`` bytes. Log-probs alone take ``read*N*V*b``. From hidden states:
+``2*V*H`` FLOPs for each counted row, and ``4*V*H`` for each row with a gradient at the final bounds.
+The search reads three float32 per token.
 
-The model is of the task, not of the way: whoever moves more than this has a lower rate.
+The model describes the task and not an implementation: one that moves more bytes has a lower rate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Floor(NamedTuple):
 
 
 def floor(case: Case, shares: dict[str, float], live: bool = False) -> Floor:
-    """Of a case whose data has these shares of rows; ``live`` leaves out rows of no advantage."""
+    """The floor of a case whose data has these shares of rows; ``live``: of active rows alone."""
     elements = case.N * case.V * getattr(torch, case.dtype).itemsize
     read = shares["live" if live else "read"]
     if case.level == "tokens":

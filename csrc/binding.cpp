@@ -17,7 +17,7 @@ namespace {
 using namespace bapo;
 using torch::stable::Tensor;
 
-// The row kernels in use: the widest that run here, unless a test asks for others.
+// The row kernels in use: those of the widest instruction set here, unless a test asks for others.
 std::atomic<const cpu::RowKernels*> kernels_in_use{&cpu::row_kernels()};
 
 std::string instruction_set(std::string name) {

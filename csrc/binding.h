@@ -1,6 +1,6 @@
-// The operators of bapo_kernels/_ops.py over a backend's kernels: arguments become the plain
-// structs of params.h. Checks what memory safety needs; friendly messages are the business of the
-// Python layer. Torch's stable ABI only.
+// The operators of bapo_kernels/_ops.py over the kernels of a backend: arguments become the plain
+// structs of params.h. Checks what memory safety needs; friendly messages are left to the Python
+// layer. Uses the stable ABI of torch alone.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -9,6 +9,7 @@
 
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "params.h"
 
@@ -46,7 +47,7 @@ class Arguments {
     explicit Arguments(const Tensor& first)
         : cuda_(first.is_cuda()), index_(first.get_device_index()) {}
 
-    // The data of a contiguous tensor of so many elements.
+    // The data of a contiguous tensor of `count` elements.
     template <typename T>
     T* data(const Tensor& tensor, int64_t count, const char* name) const {
         STD_TORCH_CHECK(tensor.scalar_type() == kScalarType<T> && tensor.is_contiguous() &&
@@ -89,12 +90,12 @@ class Arguments {
         return rows;
     }
 
-    TokenInputs token_inputs(int64_t count, const Tensor& live, const OptionalTensor& old_log_probs,
-                             const OptionalTensor& advantages, const OptionalTensor& weights,
-                             const OptionalTensor& is_weights,
+    TokenInputs token_inputs(int64_t count, const Tensor& counted,
+                             const OptionalTensor& old_log_probs, const OptionalTensor& advantages,
+                             const OptionalTensor& weights, const OptionalTensor& is_weights,
                              const OptionalTensor& ref_log_probs) const {
         return {
-            data<bool>(live, count, "live"),
+            data<bool>(counted, count, "counted"),
             data<float>(old_log_probs, count, "old_log_probs"),
             data<float>(advantages, count, "advantages"),
             data<double>(weights, count, "weights"),
@@ -142,50 +143,82 @@ inline PolicyOptions policy_options(std::optional<double> clip_ratio_c, double k
     return {clip_ratio_c.value_or(no_cap), kl_loss_coef, kl_loss_type, entropy_coef};
 }
 
-template <typename Backend>
-void row_pass(Tensor logits, Tensor labels, Tensor live, OptionalTensor old_log_probs,
-              OptionalTensor advantages, OptionalTensor weights, OptionalTensor rollout_is_weights,
-              OptionalTensor ref_log_probs, OptionalTensor bounds, double lower_start,
-              double lower_max, double upper_start, double upper_max,
-              std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
-              double entropy_coef, double temperature, double logit_scale,
-              std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
-              OptionalTensor dlogits, OptionalTensor undecided) {
+struct Grids {
+    Grid lower;
+    Grid upper;
+
+    // From start, maximum and step of the lower grid, then of the upper.
+    explicit Grids(const std::vector<double>& numbers) {
+        STD_TORCH_CHECK(numbers.size() == 6, "grids must be 6 numbers, got ", numbers.size());
+        lower = {numbers[0], numbers[1], numbers[2]};
+        upper = {numbers[3], numbers[4], numbers[5]};
+    }
+    int64_t points() const {
+        double values[kMaxGridPoints];
+        return fill_grid(lower, values) + fill_grid(upper, values);
+    }
+};
+
+// What every first pass reads and writes; other members are null.
+inline RowPassParams first_pass_params(const Arguments& args, const LogitRows& rows,
+                                       const Tensor& labels, const Tensor& log_probs,
+                                       const Tensor& entropy, const Tensor& stats) {
     RowPassParams params{};
-    const Arguments on(logits);
-    params.rows = on.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
-    const int64_t N = params.rows.batches * params.rows.rows;
-    params.labels = on.data<int64_t>(labels, N, "labels");
-    params.tokens = on.token_inputs(N, live, old_log_probs, advantages, weights, rollout_is_weights,
-                                    ref_log_probs);
-    params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
-    params.bounds = on.data<float>(bounds, 2, "bounds");
-    // Bounds are applied as float32: so are the ends of their ranges.
-    params.first = {(float)lower_start, (float)upper_start};
-    params.last = {(float)lower_max, (float)upper_max};
-    params.log_probs = on.data<double>(log_probs, N, "log_probs");
-    params.entropy = on.data<double>(entropy, N, "entropy");
-    params.stats = on.data<double>(stats, 2 * N, "stats");
-    params.undecided = on.data<uint8_t>(undecided, N, "undecided");
-    STD_TORCH_CHECK(params.rows.grad == nullptr ||
-                        (params.tokens.advantages && params.tokens.weights && params.undecided),
-                    "dlogits needs advantages, weights and undecided");
+    params.rows = rows;
+    params.labels = args.data<int64_t>(labels, rows.count(), "labels");
+    params.log_probs = args.data<double>(log_probs, rows.count(), "log_probs");
+    params.entropy = args.data<double>(entropy, rows.count(), "entropy");
+    params.stats = args.data<double>(stats, 2 * rows.count(), "stats");
+    return params;
+}
+
+template <typename Backend>
+void row_statistics(Tensor logits, Tensor labels, Tensor counted, double temperature,
+                    double logit_scale, std::optional<double> softcap, Tensor log_probs,
+                    Tensor entropy, Tensor stats) {
+    const Arguments args(logits);
+    const LogitRows rows = args.logit_rows(logits, {}, temperature, logit_scale, softcap);
+    RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
+    params.tokens.counted = args.data<bool>(counted, rows.count(), "counted");
     Backend::row_pass(params, logits);
 }
 
 template <typename Backend>
-void row_pass_(Tensor logits, Tensor labels, Tensor live, OptionalTensor old_log_probs,
-               OptionalTensor advantages, OptionalTensor weights, OptionalTensor rollout_is_weights,
-               OptionalTensor ref_log_probs, OptionalTensor bounds, double lower_start,
-               double lower_max, double upper_start, double upper_max,
+void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
+              Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
+              OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grids,
+              std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
+              double entropy_coef, double temperature, double logit_scale,
+              std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
+              Tensor undecided, Tensor dlogits) {
+    const Arguments args(logits);
+    const Grids of(grids);
+    const LogitRows rows = args.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
+    const int64_t N = rows.count();
+    RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
+    params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
+                                      rollout_is_weights, ref_log_probs);
+    params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
+    params.bounds = args.data<float>(bounds, 2, "bounds");
+    // Bounds are applied as float32, and so are the ends of their ranges.
+    params.first = {(float)of.lower.start, (float)of.upper.start};
+    params.last = {(float)of.lower.maximum, (float)of.upper.maximum};
+    params.undecided = args.data<uint8_t>(undecided, N, "undecided");
+    Backend::row_pass(params, logits);
+}
+
+template <typename Backend>
+void row_pass_(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
+               Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
+               OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grids,
                std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
                double entropy_coef, double temperature, double logit_scale,
                std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
-               OptionalTensor undecided) {
-    row_pass<Backend>(logits, labels, live, old_log_probs, advantages, weights, rollout_is_weights,
-                      ref_log_probs, bounds, lower_start, lower_max, upper_start, upper_max,
-                      clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef, temperature,
-                      logit_scale, softcap, log_probs, entropy, stats, logits, undecided);
+               Tensor undecided) {
+    row_pass<Backend>(logits, labels, counted, old_log_probs, advantages, weights,
+                      rollout_is_weights, ref_log_probs, bounds, grids, clip_ratio_c, kl_loss_coef,
+                      kl_loss_type, entropy_coef, temperature, logit_scale, softcap, log_probs,
+                      entropy, stats, undecided, logits);
 }
 
 template <typename Backend>
@@ -193,15 +226,15 @@ void row_gradient(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Te
                   OptionalTensor dentropy, OptionalTensor only, double temperature,
                   double logit_scale, std::optional<double> softcap, Tensor dlogits) {
     RowGradientParams params{};
-    const Arguments on(logits);
-    params.rows = on.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
+    const Arguments args(logits);
+    params.rows = args.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
     const int64_t N = params.rows.batches * params.rows.rows;
-    params.labels = on.data<int64_t>(labels, N, "labels");
-    params.stats = on.data<double>(stats, 2 * N, "stats");
-    params.entropy = on.data<double>(entropy, N, "entropy");
-    params.dlog_probs = on.data<double>(dlog_probs, N, "dlog_probs");
-    params.dentropy = on.data<double>(dentropy, N, "dentropy");
-    params.only = on.data<uint8_t>(only, N, "only");
+    params.labels = args.data<int64_t>(labels, N, "labels");
+    params.stats = args.data<double>(stats, 2 * N, "stats");
+    params.entropy = args.data<double>(entropy, N, "entropy");
+    params.dlog_probs = args.data<double>(dlog_probs, N, "dlog_probs");
+    params.dentropy = args.data<double>(dentropy, N, "dentropy");
+    params.only = args.data<uint8_t>(only, N, "only");
     Backend::row_gradient(params, logits);
 }
 
@@ -213,76 +246,68 @@ void row_gradient_(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, T
                           logit_scale, softcap, logits);
 }
 
-inline int64_t grid_points(const Grid& grid) {
-    double points[kMaxGridPoints];
-    return fill_grid(grid, points);
-}
-
 template <typename Backend>
-void contributions(Tensor log_probs, Tensor live, OptionalTensor old_log_probs, Tensor advantages,
-                   OptionalTensor rollout_log_probs, double lower_start, double lower_max,
-                   double lower_step, double upper_start, double upper_max, double upper_step,
+void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs,
+                   Tensor advantages, OptionalTensor rollout_log_probs, std::vector<double> grids,
                    bool uniform_weight, bool gradient, Tensor table) {
     ContributionParams params{};
-    const Arguments on(log_probs);
+    const Arguments args(log_probs);
+    const Grids of(grids);
     const int64_t N = params.count = log_probs.numel();
-    params.log_probs = on.data<double>(log_probs, N, "log_probs");
-    params.tokens = on.token_inputs(N, live, old_log_probs, advantages, {}, {}, {});
-    params.rollout_log_probs = on.data<float>(rollout_log_probs, N, "rollout_log_probs");
-    params.lower = {lower_start, lower_max, lower_step};
-    params.upper = {upper_start, upper_max, upper_step};
+    params.log_probs = args.data<double>(log_probs, N, "log_probs");
+    params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, {}, {}, {});
+    params.rollout_log_probs = args.data<float>(rollout_log_probs, N, "rollout_log_probs");
+    params.lower = of.lower;
+    params.upper = of.upper;
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
-    const int64_t points = grid_points(params.lower) + grid_points(params.upper);
-    params.table = on.data<double>(table, points, "table");
-    Backend::contributions(params, points, log_probs);
+    params.table = args.data<double>(table, of.points(), "table");
+    Backend::contributions(params, of.points(), log_probs);
 }
 
 template <typename Backend>
-void solve(Tensor table, double lower_start, double lower_max, double lower_step,
-           double upper_start, double upper_max, double upper_step, double target,
-           bool ratio_target, bool upper_first, Tensor bounds, Tensor shares) {
-    const Grid lower{lower_start, lower_max, lower_step}, upper{upper_start, upper_max, upper_step};
-    const Arguments on(table);
-    const int64_t points = grid_points(lower) + grid_points(upper);
-    Backend::solve(on.data<double>(table, points, "table"), lower, upper,
-                   {target, ratio_target, upper_first}, on.data<float>(bounds, 2, "bounds"),
-                   on.data<double>(shares, 4, "shares"), table);
+void solve(Tensor table, std::vector<double> grids, double target, bool ratio_target,
+           bool upper_first, Tensor bounds, Tensor shares) {
+    const Arguments args(table);
+    const Grids of(grids);
+    Backend::solve(args.data<double>(table, of.points(), "table"), of.lower, of.upper,
+                   {target, ratio_target, upper_first}, args.data<float>(bounds, 2, "bounds"),
+                   args.data<double>(shares, 4, "shares"), table);
 }
 
-constexpr int64_t kReportSize = 14;
-
 template <typename Backend>
-void policy(Tensor log_probs, OptionalTensor entropy, Tensor live, OptionalTensor old_log_probs,
+void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTensor old_log_probs,
             Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
             OptionalTensor ref_log_probs, OptionalTensor rollout_log_probs, Tensor bounds,
-            OptionalTensor shares, double lower_start, double upper_start, bool uniform_weight,
-            bool gradient, double target, bool ratio_target, std::optional<double> clip_ratio_c,
+            OptionalTensor shares, std::vector<double> grids, bool uniform_weight, bool gradient,
+            double target, bool ratio_target, std::optional<double> clip_ratio_c,
             double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, Tensor report,
-            OptionalTensor dlog_probs, OptionalTensor dentropy) {
+            Tensor dlog_probs, OptionalTensor dentropy) {
     PolicyParams params{};
-    const Arguments on(log_probs);
+    const Arguments args(log_probs);
+    const Grids of(grids);
     const int64_t N = params.count = log_probs.numel();
-    params.log_probs = on.data<double>(log_probs, N, "log_probs");
-    params.entropy = on.data<double>(entropy, N, "entropy");
-    params.tokens = on.token_inputs(N, live, old_log_probs, advantages, weights, rollout_is_weights,
-                                    ref_log_probs);
-    params.rollout_log_probs = on.data<float>(rollout_log_probs, N, "rollout_log_probs");
+    params.log_probs = args.data<double>(log_probs, N, "log_probs");
+    params.entropy = args.data<double>(entropy, N, "entropy");
+    params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
+                                      rollout_is_weights, ref_log_probs);
+    params.rollout_log_probs = args.data<float>(rollout_log_probs, N, "rollout_log_probs");
     params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
-    params.first = {lower_start, upper_start};
+    params.first = {of.lower.start, of.upper.start};
     params.target = {target, ratio_target, false};
-    params.bounds = on.data<float>(bounds, 2, "bounds");
-    params.shares = on.data<double>(shares, 4, "shares");
-    params.report = on.data<float>(report, kReportSize, "report");
-    params.dlog_probs = on.data<double>(dlog_probs, N, "dlog_probs");
-    params.dentropy = on.data<double>(dentropy, N, "dentropy");
+    params.bounds = args.data<float>(bounds, 2, "bounds");
+    params.shares = args.data<double>(shares, 4, "shares");
+    params.report = reinterpret_cast<Report*>(args.data<float>(report, kReportSize, "report"));
+    params.dlog_probs = args.data<double>(dlog_probs, N, "dlog_probs");
+    params.dentropy = args.data<double>(dentropy, N, "dentropy");
     Backend::policy(params, log_probs);
 }
 
 template <typename Backend, typename Library>
 void register_operators(Library& m) {
+    m.impl("row_statistics", TORCH_BOX(&row_statistics<Backend>));
     m.impl("row_pass", TORCH_BOX(&row_pass<Backend>));
     m.impl("row_pass_", TORCH_BOX(&row_pass_<Backend>));
     m.impl("row_gradient", TORCH_BOX(&row_gradient<Backend>));

@@ -1,5 +1,5 @@
-// Registers the CUDA kernels. Knows nothing of CUDA but a stream, so that any compiler builds it,
-// and loads on a torch without CUDA, where nothing calls it.
+// Registers the CUDA kernels. Of CUDA it needs a stream alone, so that any compiler builds it; it
+// loads on a torch without CUDA, where nothing calls it.
 
 #include "binding_cuda.h"
 

@@ -7,13 +7,13 @@
 #include "cuda/launch_cuda.h"
 #include "tokens.h"
 
-// Only a torch with CUDA has it.
+// Defined by a torch with CUDA alone.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream)
     __attribute__((weak));
 
 namespace bapo::binding {
 
-// The device and stream that a call's kernels go to.
+// The device and stream on which the kernels of a call are launched.
 class Launch {
   public:
     explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -69,9 +69,9 @@ struct Cuda {
 
 inline void scale(Tensor x, Tensor factor) {
     const Launch launch(x);
-    const Arguments on(x);
-    const LogitRows rows = on.rows_of(x);
-    launch.check(cuda::scale(rows, on.data<float>(factor, 1, "factor"), launch.stream()));
+    const Arguments args(x);
+    const LogitRows rows = args.rows_of(x);
+    launch.check(cuda::scale(rows, args.data<float>(factor, 1, "factor"), launch.stream()));
 }
 
 }  // namespace bapo::binding

@@ -1,5 +1,5 @@
-// Entry points of the kernels. A launch is cut into pieces of work that any thread may take in any
-// order; results do not depend on who took what.
+// Entry points of the CPU kernels. A launch is cut into pieces of work that any thread may take in
+// any order; results do not depend on which thread took which piece.
 #pragma once
 
 #include <atomic>
@@ -10,8 +10,8 @@
 
 namespace bapo::cpu {
 
-// Threads take neighbouring rows, a grain at a time, until none is left. Neighbours, because two
-// threads that first touch the same page would both pay for it.
+// Threads take rows, a grain of neighbours at a time, until none is left. Neighbours, because two
+// threads that are the first to touch a page would both pay for it.
 struct RowQueue {
     int64_t count;
     int64_t grain;

@@ -20,7 +20,8 @@ struct Transform {
 };
 
 // Rows of logits [batches, rows, vocab] with unit stride in the last dimension, and where their
-// gradient goes (null: nowhere; equal to logits: in place). Strides count elements.
+// gradient is written (null: it is not computed; equal to logits: in place). Strides count
+// elements.
 struct LogitRows {
     DType dtype;
     int64_t batches;
@@ -37,10 +38,10 @@ struct LogitRows {
     BAPO_HD int64_t count() const { return batches * rows; }
 };
 
-// One entry a token, all contiguous. What the caller gave is float32; what kernels hand on to each
-// other is double, so that nothing but the logits' own exp is rounded twice.
+// One entry per token, all contiguous. Inputs of the caller are float32; values passed from kernel
+// to kernel are double, so that only the exp of the logits is rounded to float32.
 struct TokenInputs {
-    const bool* live;
+    const bool* counted;
     const float* old_log_probs;
     const float* advantages;
     const double* weights;
@@ -48,18 +49,20 @@ struct TokenInputs {
     const float* ref_log_probs;
 };
 
+// Without rows.grad this is row_statistics: the first pass alone, for which counted is the only
+// input per token beside the label, and undecided is null.
 struct RowPassParams {
     LogitRows rows;
     const int64_t* labels;
-    TokenInputs tokens;  // without advantages only the statistics are computed
+    TokenInputs tokens;
     PolicyOptions options;
-    const float* bounds;  // (lower, upper); null: anywhere between first and last
+    const float* bounds;  // (lower, upper); null: not known yet, between first and last
     Bounds first;
     Bounds last;
     double* log_probs;
     double* entropy;
-    double* stats;       // (origin, sum) of every row, as the backend needs them to look again
-    uint8_t* undecided;  // 1 where the gradient depends on where the bounds will be
+    double* stats;       // (origin, sum) of every row, which the second pass of this backend needs
+    uint8_t* undecided;  // 1 where the gradient depends on the bounds that the search will find
 };
 
 struct RowGradientParams {
@@ -81,7 +84,9 @@ struct ContributionParams {
     Grid upper;
     bool uniform_weight;
     bool gradient;
-    double* table;  // N at every point of the lower grid, then P at every point of the upper grid
+    // Negative mass at every point of the lower grid, then positive mass at every point of the
+    // upper grid.
+    double* table;
 };
 
 struct TargetParams {
@@ -89,6 +94,25 @@ struct TargetParams {
     bool ratio;
     bool upper_first;
 };
+
+// What a loss reports, in the order of output.py.
+struct Report {
+    float loss;
+    float pg_loss;
+    float pg_clipfrac;
+    float pg_clipfrac_lower;
+    float ppo_kl;
+    float entropy;
+    float kl_loss;
+    float bapo_clip_low;
+    float bapo_clip_high;
+    float bapo_pos_share;
+    float bapo_pos_share_start;
+    float bapo_pos_neg_ratio;
+    float bapo_saturated;
+    float live_tokens;
+};
+constexpr int kReportSize = sizeof(Report) / sizeof(float);
 
 struct PolicyParams {
     int64_t count;
@@ -102,8 +126,10 @@ struct PolicyParams {
     Bounds first;
     TargetParams target;
     const float* bounds;
-    const double* shares;  // P and N at the bounds, P and N at the start; null: of these tokens
-    float* report;         // loss and metrics, in the order of output.py
+    // Positive and negative mass at the final bounds, then at the starting bounds; null: those of
+    // these tokens.
+    const double* shares;
+    Report* report;
     double* dlog_probs;
     double* dentropy;
 };

@@ -1,6 +1,6 @@
 // The policy mathematics of BAPO (arXiv 2510.18927, Eq. 8 and Algorithm 1), one token at a time.
-// Shared by the CPU and the CUDA kernels. Everything is double: it is a few operations a token,
-// and decisions (clipped or not, which bounds) then agree with the float64 reference.
+// Shared by the CPU and the CUDA kernels. Everything is double: it costs a few operations per
+// token, and decisions (clipped or not, which bounds) then agree with the float64 reference.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@ struct Bounds {
     double upper;
 };
 
-// Options of the token loss; without dual clip clip_ratio_c is infinite.
+// Options of the loss per token; clip_ratio_c is infinite without a dual clip.
 struct PolicyOptions {
     double clip_ratio_c;
     double kl_loss_coef;
@@ -35,7 +35,7 @@ struct PolicyOptions {
     double entropy_coef;
 };
 
-// What is known of a token once its log-prob is. Absent terms: is_weight 1, ref_log_prob =
+// The inputs of a token's loss. Where they are absent, is_weight is 1 and ref_log_prob is
 // log_prob.
 struct Token {
     double log_prob;
@@ -47,8 +47,8 @@ struct Token {
 
 struct Ratio {
     double value;      // r; NaN if old_log_prob is not finite, which the clamp would hide
-    double log_value;  // clamped log ratio
-    bool saturated;    // outside of the clamp: no derivative
+    double log_value;  // clamped log-ratio
+    bool saturated;    // the clamp changed it, so that its derivative is 0
 };
 
 BAPO_HD double clamp(double x, double low, double high) {
@@ -116,7 +116,7 @@ BAPO_HD KlTerm kl_term(double log_prob, double ref_log_prob, int64_t type) {
     return {held, inside || value != value ? -expm1(d) : 0.0};
 }
 
-// d loss / d log_prob of the whole token: policy and KL term.
+// d loss / d log_prob of a token: policy term and KL term.
 BAPO_HD double token_grad(const Token& token, const Ratio& ratio, Bounds bounds,
                           const PolicyOptions& options) {
     double grad = policy_term(token, ratio, bounds, options.clip_ratio_c).grad;
@@ -127,7 +127,7 @@ BAPO_HD double token_grad(const Token& token, const Ratio& ratio, Bounds bounds,
     return grad;
 }
 
-// What a token adds to P (A > 0) or N (A < 0), its weight w apart.
+// What a token adds to the positive mass (A > 0) or the negative mass (A < 0), without its weight.
 BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool gradient) {
     if (advantage > 0.0) {
         if (gradient) return r > bounds.upper ? 0.0 : advantage * r;
@@ -137,7 +137,8 @@ BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool grad
     return -advantage * (r < bounds.lower ? bounds.lower : r);
 }
 
-// The values a bound visits; the last step is cut at the maximum, a step of 0 does not move.
+// The values that the search tries for a bound. The last step ends at the maximum; with a step of 0
+// there is one value.
 struct Grid {
     double start;
     double maximum;
@@ -185,48 +186,48 @@ struct Moments {
     double mass;        // sum of w*|A|
 };
 
-// Adds P(c_high) of every point of the upper grid, from tokens with A > 0. Bin b holds the ratios
-// that b points are below, so r <= c_j where b <= j.
+// Adds the positive mass at every point of the upper grid, from tokens with A > 0. Bin b holds the
+// ratios that b points are below, so r <= c_j where b <= j.
 BAPO_HD void add_positive(const Moments* bins, const double* points, int count, bool gradient,
-                          double* P) {
+                          double* pos) {
     double kept = 0.0;
     for (int j = 0; j < count; ++j) {
         kept += bins[j].ratio_mass;
-        P[j] += kept;
+        pos[j] += kept;
     }
     if (gradient) return;
     double above = 0.0;
     for (int j = count - 1; j >= 0; --j) {
         above += bins[j + 1].mass;
-        P[j] += points[j] * above;
+        pos[j] += points[j] * above;
     }
 }
 
-// Adds N(c_low) of every point of the lower grid, from tokens with A < 0. Bin b holds the ratios
-// that b points are not above, so r >= c_i where b > i.
+// Adds the negative mass at every point of the lower grid, from tokens with A < 0. Bin b holds the
+// ratios that b points are not above, so r >= c_i where b > i.
 BAPO_HD void add_negative(const Moments* bins, const double* points, int count, bool gradient,
-                          double* N) {
+                          double* neg) {
     double kept = 0.0;
     for (int i = count - 1; i >= 0; --i) {
         kept += bins[i + 1].ratio_mass;
-        N[i] += kept;
+        neg[i] += kept;
     }
     if (gradient) return;
     double below = 0.0;
     for (int i = 0; i < count; ++i) {
         below += bins[i].mass;
-        N[i] += points[i] * below;
+        neg[i] += points[i] * below;
     }
 }
 
 // What the search compares with its target; infinite where there is nothing to balance.
-BAPO_HD double tested_quantity(double P, double N, bool ratio_target) {
-    if (ratio_target) return N <= 0.0 ? INFINITY : P / (N + kRatioEps);
-    return P + N == 0.0 ? INFINITY : P / (P + N);
+BAPO_HD double tested_quantity(double pos, double neg, bool ratio_target) {
+    if (ratio_target) return neg <= 0.0 ? INFINITY : pos / (neg + kRatioEps);
+    return pos + neg == 0.0 ? INFINITY : pos / (pos + neg);
 }
 
-// Grid points at which Algorithm 1 stops: one bound goes up to its maximum, then the other.
-BAPO_HD void solve_bounds(const double* P, int upper_count, const double* N, int lower_count,
+// Grid points at which Algorithm 1 stops: it raises one bound up to its maximum, then the other.
+BAPO_HD void solve_bounds(const double* pos, int upper_count, const double* neg, int lower_count,
                           double target, bool ratio_target, bool upper_first, int* lower,
                           int* upper) {
     int at[2] = {0, 0};
@@ -234,7 +235,7 @@ BAPO_HD void solve_bounds(const double* P, int upper_count, const double* N, int
     for (int turn = 0; turn < 2; ++turn) {
         const int side = (turn == 0) == upper_first ? 1 : 0;
         while (at[side] + 1 < count[side] &&
-               tested_quantity(P[at[1]], N[at[0]], ratio_target) < target) {
+               tested_quantity(pos[at[1]], neg[at[0]], ratio_target) < target) {
             ++at[side];
         }
     }

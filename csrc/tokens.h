@@ -1,4 +1,5 @@
-// What every device's kernels do with one token: read it, class its row, sum it up, report.
+// What the kernels of every device do with one token: read it, decide on its row's gradient, add it
+// to the sums, and report these.
 #pragma once
 
 #include "params.h"
@@ -19,7 +20,7 @@ BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
     };
 }
 
-// d x/d z in double: the largest gradient of a row, its label's, hangs on it.
+// d x/d z in double, for the largest entry of a row's gradient, which is its label's.
 BAPO_HD double label_slope(float z, const Transform& transform) {
     if (z == -INFINITY) return 0.0;
     if (!transform.softcapped) return transform.slope;
@@ -27,7 +28,7 @@ BAPO_HD double label_slope(float z, const Transform& transform) {
     return transform.slope * (1.0 - y * y);
 }
 
-// Coefficients of a row: d loss / d logp and the weight of the entropy bonus.
+// Coefficients of a row's gradient: d loss / d log_prob and the weight of the entropy bonus.
 struct RowCoefficients {
     double dlog_prob;
     double entropy_bonus;
@@ -42,12 +43,13 @@ BAPO_HD double label_gradient(float z, double log_p, double entropy, const Trans
     return z == -INFINITY ? 0.0 : dx * label_slope(z, transform);
 }
 
-// What the loss of a token asks of its row, for bounds that are known or still to be found.
-struct Demand {
+// The gradient that the loss of a token asks of its row, and whether it depends on bounds that the
+// search has yet to find.
+struct Decision {
     RowCoefficients coefficients;
     bool undecided;
 };
-BAPO_HD Demand demand(const RowPassParams& params, int64_t i, double log_prob) {
+BAPO_HD Decision decide(const RowPassParams& params, int64_t i, double log_prob) {
     const Token token = token_at(params.tokens, i, log_prob);
     const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
     Bounds first = params.first, last = params.last;
@@ -59,43 +61,45 @@ BAPO_HD Demand demand(const RowPassParams& params, int64_t i, double log_prob) {
             grad != grad_last && grad == grad};
 }
 
-// Weight of a token in P and N.
+// Weight of a token in the positive and the negative mass.
 BAPO_HD double search_weight(bool uniform, const float* rollout_log_probs, int64_t i, double old) {
     return uniform ? 1.0 : exp(rollout_log_probs ? (double)rollout_log_probs[i] : old);
 }
 
-// A token as the search sees it; advantage 0 where it does not count.
+// A token of the search; its advantage is 0 where it is not counted.
 struct Candidate {
     double ratio;
     double advantage;
     double weight;
 };
 BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
-    const double A = params.tokens.live[i] ? params.tokens.advantages[i] : 0.0;
+    const double A = params.tokens.counted[i] ? params.tokens.advantages[i] : 0.0;
     if (!(A > 0.0 || A < 0.0)) return {1.0, 0.0, 0.0};
     const double log_prob = params.log_probs[i], old = old_log_prob(params.tokens, i, log_prob);
     return {policy_ratio(log_prob, old).value, A,
             search_weight(params.uniform_weight, params.rollout_log_probs, i, old)};
 }
 
-// Where Algorithm 1 stops: bounds = (lower, upper), shares = (P, N) there and (P, N) at the start.
-BAPO_HD void answer(const double* table, const double* lower, int lower_count, const double* upper,
-                    int upper_count, const TargetParams& target, float* bounds, double* shares) {
-    const double *const N = table, *const P = table + lower_count;
+// Where Algorithm 1 stops: bounds = (lower, upper); shares = (pos, neg) there, then (pos, neg) at
+// the starting bounds.
+BAPO_HD void search_table(const double* table, const double* lower, int lower_count,
+                          const double* upper, int upper_count, const TargetParams& target,
+                          float* bounds, double* shares) {
+    const double *const neg = table, *const pos = table + lower_count;
     int at_lower, at_upper;
-    solve_bounds(P, upper_count, N, lower_count, target.target, target.ratio, target.upper_first,
-                 &at_lower, &at_upper);
+    solve_bounds(pos, upper_count, neg, lower_count, target.target, target.ratio,
+                 target.upper_first, &at_lower, &at_upper);
     bounds[0] = (float)lower[at_lower];
     bounds[1] = (float)upper[at_upper];
-    shares[0] = P[at_upper];
-    shares[1] = N[at_lower];
-    shares[2] = P[0];
-    shares[3] = N[0];
+    shares[0] = pos[at_upper];
+    shares[1] = neg[at_lower];
+    shares[2] = pos[0];
+    shares[3] = neg[0];
 }
 
 struct PolicySums {
     double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
-    double P, N, P_start, N_start;
+    double pos, neg, pos_start, neg_start;
 };
 constexpr int kPolicySums = sizeof(PolicySums) / sizeof(double);
 
@@ -105,7 +109,7 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
     const PolicyOptions& options = params.options;
     if (params.dlog_probs) params.dlog_probs[i] = 0.0;
     if (params.dentropy) params.dentropy[i] = 0.0;
-    if (!tokens.live[i]) return;
+    if (!tokens.counted[i]) return;
 
     const Bounds bounds{params.bounds[0], params.bounds[1]};
     const double log_prob = params.log_probs[i];
@@ -135,11 +139,11 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
         const double at_bounds = w * contribution(ratio.value, A, bounds, params.gradient);
         const double at_start = w * contribution(ratio.value, A, params.first, params.gradient);
         if (A > 0.0) {
-            sums.P += at_bounds;
-            sums.P_start += at_start;
+            sums.pos += at_bounds;
+            sums.pos_start += at_start;
         } else {
-            sums.N += at_bounds;
-            sums.N_start += at_start;
+            sums.neg += at_bounds;
+            sums.neg_start += at_start;
         }
     }
     if (params.dlog_probs) {
@@ -150,31 +154,30 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
 
 BAPO_HD double share_of(double value, double total) { return total == 0.0 ? 0.0 : value / total; }
 
-// Loss and metrics, in the order of output.py.
 BAPO_HD void report(const PolicyParams& params, PolicySums total) {
     if (params.shares) {
-        total.P = params.shares[0];
-        total.N = params.shares[1];
-        total.P_start = params.shares[2];
-        total.N_start = params.shares[3];
+        total.pos = params.shares[0];
+        total.neg = params.shares[1];
+        total.pos_start = params.shares[2];
+        total.neg_start = params.shares[3];
     }
-    const double quantity = tested_quantity(total.P, total.N, params.target.ratio);
+    const double quantity = tested_quantity(total.pos, total.neg, params.target.ratio);
     const double count = total.count > 0.0 ? total.count : 1.0;
-    float* out = params.report;
-    *out++ = (float)total.loss;
-    *out++ = (float)total.pg_loss;
-    *out++ = (float)(total.clipped / count);
-    *out++ = (float)(total.dual_clipped / count);
-    *out++ = (float)(-total.log_ratio / count);
-    *out++ = (float)(total.entropy / count);
-    *out++ = (float)total.kl_loss;
-    *out++ = params.bounds[0];
-    *out++ = params.bounds[1];
-    *out++ = (float)share_of(total.P, total.P + total.N);
-    *out++ = (float)share_of(total.P_start, total.P_start + total.N_start);
-    *out++ = (float)tested_quantity(total.P, total.N, true);
-    *out++ = quantity < params.target.target ? 1.0f : 0.0f;
-    *out++ = (float)total.count;
+    Report& out = *params.report;
+    out.loss = (float)total.loss;
+    out.pg_loss = (float)total.pg_loss;
+    out.pg_clipfrac = (float)(total.clipped / count);
+    out.pg_clipfrac_lower = (float)(total.dual_clipped / count);
+    out.ppo_kl = (float)(-total.log_ratio / count);
+    out.entropy = (float)(total.entropy / count);
+    out.kl_loss = (float)total.kl_loss;
+    out.bapo_clip_low = params.bounds[0];
+    out.bapo_clip_high = params.bounds[1];
+    out.bapo_pos_share = (float)share_of(total.pos, total.pos + total.neg);
+    out.bapo_pos_share_start = (float)share_of(total.pos_start, total.pos_start + total.neg_start);
+    out.bapo_pos_neg_ratio = (float)tested_quantity(total.pos, total.neg, true);
+    out.bapo_saturated = quantity < params.target.target ? 1.0f : 0.0f;
+    out.live_tokens = (float)total.count;
 }
 
 }  // namespace bapo

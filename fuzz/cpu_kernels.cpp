@@ -385,7 +385,7 @@ class Run {
         params.entropy = out.entropy.data();
         params.stats = stats.data();
         params.undecided = p.two_looks ? nullptr : undecided.data();
-        if (p.two_looks) (params.tokens = {}).live = tokens.live;
+        if (p.two_looks) (params.tokens = {}).counted = tokens.counted;
         run_rows(p.kernels->row_pass, params, threads);
     }
 
@@ -442,7 +442,7 @@ class Run {
     void policy() {
         out.dlog_probs = poisoned<double>(p.count);
         out.dentropy = poisoned<double>(p.count);
-        Floats report = poisoned<float>(14);
+        Floats report = poisoned<float>(kReportSize);
         PolicyParams params{};
         params.count = p.count;
         params.log_probs = out.log_probs.data();
@@ -456,7 +456,7 @@ class Run {
         params.target = p.target;
         params.bounds = bounds;
         params.shares = p.bounds ? nullptr : shares;
-        params.report = report.data();
+        params.report = reinterpret_cast<Report*>(report.data());
         params.dlog_probs = out.dlog_probs.data();
         params.dentropy = out.dentropy.data();
         const auto partials = run_chunks<PolicySums>(

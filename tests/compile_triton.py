@@ -20,7 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from bapo_kernels.backends.triton import row_pass, tokens
+from bapo_kernels.backends.triton import policy, row_gradient, row_pass, search
+from bapo_kernels.output import REPORT
 
 TARGETS = {
     "cuda:80": GPUTarget("cuda", 80, 32),
@@ -30,13 +31,15 @@ TARGETS = {
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 V = 151_936
-# More than 2 GB, as real logits are: AMD addresses smaller tensors in another way. Never touched.
+# More than 2 GB, as real logits are: AMD GPUs address smaller tensors in another way. The memory is
+# never touched.
 N = 9_000
-GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+LOWER, UPPER_START, UPPER_STEP = (0.6, 0.9, 0.02), 1.2, 0.05
+GRIDS = (*LOWER, UPPER_START, 3.0, UPPER_STEP)
 
 
 class AbsentGPU:
-    """What Triton asks its driver before it compiles."""
+    """The answers that Triton needs from its driver before it compiles."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -52,7 +55,7 @@ class AbsentGPU:
 
 
 class Compiled:
-    """Every kernel that the launchers asked for, instead of a launch."""
+    """Compiles every kernel that a launcher launches, and launches none."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, tuple[str, str, object]] = {}
@@ -75,9 +78,19 @@ def f64(*shape: int) -> torch.Tensor:
     return torch.zeros(*(shape or (N,)), dtype=torch.float64)
 
 
-def one_row_pass(
-    dtype, softcap=None, everything=False, gradient=True, kl=0, n=N, temperature=1.0, clip=3.0
-):
+def one_row_statistics(dtype):
+    row_pass.row_statistics(
+        torch.empty(1, N, V, dtype=dtype),
+        torch.zeros(N, dtype=torch.long),
+        torch.ones(N, dtype=torch.bool),
+        *(1.0, 1.0, None),
+        f64(),
+        f64(),
+        f64(N, 2),
+    )
+
+
+def one_row_pass(dtype, softcap=None, everything=False, kl=0, n=N, temperature=1.0, clip=3.0):
     logits = torch.empty(1, n, V, dtype=dtype)
     on = (lambda: f32(n)) if everything else (lambda: None)
     row_pass.row_pass(
@@ -90,7 +103,7 @@ def one_row_pass(
         on(),
         on(),
         None if everything else f32(2),
-        *(0.6, 0.9, 1.2, clip),
+        (*LOWER, UPPER_START, clip, UPPER_STEP),
         clip if everything else None,
         0.1 * everything,
         kl,
@@ -99,14 +112,14 @@ def one_row_pass(
         f64(n),
         f64(n),
         f64(n, 2),
-        torch.empty_like(logits) if gradient else None,
-        torch.zeros(n, dtype=torch.uint8) if gradient else None,
+        torch.zeros(n, dtype=torch.uint8),
+        torch.empty_like(logits),
     )
 
 
 def one_row_gradient(dtype, softcap=None, entropy=False, only=True, n=N, temperature=1.0):
     logits = torch.empty(1, n, V, dtype=dtype)
-    row_pass.row_gradient(
+    row_gradient.row_gradient(
         logits,
         torch.zeros(n, dtype=torch.long),
         f64(n, 2),
@@ -121,23 +134,23 @@ def one_row_gradient(dtype, softcap=None, entropy=False, only=True, n=N, tempera
 
 def one_search(uniform=False, gradient=False, n=N, target=0.4):
     table = f64(54)
-    tokens.contributions(
+    search.contributions(
         f64(n),
         torch.ones(n, dtype=torch.bool),
         None if uniform else f32(n),
         f32(n),
         None if gradient else f32(n),
-        *GRIDS,
+        GRIDS,
         uniform,
         gradient,
         table,
     )
-    tokens.solve(table, *GRIDS, target, uniform, not uniform, f32(2), f64(4))
+    search.solve(table, GRIDS, target, uniform, not uniform, f32(2), f64(4))
 
 
 def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1):
     on = (lambda: f32(n)) if everything else (lambda: None)
-    tokens.policy(
+    policy.policy(
         f64(n),
         f64(n) if everything else None,
         torch.ones(n, dtype=torch.bool),
@@ -149,10 +162,11 @@ def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1):
         on(),
         f32(2),
         None if everything else f64(4),
-        *(0.6, 1.2, not everything, everything, target, everything),
+        GRIDS,
+        *(not everything, everything, target, everything),
         3.0 if everything else None,
         *(kl_coef * everything, kl, 0.01 * everything),
-        f32(14),
+        f32(len(REPORT)),
         f64(n),
         f64(n) if everything else None,
     )
@@ -166,8 +180,8 @@ def compile_variants(compiled: Compiled) -> None:
                 one_row_pass(dtype, softcap, everything, kl=2)
                 one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
         compiled.variant = f"{dtype}"
-        one_row_pass(dtype, gradient=False)
-        row_pass.scale_(torch.empty(N, V, dtype=dtype), f32(1))
+        one_row_statistics(dtype)
+        row_gradient.scale_(torch.empty(N, V, dtype=dtype), f32(1))
     for kl in (0, 1, 2):
         compiled.variant = f"kl {kl}"
         one_row_pass(torch.bfloat16, everything=True, kl=kl)
@@ -180,7 +194,7 @@ def compile_variants(compiled: Compiled) -> None:
 
 
 def compile_other_values(compiled: Compiled) -> list[str]:
-    """Names of kernels that are compiled again for other values and numbers of tokens."""
+    """Names of kernels that are compiled again for other values and other numbers of tokens."""
     before = set(compiled.kernels)
     for n, value in ((N - 1, 0.7), (N + 16, 2.5), (N + 1, 1.0)):
         one_row_pass(torch.bfloat16, 30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
@@ -225,8 +239,8 @@ def resources(kernel: object) -> dict[str, object]:
 def label_in_order(ptx: str) -> bool | None:
     """Whether all threads have the label's logit before any of them writes a gradient over it.
 
-    Follows the code from the load, in 16 bits the only narrow one of a row's element, to the next
-    barriers. None where it is not told apart, or where nothing is written.
+    Follows the code from that load to the next barriers; with 16-bit logits it is the only narrow
+    load. None where it cannot be distinguished, or where nothing is written.
     """
     lines = ptx.splitlines()
     place = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$")}
@@ -248,7 +262,7 @@ def label_in_order(ptx: str) -> bool | None:
 
 
 def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
-    """Loads and stores between a branch backwards and its goal."""
+    """Loads and stores between a backward branch and its target."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
     at = {address.lstrip("0"): number for number, (address, _) in enumerate(lines)}
     loops = []
@@ -262,7 +276,7 @@ def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
 
 
 def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
-    """Loads and stores in blocks that LLVM calls a part of a loop."""
+    """Loads and stores in blocks that LLVM marks as part of a loop."""
     for block in re.split(r"^(?=\.LBB|; %bb)", assembly, flags=re.MULTILINE):
         if " Loop" in "".join(block.splitlines()[:2]):
             yield from re.findall(r"\b(?:global|buffer|flat)_(?:load|store)_\w+", block)

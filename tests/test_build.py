@@ -1,7 +1,8 @@
-"""The native library: within torch's stable ABI, and never absent in silence."""
+"""The native library: it uses torch's stable ABI alone, and its absence is always reported."""
 
 import ctypes
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +16,15 @@ from elftools.elf.elffile import ELFFile
 from helpers import needs_native
 
 import bapo_kernels
+from bapo_kernels.output import REPORT
 
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
 
 
 @needs_native
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
-def test_only_shim_symbols_of_torch_are_used():
-    """No C++ name of torch: these change with every release."""
+def test_only_the_stable_abi_of_torch_is_used():
+    """C++ symbols of torch change with every release."""
     command = ["nm", "--dynamic", "--undefined-only", str(LIBRARY)]
     symbols = [
         line.split()[-1] for line in subprocess.check_output(command, text=True).splitlines()
@@ -33,8 +35,8 @@ def test_only_shim_symbols_of_torch_are_used():
 
 
 @needs_native
-def test_libtorch_is_needed():
-    """In a torch for CUDA the function that gives the stream is in a library that it needs."""
+def test_the_library_needs_libtorch():
+    """In a torch for CUDA, libtorch loads the library that has the function for the stream."""
     with LIBRARY.open("rb") as file:
         tags = ELFFile(file).get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
         assert "libtorch.so" in {tag.needed for tag in tags}
@@ -42,10 +44,10 @@ def test_libtorch_is_needed():
 
 FIND_STREAM = """
 import ctypes, sys
-ctypes.CDLL(sys.argv[1])  # torch and the extension take this libtorch for theirs
+ctypes.CDLL(sys.argv[1])  # torch and the extension use this libtorch
 import torch
 torch.ops.load_library(sys.argv[2])
-library = ctypes.CDLL(sys.argv[2])  # loaded already: looks where its own references look
+library = ctypes.CDLL(sys.argv[2])  # loaded already: resolves names as its own references
 print(library.aoti_torch_get_current_cuda_stream(7, None))
 """
 
@@ -61,7 +63,7 @@ def test_the_stream_is_found():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.skipif(sys.platform != "linux", reason="linker options of Linux")
 def test_the_stream_of_a_torch_for_cuda_is_found(tmp_path):
-    """Torch opens its libraries without RTLD_GLOBAL, so the extension must reach it by itself."""
+    """Torch opens its libraries without RTLD_GLOBAL, so the extension must link to them itself."""
     stream = 'extern "C" int aoti_torch_get_current_cuda_stream(int i, void**) { return 42 + i; }'
     (tmp_path / "stream.cpp").write_text(stream)
     (tmp_path / "empty.cpp").write_text("")
@@ -84,7 +86,7 @@ def test_the_build_is_reported():
 
 
 @needs_native
-def test_an_older_torch_is_refused_in_words(monkeypatch):
+def test_an_older_torch_is_refused_with_a_reason(monkeypatch):
     def missing_symbol(path):
         raise OSError(f"{path}: undefined symbol: torch_call_dispatcher")
 
@@ -110,8 +112,8 @@ def test_an_older_torch_is_refused_in_words(monkeypatch):
     ],
 )
 @pytest.mark.filterwarnings("ignore:bapo_kernels runs on the PyTorch reference")
-def test_gpus_without_kernels_are_told(monkeypatch, gpu, driver, reason):
-    """And ``backend=None`` takes the next backend instead of failing at the launch."""
+def test_reason_where_the_gpu_has_no_kernels(monkeypatch, gpu, driver, reason):
+    """``backend=None`` then chooses the next backend instead of failing at the launch."""
     native = bapo_kernels.backends.native
     monkeypatch.setattr(native, "WHY_NO_CUDA", None)
     build = {"cuda": "13.0 for sm_80, sm_90, sm_100, sm_120"}
@@ -128,7 +130,7 @@ def test_gpus_without_kernels_are_told(monkeypatch, gpu, driver, reason):
 
 @pytest.fixture
 def hidden(monkeypatch):
-    """No kernels can run, and nobody has been warned of it yet."""
+    """No kernels can run, and no warning has been given yet."""
     backends = bapo_kernels.backends
     monkeypatch.setattr(backends.native, "WHY_NO_CPU", "no library")
     monkeypatch.setattr(backends.native, "WHY_NO_CUDA", "no CUDA")
@@ -147,41 +149,41 @@ def twice(function):
 
 
 @pytest.mark.usefixtures("hidden")
-def test_the_reference_in_the_place_of_kernels_is_told_once():
+def test_fallback_to_the_reference_warns_once():
     reason = r"none of them can run on cpu here \(cpu: no library\).*pip install --no-build-isol"
-    with pytest.warns(UserWarning, match=reason) as told:
+    with pytest.warns(UserWarning, match=reason) as warned:
         twice(lambda: bapo_kernels.log_probs(*row()))
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.usefixtures("hidden")
 @pytest.mark.parametrize("why_not_this_gpu", [None, "built for sm_80, the GPU is sm_75"])
-def test_the_reference_in_the_place_of_gpu_kernels_is_told(monkeypatch, why_not_this_gpu):
+def test_fallback_to_the_reference_on_a_gpu_warns_once(monkeypatch, why_not_this_gpu):
     native, choose = bapo_kernels.backends.native, bapo_kernels.backends.choose
     if why_not_this_gpu:
         monkeypatch.setattr(native, "WHY_NO_CUDA", None)
         monkeypatch.setattr(native, "why_no_kernels", lambda device: why_not_this_gpu)
     logits = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
     reasons = rf"\(cuda: {why_not_this_gpu or 'no CUDA'}; triton: no Triton\).* pip install triton"
-    with pytest.warns(UserWarning, match=reasons) as told:
+    with pytest.warns(UserWarning, match=reasons) as warned:
         chosen = twice(lambda: choose(None, logits, "logits"))
     assert chosen == ["reference", "reference"]
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 @pytest.mark.usefixtures("hidden")
-def test_the_reference_that_was_asked_for_is_no_news():
+def test_the_requested_reference_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bapo_kernels.log_probs(*row(), backend="reference")
         bapo_kernels.log_probs(*row(dtype=torch.float64))
         bapo_kernels.log_probs(*(tensor.to("meta") for tensor in row()), backend="reference")
-    with pytest.warns(UserWarning, match="no library"):  # and nothing of it counted as told
+    with pytest.warns(UserWarning, match="no library"):  # none of these calls used the warning up
         bapo_kernels.log_probs(*row())
 
 
 @needs_native
-def test_kernels_that_run_are_no_news():
+def test_kernels_that_run_do_not_warn():
     bapo_kernels.backends._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -194,14 +196,14 @@ def test_kernels_that_run_are_no_news():
 def test_the_warning_is_not_in_a_compiled_graph():
     torch.compiler.reset()
     compiled = torch.compile(bapo_kernels.log_probs, fullgraph=True, backend="eager")
-    with pytest.warns(UserWarning, match="no library") as told:
+    with pytest.warns(UserWarning, match="no library") as warned:
         outputs = twice(lambda: compiled(*row()))
     torch.compiler.reset()
     assert all(log_prob.isfinite() for log_prob, _ in outputs)
-    assert sum("no library" in str(warning.message) for warning in told) == 1
+    assert sum("no library" in str(warning.message) for warning in warned) == 1
 
 
-def test_a_required_library_that_does_not_load_fails_the_import(monkeypatch):
+def test_import_fails_if_a_required_library_does_not_load(monkeypatch):
     native = bapo_kernels.backends.native
 
     def bad_file(path):
@@ -216,3 +218,20 @@ def test_a_required_library_that_does_not_load_fails_the_import(monkeypatch):
         spec.loader.exec_module(module)
     monkeypatch.setenv("BAPO_REQUIRE_NATIVE", "0")
     spec.loader.exec_module(module)
+
+
+def fields_of(struct):
+    """The names of the members of a struct in csrc."""
+    csrc = Path(__file__).parent.parent / "csrc"
+    sources = "".join(path.read_text() for path in (csrc / "params.h", csrc / "tokens.h"))
+    body = re.search(rf"^struct {struct} {{\n(.*?)^}};", sources, re.DOTALL | re.MULTILINE)[1]
+    return tuple(re.findall(r"(\w+)[,;]", body))
+
+
+def test_the_report_has_the_same_entries_in_the_same_order_everywhere():
+    assert fields_of("Report") == REPORT
+
+
+def test_the_sums_of_triton_are_those_of_the_native_kernels():
+    policy = pytest.importorskip("bapo_kernels.backends.triton.policy")
+    assert fields_of("PolicySums") == policy.SUMS

@@ -1,4 +1,4 @@
-"""The CUDA kernels as built: registers, spills, and the instructions that the plan rests on."""
+"""The CUDA kernels as built: registers, spills, and instructions that the design relies on."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ from bapo_kernels.backends import native
 
 
 def cuobjdump():
-    """That of the path, or the one that Triton brings."""
+    """The one on the path, or the one in the package of Triton."""
     if found := shutil.which("cuobjdump"):
         return found
     triton = importlib.util.find_spec("triton")
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump"),
 ]
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
-# Registers a thread with which two blocks fit: of 9 warps (5 to a quarter), and of 16.
+# Registers per thread with which two blocks fit: of 9 warps (5 in a quarter), and of 16.
 REGISTERS = {"row_pass_cluster_kernel": 96, "row_pass_kernel": 64, "row_gradient_kernel": 64}
 ROW_KERNELS = {"__nv_bfloat16": "13__nv_bfloat16", "__half": "6__half", "float": "If"}
 
@@ -48,7 +48,7 @@ def usage(request):
     return request.param, {name: tuple(map(int, numbers)) for name, *numbers in found}
 
 
-def test_no_spills_no_stack_and_registers_as_planned(usage):
+def test_registers_are_as_planned_and_nothing_spills(usage):
     architecture, kernels = usage
     assert len(kernels) >= 30
     clusters = [name for name in kernels if "row_pass_cluster_kernel" in name]
@@ -69,14 +69,14 @@ def sass():
 
 
 def instructions(sass, kernel, *flags):
-    """Of the one kernel with these template arguments, as they are mangled."""
+    """The instructions of the one kernel whose mangled name has these template arguments."""
     found = [n for n in sass if f"{len(kernel)}{kernel}" in n and all(f in n for f in flags)]
     assert len(found) == 1, found
     return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", sass[found[0]], re.M))
 
 
 @pytest.mark.parametrize("dtype", ROW_KERNELS.values())
-def test_clusters_copy_in_bulk_and_store_wide(sass, dtype):
+def test_cluster_kernel_has_bulk_copies_and_wide_stores(sass, dtype):
     got = instructions(sass, "row_pass_cluster_kernel", dtype, "Lb0ELb1E")
     assert any(i.startswith("UBLKCP") for i in got), "bulk copies"
     assert "LDS.128" in got
@@ -87,7 +87,7 @@ def test_clusters_copy_in_bulk_and_store_wide(sass, dtype):
 
 @pytest.mark.parametrize("dtype", ROW_KERNELS.values())
 @pytest.mark.parametrize("kernel", ["row_pass_kernel", "row_gradient_kernel"])
-def test_generic_kernels_load_and_store_wide(sass, kernel, dtype):
+def test_generic_kernels_have_wide_loads_and_stores(sass, kernel, dtype):
     got = instructions(sass, kernel, dtype, "Lb0ELb1E")
     assert any(re.match(r"LDG?\.E\.128", i) for i in got)
     assert any(re.match(r"STG?\.E\.EF\.128", i) for i in got)

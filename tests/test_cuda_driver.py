@@ -1,4 +1,4 @@
-"""The driver of tests/cuda_driver: proven on the CPU, compiled for a GPU, and run where one is."""
+"""The driver of tests/cuda_driver: tested on the CPU, compiled for GPUs, run where there is one."""
 
 import os
 import shutil
@@ -12,10 +12,10 @@ from filelock import FileLock
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(sys.platform != "linux", reason="its fibers are those of Linux"),
+    pytest.mark.skipif(sys.platform != "linux", reason="its fibers need Linux"),
 ]
 needs_nvcc = pytest.mark.skipif(shutil.which(NVCC) is None, reason="needs nvcc")
-# Changes to row_pass_cluster.cu, a case that must show each, and in which words.
+# Changes to row_pass_cluster.cu, a case that must fail with each, and a part of its message.
 BREAKS = {
     "another sign": (
         "z[e] = gradient_of<kSoftcap, kBonus>",
@@ -33,7 +33,7 @@ BREAKS = {
 
 
 def compile_object(source, target, csrc=ROOT / "csrc"):
-    """For the CPU in the place of a GPU."""
+    """For the CPU instead of a GPU."""
     include = [f"-I{path}" for path in (ROOT / "tests/cuda_on_host", csrc, csrc / "cuda")]
     flags = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", *include]
     subprocess.run(["g++", *flags, "-x", "c++", "-c", source, "-o", target], check=True)
@@ -77,7 +77,7 @@ def test_on_the_host(folder):
         assert sum(layout in line for line in lines) >= 6
 
 
-def test_broken_kernels_are_found_and_located(folder, tmp_path):
+def test_broken_kernels_are_detected_and_located(folder, tmp_path):
     name = "row_pass_cluster"
     text = (ROOT / f"csrc/cuda/{name}.cu").read_text()
     for good, bad, _, _ in BREAKS.values():
@@ -87,17 +87,17 @@ def test_broken_kernels_are_found_and_located(folder, tmp_path):
     broken = compile_object(tmp_path / f"{name}.cu", tmp_path / f"{name}.o")
     others = [path for path in folder.glob("*.o") if path.stem != name]
     driver = link([*others, broken], tmp_path / "driver")
-    for _, _, case, words in BREAKS.values():
+    for _, _, case, message in BREAKS.values():
         done = run(driver, "--quick", "--only", case)
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         assert done.returncode == 1
         assert case in failed[0]
-        assert words in failed[0]
+        assert message in failed[0]
     intact = run(driver, "--quick", "--only", "generic aligned in place")
     assert intact.returncode == 0
 
 
-def test_what_is_asked_for(folder):
+def test_options_of_the_driver(folder):
     only = run(folder / "driver", "--quick", "--only", "tokens=257", "--repeat", "2").stdout
     assert only.count("ok ") == 4
     assert "rows=3 " in run(folder / "driver", "--list", "--rows", "3").stdout
@@ -108,7 +108,7 @@ def test_what_is_asked_for(folder):
 
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_is_c_plus_plus_for_nvcc(source):
+def test_nvcc_accepts_the_sources(source):
     command = [NVCC, *nvcc_flags(), "-Xcompiler=-Werror,-fsyntax-only", "-c", source]
     subprocess.run([*command, "-o", os.devnull], check=True)
 

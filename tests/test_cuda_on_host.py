@@ -1,11 +1,11 @@
-"""The CUDA kernels as they are written, run on the CPU: every thread a fiber (tests/cuda_on_host).
+"""The source of the CUDA kernels, run on the CPU with a fiber per thread (tests/cuda_on_host).
 
-An adversary picks who goes on and when what was sent arrives: a schedule follows from its seed.
-``make emulate SEEDS=200`` runs many, and ``make emulate FIRST=17 SEEDS=1`` one again;
-``cuda_on_host/breaks.py`` shows what they notice.
+An adversary chooses which thread runs next and when stores and copies arrive; its seed fixes the
+schedule. ``make emulate SEEDS=200`` runs many schedules, and ``make emulate FIRST=17 SEEDS=1`` one
+of them again; ``cuda_on_host/breaks.py`` shows which faults they notice.
 
-What it shows: sums, indices, barriers and the dealing out of rows. What it cannot: the memory
-model of a GPU beyond that, its instructions other than the exp, and speed.
+This tests sums, indices, barriers and the distribution of rows over blocks. It does not test the
+memory model of a GPU beyond that, its instructions other than the exp, or speed.
 """
 
 import os
@@ -38,21 +38,21 @@ NAMESPACE = "bapo_kernels_cuda_on_host"
 pytestmark = [
     needs_native,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(sys.platform != "linux", reason="its fibers are those of Linux"),
+    pytest.mark.skipif(sys.platform != "linux", reason="its fibers need Linux"),
 ]
-# Compute capability, shared memory of a multiprocessor, clusters that are active at once; and the
-# blocks over which a row of 40 KB lies, 0 for the generic row pass.
+# Compute capability, shared memory per multiprocessor, clusters that are active at once; and the
+# number of blocks that hold a row of 40 KB, 0 for the generic row pass.
 DEVICES = {
     "H100": ((9, 228 << 10, 3), 1),
     "two blocks": ((9, 64 << 10, 3), 2),
     "four blocks": ((9, 42 << 10, 2), 4),
     "eight blocks, one cluster": ((9, 38 << 10, 1), 8),
     "A100": ((8, 164 << 10, 0), 0),
-    "MIG": ((9, 228 << 10, 0), 0),  # a part of a GPU, where no cluster fits
+    "MIG": ((9, 228 << 10, 0), 0),  # a partition of a GPU, where no cluster fits
 }
 FIRST_SEED = int(os.environ.get("EMULATE_FIRST", "1"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("EMULATE_SEEDS", "2")))
-ROUNDING = int(os.environ.get("EMULATE_ROUNDING", "1"))  # of the errors of exp
+ROUNDING = int(os.environ.get("EMULATE_ROUNDING", "1"))  # seed of the errors of exp
 CONTROLS = {
     "device": "(int major, int bytes, int clusters) -> ()",
     "schedule": "(int seed) -> ()",
@@ -65,7 +65,7 @@ CONTROLS = {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Built once, for all workers, unless EMULATE_LIBRARY is one already."""
+    """Built once for all workers, unless EMULATE_LIBRARY names a library."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     built = Path(os.environ.get("EMULATE_LIBRARY", folder / "cuda_on_host.so"))
@@ -94,8 +94,8 @@ def on_host(request, library, monkeypatch):
     return request.param
 
 
-def test_rows_are_laid_over_clusters(on_host, library):
-    """float32 rows of 40 KB; or else the tests here would show less than they seem to."""
+def test_rows_lie_in_clusters_of_the_expected_size(on_host, library):
+    """float32 rows of 40 KB. Otherwise the tests below would cover less than they seem to."""
     run_kernel(make_case((1, 2), 10_007), "cpu")
     assert library.last_cluster() == DEVICES[on_host][1]
 
@@ -113,7 +113,7 @@ def test_launches_are_on_the_current_stream(on_host, library):
 
 
 def spread_out(rows, shift):
-    """The same rows in memory of their own: shift elements in, and 5 or 8 between two."""
+    """The same rows in other memory: ``shift`` elements from its start, 5 or 8 elements apart."""
     gap = 5 if shift else 8
     memory = torch.full((*rows.shape[:-1], rows.shape[-1] + gap), torch.nan, dtype=rows.dtype)
     view = memory[..., shift : shift + rows.shape[-1]]
@@ -123,15 +123,15 @@ def spread_out(rows, shift):
 ALL_OPTIONS = BAPOConfig.recipe(
     entropy_coef=0.01, kl_loss_coef=0.1, temperature=0.8, final_logit_softcapping=9.0
 )
-# Of rows of 40 KB: columns beyond 10_008 float32, elements from an aligned start, the options.
+# Rows of about 40 KB: columns beyond 10_008 float32, elements from an aligned start, options.
 ROWS = {
     "aligned": (0, 0, BAPOConfig()),
     "aligned, all options": (0, 0, ALL_OPTIONS),
-    "anywhere": (3, 1, BAPOConfig()),
-    "anywhere, all options": (-1, 3, ALL_OPTIONS),
+    "unaligned": (3, 1, BAPOConfig()),
+    "unaligned, all options": (-1, 3, ALL_OPTIONS),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Every row pass under every option; a third of them, with each pair of the three, in `make test`.
+# Every row pass with every option; `make test` runs a third, which has every pair of the three.
 EVERY = [
     (device, rows, dtype)
     for (i, device), (j, rows), (k, dtype) in product(*map(enumerate, (DEVICES, ROWS, DTYPES)))
@@ -141,9 +141,9 @@ EVERY = [
 
 @pytest.mark.parametrize(("on_host", "rows", "dtype"), EVERY, indirect=["on_host"], ids=str)
 def test_any_schedule(on_host, library, rows, dtype):
-    """The same bits, and those within the budget; enough rows to fill each stage many times.
+    """The same bits, within the error budget, with enough rows to fill each stage many times.
 
-    Dead, idle, decided and undecided rows follow each other; out of place and in place.
+    Skipped, idle, decided and undecided rows alternate; out of place and in place.
     """
     more, shift, config = ROWS[rows]
     V = 10_008 * 4 // dtype.itemsize + more
@@ -151,7 +151,7 @@ def test_any_schedule(on_host, library, rows, dtype):
     case = make_case((2, 45), V, dtype, config=config, staleness=0.4, **extra)
     expected = check_against_reference(case, "cpu")
     for seed in SEEDS:
-        again = f"schedule {seed}, again by `make emulate FIRST={seed} SEEDS=1`"
+        again = f"schedule {seed}, repeated by `make emulate FIRST={seed} SEEDS=1`"
         inplace = seed % 2 == 1
         logits = spread_out(case.logits, shift)
         x = logits if inplace else logits.requires_grad_()
@@ -201,7 +201,7 @@ def test_all_options_together(on_host, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [0, 1, 3])
 def test_rows_at_any_address(on_host, dtype, shift):
-    """Row strides and starts that are no multiple of 16 bytes; nothing beyond a row is touched."""
+    """Row strides and starts that are not multiples of 16 bytes; nothing outside rows changes."""
     V = 10_003
     case = make_case((1, 8), V, dtype, staleness=0.4, poison=False)
     memory = torch.full((1, 8, V + 5), torch.nan, dtype=dtype)
@@ -218,8 +218,8 @@ def test_rows_at_any_address(on_host, dtype, shift):
     assert kept[outside].isnan().all()
 
 
-def test_bad_values_hang_nothing(on_host):
-    """NaN logits in rows that were thought to need no second look, labels outside, -inf."""
+def test_bad_values_do_not_hang(on_host):
+    """NaN logits in rows that should need no second pass, labels out of range, -inf."""
     case = make_case((1, 12), 10_001, torch.bfloat16, poison=False, idle=0.5)
     case.logits[0, 0, 5] = torch.nan
     case.logits[0, 1] = -torch.inf
@@ -232,7 +232,7 @@ def test_bad_values_hang_nothing(on_host):
     case.response_mask[:] = True
     got = run_kernel(case, "cpu")
     assert got.output.loss.isnan()
-    assert got.gradient[0, 0].isnan().all()  # idle, released, and yet not zero
+    assert got.gradient[0, 0].isnan().all()  # idle, so already released, but not zero
     assert got.gradient[0, 7:].isfinite().all()
     assert got.output.log_probs[0, 2].isfinite() or case.labels[0, 2] >= 9_000
 
@@ -252,7 +252,7 @@ def test_log_probs_and_their_gradient(on_host):
 
 
 def test_many_tokens(on_host):
-    """Several blocks of tokens, the last one not full."""
+    """Several blocks of tokens, the last one partly filled."""
     old = -3 * torch.rand(1_100)
     logp, A = old + 0.4 * torch.randn(1_100), torch.randn(1_100)
     mask = torch.rand(1_100) < 0.8
@@ -277,7 +277,7 @@ def test_incoming_gradient(on_host):
     assert torch.equal(2 * once.gradient, twice.gradient)
 
 
-def test_nothing_alive(on_host):
+def test_every_token_is_masked(on_host):
     case = make_case((2, 3), 10_001, poison=False)
     case.response_mask[:] = False
     got = run_kernel(case, "cpu")
@@ -286,11 +286,11 @@ def test_nothing_alive(on_host):
 
 
 def test_empty_shard(on_host):
-    """Rows of no columns: nothing to add up, nothing to write."""
+    """Rows without columns: there is nothing to sum and nothing to write."""
     rows, labels = torch.zeros(1, 3, 0), torch.full((3,), -1)
-    live = torch.tensor([True, False, True])
-    results = fused.row_statistics("cpu", rows, labels, live, transform_of(BAPOConfig()), None)
-    assert results.stats[live].tolist() == [[-torch.inf, 0.0]] * 2
+    counted = torch.tensor([True, False, True])
+    results = fused.row_statistics("cpu", rows, labels, counted, transform_of(BAPOConfig()), None)
+    assert results.stats[counted].tolist() == [[-torch.inf, 0.0]] * 2
     nothing = torch.zeros(3, dtype=torch.float64)
     ops = fused.ops_of("cpu")
     ops.row_gradient_(rows, labels, results.stats, nothing, nothing + 1, None, None, 1.0, 1.0, None)
@@ -298,6 +298,6 @@ def test_empty_shard(on_host):
 
 @pytest.mark.parametrize("each", all_breaks(), ids=lambda each: each.name)
 def test_breaks_apply(each):
-    """Those of cuda_on_host/breaks.py, which takes minutes to show that each is noticed."""
+    """cuda_on_host/breaks.py, which takes minutes, shows that each of them is noticed."""
     text = (ROOT / "csrc/cuda" / each.file).read_text()
     assert each.applied(text) != text

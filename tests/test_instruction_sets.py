@@ -1,4 +1,4 @@
-"""The CPU kernels of every instruction set that this processor has, not only the widest."""
+"""The CPU kernels for every instruction set of this processor, not only for the widest."""
 
 import math
 
@@ -23,7 +23,7 @@ def chosen(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [None, 6.0])
-@pytest.mark.parametrize("V", [1, 3, 4, 9, 31, 4099])  # tails of every width, more than a block
+@pytest.mark.parametrize("V", [1, 3, 4, 9, 31, 4099])  # tails of every width; more than a block
 def test_against_reference(chosen, dtype, softcap, V):
     config = BAPOConfig(entropy_coef=0.01, final_logit_softcapping=softcap, temperature=0.9)
     check_against_reference(make_case((3, 5), V, dtype, config=config, idle=0.1), "cpu")
@@ -45,8 +45,8 @@ def test_extreme_values(chosen, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_float_survives(chosen, dtype):
-    """Reading is exact: the log-prob of x beside 0 is what float64 says, for every x."""
+def test_every_16_bit_float_is_read_exactly(chosen, dtype):
+    """The log-prob of 0 beside x is that of float64, for every x."""
     import bapo_kernels
 
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -60,7 +60,7 @@ def test_every_16_bit_float_survives(chosen, dtype):
     torch.testing.assert_close(got[ordinary].double(), expected[ordinary], rtol=3e-7, atol=3e-9)
 
 
-def test_unknown_name():
+def test_unknown_instruction_set_is_refused():
     with (
         pytest.raises(RuntimeError, match="instruction set must be one that runs here, got sse9"),
         instruction_set("sse9"),
@@ -70,7 +70,7 @@ def test_unknown_name():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_near_certain_labels(chosen, dtype):
-    """A sum of many small terms and a large one loses no more than 16 additions of float32 do."""
+    """A sum of many small terms and a large one loses no more than 16 float32 additions."""
     import bapo_kernels
 
     torch.manual_seed(0)
@@ -83,8 +83,8 @@ def test_near_certain_labels(chosen, dtype):
     assert (got - expected).abs().max() < 16 * 2.0**-25
 
 
-def test_the_scale_of_the_exponent(chosen):
-    """log2(e)/temperature in float32 is off by half a unit here; log-probs are not, in the mean."""
+def test_rounding_of_the_scale_does_not_bias_log_probs(chosen):
+    """float32 log2(e)/temperature is off by half a unit here, but log-probs have no such bias."""
     import bapo_kernels
 
     def rounding(temperature):

@@ -1,4 +1,4 @@
-"""The Triton kernels as compiled for GPUs: registers, spills, width of loads and stores."""
+"""The Triton kernels, compiled for GPUs: registers, spills, width of loads and stores."""
 
 import importlib.util
 import json
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton's compiler"
 )
 ROW_KERNELS = ("_row_pass_kernel", "_row_gradient_kernel", "_scale_kernel")
-WIDE = (".128", "dwordx4")  # 16 bytes, in the words of NVIDIA and AMD
-# Of two programs a multiprocessor; of all that there are.
+WIDE = (".128", "dwordx4")  # 16 bytes, as NVIDIA and AMD write it
+# With two programs per multiprocessor; all that there are.
 REGISTERS = {"cuda": 96, "hip": 256}
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(target, marks=pytest.mark.xdist_group(target))  # compiled in one worker
+        pytest.param(target, marks=pytest.mark.xdist_group(target))  # one worker compiles it
         for target in ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
     ],
 )
@@ -36,7 +36,7 @@ def compiled(request):
 def test_kernels(compiled):
     target, report = compiled
     names = {kernel["kernel"] for kernel in report["kernels"]}
-    assert names > set(ROW_KERNELS), "the launchers must have been called"
+    assert names > set(ROW_KERNELS), "the launchers were not called"
     for kernel in report["kernels"]:
         what = f"{kernel['kernel']} for {kernel['variant']}"
         assert kernel["stack"] == 0, f"{what}: spills or stack"
@@ -54,14 +54,14 @@ def test_all_threads_have_the_label_before_a_gradient_in_place(compiled):
     orders = [kernel.get("label_in_order") for kernel in report["kernels"]]
     assert False not in orders
     if target.startswith("cuda"):
-        assert orders.count(True) >= 10, "the loads of labels must have been found"
+        assert orders.count(True) >= 10, "the loads of labels were not found"
 
 
 def test_registers_are_limited(compiled):
-    """Left to itself ptxas of some versions spills to fit one program more."""
+    """Without a limit some versions of ptxas spill to fit one more program."""
     assert all(kernel.get("limited", True) for kernel in compiled[1]["kernels"])
 
 
-def test_values_compile_nothing(compiled):
+def test_other_values_do_not_compile_again(compiled):
     """Bounds, temperatures, coefficients, targets and the number of tokens are run-time values."""
     assert compiled[1]["compiled_again"] == []

@@ -1,8 +1,8 @@
-// The single pass over the logits: log-prob, entropy and gradient of one row after the other.
-// Compiled once per instruction set (BAPO_ISA).
+// The row pass: log-prob, entropy and, where it is decided, the gradient of one row after the
+// other. Compiled once per instruction set (BAPO_ISA).
 
 #include "launch.h"
-#include "row_looks.h"
+#include "row_math.h"
 
 namespace {
 
@@ -19,7 +19,7 @@ struct Row {
                                     : static_cast<T*>(rows.grad) + batch * rows.grad_batch_stride +
                                           row * rows.grad_row_stride;
     }
-    // just_read: the row is in the cache, and so is a gradient in its place.
+    // just_read: the row is in the cache, and so is a gradient in place.
     void zero_grad(int64_t vocab, bool just_read) const {
         if (grad == nullptr) return;
         const bool cached = just_read && (const void*)logits == (const void*)grad;
@@ -27,7 +27,7 @@ struct Row {
     }
 };
 
-// Whether the gradient of a row, if it has one, is 2^t times a constant, and keeping 2^t pays.
+// Whether the gradient of a row can only be 2^t times a constant, so that keeping 2^t pays.
 template <typename T, bool kSoftcap>
 bool keeps_exp(const RowPassParams& params, int64_t index) {
     if (kSoftcap || sizeof(T) == 4 || params.rows.grad == nullptr) return false;
@@ -44,7 +44,7 @@ void pass_row(const RowPassParams& params, int64_t index) {
     const Row<T> row(rows, index);
     double* stats_out = params.stats + 2 * index;
     if (params.undecided) params.undecided[index] = 0;
-    if (!params.tokens.live[index]) {
+    if (!params.tokens.counted[index]) {
         params.log_probs[index] = params.entropy[index] = stats_out[0] = 0.0;
         stats_out[1] = 1.0;
         return row.zero_grad(rows.vocab, false);
@@ -66,16 +66,16 @@ void pass_row(const RowPassParams& params, int64_t index) {
     stats_out[1] = stats.sum;
 
     if (row.grad == nullptr) return;
-    const Demand wanted = demand(params, index, logp);
-    if (wanted.undecided) {
+    const Decision decision = decide(params, index, logp);
+    if (decision.undecided) {
         params.undecided[index] = 1;
-    } else if (wanted.coefficients.zero()) {
+    } else if (decision.coefficients.zero()) {
         row.zero_grad(rows.vocab, true);
     } else {
         (keep ? row_gradient<kSoftcap, true, T>
               : row_gradient<kSoftcap, false, T>)(row.logits, row.grad, rows.vocab, rows.transform,
                                                   label, stats.origin, stats.sum, stats.entropy(),
-                                                  wanted.coefficients);
+                                                  decision.coefficients);
     }
 }
 

@@ -1,6 +1,6 @@
 // A vector of floats in the width of the instruction set this file is compiled for, on the vector
 // extensions of GCC and Clang. Everything has internal linkage: the including file is compiled once
-// per instruction set, and no copy of a function may stand in for another.
+// per instruction set, and the linker must not replace one copy of a function by another.
 #pragma once
 
 #include <cstdint>
@@ -179,7 +179,7 @@ inline void stream_fence() {
 #endif
 }
 
-// The first count < kLanes elements; the other lanes are -inf, a token that cannot be drawn.
+// The first count < kLanes elements; the other lanes are -inf, whose probability is 0.
 template <typename T>
 inline VFloat load_partial(const T* p, int64_t count) {
     T buffer[kLanes] = {};

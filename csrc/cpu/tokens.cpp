@@ -1,5 +1,6 @@
 // Kernels over tokens whose log-probs are known: contributions to the search, the search, the loss.
-// Sums go over chunks of fixed size, and over the chunks in order: the same bits for any threads.
+// Sums are of chunks of fixed size, then of the chunks in order: the same bits for any number of
+// threads.
 
 #include <cmath>
 
@@ -58,17 +59,18 @@ void contributions_reduce(const ContributionParams& params, const Moments* parti
             total[b].mass += partials[chunk * count + b].mass;
         }
     }
-    double* const N = params.table;
-    double* const P = params.table + grids.lower_count;
-    add_negative(total, grids.lower, grids.lower_count, params.gradient, N);
-    add_positive(total + grids.lower_count + 1, grids.upper, grids.upper_count, params.gradient, P);
+    double* const neg = params.table;
+    double* const pos = params.table + grids.lower_count;
+    add_negative(total, grids.lower, grids.lower_count, params.gradient, neg);
+    add_positive(total + grids.lower_count + 1, grids.upper, grids.upper_count, params.gradient,
+                 pos);
 }
 
 void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
            float* bounds, double* shares) {
     const Grids grids(lower, upper);
-    answer(table, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target, bounds,
-           shares);
+    search_table(table, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target,
+                 bounds, shares);
 }
 
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {

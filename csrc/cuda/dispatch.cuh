@@ -1,4 +1,4 @@
-// From a launch's run-time properties to a kernel's template arguments, and the launch.
+// Turns the run-time properties of a launch into template arguments of a kernel, and launches it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -44,11 +44,12 @@ auto with_row_type(const LogitRows& rows, F f) {
     }
 }
 
-inline const char* words(cudaError_t error) {
+// What an entry point returns.
+inline const char* message_of(cudaError_t error) {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// Launches kernel(arguments...) on so many blocks, or nothing on none.
+// Launches kernel(arguments...) on this many blocks; without blocks nothing is launched.
 template <typename... Parameters, typename... Arguments>
 const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,
                    Arguments... arguments) {
@@ -57,7 +58,7 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, v
     config.gridDim = (unsigned)blocks;
     config.blockDim = threads;
     config.stream = static_cast<cudaStream_t>(stream);
-    return words(cudaLaunchKernelEx(&config, kernel, arguments...));
+    return message_of(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace bapo::cuda

@@ -1,4 +1,4 @@
-// What threads, warps and blocks do with the elements of a row. Base 2 throughout:
+// The mathematics of a row for threads, warps and blocks. Everything is in base 2:
 // t = (y - origin)*scale2 and p = 2^t/sum, with scale2 = scale/ln 2.
 #pragma once
 
@@ -84,7 +84,7 @@ __device__ inline uint4 pack(const float (&z)[8], T type) {
             pack_pair(z[6], z[7], type)};
 }
 
-// Gradients are not read again soon: they need not push rows out of L2.
+// Gradients are not read again soon, and should not evict rows from L2.
 __device__ inline void store_streaming(void* to, uint4 value) {
     __stcs(static_cast<uint4*>(to), value);
 }
@@ -114,7 +114,7 @@ __device__ inline float transformed(float z, Scales scales) {
     return z == -kInf ? -kInf : tanh_approx(z * scales.inner);
 }
 
-// Sums of 2^t and t*2^t of the elements that one thread sees, t from its own maximum.
+// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum.
 struct Lane {
     float top = -kInf;
     float sum = 0.0f;
@@ -139,14 +139,14 @@ struct Lane {
     }
 };
 
-// The same of many elements.
+// The same sums of the elements of many threads.
 struct RowSums {
     float origin;
     double sum;
     double weighted;
 
     __device__ static RowSums of(const Lane& lane) { return {lane.top, lane.sum, lane.weighted}; }
-    // From another origin, at least as large.
+    // Relative to another origin, at least as large.
     __device__ void move_to(float new_origin, float scale2) {
         const float start = new_origin == -kInf ? 0.0f : new_origin;
         const float shift = (origin - start) * scale2, factor = exp2_approx(shift);
@@ -160,7 +160,7 @@ struct RowSums {
     }
 };
 
-// The sums of all lanes, in every lane, added in the same order always.
+// The sums of all lanes, in every lane, always added in the same order.
 __device__ inline RowSums warp_total(RowSums mine, float scale2) {
     float origin = mine.origin;
 #pragma unroll
@@ -191,8 +191,8 @@ __device__ inline RowSums total_of(const RowSums* partials, int count, float sca
     return warp_total(mine, scale2);
 }
 
-// What is to be done with a row whose statistics are known.
-struct RowOrder {
+// What the second pass over a row whose statistics are known writes.
+struct SecondPass {
     enum Action : int { kNothing, kZeros, kGradient };
     Action action;
     float origin;
@@ -201,22 +201,22 @@ struct RowOrder {
     float label_grad;
 };
 
-// d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j
-__device__ inline RowOrder gradient_order(float origin, double sum, double entropy, float z_label,
-                                          double log_prob, const Transform& transform,
-                                          RowCoefficients wanted) {
-    if (wanted.zero()) return {RowOrder::kZeros, 0.0f, 0.0f, 0.0f, 0.0f};
-    const double per_sum = transform.slope / sum, bonus = wanted.entropy_bonus;
+// d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j
+__device__ inline SecondPass gradient_pass(float origin, double sum, double entropy, float z_label,
+                                           double log_prob, const Transform& transform,
+                                           RowCoefficients coefficients) {
+    if (coefficients.zero()) return {SecondPass::kZeros, 0.0f, 0.0f, 0.0f, 0.0f};
+    const double per_sum = transform.slope / sum, bonus = coefficients.entropy_bonus;
     return {
-        RowOrder::kGradient,
+        SecondPass::kGradient,
         origin,
         (float)(bonus * kLn2 * per_sum),
-        (float)((bonus * (entropy - log(sum)) - wanted.dlog_prob) * per_sum),
-        (float)label_gradient(z_label, log_prob, entropy, transform, wanted),
+        (float)((bonus * (entropy - log(sum)) - coefficients.dlog_prob) * per_sum),
+        (float)label_gradient(z_label, log_prob, entropy, transform, coefficients),
     };
 }
 
-// The log-prob of a label, whose logit is NaN if it is outside of the vocabulary.
+// The log-prob of a label; its logit is NaN where the label is outside of the vocabulary.
 template <bool kSoftcap>
 __device__ inline double label_log_prob(float z, float origin, double log_sum,
                                         const Transform& transform, Scales scales) {
@@ -224,11 +224,12 @@ __device__ inline double label_log_prob(float z, float origin, double log_sum,
     return ((double)y - origin) * transform.scale - log_sum;
 }
 
-// Statistics, class and coefficients of a row, by one warp; `first` writes the token's outputs.
+// Statistics of a row and what its second pass writes, computed by one warp; the lane with `first`
+// writes the outputs of the token.
 template <bool kSoftcap>
-__device__ inline RowOrder finish_statistics(const RowPassParams& params, int64_t index,
-                                             const RowSums& total, float z_label, Scales scales,
-                                             bool first) {
+__device__ inline SecondPass finish_statistics(const RowPassParams& params, int64_t index,
+                                               const RowSums& total, float z_label, Scales scales,
+                                               bool first) {
     const Transform& transform = params.rows.transform;
     const double log_sum = log(total.sum);
     const double entropy = log_sum - kLn2 * total.weighted / total.sum;
@@ -240,26 +241,26 @@ __device__ inline RowOrder finish_statistics(const RowPassParams& params, int64_
         params.stats[2 * index] = total.origin;
         params.stats[2 * index + 1] = total.sum;
     }
-    if (params.rows.grad == nullptr) return {RowOrder::kNothing, 0.0f, 0.0f, 0.0f, 0.0f};
-    const Demand wanted = demand(params, index, log_prob);
-    if (first) params.undecided[index] = wanted.undecided;
-    if (wanted.undecided) return {RowOrder::kNothing, 0.0f, 0.0f, 0.0f, 0.0f};
-    return gradient_order(total.origin, total.sum, entropy, z_label, log_prob, transform,
-                          wanted.coefficients);
+    if (params.rows.grad == nullptr) return {SecondPass::kNothing, 0.0f, 0.0f, 0.0f, 0.0f};
+    const Decision decision = decide(params, index, log_prob);
+    if (first) params.undecided[index] = decision.undecided;
+    if (decision.undecided) return {SecondPass::kNothing, 0.0f, 0.0f, 0.0f, 0.0f};
+    return gradient_pass(total.origin, total.sum, entropy, z_label, log_prob, transform,
+                         decision.coefficients);
 }
 
-// What a row that is not read reports.
-__device__ inline void finish_dead(const RowPassParams& params, int64_t index) {
+// The outputs of a skipped row.
+__device__ inline void finish_skipped(const RowPassParams& params, int64_t index) {
     params.log_probs[index] = params.entropy[index] = params.stats[2 * index] = 0.0;
     params.stats[2 * index + 1] = 1.0;
     if (params.undecided) params.undecided[index] = 0;
 }
 
 template <bool kSoftcap, bool kBonus>
-__device__ inline float gradient_of(float z, const RowOrder& order, Scales scales) {
+__device__ inline float gradient_of(float z, const SecondPass& pass, Scales scales) {
     const float y = transformed<kSoftcap>(z, scales);
-    const float t = (y - order.origin) * scales.scale2, e = exp2_approx(t);
-    float dz = e * (kBonus ? fmaf(order.a, fmaxf(t, kExp2Floor), order.b) : order.b);
+    const float t = (y - pass.origin) * scales.scale2, e = exp2_approx(t);
+    float dz = e * (kBonus ? fmaf(pass.a, fmaxf(t, kExp2Floor), pass.b) : pass.b);
     if constexpr (kSoftcap) {
         const float held = fmaxf(y, -1.0f);
         dz *= fmaf(-held, held, 1.0f);

@@ -1,5 +1,6 @@
-// Kernels with one block a row and the second look from L2: the row pass for GPUs without clusters
-// and for rows that no cluster holds, the gradient of rows whose statistics are known, the scaling.
+// Kernels with one block per row, whose second pass reads from L2: the row pass for GPUs without
+// clusters and for rows that no cluster holds, the gradient of rows whose statistics are known, and
+// the scaling of a gradient.
 
 #include "dispatch.cuh"
 #include "launch_cuda.h"
@@ -11,7 +12,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 
-// Vectors that a thread has in flight: as many as fit into 64 registers beside the mathematics.
+// Vectors that a thread loads at once: as many as fit into 64 registers beside the mathematics.
 template <typename T, bool kSoftcap>
 constexpr int kUnroll = kSoftcap && sizeof(T) == 2 ? 2 : 4;
 
@@ -26,7 +27,7 @@ __device__ void load_elements(const T* row, int64_t first, int64_t vocab, float 
 }
 
 template <typename T, bool kSoftcap, bool kAligned>
-__device__ Lane look(const T* row, int64_t vocab, Scales scales) {
+__device__ Lane first_pass(const T* row, int64_t vocab, Scales scales) {
     constexpr int n = kVec<T>, kSteps = kUnroll<T, kSoftcap>;
     constexpr int64_t kStride = kThreads * n;
     Lane lane;
@@ -52,22 +53,22 @@ __device__ Lane look(const T* row, int64_t vocab, Scales scales) {
     return lane;
 }
 
-// From the end of the row on: what was read last is found in the cache first.
+// Backwards from the end of the row, which was read last and is still in the cache.
 template <typename T, bool kSoftcap, bool kAligned, bool kBonus>
-__device__ void write_gradient(const Row<T>& row, int64_t vocab, const RowOrder& order,
+__device__ void write_gradient(const Row<T>& row, int64_t vocab, const SecondPass& pass,
                                Scales scales) {
     constexpr int n = kVec<T>;
     const int64_t vectors = kAligned ? vocab / n : 0;
     for (int64_t v = vectors * n + threadIdx.x; v < vocab; v += kThreads) {
         const float z = to_float(row.logits[v]);
-        row.grad[v] = from_float<T>(gradient_of<kSoftcap, kBonus>(z, order, scales));
+        row.grad[v] = from_float<T>(gradient_of<kSoftcap, kBonus>(z, pass, scales));
     }
 #pragma unroll 4
     for (int64_t v = vectors - 1 - threadIdx.x; v >= 0; v -= kThreads) {
         float z[n];
         unpack(*reinterpret_cast<const uint4*>(row.logits + v * n), z, T{});
 #pragma unroll
-        for (int i = 0; i < n; ++i) z[i] = gradient_of<kSoftcap, kBonus>(z[i], order, scales);
+        for (int i = 0; i < n; ++i) z[i] = gradient_of<kSoftcap, kBonus>(z[i], pass, scales);
         store_streaming(row.grad + v * n, pack(z, T{}));
     }
 }
@@ -85,18 +86,18 @@ __device__ void write_zeros(const Row<T>& row, int64_t vocab) {
 }
 
 template <typename T, bool kSoftcap, bool kAligned>
-__device__ void carry_out(const RowOrder& order, const Row<T>& row, int64_t label, int64_t vocab,
-                          Scales scales) {
-    if (order.action == RowOrder::kZeros) write_zeros<T, kAligned>(row, vocab);
-    if (order.action != RowOrder::kGradient) return;
-    if (order.a != 0.0f) {
-        write_gradient<T, kSoftcap, kAligned, true>(row, vocab, order, scales);
+__device__ void run_second_pass(const SecondPass& pass, const Row<T>& row, int64_t label,
+                                int64_t vocab, Scales scales) {
+    if (pass.action == SecondPass::kZeros) write_zeros<T, kAligned>(row, vocab);
+    if (pass.action != SecondPass::kGradient) return;
+    if (pass.a != 0.0f) {
+        write_gradient<T, kSoftcap, kAligned, true>(row, vocab, pass, scales);
     } else {
-        write_gradient<T, kSoftcap, kAligned, false>(row, vocab, order, scales);
+        write_gradient<T, kSoftcap, kAligned, false>(row, vocab, pass, scales);
     }
     __syncthreads();  // after the thread that wrote the label's vector
     if (threadIdx.x == 0 && label >= 0 && label < vocab) {
-        row.grad[label] = from_float<T>(order.label_grad);
+        row.grad[label] = from_float<T>(pass.label_grad);
     }
 }
 
@@ -104,53 +105,53 @@ template <typename T, bool kSoftcap, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     row_pass_kernel(const __grid_constant__ RowPassParams params, Scales scales) {
     __shared__ RowSums partials[kWarps];
-    __shared__ RowOrder shared_order;
+    __shared__ SecondPass shared_pass;
     const int64_t index = blockIdx.x, vocab = params.rows.vocab;
     const Row<T> row(params.rows, index);
-    if (!params.tokens.live[index]) {
-        if (threadIdx.x == 0) finish_dead(params, index);
+    if (!params.tokens.counted[index]) {
+        if (threadIdx.x == 0) finish_skipped(params, index);
         if (row.grad != nullptr) write_zeros<T, kAligned>(row, vocab);
         return;
     }
     const int64_t label = params.labels[index];
     const float z_label = row.label_logit(label, vocab);
 
-    const Lane lane = look<T, kSoftcap, kAligned>(row.logits, vocab, scales);
+    const Lane lane = first_pass<T, kSoftcap, kAligned>(row.logits, vocab, scales);
     const RowSums warp = warp_total(RowSums::of(lane), scales.scale2);
     if (threadIdx.x % kWarp == 0) partials[threadIdx.x / kWarp] = warp;
     __syncthreads();
     if (threadIdx.x < kWarp) {
         const RowSums total = total_of(partials, kWarps, scales.scale2);
         const bool first = threadIdx.x == 0;
-        const RowOrder order =
+        const SecondPass pass =
             finish_statistics<kSoftcap>(params, index, total, z_label, scales, first);
-        if (first) shared_order = order;
+        if (first) shared_pass = pass;
     }
     __syncthreads();
-    carry_out<T, kSoftcap, kAligned>(shared_order, row, label, vocab, scales);
+    run_second_pass<T, kSoftcap, kAligned>(shared_pass, row, label, vocab, scales);
 }
 
 template <typename T, bool kSoftcap, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     row_gradient_kernel(const __grid_constant__ RowGradientParams params, Scales scales) {
-    __shared__ RowOrder shared_order;
+    __shared__ SecondPass shared_pass;
     const int64_t index = blockIdx.x, vocab = params.rows.vocab;
     if (params.only && !params.only[index]) return;
     const Row<T> row(params.rows, index);
     const int64_t label = params.labels[index];
     if (threadIdx.x == 0) {
-        const RowCoefficients wanted{params.dlog_probs[index],
-                                     params.dentropy ? -params.dentropy[index] : 0.0};
+        const RowCoefficients coefficients{params.dlog_probs[index],
+                                           params.dentropy ? -params.dentropy[index] : 0.0};
         const float origin = (float)params.stats[2 * index];
         const double sum = params.stats[2 * index + 1];
         const float z = row.label_logit(label, vocab);
         const Transform& transform = params.rows.transform;
         const double log_prob = label_log_prob<kSoftcap>(z, origin, log(sum), transform, scales);
-        shared_order =
-            gradient_order(origin, sum, params.entropy[index], z, log_prob, transform, wanted);
+        shared_pass =
+            gradient_pass(origin, sum, params.entropy[index], z, log_prob, transform, coefficients);
     }
     __syncthreads();
-    carry_out<T, kSoftcap, kAligned>(shared_order, row, label, vocab, scales);
+    run_second_pass<T, kSoftcap, kAligned>(shared_pass, row, label, vocab, scales);
 }
 
 template <typename T, bool kAligned>

@@ -1,13 +1,13 @@
 // The row pass for sm_90 and later: a row lies in the shared memory of a cluster of blocks, so that
-// both looks read it on chip and it crosses the memory bus once.
+// both passes read it on chip and it crosses the memory bus once.
 //
-// One warp of a block loads, eight compute. Rows are cut into chunks of 4 KB, dealt out to the
-// blocks of the cluster in turn. A chunk stays in its stage of shared memory until the second look
-// has passed, and the stage is then filled with a chunk of a later row: loads are in flight while
-// gradients are written. The warps send their sums to every block, and every block decides alike.
+// One warp of a block loads, eight compute. Rows are cut into chunks of 4 KB, which the blocks of
+// the cluster take in turn. A chunk stays in its stage of shared memory until the second pass has
+// read it; the stage is then filled with a chunk of a later row, so that loads are in flight while
+// gradients are written. The warps send their sums to every block, and every block takes the same
+// decision.
 
-#include <algorithm>
-
+#include "cluster_plan.h"
 #include "cuda/ptx.cuh"
 #include "dispatch.cuh"
 #include "launch_cuda.h"
@@ -16,16 +16,9 @@ namespace bapo::cuda {
 
 namespace {
 
-constexpr int kComputeWarps = 8;
-constexpr int kComputeThreads = kComputeWarps * kWarp;
 constexpr int kThreads = kComputeThreads + kWarp;
-constexpr int kChunkBytes = 16 * kComputeThreads;
-// A chunk of a row that starts anywhere touches one vector more.
-constexpr int kStageBytes = kChunkBytes + 16;
-constexpr int kMaxCluster = 8;
-constexpr int kMaxStages = 64;
 constexpr int kComputeBarrier = 1;  // 0 is __syncthreads
-// Blocks a multiprocessor that the registers are shared out for. sm_120 has 100 KB of shared memory
+// Blocks per multiprocessor, by which its registers are divided. sm_120 has 100 KB of shared memory
 // and little double precision: one block there, or the registers would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBlocks = 1;
@@ -39,12 +32,12 @@ struct alignas(128) Shared {
     uint64_t empty[kMaxStages];
     uint64_t sums_arrived[2];
     RowSums sums[2][kMaxCluster * kComputeWarps];
-    RowOrder order;
+    SecondPass pass;
     float z_label;
 };
-static_assert(sizeof(RowSums) == 24);
+static_assert(sizeof(RowSums) == 24 && kComputeThreads == kComputeWarps * kWarp);
 
-// The place of a chunk in the ring of stages.
+// The position of a chunk in the ring of stages.
 struct Place {
     int stage = 0;
     uint32_t parity = 0;
@@ -57,10 +50,11 @@ struct Place {
     }
 };
 
-// Which of the rows first, first + step, ... are alive, 32 at a time: bit k is row first + k*step.
-__device__ uint32_t live_rows(const bool* live, int64_t first, int64_t step, int64_t count) {
+// Which of the rows first, first + step, ... are counted, 32 at a time: bit k is row first +
+// k*step.
+__device__ uint32_t counted_rows(const bool* counted, int64_t first, int64_t step, int64_t count) {
     const int64_t row = first + (threadIdx.x % kWarp) * step;
-    return __ballot_sync(kAllLanes, row < count && live[row]);
+    return __ballot_sync(kAllLanes, row < count && counted[row]);
 }
 
 template <typename T, bool kSoftcap, bool kAligned>
@@ -99,15 +93,15 @@ struct Block {
     __device__ int64_t first_element(int i) const { return (rank + (int64_t)i * size) * kChunk; }
     __device__ uint8_t* stage(int index) const { return ring + index * kStageBytes; }
 
-    // Loads all rows of the cluster that are alive, as far ahead as there are stages.
+    // Loads the counted rows of the cluster, as far ahead as there are stages.
     __device__ void load() {
         const bool leader = threadIdx.x % kWarp == 0;
         const uint64_t policy = evict_first_policy();
         Place place;
         for (int64_t row = cluster; row < count; row += kWarp * clusters) {
-            uint32_t live = live_rows(params.tokens.live, row, clusters, count);
-            for (; leader && live; live &= live - 1) {
-                const T* logits = Row<T>(params.rows, row + (__ffs(live) - 1) * clusters).logits;
+            uint32_t counted = counted_rows(params.tokens.counted, row, clusters, count);
+            for (; leader && counted; counted &= counted - 1) {
+                const T* logits = Row<T>(params.rows, row + (__ffs(counted) - 1) * clusters).logits;
                 for (int i = 0; i < chunks; ++i, place.advance(stages)) {
                     const int64_t first = first_element(i);
                     const int64_t elements = min(kChunk, vocab - first);
@@ -127,13 +121,13 @@ struct Block {
         }
     }
 
-    // The row's elements of a stage, at whatever address the row has.
+    // The elements of a row in a stage, whatever the alignment of the row.
     __device__ const T* elements(const T* logits, int at) const {
         const uintptr_t shift = kAligned ? 0 : reinterpret_cast<uintptr_t>(logits) % 16;
         return reinterpret_cast<const T*>(stage(at) + shift);
     }
 
-    // The 16 bytes of this thread.
+    // The 16 bytes of this thread in a chunk.
     __device__ uint4 vector(const T* chunk) const {
         return shared_load(reinterpret_cast<const uint4*>(chunk) + threadIdx.x);
     }
@@ -162,8 +156,8 @@ struct Block {
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(&shared.empty[at]));
     }
 
-    // The first look: the sums of this warp.
-    __device__ RowSums look(const T* logits, Place place, bool keep) const {
+    // The first pass: the sums of this warp.
+    __device__ RowSums first_pass(const T* logits, Place place, bool keep) const {
         Lane lane;
         for (int i = 0; i < chunks; i += kUnroll) {
             float y[kUnroll * n];
@@ -185,7 +179,7 @@ struct Block {
         return warp_total(RowSums::of(lane), scales.scale2);
     }
 
-    // The sums of this warp to every block of the cluster.
+    // Sends the sums of this warp to every block of the cluster.
     __device__ void send(const RowSums& sums, int turn) {
         const uint32_t to = threadIdx.x % kWarp;
         if (to >= size) return;
@@ -198,7 +192,7 @@ struct Block {
     }
 
     template <bool kBonus>
-    __device__ void write_gradient(const Row<T>& row, int64_t label, const RowOrder& order,
+    __device__ void write_gradient(const Row<T>& row, int64_t label, const SecondPass& pass,
                                    Place place) {
         const int64_t label_vector = label / n;
 #pragma unroll 2
@@ -211,22 +205,22 @@ struct Block {
                 unpack(vector(chunk), z, T{});
 #pragma unroll
                 for (int e = 0; e < n; ++e) {
-                    z[e] = gradient_of<kSoftcap, kBonus>(z[e], order, scales);
+                    z[e] = gradient_of<kSoftcap, kBonus>(z[e], pass, scales);
                 }
                 if (mine / n == label_vector) {
 #pragma unroll
-                    for (int e = 0; e < n; ++e) z[e] = mine + e == label ? order.label_grad : z[e];
+                    for (int e = 0; e < n; ++e) z[e] = mine + e == label ? pass.label_grad : z[e];
                 }
                 store_streaming(row.grad + mine, pack(z, T{}));
             } else {
-                // Element by element, neighbours in neighbouring threads.
+                // Element by element; neighbouring threads write neighbouring elements.
                 const int64_t begin = kAligned ? mine : first + threadIdx.x;
                 const int64_t end = kAligned ? vocab : min(vocab, first + kChunk);
                 const int step = kAligned ? 1 : kComputeThreads;
                 for (int64_t j = begin; j < end; j += step) {
                     const float z = to_float(shared_load(chunk + (j - first)));
-                    const float dz = gradient_of<kSoftcap, kBonus>(z, order, scales);
-                    row.grad[j] = from_float<T>(j == label ? order.label_grad : dz);
+                    const float dz = gradient_of<kSoftcap, kBonus>(z, pass, scales);
+                    row.grad[j] = from_float<T>(j == label ? pass.label_grad : dz);
                 }
             }
             release(place.stage);
@@ -250,7 +244,7 @@ struct Block {
         }
     }
 
-    // Whether a row may need a second look: not if its gradient can only be zero.
+    // Whether the second pass may read the row: not if its gradient can only be zero.
     __device__ bool keeps(int64_t index) const {
         const PolicyOptions& options = params.options;
         const bool other_terms = options.kl_loss_coef != 0.0 || options.entropy_coef != 0.0;
@@ -262,13 +256,14 @@ struct Block {
         const bool first_warp = threadIdx.x < kWarp, writes = rank == 0 && threadIdx.x == 0;
         Place place;
         int turn = 0;
-        uint32_t turn_parity = 0, live = 0;
+        uint32_t turn_parity = 0, counted = 0;
         int64_t step = 0;
         for (int64_t index = cluster; index < count; index += clusters, ++step) {
-            if (step % kWarp == 0) live = live_rows(params.tokens.live, index, clusters, count);
+            if (step % kWarp == 0)
+                counted = counted_rows(params.tokens.counted, index, clusters, count);
             const Row<T> row(params.rows, index);
-            if (!(live >> step % kWarp & 1)) {
-                if (writes) finish_dead(params, index);
+            if (!(counted >> step % kWarp & 1)) {
+                if (writes) finish_skipped(params, index);
                 if (row.grad != nullptr) fill(row, 0.0f);
                 continue;
             }
@@ -279,8 +274,9 @@ struct Block {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
                 barrier_expect(shared_address(&shared.sums_arrived[turn]), bytes);
             }
-            const RowSums sums = look(row.logits, place, keep);
-            // Waits for the load: once the sums are out, a gradient in place may overwrite it.
+            const RowSums sums = first_pass(row.logits, place, keep);
+            // Completes the load of the label's logit before the sums are sent: after that, a
+            // gradient in place may overwrite it.
             if (threadIdx.x == 0) shared_settle(&shared.z_label, z_label);
             send(sums, turn);
             if (first_warp) {
@@ -288,24 +284,24 @@ struct Block {
                              "the sums of the cluster");
                 const RowSums total =
                     total_of(shared.sums[turn], (int)size * kComputeWarps, scales.scale2);
-                const RowOrder order =
+                const SecondPass pass =
                     finish_statistics<kSoftcap>(params, index, total, z_label, scales, writes);
-                if (threadIdx.x == 0) shared_store(&shared.order, order);
+                if (threadIdx.x == 0) shared_store(&shared.pass, pass);
             }
             block_barrier(kComputeBarrier, kComputeThreads);
-            const RowOrder order = shared_load(&shared.order);
-            const bool second_look = keep && order.action == RowOrder::kGradient;
-            if (second_look && order.a != 0.0f) {
-                write_gradient<true>(row, label, order, place);
-            } else if (second_look) {
-                write_gradient<false>(row, label, order, place);
-            } else if (order.action == RowOrder::kGradient) {
-                fill(row, NAN);  // zero for any statistics but these
-            } else if (order.action == RowOrder::kZeros) {
+            const SecondPass pass = shared_load(&shared.pass);
+            const bool reads_again = keep && pass.action == SecondPass::kGradient;
+            if (reads_again && pass.a != 0.0f) {
+                write_gradient<true>(row, label, pass, place);
+            } else if (reads_again) {
+                write_gradient<false>(row, label, pass, place);
+            } else if (pass.action == SecondPass::kGradient) {
+                fill(row, NAN);  // only if its statistics are NaN
+            } else if (pass.action == SecondPass::kZeros) {
                 fill(row, 0.0f);
             }
             for (int i = 0; i < chunks; ++i, place.advance(stages)) {
-                if (keep && !second_look) release(place.stage);
+                if (keep && !reads_again) release(place.stage);
             }
             turn_parity ^= turn;
             turn ^= 1;
@@ -341,46 +337,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     cluster_sync();  // no block leaves while another may still write into its memory
 }
 
-// How rows are laid over blocks.
-struct Plan {
-    int cluster = 0;  // 0: no cluster holds such a row
-    int stages = 0;
-};
-
-// The smallest cluster that holds a row and, beside it, loads enough for the memory's latency: with
-// two blocks a multiprocessor, so that one decides while the other moves data, else with one.
-Plan plan_for(int64_t row_bytes, int bytes_per_multiprocessor, int bytes_per_block) {
-    constexpr int kAhead = 6, kReserved = 1024;
-    const int64_t chunks = (row_bytes + kChunkBytes - 1) / kChunkBytes;
-    for (const int blocks : {2, 1}) {
-        const int room = std::min(bytes_per_multiprocessor / blocks - kReserved, bytes_per_block);
-        const int stages = std::min((room - (int)sizeof(Shared)) / kStageBytes, kMaxStages);
-        for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
-            const int64_t mine = (chunks + cluster - 1) / cluster;
-            if (mine + kAhead <= stages) return {cluster, stages};
-        }
-    }
-    return {};
-}
-
-int attribute(cudaDeviceAttr which) {
-    int device = 0, value = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) return 0;
-    cudaDeviceGetAttribute(&value, which, device);
-    return value;
-}
-
-Plan plan_here(const LogitRows& rows) {
-    if (attribute(cudaDevAttrComputeCapabilityMajor) < 9) return {};
-    const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
-    return plan_for(rows.vocab * size, attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-                    attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-}
-
-// As many clusters as run at once; `fits` is false where none does, as on a part of a GPU.
+// As many clusters as run at once; `fits` is false where none can, as on some partitions of a GPU.
 template <typename T, bool kSoftcap, bool kAligned>
-cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaStream_t stream,
-                            bool& fits) {
+cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan,
+                            cudaStream_t stream, bool& fits) {
     const auto kernel = row_pass_cluster_kernel<T, kSoftcap, kAligned>;
     const int bytes = (int)sizeof(Shared) + plan.stages * kStageBytes;
     cudaError_t error =
@@ -411,16 +371,18 @@ cudaError_t launch_clusters(const RowPassParams& params, const Plan& plan, cudaS
 
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error) {
     if (params.rows.count() == 0) return true;
-    const Plan plan = plan_here(params.rows);
+    const ClusterPlan plan = plan_on_this_device(params.rows, sizeof(Shared));
     if (plan.cluster == 0) return false;
     bool fits = true;
-    *error = words(with_row_type(params.rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
+    *error = message_of(with_row_type(params.rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
         return launch_clusters<T, kSoftcap, kAligned>(params, plan,
                                                       static_cast<cudaStream_t>(stream), fits);
     }));
     return fits;
 }
 
-int planned_cluster(const LogitRows& rows) { return plan_here(rows).cluster; }
+int planned_cluster(const LogitRows& rows) {
+    return plan_on_this_device(rows, sizeof(Shared)).cluster;
+}
 
 }  // namespace bapo::cuda

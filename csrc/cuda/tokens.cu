@@ -1,5 +1,5 @@
 // Kernels over tokens whose log-probs are known: contributions to the search, the search, the loss.
-// Sums go over blocks of fixed size, and over the blocks in order: the same bits every run.
+// Sums are of blocks of fixed size, then of the blocks in order: the same bits in every run.
 
 #include "dispatch.cuh"
 #include "launch_cuda.h"
@@ -23,7 +23,8 @@ struct Grids {
     }
 };
 
-// A thread a token, then a thread a grid point: P or N there, over the tokens in order.
+// One thread per token, then one thread per grid point: the positive or negative mass there, over
+// the tokens in order.
 __global__ void __launch_bounds__(kTokensPerBlock)
     contributions_kernel(const __grid_constant__ ContributionParams params, int points,
                          double* partials) {
@@ -69,8 +70,8 @@ __global__ void __launch_bounds__(kSolveThreads)
     for (int i = threadIdx.x; i < points; i += kSolveThreads) sums[i] = table[i];
     __syncthreads();
     if (threadIdx.x != 0) return;
-    answer(sums, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target, bounds,
-           shares);
+    search_table(sums, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target,
+                 bounds, shares);
 }
 
 __global__ void __launch_bounds__(kTokensPerBlock)
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(kTokensPerBlock)
     PolicySums sums{};
     if (index < params.count) add_token(params, index, sums);
     const double values[kPolicySums] = {
-        sums.loss,      sums.pg_loss, sums.kl_loss, sums.count, sums.clipped, sums.dual_clipped,
-        sums.log_ratio, sums.entropy, sums.P,       sums.N,     sums.P_start, sums.N_start};
+        sums.loss,      sums.pg_loss, sums.kl_loss, sums.count, sums.clipped,   sums.dual_clipped,
+        sums.log_ratio, sums.entropy, sums.pos,     sums.neg,   sums.pos_start, sums.neg_start};
 #pragma unroll
     for (int k = 0; k < kPolicySums; ++k) {
         double value = values[k];

@@ -1,4 +1,4 @@
-"""Builds the driver, which needs no torch and no Python to run, and one whose waits trap.
+"""Builds the driver, which runs without torch and Python, and one whose endless waits trap.
 
     python tests/cuda_driver/build.py FOLDER [--all]
 

@@ -24,7 +24,7 @@ int planned_cluster(DType dtype, int64_t vocab) {
     return cuda::planned_cluster(rows);
 }
 
-// Lengths of rows, in chunks, that are laid out alike.
+// Lengths of rows, in chunks, with the same layout.
 struct Lengths {
     int cluster;
     int64_t shortest, longest;
@@ -42,13 +42,13 @@ std::vector<Lengths> lengths_by_cluster() {
     return all;
 }
 
-// So many that every cluster gets several, and fills its ring of stages anew.
+// Enough rows for every cluster to fill its ring of stages several times.
 int64_t many_rows(int cluster) {
     const int64_t at_once = 2 * device().multiProcessorCount / std::max(cluster, 1);
     return std::max<int64_t>(3 * at_once + 1, 20);
 }
 
-// Adds cases of one dtype whose rows are laid out alike.
+// Adds cases of one dtype whose rows have the same layout.
 class Adder {
   public:
     Adder(std::vector<RowCase>& cases, DType dtype, const Lengths& lengths)
@@ -169,7 +169,7 @@ std::vector<RowCase> row_cases(bool quick) {
         int turn = (int)dtype;
         std::vector<int> seen;
         for (const Lengths& alike : lengths) {
-            // In quick runs the shorter rows stand for all of a cluster size.
+            // Quick runs use the shortest rows of each cluster size.
             const bool again = std::count(seen.begin(), seen.end(), alike.cluster) > 0;
             if (quick && again) continue;
             seen.push_back(alike.cluster);

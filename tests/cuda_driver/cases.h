@@ -1,4 +1,4 @@
-// Every combination worth having, the simplest first.
+// The combinations that are tested, the simplest first.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Memory of the device, its errors, and work shared out over the host's cores.
+// Memory of the device, its errors, and work distributed over the cores of the host.
 #pragma once
 
 #if __has_include("cuda_memory.h")
@@ -18,22 +18,22 @@
 
 namespace driver {
 
-// After one of these nothing more can be asked of the device.
+// After one of these the device cannot be used any more.
 struct CudaFailure : std::runtime_error {
     using runtime_error::runtime_error;
 };
 inline void check(cudaError_t error) {
     if (error != cudaSuccess) throw CudaFailure(std::string("CUDA: ") + cudaGetErrorString(error));
 }
-// Waits for what a launch has started, so that its errors are its own.
+// Waits for a launch, so that its errors are attributed to it.
 inline void finish(const char* error) {
     if (error != nullptr) throw CudaFailure(std::string("CUDA, not launched: ") + error);
     check(cudaGetLastError());
     check(cudaDeviceSynchronize());
 }
 
-// Whether the launches since the last question were of clusters of this size, or of none (0). A GPU
-// does not say.
+// Whether the launches since the last call used clusters of this size, or no clusters (0). A GPU
+// does not tell.
 inline bool laid_out_over([[maybe_unused]] int cluster) {
 #ifdef EMULATED
     return std::exchange(emulated::launches.cluster, 0u) == (unsigned)cluster;
@@ -42,10 +42,10 @@ inline bool laid_out_over([[maybe_unused]] int cluster) {
 #endif
 }
 
-// An allocation between guard bytes; all ones, which is NaN, until it is written.
+// An allocation between guard bytes. Until it is written its bits are all ones, which is NaN.
 class Memory {
   public:
-    // 0 for compute-sanitizer, which then sees what reads beyond an allocation too.
+    // 0 for compute-sanitizer, which then also sees reads outside of an allocation.
     static inline size_t guard = 512;
 
     Memory(const char* name, size_t bytes) : name_(name), bytes_(bytes) {
@@ -53,11 +53,11 @@ class Memory {
         check(cudaMalloc(&start_, whole));
         check(cudaMemset(start_, kGuard, whole));
         poison();
-        alive().push_back(this);
+        all().push_back(this);
     }
     ~Memory() {
         cudaFree(start_);
-        std::erase(alive(), this);
+        std::erase(all(), this);
     }
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
@@ -67,10 +67,10 @@ class Memory {
     void upload(const void* from) { copy(data(), from, cudaMemcpyHostToDevice); }
     void download(void* to) const { copy(to, data(), cudaMemcpyDeviceToHost); }
 
-    // The name of an allocation whose guard bytes were written; else empty.
+    // Which allocation's guard bytes were written; empty if none.
     static std::string overrun() {
         std::vector<uint8_t> bytes(guard);
-        for (const Memory* memory : alive()) {
+        for (const Memory* memory : all()) {
             for (const bool end : {false, true}) {
                 const uint8_t* from = memory->start_ + (end ? guard + memory->bytes_ : 0);
                 check(cudaMemcpy(bytes.data(), from, guard, cudaMemcpyDeviceToHost));
@@ -86,7 +86,7 @@ class Memory {
 
   private:
     static constexpr int kGuard = 0xa5;
-    static std::vector<const Memory*>& alive() {
+    static std::vector<const Memory*>& all() {
         static std::vector<const Memory*> all;
         return all;
     }

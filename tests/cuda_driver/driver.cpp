@@ -1,6 +1,6 @@
 // Runs the CUDA kernels without torch and compares them with plain loops in double: the first thing
-// to run on a GPU, by itself and under compute-sanitizer. A line a case; the exit status is 1 if
-// one failed, 2 after an error of CUDA or a case without an end, which leave the rest untried.
+// to run on a GPU, by itself and under compute-sanitizer. Prints a line per case. The exit status
+// is 1 if a case failed, and 2 after a CUDA error or a case that hangs, which skip the rest.
 
 #include <signal.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@ constexpr const char* kUsage =
     "driver [--only SUBSTRING] [--rows N] [--quick] [--list] [--repeat R] [--limit SECONDS] "
     "[--exact]\n"
     "  --quick  short rows, for compute-sanitizer\n"
-    "  --limit  of a case, 60 if not given; 0: none\n"
+    "  --limit  of a case, 60 by default; 0: none\n"
     "  --exact  no guard bytes, so that memcheck sees the ends of every allocation\n";
 
 struct Options {
@@ -59,7 +59,7 @@ void no_end(int) {
     _exit(2);
 }
 
-// Whether the case is good.
+// Whether the case succeeded.
 bool report(const Case& of, unsigned limit) {
     std::snprintf(current, sizeof current, "%s", of.name.c_str());
     alarm(limit);
@@ -70,7 +70,7 @@ bool report(const Case& of, unsigned limit) {
     alarm(0);
     const auto ms = (long)std::chrono::duration_cast<std::chrono::milliseconds>(took).count();
     std::printf("%s %5ld ms  %s%s\n", verdict.good() ? "ok    " : "FAILED", ms, current,
-                verdict.words().c_str());
+                verdict.summary().c_str());
     return verdict.good();
 }
 

@@ -1,4 +1,4 @@
-// What a row pass must give, by plain loops in double, and how far off a kernel may be.
+// The results of a row pass by plain loops in double, and how far a kernel may be off.
 #pragma once
 
 #include <cmath>
@@ -45,8 +45,8 @@ struct Format<Half> {
     static constexpr double eps = 0x1p-11, tiny = 0x1p-25;
 };
 
-// The errors that float32 arithmetic brings in. The rest of a tolerance follows from these and from
-// one rounding of the output's dtype.
+// The errors of float32 arithmetic. A tolerance follows from these and from one rounding to the
+// output's dtype.
 struct Float32Errors {
     double tanh;  // absolute, of x = scale*tanh(...), and of an origin as well
     double sums;  // relative: sums of so many terms in a thread, whose roundings have either sign
@@ -109,14 +109,14 @@ Softmax softmax(const T* row, int64_t vocab, int64_t label, const bapo::Transfor
     return of;
 }
 
-// d loss/d log_prob and the weight of the entropy bonus, as the row's gradient is made of them.
+// d loss/d log_prob and the weight of the entropy bonus, the coefficients of a row's gradient.
 struct Wanted {
     Value dlog_prob;
     double bonus;
 };
 
 // Calls check(j, value, error) of every element of a row's gradient
-//   [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * dx_j/dz_j.
+//   [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * dx_j/dz_j.
 template <typename T, typename F>
 void gradient(const T* row, int64_t vocab, int64_t label, const bapo::Transform& transform,
               const Softmax& of, const Wanted& wanted, F check) {
@@ -133,7 +133,7 @@ void gradient(const T* row, int64_t vocab, int64_t label, const bapo::Transform&
         const double one = j == label ? 1.0 : 0.0, slope = slope_at(z, transform);
         const double dx = g * (one - p) + (p == 0.0 ? 0.0 : bonus * p * (log_p + of.entropy.value));
 
-        // Kernels have p*(a*d + b) with b = bonus*(H - log sum) - g.
+        // Kernels compute p*(a*d + b) with b = bonus*(entropy - log sum) - g.
         const double size = std::fabs(g) + std::fabs(bonus) * ((p == 0.0 ? 0.0 : -d) + of.spread);
         double error = std::fabs(g) * of.log_prob.error * p * one +
                        std::fabs(bonus) * of.entropy.error * p + wanted.dlog_prob.error * (one + p);

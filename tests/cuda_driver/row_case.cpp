@@ -19,7 +19,7 @@ class Rows {
     void run();
 
   private:
-    // All that a launch writes, of all rows.
+    // Everything that a launch writes, for all rows.
     struct Outputs {
         std::vector<double> log_probs, entropy, stats;
         std::vector<uint8_t> undecided;
@@ -53,7 +53,7 @@ class Rows {
     Array<float> known_;
     struct Tokens {
         Array<int64_t> labels;
-        Array<uint8_t> live;
+        Array<uint8_t> counted;
         Array<float> old_log_probs, advantages, is_weights, ref_log_probs;
         Array<double> weights;
     };
@@ -75,7 +75,7 @@ Rows<T>::Rows(const RowCase& of, Verdict& verdict)
       undecided_("undecided", in_.count),
       known_("bounds", std::vector(std::begin(kKnown), std::end(kKnown))),
       tokens_{{"labels", in_.labels},
-              {"live", in_.live},
+              {"counted", in_.counted},
               {"old_log_probs", in_.old_log_probs},
               {"advantages", in_.advantages},
               {"is_weights", in_.is_weights},
@@ -112,17 +112,16 @@ typename Rows<T>::Outputs Rows<T>::pass(int64_t first, int64_t batches, int64_t 
          std::initializer_list<Memory*>{&log_probs_, &entropy_, &stats_, &undecided_}) {
         output->poison();
     }
-    const Tokens& on = tokens_;
     RowPassParams params{};
     params.rows = rows(first, batches, count);
-    params.labels = on.labels.data() + first;
-    params.tokens.live = (const bool*)on.live.data() + first;
+    params.labels = tokens_.labels.data() + first;
+    params.tokens.counted = (const bool*)tokens_.counted.data() + first;
     if (has_grad()) {
-        params.tokens.old_log_probs = on.old_log_probs.data() + first;
-        params.tokens.advantages = on.advantages.data() + first;
-        params.tokens.weights = on.weights.data() + first;
-        params.tokens.is_weights = on.is_weights.data() + first;
-        params.tokens.ref_log_probs = on.ref_log_probs.data() + first;
+        params.tokens.old_log_probs = tokens_.old_log_probs.data() + first;
+        params.tokens.advantages = tokens_.advantages.data() + first;
+        params.tokens.weights = tokens_.weights.data() + first;
+        params.tokens.is_weights = tokens_.is_weights.data() + first;
+        params.tokens.ref_log_probs = tokens_.ref_log_probs.data() + first;
         params.undecided = undecided_.data() + first;
     }
     params.options = in_.options;
@@ -142,10 +141,10 @@ template <typename T>
 void Rows<T>::check_statistics(const Outputs& got) {
     for (int64_t i = 0; i < in_.count; ++i) {
         const Softmax& of = host_.softmax[i];
-        const bool live = in_.live[i];
+        const bool counted = in_.counted[i];
         const auto compare = [&](const char* what, double value, Value expected) {
-            verdict_.compare(what, i, value, live ? expected.value : 0.0,
-                             live ? expected.error + 0x1p-50 * std::fabs(expected.value) : 0.0);
+            verdict_.compare(what, i, value, counted ? expected.value : 0.0,
+                             counted ? expected.error + 0x1p-50 * std::fabs(expected.value) : 0.0);
         };
         compare("log-prob of row", got.log_probs[i], of.log_prob);
         compare("entropy of row", got.entropy[i], of.entropy);
@@ -159,7 +158,7 @@ void Rows<T>::check_statistics(const Outputs& got) {
     }
 }
 
-// Every element of every row's gradient. Undecided rows are as they were until they are finished.
+// Every element of every row's gradient. Undecided rows are unchanged until they are finished.
 template <typename T>
 void Rows<T>::check_gradient(const char* what, const std::vector<T>& got, bool finished) {
     const Bounds bounds = case_.known_bounds || finished ? Bounds{kKnown[0], kKnown[1]} : kFirst;
@@ -221,7 +220,7 @@ void Rows<T>::check_bits(const char* what, const Outputs& one, const Outputs& tw
     }
 }
 
-// Undecided rows at bounds that are known now.
+// The gradient of undecided rows at known bounds.
 template <typename T>
 void Rows<T>::finish_undecided(const Outputs& before) {
     std::vector<double> dlog_probs(in_.count), dentropy(in_.count);

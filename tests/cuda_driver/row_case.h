@@ -32,11 +32,11 @@ struct RowCase {
 
 inline int64_t size_of(bapo::DType dtype) { return dtype == bapo::DType::kFloat32 ? 4 : 2; }
 
-// The row pass, the gradient of undecided rows and the scaling; then the row pass for the same
-// bits, of all rows again and of one alone.
+// The row pass, the gradient of undecided rows and the scaling; then the row pass again, of all
+// rows and of one row alone, for the same bits.
 void run(const RowCase& row_case, Verdict& verdict);
 
-// A line of times of such rows, all with a gradient if there is an output; checks nothing.
+// The times of such rows as one line, all with a gradient if there is an output; checks nothing.
 std::string times(const RowCase& row_case);
 
 }  // namespace driver

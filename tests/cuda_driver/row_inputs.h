@@ -27,18 +27,18 @@ struct Layout {
     int64_t size(int64_t batches) const { return offset + batches * batch_stride; }
 };
 
-// What rows are, in turn: ratio and advantage, which decide what the loss asks of them.
+// The rows in turn: ratio and advantage, which determine the gradient of a row.
 struct Kind {
     double ratio, advantage;
-    bool live = true;
+    bool counted = true;
 };
 constexpr Kind kKinds[] = {
-    {1.0, 1.5},         // decided
-    {1.0, 1.0, false},  // dead
+    {1.0, 1.5},         // kept
+    {1.0, 1.0, false},  // skipped
     {2.0, 0.7},         // undecided
     {1.1, 0.0},         // idle
-    {5.0, 1.0},         // clipped, wherever the bounds
-    {1.05, -0.8},       // decided
+    {5.0, 1.0},         // clipped, whatever the bounds
+    {1.05, -0.8},       // kept
     {0.75, -1.2},       // undecided
     {12.0, -0.5},       // beyond the dual clip
     {0.3, -1.0},        // clipped
@@ -52,7 +52,7 @@ struct RowInputs {
     bapo::Transform transform;
     bapo::PolicyOptions options;
     std::vector<int64_t> labels;
-    std::vector<uint8_t> live;
+    std::vector<uint8_t> counted;
     std::vector<float> old_log_probs, advantages, is_weights, ref_log_probs;
     std::vector<double> weights;
 
@@ -64,9 +64,9 @@ struct RowInputs {
         const bapo::Ratio ratio = bapo::policy_ratio(log_prob, of.old_log_prob);
         return weights[i] * bapo::token_grad(of, ratio, bounds, options);
     }
-    // The gradient asked for at these bounds, and how the log-prob's error moves it.
+    // The gradient at these bounds, and how far an error of the log-prob moves it.
     Wanted wanted(int64_t i, Value log_prob, bapo::Bounds bounds) const {
-        if (!live[i]) return {};
+        if (!counted[i]) return {};
         const auto [value, error] = log_prob;
         const double g = dlog_prob(i, value, bounds);
         const double up = dlog_prob(i, value + error, bounds) - g;
@@ -74,7 +74,7 @@ struct RowInputs {
         return {{g, std::fmax(std::fabs(up), std::fabs(down))}, weights[i] * options.entropy_coef};
     }
     bool undecided(int64_t i, double log_prob, bool known_bounds) const {
-        if (!live[i] || known_bounds) return false;
+        if (!counted[i] || known_bounds) return false;
         const double first = dlog_prob(i, log_prob, kFirst);
         return first == first && first != dlog_prob(i, log_prob, kLast);
     }
@@ -92,7 +92,7 @@ void fill_row(T* row, int64_t i, int64_t vocab, int64_t label) {
     if (i % 4 == 1) row[label] = T(24.0f);  // a probability near 1
 }
 
-// What may be wrong with a row, another thing for each kind.
+// A bad value in a row or its label, different for each kind.
 template <typename T>
 void spoil_row(T* row, int64_t i, int64_t vocab, int64_t* label) {
     const T minus_inf(-INFINITY), nan(NAN);
@@ -110,7 +110,7 @@ void spoil_row(T* row, int64_t i, int64_t vocab, int64_t* label) {
     }
 }
 
-// All of it, and the softmax of every row. What lies between the rows is NaN.
+// All inputs, and the softmax of every row. The memory between the rows is NaN.
 template <typename T>
 struct HostRows {
     Layout layout;
@@ -144,13 +144,13 @@ struct HostRows {
         const Kind& kind = kKinds[i % std::size(kKinds)];
         const double log_prob = softmax[i].log_prob.value;
         const double near = std::isfinite(log_prob) ? log_prob : -1.0;
-        const double dead = kind.live ? 0.0 : NAN;  // what a dead token holds must not matter
+        const double poison = kind.counted ? 0.0 : NAN;  // the inputs of skipped tokens
         const auto draw = [&](int64_t which, double low, double high) {
-            return uniform(0, 4 * i + which, low, high) + dead;
+            return uniform(0, 4 * i + which, low, high) + poison;
         };
-        in.live.push_back(kind.live);
-        in.old_log_probs.push_back((float)(near - std::log(kind.ratio) + dead));
-        in.advantages.push_back((float)(kind.advantage + dead));
+        in.counted.push_back(kind.counted);
+        in.old_log_probs.push_back((float)(near - std::log(kind.ratio) + poison));
+        in.advantages.push_back((float)(kind.advantage + poison));
         in.is_weights.push_back((float)draw(1, 0.5, 2.0));
         in.ref_log_probs.push_back((float)(near + draw(2, -1.0, 1.0)));
         in.weights.push_back(draw(3, 8.0, 24.0));

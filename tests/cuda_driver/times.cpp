@@ -1,4 +1,4 @@
-// A first glance at speed: the row pass beside a copy of the same tensor.
+// A rough measure of speed: the times of the row pass and of a copy of the same tensor.
 
 #include <algorithm>
 
@@ -24,7 +24,7 @@ std::string times_of(RowCase of) {
     }
     // On-policy with A > 0: every row is decided and has a gradient.
     const Array<int64_t> labels("labels", std::vector<int64_t>(of.rows, 0));
-    const Array<uint8_t> live("live", std::vector<uint8_t>(of.rows, 1));
+    const Array<uint8_t> counted("counted", std::vector<uint8_t>(of.rows, 1));
     const Array<float> advantages("advantages", std::vector(of.rows, 1.0f));
     const Array<double> weights("weights", std::vector(of.rows, 1.0));
     const Array<double> log_probs("log_probs", of.rows), entropy("entropy", of.rows),
@@ -50,7 +50,7 @@ std::string times_of(RowCase of) {
         params.undecided = undecided.data();
     }
     params.labels = labels.data();
-    params.tokens.live = (const bool*)live.data();
+    params.tokens.counted = (const bool*)counted.data();
     params.options = {INFINITY, 0.0, kK3, 0.0};
     params.first = kFirst;
     params.last = kLast;

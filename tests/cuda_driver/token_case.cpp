@@ -26,11 +26,10 @@ std::string TokenCase::name() const {
 namespace {
 
 constexpr Grid kLower{0.6f, 0.9f, 0.02}, kUpper{1.2f, 3.0f, 0.05};
-constexpr int kReport = 14;
-// Sums in double, in another order, of terms whose exp may differ in its last bits.
+// For sums in double in another order, whose terms may differ in the last bits of the exp.
 constexpr double kDouble = 1e-13;
 
-// A sum and the magnitude of its terms, of which a tolerance is a share.
+// A sum and the magnitude of its terms, to which its tolerance is proportional.
 struct Sum {
     double value = 0.0, size = 0.0;
     void add(double term) {
@@ -77,7 +76,7 @@ class Tokens {
     const std::vector<double> lower_ = grid_points(kLower), upper_ = grid_points(kUpper);
     PolicyOptions options_{3.0, 0.1, kK1, 0.01};
     TargetParams target_;
-    std::vector<uint8_t> live_;
+    std::vector<uint8_t> counted_;
     std::vector<double> log_probs_, entropy_, weights_;
     std::vector<float> old_, ref_, rollout_, advantages_, is_weights_;
 
@@ -92,23 +91,23 @@ Tokens::Tokens(const TokenCase& of, Verdict& verdict)
         const auto draw = [&](int64_t which, double low, double high) {
             return uniform(7, 8 * i + which, low, high);
         };
-        const bool live = i % 5 != 3;
-        const double dead = live ? 0.0 : NAN;
+        const bool counted = i % 5 != 3;
+        const double poison = counted ? 0.0 : NAN;
         const double log_prob = draw(0, -6.0, -0.1);
-        live_.push_back(live);
-        log_probs_.push_back(log_prob + dead);
-        entropy_.push_back(draw(1, 0.0, 9.0) + dead);
-        weights_.push_back(draw(2, 0.5, 1.5) / (double)of.count + dead);
-        old_.push_back((float)(log_prob - draw(3, -1.5, 1.5) + dead));
-        ref_.push_back((float)(log_prob + draw(4, -1.0, 1.0) + dead));
-        rollout_.push_back((float)(log_prob + draw(5, -0.5, 0.5) + dead));
-        advantages_.push_back(i % 7 == 5 ? 0.0f : (float)(draw(6, -1.0, 1.0) + dead));
-        is_weights_.push_back((float)(draw(7, 0.5, 2.0) + dead));
+        counted_.push_back(counted);
+        log_probs_.push_back(log_prob + poison);
+        entropy_.push_back(draw(1, 0.0, 9.0) + poison);
+        weights_.push_back(draw(2, 0.5, 1.5) / (double)of.count + poison);
+        old_.push_back((float)(log_prob - draw(3, -1.5, 1.5) + poison));
+        ref_.push_back((float)(log_prob + draw(4, -1.0, 1.0) + poison));
+        rollout_.push_back((float)(log_prob + draw(5, -0.5, 0.5) + poison));
+        advantages_.push_back(i % 7 == 5 ? 0.0f : (float)(draw(6, -1.0, 1.0) + poison));
+        is_weights_.push_back((float)(draw(7, 0.5, 2.0) + poison));
     }
     search();
 }
 
-// The table, a target that is met midway, and where Algorithm 1 stops.
+// The table, a target that is reached midway, and where Algorithm 1 stops.
 void Tokens::search() {
     table_.resize(lower_.size() + upper_.size());
     parallel((int64_t)table_.size(), [&](int64_t point) {
@@ -116,7 +115,7 @@ void Tokens::search() {
         const double bound = is_upper ? upper_[point - lower_.size()] : lower_[point];
         for (int64_t i = 0; i < case_.count; ++i) {
             const double A = advantages_[i];
-            if (!live_[i] || A == 0.0 || (A > 0.0) != is_upper) continue;
+            if (!counted_[i] || A == 0.0 || (A > 0.0) != is_upper) continue;
             const Token of = token(i);
             const double r = policy_ratio(of.log_prob, of.old_log_prob).value;
             table_[point].add(search_weight(i) *
@@ -139,7 +138,7 @@ void Tokens::search() {
 Tokens::Outputs Tokens::launch() const {
     const int points = (int)table_.size();
     const int64_t blocks = cuda::token_blocks(case_.count);
-    const Array<uint8_t> live("live", live_);
+    const Array<uint8_t> counted("counted", counted_);
     const Array<double> log_probs("log_probs", log_probs_), entropy("entropy", entropy_),
         weights("weights", weights_);
     const Array<float> old("old_log_probs", old_), ref("ref_log_probs", ref_),
@@ -148,12 +147,12 @@ Tokens::Outputs Tokens::launch() const {
     const Array<double> table("table", std::vector(points, 0.0)), shares("shares", 4),
         partials("partials", blocks * std::max(points, kPolicySums)),
         dlog_probs("dlog_probs", case_.count), dentropy("dentropy", case_.count);
-    const Array<float> bounds("bounds", 2), report("report", kReport);
+    const Array<float> bounds("bounds", 2), report("report", kReportSize);
 
     ContributionParams search{};
     search.count = case_.count;
     search.log_probs = log_probs.data();
-    search.tokens.live = (const bool*)live.data();
+    search.tokens.counted = (const bool*)counted.data();
     search.tokens.advantages = advantages.data();
     search.lower = kLower;
     search.upper = kUpper;
@@ -172,7 +171,7 @@ Tokens::Outputs Tokens::launch() const {
     policy.count = case_.count;
     policy.log_probs = search.log_probs;
     policy.entropy = entropy.data();
-    policy.tokens.live = search.tokens.live;
+    policy.tokens.counted = search.tokens.counted;
     policy.tokens.old_log_probs = search.tokens.old_log_probs;
     policy.tokens.advantages = search.tokens.advantages;
     policy.rollout_log_probs = search.rollout_log_probs;
@@ -182,7 +181,7 @@ Tokens::Outputs Tokens::launch() const {
     policy.first = {kLower.start, kUpper.start};
     policy.target = target_;
     policy.bounds = bounds.data();
-    policy.report = report.data();
+    policy.report = reinterpret_cast<Report*>(report.data());
     policy.dlog_probs = dlog_probs.data();
     policy.dentropy = dentropy.data();
 
@@ -199,11 +198,11 @@ Tokens::Outputs Tokens::launch() const {
 void Tokens::check_policy(const Outputs& got) {
     const Bounds bounds{(float)lower_[at_lower_], (float)upper_[at_upper_]};
     const Bounds start{kLower.start, kUpper.start};
-    Sum loss, pg_loss, kl_loss, log_ratio, entropy, P, N, P_start, N_start;
+    Sum loss, pg_loss, kl_loss, log_ratio, entropy, pos, neg, pos_start, neg_start;
     double count = 0.0, clipped = 0.0, dual_clipped = 0.0;
     for (int64_t i = 0; i < case_.count; ++i) {
         double dlog_prob = 0.0, dentropy = 0.0;
-        if (live_[i]) {
+        if (counted_[i]) {
             const Token of = token(i);
             const Ratio ratio = policy_ratio(of.log_prob, of.old_log_prob);
             const PolicyTerm term = policy_term(of, ratio, bounds, options_.clip_ratio_c);
@@ -219,8 +218,8 @@ void Tokens::check_policy(const Outputs& got) {
             dual_clipped += term.dual_clipped;
             const double A = of.advantage, w = search_weight(i);
             if (A != 0.0) {
-                (A > 0.0 ? P : N).add(w * contribution(ratio.value, A, bounds, case_.gradient));
-                (A > 0.0 ? P_start : N_start)
+                (A > 0.0 ? pos : neg).add(w * contribution(ratio.value, A, bounds, case_.gradient));
+                (A > 0.0 ? pos_start : neg_start)
                     .add(w * contribution(ratio.value, A, start, case_.gradient));
             }
             dlog_prob = weights_[i] * token_grad(of, ratio, bounds, options_);
@@ -231,18 +230,18 @@ void Tokens::check_policy(const Outputs& got) {
         verdict_.compare("dentropy of token", i, got.dentropy[i], dentropy,
                          kDouble * std::fabs(dentropy));
     }
-    if (case_.all_inputs) {  // the shares of the table, whose bounds are not rounded to float32
-        P = table_[lower_.size() + at_upper_];
-        N = table_[at_lower_];
-        P_start = table_[lower_.size()];
-        N_start = table_[0];
+    if (case_.all_inputs) {  // the masses of the table, at bounds that are not rounded to float32
+        pos = table_[lower_.size() + at_upper_];
+        neg = table_[at_lower_];
+        pos_start = table_[lower_.size()];
+        neg_start = table_[0];
     }
     const double tokens = std::max(count, 1.0);
     const auto share = [](double p, double n) { return p + n == 0.0 ? 0.0 : p / (p + n); };
-    const double reached = tested_quantity(P.value, N.value, case_.ratio);
+    const double reached = tested_quantity(pos.value, neg.value, case_.ratio);
     const struct {
         double value, size;
-    } expected[kReport] = {
+    } expected[kReportSize] = {
         {loss.value, loss.size},
         {pg_loss.value, pg_loss.size},
         {clipped / tokens, 1.0},
@@ -252,13 +251,13 @@ void Tokens::check_policy(const Outputs& got) {
         {kl_loss.value, kl_loss.size},
         {bounds.lower, 0.0},
         {bounds.upper, 0.0},
-        {share(P.value, N.value), 1.0},
-        {share(P_start.value, N_start.value), 1.0},
-        {tested_quantity(P.value, N.value, true), 1.0},
+        {share(pos.value, neg.value), 1.0},
+        {share(pos_start.value, neg_start.value), 1.0},
+        {tested_quantity(pos.value, neg.value, true), 1.0},
         {reached < target_.target ? 1.0 : 0.0, 0.0},
         {count, 0.0},
     };
-    for (int k = 0; k < kReport; ++k) {
+    for (int k = 0; k < kReportSize; ++k) {
         const auto [value, size] = expected[k];
         verdict_.compare("report entry", k, got.report[k], value,
                          0x1p-24 * std::fabs(value) + kDouble * size);
@@ -282,7 +281,7 @@ void Tokens::run() {
 
     const Outputs again = launch();
     const bool same = same_bits(got.table.data(), again.table.data(), (int64_t)got.table.size()) &&
-                      same_bits(got.report.data(), again.report.data(), kReport) &&
+                      same_bits(got.report.data(), again.report.data(), kReportSize) &&
                       same_bits(got.dlog_probs.data(), again.dlog_probs.data(), case_.count);
     if (!same) verdict_.fail(0, "other bits in a second run");
 }

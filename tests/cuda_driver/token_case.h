@@ -11,15 +11,15 @@ namespace driver {
 struct TokenCase {
     int64_t count = 0;
     bool uniform_weight = false;
-    bool gradient = false;  // P and N of the gradient, else of the loss
-    bool ratio = false;     // target of P/N, else of P/(P + N)
+    bool gradient = false;  // contributions of the gradient, else of the loss
+    bool ratio = false;     // target of pos/neg, else of pos/(pos + neg)
     bool upper_first = false;
     bool all_inputs = false;  // old, reference and rollout log-probs, importance weights
 
     std::string name() const;
 };
 
-// Contributions, the search in them, and the loss at the bounds found; again for the same bits.
+// Contributions, the search over them, and the loss at the final bounds; twice, for the same bits.
 void run(const TokenCase& token_case, Verdict& verdict);
 
 }  // namespace driver

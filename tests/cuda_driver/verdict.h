@@ -1,4 +1,4 @@
-// What a case found wrong.
+// The errors that a case found.
 #pragma once
 
 #include <cinttypes>
@@ -18,7 +18,7 @@ namespace driver {
 
 class Verdict {
   public:
-    // Any error counts; that of the lowest row is told, the first of its row.
+    // Every error counts; the first one of the lowest row is reported.
     __attribute__((format(printf, 3, 4))) void fail(int64_t row, const char* format, ...) {
         const std::lock_guard lock(mutex_);
         ++wrong_;
@@ -32,11 +32,11 @@ class Verdict {
         first_ = text;
     }
     bool good() const { return wrong_ == 0; }
-    std::string words() const {
+    std::string summary() const {
         return good() ? "" : "  first wrong: " + first_ + "; " + std::to_string(wrong_) + " in all";
     }
 
-    // One entry a row or token.
+    // One value of a row or token.
     void compare(const char* what, int64_t row, double got, double expected, double tolerance) {
         if (near(got, expected, tolerance)) return;
         fail(row, "%s %" PRId64 ": got %.9g expected %.9g (error %.2e, tolerance %.2e)", what, row,
@@ -48,7 +48,7 @@ class Verdict {
         }
     }
 
-    // NaN where NaN is expected, and there alone.
+    // NaN exactly where NaN is expected.
     static bool near(double got, double expected, double tolerance) {
         if (std::isnan(expected)) return std::isnan(got);
         return got == expected ||

@@ -1,5 +1,5 @@
-// The operators of csrc/binding_cuda.h for CPU tensors, as bapo_kernels_cuda_on_host, and those
-// that a test arranges things with.
+// The operators of csrc/binding_cuda.h for CPU tensors, as bapo_kernels_cuda_on_host, and operators
+// with which a test controls the emulation.
 
 #include "binding_cuda.h"
 #include "cuda_runtime.h"
@@ -19,7 +19,7 @@ void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters) {
 void schedule(int64_t seed) { emulated::scheduler.seed((uint64_t)seed); }
 void rounding(int64_t seed) { emulated::rounding_seed = (uint64_t)seed; }
 
-// What torch says when it is asked for its stream.
+// Sets the stream that torch reports, and the status of that call.
 void stream(int64_t handle, int64_t status) {
     current_stream = handle;
     stream_status = (AOTITorchError)status;
@@ -28,7 +28,7 @@ void stream(int64_t handle, int64_t status) {
 
 // Blocks in a cluster of the last row pass; 0: it was the generic one.
 int64_t last_cluster() { return emulated::launches.cluster; }
-// Whether there were launches, all of them there.
+// Whether there were launches, all of them on this stream.
 bool launched_on(int64_t handle) {
     const emulated::Launches& launches = emulated::launches;
     return launches.count > 0 && launches.on_one_stream &&
@@ -37,7 +37,7 @@ bool launched_on(int64_t handle) {
 
 }  // namespace
 
-// In the place of torch's: there is a stream, and no device but the CPU to guard.
+// Instead of torch's functions: there is a stream, but no device to guard.
 extern "C" {
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
     if (stream_status == 0) *stream = reinterpret_cast<void*>(current_stream);

@@ -1,9 +1,9 @@
-"""Breaks the synchronisation of the CUDA kernels, one place at a time, and tells what notices.
+"""Breaks the synchronisation of the CUDA kernels, one place at a time, and reports what notices.
 
     python tests/cuda_on_host/breaks.py [--seeds N] [--only PATTERN]
 
-Each break of breaks.diff goes into a copy of csrc, and the tests of the emulation run on it. One
-that survives means that they show less than they should.
+Each break of breaks.diff is applied to a copy of csrc, on which the tests of the emulation run. A
+break that survives shows that these tests miss something.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import helpers  # noqa: F401  (slow: once for all breaks)
+import helpers  # noqa: F401  (slow, so once for all breaks)
 from cuda_on_host.build import HOST, KERNELS, ROOT, build, compile_object, link
 
 TEST = ROOT / "tests/test_cuda_on_host.py"
@@ -30,7 +30,7 @@ MOST_SECONDS = 1_200  # of the tests under a break
 
 
 class Hunk(NamedTuple):
-    """Lines, without indentation, and those in their place."""
+    """Lines, without indentation, and their replacement."""
 
     old: list[str]
     new: list[str]
@@ -46,7 +46,7 @@ class Hunk(NamedTuple):
 
 
 class Break(NamedTuple):
-    """A change of a file of csrc/cuda, and why it cannot show if it cannot."""
+    """A change of a file of csrc/cuda, and the reason if no test can notice it."""
 
     name: str
     file: str
@@ -102,7 +102,7 @@ def run_tests(library, seeds, answer):
 
 
 def verdict(library, seeds):
-    """The first test that fails, and why, or "SURVIVED"; in a process with the imports done."""
+    """The first test that fails, and why, or "SURVIVED"; in a fork, which has all imports."""
     context = multiprocessing.get_context("fork")
     receives, sends = context.Pipe(duplex=False)
     process = context.Process(target=run_tests, args=(library, seeds, sends))
@@ -139,8 +139,9 @@ def main():
             shutil.copytree(ROOT / "csrc", folder / "csrc", dirs_exist_ok=True)
             source = folder / "csrc/cuda" / each.file
             source.write_text(each.applied(source.read_text()))
-            compile_object(source, folder / "broken.o", folder / "csrc")
-            link((objects | {each.file: folder / "broken.o"}).values(), folder / "broken.so")
+            unit = each.file if each.file in objects else "row_pass_cluster.cu"  # that includes it
+            compile_object(source.with_name(unit), folder / "broken.o", folder / "csrc")
+            link((objects | {unit: folder / "broken.o"}).values(), folder / "broken.so")
             result = verdict(folder / "broken.so", options.seeds)
             print(f"{each.name:50} {result}", flush=True)
             survivors += [each.name] if result == "SURVIVED" else []

@@ -1,4 +1,4 @@
-"""Builds the emulation: the kernels of csrc/cuda as C++, and their operators for CPU tensors."""
+"""Builds the emulation: the kernels of csrc/cuda as C++, with operators for CPU tensors."""
 
 import os
 import subprocess
@@ -14,14 +14,14 @@ def compile_object(source, target, csrc=ROOT / "csrc"):
     from torch.utils.cpp_extension import include_paths
 
     flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", f"-I{HOST}", f"-I{csrc}"]
-    flags += ["-U_FORTIFY_SOURCE"]  # which forbids longjmp to another stack
+    flags += ["-U_FORTIFY_SOURCE"]  # whose checks forbid longjmp to another stack
     flags += [flag for path in include_paths() for flag in ("-isystem", path)]
     flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-x", "c++", "-c"]
     subprocess.run(["g++", *flags, str(source), "-o", str(target)], check=True)
 
 
 def link(objects, target):
-    """Written elsewhere and moved, so that ``target`` is whole as soon as it is there."""
+    """Links another file and renames it, so that ``target`` is complete as soon as it exists."""
     from torch.utils.cpp_extension import library_paths
 
     libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch", "-ltorch_cpu"]

@@ -1,6 +1,5 @@
-// The rest of the CUDA runtime that tests/cuda_driver needs: memory, events, the device's
-// properties. Device memory is the heap, with garbage in it, and every call waits for the one
-// before.
+// The rest of the CUDA runtime that tests/cuda_driver needs: memory, events, the properties of the
+// device. Device memory is uninitialised heap memory, and every call completes before it returns.
 #pragma once
 
 #include <chrono>
@@ -11,7 +10,7 @@
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 
 struct cudaDeviceProp {
-    char name[256] = "a CPU in the place of a GPU";
+    char name[256] = "a CPU instead of a GPU";
     int major = emulated::device.major, minor = 0;
     int multiProcessorCount = emulated::device.clusters;
     size_t sharedMemPerMultiprocessor = (size_t)emulated::device.bytes_per_multiprocessor;

@@ -1,6 +1,6 @@
-// A CPU in the place of a GPU: enough of CUDA to run the kernels of csrc/cuda as they are written,
-// under an adversary (scheduler.h). For what a kernel computes and how it synchronises, not for how
-// fast it is.
+// A CPU instead of a GPU: enough of CUDA to run the source of the kernels in csrc/cuda under an
+// adversary (scheduler.h). It tests what a kernel computes and how it synchronises, not how fast it
+// is.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct Device {
 };
 inline Device device;
 
-// Of the launches since somebody looked.
+// The launches since these values were last reset.
 struct Launches {
     unsigned count = 0;
     unsigned cluster = 0;    // blocks in a cluster of the last launch that asked for them
@@ -61,7 +61,7 @@ inline void wait_warp(const char* name) {
     Warp& warp = *scheduler.current->warp;
     scheduler.arrive_and_wait(warp.barrier, warp.size, name);
 }
-// The values of all lanes, there until the lane comes here again.
+// The values of all lanes, valid until the lane's next exchange.
 template <typename T>
 const uint64_t* exchange(T value, const char* name) {
     static_assert(sizeof(T) <= 8);

@@ -1,6 +1,6 @@
-// Variables declared __shared__ are thread-local ones, the only ones of this library: so they lie
-// together, where they can be found. There is one copy, as only blocks outside of clusters have
-// any.
+// Variables declared __shared__ become thread-local variables, the only ones of this library, so
+// that they lie together in memory and can be found. One copy is enough, because only blocks
+// outside of clusters have any.
 #pragma once
 
 #include <link.h>
@@ -10,7 +10,7 @@
 
 namespace emulated {
 
-// Makes this thread have its copy.
+// Makes this thread allocate its copy.
 inline thread_local volatile uint8_t mark;
 
 inline std::span<uint8_t> declared_shared() {

@@ -13,7 +13,7 @@ namespace emulated {
 
 constexpr unsigned kWarpSize = 32;
 
-// Its phase ends when so many have arrived.
+// Its phase ends when the expected number of threads has arrived.
 struct Barrier {
     unsigned arrived = 0, expected = 0;
     uint8_t phase = 0;
@@ -26,9 +26,9 @@ struct Warp {
     Block* block;
     unsigned index, size;
     uint64_t asleep_until = 0;
-    bool listed = false;  // among those that may be able to go on
+    bool listed = false;  // among the warps that may be able to run
     Barrier barrier;
-    uint64_t exchanged[2][kWarpSize];  // by lane; for every other exchange
+    uint64_t exchanged[2][kWarpSize];  // by lane; exchanges alternate between the two
 };
 
 class Fiber {
@@ -54,7 +54,7 @@ class Fiber {
         awaited.clear();
     }
 
-    // A context is made once and then left by setjmp, as swapcontext makes system calls each time.
+    // A context is made once and then switched by setjmp, because swapcontext makes system calls.
     [[gnu::noinline]] void resume(jmp_buf& scheduler, void (*life)()) {
         if (_setjmp(scheduler) != 0) return;
         if (stack_ != nullptr) _longjmp(here_, 1);
@@ -80,7 +80,7 @@ class Fiber {
 struct Block {
     unsigned index, rank;
     unsigned running;        // fibers
-    unsigned in_flight = 0;  // stores and copies that it issued
+    unsigned in_flight = 0;  // stores and copies that have not arrived
     std::vector<uint8_t> memory;
     uint8_t* shared;
     std::vector<Warp> warps;

@@ -1,5 +1,5 @@
-// Shared memory of the blocks of a cluster: checked accesses, barriers that lie in it, and what is
-// on its way into it. An address is the rank of the block and an offset.
+// Shared memory of the blocks of a cluster: checked accesses, the barriers in it, and stores and
+// copies that are on their way to it. An address is the rank of a block and an offset.
 #pragma once
 
 #include "scheduler.h"
@@ -22,7 +22,7 @@ inline uint8_t* at_address(uint32_t address, size_t bytes) {
     return block.shared + offset;
 }
 
-// A thread's own access: in the memory of its block, and not before others had their chance.
+// An access of a thread to the memory of its block, before which other threads may run.
 inline void access(const void* pointer, size_t bytes) {
     scheduler.maybe_pause();
     const auto* const byte = static_cast<const uint8_t*>(pointer);
@@ -39,7 +39,7 @@ inline void access(const void* pointer, size_t bytes) {
     }
 }
 
-// What a barrier holds in its 8 bytes.
+// The 8 bytes of a barrier.
 struct MemoryBarrier {
     static constexpr uint8_t kValid = 1;  // not 0, and not poison
 
@@ -55,7 +55,7 @@ struct MemoryBarrier {
         if (barrier.valid != kValid) scheduler.fail("barrier not initialised");
         return barrier;
     }
-    // In one step, as the instruction: the phase must not end in between.
+    // In one step, as the instruction does it: the phase must not end in between.
     static void update(uint32_t address, int arrived, int64_t change) {
         constexpr int64_t kMostBytes = (1 << 20) - 1;
         MemoryBarrier& barrier = at(address);
@@ -82,8 +82,8 @@ inline void init_barrier(uint32_t address, uint32_t arrivals) {
     const auto count = (uint8_t)arrivals;
     barrier = {0, count, count, 0, MemoryBarrier::kValid};
 }
-// A parity tells two phases apart: who waits must wait for each, and before the next one ends. The
-// first may be the one before the barrier was there, of parity 1.
+// A parity distinguishes two phases only, so a thread must wait for each phase, and before the next
+// one ends. The first may be the phase of parity 1 that precedes the initialisation.
 inline void wait_barrier(uint32_t address, uint32_t parity, const char* name) {
     scheduler.maybe_pause();
     const MemoryBarrier& barrier = MemoryBarrier::at(address);
@@ -101,7 +101,8 @@ inline void wait_barrier(uint32_t address, uint32_t parity, const char* name) {
     scheduler.maybe_pause();
 }
 
-// Lands late and in two halves, each with bytes of its own, and destroys at once what lay there.
+// Arrives late and in two parts, each of which completes its own bytes; the old contents are
+// destroyed at once.
 inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16 || bytes == 0) {
         scheduler.fail("bulk copy of no multiple of 16 bytes");
@@ -121,7 +122,7 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
     send(half, bytes - half);
 }
 
-// A store to a block of the cluster: late, and in any order with others.
+// A store to a block of the cluster, which arrives late and in any order.
 inline void send(uint32_t to, uint64_t value, uint32_t barrier) {
     if (to >> kOffsetBits != barrier >> kOffsetBits) {
         scheduler.fail("stores to one block with the barrier of another");

@@ -1,4 +1,4 @@
-// Where an emulated run may differ from another one: all of it follows from seeds.
+// Everything in which two emulated runs may differ; all of it follows from seeds.
 #pragma once
 
 #include <cmath>
@@ -21,14 +21,14 @@ class Random {
     uint64_t next() { return mixed(state_ += 0x9e3779b97f4a7c15); }
     uint64_t below(uint64_t n) { return next() % n; }
     bool one_in(uint64_t n) { return below(n) == 0; }
-    // Below 2^most, every order of magnitude as often.
+    // Below 2^most, with every order of magnitude equally likely.
     uint64_t span(unsigned most) { return below(uint64_t{1} << below(most + 1)); }
 
   private:
     uint64_t state_;
 };
 
-// What the adversary is given to, in this launch. Rates: one in so many; spans: powers of 2.
+// The behaviour of the adversary in one launch. A rate of n is 1 in n; spans are powers of 2.
 struct Temper {
     unsigned pause_rate, pause_span, nap_rate, nap_span, copy_span, store_span;
 
@@ -43,8 +43,8 @@ struct Temper {
 
 inline uint64_t rounding_seed = 0;
 
-// 2^t as wrong as ex2.approx.ftz may be: by 2^-22, no subnormal results, exact at 0 and infinities.
-// The same for the same t.
+// 2^t with the error that ex2.approx.ftz may have: 2^-22, no subnormal results, exact at 0 and at
+// infinities. Equal t give equal results.
 inline float approximate_exp2(float t) {
     constexpr double kError = 0x1p-22 - 0x1p-24;  // the rest is the rounding to float
     if (t == 0.0f) return 1.0f;

@@ -1,6 +1,6 @@
-// Fibers in the place of the threads of a cluster, on one thread of the operating system, and an
-// adversary that picks who goes on: lanes, warps and blocks in any order, with pauses up to
-// thousands of steps, and what was sent through memory as late. One seed, one schedule.
+// Runs the threads of a cluster as fibers on one thread of the operating system. An adversary
+// chooses which one continues: lanes, warps and blocks in any order, with pauses of up to thousands
+// of steps; stores and copies arrive as late. A seed fixes the schedule.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ class Scheduler {
     Fiber* current = nullptr;
     Shape shape{};
     std::span<uint8_t> declared;  // shared memory that is not dynamic
-    std::vector<Block> blocks;    // of the cluster that runs
+    std::vector<Block> blocks;    // of the present cluster
     Random random{0};
     Temper temper{random};
 
@@ -60,7 +60,7 @@ class Scheduler {
 
     Block& block() { return *current->warp->block; }
 
-    // Lets others go first, sometimes.
+    // Sometimes lets other threads run first.
     void maybe_pause() {
         if (random.one_in(temper.pause_rate)) pause();
     }
@@ -92,18 +92,18 @@ class Scheduler {
         leave();
         current->phase = nullptr;
     }
-    // The warps of a block may be able to go on.
+    // The warps of a block may be able to run again.
     void wake(Block& block) {
         for (Warp& warp : block.warps) list(warp);
     }
-    // After a time: what a thread has sent on its way.
+    // Schedules the arrival of a store or copy of the current thread.
     void later(unsigned span, std::function<void()> event) {
         Block& from = block();
         ++from.in_flight;
         events_.push({now_ + random.span(span), sent_++, &from, std::move(event)});
     }
 
-    // Ends the launch with an exception; of a thread: where it is.
+    // Ends the launch with an exception, which names the thread if there is one.
     [[noreturn]] void fail(std::string message) {
         if (current != nullptr) {
             message = "block " + std::to_string(block().index) + ", thread " +
@@ -187,7 +187,7 @@ class Scheduler {
         }
     }
 
-    // Every lane that can goes on to where it stops next.
+    // Every lane that can run continues to its next stop.
     void step(Warp& warp) {
         Fiber* const lanes = warp.block->fibers + warp.index * kWarpSize;
         const auto order = random.next();
@@ -216,7 +216,7 @@ class Scheduler {
         }
     }
 
-    // A warp, a block, or all others but it, do nothing for a while.
+    // Suspends a warp, a block, or all others, for a while.
     void nap() {
         const uint64_t until = now_ + random.span(temper.nap_span);
         const Block& block = blocks[random.below(blocks.size())];
@@ -272,7 +272,7 @@ class Scheduler {
 
     void resume(Fiber& fiber) {
         current = &fiber;
-        fiber.resume(here_, live);
+        fiber.resume(here_, run_threads);
         current = nullptr;
         if (!failure_.empty()) abandon();
     }
@@ -281,9 +281,9 @@ class Scheduler {
         current->asleep_until = now_ + random.span(temper.pause_span);
         leave();
     }
-    static void live();
+    static void run_threads();
 
-    // Fibers in the middle of a kernel are of no more use.
+    // Fibers in the middle of a kernel cannot be reused.
     [[noreturn]] void abandon() {
         fibers_.clear();
         events_ = {};
@@ -301,8 +301,8 @@ class Scheduler {
 };
 inline Scheduler scheduler;
 
-// A fiber runs one thread after the other.
-inline void Scheduler::live() {
+// The body of a fiber, which runs one thread after the other.
+inline void Scheduler::run_threads() {
     for (;;) {
         scheduler.kernel_();
         scheduler.finish(*scheduler.current);

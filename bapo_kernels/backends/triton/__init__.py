@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,13 +27,31 @@ def _why_not() -> str | None:
 WHY_NOT = _why_not()
 
 
-def _kernel(name: str) -> Any:
-    def run(*arguments: Any) -> None:
-        from . import checks, row_pass, tokens  # at the first call: importing Triton takes a while
+@cache
+def _operators() -> dict[str, Callable[..., None]]:
+    """Made at the first call, because the import of Triton takes long."""
+    from . import policy, row_gradient, row_pass, search
 
-        checks.check(name, arguments)
+    return {
+        "row_statistics": row_pass.row_statistics,
+        "row_pass": row_pass.row_pass,
+        "row_pass_": row_pass.row_pass_,
+        "row_gradient": row_gradient.row_gradient,
+        "row_gradient_": row_gradient.row_gradient_,
+        "contributions": search.contributions,
+        "solve": search.solve,
+        "policy": policy.policy,
+        "scale_": row_gradient.scale_,
+    }
+
+
+def _kernel(name: str) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        from .checks import check
+
+        check(name, arguments)
         with torch.cuda.device_of(arguments[0]):
-            getattr(row_pass if hasattr(row_pass, name) else tokens, name)(*arguments)
+            _operators()[name](*arguments)
 
     return run
 

@@ -1,25 +1,27 @@
 """What the kernels rely on: dtypes, sizes and devices of an operator's arguments.
 
-Friendly messages are the business of the public functions; this keeps a call of the operators
-themselves from reading or writing beyond a tensor.
+Friendly messages are left to the public functions; this keeps a direct call of an operator from
+reading or writing outside of a tensor.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._ops import SCHEMAS
+from ...checks import require
 from ...config import bound_grid
 from ...output import REPORT
 
 _NAMES = {op: re.findall(r"(\w+)(?:,|$)", schema) for op, schema in SCHEMAS.items()}
 _DTYPES = {
     "labels": torch.int64,
-    "live": torch.bool,
+    "counted": torch.bool,
     "undecided": torch.uint8,
     "only": torch.uint8,
     **dict.fromkeys(("old_log_probs", "advantages", "ref_log_probs"), torch.float32),
@@ -28,20 +30,22 @@ _DTYPES = {
     **dict.fromkeys(("log_probs", "entropy", "stats", "dlog_probs", "dentropy"), torch.float64),
     **dict.fromkeys(("weights", "table", "shares"), torch.float64),
 }
-_SIDES = ("lower", "upper")
 _ROWS = ("logits", "dlogits", "x")
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_require = partial(require, error=RuntimeError)
 
 
 def check(op: str, arguments: tuple[Any, ...]) -> None:
-    """Raises ``RuntimeError`` where an argument is not what the kernel takes it for."""
+    """Raises ``RuntimeError`` where an argument is not as the kernel expects it."""
     given = dict(zip(_NAMES[op], arguments, strict=True))
     first = arguments[0]
     N = first.shape[:-1].numel() if "logits" in given else first.numel()
     counts = {"bounds": 2, "shares": 4, "report": len(REPORT), "factor": 1, "stats": 2 * N}
+    if "grids" in given:
+        _require(len(given["grids"]) == 6, "grids", "be 6 numbers", len(given["grids"]))
     if "table" in given:
-        grids = [[given[f"{side}_{part}"] for part in ("start", "max", "step")] for side in _SIDES]
-        counts["table"] = sum(len(bound_grid(*grid)) for grid in grids)
+        grids = given["grids"]
+        counts["table"] = len(bound_grid(*grids[:3])) + len(bound_grid(*grids[3:]))
     for name, value in given.items():
         if not isinstance(value, Tensor):
             continue
@@ -53,9 +57,6 @@ def check(op: str, arguments: tuple[Any, ...]) -> None:
         count = counts.get(name, N)
         size_is_right = value.numel() == count and value.is_contiguous()
         _require(size_is_right, name, f"be contiguous with {count} elements", tuple(value.shape))
-    if given.get("dlogits") is not None and op.startswith("row_pass"):
-        for name in ("advantages", "weights", "undecided"):
-            _require(given[name] is not None, name, "be given with dlogits", None)
 
 
 def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
@@ -68,8 +69,3 @@ def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
     alike = rows.shape == like.shape and rows.dtype == like.dtype
     rule = f"have the shape and dtype of logits {tuple(like.shape)}, {like.dtype}"
     _require(alike, name, rule, (tuple(rows.shape), rows.dtype))
-
-
-def _require(ok: bool, name: str, rule: str, got: Any) -> None:
-    if not ok:
-        raise RuntimeError(f"{name} must {rule}, got {got}")

@@ -1,4 +1,4 @@
-"""What a launch needs to know of the device, and how rows are cut into programs."""
+"""What a launch needs to know about the device, and how rows and tokens are cut into programs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
+CHUNK = 256  # tokens of a program
+# Of kernels over rows: arguments whose value must not compile the kernel again.
+RUN_TIME = ("rows_per_batch", "batch_stride", "row_stride", "dbatch_stride", "drow_stride")
+
 
 def warp_size() -> int:
-    """Threads of a warp; the interpreter has none, and takes the cuts of NVIDIA."""
+    """Threads of a warp; the interpreter has none, and cuts rows as on NVIDIA."""
     if triton.knobs.runtime.interpret:
         return 32
     return int(_target().warp_size)
@@ -21,9 +25,9 @@ def _target() -> Any:
 
 
 def limits(num_warps: int, registers: int) -> dict[str, int]:
-    """Launch options: registers a thread, which fix how many programs share a multiprocessor.
+    """Launch options: registers per thread, which fix how many programs share a multiprocessor.
 
-    Left to itself ptxas spills a few bytes to fit one program more.
+    Without a limit ptxas spills a few bytes to fit one more program.
     """
     if triton.knobs.runtime.interpret or _target().backend != "cuda":
         return dict(num_warps=num_warps)
@@ -31,7 +35,7 @@ def limits(num_warps: int, registers: int) -> dict[str, int]:
 
 
 class RowShape(NamedTuple):
-    """A program of ``num_warps`` takes a row in steps of ``UNROLL`` times ``W`` lanes."""
+    """A program of ``num_warps`` processes a row in steps of ``UNROLL`` times ``W`` elements."""
 
     W: int
     UNROLL: int
@@ -39,11 +43,11 @@ class RowShape(NamedTuple):
 
 
 def row_shape(rows: Tensor, softcapped: bool = False, threads: int = 512) -> RowShape:
-    """16 bytes a thread and lane group; wide programs, so that few rows at once share the L2 cache.
+    """16 bytes per thread and load; wide programs, so that few rows at once share the L2 cache.
 
     Two programs of 512 threads and 64 registers fill a multiprocessor: one loads while the other
-    writes. Without a second look, two of 256 threads and 96 registers do. Depends on V and dtype
-    only, as the bits of a row must.
+    writes. Without a second pass, two of 256 threads and 96 registers do. Depends on V and dtype
+    alone, because the bits of a row do.
     """
     vector, warp = 16 // rows.element_size(), warp_size()
     V = max(1, rows.shape[-1])  # a shard may be empty
@@ -54,9 +58,35 @@ def row_shape(rows: Tensor, softcapped: bool = False, threads: int = 512) -> Row
 
 
 def alignment(*tensors: Tensor) -> int:
-    """Elements, at most 16 bytes, that all rows of these tensors are a multiple apart."""
+    """Elements, at most 16 bytes, of which the distances of all rows are a multiple."""
     apart = [16 // tensors[0].element_size()]
     for tensor in tensors:
         sizes = zip(tensor.shape[:2], tensor.stride()[:2], strict=True)
         apart += [stride for size, stride in sizes if size > 1]
     return math.gcd(*apart)
+
+
+def row_arguments(logits: Tensor, dlogits: Tensor | None) -> dict[str, int]:
+    """Sizes and strides of the rows."""
+    grad = logits if dlogits is None else dlogits
+    return dict(
+        rows_per_batch=logits.shape[1],
+        V=logits.shape[2],
+        batch_stride=logits.stride(0),
+        row_stride=logits.stride(1),
+        dbatch_stride=grad.stride(0),
+        drow_stride=grad.stride(1),
+        ALIGN=alignment(logits, grad),
+    )
+
+
+def transform_arguments(
+    temperature: float, logit_scale: float, softcap: float | None
+) -> tuple[bool, dict[str, float]]:
+    """x = scale*y with y = z, or y = tanh(inner*z) under softcap; dx/dz = slope*derivative(y)."""
+    slope = logit_scale / temperature
+    scale = slope if softcap is None else softcap / temperature
+    inner = 1.0 if softcap is None else logit_scale / softcap
+    return softcap is not None, dict(
+        inner=inner, scale2=scale / math.log(2), scale=scale, slope=slope
+    )

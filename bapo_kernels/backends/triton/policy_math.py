@@ -1,7 +1,7 @@
 """The policy mathematics of BAPO (arXiv 2510.18927, Eq. 8 and Algorithm 1) for Triton kernels.
 
-One token or a block of them, float64 as in ``csrc/policy_math.h``: it is a few operations a token,
-and decisions (clipped or not, which bounds) then agree with the float64 reference.
+For one token or a block of them, in float64 as in ``csrc/policy_math.h``: it costs a few operations
+per token, and decisions (clipped or not, which bounds) then agree with the float64 reference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def expm1(x):
-    """Accurate near 0 too: the rounding of exp cancels in (u - 1)/log(u)."""
+    """Accurate near 0 too, because the rounding of exp cancels in (u - 1)/log(u)."""
     u = tl.exp(x)
     log_u = tl.log(tl.where(u == 1.0, 2.0, u))
     inside = tl.where(u == 1.0, x, (u - 1.0) * (x / log_u))
@@ -33,7 +33,7 @@ def expm1(x):
 
 @triton.jit
 def old_log_prob(old_log_probs, index, mask, log_prob):
-    """What the caller gave; on-policy the policy itself, kept finite at forbidden labels."""
+    """The given one; on-policy that of the policy itself, kept finite at forbidden labels."""
     if old_log_probs is None:
         old = tl.where(log_prob < LOWEST_FLOAT, LOWEST_FLOAT, log_prob)
     else:
@@ -43,7 +43,7 @@ def old_log_prob(old_log_probs, index, mask, log_prob):
 
 @triton.jit
 def policy_ratio(log_prob, old):
-    """r, its clamped logarithm, and whether the clamp cuts the derivative.
+    """r, its clamped logarithm, and whether the clamp makes its derivative 0.
 
     NaN if ``old`` is not finite, which the clamp would hide.
     """
@@ -63,7 +63,7 @@ def passes_clip(r, A, lower, upper, clip_ratio_c):
 def policy_loss(r, A, lower, upper, clip_ratio_c):
     """-J with J = min(r*A, clip(r, c_low, c_high)*A), at most -A*clip_ratio_c for A < 0.
 
-    Also whether the clip and the dual clip changed it.
+    Also whether the clip and the dual clip applied.
     """
     free, held = r * A, clamp(r, lower, upper) * A
     loss = -tl.where(held < free, held, free)
@@ -100,8 +100,20 @@ def kl_term(log_prob, ref_log_prob, KL_TYPE: tl.constexpr):
 
 
 @triton.jit
+def search_weight(rollout_log_probs, index, mask, old, UNIFORM: tl.constexpr):
+    """Weight of a token in both masses: its probability under the rollout policy, or 1."""
+    if UNIFORM:
+        w = tl.zeros_like(old) + 1.0
+    elif rollout_log_probs is not None:
+        w = tl.exp(tl.load(rollout_log_probs + index, mask, other=0.0).to(tl.float64))
+    else:
+        w = tl.exp(old)
+    return w
+
+
+@triton.jit
 def contribution(r, A, lower, upper, GRADIENT: tl.constexpr):
-    """What a token adds to P (A > 0) or N (A < 0), its weight apart."""
+    """What a token adds to the positive (A > 0) or negative (A < 0) mass, without its weight."""
     if GRADIENT:
         positive, negative = tl.where(r > upper, 0.0, r), tl.where(r < lower, 0.0, r)
     else:
@@ -110,10 +122,10 @@ def contribution(r, A, lower, upper, GRADIENT: tl.constexpr):
 
 
 @triton.jit
-def tested_quantity(P, N, RATIO_TARGET: tl.constexpr):
+def tested_quantity(pos, neg, RATIO_TARGET: tl.constexpr):
     """What the search compares with its target; infinite where there is nothing to balance."""
     if RATIO_TARGET:
-        nothing, divisor = N <= 0.0, N + RATIO_EPS
+        nothing, divisor = neg <= 0.0, neg + RATIO_EPS
     else:
-        nothing, divisor = P + N == 0.0, P + N
-    return tl.where(nothing, float("inf"), P / tl.where(nothing, 1.0, divisor))
+        nothing, divisor = pos + neg == 0.0, pos + neg
+    return tl.where(nothing, float("inf"), pos / tl.where(nothing, 1.0, divisor))

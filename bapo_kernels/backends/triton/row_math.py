@@ -1,10 +1,10 @@
-"""The two looks at a row: statistics, then gradient; the second look is served by the L2 cache.
+"""The two passes over a row: statistics, then gradient; the second pass reads from the L2 cache.
 
-Base 2 throughout: with ``x = scale*y``, ``t = (y - origin)*scale/ln 2`` and ``p = 2^t/sum``.
+Everything is in base 2: with ``x = scale*y``, ``t = (y - origin)*scale/ln 2`` and ``p = 2^t/sum``.
 
-Element ``j`` belongs to lane ``j % W`` whatever the alignment or the compiler's layout, every lane
-adds up its elements in order, and lanes are added as integers, in which order does not matter. So
-the bits of a row depend on nothing but the row.
+Element ``j`` belongs to lane ``j % W``, whatever the alignment or the layout that the compiler
+chooses; every lane adds its elements in order, and lanes are added as integers, in any order. The
+bits of a row therefore depend on the row alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton.language as tl
 from . import policy_math
 
 LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-160.0)  # t where it multiplies 2^t = 0
+FLOOR = tl.constexpr(-160.0)  # of t as a factor of 2^t = 0
 INF = tl.constexpr(float("inf"))
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 ``x`` to the nearest value of ``dtype``; Triton's interpreter cuts bfloat16 off."""
+    """float32 ``x`` as the nearest value of ``dtype``; the interpreter truncates to bfloat16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
@@ -70,7 +70,7 @@ def derivative(y):
 
 @triton.jit
 def tile(R: tl.constexpr, W: tl.constexpr):
-    """Offsets of R*W consecutive elements, a lane a column."""
+    """Offsets of R*W consecutive elements, one column per lane."""
     return tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
 
 
@@ -83,7 +83,7 @@ def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl
 
 @triton.jit
 def add_tile(y, scale2, origin, total, weighted):
-    """Adds ``[R, W]`` elements to the sums of the lanes: of 2^t and of t*2^t, from the origin."""
+    """Adds ``[R, W]`` elements to the sums of the lanes, of 2^t and of t*2^t."""
     top = tl.maximum(origin, tl.max(y, 0))
     start = tl.where(top == -INF, 0.0, top)
     shift = (origin - start) * scale2
@@ -132,7 +132,7 @@ def row_statistics(
 def label_logit(row, label, V):
     """z of the label; NaN for labels outside of the vocabulary.
 
-    Every thread loads it. A gradient in place overwrites it, so a barrier has to stand between.
+    Every thread loads it, and a gradient in place overwrites it: a barrier must come in between.
     """
     return tl.load(row + label, (label >= 0) & (label < V), other=float("nan")).to(tl.float32)
 
@@ -177,10 +177,10 @@ def write_gradient(
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j.
+    """d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j.
 
-    That is 2^t_j*(a*t_j + b) times the derivative, and the label's entry by itself. From the end
-    on: reading backwards finds what was read last in the cache.
+    That is 2^t_j*(a*t_j + b) times the derivative; the label's entry is computed separately. Reads
+    backwards from the end of the row, which was read last and is still in the cache.
     """
     a = (bonus * LN2 / sum_2t * slope).to(tl.float32)
     b = ((bonus * (entropy - log_sum) - dlog_prob) / sum_2t * slope).to(tl.float32)

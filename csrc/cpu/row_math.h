@@ -1,5 +1,5 @@
-// The two looks at a row: the first takes its statistics, from memory; the second writes its
-// gradient and finds the row, or its exp, in the cache. Internal linkage, as simd.h.
+// The two passes over a row: the first reads its statistics from memory; the second writes its
+// gradient and finds the row, or its exp, in the cache. Internal linkage, as in simd.h.
 #pragma once
 
 #include <cmath>
@@ -13,9 +13,9 @@ namespace {
 
 using namespace bapo;
 
-constexpr int64_t kBlock = 4096;         // elements looked at a second time if crowded; L1
-constexpr int64_t kGroup = 16 * kLanes;  // summed in plain float32: one large term drowns the small
-constexpr double kCrowded = 16.0;  // sum of 2^t in a block from which its maximum is looked up
+constexpr int64_t kBlock = 4096;         // elements that are read again if crowded; they fit in L1
+constexpr int64_t kGroup = 16 * kLanes;  // elements summed in float32, where large terms hide small
+constexpr double kCrowded = 16.0;        // sum of 2^t above which the maximum of a block is needed
 constexpr double kLn2 = 0.69314718055994530942;
 constexpr float kInf = __builtin_inff();
 
@@ -32,9 +32,9 @@ inline VFloat derivative(VFloat y) {
     return kSoftcap ? 1.0f - held * held : splat(1.0f);
 }
 
-// Between logits and probabilities everything is in base 2, which saves the exp three operations:
-// t = (y - origin)*scale, p = 2^t/sum. The origin is so near the maximum of y that 2^t stays in
-// range; nothing needs the maximum itself.
+// Between logits and probabilities everything is in base 2, which makes the exp three operations
+// shorter: t = (y - origin)*scale, p = 2^t/sum. The origin is near enough to the maximum of y to
+// keep 2^t in range; the maximum itself is not needed.
 struct RowStats {
     float origin;
     double sum;           // of 2^t
@@ -50,7 +50,7 @@ struct RowStats {
     }
 };
 
-// The scale of t, whose rounding shifts log-probs by less than the rounding of a log-prob.
+// The scale of t. Its rounding shifts a log-prob by less than the rounding of that log-prob does.
 inline float base2_scale(const Transform& transform) { return (float)(transform.scale / kLn2); }
 
 template <typename T>
@@ -58,7 +58,7 @@ inline VFloat exp2_for(VFloat t) {
     return vexp2<sizeof(T) == 4>(t);
 }
 
-// t where it multiplies 2^t: held at the floor, so that the product is 0 at -inf.
+// t as a factor of 2^t: not below the floor, so that the product is 0 at -inf.
 inline VFloat factor_of(VFloat t) { return vmax(t, splat(kExp2Floor)); }
 
 template <bool kSoftcap>
@@ -67,11 +67,11 @@ inline double log_prob(float z, const Transform& transform, float origin, double
     return ((double)y - origin) * transform.scale - log_sum;
 }
 
-// The exp of a row, kept by the first look for the second: with 16-bit logits a row and its exp fit
-// into the cache, and computing them again is what would limit the speed.
+// The exp of a row, which the first pass keeps for the second: with 16-bit logits a row and its exp
+// fit into the cache, and computing the exp again would limit the speed.
 struct KeptExp {
-    float* e = nullptr;        // 2^t of every element, t from the origin of its block
-    float* origins = nullptr;  // of every block
+    float* e = nullptr;        // 2^t of every element, with t relative to the origin of its block
+    float* origins = nullptr;  // one per block
     int64_t capacity = 0;
 
     void reserve(int64_t vocab) {
@@ -90,7 +90,7 @@ struct KeptExp {
 };
 thread_local KeptExp kept_exp;
 
-// Calls f(vector, index) for every vector of row[begin, end); the last is filled up with -inf.
+// Calls f(vector, index) for every vector of row[begin, end); the last one is padded with -inf.
 template <typename T, typename F>
 inline void for_each_vector(const T* row, int64_t begin, int64_t end, F f) {
     for (; begin + kLanes <= end; begin += kLanes) f(load(row + begin), begin);
@@ -113,7 +113,7 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
 
         double sum, weighted_sum;
         const auto add_up = [&] {
-            // A block of -inf alone has no origin yet; a NaN in it must still reach the sum.
+            // A block without a finite element has no origin yet; a NaN in it must reach the sum.
             const float origin = stats.origin == -kInf ? 0.0f : stats.origin;
             CompensatedSum sums;
             VFloat of_group, weighted_sums = {};
@@ -137,7 +137,7 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
             weighted_sum = reduce_add(weighted_sums);
         };
         add_up();
-        // Crowded or infinite (then NaN): entropy would lose digits, 2^t its range.
+        // Crowded or infinite (then NaN): the entropy would lose digits, or 2^t leave its range.
         if (!(sum <= kCrowded)) {
             const float max = block_max();
             if (max > stats.origin) {
@@ -149,12 +149,12 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
         stats.sum += sum;
         stats.weighted_sum += weighted_sum;
     }
-    // What the rounding of the scale took, to first order.
+    // Corrects the rounding of the scale to first order.
     stats.sum += (transform.scale / scale - kLn2) * stats.weighted_sum;
     return stats;
 }
 
-// Writes vector_at(begin, count) over a row, past the cache if it is not there already.
+// Writes vector_at(begin, count) over a row; past the cache if the row is not in it.
 template <typename T, typename F>
 inline void fill_row(T* row, int64_t vocab, bool streamed, F vector_at) {
     constexpr uintptr_t kBytes = kStreamed<T> * sizeof(T);
@@ -177,8 +177,8 @@ inline void fill_row(T* row, int64_t vocab, bool streamed, F vector_at) {
     if (begin < vocab) store_partial(row + begin, vector_at(begin, vocab - begin), vocab - begin);
 }
 
-// d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + H)] * d x_j/d z_j
-//           = 2^t_j*(a*t_j + b) * derivative_j, and the label's entry by itself.
+// d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j
+//           = 2^t_j*(a*t_j + b) * derivative_j; the label's entry is computed separately.
 template <bool kSoftcap, bool kKept, typename T>
 void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transform, int64_t label,
                   float origin, double sum, double entropy, RowCoefficients coefficients) {

@@ -1,0 +1,58 @@
+// How rows are distributed over the blocks of a cluster and over the stages of their shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "params.h"
+
+namespace bapo::cuda {
+
+constexpr int kComputeWarps = 8;
+constexpr int kComputeThreads = kComputeWarps * 32;
+constexpr int kChunkBytes = 16 * kComputeThreads;
+// A chunk of a row that is not aligned extends over one more vector.
+constexpr int kStageBytes = kChunkBytes + 16;
+constexpr int kMaxCluster = 8;
+constexpr int kMaxStages = 64;
+
+struct ClusterPlan {
+    int cluster = 0;  // blocks; 0: no cluster holds such a row
+    int stages = 0;   // of every block
+};
+
+// The smallest cluster that holds a row and enough loads of later rows to hide the latency of
+// memory: with two blocks per multiprocessor, so that one decides while the other moves data, else
+// with one. Of the shared memory of a block, head_bytes are not for stages.
+inline ClusterPlan plan_for(int64_t row_bytes, int head_bytes, int bytes_per_multiprocessor,
+                            int bytes_per_block) {
+    constexpr int kAhead = 6, kReserved = 1024;
+    const int64_t chunks = (row_bytes + kChunkBytes - 1) / kChunkBytes;
+    for (const int blocks : {2, 1}) {
+        const int room = std::min(bytes_per_multiprocessor / blocks - kReserved, bytes_per_block);
+        const int stages = std::min((room - head_bytes) / kStageBytes, kMaxStages);
+        for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+            const int64_t mine = (chunks + cluster - 1) / cluster;
+            if (mine + kAhead <= stages) return {cluster, stages};
+        }
+    }
+    return {};
+}
+
+inline int device_attribute(cudaDeviceAttr which) {
+    int device = 0, value = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return 0;
+    cudaDeviceGetAttribute(&value, which, device);
+    return value;
+}
+
+inline ClusterPlan plan_on_this_device(const LogitRows& rows, int head_bytes) {
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) return {};
+    const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
+    return plan_for(rows.vocab * size, head_bytes,
+                    device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                    device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
+}  // namespace bapo::cuda
