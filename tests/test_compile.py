@@ -1,4 +1,4 @@
-"""torch.compile in one graph with dynamic shapes, and what the compiler is told of the ops."""
+"""torch.compile in one graph with dynamic shapes, and what the ops tell the compiler."""
 
 import pytest
 import torch
@@ -126,8 +126,8 @@ def test_linear_loss():
 
 
 @pytest.mark.parametrize("level", ["logits", "hidden states", "log-probs"])
-def test_terms_of_log_probs_have_a_gradient(level):
-    """Eager calls raise where they cannot give it (``test_autograd.py``)."""
+def test_log_probs_of_a_compiled_loss_have_a_gradient(level):
+    """Eager calls raise where they cannot compute it (``test_autograd.py``)."""
     case = make_case((3, 8), 65, poison=False)
     weight = torch.randn(16, 65)
 
@@ -302,7 +302,7 @@ def test_packed_with_all_terms():
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_in_place_raises(fullgraph, dtype):
-    """It is for eager code; a compiled call must never train on a wrong gradient."""
+    """In-place is for eager code; a compiled call must never train on a wrong gradient."""
     linear, hidden = torch.nn.Linear(8, 257, dtype=dtype), torch.randn(3, 7, 8, dtype=dtype)
     arguments = make_case(poison=False).arguments()
 
@@ -335,8 +335,8 @@ def test_log_probs_without_gradient_and_without_entropy():
 
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("level", ["logits", "hidden states"])
-def test_groups(tmp_path, level, shards):
-    """Collectives are part of the one graph."""
+def test_collectives_are_part_of_the_graph(tmp_path, level, shards):
+    """Collectives are part of the one graph, too."""
     group = dict(rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
     torch.distributed.init_process_group("gloo", **group)
     try:
@@ -387,7 +387,7 @@ def test_many_steps_do_not_recompile(backend, device, interpreted):
 
 
 @pytest.mark.parametrize("function", [bapo_loss, log_probs])
-def test_inside_of_activation_checkpointing(function):
+def test_inside_activation_checkpointing(function):
     case = make_case((3, 8), 65, poison=False)
     weight = torch.randn(16, 65)
 
@@ -430,7 +430,7 @@ def tokens_and_arguments(shape=(4, 8), seed=0):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict):
-    """Forward of a policy, for any number of tokens."""
+    """The forward of a policy, for any number of tokens."""
     torch.manual_seed(0)
     policy = Policy()
     S = torch.export.Dim("S", min=2, max=64)
@@ -459,7 +459,7 @@ def sharded_policy_rank(rank, compiled):
 
 
 @pytest.mark.xdist_group("world")
-def test_inside_of_fsdp2(worlds):
+def test_inside_fsdp2(worlds):
     runs = [worlds(2).run(sharded_policy_rank, compiled) for compiled in (False, True)]
     for (loss, gradients), (expected, of_eager) in zip(*runs, strict=True):
         assert torch.equal(loss, expected)
@@ -469,7 +469,7 @@ def test_inside_of_fsdp2(worlds):
 
 @pytest.mark.gpu
 def test_cuda_graphs(backend, device):
-    """``reduce-overhead`` replays a graph: the loss reads the new values in its static memory."""
+    """``reduce-overhead`` replays a CUDA graph: the loss reads new values from static memory."""
     loss_of = loss_by(backend)
     compiled = torch.compile(loss_of, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):
@@ -482,7 +482,7 @@ WEIGHT = torch.linspace(-1, 1, 13 * 6).view(13, 6).sin()
 
 
 def batch_of(layout, B):
-    """Of 4 tokens a sequence."""
+    """A batch with 4 tokens per sequence."""
     torch.manual_seed(B)
     shape = (4 * B,) if layout == "packed" else (B, 4)
     return dict(
@@ -537,8 +537,8 @@ BATCHES = [
 
 
 @pytest.mark.parametrize(("name", "layout", "dynamic"), BATCHES)
-def test_batch_sizes(name, layout, dynamic):
-    """One graph, compiled once or twice: a check writes no sizes but in its message."""
+def test_batch_sizes_do_not_recompile(name, layout, dynamic):
+    """One graph, compiled at most twice: checks use sizes only in their messages."""
     function = FUNCTIONS[name]
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="eager")
     for B in (3, 5, 7):
@@ -562,8 +562,8 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_of_a_call(name):
-    """A check writes them in its message alone, whatever the compiler knows of them."""
+def test_numbers_of_a_call_may_be_dynamic(name):
+    """Checks use the numbers only in their messages, whether the compiler knows them or not."""
     compiled = torch.compile(NUMBERS[name], fullgraph=True, dynamic=True, backend="eager")
     for number in (2, 3) if name == "dp_size" else (1.5, 2.5):
         assert torch.equal(compiled(number), NUMBERS[name](number))
