@@ -1,4 +1,4 @@
-"""The examples of the docstrings, and the README's, run."""
+"""The examples of the docstrings, of the README and of the user guide run."""
 
 import doctest
 import inspect
@@ -17,7 +17,8 @@ from bapo_kernels.backends import native
 # Examples import nothing: they see torch and the public names.
 NAMES = {"torch": torch, **{name: getattr(bapo_kernels, name) for name in bapo_kernels.__all__}}
 NEEDS_NATIVE = "instruction_set"
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
 
 
 def public(module):
@@ -76,15 +77,15 @@ def test_docstring(name, reference_alone, monkeypatch):
         assert failed == 0, "".join(report)
 
 
-def blocks():
-    """(line, source) of the README's Python."""
-    text = README.read_text()
+def blocks(page):
+    """(line, source) of the Python in a page."""
+    text = page.read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
 
 
 def surroundings():
-    """The names that the README takes as given: a batch of 2 x 3 tokens, groups of one rank."""
+    """The names that the pages take as given: a batch of 2 x 3 tokens, groups of one rank."""
     model, tokens = CausalLM(), torch.randint(31, (2, 4))
     logits = model.lm_head(model.model(tokens).last_hidden_state[:, :-1])
     labels, old = tokens[:, 1:], torch.full((2, 3), -3.4)
@@ -123,22 +124,25 @@ def surroundings():
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param(source, id=f"line {line}") for line, source in blocks()]
+    ("page", "source"),
+    [
+        pytest.param(page, source, id=f"{page.name}, line {line}")
+        for page in (README, GUIDE)
+        for line, source in blocks(page)
+    ],
 )
-def test_readme(source):
-    """Names and shapes; what TRL runs is in tests/test_trl.py."""
-    code = compile(source, str(README), "exec")
-    if "integrations.trl" not in source:
-        names = surroundings()
-        exec(code, names)
-        losses = [names[name] for name in ("loss", "out") if name in names]
-        values = [value.loss if hasattr(value, "loss") else value for value in losses]
-        assert all(value.isfinite() for value in values)
+def test_pages(page, source):
+    """Every block of Python runs, and its losses are finite."""
+    names = surroundings()
+    exec(compile(source, str(page), "exec"), names)
+    losses = [names[name] for name in ("loss", "out") if name in names]
+    values = [value.loss if hasattr(value, "loss") else value for value in losses]
+    assert all(value.isfinite() for value in values)
 
 
 def test_readme_before_and_after_agree():
     """The first two blocks compute one loss in two ways; here the paper's weights are equal."""
-    (_, before), (_, after), *_ = blocks()
+    (_, before), (_, after), *_ = blocks(README)
     names = surroundings()
     exec(before, names)
     exec(after, names)
