@@ -2,9 +2,9 @@
 
 A small Qwen3 decoder learns to add. After a short supervised warm-up it gets some of the sums
 right; from then on the only signal is whether a sampled answer is correct. Every batch of rollouts
-is used for eight updates, so the policy moves away from the one that sampled. This is the off-policy
-setting that BAPO (arXiv 2510.18927) is made for. For each seed all arms start from the same warm
-model and see the same prompts; they differ in the clip bounds of the loss alone:
+is used for eight updates, so the policy moves away from the one that sampled. This is the
+off-policy setting that BAPO (arXiv 2510.18927) is made for. For each seed all arms start from the
+same warm model and see the same prompts; they differ in the clip bounds of the loss alone:
 
     fixed        0.8 .. 1.2, PPO and GRPO
     clip-higher  0.8 .. 1.28, DAPO

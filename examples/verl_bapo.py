@@ -1,4 +1,4 @@
-"""verl's own ``ppo_loss`` with the policy loss ``bapo``, beside verl's ``vanilla``, on a CPU.
+"""verl's own ``ppo_loss`` with the policy loss ``bapo`` and with ``vanilla``, on a CPU.
 
 verl finds the loss by itself (entry point ``verl.plugins``). The configs come from YAML, as in a
 run of ``verl.trainer.main_ppo``; the batch is synthetic, as stale as in off-policy training::
