@@ -1,8 +1,8 @@
 """The loss alone at a real vocabulary: before and after.
 
-Before is the loss in plain PyTorch (``bapo_kernels.reference``), after is the fused loss on the
-same float32 or bfloat16 logits. Every way runs in a process of its own, so that its peak memory
-is its own. A gradient that is wrong is not timed.
+Before is the loss in plain PyTorch (``bapo_kernels.reference``), after is the fused loss, on the
+same float32 or bfloat16 logits. Each way runs in a process of its own, so that its peak memory can
+be measured. It is timed only after its gradient has passed a comparison with float64.
 
     python examples/before_after.py --out out
 """
@@ -56,7 +56,7 @@ def gradient(way: str, logits: torch.Tensor, *arguments: torch.Tensor) -> torch.
 
 
 def largest_error(way: str, dtype: torch.dtype, rows: int = 8) -> float:
-    """Against float64, relative to the largest gradient."""
+    """Error of the gradient against float64, relative to its largest entry."""
     logits, *arguments = batch(rows, dtype)
     exact = logits.double().requires_grad_()
     reference.bapo_loss(exact, *arguments).loss.backward()
@@ -65,13 +65,13 @@ def largest_error(way: str, dtype: torch.dtype, rows: int = 8) -> float:
 
 
 def peak_mib() -> float:
-    """High-water mark of this process's memory."""
+    """Peak memory of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def measure(way: str, dtype: str, tokens: int) -> dict[str, str | float]:
-    """One way of computing loss and gradient; refuses to time a wrong gradient."""
+    """Time and memory of one way to compute loss and gradient, once the gradient is checked."""
     error = largest_error(way, DTYPES[dtype])
     if error > 2 * torch.finfo(DTYPES[dtype]).eps + 1e-5:
         raise SystemExit(f"{way} {dtype}: gradient is off by {error:.1e}, not timed")
@@ -95,7 +95,7 @@ def measure(way: str, dtype: str, tokens: int) -> dict[str, str | float]:
 
 
 def main(out: Path = Path("out"), tokens: int = 256) -> None:
-    """Measures every way in every dtype; writes a CSV and a plot."""
+    """Measures every way in every dtype; writes a CSV and a figure."""
     out.mkdir(parents=True, exist_ok=True)
     cases = [(way, dtype) for dtype in DTYPES for way in WAYS]
     records = []

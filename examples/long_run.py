@@ -1,10 +1,11 @@
 """Thousands of off-policy updates with the fused loss and with plain PyTorch, side by side.
 
-The task is that of offpolicy_rlvr.py, each right digit rewarded. One learner samples the rollouts,
-all learn from them, eight updates each, from the same warm model; they differ in the loss alone:
+The task is that of offpolicy_rlvr.py, with a reward for each correct digit. One learner samples the
+rollouts, and all learners make eight updates on them, from the same warm model. They differ in the
+loss alone:
 
-    exact        the reference in float64 on the float32 logits; samples
-    nudged       the same, but every update ends with each weight one float32 up or down, by chance
+    exact        the reference in float64 on the float32 logits; samples the rollouts
+    nudged       the same, but after each update every weight moves to a random float32 neighbour
     plain        the reference in float32
     fused        the kernels
     fused again  the kernels, to compare bits
@@ -41,9 +42,9 @@ from torch import Tensor
 
 from bapo_kernels import BAPOConfig, BAPOOutput, bapo_loss, log_probs, reference
 
-# The share of positive tokens is above the paper's target here; with this one the bounds move.
+# The share of positive tokens is above the paper's target here; this target makes the bounds move.
 CONFIG = BAPOConfig.paper(target=0.6)
-# Small steps: with ten times larger ones the learners part, however small their differences.
+# With steps ten times larger the learners diverge, however small their differences.
 SETTINGS = Settings(prompts=4, warmup_steps=60, warmup_batch=64, lr=1e-5)
 COLORS = {"fused": "#0b5fc0", "plain": "#b06a1d", "nudged": "#999999"}
 RC = {
@@ -55,8 +56,6 @@ RC = {
     "axes.grid": True,
     "grid.color": "#e3e3e3",
     "legend.frameon": False,
-    "svg.hashsalt": "bapo_kernels",
-    "svg.fonttype": "none",
 }
 
 
@@ -75,7 +74,7 @@ LOSSES = {
 
 
 class Learner:
-    """A model of its own with one of the losses."""
+    """A copy of the model, trained with one of the losses."""
 
     def __init__(self, name: str, model: torch.nn.Module, lr: float) -> None:
         self.loss, self.model = LOSSES[name], copy.deepcopy(model)
@@ -83,7 +82,7 @@ class Learner:
         self.nudges = torch.Generator().manual_seed(0) if name == "nudged" else None
 
     def update(self, tokens: Tensor, sampled: Tensor, *batch: Tensor) -> BAPOOutput:
-        """One optimizer step; returns what the loss did."""
+        """One optimizer step; returns the output of the loss."""
         out = self.loss(answer_logits(self.model, tokens), sampled, *batch, config=CONFIG)
         self.optimizer.zero_grad()
         out.loss.backward()
@@ -101,18 +100,18 @@ class Learner:
             p.copy_(torch.nextafter(p, torch.where(up, torch.inf, -torch.inf)))
 
     def weights(self) -> Tensor:
-        """All of them, float64."""
+        """All weights in one float64 vector."""
         return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().double()
 
 
 def resident_bytes() -> int:
-    """Memory of this process (Linux)."""
+    """Resident memory of this process (Linux)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def run(updates: int, settings: Settings = SETTINGS, seed: int = 0) -> Iterator[dict[str, float]]:
-    """A row an update: losses, bounds, distances to the weights of ``exact``, memory."""
+    """One row per update: losses, bounds, distances to the weights of ``exact``, memory."""
     warm = warm_up(seed, settings)
     learners = {name: Learner(name, warm, settings.lr) for name in LOSSES}
     sampler, start = learners["exact"], learners["exact"].weights()
@@ -145,7 +144,7 @@ def run(updates: int, settings: Settings = SETTINGS, seed: int = 0) -> Iterator[
 
 
 def plot(rows: list[dict[str, float]], folder: Path) -> None:
-    """Writes long_run.svg and .png."""
+    """Writes long_run.png."""
     at = [row["update"] for row in rows]
 
     def column(name: str) -> list[float]:
@@ -170,17 +169,15 @@ def plot(rows: list[dict[str, float]], folder: Path) -> None:
         memory.set(title="Resident memory of the process, MiB", ylim=(0, None), xlabel="update")
         for ax in (loss, distance):
             ax.legend(markerscale=5)
-        for suffix in ("svg", "png"):
-            metadata = {"Date": None} if suffix == "svg" else None
-            figure.savefig(folder / f"long_run.{suffix}", dpi=110, metadata=metadata)
+        figure.savefig(folder / "long_run.png", dpi=110)
         plt.close(figure)
 
 
 def summary(rows: list[dict[str, float]]) -> Table:
-    """The rows at a few updates."""
+    """Distances from ``exact`` after selected updates."""
     table = Table(title="Distance from exact: largest loss difference so far, weights now")
     names = [f"{kind}, {name}" for kind in ("loss", "weights") for name in COLORS]
-    for column in ("update", *names, "moved", "other bounds", "MiB"):
+    for column in ("update", *names, "moved", "different bounds", "MiB"):
         table.add_column(column, justify="right")
     for end in sorted({1, 10, 100, 500, 1000, len(rows)}):
         past = rows[:end]
@@ -210,8 +207,8 @@ def main(
     console = Console()
     console.print(summary(rows))
     same = sum(row["same bits"] for row in rows)
-    console.print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
-    console.print(f"Wrote long_run.csv, long_run.svg and long_run.png to {out}/")
+    console.print(f"fused and fused again have the same bits after {same:.0f} of {updates} updates")
+    console.print(f"Wrote long_run.csv and long_run.png to {out}/")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""BAPO on data x tensor parallel ranks, with each scope of the search.
+"""BAPO on data-parallel and tensor-parallel ranks, with each scope of the search.
 
-Data-parallel ranks have sequences of their own, sharded by FSDP2; tensor-parallel ranks share out
-the vocabulary of the head. Runs on CPUs (gloo) and on GPUs (NCCL)::
+Each data-parallel rank has its own sequences, and FSDP2 shards the model over these ranks;
+tensor-parallel ranks have shards of the vocabulary. Runs on CPUs (gloo) and on GPUs (NCCL)::
 
     torchrun --nproc-per-node 4 examples/many_ranks.py --tensor 2 --scope step
 """
@@ -33,7 +33,7 @@ class Scope(str, Enum):
 
 
 class PolicyLoss(torch.nn.Module):
-    """A model and its loss, computed in the forward that FSDP2 wraps: there gradients are whole."""
+    """A model and its loss, computed inside the forward that FSDP2 wraps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ class PolicyLoss(torch.nn.Module):
 
 
 def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
-    """Optimizer steps on made-up stale rollouts; prints what each step decides."""
+    """Makes optimizer steps on synthetic stale rollouts; prints what each step decides."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Ranks that wait for one that failed raise after this time.
+    # If one rank fails, the others raise after this time.
     dist.init_process_group(timeout=timedelta(minutes=2))
     shape = dist.get_world_size() // tensor, tensor
     mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
@@ -65,7 +65,7 @@ def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
     optimizer = torch.optim.SGD(policy.parameters(), lr=5.0)
 
     def log_probs(tokens: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Of the policy as it is."""
+        """Log-probs of the current policy."""
         with torch.no_grad():
             return policy(tokens, None, advantages, vocab_group=vocabulary).log_probs
 
@@ -107,7 +107,7 @@ def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
             low, high = (bound.item() for bound in out.bounds)
             loss = total.item() / mesh["data"].size()
             print(f"step {step}  loss {loss:+.4f}  bounds {low:.2f} .. {high:.2f}")
-    dist.barrier()  # no rank leaves while another still talks to it
+    dist.barrier()  # no rank exits while another still communicates with it
     dist.destroy_process_group()
 
 

@@ -1,14 +1,14 @@
-"""Off-policy reinforcement learning with verifiable rewards, three ways to clip.
+"""Off-policy reinforcement learning with verifiable rewards, with three ways to clip.
 
-A small Qwen3 decoder learns to add. A short supervised warm-up gets some of the sums right; from
-there on the only signal is whether a sampled answer is exactly right. Every batch of rollouts is
-used for eight updates, so the policy moves away from the one that sampled: the off-policy setting
-that BAPO (arXiv 2510.18927) is made for. Each seed starts all arms from the same warm model and
-shows them the same prompts; they differ in the clip bounds of the loss alone:
+A small Qwen3 decoder learns to add. After a short supervised warm-up it gets some of the sums
+right; from then on the only signal is whether a sampled answer is correct. Every batch of rollouts
+is used for eight updates, so the policy moves away from the one that sampled. This is the
+off-policy setting that BAPO (arXiv 2510.18927) is made for. For each seed all arms start from the
+same warm model and see the same prompts; they differ in the clip bounds of the loss alone:
 
     fixed        0.8 .. 1.2, PPO and GRPO
     clip-higher  0.8 .. 1.28, DAPO
-    BAPO         searched at every update (the paper's preset)
+    BAPO         searched at every update (preset of the paper)
 
     python examples/offpolicy_rlvr.py --out out
 """
@@ -91,12 +91,12 @@ def build_model() -> Qwen3ForCausalLM:
 
 
 def answer_logits(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-    """Logits of the answer's tokens: those of the positions one before them."""
+    """Logits of the answer tokens: those of the positions one before them."""
     return model(tokens, use_cache=False).logits[:, PROMPT - 1 : -1]
 
 
 def warm_up(seed: int, settings: Settings) -> Qwen3ForCausalLM:
-    """Next-token training on right answers, stopped once some sums come out right."""
+    """Next-token training on correct answers, stopped once some sums are correct."""
     torch.manual_seed(seed)
     model = build_model()
     generator = torch.Generator().manual_seed(seed)
@@ -114,7 +114,7 @@ def warm_up(seed: int, settings: Settings) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def sample(model: Qwen3ForCausalLM, prompts: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Answers drawn token by token; the most likely ones without a generator."""
+    """Answers sampled token by token; the most likely tokens without a generator."""
     tokens = prompts
     for _ in range(ANSWER):
         logits = model(tokens, use_cache=False).logits[:, -1]
@@ -134,7 +134,7 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:
 
 
 def train(model: Qwen3ForCausalLM, arm: str, seed: int, settings: Settings, tick) -> list[dict]:
-    """One arm of one seed: rollouts, each used for several updates. Returns a row an update."""
+    """One arm of one seed: rollouts, each used for several updates. Returns one row per update."""
     generator = torch.Generator().manual_seed(1000 + seed)
     held_out = held_out_sums(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -205,7 +205,7 @@ def mean_std(values: list[float]) -> str:
 
 
 def main(out: Path = Path("out"), seeds: int = 3, rollouts: int = 40, quick: bool = False) -> None:
-    """Trains every arm for every seed; writes a CSV, two plots and a table."""
+    """Trains every arm for every seed; writes a CSV and a figure, prints a table."""
     settings = Settings(rollouts=rollouts)
     if quick:
         seeds, settings = 1, Settings(warmup_steps=60, rollouts=2)
@@ -230,7 +230,7 @@ def main(out: Path = Path("out"), seeds: int = 3, rollouts: int = 40, quick: boo
     plot_training(rows, list(ARMS), out / "offpolicy_rlvr.png")
     console = Console()
     console.print(summary(rows, start))
-    console.print("Arms within a standard deviation of each other are not told apart.")
+    console.print("Arms within a standard deviation of each other cannot be distinguished.")
     console.print(f"Wrote offpolicy_rlvr.csv and offpolicy_rlvr.png to {out}/")
 
 

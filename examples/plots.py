@@ -1,4 +1,4 @@
-"""Plots of the examples."""
+"""Figures of the examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 PANELS = {
     "held_out_reward": "Held-out exact match (greedy)",
     "training_reward": "Reward of the rollouts",
-    "entropy": "Entropy of the policy (nats a token)",
+    "entropy": "Entropy of the policy (nats per token)",
     "bapo_pos_share": "Share of positive tokens in the loss",
     "bapo_clip_high": "Upper clip bound",
     "bapo_clip_low": "Lower clip bound",
@@ -21,7 +21,7 @@ PANELS = {
 
 
 def plot_training(rows: Sequence[dict], arms: Sequence[str], path: Path) -> None:
-    """One panel a quantity: mean over seeds, band from the smallest to the largest."""
+    """One panel per quantity: mean over seeds, band from the smallest to the largest."""
     figure, axes = plt.subplots(2, 4, figsize=(18, 8), sharex=True)
     for axis, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
         for arm, style in zip(arms, ("-", "--", ":"), strict=True):
@@ -38,13 +38,13 @@ def plot_training(rows: Sequence[dict], arms: Sequence[str], path: Path) -> None
         axis.set_title(title, fontsize=11)
         axis.grid(alpha=0.3)
     for axis in axes[1]:
-        axis.set_xlabel("update (8 of them use the same rollouts)")
+        axis.set_xlabel("update (every 8 use the same rollouts)")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(arms), fontsize=12, frameon=False)
     figure.text(
         0.5,
         0.005,
-        "Lines: mean over seeds, running mean of 8 updates. Bands: all seeds.",
+        "Lines: mean over seeds, running mean over 8 updates. Bands: range over seeds.",
         ha="center",
     )
     figure.tight_layout(rect=(0, 0.02, 1, 0.94))

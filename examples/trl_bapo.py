@@ -1,8 +1,8 @@
 """GRPO with the BAPO loss in TRL, on a CPU: a tiny Qwen3 with the real vocabulary of 151,936.
 
-The model, the tokenizer and the prompts are made here; nothing is downloaded. Rewards are for words
-in alphabetical order. Every batch of rollouts is used for three updates, so the policy that learns
-is not the one that sampled::
+The script makes the model, the tokenizer and the prompts; nothing is downloaded. Completions are
+rewarded for letters in alphabetical order. Every batch of rollouts is used for three updates, so
+the policy that learns is not the one that sampled::
 
     python examples/trl_bapo.py --scope step
 """
@@ -51,14 +51,14 @@ def model() -> Qwen3ForCausalLM:
         eos_token_id=1,
     )
     made = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # it starts by speaking the known words
+    with torch.no_grad():  # at the start the known words are the likely ones
         made.lm_head.weight[: len(WORDS)].mul_(40)
         made.lm_head.weight[len(WORDS) :].mul_(0.01)
     return made
 
 
 def in_order(completion_ids: list[list[int]], **_: object) -> list[float]:
-    """Share of neighbours that stand in alphabetical order."""
+    """Share of neighbouring tokens in alphabetical order."""
     pairs = [list(pairwise(ids)) for ids in completion_ids]
     return [sum(a < b for a, b in of_one) / max(len(of_one), 1) for of_one in pairs]
 

@@ -1,7 +1,7 @@
-"""verl's own ``ppo_loss`` with the policy loss ``bapo``, beside verl's ``vanilla``, on a CPU.
+"""verl's own ``ppo_loss`` with the policy loss ``bapo`` and with ``vanilla``, on a CPU.
 
 verl finds the loss by itself (entry point ``verl.plugins``). The configs come from YAML, as in a
-run of ``verl.trainer.main_ppo``; the batch is made up, as stale as off-policy training makes it::
+run of ``verl.trainer.main_ppo``; the batch is synthetic, as stale as in off-policy training::
 
     python examples/verl_bapo.py --preset recipe
 """
