@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.row_classes import row_classes
 
 Level = Literal["logits", "hidden"]  # where a row is of the size of the vocabulary
 SEQUENCES = 8
@@ -214,18 +215,18 @@ class Batch:
         return self._padded
 
     def shares(self) -> dict[str, float]:
-        """Shares of the rows: unmasked, with an advantage, waiting, with a gradient at the end."""
-        read = torch.ones_like(self.A, dtype=torch.bool) if self.mask is None else self.mask
-        live, r, config = read & (self.A != 0), (self.logp - self.old).exp(), self.case.config
-        low, high = config.ratio_lower_start, config.ratio_upper_start
-        rises = (self.A > 0) & (r > high) & (r <= config.ratio_upper_max)
-        falls = (self.A < 0) & (r >= low) & (r < config.ratio_lower_max)
-        tokens = self.logp, self.old, self.A, read
-        lower, upper = reference.find_clip_bounds(*tokens, config=config)
-        clipped = ((self.A > 0) & (r > upper)) | ((self.A < 0) & (r < lower))
-        share = {"read": read, "live": live, "undecided": live & (rises | falls)}
-        share["gradient"] = live & ~clipped
-        return {name: rows.double().mean().item() for name, rows in share.items()}
+        """Shares of the rows, the search done: unmasked, active, undecided, with a gradient."""
+        tokens = self.logp, self.old, self.A, self.mask
+        config = self.case.config
+        bounds = reference.find_clip_bounds(*tokens, config=config)
+        classes = row_classes(*tokens, config)
+        rows = {
+            "unmasked": ~classes.skipped,
+            "active": ~(classes.skipped | classes.idle),
+            "undecided": classes.undecided,
+            "gradient": row_classes(*tokens, config, bounds).kept,
+        }
+        return {name: mask.double().mean().item() for name, mask in rows.items()}
 
 
 def cpu_suite() -> Iterator[Case]:

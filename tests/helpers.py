@@ -1,4 +1,4 @@
-"""What runs here, and a case held to the error budget of ``bapo_kernels.budget``."""
+"""What runs here, and a case held to the error budget of ``bapo_kernels.tools.budget``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 import bapo_kernels
 from bapo_kernels import reference
-from bapo_kernels.budget import EPS as EPS
-from bapo_kernels.budget import Case, Result, error_and_budget, evaluate, quantities
-from bapo_kernels.budget import loss_sensitivity as loss_sensitivity
-from bapo_kernels.budget import make_case as make_case
-from bapo_kernels.budget import per_token as per_token
+from bapo_kernels.tools.budget import EPS as EPS
+from bapo_kernels.tools.budget import Case, Result, error_and_budget, evaluate, quantities
+from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
+from bapo_kernels.tools.budget import make_case as make_case
+from bapo_kernels.tools.budget import per_token as per_token
 
 # Backends with kernels of their own that run here; the reference is their yardstick.
 KERNELS = [
@@ -53,7 +53,7 @@ def assert_within_budget(
     operand: float = 0.0,
     inherited: float = 0.0,
 ) -> None:
-    """The error and the budget are those of :func:`bapo_kernels.budget.error_and_budget`."""
+    """The error and the budget are those of :func:`bapo_kernels.tools.budget.error_and_budget`."""
     error, budget = error_and_budget(got, same_dtype, truth, operand=operand, inherited=inherited)
     assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
 

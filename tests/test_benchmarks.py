@@ -234,15 +234,15 @@ def test_the_data_does_not_come_from_what_is_measured(monkeypatch):
         truth = reference.log_probs if level == "logits" else reference.linear_log_probs
         expected = truth(*batch.inputs, batch.labels)[0]
         torch.testing.assert_close(batch.logp, expected, atol=1e-2, rtol=1e-3)
-        assert batch.shares()["read"] == 1
+        assert batch.shares()["unmasked"] == 1
 
 
 @pytest.mark.parametrize("N", [64, 8_192])
 def test_mixed_rows_are_those_of_the_targets(N):
     shares = Batch(replace(small("tokens", layout="mixed", data="on-policy"), N=N), "cpu").shares()
     error = {"abs": 2 / N**0.5 / 4}
-    assert shares["read"] == pytest.approx(0.75, **error)
-    assert shares["live"] == pytest.approx(0.75 * 0.6, **error)
+    assert shares["unmasked"] == pytest.approx(0.75, **error)
+    assert shares["active"] == pytest.approx(0.75 * 0.6, **error)
     assert shares["undecided"] == pytest.approx(0.03, abs=0.5 / N)
 
 
@@ -415,7 +415,7 @@ def test_the_model_counts_rows(layout, data):
         kept = kept or (lower and r >= config.ratio_lower_max)
         waits += A != 0 and not clipped and not kept
         gradient += (upper and r <= found[1]) or (lower and r >= found[0])
-    expected = {"read": read, "live": live, "undecided": waits, "gradient": gradient}
+    expected = {"unmasked": read, "active": live, "undecided": waits, "gradient": gradient}
     shares = batch.shares()
     assert shares == {name: rows / 256 for name, rows in expected.items()}
     size = 256 * 50 * 2

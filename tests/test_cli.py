@@ -12,8 +12,9 @@ from helpers import needs_native
 from torch.profiler import DeviceType
 from typer.testing import CliRunner
 
-from bapo_kernels import _autograd, available_backends, bounds, fused, linear, profile, validate
-from bapo_kernels.__main__ import commands
+from bapo_kernels import _autograd, available_backends, bounds, fused, linear
+from bapo_kernels.tools import profile, validate
+from bapo_kernels.tools.cli import commands
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -52,7 +53,8 @@ def test_the_report_needs_no_typer():
 def test_a_command_without_typer_says_what_it_needs():
     done = python("-c", WITHOUT_TYPER, "validate")
     assert done.returncode == 1
-    assert done.stderr == "needs typer and rich: pip install typer rich\n"
+    told = "the commands need typer and rich: pip install 'bapo-kernels[cli]'"
+    assert done.stderr == f"bapo_kernels: {told}\n"
 
 
 def test_help_lists_the_commands():

@@ -34,8 +34,8 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels.budget import Case, Result, make_case, quantities
 from bapo_kernels.config import IGNORE_INDEX
+from bapo_kernels.tools.budget import Case, Result, make_case, quantities
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [1, 2, 3, 15, 16, 17, 31, 127, 257]  # one token, vectors and their neighbours, primes

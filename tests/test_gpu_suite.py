@@ -17,8 +17,8 @@ import typer
 from helpers import needs_native
 from typer.testing import CliRunner
 
-import bapo_kernels.__main__ as bapo_cli
-from bapo_kernels import validate
+from bapo_kernels.tools import cli as bapo_cli
+from bapo_kernels.tools import validate
 from benchmarks import __main__ as bench_cli
 from benchmarks import launch_rows, records, run, targets, timing, tune_triton
 from benchmarks.cases import Case

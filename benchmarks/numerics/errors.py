@@ -18,7 +18,7 @@ from bapo_kernels import (
     bapo_loss,
     reference,
 )
-from bapo_kernels.budget import Case, Loss, Result, evaluate, quantities
+from bapo_kernels.tools.budget import Case, Loss, Result, evaluate, quantities
 
 from ..peers import Peer, peers
 from ..records import Record

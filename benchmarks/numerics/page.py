@@ -149,7 +149,7 @@ others are any allowed token. Log-ratios are within 0.02 of {ratios}, away from 
 admissible bound, so that an error of a log-prob changes a gradient by as much and does not switch
 it off; decisions are the second part. Peers that know log-probs alone get the loss of the tokens in
 float32 on top. `log_softmax` is in the dtype of the logits, `cross_entropy` of `logits.float()`.
-The budget is that of [the tests](../bapo_kernels/budget.py).
+The budget is that of [the tests](../bapo_kernels/tools/budget.py).
 
 ![Errors by kind of rows](figures/numerics_errors.svg)
 

@@ -1,8 +1,8 @@
-"""Where the time of a call goes; ``python -m bapo_kernels profile`` prints what :func:`run` finds.
+"""Where the time of a call goes; ``python -m bapo_kernels profile`` prints it.
 
-The parts of a call are self times of operators on a CPU, times of kernels on a GPU; the last is the
-time that none of them takes. Bytes are those that the algorithm must move: rows of logits that are
-read, rows of their gradient that are written.
+The parts of a call are self times of operators on a CPU and times of kernels on a GPU; the last
+part is the remaining time. Bytes are those that the algorithm must move: rows of logits that are
+read and rows of the gradient that are written.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from .backends import choose
-from .config import BAPOConfig
-from .functional import Statistics, bapo_linear_loss, bapo_loss, linear_log_probs, log_probs
-from .output import BAPOOutput
+from ..backends import choose
+from ..config import BAPOConfig
+from ..functional import Statistics, bapo_linear_loss, bapo_loss, linear_log_probs, log_probs
+from ..output import BAPOOutput
+from ..row_classes import row_classes
 
 CALLS = 5
-STALENESS = 0.1  # of the log-probs: a few per cent of the rows wait for the search
-LEAST_SHARE = 0.01  # of a call, for an operator of torch to be named
-PRODUCTS, OTHERS, OUTSIDE = "matrix products", "other torch operators", "outside of all these"
+STALENESS = 0.1  # of the log-probs: a few per cent of the rows are undecided
+LEAST_SHARE = 0.01  # of a call: shorter torch operators are summed up
+PRODUCTS, OTHERS, OUTSIDE = "matrix products", "other torch operators", "outside of operators"
 _KERNELS = "row_pass|row_pass_cluster|row_gradient|contributions|add_partials|solve|policy|report"
 _OURS = re.compile(rf"bapo_kernels(?:_triton)?::(\w+)|\b(_?(?:{_KERNELS}|scale)_kernel)\b")
 _PRODUCT = re.compile(r"aten::(mm|bmm|addmm_?|matmul|linear)$|gemm|cutlass|nvjet|splitk", re.I)
@@ -36,7 +37,7 @@ _PRODUCT = re.compile(r"aten::(mm|bmm|addmm_?|matmul|linear)$|gemm|cutlass|nvjet
 
 @dataclass(frozen=True)
 class Part:
-    """Milliseconds of a call, and the bytes that a pass over rows moves."""
+    """A part of a call: its milliseconds, and the bytes that a pass over rows moves."""
 
     name: str
     ms: float
@@ -45,14 +46,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Profile:
-    """Milliseconds.
+    """Median times in milliseconds.
 
     Attributes:
-        parts: of a call under the profiler, adding up to ``profiled``.
-        profiled: wall time of a call under the profiler, median.
-        wall: of a call without it, median.
-        copy: of copying a tensor of the logits' size, median.
-        gemms: of the three matrix products of all rows alone, median; ``None`` from logits.
+        parts: of a call under the profiler; they add up to ``profiled``.
+        profiled: wall time of a call under the profiler.
+        wall: wall time of a call without the profiler.
+        copy: a copy of a tensor of the logits' size.
+        gemms: the three matrix products of all rows alone; ``None`` from logits.
     """
 
     parts: list[Part]
@@ -63,12 +64,12 @@ class Profile:
 
 
 class Workload:
-    """Tokens of a slightly older policy, and a call on them: of logits, or of hidden states.
+    """Tokens of a slightly older policy, and a call on them, from logits or from hidden states.
 
     Args:
-        backend: default: the first that can run on the device.
-        hidden: hidden size; ``None``: of logits.
-        masked, idle: shares of the tokens that are masked, that have no advantage.
+        backend: defaults to the first that can run on the device.
+        hidden: hidden size; with ``None`` the call starts from logits.
+        masked, idle: shares of the tokens that are masked, and that have no advantage.
 
     Raises:
         ValueError: the named backend cannot run, or ``inplace`` with hidden states.
@@ -117,12 +118,12 @@ class Workload:
         self.arguments = labels, self.old, self.advantages, self.mask
 
     def prepare(self) -> None:
-        """New logits in the place of their gradient; no part of the call."""
+        """Restores logits that a gradient has overwritten; not part of the timed call."""
         if self.inplace:
             self.leaves[0].copy_(self.logits)
 
     def call(self) -> BAPOOutput:
-        """Loss and gradients."""
+        """Computes the loss and its gradients."""
         for leaf in self.leaves:
             leaf.grad = None
         output = self.loss(*self.leaves, *self.arguments)
@@ -131,27 +132,25 @@ class Workload:
         return output
 
     def gemms(self) -> None:
-        """Logits, and both gradients from something of their shape."""
+        """The three matrix products alone: the logits, and both gradients."""
         states, weight = (leaf.detach() for leaf in self.leaves)
         logits = states @ weight.T
         logits @ weight
         logits.T @ states
 
     def bytes_moved(self) -> dict[str, int]:
-        """Of the pass over all rows, and of that over the rows that waited for the bounds."""
+        """By the pass over all rows, and by the one that writes undecided rows."""
         self.prepare()
         output, config, A = self.call(), BAPOConfig(), self.advantages
         counted = self.mask if self.statistics == "all" else self.mask & (A != 0)
-        r = (output.log_probs - self.old).exp()
-        up, down = counted & (A > 0), counted & (A < 0)
-        waits = up & (r > config.ratio_upper_start) & (r <= config.ratio_upper_max)
-        waits |= down & (r >= config.ratio_lower_start) & (r < config.ratio_lower_max)
-        kept = waits & torch.where(up, r <= output.bounds.upper, r >= output.bounds.lower)
-        n, w, k = (int(rows.sum()) for rows in (counted, waits, kept))
+        tokens = output.log_probs, self.old, A, counted, config
+        undecided = row_classes(*tokens).undecided
+        kept = undecided & row_classes(*tokens, bounds=output.bounds).kept
+        n, u, k = (int(rows.sum()) for rows in (counted, undecided, kept))
         N, row = len(A), self.logits.shape[1] * self.logits.element_size()
-        if self.of_hidden:  # only counted rows are made, and of those that wait only the kept again
-            return {"row_pass": (2 * n - w) * row, "row_gradient": 2 * k * row}
-        return {"row_pass": (n + N - w) * row, "row_gradient": (w + k) * row}
+        if self.of_hidden:  # logits of counted rows alone; again those of undecided, then kept ones
+            return {"row_pass": (2 * n - u) * row, "row_gradient": 2 * k * row}
+        return {"row_pass": (n + N - u) * row, "row_gradient": (u + k) * row}
 
 
 def run(
@@ -159,11 +158,11 @@ def run(
     trace: Path | None = None,
     tell: Callable[[str, float], None] = lambda name, ms: None,
 ) -> Profile:
-    """Times the call, a copy and the products alone, then the parts of the call.
+    """Times the call, a copy and the matrix products, then the parts of the call.
 
     Args:
         trace: a file for chrome://tracing.
-        tell: is told of what is timed alone, when it is.
+        tell: receives each time that is measured without the profiler.
     """
     moved = workload.bytes_moved()
     wall = _median(workload.call, workload.prepare)
@@ -198,7 +197,7 @@ def _median(call: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) 
 
 
 def _wall(call: Callable[[], Any]) -> float:
-    """Milliseconds until the device is done."""
+    """Milliseconds until the device has finished."""
     _wait()
     start = time.perf_counter()
     call()
@@ -212,7 +211,7 @@ def _wait() -> None:
 
 
 def _profiled(workload: Workload) -> tuple[float, profile]:
-    """The call of median wall time, and its profile."""
+    """Wall time and profile of the call whose wall time is the median."""
     activities = [ProfilerActivity.CPU]
     if workload.logits.is_cuda:
         activities.append(ProfilerActivity.CUDA)
@@ -227,7 +226,7 @@ def _profiled(workload: Workload) -> tuple[float, profile]:
 
 
 def _times(profiler: profile, wall: float, on_gpu: bool) -> dict[str, float]:
-    """Ours by name, matrix products, long operators of torch by name, the other ones, the rest."""
+    """Our operators, matrix products, long torch operators, all other operators, and the rest."""
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     parts: Counter[str] = Counter()
     others = 0.0

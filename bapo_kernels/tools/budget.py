@@ -1,7 +1,7 @@
-"""A case, what it computes, and how far off a kernel may be.
+"""A test case, its results, and the error budget of a kernel.
 
-The budget of an error is computed, never tuned: twice the error of the reference in the kernel's
-dtype, plus one rounding.
+The budget is computed, never tuned: twice the error of the reference in the kernel's dtype, plus
+one rounding.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
-from .config import IGNORE_INDEX, BAPOConfig
-from .output import BAPOOutput, ClipBounds
+from .. import reference
+from ..config import IGNORE_INDEX, BAPOConfig
+from ..output import BAPOOutput, ClipBounds
 
 EPS = {
     torch.float32: 2.0**-24,
@@ -24,7 +24,7 @@ EPS = {
     torch.float16: 2.0**-12,
     torch.float64: 0.0,
 }
-# Below this a result of the dtype is subnormal: one rounding is absolute there.
+# The spacing of subnormal numbers, where one rounding is an absolute error.
 TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 Measured = tuple[str, float, float]  # quantity, error, budget
@@ -36,18 +36,18 @@ def error_and_budget(
 ) -> tuple[float, float]:
     """``|got - truth|``, and ``2*|same_dtype - truth| + one rounding``, in the maximum norm.
 
-    The rounding is one of the largest value, or of the largest operand of a difference;
-    ``inherited`` comes on top. The error is NaN, above every budget, where shapes differ or NaN or
-    an infinity stands in another place than in the truth.
+    The rounding is that of the largest value, or of the largest operand of a difference;
+    ``inherited`` is added to the budget. The error is NaN, which exceeds every budget, if the
+    shapes differ or if NaN and infinities are not where the truth has them.
     """
     got64, same64, truth = got.double().cpu(), same_dtype.double().cpu(), truth.double().cpu()
     finite = truth.isfinite()
     rounding = EPS[got.dtype] * max(largest(truth[finite]), operand) + TINY[got.dtype]
     budget = 2 * largest((same64 - truth)[finite]) + rounding + inherited
-    alike = got64.shape == truth.shape and torch.allclose(
+    same_places = got64.shape == truth.shape and torch.allclose(
         got64[~finite], truth[~finite], rtol=0, atol=0, equal_nan=True
     )
-    return largest((got64 - truth)[finite]) if alike else math.nan, budget
+    return largest((got64 - truth)[finite]) if same_places else math.nan, budget
 
 
 def largest(values: Tensor) -> float:
@@ -56,7 +56,7 @@ def largest(values: Tensor) -> float:
 
 
 def difference(bounds: ClipBounds, expected: ClipBounds) -> float:
-    """The largest of both bounds; equal ones are 0 apart."""
+    """The larger difference of the two bounds; 0 where both are equal."""
     return largest(torch.stack(bounds) - torch.stack(expected).float())
 
 
@@ -72,11 +72,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> tuple[Any, ...]:
-        """Those between the logits and the options."""
+        """The positional arguments after the logits."""
         return self.labels, self.old_log_probs, self.advantages, self.response_mask
 
     def with_options(self, **options: Any) -> Case:
-        """The same case, with more options."""
+        """The same case with further options."""
         return replace(self, options=self.options | options)
 
 
@@ -96,7 +96,10 @@ def make_case(
     poison: bool = True,
     **options: Any,
 ) -> Case:
-    """A stale batch with masked, ignored and zero-advantage tokens; NaN wherever it is masked."""
+    """A stale batch with masked tokens, ignored labels and zero advantages.
+
+    With ``poison`` every value of a masked token is NaN.
+    """
     g = torch.Generator().manual_seed(seed)
     config = config or BAPOConfig()
     if logits is None:
@@ -112,14 +115,14 @@ def make_case(
     advantages[torch.rand(shape, generator=g) < idle] = 0.0
     mask = torch.rand(shape, generator=g) >= masked
     labels[torch.rand(shape, generator=g) < 0.05] = IGNORE_INDEX
-    live = mask & (labels != IGNORE_INDEX)
+    unmasked = mask & (labels != IGNORE_INDEX)
     if poison:
-        logits[~live] = torch.nan
-        old[~live] = torch.nan
-        advantages[~live] = torch.nan
+        logits[~unmasked] = torch.nan
+        old[~unmasked] = torch.nan
+        advantages[~unmasked] = torch.nan
     for name, value in options.items():
         if isinstance(value, Tensor) and value.shape == tuple(shape) and poison:
-            options[name] = value.clone().masked_fill(~live, torch.nan)
+            options[name] = value.clone().masked_fill(~unmasked, torch.nan)
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
     return Case(
         logits.to(device),
@@ -134,14 +137,14 @@ def make_case(
 def per_token(
     shape: tuple[int, ...] = (3, 7), seed: int = 1, low: float = -6.0, high: float = 0.0
 ) -> Tensor:
-    """Uniform values of an optional argument."""
+    """Uniformly distributed values for an optional argument."""
     g = torch.Generator().manual_seed(seed)
     return torch.rand(shape, generator=g) * (high - low) + low
 
 
 @dataclass
 class Result:
-    """Output of a loss, and its gradients of logits, or of hidden states and weight."""
+    """Output of a loss and its gradients: of logits, or of hidden states and weight."""
 
     output: BAPOOutput
     gradients: tuple[Tensor, ...]
@@ -155,7 +158,7 @@ class Result:
 def evaluate(
     loss: Loss, case: Case, parameters: tuple[Tensor, ...], dtype: torch.dtype | None = None
 ) -> Result:
-    """``loss(*parameters, ...)`` of a case, the parameters in another dtype if one is given."""
+    """``loss(*parameters, ...)`` of a case, the parameters cast to ``dtype`` if it is given."""
     leaves = [p.detach().to(dtype or p.dtype, copy=True).requires_grad_() for p in parameters]
     output = loss(*leaves, *case.arguments(), **case.options)
     return Result(output, torch.autograd.grad(output.loss, leaves))
@@ -163,13 +166,13 @@ def evaluate(
 
 def loss_sensitivity(case: Case, truth: Result) -> float:
     """Sum of |d loss / d log_prob|."""
-    live = case.labels != IGNORE_INDEX
+    unmasked = case.labels != IGNORE_INDEX
     if case.response_mask is not None:
-        live = live & (case.response_mask != 0)
+        unmasked = unmasked & (case.response_mask != 0)
     logp = truth.output.log_probs.double().nan_to_num(0.0).requires_grad_()
     options = case.options | {"bounds": truth.output.bounds}
     loss = reference.bapo_loss_from_log_probs(
-        logp, case.old_log_probs, case.advantages, live, **options
+        logp, case.old_log_probs, case.advantages, unmasked, **options
     ).loss
     (gradient,) = torch.autograd.grad(loss, logp)
     return gradient.abs().sum().item()
@@ -178,10 +181,10 @@ def loss_sensitivity(case: Case, truth: Result) -> float:
 def quantities(
     case: Case, got: Result, same: Result, truth: Result, few_tokens: bool
 ) -> Iterator[Measured]:
-    """Bounds, gradients, log-probs, entropy, loss, and the metric that is nearest to its budget.
+    """Bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
 
-    The gradient inherits the rounding of the log-prob in r; of ``few_tokens`` the reference may
-    have got all right by luck. What is summed from log-probs inherits their rounding.
+    What is summed from log-probs inherits their rounding. The gradient inherits it through the
+    ratio, which matters with ``few_tokens``: on these the reference may be exact by luck.
     """
     results = got, same, truth
     yield "bounds", difference(got.output.bounds, truth.output.bounds), 0.0

@@ -1,6 +1,6 @@
-"""The kernels that run on this machine against the reference in float64, within their budget.
+"""Checks the kernels that run on this machine against the reference in float64.
 
-``python -m bapo_kernels validate`` prints what :func:`run` finds.
+``python -m bapo_kernels validate`` prints the checks of :func:`run`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
-from .backends import NAMES, choose, triton, why_not
-from .bounds import find_clip_bounds
+from .. import reference
+from ..backends import NAMES, choose, triton, why_not
+from ..bounds import find_clip_bounds
+from ..config import BAPOConfig
+from ..functional import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs, log_probs
+from ..output import BAPOOutput, ClipBounds
 from .budget import (
     Case,
     Loss,
@@ -30,18 +33,15 @@ from .budget import (
     per_token,
     quantities,
 )
-from .config import BAPOConfig
-from .functional import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs, log_probs
-from .output import BAPOOutput, ClipBounds
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # what is trained in comes first
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
 VOCABULARY = 151_936  # Qwen3
 
 
 @dataclass(frozen=True)
 class Check:
-    """One quantity of a case; of a call that raised, error and budget are NaN."""
+    """One quantity of a case; error and budget are NaN if the call raised."""
 
     backend: str
     case: str
@@ -53,12 +53,12 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the budget; NaN never is."""
+        """Whether the error is within the budget, which NaN never is."""
         return self.error <= self.budget
 
 
 class Task(NamedTuple):
-    """A case of a backend, not run yet."""
+    """A case of a backend that has not run yet."""
 
     backend: str
     case: str
@@ -72,16 +72,16 @@ def run(
     track: Callable[[Sequence[Task]], Iterable[Task]] = iter,
     tell: Callable[[Check], None] = lambda check: None,
 ) -> list[Check]:
-    """Every check of every backend; a case that raises is a failed one.
+    """Runs every check of every backend; a case that raises is a failed check.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        backends: default: all with kernels of their own that can run on the device.
-        track: goes through the tasks, to show progress, or through some of them.
-        tell: is told of each check as it is made.
+        backends: defaults to every backend with kernels that can run on the device.
+        track: iterates over the tasks, to show progress or to select some of them.
+        tell: receives each check as it is made.
 
     Raises:
-        ValueError: a named backend cannot run on the device, or none can.
+        ValueError: a named backend cannot run on the device, or no backend can.
     """
     of_all = [task for name in runnable(device, backends) for task in tasks(name, device)]
     checks: list[Check] = []
@@ -100,7 +100,7 @@ def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, 
 
 
 def runnable(device: str, names: Sequence[str] | None) -> list[str]:
-    """The named backends, or all with kernels of their own that can run on the device."""
+    """The named backends, or every backend with kernels that can run on the device."""
     tensor = torch.empty(0, device=device)
     reasons = {name: why_not(name, tensor, "tensors") for name in CANDIDATES}
     for name in names or ():
@@ -116,11 +116,11 @@ def runnable(device: str, names: Sequence[str] | None) -> list[str]:
 
 
 def tasks(backend: str, device: str) -> Iterator[Task]:
-    """All cases; in Triton's interpreter, where a row takes milliseconds, on short rows."""
+    """All cases; with short rows in Triton's interpreter, which takes milliseconds per row."""
     interpreted = backend == "triton" and triton.INTERPRETED
     on_gpu = device.startswith("cuda")
     V = 2_503 if interpreted else VOCABULARY
-    shape = (4, 64) if on_gpu else (2, 4)  # on a GPU more rows than it has on chip at a time
+    shape = (4, 64) if on_gpu else (2, 4)  # on a GPU more rows than fit on chip at once
     losses: dict[str, tuple[Loss, dict[str, Any]]] = {
         f"V = {V:,}": (bapo_loss, dict(shape=shape, V=V)),
         "V = 257": (bapo_loss, {}),
@@ -164,7 +164,7 @@ def _compare(
 
 
 def _tensors(result: Result) -> list[Tensor]:
-    """All that a loss returned, NaN made comparable."""
+    """Everything that a loss returned, with NaN replaced by a comparable number."""
     loss, log_probs, entropy, bounds, metrics = result.output
     tensors = (loss, log_probs, entropy, *bounds, *metrics.values(), *result.gradients)
     return [t.detach().nan_to_num(nan=1e30) for t in tensors if t is not None]
@@ -220,7 +220,7 @@ def _log_probs(backend: str, dtype: torch.dtype, device: str, V: int) -> Iterato
 
 
 def _linear(backend: str, dtype: torch.dtype, device: str) -> Iterator[Measured]:
-    """Chunks and a replay. The logits are multiples of 1/2, exact in every dtype, and so is r."""
+    """Several chunks and recomputed rows; logits are multiples of 1/2, exact in every dtype."""
     g, shape, V, H = torch.Generator().manual_seed(0), (3, 12), 193, 16
     hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
     weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
@@ -232,7 +232,7 @@ def _linear(backend: str, dtype: torch.dtype, device: str) -> Iterator[Measured]
 
 
 def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iterator[Measured]:
-    """Every second batch has a target at which its search stops between the ends."""
+    """Every second batch has a target at which its search stops inside the grids."""
     g = torch.Generator().manual_seed(0)
     errors = []
     for i in range(batches):
@@ -256,14 +256,14 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iter
 
 
 def _bounds(backend: str, *tokens: Tensor, config: BAPOConfig) -> ClipBounds:
-    """Of ``find_clip_bounds`` where it takes this backend; it cannot be told to."""
+    """By ``find_clip_bounds`` where it chooses this backend, else by a loss that searches."""
     if choose(None, tokens[0], "log_probs") == backend:
         return find_clip_bounds(*tokens, config=config)
     return bapo_loss_from_log_probs(*tokens, config=config, backend=backend).bounds
 
 
 def _beyond_32_bits(backend: str, device: str) -> Iterator[Measured]:
-    """Rows whose offsets overflow 32 bits."""
+    """Rows whose element offsets overflow 32 bits."""
     N, V, g = 2**31 // VOCABULARY + 64, VOCABULARY, torch.Generator(device).manual_seed(0)
     logits = torch.empty(N, V, dtype=torch.bfloat16, device=device)
     for rows in logits.split(1024):
