@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import bapo_kernels
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ["bapo_kernels", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
 SOURCES += ["MANIFEST.in", "tests"]
@@ -215,13 +217,26 @@ def test_an_install_without_compilers_computes_and_says_what_is_missing(wheel, t
     assert done.stderr.count("UserWarning: ") == done.stderr.count(f"(cpu: {missing})") == 1
 
 
-def test_older_versions_of_torch_are_refused(wheel):
-    """The oldest torch of the metadata is the one whose ABI the library is built for."""
+def metadata(wheel):
+    """The fields of METADATA, and the requirements without an extra."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        metadata = email.message_from_bytes(archive.read(name))
-    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
-    (torch,) = [r for r in needs if r.name == "torch" and r.marker is None]
+        fields = email.message_from_bytes(archive.read(name))
+    needs = [Requirement(line) for line in fields.get_all("Requires-Dist")]
+    return fields, [need for need in needs if need.marker is None]
+
+
+def test_the_version_is_that_of_the_package(wheel):
+    assert metadata(wheel)[0]["Version"] == bapo_kernels.__version__
+
+
+def test_the_core_depends_on_torch_alone(wheel):
+    assert [need.name for need in metadata(wheel)[1]] == ["torch"]
+
+
+def test_older_versions_of_torch_are_refused(wheel):
+    """The oldest torch of the metadata is the one whose ABI the library is built for."""
+    (torch,) = metadata(wheel)[1]
     setup = (ROOT / "setup.py").read_text()
     major, minor = map(int, re.search(r"TORCH = \((\d+), (\d+)\)", setup).groups())
     assert torch.specifier.contains(f"{major}.{minor}.0")
