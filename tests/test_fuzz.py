@@ -7,6 +7,7 @@ other examples every time.
 import io
 import shutil
 import subprocess
+import tarfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -467,3 +468,11 @@ ROOT = Path(__file__).parent.parent
 def test_fuzz_target_compiles():
     command = ["clang++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-Icsrc"]
     subprocess.run([*command, "fuzz/cpu_kernels.cpp"], cwd=ROOT, check=True)
+
+
+def test_the_corpus_is_one_archive_of_small_inputs():
+    with tarfile.open(ROOT / "fuzz" / "corpus.tar.gz") as archive:
+        inputs = [member for member in archive if not member.isdir()]
+    assert len(inputs) > 200
+    assert all(member.isfile() and member.name.startswith("corpus/") for member in inputs)
+    assert max(member.size for member in inputs) <= 256, "what fuzz/Makefile gives libFuzzer"
