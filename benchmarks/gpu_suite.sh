@@ -35,8 +35,8 @@ WORKERS=6
 TARGET_SIZES=()
 PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
 if [[ $DEVICE == cpu ]]; then
-  LOGITS="search from tokens, at the first bounds, N = 8,192"
-  HIDDEN="search from tokens, at the last bounds, N = 8,192"
+  LOGITS="search from tokens, at the starting bounds, N = 8,192"
+  HIDDEN="search from tokens, at the maximum bounds, N = 8,192"
   TESTS=(tests/test_log_probs.py)
   WORKERS=0
   TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)

@@ -55,8 +55,6 @@ RC = {
     "axes.grid": True,
     "grid.color": "#e3e3e3",
     "legend.frameon": False,
-    "svg.hashsalt": "bapo_kernels",
-    "svg.fonttype": "none",
 }
 
 
@@ -145,7 +143,7 @@ def run(updates: int, settings: Settings = SETTINGS, seed: int = 0) -> Iterator[
 
 
 def plot(rows: list[dict[str, float]], folder: Path) -> None:
-    """Writes long_run.svg and .png."""
+    """Writes long_run.png."""
     at = [row["update"] for row in rows]
 
     def column(name: str) -> list[float]:
@@ -170,9 +168,7 @@ def plot(rows: list[dict[str, float]], folder: Path) -> None:
         memory.set(title="Resident memory of the process, MiB", ylim=(0, None), xlabel="update")
         for ax in (loss, distance):
             ax.legend(markerscale=5)
-        for suffix in ("svg", "png"):
-            metadata = {"Date": None} if suffix == "svg" else None
-            figure.savefig(folder / f"long_run.{suffix}", dpi=110, metadata=metadata)
+        figure.savefig(folder / "long_run.png", dpi=110)
         plt.close(figure)
 
 
@@ -211,7 +207,7 @@ def main(
     console.print(summary(rows))
     same = sum(row["same bits"] for row in rows)
     console.print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
-    console.print(f"Wrote long_run.csv, long_run.svg and long_run.png to {out}/")
+    console.print(f"Wrote long_run.csv and long_run.png to {out}/")
 
 
 if __name__ == "__main__":

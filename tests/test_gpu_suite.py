@@ -340,7 +340,7 @@ def test_the_commands_in_a_rehearsal(suite, monkeypatch, tmp_path):
     assert {r["status"] for r in results} == {"measured"}
     assert results[4]["ratio"] < 1
     assert all(check["passed"] for check in records.load(now / "answers_cpu.jsonl"))
-    measured = {r["who"] for r in records.load(suite.out / "cpu.jsonl")}
+    measured = {r["method"] for r in records.load(suite.out / "cpu.jsonl")}
     assert measured >= {"copy", "three matrix products", "the paper's loop", "bapo_kernels cpu"}
 
 

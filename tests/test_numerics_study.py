@@ -152,7 +152,7 @@ def test_the_records_have_every_case():
     found, by_preset = figures.frames(load(page.RESULTS))
     assert set(by_preset) == {"paper", "recipe"}
     assert sum(r["batches"] for r in by_preset.values()) == 10_000
-    at_logits = found[(found.part == "logits") & (found.who == "bapo_kernels cpu")]
+    at_logits = found[(found.part == "logits") & (found.method == "bapo_kernels cpu")]
     cases = set(zip(at_logits["dtype"], at_logits.V, at_logits.rows, strict=True))
     assert len(cases) == len(errors.DTYPES) * len(errors.VOCABULARIES) * len(errors.ROWS)
 

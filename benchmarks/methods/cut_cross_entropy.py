@@ -1,5 +1,4 @@
-"""Cut cross-entropy: its Triton kernel without the filter that drops small gradients, and its
-form for torch.compile."""
+"""Cut cross-entropy: its Triton kernel without gradient filtering, and its compiled version."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from ..cases import Batch
-from . import Peer
+from . import Method
 
 
 def log_probs(batch: Batch, **options: object) -> Tensor:
@@ -18,14 +17,15 @@ def log_probs(batch: Batch, **options: object) -> Tensor:
     return -linear_cross_entropy(*batch.inputs, batch.ignored_labels, reduction="none", **options)
 
 
-def _peer(name: str, devices: tuple[str, ...], **options: object) -> Peer:
+def _method(name: str, devices: tuple[str, ...], **options: object) -> Method:
     function = partial(log_probs, **options)
     package = {"package": "cut-cross-entropy", "module": "cut_cross_entropy"}
     whole = options["impl"] == "torch_compile"
-    return Peer(name, "hidden", log_probs=function, devices=devices, holds_logits=whole, **package)
+    options = {"devices": devices, "holds_logits": whole}
+    return Method(name, "hidden", log_probs=function, **options, **package)
 
 
-PEERS = [
-    _peer("cut-cross-entropy", ("cuda",), impl="cce", filter_eps=None),
-    _peer("cut-cross-entropy, compiled", ("cpu", "cuda"), impl="torch_compile"),
+METHODS = [
+    _method("cut-cross-entropy", ("cuda",), impl="cce", filter_eps=None),
+    _method("cut-cross-entropy, compiled", ("cpu", "cuda"), impl="torch_compile"),
 ]

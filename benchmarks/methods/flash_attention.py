@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..cases import Batch
-from . import Peer
+from . import Method
 
 
 def log_probs(batch: Batch) -> Tensor:
-    """The gradient goes into memory of its own."""
+    """The gradient is written to a tensor of its own."""
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
     labels = batch.ignored_labels.flatten()
     return -cross_entropy_loss(batch.inputs[0].flatten(0, -2), labels, inplace_backward=False)[0]
 
 
-PEERS = [
-    Peer(
+METHODS = [
+    Method(
         "flash-attn cross entropy",
         "logits",
         log_probs=log_probs,

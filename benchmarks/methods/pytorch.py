@@ -1,4 +1,4 @@
-"""Plain PyTorch: this package's reference, the leanest form of the same, and both compiled."""
+"""Plain PyTorch: this package's reference, cross entropy with the token loss, and both compiled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from bapo_kernels import reference
 
 from ..cases import Batch
-from . import Peer, Step, trained
+from . import Method, Step, trained
 
 
 def cross_entropy(*inputs: Tensor) -> Tensor:
-    """Log-probs of logits, or of hidden states and lm_head, and labels, without entropy."""
+    """Log-probs, without entropy, of logits and labels, or of hidden states, weight and labels."""
     *factors, labels = inputs
     logits = factors[0] if len(factors) == 1 else F.linear(*factors)
     return -F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
 
 
 def reference_loss(*arguments: Any, **options: Any) -> Tensor:
-    """Of logits, or of hidden states and lm_head."""
+    """The reference loss, from logits or from hidden states and weight."""
     hidden = arguments[1].is_floating_point()
     function = reference.bapo_linear_loss if hidden else reference.bapo_loss
     return function(*arguments, **options).loss
@@ -31,7 +31,7 @@ def reference_loss(*arguments: Any, **options: Any) -> Tensor:
 
 @cache
 def compiled(function: Any) -> Any:
-    """By torch.compile, once."""
+    """The function compiled by torch.compile, once."""
     return torch.compile(function)
 
 
@@ -46,30 +46,30 @@ def _search(batch: Batch) -> Step:
     return torch.stack(bounds), ()
 
 
-def _peers(level: str) -> list[Peer]:
+def _methods(level: str) -> list[Method]:
     whole = {"holds_logits": True}
     return [
-        Peer(
+        Method(
             "PyTorch reference",
             level,
             lambda batch: _train(batch, reference_loss),
             everywhere=False,
             **whole,
         ),
-        Peer(
+        Method(
             "PyTorch reference, compiled",
             level,
             lambda batch: _train(batch, compiled(reference_loss)),
             everywhere=False,
             **whole,
         ),
-        Peer(
+        Method(
             "PyTorch cross_entropy",
             level,
             log_probs=lambda batch: cross_entropy(*batch.inputs, batch.labels),
             **whole,
         ),
-        Peer(
+        Method(
             "PyTorch cross_entropy, compiled",
             level,
             log_probs=lambda batch: compiled(cross_entropy)(*batch.inputs, batch.labels),
@@ -78,4 +78,4 @@ def _peers(level: str) -> list[Peer]:
     ]
 
 
-PEERS = [*_peers("logits"), *_peers("hidden"), Peer("the paper's loop", "tokens", _search)]
+METHODS = [*_methods("logits"), *_methods("hidden"), Method("the paper's loop", "tokens", _search)]

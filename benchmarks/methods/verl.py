@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..cases import Batch
-from . import Peer
+from . import Method
 
 
 def logits(batch: Batch) -> Tensor:
@@ -16,14 +16,14 @@ def logits(batch: Batch) -> Tensor:
 
 
 def chunked_head(batch: Batch) -> Tensor:
-    """``FusedLinearForPPO``, which ``use_fused_kernels`` with the backend torch puts in models."""
+    """``FusedLinearForPPO``: what ``use_fused_kernels`` with the torch backend selects."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     return FusedLinearForPPO()(*batch.inputs, batch.labels)[0]
 
 
 def triton_head(batch: Batch) -> Tensor:
-    """``linear_cross_entropy``, the backend triton of the same."""
+    """``linear_cross_entropy``: what the Triton backend of the same option selects."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     hidden, weight = batch.inputs
@@ -31,8 +31,8 @@ def triton_head(batch: Batch) -> Tensor:
     return linear_cross_entropy(*flat, 1.0, "none")[0]
 
 
-PEERS = [
-    Peer("verl logprobs_from_logits", "logits", log_probs=logits, package="verl"),
-    Peer("verl chunked head", "hidden", log_probs=chunked_head, package="verl"),
-    Peer("verl Triton head", "hidden", log_probs=triton_head, package="verl", devices=("cuda",)),
+METHODS = [
+    Method("verl logprobs_from_logits", "logits", log_probs=logits, package="verl"),
+    Method("verl chunked head", "hidden", log_probs=chunked_head, package="verl"),
+    Method("verl Triton head", "hidden", log_probs=triton_head, package="verl", devices=("cuda",)),
 ]

@@ -1,15 +1,15 @@
-"""QuACK's cross entropy, which holds rows on chip as ours does."""
+"""QuACK's cross entropy, which keeps rows on chip as our kernels do."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ..cases import Batch
-from . import Peer
+from . import Method
 
 
 def log_probs(batch: Batch) -> Tensor:
-    """The gradient goes into memory of its own."""
+    """The gradient is written to a tensor of its own."""
     from quack.cross_entropy import cross_entropy
 
     labels = batch.ignored_labels.flatten()
@@ -18,8 +18,8 @@ def log_probs(batch: Batch) -> Tensor:
     )
 
 
-PEERS = [
-    Peer(
+METHODS = [
+    Method(
         "QuACK cross entropy",
         "logits",
         log_probs=log_probs,

@@ -1,17 +1,17 @@
-"""TRL: its chunked head, its Triton log-probs of logits, and the form of its older trainers."""
+"""TRL: its chunked head, its Triton log-probs, and the log-probs of its older trainers."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ..cases import Batch
-from . import Peer
+from . import Method
 
 CHUNK = 8_192  # columns of a tile, TRL's default
 
 
 def chunked_head(batch: Batch) -> Tensor:
-    """``ChunkedLogProbFunction``; masked rows are taken out before, as in TRL's trainer."""
+    """``ChunkedLogProbFunction``; masked rows are removed beforehand, as in TRL's trainer."""
     from trl.kernels import ChunkedLogProbFunction
 
     hidden, weight = batch.inputs
@@ -38,14 +38,14 @@ def triton_kernel(batch: Batch) -> Tensor:
 
 
 def selective_log_softmax(batch: Batch) -> Tensor:
-    """``selective_log_softmax``: torch operations, a row at a time where 16-bit."""
+    """``selective_log_softmax``: torch operations, one row at a time for 16-bit logits."""
     from trl.trainer.utils import selective_log_softmax
 
     return selective_log_softmax(batch.inputs[0], batch.labels)
 
 
-PEERS = [
-    Peer("TRL selective_log_softmax", "logits", log_probs=selective_log_softmax, package="trl"),
-    Peer("TRL Triton", "logits", log_probs=triton_kernel, package="trl", devices=("cuda",)),
-    Peer("TRL chunked head", "hidden", log_probs=chunked_head, package="trl"),
+METHODS = [
+    Method("TRL selective_log_softmax", "logits", log_probs=selective_log_softmax, package="trl"),
+    Method("TRL Triton", "logits", log_probs=triton_kernel, package="trl", devices=("cuda",)),
+    Method("TRL chunked head", "hidden", log_probs=chunked_head, package="trl"),
 ]

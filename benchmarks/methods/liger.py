@@ -1,4 +1,4 @@
-"""Liger-Kernel: cross entropy and GRPO from logits, both from hidden states too."""
+"""Liger-Kernel: cross entropy and GRPO, both from logits and from hidden states."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from ..cases import Batch
-from . import Peer, Step, trained
+from . import Method, Step, trained
 
-# GRPO takes [B, S] and an advantage a sequence.
+# GRPO takes [B, S] tokens and one advantage per sequence.
 LAYOUTS = ("dense", "padded", "zero advantage", "mixed")
 
 
 def cross_entropy(batch: Batch) -> Tensor:
-    """Makes the gradient in forward, where the logits were."""
+    """Writes the gradient over the logits in forward."""
     from liger_kernel.ops import LigerCrossEntropyFunction
 
     labels = batch.ignored_labels.flatten()
@@ -22,7 +22,7 @@ def cross_entropy(batch: Batch) -> Tensor:
 
 
 def grpo(batch: Batch) -> Step:
-    """Wants logits of one position more than it uses."""
+    """Takes logits with one position more than it uses."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     logits = batch.padded_logits()
@@ -48,7 +48,7 @@ def grpo(batch: Batch) -> Step:
 
 
 def linear_grpo(batch: Batch) -> Step:
-    """A sequence at a time, its default."""
+    """One sequence at a time, which is its default."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     config, (hidden, weight) = batch.case.config, batch.inputs
@@ -64,7 +64,7 @@ def linear_grpo(batch: Batch) -> Step:
 
 
 def scaled_cross_entropy(batch: Batch) -> Tensor:
-    """Log-probs and entropy, made for verl; torch operations where there is no kernel."""
+    """Log-probs and entropy, written for verl; torch operations where it has no kernel."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     hidden, weight = batch.inputs
@@ -74,11 +74,11 @@ def scaled_cross_entropy(batch: Batch) -> Tensor:
     return -nll
 
 
-def _liger(name: str, level: str, **options: object) -> Peer:
-    return Peer(f"Liger {name}", level, package="liger-kernel", **options)  # type: ignore[arg-type]
+def _liger(name: str, level: str, **options: object) -> Method:
+    return Method(f"Liger {name}", level, package="liger-kernel", **options)  # type: ignore[arg-type]
 
 
-PEERS = [
+METHODS = [
     _liger("cross entropy", "logits", log_probs=cross_entropy, devices=("cuda",), overwrites=True),
     _liger("GRPO", "logits", train=grpo, devices=("cuda",), tasks=("clip",), layouts=LAYOUTS),
     _liger("scaled cross entropy", "hidden", log_probs=scaled_cross_entropy),

@@ -1,8 +1,9 @@
-"""Everybody who is measured, behind one small adapter each. Peers are installed packages.
+"""The methods that are measured: ours and the baselines, each behind a small adapter.
 
-An adapter computes the quantity of the case: BAPO's loss and the gradients of its inputs, or
-log-probs. Packages that know log-probs alone get the search of the paper, a loop on the host, and
-the loss of the tokens on top, in plain PyTorch: some kilobytes beside the logits.
+Baselines are installed packages. An adapter computes the quantity of the case: BAPO's loss with the
+gradients of its inputs, or log-probs. For packages that provide log-probs only, the paper's search
+(a loop on the host) and the token loss are added in plain PyTorch, at the cost of some kilobytes
+next to the logits.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, log-probs or bounds; gr
 
 
 @dataclass(frozen=True)
-class Peer:
-    """One way to compute a case.
+class Method:
+    """One way to compute a case: ours or a baseline.
 
     Attributes:
-        name: as in tables.
-        level: of the cases it computes.
-        train: loss and gradients of a batch.
-        log_probs: of a batch, ``[N]`` or ``[B, S]``, differentiable.
-        package: the distribution it comes from.
-        module: is imported to see whether it can be used at all.
-        devices: where it runs.
-        tasks: of the cases it computes, where not all that its functions allow.
-        layouts: it takes.
-        overwrites: the logits, which get their values back before each call, untimed.
+        name: as shown in tables.
+        level: level of the cases that it computes.
+        train: computes loss and gradients of a batch.
+        log_probs: computes log-probs of a batch, ``[N]`` or ``[B, S]``, differentiable.
+        package: the distribution that it comes from.
+        module: imported to find out whether the method can be used.
+        devices: the devices that it runs on.
+        tasks: tasks that it computes, as far as its functions allow.
+        layouts: layouts that it accepts.
+        overwrites: it overwrites the logits, which are restored, untimed, before each call.
         live: rows of zero advantage are not read.
-        backend: of this package.
-        everywhere: False where a few cases are enough, for those that take very long.
-        holds_logits: of all tokens at once, although it starts from hidden states.
+        backend: the backend of this package.
+        everywhere: False for a slow method that is measured on a few cases only.
+        holds_logits: from hidden states, it holds the logits of all tokens at once.
     """
 
     name: str
@@ -59,14 +60,14 @@ class Peer:
 
     @property
     def version(self) -> str | None:
-        """Of the package, where it is installed."""
+        """Version of the package if it is installed."""
         try:
             return version(self.package) if self.package else None
         except PackageNotFoundError:
             return None
 
     def takes(self, case: Case) -> bool:
-        """Whether it is meant for such a case at all."""
+        """Whether the method is meant for such a case."""
         known = self.log_probs if case.task == "log_probs" else self.train or self.log_probs
         if case.level != self.level or case.task not in self.tasks or known is None:
             return False
@@ -78,7 +79,7 @@ class Peer:
         return plain or self.everywhere
 
     def why_not(self, case: Case, device: str) -> str | None:
-        """Why it cannot compute a case that it takes, or None."""
+        """Why it cannot compute a case that it takes; None if it can."""
         if device not in self.devices:
             return f"does not run on {device}"
         if self.backend is not None and available_backends()[self.backend] is not None:
@@ -110,15 +111,15 @@ class Peer:
 
 
 def trained(loss: Tensor, batch: Batch) -> Step:
-    """The loss, and the gradients that its backward leaves at the inputs."""
+    """The loss, and the gradients that its backward accumulates at the inputs."""
     loss.backward()
     return loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
 
 
-def peers() -> Iterator[Peer]:
-    """All of them, ours first."""
+def methods() -> Iterator[Method]:
+    """All methods, ours first."""
     from . import cut_cross_entropy, flash_attention, liger, ours, pytorch, quack, trl, verl
 
-    # PyTorch's last: compiling theirs takes longest.
+    # PyTorch last, because compiling it takes longest.
     for module in (ours, trl, liger, cut_cross_entropy, verl, flash_attention, quack, pytorch):
-        yield from module.PEERS
+        yield from module.METHODS
