@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from ..cases import Batch
-from . import Method
+from .method import Method
 
 
 def log_probs(batch: Batch, **options: object) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Batch
-from . import Method, Step, trained
+from .method import Method, Step, trained
 
 # GRPO takes [B, S] tokens and one advantage per sequence.
 LAYOUTS = ("dense", "padded", "zero advantage", "mixed")

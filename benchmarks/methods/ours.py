@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
 
 from ..cases import Batch
-from . import Method, Step, trained
+from .method import Method, Step, trained
 
 
 def train(batch: Batch, **options: Any) -> Step:

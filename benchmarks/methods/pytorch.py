@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo_kernels import reference
 
 from ..cases import Batch
-from . import Method, Step, trained
+from .method import Method, Step, trained
 
 
 def cross_entropy(*inputs: Tensor) -> Tensor:

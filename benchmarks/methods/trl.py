@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..cases import Batch
-from . import Method
+from .method import Method
 
 CHUNK = 8_192  # columns of a tile, TRL's default
 
