@@ -532,7 +532,7 @@ def test_a_later_record_replaces_an_earlier_one(tmp_path):
 
 
 @pytest.mark.parametrize("page", ["benchmarks", "scaling", "README"])
-def test_pages_are_those_of_the_committed_records(page):
+def test_pages_match_the_committed_records(page):
     if page == "README":
         text = report.README.read_text()
         assert text == report.with_block(text, report.readme_block())
