@@ -1,6 +1,6 @@
-"""``python -m benchmarks.launch_rows``: launches each row kernel twice, for a profiler.
+"""``python -m benchmarks.launch_rows``: each row kernel twice, for a profiler to look at.
 
-The data is that of the targets with mixed rows, so that there are undecided rows.
+The data is that of the targets with mixed rows, so that the second pass has undecided rows too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(
     V: int = 151_936,
     dtype: str = "bfloat16",
 ) -> None:
-    """Computes loss and gradient twice per backend."""
+    """Loss and gradient, twice a backend."""
     case = Case("logits", "loss", "any", N, V, 1, dtype, layout="mixed", data="on-policy")
     batch = Batch(case, device)
     for name in backend:

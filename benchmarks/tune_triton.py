@@ -1,8 +1,8 @@
-"""``python -m benchmarks.tune_triton``: finds the launch parameters of the Triton row pass.
+"""``python -m benchmarks.tune_triton``: the cuts of a row that are worth putting in the table.
 
-Times the row pass with other numbers of warps, unrolling factors and register limits, the widest
-programs first, and prints each as it is measured. The fastest for each vocabulary and dtype belongs
-in the table of ``bapo_kernels/backends/triton/launch.py``.
+Times the Triton row pass for programs of other widths, unrolling and register limits, the widest
+first, and prints each as it is measured; the winner of each vocabulary and dtype belongs in
+``bapo_kernels/backends/triton/launch.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .timing import Timed, clock_of, summary
 
 
 class Variant(NamedTuple):
-    """Launch parameters of a program."""
+    """A program of a row."""
 
     warps: int
     unroll: int
@@ -39,7 +39,7 @@ class Variant(NamedTuple):
 
 
 def variants() -> Iterator[Variant]:
-    """All variants whose registers fit into a multiprocessor, the widest first."""
+    """Those whose registers a multiprocessor has, the widest first."""
     for variant in itertools.product((32, 16, 8), (4, 8, 2, 1), (128, 96, 64)):
         if variant[0] * 32 * variant[2] <= 65_536:
             yield Variant(*variant)
@@ -52,7 +52,7 @@ def main(
     device: str = "cuda",
     json: Path | None = None,
 ) -> None:
-    """Times the variants on one shape; --json names a file that receives one line per variant."""
+    """Times the variants of one shape; --json is a file that gets a line for each."""
     case = Case("logits", "loss", "any", N, V, 1, dtype, data="on-policy")
     batch, clock, facts = Batch(case, device), clock_of(device), environment(device)
     expected = gate.value_at_full_size(batch)
@@ -69,7 +69,7 @@ def main(
         return leaf.grad[-1, -64:].double()
 
     run()
-    gradients = some_gradients()  # of the parameters in use, which the tests check
+    gradients = some_gradients()  # of the table's own cut, which tests check
     results = []
     for variant in variants():
         shape = launch.RowShape(vector * 32 * variant.warps, variant.unroll, variant.warps)
@@ -81,7 +81,7 @@ def main(
                 error = gate.distance(some_gradients(), gradients)
                 gate.raise_above(gate.tolerance(case), "gradient", error)
                 times = summary(clock.samples(Timed(run, graph=True)))
-        except Exception as failure:  # a variant may need more than the device has
+        except Exception as failure:  # a variant may ask for more than the device has
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
             print(f"{variant}: {reason}", flush=True)
             continue
