@@ -1,4 +1,4 @@
-# Every target makes .venv and builds the native library by itself.
+# Every target sets up .venv and builds the native library if necessary.
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
@@ -13,7 +13,7 @@ demo: .venv/built
 test: .venv/built
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
-# Forty minutes on two cores; the figures and pages are then those of the new records.
+# Takes forty minutes on two cores; rewrites figures and pages from the new records.
 bench: .venv/built
 	$(BIN)/python -m benchmarks run
 	$(BIN)/python -m benchmarks.trl_trainer
@@ -30,7 +30,7 @@ lint: .venv/built
 	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/* \
 	  tests/cuda_driver/*.h tests/cuda_driver/*.cpp
 
-# The suite on a library with AddressSanitizer and UBSan, built in a copy of the tree.
+# Runs the tests with AddressSanitizer and UBSan, in a copy of the tree.
 sanitize: .venv/built
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r bapo_kernels csrc fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
@@ -45,19 +45,19 @@ sanitize: .venv/built
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py
 
-# The CUDA kernels on the CPU, under so many schedules (tests/cuda_on_host).
+# Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1
 SEEDS ?= 200
 emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
 	  $(BIN)/python -m pytest -n 2 -q tests/test_cuda_on_host.py
 
-# Needs clang++; a minute, or as long as DURATION= says (fuzz/README.md).
+# Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).
 fuzz:
 	$(MAKE) -C fuzz run
 
-# What benchmarks/gpu_suite.sh takes as BAPO_PREBUILT, so that a machine with a GPU builds nothing.
-# SOURCES is there to see whether it is still of the same sources.
+# Builds what benchmarks/gpu_suite.sh takes as BAPO_PREBUILT, so that a GPU machine builds nothing.
+# The checksums in SOURCES tell whether the sources have changed since.
 PREBUILT := build/prebuilt
 prebuilt: .venv/installed
 	rm -rf $(PREBUILT) && mkdir -p $(PREBUILT)

@@ -1,16 +1,16 @@
 """Builds the native library, a plain shared object on torch's stable ABI.
 
-It contains no Python API: one binary serves every Python version, and every torch from TORCH on.
-Without a C++20 compiler or torch the install is pure Python: the wheel's tag says so, the first
-call warns, and ``python -m bapo_kernels`` tells why. Without nvcc, or where it fails, the CUDA
-backend alone is absent.
+It does not use Python's C API: one binary serves every Python version, and every torch from TORCH
+on. Without a C++20 compiler or torch the install is pure Python: the wheel has the tag of a pure
+package, the first call warns, and ``python -m bapo_kernels`` prints the reason. If nvcc is missing
+or fails, only the CUDA backend is absent.
 
-The environment:
-    CXX, NVCC: the compilers, each a command of one word or more (``ccache g++``).
-    CXXFLAGS, LDFLAGS: more flags. They override -O3; what the code needs comes after them.
-    BAPO_REQUIRE_NATIVE=1, BAPO_REQUIRE_CUDA=1: the build fails where the library, or its CUDA
-        backend, cannot be built.
-    BAPO_SANITIZE=1: AddressSanitizer and UBSan.
+Environment variables:
+    CXX, NVCC: the compilers, each a command of one or more words (``ccache g++``).
+    CXXFLAGS, LDFLAGS: additional flags. They override -O3, but not the flags that the code needs.
+    BAPO_REQUIRE_NATIVE=1, BAPO_REQUIRE_CUDA=1: the build fails if the library, or its CUDA backend,
+        cannot be built.
+    BAPO_SANITIZE=1: builds with AddressSanitizer and UBSan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import setuptools
 from setuptools.command.build_ext import build_ext
 
-# As in pyproject.toml, which pip does not read for this under --no-build-isolation.
+# As in pyproject.toml, whose build requirements pip ignores under --no-build-isolation.
 OLDEST_SETUPTOOLS = 77
 if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
     raise SystemExit(
@@ -42,7 +42,7 @@ if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
 from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
-TORCH = (2, 10)  # the oldest, whose stable ABI the library is built for
+TORCH = (2, 10)  # the oldest supported; the library is built for its stable ABI
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 INSTRUCTION_SETS = {
@@ -58,15 +58,15 @@ INSTRUCTION_SETS = {
     ),
 }
 
-# In a torch for CUDA the stream comes from libtorch_cuda, which libtorch pulls in. Without a strong
-# reference a linker told --as-needed, as most distributions' are, would leave libtorch out.
+# With CUDA the stream comes from libtorch_cuda, which libtorch loads. Nothing refers to libtorch
+# strongly, so a linker with --as-needed, the default of most distributions, would drop it.
 LINK_LIBTORCH = ["-ltorch"]
 if sys.platform == "linux":
     LINK_LIBTORCH = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
 
 CUDA_ARCHITECTURES = {
-    # Clusters and bulk copies begin with sm_90; nothing is specific to one architecture, so that
-    # each binary serves its whole generation and PTX what comes after.
+    # Clusters and bulk copies need sm_90. No code is specific to one architecture, so each binary
+    # serves its whole generation, and PTX serves later ones.
     "row_pass_cluster": ("90", "100", "120"),
     "row_pass": ("80", "90", "100", "120"),
     "tokens": ("80", "90", "100", "120"),
@@ -95,7 +95,7 @@ class CudaToolkit(NamedTuple):
         nvcc = compiler("CUDA", "NVCC", "nvcc")
         if enabled("BAPO_SANITIZE"):
             raise OSError("a library with sanitizers has the CPU kernels alone")
-        # nvcc may be a script that calls another one: ask it where its toolkit is.
+        # nvcc may be a script that calls the real one, so ask where its toolkit is.
         dry = subprocess.run([*nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
         top = re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)
         release = re.search(r"release ([\d.]+)", run([*nvcc, "--version"]))
@@ -118,7 +118,7 @@ def words(variable: str) -> list[str]:
 
 
 def compiler(language: str, variable: str, *programs: str) -> list[str]:
-    """The command of the environment, or the first of the programs on the path."""
+    """The command from the environment, or the first of the programs on the path."""
     command = words(variable)
     if command and shutil.which(command[0]) is None:
         raise OSError(f"{variable} must name a program that can run, got {command[0]!r}")
@@ -179,15 +179,16 @@ def cuda_flags() -> list[str]:
 
 
 class NativeBuild(build_ext):
-    """Compiles the units side by side and links them; a failure leaves a reason, not an error.
+    """Compiles the units in parallel and links them.
 
-    But it is an error where BAPO_REQUIRE_NATIVE or BAPO_REQUIRE_CUDA is set.
+    A failure is recorded as a reason; it is an error only with BAPO_REQUIRE_NATIVE or
+    BAPO_REQUIRE_CUDA.
     """
 
     def run(self) -> None:
         library, report = self.outputs()
         library.parent.mkdir(parents=True, exist_ok=True)
-        for old in (library, report):  # whatever becomes of this build, they are not its
+        for old in (library, report):  # they do not belong to this build
             old.unlink(missing_ok=True)
         try:
             info = self.build_library(library)
@@ -196,7 +197,7 @@ class NativeBuild(build_ext):
             needed_by = ["BAPO_REQUIRE_NATIVE", "BAPO_REQUIRE_CUDA"]
             why = explain("the native library", error)
             info = {"native": why}
-            self.distribution.ext_modules = []  # so that Wheel finds a pure Python package
+            self.distribution.ext_modules = []  # makes the wheel a pure Python one
         refused_by = [name for name in needed_by if why and enabled(name)]
         if refused_by:
             library.unlink(missing_ok=True)
@@ -258,7 +259,7 @@ class NativeBuild(build_ext):
 def build_cuda(
     pool: ThreadPoolExecutor, build: Callable, cpp_command: list[str]
 ) -> tuple[list[str], list[str], dict]:
-    """Objects and libraries of the CUDA backend, and what to report; without nvcc the reason."""
+    """Objects and libraries of the CUDA backend, and the report: what was built, or why not."""
     try:
         toolkit = CudaToolkit.find()
         command = [*toolkit.nvcc, *cuda_flags()]
@@ -278,7 +279,7 @@ def run(command: list[str]) -> str:
 
 
 def explain(missing: str, error: Exception) -> str:
-    """The reason in a line; the build's output has all that a compiler said."""
+    """The reason in one line; the whole output of the compiler is printed."""
     output = getattr(error, "stderr", None) or reason(error)
     print(f"bapo_kernels: WARNING: building without {missing}: {output.strip()}", file=sys.stderr)
     return reason(error)
@@ -299,11 +300,11 @@ def reason(error: Exception) -> str:
 
 
 class Wheel(bdist_wheel):
-    """The library does not touch the Python API; without it the wheel is pure Python."""
+    """A wheel for every Python 3.10 or later; a pure Python one without the library."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)
-        if command == "build":  # only now is it known
+        if command == "build":  # known only after the build
             self.root_is_pure = not self.distribution.has_ext_modules()
 
     def get_tag(self) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures everybody, draws the records, and writes the report."""
+"""``python -m benchmarks``: measures our kernels and the baselines, draws figures, writes pages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ def _check_device(device: str) -> None:
 @app.command()
 def run(
     device: Device = "cpu",
-    only: Annotated[list[str] | None, typer.Option(help="part of a name, repeatable")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="part of a title, repeatable")] = None,
-    without: Annotated[list[str] | None, typer.Option(help="part of a name, repeatable")] = None,
-    minutes: Annotated[float, typer.Option(help="no case is begun after these")] = 60.0,
-    out: Annotated[Path | None, typer.Option(help="JSON lines to add to")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="part of a method's name; repeatable")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="part of a case's title; repeatable")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="part of a name to leave out"),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="start no case after this time")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="JSON lines file for the records")] = None,
 ) -> None:
-    """Measures a suite, everybody on every case, and adds the records to a file."""
+    """Measures every method on every case of a suite and appends the records to a file."""
     _check_device(device)
     suite = list(gpu_suite() if device == "cuda" else cpu_suite())
     chosen = [c for c in suite if not case or any(part in c.title for part in case)]
@@ -49,18 +56,18 @@ def run(
 @app.command()
 def targets(
     device: Device = "cuda",
-    backend: Annotated[str, typer.Option(help="one of ours")] = "cuda",
+    backend: Annotated[str, typer.Option(help="backend of this package")] = "cuda",
     level: Annotated[Level, typer.Option(help="logits or hidden")] = "logits",
     tokens: int = 8_192,
     vocab: int = 151_936,
     hidden: int = 4_096,
     dtype: str = "bfloat16",
-    out: Annotated[Path | None, typer.Option(help="JSON lines of records to add to")] = None,
-    json: Annotated[Path | None, typer.Option(help="JSON lines of results to add to")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines file for the records")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON lines file for the results")] = None,
 ) -> None:
-    """Measures a backend beside a copy, or the bare matrix products, and says what it reaches.
+    """Measures a backend against a copy, or the bare matrix products, and reports its targets.
 
-    The exit status is 0 if everything could be measured, whatever it takes.
+    The exit status is 0 if everything could be measured, whether or not a target is met.
     """
     from .targets import in_words, run, verdict
 
@@ -90,7 +97,7 @@ def plot() -> None:
 
 @app.command()
 def report() -> None:
-    """Writes docs/benchmarks.md, docs/scaling.md and the numbers of the README from the records."""
+    """Writes docs/benchmarks.md, docs/scaling.md and the tables of the README from the records."""
     from .report import write
 
     for path in write():

@@ -1,4 +1,4 @@
-"""What is measured: models, data and the suites of a CPU and of a GPU."""
+"""What is measured: models, data, and the suites for a CPU and for a GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.row_classes import row_classes
 
-Level = Literal["logits", "hidden"]  # where a row is of the size of the vocabulary
+Level = Literal["logits", "hidden"]  # what a method starts from
 SEQUENCES = 8
-NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # of the log-ratio
-# Targets at which a search ends there: the loop probes once or 53 times.
-SEARCHES = {"at the first bounds": 0.0, "at the last bounds": 1.0}
-IDLE_SHARE = 0.4  # of the sequences, where all answers to a prompt are alike
-MIXED_IDLE = [1, 5, 7]  # sequences that have 40 % of the unmasked tokens
+NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # standard deviation of the log-ratio
+# Where a search stops, and the target that makes it stop there: the loop probes once or 53 times.
+SEARCHES = {"at the starting bounds": 0.0, "at the maximum bounds": 1.0}
+IDLE_SHARE = 0.4  # of the sequences: prompts whose answers all have the same reward
+MIXED_IDLE = [1, 5, 7]  # sequences that hold 40 % of the unmasked tokens
 MIXED_UNDECIDED = 0.03  # of the rows
 
 
@@ -44,11 +45,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A task on data of a size.
+    """A task on data of given sizes.
 
     ``loss`` is BAPO with its search, ``clip`` the same with fixed bounds, both with gradients;
-    ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs. ``mixed`` is the data
-    of the targets: 25 % masked, 40 % of the rest without advantage, 3 % undecided.
+    ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs. The layout ``mixed``
+    is the data of the targets: 25 % of the tokens are masked, 40 % of the others have no advantage,
+    and 3 % of all are undecided.
     """
 
     level: Literal["logits", "hidden", "tokens"]
@@ -64,12 +66,12 @@ class Case:
 
     @classmethod
     def of(cls, level: Any, task: Any, model: str, N: int, **options: Any) -> Case:
-        """With the sizes of a model."""
+        """A case with the sizes of a model."""
         return cls(level, task, model, N, *MODELS[model], **options)
 
     @property
     def config(self) -> BAPOConfig:
-        """The paper's preset, or the fixed bounds of GRPO."""
+        """The paper's preset, or fixed bounds as in GRPO."""
         mode = "seq-mean-token-mean" if self.layout == "packed" else "token-mean"
         if self.task == "clip":
             return BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode)
@@ -78,7 +80,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """One line for tables and for ``--case``."""
         sizes = f"N = {self.N:,}, V = {self.V:,}, {self.dtype}"
         return f"{self.task} from {self.level}, {self.model}, {sizes}, {self.layout}, {self.data}"
 
@@ -88,15 +90,15 @@ class Case:
         return replace(self, N=3 * SEQUENCES, V=V, H=128)
 
     def fields(self) -> dict[str, Any]:
-        """For a record."""
+        """The fields of a record."""
         return asdict(self)
 
 
 class Batch:
-    """Inputs of a case, the same for everyone who is measured.
+    """Inputs of a case, the same for every method.
 
-    ``inputs`` are ``(logits,)`` or ``(hidden_states, lm_head_weight)``, leaves that take a
-    gradient. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, packed ones ``[N]``.
+    ``inputs`` are ``(logits,)`` or ``(hidden_states, lm_head_weight)``, leaves that require a
+    gradient. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, or ``[N]`` if packed.
     """
 
     def __init__(self, case: Case, device: str) -> None:
@@ -108,7 +110,7 @@ class Batch:
 
         def normal(*sizes: int, scale: float) -> Tensor:
             values = torch.empty(sizes, dtype=dtype, device=device)
-            for rows in values.flatten(0, -2).split(1024):  # no float32 copy of the whole
+            for rows in values.flatten(0, -2).split(1024):  # no float32 copy of the tensor
                 rows.copy_(torch.randn(rows.shape, generator=g, device=device).mul_(scale))
             return values
 
@@ -137,7 +139,7 @@ class Batch:
         else:
             self.A = self.sequence_A[:, None].expand(B, S).contiguous()
         if case.layout in ("padded", "zero advantage", "mixed"):
-            # Lengths from half of S to S: a quarter of the batch is padding.
+            # Lengths from S/2 to S: a quarter of the batch is padding.
             lengths = torch.linspace(S / 2, S, B, device=device).round()
             self.mask = torch.arange(S, device=device) < lengths[:, None]
         if case.layout == "mixed":
@@ -153,7 +155,7 @@ class Batch:
             return -3 * torch.rand(self.labels.shape, generator=g, device=self.device)
         rows = self.inputs[0].detach().flatten(0, -2)
         logp = torch.empty(self.labels.shape, device=self.device)
-        # Of the reference: the data must not depend on the kernels that are measured on it.
+        # By the reference: the data must not depend on the kernels under test.
         parts = (t.split(256) for t in (rows, self.labels.flatten(), logp.view(-1)))
         for part, labels, out in zip(*parts, strict=True):
             logits = part if case.level == "logits" else F.linear(part, self.inputs[1].detach())
@@ -161,10 +163,10 @@ class Batch:
         return logp
 
     def _leave_undecided(self, count: int) -> None:
-        """Moves the ratio of so many live rows, evenly spread, to where the bounds decide."""
+        """Makes ``count`` active rows, evenly spread, undecided by moving their ratio."""
         assert self.mask is not None
-        live = (self.mask & (self.A != 0)).flatten().nonzero().squeeze(1)
-        rows = live[torch.linspace(0, live.numel() - 1, count, device=self.device).long()]
+        active = (self.mask & (self.A != 0)).flatten().nonzero().squeeze(1)
+        rows = active[torch.linspace(0, active.numel() - 1, count, device=self.device).long()]
         config, A = BAPOConfig.paper(), self.A.flatten()[rows]
         above = (config.ratio_upper_start + config.ratio_upper_max) / 2
         below = (config.ratio_lower_start + config.ratio_lower_max) / 2
@@ -173,7 +175,7 @@ class Batch:
 
     @property
     def ignored_labels(self) -> Tensor:
-        """``labels`` with -100 at masked tokens, for those who skip these."""
+        """``labels`` with -100 at masked tokens, for methods that skip these."""
         return self.labels if self.mask is None else self.labels.masked_fill(~self.mask, -100)
 
     @property
@@ -187,19 +189,19 @@ class Batch:
         return {"config": self.case.config, "cu_seqlens": self.cu_seqlens}
 
     def overwritable(self) -> Batch:
-        """The same batch with logits of its own, for those who overwrite them."""
+        """The same batch with a copy of the logits, for methods that overwrite them."""
         if self._overwritable is None:
             own = self._overwritable = copy.copy(self)
             own.inputs = tuple(leaf.detach().clone().requires_grad_() for leaf in self.inputs)
         return self._overwritable
 
     def restore(self, source: Batch) -> None:
-        """Takes the logits of another batch."""
+        """Copies the logits of another batch."""
         for leaf, values in zip(self.inputs, source.inputs, strict=True):
             leaf.detach().copy_(values.detach())
 
     def release(self) -> None:
-        """Frees the gradients of whoever came last."""
+        """Frees the gradients of the last method."""
         for leaf in self.inputs:
             leaf.grad = None
         self._padded = None
@@ -207,36 +209,36 @@ class Batch:
             torch.cuda.empty_cache()
 
     def padded_logits(self) -> Tensor:
-        """A leaf with one position more, made once."""
+        """Logits with one more position, as a leaf; made once."""
         if self._padded is None:
             padded = torch.nn.functional.pad(self.inputs[0].detach(), (0, 0, 0, 1))
             self._padded = padded.requires_grad_()
         return self._padded
 
     def shares(self) -> dict[str, float]:
-        """Shares of the rows: unmasked, with an advantage, waiting, with a gradient at the end."""
-        read = torch.ones_like(self.A, dtype=torch.bool) if self.mask is None else self.mask
-        live, r, config = read & (self.A != 0), (self.logp - self.old).exp(), self.case.config
-        low, high = config.ratio_lower_start, config.ratio_upper_start
-        rises = (self.A > 0) & (r > high) & (r <= config.ratio_upper_max)
-        falls = (self.A < 0) & (r >= low) & (r < config.ratio_lower_max)
-        tokens = self.logp, self.old, self.A, read
-        lower, upper = reference.find_clip_bounds(*tokens, config=config)
-        clipped = ((self.A > 0) & (r > upper)) | ((self.A < 0) & (r < lower))
-        share = {"read": read, "live": live, "undecided": live & (rises | falls)}
-        share["gradient"] = live & ~clipped
-        return {name: rows.double().mean().item() for name, rows in share.items()}
+        """Shares of the rows, the search done: unmasked, active, undecided, with a gradient."""
+        tokens = self.logp, self.old, self.A, self.mask
+        config = self.case.config
+        bounds = reference.find_clip_bounds(*tokens, config=config)
+        classes = row_classes(*tokens, config)
+        rows = {
+            "unmasked": ~classes.skipped,
+            "active": ~(classes.skipped | classes.idle),
+            "undecided": classes.undecided,
+            "gradient": row_classes(*tokens, config, bounds).kept,
+        }
+        return {name: mask.double().mean().item() for name, mask in rows.items()}
 
 
 def cpu_suite() -> Iterator[Case]:
-    """What two cores measure in about forty minutes."""
+    """The suite for two cores, about forty minutes."""
     small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
     many = Case("hidden", "loss", "any", 8_192, 151_936, 128, sweep="many tokens")
     yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
 
 
 def gpu_suite() -> Iterator[Case]:
-    """What a GPU measures in some minutes."""
+    """The suite for a GPU, some minutes."""
     large = ("Qwen3-8B", "Llama-3-8B", "Gemma-3-12B", "DeepSeek-V3", "gpt-oss-20b")
     sweep = (1_024, 2_048, 4_096, 24_576)
     many = Case.of("hidden", "loss", "Qwen3-8B", 131_072, sweep="many tokens")

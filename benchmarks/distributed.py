@@ -1,7 +1,7 @@
-"""The search over ranks: the paper's loop, one all-reduce a probe, beside one for the whole search.
+"""The search over ranks: the paper's loop, with one all-reduce per probe, against one collective.
 
-``python -m benchmarks.distributed`` starts four processes (gloo) and counts and times the
-collectives of both, with a pause in front of each collective that stands for a slower network.
+``python -m benchmarks.distributed`` starts four processes (gloo), and counts and times the
+collectives of both searches, with a pause before each collective that imitates a slower network.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .records import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
 RANKS = 4
-TOKENS = 8_192  # of a rank
+TOKENS = 8_192  # per rank
 LATENCIES_US = (0, 20, 200)
 # Where the search stops: at once, half way, at the last bounds.
 TARGETS = {"nothing to raise": 0.0, "raised half way": 0.49, "raised to the end": 1.0}
 
 
 class SlowNetwork:
-    """Counts all-reduces and pauses before each."""
+    """Counts all-reduces, and pauses before each of them."""
 
     def __init__(self, latency_us: float) -> None:
         self.latency, self.count, self.all_reduce = latency_us * 1e-6, 0, dist.all_reduce
@@ -71,11 +71,11 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
             "find_clip_bounds": find_clip_bounds,
         }
         bounds = [f(*tokens, config=config, process_group=group) for f in searches.values()]
-        assert bounds[0] == bounds[1], "a wrong answer is not timed"
+        assert bounds[0] == bounds[1], "only a correct result is timed"
         for (name, f), latency_us in ((s, us) for s in searches.items() for us in LATENCIES_US):
             times = []
             with SlowNetwork(latency_us) as network:
-                for _ in range(21):  # as many on every rank
+                for _ in range(21):  # the same number on every rank
                     dist.barrier()
                     start = time.perf_counter()
                     f(*tokens, config=config, process_group=group)
@@ -85,7 +85,7 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
                 {
                     "case": f"search over ranks: {case}, {name}",
                     "ranks": RANKS,
-                    "tokens_a_rank": TOKENS,
+                    "tokens_per_rank": TOKENS,
                     "latency_us": latency_us,
                     "collectives": network.count // 21,
                     "bounds": [round(b.item(), 4) for b in bounds[0]],
@@ -100,12 +100,12 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
 
 
 def main(out: Path = RESULTS) -> None:
-    """Measures, prints, and adds records to a file of JSON lines."""
+    """Measures, prints, and appends records to a file of JSON lines."""
     answers = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder, Console().status("measuring on four processes"):
         mp.spawn(of_rank, (folder, answers), nprocs=RANKS)
         records = answers.get()
-    table = Table(title=f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds a call")
+    table = Table(title=f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds per call")
     for column in ("case", "collectives", *(f"{us} us" for us in LATENCIES_US)):
         table.add_column(column, justify="left" if column == "case" else "right")
     for case in dict.fromkeys(r["case"] for r in records):

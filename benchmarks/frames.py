@@ -1,4 +1,4 @@
-"""Records as tables."""
+"""Records as data frames."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "swe
 
 
 def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
-    """The last record of everybody on every case of a device; empty where there is none."""
+    """The last record of each method and case on a device; empty if there are none."""
     frame = pd.DataFrame(load(folder / f"{device}.jsonl"))
     if frame.empty:
         return frame
-    return frame.drop_duplicates(["who", *CASE], keep="last").reset_index(drop=True)
+    return frame.drop_duplicates(["method", *CASE], keep="last").reset_index(drop=True)
 
 
 def plain_losses(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Nobody is timed whose answer is wrong: errors against the reference in float64."""
+"""A method is timed only after its result has passed this check against float64."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor
 from bapo_kernels import reference
 
 from .cases import Batch, Case
-from .peers import Peer, Step
+from .methods import Method, Step
 
 
 class WrongAnswerError(Exception):
-    """Says which quantity is off, and by how much."""
+    """Names the quantity that is wrong, and its error."""
 
 
 def tolerance(case: Case) -> float:
-    """Of a norm, relative: eight roundings of the dtype of the inputs, and float32's sums."""
+    """Relative to a norm: eight roundings of the inputs' dtype, plus float32 summation."""
     return 8 * torch.finfo(getattr(torch, case.dtype)).eps + 1e-4
 
 
 def truth(batch: Batch) -> Step:
-    """The case in float64."""
+    """Result of the reference in float64."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in batch.inputs]
     case = batch.case
     if case.level == "tokens":
@@ -38,15 +38,15 @@ def truth(batch: Batch) -> Step:
     return out.loss.detach(), tuple(leaf.grad for leaf in leaves)
 
 
-def check(peer: Peer, case: Case, device: str) -> tuple[float, float]:
-    """Errors of the value and of the gradients on a small case of the same kind.
+def check(method: Method, case: Case, device: str) -> tuple[float, float]:
+    """Errors of value and gradients on a small case of the same kind.
 
     Raises:
-        WrongAnswerError: an error is above :func:`tolerance`.
+        WrongAnswerError: an error exceeds :func:`tolerance`.
     """
     batch = Batch(case.shrunk(), device)
     expected = truth(batch)
-    got = peer.step(batch)
+    got = method.step(batch)
     value = check_value(got[0], expected[0], batch)
     gradient = max(map(distance, got[1], expected[1]), default=0.0)
     raise_above(tolerance(case), "gradient", gradient)
@@ -54,9 +54,9 @@ def check(peer: Peer, case: Case, device: str) -> tuple[float, float]:
 
 
 def check_value(got: Tensor, expected: Tensor, batch: Batch) -> float:
-    """Error of log-probs, of bounds, or of a loss as a share of the mean advantage.
+    """Error of log-probs or bounds, or of a loss relative to the mean absolute advantage.
 
-    A loss is a sum of both signs, which may cancel to nothing.
+    The terms of a loss have both signs and may cancel, so the loss itself is no scale.
     """
     got = got.view(expected.shape)
     if expected.ndim and batch.mask is not None:
@@ -70,7 +70,7 @@ def check_value(got: Tensor, expected: Tensor, batch: Batch) -> float:
 
 
 def value_at_full_size(batch: Batch) -> Tensor:
-    """Loss, log-probs or bounds of a batch from its log-probs in float64."""
+    """Loss, log-probs or bounds of a batch, computed in float64 from its log-probs."""
     case = batch.case
     if case.task == "log_probs":
         return batch.logp
@@ -81,13 +81,13 @@ def value_at_full_size(batch: Batch) -> Tensor:
 
 
 def raise_above(most: float, name: str, error: float) -> None:
-    """Raises WrongAnswerError."""
+    """Raises WrongAnswerError if the error exceeds ``most``."""
     if not error <= most:
         raise WrongAnswerError(f"{name} off by {error:.1e}, at most {most:.1e}")
 
 
 def distance(got: Tensor | None, expected: Tensor) -> float:
-    """Norm of the difference, relative."""
+    """Relative norm of the difference."""
     if got is None:
         return float("inf")
     return ((got.double() - expected).norm() / expected.norm()).item()

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# All that needs a GPU, what matters most first, without a network.
+# Runs everything that needs a GPU, the most important stages first, without a network.
 #
 #   benchmarks/gpu_suite.sh [--list] [--only STAGE,...] [--from STAGE] [--budget S] [--limit S]
 #
-# Every stage has a limit. One that fails or is stopped there keeps what it has written and stops no
-# other; one that it makes pointless, or that no longer fits into the budget (560 s), is skipped.
-# --limit bounds all stages. Leaves in $OUT: summary.txt and gpu_suite.tar.gz, both renewed after
-# every stage, cuda.jsonl with the records of the benchmarks, and now/ while a stage runs.
+# Every stage has a time limit; --limit bounds all of them. A stage that fails or reaches its limit
+# keeps what it has written and does not stop the others. Stages that would be pointless after a
+# failure, or that no longer fit into the budget (560 s), are skipped. In $OUT the suite leaves
+# summary.txt and gpu_suite.tar.gz, both renewed after every stage, cuda.jsonl with the records of
+# the benchmarks, and now/ while a stage runs.
 #
-# Needs torch >= 2.10, Triton, numpy, rich, typer, pytest, pytest-xdist and hypothesis; nvcc unless
-# $BAPO_PREBUILT is what `make prebuilt` made of the same sources. Peers whose wheels are in $WHEELS
-# are installed without their dependencies. BAPO_SUITE_DEVICE=cpu rehearses it in small sizes.
+# Needs torch >= 2.10, Triton, numpy, rich, typer, pytest, pytest-xdist and hypothesis, and nvcc
+# unless $BAPO_PREBUILT is the output of `make prebuilt` for the same sources. Baselines whose wheels
+# are in $WHEELS are installed without their dependencies. BAPO_SUITE_DEVICE=cpu is a rehearsal on
+# the CPU in small sizes.
 set -uo pipefail
 
 SELF=$(realpath "${BASH_SOURCE[0]}")
@@ -35,15 +37,15 @@ WORKERS=6
 TARGET_SIZES=()
 PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
 if [[ $DEVICE == cpu ]]; then
-  LOGITS="search from tokens, at the first bounds, N = 8,192"
-  HIDDEN="search from tokens, at the last bounds, N = 8,192"
+  LOGITS="search from tokens, at the starting bounds, N = 8,192"
+  HIDDEN="search from tokens, at the maximum bounds, N = 8,192"
   TESTS=(tests/test_log_probs.py)
   WORKERS=0
   TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)
   PROFILE_SIZES=(--tokens 16 --vocab 500)
 fi
 
-# --- Stages: name, limit in seconds, what it needs, command, what it leaves beside its log ---
+# --- Stages: name, limit in seconds, needs, command, files left next to its log ---
 
 NAMES=()
 declare -A LIMIT NEEDS COMMAND LEAVES STATUS
@@ -53,7 +55,7 @@ stage() {
   LIMIT[$1]=$2 NEEDS[$1]=$3 COMMAND[$1]=$4 LEAVES[$1]=$5
 }
 
-# right:X is a backend that runs here and whose answers were not found wrong.
+# right:X needs backend X to run here, and its results not to have been found wrong.
 define_stages() {
   local native=$DEVICE
   stage library 240 "" "library" "-"
@@ -80,13 +82,13 @@ define_stages() {
   stage "profile_$native" 30 "right:$native" "profile $native" "-"
   stage profile_triton 30 "right:triton" "profile triton" "-"
   stage tune 40 "right:triton" "tune" "tune.jsonl"
-  stage peers_logits 70 "right:any" "peers logits" "records"
-  stage peers_hidden 70 "right:any" "peers hidden" "records"
+  stage baselines_logits 70 "right:any" "baselines logits" "records"
+  stage baselines_hidden 70 "right:any" "baselines hidden" "records"
   stage shapes 200 "right:any" "shapes" "records"
   stage validate 150 "right:any" "validate" "validate.jsonl"
 }
 
-# --- What they run, each in a shell of its own; the last line of its log is its result ---
+# --- Commands, each in its own shell; the last line of the log is the result of the stage ---
 
 library() {
   if [[ -n $BAPO_PREBUILT ]] && take_prebuilt && library_loads; then
@@ -196,8 +198,8 @@ profile() {
 
 tune() { $PYTHON -m benchmarks.tune_triton --device "$DEVICE" --json "$NOW/tune.jsonl"; }
 
-peers() {
-  local folder=$PWD/build/peers case=$LOGITS
+baselines() {
+  local folder=$PWD/build/baselines case=$LOGITS
   [[ $1 == logits ]] || case=$HIDDEN
   if compgen -G "$WHEELS/*.whl" >/dev/null && [[ ! -d $folder ]]; then
     $PYTHON -m pip install -q --no-index --no-deps --no-compile --target "$folder" "$WHEELS"/*.whl
@@ -223,18 +225,18 @@ validate() {
 
 is_right() { [[ " $RIGHT " == *" $1 "* ]]; }
 
-# --- Which of them run, and running them ---
+# --- Which stages run, and running them ---
 
-# Says why a stage cannot run; nothing if it can.
+# Prints why a stage cannot run; nothing if it can.
 why_not() {
   local need
   for need in ${NEEDS[$1]}; do
     case $need in
-      right:any) [[ -n $RIGHT ]] || echo "no backend is known to be right" ;;
+      right:any) [[ -n $RIGHT ]] || echo "no backend has passed its checks" ;;
       right:*) why_not_right "${need#right:}" ;;
       cuda | cpu | triton) why_not_here "$need" ;;
       gpu) [[ $DEVICE == cuda ]] || echo "needs a GPU" ;;
-      driver) [[ -x $DRIVERS/cuda_driver ]] || echo "the driver is not there" ;;
+      driver) [[ -x $DRIVERS/cuda_driver ]] || echo "the driver was not built" ;;
       *) command -v "$need" >/dev/null || echo "no $need on the path" ;;
     esac
   done
@@ -246,7 +248,7 @@ why_not_here() {
   [[ $said == available ]] || echo "$1 is ${said:-not in the log of environment}"
 }
 
-# With --only or --from its answers may not have been checked, which is not held against it.
+# With --only or --from the results may not have been checked, which does not count as wrong.
 why_not_right() {
   local answers=${STATUS[answers_$1]-ok}
   why_not_here "$1"
@@ -280,7 +282,7 @@ run() {
   RIGHT=$RIGHT timeout -k 5 -s INT "$limit" bash "$SELF" --stage "${command[@]}" \
     >"$NOW/$name.log" 2>&1 &
   CHILD=$!
-  wait "$CHILD" # which a trap may interrupt, unlike a command in the foreground
+  wait "$CHILD" # a trap can interrupt this, but not a command in the foreground
   status=$?
   case $status in
     0) status=ok ;;
@@ -301,7 +303,7 @@ ended() {
   report "$name" "$1" "$((SECONDS - BEGUN))" "$(result_of "$NOW/$name.log")"
 }
 
-# The last line with a letter, without the frame of a table.
+# The last line that has a letter, without the frame of a table.
 result_of() {
   grep -a '[[:alpha:]]' "$1" | tail -n 1 | sed 's/│//g; s/===*//g; s/  */ /g; s/^ //' | cut -c-240
 }
@@ -309,13 +311,13 @@ result_of() {
 report() {
   local line
   STATUS[$1]=$2
-  line=$(printf '%-15s %-9s %4d s  %s' "$1" "$2" "$3" "$4")
+  line=$(printf '%-16s %-9s %4d s  %s' "$1" "$2" "$3" "$4")
   SUMMARY+=$line$'\n'
   echo "$line"
   keep
 }
 
-# A kill at any time loses no more than what the running stage has not written yet.
+# Saves all results, so that a kill at any time loses only those of the running stage.
 keep() {
   printf '%s' "$SUMMARY" >"$OUT/summary.txt"
   [[ ! -d $NOW ]] || cp -r "$NOW/." "$DONE"
@@ -342,7 +344,7 @@ finish() {
 list() {
   local name
   for name in "${NAMES[@]}"; do
-    printf '%-15s %4d s  %s\n' "$name" "${LIMIT[$name]}" "${LEAVES[$name]}"
+    printf '%-16s %4d s  %s\n' "$name" "${LIMIT[$name]}" "${LEAVES[$name]}"
   done
 }
 
@@ -375,7 +377,7 @@ main() {
   for name in "${NAMES[@]}"; do
     [[ $name != "$from" ]] || from=
     case $name in
-      library | environment) ;; # the others build on them
+      library | environment) ;; # all other stages need them
       *) [[ -z $from && (-z $only || ,$only, == *,$name,*) ]] || continue ;;
     esac
     chosen+=("$name")

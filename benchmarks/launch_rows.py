@@ -11,7 +11,7 @@ import torch
 import typer
 
 from .cases import Batch, Case
-from .peers.ours import train
+from .methods.ours import train
 
 
 def main(

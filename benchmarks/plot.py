@@ -1,4 +1,4 @@
-"""Figures from records, without the machine they were made on."""
+"""Figures of docs/benchmarks.md, drawn from records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .frames import latest, plain_losses
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 LEVELS = {"logits": "from logits", "hidden": "from hidden states"}
 YARDSTICKS = {"logits": "copy", "hidden": "three matrix products"}
-# A colour a project, a shade and a marker a variant of it.
+# One colour per project, one shade and marker per variant.
 STYLES = {
     "copy": dict(color="#222222", linestyle="--", marker=""),
     "three matrix products": dict(color="#222222", linestyle="--", marker=""),
@@ -61,13 +61,11 @@ RC = {
     "grid.color": "#e3e3e3",
     "axes.axisbelow": True,
     "legend.frameon": False,
-    "svg.hashsalt": "bapo_kernels",  # the same records give the same file
-    "svg.fonttype": "none",
 }
 
 
 def plot(device: str, folder: Path = FIGURES) -> list[Path]:
-    """Draws every figure that the records of a device allow, as PNG and SVG."""
+    """Draws every figure that the records of a device allow."""
     frame = latest(device)
     if frame.empty:
         return []
@@ -76,23 +74,20 @@ def plot(device: str, folder: Path = FIGURES) -> list[Path]:
         for name, figure in figures(frame):
             machine = f"{frame.machine.iloc[-1]}; torch {frame.torch.iloc[-1]}"
             figure.text(0.005, -0.02, machine, fontsize=8, color="#777777", va="top")
-            paths += save(figure, folder / f"{device}_{name}")
+            paths.append(save(figure, folder / f"{device}_{name}.png"))
     return paths
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
-    """As PNG and SVG, closed then."""
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure and closes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for of_kind in paths:
-        metadata = {"Date": None} if of_kind.suffix == ".svg" else None
-        figure.savefig(of_kind, dpi=144, bbox_inches="tight", metadata=metadata)
+    figure.savefig(path, dpi=144, bbox_inches="tight")
     plt.close(figure)
-    return paths
+    return path
 
 
 def figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """Name and figure."""
+    """Names and figures."""
     half = plain_losses(frame)
     half = half[half["dtype"] == "bfloat16"]
     model = half[half.sweep.isna() & half.model.str.startswith("Qwen3")]
@@ -108,15 +103,15 @@ def figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
 
 
 def over(frame: pd.DataFrame, x: str, y: str, x_label: str, y_label: str) -> Figure:
-    """Lines of everybody over a size, a panel a level, both axes logarithmic."""
+    """One line per method over a size, one panel per level, both axes logarithmic."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
         of_level = frame[frame.level == level]
-        ends = of_level.sort_values(x).groupby("who")[y].last().sort_values(ascending=False)
-        for who in ends.index:  # the legend in the order of the lines
-            line = of_level[of_level.who == who].sort_values(x)
-            width = 2.4 if who.startswith("bapo") else 1.3
-            ax.plot(line[x], line[y], label=who, linewidth=width, markersize=5, **STYLES[who])
+        ends = of_level.sort_values(x).groupby("method")[y].last().sort_values(ascending=False)
+        for method in ends.index:  # so that the legend has the order of the lines
+            line = of_level[of_level.method == method].sort_values(x)
+            width = 2.4 if method.startswith("bapo") else 1.3
+            ax.plot(line[x], line[y], label=method, linewidth=width, markersize=5, **STYLES[method])
         ax.set(xscale="log", yscale="log", xlabel=x_label)
         ax.set_title(f"{y_label}, loss and gradients {words}")
         ticks = sorted(of_level[x].unique())
@@ -134,16 +129,16 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def roofline(frame: pd.DataFrame) -> Figure:
-    """Everybody's rate as a share of the yardstick's, a row a model."""
+    """Rate of each method as a share of the yardstick's, one row per model."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
     for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
-        of_level = frame[(frame.level == level) & (frame.who != YARDSTICKS[level])]
+        of_level = frame[(frame.level == level) & (frame.method != YARDSTICKS[level])]
         models = list(of_level.model.unique())[::-1]
-        for who, rows in of_level.groupby("who", sort=False):
-            size = 90 if str(who).startswith("bapo") else 45
-            style = {k: v for k, v in STYLES[str(who)].items() if k != "linestyle"}
+        for method, rows in of_level.groupby("method", sort=False):
+            size = 90 if str(method).startswith("bapo") else 45
+            style = {k: v for k, v in STYLES[str(method)].items() if k != "linestyle"}
             heights = [models.index(model) for model in rows.model]
-            ax.scatter(100 * rows.share, heights, s=size, label=who, zorder=3, **style)
+            ax.scatter(100 * rows.share, heights, s=size, label=method, zorder=3, **style)
         ax.axvline(100, color="#222222", linestyle="--", linewidth=1.2)
         ax.set_yticks(range(len(models)), models)
         ax.set(xscale="log" if level == "logits" else "linear", ylim=(-0.6, len(models) - 0.4))
@@ -157,22 +152,22 @@ def roofline(frame: pd.DataFrame) -> Figure:
 
 
 def speedup(frame: pd.DataFrame) -> Figure:
-    """How much longer everybody takes: the median of the models, and their range."""
+    """Time of each method relative to ours: the median over the models, and their range."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 3.6), layout="constrained")
     for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
-        of_level = frame[(frame.level == level) & (frame.who != YARDSTICKS[level])]
-        first = next(who for who in of_level.who if who.startswith("bapo"))
-        times = of_level.pivot_table(index="model", columns="who", values="ms", observed=True)
+        of_level = frame[(frame.level == level) & (frame.method != YARDSTICKS[level])]
+        first = next(method for method in of_level.method if method.startswith("bapo"))
+        times = of_level.pivot_table(index="model", columns="method", values="ms", observed=True)
         ratios = times.div(times[first], axis=0).drop(columns=first)
         order = ratios.median().sort_values(ascending=False).index
-        for height, who in enumerate(order):
-            _bar(ax, height, ratios[who].dropna(), STYLES[who]["color"])
+        for height, method in enumerate(order):
+            _bar(ax, height, ratios[method].dropna(), STYLES[method]["color"])
         ax.axvline(1, color=STYLES[first]["color"], linewidth=2.4)
         ax.set_yticks(range(len(order)), order)
         ax.set(xscale="log", xlim=(0.8 * ratios.min().min(), 1.6 * ratios.max().max()))
         plain_numbers(ax.xaxis)
         ax.minorticks_off()
-        ax.set_xlabel(f"time as a multiple of {first}'s; whiskers: the range of the models")
+        ax.set_xlabel(f"time relative to {first}; whiskers: range over the models")
         ax.set_title(f"Loss and gradients {words}")
         ax.grid(visible=False, axis="y")
     return figure

@@ -1,4 +1,4 @@
-"""Records of measurements: JSON lines that say on what machine and commit they were made."""
+"""Records of measurements: JSON lines with the machine and the commit of the measurement."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """As BAPO_COMMIT says, or git, or the file COMMIT of a copy without its history."""
+    """From BAPO_COMMIT, from git, or from the file COMMIT of a copy without history."""
     if os.environ.get("BAPO_COMMIT"):
         return os.environ["BAPO_COMMIT"]
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         described = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         described = ""
     file = ROOT / "COMMIT"
     return described or (file.read_text().strip() if file.exists() else "unknown")
 
 
 def append(path: Path, records: list[Record]) -> None:
-    """Adds records to a file."""
+    """Appends records to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for record in records:
@@ -67,5 +67,5 @@ def append(path: Path, records: list[Record]) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """All records of a file; none where there is none."""
+    """All records of a file; an empty list if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,4 +1,4 @@
-"""``docs/benchmarks.md`` and the numbers of the README, from records."""
+"""``docs/benchmarks.md`` and the tables of the README, from records."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from . import scaling
 from .frames import latest, plain_losses
 from .plot import FIGURES, LEVELS, YARDSTICKS
 from .records import RESULTS, load
+from .tables import markdown, number
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -21,7 +22,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- from the records: python -m benchmarks report -->", "<!-- end of the records -->"
 NAMES = {"cpu": "CPU", "cuda": "GPU"}
 CAPTIONS = {
-    "speedup": "How much longer everybody takes",
+    "speedup": "Time relative to ours",
     "roofline": "Share of the roofline",
     "time_over_tokens": "Time over tokens",
     "time_over_vocabulary": "Time over the vocabulary",
@@ -30,53 +31,55 @@ CAPTIONS = {
 
 INTRODUCTION = """# Benchmarks
 
-This page is written by `python -m benchmarks report` from the records in `benchmarks/results/`, the
-figures by `python -m benchmarks plot`; neither needs the machine of the records. To measure yours:
+This page is written by `python -m benchmarks report` from the records in `benchmarks/results/`, and
+its figures by `python -m benchmarks plot`; neither needs the machine of the records. To measure
+your own machine:
 
 ```sh
-make bench                                     # or, in an environment with the peers installed:
-python -m benchmarks run                       # everybody on every case, on the CPU
+make bench                                     # or, in an environment with the baselines installed:
+python -m benchmarks run                       # every method on every case, on the CPU
 python -m benchmarks run --device cuda         # on a GPU
 python -m benchmarks run --only bapo_kernels --case "loss from logits, Qwen3"
 pytest benchmarks/test_cpu.py                  # our CPU cases as pytest-benchmark
 ```
 
-**The same quantity from everybody.** `loss` is BAPO's loss with the search of its bounds, and the
-gradients of all inputs; `clip` the same with fixed bounds, which packages with a GRPO loss compute.
-Packages that know log-probs alone get the paper's search, a loop on the host, and the loss of the
-tokens on top in plain PyTorch, some kilobytes beside the logits. Everybody runs with its default
-settings, but cut-cross-entropy without its filter, which drops small gradients; nobody overwrites
-the logits who is not said to. `live` and `in place` are options of ours.
+**Every method computes the same quantity.** `loss` is BAPO's loss with the search for its bounds,
+and the gradients of all inputs; `clip` is the same with fixed bounds, which packages with a GRPO
+loss compute. Packages that provide log-probs only are completed with the paper's search (a loop on
+the host) and the token loss in plain PyTorch, at the cost of some kilobytes next to the logits.
+Every method runs with its default settings, except that cut-cross-entropy runs without its filter,
+which drops small gradients. A method overwrites the logits only where its name says so; `in place`
+and `live` are options of ours.
 
-**Nobody is timed whose answer is wrong.** Values and gradients of a small case, and the value of
-the case itself, are compared with float64; the error stands beside the time.
+**A method is timed only after its result has passed the check.** Values and gradients of a small
+case, and the value of the case itself, are compared with float64; the error is listed with the
+time.
 
-**Everybody takes turns**, at least three; a time is the median of all calls, the spread runs from
-the 20th to the 80th percentile. Logits are far larger than the caches. Peak memory is what a call
-needs beyond its inputs, gradients included, as torch's allocator counts it.
+**Methods take turns**, at least three each. A time is the median of all calls, and the spread runs
+from the 20th to the 80th percentile. Logits are far larger than the caches. Peak memory is what a
+call needs beyond its inputs, gradients included, as counted by torch's allocator.
 
-**The model behind the rates.** Bytes from logits: each row that is read once, rows that wait for
-the search once more, each gradient written once. FLOPs from hidden states: `2*V*H` a row that is
-read, `4*V*H` a row that has a gradient once the bounds are known. Everybody's rate counts
-these, not what is moved on the way there. Shares are of the rate of a copy of the logits, or of the
-three bare matrix products, in the same run.
+**The model behind the rates.** From logits it counts bytes: each unmasked row is read once, each
+undecided row a second time, and each row of the gradient is written once. From hidden states it
+counts FLOPs: `2*V*H` per unmasked row, and `4*V*H` per row that has a gradient once the bounds are
+known. The rate of every method counts these, not what the method itself moves. Shares are relative
+to the rate of a copy of the logits, or of the three bare matrix products, in the same run.
 """
 
 
 def write() -> list[Path]:
-    """Writes the pages and the README's block."""
+    """Writes the pages, the tables of the README, and the figure of the scaling page."""
     PAGE.write_text(page())
     README.write_text(with_block(README.read_text(), readme_block()))
     scaling.PAGE.write_text(scaling.page())
-    scaling.draw()
-    return [PAGE, README, scaling.PAGE]
+    return [PAGE, README, scaling.PAGE, scaling.draw()]
 
 
 def page() -> str:
     """The text of ``docs/benchmarks.md``."""
     sections = [INTRODUCTION]
     if latest("cuda").empty:
-        sections.append("**No GPU has been measured yet.** Nothing here speaks of GPUs.\n")
+        sections.append("**No GPU has been measured yet.** All numbers are from a CPU.\n")
     for device in ("cuda", "cpu"):
         frame = latest(device)
         if not frame.empty:
@@ -90,7 +93,7 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
     yield f"## {NAMES[device]}\n"
     yield _machine(frame) + "\n"
     for name, caption in CAPTIONS.items():
-        path = FIGURES / f"{device}_{name}.svg"
+        path = FIGURES / f"{device}_{name}.png"
         if path.exists():
             yield f"![{caption}]({os.path.relpath(path, PAGE.parent)})\n"
     done = frame[frame.status == "measured"]
@@ -104,77 +107,78 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
         models = plain_losses(of_level[of_level.sweep.isna()])
         yield "Milliseconds in bfloat16, by model:\n"
         yield pivot(models, "model", "ms", _heads(models)) + "\n"
-        yield f"Share of the rate of the {YARDSTICKS[level]}, in %:\n"
+        yield f"Rate relative to the {YARDSTICKS[level]}, in %:\n"
         yield pivot(models.assign(percent=100 * models.share), "model", "percent") + "\n"
-        yield "Peak memory above the inputs, MiB:\n"
+        yield "Peak memory beyond the inputs, in MiB:\n"
         mib = models[models.peak_bytes.notna()].assign(MiB=lambda f: f.peak_bytes / 2**20)
         yield pivot(mib, "model", "MiB") + "\n"
         first = models.model.iloc[0]
         mine = of_level[(of_level.model == first) & of_level.sweep.isna()]
         kinds = mine[mine.task == "loss"]
         kinds = kinds.assign(kind=kinds.data.where(kinds.layout == "dense", kinds.layout))
-        yield f"Milliseconds by data, {first}:\n"
+        yield f"Milliseconds by kind of data, {first}:\n"
         yield pivot(kinds, "kind", "ms") + "\n"
         tasks = mine[(mine.layout == "dense") & (mine.data == "stale")]
-        yield "Milliseconds by task; `log_probs` has no gradient:\n"
+        yield "Milliseconds by task (`log_probs` has no gradient):\n"
         yield pivot(tasks, "task", "ms") + "\n"
         single = done[(done.level == level) & (done["dtype"] == "float32") & (done.task == "loss")]
-        yield f"{first} in float32, and the errors of both dtypes against float64:\n"
+        yield f"{first} in float32, and errors of both dtypes against float64:\n"
         yield precision(pd.concat([single, models[models.model == first]])) + "\n"
     many = done[done.sweep == "many tokens"]
     if not many.empty:
         first = many.iloc[0]
         yield f"### {first.N:,} tokens from hidden states of {first.H:,}\n"
-        yield "Those who do not hold the logits of all tokens at once:\n"
+        yield "Methods that do not hold the logits of all tokens at once:\n"
         many = many.assign(MiB=lambda f: f.peak_bytes / 2**20)
-        table = many.set_index("who")[["ms", "MiB"]].sort_values("ms").map(number)
-        yield markdown(table.rename(columns={"MiB": "peak above the inputs, MiB"})) + "\n"
+        table = many.set_index("method")[["ms", "MiB"]].sort_values("ms").map(number)
+        yield markdown(table.rename(columns={"MiB": "peak beyond the inputs, MiB"})) + "\n"
     searches = done[done.task == "search"]
     if not searches.empty:
         yield "### The search alone\n"
         for end, of_end in searches.groupby("model", sort=False):
-            yield f"Milliseconds by tokens, from log-probs, where the search ends {end}:\n"
+            yield f"Milliseconds by number of tokens, for a search that stops {end}:\n"
             yield pivot(of_end, "N", "ms") + "\n"
-    yield "### Not measured\n"
-    yield absent(frame) + "\n"
+    failed = frame[frame.status != "measured"]
+    if not failed.empty:
+        yield "### Failures\n"
+        yield failures(failed) + "\n"
 
 
 def pivot(frame: pd.DataFrame, column: str, value: str, heads: dict[Any, str] | None = None) -> str:
-    """Everybody by a column, fastest in the first column first."""
-    table = frame.pivot_table(index="who", columns=column, values=value, observed=True)
+    """Methods by a column, sorted by the first column, fastest first."""
+    table = frame.pivot_table(index="method", columns=column, values=value, observed=True)
     table = table[list(dict.fromkeys(frame[column]))]
     ascending = value != "percent"
     table = table.sort_values(list(table.columns[:1]), ascending=ascending, na_position="last")
-    words = {size: f"{size:,}" for size in table.columns if not isinstance(size, str)}
-    return markdown(table.map(number).rename(columns=heads or words))
+    heads_of_sizes = {size: f"{size:,}" for size in table.columns if not isinstance(size, str)}
+    return markdown(table.map(number).rename(columns=heads or heads_of_sizes))
 
 
 def precision(frame: pd.DataFrame) -> str:
-    """Time in float32, and errors in both dtypes."""
+    """Times in float32, and errors in both dtypes."""
     wide = frame.pivot_table(
-        index="who", columns="dtype", values=["ms", "value_error", "gradient_error"]
+        index="method", columns="dtype", values=["ms", "value_error", "gradient_error"]
     )
     table = pd.DataFrame(
         {
             "ms, float32": wide["ms", "float32"].map(number),
-            "error of the loss, float32": wide["value_error", "float32"].map(_error),
-            "of the gradient": wide["gradient_error", "float32"].map(_error),
-            "of the loss, bfloat16": wide["value_error", "bfloat16"].map(_error),
-            "of the gradient ": wide["gradient_error", "bfloat16"].map(_error),
+            "loss error, float32": wide["value_error", "float32"].map(_error),
+            "gradient error, float32": wide["gradient_error", "float32"].map(_error),
+            "loss error, bfloat16": wide["value_error", "bfloat16"].map(_error),
+            "gradient error, bfloat16": wide["gradient_error", "bfloat16"].map(_error),
         }
     )
     return markdown(table.loc[wide["ms", "float32"].sort_values().index])
 
 
-def absent(frame: pd.DataFrame) -> str:
-    """Who was not measured, and why."""
-    missing = frame[frame.status != "measured"]
-    table = missing.groupby(["who", "status", "why"], sort=False).size().reset_index(name="cases")
-    return markdown(table.set_index("who"))
+def failures(failed: pd.DataFrame) -> str:
+    """Methods that failed or were wrong, with the reason and the number of cases."""
+    kinds = failed.groupby(["method", "status", "why"], sort=False).size()
+    return markdown(kinds.reset_index(name="cases").set_index("method"))
 
 
 def others() -> Iterator[str]:
-    """Benchmarks with a file of their own."""
+    """Benchmarks with records in a file of their own."""
     trainer = pd.DataFrame(load(RESULTS / "trl.jsonl"))
     if not trainer.empty:
         yield "## A training step in TRL\n"
@@ -185,16 +189,16 @@ def others() -> Iterator[str]:
             f"{first['dtype']}, CPU.\n"
         )
         trainer = trainer.drop_duplicates("case", keep="last")
-        trainer["who"] = trainer.case.str.removeprefix("TRL micro-batch: ")
+        trainer["method"] = trainer.case.str.removeprefix("TRL micro-batch: ")
         columns = {"ms": "ms", "ms_mean": "mean", "peak_MiB": "peak of the process, MiB"}
-        table = trainer.set_index("who")[list(columns)].map(number)
+        table = trainer.set_index("method")[list(columns)].map(number)
         yield markdown(table.rename(columns=columns)) + "\n"
     yield "## The search over ranks\n"
-    yield "[docs/distributed.md](distributed.md) has it; [docs/scaling.md](scaling.md) many GPUs.\n"
+    yield "See [distributed.md](distributed.md), and [scaling.md](scaling.md) for many GPUs.\n"
 
 
 def readme_block() -> str:
-    """The tables of the README: the first model of every device, both dtypes."""
+    """The tables of the README: the first model on every device, in both dtypes."""
     lines = []
     for device in ("cuda", "cpu"):
         frame = latest(device)
@@ -203,49 +207,30 @@ def readme_block() -> str:
         machine = _machine(frame)
         searches = frame[(frame.task == "search") & (frame.status == "measured")]
         frame = plain_losses(frame[frame.sweep.isna()])
-        lines.append(f"![Time of everybody](docs/figures/{device}_speedup.svg)\n")
+        lines.append(f"![Time relative to ours](docs/figures/{device}_speedup.png)\n")
         for level, words in LEVELS.items():
             mine = frame[(frame.level == level) & frame.model.str.startswith("Qwen3")]
             first = mine.iloc[0]
             H = f", H = {first.H:,}" if level == "hidden" else ""
-            head = f"{words}, N = {first.N:,}, V = {first.V:,}{H}: ms"
-            table = mine.pivot_table(index="who", columns="dtype", values="ms")
+            head = f"{words}, N = {first.N:,}, V = {first.V:,}{H}, ms"
+            table = mine.pivot_table(index="method", columns="dtype", values="ms")
             table = table[["float32", "bfloat16"]].sort_values("bfloat16").map(number)
-            lines.append(markdown(table.rename_axis(f"loss and gradients {head}")) + "\n")
+            lines.append(markdown(table.rename_axis(f"Loss and gradients {head}")) + "\n")
         tokens = searches.N.max()
-        longest = searches[searches.N.eq(tokens) & (searches.model == "at the last bounds")]
-        times = longest.set_index("who").ms
-        ours, loop = (number(times[who]) for who in ("bapo_kernels", "the paper's loop"))
+        longest = searches[searches.N.eq(tokens) & (searches.model == "at the maximum bounds")]
+        times = longest.set_index("method").ms
+        ours, loop = (number(times[method]) for method in ("bapo_kernels", "the paper's loop"))
         lines.append(
             f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
-            f"[Everything else](docs/benchmarks.md).\n\n{machine}"
+            f"[All benchmarks](docs/benchmarks.md).\n\n{machine}"
         )
     return "\n".join(lines)
 
 
 def with_block(text: str, block: str) -> str:
-    """The text with what stands between the two marks replaced."""
+    """The text, with the block between the two marks replaced."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}\n{block}\n{END}", text)
-
-
-def markdown(table: pd.DataFrame) -> str:
-    """Numbers on the right; the index is the first column."""
-    table = table.rename_axis(table.index.name or "", axis=0).rename_axis(None, axis=1)
-    if table.index.name == "who":
-        table = table.rename_axis("")
-    table = table.rename(index=lambda who: f"**{who}**" if "bapo" in str(who) else who)
-    align = ["left", *("right" for _ in table.columns)]
-    return str(table.reset_index().to_markdown(index=False, colalign=align, disable_numparse=True))
-
-
-def number(value: float) -> str:
-    """Three digits, no powers of ten."""
-    if pd.isna(value):
-        return ""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _error(value: float) -> str:
@@ -259,8 +244,8 @@ def _heads(frame: pd.DataFrame) -> dict[Any, str]:
 
 def _machine(frame: pd.DataFrame) -> str:
     last = frame.iloc[-1]
-    versions = frame[["who", "version"]].dropna().drop_duplicates("version", keep="last")
-    packages = sorted({f"{who.split()[0].split(',')[0]} {v}" for who, v in versions.values})
+    versions = frame[["method", "version"]].dropna().drop_duplicates("version", keep="last")
+    packages = sorted({f"{method.split()[0].split(',')[0]} {v}" for method, v in versions.values})
     return (
         f"{last.machine}, {last.threads} threads, torch {last.torch}, {', '.join(packages)}; "
         f"{_commits(frame)}."
@@ -268,7 +253,7 @@ def _machine(frame: pd.DataFrame) -> str:
 
 
 def _commits(frame: pd.DataFrame) -> str:
-    """That of most records, then the others with the tasks measured there."""
+    """The commit of most records, then the other commits with the tasks measured at them."""
     first, *others = frame["commit"].value_counts().index
     words = [f"commit {first}, {frame[frame['commit'] == first].date.max()[:10]}"]
     for commit in others:

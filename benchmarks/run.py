@@ -1,4 +1,4 @@
-"""Measures a suite: everybody on every case, in turns, after their answers were checked."""
+"""Measures a suite: on every case, the methods whose results are correct take turns."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rich.table import Table
 from . import gate
 from .cases import Batch, Case
 from .floor import Floor, floor
-from .peers import Peer, peers
+from .methods import Method, methods
 from .records import Record
 from .timing import Call, Clock, Timed, clock_of, summary
 
 ROUNDS = 5
-SECONDS = 12.0  # after which a slow one gets no more than three turns
+SECONDS = 12.0  # after which a slow method gets no more than three turns
 
 
 class Interrupted(KeyboardInterrupt):
-    """Carries the records that a case had until then."""
+    """Carries the records of a case that were complete at the interrupt."""
 
     def __init__(self, records: list[Record]) -> None:
         super().__init__()
@@ -43,12 +43,13 @@ def run(
     console: Console,
     without: Sequence[str] = (),
 ) -> Iterator[list[Record]]:
-    """Records, case by case; prints a table a case, and a bar of the progress.
+    """Yields the records of each case, and prints a table per case and a progress bar.
 
-    No case is begun after ``minutes``. Of one that is interrupted come the records it had.
+    Methods that cannot run here are printed and have no record. No case is started after
+    ``minutes``. An interrupted case yields the records that were complete.
     """
     quiet()
-    cases, begin = list(cases), time.monotonic()
+    cases, begin, told = list(cases), time.monotonic(), set()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(cases))
@@ -57,6 +58,11 @@ def run(
                 console.print(f"The time is up: {len(cases) - i} cases are left.")
                 return
             progress.update(bar, description=case.title)
+            _, missing = selected(case, device, only, without)
+            for name, why in missing.items():
+                if (name, why) not in told:
+                    console.print(f"{name} is not measured: {why}")
+                told.add((name, why))
             try:
                 records = measure(case, device, only, without)
             except Interrupted as interrupted:
@@ -69,23 +75,40 @@ def run(
 
 
 def wide_console() -> Console:
-    """Of the terminal, or wide enough for a table."""
+    """A console of the terminal's width, or wide enough for a table."""
     return Console(width=None if Console().is_terminal else 140)
 
 
 def quiet() -> None:
-    """The reference reads values: graph breaks and recompilations are expected."""
+    """Silences torch.compile: the reference reads values, so graph breaks are expected."""
     torch._logging.set_logs(dynamo=logging.ERROR, inductor=logging.ERROR)
     torch._dynamo.config.cache_size_limit = 1_000
     warnings.filterwarnings("ignore")
 
 
+def selected(
+    case: Case, device: str, only: Sequence[str] = (), without: Sequence[str] = ()
+) -> tuple[list[Method], dict[str, str]]:
+    """The methods that can compute a case here, and why the others cannot, by name."""
+    able, missing = [], {}
+    for method in methods():
+        named = not only or any(name in method.name for name in only)
+        if not named or any(name in method.name for name in without) or not method.takes(case):
+            continue
+        why_not = method.why_not(case, device)
+        if why_not is None:
+            able.append(method)
+        else:
+            missing[method.name] = why_not
+    return able, missing
+
+
 def measure(case: Case, device: str, only: list[str], without: Sequence[str] = ()) -> list[Record]:
-    """The yardstick first, then everybody: a record each, also of those who cannot.
+    """One record for the yardstick and for each method, also if it fails or its result is wrong.
 
     Raises:
         Interrupted: by the user, or by an error after which this process cannot use the device.
-            A user's interrupt leaves one turn to those who were ready.
+            After the user's interrupt the methods that are ready have one turn.
     """
     batch, clock = Batch(case, device), clock_of(device)
     shares, expected = batch.shares(), gate.value_at_full_size(batch)
@@ -94,19 +117,12 @@ def measure(case: Case, device: str, only: list[str], without: Sequence[str] = (
     found: dict[str, Record] = {}
     interrupted = False
     try:
-        for peer in peers():
-            named = not only or any(name in peer.name for name in only)
-            if not named or any(name in peer.name for name in without) or not peer.takes(case):
-                continue
-            record: Record = {"who": peer.name, "version": peer.version, **case.fields()}
+        for method in selected(case, device, only, without)[0]:
+            record: Record = {"method": method.name, "version": method.version, **case.fields()}
             try:
-                why_not = peer.why_not(case, device)
-                if why_not is not None:
-                    records.append({**record, "status": "absent", "why": why_not})
-                    continue
-                calls[peer.name], facts = _ready(peer, batch, expected, clock)
-                need = floor(case, shares, peer.live)
-                found[peer.name] = record | facts | need._asdict()
+                calls[method.name], facts = _ready(method, batch, expected, clock)
+                need = floor(case, shares, method.live)
+                found[method.name] = record | facts | need._asdict()
             except gate.WrongAnswerError as error:
                 records.append({**record, "status": "wrong", "why": str(error)})
             except Exception as error:  # a package may fail in any way; the others go on
@@ -120,7 +136,7 @@ def measure(case: Case, device: str, only: list[str], without: Sequence[str] = (
     if yardstick is not None:
         name, need, call = yardstick
         calls = {name: Timed(call, graph=True), **calls}
-        found[name] = {"who": name, **case.fields(), **need._asdict()}
+        found[name] = {"method": name, **case.fields(), **need._asdict()}
     times, failures, stopped = in_turns(calls, clock, 1 if interrupted else ROUNDS)
     for name, why in failures.items():
         records.append({**found[name], "status": "failed", "why": why})
@@ -137,27 +153,29 @@ def measure(case: Case, device: str, only: list[str], without: Sequence[str] = (
     return records
 
 
-def _ready(peer: Peer, batch: Batch, expected: torch.Tensor, clock: Clock) -> tuple[Timed, Record]:
-    """A call whose answers are right, and its errors and peak memory."""
+def _ready(
+    method: Method, batch: Batch, expected: torch.Tensor, clock: Clock
+) -> tuple[Timed, Record]:
+    """A call whose results have passed the check, with its errors and peak memory."""
     case = batch.case
-    value_error, gradient_error = gate.check(peer, case, batch.device.type)
-    own = batch.overwritable() if peer.overwrites else batch
-    call = _call(peer, own)
-    prepare = partial(own.restore, batch) if peer.overwrites else None
+    value_error, gradient_error = gate.check(method, case, batch.device.type)
+    own = batch.overwritable() if method.overwrites else batch
+    call = _call(method, own)
+    prepare = partial(own.restore, batch) if method.overwrites else None
     if prepare is not None:
         prepare()
-    gate.check_value(call(), expected, batch)  # compiles, tunes, and warms up
+    gate.check_value(call(), expected, batch)  # also compiles, tunes and warms up
     own.release()
-    # From hidden states the number of rows that matter is read on the host.
-    timed = Timed(call, prepare, graph=peer.backend is not None and case.level == "logits")
+    # From hidden states the number of counted rows is read on the host.
+    timed = Timed(call, prepare, graph=method.backend is not None and case.level == "logits")
     errors = {"value_error": value_error, "gradient_error": gradient_error}
     return timed, errors | {"peak_bytes": clock.peak_bytes(call)}
 
 
-def _call(peer: Peer, batch: Batch) -> Call:
+def _call(method: Method, batch: Batch) -> Call:
     def call() -> torch.Tensor:
         with torch.no_grad() if batch.case.task == "log_probs" else nullcontext():
-            return peer.step(batch)[0]
+            return method.step(batch)[0]
 
     return call
 
@@ -165,9 +183,9 @@ def _call(peer: Peer, batch: Batch) -> Call:
 def in_turns(
     calls: dict[str, Timed], clock: Clock, rounds: int = ROUNDS
 ) -> tuple[dict[str, dict[str, float]], dict[str, str], bool]:
-    """Times, who failed why, and whether an interrupt ended it.
+    """Times, reasons of failures, and whether an interrupt ended the measurement.
 
-    All have a turn a round, so that a slow minute hits everybody.
+    Each method has one turn per round, so that a slow minute of the machine affects all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     spent, failures = dict.fromkeys(calls, 0.0), {}
@@ -204,7 +222,7 @@ def _yardstick(batch: Batch) -> tuple[str, Floor, Call] | None:
         hidden, weight = inputs[0].flatten(0, -2), inputs[1]
 
         def products() -> None:
-            for rows in hidden.split(8_192):  # the logits of all would not fit
+            for rows in hidden.split(8_192):  # the logits of all rows would not fit
                 logits = rows @ weight.T
                 logits @ weight
                 logits.T @ rows
@@ -224,8 +242,8 @@ def _rates(record: Record, times: dict[str, float]) -> Record:
 
 
 def _with_shares_of(yardstick: str | None, records: list[Record]) -> list[Record]:
-    """Adds to each record its rate as a share of the yardstick's."""
-    best = next((record for record in records if record["who"] == yardstick), {})
+    """Adds to each record its rate relative to that of the yardstick."""
+    best = next((record for record in records if record["method"] == yardstick), {})
     for record in records:
         for rate in ("GB_per_s", "TFLOP_per_s"):
             if rate in record and rate in best:
@@ -234,7 +252,7 @@ def _with_shares_of(yardstick: str | None, records: list[Record]) -> list[Record
 
 
 def table(case: Case, records: list[Record]) -> Table:
-    """A case, fastest first; those who were not measured at the end, with the reason."""
+    """The table of a case, fastest first; its caption says why methods were not measured."""
     out = Table(title=case.title, title_justify="left")
     out.add_column("", max_width=34)
     for column in ("ms", "20 % .. 80 %", "GB/s", "TFLOP/s", "of yardstick", "peak MiB", "error"):
@@ -242,7 +260,7 @@ def table(case: Case, records: list[Record]) -> Table:
     measured = [r for r in records if r["status"] == "measured"]
     for r in sorted(measured, key=lambda r: r["ms"]):
         out.add_row(
-            r["who"],
+            r["method"],
             _number(r["ms"]),
             f"{_number(r['ms_20'])} .. {_number(r['ms_80'])}",
             _number(r.get("GB_per_s")),
@@ -253,14 +271,14 @@ def table(case: Case, records: list[Record]) -> Table:
         )
     reasons: dict[str, list[str]] = {}
     for r in (r for r in records if r["status"] != "measured"):
-        reasons.setdefault(f"{r['status']}, {r['why']}", []).append(r["who"])
+        reasons.setdefault(f"{r['status']}, {r['why']}", []).append(r["method"])
     out.caption = "\n".join(f"{'; '.join(names)}: {why}" for why, names in reasons.items())
     out.caption_justify = "left"
     return out
 
 
 def _number(value: Any, unit: float = 1.0) -> str:
-    """Three digits."""
+    """With three digits."""
     if value is None:
         return ""
     value /= unit

@@ -1,7 +1,7 @@
-"""What the kernels may take on a GPU: copies of the logits, or bare matrix products.
+"""Target times of the kernels on a GPU, in copies of the logits or in bare matrix products.
 
-A copy reads and writes the logits once, and half of one is a read. Everything is measured in turns
-with its yardstick, after its answers were checked.
+A copy reads and writes the logits once, so half a copy is a read. Every method takes turns with its
+yardstick, after its results have passed the check.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from bapo_kernels import fused
 from bapo_kernels.gemm import CHUNK_BYTES
 
 from .cases import Batch, Case, Level
-from .peers import Peer, peers
+from .methods import Method, methods
 from .records import Record
-from .run import Interrupted, in_turns, measure, quiet, table
+from .run import Interrupted, in_turns, measure, quiet, selected, table
 from .timing import Call, Timed, clock_of
 
 
 @dataclass(frozen=True)
 class Target:
-    """One form of ours on a case, and the most it may take on a backend.
+    """A variant of ours on a case, and the most time it may take on a backend.
 
-    ``form`` ends the name of the peer; ``unit`` is what the time is divided by, and ``yardsticks``
-    how many of the case's yardstick that is.
+    ``form`` ends the name of the method; the time is divided by the ``unit``, which is the case's
+    yardstick times ``yardsticks``.
     """
 
     name: str
@@ -38,10 +38,11 @@ class Target:
     yardsticks: float = 1.0
     form: str = ""
 
-    def result(self, backend: str, records: list[Record]) -> Record:
-        """Of the records of the case."""
-        made = {r["who"]: r for r in records}
-        mine = made.get(f"bapo_kernels {backend}{self.form}", {"status": "not measured"})
+    def result(self, backend: str, records: list[Record], missing: dict[str, str]) -> Record:
+        """The result, from the records of the case and the reasons of methods without one."""
+        made = {r["method"]: r for r in records}
+        name = f"bapo_kernels {backend}{self.form}"
+        mine = made.get(name, {"status": "not measured", "why": missing.get(name, "")})
         result = _result(self.name, backend, self.most.get(backend), self.unit)
         if "yardstick" not in mine:
             return result | {key: mine[key] for key in ("status", "why") if key in mine}
@@ -52,7 +53,7 @@ class Target:
 
 
 def targets(level: Level, N: int, V: int, H: int, dtype: str) -> list[Target]:
-    """Those of a level."""
+    """The targets of a level."""
 
     def case(task: Any = "loss", **options: Any) -> Case:
         return Case(level, task, "Qwen3-8B", N, V, H, dtype, **options)
@@ -65,7 +66,7 @@ def targets(level: Level, N: int, V: int, H: int, dtype: str) -> list[Target]:
         ]
     dense, mixed = case(data="on-policy"), case(layout="mixed", data="on-policy")
     return [
-        Target("all rows live", dense, {"cuda": 1.05, "triton": 1.25}, "copy"),
+        Target("all rows active", dense, {"cuda": 1.05, "triton": 1.25}, "copy"),
         Target("mixed rows", mixed, {"cuda": 0.93, "triton": 1.10}, "copy"),
         Target("mixed rows, live", mixed, {"cuda": 0.79, "triton": 0.95}, "copy", form=", live"),
         Target("log-probs", case("log_probs"), {"cuda": 1.10, "triton": 1.15}, "read", 0.5),
@@ -75,9 +76,9 @@ def targets(level: Level, N: int, V: int, H: int, dtype: str) -> list[Target]:
 def run(
     level: Level, backend: str, device: str, N: int, V: int, H: int, dtype: str, console: Console
 ) -> Iterator[tuple[list[Record], list[Record]]]:
-    """Records and results, case by case; of one that is interrupted those it had."""
+    """Yields records and results of each case; of an interrupted one, those that are complete."""
     quiet()
-    goals = [g for g in targets(level, N, V, H, dtype) if _peer(backend, g.case, g.form)]
+    goals = [g for g in targets(level, N, V, H, dtype) if _method(backend, g.case, g.form)]
     for case in dict.fromkeys(goal.case for goal in goals):
         interrupt = None
         try:
@@ -85,7 +86,8 @@ def run(
         except Interrupted as error:
             interrupt, records = error, error.records
         console.print(table(case, records))
-        results = [goal.result(backend, records) for goal in goals if goal.case == case]
+        _, missing = selected(case, device, [f"bapo_kernels {backend}"])
+        results = [goal.result(backend, records, missing) for goal in goals if goal.case == case]
         if level == "hidden":
             results.append(_extra_memory(results[0], case))
         yield records, [case.fields() | result for result in results]
@@ -97,13 +99,13 @@ def run(
 
 
 def beyond_the_row_pass(case: Case, backend: str, device: str) -> Record:
-    """The share of a call that search, loss, metrics and backward take."""
+    """The share of a call that is spent on search, loss, metrics and backward."""
     batch, clock = Batch(case, device), clock_of(device)
-    peer = _peer(backend, case)
-    assert peer is not None
+    method = _method(backend, case)
+    assert method is not None
     calls = {
-        "whole": Timed(lambda: peer.step(batch), graph=True),
-        "row pass": Timed(_row_pass_of(peer, batch), graph=True),
+        "whole": Timed(lambda: method.step(batch), graph=True),
+        "row pass": Timed(_row_pass_of(method, batch), graph=True),
     }
     result = _result("beyond the row pass", backend, 0.03, "call")
     times, failures, _ = in_turns(calls, clock)
@@ -114,13 +116,13 @@ def beyond_the_row_pass(case: Case, backend: str, device: str) -> Record:
     return _judged(result | {"ms": whole - rows, "unit_ms": whole, "ratio": share})
 
 
-def _peer(backend: str, case: Case, form: str = "") -> Peer | None:
+def _method(backend: str, case: Case, form: str = "") -> Method | None:
     name = f"bapo_kernels {backend}{form}"
-    return next((p for p in peers() if p.name == name and p.takes(case)), None)
+    return next((p for p in methods() if p.name == name and p.takes(case)), None)
 
 
-def _row_pass_of(peer: Peer, batch: Batch) -> Call:
-    """The operator with the arguments it has in a call."""
+def _row_pass_of(method: Method, batch: Batch) -> Call:
+    """The operator with the arguments of a call."""
     seen: list[Call] = []
 
     class Recorder:
@@ -140,12 +142,12 @@ def _row_pass_of(peer: Peer, batch: Batch) -> Call:
 
     ops_of = fused.ops_of
     with mock.patch.object(fused, "ops_of", lambda backend: Recorder(ops_of(backend))):
-        peer.step(batch)
+        method.step(batch)
     return seen[0]
 
 
 def _extra_memory(result: Record, case: Case) -> Record:
-    """What a call needs beside the gradients it returns, in chunks."""
+    """Memory of a call beyond the gradients that it returns, in chunks."""
     extra = _result("extra memory", result["backend"], 1.0, "chunk")
     if "peak_bytes" not in result:
         return extra
@@ -166,7 +168,7 @@ def _judged(result: Record) -> Record:
 
 
 def in_words(result: Record) -> str:
-    """A line."""
+    """A result in one line."""
     name = f"{result['backend']}, {result['target']}:"
     if result["status"] != "measured":
         return f"{name} {result['status']} {result.get('why', '')}"
@@ -178,7 +180,7 @@ def in_words(result: Record) -> str:
 
 
 def verdict(results: list[Record]) -> str:
-    """All results in a line."""
+    """All results in one line."""
     ratios = (f"{r['target']} {r['ratio']:.2f}" if "ratio" in r else r["target"] for r in results)
     missed = [r["target"] for r in results if r.get("met") is False]
     failed = [r["target"] for r in results if r["status"] != "measured"]

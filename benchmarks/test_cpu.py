@@ -1,6 +1,6 @@
-"""Our CPU cases for pytest-benchmark: ``pytest benchmarks/test_cpu.py``.
+"""Our CPU cases as pytest-benchmark: ``pytest benchmarks/test_cpu.py``.
 
-``--benchmark-compare`` and ``--benchmark-autosave`` show what a change did.
+``--benchmark-autosave`` and ``--benchmark-compare`` show the effect of a change.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from . import gate
 from .cases import Batch, Case
-from .peers import ours
+from .methods import ours
 
 LOGITS = Case.of("logits", "loss", "Qwen3-0.6B", 128)
 HIDDEN = Case.of("hidden", "loss", "Qwen3-0.6B", 64)
@@ -20,28 +20,30 @@ CASES = [
     Case.of("logits", "log_probs", "Qwen3-0.6B", 128),
     HIDDEN,
     Case.of("hidden", "loss", "Qwen3-0.6B", 64, layout="zero advantage"),
-    Case("tokens", "search", "at the last bounds", 1_048_576, 1, 1, "float32", data="very stale"),
+    Case(
+        "tokens", "search", "at the maximum bounds", 1_048_576, 1, 1, "float32", data="very stale"
+    ),
 ]
-MINE = [p for p in ours.PEERS if "cpu" in p.devices]
+MINE = [p for p in ours.METHODS if "cpu" in p.devices]
 
 
 @pytest.mark.parametrize(
-    ("case", "peer"),
+    ("case", "method"),
     [
-        pytest.param(case, peer, id=f"{peer.name}: {case.title}")
+        pytest.param(case, method, id=f"{method.name}: {case.title}")
         for case in CASES
-        for peer in MINE
-        if peer.takes(case)
+        for method in MINE
+        if method.takes(case)
     ],
 )
-def test_time(case, peer, benchmark):
-    gate.check(peer, case, "cpu")
+def test_time(case, method, benchmark):
+    gate.check(method, case, "cpu")
     batch = Batch(case, "cpu")
     own = batch.overwritable()
 
     def fresh_logits():
-        if peer.overwrites:
+        if method.overwrites:
             own.restore(batch)
 
     benchmark.group = case.title
-    benchmark.pedantic(peer.step, (own,), setup=fresh_logits, rounds=10, warmup_rounds=1)
+    benchmark.pedantic(method.step, (own,), setup=fresh_logits, rounds=10, warmup_rounds=1)

@@ -16,7 +16,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timed:
-    """A call, what must happen before each and is not timed, and whether a graph may hold it."""
+    """A call, an untimed preparation before each, and whether a CUDA graph may capture it."""
 
     call: Call
     prepare: Call | None = None
@@ -31,14 +31,14 @@ class Clock(Protocol):
         ...
 
     def peak_bytes(self, run: Call) -> int:
-        """Memory at the peak of a call, above that before it."""
+        """Peak memory of a call, above what was allocated before it."""
         ...
 
 
 class CPUClock:
-    """Wall time; memory as torch's allocator hands it out."""
+    """Wall time; memory as counted by torch's allocator."""
 
-    SECONDS = 0.25  # of samples in a row
+    SECONDS = 0.25  # of consecutive samples
 
     def samples(self, timed: Timed) -> list[float]:
         times: list[float] = []
@@ -63,10 +63,10 @@ class CPUClock:
 
 
 class GPUClock:
-    """Time of the device between events, with a cold L2 cache.
+    """Device time between events, with a cold L2 cache.
 
-    Calls that never wait for the device are captured in a CUDA graph, so that what the host does is
-    not counted. The others are timed as they are, with their waiting.
+    Calls that never synchronise are captured in a CUDA graph, so that host time is not counted.
+    The others are timed as they are, synchronisation included.
     """
 
     REPETITIONS = 10
@@ -97,7 +97,7 @@ class GPUClock:
 
 
 def captured(run: Call) -> Call:
-    """The replay of a CUDA graph of a call."""
+    """A call captured in a CUDA graph: launches the graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

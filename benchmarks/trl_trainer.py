@@ -1,7 +1,8 @@
-"""``BAPOTrainer`` beside TRL's ``GRPOTrainer``: loss and backward of a micro-batch, peak memory.
+"""``BAPOTrainer`` against TRL's ``GRPOTrainer``: loss and backward of a micro-batch, peak memory.
 
-``python -m benchmarks.trl_trainer``: the same tiny Qwen3 with a vocabulary of 151,936, the same
-prompts and seed; each trainer runs in a process of its own, so that its peak memory is its own.
+``python -m benchmarks.trl_trainer`` trains the same tiny Qwen3 with a vocabulary of 151,936 on the
+same prompts with the same seed. Each trainer runs in a separate process, which gives its own peak
+memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .records import append, environment
 RESULTS = Path(__file__).parent / "results" / "trl.jsonl"
 WORDS = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
 V, H, B, T = 151_936, 512, 8, 64
-WAYS = {
+TRAINERS = {
     "TRL's GRPO": {},
     "BAPO, fused": dict(bapo_head="fused", bapo_scope="call"),
     "BAPO, log-probs, then loss": dict(bapo_head="log_probs", bapo_scope="call"),
@@ -37,7 +38,7 @@ WAYS = {
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Half of the prompts have no right answer: no advantage, as in practice."""
+    """Half of the prompts have no correct answer, hence no advantage, as in practice."""
     return [float(ids[0] % 2 == 0 and i < B // 2) for i, ids in enumerate(completion_ids)]
 
 
@@ -103,7 +104,7 @@ def run(name: str) -> dict[str, Any]:
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
-                **WAYS[name],
+                **TRAINERS[name],
             ),
             train_dataset=Dataset.from_dict({"prompt": ["a b", "k l m", "t u", "f g h"] * 16}),
             processing_class=PreTrainedTokenizerFast(
@@ -122,7 +123,7 @@ def run(name: str) -> dict[str, Any]:
         "H": H,
         "dtype": "float32",
         "ms": statistics.median(times[2:]),
-        "ms_mean": statistics.mean(times[2:]),  # with the forward that scope "step" adds to one
+        "ms_mean": statistics.mean(times[2:]),  # includes the extra forward of scope "step"
         "ms_20": low,
         "ms_80": high,
         "repetitions": len(times) - 2,
@@ -132,10 +133,10 @@ def run(name: str) -> dict[str, Any]:
 
 
 def main(out: Path = RESULTS) -> None:
-    """Runs every way, prints a table, adds records to a file of JSON lines."""
+    """Runs every trainer, prints a table, and appends records to a file of JSON lines."""
     context = multiprocessing.get_context("spawn")
     records = []
-    for name in track(WAYS, "trainers"):
+    for name in track(TRAINERS, "trainers"):
         with ProcessPoolExecutor(1, mp_context=context) as alone:
             records.append(alone.submit(run, name).result())
     table = Table(title=f"Loss and backward of {B} x {T} tokens, V = {V:,}, H = {H}")

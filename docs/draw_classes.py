@@ -1,6 +1,6 @@
-"""Draws which rows wait for the clip bounds: ``python docs/draw_classes.py``.
+"""Draws the classes of rows over the ratio: ``python docs/draw_classes.py``.
 
-Left A > 0, right A < 0, with the ranges of the paper's preset.
+A > 0 on the left and A < 0 on the right, with the ranges of the paper's preset.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from bapo_kernels import BAPOConfig
 
 FIGURES = Path(__file__).parent / "figures"
 COLORS = {"kept": "#d5ecd9", "undecided": "#ffe3ae", "clipped": "#dddddd"}
-MEANING = {"kept": "gradient now", "undecided": "waits for\nthe bounds", "clipped": "zero now"}
+MEANING = {
+    "kept": "final gradient",
+    "undecided": "depends on\nthe bounds",
+    "clipped": "zero gradient",
+}
 RC = {
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "svg.hashsalt": "bapo_kernels",
-    "svg.fonttype": "none",
 }
 
 
@@ -34,7 +36,7 @@ def surrogate(r: np.ndarray, A: float, lower: float, upper: float) -> np.ndarray
 
 
 def draw(ax: Axes, A: float, config: BAPOConfig, right: float) -> None:
-    """One sign: bands of the classes, the bound's two ends, J at both."""
+    """One sign of the advantage: bands of the classes, and J at both ends of the bound's range."""
     if A > 0:
         name, first, last = "c_high", config.ratio_upper_start, config.ratio_upper_max
         classes = ("kept", "undecided", "clipped")
@@ -49,8 +51,8 @@ def draw(ax: Axes, A: float, config: BAPOConfig, right: float) -> None:
     r = np.union1d(np.linspace(0, right, 400), edges)
     styles = ({"color": "#0b5fc0"}, {"color": "#c0392b", "linestyle": "--"})
     ends = (
-        (f"start bounds, {name} = {first}", config.ratio_lower_start, config.ratio_upper_start),
-        (f"last bounds, {name} = {last}", config.ratio_lower_max, config.ratio_upper_max),
+        (f"starting bounds, {name} = {first}", config.ratio_lower_start, config.ratio_upper_start),
+        (f"maximum bounds, {name} = {last}", config.ratio_lower_max, config.ratio_upper_max),
     )
     for (label, *bounds), style in zip(ends, styles, strict=True):
         ax.plot(r, surrogate(r, A, *bounds), linewidth=2.4, label=label, **style)
@@ -60,20 +62,18 @@ def draw(ax: Axes, A: float, config: BAPOConfig, right: float) -> None:
     ax.set_xticks(sorted({0, 1, first, last}), [f"{x:g}" for x in sorted({0, 1, first, last})])
     ax.set_xlabel("ratio r")
     ax.set_title(f"{'Positive' if A > 0 else 'Negative'} advantage, A = {A:+g}", pad=58)
-    ax.legend(loc="lower right" if A > 0 else "upper right", frameon=True, framealpha=0.9)
+    ax.legend(loc="lower right" if A > 0 else "lower left", frameon=True, framealpha=0.9)
 
 
 def main() -> None:
-    """Writes classes_of_rows.svg and .png."""
+    """Writes classes_of_rows.png."""
     FIGURES.mkdir(exist_ok=True)
     with mpl.rc_context(RC):
         figure, (positive, negative) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
         draw(positive, 1.0, BAPOConfig.paper(), right=4.2)
         draw(negative, -1.0, BAPOConfig.paper(), right=1.5)
         positive.set_ylabel("surrogate J = min(r A, clip(r) A)")
-        for suffix in ("svg", "png"):
-            metadata = {"Date": None} if suffix == "svg" else None
-            figure.savefig(FIGURES / f"classes_of_rows.{suffix}", dpi=144, metadata=metadata)
+        figure.savefig(FIGURES / "classes_of_rows.png", dpi=144)
 
 
 if __name__ == "__main__":

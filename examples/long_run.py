@@ -207,7 +207,7 @@ def main(
     console = Console()
     console.print(summary(rows))
     same = sum(row["same bits"] for row in rows)
-    console.print(f"fused and fused again have the same bits after {same:.0f} of {updates} updates")
+    console.print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
     console.print(f"Wrote long_run.csv and long_run.png to {out}/")
 
 

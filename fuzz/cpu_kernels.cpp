@@ -1,7 +1,7 @@
 // libFuzzer target of the CPU kernels. Bytes become shapes, strides, options and values of a loss,
-// which runs through all entry points of launch.h twice: by one thread and by two, among different
-// garbage. Arrays end with the last element that a kernel may touch, and what comes out is held
-// against the formulas in double.
+// which runs twice through all entry points of launch.h: with one thread and with two, and with
+// different garbage around its arrays. Arrays end with the last element that a kernel may touch,
+// and the results are compared with the formulas in double.
 
 #include <fuzzer/FuzzedDataProvider.h>
 
@@ -105,7 +105,7 @@ float rounded(DType dtype, float x) {
 
 // ---- a problem ------------------------------------------------------------------------------
 
-// Noise around an offset, with a few numbers in it that the fuzzer chose.
+// Noise around an offset, with a few values chosen by the fuzzer.
 Floats numbers(Bytes& bytes, std::minstd_rand& noise, int64_t count) {
     const float spread = pick(bytes, {3.0f, 0.0f, 0.3f, 80.0f, 1e4f});
     const float offset = pick(bytes, {0.0f, 1.0f, -1.0f, -5.0f, 80.0f, -80.0f, 1e4f, -kInf});
@@ -156,7 +156,7 @@ struct Truth {
         }
         if (!std::isfinite(max)) entropy = kNaN;
     }
-    // From the maximum: beside 1e37 the log of a sum would be lost.
+    // Relative to the maximum: added to 1e37, the log of the sum would be lost.
     double log_p(int64_t j) const { return (x[j] - max) - log_sum; }
 };
 
@@ -258,7 +258,7 @@ struct Problem {
     const float* row(int64_t i) const { return logits.data() + i * vocab; }
     bool known(int64_t i) const { return labels[i] >= 0 && labels[i] < vocab; }
 
-    // Ratios among the bounds instead of far outside.
+    // Ratios near the bounds instead of far outside.
     void near_the_policy() {
         for (int64_t i = 0; i < count; ++i) {
             const double log_p = known(i) ? Truth(row(i), vocab, transform).log_p(labels[i]) : 0.0;
@@ -273,7 +273,7 @@ struct Outcome {
     Doubles log_probs, entropy, dlog_probs, dentropy, gradient, table, others;
 };
 
-// In fresh threads: what a thread keeps for its rows is then as large as these rows need.
+// In fresh threads, whose buffers are then exactly as large as these rows need.
 template <typename Params>
 void run_rows(void (*kernel)(const Params&, cpu::RowQueue&), const Params& params, int threads) {
     cpu::RowQueue queue{params.rows.count(), 1};
@@ -282,7 +282,7 @@ void run_rows(void (*kernel)(const Params&, cpu::RowQueue&), const Params& param
     for (std::thread& thread : pool) thread.join();
 }
 
-// Chunks may run in any order.
+// Runs the chunks forwards or backwards; the order must not matter.
 template <typename Partial, typename Chunk>
 std::vector<Partial> run_chunks(int64_t count, int64_t width, bool backwards, Chunk chunk) {
     const int64_t chunks = (count + cpu::kTokensPerChunk - 1) / cpu::kTokensPerChunk;
@@ -409,7 +409,7 @@ class Run {
         check_table(params);
     }
 
-    // Every entry of the table, token by token.
+    // Compares every entry of the table with the sum over the tokens.
     void check_table(const ContributionParams& params) const {
         double points[kMaxGridPoints];
         const int lower_count = fill_grid(p.lower, points);
@@ -479,7 +479,7 @@ class Run {
         out.others.insert(out.others.end(), stats.begin(), stats.end());
     }
 
-    // Takes the rows out; around them all must still be garbage.
+    // Reads the rows, and requires everything around them to be garbage still.
     void read_gradient() {
         Memory& target = p.inplace ? logits : grad;
         for (int64_t i = 0; i < p.count; ++i) {

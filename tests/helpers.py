@@ -11,12 +11,12 @@ from torch import Tensor
 
 import bapo_kernels
 from bapo_kernels import BAPOConfig, reference
-from bapo_kernels.budget import EPS as EPS
-from bapo_kernels.budget import Case, Result, error_and_budget, evaluate, quantities
-from bapo_kernels.budget import loss_sensitivity as loss_sensitivity
-from bapo_kernels.budget import make_case as make_case
-from bapo_kernels.budget import per_token as per_token
 from bapo_kernels.config import IGNORE_INDEX
+from bapo_kernels.tools.budget import EPS as EPS
+from bapo_kernels.tools.budget import Case, Result, error_and_budget, evaluate, quantities
+from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
+from bapo_kernels.tools.budget import make_case as make_case
+from bapo_kernels.tools.budget import per_token as per_token
 
 # Backends that have their own kernels and can run here; the reference is what they are checked
 # against.

@@ -1,4 +1,4 @@
-"""The commands: what validate finds right and wrong, and profiles that add up."""
+"""The commands: validate finds wrong kernels, and the parts of a profile add up."""
 
 import itertools
 import json
@@ -12,8 +12,9 @@ from helpers import needs_native
 from torch.profiler import DeviceType
 from typer.testing import CliRunner
 
-from bapo_kernels import _autograd, available_backends, bounds, fused, linear, profile, validate
-from bapo_kernels.__main__ import commands
+from bapo_kernels import _autograd, available_backends, bounds, fused, linear
+from bapo_kernels.tools import profile, validate
+from bapo_kernels.tools.cli import commands
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -30,7 +31,7 @@ def short(tasks):
     return [task for task in tasks if task.case != f"V = {validate.VOCABULARY:,}"]
 
 
-def test_the_package_imports_no_command_line():
+def test_the_package_does_not_import_typer_or_rich():
     code = "import sys, bapo_kernels; assert not {'typer', 'rich'} & set(sys.modules)"
     assert python("-c", code).returncode == 0
 
@@ -49,10 +50,11 @@ def test_the_report_needs_no_typer():
     assert "backend reference available" in done.stdout
 
 
-def test_a_command_without_typer_says_what_it_needs():
+def test_a_command_without_typer_names_the_extra():
     done = python("-c", WITHOUT_TYPER, "validate")
     assert done.returncode == 1
-    assert done.stderr == "needs typer and rich: pip install typer rich\n"
+    told = "the commands need typer and rich: pip install 'bapo-kernels[cli]'"
+    assert done.stderr == f"bapo_kernels: {told}\n"
 
 
 def test_help_lists_the_commands():
@@ -63,8 +65,8 @@ def test_help_lists_the_commands():
 
 
 @needs_native
-def test_validate(tmp_path):
-    """A user's command as it is; the lines of the file are the checks that are counted."""
+def test_validate_finds_no_error(tmp_path):
+    """As a user runs it; the file has one line per check."""
     file = tmp_path / "checks.jsonl"
     command = ("-m", "bapo_kernels", "validate", "--device", "cpu", "--backend", "cpu")
     done = python(*command, "--json", str(file))
@@ -78,7 +80,7 @@ def test_validate(tmp_path):
 
 
 def test_cases_pass_on_every_backend(backend, device, interpreted):
-    """On the CPU in one dtype: test_validate has them all."""
+    """On the CPU in one dtype; test_validate_finds_no_error has all of them."""
     dtypes = [torch.float16] if device == "cpu" else validate.DTYPES
 
     def some(tasks):
@@ -89,20 +91,20 @@ def test_cases_pass_on_every_backend(backend, device, interpreted):
     assert [check for check in checks if not check.passed] == []
 
 
-def test_hidden_states_come_in_chunks_and_some_rows_again(monkeypatch):
-    chunks, replayed = [], []
+def test_the_linear_case_has_several_chunks_and_recomputed_rows(monkeypatch):
+    chunks, recomputed = [], []
     look, replay = linear._Chunks.look, linear._Chunks.replay
     monkeypatch.setattr(linear._Chunks, "look", lambda *a: (chunks.append(a[1]), look(*a))[1])
-    monkeypatch.setattr(linear._Chunks, "replay", lambda *a: (replayed.append(a[1]), replay(*a)))
+    monkeypatch.setattr(linear._Chunks, "replay", lambda *a: (recomputed.append(a[1]), replay(*a)))
     backend = next(name for name in validate.CANDIDATES if available_backends()[name] is None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     list(validate._linear(backend, torch.float32, device))
-    assert len(chunks) > 4  # of two runs
-    assert any(rows.numel() > 0 for rows in replayed)
+    assert len(chunks) > 4  # in two runs
+    assert any(rows.numel() > 0 for rows in recomputed)
 
 
 def wrong_operator(monkeypatch, name, fault):
-    """Makes one operator do what it does, and then ``fault(*arguments)``."""
+    """Lets one operator do its work and then ``fault(*arguments)``."""
 
     class Wrong:
         def __init__(self, ops):
@@ -120,7 +122,7 @@ def wrong_operator(monkeypatch, name, fault):
 
 
 def times(by, index):
-    """Multiplies an argument, if it is given."""
+    """Multiplies an argument if it is given."""
     return lambda *arguments: None if arguments[index] is None else arguments[index].mul_(by)
 
 
@@ -134,16 +136,16 @@ def nan_in_a_fresh_gradient(*arguments):
 
 
 LOSSES = {"V = 257", "logits[:, :-1]", "all options", "statistics=live", "inplace", "packed"}
-FRESH = LOSSES - {"inplace"}  # the gradient is a tensor of its own
+FRESH = LOSSES - {"inplace"}  # the gradient has its own tensor
 HIDDEN, LOG_PROBS = {"bapo_linear_loss"}, {"log_probs"}
 ALL = LOSSES | LOG_PROBS | HIDDEN
 SEARCHES = {"search, paper", "search, recipe"}
-# Operator, what it does wrong, the quantity that shows it, and the cases that call it. The gradient
-# of float16 is made by row_gradient, in backward, from log-probs that row_pass finds.
+# Operator, fault, the quantity that shows it, and the cases that call the operator. The float16
+# gradient is computed by row_gradient, in backward, from the log-probs of row_pass.
 FAULTS = {
     "gradient": ("row_pass", times(1.01, -2), "gradient", FRESH, set()),
     "gradient in place": ("row_pass_", times(1.01, 0), "gradient", {"inplace"} | HIDDEN, set()),
-    "gradient that waited": ("row_gradient_", times(1.1, 0), "weight gradient", HIDDEN),
+    "gradient of undecided rows": ("row_gradient_", times(1.1, 0), "weight gradient", HIDDEN),
     "gradient of log_probs": ("row_gradient", times(1.02, -1), "gradient", FRESH | LOG_PROBS),
     "NaN": ("row_pass", nan_in_a_fresh_gradient, "gradient", FRESH, set()),
     "log_probs": ("row_pass", times(1 + 1e-5, -5), "log_probs", FRESH | LOG_PROBS, ALL),
@@ -167,8 +169,8 @@ def test_a_wrong_kernel_is_found(monkeypatch, name):
 
 
 @needs_native
-def test_other_bits_in_a_second_run_are_found(monkeypatch):
-    """The last bit of the loss, every second time."""
+def test_different_bits_in_a_second_run_are_found(monkeypatch):
+    """The fault changes the last bit of the loss on every second call."""
     calls = itertools.count()
 
     def fault(*arguments):
@@ -182,7 +184,7 @@ def test_other_bits_in_a_second_run_are_found(monkeypatch):
 
 
 @needs_native
-def test_a_kernel_that_raises_is_a_failed_check_and_the_others_go_on(monkeypatch, tmp_path):
+def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path):
     def out_of_memory(*arguments):
         raise RuntimeError("out of [some] memory")
 
@@ -209,7 +211,7 @@ def test_a_kernel_that_raises_is_a_failed_check_and_the_others_go_on(monkeypatch
 
 
 def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
-    """An interrupt, as of a limit, loses none of them; --dtype leaves out the others."""
+    """An interrupt, as by a time limit, loses none of them; --dtype selects a dtype."""
 
     def interrupted():
         raise KeyboardInterrupt
@@ -231,7 +233,7 @@ def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("command", ["validate", "profile"])
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_a_named_backend_that_cannot_run(command, backend):
+def test_a_named_backend_that_cannot_run_is_an_error(command, backend):
     reason = available_backends()[backend]
     if reason is None:
         reason = "must be on a cuda device, got cpu"
@@ -243,13 +245,13 @@ def test_a_named_backend_that_cannot_run(command, backend):
     assert reason in done.output
 
 
-def test_validate_takes_backends_with_kernels_alone():
+def test_validate_accepts_only_backends_with_kernels():
     done = run("validate", "--backend", "reference")
     assert done.exit_code == 1
     assert "backend must be one of ['cuda', 'triton', 'cpu'], got 'reference'" in done.output
 
 
-def test_no_checks_are_no_success(monkeypatch):
+def test_no_backend_to_check_is_an_error(monkeypatch):
     monkeypatch.setattr(validate, "why_not", lambda name, *_: f"no {name} here")
     done = run("validate", "--device", "cpu")
     assert done.exit_code == 1
@@ -259,7 +261,7 @@ def test_no_checks_are_no_success(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("command", ["validate", "profile"])
-def test_no_gpu(command):
+def test_a_missing_gpu_is_an_error(command):
     done = run(command, "--device", "cuda")
     assert done.exit_code == 1
     assert "device must be one that torch can use, got 'cuda'" in done.output
@@ -293,7 +295,7 @@ def test_the_parts_of_a_profile_add_up(backend, device, interpreted, name):
 
 @needs_native
 @pytest.mark.parametrize("statistics", ["all", "live"])
-def test_bytes_are_those_of_the_rows_that_are_touched(monkeypatch, statistics):
+def test_bytes_are_those_of_the_rows_that_are_read_and_written(monkeypatch, statistics):
     undecided = []
     wrong_operator(monkeypatch, "row_pass", lambda *arguments: undecided.append(arguments[-1]))
     N, V = 200, 50
@@ -307,14 +309,14 @@ def test_bytes_are_those_of_the_rows_that_are_touched(monkeypatch, statistics):
         statistics=statistics,
     )
     moved = workload.bytes_moved()
-    live = workload.mask if statistics == "all" else workload.mask & (workload.advantages != 0)
-    waited = int(undecided[-1].sum())
-    assert waited > 0
-    assert moved["row_pass"] == 4 * V * (N + int(live.sum()) - waited)
-    assert 4 * V * waited <= moved["row_gradient"] <= 8 * V * waited
+    counted = workload.mask if statistics == "all" else workload.mask & (workload.advantages != 0)
+    count = int(undecided[-1].sum())
+    assert count > 0
+    assert moved["row_pass"] == 4 * V * (N + int(counted.sum()) - count)
+    assert 4 * V * count <= moved["row_gradient"] <= 8 * V * count
 
 
-def test_kernels_of_a_gpu_are_told_apart():
+def test_gpu_kernels_are_grouped_by_name():
     milliseconds = {
         "void bapo::row_pass_cluster_kernel<__nv_bfloat16, 4, true>(bapo::RowPassParams)": 50,
         "_row_gradient_kernel": 6,
@@ -345,7 +347,7 @@ def test_kernels_of_a_gpu_are_told_apart():
 
 
 @pytest.mark.parametrize("hidden", [(), ("--hidden", "16")])
-def test_profile(tmp_path, hidden):
+def test_profile_prints_its_parts(tmp_path, hidden):
     trace = tmp_path / "trace.json"
     sizes = ("--tokens", "8", "--vocab", "1000", "--device", "cpu")
     done = run("profile", *sizes, *hidden, "--masked", "0.25", "--trace", str(trace))
@@ -357,14 +359,14 @@ def test_profile(tmp_path, hidden):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_profile_of_hidden_states_in_place():
+def test_profile_refuses_inplace_from_hidden_states():
     done = run("profile", "--hidden", "16", "--inplace")
     assert done.exit_code == 1
     assert "inplace must be False for hidden states, got True" in done.output
 
 
 @pytest.mark.gpu
-def test_commands_on_a_gpu():
+def test_the_commands_run_on_a_gpu():
     assert run("validate", "--device", "cuda").exit_code == 0
     assert run("profile", "--tokens", "512").exit_code == 0
     assert run("profile", "--tokens", "512", "--hidden", "256").exit_code == 0

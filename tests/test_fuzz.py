@@ -7,6 +7,7 @@ different ones every time.
 import io
 import shutil
 import subprocess
+import tarfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,8 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels.budget import Case, Result, make_case, quantities
 from bapo_kernels.config import IGNORE_INDEX
+from bapo_kernels.tools.budget import Case, Result, make_case, quantities
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [1, 2, 3, 15, 16, 17, 31, 127, 257]  # one token, vectors and their neighbours, primes
@@ -443,3 +444,11 @@ ROOT = Path(__file__).parent.parent
 def test_fuzz_target_compiles():
     command = ["clang++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-Icsrc"]
     subprocess.run([*command, "fuzz/cpu_kernels.cpp"], cwd=ROOT, check=True)
+
+
+def test_the_corpus_is_one_archive_of_small_inputs():
+    with tarfile.open(ROOT / "fuzz" / "corpus.tar.gz") as archive:
+        inputs = [member for member in archive if not member.isdir()]
+    assert len(inputs) > 200
+    assert all(member.isfile() and member.name.startswith("corpus/") for member in inputs)
+    assert max(member.size for member in inputs) <= 256, "what fuzz/Makefile gives libFuzzer"

@@ -1,4 +1,4 @@
-"""The suite for a machine with a GPU, rehearsed: its stages on made-up tools, its commands here."""
+"""The suite for a GPU machine: its stages with fake tools, and its commands on the CPU."""
 
 import itertools
 import os
@@ -17,8 +17,8 @@ import typer
 from helpers import needs_native
 from typer.testing import CliRunner
 
-import bapo_kernels.__main__ as bapo_cli
-from bapo_kernels import validate
+from bapo_kernels.tools import cli as bapo_cli
+from bapo_kernels.tools import validate
 from benchmarks import __main__ as bench_cli
 from benchmarks import launch_rows, records, run, targets, timing, tune_triton
 from benchmarks.cases import Case
@@ -30,7 +30,7 @@ LEVELS = ["logits", "hidden"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a script for Linux")
 
 BACKENDS = ["cuda", "triton", "cpu"]
-# Stands for python3: writes down how it is called, and does what `behave` says.
+# Takes the place of python3: logs its arguments, and does what `behave` says.
 PYTHON = """#!/usr/bin/env bash
 printf '%q ' "$@" >>"$FAKE/calls"
 echo >>"$FAKE/calls"
@@ -46,13 +46,13 @@ STAGES = [
     *("answers_cuda", "answers_triton", "graphs_cuda", "graphs_triton"),
     *("targets_cuda", "targets_triton", "hidden_cuda", "hidden_triton"),
     *("tests", "memcheck", "synccheck", "racecheck", "ncu"),
-    *("profile_cuda", "profile_triton", "tune", "peers_logits", "peers_hidden"),
+    *("profile_cuda", "profile_triton", "tune", "baselines_logits", "baselines_hidden"),
     *("shapes", "validate"),
 ]
 
 
 class Suite:
-    """A tree without history, made-up tools, and a folder of what is built beforehand."""
+    """A tree without history, fake tools, and a folder with a prebuilt library."""
 
     def __init__(self, folder):
         self.tree, self.fake, self.out = (folder / name for name in ("tree", "fake", "out"))
@@ -83,7 +83,7 @@ class Suite:
         path.chmod(0o755)
 
     def behaves(self, **cases):
-        """What the made-up python does where its arguments have a word in them."""
+        """What the fake python does if a word is among its arguments."""
         text = "\n".join(f"*{word}*) {does} ;;" for word, does in cases.items())
         (self.fake / "behave").write_text(f'case "$*" in\n{text}\nesac\n')
 
@@ -106,7 +106,7 @@ class Suite:
         )
 
     def run(self, *arguments, **env):
-        """The exit status, and what was printed."""
+        """The exit status and the output."""
         process = self.start(*arguments, **env)
         output = process.communicate(timeout=60)[0]
         return process.returncode, output
@@ -115,7 +115,7 @@ class Suite:
         """Status and result by stage, in order."""
         lines = (self.out / "summary.txt").read_text().splitlines()
         return {
-            line[:15].strip(): (line[16:25].strip(), line.partition(" s  ")[2]) for line in lines
+            line[:16].strip(): (line[17:26].strip(), line.partition(" s  ")[2]) for line in lines
         }
 
     def archive(self):
@@ -125,7 +125,7 @@ class Suite:
             return {Path(f.name).name: tar.extractfile(f).read().decode() for f in files}
 
     def calls(self):
-        """Arguments of the made-up python."""
+        """Arguments of the calls of the fake python."""
         lines = (self.fake / "calls").read_text().splitlines()
         return [shlex.split(line) for line in lines if not line.startswith("-c")]
 
@@ -148,7 +148,7 @@ COMMANDS = {
 
 
 def parsed(call):
-    """Whether a call is one of a command of ours, whose command line takes it."""
+    """Whether a call is one of our commands; parsing it raises if the command line is wrong."""
     _, module, *arguments = call
     if module not in COMMANDS:
         return False
@@ -164,7 +164,7 @@ def suite(tmp_path):
     return Suite(tmp_path)
 
 
-def test_list(suite):
+def test_list_names_the_stages(suite):
     status, output = suite.run("--list")
     rows = [line.split() for line in output.splitlines()]
     assert status == 0
@@ -174,7 +174,7 @@ def test_list(suite):
     assert not suite.out.exists()
 
 
-def test_all_stages(suite):
+def test_all_stages_run_and_are_archived(suite):
     status, output = suite.run("--budget", 5000)
     summary = suite.summary()
     assert status == 0, output
@@ -197,8 +197,8 @@ def test_all_stages(suite):
     assert all((ROOT / file).exists() for file in files)
 
 
-def test_the_budget(suite):
-    """What does not fit is left out, what others build on never is."""
+def test_stages_beyond_the_budget_are_skipped(suite):
+    """Stages that do not fit are skipped, except those that all others need."""
     suite.run("--budget", 110, "--only", "driver,tests,tune,shapes")
     summary = suite.summary()
     assert {summary[name][0] for name in (*BEFORE, "driver", "tune")} == {"ok"}
@@ -206,18 +206,18 @@ def test_the_budget(suite):
     assert summary["tests"][1].startswith("takes up to 120 s, and ")
 
 
-def test_only_and_from(suite):
+def test_only_and_from_choose_stages(suite):
     suite.run("--only", "tune,driver")
     assert list(suite.summary()) == [*BEFORE, "driver", "tune"]
-    suite.run("--from", "peers_hidden")
-    assert list(suite.summary()) == [*BEFORE, "peers_hidden", "shapes", "validate"]
+    suite.run("--from", "baselines_hidden")
+    assert list(suite.summary()) == [*BEFORE, "baselines_hidden", "shapes", "validate"]
     for arguments in (["--only", "tune,tuna"], ["--from", "tuna"], ["--frm", "tune"]):
         status, output = suite.run(*arguments)
         assert status == 2
         assert "no stage is called 'tuna'" in output or "--only STAGE" in output
 
 
-def test_a_wrong_backend_stops_what_builds_on_it_alone(suite):
+def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
     suite.behaves(**{"validate*backend*cuda*dtype": "echo 60 checks, 3 failed; exit 1"})
     status, _ = suite.run("--budget", 5000)
     summary = suite.summary()
@@ -233,7 +233,7 @@ def test_a_wrong_backend_stops_what_builds_on_it_alone(suite):
     assert suite.calls()[-1][-4:-2] == ["--backend", "triton"]
 
 
-def test_where_cuda_cannot_run(suite):
+def test_without_cuda_the_other_stages_run(suite):
     suite.runs_here("triton", "cpu")
     shutil.rmtree(suite.fake / "bin", ignore_errors=True)
     suite.tool(suite.fake / "bin/python3", PYTHON)
@@ -245,11 +245,11 @@ def test_where_cuda_cannot_run(suite):
     assert summary["answers_cuda"] == ("skipped", "cuda is absent: none")
     assert summary["targets_cuda"] == ("skipped", "cuda is absent: none")
     assert summary["targets_triton"][0] == summary["tests"][0] == "ok"
-    assert summary["driver"] == ("skipped", "the driver is not there")
+    assert summary["driver"] == ("skipped", "the driver was not built")
     assert summary["ncu"] == ("skipped", "no ncu on the path")
 
 
-def test_a_hanging_stage_ends_at_its_limit_and_keeps_what_it_had(suite):
+def test_a_hanging_stage_ends_at_its_limit_and_keeps_its_results(suite):
     hang = 'echo {} >>"$OUT/now/targets_triton_logits.jsonl"; echo first of five; sleep 9; exit'
     suite.behaves(**{"targets*triton*logits": hang, "targets*cuda*logits": "exit 3"})
     chosen = "targets_cuda,targets_triton,hidden_triton"
@@ -270,7 +270,7 @@ def until(condition):
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
-def test_killed(suite, by):
+def test_a_killed_suite_keeps_its_results(suite, by):
     suite.behaves(tune='echo one variant; echo {} >"$OUT/now/tune.jsonl"; exec sleep 9')
     process = suite.start("--only", "driver,tune,validate")
     running = suite.out / "now/tune.jsonl"
@@ -289,9 +289,9 @@ def test_killed(suite, by):
         assert running.read_text() == "{}\n"
 
 
-@pytest.mark.parametrize("fault", ["other sources", "does not load", "not there"])
-def test_a_prebuilt_library_that_does_not_fit(suite, fault):
-    """Then it is built from source; without a compiler that fails, and the others go on."""
+@pytest.mark.parametrize("fault", ["other sources", "does not load", "missing"])
+def test_an_unusable_prebuilt_library_is_built_again(suite, fault):
+    """It is built from source; if there is no compiler that fails, and the other stages go on."""
     if fault == "other sources":
         (suite.tree / "csrc/kernel.cu").write_text("another kernel\n")
     elif fault == "does not load":
@@ -310,8 +310,8 @@ def test_a_prebuilt_library_that_does_not_fit(suite, fault):
 
 
 @needs_native
-def test_the_commands_in_a_rehearsal(suite, monkeypatch, tmp_path):
-    """On the CPU, each as the suite calls it, in small sizes and hardly timed."""
+def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
+    """Each command as the suite calls it, in small sizes and with few repetitions."""
     suite.runs_here("cpu")
     suite.run("--budget", 5000, BAPO_SUITE_DEVICE="cpu")
     monkeypatch.setattr(timing.CPUClock, "SECONDS", 0.0)
@@ -340,17 +340,17 @@ def test_the_commands_in_a_rehearsal(suite, monkeypatch, tmp_path):
     assert {r["status"] for r in results} == {"measured"}
     assert results[4]["ratio"] < 1
     assert all(check["passed"] for check in records.load(now / "answers_cpu.jsonl"))
-    measured = {r["who"] for r in records.load(suite.out / "cpu.jsonl")}
+    measured = {r["method"] for r in records.load(suite.out / "cpu.jsonl")}
     assert measured >= {"copy", "three matrix products", "the paper's loop", "bapo_kernels cpu"}
 
 
-def test_the_rows_that_a_profiler_sees(backend, device, interpreted, capsys):
+def test_the_launches_for_a_profiler(backend, device, interpreted, capsys):
     N, V = (8, 40) if interpreted else (16, 300)
     launch_rows.main([backend], device, N, V, "float32")
     assert re.fullmatch(rf"{backend}: loss -?\d\.\d+\n", capsys.readouterr().out)
 
 
-def test_shellcheck():
+def test_the_script_passes_shellcheck():
     shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")

@@ -1,4 +1,4 @@
-"""The study of rounding: its own arithmetic against other ways to the same, its page."""
+"""The study of rounding: its arithmetic against independent computations, and its page."""
 
 import math
 from dataclasses import replace
@@ -23,20 +23,20 @@ def batches_of(config, n=12, count=40):
     return logp, decisions.Batches.draw(config, logp, n, count, g)
 
 
-def test_the_page_is_that_of_the_committed_records():
+def test_the_page_matches_the_committed_records():
     assert page.PAGE.read_text() == page.page()
 
 
 @pytest.mark.parametrize(
     ("bits", "dtype"), [(24, torch.float32), (11, torch.float16), (8, torch.bfloat16)]
 )
-def test_rounding_is_that_of_the_dtype(bits, dtype):
+def test_rounding_matches_the_dtype(bits, dtype):
     x = torch.cat([-20 * torch.rand(999, dtype=torch.float64) - 1e-3, -torch.arange(1.0, 9) / 4])
     assert torch.equal(decisions.rounded(x, bits), x.to(dtype).double())
     assert torch.equal(decisions.rounded(x.to(dtype).double(), bits), x.to(dtype).double())
 
 
-def test_perturbations_fill_half_a_unit_either_way():
+def test_perturbations_reach_half_a_unit_in_both_directions():
     x = -20 * torch.rand(9_999, dtype=torch.float64) - 1e-3
     units = (decisions.perturbed(x, 12, pool()[1]) - x) / decisions.ulp(x, 12)
     assert -0.5 <= units.min() < -0.49
@@ -68,7 +68,7 @@ def test_the_one_pass_search_is_compared_with_the_loop(monkeypatch):
 
 
 def test_margins_by_hand():
-    """The second row stops at its second point, the third at its last, which decides nothing."""
+    """The second row stops at its second point, the third at its last, where nothing is decided."""
     values = torch.tensor([[0.1, 0.3, 0.2, 0.9], [0.1, 0.5, 0.41, 0.9], [0.1, 0.2, 0.3, 0.41]])
     target = torch.tensor([0.5, 0.4, 0.4])
     assert decisions.stops(values, target).tolist() == [3, 1, 3]
@@ -76,7 +76,7 @@ def test_margins_by_hand():
 
 
 def test_a_tie_has_no_margin():
-    """The loop stops at a tested quantity that equals the target; any less of it flips."""
+    """The loop stops where the tested quantity equals the target; any smaller value flips it."""
     values, target = torch.tensor([[0.1, 0.25, 0.5]]), torch.tensor([0.25])
     assert decisions.stops(values, target).item() == 1
     assert decisions.margins(values, target).item() == 0
@@ -84,7 +84,7 @@ def test_a_tie_has_no_margin():
 
 
 def test_flipped_targets_by_hand():
-    """Stops differ in (.1, .2], (.3, .35] and (.5, .6]; the last point decides nothing."""
+    """Stops differ in (.1, .2], (.3, .35] and (.5, .6]; at the last point nothing is decided."""
     values = torch.tensor([[0.1, 0.3, 0.2, 0.5, 0.7]])
     other = torch.tensor([[0.2, 0.35, 0.1, 0.6, 0.8]])
     low, high = torch.tensor([0.0]), torch.tensor([1.0])
@@ -94,7 +94,7 @@ def test_flipped_targets_by_hand():
     torch.testing.assert_close(half, torch.tensor([0.30]))
 
 
-def test_flipped_targets_are_those_that_a_scan_finds():
+def test_flipped_targets_match_a_scan():
     g = torch.Generator().manual_seed(0)
     values = torch.rand(50, 9, generator=g, dtype=torch.float64)
     other = values + 0.2 * torch.randn(values.shape, generator=g, dtype=torch.float64)
@@ -105,12 +105,11 @@ def test_flipped_targets_are_those_that_a_scan_finds():
     for i in range(steps):
         target = low + (high - low) * (i + 0.5) / steps
         found += decisions.stops(values, target) != decisions.stops(other, target)
-    # a scan misses at most a step at each end of an interval, of which there are at most 8
+    # a scan misses at most one step at each end of an interval, and there are at most 8
     torch.testing.assert_close(share, found.double() / steps, rtol=0, atol=8 / steps)
 
 
-def test_flips_are_counted():
-    """Against a scan of each path."""
+def test_flips_match_a_scan_of_each_path():
     logp, batches = batches_of(PRESETS[0])
     values = batches.path(logp)
     assert decisions.flips([batches], [values], logp)["observed"] == 0
@@ -135,8 +134,8 @@ def test_errors_by_hand():
     assert errors.error_of(got.log() * math.inf, truth) is None
 
 
-def test_a_case_of_every_kind_of_rows():
-    """Labels are allowed, and no small error may switch a gradient off."""
+def test_every_kind_of_rows_makes_a_valid_case():
+    """Labels are allowed, and every ratio is far from every bound."""
     for make in errors.ROWS.values():
         z = torch.randn(8, 500, generator=torch.Generator().manual_seed(0))
         case = errors.case_of(make(z), torch.Generator().manual_seed(1))
@@ -152,12 +151,12 @@ def test_the_records_have_every_case():
     found, by_preset = figures.frames(load(page.RESULTS))
     assert set(by_preset) == {"paper", "recipe"}
     assert sum(r["batches"] for r in by_preset.values()) == 10_000
-    at_logits = found[(found.part == "logits") & (found.who == "bapo_kernels cpu")]
+    at_logits = found[(found.part == "logits") & (found.method == "bapo_kernels cpu")]
     cases = set(zip(at_logits["dtype"], at_logits.V, at_logits.rows, strict=True))
     assert len(cases) == len(errors.DTYPES) * len(errors.VOCABULARIES) * len(errors.ROWS)
 
 
-def test_the_loop_visits_one_bound_then_the_other():
+def test_the_loop_raises_one_bound_then_the_other():
     grid = dict(ratio_lower_max=0.64, ratio_upper_max=1.35)  # three points below, four above
     upper_first = decisions.visits(BAPOConfig(**grid))
     assert upper_first == ([0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 3, 3])

@@ -1,4 +1,4 @@
-"""Source distribution, builds and wheels: what is in them, and what is told where a part fails."""
+"""Source distribution, builds and wheels: their contents, and what a failed build reports."""
 
 import email
 import importlib.metadata
@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import bapo_kernels
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ["bapo_kernels", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
 SOURCES += ["MANIFEST.in", "tests"]
@@ -22,15 +24,13 @@ BUILT = {"bapo_kernels/_C.abi3.so", "bapo_kernels/_build.json"}
 
 pytestmark = [
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not in the repository"),
-    pytest.mark.xdist_group("supply"),  # they share what is built once
+    pytest.mark.xdist_group("supply"),  # the tests share what is built once
 ]
-with_scripts = pytest.mark.skipif(
-    sys.platform != "linux", reason="scripts in the place of compilers"
-)
+with_scripts = pytest.mark.skipif(sys.platform != "linux", reason="uses shell scripts as compilers")
 
 
 def run(*arguments, cwd, **env):
-    """This interpreter; by default it finds no compiler."""
+    """Runs this interpreter, by default without any compiler on the path."""
     given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH")
     own = {k: v for k, v in os.environ.items() if k not in given and not k.startswith("BAPO_")}
     command = [sys.executable, *map(str, arguments)]
@@ -51,7 +51,7 @@ def build_ext(folder, *options, **env):
 
 
 def unpacked(sdist, folder):
-    """Its tree, with a library that an earlier build left in place."""
+    """The tree of a source distribution, with a library that an earlier build left in place."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (tree,) = folder.iterdir()
@@ -61,7 +61,7 @@ def unpacked(sdist, folder):
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """Built where a library of an earlier build lies in place."""
+    """Built in a tree with the library of an earlier build in place."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("sdist")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -114,7 +114,7 @@ FAILING_NVCC = NVCC.replace("eval", "echo 'row_pass.cu(7): error: expected a ;' 
 
 @pytest.fixture
 def tools(tmp_path):
-    """Scripts in the place of compilers, and a torch that is quick to import."""
+    """Scripts that stand in for compilers, and a torch that is quick to import."""
     folder = tmp_path / "the tools"
     scripts = {"c++": COMPILER, "old c++": OLD_COMPILER, "launcher": LAUNCHER, "nvcc": NVCC}
     for name, text in (scripts | {"failing/nvcc": FAILING_NVCC}).items():
@@ -135,7 +135,7 @@ def write_torch(folder, text):
     (folder / "torch" / "utils" / "cpp_extension.py").write_text(paths)
 
 
-def test_the_sdist_has_what_a_build_needs(sdist):
+def test_the_sdist_has_all_files_of_a_build(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*")}
@@ -147,7 +147,7 @@ def test_the_sdist_has_what_a_build_needs(sdist):
 
 
 def test_a_wheel_without_compilers_is_pure_python(wheel):
-    """A library of an earlier build is never packed in place of the one that failed."""
+    """The library of an earlier build is never packed when the build fails."""
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -161,7 +161,7 @@ def test_a_wheel_without_compilers_is_pure_python(wheel):
 
 
 @with_scripts
-def test_a_wheel_with_the_library_is_of_its_platform(sdist, tools, tmp_path):
+def test_a_wheel_with_the_library_has_a_platform_tag(sdist, tools, tmp_path):
     (tmp_path / "tree").mkdir()
     tree = unpacked(sdist, tmp_path / "tree")
     code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
@@ -173,7 +173,7 @@ def test_a_wheel_with_the_library_is_of_its_platform(sdist, tools, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("bapo_kernels/_C.abi3.so") == b""
     links = [line for line in (tools / "c++.log").read_text().splitlines() if "[-shared]" in line]
-    assert len(links) == 1, "it is built once"
+    assert len(links) == 1, "the library is built once"
 
 
 def tag(wheel):
@@ -203,7 +203,7 @@ runpy.run_module("bapo_kernels", run_name="__main__")
 """
 
 
-def test_an_install_without_compilers_computes_and_says_what_is_missing(wheel, tmp_path):
+def test_an_install_without_compilers_works_and_reports_what_is_missing(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     done = python("-c", USE.format(site=str(tmp_path)), cwd=tmp_path)
     missing = "the native library is absent: no C++ compiler found (g++ or c++ on the path, or CXX)"
@@ -215,13 +215,26 @@ def test_an_install_without_compilers_computes_and_says_what_is_missing(wheel, t
     assert done.stderr.count("UserWarning: ") == done.stderr.count(f"(cpu: {missing})") == 1
 
 
-def test_older_versions_of_torch_are_refused(wheel):
-    """The oldest torch of the metadata is the one whose ABI the library is built for."""
+def metadata(wheel):
+    """The fields of METADATA, and the requirements without an extra."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        metadata = email.message_from_bytes(archive.read(name))
-    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
-    (torch,) = [r for r in needs if r.name == "torch" and r.marker is None]
+        fields = email.message_from_bytes(archive.read(name))
+    needs = [Requirement(line) for line in fields.get_all("Requires-Dist")]
+    return fields, [need for need in needs if need.marker is None]
+
+
+def test_the_version_is_that_of_the_package(wheel):
+    assert metadata(wheel)[0]["Version"] == bapo_kernels.__version__
+
+
+def test_the_core_depends_on_torch_alone(wheel):
+    assert [need.name for need in metadata(wheel)[1]] == ["torch"]
+
+
+def test_older_versions_of_torch_are_refused(wheel):
+    """The oldest torch of the metadata is the one whose ABI the library is built for."""
+    (torch,) = metadata(wheel)[1]
     setup = (ROOT / "setup.py").read_text()
     major, minor = map(int, re.search(r"TORCH = \((\d+), (\d+)\)", setup).groups())
     assert torch.specifier.contains(f"{major}.{minor}.0")
@@ -239,8 +252,8 @@ def test_older_versions_of_torch_are_refused(wheel):
     ],
 )
 @pytest.mark.parametrize("required", ["0", "1"])
-def test_a_build_without_cuda_is_loud(tools, tmp_path, nvcc, reason, required):
-    """A machine with a GPU must not go on without its backend because a build said nothing."""
+def test_a_build_without_cuda_warns_or_fails(tools, tmp_path, nvcc, reason, required):
+    """A GPU machine must not silently lose its backend."""
     env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "BAPO_REQUIRE_CUDA": required}
     env |= {"NVCC": f"'{tools / nvcc}'"} if nvcc else {}
     done = build_ext(tmp_path, **env)
@@ -278,7 +291,7 @@ def test_a_required_library_that_cannot_be_built_fails_the_build(
 
 
 @with_scripts
-def test_compilers_and_flags_of_the_environment(tools, tmp_path):
+def test_compilers_and_flags_come_from_the_environment(tools, tmp_path):
     done = build_ext(
         tmp_path,
         PYTHONPATH=str(tools),
@@ -292,7 +305,7 @@ def test_compilers_and_flags_of_the_environment(tools, tmp_path):
     version, *compiled, linked = (tools / "c++.log").read_text().splitlines()
     assert version == "[-m64][--version]"
     assert len(compiled) > 5
-    for line in compiled:  # the flags override what is a preference, not what the code needs
+    for line in compiled:  # flags override preferences, but not what the code needs
         wanted = "[-m64]", "[-O3]", "[-DNAME=a b]", "[-O1]", "[-std=c++17]", "[-std=c++20]"
         places = [line.index(flag) for flag in wanted]
         assert places == sorted(places)
@@ -304,7 +317,7 @@ def test_compilers_and_flags_of_the_environment(tools, tmp_path):
 
 @with_scripts
 @pytest.mark.parametrize("place", [".", "build/lib"])
-def test_a_build_that_fails_leaves_no_library_of_an_earlier_one(sdist, tools, tmp_path, place):
+def test_a_failed_build_removes_the_library_of_an_earlier_build(sdist, tools, tmp_path, place):
     (tmp_path / "tree").mkdir()
     tree = unpacked(sdist, tmp_path / "tree")
     library = tree / place / "bapo_kernels" / "_C.abi3.so"
@@ -325,8 +338,8 @@ def setup(**options): raise ValueError("a page about project.license")
 """
 
 
-def test_an_old_setuptools_is_told_what_to_do(tmp_path):
-    """Under --no-build-isolation pip does not read what pyproject.toml requires of it."""
+def test_an_old_setuptools_is_refused_with_a_remedy(tmp_path):
+    """Under --no-build-isolation pip does not check the build requirements of pyproject.toml."""
     commands = tmp_path / "setuptools" / "command"
     commands.mkdir(parents=True)
     (commands.parent / "__init__.py").write_text(SETUPTOOLS)

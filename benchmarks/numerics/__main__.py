@@ -1,4 +1,4 @@
-"""Digits of everybody against float64, and how often rounding flips a decision of the search.
+"""Errors against float64, and how often rounding changes a decision of the search.
 
 ``TRITON_INTERPRET=1 python -m benchmarks.numerics`` measures on a CPU and writes
 ``docs/numerics.md`` with its figures; ``--no-measure`` writes them from the records alone.
@@ -18,7 +18,7 @@ from .page import PAGE, RESULTS, page
 
 
 def main(measure: bool = True, out: Path = RESULTS) -> None:
-    """Measures, adds to a file of JSON lines, and writes the page and its figures."""
+    """Measures, appends to a file of JSON lines, and writes the page and its figures."""
     if measure:
         facts = environment()
         for records in (measure_errors(), measure_decisions()):

@@ -1,4 +1,4 @@
-"""How often rounding flips a decision of the search: predicted, and observed."""
+"""How often rounding changes a decision of the search, predicted and observed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bapo_kernels.inputs import as_rows
 from ..records import Record
 from .errors import Rows, known
 
-BATCHES, TOKENS = 5_000, (16, 64, 256, 1_024)  # of a preset; of a batch
+BATCHES, TOKENS = 5_000, (16, 64, 256, 1_024)  # per preset; per batch
 POOL, POOL_V = 4_096, 32_000
 BITS = {"24 (float32)": 24, "20": 20, "17": 17, "14": 14, "11 (float16)": 11, "8 (bfloat16)": 8}
 SIGNIFICANT = {torch.float64: 24, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -31,23 +31,23 @@ MARGINS = [10 ** (k / 4) for k in range(-40, 5)]  # 1e-10 to 10
 
 
 def ulp(x: Tensor, bits: int) -> Tensor:
-    """The last place of float64 values in a significand of so many bits."""
+    """The last place of float64 values in a significand of ``bits`` bits."""
     return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - bits)
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
-    """To a significand of so many bits, ties to even; float64 in and out."""
+    """Float64 values rounded to a significand of ``bits`` bits, ties to even."""
     return torch.round(x / ulp(x, bits)) * ulp(x, bits)
 
 
 def perturbed(x: Tensor, bits: int, g: torch.Generator) -> Tensor:
-    """By up to half a unit in the last place of such a significand, either way."""
+    """Values moved by up to half a unit in the last place of such a significand."""
     return x + ulp(x, bits) * (torch.rand(x.shape, generator=g, dtype=x.dtype) - 0.5)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """``[B, n]`` tokens that are rows of the pool, and a target ``[B]`` the search can reach."""
+    """``[B, n]`` tokens from the pool, and targets ``[B]`` that the search can reach."""
 
     config: BAPOConfig
     index: Tensor
@@ -61,8 +61,10 @@ class Batches:
     def draw(
         cls, config: BAPOConfig, logp: Tensor, n: int, count: int, g: torch.Generator
     ) -> Batches:
-        """Of staleness 0.1 to 2; batches in which no bound raises the tested quantity are left
-        out, the target is uniform between its value at the start and the highest."""
+        """Batches of staleness 0.1 to 2 in which some bound raises the tested quantity.
+
+        Targets are uniform between its value at the starting bounds and its highest value.
+        """
         index = torch.randint(len(logp), (4 * count, n), generator=g)
         staleness = 0.1 * 20 ** torch.rand(4 * count, 1, generator=g)
         old = (logp[index] + staleness * torch.randn(index.shape, generator=g)).float()
@@ -76,12 +78,12 @@ class Batches:
         return cls(config, index[kept], old[kept], A[kept], low, high, target)
 
     def path(self, logp: Tensor) -> Tensor:
-        """With these log-probs of the pool."""
+        """The tested quantity with these log-probs of the pool."""
         return path(self.config, logp[self.index], self.old, self.A)
 
 
 def visits(config: BAPOConfig) -> tuple[list[int], list[int]]:
-    """Grid points of the lower and the upper bound in the order of a loop that never stops."""
+    """Grid points of the lower and the upper bound, in the order of a loop that never stops."""
     first, second = len(config.lower_grid), len(config.upper_grid)
     if config.raise_first == "upper":
         first, second = second, first
@@ -96,11 +98,11 @@ def path(config: BAPOConfig, logp: Tensor, old: Tensor, A: Tensor) -> Tensor:
     r = (logp.double() - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     w = torch.ones_like(old) if config.token_weight == "uniform" else old.exp()
     positive, negative = w * A.clamp(min=0), -w * A.clamp(max=0)
-    P = torch.stack([(positive * r.clamp(max=c)).sum(-1) for c in config.upper_grid], -1)
-    N = torch.stack([(negative * r.clamp(min=c)).sum(-1) for c in config.lower_grid], -1)
+    pos = torch.stack([(positive * r.clamp(max=c)).sum(-1) for c in config.upper_grid], -1)
+    neg = torch.stack([(negative * r.clamp(min=c)).sum(-1) for c in config.lower_grid], -1)
     lower, upper = visits(config)
-    P, N = P[:, upper], N[:, lower]
-    return P / (N + RATIO_EPS) if config.target_kind == "ratio" else P / (P + N)
+    pos, neg = pos[:, upper], neg[:, lower]
+    return pos / (neg + RATIO_EPS) if config.target_kind == "ratio" else pos / (pos + neg)
 
 
 def stops(values: Tensor, target: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def stops(values: Tensor, target: Tensor) -> Tensor:
 
 def margins(values: Tensor, target: Tensor) -> Tensor:
     """The least change of a tested quantity that could move the stop."""
-    points = torch.arange(values.shape[1] - 1)  # at the last one it stops either way
+    points = torch.arange(values.shape[1] - 1)  # at the last point it stops in any case
     visited = points <= stops(values, target)[:, None]
     distance = (values[:, :-1] - target[:, None]).abs()
     return distance.masked_fill(~visited, torch.inf).amin(-1)
@@ -121,8 +123,8 @@ def margins(values: Tensor, target: Tensor) -> Tensor:
 def flipped(values: Tensor, other: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The share of the targets in [low, high] at which two paths stop differently.
 
-    A search stops at the first point whose running maximum meets the target, so these targets are
-    those between the two maxima of a point; the union of such intervals, ascending at both ends.
+    A search stops at the first point whose running maximum meets the target, so these are the
+    targets between the two maxima of a point: a union of intervals that ascend at both ends.
     """
     maxima = torch.stack([v[:, :-1].cummax(-1).values for v in (values, other)])
     begin, end = maxima.amin(0), maxima.amax(0)
@@ -132,8 +134,10 @@ def flipped(values: Tensor, other: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def pool() -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
-    """Log-probs of sampled tokens from bfloat16 logits in float64, and by everybody from the same
-    logits in two dtypes with the bits of their significand."""
+    """Log-probs of sampled tokens in float64, and by all methods with their significant bits.
+
+    The methods get the same bfloat16 logits in two dtypes.
+    """
     g = torch.Generator().manual_seed(0)
     truth: list[Tensor] = []
     found: dict[str, list[Tensor]] = {}
@@ -149,19 +153,19 @@ def pool() -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
             call = log_probs_call(labels, BAPOConfig(), "cpu", None)
             inside = LogProbs.apply(as_rows(z), call, None)[0]
             found.setdefault("bapo_kernels cpu in bapo_loss" + suffix, []).append(inside)
-            for who, function in others.items():
-                found.setdefault(who + suffix, []).append(function(Rows((z,), labels)))
-    whole = {who: torch.cat(parts) for who, parts in found.items()}
+            for method, function in others.items():
+                found.setdefault(method + suffix, []).append(function(Rows((z,), labels)))
+    whole = {method: torch.cat(parts) for method, parts in found.items()}
     return torch.cat(truth), {
-        who: (logp.double(), SIGNIFICANT[logp.dtype]) for who, logp in whole.items()
+        method: (logp.double(), SIGNIFICANT[logp.dtype]) for method, logp in whole.items()
     }
 
 
 def measure_decisions() -> Iterator[Record]:
-    """A record a preset: the one-pass search against the loop, margins, flips by rounding."""
-    truth, of_everybody = pool()
+    """One record per preset: one-pass search against the loop, margins, flips due to rounding."""
+    truth, by_method = pool()
     sources = {f"rounded to {n} bits": (rounded(truth, b), b) for n, b in BITS.items()}
-    sources |= of_everybody
+    sources |= by_method
     for preset in ("paper", "recipe"):
         g = torch.Generator().manual_seed(0)
         config = getattr(BAPOConfig, preset)()
@@ -177,13 +181,13 @@ def measure_decisions() -> Iterator[Record]:
             for bits in track(sorted(set(BITS.values())), f"{preset}: half a unit")
         }
         found = {
-            who: {
+            method: {
                 "mean": (logp - truth).mean().item(),
                 "rms": (logp - truth).square().mean().sqrt().item(),
                 "predicted": noise[bits],
                 **flips(groups, true_paths, logp),
             }
-            for who, (logp, bits) in track(sources.items(), f"{preset}: flips")
+            for method, (logp, bits) in track(sources.items(), f"{preset}: flips")
         }
         yield {
             "part": "decisions",
@@ -200,8 +204,10 @@ def measure_decisions() -> Iterator[Record]:
 
 
 def against_the_loop(batches: Batches, logp: Tensor) -> list[float]:
-    """Margins of the batches in which the one-pass search and the literal loop differ, from the
-    same float32 log-probs; every path is checked against the loop as well."""
+    """Margins of the batches in which the one-pass search and the literal loop differ.
+
+    Both get the same float32 log-probs; every path is checked against the loop as well.
+    """
     values, config = batches.path(logp), batches.config
     at, margin = stops(values, batches.target), margins(values, batches.target)
     lower, upper = visits(config)
@@ -219,8 +225,10 @@ def against_the_loop(batches: Batches, logp: Tensor) -> list[float]:
 
 
 def flips(groups: list[Batches], true_paths: list[Tensor], logp: Tensor) -> dict[str, float]:
-    """With other log-probs of the pool: decisions that differ, the same number in the mean over all
-    targets, and the median shift of the tested quantity at the stop."""
+    """Decisions that differ with other log-probs, and the median shift of the tested quantity.
+
+    ``all_targets`` is the expected number of such decisions over all targets.
+    """
     observed, share, shifts = 0, 0.0, []
     for batches, values in zip(groups, true_paths, strict=True):
         other, at = batches.path(logp), stops(values, batches.target)

@@ -1,4 +1,4 @@
-"""Digits of everybody against float64: logits and hidden states of many kinds."""
+"""Errors of all methods against float64, on logits of many kinds and on hidden states."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bapo_kernels import (
     bapo_loss,
     reference,
 )
-from bapo_kernels.budget import Case, Loss, Result, evaluate, quantities
+from bapo_kernels.tools.budget import Case, Loss, Result, evaluate, quantities
 
-from ..peers import Peer, peers
+from ..methods import Method, methods
 from ..records import Record
 
 N = 16
@@ -38,10 +38,10 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {  # of standard normal [N, V]
     "last far above": lambda z: z.index_fill(-1, torch.tensor(z.shape[-1] - 1), 60.0),
     "half -inf": lambda z: (3 * z.abs()).masked_fill(z < 0, -torch.inf),
 }
-# Log-ratios this far from all admissible bounds: a small error of a log-prob changes a gradient by
-# as much, and does not switch it off. P still depends on the upper bound, N on the lower.
+# Log-ratios far from all admissible bounds, so that a small error of a log-prob changes a gradient
+# by as much and does not clip it. The masses still depend on the bounds.
 LOG_RATIOS = (-1.0, 0.04, 1.4)
-PEERS = {
+BASELINES = {
     "logits": ("PyTorch cross_entropy", "TRL selective_log_softmax", "verl logprobs_from_logits"),
     "hidden": (
         "PyTorch cross_entropy",
@@ -50,14 +50,14 @@ PEERS = {
         "Liger scaled cross entropy",
     ),
 }
-ENTROPIES = {  # where entropy_from_logits is
+ENTROPIES = {  # the modules of entropy_from_logits
     "TRL selective_log_softmax": "trl.trainer.utils",
     "verl logprobs_from_logits": "verl.utils.torch_functional",
 }
 
 
 class Rows(NamedTuple):
-    """What the adapters of log-probs read of a batch."""
+    """The part of a batch that the adapters of log-probs read."""
 
     inputs: tuple[Tensor, ...]
     labels: Tensor
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
     @property
     def ignored_labels(self) -> Tensor:
-        """None is masked."""
+        """No label is masked."""
         return self.labels
 
 
@@ -81,50 +81,51 @@ def entropy_of(logits: Tensor) -> Tensor:
     return -(logp.exp() * logp).sum(-1)
 
 
-def entropy_of_peer(who: str) -> Callable[[Tensor], Tensor] | None:
-    """The function of logits, of those who have one."""
-    if who in ENTROPIES:
-        return import_module(ENTROPIES[who]).entropy_from_logits  # type: ignore[no-any-return]
-    if who == "PyTorch cross_entropy":
+def entropy_of_method(method: str) -> Callable[[Tensor], Tensor] | None:
+    """The method's entropy of logits, if it has one."""
+    if method in ENTROPIES:
+        return import_module(ENTROPIES[method]).entropy_from_logits  # type: ignore[no-any-return]
+    if method == "PyTorch cross_entropy":
         return lambda logits: entropy_of(logits.float())
-    return entropy_of if who == "PyTorch log_softmax" else None
+    return entropy_of if method == "PyTorch log_softmax" else None
 
 
-def known(level: str) -> list[Peer]:
-    """Peers that are installed."""
-    mine = [peer for peer in peers() if peer.level == level and peer.name in PEERS[level]]
+def known(level: str) -> list[Method]:
+    """The baselines that are installed."""
+    names = BASELINES[level]
+    mine = [method for method in methods() if method.level == level and method.name in names]
     if level == "logits":
-        mine.insert(0, Peer("PyTorch log_softmax", level, log_probs=log_softmax))
-    return [peer for peer in mine if peer.package is None or peer.version]
+        mine.insert(0, Method("PyTorch log_softmax", level, log_probs=log_softmax))
+    return [method for method in mine if method.package is None or method.version]
 
 
-def ways(level: str) -> dict[str, Loss]:
-    """Everybody as a function with the arguments of ``bapo_loss`` or ``bapo_linear_loss``."""
+def losses(level: str) -> dict[str, Loss]:
+    """Each method as a function with the arguments of ``bapo_loss`` or ``bapo_linear_loss``."""
     function = bapo_loss if level == "logits" else bapo_linear_loss
     backends = [name for name in ("cpu", "triton") if available_backends()[name] is None]
     ours = {f"bapo_kernels {name}": partial(function, backend=name) for name in backends}
-    return ours | {peer.name: partial(loss_of, peer) for peer in known(level)}
+    return ours | {method.name: partial(loss_of, method) for method in known(level)}
 
 
-def loss_of(peer: Peer, *arguments: Any, **options: Any) -> Any:
-    """The peer's log-probs, the loss of the tokens on top of them in float32."""
+def loss_of(method: Method, *arguments: Any, **options: Any) -> Any:
+    """The token loss in float32, from the method's log-probs."""
     *inputs, labels, old, A, mask = arguments
-    assert peer.log_probs is not None
-    logp = peer.log_probs(Rows(tuple(inputs), labels)).view(labels.shape)  # type: ignore[arg-type]
-    entropy = entropy_of_peer(peer.name) if len(inputs) == 1 else None
+    assert method.log_probs is not None
+    logp = method.log_probs(Rows(tuple(inputs), labels)).view(labels.shape)  # type: ignore[arg-type]
+    entropy = entropy_of_method(method.name) if len(inputs) == 1 else None
     H = None if entropy is None else entropy(inputs[0].detach())
     return reference.bapo_loss_from_log_probs(logp, old, A, mask, entropy=H, **options)
 
 
 def labels_of(logits: Tensor, g: torch.Generator) -> Tensor:
-    """Every second one drawn from the policy, the others any that is allowed."""
+    """Every second label is drawn from the policy, the others from all allowed tokens."""
     drawn = torch.softmax(logits.float(), -1).multinomial(1, generator=g)
     allowed = (logits > -torch.inf).float().multinomial(1, generator=g)
     return torch.where(torch.arange(len(logits))[:, None] % 2 == 0, drawn, allowed).squeeze(-1)
 
 
 def case_of(logits: Tensor, g: torch.Generator) -> Case:
-    """With labels, log-ratios and advantages for ``logits [N, V]``."""
+    """A case with labels, log-ratios and advantages for ``logits [N, V]``."""
     labels = labels_of(logits, g)
     logp = reference.log_probs(logits.double(), labels, return_entropy=False)[0]
     near = torch.tensor(LOG_RATIOS)[torch.randint(len(LOG_RATIOS), labels.shape, generator=g)]
@@ -134,7 +135,7 @@ def case_of(logits: Tensor, g: torch.Generator) -> Case:
 
 
 def cases() -> Iterator[tuple[Record, Case, tuple[Tensor, ...]]]:
-    """Fields of a record, the case, and what has a gradient: logits, or hidden states and head."""
+    """Fields of a record, the case, and its parameters: logits, or hidden states and weight."""
     for V in VOCABULARIES:
         for rows, make in ROWS.items():
             z = torch.randn(N, V, generator=torch.Generator().manual_seed(V))
@@ -154,8 +155,8 @@ def cases() -> Iterator[tuple[Record, Case, tuple[Tensor, ...]]]:
 
 
 def measure_errors() -> Iterator[Record]:
-    """A record a case: errors of everybody, and the budget of ours."""
-    functions = {level: ways(level) for level in PEERS}
+    """One record per case: errors of all methods, and the error budget of ours."""
+    functions = {level: losses(level) for level in BASELINES}
     total = len(VOCABULARIES) * len(ROWS) * len(DTYPES) + len(DTYPES)
     for fields, case, inputs in track(cases(), "errors", total):
         at_logits = fields["part"] == "logits"
@@ -163,20 +164,22 @@ def measure_errors() -> Iterator[Record]:
         truth = evaluate(specification, case, inputs, torch.float64)
         same = evaluate(specification, case, inputs)
         errors, budget = {}, {}
-        for who, function in functions[fields["part"]].items():
-            if who.endswith("triton") and (not at_logits or fields["V"] > 1_000):
-                continue  # in the interpreter a row takes milliseconds
+        for method, function in functions[fields["part"]].items():
+            if method.endswith("triton") and (not at_logits or fields["V"] > 1_000):
+                continue  # the interpreter takes milliseconds per row
             got = evaluate(function, case, inputs)
-            errors[who] = errors_of(got, truth)
-            if who == "bapo_kernels cpu":
+            errors[method] = errors_of(got, truth)
+            if method == "bapo_kernels cpu":
                 held = quantities(case, got, same, truth, few_tokens=not at_logits)
                 budget = {name: value for name, _, value in held if not name.startswith("metric")}
         yield {**fields, "errors": errors, "budget": budget}
 
 
 def errors_of(got: Result, truth: Result) -> dict[str, list[float] | None]:
-    """By quantity: the largest absolute error, and as a share of the largest value, or of the norm
-    of a gradient; None where a number is not finite."""
+    """By quantity, the largest absolute error and the relative error; None if one is not finite.
+
+    Errors are relative to the largest value; those of a gradient are relative to its norm.
+    """
     gradients = zip(("gradient", "weight gradient"), got.gradients, truth.gradients, strict=False)
     pairs = {name: (a, b) for name, a, b in gradients}
     for name in ("log_probs", "entropy", "loss"):
@@ -190,7 +193,7 @@ def errors_of(got: Result, truth: Result) -> dict[str, list[float] | None]:
 
 
 def error_of(got: Tensor, truth: Tensor, norm: float = torch.inf) -> list[float] | None:
-    """Absolute in the maximum norm, relative in the given one."""
+    """Absolute error in the maximum norm, relative error in the given norm."""
     error, truth = (got.double() - truth.double()).flatten(), truth.double().flatten()
     if not error.isfinite().all():
         return None

@@ -1,0 +1,1 @@
+"""Tools around the kernels: error budgets, validation, profiles and the command line."""

@@ -1,0 +1,207 @@
+"""A test case, its results, and the error budget of a kernel.
+
+The budget is computed, never tuned: twice the error of the reference in the kernel's dtype, plus
+one rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..config import IGNORE_INDEX, BAPOConfig
+from ..output import BAPOOutput, ClipBounds
+
+EPS = {
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-9,
+    torch.float16: 2.0**-12,
+    torch.float64: 0.0,
+}
+# The spacing of subnormal numbers, where one rounding is an absolute error.
+TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+
+Measured = tuple[str, float, float]  # quantity, error, budget
+Loss = Callable[..., BAPOOutput]
+
+
+def error_and_budget(
+    got: Tensor, same_dtype: Tensor, truth: Tensor, *, operand: float = 0.0, inherited: float = 0.0
+) -> tuple[float, float]:
+    """``|got - truth|``, and ``2*|same_dtype - truth| + one rounding``, in the maximum norm.
+
+    The rounding is that of the largest value, or of the largest operand of a difference;
+    ``inherited`` is added to the budget. The error is NaN, which exceeds every budget, if the
+    shapes differ or if NaN and infinities are not where the truth has them.
+    """
+    got64, same64, truth = got.double().cpu(), same_dtype.double().cpu(), truth.double().cpu()
+    finite = truth.isfinite()
+    rounding = EPS[got.dtype] * max(largest(truth[finite]), operand) + TINY[got.dtype]
+    budget = 2 * largest((same64 - truth)[finite]) + rounding + inherited
+    same_places = got64.shape == truth.shape and torch.allclose(
+        got64[~finite], truth[~finite], rtol=0, atol=0, equal_nan=True
+    )
+    return largest((got64 - truth)[finite]) if same_places else math.nan, budget
+
+
+def largest(values: Tensor) -> float:
+    """The maximum norm."""
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def difference(bounds: ClipBounds, expected: ClipBounds) -> float:
+    """The larger difference of the two bounds; 0 where both are equal."""
+    return largest(torch.stack(bounds) - torch.stack(expected).float())
+
+
+@dataclass
+class Case:
+    """Arguments of ``bapo_loss``."""
+
+    logits: Tensor
+    labels: Tensor
+    old_log_probs: Tensor | None
+    advantages: Tensor
+    response_mask: Tensor | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The positional arguments after the logits."""
+        return self.labels, self.old_log_probs, self.advantages, self.response_mask
+
+    def with_options(self, **options: Any) -> Case:
+        """The same case with further options."""
+        return replace(self, options=self.options | options)
+
+
+def make_case(
+    shape: tuple[int, ...] = (3, 7),
+    V: int = 257,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    logits: Tensor | None = None,
+    staleness: float = 0.3,
+    spread: float = 3.0,
+    masked: float = 0.25,
+    idle: float = 0.2,
+    config: BAPOConfig | None = None,
+    seed: int = 0,
+    poison: bool = True,
+    **options: Any,
+) -> Case:
+    """A stale batch with masked tokens, ignored labels and zero advantages.
+
+    With ``poison`` every value of a masked token is NaN.
+    """
+    g = torch.Generator().manual_seed(seed)
+    config = config or BAPOConfig()
+    if logits is None:
+        logits = (spread * torch.randn(*shape, V, generator=g)).to(dtype)
+    labels = torch.randint(0, V, shape, generator=g)
+    transform = {
+        name: getattr(config, name)
+        for name in ("temperature", "logit_scale", "final_logit_softcapping")
+    }
+    logp = reference.log_probs(logits.double(), labels, **transform)[0]
+    old = (logp + staleness * torch.randn(shape, generator=g)).float()
+    advantages = torch.randn(shape, generator=g)
+    advantages[torch.rand(shape, generator=g) < idle] = 0.0
+    mask = torch.rand(shape, generator=g) >= masked
+    labels[torch.rand(shape, generator=g) < 0.05] = IGNORE_INDEX
+    unmasked = mask & (labels != IGNORE_INDEX)
+    if poison:
+        logits[~unmasked] = torch.nan
+        old[~unmasked] = torch.nan
+        advantages[~unmasked] = torch.nan
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.shape == tuple(shape) and poison:
+            options[name] = value.clone().masked_fill(~unmasked, torch.nan)
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    return Case(
+        logits.to(device),
+        labels.to(device),
+        old.to(device),
+        advantages.to(device),
+        mask.to(device),
+        {"config": config, **moved},
+    )
+
+
+def per_token(
+    shape: tuple[int, ...] = (3, 7), seed: int = 1, low: float = -6.0, high: float = 0.0
+) -> Tensor:
+    """Uniformly distributed values for an optional argument."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=g) * (high - low) + low
+
+
+@dataclass
+class Result:
+    """Output of a loss and its gradients: of logits, or of hidden states and weight."""
+
+    output: BAPOOutput
+    gradients: tuple[Tensor, ...]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The first gradient."""
+        return self.gradients[0]
+
+
+def evaluate(
+    loss: Loss, case: Case, parameters: tuple[Tensor, ...], dtype: torch.dtype | None = None
+) -> Result:
+    """``loss(*parameters, ...)`` of a case, the parameters cast to ``dtype`` if it is given."""
+    leaves = [p.detach().to(dtype or p.dtype, copy=True).requires_grad_() for p in parameters]
+    output = loss(*leaves, *case.arguments(), **case.options)
+    return Result(output, torch.autograd.grad(output.loss, leaves))
+
+
+def loss_sensitivity(case: Case, truth: Result) -> float:
+    """Sum of |d loss / d log_prob|."""
+    unmasked = case.labels != IGNORE_INDEX
+    if case.response_mask is not None:
+        unmasked = unmasked & (case.response_mask != 0)
+    logp = truth.output.log_probs.double().nan_to_num(0.0).requires_grad_()
+    options = case.options | {"bounds": truth.output.bounds}
+    loss = reference.bapo_loss_from_log_probs(
+        logp, case.old_log_probs, case.advantages, unmasked, **options
+    ).loss
+    (gradient,) = torch.autograd.grad(loss, logp)
+    return gradient.abs().sum().item()
+
+
+def quantities(
+    case: Case, got: Result, same: Result, truth: Result, few_tokens: bool
+) -> Iterator[Measured]:
+    """Bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
+
+    What is summed from log-probs inherits their rounding. The gradient inherits it through the
+    ratio, which matters with ``few_tokens``: on these the reference may be exact by luck.
+    """
+    results = got, same, truth
+    yield "bounds", difference(got.output.bounds, truth.output.bounds), 0.0
+    log_probs = truth.output.log_probs
+    operand = largest(log_probs[log_probs.isfinite()])
+    for name, *gradients in zip(
+        ("gradient", "weight gradient"), *(r.gradients for r in results), strict=False
+    ):
+        of_ratio = EPS[torch.float32] * operand * largest(gradients[2].nan_to_num())
+        yield name, *error_and_budget(*gradients, inherited=few_tokens * of_ratio)
+    operands = {"entropy": operand, "loss": operand * loss_sensitivity(case, truth)}
+    for name in ("log_probs", "entropy", "loss"):
+        parts = (getattr(r.output, name) for r in results)
+        yield name, *error_and_budget(*parts, operand=operands.get(name, 0.0))
+    metrics = []
+    for name, value in truth.output.metrics.items():
+        size = max(1.0, value.abs().nan_to_num(posinf=0.0).item())  # of a ratio of sums
+        parts = (r.output.metrics[name] for r in results)
+        metrics.append((f"metric {name}", *error_and_budget(*parts, operand=operand * size)))
+    yield max(metrics, key=lambda m: (not m[1] <= m[2], m[1] / m[2]))

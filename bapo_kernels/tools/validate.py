@@ -1,0 +1,284 @@
+"""Checks the kernels that run on this machine against the reference in float64.
+
+``python -m bapo_kernels validate`` prints the checks of :func:`run`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..backends import NAMES, choose, triton, why_not
+from ..bounds import find_clip_bounds
+from ..config import BAPOConfig
+from ..functional import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs, log_probs
+from ..output import BAPOOutput, ClipBounds
+from .budget import (
+    Case,
+    Loss,
+    Measured,
+    Result,
+    difference,
+    error_and_budget,
+    evaluate,
+    largest,
+    make_case,
+    per_token,
+    quantities,
+)
+
+CANDIDATES = tuple(name for name in NAMES if name != "reference")
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
+VOCABULARY = 151_936  # Qwen3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity of a case; error and budget are NaN if the call raised."""
+
+    backend: str
+    case: str
+    dtype: str
+    quantity: str
+    error: float
+    budget: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the budget, which NaN never is."""
+        return self.error <= self.budget
+
+
+class Task(NamedTuple):
+    """A case of a backend that has not run yet."""
+
+    backend: str
+    case: str
+    dtype: torch.dtype
+    measure: Callable[[], Iterable[Measured]]
+
+
+def run(
+    device: str,
+    backends: Sequence[str] | None = None,
+    track: Callable[[Sequence[Task]], Iterable[Task]] = iter,
+    tell: Callable[[Check], None] = lambda check: None,
+) -> list[Check]:
+    """Runs every check of every backend; a case that raises is a failed check.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        backends: defaults to every backend with kernels that can run on the device.
+        track: iterates over the tasks, to show progress or to select some of them.
+        tell: receives each check as it is made.
+
+    Raises:
+        ValueError: a named backend cannot run on the device, or no backend can.
+    """
+    of_all = [task for name in runnable(device, backends) for task in tasks(name, device)]
+    checks: list[Check] = []
+    for backend, case, dtype, measure in track(of_all):
+        for measured in _measured(measure):
+            checks.append(Check(backend, case, str(dtype).removeprefix("torch."), *measured))
+            tell(checks[-1])
+    return checks
+
+
+def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, ...]]:
+    try:
+        yield from measure()
+    except Exception as error:
+        yield "call", math.nan, math.nan, f"{type(error).__name__}: {error}"
+
+
+def runnable(device: str, names: Sequence[str] | None) -> list[str]:
+    """The named backends, or every backend with kernels that can run on the device."""
+    tensor = torch.empty(0, device=device)
+    reasons = {name: why_not(name, tensor, "tensors") for name in CANDIDATES}
+    for name in names or ():
+        if name not in reasons:
+            raise ValueError(f"backend must be one of {list(CANDIDATES)}, got {name!r}")
+        if reasons[name] is not None:
+            raise ValueError(f"backend {name!r} cannot run: {reasons[name]}")
+    found = list(names or [name for name, reason in reasons.items() if reason is None])
+    if not found:
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"no backend can run on {device}: {told}")
+    return found
+
+
+def tasks(backend: str, device: str) -> Iterator[Task]:
+    """All cases; with short rows in Triton's interpreter, which takes milliseconds per row."""
+    interpreted = backend == "triton" and triton.INTERPRETED
+    on_gpu = device.startswith("cuda")
+    V = 2_503 if interpreted else VOCABULARY
+    shape = (4, 64) if on_gpu else (2, 4)  # on a GPU more rows than fit on chip at once
+    losses: dict[str, tuple[Loss, dict[str, Any]]] = {
+        f"V = {V:,}": (bapo_loss, dict(shape=shape, V=V)),
+        "V = 257": (bapo_loss, {}),
+        "logits[:, :-1]": (_of_slice, {}),
+        "all options": (bapo_loss, _all_options()),
+        "statistics=live": (bapo_loss, dict(statistics="live")),
+        "inplace": (_inplace, {}),
+        "packed": (bapo_loss, _packed()),
+    }
+    for dtype in DTYPES:
+        for case, (loss, options) in losses.items():
+            call = partial(loss, backend=backend)
+            yield Task(backend, case, dtype, partial(_loss, call, dtype, device, options))
+        yield Task(backend, "log_probs", dtype, partial(_log_probs, backend, dtype, device, V))
+        yield Task(backend, "bapo_linear_loss", dtype, partial(_linear, backend, dtype, device))
+    batches = 10 if interpreted else 200
+    for preset in ("paper", "recipe"):
+        config = getattr(BAPOConfig, preset)()
+        measure = partial(_search, backend, device, config, batches)
+        yield Task(backend, f"search, {preset}", torch.float32, measure)
+    if on_gpu and torch.cuda.mem_get_info(device)[0] > 2 * 2**32:
+        measure = partial(_beyond_32_bits, backend, device)
+        yield Task(backend, "2^31 logits", torch.bfloat16, measure)
+
+
+def _loss(
+    loss: Loss, dtype: torch.dtype, device: str, options: dict[str, Any]
+) -> Iterator[Measured]:
+    case = make_case(dtype=dtype, device=device, **options)
+    yield from _compare(loss, reference.bapo_loss, case, (case.logits,), few_tokens=False)
+
+
+def _compare(
+    loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, ...], few_tokens: bool
+) -> Iterator[Measured]:
+    got, again = (evaluate(loss, case, parameters) for _ in range(2))
+    same, truth = (evaluate(expected, case, parameters, d) for d in (None, torch.float64))
+    yield from quantities(case, got, same, truth, few_tokens)
+    pairs = zip(_tensors(got), _tensors(again), strict=True)
+    yield "second run", float(sum(not torch.equal(a, b) for a, b in pairs)), 0.0
+
+
+def _tensors(result: Result) -> list[Tensor]:
+    """Everything that a loss returned, with NaN replaced by a comparable number."""
+    loss, log_probs, entropy, bounds, metrics = result.output
+    tensors = (loss, log_probs, entropy, *bounds, *metrics.values(), *result.gradients)
+    return [t.detach().nan_to_num(nan=1e30) for t in tensors if t is not None]
+
+
+def _of_slice(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
+    longer = torch.cat([logits, logits[:, :1]], 1)
+    return bapo_loss(longer[:, :-1], *arguments, **options)
+
+
+def _inplace(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
+    return bapo_loss(logits.clone(), *arguments, inplace=True, **options)
+
+
+def _all_options() -> dict[str, Any]:
+    config = BAPOConfig.recipe(
+        temperature=0.9,
+        final_logit_softcapping=20.0,
+        kl_loss_coef=0.05,
+        kl_loss_type="low_var_kl",
+        entropy_coef=0.01,
+        loss_agg_mode="seq-mean-token-mean",
+    )
+    return dict(
+        config=config,
+        ref_log_probs=per_token(),
+        rollout_is_weights=per_token(low=0.2, high=2.0),
+        rollout_log_probs=per_token(seed=2),
+    )
+
+
+def _packed() -> dict[str, Any]:
+    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
+    return dict(shape=(20,), config=config, cu_seqlens=torch.tensor([0, 5, 5, 12, 20]))
+
+
+def _log_probs(backend: str, dtype: torch.dtype, device: str, V: int) -> Iterator[Measured]:
+    case = make_case((2, 4), V, dtype, device, poison=False)
+    weights = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def of(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        x = case.logits.to(dtype, copy=True).requires_grad_()
+        outputs = function(x, case.labels)
+        incoming = [w.to(outputs[0].dtype) for w in weights]
+        return *outputs, *torch.autograd.grad(outputs, x, incoming)
+
+    got = of(partial(log_probs, backend=backend), dtype)
+    same, truth = of(reference.log_probs, dtype), of(reference.log_probs, torch.float64)
+    operands = (0.0, largest(truth[0]), 0.0)
+    names = ("log_probs", "entropy", "gradient")
+    for name, operand, *parts in zip(names, operands, got, same, truth, strict=True):
+        yield name, *error_and_budget(*parts, operand=operand)
+
+
+def _linear(backend: str, dtype: torch.dtype, device: str) -> Iterator[Measured]:
+    """Several chunks and recomputed rows; logits are multiples of 1/2, exact in every dtype."""
+    g, shape, V, H = torch.Generator().manual_seed(0), (3, 12), 193, 16
+    hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
+    weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
+    logits = (hidden @ weight.T).cpu()
+    case = make_case(shape, V, device=device, logits=logits, staleness=0.5)
+    loss = partial(bapo_linear_loss, backend=backend, chunk_tokens=8)
+    parameters = hidden, weight
+    yield from _compare(loss, reference.bapo_linear_loss, case, parameters, few_tokens=True)
+
+
+def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iterator[Measured]:
+    """Every second batch has a target at which its search stops inside the grids."""
+    g = torch.Generator().manual_seed(0)
+    errors = []
+    for i in range(batches):
+        old = -5 * torch.rand(20 + i, generator=g)
+        staleness = (0.0, 1.0, 0.1, 0.5)[i % 4]
+        logp = old + staleness * torch.randn(old.shape, generator=g)
+        A, share = torch.randn(old.shape, generator=g), torch.rand((), generator=g).item()
+        target = config.target
+        if i % 2:
+            probe = reference.Contributions(config, logp, old, A, None)
+            start = probe.quantity(config.ratio_lower_start, config.ratio_upper_start)
+            end = probe.quantity(config.ratio_lower_max, config.ratio_upper_max)
+            target = start + share * (end - start)
+        tokens = [t.to(device) for t in (logp, old, A)]
+        found, expected = (
+            search(*tokens, config=replace(config, target=target))
+            for search in (partial(_bounds, backend), reference.find_clip_bounds)
+        )
+        errors.append(difference(found, expected))
+    yield "bounds", largest(torch.tensor(errors)), 0.0
+
+
+def _bounds(backend: str, *tokens: Tensor, config: BAPOConfig) -> ClipBounds:
+    """By ``find_clip_bounds`` where it chooses this backend, else by a loss that searches."""
+    if choose(None, tokens[0], "log_probs") == backend:
+        return find_clip_bounds(*tokens, config=config)
+    return bapo_loss_from_log_probs(*tokens, config=config, backend=backend).bounds
+
+
+def _beyond_32_bits(backend: str, device: str) -> Iterator[Measured]:
+    """Rows whose element offsets overflow 32 bits."""
+    N, V, g = 2**31 // VOCABULARY + 64, VOCABULARY, torch.Generator(device).manual_seed(0)
+    logits = torch.empty(N, V, dtype=torch.bfloat16, device=device)
+    for rows in logits.split(1024):
+        rows.normal_(0, 3, generator=g)
+    labels = torch.randint(V, (N,), device=device, generator=g)
+    noise, A = torch.randn(2, N, device=device, generator=g)
+    old = log_probs(logits, labels, backend=backend)[0] + 0.3 * noise
+    last = slice(-32, None)
+    case = Case(logits[last].clone(), labels[last], old[last], A[last], None)
+    options: dict[str, Any] = dict(batch_num_tokens=1.0)
+    out = bapo_loss(logits, labels, old, A, inplace=True, backend=backend, **options)
+    case = case.with_options(bounds=out.bounds, **options)
+    same, truth = (
+        evaluate(reference.bapo_loss, case, (case.logits,), d) for d in (None, torch.float64)
+    )
+    log_probs_of = (r.output.log_probs for r in (same, truth))
+    yield "log_probs", *error_and_budget(out.log_probs[last], *log_probs_of)
+    yield "gradient", *error_and_budget(logits[last], same.gradient, truth.gradient)

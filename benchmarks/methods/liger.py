@@ -1,0 +1,86 @@
+"""Liger-Kernel: cross entropy and GRPO, both from logits and from hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cases import Batch
+from .method import Method, Step, trained
+
+# GRPO takes [B, S] tokens and one advantage per sequence.
+LAYOUTS = ("dense", "padded", "zero advantage", "mixed")
+
+
+def cross_entropy(batch: Batch) -> Tensor:
+    """Writes the gradient over the logits in forward."""
+    from liger_kernel.ops import LigerCrossEntropyFunction
+
+    labels = batch.ignored_labels.flatten()
+    options = None, -100, 0.0, 0.0, "none", None, False
+    return -LigerCrossEntropyFunction.apply(batch.inputs[0].flatten(0, -2), labels, *options)[0]
+
+
+def grpo(batch: Batch) -> Step:
+    """Takes logits with one position more than it uses."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    logits = batch.padded_logits()
+    logits.grad = None
+    config = batch.case.config
+    loss, _ = triton_grpo_loss(
+        logits,
+        batch.old,
+        None,
+        batch.labels,
+        batch.sequence_A,
+        completion_mask=batch.mask,
+        temperature=1.0,
+        beta=0.0,
+        eps_low=1 - config.ratio_lower_start,
+        eps_high=config.ratio_upper_start - 1,
+        inplace=False,
+        loss_type="bnpo",
+        reduce=True,
+    )
+    loss.backward()
+    return loss.detach(), (logits.grad[:, :-1],)
+
+
+def linear_grpo(batch: Batch) -> Step:
+    """One sequence at a time, which is its default."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    config, (hidden, weight) = batch.case.config, batch.inputs
+    mask = torch.ones_like(batch.A) if batch.mask is None else batch.mask.float()
+    loss, _ = LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        use_ref_model=False,
+        epsilon_low=1 - config.ratio_lower_start,
+        epsilon_high=config.ratio_upper_start - 1,
+        loss_type="bnpo",
+    )(hidden, weight, batch.labels, mask, batch.sequence_A, old_per_token_logps=batch.old)
+    return trained(loss, batch)
+
+
+def scaled_cross_entropy(batch: Batch) -> Tensor:
+    """Log-probs and entropy, written for verl; torch operations where it has no kernel."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    hidden, weight = batch.inputs
+    nll, _ = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        hidden.flatten(0, -2), weight, batch.ignored_labels.flatten(), return_entropy=True
+    )
+    return -nll
+
+
+def _liger(name: str, level: str, **options: object) -> Method:
+    return Method(f"Liger {name}", level, package="liger-kernel", **options)  # type: ignore[arg-type]
+
+
+METHODS = [
+    _liger("cross entropy", "logits", log_probs=cross_entropy, devices=("cuda",), overwrites=True),
+    _liger("GRPO", "logits", train=grpo, devices=("cuda",), tasks=("clip",), layouts=LAYOUTS),
+    _liger("scaled cross entropy", "hidden", log_probs=scaled_cross_entropy),
+    _liger("fused linear GRPO", "hidden", train=linear_grpo, tasks=("clip",), layouts=LAYOUTS),
+]

@@ -1,0 +1,110 @@
+"""What a method is: the adapter through which ours and the baselines are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from torch import Tensor
+
+from bapo_kernels import available_backends, reference
+
+from ..cases import Batch, Case
+
+Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, log-probs or bounds; gradients of inputs
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to compute a case: ours or a baseline.
+
+    Attributes:
+        name: as shown in tables.
+        level: level of the cases that it computes.
+        train: computes loss and gradients of a batch.
+        log_probs: computes log-probs of a batch, ``[N]`` or ``[B, S]``, differentiable.
+        package: the distribution that it comes from.
+        module: imported to find out whether the method can be used.
+        devices: the devices that it runs on.
+        tasks: tasks that it computes, as far as its functions allow.
+        layouts: layouts that it accepts.
+        overwrites: it overwrites the logits, which are restored, untimed, before each call.
+        live: rows of zero advantage are not read.
+        backend: the backend of this package.
+        everywhere: False for a slow method that is measured on a few cases only.
+        holds_logits: from hidden states, it holds the logits of all tokens at once.
+    """
+
+    name: str
+    level: str
+    train: Callable[[Batch], Step] | None = None
+    log_probs: Callable[[Batch], Tensor] | None = None
+    package: str | None = None
+    module: str | None = None
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    tasks: tuple[str, ...] = ("loss", "clip", "log_probs", "search")
+    layouts: tuple[str, ...] = ("dense", "padded", "packed", "zero advantage", "mixed")
+    overwrites: bool = False
+    live: bool = False
+    backend: str | None = None
+    everywhere: bool = True
+    holds_logits: bool = False
+
+    @property
+    def version(self) -> str | None:
+        """Version of the package if it is installed."""
+        try:
+            return version(self.package) if self.package else None
+        except PackageNotFoundError:
+            return None
+
+    def takes(self, case: Case) -> bool:
+        """Whether the method is meant for such a case."""
+        known = self.log_probs if case.task == "log_probs" else self.train or self.log_probs
+        if case.level != self.level or case.task not in self.tasks or known is None:
+            return False
+        if self.live and case.layout not in ("zero advantage", "mixed"):
+            return False
+        if case.sweep == "many tokens":
+            return not self.holds_logits
+        plain = case.sweep is None and case.layout == "dense" and case.data == "stale"
+        return plain or self.everywhere
+
+    def why_not(self, case: Case, device: str) -> str | None:
+        """Why it cannot compute a case that it takes; None if it can."""
+        if device not in self.devices:
+            return f"does not run on {device}"
+        if self.backend is not None and available_backends()[self.backend] is not None:
+            return available_backends()[self.backend]
+        if self.package is not None and self.version is None:
+            return f"{self.package} is not installed"
+        if self.module is not None:
+            try:
+                import_module(self.module)
+            except Exception as error:  # a package may fail in any way
+                return f"{self.module} cannot be imported: {error}"
+        return None if case.layout in self.layouts else f"takes no {case.layout} batch"
+
+    def step(self, batch: Batch) -> Step:
+        """Computes the case of the batch."""
+        for leaf in batch.inputs:
+            leaf.grad = None
+        if batch.case.task == "log_probs":
+            assert self.log_probs is not None
+            return self.log_probs(batch), ()
+        if self.train is not None:
+            return self.train(batch)
+        assert self.log_probs is not None
+        logp = self.log_probs(batch).view(batch.labels.shape)
+        out = reference.bapo_loss_from_log_probs(
+            logp, batch.old, batch.A, batch.mask, **batch.options
+        )
+        return trained(out.loss, batch)
+
+
+def trained(loss: Tensor, batch: Batch) -> Step:
+    """The loss, and the gradients that its backward accumulates at the inputs."""
+    loss.backward()
+    return loss.detach(), tuple(leaf.grad for leaf in batch.inputs)

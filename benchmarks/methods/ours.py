@@ -1,0 +1,70 @@
+"""This package: every backend with kernels, and its options that save time or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
+
+from ..cases import Batch
+from .method import Method, Step, trained
+
+
+def train(batch: Batch, **options: Any) -> Step:
+    """Loss and gradients."""
+    function = bapo_loss if batch.case.level == "logits" else bapo_linear_loss
+    out = function(*batch.inputs, *batch.rest, **batch.options, **options)
+    return trained(out.loss, batch)
+
+
+def train_inplace(batch: Batch, **options: Any) -> Step:
+    """The gradient is written over the logits."""
+    logits = batch.inputs[0].detach()
+    out = bapo_loss(logits, *batch.rest, **batch.options, inplace=True, **options)
+    return out.loss, (logits,)
+
+
+def probs(batch: Batch, backend: str) -> Tensor:
+    """Log-probs; the entropy is computed with them."""
+    function = log_probs if batch.case.level == "logits" else linear_log_probs
+    return function(*batch.inputs, batch.labels, backend=backend)[0]
+
+
+def search(batch: Batch) -> Step:
+    """The search alone, by the default backend of the device."""
+    tokens = batch.logp, batch.old, batch.A, batch.mask
+    return torch.stack(find_clip_bounds(*tokens, config=batch.case.config)), ()
+
+
+def _of_backend(backend: str, device: str) -> Iterator[Method]:
+    name = f"bapo_kernels {backend}"
+    runs = {"devices": (device,), "backend": backend}
+    for level in ("logits", "hidden"):
+        plain = partial(train, backend=backend)
+        yield Method(name, level, plain, partial(probs, backend=backend), **runs)
+        live = partial(train, backend=backend, statistics="live")
+        yield Method(f"{name}, live", level, live, live=True, **runs)
+    if device == "cuda":
+        whole = partial(train, backend=backend, chunk_tokens=2**31)
+        once = {"everywhere": False, "holds_logits": True}
+        yield Method(f"{name}, one chunk", "hidden", whole, **once, **runs)
+    yield Method(
+        f"{name}, in place",
+        "logits",
+        partial(train_inplace, backend=backend),
+        overwrites=True,
+        **runs,
+    )
+
+
+METHODS = [
+    *_of_backend("cpu", "cpu"),
+    *_of_backend("cuda", "cuda"),
+    *_of_backend("triton", "cuda"),
+    Method("bapo_kernels", "tokens", search),
+]

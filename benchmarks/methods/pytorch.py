@@ -1,0 +1,81 @@
+"""Plain PyTorch: this package's reference, cross entropy with the token loss, and both compiled."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bapo_kernels import reference
+
+from ..cases import Batch
+from .method import Method, Step, trained
+
+
+def cross_entropy(*inputs: Tensor) -> Tensor:
+    """Log-probs, without entropy, of logits and labels, or of hidden states, weight and labels."""
+    *factors, labels = inputs
+    logits = factors[0] if len(factors) == 1 else F.linear(*factors)
+    return -F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
+
+
+def reference_loss(*arguments: Any, **options: Any) -> Tensor:
+    """The reference loss, from logits or from hidden states and weight."""
+    hidden = arguments[1].is_floating_point()
+    function = reference.bapo_linear_loss if hidden else reference.bapo_loss
+    return function(*arguments, **options).loss
+
+
+@cache
+def compiled(function: Any) -> Any:
+    """The function compiled by torch.compile, once."""
+    return torch.compile(function)
+
+
+def _train(batch: Batch, function: Any) -> Step:
+    return trained(function(*batch.inputs, *batch.rest, **batch.options), batch)
+
+
+def _search(batch: Batch) -> Step:
+    bounds = reference.find_clip_bounds(
+        batch.logp, batch.old, batch.A, batch.mask, config=batch.case.config
+    )
+    return torch.stack(bounds), ()
+
+
+def _methods(level: str) -> list[Method]:
+    whole = {"holds_logits": True}
+    return [
+        Method(
+            "PyTorch reference",
+            level,
+            lambda batch: _train(batch, reference_loss),
+            everywhere=False,
+            **whole,
+        ),
+        Method(
+            "PyTorch reference, compiled",
+            level,
+            lambda batch: _train(batch, compiled(reference_loss)),
+            everywhere=False,
+            **whole,
+        ),
+        Method(
+            "PyTorch cross_entropy",
+            level,
+            log_probs=lambda batch: cross_entropy(*batch.inputs, batch.labels),
+            **whole,
+        ),
+        Method(
+            "PyTorch cross_entropy, compiled",
+            level,
+            log_probs=lambda batch: compiled(cross_entropy)(*batch.inputs, batch.labels),
+            **whole,
+        ),
+    ]
+
+
+METHODS = [*_methods("logits"), *_methods("hidden"), Method("the paper's loop", "tokens", _search)]

@@ -1,0 +1,51 @@
+"""TRL: its chunked head, its Triton log-probs, and the log-probs of its older trainers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..cases import Batch
+from .method import Method
+
+CHUNK = 8_192  # columns of a tile, TRL's default
+
+
+def chunked_head(batch: Batch) -> Tensor:
+    """``ChunkedLogProbFunction``; masked rows are removed beforehand, as in TRL's trainer."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    hidden, weight = batch.inputs
+    hidden, labels = hidden.flatten(0, -2), batch.labels.flatten()
+    mask = None if batch.mask is None else batch.mask.flatten()
+    if mask is not None:
+        hidden, labels = hidden[mask], labels[mask]
+    logp = ChunkedLogProbFunction.apply(
+        hidden, weight, None, labels, 1.0, CHUNK, None, 1.0, ("entropy",)
+    )[0]
+    if mask is None:
+        return logp
+    return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
+
+
+def triton_kernel(batch: Batch) -> Tensor:
+    """``selective_log_softmax_and_entropy``."""
+    from trl.kernels import selective_log_softmax_and_entropy
+
+    logits, labels, mask = batch.inputs[0], batch.labels, batch.mask
+    if logits.ndim == 2:
+        logits, labels = logits[None], labels[None]
+    return selective_log_softmax_and_entropy(logits, labels, 1.0, mask)[0]
+
+
+def selective_log_softmax(batch: Batch) -> Tensor:
+    """``selective_log_softmax``: torch operations, one row at a time for 16-bit logits."""
+    from trl.trainer.utils import selective_log_softmax
+
+    return selective_log_softmax(batch.inputs[0], batch.labels)
+
+
+METHODS = [
+    Method("TRL selective_log_softmax", "logits", log_probs=selective_log_softmax, package="trl"),
+    Method("TRL Triton", "logits", log_probs=triton_kernel, package="trl", devices=("cuda",)),
+    Method("TRL chunked head", "hidden", log_probs=chunked_head, package="trl"),
+]

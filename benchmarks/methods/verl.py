@@ -1,0 +1,38 @@
+"""verl: its log-probs of logits, its chunked head in torch operations, and its Triton head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..cases import Batch
+from .method import Method
+
+
+def logits(batch: Batch) -> Tensor:
+    """``logprobs_from_logits``: flash-attn's kernel where it is installed."""
+    from verl.utils.torch_functional import logprobs_from_logits
+
+    return logprobs_from_logits(batch.inputs[0], batch.labels, inplace_backward=False)
+
+
+def chunked_head(batch: Batch) -> Tensor:
+    """``FusedLinearForPPO``: what ``use_fused_kernels`` with the torch backend selects."""
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    return FusedLinearForPPO()(*batch.inputs, batch.labels)[0]
+
+
+def triton_head(batch: Batch) -> Tensor:
+    """``linear_cross_entropy``: what the Triton backend of the same option selects."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    hidden, weight = batch.inputs
+    flat = hidden.flatten(0, -2), weight, batch.labels.flatten()
+    return linear_cross_entropy(*flat, 1.0, "none")[0]
+
+
+METHODS = [
+    Method("verl logprobs_from_logits", "logits", log_probs=logits, package="verl"),
+    Method("verl chunked head", "hidden", log_probs=chunked_head, package="verl"),
+    Method("verl Triton head", "hidden", log_probs=triton_head, package="verl", devices=("cuda",)),
+]
