@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def run_kernel(case: Case, backend: str, scale: float = 1.0, **extra: Any) -> Re
     (output.loss * scale).backward()
     assert logits.grad.dtype == logits.dtype
     return Result(output, (logits.grad,))
+
+
+@cache
+def plain_result(
+    backend: str,
+    shape: tuple[int, ...] = (3, 7),
+    V: int = 257,
+    dtype: torch.dtype = torch.float32,
+    **extra: Any,
+) -> Result:
+    """A kernel's result for ``make_case(...)``, which many tests expect and none may change."""
+    return run_kernel(make_case(shape, V, dtype, DEVICES[backend]), backend, **extra)
 
 
 def run_reference(case: Case, dtype: torch.dtype | None = None, **extra: Any) -> Result:

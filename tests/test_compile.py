@@ -75,7 +75,7 @@ def test_backward_copies_no_gradient():
 
 def test_new_bounds_do_not_recompile(backend, device):
     loss_of = loss_by(backend)
-    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend="aot_eager")
     case = make_case(device=device, poison=False)
     for lower, upper in ((0.8, 1.2), (0.7, 1.3), (0.6, 3.0)):
         bounds = torch.tensor(lower, device=device), torch.tensor(upper, device=device)
@@ -376,7 +376,7 @@ def test_many_steps_do_not_recompile(backend, device, interpreted):
         )
         return out.loss, out.metrics["pg_clipfrac"]
 
-    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True)
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(10 if interpreted else 100):
             case = make_case((2, 3), 65, device=device, poison=False, seed=step)

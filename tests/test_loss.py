@@ -12,6 +12,7 @@ from helpers import (
     make_case,
     needs_native,
     per_token,
+    plain_result,
     run_kernel,
     run_reference,
     unmasked_tokens,
@@ -178,10 +179,11 @@ def test_advantages_per_sequence(backend, device):
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_micro_batches_add_up(backend, device, mode):
+def test_micro_batches_add_up(backend, device, interpreted, mode):
     """Eight micro-batches with global counts and shared bounds add up to one batch."""
     config = BAPOConfig(loss_agg_mode=mode)
-    case = make_case((16, 5), 33, device=device, config=config)
+    B = 8 if interpreted else 16
+    case = make_case((B, 5), 33, device=device, config=config)
     whole = run_kernel(case, backend)
     unmasked = unmasked_tokens(case)
     counts = dict(
@@ -190,7 +192,7 @@ def test_micro_batches_add_up(backend, device, mode):
         bounds=whole.output.bounds,
     )
     total, gradients = 0.0, []
-    for rows in torch.arange(16).chunk(8):
+    for rows in torch.arange(B).chunk(8):
         part = type(case)(
             case.logits[rows],
             case.labels[rows],
@@ -209,7 +211,7 @@ def test_micro_batches_add_up(backend, device, mode):
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
 def test_mask_dtypes(backend, device, mask_dtype):
     case = make_case(device=device)
-    expected = run_kernel(case, backend)
+    expected = plain_result(backend)
     case.response_mask = case.response_mask.to(mask_dtype)
     assert torch.equal(run_kernel(case, backend).gradient, expected.gradient)
 
@@ -258,9 +260,10 @@ def test_live_statistics_read_only_active_rows(backend, device):
     assert got.output.loss == expected.output.loss
 
 
-def test_undecided_rows_are_finished_with_the_final_bounds(backend, device):
+def test_undecided_rows_are_finished_with_the_final_bounds(backend, device, interpreted):
     """The bounds of the search and the same bounds given lead to the same gradient."""
-    case = make_case((8, 32), 65, device=device, staleness=0.4)
+    shape, seed = ((4, 16), 5) if interpreted else ((8, 32), 0)
+    case = make_case(shape, 65, device=device, staleness=0.4, seed=seed)
     searched = run_kernel(case, backend)
     assert searched.output.bounds.upper > 1.2, "the case must need a search"
     given_bounds = run_kernel(case, backend, bounds=searched.output.bounds)
@@ -450,7 +453,7 @@ def test_options_of_loss_from_log_probs(dtype, statistics, name):
 @pytest.mark.parametrize("statistics", ["all", "live"])
 def test_labels_of_masked_tokens_may_be_anything(backend, device, label, statistics):
     case = make_case((4, 9), 65, device=device)
-    expected = run_kernel(case, backend, statistics=statistics)
+    expected = plain_result(backend, (4, 9), 65, statistics=statistics)
     case.labels[~case.response_mask] = label
     got = run_kernel(case, backend, statistics=statistics)
     assert torch.equal(got.gradient, expected.gradient)

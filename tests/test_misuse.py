@@ -5,7 +5,7 @@ import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import get_args
 
 import pytest
@@ -88,6 +88,12 @@ def gradients(function, backend, device, around=nullcontext, **options):
     return [value.detach(), *(leaf.grad for leaf in x.values())]
 
 
+@cache
+def expected_gradients(function, backend, device):
+    """Those of a plain call, which no test may change."""
+    return gradients(function, backend, device)
+
+
 def assert_same(got, expected):
     for a, b in zip(got, expected, strict=True):
         assert a is b is None or (a.dtype == b.dtype and torch.equal(a, b))
@@ -102,7 +108,7 @@ class TestChangedBeforeBackward:
             for changed in (*x.values(), case.labels, case.advantages, case.old_log_probs):
                 changed.mul_(2)
         value.backward()
-        expected = gradients(function, backend, device)
+        expected = expected_gradients(function, backend, device)
         assert_same([value.detach(), *(leaf.grad for leaf in x.values())], expected)
 
     @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ class TestInPlace:
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_leaf_without_grad_mode(self, backend, device, mode):
         x, case = problem(device)
-        _, *expected = gradients(of_logits, backend, device)
+        _, *expected = expected_gradients(of_logits, backend, device)
         with mode():
             bapo_loss(x["logits"], *case.arguments(), backend=backend, inplace=True)
         assert torch.equal(x["logits"], expected[0])
@@ -209,7 +215,7 @@ def test_second_backward_of_log_probs(backend, device, function):
     value = function(x, case, backend).sum()
     value.backward(retain_graph=True)
     value.backward()
-    _, *expected = gradients(function, backend, device)
+    _, *expected = expected_gradients(function, backend, device)
     twice = [None if gradient is None else 2 * gradient for gradient in expected]
     assert_same([leaf.grad for leaf in x.values()], twice)
 
@@ -264,7 +270,7 @@ FACTORS = {
 def test_functions_of_the_loss(backend, device, function, name):
     x, case = problem(device)
     FACTORS[name](function(x, case, backend)).backward()
-    _, *expected = gradients(function, backend, device)
+    _, *expected = expected_gradients(function, backend, device)
     assert_same([leaf.grad for leaf in x.values()], expected)
 
 
@@ -275,7 +281,7 @@ def test_grad_scaler(backend, device, function):
     scaler = torch.amp.GradScaler(device, init_scale=2.0**16)
     scaler.scale(function(x, case, backend)).backward()
     scaler.unscale_(optimizer)
-    _, *expected = gradients(function, backend, device)
+    _, *expected = expected_gradients(function, backend, device)
     assert_same([leaf.grad for leaf in x.values()], expected)
 
 
@@ -572,7 +578,7 @@ def test_defaults_of_torch_change_nothing(backend, device, function, name):
         value.sum().backward()
         bounds = find_clip_bounds(x["log_probs"], *case.arguments()[1:])
     got = [value.detach(), *(leaf.grad for leaf in x.values())]
-    assert_same(got, gradients(function, backend, device))
+    assert_same(got, expected_gradients(function, backend, device))
     assert bounds == find_clip_bounds(x["log_probs"], *case.arguments()[1:])
 
 
@@ -580,7 +586,7 @@ class TestAutocast:
     @pytest.mark.parametrize("function", [of_logits, of_log_probs, log_probs_of_logits])
     def test_functions_without_a_gemm(self, backend, device, function):
         got = gradients(function, backend, device, partial(torch.autocast, device, torch.bfloat16))
-        assert_same(got, gradients(function, backend, device))
+        assert_same(got, expected_gradients(function, backend, device))
 
     @pytest.mark.parametrize("function", [of_hidden, log_probs_of_hidden])
     def test_backward_under_autocast(self, backend, device, function):
@@ -590,7 +596,7 @@ class TestAutocast:
         with torch.autocast(device, torch.bfloat16):
             value.sum().backward()
         got = [value.detach(), *(leaf.grad for leaf in x.values())]
-        assert_same(got, gradients(function, backend, device))
+        assert_same(got, expected_gradients(function, backend, device))
 
     def test_sum_of_chunks_stays_float32(self):
         """Autocast would round the product of every chunk to bfloat16."""
@@ -617,7 +623,7 @@ class TestInferenceTensors:
         value = function(x, case, backend)
         value.backward()
         got = [value.detach(), *(leaf.grad for leaf in x.values())]
-        assert_same(got, gradients(function, backend, device))
+        assert_same(got, expected_gradients(function, backend, device))
 
     @pytest.mark.parametrize("function", LOG_PROBS)
     def test_labels_of_log_probs(self, backend, device, function):
@@ -627,7 +633,7 @@ class TestInferenceTensors:
         value = function(x, case, backend)
         value.sum().backward()
         got = [value.detach(), *(leaf.grad for leaf in x.values())]
-        assert_same(got, gradients(function, backend, device))
+        assert_same(got, expected_gradients(function, backend, device))
 
 
 def as_function(function, case, backend):
@@ -764,7 +770,7 @@ def test_workers_of_a_data_loader(start):
 @pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
 def test_threads(function):
     problems = [problem() for _ in range(8)]
-    expected = gradients(function, "cpu", "cpu")
+    expected = expected_gradients(function, "cpu", "cpu")
 
     def run(given):
         x, case = given
@@ -787,7 +793,7 @@ CONTEXTS = {
 @pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
 def test_contexts_of_autograd(backend, device, function, name):
     got = gradients(function, backend, device, CONTEXTS[name])
-    assert_same(got, gradients(function, backend, device))
+    assert_same(got, expected_gradients(function, backend, device))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -801,7 +807,7 @@ def test_checkpoint(backend, device, function, use_reentrant):
 
     value = checkpoint(of, *x.values(), use_reentrant=use_reentrant)
     value.sum().backward()
-    expected = gradients(function, backend, device)
+    expected = expected_gradients(function, backend, device)
     got = [value.detach(), *(leaf.grad for leaf in x.values())]
     for a, b in zip(got, expected, strict=True):
         assert b is None or torch.equal(a, b)
@@ -815,7 +821,7 @@ def test_hooks_of_logits(backend, device, inplace):
     seen = []
     logits.register_hook(lambda dlogits: seen.append(dlogits.clone()) or 2 * dlogits)
     bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace).loss.backward()
-    _, expected, *_ = gradients(of_logits, backend, device)
+    _, expected, *_ = expected_gradients(of_logits, backend, device)
     assert torch.equal(seen[0], expected)
     assert torch.equal(x["logits"].grad, 2 * expected)
 
@@ -837,7 +843,7 @@ def test_subclasses(backend, device, function, kind):
         x = {name: torch.nn.Parameter(leaf) for name, leaf in x.items()}
     value = function(x, case, backend)
     value.sum().backward()
-    expected = gradients(function, backend, device)
+    expected = expected_gradients(function, backend, device)
     for got, same in zip([value, *(leaf.grad for leaf in x.values())], expected, strict=True):
         assert same is None or torch.equal(got, same)
 

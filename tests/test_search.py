@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers import make_case, needs_native, unmasked_tokens
+from world import grid
 
 from bapo_kernels import (
     BAPOConfig,
@@ -233,29 +233,25 @@ class TestHistogram:
         assert all(torch.equal(tables[0], table) for table in tables)
 
 
-def _rank(rank, path, results):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+def search_rank(rank):
     g = torch.Generator().manual_seed(0)
     logp, old, A = (torch.randn(30, generator=g) for _ in range(3))
-    pieces = [slice(0, 21), slice(21, 30), slice(30, 30)]  # unequal counts, one rank empty
+    # Unequal counts, two ranks empty.
+    pieces = [slice(0, 21), slice(21, 30), slice(30, 30), slice(30, 30)]
     mine = [t[pieces[rank]] for t in (logp, old, A)]
     bounds = find_clip_bounds(*mine, process_group=dist.group.WORLD)
-    subgroup = dist.new_group([0, 1])
-    inner = find_clip_bounds(*mine, process_group=subgroup) if rank < 2 else None
+    inner = find_clip_bounds(*mine, process_group=grid(2, 2).get_group("tensor"))  # of two ranks
     alone = find_clip_bounds(*mine)
-    results[rank] = [None if b is None else [x.item() for x in b] for b in (bounds, inner, alone)]
-    dist.destroy_process_group()
+    return [[x.item() for x in b] for b in (bounds, inner, alone)]
 
 
-def test_search_over_a_process_group(tmp_path):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_rank, (str(tmp_path / "store"), results), nprocs=3)
-        results = dict(results)
+@pytest.mark.xdist_group("world")
+def test_search_over_a_process_group(worlds):
+    results = worlds(4).run(search_rank)
     g = torch.Generator().manual_seed(0)
     case = [torch.randn(30, generator=g) for _ in range(3)]
     expected = [b.item() for b in reference.find_clip_bounds(*case)]
-    for rank in range(3):
+    for rank in range(4):
         assert results[rank][0] == expected
     assert results[0][1] == results[1][1] == expected
     first = [t[:21] for t in case]
@@ -395,8 +391,8 @@ def test_histogram_on_a_device_before_the_first_update():
     assert all(b.dtype == torch.float32 and b.ndim == 0 for b in histogram.solve())
 
 
-def _loss_rank(rank, path, results):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def loss_rank(rank):
+    results = {}
     case, tokens = loss_case()
     rows = [slice(0, 3), slice(3, 4)][rank]  # unequal counts
     arguments = [t[rows] for t in case.arguments()]
@@ -407,17 +403,17 @@ def _loss_rank(rank, path, results):
         out.loss.backward()
         true = reference.bapo_loss(case.logits[rows].double(), *arguments, **options)
         metrics = [{k: v.item() for k, v in o.metrics.items()} for o in (out, true)]
-        results[rank, name] = (out.loss.item(), *metrics, x.grad)
+        results[name] = (out.loss.item(), *metrics, x.grad)
     search = ClipBoundSearch(scope="step", process_group=dist.group.WORLD)
     unmasked = arguments[3].bool() & (arguments[0] != -100)
     search.update(log_probs(case.logits[rows], arguments[0])[0], *arguments[1:3], unmasked)
     search.step()
-    results[rank, "step"] = {k: v.item() for k, v in search.metrics.items()}
+    results["step"] = {k: v.item() for k, v in search.metrics.items()}
     empty = [t[:0] for t in case.arguments()] if rank else case.arguments()
     logits = case.logits[:0] if rank else case.logits
     out = bapo_loss(logits, *empty, process_group=dist.group.WORLD)  # one rank without tokens
-    results[rank, "empty"] = [b.item() for b in out.bounds]
-    dist.destroy_process_group()
+    results["empty"] = [b.item() for b in out.bounds]
+    return results
 
 
 def loss_case():
@@ -426,34 +422,32 @@ def loss_case():
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        store = tmp_path_factory.mktemp("ranks") / "store"
-        mp.spawn(_loss_rank, (str(store), results), nprocs=2)
-        return dict(results)
+def two_ranks(worlds):
+    return worlds(2).run(loss_rank)
 
 
+@pytest.mark.xdist_group("world")
 def test_two_ranks_are_one_batch(two_ranks):
     case, _ = loss_case()
     x = case.logits.clone().requires_grad_()
     whole = bapo_loss(x, *case.arguments())
     whole.loss.backward()
     assert whole.bounds.upper > 1.2, "the case must need a search"
-    parts = [two_ranks[rank, "searched"] for rank in (0, 1)]
+    parts = [two_ranks[rank]["searched"] for rank in (0, 1)]
     assert sum(p[0] for p in parts) == pytest.approx(whole.loss.item(), rel=1e-6)
     torch.testing.assert_close(torch.cat([p[3] for p in parts]), x.grad, rtol=1e-6, atol=1e-9)
     for part in parts:
         for name in ("bapo_pos_share", "bapo_pos_share_start", "bapo_clip_high"):
             assert part[1][name] == pytest.approx(whole.metrics[name].item(), rel=1e-6)
-    assert two_ranks[0, "empty"] == two_ranks[1, "empty"] == [b.item() for b in whole.bounds]
+    assert two_ranks[0]["empty"] == two_ranks[1]["empty"] == [b.item() for b in whole.bounds]
 
 
+@pytest.mark.xdist_group("world")
 def test_metrics_of_a_step_of_two_ranks(two_ranks):
     case, _ = loss_case()
     expected = bapo_loss(case.logits, *case.arguments()).metrics
-    assert two_ranks[0, "step"] == two_ranks[1, "step"]
-    for name, value in two_ranks[0, "step"].items():
+    assert two_ranks[0]["step"] == two_ranks[1]["step"]
+    for name, value in two_ranks[0]["step"].items():
         assert value == pytest.approx(expected[name].item(), rel=1e-5), name
 
 
@@ -479,11 +473,12 @@ def test_metrics_of_a_search_object():
     assert step.metrics == {}
 
 
+@pytest.mark.xdist_group("world")
 @pytest.mark.parametrize("name", ["searched", "given"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_metrics_of_two_ranks(two_ranks, rank, name):
     """A search covers the group; with bounds= there is no collective, and each rank is alone."""
-    _, got, expected, _ = two_ranks[rank, name]
+    _, got, expected, _ = two_ranks[rank][name]
     assert got.keys() == expected.keys()
     for metric, value in expected.items():
         assert got[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import traceback
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +51,7 @@ def _serve(rank, size, store, device, timeout, pipe):
         except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
+    os._exit(0)  # Python takes a second to tear torch down
 
 
 class World:
@@ -74,7 +76,9 @@ class World:
 @contextmanager
 def world(size, folder, device="cpu", timeout=60):
     """``size`` processes in one group."""
-    context = multiprocessing.get_context("spawn")
+    # Ranks are forks of a process that has imported torch, but not one that has looked for a GPU.
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp"])
     ends = [context.Pipe() for _ in range(size)]
     processes = [
         context.Process(
