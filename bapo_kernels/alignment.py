@@ -1,9 +1,10 @@
-"""Which mistake explains log-probs of the labels that are far from ``old_log_probs``."""
+"""Finds the mistake that explains why log-probs of the labels are far from ``old_log_probs``."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,94 +14,120 @@ from .aggregation import sequence_index
 from .checks import require
 from .config import BAPOConfig
 
-FAR = 0.2  # nats; the mean of |log_prob - old_log_prob| is 0 in a right first step
-BETTER = 4  # a mistake is named if that mean is so many times smaller without it
+FAR = 0.2  # nats; in a correct first step the mean of |log_prob - old_log_prob| is 0
+BETTER = 4  # a mistake is reported if correcting it makes that mean this many times smaller
 TEMPERATURES = tuple(t / 10 for t in range(5, 16))
-_FEWEST, _MOST = 8, 512  # tokens compared
-_ROWS = 64  # read at once
+_FEWEST, _MOST = 8, 512  # tokens to compare
+_ROWS = 64  # rows of logits read at a time
+
+
+class _Mistake(NamedTuple):
+    """Row ``t`` belongs to the label ``t + labels_at`` and the old log-prob ``t + old_at``."""
+
+    labels_at: int = 0
+    old_at: int = 0
+    temperature: float | None = None
+
+
+_SHIFTS = [_Mistake(labels_at=by, old_at=old_by) for by in (-1, 1) for old_by in (0, by)]
+_SHIFTS += [_Mistake(old_at=by) for by in (-1, 1)]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A batch, flattened, and the positions ``at`` which its tokens are compared."""
+
+    rows: Tensor
+    labels: Tensor
+    old_log_probs: Tensor
+    unmasked: Tensor
+    sequence: Tensor
+    at: Tensor
+    config: BAPOConfig
+
+    def distances(self, mistake: _Mistake) -> Tensor:
+        """``|log_prob - old_log_prob|`` with a mistake corrected; NaN where that is undefined."""
+        labels_at, old_at, temperature = mistake
+        at, N = self.at, self.labels.numel()
+        of_label, of_old = ((at + by).clamp(0, N - 1) for by in (labels_at, old_at))
+        label = self.labels[of_label]
+        log_probs = [
+            reference.log_probs(
+                self.rows[some],
+                chosen,
+                temperature=temperature or self.config.temperature,
+                logit_scale=self.config.logit_scale,
+                final_logit_softcapping=self.config.final_logit_softcapping,
+                return_entropy=False,
+            )[0]
+            for some, chosen in zip(at.split(_ROWS), label.split(_ROWS), strict=True)
+        ]
+        off = (torch.cat(log_probs) - self.old_log_probs[of_old]).abs()
+        V = self.rows.shape[-1]
+        defined = self.unmasked[of_old] & (label >= 0) & (label < V) & off.isfinite()
+        for of, by in ((of_label, labels_at), (of_old, old_at)):
+            defined &= (of == at + by) & (self.sequence[of] == self.sequence[at])
+        return torch.where(defined, off, torch.nan)
 
 
 def check_alignment(
     logits: Tensor,
     labels: Tensor,
     old_log_probs: Tensor,
-    live: Tensor,
+    unmasked: Tensor,
     cu_seqlens: Tensor | None,
     config: BAPOConfig,
 ) -> None:
     """Raises if ``old_log_probs`` fit other labels or another temperature far better than these.
 
-    An older policy's are off too, but nothing explains them better. Tokens where a log-prob is
-    ``-inf`` are left out.
+    Those of an older policy are far off too, but no mistake explains them better. Tokens with a
+    log-prob of ``-inf`` are not compared.
     """
     N, V = labels.numel(), logits.shape[-1]
     length = labels.shape[-1] if labels.ndim >= 2 else N
-    rows, labels, old = logits.reshape(N, V), labels.reshape(N), old_log_probs.reshape(N)
-    live = live.reshape(N)
-    at = live.nonzero().squeeze(1)
-    at = at[:: math.ceil(at.numel() / _MOST) or 1]
     sequence = torch.arange(N, device=labels.device) // (length or 1)
     if cu_seqlens is not None:
         sequence = sequence_index(cu_seqlens, N)
-
-    def distances(labels_at: int = 0, old_at: int = 0, temperature: float | None = None) -> Tensor:
-        """Of row ``t`` with label ``t + labels_at`` from old ``t + old_at``; NaN: there is none."""
-        of_label, of_old = ((at + by).clamp(0, N - 1) for by in (labels_at, old_at))
-        label = labels[of_label]
-        logp = [
-            reference.log_probs(
-                rows[some],
-                chosen,
-                temperature=temperature or config.temperature,
-                logit_scale=config.logit_scale,
-                final_logit_softcapping=config.final_logit_softcapping,
-                return_entropy=False,
-            )[0]
-            for some, chosen in zip(at.split(_ROWS), label.split(_ROWS), strict=True)
-        ]
-        off = (torch.cat(logp) - old[of_old]).abs()
-        there = live[of_old] & (label >= 0) & (label < V) & off.isfinite()
-        for of, by in ((of_label, labels_at), (of_old, old_at)):
-            there &= (of == at + by) & (sequence[of] == sequence[at])
-        return torch.where(there, off, torch.nan)
-
+    unmasked = unmasked.reshape(N)
+    at = unmasked.nonzero().squeeze(1)
+    at = at[:: math.ceil(at.numel() / _MOST) or 1]
     if at.numel() < _FEWEST:
         return
-    given = distances()
+    rows, labels, old = logits.reshape(N, V), labels.reshape(N), old_log_probs.reshape(N)
+    comparison = _Comparison(rows, labels, old, unmasked, sequence, at, config)
+    given = comparison.distances(_Mistake())
     if not bool(given.nanmean() > FAR):
         return
-    # A log-prob of 0 is that of a certain token; all of them 0 are no padding.
+    # An old log-prob of 0 stands for padding, unless all of them are 0 (tokens that were certain).
     padded = (old[at] == 0) & (given > 1) & (old[at] != 0).any()
     rule = "be 0 where there is no old log-prob (a prompt, padding)"
     got = f"1 at tokens of log-prob {-given[padded].mean():.2g} on average with old_log_probs 0"
     require(int(padded.sum()) < _FEWEST, "response_mask", rule, got)
-    others: list[dict[str, Any]] = [
-        dict(labels_at=by, old_at=old_by) for by in (-1, 1) for old_by in (0, by)
-    ]
-    others += [dict(old_at=by) for by in (-1, 1)]
-    others += [dict(temperature=t) for t in TEMPERATURES if t != config.temperature]
+    mistakes = [*_SHIFTS, *(_Mistake(temperature=t) for t in TEMPERATURES)]
     fits = []
-    for k, other in enumerate(others):
-        both = torch.stack([distances(**other), given])
+    for k, mistake in enumerate(mistakes):
+        if mistake.temperature == config.temperature:
+            continue
+        both = torch.stack([comparison.distances(mistake), given])
         both = both[:, ~both.isnan().any(0)]
         if both.shape[1] >= _FEWEST:
             fits.append((*both.mean(1).tolist(), k))
     if not fits:
         return
-    least, most, best = min(fits)
-    if most > FAR and least * BETTER < most:
-        _refuse(others[best], config, f"{least:.2g} instead of {most:.2g}")
+    corrected, as_given, best = min(fits)
+    if as_given > FAR and corrected * BETTER < as_given:
+        _report(mistakes[best], config, f"{corrected:.2g} instead of {as_given:.2g}")
 
 
-def _refuse(other: dict[str, Any], config: BAPOConfig, fit: str) -> None:
+def _report(mistake: _Mistake, config: BAPOConfig, fit: str) -> None:
     name, rule = "old_log_probs", "be those of labels"
-    by = other.get("labels_at") or other.get("old_at") or 0
+    by = mistake.labels_at or mistake.old_at
     got = f"those of the position {'after' if by > 0 else 'before'}"
-    if "labels_at" in other:
+    if mistake.labels_at:
         name, rule = "labels", "be aligned with the rows of logits (logits[:, :-1], tokens[:, 1:])"
         got = f"old_log_probs of the labels one position {'later' if by > 0 else 'earlier'}"
-    if "temperature" in other:
+    if mistake.temperature is not None:
         name, rule = "config.temperature", "be that of old_log_probs"
-        got = f"{config.temperature}, they fit {other['temperature']}"
+        got = f"{config.temperature}, they fit {mistake.temperature}"
     right = "in a right first step ppo_kl ~ 0, pg_clipfrac ~ 0 and ratios ~ 1"
     require(False, name, rule, f"{got}: mean |log_prob - old_log_prob| {fit} nats; {right}")

@@ -1,4 +1,4 @@
-"""Checks of one argument: a refusal has its name, the rule and the value got."""
+"""Checks of single arguments: an error names the argument, its rule and the value got."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def runs_while_traced(function: F) -> F:
-    """A function of host values that ``torch.compile`` runs and does not trace.
+    """Marks a function of host values that ``torch.compile`` calls instead of tracing it.
 
-    As ``torch.compiler.assume_constant_result``, which imports the compiler: 1.5 s of every import.
+    The same as ``torch.compiler.assume_constant_result``, whose use imports the compiler and would
+    add 1.5 s to every import of the package.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -47,7 +48,7 @@ def require(
 
 
 def number(name: str, value: Any) -> float:
-    """A number of Python or numpy as ``float``; neither a bool nor an array."""
+    """Converts a number of Python or numpy to ``float``; refuses bools, tensors and arrays."""
     if not isinstance(value, Real) or isinstance(value, bool):
         is_array = hasattr(value, "ndim")
         rule = "be a number (.item() of a tensor or array)" if is_array else "be a number"
@@ -57,7 +58,7 @@ def number(name: str, value: Any) -> float:
 
 
 def count(name: str, value: Any, rule: str = "be an integer >= 1") -> int:
-    """An integer >= 1 of Python or numpy as ``int``; not a bool."""
+    """Converts an integer >= 1 of Python or numpy to ``int``; refuses bools."""
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < 1:
         require(False, name, rule, value if is_integer else typed(value))
@@ -65,20 +66,20 @@ def count(name: str, value: Any, rule: str = "be an integer >= 1") -> int:
 
 
 def typed(value: Any) -> str:
-    """What was got, where the fault is its type."""
+    """The value got, with its type, for errors whose cause is the type."""
     kind = type(value).__name__
     is_array = hasattr(value, "ndim") and not isinstance(value, Real)
     return kind if is_array else f"{value!r} ({kind})"
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor; does not import what makes them."""
+    """Whether ``tensor`` is a DTensor, without importing the module that defines them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
-    """``tensor`` is a dense tensor of this rank, or may be ``sharded`` over many."""
+    """Requires a dense tensor, local to this rank unless it may be ``sharded`` over several."""
     require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
     rule = "be a local tensor (.to_local() or .full_tensor())"
     require(sharded or not is_dtensor(tensor), name, rule, "a DTensor")
@@ -86,7 +87,7 @@ def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
 
 
 def check_floating(name: str, tensor: Any, sharded: bool = False) -> None:
-    """``tensor`` is floating point, dense, and of this rank or may be ``sharded`` over many."""
+    """Requires a dense floating-point tensor, local unless it may be ``sharded``."""
     check_tensor(name, tensor, sharded)
     require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
     rule = "be float64, float32, bfloat16 or float16"
@@ -94,7 +95,7 @@ def check_floating(name: str, tensor: Any, sharded: bool = False) -> None:
 
 
 def check_like(name: str, tensor: Any, like: Tensor, like_name: str) -> None:
-    """``tensor`` is floating point, with the shape and on the device of ``like``."""
+    """Requires a floating-point tensor with the shape and on the device of ``like``."""
     check_floating(name, tensor)
     rule = ("have the shape of {} {}", like_name, like.shape)
     require(tensor.shape == like.shape, name, rule, tensor.shape)
@@ -102,13 +103,13 @@ def check_like(name: str, tensor: Any, like: Tensor, like_name: str) -> None:
 
 
 def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
-    """Both are on one device."""
+    """Requires both tensors to be on the same device."""
     rule = f"be on the device of {like_name} ({like.device})"
     require(tensor.device == like.device, name, rule, tensor.device)
 
 
 def check_group(name: str, group: Any) -> None:
-    """``group`` is ``None`` or a process group of this rank."""
+    """Requires ``None`` or a process group that this rank is in."""
     if group is None:
         if name == "process_group":
             _warn_without_group()
@@ -120,7 +121,7 @@ def check_group(name: str, group: Any) -> None:
 
 @runs_while_traced
 def _warn_without_group() -> None:
-    """Once, where other processes exist but no process group: ``None`` may be the default group."""
+    """Warns where ``None`` may be ``dist.group.WORLD``, read before the ranks were set up."""
     ranks = os.environ.get("WORLD_SIZE", "1")  # torchrun sets it
     if ranks not in ("", "1") and dist.is_available() and not dist.is_initialized():
         warn_once(
@@ -132,15 +133,15 @@ def _warn_without_group() -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Warns once in a process, at the line of the user's own code that led here."""
+    """Warns once per process, and points at the line of the user's code that led here."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level + 1)
 
 
-# This package, torch, and what dataclasses generate.
-_NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(torch.__file__), "<")
+# This package, torch, and code that dataclasses generate: frames that are not the user's.
+_LIBRARIES = (os.path.dirname(__file__), os.path.dirname(torch.__file__), "<")
 
 
 def _shown(value: Any) -> Any:

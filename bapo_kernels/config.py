@@ -1,4 +1,4 @@
-"""The options of the loss, validated once."""
+"""The options of the loss and of the search, validated when a config is made."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRID_FIELDS = (
     "ratio_upper_max",
     "ratio_upper_step",
 )
-# Of the other numbers: what they are greater than, and the rule that says so.
+# The other numbers: each must be greater than its limit, and finite; the text states that rule.
 _FINITE: dict[str, tuple[float, str]] = {
     "kl_loss_coef": (-math.inf, "be finite"),
     "entropy_coef": (-math.inf, "be finite"),
@@ -60,9 +60,9 @@ _NONE_OR_FINITE: dict[str, tuple[float, str]] = {
 
 
 def bound_grid(start: float, maximum: float, step: float) -> list[float]:
-    """The values a bound visits, by the same repeated float64 addition as the paper's loop.
+    """The values that a bound takes, by the same repeated float64 addition as the paper's loop.
 
-    The last step is cut at ``maximum``; a step of 0 means that the bound does not move.
+    The last step is cut off at ``maximum``. With a step of 0 the bound does not move.
 
     Examples:
         >>> bound_grid(1.2, 1.35, 0.1)
@@ -78,42 +78,46 @@ def bound_grid(start: float, maximum: float, step: float) -> list[float]:
 class BAPOConfig:
     """Options of Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927).
 
-    The defaults are the paper's (Eq. 8, Algorithm 1); :meth:`recipe` is the authors' published
-    code, which differs from it, and :meth:`fixed` is PPO/GRPO/DAPO clipping without a search.
+    The defaults are those of the paper (Eq. 8, Algorithm 1). :meth:`recipe` follows the authors'
+    published code, which differs from the paper. :meth:`fixed` clips as PPO, GRPO and DAPO do,
+    without a search.
 
     Bounds are bounds of the probability ratio (0.8, 1.2), never epsilons around 1.
 
     Args:
         ratio_lower_start, ratio_lower_max, ratio_lower_step: grid of the lower bound, c_low.
         ratio_upper_start, ratio_upper_max, ratio_upper_step: grid of the upper bound, c_high.
-        target: the search stops at the first bounds whose tested quantity is not below it.
-        target_kind: tested quantity; ``"share"`` is P/(P+N), ``"ratio"`` is P/(N + 1e-8), where
-            P and N are the contributions of the tokens of positive and negative advantage.
-        raise_first: ``"upper"`` or ``"lower"``, the bound that goes to its maximum before the other
-            one moves.
-        token_weight: weight of a token in P and N; ``"uniform"`` is 1, ``"rollout_prob"`` its
+        target: the search stops at the first bounds at which the tested quantity reaches this.
+        target_kind: the tested quantity. ``"share"`` is ``pos/(pos + neg)``, ``"ratio"`` is
+            ``pos/(neg + 1e-8)``. The positive mass ``pos`` sums the contributions of the tokens of
+            positive advantage, the negative mass ``neg`` those of negative advantage.
+        raise_first: ``"upper"`` or ``"lower"``: the bound that is raised to its maximum before the
+            other one moves.
+        token_weight: weight of a token in the masses. ``"uniform"`` is 1, ``"rollout_prob"`` is its
             probability under the rollout policy (``rollout_log_probs`` if given, else
             ``old_log_probs``).
         contribution: ``"surrogate"`` counts ``A*min(r, c_high)`` and ``|A|*max(r, c_low)`` (the
             paper); ``"gradient"`` counts only tokens whose gradient is not clipped, which is
             *not* the paper's formula.
-        clip_ratio_c: dual clip, the largest loss of a negative token is ``|A|*clip_ratio_c``.
-        loss_agg_mode: verl's names. ``"token-mean"`` and ``"token-sum"`` take the unmasked tokens
-            of all sequences together; ``"seq-mean-token-sum"`` and ``"seq-mean-token-mean"`` are
-            the mean over the sequences of the sum or mean over their tokens;
-            ``"seq-mean-token-sum-norm"`` divides the former by ``loss_scale_factor``.
+        clip_ratio_c: dual clip: the loss of a token of negative advantage is at most
+            ``|A|*clip_ratio_c``.
+        loss_agg_mode: by verl's names. ``"token-mean"`` and ``"token-sum"`` are the mean and the
+            sum over the unmasked tokens of all sequences. ``"seq-mean-token-sum"`` and
+            ``"seq-mean-token-mean"`` first take the sum or the mean over the tokens of each
+            sequence, then the mean over the sequences. ``"seq-mean-token-sum-norm"`` is
+            ``"seq-mean-token-sum"`` divided by ``loss_scale_factor``.
         loss_scale_factor: divisor of ``"seq-mean-token-sum-norm"``; default: the padded length.
-        kl_loss_coef: weight of a penalty towards ``ref_log_probs``.
+        kl_loss_coef: weight of the KL penalty towards the policy of ``ref_log_probs``.
         kl_loss_type: with ``d = logp - ref``, ``"k1"`` is ``d``, ``"k2"`` is ``d^2/2``, ``"k3"``
             or ``"low_var_kl"`` is ``exp(-d) - 1 + d``, clamped as in verl.
         entropy_coef: weight of the entropy bonus.
         temperature, logit_scale, final_logit_softcapping: logits enter the softmax as
             ``softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
 
-    Numbers of any kind, numpy's too, are kept as ``float``; bools and tensors are refused.
+    Numbers of Python and numpy are stored as ``float``; bools and tensors are refused.
 
     Raises:
-        ValueError: a value breaks its rule; the message has name, rule and value.
+        ValueError: a value breaks its rule. The message has the name, the rule and the value.
 
     Examples:
         >>> BAPOConfig.recipe(entropy_coef=0.001).lower_grid[:2]
@@ -153,7 +157,7 @@ class BAPOConfig:
 
     @classmethod
     def recipe(cls, **options: Any) -> BAPOConfig:
-        """The authors' published code: P/N up to 1, no token weight, lower bound first.
+        """As in the authors' published code: pos/neg up to 1, uniform weights, lower bound first.
 
         c_low from 0.6 to 0.8 and c_high from 1.2 to 2.0 in steps of 0.05, dual clip at 3.
         """
@@ -171,7 +175,7 @@ class BAPOConfig:
 
     @classmethod
     def fixed(cls, lower: float, upper: float, **options: Any) -> BAPOConfig:
-        """Fixed bounds, no search: PPO and GRPO at (0.8, 1.2), DAPO at (0.8, 1.28)."""
+        """Fixed bounds without a search: PPO and GRPO at (0.8, 1.2), DAPO at (0.8, 1.28)."""
         preset: dict[str, Any] = dict(
             ratio_lower_start=lower,
             ratio_lower_max=lower,
@@ -183,12 +187,12 @@ class BAPOConfig:
 
     @property
     def lower_grid(self) -> list[float]:
-        """Values of the lower bound, ascending."""
+        """Values that the lower bound can take, ascending."""
         return bound_grid(self.ratio_lower_start, self.ratio_lower_max, self.ratio_lower_step)
 
     @property
     def upper_grid(self) -> list[float]:
-        """Values of the upper bound, ascending."""
+        """Values that the upper bound can take, ascending."""
         return bound_grid(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
 
     def __post_init__(self) -> None:
@@ -225,7 +229,7 @@ class BAPOConfig:
             require(0 <= self.target < math.inf, "target", "be finite and >= 0", self.target)
 
 
-# What the operators take of a config, in the order of their schemas.
+# The parts of a config that operators take, in the order of their schemas.
 
 
 def grids_of(config: BAPOConfig) -> tuple[float, ...]:
@@ -233,8 +237,13 @@ def grids_of(config: BAPOConfig) -> tuple[float, ...]:
     return tuple(getattr(config, name) for name in GRID_FIELDS)
 
 
+def starting_bounds_of(config: BAPOConfig) -> tuple[float, float]:
+    """The first points of the two grids, where the search starts."""
+    return config.ratio_lower_start, config.ratio_upper_start
+
+
 def policy_options_of(config: BAPOConfig) -> tuple[float | None, float, int, float]:
-    """Dual clip, weight and number of the KL estimator, weight of the entropy bonus."""
+    """Dual clip, weight and number of the KL estimator, and weight of the entropy bonus."""
     kl_loss_type = KL_LOSS_TYPES[config.kl_loss_type]
     return config.clip_ratio_c, config.kl_loss_coef, kl_loss_type, config.entropy_coef
 

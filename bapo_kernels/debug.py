@@ -1,4 +1,4 @@
-"""What the fast path cannot afford: checks that read values, and a report of the environment."""
+"""Debugging aids: checks that read values, a report of the environment, the instruction set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .inputs import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_ROWS = 64  # of logits, checked at once
+_ROWS = 64  # rows of logits checked at a time
 _CHECKED = (
     "old_log_probs",
     "advantages",
@@ -54,27 +54,28 @@ def check_inputs(
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
-    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and refuses what that refuses. With
-    ``vocab_group`` every rank of it must call; indices are those of the whole vocabulary.
+    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that raises. With
+    ``vocab_group`` every rank of it must call; indices refer to the whole vocabulary.
 
-    Bad are values that make the loss NaN: labels outside of ``[0, V)``, NaN or +inf logits, rows of
-    -inf alone, offsets that fall, bounds that are epsilons, normalisers that are not positive, and
-    anything not finite in the other arguments. So are values that it takes, but that are mistakes:
+    Values that make the loss NaN are bad: labels outside of ``[0, V)``, NaN or +inf logits, rows in
+    which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers that are
+    not positive, and other arguments that are not finite. So are values that the loss accepts but
+    that can only be a mistake:
 
-    - probabilities for logits: 8 or more rows, each without a negative entry and of sum 1;
+    - probabilities in place of logits: 8 or more rows that have no negative entry and sum to 1;
     - log-probs above 0 by more than 0.01, or all of them above 0 (probabilities);
     - importance weights below 0 (their logarithms);
-    - masks other than 0 and 1, or with no label where they are 1;
-    - unmasked tokens behind the last of ``cu_seqlens``;
-    - 8 or more unmasked tokens, but not all, with ``old_log_probs`` 0 and a log-prob below -1 (a
-      prompt that is not masked);
-    - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, and
-      less than a quarter of that with labels or ``old_log_probs`` one position to either side, or
-      at a temperature in 0.5, 0.6 .. 1.5. Those of an older policy fit nothing else better. At
-      least 8 tokens are compared, at most 512.
+    - masks with values other than 0 and 1, or that are 1 only where there is no label;
+    - unmasked tokens behind the last offset of ``cu_seqlens``;
+    - 8 or more unmasked tokens, but not all, whose ``old_log_probs`` are 0 and whose log-probs are
+      below -1 (a prompt that is not masked);
+    - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, but
+      less than a quarter of that with labels or ``old_log_probs`` shifted by one position, or at
+      another temperature (0.5, 0.6, ..., 1.5). No mistake explains those of an older policy so
+      well. At least 8 tokens are compared, and at most 512.
 
     Raises:
-        ValueError: with the argument's name, the index and the value.
+        ValueError: with the name of the argument, the index and the value.
 
     Examples:
         >>> batch = torch.zeros(2, 4), torch.tensor([1, 4]), None, torch.ones(2)
@@ -106,18 +107,10 @@ def check_inputs(
     unmasked = call.unmasked.view(labels.shape)
     outside = unmasked & ((labels < 0) | (labels >= V))
     _raise_first("labels", f"be in [0, {V}) or {IGNORE_INDEX}", outside, labels)
-    given = {name: getattr(call, name) for name in _CHECKED}
-    for name, flat in given.items():
-        if flat is None:
-            continue
-        values = flat.view(labels.shape)
-        _raise_first(name, "be finite", unmasked & ~values.isfinite(), values)
-        if name.endswith("log_probs"):
-            # Rounding puts some of them above 0, but not all.
-            most = 1e-5 if bool((values[unmasked] > 0).all()) else 1e-2
-            _raise_first(name, "be log-probs <= 0", unmasked & (values > most), values)
-        if name == "rollout_is_weights":
-            _raise_first(name, "be >= 0", unmasked & (values < 0), values)
+    for name in _CHECKED:
+        flat = getattr(call, name)
+        if flat is not None:
+            _check_values(name, flat.view(labels.shape), unmasked)
     _check_rows(logits, unmasked)
     if call.old_log_probs is not None:
         check_alignment(logits, labels, call.old_log_probs, unmasked, cu_seqlens, config)
@@ -147,9 +140,19 @@ def _check_offsets(labels: Tensor, response_mask: Tensor | None, cu_seqlens: Ten
     require(not left.any(), "cu_seqlens", f"end at {N}", got)
 
 
+def _check_values(name: str, values: Tensor, unmasked: Tensor) -> None:
+    _raise_first(name, "be finite", unmasked & ~values.isfinite(), values)
+    if name.endswith("log_probs"):
+        # Rounding can put some log-probs above 0, but not all of them.
+        most = 1e-5 if bool((values[unmasked] > 0).all()) else 1e-2
+        _raise_first(name, "be log-probs <= 0", unmasked & (values > most), values)
+    if name == "rollout_is_weights":
+        _raise_first(name, "be >= 0", unmasked & (values < 0), values)
+
+
 def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
     rows, at = logits.reshape(-1, logits.shape[-1]), unmasked.reshape(-1).nonzero().squeeze(1)
-    all_shares = logits.shape[-1] > 1
+    all_probabilities = logits.shape[-1] > 1
     for some, places in zip(at.split(_ROWS), unmasked.nonzero().split(_ROWS), strict=True):
         values = rows[some]
         bad = ~(values < torch.inf)  # NaN too
@@ -159,10 +162,11 @@ def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
         for (n,) in (values == -torch.inf).all(-1).nonzero()[:1].tolist():
             got = f"-inf alone at {tuple(places[n].tolist())}"
             require(False, "logits", "allow a token in every row", got)
-        shares = (values >= 0).all(-1) & ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01)
-        all_shares = all_shares and bool(shares.all())
-    few = at.numel() < 8  # logits of a toy may be such
-    require(few or not all_shares, "logits", "be logits", "probabilities: every row adds up to 1")
+        sums = values.sum(-1, dtype=torch.float32)
+        probabilities = (values >= 0).all(-1) & ((sums - 1).abs() < 0.01)
+        all_probabilities = all_probabilities and bool(probabilities.all())
+    ok = at.numel() < 8 or not all_probabilities  # a few rows of a toy example may look like them
+    require(ok, "logits", "be logits", "probabilities: every row adds up to 1")
 
 
 def _raise_first(name: str, rule: str, bad: Tensor, values: Tensor) -> None:
@@ -172,13 +176,13 @@ def _raise_first(name: str, rule: str, bad: Tensor, values: Tensor) -> None:
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Runs the CPU kernels of another instruction set: to test them, or to reproduce a result.
+    """Runs the CPU kernels of another instruction set, to test them or to reproduce a result.
 
     Args:
         name: ``"avx512bf16"``, ``"avx512"``, ``"avx2"`` or ``"portable"``.
 
     Raises:
-        RuntimeError: this processor does not have it.
+        RuntimeError: this processor does not support it.
 
     Examples:
         >>> with debug.instruction_set("portable"):
@@ -195,7 +199,7 @@ def instruction_set(name: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """Versions, and for each backend whether it can run here or the reason why not.
+    """Versions, and for each backend whether it can run here, or the reason why it cannot.
 
     Examples:
         >>> debug.environment()["backend reference"]

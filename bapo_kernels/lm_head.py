@@ -1,4 +1,4 @@
-"""The head of a language model: what the losses from hidden states need of it, verified."""
+"""The head of a language model, verified to be what the losses from hidden states compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import is_dtensor, require
 
-# They synchronise gradients in a forward of their own.
+# These wrappers synchronise gradients in a forward of their own.
 _WRAPPERS = {
     "DataParallel",
     "DeepSpeedEngine",
@@ -25,27 +25,29 @@ _INSIDE = (
     "(docs/distributed.md, DDP and FSDP2 from hidden states)"
 )
 _OTHERWISE = "; otherwise take bapo_loss on the model's own logits (in TRL bapo_head='trl')"
-# Hooks of these move weights and activations, and change no value.
+# Hooks from these modules move weights and activations, and do not change their values.
 _MOVERS = ("torch.distributed.", "deepspeed.", "trl.models.activation_offloading")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FLAGS = (type(None), bool, int, float, str)
-_PROBES = [2.0**power for power in (-40, -20, 0, 2, 4, 6, 8, 20, 40)]  # linear, curved, saturated
+# Logits at which a soft cap is linear, curved and saturated.
+_PROBES = [2.0**power for power in (-40, -20, 0, 2, 4, 6, 8, 20, 40)]
 
 
 @dataclass(frozen=True, eq=False)
 class LMHead:
-    """What lies between the hidden states of a model and its logits.
+    """Everything between the hidden states of a model and its logits.
 
-    ``logits = softcap*tanh(logit_scale*z/softcap)``, or ``logit_scale*z`` without soft cap, with
+    ``logits = softcap*tanh(logit_scale*z/softcap)``, or ``logit_scale*z`` without a soft cap, with
     ``z = hidden @ weight.T + bias`` and ``hidden = decoder(tokens).last_hidden_state``.
 
-    :meth:`of` verifies that and measures scale and soft cap: it runs the model's own forward with
-    stand-ins for decoder and head, so that no layer is computed and no name of a config is guessed.
-    Make it once, before or after PEFT, DDP or FSDP2; the layers are looked up at every use.
+    :meth:`of` verifies that a model computes this, and measures its scale and soft cap. It runs the
+    model's own forward with stand-ins for decoder and head, so that no layer is computed and no
+    name of a model's config is guessed. Make the object once, before or after PEFT, DDP or FSDP2;
+    the layers are looked up at every use.
 
     Attributes:
         model: the causal language model, or the head alone.
-        decoder_name: the module of ``model`` that turns tokens into hidden states.
+        decoder_name: name of the submodule that turns tokens into hidden states.
         logit_scale, final_logit_softcapping: as in :class:`BAPOConfig`.
 
     Examples:
@@ -65,14 +67,14 @@ class LMHead:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> LMHead:
-        """The head of a Hugging Face causal language model, of PEFT's wrap of one, or a Linear.
+        """The head of a Hugging Face causal language model, also within PEFT, or of a Linear layer.
 
         Raises:
             ValueError: the head is not a plain linear layer (it has an adapter that is neither
-                merged nor disabled, is quantised, has a hook or another forward); the model does
-                something else between tokens and logits; ``model`` is DDP's wrapper or the like.
+                merged nor disabled, is quantised, has a hook or another forward), the model does
+                anything else between tokens and logits, or ``model`` is a wrapper such as DDP.
         """
-        whole: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+        whole: Any = getattr(model, "_orig_mod", model)  # torch.compile's
         wrapper = {kind.__name__ for kind in type(whole).__mro__} & _WRAPPERS
         require(not wrapper, "LMHead", _INSIDE.format("DDP"), f"a {type(whole).__name__}")
         adapters = getattr(whole, "peft_config", None) or {}
@@ -98,10 +100,10 @@ class LMHead:
 
     @property
     def decoder(self) -> torch.nn.Module:
-        """``decoder(tokens).last_hidden_state``, ``[..., H]``, is what the head takes."""
+        """The module whose ``decoder(tokens).last_hidden_state``, ``[..., H]``, the head takes."""
         require(bool(self.decoder_name), "model", "be a causal language model", "its head alone")
         decoder = self.model.get_submodule(self.decoder_name)
-        state = getattr(self.model, "_get_fsdp_state", None)  # of FSDP2, where it shards the model
+        state = getattr(self.model, "_get_fsdp_state", None)  # FSDP2's, if it shards the model
         if state is not None and not hasattr(decoder, "_get_fsdp_state"):
             inside = state()._training_state.name != "IDLE"
             require(inside, "LMHead.decoder", _INSIDE.format("FSDP2"), "a use beside it")
@@ -109,17 +111,17 @@ class LMHead:
 
     @property
     def weight(self) -> Tensor:
-        """``[V, H]``; a DTensor where the layer has one."""
+        """``[V, H]``; a DTensor where that of the layer is one."""
         return _linear(_layer(self.model)).weight
 
     @property
     def bias(self) -> Tensor | None:
-        """``[V]``."""
+        """``[V]``, or ``None``."""
         return _linear(_layer(self.model)).bias
 
     @property
     def transform(self) -> dict[str, float | None]:
-        """Options of :class:`BAPOConfig`, :func:`log_probs` and :func:`linear_log_probs`."""
+        """Scale and soft cap: options of :class:`BAPOConfig` and of the log-probs functions."""
         return dict(
             logit_scale=self.logit_scale, final_logit_softcapping=self.final_logit_softcapping
         )
@@ -130,21 +132,13 @@ def _layer(model: Any) -> Any:
 
 
 def _linear(layer: Any) -> torch.nn.Linear:
-    """The layer whose product a head gives, out of PEFT's wrappers; anything else raises."""
+    """The linear layer that a head applies, unwrapped from PEFT; anything else raises."""
     kind = f"{type(layer).__module__}.{type(layer).__name__}"
-    copies = getattr(layer, "modules_to_save", None)
-    if copies is not None:
-        active = [] if layer.disable_adapters else layer.active_adapters
-        layer = copies[active[0]] if active and active[0] in copies else layer.original_module
-    elif hasattr(layer, "base_layer"):
-        rule = "have no adapter of its own: merge it, disable it, or leave it out of target_modules"
-        idle = layer.disable_adapters != layer.merged  # a disabled one is unmerged in forward
-        require(idle, "lm_head", rule + _OTHERWISE, kind)
-        layer = layer.get_base_layer()
+    layer = _without_peft(layer, kind)
     rule = "be a plain torch.nn.Linear" + _OTHERWISE
     plain = isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward
     require(plain, "lm_head", rule, kind)
-    hook = vars(layer).get("_hf_hook")  # of accelerate, for layers on several devices
+    hook = vars(layer).get("_hf_hook")  # of accelerate, where layers are on several devices
     moved = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
     require(moved or "forward" not in vars(layer), "lm_head", rule, f"{kind} with another forward")
     hooks = [hook for name in _HOOKS for hook in getattr(layer, name).values()]
@@ -158,8 +152,21 @@ def _linear(layer: Any) -> torch.nn.Linear:
     return layer  # type: ignore[no-any-return]
 
 
+def _without_peft(layer: Any, kind: str) -> Any:
+    copies = getattr(layer, "modules_to_save", None)
+    if copies is not None:
+        active = [] if layer.disable_adapters else layer.active_adapters
+        return copies[active[0]] if active and active[0] in copies else layer.original_module
+    if not hasattr(layer, "base_layer"):
+        return layer
+    rule = "have no adapter of its own: merge it, disable it, or leave it out of target_modules"
+    no_effect = layer.disable_adapters != layer.merged  # forward unmerges a disabled adapter
+    require(no_effect, "lm_head", rule + _OTHERWISE, kind)
+    return layer.get_base_layer()
+
+
 def _decoders(base: Any) -> list[str]:
-    """Names of the modules that may be the decoder."""
+    """Names of the submodules that can be the decoder."""
     names = {module: name for name, module in base.named_modules() if name}
     found = [getattr(base, name, None) for name in ("base_model", "model")]
     found.insert(1, base.get_decoder() if hasattr(base, "get_decoder") else None)
@@ -167,7 +174,7 @@ def _decoders(base: Any) -> list[str]:
 
 
 class _StandIn(torch.nn.Module):
-    """In the place of a module: answers, and notes what it is asked."""
+    """Takes the place of a module: records the arguments of its calls and returns ``answer``."""
 
     def __init__(self, module: torch.nn.Module, answer: Any) -> None:
         super().__init__()
@@ -183,7 +190,7 @@ class _StandIn(torch.nn.Module):
 
 
 class _Hidden(tuple):  # type: ignore[type-arg]
-    """The output of a decoder, by index or by name, with hidden states alone."""
+    """The output of a decoder, by index or by name, with nothing but hidden states."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -207,7 +214,7 @@ def _replaced(model: torch.nn.Module, *stand_ins: _StandIn) -> Iterator[None]:
 
 
 def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | None]:
-    """Scale and soft cap, from the model's forward around stand-ins for decoder and head."""
+    """Scale and soft cap, from the model's forward with stand-ins for decoder and head."""
     decoder, layer = base.get_submodule(decoder_name), base.get_output_embeddings()
     V, H = (linear := _linear(layer)).out_features, linear.in_features
     T = len(_PROBES)
@@ -215,26 +222,30 @@ def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | 
     hidden = (torch.arange(float(T * H)) % 17 - 8).view(1, T, H)  # exact in any dtype
     signs = 1 - 2.0 * (torch.arange(V) % 2)
     z = (torch.tensor(_PROBES, dtype=torch.float64)[:, None] * signs)[None]
-    first, last = _StandIn(decoder, _Hidden([hidden])), _StandIn(layer, z)
-    # A compiled forward would be compiled again.
+    for_decoder, for_head = _StandIn(decoder, _Hidden([hidden])), _StandIn(layer, z)
+    # Without this a compiled forward would be compiled again.
     dynamo = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if dynamo else nullcontext()
-    with _replaced(whole, first, last), torch.enable_grad(), eager:
+    with _replaced(whole, for_decoder, for_head), torch.enable_grad(), eager:
         logits = whole.forward(input_ids=tokens).logits
 
-    times = len(first.calls), len(last.calls)
+    times = len(for_decoder.calls), len(for_head.calls)
     _expect(times == (1, 1), f"{decoder_name} and head are called {times} times")
-    given = [(name, value) for name, value in first.calls[0] if not isinstance(value, _FLAGS)]
+    given = [(name, x) for name, x in for_decoder.calls[0] if not isinstance(x, _FLAGS)]
     tokens_alone = len(given) == 1 and given[0][1] is tokens
     names = [name for name, _ in given]
     _expect(tokens_alone, f"{decoder_name} gets other than the tokens alone: {names}")
-    taken = last.calls[0][0][1]
+    taken = for_head.calls[0][0][1]
     same = taken.shape == hidden.shape and torch.equal(taken.float(), hidden)
     _expect(same, f"the head takes other than the output of {decoder_name}")
-    learnt = taken.requires_grad or logits.requires_grad
-    _expect(not learnt, "parameters outside of decoder and head have a gradient")
+    trained = taken.requires_grad or logits.requires_grad
+    _expect(not trained, "parameters outside of decoder and head have a gradient")
     _expect(logits.shape == z.shape, f"logits of shape {tuple(logits.shape)}, not {tuple(z.shape)}")
-    logits = logits.double()
+    return _scale_and_softcap(logits.double(), z)
+
+
+def _scale_and_softcap(logits: Tensor, z: Tensor) -> tuple[float, float | None]:
+    """What turns ``z`` into the logits: their slope at small ``z``, and their limit at large."""
     scale, top = (float(f"{x:.12g}") for x in ((logits / z)[0, 0, 0], logits[0, -1, 0]))
     softcap = top if abs(top) < scale * _PROBES[-2] else None
     expected = scale * z

@@ -1,8 +1,8 @@
-"""What set of tokens a decision of the search covers, as an object that a trainer holds."""
+"""The search of a trainer, over the tokens of a call, of a step or of the previous step."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
 from .checks import check_group, require
-from .config import BAPOConfig
+from .config import BAPOConfig, starting_bounds_of
 from .output import ClipBounds
 
 Scope = Literal["call", "step", "lagged"]
@@ -19,24 +19,27 @@ Scope = Literal["call", "step", "lagged"]
 class ClipBoundSearch:
     """The clip bounds of a trainer, searched over the scope it chooses.
 
-    - ``"call"``: every call searches among its own tokens, with ``process_group`` those of all its
-      ranks: one collective a call, so every rank must make as many calls.
-    - ``"step"``: one decision for all micro-batches of an optimizer step: :meth:`update` with their
-      log-probs computed without gradient, :meth:`step`, then the calls.
-    - ``"lagged"``: the tokens of a step decide the bounds of the next: the calls, :meth:`update`
-      with the log-probs they return, then :meth:`step`. The first step has the start bounds.
+    - ``"call"``: every call searches over its own tokens, or with ``process_group`` over those of
+      all its ranks. That takes one collective per call, so every rank must make the same number of
+      calls.
+    - ``"step"``: one decision for all micro-batches of an optimizer step. Call :meth:`update` with
+      their log-probs, computed without gradient, then :meth:`step`, then the losses.
+    - ``"lagged"``: the tokens of one step decide the bounds of the next. Call the losses,
+      :meth:`update` with the log-probs that they return, then :meth:`step`. The first step has the
+      starting bounds.
 
-    In the scopes ``"step"`` and ``"lagged"`` only :meth:`step` makes a collective, one of a fixed
-    size: ranks may have any number of micro-batches, none included. Pass :attr:`options` to every
+    In the scopes ``"step"`` and ``"lagged"`` only :meth:`step` makes a collective, whose size is
+    fixed, so a rank may have any number of micro-batches, or none. Pass :attr:`options` to every
     call::
 
         out = bapo_loss(logits, labels, old, advantages, mask, **search.options)
 
     Args:
-        config: of the loss and the search; default: the paper's.
-        process_group: data-parallel ranks that decide together; ``None``: this one alone.
-        device: of the tokens; default: that of the first update. Needed where a rank may have no
-            update before its first step.
+        config: options of the loss and the search; default: the paper's.
+        scope: which tokens a decision covers, see above.
+        process_group: data-parallel ranks that decide together; ``None``: this rank alone.
+        device: where the tokens are; default: the device of the first update. Needed where a rank
+            may reach its first :meth:`step` without an update.
 
     Examples:
         >>> config = BAPOConfig(token_weight="uniform", target=0.48)
@@ -58,7 +61,7 @@ class ClipBoundSearch:
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        require(scope in ("call", "step", "lagged"), "scope", "be call, step or lagged", scope)
+        require(scope in get_args(Scope), "scope", "be call, step or lagged", scope)
         check_group("process_group", process_group)
         self.histogram = ContributionHistogram(config, device)
         self.config = self.histogram.config
@@ -67,26 +70,27 @@ class ClipBoundSearch:
         self._bounds: ClipBounds | tuple[float, float] | None = None
         self._metrics: dict[str, Tensor] = {}
         if scope == "lagged":
-            self._bounds = self.config.ratio_lower_start, self.config.ratio_upper_start
-            self._metrics = self._known(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
+            self._bounds = starting_bounds_of(self.config)
+            self._metrics = self._all_metrics(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Of the decision in use: what a call of a loss over all its tokens would report.
+        """The ``bapo_...`` metrics of :attr:`BAPOOutput.metrics` for the decision in use.
 
-        The ``bapo_...`` of :attr:`BAPOOutput.metrics`; nothing is read on the host. In the scope
-        ``"lagged"`` the tokens are those of the step before, so the first step has the start bounds
-        and NaN for the others. Empty in the scope ``"call"``, where each call reports its own
-        decision, and in ``"step"`` before the first :meth:`step`.
+        They are what one call of a loss over all tokens of the decision would report; no value is
+        read on the host. In the scope ``"lagged"`` these are the tokens of the previous step, so
+        the first step has the starting bounds, and NaN for the other metrics. Empty in the scope
+        ``"call"``, where each call reports its own decision, and in ``"step"`` before the first
+        :meth:`step`.
         """
         return self._metrics
 
     @property
     def bounds(self) -> ClipBounds | tuple[float, float] | None:
-        """What the calls take as ``bounds=``; ``None`` where each searches for itself.
+        """The argument ``bounds`` of the next calls; ``None`` where every call searches.
 
         Raises:
-            RuntimeError: scope ``"step"`` before the first :meth:`step`.
+            RuntimeError: in the scope ``"step"`` before the first :meth:`step`.
         """
         if self.scope == "step" and self._bounds is None:
             raise RuntimeError(
@@ -96,7 +100,7 @@ class ClipBoundSearch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """``config``, ``bounds`` and ``process_group`` of a call of a loss or of its module."""
+        """The arguments ``config``, ``bounds`` and ``process_group`` of a loss or its module."""
         return dict(config=self.config, bounds=self.bounds, process_group=self.process_group)
 
     def update(
@@ -121,14 +125,14 @@ class ClipBoundSearch:
             )
 
     def step(self) -> None:
-        """Decides, and forgets the tokens. Every rank of the group calls it once a step."""
+        """Decides, and forgets the tokens. Every rank of the group must call it once per step."""
         if self.scope != "call":
             self._bounds = self.histogram.solve(process_group=self.process_group)
             self._metrics = self.histogram.metrics
             self.histogram.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scope, bounds and their metrics, and the sums gathered so far."""
+        """Scope, bounds and their metrics, and the sums gathered since the last decision."""
         return dict(
             scope=self.scope,
             config={name: getattr(self.config, name) for name in TABLE_FIELDS},
@@ -141,7 +145,7 @@ class ClipBoundSearch:
         """Continues where :meth:`state_dict` was taken.
 
         Raises:
-            ValueError: the state is of another scope, or its sums are of other grids.
+            ValueError: the state was taken in another scope, or its sums belong to other grids.
         """
         require(state["scope"] == self.scope, "scope", f"be {self.scope!r}", repr(state["scope"]))
         self.histogram.reset()
@@ -153,11 +157,12 @@ class ClipBoundSearch:
                 self.histogram.reset()
                 require(False, f"config.{name}", f"be {mine!r} in the state too", repr(value))
         self._bounds = None if state["bounds"] is None else tuple(state["bounds"])
-        self._metrics = self._known(metrics) if (metrics := state.get("metrics")) else {}
+        known = state.get("metrics")
+        self._metrics = self._all_metrics(known) if known else {}
 
-    def _known(self, values: dict[str, float]) -> dict[str, Tensor]:
-        """All metrics, NaN where nothing is known."""
+    def _all_metrics(self, known: dict[str, float]) -> dict[str, Tensor]:
+        """All metrics of the search, NaN where the value is not known."""
         device = None if self.histogram.table is None else self.histogram.table.device
-        every = [values.get(name, torch.nan) for name in SEARCH_METRICS]
-        tensors = torch.tensor(every, dtype=torch.float32, device=device).unbind()
+        values = [known.get(name, torch.nan) for name in SEARCH_METRICS]
+        tensors = torch.tensor(values, dtype=torch.float32, device=device).unbind()
         return dict(zip(SEARCH_METRICS, tensors, strict=True))

@@ -1,17 +1,20 @@
-"""Adapters, a file a framework; nothing here is imported with ``bapo_kernels``."""
+"""Adapters, one file per framework; none of them is imported with ``bapo_kernels``."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..checks import require
 from ..config import BAPOConfig
 
 _OPTIONS = {field.name for field in fields(BAPOConfig)}
-# Of a loss that gets log-probs from its framework, which adds KL and entropy itself.
+# What a framework decides that computes log-probs itself, and adds KL and entropy itself.
 _OF_THE_FRAMEWORK = (
     "temperature",
     "logit_scale",
@@ -23,10 +26,10 @@ _OF_THE_FRAMEWORK = (
 
 
 def require_version(package: str, oldest: str) -> Any:
-    """The module of a framework, in a version that its adapter knows.
+    """Imports a framework, in a version that its adapter supports.
 
     Raises:
-        ImportError: it is absent, or older.
+        ImportError: the framework is not installed, or is older.
     """
     try:
         module = importlib.import_module(package)
@@ -36,7 +39,7 @@ def require_version(package: str, oldest: str) -> Any:
         raise ImportError(
             f"{package} must be installed ({oldest} or later), it is absent"
         ) from None
-    from packaging.version import Version  # every framework here depends on it
+    from packaging.version import Version  # a dependency of every framework here
 
     if Version(module.__version__) < Version(oldest):
         raise ImportError(f"{package} must be {oldest} or later, got {module.__version__}")
@@ -44,7 +47,7 @@ def require_version(package: str, oldest: str) -> Any:
 
 
 def left_to(framework: str, **others: str) -> dict[str, str]:
-    """Who decides an option that is not the user's, for :func:`config_of`."""
+    """The ``owners`` of :func:`config_of`: options that the user may not give, and who decides."""
     return dict.fromkeys(_OF_THE_FRAMEWORK, framework) | others
 
 
@@ -56,16 +59,18 @@ def config_of(
     prefix: str = "",
     **decided: Any,
 ) -> BAPOConfig:
-    """A preset by name, with what the framework decides and what its user asks for.
+    """A preset with the options that the framework decides and those that its user asks for.
 
     Args:
-        options: the user's, a dict.
-        owners: options that a user may not give, and who decides them.
-        prefix: of ``preset`` and ``options`` in messages.
-        decided: the framework's; ``None`` is the preset's.
+        preset: ``"paper"`` or ``"recipe"``.
+        options: the user's options, a dict.
+        owners: options that the user may not give, and who decides them.
+        prefix: of the names ``preset`` and ``options`` in error messages.
+        decided: the framework's options; ``None`` keeps the value of the preset.
 
     Raises:
-        ValueError: no such preset or option, an option with an owner, or a bad value.
+        ValueError: the preset or an option does not exist, an option has another owner, or a value
+            breaks its rule.
     """
     rule = "be 'paper' or 'recipe'"
     require(preset in ("paper", "recipe"), f"{prefix}preset", rule, repr(preset))
@@ -79,3 +84,9 @@ def config_of(
     given = {name: value for name, value in decided.items() if value is not None}
     config: BAPOConfig = getattr(BAPOConfig, preset)(**given | dict(options or {}))
     return config
+
+
+def on_host(metrics: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+    """Some of the metrics as numbers, with one read of the device for all of them."""
+    values = torch.stack([metrics[name] for name in names]).tolist()
+    return dict(zip(names, values, strict=True))

@@ -1,6 +1,6 @@
 """OpenRLHF (signatures of 0.11.0 and 0.11.2): ``PolicyLoss`` with the BAPO loss.
 
-In a subclass of ``ActorPPOTrainer``, or after it was made::
+In a subclass of ``ActorPPOTrainer``, or on a trainer that already exists::
 
     trainer.actor_loss_fn = PolicyLoss(dual_clip=args.dual_clip)
 """
@@ -25,17 +25,18 @@ _OWNERS = left_to(
 
 
 class PolicyLoss(torch.nn.Module):
-    """Drop-in for ``openrlhf.models.loss.PolicyLoss`` with ``policy_loss_type="ppo"``.
+    """Drop-in replacement of ``openrlhf.models.loss.PolicyLoss`` with ``policy_loss_type="ppo"``.
 
     Args:
-        clip_eps_low, clip_eps_high: taken and not used: the bounds are searched.
-        dual_clip: cap of the ratio for negative advantages; ``None``: the preset's.
-        token_level_loss: mean over tokens, or over sequences of their token means.
+        clip_eps_low, clip_eps_high: accepted, but not used: the bounds are searched.
+        dual_clip: cap of the ratio for negative advantages; ``None``: that of the preset.
+        token_level_loss: whether to take the mean over all tokens, or the mean over sequences of
+            the means over their tokens.
         preset, options: of the search, by the names of :class:`bapo_kernels.BAPOConfig`; an option
             that OpenRLHF decides raises.
         process_group: data-parallel ranks that decide together.
-        others: OpenRLHF's, named differently in each version; a correction of importance sampling
-            raises, because it would be left out.
+        others: further arguments, whose names depend on the version of OpenRLHF. A correction by
+            importance sampling raises, because it would be ignored.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class PolicyLoss(torch.nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-        """``(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)`` of ``[B, T]``.
+        """``(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)`` of tensors ``[B, T]``.
 
-        0.11.0 unpacks the first four. ``self.metrics`` has the others.
+        OpenRLHF 0.11.0 unpacks the first four. ``self.metrics`` has all metrics of the loss.
         """
         out = bapo_loss_from_log_probs(
             log_probs,
@@ -93,7 +94,8 @@ class PolicyLoss(torch.nn.Module):
         self.metrics = out.metrics
         vllm_kl = None
         if rollout_log_probs is not None:
-            live = torch.ones_like(log_probs) if action_mask is None else action_mask != 0
-            difference = torch.where(live != 0, rollout_log_probs - old_log_probs, 0.0)
-            vllm_kl = difference.sum() / (live != 0).sum().clamp(min=1)
+            unmasked = torch.ones_like(log_probs) if action_mask is None else action_mask
+            unmasked = unmasked != 0
+            difference = torch.where(unmasked, rollout_log_probs - old_log_probs, 0.0)
+            vllm_kl = difference.sum() / unmasked.sum().clamp(min=1)
         return out.loss, out.metrics["pg_clipfrac"], out.metrics["ppo_kl"], vllm_kl, None

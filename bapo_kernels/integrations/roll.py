@@ -1,8 +1,8 @@
 """ROLL 0.3: the policy term of an actor worker.
 
 In a subclass of ``roll.pipeline.rlvr.actor_worker.ActorWorker`` (``actor_train.worker_cls``),
-:func:`bapo_pg_loss` takes the place of the ratio, the clipping and their ``agg_loss`` in
-``loss_func``; KL and entropy stay ROLL's.
+:func:`bapo_pg_loss` replaces the ratio, the clipping and their ``agg_loss`` in ``loss_func``. The
+KL and entropy terms remain ROLL's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from . import config_of, left_to
 
@@ -33,12 +32,12 @@ def bapo_pg_loss(
     options: dict[str, Any] | None = None,
     process_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss of ``[B, T]`` and metrics ``actor/...``.
+    """Policy loss of tensors ``[B, T]``, and metrics ``actor/...``.
 
-    Aggregated as ROLL's ``agg_loss``: it divides by the padded length alone in
-    ``seq-mean-token-sum-norm``, and sequence means are over all sequences where
-    ``global_valid_samples`` is not given. ``weights`` are its sample weights ``[B]``. ``options``
-    are those of the search and the dual clip; one that ROLL decides raises.
+    Aggregated as by ROLL's ``agg_loss``: ``seq-mean-token-sum-norm`` divides the sum by the padded
+    length alone, and without ``global_valid_samples`` a mean over sequences counts all of them.
+    ``weights`` are ROLL's weights ``[B]`` of the samples. ``options`` are those of the search and
+    the dual clip; an option that ROLL decides raises.
     """
     counts: dict[str, Any] = dict(batch_num_tokens=batch_num_tokens)
     mode = loss_agg_mode
@@ -49,15 +48,14 @@ def bapo_pg_loss(
         counts = dict(global_batch_size=samples)
     is_weights = train_infer_is_weight
     if weights is not None:
-        of_tokens = weights[:, None].expand(log_probs.shape)
-        is_weights = of_tokens if is_weights is None else of_tokens * is_weights
-    config: BAPOConfig = config_of(preset, options, _OWNERS, loss_agg_mode=mode)
+        per_token = weights[:, None].expand(log_probs.shape)
+        is_weights = per_token if is_weights is None else per_token * is_weights
     out = bapo_loss_from_log_probs(
         log_probs,
         old_log_probs,
         advantages,
         response_mask,
-        config=config,
+        config=config_of(preset, options, _OWNERS, loss_agg_mode=mode),
         rollout_log_probs=infer_log_probs,
         rollout_is_weights=is_weights,
         process_group=process_group,

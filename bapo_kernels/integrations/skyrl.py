@@ -1,6 +1,6 @@
 """SkyRL 0.3: a registered policy loss.
 
-Call :func:`register` where the trainer is set up (SkyRL hands registered losses to its workers),
+Call :func:`register` where the trainer is set up (SkyRL passes registered losses to its workers),
 and set ``trainer.algorithm.policy_loss_type=bapo``.
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to
+from . import config_of, left_to, on_host
 
 _METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")
 
@@ -28,22 +27,19 @@ def bapo_policy_loss(
     rollout_logprobs: Tensor | None = None,
     bapo: BAPOConfig | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The sum over tokens ``[B, T]``, as SkyRL asks for, and metrics.
+    """The sum of the losses of tokens ``[B, T]``, which is what SkyRL expects, and metrics.
 
-    SkyRL divides the advantages by token or sequence counts beforehand. A constant divisor changes
-    no decision; with ``loss_reduction=sequence_mean`` long sequences weigh less in the shares.
+    SkyRL has already divided the advantages by counts of tokens or sequences. A constant divisor
+    changes no decision; with ``loss_reduction=sequence_mean`` long sequences weigh less in it.
 
     Args:
-        bapo: default: the paper's, with ``config.clip_ratio_c`` where
-            ``config.policy_loss_type="dual_clip"``. Temperature, KL and entropy are SkyRL's.
+        bapo: options of the loss and the search; default: the paper's, with ``config.clip_ratio_c``
+            if ``config.policy_loss_type="dual_clip"``. Temperature, KL and entropy are SkyRL's.
     """
     if bapo is None:
         dual = getattr(config, "policy_loss_type", None) == "dual_clip"
-        bapo = config_of(
-            "paper",
-            loss_agg_mode="token-sum",
-            clip_ratio_c=config.clip_ratio_c if dual else None,
-        )
+        clip_ratio_c = config.clip_ratio_c if dual else None
+        bapo = config_of("paper", loss_agg_mode="token-sum", clip_ratio_c=clip_ratio_c)
     mode = bapo.loss_agg_mode
     require(mode == "token-sum", "bapo.loss_agg_mode", "be 'token-sum'", repr(mode))
     for name, owner in left_to("SkyRL").items():
@@ -58,13 +54,12 @@ def bapo_policy_loss(
         config=bapo,
         rollout_log_probs=rollout_logprobs,
     )
-    values = torch.stack([out.metrics[name] for name in _METRICS]).tolist()
-    metrics = dict(zip(_METRICS, values, strict=True))
+    metrics = on_host(out.metrics, _METRICS)
     return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics}
 
 
 def register(name: str = "bapo") -> None:
-    """Makes the loss known to SkyRL's registry."""
+    """Adds the loss to SkyRL's registry."""
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 
     register_policy_loss(name)(bapo_policy_loss)

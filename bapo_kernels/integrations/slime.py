@@ -1,7 +1,7 @@
 """slime 0.3: ``--loss-type custom_loss`` on the raw, packed, vocabulary-parallel logits.
 
-``--custom-loss-function-path bapo_kernels.integrations.slime.bapo_loss_function``; options in the
-file of ``--custom-config-path``: ``bapo_preset``, ``bapo_options``.
+Set ``--custom-loss-function-path bapo_kernels.integrations.slime.bapo_loss_function``. The options
+``bapo_preset`` and ``bapo_options`` belong in the file of ``--custom-config-path``.
 """
 
 from __future__ import annotations
@@ -26,43 +26,27 @@ _OWNERS = dict(
     kl_loss_type="use_kl_loss, which must be False",
     entropy_coef="slime's entropy_coef, which must be 0",
 )
+_METRICS = ("pg_clipfrac", "ppo_kl", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share")
 
 
 def bapo_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of a micro-batch, one pass over ``logits [1, T, V/TP]``.
+    """Loss and metrics of a micro-batch, in one pass over ``logits [1, T, V/TP]``.
 
-    ``sum_of_sample_mean`` is linear, so it is known by its gradient: the weight of every response
-    token, which takes the place of slime's reduction. The search is this rank's (slime's ranks have
-    unequal micro-batches).
+    ``sum_of_sample_mean`` is linear in the values per token, so its gradient is the weight of every
+    response token. These weights replace slime's reduction. The search covers the tokens of this
+    rank alone, because slime's ranks may have different numbers of micro-batches.
 
     Raises:
-        ValueError: context parallelism, an option of slime that would be left out, or one of
-            ``bapo_options`` that slime decides.
+        ValueError: context parallelism is on, an option of slime is set that would be ignored, or
+            ``bapo_options`` has an option that slime decides.
     """
     from megatron.core import mpu
 
-    for name in ("use_kl_loss", "use_tis", "use_opsm"):
-        require(not getattr(args, name, False), name, "be False with BAPO", True)
-    entropy_coef = getattr(args, "entropy_coef", 0.0)
-    require(not entropy_coef, "entropy_coef", "be 0 with BAPO", entropy_coef)
-    context = mpu.get_context_parallel_world_size()
-    require(context == 1, "context_parallel_size", "be 1 with BAPO", context)
-
+    _check_options(args, mpu.get_context_parallel_world_size())
     T = logits.shape[1]
-    labels = torch.full((T,), IGNORE_INDEX, dtype=torch.long, device=logits.device)
-    rows, end = [], 0
-    lengths = zip(
-        batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True
-    )
-    for tokens, total, response in lengths:
-        end += total
-        at = torch.arange(end - response - 1, end - 1, device=logits.device)
-        labels[at] = tokens[-response:].to(labels)
-        rows.append(at)
-    index = torch.cat(rows)
-
+    labels, index = _labels(batch, T, logits.device)
     with torch.enable_grad():
         ones = torch.ones(index.numel(), device=logits.device, requires_grad=True)
         (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
@@ -95,16 +79,34 @@ def bapo_loss_function(
         rollout_is_weights=spread(weights),
         vocab_group=tensor_group,
     )
-    zero = torch.zeros((), device=logits.device)
     # slime divides what is logged by the number of samples, as it does with the loss.
     scale = sum_of_sample_mean(torch.ones_like(ones.detach()))
-    log = {
-        "loss": out.loss.detach(),
-        "pg_loss": out.metrics["pg_loss"],
-        "entropy_loss": zero
-        if out.entropy is None
-        else sum_of_sample_mean(out.entropy.detach()[index]),
-    }
-    for name in ("pg_clipfrac", "ppo_kl", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share"):
-        log[name] = out.metrics[name] * scale
-    return out.loss, log
+    entropy = torch.zeros((), device=logits.device)
+    if out.entropy is not None:
+        entropy = sum_of_sample_mean(out.entropy.detach()[index])
+    log = dict(loss=out.loss.detach(), pg_loss=out.metrics["pg_loss"], entropy_loss=entropy)
+    return out.loss, log | {name: out.metrics[name] * scale for name in _METRICS}
+
+
+def _check_options(args: Any, context_parallel_size: int) -> None:
+    for name in ("use_kl_loss", "use_tis", "use_opsm"):
+        require(not getattr(args, name, False), name, "be False with BAPO", True)
+    entropy_coef = getattr(args, "entropy_coef", 0.0)
+    require(not entropy_coef, "entropy_coef", "be 0 with BAPO", entropy_coef)
+    name, rule = "context_parallel_size", "be 1 with BAPO"
+    require(context_parallel_size == 1, name, rule, context_parallel_size)
+
+
+def _labels(batch: dict[str, Any], T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Labels ``[T]`` of the packed rows, and the rows that predict response tokens."""
+    labels = torch.full((T,), IGNORE_INDEX, dtype=torch.long, device=device)
+    rows, end = [], 0
+    lengths = zip(
+        batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True
+    )
+    for tokens, total, response in lengths:
+        end += total
+        at = torch.arange(end - response - 1, end - 1, device=device)
+        labels[at] = tokens[-response:].to(labels)
+        rows.append(at)
+    return labels, torch.cat(rows)

@@ -1,21 +1,19 @@
 """Trinity-RFT: a policy loss of its registry (``algorithm.policy_loss_fn: bapo``).
 
-Import a module that calls :func:`register` as a plugin.
+Load a module that calls :func:`register` as a plugin of Trinity.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to
+from . import config_of, left_to, on_host
 
 _OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode")
-
 _METRICS = (
     "pg_loss",
     "pg_clipfrac",
@@ -35,14 +33,13 @@ def bapo_policy_loss(
     advantages: Tensor,
     config: BAPOConfig,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss of ``[B, T]`` and metrics, with Trinity's argument names."""
+    """Loss of tensors ``[B, T]``, and metrics; the arguments have Trinity's names."""
     out = bapo_loss_from_log_probs(logprob, old_logprob, advantages, action_mask, config=config)
-    values = torch.stack([out.metrics[name] for name in _METRICS]).tolist()
-    return out.loss, dict(zip(_METRICS, values, strict=True))
+    return out.loss, on_host(out.metrics, _METRICS)
 
 
 def register(name: str = "bapo") -> Any:
-    """Adds a ``PolicyLossFn`` to Trinity's registry, and returns the class."""
+    """Adds a ``PolicyLossFn`` with this loss to Trinity's registry, and returns the class."""
     from trinity.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 
     class BAPOPolicyLossFn(PolicyLossFn):

@@ -1,9 +1,10 @@
 """TRL 1.9 and later: ``GRPOTrainer`` with the BAPO loss.
 
-The model's forward stops at the hidden states: by default the rest is
-:func:`bapo_kernels.bapo_linear_loss`, and where TRL adds something that it cannot hold
-(an entropy bonus with a normaliser of its own, router losses, images), log-probs and loss are two
-steps. Normalisation, masks, KL, importance sampling correction and metric names are TRL's.
+The model's forward stops at the hidden states, and :func:`bapo_kernels.bapo_linear_loss` computes
+the rest. Where TRL adds a term that this loss does not have (an entropy bonus with a normaliser of
+its own, a KL term multiplied by the ratio, router losses) or where there are images, log-probs and
+loss are computed in two steps. Normalisation, masks, KL, importance sampling correction and metric
+names are TRL's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..aggregation import token_weights
 from ..checks import require, warn_once
-from ..config import IGNORE_INDEX
+from ..config import IGNORE_INDEX, starting_bounds_of
 from ..functional import bapo_loss_from_log_probs
 from ..linear import bapo_linear_loss, linear_log_probs
 from ..lm_head import LMHead
@@ -57,7 +58,8 @@ class BAPOTrainer(GRPOTrainer):
     """``GRPOTrainer`` with the loss of :func:`bapo_kernels.bapo_loss`.
 
     Raises:
-        ValueError: ``args`` are not a :class:`BAPOTrainerConfig`, or changed to what it refuses.
+        ValueError: ``args`` is not a :class:`BAPOTrainerConfig`, or has since been changed to
+            values that it refuses.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +76,7 @@ class BAPOTrainer(GRPOTrainer):
         self.search = ClipBoundSearch(
             self.bapo_config, self.args.bapo_scope, ranks, self.accelerator.device
         )
-        self._calls_left = 0  # micro-batches of the optimizer step that have not been computed
+        self._calls_left = 0  # micro-batches of the optimizer step that are still to be computed
         if self._lm_head is not None:
             _add_head(self._lm_head, self.args.cast_lm_head_to_fp32)
 
@@ -89,13 +91,13 @@ class BAPOTrainer(GRPOTrainer):
             self._calls_left -= 1
         out, log_probs, entropies, aux_loss = self._loss(model, inputs)
         loss = out.loss
-        accumulation = self.current_gradient_accumulation_steps if training else 1
+        accumulation = self._accumulation_steps
         mask = _mask(inputs)
         if self._corrected_kl and log_probs is not None:
             loss = loss + self.beta * self._kl_with_ratio(log_probs, inputs)
         if entropies is not None and self.entropy_coef:
             bonus = (entropies * mask).sum() / mask.sum().clamp(min=1)
-            windows = 1 if self.loss_type == "dapo" else accumulation  # as TRL logs it
+            windows = 1 if self.loss_type == "dapo" else accumulation  # as in TRL's logs
             self._log("policy_loss", self.accelerator.gather(loss.detach()).nanmean() * windows)
             loss = loss - self.entropy_coef * bonus / accumulation
         if aux_loss is not None:
@@ -108,8 +110,13 @@ class BAPOTrainer(GRPOTrainer):
                 self.search.step()
         return loss
 
+    @property
+    def _accumulation_steps(self) -> int:
+        """The number of micro-batches whose losses add up; 1 in an evaluation."""
+        return int(self.current_gradient_accumulation_steps) if self.model.training else 1
+
     def _search_step(self, model: Any) -> None:
-        """One decision for the micro-batches of the optimizer step that begins."""
+        """Decides once for all micro-batches of the optimizer step that begins."""
         count = self.args.steps_per_generation
         for i in range(self._calls_left):
             inputs = self._buffered_inputs[(self._step + i) % count]
@@ -128,7 +135,7 @@ class BAPOTrainer(GRPOTrainer):
         )
 
     def _head(self, inputs: dict[str, Any]) -> str:
-        """The fastest head that is exact for these inputs, or the one asked for."""
+        """The head that the user asked for, or the fastest that is exact for these inputs."""
         asked = self.args.bapo_head
         if self.aux_loss_enabled or any(inputs.get(name) is not None for name in _IMAGES):
             rule = "be None or 'trl' with images or router losses"
@@ -143,7 +150,7 @@ class BAPOTrainer(GRPOTrainer):
     def _loss(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[BAPOOutput, Tensor | None, Tensor | None, Tensor | None]:
-        """Output; log-probs and entropies with a gradient if the head has them; router loss."""
+        """The output; log-probs and entropies with a gradient, if the head has any; router loss."""
         arguments = self._arguments(inputs)
         if self._head(inputs) == "fused":
             labels = inputs["completion_ids"]
@@ -159,7 +166,7 @@ class BAPOTrainer(GRPOTrainer):
         return out, log_probs, entropies, aux_loss
 
     def _kl_with_ratio(self, log_probs: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """``r*(exp(d) - d - 1)`` with d = ref - log-prob, aggregated like the loss."""
+        """``r*(exp(d) - d - 1)`` with ``d = ref - log_prob``, aggregated like the loss."""
         mask = _mask(inputs)
         weights = token_weights(mask != 0, self.bapo_config, **self._counts(mask, inputs))
         old = inputs.get("old_per_token_logps")
@@ -170,7 +177,7 @@ class BAPOTrainer(GRPOTrainer):
     def _log_probs(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of the completions; by TRL's head or by :func:`linear_log_probs`."""
+        """Log-probs, entropies and router loss of the completions, by the head of these inputs."""
         if self._head(inputs) == "trl":
             ids, attention = _sequences(inputs)
             log_probs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
@@ -200,9 +207,9 @@ class BAPOTrainer(GRPOTrainer):
         return *self._forward(model, inputs, head), None
 
     def _forward(self, model: Any, inputs: dict[str, Any], head: Callable[..., Any]) -> Any:
-        """``head(hidden states of the completions, weight, bias)``, inside of the forward.
+        """``head(hidden states of the completions, weight, bias)``, called in the model's forward.
 
-        There wrappers (DDP, FSDP, autocast) have the weights ready.
+        Only there do wrappers (DDP, FSDP, autocast) have the weights ready.
         """
         ids, attention = _sequences(inputs)
         with self.accelerator.autocast():
@@ -214,7 +221,7 @@ class BAPOTrainer(GRPOTrainer):
             )
 
     def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the losses take beside log-probs or hidden states."""
+        """The arguments of both losses other than log-probs or hidden states."""
         mask = _mask(inputs)
         is_weights = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
@@ -233,23 +240,21 @@ class BAPOTrainer(GRPOTrainer):
         )
 
     def _bounds(self) -> Any:
-        """Those in use; of an evaluation before there are any, the start bounds."""
+        """The bounds in use; in an evaluation before the first decision, the starting bounds."""
         if self.search.scope == "step" and not self.search.metrics and not self.model.training:
-            return self.bapo_config.ratio_lower_start, self.bapo_config.ratio_upper_start
+            return starting_bounds_of(self.bapo_config)
         return self.search.bounds
 
     def _counts(self, mask: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """TRL's normaliser of its loss type."""
-        B = mask.shape[0]
-        training = self.model.training
-        accumulation = self.current_gradient_accumulation_steps if training else 1
+        """The normaliser that TRL uses for its loss type."""
+        B, accumulation = mask.shape[0], self._accumulation_steps
         if self.loss_type == "bnpo":
             return dict(batch_num_tokens=mask.sum().clamp(min=1) * accumulation)
         if self.loss_type == "dr_grpo":
             return dict(batch_num_tokens=B * self.max_completion_length * accumulation)
-        if self.loss_type == "dapo":  # counted over the batch of a generation
+        if self.loss_type == "dapo":  # num_items_in_batch is the count of a generation
             tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-            share = accumulation / self.args.steps_per_generation if training else 1
+            share = accumulation / self.args.steps_per_generation if self.model.training else 1
             return dict(batch_num_tokens=tokens * share)
         return dict(global_batch_size=B * accumulation)
 
@@ -270,7 +275,7 @@ class BAPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _log_metrics(self, out: BAPOOutput, inputs: dict[str, Any], mask: Tensor) -> None:
-        """TRL's names, over all processes, and ``bapo/...``."""
+        """Logs TRL's metrics, over all processes, and ``bapo/...``."""
         old = inputs.get("old_per_token_logps")
         A = inputs["advantages"]
         A = A.unsqueeze(1) if A.ndim == 1 else A
@@ -286,27 +291,27 @@ class BAPOTrainer(GRPOTrainer):
         for name, total in zip(names, sums[1:], strict=True):
             self._log(f"clip_ratio/{name}", total / count.clamp(min=1))
         lengths = mask.sum(1)
-        of_sequences = torch.stack([low.sum(1) / lengths, high.sum(1) / lengths], 1)
-        gathered = self.accelerator.gather(of_sequences)
-        nothing = gathered.isnan()
-        self._log("clip_ratio/low_min", gathered.masked_fill(nothing, torch.inf)[:, 0].amin())
-        self._log("clip_ratio/high_max", gathered.masked_fill(nothing, -torch.inf)[:, 1].amax())
+        per_sequence = torch.stack([low.sum(1) / lengths, high.sum(1) / lengths], 1)
+        gathered = self.accelerator.gather(per_sequence)
+        empty = gathered.isnan()
+        self._log("clip_ratio/low_min", gathered.masked_fill(empty, torch.inf)[:, 0].amin())
+        self._log("clip_ratio/high_max", gathered.masked_fill(empty, -torch.inf)[:, 1].amax())
         if self.beta:
             kl = inputs["ref_per_token_logps"] - out.log_probs
             weight = ratio if self._corrected_kl else 1.0
             total = ((kl.exp() - kl - 1) * weight * mask).sum()
             total, count = self.accelerator.reduce(torch.stack([total, mask.sum()]), "sum")
             self._log("kl", total / count.clamp(min=1))
-        # Of the decision, not of this micro-batch, unless that decides or is of an evaluation.
+        # Those of the decision in use; an evaluation, or a micro-batch that decides, has its own.
         decision = (self.model.training and self.search.metrics) or out.metrics
         for name in ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated"):
             value = decision[f"bapo_{name}"]
-            if not value.isnan():  # before the first decision
+            if not value.isnan():  # as it is before the first decision
                 self._log(f"bapo/{name}", value)
 
 
 def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Prompts and completions as one, and their attention mask."""
+    """Prompts and completions, concatenated, and their attention mask."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
 
@@ -317,11 +322,11 @@ def _mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _lm_head(model: Any, args: Any) -> LMHead | None:
-    """The head of the model; ``None`` where it is TRL's own that computes log-probs."""
+    """The head of the model; ``None`` where TRL's own head computes the log-probs."""
     if args.bapo_head == "trl":
         return None
     layer = model.get_output_embeddings()
-    # TRL's product in float32, which _add_head makes too.
+    # TRL's forward, which multiplies in float32; _add_head does the same.
     cast = vars(layer).pop("forward", None) if args.cast_lm_head_to_fp32 else None
     try:
         return LMHead.of(model)

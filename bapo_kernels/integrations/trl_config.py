@@ -14,8 +14,8 @@ require_version("trl", "1.9")
 
 from trl import GRPOConfig  # noqa: E402
 
-# Below, a decision is noise: the share of n random sequences is off by 0.5/sqrt(n), 0.09 at 32,
-# and the paper's target is 0.1 from balance.
+# With fewer sequences a decision is noise: the share of n random sequences is off by 0.5/sqrt(n),
+# which is 0.09 at 32, and the paper's target is 0.1 away from balance.
 MIN_SEQUENCES = 32
 _AGGREGATION = {
     "dapo": "token-mean",
@@ -44,21 +44,23 @@ class BAPOTrainerConfig(GRPOConfig):
     Args:
         bapo_preset: ``"paper"`` or ``"recipe"``.
         bapo_options: options of the search that differ from the preset, by the names of
-            :class:`bapo_kernels.BAPOConfig`: bounds, target, order, weights. The others are TRL's:
-            ``delta`` is the dual clip (``None``: the preset's), ``beta`` the KL.
-        bapo_scope: tokens of a decision: ``"lagged"`` (the optimizer step before), ``"step"`` (this
-            one, by a forward without gradient), ``"call"`` (a micro-batch on all processes). The
-            default is not ``"call"`` because the share of positive tokens in few sequences is
-            noise: with a reward per sequence it is 0 or 1 in one of them.
+            :class:`bapo_kernels.BAPOConfig`: bounds, target, order, weights. TRL decides the other
+            options: ``delta`` is the dual clip (``None``: that of the preset), ``beta`` the weight
+            of the KL term.
+        bapo_scope: the tokens that decide together: those of the previous optimizer step
+            (``"lagged"``), of this step (``"step"``, which takes a forward pass without gradient),
+            or of a micro-batch on all processes (``"call"``). The default is not ``"call"``,
+            because the share of the positive tokens in a few sequences is noise: with one reward
+            per sequence it is 0 or 1 in a single one.
         bapo_head: ``"fused"`` (:func:`bapo_linear_loss`), ``"log_probs"``
-            (:func:`linear_log_probs`, then the loss), ``"trl"`` (TRL's own head); default: the
-            first that is exact for the other options.
+            (:func:`linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head); default: the
+            first of them that is exact for the other options.
 
-    Warns, once, of settings with which BAPO does nothing or decides from too little.
+    Warns, once, of settings with which BAPO has no effect or decides from too few sequences.
 
     Raises:
-        ValueError: an option of TRL has no meaning for BAPO, or none that is exact; one of BAPO is
-            bad, or TRL's to decide.
+        ValueError: an option of TRL has no exact meaning for BAPO, or an option of BAPO breaks its
+            rule or is one that TRL decides.
     """
 
     bapo_preset: str = field(default="paper", metadata={"help": "'paper' or 'recipe'"})
@@ -78,7 +80,7 @@ class BAPOTrainerConfig(GRPOConfig):
 
 
 def check(args: Any) -> None:
-    """Raises ``ValueError`` where an option has no meaning for BAPO."""
+    """Raises ``ValueError`` for the first option that has no exact meaning for BAPO."""
     heads: tuple[str | None, ...] = (None, "fused", "log_probs", "trl")
     because, scopes = "", ("lagged", "step", "call")
     if args.entropy_coef or corrects_kl(args):
@@ -105,7 +107,7 @@ def check(args: Any) -> None:
 
 
 def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
-    """Loss and search of a :class:`BAPOTrainerConfig`; ``transform`` is that of the logits."""
+    """The :class:`BAPOConfig` of a trainer's ``args``; ``transform`` is that of the logits."""
     return config_of(
         args.bapo_preset,
         args.bapo_options,
@@ -121,12 +123,12 @@ def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
 
 
 def corrects_kl(args: Any) -> bool:
-    """TRL's KL times the ratio has a gradient through both: a term beside the loss."""
+    """Whether the KL is multiplied by the ratio: both have a gradient, so it is a separate term."""
     return bool(args.beta and args.use_bias_correction_kl)
 
 
 def _warnings(args: Any) -> Iterator[str]:
-    """What is allowed and hardly meant."""
+    """Warnings about settings that are allowed, but are probably not intended."""
     for name in ("epsilon", "epsilon_high"):
         value = getattr(args, name)
         if value != GRPOConfig.__dataclass_fields__[name].default:
@@ -138,7 +140,7 @@ def _warnings(args: Any) -> Iterator[str]:
     generation = args.steps_per_generation * args.num_iterations
     update = args.gradient_accumulation_steps
     more = "set steps_per_generation=4*gradient_accumulation_steps, say, or num_iterations=4"
-    if update % generation == 0:  # TRL's condition for taking no old log-probs
+    if update % generation == 0:  # where TRL computes no old log-probs
         yield (
             "BAPO cannot act: every ratio is 1, which no bound clips, because "
             f"steps_per_generation*num_iterations ({generation}) divides "

@@ -1,7 +1,7 @@
 """verl 0.6.1 and later: the policy loss ``bapo``.
 
-verl 0.9 and later load this module by itself (entry point ``verl.plugins``), older ones with
-``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl``. Then
+verl 0.9 and later load this module by themselves (entry point ``verl.plugins``); for older versions
+set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl``. Then select the loss with
 ``actor_rollout_ref.actor.policy_loss.loss_mode=bapo``.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from ..bounds import TABLE_FIELDS
 from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, require_version
+from . import config_of, on_host, require_version
 
 require_version("verl", "0.6.1")
 
@@ -26,7 +25,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
 _SEARCH = (*TABLE_FIELDS, "target", "target_kind", "raise_first")
-# verl averages a metric over micro-batches and ranks, so no ratio that may be infinite.
+# verl averages a metric over micro-batches and ranks, so none is a ratio that may be infinite.
 _METRICS = (
     "pg_clipfrac",
     "pg_clipfrac_lower",
@@ -42,20 +41,22 @@ _group: dist.ProcessGroup | None = None
 
 @dataclass
 class BAPOPolicyLossConfig(PolicyLossConfig):
-    """``policy_loss`` of an actor, with ``policy_loss._target_`` naming this class.
+    """The ``policy_loss`` of an actor whose ``policy_loss._target_`` names this class.
 
     Args:
         preset: ``"paper"``, or ``"recipe"`` for what the authors' code does.
-        adv_ratio_target: the authors' name of a target that is a ratio of positive to negative
-            contributions; ``target`` and ``target_kind`` are those of :class:`BAPOConfig`.
-        search_ranks: ``"own"``: each rank decides for its micro-batch, or over the group given to
-            :func:`use_process_group`; ``"world"``: all ranks of the default group decide together,
-            as the authors' code does. Then every rank must have as many micro-batches.
+        adv_ratio_target: the authors' name for a target that is the ratio of the positive to the
+            negative mass; ``target`` and ``target_kind`` are those of :class:`BAPOConfig`.
+        search_ranks: ``"own"``: each rank decides for its own micro-batch, or together with the
+            group given to :func:`use_process_group`. ``"world"``: all ranks of the default group
+            decide together, as in the authors' code; every rank must then have the same number of
+            micro-batches.
 
-    The others are those of :class:`BAPOConfig`; ``None``: the preset's.
+    The other fields are those of :class:`BAPOConfig`; ``None``: that of the preset.
 
     Raises:
-        ValueError: a bad value, two for one thing, or a ``loss_mode`` that uses none of them.
+        ValueError: a value breaks its rule, two values contradict each other, or ``loss_mode``
+            names another loss, which would use none of them.
     """
 
     loss_mode: str = "bapo"
@@ -77,19 +78,19 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
     def __post_init__(self) -> None:
         rule = "be 'bapo' with BAPOPolicyLossConfig"
         require(self.loss_mode == "bapo", "policy_loss.loss_mode", rule, repr(self.loss_mode))
-        _search(self)
-        _ranks(self)
+        _config(self)
+        _deciding_ranks(self)
 
 
 def use_process_group(group: dist.ProcessGroup | None) -> None:
-    """The data-parallel ranks that decide together in this process, e.g. ``mesh.get_group()``."""
+    """Sets the data-parallel ranks that decide together with this one (``mesh.get_group()``)."""
     global _group
     check_group("group", group)
     _group = group
 
 
-def _search(loss: Any, **decided: Any) -> BAPOConfig:
-    """Of a ``policy_loss``, which may be of any class, with what else is ``decided``."""
+def _config(loss: Any, **decided: Any) -> BAPOConfig:
+    """The config of a ``policy_loss``, which may be of any class, with what verl has decided."""
     options = {name: loss.get(name, None) for name in _SEARCH}
     ratio = loss.get("adv_ratio_target", None)
     if ratio is not None:
@@ -102,21 +103,18 @@ def _search(loss: Any, **decided: Any) -> BAPOConfig:
     return config_of(loss.get("preset", "paper"), **options, **decided)
 
 
-def _ranks(loss: Any) -> dist.ProcessGroup | None:
-    """Those that decide together."""
-    ranks = loss.get("search_ranks", "own")
-    require(
-        ranks in ("own", "world"), "policy_loss.search_ranks", "be 'own' or 'world'", repr(ranks)
-    )
+def _deciding_ranks(loss: Any) -> dist.ProcessGroup | None:
+    name, ranks = "policy_loss.search_ranks", loss.get("search_ranks", "own")
+    require(ranks in ("own", "world"), name, "be 'own' or 'world'", repr(ranks))
     if ranks == "own":
         return _group
     rule = "be 'own' after use_process_group(), which gave the ranks"
-    require(_group is None, "policy_loss.search_ranks", rule, repr(ranks))
+    require(_group is None, name, rule, repr(ranks))
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _warn_of_unused(config: Any, recipe: bool) -> None:
-    """verl's own clipping, where it is not as verl sets it."""
+    """Warns of options of verl's own clipping that were changed, but are not used."""
     unused = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"] + ["clip_ratio_c"] * (not recipe)
     for name in unused:
         value, default = config.get(name, None), ActorConfig.__dataclass_fields__[name].default
@@ -141,7 +139,8 @@ def compute_policy_loss_bapo(
     """The loss of a micro-batch ``[B, T]`` and its metrics, as verl calls policy losses.
 
     ``config.global_batch_info`` normalises; entropy and KL terms are verl's. The token weight of
-    the paper's search is exp of the old log-prob: verl hands no rollout log-probs to a policy loss.
+    the paper's search is exp of the old log-prob, because verl does not pass rollout log-probs to
+    a policy loss.
     """
     info = getattr(config, "global_batch_info", None) or {}
     recipe = config.policy_loss.get("preset", "paper") == "recipe"
@@ -151,7 +150,7 @@ def compute_policy_loss_bapo(
         old_log_prob,
         advantages,
         response_mask,
-        config=_search(
+        config=_config(
             config.policy_loss,
             clip_ratio_c=config.get("clip_ratio_c", 3.0) if recipe else None,
             loss_agg_mode=loss_agg_mode,
@@ -161,8 +160,7 @@ def compute_policy_loss_bapo(
         batch_num_tokens=info.get("batch_num_tokens"),
         global_batch_size=info.get("global_batch_size"),
         dp_size=info.get("dp_size", 1),
-        process_group=_ranks(config.policy_loss),
+        process_group=_deciding_ranks(config.policy_loss),
     )
-    # One read of the device for all metrics; verl would make one for each.
-    values = torch.stack([out.metrics[name] for name in _METRICS]).tolist()
-    return out.loss, {f"actor/{k}": v for k, v in zip(_METRICS, values, strict=True)}
+    # verl itself would read the device once for each metric.
+    return out.loss, {f"actor/{k}": v for k, v in on_host(out.metrics, _METRICS).items()}

@@ -2,8 +2,8 @@
 
 Set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl_head`` and
 ``actor_rollout_ref.model.use_fused_kernels=True`` with the backend ``torch``. Importing this module
-replaces the forward of verl's ``FusedLinearForPPO``, which every model family's fused forward
-calls; log-probs and entropy stay the same up to rounding, and both are float32.
+replaces the forward of verl's ``FusedLinearForPPO``, which the fused forward of every model family
+calls. Log-probs and entropy stay the same up to rounding, and both are float32.
 """
 
 from __future__ import annotations
