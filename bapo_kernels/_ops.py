@@ -81,11 +81,11 @@ for _namespace, _library in _libraries.items():
         torch.library.register_fake(f"{_namespace}::{_name}", _fake, lib=_library)
 
 _HEAD = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor live, ScalarType dtype, "
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, ScalarType dtype, "
     f"{_TRANSFORM}, str backend, int? chunk_tokens, Tensor? shard_sizes, str? group"
 )
 
-# The loops over chunks in ``linear.py``, for all backends. They read from the device how many rows
+# The loops over chunks in ``chunks.py``, for all backends. They read from the device how many rows
 # of a chunk are counted, which a compiler cannot trace.
 HEAD_SCHEMAS = {
     # Log-probs, entropy and stats, as of row_statistics.

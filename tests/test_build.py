@@ -16,6 +16,7 @@ from elftools.elf.elffile import ELFFile
 from helpers import needs_native
 
 import bapo_kernels
+from bapo_kernels import checks
 from bapo_kernels.output import REPORT
 
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
@@ -135,9 +136,9 @@ def hidden(monkeypatch):
     monkeypatch.setattr(backends.native, "WHY_NO_CPU", "no library")
     monkeypatch.setattr(backends.native, "WHY_NO_CUDA", "no CUDA")
     monkeypatch.setattr(backends.triton, "WHY_NOT", "no Triton")
-    backends._warn_once.cache_clear()
+    checks.warn_once.cache_clear()
     yield
-    backends._warn_once.cache_clear()
+    checks.warn_once.cache_clear()
 
 
 def row(**options):
@@ -184,11 +185,11 @@ def test_the_requested_reference_does_not_warn():
 
 @needs_native
 def test_kernels_that_run_do_not_warn():
-    bapo_kernels.backends._warn_once.cache_clear()
+    checks.warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bapo_kernels.log_probs(*row())
-    assert bapo_kernels.backends._warn_once.cache_info().misses == 0
+    assert checks.warn_once.cache_info().misses == 0
 
 
 @pytest.mark.compile

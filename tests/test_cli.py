@@ -12,7 +12,7 @@ from helpers import needs_native
 from torch.profiler import DeviceType
 from typer.testing import CliRunner
 
-from bapo_kernels import _autograd, available_backends, bounds, fused, linear
+from bapo_kernels import _autograd, available_backends, bounds, chunks, fused
 from bapo_kernels.tools import profile, validate
 from bapo_kernels.tools.cli import commands
 
@@ -92,19 +92,23 @@ def test_cases_pass_on_every_backend(backend, device, interpreted):
 
 
 def test_the_linear_case_has_several_chunks_and_recomputed_rows(monkeypatch):
-    chunks, recomputed = [], []
-    look, replay = linear._Chunks.look, linear._Chunks.replay
-    monkeypatch.setattr(linear._Chunks, "look", lambda *a: (chunks.append(a[1]), look(*a))[1])
-    monkeypatch.setattr(linear._Chunks, "replay", lambda *a: (recomputed.append(a[1]), replay(*a)))
+    seen = {"forward": [], "add_recomputed": []}
+
+    def noted(method, name):
+        return lambda self, rows, *others: (seen[name].append(rows), method(self, rows, *others))[1]
+
+    for name in seen:
+        method = getattr(chunks._Chunks, name)
+        monkeypatch.setattr(chunks._Chunks, name, noted(method, name))
     backend = next(name for name in validate.CANDIDATES if available_backends()[name] is None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     list(validate._linear(backend, torch.float32, device))
-    assert len(chunks) > 4  # in two runs
-    assert any(rows.numel() > 0 for rows in recomputed)
+    assert len(seen["forward"]) > 4  # in two runs
+    assert any(rows.numel() > 0 for rows in seen["add_recomputed"])
 
 
-def wrong_operator(monkeypatch, name, fault):
-    """Lets one operator do its work and then ``fault(*arguments)``."""
+def wrong_operators(monkeypatch, **faults):
+    """Lets each of these operators do its work, and then its ``fault(*arguments)``."""
 
     class Wrong:
         def __init__(self, ops):
@@ -112,11 +116,11 @@ def wrong_operator(monkeypatch, name, fault):
 
         def __getattr__(self, asked):
             op = getattr(self.ops, asked)
-            if asked != name:
+            if asked not in faults:
                 return op
-            return lambda *arguments: (op(*arguments), fault(*arguments))
+            return lambda *arguments: (op(*arguments), faults[asked](*arguments))
 
-    for module in (fused, bounds, linear, _autograd):
+    for module in (fused, bounds, _autograd):
         ops_of = module.ops_of
         monkeypatch.setattr(module, "ops_of", lambda backend, ops_of=ops_of: Wrong(ops_of(backend)))
 
@@ -131,8 +135,7 @@ def add_to_first(index, amount):
 
 
 def nan_in_a_fresh_gradient(*arguments):
-    if arguments[-2] is not None:
-        arguments[-2][0, 0, 0] = torch.nan
+    arguments[-1][0, 0, 0] = torch.nan
 
 
 LOSSES = {"V = 257", "logits[:, :-1]", "all options", "statistics=live", "inplace", "packed"}
@@ -140,28 +143,40 @@ FRESH = LOSSES - {"inplace"}  # the gradient has its own tensor
 HIDDEN, LOG_PROBS = {"bapo_linear_loss"}, {"log_probs"}
 ALL = LOSSES | LOG_PROBS | HIDDEN
 SEARCHES = {"search, paper", "search, recipe"}
-# Operator, fault, the quantity that shows it, and the cases that call the operator. The float16
-# gradient is computed by row_gradient, in backward, from the log-probs of row_pass.
+# Operators with their faults, the quantity that shows them, and the cases that call the operators.
+# The float16 gradient is computed by row_gradient, in backward, from what row_statistics finds.
 FAULTS = {
-    "gradient": ("row_pass", times(1.01, -2), "gradient", FRESH, set()),
-    "gradient in place": ("row_pass_", times(1.01, 0), "gradient", {"inplace"} | HIDDEN, set()),
-    "gradient of undecided rows": ("row_gradient_", times(1.1, 0), "weight gradient", HIDDEN),
-    "gradient of log_probs": ("row_gradient", times(1.02, -1), "gradient", FRESH | LOG_PROBS),
-    "NaN": ("row_pass", nan_in_a_fresh_gradient, "gradient", FRESH, set()),
-    "log_probs": ("row_pass", times(1 + 1e-5, -5), "log_probs", FRESH | LOG_PROBS, ALL),
-    "entropy": ("row_pass", times(1 + 1e-5, -4), "entropy", FRESH | LOG_PROBS, ALL),
-    "lower bound": ("solve", add_to_first(-2, 0.02), "bounds", LOSSES | HIDDEN | SEARCHES),
-    "loss": ("policy", add_to_first(-3, 1e-4), "loss", LOSSES | HIDDEN),
-    "metric": ("policy", lambda *a: a[-3][2].add_(1e-3), "metric pg_clipfrac", LOSSES | HIDDEN),
+    "gradient": (dict(row_pass=times(1.01, -1)), "gradient", FRESH, set()),
+    "gradient in place": (
+        dict(row_pass_=times(1.01, 0)),
+        *("gradient", {"inplace"} | HIDDEN, set()),
+    ),
+    "gradient of undecided rows": (dict(row_gradient_=times(1.1, 0)), "weight gradient", HIDDEN),
+    "gradient of log_probs": (dict(row_gradient=times(1.02, -1)), "gradient", FRESH | LOG_PROBS),
+    "NaN": (dict(row_pass=nan_in_a_fresh_gradient), "gradient", FRESH, set()),
+    "log_probs": (
+        dict(row_pass=times(1 + 1e-5, -5), row_statistics=times(1 + 1e-5, -3)),
+        *("log_probs", FRESH | LOG_PROBS, ALL),
+    ),
+    "entropy": (
+        dict(row_pass=times(1 + 1e-5, -4), row_statistics=times(1 + 1e-5, -2)),
+        *("entropy", FRESH | LOG_PROBS, ALL),
+    ),
+    "lower bound": (dict(solve=add_to_first(-2, 0.02)), "bounds", LOSSES | HIDDEN | SEARCHES),
+    "loss": (dict(policy=add_to_first(-3, 1e-4)), "loss", LOSSES | HIDDEN),
+    "metric": (
+        dict(policy=lambda *arguments: arguments[-3][2].add_(1e-3)),
+        *("metric pg_clipfrac", LOSSES | HIDDEN),
+    ),
 }
 
 
 @needs_native
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_kernel_is_found(monkeypatch, name):
-    operator, fault, quantity, cases, *of_float16 = FAULTS[name]
+    faults, quantity, cases, *of_float16 = FAULTS[name]
     cases_of = dict.fromkeys(DTYPES, cases) | dict(zip(["float16"], of_float16, strict=False))
-    wrong_operator(monkeypatch, operator, fault)
+    wrong_operators(monkeypatch, **faults)
     checks = validate.run("cpu", ["cpu"], short)
     failed = [check for check in checks if not check.passed]
     shown = {(check.case, check.dtype) for check in failed if check.quantity == quantity}
@@ -177,7 +192,7 @@ def test_different_bits_in_a_second_run_are_found(monkeypatch):
         if next(calls) % 2:
             arguments[-3][0] *= 1 + 2.0**-23
 
-    wrong_operator(monkeypatch, "policy", fault)
+    wrong_operators(monkeypatch, policy=fault)
     failed = [check for check in validate.run("cpu", ["cpu"], short) if not check.passed]
     assert {check.quantity for check in failed} == {"second run"}
     assert {check.case for check in failed} >= LOSSES
@@ -188,7 +203,7 @@ def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path
     def out_of_memory(*arguments):
         raise RuntimeError("out of [some] memory")
 
-    wrong_operator(monkeypatch, "row_pass", out_of_memory)
+    wrong_operators(monkeypatch, row_pass=out_of_memory, row_statistics=out_of_memory)
     tasks = validate.tasks
     monkeypatch.setattr(validate, "tasks", lambda *names: short(tasks(*names)))
     file = tmp_path / "checks.jsonl"
@@ -297,7 +312,7 @@ def test_the_parts_of_a_profile_add_up(backend, device, interpreted, name):
 @pytest.mark.parametrize("statistics", ["all", "live"])
 def test_bytes_are_those_of_the_rows_that_are_read_and_written(monkeypatch, statistics):
     undecided = []
-    wrong_operator(monkeypatch, "row_pass", lambda *arguments: undecided.append(arguments[-1]))
+    wrong_operators(monkeypatch, row_pass=lambda *arguments: undecided.append(arguments[-2]))
     N, V = 200, 50
     workload = profile.Workload(
         device="cpu",

@@ -32,7 +32,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels.config import transform_of
+from bapo_kernels.call import Call
 
 NAMESPACE = "bapo_kernels_cuda_on_host"
 pytestmark = [
@@ -289,7 +289,8 @@ def test_empty_shard(on_host):
     """Rows without columns: there is nothing to sum and nothing to write."""
     rows, labels = torch.zeros(1, 3, 0), torch.full((3,), -1)
     counted = torch.tensor([True, False, True])
-    results = fused.row_statistics("cpu", rows, labels, counted, transform_of(BAPOConfig()), None)
+    call = Call(BAPOConfig(), "cpu", labels.shape, counted, counted, labels=labels)
+    results = fused.row_statistics(call, rows)
     assert results.stats[counted].tolist() == [[-torch.inf, 0.0]] * 2
     nothing = torch.zeros(3, dtype=torch.float64)
     ops = fused.ops_of("cpu")

@@ -21,8 +21,10 @@ import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from ..backends import choose
+from ..call import Statistics
 from ..config import BAPOConfig
-from ..functional import Statistics, bapo_linear_loss, bapo_loss, linear_log_probs, log_probs
+from ..functional import bapo_loss, log_probs
+from ..linear import bapo_linear_loss, linear_log_probs
 from ..output import BAPOOutput
 from ..row_classes import row_classes
 

@@ -18,7 +18,8 @@ from .. import reference
 from ..backends import NAMES, choose, triton, why_not
 from ..bounds import find_clip_bounds
 from ..config import BAPOConfig
-from ..functional import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs, log_probs
+from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
+from ..linear import bapo_linear_loss
 from ..output import BAPOOutput, ClipBounds
 from .budget import (
     Case,
