@@ -1,4 +1,4 @@
-"""What other kernels got wrong: extreme values, unusual layouts, and bits that change."""
+"""What other kernels got wrong: extreme values, unusual layouts, results that vary."""
 
 from concurrent.futures import ThreadPoolExecutor
 
