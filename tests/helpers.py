@@ -29,6 +29,15 @@ KERNELS = [
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = {"cpu": "cpu", "triton": "cpu" if INTERPRETED else "cuda", "cuda": "cuda"}
 
+# Logits of the same values with unusual strides and offsets.
+LAYOUTS = {
+    "shifted": lambda x: torch.cat([x, x[..., :1, :]], -2)[..., :-1, :],
+    "padded vocabulary": lambda x: torch.nn.functional.pad(x, (0, 13))[..., :-13],
+    "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "transposed rows": lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
+    "every second row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
+}
+
 if "triton" in KERNELS and INTERPRETED:
     import interpreter
 

@@ -19,7 +19,7 @@ from bapo_kernels import (
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 0.0, -2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_incoming_gradient_scales_the_gradient(backend, device, scale, dtype):
+def test_gradient_is_scaled_by_the_incoming_one(backend, device, scale, dtype):
     case = make_case(dtype=dtype, device=device)
     once = plain_result(backend, dtype=dtype)
     scaled = run_kernel(case, backend, scale=scale)

@@ -336,7 +336,7 @@ def test_log_probs_without_gradient_and_without_entropy():
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("level", ["logits", "hidden states"])
 def test_collectives_are_part_of_the_graph(tmp_path, level, shards):
-    """Collectives are part of the one graph, too."""
+    """They do not split it."""
     group = dict(rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
     torch.distributed.init_process_group("gloo", **group)
     try:

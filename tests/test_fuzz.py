@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from helpers import per_token, run_reference, transform_of, unmasked_tokens
@@ -96,14 +97,7 @@ EXTREME_ROWS = {
 EXTREME_ADVANTAGES = [0.0, -0.0, 1e-40, -1e-40, 1e-20, -1e-20, 1e6, -1e6, 1e28, -1e28]
 EXTREME_LOG_RATIOS = [19.0, -19.0, 25.0, -25.0, 1e4, -100.0]  # the clamp is at 20
 
-LAYOUTS = {
-    "plain": lambda x: x,
-    "shifted": lambda x: torch.cat([x, x[..., :1, :]], -2)[..., :-1, :],
-    "padded vocabulary": lambda x: torch.nn.functional.pad(x, (0, 13))[..., :-13],
-    "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    "other order": lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
-    "every second row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
-}
+LAYOUTS = {"plain": lambda x: x} | helpers.LAYOUTS
 
 
 def build_config(preset, **options):

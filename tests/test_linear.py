@@ -311,7 +311,7 @@ def test_linear_log_probs(backend, device, dtype, entropy):
     ):
         leaves = [p.to(kind or dtype).clone().requires_grad_() for p in parameters]
         hidden = torch.where(unmasked[..., None], leaves[0], 0.0)
-        logp, H_ = function(
+        logp, token_entropy = function(
             hidden,
             leaves[1],
             labels,
@@ -322,9 +322,9 @@ def test_linear_log_probs(backend, device, dtype, entropy):
         )
         loss = (weights * logp).sum()
         if entropy:
-            loss = loss + 0.3 * (weights * H_).sum()
+            loss = loss + 0.3 * (weights * token_entropy).sum()
         else:
-            assert H_ is None
+            assert token_entropy is None
         loss.backward()
         results.append([leaf.grad for leaf in leaves])
     for name, *gradients in zip(("hidden", "weight", "bias"), *results, strict=True):

@@ -414,7 +414,7 @@ def test_bare_layers():
 
 
 def test_layers_on_several_devices():
-    """accelerate may move the inputs to the head, which is fine, or offload its weight: not so."""
+    """accelerate may move the inputs to the device of the head, but not offload its weight."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = CausalLM()
     hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu", io_same_device=True))

@@ -512,7 +512,7 @@ LEVELS_AND_MODES = [  # a mode is a weight per token: all modes at one level are
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize(("loss_of", "mode"), LEVELS_AND_MODES)
 def test_tokens_after_the_last_sequence_are_masked(backend, device, loss_of, mode, statistics):
-    """To the bit as if they were masked: they count nowhere."""
+    """Bit for bit as if they were masked: they count nowhere."""
     offsets = torch.tensor([0, 3, 7], device=device)
     mask = (torch.arange(9, device=device) < 7).float()
     config = BAPOConfig(loss_agg_mode=mode, entropy_coef=0.1, loss_scale_factor=5.0)

@@ -161,7 +161,7 @@ GLOBAL = [dict(), dict(tokens=100, sequences=16, dp_size=4), dict(tokens=9, sequ
     "mode",
     ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
 )
-def test_aggregation_is_that_of_verl(mode, counts, factor):
+def test_aggregation_matches_verl(mode, counts, factor):
     advantages = torch.randn(3, 5, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]])  # one sequence empty
     config = BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode, loss_scale_factor=factor)
@@ -250,7 +250,7 @@ def test_gradient_coefficient_by_hand(log_ratio, A, c):
 
 
 def test_gradient_row_by_hand():
-    """g*(1[j = label] - p_j) + entropy_coef*p_j*(log p_j + entropy), by the temperature."""
+    """(g*(1[j = label] - p_j) + entropy_coef*p_j*(log p_j + entropy)) / temperature."""
     z = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
     config = BAPOConfig(entropy_coef=0.2, temperature=0.7)
     A = torch.tensor([1.5], dtype=torch.float64)

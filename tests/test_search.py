@@ -477,7 +477,7 @@ def test_metrics_of_a_search_object():
 @pytest.mark.parametrize("name", ["searched", "given"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_metrics_of_two_ranks(two_ranks, rank, name):
-    """A search covers the group; with bounds= there is no collective, and each rank is alone."""
+    """A search covers the group; with bounds= there is no collective: each rank has its own."""
     _, got, expected, _ = two_ranks[rank][name]
     assert got.keys() == expected.keys()
     for metric, value in expected.items():

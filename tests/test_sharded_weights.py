@@ -101,7 +101,7 @@ def fsdp_rank(rank, data, tensor, head_alone, reshard, vocab_parallel):
     [(2, 1, False), (4, 1, False), (2, 2, False), (2, 2, True), (1, 2, True)],
 )
 def test_fsdp2(worlds, data, tensor, vocab_parallel, head_alone, reshard):
-    """fully_shard: after the root's forward the head is unsharded or a DTensor; three steps."""
+    """Three steps agree, whether the head is unsharded after the root's forward or a DTensor."""
     results = worlds(data * tensor).run(
         fsdp_rank, data, tensor, head_alone, reshard, vocab_parallel
     )

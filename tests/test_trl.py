@@ -118,7 +118,7 @@ class Recorder:
             tool[:, 1] = 1
             made["tool_mask"] = 1 - tool
         self.rollouts.append(copy.deepcopy(made))
-        torch.manual_seed(len(self.rollouts))  # of the shuffle that comes next
+        torch.manual_seed(len(self.rollouts))  # for the shuffle that comes next
         return made
 
     def compute_loss(self, *args, **kwargs):
