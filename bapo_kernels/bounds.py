@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import reference
 from ._ops import ops_of
 from .backends import choose
 from .call import Call, loss_call
@@ -20,6 +19,7 @@ from .config import GRID_FIELDS, BAPOConfig, grids_of
 from .distributed import sum_over_ranks
 from .inputs import config_or_default
 from .output import REPORT, ClipBounds
+from .reference.search import contribution_table, search_metrics, solve_table
 
 
 class ContributionHistogram:
@@ -119,7 +119,7 @@ class ContributionHistogram:
         if self._solved is None:
             return {}
         bounds, masses, config = self._solved
-        metrics = reference.search_metrics(ClipBounds(*bounds.unbind()), masses, config)
+        metrics = search_metrics(ClipBounds(*bounds.unbind()), masses, config)
         return {name: value.float() for name, value in metrics.items()}
 
     def reset(self) -> None:
@@ -195,7 +195,7 @@ def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
 def add_contributions(call: Call, table: Tensor, log_probs: Tensor) -> None:
     """Adds the tokens of a call, whose flat log-probs these are."""
     if call.backend == "reference":
-        table += reference.contribution_table(
+        table += contribution_table(
             call.config,
             log_probs,
             call.old_log_probs,
@@ -231,7 +231,7 @@ def search(
     if process_group is not None:
         table = sum_over_ranks(table, process_group)
     if backend == "reference":
-        return reference.solve_table(config, table)
+        return solve_table(config, table)
     bounds = torch.empty(2, dtype=torch.float32, device=table.device)
     masses = torch.empty(4, dtype=torch.float64, device=table.device)
     ops_of(backend).solve(

@@ -28,7 +28,7 @@ def public(module):
         for name, value in vars(module).items()
         if not name.startswith("_")
         and (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
+        and value.__module__.startswith(module.__name__)
     }
 
 

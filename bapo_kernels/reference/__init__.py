@@ -8,14 +8,7 @@ Sizes: B sequences, S tokens of a sequence, N tokens, V vocabulary, H hidden siz
 """
 
 from .loss import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs
-from .search import (
-    Contributions,
-    contribution_table,
-    find_clip_bounds,
-    search_metrics,
-    solve_table,
-    tested_quantity,
-)
+from .search import Contributions, find_clip_bounds
 from .softmax import linear_log_probs, log_probs
 
 __all__ = [
@@ -23,11 +16,7 @@ __all__ = [
     "bapo_linear_loss",
     "bapo_loss",
     "bapo_loss_from_log_probs",
-    "contribution_table",
     "find_clip_bounds",
     "linear_log_probs",
     "log_probs",
-    "search_metrics",
-    "solve_table",
-    "tested_quantity",
 ]
