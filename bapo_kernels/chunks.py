@@ -32,7 +32,7 @@ from .fused import (
     shaped,
 )
 from .gemm import Head, HeadGradients
-from .inputs import bounds_tensor
+from .inputs import as_rows, bounds_tensor
 from .output import BAPOOutput
 
 
@@ -77,9 +77,9 @@ class _Chunks:
         h, logits = self.head.logits(rows)
         call = self.call.at(rows)
         if call.shard is None:
-            found, self.undecided[rows] = row_pass(call, logits, None)
+            found, self.undecided[rows] = row_pass(call, as_rows(logits), None)
         else:
-            found = row_statistics(call, logits)
+            found = row_statistics(call, as_rows(logits))
         _put(self.found, rows, found)
         return h, logits
 
@@ -93,7 +93,7 @@ class _Chunks:
             self.undecided[rows] = differs.to(torch.uint8)
         decided = self.undecided[rows] == 0
         index = (decided & coefficients.has_gradient()).nonzero().squeeze(1)
-        kept, dlogits = rows[index], _move_to_front(logits[0], index)
+        kept, dlogits = rows[index], _move_to_front(logits, index)
         if self.head.shard is not None:
             self._to_gradient(dlogits, kept, coefficients.at(index))
         self.gradients.add(kept, h[index], dlogits)
@@ -101,7 +101,7 @@ class _Chunks:
     def add_held(self, rows: Tensor, h: Tensor, logits: Tensor, of_all: Coefficients) -> None:
         """Adds all rows of a chunk that was held until the bounds were known."""
         index = of_all.at(rows).has_gradient().nonzero().squeeze(1)
-        kept, dlogits = rows[index], _move_to_front(logits[0], index)
+        kept, dlogits = rows[index], _move_to_front(logits, index)
         only = self.undecided[kept] if self.head.shard is None else None
         self._to_gradient(dlogits, kept, of_all.at(kept), only)
         self.gradients.add(kept, h[index], dlogits)
@@ -116,8 +116,8 @@ class _Chunks:
         if rows.numel() == 0:
             return
         h, logits = self.head.logits(rows)
-        self._to_gradient(logits[0], rows, of_all.at(rows))
-        self.gradients.add(rows, h, logits[0])
+        self._to_gradient(logits, rows, of_all.at(rows))
+        self.gradients.add(rows, h, logits)
 
     def _coefficients(self, rows: Tensor, bounds: Tensor) -> Coefficients:
         log_probs, entropy, _ = self.found.at(rows)
@@ -127,7 +127,7 @@ class _Chunks:
         self, logits: Tensor, rows: Tensor, coefficients: Coefficients, only: Tensor | None = None
     ) -> None:
         found = self.found.at(rows)
-        row_gradient(self.call.at(rows), logits[None], found, coefficients, None, only)
+        row_gradient(self.call.at(rows), as_rows(logits), found, coefficients, None, only)
 
 
 def _ends_of_the_search(call: Call) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ def _ends_of_the_search(call: Call) -> tuple[Tensor, Tensor]:
 def _statistics(call: Call, head: Head, chunks: Sequence[Tensor]) -> RowStatistics:
     found = _nothing_found(call)
     for rows in chunks:
-        _put(found, rows, row_statistics(call.at(rows), head.logits(rows)[1]))
+        _put(found, rows, row_statistics(call.at(rows), as_rows(head.logits(rows)[1])))
     return found
 
 
@@ -238,8 +238,8 @@ def _head_backward(
     gradients = HeadGradients(head, tuple(needs), len(chunks) == 1)
     for chunk in chunks:
         h, logits = head.logits(chunk)
-        row_gradient(call.at(chunk), logits, found.at(chunk), coefficients.at(chunk), None)
-        gradients.add(chunk, h, logits[0])
+        row_gradient(call.at(chunk), as_rows(logits), found.at(chunk), coefficients.at(chunk), None)
+        gradients.add(chunk, h, logits)
     return [gradient for gradient in gradients.of(hidden, weight, bias) if gradient is not None]
 
 

@@ -43,10 +43,10 @@ class Head:
         return cls(rows.to(dtype), weight.detach().to(dtype), bias, shard)
 
     def logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of some rows, and their logits as ``[1, rows, V]``."""
+        """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
         h = self.hidden[rows]
         with _without_autocast(h):
-            return h, F.linear(h, self.weight, self.bias)[None]
+            return h, F.linear(h, self.weight, self.bias)
 
     def chunk_tokens(self, asked: int | None) -> int:
         """Rows of a chunk: as asked, or 1 GiB of logits; the same on every rank of a shard."""
