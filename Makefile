@@ -33,7 +33,7 @@ lint: .venv/built
 # Runs the tests with AddressSanitizer and UBSan, in a copy of the tree.
 sanitize: .venv/built
 	rm -rf build/sanitize && mkdir -p build/sanitize
-	cp -r bapo_kernels csrc fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
+	cp -r bapo_kernels csrc docs fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
 	cd build/sanitize && BAPO_SANITIZE=1 BAPO_REQUIRE_NATIVE=1 \
 	  ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. BAPO_REQUIRE_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 \
