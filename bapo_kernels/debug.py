@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from .call import LossOptions, loss_call
 from .checks import require
 from .config import IGNORE_INDEX
 from .distributed import whole_vocabulary
+from .functional import bapo_loss
 from .inputs import (
     bounds_tensor,
     check_logits,
@@ -85,6 +87,8 @@ def check_inputs(
         Traceback (most recent call last):
         ValueError: labels must be in [0, 4) or -100, got 4 at (1,)
     """
+    for unknown in options.keys() - LossOptions.__optional_keys__:
+        raise TypeError(f"check_inputs() got an unexpected keyword argument {unknown!r}")
     config = config_or_default(options.get("config"))
     check_logits(logits, labels, vocab_group)
     labels = labels.long()
@@ -114,6 +118,12 @@ def check_inputs(
     _check_rows(logits, unmasked)
     if call.old_log_probs is not None:
         check_alignment(logits, labels, call.old_log_probs, unmasked, cu_seqlens, config)
+
+
+# So that help and editors show the options by name.
+check_inputs.__signature__ = inspect.signature(bapo_loss).replace(  # type: ignore[attr-defined]
+    return_annotation="None"
+)
 
 
 def _check_mask(labels: Tensor, response_mask: Tensor | None) -> None:
