@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
 RANKS = 4
 TOKENS = 8_192  # per rank
 LATENCIES_US = (0, 20, 200)
-# Where the search stops: at once, half way, at the last bounds.
+# Where the search stops: at once, half way, at the maximum bounds.
 TARGETS = {"nothing to raise": 0.0, "raised half way": 0.49, "raised to the end": 1.0}
 
 

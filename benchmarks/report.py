@@ -48,8 +48,8 @@ and the gradients of all inputs; `clip` is the same with fixed bounds, which pac
 loss compute. Packages that provide log-probs only are completed with the paper's search (a loop on
 the host) and the token loss in plain PyTorch, at the cost of some kilobytes next to the logits.
 Every method runs with its default settings, except that cut-cross-entropy runs without its filter,
-which drops small gradients. A method overwrites the logits only where its name says so; `in place`
-and `live` are options of ours.
+which drops small gradients. `in place` and `live` are options of ours. Only `in place` and Liger's
+cross entropy overwrite the logits, which are restored before each call.
 
 **A method is timed only after its result has passed the check.** Values and gradients of a small
 case, and the value of the case itself, are compared with float64; the error is listed with the
