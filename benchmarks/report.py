@@ -207,7 +207,6 @@ def readme_block() -> str:
         machine = _machine(frame)
         searches = frame[(frame.task == "search") & (frame.status == "measured")]
         frame = plain_losses(frame[frame.sweep.isna()])
-        lines.append(f"![Time relative to ours](docs/figures/{device}_speedup.png)\n")
         for level, words in LEVELS.items():
             mine = frame[(frame.level == level) & frame.model.str.startswith("Qwen3")]
             first = mine.iloc[0]

@@ -164,11 +164,11 @@ struct Problem {
     const cpu::RowKernels* kernels;
     DType dtype;
     int64_t batches, rows, vocab, count;
-    bool inplace, two_looks;
+    bool inplace, two_passes;
     std::optional<Layout> logits_layout, grad_layout;
     Floats logits;  // [count, vocab], in the values of the dtype
     std::vector<int64_t> labels;
-    Flags live;
+    Flags counted;
     std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs;
     Floats advantages;
     Doubles weights;
@@ -188,7 +188,7 @@ struct Problem {
         shape(bytes);
         choose_options(bytes);
         inplace = bytes.ConsumeBool();
-        two_looks = bytes.ConsumeBool();
+        two_passes = bytes.ConsumeBool();
         logits_layout.emplace(bytes, batches, rows, vocab, !inplace);
         grad_layout.emplace(bytes, batches, rows, vocab, false);
         fill(bytes, noise);
@@ -231,7 +231,7 @@ struct Problem {
             const Floats row = numbers(bytes, noise, vocab);
             for (const float z : row) logits.push_back(rounded(dtype, z));
             labels.push_back(noise() % vocab);
-            live.push_back(noise() % 4 != 0);
+            counted.push_back(noise() % 4 != 0);
         }
         if (logits_layout->row_stride == 0) {
             for (int64_t i = 0; i < count; ++i) {
@@ -244,7 +244,7 @@ struct Problem {
             labels[i] = bytes.ConsumeBool() ? bytes.ConsumeIntegralInRange<int64_t>(0, vocab)
                                             : bytes.ConsumeIntegral<int64_t>();
         }
-        if (bytes.ConsumeBool()) std::fill(live.begin(), live.end(), bytes.ConsumeBool());
+        if (bytes.ConsumeBool()) std::fill(counted.begin(), counted.end(), bytes.ConsumeBool());
         advantages = numbers(bytes, noise, count);
         old_log_probs = maybe_numbers(bytes, noise, count);
         if (old_log_probs && bytes.ConsumeBool()) near_the_policy();
@@ -252,7 +252,7 @@ struct Problem {
         ref_log_probs = maybe_numbers(bytes, noise, count);
         rollout_log_probs = maybe_numbers(bytes, noise, count);
         const Floats weight = numbers(bytes, noise, count);
-        for (int64_t i = 0; i < count; ++i) weights.push_back(live[i] ? weight[i] : 0.0);
+        for (int64_t i = 0; i < count; ++i) weights.push_back(counted[i] ? weight[i] : 0.0);
     }
 
     const float* row(int64_t i) const { return logits.data() + i * vocab; }
@@ -310,13 +310,13 @@ class Run {
           ref_log_probs(masked(p.ref_log_probs)),
           rollout_log_probs(masked(p.rollout_log_probs)) {
         for (int64_t i = 0; i < p.count; ++i) {
-            for (int64_t j = 0; p.live[i] && j < p.vocab; ++j) logits.set(i, j, p.row(i)[j]);
+            for (int64_t j = 0; p.counted[i] && j < p.vocab; ++j) logits.set(i, j, p.row(i)[j]);
         }
     }
 
     Outcome operator()() {
         const Flags before = logits.bytes;
-        tokens = {reinterpret_cast<const bool*>(p.live.data()),
+        tokens = {reinterpret_cast<const bool*>(p.counted.data()),
                   data(old_log_probs),
                   advantages.data(),
                   p.weights.data(),
@@ -326,7 +326,7 @@ class Run {
         contributions();
         solve();
         policy();
-        if (p.two_looks || !p.bounds) row_gradient();
+        if (p.two_passes || !p.bounds) row_gradient();
         read_gradient();
         require(p.inplace || logits.bytes == before, "logits are not written");
         return out;
@@ -342,7 +342,7 @@ class Run {
     template <typename T>
     std::vector<T> masked(std::vector<T> values) const {
         for (int64_t i = 0; i < p.count; ++i) {
-            if (!p.live[i]) std::memset(&values[i], garbage, sizeof(T));
+            if (!p.counted[i]) std::memset(&values[i], garbage, sizeof(T));
         }
         return values;
     }
@@ -374,7 +374,7 @@ class Run {
         stats = poisoned<double>(2 * p.count);
         undecided = poisoned<uint8_t>(p.count);
         RowPassParams params{};
-        params.rows = rows(!p.two_looks);
+        params.rows = rows(!p.two_passes);
         params.labels = labels.data();
         params.tokens = tokens;
         params.options = p.options;
@@ -384,8 +384,8 @@ class Run {
         params.log_probs = out.log_probs.data();
         params.entropy = out.entropy.data();
         params.stats = stats.data();
-        params.undecided = p.two_looks ? nullptr : undecided.data();
-        if (p.two_looks) (params.tokens = {}).counted = tokens.counted;
+        params.undecided = p.two_passes ? nullptr : undecided.data();
+        if (p.two_passes) (params.tokens = {}).counted = tokens.counted;
         run_rows(p.kernels->row_pass, params, threads);
     }
 
@@ -474,7 +474,7 @@ class Run {
         params.entropy = out.entropy.data();
         params.dlog_probs = out.dlog_probs.data();
         params.dentropy = p.options.entropy_coef == 0.0 ? nullptr : out.dentropy.data();
-        params.only = p.two_looks ? nullptr : undecided.data();
+        params.only = p.two_passes ? nullptr : undecided.data();
         run_rows(p.kernels->row_gradient, params, threads);
         out.others.insert(out.others.end(), stats.begin(), stats.end());
     }
@@ -569,7 +569,7 @@ void check(const Problem& p, const Outcome& got) {
     for (int64_t i = 0; i < p.count; ++i) {
         const double* const dz = got.gradient.data() + i * p.vocab;
         const bool zero = std::all_of(dz, dz + p.vocab, [](double x) { return x == 0.0; });
-        if (!p.live[i]) {
+        if (!p.counted[i]) {
             require(got.log_probs[i] == 0.0 && got.entropy[i] == 0.0 && zero, "masked rows are 0");
             require(got.dlog_probs[i] == 0.0 && got.dentropy[i] == 0.0, "masked tokens are 0");
             continue;
