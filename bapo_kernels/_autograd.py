@@ -42,7 +42,7 @@ def final(gradient: Tensor) -> Tensor:
     return result
 
 
-class Overwritten:
+class OverwrittenLogits:
     """Logits that a loss overwrites with their gradient; whoever changes them later is found out.
 
     It is made before the loss whose backward calls :meth:`check`, and marks the logits after it.
@@ -54,7 +54,7 @@ class Overwritten:
 
     def mark(self, logits: Tensor) -> None:
         """From here on ``logits`` hold something else: a use of them raises in backward."""
-        _NewContent.apply(logits)
+        _Overwritten.apply(logits)
         self.logits, self.version = logits.detach(), logits._version
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class Overwritten:
             )
 
 
-class _NewContent(torch.autograd.Function):
+class _Overwritten(torch.autograd.Function):
     """Tells autograd that a tensor holds something else now, of which there is no derivative."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class _PrecomputedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, backend: str, overwritten: Overwritten | None, *tensors: Any
+        ctx: Any, loss: Tensor, backend: str, overwritten: OverwrittenLogits | None, *tensors: Any
     ) -> Tensor:
         ctx.backend, ctx.overwritten = backend, overwritten
         ctx.gradients = tensors[len(tensors) // 2 :]
@@ -123,7 +123,7 @@ def attach(
     backend: str,
     inputs: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
-    overwritten: Overwritten | None = None,
+    overwritten: OverwrittenLogits | None = None,
 ) -> Tensor:
     """``loss`` with d loss / d inputs = ``gradients``, which it takes over; None where not needed.
 
@@ -160,7 +160,7 @@ def attached(
     backend: str,
     inputs: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
-    overwritten: Overwritten | None = None,
+    overwritten: OverwrittenLogits | None = None,
 ) -> BAPOOutput:
     """With the gradient of the loss that forward made.
 
@@ -219,7 +219,7 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, call: Call, overwritten: Overwritten | None
+        ctx: Any, logits: Tensor, call: Call, overwritten: OverwrittenLogits | None
     ) -> tuple[Tensor, Tensor]:
         found = row_statistics(call, logits)
         ctx.call, ctx.overwritten = call, overwritten

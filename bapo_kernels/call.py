@@ -17,7 +17,6 @@ from .inputs import (
     bounds_tensor,
     check_aggregation,
     check_offsets,
-    check_options,
     config_or_default,
     normaliser,
     offsets_inside,
@@ -152,7 +151,6 @@ def loss_call(
     statistics = options.get("statistics", "all")
     process_group = options.get("process_group")
     columns, vocab_group = vocabulary
-    check_options(statistics, process_group, vocab_group)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
 
     def flat(name: str, values: Tensor | None) -> Tensor | None:

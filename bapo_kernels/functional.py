@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from ._autograd import (
     LogProbs,
-    Overwritten,
+    OverwrittenLogits,
     attached,
     differentiable_loss,
     in_caller_shape,
@@ -23,7 +23,7 @@ from .checks import check_floating, check_group, check_like, require, typed
 from .config import BAPOConfig
 from .distributed import VocabShard
 from .fused import loss_of_logits
-from .inputs import as_rows, check_inplace, check_logits, config_or_default
+from .inputs import as_rows, check_inplace, check_logits, check_options, config_or_default
 from .output import BAPOOutput, ClipBounds
 
 
@@ -128,6 +128,7 @@ def bapo_loss(
     )
     check_logits(logits, labels, vocab_group)
     labels = labels.long()
+    check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     require(isinstance(inplace, bool), "inplace", "be a bool", typed(inplace))
     if inplace:
@@ -138,7 +139,7 @@ def bapo_loss(
     if backend == "reference" and not inplace:
         return reference.bapo_loss(logits, labels, *batch, vocab_group=vocab_group, **options)
 
-    overwritten = Overwritten() if inplace else None
+    overwritten = OverwrittenLogits() if inplace else None
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if backend == "reference":
         output, dlogits = _reference_in_place(
@@ -212,6 +213,7 @@ def bapo_loss_from_log_probs(
         dp_size=dp_size,
     )
     check_floating("log_probs", log_probs)
+    check_options(statistics, process_group)
     rule = "be given when config.entropy_coef is not 0"
     require(entropy is not None or not config.entropy_coef, "entropy", rule, None)
     if entropy is not None:

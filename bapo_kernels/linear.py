@@ -21,7 +21,7 @@ from .chunks import loss_of_hidden
 from .config import BAPOConfig
 from .distributed import VocabShard, local_parameter, warn_if_not_synchronised
 from .gemm import Head
-from .inputs import check_head, config_or_default, gemm_dtype
+from .inputs import check_head, check_options, config_or_default, gemm_dtype
 from .output import BAPOOutput, ClipBounds
 
 
@@ -99,6 +99,7 @@ def bapo_linear_loss(
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
     labels = labels.long()
+    check_options(statistics, process_group, vocab_group)
     dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
     warn_if_not_synchronised(hidden_states, lm_head_weight)
     lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
