@@ -1,6 +1,6 @@
-"""The C++ library: found beside the package, loaded once, its absence explained.
+"""Loads the C++ library, which lies beside the package, or explains why it is absent.
 
-Where it is absent and BAPO_REQUIRE_NATIVE=1 is set, the import fails.
+If it is absent and BAPO_REQUIRE_NATIVE=1 is set, the import fails.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from .. import _ops as _ops  # schemas come before the kernels that implement them
+from .. import _ops as _ops  # schemas are defined before kernels implement them
 from ..checks import runs_while_traced
 
-OLDEST_TORCH = "2.10"  # whose stable ABI the library is built for
+OLDEST_TORCH = "2.10"  # the library is built for its stable ABI
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def build_info() -> dict[str, Any]:
-    """What ``setup.py`` wrote about the build; empty if it never ran."""
+    """What ``setup.py`` wrote about the build; empty if there was none."""
     path = _PACKAGE / "_build.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -69,15 +69,15 @@ def _not_built_for(major: int, minor: int) -> str | None:
     if driver < int(toolkit.split(".")[0]):
         return f"built with CUDA {toolkit}, the driver knows CUDA {driver}"
     built = [divmod(int(sm), 10) for sm in re.findall(r"sm_(\d+)", build)]
-    # A binary runs on its own generation, from its own version on. Of the newest there is PTX,
-    # which the driver compiles for whatever comes later.
+    # A binary runs on GPUs of its generation, from its own version on. The newest one comes with
+    # PTX, which the driver compiles for later generations.
     if any(sm[0] == major and sm[1] <= minor for sm in built) or (major, minor) > max(built):
         return None
     return f"built for {', '.join(f'sm_{x}{y}' for x, y in built)}, the GPU is sm_{major}{minor}"
 
 
 def _cuda_of_driver() -> int:
-    """The major version of CUDA that the driver knows, which torch does not tell."""
+    """The major version of CUDA that the driver supports, which torch does not report."""
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value // 1000

@@ -1,6 +1,6 @@
-// All that is not C++: thin wrappers of PTX instructions. What stands behind the exp is for sm_90
-// and later: barriers in shared memory, bulk copies from global memory, and writes to the shared
-// memory of other blocks of a cluster.
+// Everything that is not C++: thin wrappers of PTX instructions. Those after the exp need sm_90 or
+// later: barriers in shared memory, bulk copies from global memory, and writes to the shared memory
+// of other blocks of a cluster.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ __device__ inline uint8_t* dynamic_shared_memory() {
     extern __shared__ __align__(128) uint8_t memory[];
     return memory;
 }
-// What threads hand to each other in shared memory is read and written here: plainly, but the
-// tests on a CPU have them check every access, and let others go first.
+// Accesses to shared memory through which threads communicate. They are plain accesses here; the
+// emulation of the tests checks each of them, and lets other threads run first.
 template <typename T>
 __device__ inline T shared_load(const T* from) {
     return *from;
@@ -28,11 +28,11 @@ template <typename T>
 __device__ inline void shared_store(T* to, const T& value) {
     *to = value;
 }
-// The value is there, not on its way from memory: a store that the compiler cannot leave out.
+// Completes the load of a value, by a store that the compiler cannot remove.
 __device__ inline void shared_settle(float* to, float value) {
     *static_cast<volatile float*>(to) = value;
 }
-// Waits for so many threads of the block; number 0 is that of __syncthreads.
+// Waits for this number of threads of the block; barrier 0 is that of __syncthreads.
 __device__ inline void block_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -55,8 +55,8 @@ __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// Waits for the end of the phase of this parity; sees what was written before it, cluster-wide.
-// Built with BAPO_TRAP_WAITS, a wait that does not end says which one it is, and traps.
+// Waits for the end of the phase of this parity, and acquires what was written before it in the
+// cluster. Built with BAPO_TRAP_WAITS, a wait that does not end prints its name and traps.
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
                                     [[maybe_unused]] const char* name) {
     uint32_t done = 0;
@@ -83,7 +83,7 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
     }
 }
 
-// Bytes: a multiple of 16, as both addresses. Completes on the barrier.
+// bytes and both addresses are multiples of 16. Completes on the barrier.
 __device__ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                                  uint64_t policy) {
     asm volatile(
@@ -115,7 +115,7 @@ __device__ inline uint32_t address_in(uint32_t address, uint32_t rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// Writes 8 bytes there; completes on a barrier of that block.
+// Writes 8 bytes to that block; completes on a barrier of the same block.
 __device__ inline void store_async(uint32_t to, uint64_t value, uint32_t barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
