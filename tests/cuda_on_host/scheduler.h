@@ -20,7 +20,7 @@
 
 namespace emulated {
 
-// Of a whole launch.
+// The shape of a launch.
 struct Shape {
     unsigned grid, threads, cluster;
     size_t bytes;  // dynamic shared memory of a block

@@ -139,7 +139,7 @@ def _float32(value: float) -> float:
 
 
 def _fixed_point(V: int) -> float:
-    """Units of 1 in the int64 sums over the lanes of a row."""
+    """The int64 that stands for 1 in the sums over the lanes of a row."""
     return float(2.0 ** (61 - V.bit_length()))
 
 
