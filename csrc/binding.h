@@ -186,13 +186,13 @@ void row_statistics(Tensor logits, Tensor labels, Tensor counted, double tempera
 template <typename Backend>
 void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
               Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
-              OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grids,
+              OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grid_numbers,
               std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
               double entropy_coef, double temperature, double logit_scale,
               std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
               Tensor undecided, Tensor dlogits) {
     const Arguments args(logits);
-    const Grids of(grids);
+    const Grids grids(grid_numbers);
     const LogitRows rows = args.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
     const int64_t N = rows.count();
     RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
@@ -201,8 +201,8 @@ void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_l
     params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
     params.bounds = args.data<float>(bounds, 2, "bounds");
     // Bounds are applied as float32, and so are the ends of their ranges.
-    params.first = {(float)of.lower.start, (float)of.upper.start};
-    params.last = {(float)of.lower.maximum, (float)of.upper.maximum};
+    params.first = {(float)grids.lower.start, (float)grids.upper.start};
+    params.last = {(float)grids.lower.maximum, (float)grids.upper.maximum};
     params.undecided = args.data<uint8_t>(undecided, N, "undecided");
     Backend::row_pass(params, logits);
 }
@@ -210,15 +210,15 @@ void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_l
 template <typename Backend>
 void row_pass_(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
                Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
-               OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grids,
-               std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
-               double entropy_coef, double temperature, double logit_scale,
-               std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
-               Tensor undecided) {
+               OptionalTensor ref_log_probs, OptionalTensor bounds,
+               std::vector<double> grid_numbers, std::optional<double> clip_ratio_c,
+               double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, double temperature,
+               double logit_scale, std::optional<double> softcap, Tensor log_probs, Tensor entropy,
+               Tensor stats, Tensor undecided) {
     row_pass<Backend>(logits, labels, counted, old_log_probs, advantages, weights,
-                      rollout_is_weights, ref_log_probs, bounds, grids, clip_ratio_c, kl_loss_coef,
-                      kl_loss_type, entropy_coef, temperature, logit_scale, softcap, log_probs,
-                      entropy, stats, undecided, logits);
+                      rollout_is_weights, ref_log_probs, bounds, grid_numbers, clip_ratio_c,
+                      kl_loss_coef, kl_loss_type, entropy_coef, temperature, logit_scale, softcap,
+                      log_probs, entropy, stats, undecided, logits);
 }
 
 template <typename Backend>
@@ -248,29 +248,30 @@ void row_gradient_(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, T
 
 template <typename Backend>
 void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs,
-                   Tensor advantages, OptionalTensor rollout_log_probs, std::vector<double> grids,
-                   bool uniform_weight, bool gradient, Tensor table) {
+                   Tensor advantages, OptionalTensor rollout_log_probs,
+                   std::vector<double> grid_numbers, bool uniform_weight, bool gradient,
+                   Tensor table) {
     ContributionParams params{};
     const Arguments args(log_probs);
-    const Grids of(grids);
+    const Grids grids(grid_numbers);
     const int64_t N = params.count = log_probs.numel();
     params.log_probs = args.data<double>(log_probs, N, "log_probs");
     params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, {}, {}, {});
     params.rollout_log_probs = args.data<float>(rollout_log_probs, N, "rollout_log_probs");
-    params.lower = of.lower;
-    params.upper = of.upper;
+    params.lower = grids.lower;
+    params.upper = grids.upper;
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
-    params.table = args.data<double>(table, of.points(), "table");
-    Backend::contributions(params, of.points(), log_probs);
+    params.table = args.data<double>(table, grids.points(), "table");
+    Backend::contributions(params, grids.points(), log_probs);
 }
 
 template <typename Backend>
-void solve(Tensor table, std::vector<double> grids, double target, bool ratio_target,
+void solve(Tensor table, std::vector<double> grid_numbers, double target, bool ratio_target,
            bool upper_first, Tensor bounds, Tensor shares) {
     const Arguments args(table);
-    const Grids of(grids);
-    Backend::solve(args.data<double>(table, of.points(), "table"), of.lower, of.upper,
+    const Grids grids(grid_numbers);
+    Backend::solve(args.data<double>(table, grids.points(), "table"), grids.lower, grids.upper,
                    {target, ratio_target, upper_first}, args.data<float>(bounds, 2, "bounds"),
                    args.data<double>(shares, 4, "shares"), table);
 }
@@ -279,13 +280,13 @@ template <typename Backend>
 void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTensor old_log_probs,
             Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
             OptionalTensor ref_log_probs, OptionalTensor rollout_log_probs, Tensor bounds,
-            OptionalTensor shares, std::vector<double> grids, bool uniform_weight, bool gradient,
-            double target, bool ratio_target, std::optional<double> clip_ratio_c,
+            OptionalTensor shares, std::vector<double> grid_numbers, bool uniform_weight,
+            bool gradient, double target, bool ratio_target, std::optional<double> clip_ratio_c,
             double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, Tensor report,
             Tensor dlog_probs, OptionalTensor dentropy) {
     PolicyParams params{};
     const Arguments args(log_probs);
-    const Grids of(grids);
+    const Grids grids(grid_numbers);
     const int64_t N = params.count = log_probs.numel();
     params.log_probs = args.data<double>(log_probs, N, "log_probs");
     params.entropy = args.data<double>(entropy, N, "entropy");
@@ -295,7 +296,7 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
     params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
-    params.first = {of.lower.start, of.upper.start};
+    params.first = {grids.lower.start, grids.upper.start};
     params.target = {target, ratio_target, false};
     params.bounds = args.data<float>(bounds, 2, "bounds");
     params.shares = args.data<double>(shares, 4, "shares");

@@ -263,6 +263,13 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
             getattr(ops_of(backend), name)(*arguments)
 
 
+@pytest.mark.parametrize("name", ["row_pass", "contributions", "solve", "policy"])
+def test_ops_refuse_grids_of_five_numbers(backend, device, name):
+    arguments = [GRIDS[:5] if a is GRIDS else a for a in sample_arguments(device)[name]]
+    with pytest.raises(RuntimeError, match="grids must be 6 numbers, got 5"):
+        getattr(ops_of(backend), name)(*arguments)
+
+
 def test_module():
     module = BAPOLoss(BAPOConfig.recipe(), statistics="live")
     case = make_case(poison=False)
