@@ -261,9 +261,10 @@ def test_token_layouts(backend, device):
 
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_every_element_is_written(backend, device, statistics, inplace, monkeypatch):
+def test_every_element_is_written(backend, device, interpreted, statistics, inplace, monkeypatch):
     """Fresh memory is full of NaN, which shows where a kernel does not write."""
-    case = make_case((6, 8), 333, device=device, staleness=0.4)
+    shape = (3, 8) if interpreted else (6, 8)  # skipped, idle, decided and undecided rows
+    case = make_case(shape, 333, device=device, staleness=0.4)
     expected = run_kernel(case, backend, statistics=statistics)
     empty, empty_like = torch.empty, torch.empty_like
 
@@ -317,9 +318,13 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_fresh_memory_reaches_no_result(backend, device, dtype, entropy_coef, poisoned_memory):
+def test_fresh_memory_reaches_no_result(
+    backend, device, interpreted, dtype, entropy_coef, poisoned_memory
+):
     config = BAPOConfig(entropy_coef=entropy_coef)
-    case = make_case((6, 8), 333, dtype, device, staleness=0.4, config=config)
+    case = make_case(
+        (3, 8) if interpreted else (6, 8), 333, dtype, device, staleness=0.4, config=config
+    )
     check_against_reference(case, backend)
     x = case.logits.nan_to_num(0.0).requires_grad_()
     logp, entropy = log_probs(x, case.labels, backend=backend)
