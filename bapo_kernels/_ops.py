@@ -50,17 +50,17 @@ SCHEMAS = {
         f"Tensor? rollout_log_probs, {_GRIDS}, bool uniform_weight, bool gradient, "
         "Tensor(a!) table"
     ),
-    # The bounds at which Algorithm 1 stops; shares = positive and negative mass at these, then at
+    # The bounds at which Algorithm 1 stops; masses = positive and negative mass at these, then at
     # the starting bounds.
     "solve": (
         f"Tensor table, {_GRIDS}, float target, bool ratio_target, bool upper_first, "
-        "Tensor(a!) bounds, Tensor(b!) shares"
+        "Tensor(a!) bounds, Tensor(b!) masses"
     ),
     # Loss and metrics of tokens, and the gradients of log-probs and entropy.
     "policy": (
         "Tensor log_probs, Tensor? entropy, Tensor counted, Tensor? old_log_probs, "
         "Tensor advantages, Tensor weights, Tensor? rollout_is_weights, Tensor? ref_log_probs, "
-        f"Tensor? rollout_log_probs, Tensor bounds, Tensor? shares, {_GRIDS}, "
+        f"Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, {_GRIDS}, "
         f"bool uniform_weight, bool gradient, float target, bool ratio_target, {_POLICY}, "
         "Tensor(a!) report, Tensor(b!) dlog_probs, Tensor(c!)? dentropy"
     ),

@@ -83,8 +83,8 @@ struct Cpu {
         cpu::contributions_reduce(params, partials.data(), (int64_t)partials.size() / bins);
     }
     static void solve(const double* table, const Grid& lower, const Grid& upper,
-                      const TargetParams& target, float* bounds, double* shares, const Tensor&) {
-        cpu::solve(table, lower, upper, target, bounds, shares);
+                      const TargetParams& target, float* bounds, double* masses, const Tensor&) {
+        cpu::solve(table, lower, upper, target, bounds, masses);
     }
     static void policy(const PolicyParams& params, const Tensor&) {
         const auto partials = run_chunks<PolicySums>(

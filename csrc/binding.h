@@ -268,19 +268,19 @@ void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_prob
 
 template <typename Backend>
 void solve(Tensor table, std::vector<double> grid_numbers, double target, bool ratio_target,
-           bool upper_first, Tensor bounds, Tensor shares) {
+           bool upper_first, Tensor bounds, Tensor masses) {
     const Arguments args(table);
     const Grids grids(grid_numbers);
     Backend::solve(args.data<double>(table, grids.points(), "table"), grids.lower, grids.upper,
                    {target, ratio_target, upper_first}, args.data<float>(bounds, 2, "bounds"),
-                   args.data<double>(shares, 4, "shares"), table);
+                   args.data<double>(masses, 4, "masses"), table);
 }
 
 template <typename Backend>
 void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTensor old_log_probs,
             Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
             OptionalTensor ref_log_probs, OptionalTensor rollout_log_probs, Tensor bounds,
-            OptionalTensor shares, std::vector<double> grid_numbers, bool uniform_weight,
+            OptionalTensor masses, std::vector<double> grid_numbers, bool uniform_weight,
             bool gradient, double target, bool ratio_target, std::optional<double> clip_ratio_c,
             double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, Tensor report,
             Tensor dlog_probs, OptionalTensor dentropy) {
@@ -299,7 +299,7 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
     params.first = {grids.lower.start, grids.upper.start};
     params.target = {target, ratio_target, false};
     params.bounds = args.data<float>(bounds, 2, "bounds");
-    params.shares = args.data<double>(shares, 4, "shares");
+    params.masses = args.data<double>(masses, 4, "masses");
     params.report = reinterpret_cast<Report*>(args.data<float>(report, kReportSize, "report"));
     params.dlog_probs = args.data<double>(dlog_probs, N, "dlog_probs");
     params.dentropy = args.data<double>(dentropy, N, "dentropy");

@@ -54,10 +54,10 @@ struct Cuda {
         launch.check(cuda::contributions(params, (int)points, data, launch.stream()));
     }
     static void solve(const double* table, const Grid& lower, const Grid& upper,
-                      const TargetParams& target, float* bounds, double* shares,
+                      const TargetParams& target, float* bounds, double* masses,
                       const Tensor& like) {
         const Launch launch(like);
-        launch.check(cuda::solve(table, lower, upper, target, bounds, shares, launch.stream()));
+        launch.check(cuda::solve(table, lower, upper, target, bounds, masses, launch.stream()));
     }
     static void policy(const PolicyParams& params, const Tensor& log_probs) {
         const Launch launch(log_probs);

@@ -35,9 +35,9 @@ void contributions_chunk(const ContributionParams& params, int64_t chunk, Moment
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
                           int64_t chunks);
 
-// bounds: (lower, upper); shares: as PolicyParams::shares.
+// bounds: (lower, upper); masses: as PolicyParams::masses.
 void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
-           float* bounds, double* shares);
+           float* bounds, double* masses);
 
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums);
 void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64_t chunks);

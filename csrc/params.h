@@ -128,7 +128,7 @@ struct PolicyParams {
     const float* bounds;
     // Positive and negative mass at the final bounds, then at the starting bounds; null: those of
     // these tokens.
-    const double* shares;
+    const double* masses;
     Report* report;
     double* dlog_probs;
     double* dentropy;

@@ -80,21 +80,21 @@ BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
             search_weight(params.uniform_weight, params.rollout_log_probs, i, old)};
 }
 
-// Where Algorithm 1 stops: bounds = (lower, upper); shares = (pos, neg) there, then (pos, neg) at
+// Where Algorithm 1 stops: bounds = (lower, upper); masses = (pos, neg) there, then (pos, neg) at
 // the starting bounds.
 BAPO_HD void search_table(const double* table, const double* lower, int lower_count,
                           const double* upper, int upper_count, const TargetParams& target,
-                          float* bounds, double* shares) {
+                          float* bounds, double* masses) {
     const double *const neg = table, *const pos = table + lower_count;
     int at_lower, at_upper;
     solve_bounds(pos, upper_count, neg, lower_count, target.target, target.ratio,
                  target.upper_first, &at_lower, &at_upper);
     bounds[0] = (float)lower[at_lower];
     bounds[1] = (float)upper[at_upper];
-    shares[0] = pos[at_upper];
-    shares[1] = neg[at_lower];
-    shares[2] = pos[0];
-    shares[3] = neg[0];
+    masses[0] = pos[at_upper];
+    masses[1] = neg[at_lower];
+    masses[2] = pos[0];
+    masses[3] = neg[0];
 }
 
 struct PolicySums {
@@ -155,11 +155,11 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
 BAPO_HD double share_of(double value, double total) { return total == 0.0 ? 0.0 : value / total; }
 
 BAPO_HD void report(const PolicyParams& params, PolicySums total) {
-    if (params.shares) {
-        total.pos = params.shares[0];
-        total.neg = params.shares[1];
-        total.pos_start = params.shares[2];
-        total.neg_start = params.shares[3];
+    if (params.masses) {
+        total.pos = params.masses[0];
+        total.neg = params.masses[1];
+        total.pos_start = params.masses[2];
+        total.neg_start = params.masses[3];
     }
     const double quantity = tested_quantity(total.pos, total.neg, params.target.ratio);
     const double count = total.count > 0.0 ? total.count : 1.0;

@@ -431,11 +431,11 @@ class Run {
     }
 
     void solve() {
-        cpu::solve(out.table.data(), p.lower, p.upper, p.target, bounds, shares);
+        cpu::solve(out.table.data(), p.lower, p.upper, p.target, bounds, masses);
         require(bounds[0] >= (float)p.lower.start && bounds[0] <= (float)p.lower.maximum &&
                     bounds[1] >= (float)p.upper.start && bounds[1] <= (float)p.upper.maximum,
                 "bounds are on their grids");
-        out.others = {bounds[0], bounds[1], shares[0], shares[1], shares[2], shares[3]};
+        out.others = {bounds[0], bounds[1], masses[0], masses[1], masses[2], masses[3]};
         if (p.bounds) std::copy_n(p.bounds->data(), 2, bounds);
     }
 
@@ -455,7 +455,7 @@ class Run {
         params.first = {p.lower.start, p.upper.start};
         params.target = p.target;
         params.bounds = bounds;
-        params.shares = p.bounds ? nullptr : shares;
+        params.masses = p.bounds ? nullptr : masses;
         params.report = reinterpret_cast<Report*>(report.data());
         params.dlog_probs = out.dlog_probs.data();
         params.dentropy = out.dentropy.data();
@@ -503,7 +503,7 @@ class Run {
     Doubles stats;
     Flags undecided;
     float bounds[2];
-    double shares[4];
+    double masses[4];
     Outcome out;
 };
 

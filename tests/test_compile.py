@@ -213,7 +213,7 @@ def on_cpu():
         flags,
     )
     row_gradient = (labels, stats, entropy, double(N), double(N), flags, *TRANSFORM)
-    table, bounds, shares = double(54), torch.tensor([0.8, 1.2]), double(4)
+    table, bounds, masses = double(54), torch.tensor([0.8, 1.2]), double(4)
     return {
         "row_statistics": (logits, labels, counted, *TRANSFORM, logp, entropy, stats),
         "row_pass": (logits, *row_pass, torch.empty_like(logits)),
@@ -221,9 +221,9 @@ def on_cpu():
         "row_gradient": (logits, *row_gradient, torch.empty_like(logits)),
         "row_gradient_": (logits, *row_gradient),
         "contributions": (logp, counted, old, A, None, GRIDS, False, False, table),
-        "solve": (table, GRIDS, 0.4, False, True, bounds, shares),
+        "solve": (table, GRIDS, 0.4, False, True, bounds, masses),
         "policy": (
-            *(logp, entropy, *tokens, None, bounds, shares, GRIDS, False, False, 0.4, False),
+            *(logp, entropy, *tokens, None, bounds, masses, GRIDS, False, False, 0.4, False),
             *(*POLICY, torch.empty(14), double(N), double(N)),
         ),
         "scale_": (logits, torch.tensor(2.0)),

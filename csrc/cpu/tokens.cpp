@@ -67,10 +67,10 @@ void contributions_reduce(const ContributionParams& params, const Moments* parti
 }
 
 void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
-           float* bounds, double* shares) {
+           float* bounds, double* masses) {
     const Grids grids(lower, upper);
     search_table(table, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target,
-                 bounds, shares);
+                 bounds, masses);
 }
 
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {

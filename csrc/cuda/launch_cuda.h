@@ -21,7 +21,7 @@ inline int64_t token_blocks(int64_t count) {
 const char* contributions(const ContributionParams& params, int points, double* partials,
                           void* stream);
 const char* solve(const double* table, const Grid& lower, const Grid& upper,
-                  const TargetParams& target, float* bounds, double* shares, void* stream);
+                  const TargetParams& target, float* bounds, double* masses, void* stream);
 // Partials: kPolicySums per block of tokens.
 const char* policy(const PolicyParams& params, double* partials, void* stream);
 

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kSolveThreads)
 
 __global__ void __launch_bounds__(kSolveThreads)
     solve_kernel(const double* table, Grid lower, Grid upper, TargetParams target, float* bounds,
-                 double* shares) {
+                 double* masses) {
     __shared__ Grids grids;
     __shared__ double sums[2 * kMaxGridPoints];
     if (threadIdx.x == 0) grids.fill(lower, upper);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kSolveThreads)
     __syncthreads();
     if (threadIdx.x != 0) return;
     search_table(sums, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target,
-                 bounds, shares);
+                 bounds, masses);
 }
 
 __global__ void __launch_bounds__(kTokensPerBlock)
@@ -129,9 +129,9 @@ const char* contributions(const ContributionParams& params, int points, double* 
 }
 
 const char* solve(const double* table, const Grid& lower, const Grid& upper,
-                  const TargetParams& target, float* bounds, double* shares, void* stream) {
+                  const TargetParams& target, float* bounds, double* masses, void* stream) {
     return launch(solve_kernel, 1, kSolveThreads, stream, table, lower, upper, target, bounds,
-                  shares);
+                  masses);
 }
 
 const char* policy(const PolicyParams& params, double* partials, void* stream) {

@@ -51,7 +51,7 @@ class Tokens {
 
   private:
     struct Outputs {
-        std::vector<double> table, shares, dlog_probs, dentropy;
+        std::vector<double> table, masses, dlog_probs, dentropy;
         std::vector<float> bounds, report;
     };
     Token token(int64_t i) const {
@@ -144,7 +144,7 @@ Tokens::Outputs Tokens::launch() const {
     const Array<float> old("old_log_probs", old_), ref("ref_log_probs", ref_),
         rollout("rollout_log_probs", rollout_), advantages("advantages", advantages_),
         is_weights("is_weights", is_weights_);
-    const Array<double> table("table", std::vector(points, 0.0)), shares("shares", 4),
+    const Array<double> table("table", std::vector(points, 0.0)), masses("masses", 4),
         partials("partials", blocks * std::max(points, kPolicySums)),
         dlog_probs("dlog_probs", case_.count), dentropy("dentropy", case_.count);
     const Array<float> bounds("bounds", 2), report("report", kReportSize);
@@ -166,7 +166,7 @@ Tokens::Outputs Tokens::launch() const {
         search.rollout_log_probs = rollout.data();
         policy.tokens.is_weights = is_weights.data();
         policy.tokens.ref_log_probs = ref.data();
-        policy.shares = shares.data();
+        policy.masses = masses.data();
     }
     policy.count = case_.count;
     policy.log_probs = search.log_probs;
@@ -187,9 +187,9 @@ Tokens::Outputs Tokens::launch() const {
 
     finish(cuda::contributions(search, points, partials.data(), nullptr));
     finish(
-        cuda::solve(table.data(), kLower, kUpper, target_, bounds.data(), shares.data(), nullptr));
+        cuda::solve(table.data(), kLower, kUpper, target_, bounds.data(), masses.data(), nullptr));
     finish(cuda::policy(policy, partials.data(), nullptr));
-    const Outputs got{table.values(),    shares.values(), dlog_probs.values(),
+    const Outputs got{table.values(),    masses.values(), dlog_probs.values(),
                       dentropy.values(), bounds.values(), report.values()};
     verdict_.guards();
     return got;
@@ -272,10 +272,10 @@ void Tokens::run() {
     }
     verdict_.compare("bound", 0, got.bounds[0], (float)lower_[at_lower_], 0.0);
     verdict_.compare("bound", 1, got.bounds[1], (float)upper_[at_upper_], 0.0);
-    const Sum shares[] = {table_[lower_.size() + at_upper_], table_[at_lower_],
+    const Sum masses[] = {table_[lower_.size() + at_upper_], table_[at_lower_],
                           table_[lower_.size()], table_[0]};
     for (int k = 0; k < 4; ++k) {
-        verdict_.compare("share", k, got.shares[k], shares[k].value, kDouble * shares[k].size);
+        verdict_.compare("share", k, got.masses[k], masses[k].value, kDouble * masses[k].size);
     }
     check_policy(got);
 

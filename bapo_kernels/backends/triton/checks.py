@@ -28,7 +28,7 @@ _DTYPES = {
     **dict.fromkeys(("rollout_is_weights", "rollout_log_probs"), torch.float32),
     **dict.fromkeys(("bounds", "report", "factor"), torch.float32),
     **dict.fromkeys(("log_probs", "entropy", "stats", "dlog_probs", "dentropy"), torch.float64),
-    **dict.fromkeys(("weights", "table", "shares"), torch.float64),
+    **dict.fromkeys(("weights", "table", "masses"), torch.float64),
 }
 _ROWS = ("logits", "dlogits", "x")
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ def check(op: str, arguments: tuple[Any, ...]) -> None:
     given = dict(zip(_NAMES[op], arguments, strict=True))
     first = arguments[0]
     N = first.shape[:-1].numel() if "logits" in given else first.numel()
-    counts = {"bounds": 2, "shares": 4, "report": len(REPORT), "factor": 1, "stats": 2 * N}
+    counts = {"bounds": 2, "masses": 4, "report": len(REPORT), "factor": 1, "stats": 2 * N}
     if "grids" in given:
         _require(len(given["grids"]) == 6, "grids", "be 6 numbers", len(given["grids"]))
     if "table" in given:

@@ -137,7 +137,7 @@ def _share(value, total):
 def _report_kernel(
     partials,
     bounds,
-    shares,
+    masses,
     report,
     chunks: tl.int64,
     target: tl.float64,
@@ -146,9 +146,9 @@ def _report_kernel(
 ):
     live_tokens = _sum_of(partials, "count", chunks, BLOCK)
     count = tl.where(live_tokens > 0.0, live_tokens, 1.0)
-    if shares is not None:
-        pos, neg = tl.load(shares), tl.load(shares + 1)
-        pos_start, neg_start = tl.load(shares + 2), tl.load(shares + 3)
+    if masses is not None:
+        pos, neg = tl.load(masses), tl.load(masses + 1)
+        pos_start, neg_start = tl.load(masses + 2), tl.load(masses + 3)
     else:
         pos, neg = _sum_of(partials, "pos", chunks, BLOCK), _sum_of(partials, "neg", chunks, BLOCK)
         pos_start = _sum_of(partials, "pos_start", chunks, BLOCK)
@@ -188,7 +188,7 @@ def policy(
     ref_log_probs: Tensor | None,
     rollout_log_probs: Tensor | None,
     bounds: Tensor,
-    shares: Tensor | None,
+    masses: Tensor | None,
     grids: Sequence[float],
     uniform_weight: bool,
     gradient: bool,
@@ -234,7 +234,7 @@ def policy(
     _report_kernel[(1,)](
         partials,
         bounds,
-        shares,
+        masses,
         report,
         chunks,
         target=target,

@@ -100,7 +100,7 @@ def _add_partials_kernel(
 def _solve_kernel(
     table,
     bounds,
-    shares,
+    masses,
     lower_count: tl.int32,
     upper_count: tl.int32,
     lower_start: tl.float64,
@@ -135,10 +135,10 @@ def _solve_kernel(
     upper = _grid_points(upper_start, upper_max, upper_step, upper_count, 0, j + zero)
     tl.store(bounds, lower.to(tl.float32))
     tl.store(bounds + 1, upper.to(tl.float32))
-    tl.store(shares, tl.load(table + lower_count + j))
-    tl.store(shares + 1, tl.load(table + i))
-    tl.store(shares + 2, tl.load(table + lower_count))
-    tl.store(shares + 3, tl.load(table))
+    tl.store(masses, tl.load(table + lower_count + j))
+    tl.store(masses + 1, tl.load(table + i))
+    tl.store(masses + 2, tl.load(table + lower_count))
+    tl.store(masses + 3, tl.load(table))
 
 
 def contributions(
@@ -190,12 +190,12 @@ def solve(
     ratio_target: bool,
     upper_first: bool,
     bounds: Tensor,
-    shares: Tensor,
+    masses: Tensor,
 ) -> None:
     _solve_kernel[(1,)](
         table,
         bounds,
-        shares,
+        masses,
         **_grids(grids),
         target=target,
         RATIO_TARGET=ratio_target,
