@@ -303,4 +303,6 @@ def _reference_in_place(
         output = reference.bapo_loss(source, *batch, **options)
     (dlogits,) = torch.autograd.grad(output.loss, source)
     logits.detach().copy_(dlogits)
-    return output._replace(loss=output.loss.detach()), dlogits
+    loss, logp, entropy, *others = output
+    entropy = None if entropy is None else entropy.detach()
+    return BAPOOutput(loss.detach(), logp.detach(), entropy, *others), dlogits

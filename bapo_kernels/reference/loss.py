@@ -261,7 +261,7 @@ def _aggregate(
 
 
 def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
-    count = torch.as_tensor(count, dtype=dtype)
+    count = torch.as_tensor(count, dtype=dtype).reshape(())
     return torch.where(count > 0, count, torch.nan)
 
 
