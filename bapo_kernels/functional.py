@@ -303,6 +303,6 @@ def _reference_in_place(
         output = reference.bapo_loss(source, *batch, **options)
     (dlogits,) = torch.autograd.grad(output.loss, source)
     logits.detach().copy_(dlogits)
-    loss, logp, entropy, *others = output
+    loss, logp, entropy, bounds, metrics = output
     entropy = None if entropy is None else entropy.detach()
-    return BAPOOutput(loss.detach(), logp.detach(), entropy, *others), dlogits
+    return BAPOOutput(loss.detach(), logp.detach(), entropy, bounds, metrics), dlogits
