@@ -52,6 +52,23 @@ class LossOptions(TokenOptions, total=False):
     process_group: dist.ProcessGroup | None
 
 
+class LogitsOptions(LossOptions, total=False):
+    """Keyword arguments of :func:`bapo_kernels.bapo_loss`."""
+
+    backend: str | None
+    inplace: bool
+    vocab_group: dist.ProcessGroup | None
+
+
+class LinearOptions(LossOptions, total=False):
+    """Keyword arguments of :func:`bapo_kernels.bapo_linear_loss`."""
+
+    bias: Tensor | None
+    backend: str | None
+    chunk_tokens: int | None
+    vocab_group: dist.ProcessGroup | None
+
+
 @dataclass(frozen=True)
 class Call:
     """A checked call of a loss, or of log-probs alone.

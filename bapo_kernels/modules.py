@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from .call import Statistics
+from .call import LinearOptions, LogitsOptions, Statistics
 from .config import BAPOConfig
 from .functional import bapo_loss
 from .inputs import config_or_default
 from .linear import bapo_linear_loss
 from .output import BAPOOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _LossModule(torch.nn.Module):
@@ -19,8 +22,8 @@ class _LossModule(torch.nn.Module):
 
     kept: ClassVar[tuple[str, ...]]
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        given = {name: value for name, value in given.items() if value is not None}
+    def _options(self, options: Any) -> dict[str, Any]:
+        given = {name: value for name, value in options.items() if value is not None}
         return {name: getattr(self, name) for name in self.kept} | given
 
     def extra_repr(self) -> str:
@@ -56,9 +59,9 @@ class BAPOLoss(_LossModule):
         self.config = config_or_default(config)
         self.backend, self.inplace, self.statistics = backend, inplace, statistics
 
-    def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
+    def forward(self, *batch: Any, **options: Unpack[LogitsOptions]) -> BAPOOutput:
         """The loss of a batch."""
-        return bapo_loss(*args, **self._options(kwargs))
+        return bapo_loss(*batch, **self._options(options))
 
 
 class BAPOLinearLoss(_LossModule):
@@ -90,6 +93,6 @@ class BAPOLinearLoss(_LossModule):
         self.config = config_or_default(config)
         self.backend, self.chunk_tokens, self.statistics = backend, chunk_tokens, statistics
 
-    def forward(self, *args: Any, **kwargs: Any) -> BAPOOutput:
+    def forward(self, *batch: Any, **options: Unpack[LinearOptions]) -> BAPOOutput:
         """The loss of a batch."""
-        return bapo_linear_loss(*args, **self._options(kwargs))
+        return bapo_linear_loss(*batch, **self._options(options))
