@@ -43,9 +43,9 @@ def final(gradient: Tensor) -> Tensor:
 
 
 class OverwrittenLogits:
-    """Logits that a loss overwrites with their gradient; whoever changes them later is found out.
+    """Logits that a loss overwrites with their gradient, so that a later change is detected.
 
-    It is made before the loss whose backward calls :meth:`check`, and marks the logits after it.
+    The loss is made with this object, whose :meth:`check` its backward calls; :meth:`mark` follows.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class OverwrittenLogits:
         self.version = 0
 
     def mark(self, logits: Tensor) -> None:
-        """From here on ``logits`` hold something else: a use of them raises in backward."""
+        """Declares that ``logits`` hold their gradient now: using them again raises in backward."""
         _Overwritten.apply(logits)
         self.logits, self.version = logits.detach(), logits._version
 
     def check(self) -> None:
-        """Raises if somebody wrote into the logits since :meth:`mark`."""
+        """Raises if the logits were written to since :meth:`mark`."""
         if self.logits is not None and self.logits._version != self.version:
             raise RuntimeError(
                 "logits that a loss overwrites with its gradient (inplace=True) were changed "
@@ -127,7 +127,7 @@ def attach(
 ) -> Tensor:
     """``loss`` with d loss / d inputs = ``gradients``, which it takes over; None where not needed.
 
-    Forward-mode AD and ``torch.func`` meet the inputs here, and raise.
+    Forward-mode AD and ``torch.func`` raise here, since the inputs are arguments of a Function.
     """
     assert len(inputs) == len(gradients)
     if torch.compiler.is_compiling() and all(gradient is None for gradient in gradients):

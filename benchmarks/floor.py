@@ -1,6 +1,6 @@
 """The bytes and FLOPs that a case cannot do without: the model behind every GB/s and TFLOP/s.
 
-From logits, with b bytes an element: each unmasked row is read once, each undecided row a second
+From logits, with b bytes per element: each unmasked row is read once, each undecided row a second
 time, and each row of the gradient is written once, zeros included, ``(unmasked + undecided +
 1)*N*V*b`` bytes; log-probs alone take ``unmasked*N*V*b``. From hidden states: ``2*V*H`` FLOPs per
 unmasked row, and ``4*V*H`` per row that has a gradient once the bounds are known. The search reads

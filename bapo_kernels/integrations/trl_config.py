@@ -144,12 +144,13 @@ def _warnings(args: Any) -> Iterator[str]:
         yield (
             "BAPO cannot act: every ratio is 1, which no bound clips, because "
             f"steps_per_generation*num_iterations ({generation}) divides "
-            f"gradient_accumulation_steps ({update}). For more optimizer steps a generation {more}"
+            f"gradient_accumulation_steps ({update}). For more optimizer steps per generation "
+            f"{more}"
         )
     if generation == 2 * update and args.bapo_scope == "lagged":
         yield (
-            "bapo_scope='lagged' with two optimizer steps a generation decides the second from the "
-            "first, where every ratio is 1 and the search stops at its start or at its end: "
+            "bapo_scope='lagged' with two optimizer steps per generation decides the second from "
+            "the first, where every ratio is 1 and the search stops at its start or at its end: "
             f"{more}, or bapo_scope='step'"
         )
     sequences = args.per_device_train_batch_size * args.world_size

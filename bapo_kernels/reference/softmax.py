@@ -20,7 +20,7 @@ def log_probs(
     return_entropy: bool = True,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``logp = x_label - logsumexp(x)`` and ``H = logsumexp(x) - sum_j p_j x_j``.
+    """``logp = x_label - logsumexp(x)`` and ``entropy = logsumexp(x) - sum_j p_j x_j``.
 
     ``x = softcap*tanh(logit_scale*z/softcap)/temperature``, without softcap
     ``logit_scale*z/temperature``. Rows with label -100 are 0 in both outputs.

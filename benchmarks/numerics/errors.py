@@ -112,9 +112,9 @@ def loss_of(method: Method, *arguments: Any, **options: Any) -> Any:
     *inputs, labels, old, A, mask = arguments
     assert method.log_probs is not None
     logp = method.log_probs(Rows(tuple(inputs), labels)).view(labels.shape)  # type: ignore[arg-type]
-    entropy = entropy_of_method(method.name) if len(inputs) == 1 else None
-    H = None if entropy is None else entropy(inputs[0].detach())
-    return reference.bapo_loss_from_log_probs(logp, old, A, mask, entropy=H, **options)
+    entropy_of = entropy_of_method(method.name) if len(inputs) == 1 else None
+    entropy = None if entropy_of is None else entropy_of(inputs[0].detach())
+    return reference.bapo_loss_from_log_probs(logp, old, A, mask, entropy=entropy, **options)
 
 
 def labels_of(logits: Tensor, g: torch.Generator) -> Tensor:
