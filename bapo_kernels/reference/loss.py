@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,37 +85,20 @@ def bapo_loss_from_log_probs(
             rollout_log_probs=rollout_log_probs,
             process_group=process_group,
         )
-    lower, upper = (bound.to(work) for bound in bounds)
-
-    r = ratio(logp, old)
-    objective = torch.minimum(r * A, torch.clamp(r, lower, upper) * A)
-    policy = -objective
-    dual_clipped = torch.zeros_like(unmasked)
-    if config.clip_ratio_c is not None:
-        cap = -A * config.clip_ratio_c
-        dual_clipped = (A < 0) & (policy > cap)
-        policy = torch.where(dual_clipped, cap, policy)
-    if rollout_is_weights is not None:
-        policy = policy * torch.where(unmasked, rollout_is_weights.detach().to(work), 0.0)
-    kl = torch.zeros_like(logp)
+    ref = is_weights = None
     if ref_log_probs is not None:
         ref = torch.where(unmasked, ref_log_probs.detach().to(work), 0.0)
-        kl = _kl(logp, ref, config.kl_loss_type)
+    if rollout_is_weights is not None:
+        is_weights = torch.where(unmasked, rollout_is_weights.detach().to(work), 0.0)
     ent = torch.zeros_like(logp)
     if entropy is not None:
         ent = torch.where(unmasked, entropy.to(work), 0.0)
+    terms = _token_terms(config, logp, old, A, bounds, is_weights, ref, ent)
 
     def aggregate(values: Tensor) -> Tensor:
         return _aggregate(
             values, unmasked, config, cu_seqlens, batch_num_tokens, global_batch_size, dp_size
         )
-
-    token_loss = policy
-    if config.kl_loss_coef:
-        token_loss = token_loss + config.kl_loss_coef * kl
-    if config.entropy_coef:
-        token_loss = token_loss - config.entropy_coef * ent
-    loss = aggregate(token_loss)
 
     counted = unmasked
     if statistics == "live" and not config.kl_loss_coef and not config.entropy_coef:
@@ -125,17 +108,15 @@ def bapo_loss_from_log_probs(
     def mean(values: Tensor) -> Tensor:
         return (torch.where(counted, values.to(work), 0.0).sum() / count).detach()
 
-    log_ratio = torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    clipped = ((A > 0) & (r > upper)) | ((A < 0) & (r < lower))
     group = None if bounds_given else process_group
     probe = Contributions(config, given_logp, old_log_probs, A, unmasked, rollout_log_probs, group)
     metrics = {
-        "pg_loss": aggregate(policy).detach(),
-        "pg_clipfrac": mean(clipped),
-        "pg_clipfrac_lower": mean(dual_clipped),
-        "ppo_kl": mean(-log_ratio),
+        "pg_loss": aggregate(terms.policy).detach(),
+        "pg_clipfrac": mean(terms.clipped),
+        "pg_clipfrac_lower": mean(terms.dual_clipped),
+        "ppo_kl": mean(-terms.log_ratio),
         "entropy": mean(ent),
-        "kl_loss": aggregate(torch.where(counted, kl, 0.0)).detach(),
+        "kl_loss": aggregate(torch.where(counted, terms.kl, 0.0)).detach(),
         **search_metrics(bounds, _masses(probe, bounds, searched=not bounds_given), config),
     }
     if statistics == "live":
@@ -145,9 +126,53 @@ def bapo_loss_from_log_probs(
     def report(values: Tensor) -> Tensor:
         return torch.where(unmasked & ~counted, torch.nan, torch.where(unmasked, values, 0.0))
 
-    return BAPOOutput(
-        loss, report(given_logp), None if entropy is None else report(ent), bounds, metrics
-    )
+    values = report(given_logp), None if entropy is None else report(ent)
+    return BAPOOutput(aggregate(terms.loss), *values, bounds, metrics)
+
+
+class _Terms(NamedTuple):
+    """Of each token: its loss, the policy and the KL term of it, and what the metrics count."""
+
+    loss: Tensor
+    policy: Tensor
+    kl: Tensor
+    clipped: Tensor
+    dual_clipped: Tensor
+    log_ratio: Tensor
+
+
+def _token_terms(
+    config: BAPOConfig,
+    logp: Tensor,
+    old: Tensor,
+    A: Tensor,
+    bounds: ClipBounds,
+    is_weights: Tensor | None,
+    ref: Tensor | None,
+    entropy: Tensor,
+) -> _Terms:
+    lower, upper = (bound.to(logp.dtype) for bound in bounds)
+    r = ratio(logp, old)
+    objective = torch.minimum(r * A, torch.clamp(r, lower, upper) * A)
+    policy = -objective
+    dual_clipped = torch.zeros_like(A, dtype=torch.bool)
+    if config.clip_ratio_c is not None:
+        cap = -A * config.clip_ratio_c
+        dual_clipped = (A < 0) & (policy > cap)
+        policy = torch.where(dual_clipped, cap, policy)
+    if is_weights is not None:
+        policy = policy * is_weights
+    kl = torch.zeros_like(logp) if ref is None else _kl(logp, ref, config.kl_loss_type)
+
+    loss = policy
+    if config.kl_loss_coef:
+        loss = loss + config.kl_loss_coef * kl
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * entropy
+
+    clipped = ((A > 0) & (r > upper)) | ((A < 0) & (r < lower))
+    log_ratio = torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return _Terms(loss, policy, kl, clipped, dual_clipped, log_ratio)
 
 
 def bapo_loss(
