@@ -14,10 +14,10 @@ from .call import Call
 from .fused import (
     Coefficients,
     RowStatistics,
+    in_caller_shape,
     loss_of_log_probs,
     row_gradient,
     row_statistics,
-    shaped,
 )
 from .output import BAPOOutput
 
@@ -91,7 +91,8 @@ class _PrecomputedGradient(torch.autograd.Function):
     """A loss whose gradients are known: backward multiplies them by the incoming gradient.
 
     They are scaled in place and handed over, so there is one backward; autograd then keeps a
-    gradient without a copy, because nothing else holds it. Those in float64 are per token.
+    gradient without a copy, because nothing else holds it. Gradients in float64 are per token, and
+    small: torch scales them.
     """
 
     @staticmethod
@@ -118,7 +119,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         return (None, None, None, *made, *(None for _ in gradients))
 
 
-def attach(
+def loss_with_gradients(
     loss: Tensor,
     backend: str,
     inputs: Sequence[Tensor | None],
@@ -155,7 +156,7 @@ class _WithoutGradient(torch.autograd.Function):
         return None, None
 
 
-def attached(
+def output_with_gradients(
     output: BAPOOutput,
     backend: str,
     inputs: Sequence[Tensor | None],
@@ -166,7 +167,7 @@ def attached(
 
     Log-probs and entropy have none: a backward through them raises instead of giving 0.
     """
-    loss = attach(output.loss, backend, inputs, gradients, overwritten)
+    loss = loss_with_gradients(output.loss, backend, inputs, gradients, overwritten)
 
     def without_gradient(values: Tensor | None) -> Tensor | None:
         if values is None or not loss.requires_grad:
@@ -189,25 +190,19 @@ def differentiable_loss(call: Call, log_probs: Tensor, entropy: Tensor | None) -
         made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
         for tensor, made in zip(per_token, coefficients, strict=True)
     ]
-    loss = attach(output.loss, call.backend, per_token, gradients)
-    return shaped(call, BAPOOutput(loss, log_probs, entropy, output.bounds, output.metrics))
+    loss = loss_with_gradients(output.loss, call.backend, per_token, gradients)
+    output = BAPOOutput(loss, log_probs, entropy, output.bounds, output.metrics)
+    return in_caller_shape(call, output)
 
 
-def in_caller_shape(
-    call: Call, log_probs: Tensor, entropy: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """float32 outputs of flat float64 values."""
-    of_entropy = None if entropy is None else entropy.float().view(call.shape)
-    return log_probs.float().view(call.shape), of_entropy
-
-
-def needs_loss_scale(dtype: torch.dtype) -> bool:
-    """Whether a gradient of this dtype has to be made in backward, where a loss scale is known.
+def in_backward(dtype: torch.dtype) -> bool:
+    """Whether backward computes a gradient of this dtype, not forward.
 
     The range of float16 ends at 6e-8, where many of a loss's derivatives are; those of a loss times
-    a scale are above.
+    a scale are above, and the scale is known in backward. A compiled backward would copy what
+    forward made before an operator may scale it: reading the logits again moves fewer bytes.
     """
-    return dtype == torch.float16
+    return dtype == torch.float16 or torch.compiler.is_compiling()
 
 
 class LogProbs(torch.autograd.Function):

@@ -21,13 +21,19 @@ from .inputs import config_or_default
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table
 
+SEARCH_METRICS = tuple(name for name in REPORT if name.startswith("bapo_"))
+
+# The fields of a config that its table depends on.
+TABLE_FIELDS = (*GRID_FIELDS, "token_weight", "contribution")
+
 
 class ContributionHistogram:
     """Contributions of many tokens to the search, gathered call by call.
 
     Scope *step*: ``update`` with the log-probs of every micro-batch of an optimizer step, ``solve``
     once, pass the result as ``bounds=`` to every call. Scope *lagged*: ``update`` with what the
-    calls of this step return, ``solve`` for the next one. Nothing is read on the host.
+    calls of this step return, ``solve`` for the next one. Nothing is read on the host, except where
+    no kernel can run (``solve`` is then the reference's).
 
     Args:
         config: grids, token weight and contribution of the search.
@@ -135,12 +141,6 @@ class ContributionHistogram:
         self.table = mine.copy_(table)
 
 
-SEARCH_METRICS = tuple(name for name in REPORT if name.startswith("bapo_"))
-
-# The fields of a config that its table depends on.
-TABLE_FIELDS = (*GRID_FIELDS, "token_weight", "contribution")
-
-
 def find_clip_bounds(
     log_probs: Tensor,
     old_log_probs: Tensor | None,
@@ -164,8 +164,8 @@ def find_clip_bounds(
         process_group: searches over the tokens of all its ranks, by one all-reduce.
 
     Returns:
-        0-dim float32 tensors on the device of ``log_probs``. Not finite input at an unmasked token
-        leaves the start bounds.
+        0-dim float32 tensors on the device of ``log_probs``. If an input of an unmasked token is
+        not finite, the starting bounds are returned.
 
     Examples:
         >>> log_probs, old = torch.tensor([1.5, 1.0]).log(), torch.zeros(2)

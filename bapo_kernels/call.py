@@ -107,7 +107,8 @@ class Call:
     def at(self, rows: Tensor) -> Call:
         """The same call of some of its tokens."""
         given = {name: getattr(self, name) for name in _PER_TOKEN}
-        return replace(self, **{k: v[rows] for k, v in given.items() if v is not None})
+        of_rows = {name: values[rows] for name, values in given.items() if values is not None}
+        return replace(self, shape=rows.shape, **of_rows)
 
     @property
     def transform(self) -> Transform:
@@ -150,7 +151,8 @@ def loss_call(
     advantages: Tensor,
     response_mask: Tensor | None,
     *,
-    vocabulary: tuple[int, dist.ProcessGroup | None] = (0, None),
+    columns: int = 0,
+    vocab_group: dist.ProcessGroup | None = None,
     for_search: bool = False,
     **options: Unpack[LossOptions],
 ) -> Call:
@@ -160,14 +162,13 @@ def loss_call(
 
     Args:
         like: the labels, or log-probs where those are given.
-        vocabulary: the number of columns on this rank, and the group that shares out all of them.
+        columns: of the vocabulary, on this rank; ``vocab_group``: the ranks that share out all.
         for_search: only contributions to the search are needed, no loss.
     """
     like_name = "log_probs" if like.is_floating_point() else "labels"
     config = config_or_default(options.get("config"))
     statistics = options.get("statistics", "all")
     process_group = options.get("process_group")
-    columns, vocab_group = vocabulary
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
 
     def flat(name: str, values: Tensor | None) -> Tensor | None:
@@ -187,7 +188,7 @@ def loss_call(
     if not for_search:
         weights = _weights(like, like_name, config, unmasked, cu_seqlens, options)
     spread = spread_advantages(advantages, like, like_name, cu_seqlens)
-    if rising is not None:
+    if rising is not None:  # offsets that fall make the loss NaN
         spread = torch.where(rising, spread, torch.nan)
     spread = spread.detach().to(dtype).reshape(-1).contiguous()
     counted = unmasked = unmasked.reshape(-1).contiguous()

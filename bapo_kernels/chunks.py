@@ -19,17 +19,17 @@ from torch import Tensor
 
 from ._ops import NATIVE, register
 from .call import Call
-from .config import BAPOConfig
+from .config import BAPOConfig, starting_bounds_of
 from .distributed import VocabShard
 from .fused import (
     Coefficients,
     RowStatistics,
+    in_caller_shape,
     loss_of_log_probs,
     policy,
     row_gradient,
     row_pass,
     row_statistics,
-    shaped,
 )
 from .gemm import Head, HeadGradients
 from .inputs import as_rows, bounds_tensor
@@ -43,12 +43,12 @@ def loss_of_hidden(
 
     The last chunk is held until the bounds are known, so that none of its rows is recomputed.
     """
-    chunk_tokens = head.chunk_tokens(chunk_tokens)
+    chunk_tokens = head.rows_per_chunk(chunk_tokens)
     *earlier, last = call.counted.nonzero().squeeze(1).split(chunk_tokens)
     if not any(needs):
         found = _statistics(call, head, [*earlier, last])
         output, _ = loss_of_log_probs(call, found.log_probs, found.entropy)
-        return shaped(call, output), None
+        return in_caller_shape(call, output), None
     chunks = _Chunks(call, head, HeadGradients(head, needs, one_chunk=not earlier))
     for rows in earlier:
         chunks.add_decided(rows, *chunks.forward(rows))
@@ -58,7 +58,7 @@ def loss_of_hidden(
     del held  # before others take its place
     for rows in chunks.undecided_rows(earlier, coefficients).split(chunk_tokens):
         chunks.add_recomputed(rows, coefficients)
-    return shaped(call, output), chunks.gradients
+    return in_caller_shape(call, output), chunks.gradients
 
 
 class _Chunks:
@@ -134,9 +134,8 @@ def _ends_of_the_search(call: Call) -> tuple[Tensor, Tensor]:
     """First and last bounds; a decided row has the same gradient at both."""
     if call.bounds is not None:
         return call.bounds, call.bounds
-    config = call.config
-    first = (config.ratio_lower_start, config.ratio_upper_start)
-    last = (config.ratio_lower_max, config.ratio_upper_max)
+    first = starting_bounds_of(call.config)
+    last = (call.config.ratio_lower_max, call.config.ratio_upper_max)
     return bounds_tensor(first, call.counted), bounds_tensor(last, call.counted)
 
 
@@ -209,7 +208,7 @@ def _head_forward(
     call = options.call(labels, counted, weight.shape[0])
     head = Head.of(hidden, weight, bias, options.dtype, call.shard)
     rows = counted.nonzero().squeeze(1)
-    return _statistics(call, head, rows.split(head.chunk_tokens(options.chunk_tokens)))
+    return _statistics(call, head, rows.split(head.rows_per_chunk(options.chunk_tokens)))
 
 
 def _head_backward(
@@ -229,12 +228,13 @@ def _head_backward(
     options = _HeadOptions(*others)
     call = options.call(labels, counted, weight.shape[0])
     head = Head.of(hidden, weight, bias, options.dtype, call.shard)
-    found = RowStatistics(entropy, entropy, stats)  # the second pass reads no log-probs
+    no_log_probs = entropy  # the second pass does not read them
+    found = RowStatistics(no_log_probs, entropy, stats)
     coefficients = Coefficients(
         torch.zeros_like(entropy) if dlog_probs is None else dlog_probs, dentropy
     )
     rows = (counted & coefficients.has_gradient()).nonzero().squeeze(1)
-    chunks = rows.split(head.chunk_tokens(options.chunk_tokens))
+    chunks = rows.split(head.rows_per_chunk(options.chunk_tokens))
     gradients = HeadGradients(head, tuple(needs), len(chunks) == 1)
     for chunk in chunks:
         h, logits = head.logits(chunk)

@@ -59,7 +59,7 @@ def check_inputs(
     Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that raises. With
     ``vocab_group`` every rank of it must call; indices refer to the whole vocabulary.
 
-    Values that make the loss NaN are bad: labels outside of ``[0, V)``, NaN or +inf logits, rows in
+    Values that make the loss NaN are bad: labels outside ``[0, V)``, NaN or +inf logits, rows in
     which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers that are
     not positive, and other arguments that are not finite. So are values that the loss accepts but
     that can only be a mistake:

@@ -93,7 +93,7 @@ class VocabShard:
         Args:
             labels: ``[N]``, of the whole vocabulary; here: what :meth:`labels` makes of them.
             counted: bool ``[N]``; the other rows become 0.
-            log_probs, entropy: float64 ``[N]`` inside of the shard.
+            log_probs, entropy: float64 ``[N]`` inside the shard.
             stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
         """
         of_label = torch.where(here >= 0, log_probs, -torch.inf)

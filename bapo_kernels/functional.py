@@ -12,10 +12,9 @@ from . import reference
 from ._autograd import (
     LogProbs,
     OverwrittenLogits,
-    attached,
     differentiable_loss,
-    in_caller_shape,
-    needs_loss_scale,
+    in_backward,
+    output_with_gradients,
 )
 from .backends import choose
 from .call import LossOptions, Statistics, log_probs_call, loss_call
@@ -74,15 +73,17 @@ def bapo_loss(
         statistics: with ``"all"``, log-probs, entropy and metrics cover every unmasked token; with
             ``"live"``, tokens that cannot change the loss are not computed. The loss and its
             gradient are the same.
-        cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens, from 0; tokens behind the
+        cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens, from 0; tokens after the
             last offset are masked.
         rollout_log_probs: ``[...]``, token weights of the search; default: ``old_log_probs``.
         rollout_is_weights: ``[...]``, factors of the policy term.
         ref_log_probs: ``[...]``, of the reference policy, for the KL term.
-        batch_num_tokens, global_batch_size, dp_size: as in verl. The divisor of the mean over
-            tokens, that of the mean over sequences (default: the counts of this call), and a factor
-            of the loss. With the counts of all ranks and the number of ranks, the mean of the
-            ranks' gradients is the gradient of the whole batch.
+        batch_num_tokens: as in verl, the divisor of the mean over tokens; default: the number of
+            unmasked tokens of this call.
+        global_batch_size: as in verl, the divisor of the mean over sequences; default: the number
+            of sequences of this call that have an unmasked token.
+        dp_size: as in verl, a factor of the loss. With the counts of all ranks above and the number
+            of ranks here, the mean of the ranks' gradients is the gradient of the whole batch.
         process_group: the search covers the tokens of all its ranks, by one all-reduce (with
             ``bounds`` there is none, and the metrics are those of this rank); ``None``: the tokens
             of this rank alone (``dist.group.WORLD`` is ``None`` before ``init_process_group``).
@@ -95,11 +96,11 @@ def bapo_loss(
         :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. Forward makes
         it, except in float16 (where the loss scale must be known) and under ``torch.compile``. A
         backward through ``log_probs`` or ``entropy`` raises where forward made the gradient, and is
-        right elsewhere.
+        supported elsewhere.
 
     Raises:
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
-            the device knows (a label outside of the vocabulary, NaN logits, a non-finite old
+            the device knows (a label outside the vocabulary, NaN logits, a non-finite old
             log-prob) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
 
     Examples:
@@ -134,8 +135,8 @@ def bapo_loss(
     if inplace:
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask
-    vocabulary = logits.shape[-1], vocab_group
-    call = loss_call(labels, backend, *batch, vocabulary=vocabulary, **options)
+    columns = logits.shape[-1]
+    call = loss_call(labels, backend, *batch, columns=columns, vocab_group=vocab_group, **options)
     if backend == "reference" and not inplace:
         return reference.bapo_loss(logits, labels, *batch, vocab_group=vocab_group, **options)
 
@@ -145,14 +146,14 @@ def bapo_loss(
         output, dlogits = _reference_in_place(
             logits, labels, *batch, vocab_group=vocab_group, **options
         )
-        output = attached(output, backend, (logits,), (dlogits,), overwritten)
-    elif needs_gradient and _in_backward(logits):
-        log_probs, entropy = LogProbs.apply(as_rows(logits), call, overwritten)
-        output = differentiable_loss(call, log_probs, entropy)
+        output = output_with_gradients(output, backend, (logits,), (dlogits,), overwritten)
+    elif needs_gradient and in_backward(logits.dtype):
+        logp, entropy = LogProbs.apply(as_rows(logits), call, overwritten)
+        output = differentiable_loss(call, logp, entropy)
     else:
         with torch.no_grad():
             output, dlogits = loss_of_logits(call, logits.detach(), needs_gradient, inplace)
-        output = attached(output, backend, (logits,), (dlogits,), overwritten)
+        output = output_with_gradients(output, backend, (logits,), (dlogits,), overwritten)
     if overwritten is not None and not logits.is_inference():
         overwritten.mark(logits)
     return output
@@ -246,7 +247,7 @@ def log_probs(
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides; float64 runs on the
             reference (slow, for checks).
-        labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside of ``[0, V)`` NaN.
+        labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside ``[0, V)`` NaN.
         vocab_group: the columns of ``logits`` are sharded over it, as in :func:`bapo_loss`.
         return_entropy: otherwise the second output is ``None``.
 
@@ -280,16 +281,8 @@ def log_probs(
     shard = VocabShard.of(logits.shape[-1], logits, vocab_group)
     call = log_probs_call(labels, config, backend, shard)
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
-    return in_caller_shape(call, logp, entropy if return_entropy else None)
-
-
-def _in_backward(logits: Tensor) -> bool:
-    """Whether the gradient of these logits is made in backward.
-
-    A compiled backward copies what forward made before an operator may scale it: reading the logits
-    again moves fewer bytes. Of float16 see :func:`needs_loss_scale`.
-    """
-    return needs_loss_scale(logits.dtype) or torch.compiler.is_compiling()
+    entropy = entropy.float().view(labels.shape) if return_entropy else None
+    return logp.float().view(labels.shape), entropy
 
 
 def _reference_in_place(

@@ -64,11 +64,11 @@ def row_statistics(call: Call, logits: Tensor) -> RowStatistics:
     )
 
 
-def row_pass(call: Call, logits: Tensor, dlogits: Tensor | None) -> tuple[RowStatistics, Tensor]:
+def row_pass(call: Call, logits: Tensor, out: Tensor | None) -> tuple[RowStatistics, Tensor]:
     """Both passes over each counted row; the second makes the gradient where it is decided.
 
     Args:
-        dlogits: where the gradients go; ``None``: over the logits.
+        out: where the gradients go; ``None``: over the logits.
 
     Returns:
         The statistics, and uint8 ``[N]``: 1 where a row is undecided and has no gradient yet.
@@ -91,10 +91,10 @@ def row_pass(call: Call, logits: Tensor, dlogits: Tensor | None) -> tuple[RowSta
         *found,
         undecided,
     )
-    if dlogits is None:
+    if out is None:
         ops_of(call.backend).row_pass_(logits, *arguments)
     else:
-        ops_of(call.backend).row_pass(logits, *arguments, dlogits)
+        ops_of(call.backend).row_pass(logits, *arguments, out)
     return found, undecided
 
 
@@ -103,20 +103,20 @@ def row_gradient(
     logits: Tensor,
     found: RowStatistics,
     coefficients: Coefficients,
-    dlogits: Tensor | None,
+    out: Tensor | None,
     only: Tensor | None = None,
 ) -> None:
     """Second pass over rows whose coefficients are known.
 
     Args:
-        dlogits: where the gradients go; ``None``: over the logits.
+        out: where the gradients go; ``None``: over the logits.
         only: uint8 ``[N]``, the rows it is about; ``None``: all.
     """
     arguments = call.label_columns, found.stats, found.entropy, *coefficients, only, *call.transform
-    if dlogits is None:
+    if out is None:
         ops_of(call.backend).row_gradient_(logits, *arguments)
     else:
-        ops_of(call.backend).row_gradient(logits, *arguments, dlogits)
+        ops_of(call.backend).row_gradient(logits, *arguments, out)
 
 
 def loss_of_logits(
@@ -124,23 +124,24 @@ def loss_of_logits(
 ) -> tuple[BAPOOutput, Tensor | None]:
     """Row pass, search, loss, and the gradient of the rows that were undecided.
 
-    Of a shard of the vocabulary all rows are: their gradients need the sums of the other ranks.
+    With a shard of the vocabulary every row is: its gradient needs the sums of the other ranks.
+    With given bounds, and all of the vocabulary, none is.
     """
     rows = as_rows(logits)
-    dlogits = dlogit_rows = undecided = None
+    dlogits = out = undecided = None
     if inplace:
         dlogits = logits
     elif needs_gradient:
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        dlogit_rows = as_rows(dlogits)
+        out = as_rows(dlogits)
     if dlogits is None or call.shard is not None:
         found = row_statistics(call, rows)
     else:
-        found, undecided = row_pass(call, rows, dlogit_rows)
+        found, undecided = row_pass(call, rows, out)
     output, coefficients = loss_of_log_probs(call, found.log_probs, found.entropy)
     if dlogits is not None and (call.bounds is None or call.shard is not None):
-        row_gradient(call, rows, found, coefficients, dlogit_rows, undecided)
-    return shaped(call, output), dlogits
+        row_gradient(call, rows, found, coefficients, out, undecided)
+    return in_caller_shape(call, output), dlogits
 
 
 def loss_of_log_probs(
@@ -192,20 +193,20 @@ def policy(
     return report, Coefficients(dlog_probs, dentropy)
 
 
-def shaped(call: Call, output: BAPOOutput) -> BAPOOutput:
-    """Outputs per token in the caller's shape: 0 where masked, NaN where skipped unmasked."""
-    skipped = None
+def in_caller_shape(call: Call, output: BAPOOutput) -> BAPOOutput:
+    """Outputs per token in the shape of the labels: 0 where masked, NaN where skipped unmasked."""
+    skipped, metrics = None, output.metrics
     if call.statistics == "live":
         skipped = call.unmasked & ~call.counted
     else:
-        del output.metrics["live_tokens"]
+        metrics = {name: value for name, value in metrics.items() if name != "live_tokens"}
 
-    def report(values: Tensor) -> Tensor:
+    def per_token(values: Tensor) -> Tensor:
         values = torch.where(call.counted, values.float(), 0.0)
         if skipped is not None:
             values = values.masked_fill(skipped, torch.nan)
         return values.reshape(call.shape)
 
-    entropy = None if output.entropy is None else report(output.entropy)
+    entropy = None if output.entropy is None else per_token(output.entropy)
     # Dynamo of torch 2.11 cannot return what _replace makes.
-    return BAPOOutput(output.loss, report(output.log_probs), entropy, output.bounds, output.metrics)
+    return BAPOOutput(output.loss, per_token(output.log_probs), entropy, output.bounds, metrics)

@@ -12,8 +12,8 @@ from torch import Tensor
 from .distributed import VocabShard
 
 CHUNK_BYTES = 2**30
-_TERMS = 4096  # of a float32 sum over the vocabulary
-_COLUMNS = 1024  # of the weight gradient at once, where a GEMM cannot add to float32 by itself
+_SUM_TERMS = 4096  # of a float32 sum over the vocabulary
+_WEIGHT_ROWS = 1024  # of a weight gradient at once, where a GEMM cannot add to float32 itself
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Head:
         with _without_autocast(h):
             return h, F.linear(h, self.weight, self.bias)
 
-    def chunk_tokens(self, asked: int | None) -> int:
+    def rows_per_chunk(self, asked: int | None) -> int:
         """Rows of a chunk: as asked, or 1 GiB of logits; the same on every rank of a shard."""
         columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
         fitting = CHUNK_BYTES // (columns * self.weight.element_size())
@@ -91,12 +91,11 @@ class HeadGradients:
             return
         if self.weight is None:
             self.weight = torch.zeros_like(self.head.weight, dtype=torch.float32)
-        self.weight = self.weight.float()
         if h.dtype == torch.float32:
             self.weight.addmm_(dlogits.T, h)
             return
-        for first in range(0, dlogits.shape[1], _COLUMNS):
-            at = slice(first, first + _COLUMNS)
+        for first in range(0, dlogits.shape[1], _WEIGHT_ROWS):
+            at = slice(first, first + _WEIGHT_ROWS)
             self.weight[at] += _float32_product(dlogits[:, at].T, h)
 
     def of(self, *parameters: Tensor | None) -> list[Tensor | None]:
@@ -132,7 +131,7 @@ def _dhidden(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if dlogits.is_cuda:
         return _float32_product(dlogits, weight)
     total = dlogits.new_zeros(dlogits.shape[0], weight.shape[1], dtype=dtype)
-    for a, b in zip(dlogits.split(_TERMS, 1), weight.split(_TERMS), strict=True):
+    for a, b in zip(dlogits.split(_SUM_TERMS, 1), weight.split(_SUM_TERMS), strict=True):
         total += a.float() @ b.float()
     return total
 

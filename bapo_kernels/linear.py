@@ -9,10 +9,9 @@ from torch import Tensor
 from . import reference
 from ._autograd import (
     LinearLogProbs,
-    attached,
     differentiable_loss,
-    in_caller_shape,
-    needs_loss_scale,
+    in_backward,
+    output_with_gradients,
 )
 from .backends import choose
 from .call import LossOptions, Statistics, log_probs_call, loss_call
@@ -70,8 +69,8 @@ def bapo_linear_loss(
 
     ``lm_head_weight`` and ``bias`` may be DTensors: sharded by FSDP2 (they are gathered for the
     forward, and their gradient is scattered in backward as the mean of the ranks), or along the
-    vocabulary over ``vocab_group``. Everything else is as in :func:`bapo_loss`. The loss has the
-    gradients of those of ``hidden_states``, ``lm_head_weight`` and ``bias`` that require one.
+    vocabulary over ``vocab_group``. Everything else is as in :func:`bapo_loss`. The loss is
+    differentiable with respect to ``hidden_states``, ``lm_head_weight`` and ``bias``.
 
     Examples:
         >>> hidden, lm_head = torch.ones(3, 4, requires_grad=True), torch.nn.Linear(4, 10)
@@ -100,38 +99,31 @@ def bapo_linear_loss(
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
     labels = labels.long()
     check_options(statistics, process_group, vocab_group)
-    dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
-    warn_if_not_synchronised(hidden_states, lm_head_weight)
-    lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
-    bias = None if bias is None else local_parameter("bias", bias, vocab_group)
-    backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
+    weight, bias, dtype, backend = _local_head(
+        hidden_states, lm_head_weight, bias, vocab_group, backend
+    )
     batch = old_log_probs, advantages, response_mask
-    vocabulary = lm_head_weight.shape[0], vocab_group
-    call = loss_call(labels, backend, *batch, vocabulary=vocabulary, **options)
-    parameters = hidden_states, lm_head_weight, bias
+    columns = weight.shape[0]
+    call = loss_call(labels, backend, *batch, columns=columns, vocab_group=vocab_group, **options)
     if backend == "reference":
         return reference.bapo_linear_loss(
-            hidden_states,
-            lm_head_weight,
-            labels,
-            *batch,
-            bias=bias,
-            vocab_group=vocab_group,
-            **options,
+            hidden_states, weight, labels, *batch, bias=bias, vocab_group=vocab_group, **options
         )
 
+    parameters = hidden_states, weight, bias
     needs = tuple(
         torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
         for parameter in parameters
     )
-    if torch.compiler.is_compiling() or (any(needs) and needs_loss_scale(dtype)):
-        log_probs, entropy = LinearLogProbs.apply(*parameters, call, dtype, chunk_tokens)
-        return differentiable_loss(call, log_probs, entropy)
+    # A compiler cannot trace the loop over chunks; it is inside an operator there.
+    if (any(needs) or torch.compiler.is_compiling()) and in_backward(dtype):
+        logp, entropy = LinearLogProbs.apply(*parameters, call, dtype, chunk_tokens)
+        return differentiable_loss(call, logp, entropy)
     with torch.no_grad():
         head = Head.of(*parameters, dtype, call.shard)
         output, gradients = loss_of_hidden(call, head, needs, chunk_tokens)
     made = [None, None, None] if gradients is None else gradients.of(*parameters)
-    return attached(output, backend, parameters, made)
+    return output_with_gradients(output, backend, parameters, made)
 
 
 def linear_log_probs(
@@ -170,15 +162,13 @@ def linear_log_probs(
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
     check_group("vocab_group", vocab_group)
-    dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
-    warn_if_not_synchronised(hidden_states, lm_head_weight)
-    lm_head_weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
-    bias = None if bias is None else local_parameter("bias", bias, vocab_group)
-    backend = choose(backend, hidden_states.new_empty(0, dtype=dtype), "hidden_states")
+    weight, bias, dtype, backend = _local_head(
+        hidden_states, lm_head_weight, bias, vocab_group, backend
+    )
     if backend == "reference":
         return reference.linear_log_probs(
             hidden_states,
-            lm_head_weight,
+            weight,
             labels,
             bias=bias,
             temperature=temperature,
@@ -187,8 +177,24 @@ def linear_log_probs(
             return_entropy=return_entropy,
             vocab_group=vocab_group,
         )
-    shard = VocabShard.of(lm_head_weight.shape[0], labels, vocab_group)
+    shard = VocabShard.of(weight.shape[0], labels, vocab_group)
     call = log_probs_call(labels, config, backend, shard)
-    parameters = hidden_states, lm_head_weight, bias
-    logp, entropy = LinearLogProbs.apply(*parameters, call, dtype, chunk_tokens)
-    return in_caller_shape(call, logp, entropy if return_entropy else None)
+    logp, entropy = LinearLogProbs.apply(hidden_states, weight, bias, call, dtype, chunk_tokens)
+    entropy = entropy.float().view(labels.shape) if return_entropy else None
+    return logp.float().view(labels.shape), entropy
+
+
+def _local_head(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    bias: Tensor | None,
+    vocab_group: dist.ProcessGroup | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None, torch.dtype, str]:
+    """What this rank computes with: weight and bias, dtype of the GEMMs, backend."""
+    dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
+    warn_if_not_synchronised(hidden_states, lm_head_weight)
+    weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
+    bias = None if bias is None else local_parameter("bias", bias, vocab_group)
+    like = hidden_states.new_empty(0, dtype=dtype)
+    return weight, bias, dtype, choose(backend, like, "hidden_states")

@@ -36,8 +36,8 @@ class _LossModule(torch.nn.Module):
 class BAPOLoss(_LossModule):
     """:func:`bapo_kernels.bapo_loss` with its configuration.
 
-    ``forward`` takes the arguments of the function; ``config``, ``backend``, ``inplace`` and
-    ``statistics`` are those of the module, unless the call has its own (``None`` is none).
+    ``forward`` takes the arguments of the function. The module keeps ``config``, ``backend``,
+    ``inplace`` and ``statistics``; a call may override them, and ``None`` keeps the module's.
 
     Examples:
         >>> loss = BAPOLoss(BAPOConfig.recipe(temperature=0.7))
@@ -67,9 +67,9 @@ class BAPOLoss(_LossModule):
 class BAPOLinearLoss(_LossModule):
     """:func:`bapo_kernels.bapo_linear_loss` with its configuration.
 
-    ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first;
-    ``config``, ``backend``, ``chunk_tokens`` and ``statistics`` are those of the module, unless the
-    call has its own (``None`` is none).
+    ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first.
+    The module keeps ``config``, ``backend``, ``chunk_tokens`` and ``statistics``; a call may
+    override them, and ``None`` keeps the module's.
 
     Examples:
         >>> loss, lm_head = BAPOLinearLoss(chunk_tokens=1), torch.nn.Linear(4, 10, bias=False)

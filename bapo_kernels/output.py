@@ -58,9 +58,10 @@ class BAPOOutput(NamedTuple):
             loss. ``pg_clipfrac``, ``pg_clipfrac_lower`` (dual clip), ``ppo_kl`` and ``entropy`` are
             means over tokens. ``bapo_clip_low`` and ``bapo_clip_high`` are the bounds. With the
             positive and the negative mass at these bounds, ``bapo_pos_share`` is
-            ``pos/(pos + neg)`` and ``bapo_pos_neg_ratio`` is ``pos/(neg + 1e-8)``;
-            ``bapo_pos_share_start`` is the share at the starting bounds. A share is 0 where both
-            masses are 0. ``bapo_saturated`` is 1 if the tested quantity stays below the target.
+            ``pos/(pos + neg)`` and ``bapo_pos_neg_ratio`` is ``pos/(neg + 1e-8)``
+            (infinite without negative mass); ``bapo_pos_share_start`` is the share at the starting
+            bounds. A share is 0 where both masses are 0. ``bapo_saturated`` is 1 if the tested
+            quantity stays below the target.
             ``live_tokens`` counts the tokens that the means cover with ``statistics="live"``.
 
     Examples:

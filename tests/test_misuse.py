@@ -80,7 +80,7 @@ LOG_PROBS = [log_probs_of_logits, log_probs_of_hidden]
 
 
 def gradients(function, backend, device, around=nullcontext, **options):
-    """Value of a function and the gradients of all inputs, computed inside of ``around()``."""
+    """Value of a function and the gradients of all inputs, computed inside ``around()``."""
     x, case = problem(device)
     with around():
         value = function(x, case, backend, **options)

@@ -83,6 +83,8 @@ def _warn_of_reference(device: torch.device) -> None:
     if device.type == "cpu":
         absent = f"cpu: {native.WHY_NO_CPU}"
         cure = "install torch and a C++20 compiler and build again"
+        if not native.build_info():  # these are sources, and the built package is elsewhere
+            cure = "work in another folder, or build here"
     else:
         cuda = native.WHY_NO_CUDA or native.why_no_kernels(device)
         absent = f"cuda: {cuda}; triton: {triton.WHY_NOT or 'TRITON_INTERPRET=1 is for the CPU'}"

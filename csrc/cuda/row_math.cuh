@@ -216,7 +216,7 @@ __device__ inline SecondPass gradient_pass(float origin, double sum, double entr
     };
 }
 
-// The log-prob of a label; its logit is NaN where the label is outside of the vocabulary.
+// The log-prob of a label; its logit is NaN where the label is outside the vocabulary.
 template <bool kSoftcap>
 __device__ inline double label_log_prob(float z, float origin, double log_sum,
                                         const Transform& transform, Scales scales) {

@@ -45,7 +45,7 @@ inline bool laid_out_over([[maybe_unused]] int cluster) {
 // An allocation between guard bytes. Until it is written its bits are all ones, which is NaN.
 class Memory {
   public:
-    // 0 for compute-sanitizer, which then also sees reads outside of an allocation.
+    // 0 for compute-sanitizer, which then also sees reads outside an allocation.
     static inline size_t guard = 512;
 
     Memory(const char* name, size_t bytes) : name_(name), bytes_(bytes) {

@@ -25,7 +25,7 @@ struct RowCase {
     bool entropy = false;
     bool kl = false;
     bool known_bounds = false;
-    bool bad_values = false;  // NaN and -inf logits, labels outside of the vocabulary
+    bool bad_values = false;  // NaN and -inf logits, labels outside the vocabulary
 
     std::string name() const;
 };

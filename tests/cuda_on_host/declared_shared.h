@@ -1,6 +1,6 @@
 // Variables declared __shared__ become thread-local variables, the only ones of this library, so
 // that they lie together in memory and can be found. One copy is enough, because only blocks
-// outside of clusters have any.
+// outside clusters have any.
 #pragma once
 
 #include <link.h>

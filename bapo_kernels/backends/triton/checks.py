@@ -1,7 +1,7 @@
 """What the kernels rely on: dtypes, sizes and devices of an operator's arguments.
 
 Friendly messages are left to the public functions; this keeps a direct call of an operator from
-reading or writing outside of a tensor.
+reading or writing outside a tensor.
 """
 
 from __future__ import annotations

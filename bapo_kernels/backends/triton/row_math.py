@@ -130,7 +130,7 @@ def row_statistics(
 
 @triton.jit
 def label_logit(row, label, V):
-    """z of the label; NaN for labels outside of the vocabulary.
+    """z of the label; NaN for labels outside the vocabulary.
 
     Every thread loads it, and a gradient in place overwrites it: a barrier must come in between.
     """

@@ -30,7 +30,7 @@ inline uint32_t shared_address(const void* pointer) {
     const emulated::Block& block = emulated::scheduler.block();
     const auto offset = static_cast<const uint8_t*>(pointer) - block.shared;
     if (offset < 0 || offset >= (ptrdiff_t)emulated::scheduler.shape.bytes) {
-        emulated::scheduler.fail("takes an address outside of shared memory");
+        emulated::scheduler.fail("takes an address outside shared memory");
     }
     return block.rank << emulated::kOffsetBits | (uint32_t)offset;
 }
