@@ -77,11 +77,14 @@ def test_docstring(name, reference_alone, monkeypatch):
         assert failed == 0, "".join(report)
 
 
-def blocks(page):
-    """(line, source) of the Python in a page."""
-    text = page.read_text()
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
+def sections(page):
+    """From the headings of the sections that have Python to the sources of their blocks."""
+    found = {}
+    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+        sources = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        if sources:
+            found[section.partition("\n")[0]] = sources
+    return found
 
 
 def surroundings():
@@ -124,25 +127,26 @@ def surroundings():
 
 
 @pytest.mark.parametrize(
-    ("page", "source"),
+    ("page", "sources"),
     [
-        pytest.param(page, source, id=f"{page.name}, line {line}")
+        pytest.param(page, sources, id=f"{page.name}, {heading}")
         for page in (README, GUIDE)
-        for line, source in blocks(page)
+        for heading, sources in sections(page).items()
     ],
 )
-def test_pages(page, source):
-    """Every block of Python runs, and its losses are finite."""
+def test_pages(page, sources):
+    """Every block of Python runs, after those before it in its section; its losses are finite."""
     names = surroundings()
-    exec(compile(source, str(page), "exec"), names)
-    losses = [names[name] for name in ("loss", "out") if name in names]
-    values = [value.loss if hasattr(value, "loss") else value for value in losses]
-    assert all(value.isfinite() for value in values)
+    for source in sources:
+        exec(compile(source, str(page), "exec"), names)
+        losses = [names[name] for name in ("loss", "out") if name in names]
+        values = [value.loss if hasattr(value, "loss") else value for value in losses]
+        assert all(value.isfinite() for value in values)
 
 
 def test_readme_before_and_after_agree():
     """The first two blocks compute one loss in two ways; here the paper's weights are equal."""
-    (_, before), (_, after), *_ = blocks(README)
+    (before, after), *_ = sections(README).values()
     names = surroundings()
     exec(before, names)
     exec(after, names)
