@@ -110,6 +110,11 @@ class Call:
         of_rows = {name: values[rows] for name, values in given.items() if values is not None}
         return replace(self, shape=rows.shape, **of_rows)
 
+    def with_labels_of(self, rows: Tensor) -> Call:
+        """With the labels of some rows alone: a second pass takes nothing else per token."""
+        assert self.labels is not None
+        return replace(self, labels=self.labels[rows])
+
     @property
     def transform(self) -> Transform:
         """Temperature, scale and soft cap of the logits."""

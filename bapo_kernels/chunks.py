@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._ops import NATIVE, register
 from .call import Call
-from .config import BAPOConfig, starting_bounds_of
+from .config import BAPOConfig, maximum_bounds_of, starting_bounds_of
 from .distributed import VocabShard
 from .fused import (
     Coefficients,
@@ -51,14 +51,23 @@ def loss_of_hidden(
         return in_caller_shape(call, output), None
     chunks = _Chunks(call, head, HeadGradients(head, needs, one_chunk=not earlier))
     for rows in earlier:
-        chunks.add_decided(rows, *chunks.forward(rows))
+        chunks.add_decided(chunks.forward(rows))
     held = chunks.forward(last)
     output, coefficients = loss_of_log_probs(call, chunks.found.log_probs, chunks.found.entropy)
-    chunks.add_held(last, *held, coefficients)
+    chunks.add_held(held, coefficients)
     del held  # before others take its place
     for rows in chunks.undecided_rows(earlier, coefficients).split(chunk_tokens):
         chunks.add_recomputed(rows, coefficients)
     return in_caller_shape(call, output), chunks.gradients
+
+
+class _Chunk(NamedTuple):
+    """Rows of a call, their part of it, and their hidden states and logits."""
+
+    rows: Tensor
+    call: Call
+    h: Tensor
+    logits: Tensor
 
 
 class _Chunks:
@@ -69,8 +78,8 @@ class _Chunks:
         self.found = _nothing_found(call)
         self.undecided = torch.zeros_like(call.counted, dtype=torch.uint8)
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states, and logits that have become gradients where a row is decided.
+    def forward(self, rows: Tensor) -> _Chunk:
+        """A chunk whose logits have become gradients where a row is decided.
 
         Those of a shard stay logits: their gradients need the sums of the other ranks.
         """
@@ -81,14 +90,16 @@ class _Chunks:
         else:
             found = row_statistics(call, as_rows(logits))
         _put(self.found, rows, found)
-        return h, logits
+        return _Chunk(rows, call, h, logits)
 
-    def add_decided(self, rows: Tensor, h: Tensor, logits: Tensor) -> None:
+    def add_decided(self, chunk: _Chunk) -> None:
         """Adds the rows that no admissible bounds could change; the others are recomputed later."""
-        first, last = _ends_of_the_search(self.call)
-        coefficients = self._coefficients(rows, first)
+        rows, call, h, logits = chunk
+        log_probs, entropy, _ = self.found.at(rows)
+        first, last = _ends_of_the_search(call)
+        _, coefficients = policy(call, log_probs, entropy, first, None)
         if self.head.shard is not None:
-            at_last = self._coefficients(rows, last).dlog_probs
+            at_last = policy(call, log_probs, entropy, last, None)[1].dlog_probs
             differs = (coefficients.dlog_probs != at_last) & ~coefficients.dlog_probs.isnan()
             self.undecided[rows] = differs.to(torch.uint8)
         decided = self.undecided[rows] == 0
@@ -98,8 +109,9 @@ class _Chunks:
             self._to_gradient(dlogits, kept, coefficients.at(index))
         self.gradients.add(kept, h[index], dlogits)
 
-    def add_held(self, rows: Tensor, h: Tensor, logits: Tensor, of_all: Coefficients) -> None:
+    def add_held(self, chunk: _Chunk, of_all: Coefficients) -> None:
         """Adds all rows of a chunk that was held until the bounds were known."""
+        rows, _, h, logits = chunk
         index = of_all.at(rows).has_gradient().nonzero().squeeze(1)
         kept, dlogits = rows[index], _move_to_front(logits, index)
         only = self.undecided[kept] if self.head.shard is None else None
@@ -119,24 +131,20 @@ class _Chunks:
         self._to_gradient(logits, rows, of_all.at(rows))
         self.gradients.add(rows, h, logits)
 
-    def _coefficients(self, rows: Tensor, bounds: Tensor) -> Coefficients:
-        log_probs, entropy, _ = self.found.at(rows)
-        return policy(self.call.at(rows), log_probs, entropy, bounds, None)[1]
-
     def _to_gradient(
         self, logits: Tensor, rows: Tensor, coefficients: Coefficients, only: Tensor | None = None
     ) -> None:
-        found = self.found.at(rows)
-        row_gradient(self.call.at(rows), as_rows(logits), found, coefficients, None, only)
+        call, found = self.call.with_labels_of(rows), self.found.at(rows)
+        row_gradient(call, as_rows(logits), found, coefficients, None, only)
 
 
 def _ends_of_the_search(call: Call) -> tuple[Tensor, Tensor]:
     """First and last bounds; a decided row has the same gradient at both."""
     if call.bounds is not None:
         return call.bounds, call.bounds
-    first = starting_bounds_of(call.config)
-    last = (call.config.ratio_lower_max, call.config.ratio_upper_max)
-    return bounds_tensor(first, call.counted), bounds_tensor(last, call.counted)
+    ends = starting_bounds_of(call.config), maximum_bounds_of(call.config)
+    first, last = (bounds_tensor(end, call.counted) for end in ends)
+    return first, last
 
 
 def _statistics(call: Call, head: Head, chunks: Sequence[Tensor]) -> RowStatistics:
@@ -238,7 +246,8 @@ def _head_backward(
     gradients = HeadGradients(head, tuple(needs), len(chunks) == 1)
     for chunk in chunks:
         h, logits = head.logits(chunk)
-        row_gradient(call.at(chunk), as_rows(logits), found.at(chunk), coefficients.at(chunk), None)
+        of_chunk = found.at(chunk), coefficients.at(chunk)
+        row_gradient(call.with_labels_of(chunk), as_rows(logits), *of_chunk, None)
         gradients.add(chunk, h, logits)
     return [gradient for gradient in gradients.of(hidden, weight, bias) if gradient is not None]
 

@@ -242,6 +242,11 @@ def starting_bounds_of(config: BAPOConfig) -> tuple[float, float]:
     return config.ratio_lower_start, config.ratio_upper_start
 
 
+def maximum_bounds_of(config: BAPOConfig) -> tuple[float, float]:
+    """The last points of the two grids, where a search ends that does not meet its target."""
+    return config.ratio_lower_max, config.ratio_upper_max
+
+
 def policy_options_of(config: BAPOConfig) -> tuple[float | None, float, int, float]:
     """Dual clip, weight and number of the KL estimator, and weight of the entropy bonus."""
     kl_loss_type = KL_LOSS_TYPES[config.kl_loss_type]

@@ -113,9 +113,8 @@ def bapo_loss(
         >>> (logits.grad != 0).any(-1)  # kept, clipped, masked
         tensor([ True, False, False])
     """
-    config = config_or_default(config)
     options: LossOptions = dict(
-        config=config,
+        config=config_or_default(config),
         bounds=bounds,
         statistics=statistics,
         process_group=process_group,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .config import BAPOConfig
+from .config import BAPOConfig, maximum_bounds_of, starting_bounds_of
+from .reference.tokens import clipped
 
 Bounds = tuple[float | Tensor, float | Tensor]
 
@@ -50,9 +51,8 @@ def row_classes(
         bounds: fixed bounds, at which no row is undecided.
     """
     tokens = reference.Contributions(config, log_probs, old_log_probs, advantages, counted)
-    start = bounds or (config.ratio_lower_start, config.ratio_upper_start)
-    last = bounds or (config.ratio_lower_max, config.ratio_upper_max)
-    at_start, at_last = (torch.logical_or(*clipped(tokens.r, tokens.A, b)) for b in (start, last))
+    start, last = bounds or starting_bounds_of(config), bounds or maximum_bounds_of(config)
+    at_start, at_last = (torch.logical_or(*clipped(tokens.r, tokens.A, *b)) for b in (start, last))
     skipped = torch.zeros_like(at_start) if counted is None else counted == 0
     active = tokens.A != 0
     return RowClasses(
@@ -62,9 +62,3 @@ def row_classes(
         clipped=at_start & at_last,
         undecided=at_start != at_last,
     )
-
-
-def clipped(ratio: Tensor, advantages: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Where the clip removes the gradient: below the lower bound, and above the upper."""
-    lower, upper = bounds
-    return (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)

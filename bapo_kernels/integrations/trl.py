@@ -27,7 +27,7 @@ from ..functional import bapo_loss_from_log_probs
 from ..linear import bapo_linear_loss, linear_log_probs
 from ..lm_head import LMHead
 from ..output import BAPOOutput
-from ..row_classes import clipped
+from ..reference.tokens import clipped
 from ..scopes import ClipBoundSearch
 from . import require_version
 
@@ -280,7 +280,7 @@ class BAPOTrainer(GRPOTrainer):
         A = inputs["advantages"]
         A = A.unsqueeze(1) if A.ndim == 1 else A
         ratio = torch.ones_like(out.log_probs) if old is None else (out.log_probs - old).exp()
-        low, high = (side.float() * mask for side in clipped(ratio, A, out.bounds))
+        low, high = (side.float() * mask for side in clipped(ratio, A, *out.bounds))
         entropy = out.entropy if out.entropy is not None else torch.zeros_like(out.log_probs)
         sums = torch.stack(
             [(values * mask).sum() for values in (entropy, low, high, low + high)] + [mask.sum()]

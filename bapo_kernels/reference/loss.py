@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import IGNORE_INDEX, LOG_RATIO_LIMIT, BAPOConfig
+from ..config import IGNORE_INDEX, LOG_RATIO_LIMIT, BAPOConfig, starting_bounds_of
 from ..inputs import bounds_tensor, config_or_default, rising_offsets
 from ..output import BAPOOutput, ClipBounds
 from .search import Contributions, find_clip_bounds, search_metrics
 from .softmax import head_logits, log_probs
-from .tokens import behaviour_log_probs, check_shapes, per_token, ratio, unmasked_tokens
+from .tokens import behaviour_log_probs, check_shapes, clipped, per_token, ratio, unmasked_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,9 +170,9 @@ def _token_terms(
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
 
-    clipped = ((A > 0) & (r > upper)) | ((A < 0) & (r < lower))
+    below, above = clipped(r, A, lower, upper)
     log_ratio = torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return _Terms(loss, policy, kl, clipped, dual_clipped, log_ratio)
+    return _Terms(loss, policy, kl, below | above, dual_clipped, log_ratio)
 
 
 def bapo_loss(
@@ -296,7 +296,7 @@ def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
     lower, upper = (float(bound) for bound in bounds)
     if searched:
         lower, upper = _on_grid(lower, config.lower_grid), _on_grid(upper, config.upper_grid)
-    start = probe.masses(config.ratio_lower_start, config.ratio_upper_start)
+    start = probe.masses(*starting_bounds_of(config))
     return torch.cat([probe.masses(lower, upper), start])
 
 

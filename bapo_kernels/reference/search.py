@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import RATIO_EPS, BAPOConfig, TargetKind
+from ..config import RATIO_EPS, BAPOConfig, TargetKind, starting_bounds_of
 from ..inputs import config_or_default
 from ..output import ClipBounds
 from .tokens import behaviour_log_probs, check_shapes, per_token, ratio, unmasked_tokens
@@ -193,6 +193,6 @@ def solve_table(config: BAPOConfig, table: Tensor) -> tuple[Tensor, Tensor]:
         return float(tested_quantity(*masses(*bounds), config.target_kind))
 
     bounds = algorithm_1(config, quantity)
-    start = masses(config.ratio_lower_start, config.ratio_upper_start)
+    start = masses(*starting_bounds_of(config))
     found = torch.tensor(bounds, dtype=torch.float32, device=table.device)
     return found, torch.stack([*masses(*bounds), *start])

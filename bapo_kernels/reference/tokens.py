@@ -54,3 +54,10 @@ def ratio(logp: Tensor, old: Tensor) -> Tensor:
     r = torch.exp(torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     # An old log-prob that is not finite is bad data; the clamp would hide it.
     return torch.where(torch.isfinite(old), r, torch.nan)
+
+
+def clipped(
+    ratio: Tensor, advantages: Tensor, lower: float | Tensor, upper: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where the clip removes the gradient: below the lower bound, and above the upper."""
+    return (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import reference
 from ..backends import NAMES, choose, triton, why_not
 from ..bounds import find_clip_bounds
-from ..config import BAPOConfig
+from ..config import BAPOConfig, maximum_bounds_of, starting_bounds_of
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from ..linear import bapo_linear_loss
 from ..output import BAPOOutput, ClipBounds
@@ -244,8 +244,8 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iter
         target = config.target
         if i % 2:
             probe = reference.Contributions(config, logp, old, A, None)
-            start = probe.quantity(config.ratio_lower_start, config.ratio_upper_start)
-            end = probe.quantity(config.ratio_lower_max, config.ratio_upper_max)
+            start = probe.quantity(*starting_bounds_of(config))
+            end = probe.quantity(*maximum_bounds_of(config))
             target = start + share * (end - start)
         tokens = [t.to(device) for t in (logp, old, A)]
         found, expected = (
