@@ -15,6 +15,10 @@ SEQUENCES = {1: [B], 2: [5, 1], 4: [2, 0, 3, 1]}
 CASES = {
     "paper": dict(config=BAPOConfig.paper(target=0.6)),
     "recipe": dict(config=BAPOConfig.recipe()),
+    # From hidden states it ends at 0.6 and 1.25, not at the maximum as the others do.
+    "a search that stops early": dict(
+        config=BAPOConfig.paper(target=0.36, token_weight="uniform"),
+    ),
     "given bounds": dict(bounds=(0.75, 1.3)),
     "a rank without tokens": dict(config=BAPOConfig.paper(target=0.6), masked_sequences=[5]),
     "no tokens at all": dict(masked_sequences=range(B)),

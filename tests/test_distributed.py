@@ -183,14 +183,21 @@ def run_linear_reference(name, dtype, work):
     return out, [leaf.grad for leaf in leaves]
 
 
+OF_HIDDEN = [
+    *("paper", "recipe", "given bounds", "a search that stops early", "KL, entropy, soft cap"),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["paper", "recipe", "given bounds", "KL, entropy, soft cap"])
+@pytest.mark.parametrize("name", OF_HIDDEN)
 @pytest.mark.parametrize(("backend", "data", "tensor"), GRIDS_OF_BACKENDS)
 def test_loss_of_hidden_states(worlds, backend, data, tensor, name, dtype):
     parts = worlds(data * tensor).run(linear_rank, name, dtype, backend, data, tensor)
     same, truth = (run_linear_reference(name, dtype, work) for work in (dtype, torch.float64))
     size = truth[0].log_probs.abs().max().item()
     expected = torch.stack(tuple(truth[0].bounds)).float()
+    if name == "a search that stops early":
+        assert 1.2 < expected[1] < 3
     rank = [[parts[d * tensor + t] for t in range(tensor)] for d in range(data)]
     for group in rank:
         for part_ in group:

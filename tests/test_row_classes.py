@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.reference.tokens import clipped
 from bapo_kernels.row_classes import row_classes
 
 
@@ -44,3 +45,11 @@ def test_fixed_bounds_decide_every_row(tokens):
     classes = row_classes(*tokens, BAPOConfig(), bounds=(0.8, 1.3))
     assert not classes.undecided.any()
     assert torch.equal(classes.kept, gradient(tokens, (0.8, 1.3)) != 0)
+
+
+def test_a_ratio_at_its_bound_is_not_clipped():
+    bounds, A = torch.tensor([0.8, 1.3]), torch.tensor([-1.0, 1.0])
+    outside = torch.nextafter(bounds, torch.tensor([0.0, 2.0]))
+    for ratio, expected in ((bounds, False), (outside, True)):
+        below, above = clipped(ratio, A, *bounds)
+        assert (below | above).eq(expected).all()
