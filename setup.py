@@ -69,7 +69,9 @@ CUDA_ARCHITECTURES = {
     # serves its whole generation, and PTX serves later ones.
     "row_pass_cluster": ("90", "100", "120"),
     "row_pass": ("80", "90", "100", "120"),
-    "tokens": ("80", "90", "100", "120"),
+    "prepare": ("80", "90", "100", "120"),
+    "search": ("80", "90", "100", "120"),
+    "policy": ("80", "90", "100", "120"),
 }
 
 BUILD_ERRORS = (ImportError, OSError, subprocess.CalledProcessError)
@@ -270,7 +272,7 @@ def build_cuda(
     binding = Unit("binding_cuda", "csrc/binding_cuda.cpp", torch_headers())
     objects.append(build(cpp_command, binding))
     libraries = [f"-L{toolkit.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    architectures = ", ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES["tokens"])
+    architectures = ", ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES["policy"])
     return objects, libraries, {"cuda": f"{toolkit.version} for {architectures}"}
 
 

@@ -14,7 +14,6 @@ from .call import Call
 from .fused import (
     Coefficients,
     RowStatistics,
-    in_caller_shape,
     loss_of_log_probs,
     row_gradient,
     row_statistics,
@@ -101,7 +100,7 @@ class _PrecomputedGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.backend, ctx.overwritten = backend, overwritten
         ctx.gradients = tensors[len(tensors) // 2 :]
-        return loss.clone()
+        return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -184,15 +183,24 @@ def differentiable_loss(call: Call, log_probs: Tensor, entropy: Tensor | None) -
     """The loss of flat float64 log-probs and entropy; all its outputs have their gradients."""
     with torch.no_grad():
         detached = None if entropy is None else entropy.detach()
-        output, coefficients = loss_of_log_probs(call, log_probs.detach(), detached)
+        output, coefficients = loss_of_log_probs(call, log_probs.detach(), detached, False)
     per_token = log_probs, entropy
     gradients = [
         made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
         for tensor, made in zip(per_token, coefficients, strict=True)
     ]
     loss = loss_with_gradients(output.loss, call.backend, per_token, gradients)
-    output = BAPOOutput(loss, log_probs, entropy, output.bounds, output.metrics)
-    return in_caller_shape(call, output)
+    shown = [None if values is None else _shown(call, values) for values in per_token]
+    # Dynamo of torch 2.11 cannot return what _replace makes.
+    return BAPOOutput(loss, *shown, output.bounds, output.metrics)
+
+
+def _shown(call: Call, values: Tensor) -> Tensor:
+    """Float64 values per token as ``policy`` writes them, with their gradient."""
+    values = torch.where(call.counted, values.float(), 0.0)
+    if call.statistics == "live":
+        values = values.masked_fill(call.unmasked & ~call.counted, torch.nan)
+    return values.reshape(call.shape)
 
 
 def in_backward(dtype: torch.dtype) -> bool:

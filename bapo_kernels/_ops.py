@@ -25,6 +25,11 @@ _ROW_PASS = (
     f"{_TRANSFORM}, Tensor(a!) log_probs, Tensor(b!) entropy, Tensor(c!) stats, "
     "Tensor(d!) undecided"
 )
+_SEARCHED = (
+    "Tensor log_probs, Tensor counted, Tensor? old_log_probs, Tensor advantages, "
+    f"Tensor? rollout_log_probs, {_GRIDS}, bool uniform_weight, bool gradient"
+)
+_TARGET = "float target, bool ratio_target, bool upper_first"
 _ROW_GRADIENT = (
     "Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, "
     f"Tensor? only, {_TRANSFORM}"
@@ -43,26 +48,31 @@ SCHEMAS = {
     # Gradient of the logits from the gradients of log-probs and entropy, in all rows or in some.
     "row_gradient": f"Tensor logits, {_ROW_GRADIENT}, Tensor(a!) dlogits",
     "row_gradient_": f"Tensor(a!) logits, {_ROW_GRADIENT}",
-    # Adds to the table: the negative mass at every point of the lower grid, then the positive mass
-    # at every point of the upper grid.
-    "contributions": (
-        "Tensor log_probs, Tensor counted, Tensor? old_log_probs, Tensor advantages, "
-        f"Tensor? rollout_log_probs, {_GRIDS}, bool uniform_weight, bool gradient, "
-        "Tensor(a!) table"
+    # What the other operators take per token: masks, labels, weights and float32 values, flat. The
+    # arguments are matrices of any dtype and strides; values[0] are the advantages.
+    "prepare": (
+        "Tensor tokens, Tensor? response_mask, Tensor[] values, Tensor? cu_seqlens, int mode, "
+        "float scale, float? length, float? divisor, Tensor? device_divisor, Tensor? bounds, "
+        "bool live, Tensor(a!) unmasked, Tensor(b!)? counted, Tensor(c!)? labels, "
+        "Tensor(d!)? weights, Tensor(e!) flat, Tensor(f!)? ticket"
     ),
-    # The bounds at which Algorithm 1 stops; masses = positive and negative mass at these, then at
-    # the starting bounds.
-    "solve": (
-        f"Tensor table, {_GRIDS}, float target, bool ratio_target, bool upper_first, "
-        "Tensor(a!) bounds, Tensor(b!) masses"
-    ),
-    # Loss and metrics of tokens, and the gradients of log-probs and entropy.
+    # Writes row `rank` of the table, and zeros into the others: the negative mass at every point of
+    # the lower grid, then the positive mass at every point of the upper grid.
+    "contributions": f"{_SEARCHED}, int rank, Tensor(a!) table",
+    # Of the sum of the rows of the table: the bounds at which Algorithm 1 stops; masses = positive
+    # and negative mass at these, then at the starting bounds.
+    "solve": f"Tensor table, {_GRIDS}, {_TARGET}, Tensor(a!) bounds, Tensor(b!) masses",
+    # Both, for tokens that are searched alone.
+    "search": f"{_SEARCHED}, {_TARGET}, Tensor(a!) bounds, Tensor(b!) masses",
+    # Loss and metrics of tokens, the gradients of log-probs and entropy, and both as the
+    # caller gets them. The ticket counts finished blocks; before and after it is 0.
     "policy": (
         "Tensor log_probs, Tensor? entropy, Tensor counted, Tensor? old_log_probs, "
         "Tensor advantages, Tensor weights, Tensor? rollout_is_weights, Tensor? ref_log_probs, "
         f"Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, {_GRIDS}, "
         f"bool uniform_weight, bool gradient, float target, bool ratio_target, {_POLICY}, "
-        "Tensor(a!) report, Tensor(b!) dlog_probs, Tensor(c!)? dentropy"
+        "Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, "
+        "Tensor(d!)? dentropy, Tensor(e!)? outputs"
     ),
     # x *= factor; a factor of 1 returns at once.
     "scale_": "Tensor(a!) x, Tensor factor",

@@ -7,6 +7,8 @@ and ranks, and tells at which point Algorithm 1 of the paper stops.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +18,7 @@ from .backends import choose
 from .call import Call, loss_call
 from .checks import check_group, require
 from .config import GRID_FIELDS, BAPOConfig, grids_of
-from .distributed import sum_over_ranks
+from .distributed import rows_of_ranks
 from .inputs import config_or_default
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table
@@ -81,7 +83,7 @@ class ContributionHistogram:
         )
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)
-        add_contributions(call, self.table, log_probs.detach().reshape(-1))
+        self.table += contributions(call, log_probs.detach().double().reshape(-1))[0]
         return self
 
     def solve(
@@ -104,7 +106,10 @@ class ContributionHistogram:
         if self.table is None:
             self.table = empty_table(self.config, torch.get_default_device())
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
-        bounds, masses = search(backend, self.table, config, process_group)
+        table = self.table[None]
+        if process_group is not None:
+            table = rows_of_ranks(self.table, process_group)
+        bounds, masses = solve(backend, table, config)
         self._solved = bounds, masses, config
         return ClipBounds(*bounds.unbind())
 
@@ -188,14 +193,36 @@ def find_clip_bounds(
 
 def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
     """Zeros, float64: a negative mass per point of the lower grid, then a positive per upper."""
-    points = len(config.lower_grid) + len(config.upper_grid)
-    return torch.zeros(points, dtype=torch.float64, device=device)
+    return torch.zeros(_points(config), dtype=torch.float64, device=device)
 
 
-def add_contributions(call: Call, table: Tensor, log_probs: Tensor) -> None:
-    """Adds the tokens of a call, whose flat log-probs these are."""
+def search_of_call(call: Call, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`solve` for the tokens of a call, whose flat float64 log-probs these are.
+
+    With ``call.process_group`` for those of all its ranks.
+    """
+    group = call.process_group
+    if group is None and call.backend != "reference":
+        bounds, masses = _result(log_probs.device)
+        searched = _searched(call, log_probs)
+        ops_of(call.backend).search(*searched, *_target(call.config), bounds, masses)
+        return bounds, masses
+    table = contributions(call, log_probs, group)
+    if group is not None:
+        dist.all_reduce(table, group=group)
+    return solve(call.backend, table, call.config)
+
+
+def contributions(call: Call, log_probs: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The table of the tokens of a call, float64 ``[ranks, points]``: zeros but in this rank's row.
+
+    The sum over the ranks then rounds nothing, in whatever order an all-reduce adds.
+    """
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    shape = ranks, _points(call.config)
     if call.backend == "reference":
-        table += contribution_table(
+        table = torch.zeros(shape, dtype=torch.float64, device=log_probs.device)
+        table[rank] = contribution_table(
             call.config,
             log_probs,
             call.old_log_probs,
@@ -203,44 +230,49 @@ def add_contributions(call: Call, table: Tensor, log_probs: Tensor) -> None:
             call.counted,
             call.rollout_log_probs,
         )
-        return
-    ops_of(call.backend).contributions(
-        log_probs.double(),
+        return table
+    table = torch.empty(shape, dtype=torch.float64, device=log_probs.device)
+    ops_of(call.backend).contributions(*_searched(call, log_probs), rank, table)
+    return table
+
+
+def solve(backend: str, table: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
+    """Where Algorithm 1 stops on the sum of the rows of a table.
+
+    Returns:
+        Bounds, float32 ``[2]``; masses, float64 ``[4]``: the positive and the negative mass at the
+        bounds, then both at the starting bounds.
+    """
+    if backend == "reference":
+        return solve_table(config, table.sum(0))
+    result = _result(table.device)
+    ops_of(backend).solve(table, grids_of(config), *_target(config), *result)
+    return result
+
+
+def _points(config: BAPOConfig) -> int:
+    return len(config.lower_grid) + len(config.upper_grid)
+
+
+def _searched(call: Call, log_probs: Tensor) -> tuple[Any, ...]:
+    """What the operators of the search read."""
+    config = call.config
+    return (
+        log_probs,
         call.counted,
         call.old_log_probs,
         call.advantages,
         call.rollout_log_probs,
-        grids_of(call.config),
-        call.config.token_weight == "uniform",
-        call.config.contribution == "gradient",
-        table,
-    )
-
-
-def search(
-    backend: str,
-    table: Tensor,
-    config: BAPOConfig,
-    process_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Bounds as float32 ``[2]``, and the masses as float64 ``[4]``.
-
-    The positive and the negative mass at the bounds, then both at the starting bounds; with a group
-    those of the sum of its ranks' tables.
-    """
-    if process_group is not None:
-        table = sum_over_ranks(table, process_group)
-    if backend == "reference":
-        return solve_table(config, table)
-    bounds = torch.empty(2, dtype=torch.float32, device=table.device)
-    masses = torch.empty(4, dtype=torch.float64, device=table.device)
-    ops_of(backend).solve(
-        table,
         grids_of(config),
-        config.target,
-        config.target_kind == "ratio",
-        config.raise_first == "upper",
-        bounds,
-        masses,
+        config.token_weight == "uniform",
+        config.contribution == "gradient",
     )
-    return bounds, masses
+
+
+def _target(config: BAPOConfig) -> tuple[float, bool, bool]:
+    return config.target, config.target_kind == "ratio", config.raise_first == "upper"
+
+
+def _result(device: torch.device) -> tuple[Tensor, Tensor]:
+    bounds = torch.empty(2, dtype=torch.float32, device=device)
+    return bounds, torch.empty(4, dtype=torch.float64, device=device)

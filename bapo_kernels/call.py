@@ -9,21 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .aggregation import token_weights
 from .checks import check_like, count, require
-from .config import IGNORE_INDEX, BAPOConfig, Transform, transform_of
+from .config import BAPOConfig, Transform, transform_of
 from .distributed import VocabShard
 from .inputs import (
     bounds_tensor,
     check_aggregation,
+    check_mask,
     check_offsets,
+    checked_advantages,
     config_or_default,
     normaliser,
-    offsets_inside,
-    spread_advantages,
-    unmasked_tokens,
 )
 from .output import ClipBounds
+from .prepare import Arguments, divisor_name, token_inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,6 +82,7 @@ class Call:
             ``statistics="live"`` those that can change the loss.
         labels: int64 ``[N]``; ``None`` where log-probs are given.
         weights: float64 ``[N]``, of the aggregation.
+        ticket: int32 ``[1]``, 0: the scratch memory of ``policy``.
         bounds: float32 ``[2]``; ``None``: the call searches.
         shard: the columns of the vocabulary that this rank has; ``None``: all.
     """
@@ -100,6 +100,7 @@ class Call:
     rollout_is_weights: Tensor | None = None
     ref_log_probs: Tensor | None = None
     weights: Tensor | None = None
+    ticket: Tensor | None = None
     bounds: Tensor | None = None
     process_group: dist.ProcessGroup | None = None
     shard: VocabShard | None = None
@@ -144,9 +145,11 @@ def log_probs_call(
     labels: Tensor, config: BAPOConfig, backend: str, shard: VocabShard | None
 ) -> Call:
     """Log-probs and entropy of these labels, no loss."""
-    flat = _int64(labels)
-    unmasked = flat != IGNORE_INDEX
-    return Call(config, backend, labels.shape, unmasked, unmasked, labels=flat, shard=shard)
+    per_token = token_inputs(backend, Arguments(labels, {}))
+    unmasked = per_token.unmasked
+    return Call(
+        config, backend, labels.shape, unmasked, unmasked, labels=per_token.labels, shard=shard
+    )
 
 
 def loss_call(
@@ -173,63 +176,61 @@ def loss_call(
     like_name = "log_probs" if like.is_floating_point() else "labels"
     config = config_or_default(options.get("config"))
     statistics = options.get("statistics", "all")
-    process_group = options.get("process_group")
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-
-    def flat(name: str, values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        check_like(name, values, like, like_name)
-        return values.detach().to(dtype).reshape(-1).contiguous()
-
-    unmasked = unmasked_tokens(like, like_name, response_mask)
-    cu_seqlens, rising = options.get("cu_seqlens"), None
+    cu_seqlens = options.get("cu_seqlens")
+    check_mask(like, like_name, response_mask)
     if cu_seqlens is not None:
         check_offsets(like, like_name, cu_seqlens)
-        cu_seqlens, rising = offsets_inside(cu_seqlens.long(), like.shape[0])
-        positions = torch.arange(like.shape[0], device=like.device)
-        unmasked = unmasked & ((positions < cu_seqlens[-1]) | ~rising)
-    weights = None
+    divisor = None
     if not for_search:
-        weights = _weights(like, like_name, config, unmasked, cu_seqlens, options)
-    spread = spread_advantages(advantages, like, like_name, cu_seqlens)
-    if rising is not None:  # offsets that fall make the loss NaN
-        spread = torch.where(rising, spread, torch.nan)
-    spread = spread.detach().to(dtype).reshape(-1).contiguous()
-    counted = unmasked = unmasked.reshape(-1).contiguous()
-    if statistics == "live" and not (config.kl_loss_coef or config.entropy_coef):
-        counted = unmasked & (spread != 0)
+        divisor = _divisor(like, like_name, config, options)
+    values = {"advantages": checked_advantages(advantages, like, like_name, cu_seqlens)}
+    given = {name: options.get(name) for name in _OPTIONAL_VALUES}
+    for name, value in {"old_log_probs": old_log_probs, **given}.items():
+        if value is not None:
+            check_like(name, value, like, like_name)
+            values[name] = value
     bounds = options.get("bounds")
+    bounds = None if bounds is None else bounds_tensor(bounds, like)
+    live = statistics == "live" and not (config.kl_loss_coef or config.entropy_coef)
+    arguments = Arguments(
+        like,
+        values,
+        response_mask,
+        cu_seqlens,
+        live=live,
+        weighted=not for_search,
+        config=config,
+        dp_size=options.get("dp_size", 1),
+        divisor=divisor,
+        bounds=bounds,
+    )
+    per_token = token_inputs(backend, arguments)
     return Call(
         config=config,
         backend=backend,
         shape=like.shape,
-        unmasked=unmasked,
-        counted=counted,
+        unmasked=per_token.unmasked,
+        counted=per_token.counted,
+        labels=per_token.labels,
+        weights=per_token.weights,
+        ticket=per_token.ticket,
         statistics=statistics,
-        labels=None if like.is_floating_point() else _int64(like),
-        old_log_probs=flat("old_log_probs", old_log_probs),
-        advantages=spread,
-        rollout_log_probs=flat("rollout_log_probs", options.get("rollout_log_probs")),
-        rollout_is_weights=flat("rollout_is_weights", options.get("rollout_is_weights")),
-        ref_log_probs=flat("ref_log_probs", options.get("ref_log_probs")),
-        weights=weights,
-        bounds=None if bounds is None else bounds_tensor(bounds, like),
-        process_group=process_group,
+        bounds=bounds,
+        process_group=options.get("process_group"),
         # The reference gathers the whole vocabulary itself.
         shard=None if backend == "reference" else VocabShard.of(columns, like, vocab_group),
+        **per_token.values,
     )
 
 
-def _weights(
-    like: Tensor,
-    like_name: str,
-    config: BAPOConfig,
-    unmasked: Tensor,
-    cu_seqlens: Tensor | None,
-    options: Any,
-) -> Tensor:
-    check_aggregation(like, like_name, config, cu_seqlens)
+_OPTIONAL_VALUES = ("rollout_log_probs", "rollout_is_weights", "ref_log_probs")
+
+
+def _divisor(
+    like: Tensor, like_name: str, config: BAPOConfig, options: Any
+) -> float | Tensor | None:
+    """What the mean of ``config.loss_agg_mode`` divides by, if it is given."""
+    check_aggregation(like, like_name, config, options.get("cu_seqlens"))
     rule = "be given when config.kl_loss_coef is not 0"
     ref = options.get("ref_log_probs")
     require(ref is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
@@ -238,21 +239,10 @@ def _weights(
         for name in ("batch_num_tokens", "global_batch_size")
     }
     dp_size = count("dp_size", options.get("dp_size", 1))
-    _check_counts_of_ranks(config, given, dp_size)
-    weights = token_weights(unmasked, config, cu_seqlens=cu_seqlens, dp_size=dp_size, **given)
-    return weights.expand(like.shape).reshape(-1).contiguous()
-
-
-def _check_counts_of_ranks(config: BAPOConfig, given: dict[str, Any], dp_size: int) -> None:
-    mode = config.loss_agg_mode
-    needed = {"token-mean": "batch_num_tokens", "token-sum": None}.get(mode, "global_batch_size")
-    if needed is not None and dp_size > 1:
-        rule = f"be given when dp_size > 1 with loss_agg_mode={mode!r}"
+    needed = divisor_name(config.loss_agg_mode)
+    if needed is None:
+        return None
+    if dp_size > 1:
+        rule = f"be given when dp_size > 1 with loss_agg_mode={config.loss_agg_mode!r}"
         require(given[needed] is not None, needed, rule, None)
-
-
-def _int64(labels: Tensor) -> Tensor:
-    """Flat; of inference tensors, which autograd does not save, a copy."""
-    labels = labels.long().reshape(-1).contiguous()
-    eager = not torch.compiler.is_compiling()  # which cannot trace is_inference
-    return labels.clone() if eager and labels.is_inference() else labels
+    return given[needed]

@@ -24,7 +24,6 @@ from .distributed import VocabShard
 from .fused import (
     Coefficients,
     RowStatistics,
-    in_caller_shape,
     loss_of_log_probs,
     policy,
     row_gradient,
@@ -48,7 +47,7 @@ def loss_of_hidden(
     if not any(needs):
         found = _statistics(call, head, [*earlier, last])
         output, _ = loss_of_log_probs(call, found.log_probs, found.entropy)
-        return in_caller_shape(call, output), None
+        return output, None
     chunks = _Chunks(call, head, HeadGradients(head, needs, one_chunk=not earlier))
     for rows in earlier:
         chunks.add_decided(chunks.forward(rows))
@@ -58,7 +57,7 @@ def loss_of_hidden(
     del held  # before others take its place
     for rows in chunks.undecided_rows(earlier, coefficients).split(chunk_tokens):
         chunks.add_recomputed(rows, coefficients)
-    return in_caller_shape(call, output), chunks.gradients
+    return output, chunks.gradients
 
 
 class _Chunk(NamedTuple):
@@ -97,9 +96,9 @@ class _Chunks:
         rows, call, h, logits = chunk
         log_probs, entropy, _ = self.found.at(rows)
         first, last = _ends_of_the_search(call)
-        _, coefficients = policy(call, log_probs, entropy, first, None)
+        _, coefficients = policy(call, log_probs, entropy, first)
         if self.head.shard is not None:
-            at_last = policy(call, log_probs, entropy, last, None)[1].dlog_probs
+            at_last = policy(call, log_probs, entropy, last)[1].dlog_probs
             differs = (coefficients.dlog_probs != at_last) & ~coefficients.dlog_probs.isnan()
             self.undecided[rows] = differs.to(torch.uint8)
         decided = self.undecided[rows] == 0

@@ -21,16 +21,15 @@ from .checks import is_dtensor, require, warn_once
 from .config import Transform
 
 
-def sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of a group, added in their order: the same bits on every rank.
+def rows_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The values of all ranks of a group, ``[ranks, ...]``, to be added in order on each of them.
 
-    One all-reduce. Every rank fills a row of its own and zeros elsewhere, so that the all-reduce,
-    in whatever order it adds, rounds nothing.
+    One all-reduce of this rank's own row and zeros elsewhere, which rounds nothing.
     """
     rows = values.new_zeros(dist.get_world_size(group), *values.shape)
     rows[dist.get_rank(group)] = values
     dist.all_reduce(rows, group=group)
-    return rows.sum(0)
+    return rows
 
 
 def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops_of
-from .bounds import add_contributions, empty_table, search
+from .bounds import search_of_call
 from .call import Call
 from .config import grids_of, policy_options_of
 from .inputs import as_rows
@@ -141,29 +141,48 @@ def loss_of_logits(
     output, coefficients = loss_of_log_probs(call, found.log_probs, found.entropy)
     if dlogits is not None and (call.bounds is None or call.shard is not None):
         row_gradient(call, rows, found, coefficients, out, undecided)
-    return in_caller_shape(call, output), dlogits
+    return output, dlogits
 
 
 def loss_of_log_probs(
-    call: Call, log_probs: Tensor, entropy: Tensor | None
+    call: Call, log_probs: Tensor, entropy: Tensor | None, per_token: bool = True
 ) -> tuple[BAPOOutput, Coefficients]:
-    """Search (unless bounds are given) and loss of flat float64 log-probs, with their gradients."""
+    """Search (unless bounds are given) and loss of flat float64 log-probs, with their gradients.
+
+    Args:
+        per_token: output log-probs and entropy in float32 and the caller's shape, 0 where masked,
+            NaN where unmasked but skipped; otherwise as they are.
+    """
     bounds, masses = call.bounds, None
     if bounds is None:
-        table = empty_table(call.config, log_probs.device)
-        add_contributions(call, table, log_probs)
-        bounds, masses = search(call.backend, table, call.config, call.process_group)
-    report, coefficients = policy(call, log_probs, entropy, bounds, masses)
+        bounds, masses = search_of_call(call, log_probs)
+    outputs = None
+    if per_token:
+        shape = 1 if entropy is None else 2, *call.shape
+        outputs = torch.empty(shape, dtype=torch.float32, device=log_probs.device)
+    report, coefficients = policy(call, log_probs, entropy, bounds, masses, outputs)
     metrics = dict(zip(REPORT, report.unbind(), strict=True))
     loss = metrics.pop("loss")
-    output = BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics)
-    return output, coefficients
+    if call.statistics == "all":
+        del metrics["live_tokens"]
+    if outputs is not None:
+        log_probs, entropy = outputs[0], None if entropy is None else outputs[1]
+    return BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics), coefficients
 
 
 def policy(
-    call: Call, log_probs: Tensor, entropy: Tensor | None, bounds: Tensor, masses: Tensor | None
+    call: Call,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    bounds: Tensor,
+    masses: Tensor | None = None,
+    outputs: Tensor | None = None,
 ) -> tuple[Tensor, Coefficients]:
-    """The report of these tokens at these bounds, and the gradients of log-probs and entropy."""
+    """The report of these tokens at these bounds, and the gradients of log-probs and entropy.
+
+    Args:
+        outputs: where log-probs and entropies go as the caller gets them.
+    """
     config = call.config
     report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
     dlog_probs = torch.empty_like(log_probs)
@@ -186,27 +205,11 @@ def policy(
         config.target,
         config.target_kind == "ratio",
         *policy_options_of(config),
+        call.unmasked if call.statistics == "live" else None,
+        call.ticket,
         report,
         dlog_probs,
         dentropy,
+        outputs,
     )
     return report, Coefficients(dlog_probs, dentropy)
-
-
-def in_caller_shape(call: Call, output: BAPOOutput) -> BAPOOutput:
-    """Outputs per token in the shape of the labels: 0 where masked, NaN where skipped unmasked."""
-    skipped, metrics = None, output.metrics
-    if call.statistics == "live":
-        skipped = call.unmasked & ~call.counted
-    else:
-        metrics = {name: value for name, value in metrics.items() if name != "live_tokens"}
-
-    def per_token(values: Tensor) -> Tensor:
-        values = torch.where(call.counted, values.float(), 0.0)
-        if skipped is not None:
-            values = values.masked_fill(skipped, torch.nan)
-        return values.reshape(call.shape)
-
-    entropy = None if output.entropy is None else per_token(output.entropy)
-    # Dynamo of torch 2.11 cannot return what _replace makes.
-    return BAPOOutput(output.loss, per_token(output.log_probs), entropy, output.bounds, metrics)

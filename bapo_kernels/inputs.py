@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .aggregation import sequence_index
 from .checks import (
     check_device,
     check_floating,
@@ -18,7 +17,7 @@ from .checks import (
     number,
     require,
 )
-from .config import IGNORE_INDEX, BAPOConfig
+from .config import BAPOConfig
 from .output import ClipBounds
 
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -158,26 +157,22 @@ def _check_scalar(name: str, tensor: Tensor) -> None:
     require(tensor.numel() == 1, name, "have one element", tensor.shape)
 
 
-def unmasked_tokens(like: Tensor, like_name: str, response_mask: Tensor | None) -> Tensor:
-    """Where the mask is not 0 and the label, if ``like`` is labels, not -100."""
-    unmasked = torch.ones(like.shape, dtype=torch.bool, device=like.device)
-    if not like.is_floating_point():
-        unmasked = like != IGNORE_INDEX
+def check_mask(like: Tensor, like_name: str, response_mask: Tensor | None) -> None:
+    """Real ``response_mask`` with the shape and on the device of ``like``."""
     if response_mask is None:
-        return unmasked
+        return
     check_tensor("response_mask", response_mask)
     rule = ("have the shape of {} {}", like_name, like.shape)
     require(response_mask.shape == like.shape, "response_mask", rule, response_mask.shape)
     check_device("response_mask", response_mask, like, like_name)
     is_real = not response_mask.is_complex()
     require(is_real, "response_mask", "be bool, int or float", response_mask.dtype)
-    return unmasked & (response_mask != 0)
 
 
-def spread_advantages(
+def checked_advantages(
     advantages: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Advantages per token, of those per token or per sequence."""
+    """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence."""
     check_floating("advantages", advantages)
     check_device("advantages", advantages, like, like_name)
     if advantages.shape == like.shape:
@@ -187,7 +182,7 @@ def spread_advantages(
         B = cu_seqlens.shape[0] - 1
         ok = advantages.ndim == 1 and advantages.shape[0] == B
         require(ok, "advantages", (*rule, (B,)), advantages.shape)
-        return advantages[sequence_index(cu_seqlens, like.shape[0]).clamp(max=B - 1)]
+        return advantages
     if like.ndim < 2:
         require(False, "advantages", (*rule, "with cu_seqlens"), advantages.shape)
     ok = advantages.ndim == 1 and advantages.shape[0] == like.shape[0]
@@ -214,12 +209,6 @@ def rising_offsets(cu_seqlens: Tensor, N: int) -> list[int]:
     return offsets
 
 
-def offsets_inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """Offsets cut to ``N`` tokens, and whether they rose from 0 to at most that, on the device."""
-    steps = cu_seqlens.diff(append=cu_seqlens.new_full((1,), N))
-    return cu_seqlens.clamp(0, N), (steps >= 0).all() & (cu_seqlens[0] == 0)
-
-
 def check_aggregation(
     like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
 ) -> None:
@@ -240,7 +229,7 @@ def check_aggregation(
 
 
 def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | Tensor | None:
-    """A count of tokens or sequences: a number, or a tensor, NaN where it is not above 0."""
+    """A count of tokens or sequences: a number, or a 0-dim tensor, whose value is not read."""
     if given is None:
         return None
     if not isinstance(given, Tensor):
@@ -248,7 +237,7 @@ def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | T
         require(0 < value < math.inf, name, "be finite and > 0", given)
         return value
     _check_scalar(name, given)
-    if not given.is_cpu:  # a number in host memory goes with tensors of any device
-        check_device(name, given, like, like_name)
-    of_ranks = given.detach().double().reshape(())
-    return torch.where(of_ranks > 0, of_ranks, torch.nan)
+    if given.is_cpu and not like.is_cpu:  # a number in host memory goes with tensors of any device
+        return given.detach().to(like.device)
+    check_device(name, given, like, like_name)
+    return given.detach().reshape(())

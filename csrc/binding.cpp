@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "launch.h"
+#include "prepare.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -56,14 +57,14 @@ void run_rows(const Params& params,
     });
 }
 
-template <typename Partial, typename Chunk>
-std::vector<Partial> run_chunks(int64_t count, int64_t width, Chunk chunk) {
-    const int64_t chunks = (count + cpu::kTokensPerChunk - 1) / cpu::kTokensPerChunk;
-    std::vector<Partial> partials(chunks * width);
-    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t k = begin; k < end; ++k) chunk(k, &partials[k * width]);
+int64_t chunks_of(int64_t count) {
+    return (count + cpu::kTokensPerChunk - 1) / cpu::kTokensPerChunk;
+}
+template <typename Chunk>
+void run_chunks(int64_t count, Chunk chunk) {
+    torch::stable::parallel_for(0, chunks_of(count), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t k = begin; k < end; ++k) chunk(k);
     });
-    return partials;
 }
 
 struct Cpu {
@@ -75,22 +76,41 @@ struct Cpu {
         if (params.only == nullptr) advise_large_pages(params.rows);
         run_rows(params, &cpu::RowKernels::row_gradient);
     }
-    static void contributions(const ContributionParams& params, int64_t, const Tensor&) {
-        const int64_t bins = cpu::contribution_bins(params);
-        const auto partials = run_chunks<Moments>(
-            params.count, bins,
-            [&](int64_t k, Moments* of_chunk) { cpu::contributions_chunk(params, k, of_chunk); });
-        cpu::contributions_reduce(params, partials.data(), (int64_t)partials.size() / bins);
+    static void prepare(const PrepareParams& params, const Tensor&) {
+        TokenCounts counts{};
+        std::vector<int64_t> of_sequences;
+        if (needs_counts(params)) {
+            of_sequences.resize(params.sequences);
+            cpu::count_tokens(params, counts, of_sequences.data());
+        }
+        run_chunks(params.count(), [&](int64_t chunk) {
+            cpu::prepare_chunk(params, chunk, counts, of_sequences.data());
+        });
+        if (params.ticket) *params.ticket = 0;
     }
-    static void solve(const double* table, const Grid& lower, const Grid& upper,
-                      const TargetParams& target, float* bounds, double* masses, const Tensor&) {
-        cpu::solve(table, lower, upper, target, bounds, masses);
+    static void contributions(const ContributionParams& params, const Tensor&) {
+        const int64_t bins = cpu::contribution_bins(params);
+        const int64_t chunks = chunks_of(params.count);
+        std::vector<Moments> partials(chunks * bins);
+        run_chunks(params.count, [&](int64_t chunk) {
+            cpu::contributions_chunk(params, chunk, &partials[chunk * bins]);
+        });
+        cpu::contributions_reduce(params, partials.data(), chunks);
+    }
+    static void solve(const SolveParams& params, const Tensor&) { cpu::solve(params); }
+    static void search(ContributionParams params, const TargetParams& target,
+                       const SearchResult& result, const Tensor& like) {
+        std::vector<double> table(cpu::contribution_bins(params) - 2);
+        params.table = table.data();
+        contributions(params, like);
+        cpu::solve({table.data(), 1, params.lower, params.upper, target, result});
     }
     static void policy(const PolicyParams& params, const Tensor&) {
-        const auto partials = run_chunks<PolicySums>(
-            params.count, 1,
-            [&](int64_t k, PolicySums* sums) { cpu::policy_chunk(params, k, *sums); });
-        cpu::policy_reduce(params, partials.data(), (int64_t)partials.size());
+        const int64_t chunks = chunks_of(params.count);
+        std::vector<PolicySums> partials(chunks);
+        run_chunks(params.count,
+                   [&](int64_t chunk) { cpu::policy_chunk(params, chunk, partials[chunk]); });
+        cpu::policy_reduce(params, partials.data(), chunks);
     }
 };
 

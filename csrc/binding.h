@@ -31,6 +31,8 @@ template <>
 inline constexpr ScalarType kScalarType<bool> = ScalarType::Bool;
 template <>
 inline constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
+template <>
+inline constexpr ScalarType kScalarType<int32_t> = ScalarType::Int;
 
 inline DType row_dtype(const Tensor& tensor) {
     switch (tensor.scalar_type()) {
@@ -38,6 +40,22 @@ inline DType row_dtype(const Tensor& tensor) {
         case ScalarType::BFloat16: return DType::kBFloat16;
         case ScalarType::Half: return DType::kFloat16;
         default: STD_TORCH_CHECK(false, "logits must be float32, bfloat16 or float16");
+    }
+}
+
+inline NumberType number_type(const Tensor& tensor, const char* name) {
+    switch (tensor.scalar_type()) {
+        case ScalarType::Bool:
+        case ScalarType::Byte: return NumberType::kUInt8;
+        case ScalarType::Char: return NumberType::kInt8;
+        case ScalarType::Short: return NumberType::kInt16;
+        case ScalarType::Int: return NumberType::kInt32;
+        case ScalarType::Long: return NumberType::kInt64;
+        case ScalarType::Half: return NumberType::kFloat16;
+        case ScalarType::BFloat16: return NumberType::kBFloat16;
+        case ScalarType::Float: return NumberType::kFloat32;
+        case ScalarType::Double: return NumberType::kFloat64;
+        default: STD_TORCH_CHECK(false, name, " must be bool, int or float");
     }
 }
 
@@ -59,6 +77,22 @@ class Arguments {
     template <typename T>
     T* data(const OptionalTensor& tensor, int64_t count, const char* name) const {
         return tensor ? data<T>(*tensor, count, name) : nullptr;
+    }
+
+    // A matrix of numbers of any type and strides; a vector is one row.
+    Numbers numbers(const Tensor& tensor, int64_t rows, int64_t columns, const char* name) const {
+        const int64_t dims = tensor.dim();
+        const bool fits = dims == 2   ? tensor.size(0) == rows && tensor.size(1) == columns
+                          : dims == 1 ? rows == 1 && tensor.size(0) == columns
+                                      : dims == 0 && rows == 1 && columns == 1;
+        STD_TORCH_CHECK(fits && is_here(tensor), name, " must have shape [", rows, ", ", columns,
+                        "] and be on the device of the first");
+        return {tensor.data_ptr(), number_type(tensor, name), dims == 2 ? tensor.stride(0) : 0,
+                dims == 0 ? 0 : tensor.stride(dims - 1)};
+    }
+    Numbers numbers(const OptionalTensor& tensor, int64_t rows, int64_t columns,
+                    const char* name) const {
+        return tensor ? numbers(*tensor, rows, columns, name) : Numbers{};
     }
 
     LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double temperature,
@@ -159,6 +193,12 @@ struct Grids {
     }
 };
 
+// The rows of a table of contributions.
+inline int64_t ranks_of(const Tensor& table) {
+    STD_TORCH_CHECK(table.dim() == 2, "table must have shape [ranks, points]");
+    return table.size(0);
+}
+
 // What every first pass reads and writes; other members are null.
 inline RowPassParams first_pass_params(const Arguments& args, const LogitRows& rows,
                                        const Tensor& labels, const Tensor& log_probs,
@@ -247,13 +287,62 @@ void row_gradient_(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, T
 }
 
 template <typename Backend>
-void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs,
-                   Tensor advantages, OptionalTensor rollout_log_probs,
-                   std::vector<double> grid_numbers, bool uniform_weight, bool gradient,
-                   Tensor table) {
+void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> values,
+             OptionalTensor cu_seqlens, int64_t mode, double scale, std::optional<double> length,
+             std::optional<double> divisor, OptionalTensor device_divisor, OptionalTensor bounds,
+             bool live, Tensor unmasked, OptionalTensor counted, OptionalTensor labels,
+             OptionalTensor weights, Tensor flat, OptionalTensor ticket) {
+    STD_TORCH_CHECK(tokens.dim() == 2, "tokens must have 2 dimensions");
+    const Arguments args(tokens);
+    PrepareParams params{};
+    const int64_t R = params.rows = tokens.size(0), S = params.columns = tokens.size(1);
+    const int64_t N = params.count(), count = (int64_t)values.size();
+    STD_TORCH_CHECK(count <= PrepareParams::kMostValues && (!live || count > 0),
+                    "values must be at most ", PrepareParams::kMostValues, ", got ", count);
+    STD_TORCH_CHECK(mode >= 0 && mode <= (int64_t)Aggregation::kSeqMeanTokenMean,
+                    "mode must be in 0..4, got ", mode);
+    params.tokens = args.numbers(tokens, R, S, "tokens");
+    params.labels_given = params.tokens.type <= NumberType::kInt64;
+    params.mask = args.numbers(response_mask, R, S, "response_mask");
+    params.sequences = R;
+    if (cu_seqlens) {
+        params.sequences = cu_seqlens->numel() - 1;
+        STD_TORCH_CHECK(R == 1 && params.sequences >= 1,
+                        "cu_seqlens must have 2 entries or more, and tokens one row");
+        params.offsets = args.numbers(*cu_seqlens, 1, params.sequences + 1, "cu_seqlens");
+        STD_TORCH_CHECK(params.offsets.type <= NumberType::kInt64, "cu_seqlens must be integers");
+    }
+    params.value_count = (int)count;
+    for (int k = 0; k < params.value_count; ++k) {
+        const bool per_sequence = k == 0 && cu_seqlens && values[k].dim() == 1;
+        if (k == 0) params.advantage_per_sequence = per_sequence;
+        const int64_t columns = per_sequence ? params.sequences : S;
+        params.values[k] = args.numbers(values[k], per_sequence ? 1 : R, columns, "values");
+    }
+    params.aggregation = (Aggregation)mode;
+    params.scale = scale;
+    params.length = length.value_or(1.0);
+    params.divisor = divisor.value_or(std::numeric_limits<double>::quiet_NaN());
+    params.device_divisor = args.numbers(device_divisor, 1, 1, "device_divisor");
+    params.bounds = args.data<float>(bounds, 2, "bounds");
+    params.live = live;
+    params.unmasked = args.data<bool>(unmasked, N, "unmasked");
+    params.counted = args.data<bool>(counted, N, "counted");
+    params.labels = args.data<int64_t>(labels, N, "labels");
+    params.weights = args.data<double>(weights, N, "weights");
+    params.flat = args.data<float>(flat, count * N, "flat");
+    params.ticket = args.data<int32_t>(ticket, 1, "ticket");
+    Backend::prepare(params, tokens);
+}
+
+// What the operators of the search read, without where they write it.
+inline ContributionParams contribution_params(const Arguments& args, const Grids& grids,
+                                              const Tensor& log_probs, const Tensor& counted,
+                                              const OptionalTensor& old_log_probs,
+                                              const Tensor& advantages,
+                                              const OptionalTensor& rollout_log_probs,
+                                              bool uniform_weight, bool gradient) {
     ContributionParams params{};
-    const Arguments args(log_probs);
-    const Grids grids(grid_numbers);
     const int64_t N = params.count = log_probs.numel();
     params.log_probs = args.data<double>(log_probs, N, "log_probs");
     params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, {}, {}, {});
@@ -262,8 +351,44 @@ void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_prob
     params.upper = grids.upper;
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
-    params.table = args.data<double>(table, grids.points(), "table");
-    Backend::contributions(params, grids.points(), log_probs);
+    params.ranks = 1;
+    return params;
+}
+
+inline SearchResult search_result(const Arguments& args, const Tensor& bounds,
+                                  const Tensor& masses) {
+    return {args.data<float>(bounds, 2, "bounds"), args.data<double>(masses, 4, "masses")};
+}
+
+template <typename Backend>
+void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs,
+                   Tensor advantages, OptionalTensor rollout_log_probs,
+                   std::vector<double> grid_numbers, bool uniform_weight, bool gradient,
+                   int64_t rank, Tensor table) {
+    const Arguments args(log_probs);
+    const Grids grids(grid_numbers);
+    ContributionParams params =
+        contribution_params(args, grids, log_probs, counted, old_log_probs, advantages,
+                            rollout_log_probs, uniform_weight, gradient);
+    params.rank = rank;
+    params.ranks = ranks_of(table);
+    STD_TORCH_CHECK(rank >= 0 && rank < params.ranks, "rank must be a row of table, got ", rank);
+    params.table = args.data<double>(table, params.ranks * grids.points(), "table");
+    Backend::contributions(params, log_probs);
+}
+
+template <typename Backend>
+void search(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs, Tensor advantages,
+            OptionalTensor rollout_log_probs, std::vector<double> grid_numbers, bool uniform_weight,
+            bool gradient, double target, bool ratio_target, bool upper_first, Tensor bounds,
+            Tensor masses) {
+    const Arguments args(log_probs);
+    const Grids grids(grid_numbers);
+    const ContributionParams params =
+        contribution_params(args, grids, log_probs, counted, old_log_probs, advantages,
+                            rollout_log_probs, uniform_weight, gradient);
+    Backend::search(params, {target, ratio_target, upper_first},
+                    search_result(args, bounds, masses), log_probs);
 }
 
 template <typename Backend>
@@ -271,9 +396,14 @@ void solve(Tensor table, std::vector<double> grid_numbers, double target, bool r
            bool upper_first, Tensor bounds, Tensor masses) {
     const Arguments args(table);
     const Grids grids(grid_numbers);
-    Backend::solve(args.data<double>(table, grids.points(), "table"), grids.lower, grids.upper,
-                   {target, ratio_target, upper_first}, args.data<float>(bounds, 2, "bounds"),
-                   args.data<double>(masses, 4, "masses"), table);
+    const int64_t ranks = ranks_of(table);
+    Backend::solve({args.data<double>(table, ranks * grids.points(), "table"),
+                    ranks,
+                    grids.lower,
+                    grids.upper,
+                    {target, ratio_target, upper_first},
+                    search_result(args, bounds, masses)},
+                   table);
 }
 
 template <typename Backend>
@@ -282,8 +412,9 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
             OptionalTensor ref_log_probs, OptionalTensor rollout_log_probs, Tensor bounds,
             OptionalTensor masses, std::vector<double> grid_numbers, bool uniform_weight,
             bool gradient, double target, bool ratio_target, std::optional<double> clip_ratio_c,
-            double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, Tensor report,
-            Tensor dlog_probs, OptionalTensor dentropy) {
+            double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, OptionalTensor unmasked,
+            Tensor ticket, Tensor report, Tensor dlog_probs, OptionalTensor dentropy,
+            OptionalTensor outputs) {
     PolicyParams params{};
     const Arguments args(log_probs);
     const Grids grids(grid_numbers);
@@ -300,9 +431,12 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
     params.target = {target, ratio_target, false};
     params.bounds = args.data<float>(bounds, 2, "bounds");
     params.masses = args.data<double>(masses, 4, "masses");
+    params.unmasked = args.data<bool>(unmasked, N, "unmasked");
+    params.ticket = args.data<int32_t>(ticket, 1, "ticket");
     params.report = reinterpret_cast<Report*>(args.data<float>(report, kReportSize, "report"));
     params.dlog_probs = args.data<double>(dlog_probs, N, "dlog_probs");
     params.dentropy = args.data<double>(dentropy, N, "dentropy");
+    params.outputs = args.data<float>(outputs, entropy ? 2 * N : N, "outputs");
     Backend::policy(params, log_probs);
 }
 
@@ -313,7 +447,9 @@ void register_operators(Library& m) {
     m.impl("row_pass_", TORCH_BOX(&row_pass_<Backend>));
     m.impl("row_gradient", TORCH_BOX(&row_gradient<Backend>));
     m.impl("row_gradient_", TORCH_BOX(&row_gradient_<Backend>));
+    m.impl("prepare", TORCH_BOX(&prepare<Backend>));
     m.impl("contributions", TORCH_BOX(&contributions<Backend>));
+    m.impl("search", TORCH_BOX(&search<Backend>));
     m.impl("solve", TORCH_BOX(&solve<Backend>));
     m.impl("policy", TORCH_BOX(&policy<Backend>));
 }

@@ -33,8 +33,12 @@ class Launch {
     void* stream_ = nullptr;
 };
 
-inline Tensor doubles(const Tensor& like, int64_t count) {
-    return torch::stable::new_empty(like, {count}, ScalarType::Double);
+// Memory for the partial results of one launch.
+template <typename T>
+T* scratch(const Tensor& like, int64_t count, Tensor& memory) {
+    const int64_t words = count * (int64_t)(sizeof(T) / sizeof(double));
+    memory = torch::stable::new_empty(like, {words}, ScalarType::Double);
+    return static_cast<T*>(memory.data_ptr());
 }
 
 struct Cuda {
@@ -46,24 +50,39 @@ struct Cuda {
         const Launch launch(logits);
         launch.check(cuda::row_gradient(params, launch.stream()));
     }
-    static void contributions(const ContributionParams& params, int64_t points,
-                              const Tensor& log_probs) {
-        const Launch launch(log_probs);
-        const Tensor partials = doubles(log_probs, cuda::token_blocks(params.count) * points);
-        auto* const data = static_cast<double*>(partials.data_ptr());
-        launch.check(cuda::contributions(params, (int)points, data, launch.stream()));
+    static void prepare(const PrepareParams& params, const Tensor& tokens) {
+        const Launch launch(tokens);
+        Tensor memory;
+        cuda::CountedTokens* counted = nullptr;
+        if (needs_counts(params)) {
+            const int64_t words = cuda::counted_words(params);
+            counted =
+                reinterpret_cast<cuda::CountedTokens*>(scratch<int64_t>(tokens, words, memory));
+        }
+        launch.check(cuda::prepare(params, counted, launch.stream()));
     }
-    static void solve(const double* table, const Grid& lower, const Grid& upper,
-                      const TargetParams& target, float* bounds, double* masses,
-                      const Tensor& like) {
+    static void contributions(const ContributionParams& params, const Tensor& like) {
         const Launch launch(like);
-        launch.check(cuda::solve(table, lower, upper, target, bounds, masses, launch.stream()));
+        Tensor memory;
+        auto* const partials = scratch<Moments>(like, cuda::search_partials(params), memory);
+        launch.check(cuda::contributions(params, partials, launch.stream()));
     }
-    static void policy(const PolicyParams& params, const Tensor& log_probs) {
-        const Launch launch(log_probs);
-        const Tensor partials = doubles(log_probs, cuda::token_blocks(params.count) * kPolicySums);
-        auto* const data = static_cast<double*>(partials.data_ptr());
-        launch.check(cuda::policy(params, data, launch.stream()));
+    static void search(const ContributionParams& params, const TargetParams& target,
+                       const SearchResult& result, const Tensor& like) {
+        const Launch launch(like);
+        Tensor memory;
+        auto* const partials = scratch<Moments>(like, cuda::search_partials(params), memory);
+        launch.check(cuda::search(params, target, result, partials, launch.stream()));
+    }
+    static void solve(const SolveParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::solve(params, launch.stream()));
+    }
+    static void policy(const PolicyParams& params, const Tensor& like) {
+        const Launch launch(like);
+        Tensor memory;
+        auto* const partials = scratch<double>(like, cuda::policy_partials(params.count), memory);
+        launch.check(cuda::policy(params, partials, launch.stream()));
     }
 };
 

@@ -29,15 +29,17 @@ const RowKernels* row_kernels(const char* isa);
 
 constexpr int64_t kTokensPerChunk = 4096;
 
+// of_sequences: zeros, one per sequence.
+void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_sequences);
+void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
+                   const int64_t* of_sequences);
+
 // Bins of both grids of one chunk of tokens, lower side first.
 int64_t contribution_bins(const ContributionParams& params);
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins);
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
                           int64_t chunks);
-
-// bounds: (lower, upper); masses: as PolicyParams::masses.
-void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
-           float* bounds, double* masses);
+void solve(const SolveParams& params);
 
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums);
 void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64_t chunks);

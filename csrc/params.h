@@ -38,6 +38,73 @@ struct LogitRows {
     BAPO_HD int64_t count() const { return batches * rows; }
 };
 
+enum class NumberType : int64_t {
+    kUInt8,
+    kInt8,
+    kInt16,
+    kInt32,
+    kInt64,
+    kFloat16,
+    kBFloat16,
+    kFloat32,
+    kFloat64,
+};
+
+// A matrix of numbers of any type; data is null where it is not given.
+struct Numbers {
+    const void* data;
+    NumberType type;
+    int64_t row_stride;
+    int64_t stride;
+};
+
+// loss_agg_mode, in the order of config.py.
+enum class Aggregation : int64_t {
+    kTokenMean,
+    kTokenSum,
+    kSeqMeanTokenSum,
+    kSeqMeanTokenSumNorm,
+    kSeqMeanTokenMean,
+};
+
+// Of the unmasked tokens of a call.
+struct TokenCounts {
+    int64_t tokens;
+    int64_t sequences;    // with an unmasked token
+    int64_t bad_offsets;  // steps of the offsets that break their rule
+};
+
+// From the arguments of the caller, [rows, columns], to flat inputs of every kernel.
+struct PrepareParams {
+    static constexpr int kMostValues = 5;
+
+    int64_t rows;
+    int64_t columns;
+    Numbers tokens;  // labels, or log-probs, whose values are not read
+    bool labels_given;
+    Numbers mask;
+    Numbers values[kMostValues];  // the advantages first
+    int value_count;
+    bool advantage_per_sequence;
+    Numbers offsets;  // of packed sequences; otherwise every row is a sequence
+    int64_t sequences;
+    Aggregation aggregation;
+    double scale;
+    double length;
+    double divisor;  // of a mean; NaN: device_divisor, or counted here
+    Numbers device_divisor;
+    const float* bounds;
+    bool live;
+    bool* unmasked;
+    bool* counted;
+    int64_t* labels;
+    double* weights;
+    float* flat;  // [value_count, rows*columns]
+    int32_t* ticket;
+
+    BAPO_HD int64_t count() const { return rows * columns; }
+};
+
 // One entry per token, all contiguous. Inputs of the caller are float32; values passed from kernel
 // to kernel are double, so that only the exp of the logits is rounded to float32.
 struct TokenInputs {
@@ -84,15 +151,32 @@ struct ContributionParams {
     Grid upper;
     bool uniform_weight;
     bool gradient;
-    // Negative mass at every point of the lower grid, then positive mass at every point of the
-    // upper grid.
+    // [ranks, points]: negative mass at every point of the lower grid, then positive mass at every
+    // point of the upper grid. This rank's row is written, and the others become 0.
     double* table;
+    int64_t ranks;
+    int64_t rank;
 };
 
 struct TargetParams {
     double target;
     bool ratio;
     bool upper_first;
+};
+
+// Where Algorithm 1 stops.
+struct SearchResult {
+    float* bounds;   // (lower, upper)
+    double* masses;  // (positive, negative) at these bounds, then at the starting bounds
+};
+
+struct SolveParams {
+    const double* table;  // [ranks, points], whose rows are added in order
+    int64_t ranks;
+    Grid lower;
+    Grid upper;
+    TargetParams target;
+    SearchResult result;
 };
 
 // What a loss reports, in the order of output.py.
@@ -129,9 +213,12 @@ struct PolicyParams {
     // Positive and negative mass at the final bounds, then at the starting bounds; null: those of
     // these tokens.
     const double* masses;
+    const bool* unmasked;  // given where tokens may be unmasked and not counted
+    int32_t* ticket;       // 0 before and after
     Report* report;
     double* dlog_probs;
     double* dentropy;
+    float* outputs;  // log-probs, then entropies, of the caller's output; null: not wanted
 };
 
 }  // namespace bapo

@@ -184,6 +184,11 @@ BAPO_HD int count_not_above(const double* points, int count, double x) {
 struct Moments {
     double ratio_mass;  // sum of w*|A|*r
     double mass;        // sum of w*|A|
+
+    BAPO_HD void add(const Moments& other) {
+        ratio_mass += other.ratio_mass;
+        mass += other.mass;
+    }
 };
 
 // Adds the positive mass at every point of the upper grid, from tokens with A > 0. Bin b holds the
@@ -224,23 +229,6 @@ BAPO_HD void add_negative(const Moments* bins, const double* points, int count, 
 BAPO_HD double tested_quantity(double pos, double neg, bool ratio_target) {
     if (ratio_target) return neg <= 0.0 ? INFINITY : pos / (neg + kRatioEps);
     return pos + neg == 0.0 ? INFINITY : pos / (pos + neg);
-}
-
-// Grid points at which Algorithm 1 stops: it raises one bound up to its maximum, then the other.
-BAPO_HD void solve_bounds(const double* pos, int upper_count, const double* neg, int lower_count,
-                          double target, bool ratio_target, bool upper_first, int* lower,
-                          int* upper) {
-    int at[2] = {0, 0};
-    const int count[2] = {lower_count, upper_count};
-    for (int turn = 0; turn < 2; ++turn) {
-        const int side = (turn == 0) == upper_first ? 1 : 0;
-        while (at[side] + 1 < count[side] &&
-               tested_quantity(pos[at[1]], neg[at[0]], ratio_target) < target) {
-            ++at[side];
-        }
-    }
-    *lower = at[0];
-    *upper = at[1];
 }
 
 }  // namespace bapo

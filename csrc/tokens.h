@@ -80,21 +80,56 @@ BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
             search_weight(params.uniform_weight, params.rollout_log_probs, i, old)};
 }
 
-// Where Algorithm 1 stops: bounds = (lower, upper); masses = (pos, neg) there, then (pos, neg) at
-// the starting bounds.
-BAPO_HD void search_table(const double* table, const double* lower, int lower_count,
-                          const double* upper, int upper_count, const TargetParams& target,
-                          float* bounds, double* masses) {
-    const double *const neg = table, *const pos = table + lower_count;
-    int at_lower, at_upper;
-    solve_bounds(pos, upper_count, neg, lower_count, target.target, target.ratio,
-                 target.upper_first, &at_lower, &at_upper);
-    bounds[0] = (float)lower[at_lower];
-    bounds[1] = (float)upper[at_upper];
-    masses[0] = pos[at_upper];
-    masses[1] = neg[at_lower];
-    masses[2] = pos[0];
-    masses[3] = neg[0];
+// The points of both grids.
+struct GridPoints {
+    double lower[kMaxGridPoints];
+    double upper[kMaxGridPoints];
+    int lower_count;
+    int upper_count;
+
+    BAPO_HD void fill(const Grid& lower_grid, const Grid& upper_grid) {
+        lower_count = fill_grid(lower_grid, lower);
+        upper_count = fill_grid(upper_grid, upper);
+    }
+    BAPO_HD int points() const { return lower_count + upper_count; }
+    // Of the ratio: one more than points, on each side.
+    BAPO_HD int bins() const { return points() + 2; }
+};
+
+// The bin of a candidate: those of negative advantages first.
+BAPO_HD int bin_of(const GridPoints& grids, const Candidate& token) {
+    if (token.advantage < 0.0) return count_not_above(grids.lower, grids.lower_count, token.ratio);
+    return grids.lower_count + 1 + count_below(grids.upper, grids.upper_count, token.ratio);
+}
+BAPO_HD void add_to_bin(const Candidate& token, Moments& bin) {
+    const double mass = token.weight * fabs(token.advantage);
+    bin.add({mass * token.ratio, mass});
+}
+
+// Algorithm 1 raises one bound up to its maximum, then the other: the points of its k-th step.
+struct GridStep {
+    int lower;
+    int upper;
+};
+BAPO_HD GridStep step_of_search(const GridPoints& grids, bool upper_first, int k) {
+    const int last = (upper_first ? grids.upper_count : grids.lower_count) - 1;
+    const int first_side = k < last ? k : last, second_side = k - first_side;
+    return upper_first ? GridStep{second_side, first_side} : GridStep{first_side, second_side};
+}
+BAPO_HD bool goes_on(const double* table, const GridPoints& grids, const TargetParams& target,
+                     GridStep at) {
+    const double neg = table[at.lower], pos = table[grids.lower_count + at.upper];
+    return tested_quantity(pos, neg, target.ratio) < target.target;
+}
+BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep at,
+                          const SearchResult& result) {
+    const double *const neg = table, *const pos = table + grids.lower_count;
+    result.bounds[0] = (float)grids.lower[at.lower];
+    result.bounds[1] = (float)grids.upper[at.upper];
+    result.masses[0] = pos[at.upper];
+    result.masses[1] = neg[at.lower];
+    result.masses[2] = pos[0];
+    result.masses[3] = neg[0];
 }
 
 struct PolicySums {
@@ -103,12 +138,24 @@ struct PolicySums {
 };
 constexpr int kPolicySums = sizeof(PolicySums) / sizeof(double);
 
-// Adds a token to the sums and writes the gradients of its log-prob and entropy.
+// A value of the caller's output: 0 where masked, NaN where unmasked and not counted.
+BAPO_HD float output_value(const PolicyParams& params, int64_t i, double value) {
+    if (params.tokens.counted[i]) return (float)value;
+    return params.unmasked && params.unmasked[i] ? NAN : 0.0f;
+}
+
+// Adds a token to the sums; writes the gradients of its log-prob and entropy, and its outputs.
 BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) {
     const TokenInputs& tokens = params.tokens;
     const PolicyOptions& options = params.options;
     if (params.dlog_probs) params.dlog_probs[i] = 0.0;
     if (params.dentropy) params.dentropy[i] = 0.0;
+    if (params.outputs) {
+        params.outputs[i] = output_value(params, i, params.log_probs[i]);
+        if (params.entropy) {
+            params.outputs[params.count + i] = output_value(params, i, params.entropy[i]);
+        }
+    }
     if (!tokens.counted[i]) return;
 
     const Bounds bounds{params.bounds[0], params.bounds[1]};

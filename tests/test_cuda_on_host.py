@@ -30,6 +30,7 @@ from bapo_kernels import (
     bounds,
     fused,
     log_probs,
+    prepare,
     reference,
 )
 from bapo_kernels.call import Call
@@ -59,6 +60,7 @@ CONTROLS = {
     "rounding": "(int seed) -> ()",
     "stream": "(int handle, int status) -> ()",
     "last_cluster": "() -> int",
+    "launches": "() -> int",
     "launched_on": "(int handle) -> bool",
 }
 
@@ -89,7 +91,7 @@ def on_host(request, library, monkeypatch):
     library.schedule(0)
     library.rounding(ROUNDING)
     library.stream(1, 0)
-    for module in (_autograd, bounds, fused):
+    for module in (_autograd, bounds, fused, prepare):
         monkeypatch.setattr(module, "ops_of", lambda backend: library)
     return request.param
 

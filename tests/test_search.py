@@ -18,7 +18,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels.bounds import add_contributions, empty_table, search
+from bapo_kernels.bounds import contributions, search_of_call, solve
 from bapo_kernels.call import loss_call
 from bapo_kernels.config import bound_grid
 
@@ -126,15 +126,28 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted):
         for variant in VARIANTS:
             config = BAPOConfig(**variant)
             logp, old, A, mask = (t.to(device) for t in random_case(g))
-            tables = [empty_table(config, device) for _ in range(2)]
-            for name, table in zip((backend, "reference"), tables, strict=True):
-                call = loss_call(logp, name, old, A, mask, config=config, for_search=True)
-                add_contributions(call, table, logp)
+            calls = [
+                loss_call(logp, name, old, A, mask, config=config, for_search=True)
+                for name in (backend, "reference")
+            ]
+            tables = [contributions(call, logp.double()) for call in calls]
             torch.testing.assert_close(*tables, rtol=1e-12, atol=0)
-            bounds, masses = search(backend, tables[0], config)
-            other_bounds, other_masses = search("reference", tables[0], config)
-            assert torch.equal(bounds, other_bounds)
-            assert torch.equal(masses, other_masses)
+            found = solve(backend, tables[0], config)
+            for other in (
+                solve("reference", tables[0], config),
+                search_of_call(calls[0], logp.double()),
+            ):
+                for mine, same in zip(found, other, strict=True):
+                    assert torch.equal(mine, same)
+
+
+def test_the_rows_of_a_table_are_added_in_order(backend, device):
+    """As after an all-reduce: 1e16 + 1 - 1e16 is 0, in another order 1."""
+    config = BAPOConfig(token_weight="uniform")
+    rows = torch.zeros(3, len(config.lower_grid) + len(config.upper_grid), dtype=torch.float64)
+    rows[:, -len(config.upper_grid) :] = torch.tensor([[1e16], [1.0], [-1e16]])
+    _, masses = solve(backend, rows.to(device), config)
+    assert masses.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -72,9 +72,11 @@ def bapo_loss_from_log_probs(
     logp = torch.where(unmasked, given_logp, 0.0)
     old = torch.where(unmasked, behaviour_log_probs(logp, old_log_probs).to(work), 0.0)
 
-    bounds_given = bounds is not None
+    bounds_given, valid = bounds is not None, 1.0
     if bounds is not None:
-        bounds = ClipBounds(*bounds_tensor(bounds, log_probs).unbind())
+        lower, upper = bounds_tensor(bounds, log_probs).unbind()
+        bounds = ClipBounds(lower, upper)
+        valid = torch.where((lower >= 0) & (lower <= 1) & (upper >= 1), 1.0, torch.nan)
     else:
         bounds = find_clip_bounds(
             given_logp,
@@ -96,9 +98,10 @@ def bapo_loss_from_log_probs(
     terms = _token_terms(config, logp, old, A, bounds, is_weights, ref, ent)
 
     def aggregate(values: Tensor) -> Tensor:
-        return _aggregate(
+        total = _aggregate(
             values, unmasked, config, cu_seqlens, batch_num_tokens, global_batch_size, dp_size
         )
+        return total * valid
 
     counted = unmasked
     if statistics == "live" and not config.kl_loss_coef and not config.entropy_coef:

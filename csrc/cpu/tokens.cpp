@@ -1,24 +1,22 @@
-// Kernels over tokens whose log-probs are known: contributions to the search, the search, the loss.
+// Kernels over tokens: their flat inputs, contributions to the search, the search, the loss.
 // Sums are of chunks of fixed size, then of the chunks in order: the same bits for any number of
 // threads.
 
+#include <algorithm>
 #include <cmath>
 
 #include "launch.h"
+#include "prepare.h"
 
 namespace bapo::cpu {
 
 namespace {
 
-struct Grids {
-    double lower[kMaxGridPoints];
-    double upper[kMaxGridPoints];
-    int lower_count;
-    int upper_count;
-
-    Grids(const Grid& lower_grid, const Grid& upper_grid)
-        : lower_count(fill_grid(lower_grid, lower)), upper_count(fill_grid(upper_grid, upper)) {}
-};
+GridPoints points_of(const Grid& lower, const Grid& upper) {
+    GridPoints grids;
+    grids.fill(lower, upper);
+    return grids;
+}
 
 int64_t chunk_end(int64_t chunk, int64_t count) {
     const int64_t end = (chunk + 1) * kTokensPerChunk;
@@ -27,50 +25,66 @@ int64_t chunk_end(int64_t chunk, int64_t count) {
 
 }  // namespace
 
+void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_sequences) {
+    for (int64_t k = 0; params.offsets.data && k <= params.sequences; ++k) {
+        counts.bad_offsets += offset_is_bad(params, k);
+    }
+    for (int64_t i = 0; i < params.count(); ++i) {
+        const Position at = position_of(params, i);
+        if (!is_unmasked_and_inside(params, at)) continue;
+        counts.tokens += 1;
+        counts.sequences += of_sequences[at.sequence]++ == 0;
+    }
+}
+
+void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
+                   const int64_t* of_sequences) {
+    const double weight = shared_weight(params, counts);
+    const int64_t end = chunk_end(chunk, params.count());
+    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
+        prepare_token(params, i, counts, of_sequences, weight);
+    }
+}
+
 int64_t contribution_bins(const ContributionParams& params) {
-    const Grids grids(params.lower, params.upper);
-    return grids.lower_count + 1 + grids.upper_count + 1;
+    return points_of(params.lower, params.upper).bins();
 }
 
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins) {
-    const Grids grids(params.lower, params.upper);
-    Moments* const lower_bins = bins;
-    Moments* const upper_bins = bins + grids.lower_count + 1;
+    const GridPoints grids = points_of(params.lower, params.upper);
     const int64_t end = chunk_end(chunk, params.count);
     for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
-        const auto [r, A, w] = candidate(params, i);
-        if (A == 0.0) continue;
-        Moments& bin = A > 0.0 ? upper_bins[count_below(grids.upper, grids.upper_count, r)]
-                               : lower_bins[count_not_above(grids.lower, grids.lower_count, r)];
-        const double mass = w * std::fabs(A);
-        bin.ratio_mass += mass * r;
-        bin.mass += mass;
+        const Candidate token = candidate(params, i);
+        if (token.advantage != 0.0) add_to_bin(token, bins[bin_of(grids, token)]);
     }
 }
 
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
                           int64_t chunks) {
-    const Grids grids(params.lower, params.upper);
-    const int64_t count = grids.lower_count + 1 + grids.upper_count + 1;
+    const GridPoints grids = points_of(params.lower, params.upper);
+    const int64_t bins = grids.bins(), points = grids.points();
     Moments total[2 * (kMaxGridPoints + 1)] = {};
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        for (int64_t b = 0; b < count; ++b) {
-            total[b].ratio_mass += partials[chunk * count + b].ratio_mass;
-            total[b].mass += partials[chunk * count + b].mass;
-        }
+        for (int64_t b = 0; b < bins; ++b) total[b].add(partials[chunk * bins + b]);
     }
-    double* const neg = params.table;
-    double* const pos = params.table + grids.lower_count;
+    std::fill(params.table, params.table + params.ranks * points, 0.0);
+    double* const neg = params.table + params.rank * points;
     add_negative(total, grids.lower, grids.lower_count, params.gradient, neg);
     add_positive(total + grids.lower_count + 1, grids.upper, grids.upper_count, params.gradient,
-                 pos);
+                 neg + grids.lower_count);
 }
 
-void solve(const double* table, const Grid& lower, const Grid& upper, const TargetParams& target,
-           float* bounds, double* masses) {
-    const Grids grids(lower, upper);
-    search_table(table, grids.lower, grids.lower_count, grids.upper, grids.upper_count, target,
-                 bounds, masses);
+void solve(const SolveParams& params) {
+    const GridPoints grids = points_of(params.lower, params.upper);
+    double table[2 * kMaxGridPoints] = {};
+    const int points = grids.points();
+    for (int64_t rank = 0; rank < params.ranks; ++rank) {
+        for (int i = 0; i < points; ++i) table[i] += params.table[rank * points + i];
+    }
+    const auto step = [&](int k) { return step_of_search(grids, params.target.upper_first, k); };
+    int k = 0;
+    while (k + 2 < points && goes_on(table, grids, params.target, step(k))) ++k;
+    write_result(table, grids, step(k), params.result);
 }
 
 void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {

@@ -49,16 +49,29 @@ inline const char* message_of(cudaError_t error) {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// Launches kernel(arguments...) on this many blocks; without blocks nothing is launched.
+// Launches kernel(arguments...) on this many blocks, each with dynamic shared memory; without
+// blocks nothing is launched.
 template <typename... Parameters, typename... Arguments>
-const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,
-                   Arguments... arguments) {
+const char* launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                               int bytes, void* stream, Arguments... arguments) {
     if (blocks == 0) return nullptr;
+    constexpr int kUnasked = 8 << 10;  // fits beside any declared memory
+    if (bytes > kUnasked) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error != cudaSuccess) return message_of(error);
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = (unsigned)blocks;
     config.blockDim = threads;
+    config.dynamicSmemBytes = bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     return message_of(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+template <typename... Parameters, typename... Arguments>
+const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,
+                   Arguments... arguments) {
+    return launch_with_memory(kernel, blocks, threads, 0, stream, arguments...);
 }
 
 }  // namespace bapo::cuda

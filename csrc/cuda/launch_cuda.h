@@ -2,7 +2,7 @@
 // message of an error. None of them waits for the device.
 #pragma once
 
-#include "params.h"
+#include "prepare.h"
 
 namespace bapo::cuda {
 
@@ -11,18 +11,26 @@ const char* row_gradient(const RowGradientParams& params, void* stream);
 // x *= factor in rows; with a factor of 1 the kernel returns at once.
 const char* scale(const LogitRows& rows, const float* factor, void* stream);
 
-constexpr int kTokensPerBlock = 256;
-
-inline int64_t token_blocks(int64_t count) {
-    return (count + kTokensPerBlock - 1) / kTokensPerBlock;
+// Scratch memory of prepare, where something is counted: of all tokens, and of every sequence.
+struct CountedTokens {
+    TokenCounts all;
+    int64_t of_sequences[1];
+};
+inline int64_t counted_words(const PrepareParams& params) {
+    const int64_t sequences = counts_sequences(params) ? params.sequences : 0;
+    return (int64_t)(sizeof(TokenCounts) / sizeof(int64_t)) + sequences;
 }
+// counted: counted_words(params) of memory, or null where needs_counts(params) is false.
+const char* prepare(const PrepareParams& params, CountedTokens* counted, void* stream);
 
-// Partials: one table per block of tokens.
-const char* contributions(const ContributionParams& params, int points, double* partials,
-                          void* stream);
-const char* solve(const double* table, const Grid& lower, const Grid& upper,
-                  const TargetParams& target, float* bounds, double* masses, void* stream);
-// Partials: kPolicySums per block of tokens.
+// Numbers of partial sums, for which the kernels of the search and of the loss need memory.
+int64_t search_partials(const ContributionParams& params);
+int64_t policy_partials(int64_t count);
+
+const char* contributions(const ContributionParams& params, Moments* partials, void* stream);
+const char* search(const ContributionParams& params, const TargetParams& target,
+                   const SearchResult& result, Moments* partials, void* stream);
+const char* solve(const SolveParams& params, void* stream);
 const char* policy(const PolicyParams& params, double* partials, void* stream);
 
 // The row pass for sm_90 and later, which holds rows in the shared memory of a cluster; false where

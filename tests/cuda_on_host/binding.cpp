@@ -35,6 +35,9 @@ bool launched_on(int64_t handle) {
            launches.stream == reinterpret_cast<void*>(handle);
 }
 
+// Launches and memsets since the device or the stream was set.
+int64_t launches() { return emulated::launches.count; }
+
 }  // namespace
 
 // Instead of torch's functions: there is a stream, but no device to guard.
@@ -60,5 +63,6 @@ STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, 
     m.impl("rounding", TORCH_BOX(&rounding));
     m.impl("stream", TORCH_BOX(&stream));
     m.impl("last_cluster", TORCH_BOX(&last_cluster));
+    m.impl("launches", TORCH_BOX(&launches));
     m.impl("launched_on", TORCH_BOX(&launched_on));
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 HOST = Path(__file__).parent
 ROOT = HOST.parent.parent
-KERNELS = ["row_pass_cluster", "row_pass", "tokens"]
+KERNELS = ["row_pass_cluster", "row_pass", "prepare", "search", "policy"]
 
 
 def compile_object(source, target, csrc=ROOT / "csrc"):

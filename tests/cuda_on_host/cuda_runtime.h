@@ -43,6 +43,11 @@ struct Launches {
     unsigned cluster = 0;    // blocks in a cluster of the last launch that asked for them
     void* stream = nullptr;  // of the last launch
     bool on_one_stream = true;
+
+    void add(void* on) {
+        if (count++ && stream != on) on_one_stream = false;
+        stream = on;
+    }
 };
 inline Launches launches;
 
@@ -89,6 +94,11 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
     std::memcpy(&value, &emulated::exchange(value, "a shuffle")[from], sizeof value);
     return value;
 }
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+    std::memcpy(&value, &emulated::exchange(value, "a shuffle")[from], sizeof value);
+    return value;
+}
 inline unsigned __ballot_sync(unsigned, bool flag) {
     const uint64_t* const flags = emulated::exchange((uint64_t)flag, "a ballot");
     unsigned ballot = 0;
@@ -96,6 +106,27 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
         ballot |= (unsigned)flags[lane] << lane;
     }
     return ballot;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+// Atomic because threads change only where they pause.
+template <typename T>
+T atomicAdd(T* to, T value) {
+    emulated::scheduler.maybe_pause();
+    const T before = *to;
+    *to += value;
+    return before;
+}
+inline int atomicMin(int* to, int value) {
+    emulated::scheduler.maybe_pause();
+    const int before = *to;
+    *to = before < value ? before : value;
+    return before;
+}
+inline void __threadfence() { emulated::scheduler.maybe_pause(); }
+template <typename T>
+T __ldcg(const T* from) {
+    emulated::scheduler.maybe_pause();
+    return *from;
 }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 template <typename To, typename From>
@@ -161,6 +192,11 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel, const cudaLaunchC
     *count = emulated::device.clusters;
     return cudaSuccess;
 }
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+    emulated::launches.add(stream);
+    std::memset(to, value, bytes);
+    return cudaSuccess;
+}
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
@@ -170,8 +206,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (config->numAttrs && emulated::device.clusters == 0) return cudaErrorInvalidClusterSize;
     emulated::Launches& launches = emulated::launches;
     if (config->numAttrs) launches.cluster = cluster;
-    if (launches.count++ && launches.stream != config->stream) launches.on_one_stream = false;
-    launches.stream = config->stream;
+    launches.add(config->stream);
     emulated::scheduler.launch({blocks, config->blockDim.x, cluster, config->dynamicSmemBytes},
                                [=] { kernel(arguments...); });
     return cudaSuccess;
