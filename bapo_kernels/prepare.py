@@ -87,7 +87,9 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
         for name, value in given.values.items()
     ]  # fmt: skip
     on_device = isinstance(given.divisor, Tensor)
-    config = given.config
+    config, length = given.config, None
+    if given.weighted and config.loss_agg_mode == "seq-mean-token-sum-norm":
+        length = float(config.loss_scale_factor or tokens.shape[1])
     with torch.no_grad():
         ops_of(backend).prepare(
             tokens,
@@ -96,7 +98,7 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
             given.cu_seqlens,
             _MODES.index(config.loss_agg_mode),
             given.dp_size,
-            config.loss_scale_factor or tokens.shape[1],
+            length,
             None if on_device else given.divisor,
             given.divisor if on_device else None,
             given.bounds,
