@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import networkx as nx
 
@@ -29,7 +30,7 @@ class Releases(Enum):
 
 
 @dataclass(frozen=True)
-class Path:
+class Iteration:
     """The instructions of one iteration of a thread."""
 
     instructions: tuple[Instruction, ...]
@@ -46,7 +47,12 @@ class Path:
 
     @property
     def exps(self) -> int:
-        return sum(is_exp(i) for i in self.instructions)
+        return sum(map(is_exp, self.instructions))
+
+    @property
+    def releases(self) -> int:
+        """Stages of shared memory given back."""
+        return sum(map(is_release, self.instructions))
 
 
 def is_vector(instruction: Instruction, names: tuple[str, ...]) -> bool:
@@ -61,7 +67,7 @@ def is_release(instruction: Instruction) -> bool:
     return instruction.opcode.startswith("SYNCS.ARRIVE")
 
 
-def executed_paths(code: list[Instruction], releases: Releases) -> Iterator[Path]:
+def executed_paths(code: list[Instruction], releases: Releases) -> Iterator[Iteration]:
     """The executed path of every innermost loop that has 16-byte loads and exps."""
     graph = control_flow(code)
     for head, loop in loops(graph, graph.nodes):
@@ -71,7 +77,7 @@ def executed_paths(code: list[Instruction], releases: Releases) -> Iterator[Path
             yield path
 
 
-def on_rows(path: Path) -> bool:
+def on_rows(path: Iteration) -> bool:
     return path.loads > 0 and path.exps > 0
 
 
@@ -86,7 +92,7 @@ def control_flow(code: list[Instruction]) -> nx.DiGraph:
             starts.add(number + 1)
     bounds = sorted(starts | {len(code)})
     graph = nx.DiGraph()
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in pairwise(bounds):
         graph.add_node(first, code=code[first:end])
         last = code[end - 1]
         # Taken by a warp whose threads have diverged, which they have not.
@@ -116,7 +122,7 @@ def loops(graph: nx.DiGraph, nodes: object) -> Iterator[tuple[int, set[int]]]:
         yield from loops(graph, loop - {head})
 
 
-def best_path(graph: nx.DiGraph, head: int, loop: set[int], releases: Releases) -> Path:
+def best_path(graph: nx.DiGraph, head: int, loop: set[int], releases: Releases) -> Iteration:
     """The executed path of a loop, by the rule of this module."""
     once = nx.DiGraph(graph.subgraph(loop))
     back = set(once.predecessors(head))
@@ -132,8 +138,8 @@ def best_path(graph: nx.DiGraph, head: int, loop: set[int], releases: Releases) 
             found = tuple(map(sum, zip(score, gain, strict=True)))
             if after not in best or found > best[after][0]:
                 best[after] = found, (*blocks, after)
-    _, blocks = max(best[node] for node in back if node in best)
-    return Path(tuple(i for block in blocks for i in graph.nodes[block]["code"]))
+    _, blocks = max((best[node] for node in back if node in best), default=((), ()))
+    return Iteration(tuple(i for block in blocks for i in graph.nodes[block]["code"]))
 
 
 def value(code: list[Instruction], releases: Releases) -> tuple[int, ...]:

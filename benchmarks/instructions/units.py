@@ -9,20 +9,18 @@ from .sass import Instruction
 
 # By opcode without modifiers; what is not listed is ALU.
 UNITS = {
-    "exp": ["MUFU"],
-    "FMA": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 FSWZADD IMAD HFMA2 HMUL2".split(),
-    "conversion": "F2F F2FP F2I I2F I2FP FRND HADD2".split(),
-    "shared": "LDS STS LDSM STSM ATOMS".split(),
-    "global": "LDG STG LD ST LDGSTS CCTL PREFETCH".split(),
-    "control": (
-        "BRA BRX BRXU JMP EXIT RET CALL BSSY BSYNC BREAK BMOV WARPSYNC COLLECTIVE ENDCOLLECTIVE "
-        "SYNCS BAR DEPBAR LDGDEPBAR MEMBAR FENCE ERRBAR YIELD NANOSLEEP NOP VOTE SHFL ELECT "
-        "S2R CS2R LDC"
-    ).split(),
+    "exp": "MUFU",
+    "FMA": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 IMAD HFMA2 HMUL2",
+    "conversion": "F2F F2FP F2I I2F I2FP FRND HADD2",
+    "shared": "LDS STS LDSM STSM ATOMS",
+    "global": "LDG STG LD ST LDGSTS CCTL",
+    "control": "BRA BRX BRXU JMP EXIT RET CALL BSSY BSYNC BREAK BMOV WARPSYNC COLLECTIVE "
+    "ENDCOLLECTIVE SYNCS BAR DEPBAR LDGDEPBAR MEMBAR FENCE ERRBAR YIELD NANOSLEEP NOP VOTE SHFL "
+    "ELECT S2R CS2R LDC",
 }
 ALU, UNIFORM = "ALU", "uniform"
 NAMES = ("exp", "FMA", ALU, "conversion", "shared", "global", UNIFORM, "control")
-UNIT_OF = {opcode: unit for unit, opcodes in UNITS.items() for opcode in opcodes}
+UNIT_OF = {opcode: unit for unit, opcodes in UNITS.items() for opcode in opcodes.split()}
 
 
 def unit(instruction: Instruction) -> str:
