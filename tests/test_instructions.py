@@ -102,6 +102,21 @@ def test_false_predicates_are_issued():
     assert "@P0 FADD R1, R1, R5" in path
 
 
+def test_the_loop_over_rows_is_not_a_pass():
+    path = the_path("""
+        row:
+        LDG.E.64 R8, [R2]
+        chunk:
+        LDS.128 R4, [R2]
+        MUFU.EX2 R5, R4
+        @P1 BRA chunk
+        MUFU.RCP R5, R4
+        @P2 BRA row
+        EXIT
+    """)
+    assert len(path) == 3
+
+
 @pytest.mark.parametrize("where", ["in line", "elsewhere"])
 def test_a_wait_counts_one_try(where):
     in_line, elsewhere = ("@!P0 BRA wait", "") if where == "in line" else ("@!P0 BRA again", "yes")
@@ -169,10 +184,10 @@ def test_log_probs_alone_may_have_a_loop_of_their_own():
     kept = loops[0].replace("    SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R9], RZ\n", "")
     released = loops[1].replace("    @P0 BRA b2\n", "")
     for listing in (kept + released, released + kept):
-        counts = {one.of: one.issued for one in count(VARIANT, code(listing))}
-        assert counts == {FIRST: 7 / 4, LOG_PROBS: 7 / 4}
-        (alone,) = (one for one in count(VARIANT, code(listing)) if one.of == LOG_PROBS)
-        assert alone.path.releases == 1
+        found = {one.of: one.path.releases for one in count(VARIANT, code(listing))}
+        assert found == {FIRST: 0, LOG_PROBS: 1}
+    found = {one.of: one.path.releases for one in count(VARIANT, code(released))}
+    assert found == {FIRST: 1, LOG_PROBS: 1}
 
 
 def second_pass(name, vectors, arithmetic, integers=0):
@@ -183,12 +198,12 @@ def second_pass(name, vectors, arithmetic, integers=0):
 
 def test_second_passes_are_distinguished_by_their_arithmetic():
     """The longest loop of each counts, however many integers its shorter one computes."""
-    plain, bonus = ["FADD", "FMUL"], ["FADD", "FMNMX", "FFMA", "FMUL"]
+    plain, bonus = ["FADD", "FMUL"], ["FADD", "FMNMX", "FMUL"]
     listing = KEPT_OR_RELEASED + second_pass("a", 4, bonus) + second_pass("b", 1, plain, 50)
     listing += second_pass("c", 2, plain, 3) + second_pass("d", 1, bonus) + "EXIT"
     found = {one.of: (one.elements, one.issued) for one in count(VARIANT, code(listing))}
     assert found[SECOND] == (8, 2 * 14 / 8 + 4 / 8)
-    assert found[ENTROPY] == (16, 4 * 22 / 16 + 1 / 16)
+    assert found[ENTROPY] == (16, 4 * 18 / 16 + 1 / 16)
 
 
 def test_elements_and_exps_have_to_agree():

@@ -34,6 +34,8 @@ def main(
         print(write_page())
         return
     found = [one for one in counts(library, arch) if only in str(one)]
+    if not found:
+        raise typer.BadParameter(f"no title has it, got {only!r}", param_hint="--only")
     if json:
         print(frame(found).to_json(orient="records", lines=True), end="")
     elif path:
