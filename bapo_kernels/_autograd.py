@@ -100,7 +100,8 @@ class _PrecomputedGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.backend, ctx.overwritten = backend, overwritten
         ctx.gradients = tensors[len(tensors) // 2 :]
-        return loss.detach()
+        # Eager code needs no launch for it; a compiler must not have to repeat views of the report.
+        return loss.clone() if torch.compiler.is_compiling() else loss.detach()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
