@@ -43,7 +43,8 @@ sanitize: .venv/built
 	  --ignore tests/test_cuda_build.py --ignore tests/test_cuda_on_host.py \
 	  --ignore tests/test_trl.py --ignore tests/test_verl.py --ignore tests/test_integrations.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
-	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py
+	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
+	  --ignore tests/test_instructions.py
 
 # Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1

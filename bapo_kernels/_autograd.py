@@ -100,7 +100,8 @@ class _PrecomputedGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.backend, ctx.overwritten = backend, overwritten
         ctx.gradients = tensors[len(tensors) // 2 :]
-        return loss.detach()
+        # Eager code needs no launch for it; a compiler must not have to repeat views of the report.
+        return loss.clone() if torch.compiler.is_compiling() else loss.detach()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -179,28 +180,37 @@ def output_with_gradients(
     return output._replace(loss=loss, log_probs=log_probs, entropy=without_gradient(output.entropy))
 
 
+class _PerToken(torch.autograd.Function):
+    """Outputs per token, with the gradient of the flat float64 values that they show."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, shown: Tensor, counted: Tensor) -> Tensor:
+        ctx.save_for_backward(counted)
+        return shown.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dshown: Tensor) -> tuple[Tensor, None, None]:
+        (counted,) = ctx.saved_tensors
+        return torch.where(counted, dshown.reshape(-1).double(), 0.0), None, None
+
+
 def differentiable_loss(call: Call, log_probs: Tensor, entropy: Tensor | None) -> BAPOOutput:
     """The loss of flat float64 log-probs and entropy; all its outputs have their gradients."""
-    with torch.no_grad():
-        detached = None if entropy is None else entropy.detach()
-        output, coefficients = loss_of_log_probs(call, log_probs.detach(), detached, False)
     per_token = log_probs, entropy
+    with torch.no_grad():
+        detached = [None if values is None else values.detach() for values in per_token]
+        output, coefficients = loss_of_log_probs(call, *detached)
     gradients = [
         made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
         for tensor, made in zip(per_token, coefficients, strict=True)
     ]
     loss = loss_with_gradients(output.loss, call.backend, per_token, gradients)
-    shown = [None if values is None else _shown(call, values) for values in per_token]
+    shown = [
+        None if values is None else _PerToken.apply(values, of_output, call.counted)
+        for values, of_output in zip(per_token, output[1:3], strict=True)
+    ]
     # Dynamo of torch 2.11 cannot return what _replace makes.
     return BAPOOutput(loss, *shown, output.bounds, output.metrics)
-
-
-def _shown(call: Call, values: Tensor) -> Tensor:
-    """Float64 values per token as ``policy`` writes them, with their gradient."""
-    values = torch.where(call.counted, values.float(), 0.0)
-    if call.statistics == "live":
-        values = values.masked_fill(call.unmasked & ~call.counted, torch.nan)
-    return values.reshape(call.shape)
 
 
 def in_backward(dtype: torch.dtype) -> bool:

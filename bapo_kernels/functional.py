@@ -127,7 +127,6 @@ def bapo_loss(
         dp_size=dp_size,
     )
     check_logits(logits, labels, vocab_group)
-    labels = labels.long()
     check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     require(isinstance(inplace, bool), "inplace", "be a bool", typed(inplace))

@@ -145,29 +145,24 @@ def loss_of_logits(
 
 
 def loss_of_log_probs(
-    call: Call, log_probs: Tensor, entropy: Tensor | None, per_token: bool = True
+    call: Call, log_probs: Tensor, entropy: Tensor | None
 ) -> tuple[BAPOOutput, Coefficients]:
     """Search (unless bounds are given) and loss of flat float64 log-probs, with their gradients.
 
-    Args:
-        per_token: output log-probs and entropy in float32 and the caller's shape, 0 where masked,
-            NaN where unmasked but skipped; otherwise as they are.
+    The outputs per token are in the caller's shape: 0 where masked, NaN where unmasked but skipped.
     """
     bounds, masses = call.bounds, None
     if bounds is None:
         bounds, masses = search_of_call(call, log_probs)
-    outputs = None
-    if per_token:
-        shape = 1 if entropy is None else 2, *call.shape
-        outputs = torch.empty(shape, dtype=torch.float32, device=log_probs.device)
+    shape = 1 if entropy is None else 2, *call.shape
+    outputs = torch.empty(shape, dtype=torch.float32, device=log_probs.device)
     report, coefficients = policy(call, log_probs, entropy, bounds, masses, outputs)
     metrics = dict(zip(REPORT, report.unbind(), strict=True))
     loss = metrics.pop("loss")
     if call.statistics == "all":
         del metrics["live_tokens"]
-    if outputs is not None:
-        log_probs, entropy = outputs[0], None if entropy is None else outputs[1]
-    return BAPOOutput(loss, log_probs, entropy, ClipBounds(*bounds.unbind()), metrics), coefficients
+    of_rows = outputs[0], None if entropy is None else outputs[1]
+    return BAPOOutput(loss, *of_rows, ClipBounds(*bounds.unbind()), metrics), coefficients
 
 
 def policy(

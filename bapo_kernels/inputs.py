@@ -150,6 +150,11 @@ def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor, read: bool
     return torch.stack(parts)
 
 
+def bounds_are_valid(lower: Tensor, upper: Tensor) -> Tensor:
+    """Whether bounds are bounds of the ratio: ``0 <= lower <= 1 <= upper``; NaN are not."""
+    return (lower >= 0) & (lower <= 1) & (upper >= 1)
+
+
 def _check_scalar(name: str, tensor: Tensor) -> None:
     check_tensor(name, tensor)
     is_real = not tensor.is_complex() and tensor.dtype != torch.bool

@@ -97,7 +97,6 @@ def bapo_linear_loss(
         dp_size=dp_size,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
-    labels = labels.long()
     check_options(statistics, process_group, vocab_group)
     weight, bias, dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, vocab_group, backend

@@ -13,6 +13,7 @@ from torch import Tensor
 from ._ops import ops_of
 from .aggregation import sequence_index, token_weights
 from .config import IGNORE_INDEX, BAPOConfig, LossAggMode
+from .inputs import bounds_are_valid
 
 _MODES: tuple[str, ...] = get_args(LossAggMode)
 # Of the mode's mean: the argument that holds its divisor.
@@ -86,7 +87,9 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
         for name, value in given.values.items()
     ]  # fmt: skip
     on_device = isinstance(given.divisor, Tensor)
-    config = given.config
+    config, length = given.config, None
+    if given.weighted and config.loss_agg_mode == "seq-mean-token-sum-norm":
+        length = float(config.loss_scale_factor or tokens.shape[1])
     with torch.no_grad():
         ops_of(backend).prepare(
             tokens,
@@ -95,7 +98,7 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
             given.cu_seqlens,
             _MODES.index(config.loss_agg_mode),
             given.dp_size,
-            config.loss_scale_factor or tokens.shape[1],
+            length,
             None if on_device else given.divisor,
             given.divisor if on_device else None,
             given.bounds,
@@ -157,7 +160,11 @@ def _in_pytorch(given: Arguments) -> TokenInputs:
             global_batch_size=divisor,
             dp_size=given.dp_size,
         )
-        weights = weights.expand(tokens.shape).reshape(-1)
+        if rising is not None:
+            weights = torch.where(rising, weights, torch.nan)
+        if given.bounds is not None:
+            weights = torch.where(bounds_are_valid(*given.bounds.unbind()), weights, torch.nan)
+        weights = torch.where(unmasked, weights, 0.0).reshape(-1)
     values = {name: value.reshape(-1).contiguous() for name, value in values.items()}
     counted = unmasked = unmasked.reshape(-1)
     if given.live:

@@ -288,10 +288,11 @@ void row_gradient_(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, T
 
 template <typename Backend>
 void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> values,
-             OptionalTensor cu_seqlens, int64_t mode, double scale, std::optional<double> length,
-             std::optional<double> divisor, OptionalTensor device_divisor, OptionalTensor bounds,
-             bool live, Tensor unmasked, OptionalTensor counted, OptionalTensor labels,
-             OptionalTensor weights, Tensor flat, OptionalTensor ticket) {
+             OptionalTensor cu_seqlens, int64_t aggregation, double scale,
+             std::optional<double> length, std::optional<double> divisor,
+             OptionalTensor device_divisor, OptionalTensor bounds, bool live, Tensor unmasked,
+             OptionalTensor counted, OptionalTensor labels, OptionalTensor weights, Tensor flat,
+             OptionalTensor ticket) {
     STD_TORCH_CHECK(tokens.dim() == 2, "tokens must have 2 dimensions");
     const Arguments args(tokens);
     PrepareParams params{};
@@ -299,8 +300,8 @@ void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> va
     const int64_t N = params.count(), count = (int64_t)values.size();
     STD_TORCH_CHECK(count <= PrepareParams::kMostValues && (!live || count > 0),
                     "values must be at most ", PrepareParams::kMostValues, ", got ", count);
-    STD_TORCH_CHECK(mode >= 0 && mode <= (int64_t)Aggregation::kSeqMeanTokenMean,
-                    "mode must be in 0..4, got ", mode);
+    STD_TORCH_CHECK(aggregation >= 0 && aggregation <= (int64_t)Aggregation::kSeqMeanTokenMean,
+                    "aggregation must be in 0..4, got ", aggregation);
     params.tokens = args.numbers(tokens, R, S, "tokens");
     params.labels_given = params.tokens.type <= NumberType::kInt64;
     params.mask = args.numbers(response_mask, R, S, "response_mask");
@@ -319,7 +320,7 @@ void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> va
         const int64_t columns = per_sequence ? params.sequences : S;
         params.values[k] = args.numbers(values[k], per_sequence ? 1 : R, columns, "values");
     }
-    params.aggregation = (Aggregation)mode;
+    params.aggregation = (Aggregation)aggregation;
     params.scale = scale;
     params.length = length.value_or(1.0);
     params.divisor = divisor.value_or(std::numeric_limits<double>::quiet_NaN());

@@ -400,8 +400,9 @@ class Run {
         params.uniform_weight = p.uniform_weight;
         params.gradient = p.gradient;
         const int64_t bins = cpu::contribution_bins(params);
-        out.table.assign(bins - 2, 0.0);
+        out.table = poisoned<double>(bins - 2);
         params.table = out.table.data();
+        params.ranks = 1;
         const auto partials = run_chunks<Moments>(
             p.count, bins, threads > 1,
             [&](int64_t k, Moments* of_chunk) { cpu::contributions_chunk(params, k, of_chunk); });
@@ -431,7 +432,7 @@ class Run {
     }
 
     void solve() {
-        cpu::solve(out.table.data(), p.lower, p.upper, p.target, bounds, masses);
+        cpu::solve({out.table.data(), 1, p.lower, p.upper, p.target, {bounds, masses}});
         require(bounds[0] >= (float)p.lower.start && bounds[0] <= (float)p.lower.maximum &&
                     bounds[1] >= (float)p.upper.start && bounds[1] <= (float)p.upper.maximum,
                 "bounds are on their grids");
@@ -459,11 +460,14 @@ class Run {
         params.report = reinterpret_cast<Report*>(report.data());
         params.dlog_probs = out.dlog_probs.data();
         params.dentropy = out.dentropy.data();
+        Floats outputs = poisoned<float>(2 * p.count);
+        params.outputs = outputs.data();
         const auto partials = run_chunks<PolicySums>(
             p.count, 1, threads > 1,
             [&](int64_t k, PolicySums* sums) { cpu::policy_chunk(params, k, *sums); });
         cpu::policy_reduce(params, partials.data(), (int64_t)partials.size());
         out.others.insert(out.others.end(), report.begin(), report.end());
+        out.others.insert(out.others.end(), outputs.begin(), outputs.end());
     }
 
     void row_gradient() {

@@ -89,12 +89,12 @@ def f64(*shape: int) -> torch.Tensor:
     return torch.zeros(*(shape or (N,)), dtype=torch.float64)
 
 
-def one_row_statistics(dtype):
+def one_row_statistics(dtype, softcap=None):
     row_pass.row_statistics(
         torch.empty(1, N, V, dtype=dtype),
         torch.zeros(N, dtype=torch.long),
         torch.ones(N, dtype=torch.bool),
-        *(1.0, 1.0, None),
+        *(1.0, 1.0, softcap),
         f64(),
         f64(),
         f64(N, 2),

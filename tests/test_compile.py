@@ -5,6 +5,7 @@ import torch
 from helpers import KERNELS, make_case
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from world import grid
 
@@ -184,11 +185,11 @@ def double(*shape):
 
 
 def sample_arguments(device="cpu"):
-    return {name: tuple(moved(arguments, device)) for name, arguments in on_cpu().items()}
+    return {name: moved(arguments, device) for name, arguments in on_cpu().items()}
 
 
 def moved(arguments, device):
-    return (a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments)
+    return tree_map_only(torch.Tensor, lambda a: a.to(device), arguments)
 
 
 def on_cpu():
@@ -213,18 +214,28 @@ def on_cpu():
         flags,
     )
     row_gradient = (labels, stats, entropy, double(N), double(N), flags, *TRANSFORM)
-    table, bounds, masses = double(54), torch.tensor([0.8, 1.2]), double(4)
+    table, bounds, masses = double(2, 54), torch.tensor([0.8, 1.2]), double(4)
+    searched = (logp, counted, old, A, None, GRIDS, False, False)
+    flat, ticket = torch.empty(2, N), torch.zeros(1, dtype=torch.int32)
+    masks = torch.empty_like(counted), torch.empty_like(counted)
     return {
         "row_statistics": (logits, labels, counted, *TRANSFORM, logp, entropy, stats),
         "row_pass": (logits, *row_pass, torch.empty_like(logits)),
         "row_pass_": (logits, *row_pass),
         "row_gradient": (logits, *row_gradient, torch.empty_like(logits)),
         "row_gradient_": (logits, *row_gradient),
-        "contributions": (logp, counted, old, A, None, GRIDS, False, False, table),
+        "prepare": (
+            *(labels.view(2, 3), counted.view(2, 3), [A.view(2, 3), old.view(2, 3)], None),
+            *(4, 1.0, None, None, None, bounds, True, *masks, labels.clone(), double(N)),
+            *(flat, ticket),
+        ),
+        "contributions": (*searched, 1, table),
+        "search": (*searched, 0.4, False, True, bounds, masses),
         "solve": (table, GRIDS, 0.4, False, True, bounds, masses),
         "policy": (
             *(logp, entropy, *tokens, None, bounds, masses, GRIDS, False, False, 0.4, False),
-            *(*POLICY, torch.empty(14), double(N), double(N)),
+            *(*POLICY, counted, ticket, torch.empty(14), double(N), double(N)),
+            torch.empty(2, N),
         ),
         "scale_": (logits, torch.tensor(2.0)),
     }
@@ -261,18 +272,25 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         ("row_statistics", -1, double(N)),  # too few statistics
         ("row_pass", -1, torch.empty(2, 3, V - 1)),  # another gradient shape
         ("row_gradient", 2, double(N)),  # too few statistics
-        ("contributions", -1, double(53)),  # another grid's table
-        ("policy", -3, torch.empty(13)),  # a report of another version
+        ("prepare", 1, torch.zeros(2, 2)),  # a mask of another shape
+        ("prepare", -5, torch.zeros(N, dtype=torch.int32)),  # a mask of another dtype
+        ("prepare", -2, torch.zeros(1, N)),  # room for one of two values
+        ("prepare", 3, torch.tensor([0, 6])),  # offsets of padded tokens
+        ("contributions", -1, double(2, 53)),  # another grid's table
+        ("contributions", -2, 2),  # a rank beyond the table
+        ("search", -1, double(3)),  # too few masses
+        ("policy", -4, torch.empty(13)),  # a report of another version
+        ("policy", -1, torch.empty(1, N)),  # no room for the entropies
     ):
         arguments = list(sample_arguments(device)[name])
-        arguments[position] = bad.to(device)
+        arguments[position] = moved(bad, device)
         with pytest.raises(RuntimeError, match="must"):
             getattr(ops_of(backend), name)(*arguments)
 
 
-@pytest.mark.parametrize("name", ["row_pass", "contributions", "solve", "policy"])
+@pytest.mark.parametrize("name", ["row_pass", "contributions", "search", "solve", "policy"])
 def test_ops_refuse_grids_of_five_numbers(backend, device, name):
-    arguments = [GRIDS[:5] if a is GRIDS else a for a in sample_arguments(device)[name]]
+    arguments = [GRIDS[:5] if isinstance(a, tuple) else a for a in sample_arguments(device)[name]]
     with pytest.raises(RuntimeError, match="grids must be 6 numbers, got 5"):
         getattr(ops_of(backend), name)(*arguments)
 

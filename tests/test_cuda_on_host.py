@@ -20,6 +20,8 @@ from cuda_on_host.breaks import all_breaks
 from cuda_on_host.build import ROOT, build
 from filelock import FileLock
 from helpers import check_against_reference, make_case, needs_native, per_token, run_kernel
+from launches import LAUNCHES
+from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 
 from bapo_kernels import (
     BAPOConfig,
@@ -33,7 +35,7 @@ from bapo_kernels import (
     prepare,
     reference,
 )
-from bapo_kernels.call import Call
+from bapo_kernels.call import Call, loss_call
 
 NAMESPACE = "bapo_kernels_cuda_on_host"
 pytestmark = [
@@ -271,6 +273,49 @@ def test_many_tokens(on_host):
             torch.testing.assert_close(
                 got.metrics[name].double(), value.double(), rtol=1e-6, atol=0
             )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_prepare(on_host, library, mode):
+    """In one launch, and in three; sequences within a warp and across many blocks."""
+    long = (0, 1, 4, 5, 5, 37, 8_000, 8_001, 8_033, 9_900)
+    for seed in SEEDS:
+        library.schedule(seed)
+        for shape in ((5, 33), (3, 2, 5), (0, 3), (3, 2_800)):
+            check_prepared(padded_arguments(shape, mode, True), "cpu")
+        for offsets in ((0, 3, 3, 64, 300), tuple(range(301)), (0, 5, 3), (0, 301)):
+            check_prepared(packed_arguments(300, offsets, mode, True), "cpu")
+        check_prepared(packed_arguments(10_000, long, mode, False), "cpu")
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_launches(on_host, library):
+    """Of every operator; test_launches.py adds those of ATen and of a process group."""
+    launches = {}
+    counted = library.launches
+
+    class Counted:
+        def __getattr__(self, name):
+            def run(*arguments):
+                library.stream(1, 0)
+                getattr(library, name)(*arguments)
+                launches[name] = max(launches.get(name, 0), counted())
+
+            return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_autograd, bounds, fused, prepare):
+            patch.setattr(module, "ops_of", lambda backend: Counted())
+        for N in (3, 8_200):
+            case = make_case((1, N), 3, staleness=0.4)
+            run_kernel(case, "cpu")
+            call = loss_call(case.labels, "cpu", *case.arguments()[1:])
+            bounds.solve("cpu", bounds.contributions(call, torch.zeros(N).double()), call.config)
+            logp, _ = log_probs(case.logits.requires_grad_(), case.labels, backend="cpu")
+            logp.sum().backward()
+            bapo_loss(case.logits.detach(), *case.arguments(), inplace=True, backend="cpu")
+    assert launches == LAUNCHES
 
 
 def test_incoming_gradient(on_host):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import IGNORE_INDEX, LOG_RATIO_LIMIT, BAPOConfig, starting_bounds_of
-from ..inputs import bounds_tensor, config_or_default, rising_offsets
+from ..inputs import bounds_are_valid, bounds_tensor, config_or_default, rising_offsets
 from ..output import BAPOOutput, ClipBounds
 from .search import Contributions, find_clip_bounds, search_metrics
 from .softmax import head_logits, log_probs
@@ -76,7 +76,7 @@ def bapo_loss_from_log_probs(
     if bounds is not None:
         lower, upper = bounds_tensor(bounds, log_probs).unbind()
         bounds = ClipBounds(lower, upper)
-        valid = torch.where((lower >= 0) & (lower <= 1) & (upper >= 1), 1.0, torch.nan)
+        valid = torch.where(bounds_are_valid(lower, upper), 1.0, torch.nan)
     else:
         bounds = find_clip_bounds(
             given_logp,

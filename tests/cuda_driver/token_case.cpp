@@ -52,7 +52,7 @@ class Tokens {
   private:
     struct Outputs {
         std::vector<double> table, masses, dlog_probs, dentropy;
-        std::vector<float> bounds, report;
+        std::vector<float> bounds, report, outputs;
     };
     Token token(int64_t i) const {
         const double log_prob = log_probs_[i];
@@ -137,7 +137,6 @@ void Tokens::search() {
 
 Tokens::Outputs Tokens::launch() const {
     const int points = (int)table_.size();
-    const int64_t blocks = cuda::token_blocks(case_.count);
     const Array<uint8_t> counted("counted", counted_);
     const Array<double> log_probs("log_probs", log_probs_), entropy("entropy", entropy_),
         weights("weights", weights_);
@@ -145,9 +144,11 @@ Tokens::Outputs Tokens::launch() const {
         rollout("rollout_log_probs", rollout_), advantages("advantages", advantages_),
         is_weights("is_weights", is_weights_);
     const Array<double> table("table", std::vector(points, 0.0)), masses("masses", 4),
-        partials("partials", blocks * std::max(points, kPolicySums)),
+        policy_partials("partials of policy", cuda::policy_partials(case_.count)),
         dlog_probs("dlog_probs", case_.count), dentropy("dentropy", case_.count);
-    const Array<float> bounds("bounds", 2), report("report", kReportSize);
+    const Array<float> bounds("bounds", 2), report("report", kReportSize),
+        outputs("outputs", 2 * case_.count);
+    const Array<int32_t> ticket("ticket", std::vector<int32_t>{0});
 
     ContributionParams search{};
     search.count = case_.count;
@@ -159,6 +160,10 @@ Tokens::Outputs Tokens::launch() const {
     search.uniform_weight = case_.uniform_weight;
     search.gradient = case_.gradient;
     search.table = table.data();
+    search.ranks = 1;
+    const Array<double> search_partials(
+        "partials of the search",
+        cuda::search_partials(search) * (int64_t)(sizeof(Moments) / sizeof(double)));
     PolicyParams policy{};
     policy.tokens.weights = weights.data();
     if (case_.all_inputs) {
@@ -184,13 +189,23 @@ Tokens::Outputs Tokens::launch() const {
     policy.report = reinterpret_cast<Report*>(report.data());
     policy.dlog_probs = dlog_probs.data();
     policy.dentropy = dentropy.data();
+    policy.ticket = ticket.data();
+    policy.outputs = outputs.data();
 
-    finish(cuda::contributions(search, points, partials.data(), nullptr));
-    finish(
-        cuda::solve(table.data(), kLower, kUpper, target_, bounds.data(), masses.data(), nullptr));
-    finish(cuda::policy(policy, partials.data(), nullptr));
-    const Outputs got{table.values(),    masses.values(), dlog_probs.values(),
-                      dentropy.values(), bounds.values(), report.values()};
+    auto* const partials = reinterpret_cast<Moments*>(search_partials.data());
+    const SearchResult result{bounds.data(), masses.data()};
+    finish(cuda::contributions(search, partials, nullptr));
+    finish(cuda::solve({table.data(), 1, kLower, kUpper, target_, result}, nullptr));
+    const auto bounds_of_table = bounds.values();
+    const auto masses_of_table = masses.values();
+    finish(cuda::search(search, target_, result, partials, nullptr));
+    if (bounds.values() != bounds_of_table || masses.values() != masses_of_table) {
+        verdict_.fail(0, "search is not contributions and solve");
+    }
+    finish(cuda::policy(policy, policy_partials.data(), nullptr));
+    if (ticket.values()[0] != 0) verdict_.fail(0, "the ticket of policy is not 0");
+    const Outputs got{table.values(),  masses.values(), dlog_probs.values(), dentropy.values(),
+                      bounds.values(), report.values(), outputs.values()};
     verdict_.guards();
     return got;
 }
@@ -225,6 +240,10 @@ void Tokens::check_policy(const Outputs& got) {
             dlog_prob = weights_[i] * token_grad(of, ratio, bounds, options_);
             dentropy = -weights_[i] * options_.entropy_coef;
         }
+        verdict_.compare("log_prob of token", i, got.outputs[i],
+                         counted_[i] ? (float)log_probs_[i] : 0.0f, 0.0);
+        verdict_.compare("entropy of token", i, got.outputs[case_.count + i],
+                         counted_[i] ? (float)entropy_[i] : 0.0f, 0.0);
         verdict_.compare("dlog_prob of token", i, got.dlog_probs[i], dlog_prob,
                          kDouble * std::fabs(dlog_prob) + 0x1p-60);
         verdict_.compare("dentropy of token", i, got.dentropy[i], dentropy,

@@ -1,0 +1,130 @@
+"""The flat inputs that the kernels take per token, against the same in plain PyTorch."""
+
+import itertools
+
+import pytest
+import torch
+from prepared import MODES, check_prepared, packed_arguments, padded_arguments
+
+from bapo_kernels import BAPOConfig
+from bapo_kernels.call import loss_call
+from bapo_kernels.prepare import Arguments
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("live", [False, True])
+def test_padded(backend, device, mode, live):
+    for shape in ((5, 33), (40, 70), (3, 2, 5), (3, 0), (0, 3)):
+        check_prepared(padded_arguments(shape, mode, live), backend, device)
+    if not mode.startswith("seq"):
+        for shape in ((), (1,), (7,), (0,)):
+            check_prepared(padded_arguments(shape, mode, live), backend, device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "offsets",
+    [(0, 5), (0, 3, 3, 64, 300), (0, 300), (0, 0, 1, 2, 2, 250), tuple(range(301)), (0, 0)],
+    ids=str,
+)
+def test_packed(backend, device, offsets, mode):
+    for per_sequence in (False, True):
+        check_prepared(packed_arguments(300, offsets, mode, per_sequence), backend, device)
+
+
+@pytest.mark.parametrize("offsets", [(0, 5, 3), (1, 300), (0, 301), (-1, 7), (0, -5), (0, 400, 9)])
+def test_offsets_that_break_their_rule_make_everything_nan(backend, device, offsets):
+    for mode in MODES:
+        got = check_prepared(packed_arguments(300, offsets, mode, True), backend, device)
+        assert got.weights[got.unmasked].isnan().all()
+        assert got.values["advantages"].isnan().all()
+        assert got.unmasked.any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_any_type_of_number(backend, device, dtype):
+    g = torch.Generator().manual_seed(0)
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 2e-8, -6e-5])
+    values = torch.cat([torch.randn(91, generator=g), special]).to(dtype)
+    for labels, mask in itertools.product((*INTEGERS, dtype), (torch.bool, *INTEGERS, *FLOATS)):
+        tokens = torch.randint(0, 100, (100,), generator=g).to(labels)
+        if labels in (torch.int16, torch.int32, torch.int64, torch.int8):
+            tokens[::7] = -100
+        arguments = Arguments(
+            tokens,
+            {"advantages": values, "old_log_probs": values.flip(0)},
+            torch.cat([special[:7], torch.randint(0, 2, (93,), generator=g)]).to(mask),
+            weighted=True,
+        )
+        check_prepared(arguments, backend, device)
+
+
+def test_strides(backend, device):
+    """Columns of a wider matrix, its transpose, and one advantage per sequence."""
+    g = torch.Generator().manual_seed(0)
+    wide = torch.randint(-1, 50, (6, 41), generator=g)
+    values = torch.randn(41, 6, generator=g)
+    arguments = Arguments(
+        wide[:, 1:],
+        {
+            "advantages": torch.randn(6, 1, generator=g).expand(6, 40),
+            "old_log_probs": values.T[:, :40],
+        },
+        (wide > 9)[:, 1:],
+        weighted=True,
+        config=BAPOConfig(loss_agg_mode="seq-mean-token-mean"),
+    )
+    check_prepared(arguments, backend, device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
+def test_divisors(backend, device, mode, dtype):
+    arguments = padded_arguments((4, 9), mode, False)
+    for divisor in (3, 0, -1):
+        on_device = arguments._replace(divisor=torch.tensor(divisor, dtype=dtype), dp_size=2)
+        got = check_prepared(on_device, backend, device)
+        assert got.weights[got.unmasked].isnan().all() == (divisor <= 0 and mode != "token-sum")
+    check_prepared(arguments._replace(divisor=7.5, dp_size=3), backend, device)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "valid"),
+    [
+        ((0.6, 1.2), True),
+        ((0.0, 1.0), True),
+        ((1.0, torch.inf), True),
+        ((0.2, 0.2), False),
+        ((1.1, 1.2), False),
+        ((-0.1, 1.2), False),
+        ((torch.nan, 1.2), False),
+        ((0.8, torch.nan), False),
+    ],
+)
+def test_bounds_on_the_device(backend, device, bounds, valid):
+    arguments = padded_arguments((4, 9), "token-mean", False)
+    got = check_prepared(arguments._replace(bounds=torch.tensor(bounds)), backend, device)
+    assert got.weights[got.unmasked].isfinite().all() == valid
+    assert not valid or (got.weights != 0).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_tokens(backend, device, mode, interpreted):
+    """More than one launch counts, in more programs than one."""
+    rows = 3 if interpreted else 120
+    check_prepared(padded_arguments((rows, 8_200), mode, True), backend, device)
+    offsets = (0, 1, 4, 5, 5, 37, 8_000, 8_001, 8_033, 16_300)
+    check_prepared(packed_arguments(16_384, offsets, mode, True), backend, device)
+
+
+def test_inputs_are_copied(backend, device):
+    """Kernels of a later backward must not see what the caller writes in between."""
+    labels, A = torch.arange(4, device=device), torch.ones(4, device=device)
+    call = loss_call(labels, backend, None, A, None)
+    labels.zero_()
+    A.zero_()
+    assert call.labels.tolist() == [0, 1, 2, 3]
+    assert call.advantages.tolist() == [1.0] * 4
