@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...output import REPORT
 from . import policy_math
-from .launch import CHUNK, limits
+from .launch import CHUNK, PER_TOKEN, limits
 
 # Of each chunk of tokens, as PolicySums in csrc/tokens.h.
 SUMS = (
@@ -36,7 +36,7 @@ def _report_index(name):
     return _REPORT_INDEX[name]
 
 
-@triton.jit(do_not_specialize=("count", "chunks"))
+@triton.jit(do_not_specialize=("count", "chunks"), do_not_specialize_on_alignment=PER_TOKEN)
 def _policy_kernel(
     log_probs,
     entropies,
@@ -133,7 +133,7 @@ def _share(value, total):
     return tl.where(total == 0.0, 0.0, value / tl.where(total == 0.0, 1.0, total))
 
 
-@triton.jit(do_not_specialize=("chunks",))
+@triton.jit(do_not_specialize=("chunks",), do_not_specialize_on_alignment=PER_TOKEN)
 def _report_kernel(
     partials,
     bounds,

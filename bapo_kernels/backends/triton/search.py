@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...config import bound_grid
 from . import policy_math
-from .launch import CHUNK, limits
+from .launch import CHUNK, PER_TOKEN, limits
 
 
 @triton.jit
@@ -27,7 +27,10 @@ def _grid_points(start, maximum, step, count, first, point):
     return values
 
 
-@triton.jit(do_not_specialize=("count", "lower_count", "upper_count"))
+@triton.jit(
+    do_not_specialize=("count", "lower_count", "upper_count"),
+    do_not_specialize_on_alignment=PER_TOKEN,
+)
 def _contributions_kernel(
     log_probs,
     counted,
@@ -77,7 +80,7 @@ def _contributions_kernel(
     tl.store(partials + chunk * POINTS + place, sums)
 
 
-@triton.jit(do_not_specialize=("chunks", "points"))
+@triton.jit(do_not_specialize=("chunks", "points"), do_not_specialize_on_alignment=PER_TOKEN)
 def _add_partials_kernel(
     partials,
     table,
@@ -96,7 +99,9 @@ def _add_partials_kernel(
     tl.store(table + place, tl.load(table + place, inside) + sums, inside)
 
 
-@triton.jit(do_not_specialize=("lower_count", "upper_count"))
+@triton.jit(
+    do_not_specialize=("lower_count", "upper_count"), do_not_specialize_on_alignment=PER_TOKEN
+)
 def _solve_kernel(
     table,
     bounds,
