@@ -13,14 +13,17 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from bapo_kernels.backends.triton import policy, row_gradient, row_pass, search
+from bapo_kernels.backends.triton import policy, prepare, row_gradient, row_pass, search
+from bapo_kernels.backends.triton.kernel import Kernel
 from bapo_kernels.output import REPORT
 
 TARGETS = {
@@ -65,7 +68,7 @@ class Compiled:
         self.kernels: dict[str, tuple[str, str, object]] = {}
         self.variant = ""
         self.unaligned = False
-        run = JITFunction.run
+        run, compile_kernel = JITFunction.run, Kernel.compile
 
         def compile_only(function, *args, grid, warmup, **options):
             if self.unaligned:
@@ -74,8 +77,16 @@ class Compiled:
             kernel = run(function, *args, grid=grid, warmup=True, **options)
             name = function.fn.__name__
             self.kernels.setdefault(kernel.hash, (name, self.variant, kernel))
+            return kernel
 
-        JITFunction.run = compile_only
+        def compile_anew(kernel, *arguments):
+            """Asks Triton at every launch, so that arguments that specialise a kernel show."""
+            compiled = compile_kernel(kernel, *arguments)
+            kernel.compiled.clear()
+            return compiled
+
+        JITFunction.run, Kernel.compile = compile_only, compile_anew
+        CompiledKernel.__getitem__ = lambda kernel, grid: lambda *arguments: None
 
 
 def one_element_further(value: object) -> object:
@@ -147,43 +158,76 @@ def one_row_gradient(dtype, softcap=None, entropy=False, only=True, n=N, tempera
     )
 
 
-def one_search(uniform=False, gradient=False, n=N, target=0.4):
-    table = f64(54)
-    search.contributions(
-        f64(n),
+def one_search(uniform=False, gradient=False, n=N, target=0.4, start=0):
+    """``start``: of the tokens in their memory, which need not be aligned."""
+    tokens = (
+        f64(n + start)[start:],
         torch.ones(n, dtype=torch.bool),
-        None if uniform else f32(n),
-        f32(n),
-        None if gradient else f32(n),
+        None if uniform else f32(n + start)[start:],
+        f32(n + start)[start:],
+        None if gradient else f32(n + start)[start:],
         GRIDS,
         uniform,
         gradient,
-        table,
     )
-    search.solve(table, GRIDS, target, uniform, not uniform, f32(2), f64(4))
+    table, goal = f64(2, 54), (target, uniform, not uniform)
+    search.contributions(*tokens, 1, table)
+    search.solve(table, GRIDS, *goal, f32(2), f64(4))
+    search.search(*tokens, *goal, f32(2), f64(4))
 
 
-def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1):
-    on = (lambda: f32(n)) if everything else (lambda: None)
+def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1, start=0):
+    def given(wanted=True):
+        return f32(n + start)[start:] if wanted else None
+
     policy.policy(
         f64(n),
         f64(n) if everything else None,
         torch.ones(n, dtype=torch.bool),
-        on(),
-        f32(n),
+        given(everything),
+        given(),
         f64(n),
-        on(),
-        on(),
-        on(),
+        given(everything),
+        given(everything),
+        given(everything),
         f32(2),
         None if everything else f64(4),
         GRIDS,
         *(not everything, everything, target, everything),
         3.0 if everything else None,
         *(kl_coef * everything, kl, 0.01 * everything),
+        torch.ones(n, dtype=torch.bool) if everything else None,
+        torch.zeros(1, dtype=torch.int32),
         f32(len(REPORT)),
         f64(n),
         f64(n) if everything else None,
+        torch.zeros(1 + everything, n),
+    )
+
+
+def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
+    shape = (1, n) if packed else (2, n // 2)
+    tokens = torch.zeros(shape, dtype=torch.int64 if given is None else torch.bfloat16)
+    N = tokens.numel()
+    flag = partial(torch.zeros, N, dtype=torch.bool)
+    prepare.prepare(
+        tokens,
+        torch.zeros(shape, dtype=torch.int64) if packed else torch.zeros(shape[::-1]).t(),
+        [torch.zeros(3 if packed else shape), torch.zeros(shape, dtype=torch.float16)],
+        torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
+        mode,
+        scale,
+        scale + 1,
+        given,
+        None,
+        None if packed else f32(2),
+        packed,
+        flag(),
+        flag() if packed else None,
+        torch.zeros(N, dtype=torch.int64) if given is None else None,
+        f64(N),
+        f32(2 * N),
+        torch.zeros(1, dtype=torch.int32),
     )
 
 
@@ -206,6 +250,11 @@ def compile_variants(compiled: Compiled) -> None:
     for uniform in (False, True):
         for gradient in (False, True):
             one_search(uniform, gradient)
+    for packed in (False, True):
+        for mode in range(5):
+            for n in (N, 100):  # the second in one program
+                one_prepare(mode, packed, n=n)
+        one_prepare(packed=packed, given=7.0)
 
 
 def compile_other_values(compiled: Compiled) -> list[str]:
@@ -214,8 +263,10 @@ def compile_other_values(compiled: Compiled) -> list[str]:
     for n, value in ((N - 1, 0.7), (N + 16, 2.5), (N + 1, 1.0)):
         one_row_pass(torch.bfloat16, 30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
         one_row_gradient(torch.bfloat16, 30.0, n=n, temperature=value)
-        one_search(n=n, target=value / 3)
-        one_policy(everything=True, kl=2, n=n, target=value, kl_coef=value)
+        one_search(n=n, target=value / 3, start=1)
+        one_policy(everything=True, kl=2, n=n, target=value, kl_coef=value, start=1)
+        one_prepare(4, packed=True, n=n, scale=value)
+        one_prepare(4, n=n, scale=value)
     compiled.unaligned = True
     compile_variants(compiled)
     return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]

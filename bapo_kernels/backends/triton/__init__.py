@@ -30,7 +30,7 @@ WHY_NOT = _why_not()
 @cache
 def _operators() -> dict[str, Callable[..., None]]:
     """Made at the first call, because the import of Triton takes long."""
-    from . import policy, row_gradient, row_pass, search
+    from . import policy, prepare, row_gradient, row_pass, search
 
     return {
         "row_statistics": row_pass.row_statistics,
@@ -38,14 +38,16 @@ def _operators() -> dict[str, Callable[..., None]]:
         "row_pass_": row_pass.row_pass_,
         "row_gradient": row_gradient.row_gradient,
         "row_gradient_": row_gradient.row_gradient_,
+        "prepare": prepare.prepare,
         "contributions": search.contributions,
         "solve": search.solve,
+        "search": search.search,
         "policy": policy.policy,
         "scale_": row_gradient.scale_,
     }
 
 
-def _kernel(name: str) -> Callable[..., None]:
+def kernel(name: str) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
         from .checks import check
 
@@ -57,4 +59,4 @@ def _kernel(name: str) -> Callable[..., None]:
 
 
 for _name in SCHEMAS:
-    register(TRITON, _name, _kernel(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))
+    register(TRITON, _name, kernel(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))

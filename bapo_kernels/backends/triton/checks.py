@@ -15,39 +15,78 @@ from torch import Tensor
 
 from ..._ops import SCHEMAS
 from ...checks import require
-from ...config import bound_grid
 from ...output import REPORT
+from .launch import MAX_VALUES, grid_sizes
 
 _NAMES = {op: re.findall(r"(\w+)(?:,|$)", schema) for op, schema in SCHEMAS.items()}
 _DTYPES = {
     "labels": torch.int64,
-    "counted": torch.bool,
-    "undecided": torch.uint8,
-    "only": torch.uint8,
+    **dict.fromkeys(("counted", "unmasked"), torch.bool),
+    **dict.fromkeys(("undecided", "only"), torch.uint8),
+    "ticket": torch.int32,
     **dict.fromkeys(("old_log_probs", "advantages", "ref_log_probs"), torch.float32),
-    **dict.fromkeys(("rollout_is_weights", "rollout_log_probs"), torch.float32),
-    **dict.fromkeys(("bounds", "report", "factor"), torch.float32),
+    **dict.fromkeys(("rollout_is_weights", "rollout_log_probs", "flat"), torch.float32),
+    **dict.fromkeys(("bounds", "report", "factor", "outputs"), torch.float32),
     **dict.fromkeys(("log_probs", "entropy", "stats", "dlog_probs", "dentropy"), torch.float64),
     **dict.fromkeys(("weights", "table", "masses"), torch.float64),
 }
 _ROWS = ("logits", "dlogits", "x")
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of prepare, whose arguments are as the caller has them.
+_CALLERS = ("tokens", "response_mask", "values", "cu_seqlens", "device_divisor")
+_CALLER_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
 _require = partial(require, error=RuntimeError)
+
+_MAX_KNOWN = 4_096
+_known: set[tuple[Any, ...]] = set()
 
 
 def check(op: str, arguments: tuple[Any, ...]) -> None:
-    """Raises ``RuntimeError`` where an argument is not as the kernel expects it."""
-    given = dict(zip(_NAMES[op], arguments, strict=True))
-    first = arguments[0]
+    """Raises ``RuntimeError`` where an argument is not as the kernel expects it.
+
+    What an earlier call has passed is not checked again.
+    """
+    signature: list[Any] = [op]
+    for value in arguments:
+        if isinstance(value, Tensor):
+            signature += value.dtype, value.shape, value.stride(), value.device
+        elif isinstance(value, list):
+            signature.append(tuple(map(_of_entry, value)))
+        else:
+            signature.append(float if isinstance(value, float) else value)  # its value is free
+    key = tuple(signature)
+    if key in _known:
+        return
+    _check(op, dict(zip(_NAMES[op], arguments, strict=True)))
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    _known.add(key)
+
+
+def _of_entry(value: Tensor | float) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.device
+    return value
+
+
+def _check(op: str, given: dict[str, Any]) -> None:
+    first = next(iter(given.values()))
+    if op == "prepare":
+        _check_callers(given)
     N = first.shape[:-1].numel() if "logits" in given else first.numel()
     counts = {"bounds": 2, "masses": 4, "report": len(REPORT), "factor": 1, "stats": 2 * N}
+    counts |= {"ticket": 1, "flat": len(given.get("values", ())) * N}
+    counts["outputs"] = N if given.get("entropy") is None else 2 * N
     if "grids" in given:
         _require(len(given["grids"]) == 6, "grids", "be 6 numbers", len(given["grids"]))
     if "table" in given:
-        grids = given["grids"]
-        counts["table"] = len(bound_grid(*grids[:3])) + len(bound_grid(*grids[3:]))
+        _check_table(given["table"], given)
+        counts["table"] = given["table"].numel()
     for name, value in given.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or name in _CALLERS:
             continue
         _require(value.device == first.device, name, f"be on {first.device}", value.device)
         if name in _ROWS:
@@ -69,3 +108,49 @@ def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
     alike = rows.shape == like.shape and rows.dtype == like.dtype
     rule = f"have the shape and dtype of logits {tuple(like.shape)}, {like.dtype}"
     _require(alike, name, rule, (tuple(rows.shape), rows.dtype))
+
+
+def _check_table(table: Tensor, given: dict[str, Any]) -> None:
+    points = sum(grid_sizes(tuple(given["grids"])))
+    is_right = table.ndim == 2 and table.shape[0] >= 1 and table.shape[1] == points
+    _require(is_right, "table", f"have shape (ranks, {points})", tuple(table.shape))
+    if "rank" in given:
+        inside = 0 <= given["rank"] < table.shape[0]
+        _require(inside, "rank", f"be in [0, {table.shape[0]})", given["rank"])
+
+
+def _check_callers(given: dict[str, Any]) -> None:
+    """The arguments of ``prepare`` that are as the caller has them."""
+    tokens, values, cu_seqlens = given["tokens"], given["values"], given["cu_seqlens"]
+    _require(tokens.ndim == 2, "tokens", "be [sequences, tokens]", tuple(tokens.shape))
+    _require(len(values) <= MAX_VALUES, "values", f"be at most {MAX_VALUES}", len(values))
+    _require(len(values) > 0 or not given["live"], "values", "have advantages with live", 0)
+    _require(0 <= given["mode"] <= 4, "mode", "be in [0, 4]", given["mode"])
+    has_length = given["mode"] != 3 or given["length"] is not None
+    _require(has_length, "length", "be given with mode 3", None)
+    has_labels = given["labels"] is None or not tokens.is_floating_point()
+    _require(has_labels, "labels", "be None where tokens are log-probs", "a tensor")
+
+    sequences = None
+    if cu_seqlens is not None:
+        _require(tokens.shape[0] == 1, "tokens", "be one row with cu_seqlens", tokens.shape[0])
+        is_right = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
+        _require(is_right, "cu_seqlens", "have shape (K + 1,)", tuple(cu_seqlens.shape))
+        is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+        _require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
+        sequences = (cu_seqlens.numel() - 1,)
+    if given["device_divisor"] is not None:
+        elements = given["device_divisor"].numel()
+        _require(elements == 1, "device_divisor", "have one element", elements)
+    for name in _CALLERS:
+        for at, value in enumerate(values if name == "values" else [given[name]]):
+            if value is None:
+                continue
+            _require(value.device == tokens.device, name, f"be on {tokens.device}", value.device)
+            rule = "be bool, an integer or floating point"
+            _require(value.dtype in _CALLER_DTYPES, name, rule, value.dtype)
+            if name not in ("response_mask", "values"):
+                continue
+            per_sequence = name == "values" and at == 0 and value.shape == sequences
+            rule = f"have the shape of tokens {tuple(tokens.shape)}"
+            _require(per_sequence or value.shape == tokens.shape, name, rule, tuple(value.shape))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
 
-CHUNK = 256  # tokens of a program
+from ...config import bound_grid
+
+MAX_VALUES = 5  # per token that a call of prepare takes: advantages and four others
+MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
 # Of kernels over rows: arguments whose value must not compile the kernel again.
 RUN_TIME = (
     *("rows", "rows_per_batch", "batch_stride", "row_stride", "dbatch_stride", "drow_stride"),
@@ -116,3 +119,17 @@ def transform_arguments(
     return softcap is not None, dict(
         inner=inner, scale2=scale / math.log(2), scale=scale, slope=slope
     )
+
+
+def token_programs(N: int, tokens: int) -> int:
+    """Programs that share ``N`` tokens, in steps of ``tokens``.
+
+    It depends on ``N`` alone, because the bits of the sums do.
+    """
+    return max(1, min(MAX_PROGRAMS, triton.cdiv(N, tokens)))
+
+
+@lru_cache
+def grid_sizes(grids: tuple[float, ...]) -> tuple[int, int]:
+    """How many points the lower and the upper grid have."""
+    return len(bound_grid(*grids[:3])), len(bound_grid(*grids[3:]))

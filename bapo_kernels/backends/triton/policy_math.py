@@ -122,6 +122,20 @@ def contribution(r, A, lower, upper, GRADIENT: tl.constexpr):
 
 
 @triton.jit
+def contributions_at(r, A, w, points, is_upper, GRADIENT: tl.constexpr):
+    """``[tokens, points]``: what tokens add to the masses at points of both grids.
+
+    A lower point bounds r from below, so -r from above: the same operations for both.
+    """
+    x = tl.where(A > 0.0, r, -r)[:, None]
+    limit = tl.where(is_upper, points, -points)[None, :]
+    held = tl.where(x > limit, 0.0 if GRADIENT else limit, x)
+    side = tl.where(A > 0.0, 1, tl.where(A < 0.0, -1, 0))[:, None]
+    adds = side == tl.where(is_upper, 1, -1)[None, :]
+    return tl.where(adds, (w * A)[:, None] * held, 0.0)
+
+
+@triton.jit
 def tested_quantity(pos, neg, RATIO_TARGET: tl.constexpr):
     """What the search compares with its target; infinite where there is nothing to balance."""
     if RATIO_TARGET:

@@ -1,6 +1,7 @@
 """The contributions of tokens to the search for the clip bounds, and the search.
 
-Sums are of chunks of fixed size, then of the chunks in order: the same bits in every run.
+Every program sums its share of the tokens into a row of a table; then the rows are added in order:
+the same bits in every run.
 """
 
 from __future__ import annotations
@@ -11,34 +12,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import bound_grid
 from . import policy_math
-from .launch import CHUNK, PER_TOKEN, limits
+from .kernel import Kernel
+from .launch import grid_sizes, token_programs
+
+TOKENS, POINTS = 128, 64  # of a program at once, their products in registers
 
 
 @triton.jit
-def _grid_points(start, maximum, step, count, first, point):
-    """Points of a grid at ``first + k``, by the same repeated addition as in Algorithm 1."""
-    values = tl.zeros_like(point) + start
-    for k in range(1, count):
-        moved = values + step
-        moved = tl.where(moved < maximum, moved, maximum)
-        values = tl.where(point >= first + k, moved, values)
-    return values
+def _grid_points(
+    place,
+    lower_count,
+    upper_count,
+    lower_start,
+    lower_max,
+    lower_step,
+    upper_start,
+    upper_max,
+    upper_step,
+):
+    """The points at these places of a table, by the same repeated addition as in Algorithm 1."""
+    is_upper = place >= lower_count
+    index = tl.where(is_upper, place - lower_count, place)
+    zeros = tl.zeros_like(place).to(tl.float64)
+    points = tl.where(is_upper, zeros + upper_start, zeros + lower_start)
+    step = tl.where(is_upper, zeros + upper_step, zeros + lower_step)
+    for k in range(1, tl.maximum(lower_count, upper_count)):
+        points = tl.where(k <= index, points + step, points)
+    maximum = tl.where(is_upper, zeros + upper_max, zeros + lower_max)
+    return tl.where((index == 0) | (points < maximum), points, maximum)
 
 
-@triton.jit(
-    do_not_specialize=("count", "lower_count", "upper_count"),
-    do_not_specialize_on_alignment=PER_TOKEN,
-)
+@Kernel
 def _contributions_kernel(
     log_probs,
     counted,
     old_log_probs,
     advantages,
     rollout_log_probs,
-    partials,
-    count: tl.int64,
+    table,
+    N: tl.int64,
     lower_count: tl.int32,
     upper_count: tl.int32,
     lower_start: tl.float64,
@@ -50,21 +63,26 @@ def _contributions_kernel(
     UNIFORM: tl.constexpr,
     GRADIENT: tl.constexpr,
     TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
     POINTS: tl.constexpr,
 ):
-    place = tl.arange(0, POINTS)
-    zeros = tl.zeros((POINTS,), tl.float64)
+    place = tl.program_id(1) * POINTS + tl.arange(0, POINTS)
     is_upper = place >= lower_count
-    lower = _grid_points(lower_start, lower_max, lower_step, lower_count, 0, place + zeros)
-    upper = _grid_points(
-        upper_start, upper_max, upper_step, upper_count, lower_count, place + zeros
+    points = _grid_points(
+        place,
+        lower_count,
+        upper_count,
+        lower_start,
+        lower_max,
+        lower_step,
+        upper_start,
+        upper_max,
+        upper_step,
     )
-    sums = zeros
-    chunk = tl.program_id(0).to(tl.int64)
-    for begin in range(0, CHUNK, TOKENS):
-        index = chunk * CHUNK + begin + tl.arange(0, TOKENS)
-        inside = index < count
+    sums = tl.zeros((POINTS,), tl.float64)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    for begin in range(first, N, tl.num_programs(0) * TOKENS):
+        index = begin + tl.arange(0, TOKENS)
+        inside = index < N
         inside = inside & (tl.load(counted + index, inside, other=0) != 0)
         A = tl.load(advantages + index, inside, other=0.0).to(tl.float64)
         inside = inside & ((A > 0.0) | (A < 0.0))
@@ -72,40 +90,48 @@ def _contributions_kernel(
         old = policy_math.old_log_prob(old_log_probs, index, inside, logp)
         r, _, _ = policy_math.policy_ratio(logp, old)
         w = policy_math.search_weight(rollout_log_probs, index, inside, old, UNIFORM)
-        mine = inside[:, None] & (is_upper[None, :] == (A > 0.0)[:, None])
-        added = w[:, None] * policy_math.contribution(
-            r[:, None], A[:, None], lower[None, :], upper[None, :], GRADIENT
-        )
-        sums += tl.sum(tl.where(mine, added, 0.0), 0)
-    tl.store(partials + chunk * POINTS + place, sums)
+        A = tl.where(inside, A, 0.0)
+        sums += tl.sum(policy_math.contributions_at(r, A, w, points, is_upper, GRADIENT), 0)
+    count = lower_count + upper_count
+    tl.store(table + tl.program_id(0) * count + place, sums, place < count)
 
 
-@triton.jit(do_not_specialize=("chunks", "points"), do_not_specialize_on_alignment=PER_TOKEN)
-def _add_partials_kernel(
+@triton.jit
+def _sum_of_rows(table, rows, place, inside, ROWS: tl.constexpr):
+    """``ROWS`` at a time, and in order."""
+    sums = tl.zeros_like(place).to(tl.float64)
+    points = tl.sum(inside.to(tl.int32), 0)
+    for begin in range(0, rows, ROWS):
+        row = begin + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & inside[None, :]
+        sums += tl.sum(tl.load(table + row * points + place[None, :], mask, other=0.0), 0)
+    return sums
+
+
+@Kernel
+def _table_kernel(
     partials,
     table,
-    chunks: tl.int32,
+    programs: tl.int32,
     points: tl.int32,
-    CHUNKS: tl.constexpr,
+    rank: tl.int32,
+    ranks: tl.int32,
+    ROWS: tl.constexpr,
     POINTS: tl.constexpr,
 ):
     place = tl.arange(0, POINTS)
-    sums = tl.zeros((POINTS,), tl.float64)
-    for begin in range(0, chunks, CHUNKS):
-        chunk = begin + tl.arange(0, CHUNKS)
-        offset = chunk[:, None].to(tl.int64) * POINTS + place[None, :]
-        sums += tl.sum(tl.load(partials + offset, chunk[:, None] < chunks, other=0.0), 0)
     inside = place < points
-    tl.store(table + place, tl.load(table + place, inside) + sums, inside)
+    sums = _sum_of_rows(partials, programs, place, inside, ROWS)
+    for row in range(ranks):
+        tl.store(table + row * points + place, tl.where(row == rank, sums, 0.0), inside)
 
 
-@triton.jit(
-    do_not_specialize=("lower_count", "upper_count"), do_not_specialize_on_alignment=PER_TOKEN
-)
+@Kernel
 def _solve_kernel(
     table,
     bounds,
     masses,
+    rows: tl.int32,
     lower_count: tl.int32,
     upper_count: tl.int32,
     lower_start: tl.float64,
@@ -117,33 +143,57 @@ def _solve_kernel(
     target: tl.float64,
     RATIO_TARGET: tl.constexpr,
     UPPER_FIRST: tl.constexpr,
-    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    POINTS: tl.constexpr,
 ):
-    # Algorithm 1 raises one bound up to its maximum, then the other: the points of its k-th step.
-    step = tl.arange(0, STEPS)
-    steps = lower_count + upper_count - 1
+    place = tl.arange(0, POINTS)
+    inside = place < lower_count + upper_count
+    sums = _sum_of_rows(table, rows, place, inside, ROWS)
+
+    # Algorithm 1 raises one bound up to its maximum, then the other. So a place of the table is the
+    # step that raises a bound to it, while the other bound is at its first or at its last point.
+    is_upper = place >= lower_count
     if UPPER_FIRST:
-        j = tl.minimum(step, upper_count - 1)
-        i = step - j
+        step = tl.where(is_upper, place - lower_count, place + upper_count - 1)
+        lower_meanwhile, upper_meanwhile = 0, lower_count + upper_count - 1
     else:
-        i = tl.minimum(step, lower_count - 1)
-        j = step - i
-    inside = step < steps
-    neg = tl.load(table + i, inside, other=0.0)
-    pos = tl.load(table + lower_count + j, inside, other=0.0)
+        step = tl.where(is_upper, place - 1, place)
+        lower_meanwhile, upper_meanwhile = lower_count - 1, lower_count
+    neg = tl.where(is_upper, _at(sums, place, lower_meanwhile), sums)
+    pos = tl.where(is_upper, sums, _at(sums, place, upper_meanwhile))
     goes_on = policy_math.tested_quantity(pos, neg, RATIO_TARGET) < target
-    stop = tl.min(tl.where(goes_on, steps - 1, step), 0)
-    at = step == stop
-    i, j = tl.sum(tl.where(at, i, 0), 0), tl.sum(tl.where(at, j, 0), 0)
-    zero = tl.zeros((), tl.float64)
-    lower = _grid_points(lower_start, lower_max, lower_step, lower_count, 0, i + zero)
-    upper = _grid_points(upper_start, upper_max, upper_step, upper_count, 0, j + zero)
-    tl.store(bounds, lower.to(tl.float32))
-    tl.store(bounds + 1, upper.to(tl.float32))
-    tl.store(masses, tl.load(table + lower_count + j))
-    tl.store(masses + 1, tl.load(table + i))
-    tl.store(masses + 2, tl.load(table + lower_count))
-    tl.store(masses + 3, tl.load(table))
+    last = lower_count + upper_count - 2
+    stop = tl.min(tl.where(goes_on | (not inside), last, step), 0)
+    if UPPER_FIRST:
+        at_upper = tl.minimum(stop, upper_count - 1)
+        at_lower = stop - at_upper
+    else:
+        at_lower = tl.minimum(stop, lower_count - 1)
+        at_upper = stop - at_lower
+    at_upper += lower_count
+
+    points = _grid_points(
+        place,
+        lower_count,
+        upper_count,
+        lower_start,
+        lower_max,
+        lower_step,
+        upper_start,
+        upper_max,
+        upper_step,
+    )
+    tl.store(bounds, _at(points, place, at_lower).to(tl.float32))
+    tl.store(bounds + 1, _at(points, place, at_upper).to(tl.float32))
+    tl.store(masses, _at(sums, place, at_upper))
+    tl.store(masses + 1, _at(sums, place, at_lower))
+    tl.store(masses + 2, _at(sums, place, lower_count))
+    tl.store(masses + 3, _at(sums, place, 0))
+
+
+@triton.jit
+def _at(values, place, wanted):
+    return tl.sum(tl.where(place == wanted, values, 0.0), 0)
 
 
 def contributions(
@@ -155,36 +205,24 @@ def contributions(
     grids: Sequence[float],
     uniform_weight: bool,
     gradient: bool,
+    rank: int,
     table: Tensor,
 ) -> None:
-    points = table.numel()
-    POINTS = triton.next_power_of_2(points)
-    chunks = triton.cdiv(log_probs.numel(), CHUNK)
-    partials = table.new_empty((chunks, POINTS))
-    _contributions_kernel[(chunks,)](
-        log_probs,
-        counted,
-        old_log_probs,
-        advantages,
-        rollout_log_probs,
-        partials,
-        log_probs.numel(),
-        **_grids(grids),
-        UNIFORM=uniform_weight,
-        GRADIENT=gradient,
-        TOKENS=max(1, min(32, 1024 // POINTS)),
-        CHUNK=CHUNK,
-        POINTS=POINTS,
-        **limits(4, registers=128),
-    )
-    _add_partials_kernel[(1,)](
+    tokens = log_probs, counted, old_log_probs, advantages, rollout_log_probs
+    partials = _partial_table(*tokens, grids, uniform_weight, gradient)
+    programs, points = partials.shape
+    padded = triton.next_power_of_2(points)
+    _table_kernel[(1,)](
         partials,
         table,
-        chunks,
+        programs,
         points,
-        CHUNKS=max(1, min(32, 4096 // POINTS)),
-        POINTS=POINTS,
-        **limits(4, registers=128),
+        rank,
+        table.shape[0],
+        ROWS=_rows(programs, padded),
+        POINTS=padded,
+        num_warps=8,
+        registers=128,
     )
 
 
@@ -197,26 +235,93 @@ def solve(
     bounds: Tensor,
     masses: Tensor,
 ) -> None:
+    # One row at a time, for the same sum as on the CPU.
+    _solve(table, 1, grids, target, ratio_target, upper_first, bounds, masses)
+
+
+def search(
+    log_probs: Tensor,
+    counted: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    rollout_log_probs: Tensor | None,
+    grids: Sequence[float],
+    uniform_weight: bool,
+    gradient: bool,
+    target: float,
+    ratio_target: bool,
+    upper_first: bool,
+    bounds: Tensor,
+    masses: Tensor,
+) -> None:
+    tokens = log_probs, counted, old_log_probs, advantages, rollout_log_probs
+    partials = _partial_table(*tokens, grids, uniform_weight, gradient)
+    rows = _rows(partials.shape[0], triton.next_power_of_2(partials.shape[1]))
+    _solve(partials, rows, grids, target, ratio_target, upper_first, bounds, masses)
+
+
+def _partial_table(
+    log_probs: Tensor,
+    counted: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    rollout_log_probs: Tensor | None,
+    grids: Sequence[float],
+    uniform_weight: bool,
+    gradient: bool,
+) -> Tensor:
+    """A row of the table from each program."""
+    N = log_probs.numel()
+    sizes = grid_sizes(tuple(grids))
+    points, programs = sum(sizes), token_programs(N, TOKENS)
+    partials = log_probs.new_empty((programs, points))
+    _contributions_kernel[(programs, triton.cdiv(points, POINTS))](
+        log_probs,
+        counted,
+        old_log_probs,
+        advantages,
+        rollout_log_probs,
+        partials,
+        N,
+        *sizes,
+        *grids,
+        uniform_weight,
+        gradient,
+        TOKENS=TOKENS,
+        POINTS=POINTS,
+        num_warps=4,
+        registers=255,
+    )
+    return partials
+
+
+def _rows(programs: int, padded: int) -> int:
+    """Rows of so many points that are added at once: few loads one after the other."""
+    return min(triton.next_power_of_2(programs), max(1, 8_192 // padded))
+
+
+def _solve(
+    table: Tensor,
+    rows: int,
+    grids: Sequence[float],
+    target: float,
+    ratio_target: bool,
+    upper_first: bool,
+    bounds: Tensor,
+    masses: Tensor,
+) -> None:
     _solve_kernel[(1,)](
         table,
         bounds,
         masses,
-        **_grids(grids),
-        target=target,
-        RATIO_TARGET=ratio_target,
-        UPPER_FIRST=upper_first,
-        STEPS=triton.next_power_of_2(table.numel() - 1),
-        **limits(1, registers=128),
-    )
-
-
-def _grids(grids: Sequence[float]) -> dict[str, float]:
-    """The numbers of both grids, and how many points each has, as the kernels take them."""
-    names = ("start", "max", "step")
-    lower, upper = grids[:3], grids[3:]
-    return dict(
-        lower_count=len(bound_grid(*lower)),
-        upper_count=len(bound_grid(*upper)),
-        **{f"lower_{name}": number for name, number in zip(names, lower, strict=True)},
-        **{f"upper_{name}": number for name, number in zip(names, upper, strict=True)},
+        table.shape[0],
+        *grid_sizes(tuple(grids)),
+        *grids,
+        target,
+        ratio_target,
+        upper_first,
+        ROWS=rows,
+        POINTS=triton.next_power_of_2(table.shape[1]),
+        num_warps=8,
+        registers=128,
     )

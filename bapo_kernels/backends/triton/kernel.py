@@ -1,0 +1,76 @@
+"""Launching a kernel with little work on the host."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from .launch import limits
+
+
+class Kernel:
+    """A function in Triton's language, launched as ``kernel[grid](*arguments, num_warps=...)``.
+
+    Triton's own launch inspects every argument, which takes the host several times as long as the
+    launch. So values do not specialise a kernel here, except the pointers named in ``specialised``:
+    what was compiled then follows from the dtypes, the constants and the device alone.
+
+    Parameters are pointers without annotation, the first of them never None, then numbers, then
+    constants. ``registers`` per thread fix how many programs share a multiprocessor.
+    """
+
+    def __init__(self, function: Callable[..., None], specialised: Sequence[str] = ()) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        self._names = [parameter.name for parameter in parameters]
+        constants = [p.name for p in parameters if "constexpr" in str(p.annotation)]
+        self._pointers = sum(parameter.annotation is parameter.empty for parameter in parameters)
+        self._constants = len(self._names) - len(constants)
+        self._specialised = [self._names.index(name) for name in specialised]
+        general = [name for name in self._names if name not in (*constants, *specialised)]
+        self._function = triton.jit(function, do_not_specialize=general)
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, (*grid, 1, 1)[:3])
+
+    def _launch(
+        self, grid: tuple[int, ...], *given: Any, num_warps: int, registers: int, **named: Any
+    ) -> None:
+        values = [*given, *[named[name] for name in self._names[len(given) :]]]
+        if triton.knobs.runtime.interpret:
+            self._function[grid](*values)
+            return
+        key = (
+            values[0].device,
+            num_warps,
+            *[None if pointer is None else pointer.dtype for pointer in values[: self._pointers]],
+            *[_specialisation(values[index]) for index in self._specialised],
+            *values[self._constants :],
+        )
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            compiled = self.compile(key, grid, values, limits(num_warps, registers))
+        compiled[grid](*values)
+
+    def compile(
+        self,
+        key: tuple[Any, ...],
+        grid: tuple[int, ...],
+        values: list[Any],
+        options: dict[str, int],
+    ) -> Any:
+        """By Triton, for these arguments and all that have the same key."""
+        compiled = self.compiled[key] = self._function.warmup(*values, grid=grid, **options)
+        return compiled
+
+
+def _specialisation(pointer: Tensor | None) -> tuple[bool, bool] | None:
+    """Alignment, and for AMD GPUs whether 32 bits address it: what Triton specialises it on."""
+    if pointer is None:
+        return None
+    return pointer.data_ptr() % 16 == 0, pointer.untyped_storage().nbytes() < 2**31

@@ -1,0 +1,326 @@
+"""What the kernels take per token, from the arguments as the caller has them.
+
+All sums are of integers, so that the order of the atomics does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...config import IGNORE_INDEX
+from .kernel import Kernel
+from .launch import MAX_VALUES
+
+TOKENS = 512  # of a program
+ALONE = 2_048  # at once, of a program that takes all of them: one launch in place of three
+_COUNT, _WRITE, _COUNT_AND_WRITE = (True, False), (False, True), (True, True)
+_IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
+# Numbers of modes of aggregation, in the order of LossAggMode.
+_TOKEN_MEAN, _TOKEN_SUM, _SEQ_MEAN_TOKEN_SUM_NORM, _SEQ_MEAN_TOKEN_MEAN = 0, 1, 3, 4
+
+
+@triton.jit
+def _offset(cu_seqlens, stride, at, mask, N):
+    """``cu_seqlens[at]``, cut to the tokens that there are."""
+    offset = tl.load(cu_seqlens + at * stride, mask, other=0).to(tl.int64)
+    return tl.minimum(tl.maximum(offset, 0), N)
+
+
+@triton.jit
+def _sequence_of(cu_seqlens, stride, K, steps, index, N):
+    """How many of the ends of sequences are not behind the token: by bisection, in ``steps``."""
+    sequence = tl.zeros_like(index)
+    size = sequence + K
+    for _ in range(steps):
+        half = size // 2
+        end = _offset(cu_seqlens, stride, sequence + half + 1, size > 0, N)
+        is_behind = (size > 0) & (end <= index)
+        sequence = tl.where(is_behind, sequence + half + 1, sequence)
+        size = tl.where(is_behind, size - half - 1, half)
+    return sequence
+
+
+@triton.jit
+def _label_and_unmasked(tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column):
+    inside = index < N
+    row, column = index // S, index % S
+    label, unmasked = index, inside
+    if not tokens.dtype.element_ty.is_floating():
+        label = tl.load(tokens + row * token_row + column * token_column, inside, other=0)
+        label = label.to(tl.int64)
+        unmasked = unmasked & (label != _IGNORE_INDEX)
+    if mask is not None:
+        given = tl.load(mask + row * mask_row + column * mask_column, inside, other=0)
+        unmasked = unmasked & (given != 0)
+    return label, unmasked
+
+
+@triton.jit
+def _count(unmasked, index, first, begin, end, sequence, K, N, counts, SEQUENCES: tl.constexpr):
+    """Adds unmasked tokens to counts[1], or with SEQUENCES to their sequence's of counts[2:], and
+    to counts[1] the sequences that had none before.
+    """
+    if SEQUENCES:
+        # One atomic per sequence: the running count at its last token here, less that before its
+        # first. Offsets that fall make the loss NaN, so that only the addresses matter.
+        TOKENS: tl.constexpr = index.shape[0]
+        running = tl.cumsum(unmasked.to(tl.int32), 0)
+        start = tl.minimum(tl.maximum(begin - first, 0), TOKENS - 1).to(tl.int32)
+        before = tl.gather(running - unmasked.to(tl.int32), start, 0)
+        tokens = (running - before).to(tl.int64)
+        is_last = (index + 1 == end) | (index + 1 == first + TOKENS) | (index + 1 == N)
+        adds = is_last & (index < N) & (sequence < K) & (tokens > 0)
+        others = tl.atomic_add(counts + 2 + sequence, tokens, adds, sem="relaxed")
+        found = tl.sum((adds & (others == 0)).to(tl.int64), 0)
+    else:
+        found = tl.sum(unmasked.to(tl.int64), 0)
+    if found > 0:
+        tl.atomic_add(counts + 1, found, sem="relaxed")
+
+
+@triton.jit
+def _count_broken(cu_seqlens, stride, index, K, N, counts):
+    """Adds to counts[0] the steps of the offsets that do not rise from 0 to at most N."""
+    at = tl.load(cu_seqlens + index * stride, index <= K, other=0).to(tl.int64)
+    then = tl.load(cu_seqlens + (index + 1) * stride, index < K, other=0).to(tl.int64)
+    is_broken = (index <= K) & (tl.where(index < K, then, N) < at)
+    broken = tl.sum((is_broken | ((index == 0) & (at != 0))).to(tl.int64), 0)
+    if broken > 0:
+        tl.atomic_add(counts, broken, sem="relaxed")
+
+
+@Kernel
+def _prepare_kernel(
+    tokens,
+    mask,
+    values0,
+    values1,
+    values2,
+    values3,
+    values4,
+    cu_seqlens,
+    device_divisor,
+    bounds,
+    counts,
+    unmasked,
+    counted,
+    labels,
+    weights,
+    flat,
+    ticket,
+    N: tl.int64,
+    S: tl.int64,
+    K: tl.int64,
+    steps: tl.int32,
+    scale: tl.float64,
+    length: tl.float64,
+    divisor: tl.float64,
+    token_row: tl.int64,
+    token_column: tl.int64,
+    mask_row: tl.int64,
+    mask_column: tl.int64,
+    row0: tl.int64,
+    column0: tl.int64,
+    row1: tl.int64,
+    column1: tl.int64,
+    row2: tl.int64,
+    column2: tl.int64,
+    row3: tl.int64,
+    column3: tl.int64,
+    row4: tl.int64,
+    column4: tl.int64,
+    offset_stride: tl.int64,
+    ADVANTAGE_PER_SEQUENCE: tl.constexpr,
+    LIVE: tl.constexpr,
+    MEAN: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    MEAN_OF_SEQUENCE: tl.constexpr,
+    NORM: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    COUNT: tl.constexpr,
+    WRITE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Counts, or writes by what was counted, or both in one program."""
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    stride = tl.num_programs(0) * TOKENS
+    lane = tl.arange(0, TOKENS)
+    if COUNT:
+        if WRITE:
+            for begin in range(0, 2 + K if SEQUENCES else 2, TOKENS):
+                tl.store(counts + begin + lane, 0, begin + lane < (2 + K if SEQUENCES else 2))
+            tl.debug_barrier()
+        if cu_seqlens is not None:
+            for begin in range(first, K + 1, stride):
+                _count_broken(cu_seqlens, offset_stride, begin + lane, K, N, counts)
+        for begin in range(first, N, stride):
+            index = begin + lane
+            _, is_unmasked = _label_and_unmasked(
+                tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column
+            )
+            if cu_seqlens is not None:
+                sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
+                is_unmasked = is_unmasked & (sequence < K)
+                start = _offset(cu_seqlens, offset_stride, sequence, index < N, N)
+                end = _offset(cu_seqlens, offset_stride, sequence + 1, sequence < K, N)
+            else:
+                sequence = index // S
+                start = sequence * S
+                end = start + S
+            _count(is_unmasked, index, begin, start, end, sequence, K, N, counts, SEQUENCES)
+        if WRITE:
+            tl.debug_barrier()
+    if WRITE:
+        if ticket is not None:
+            tl.store(ticket, 0)
+        for begin in range(first, N, stride):
+            index = begin + lane
+            inside = index < N
+            row, column = index // S, index % S
+            label, is_unmasked = _label_and_unmasked(
+                tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column
+            )
+            sequence, is_broken = row, False
+            if cu_seqlens is not None:
+                sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
+                is_broken = tl.load(counts) > 0
+                is_unmasked = is_unmasked & ((sequence < K) | is_broken)
+            tl.store(unmasked + index, is_unmasked, inside)
+            if labels is not None:
+                tl.store(labels + index, label, inside)
+
+            is_counted = is_unmasked
+            if values0 is not None:
+                place = row * row0 + column * column0
+                if ADVANTAGE_PER_SEQUENCE:
+                    place = tl.minimum(sequence, K - 1) * column0
+                advantage = tl.load(values0 + place, inside, other=0).to(tl.float32)
+                if cu_seqlens is not None:
+                    advantage = tl.where(is_broken, float("nan"), advantage)
+                tl.store(flat + index, advantage, inside)
+                if LIVE:
+                    is_counted = is_counted & (advantage != 0.0)
+            if counted is not None:
+                tl.store(counted + index, is_counted, inside)
+            _copy(values1, row * row1 + column * column1, flat + N, index, inside)
+            _copy(values2, row * row2 + column * column2, flat + 2 * N, index, inside)
+            _copy(values3, row * row3 + column * column3, flat + 3 * N, index, inside)
+            _copy(values4, row * row4 + column * column4, flat + 4 * N, index, inside)
+
+            if weights is not None:
+                weight = tl.zeros((TOKENS,), tl.float64) + scale
+                if MEAN:
+                    if device_divisor is not None:
+                        by = tl.load(device_divisor).to(tl.float64)
+                        weight = weight / tl.where(by > 0.0, by, float("nan"))
+                    elif DIVISOR:
+                        weight = weight / divisor
+                    else:
+                        weight = weight / tl.maximum(tl.load(counts + 1), 1).to(tl.float64)
+                if MEAN_OF_SEQUENCE:
+                    of_sequence = tl.load(counts + 2 + sequence, inside & (sequence < K), other=1)
+                    weight = weight / tl.maximum(of_sequence, 1).to(tl.float64)
+                if NORM:
+                    weight = weight / length
+                if bounds is not None:
+                    lower, upper = tl.load(bounds), tl.load(bounds + 1)
+                    in_order = (lower >= 0.0) & (lower <= 1.0) & (upper >= 1.0)
+                    weight = tl.where(in_order, weight, float("nan"))
+                if cu_seqlens is not None:
+                    weight = tl.where(is_broken, float("nan"), weight)
+                tl.store(weights + index, tl.where(is_unmasked, weight, 0.0), inside)
+
+
+@triton.jit
+def _copy(values, place, flat, index, inside):
+    if values is not None:
+        tl.store(flat + index, tl.load(values + place, inside, other=0).to(tl.float32), inside)
+
+
+def prepare(
+    tokens: Tensor,
+    response_mask: Tensor | None,
+    values: list[Tensor],
+    cu_seqlens: Tensor | None,
+    mode: int,
+    scale: float,
+    length: float | None,
+    divisor: float | None,
+    device_divisor: Tensor | None,
+    bounds: Tensor | None,
+    live: bool,
+    unmasked: Tensor,
+    counted: Tensor | None,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    flat: Tensor,
+    ticket: Tensor | None,
+) -> None:
+    R, S = tokens.shape
+    N, K, offset_stride = R * S, R, 0
+    if cu_seqlens is not None:
+        K, offset_stride = cu_seqlens.numel() - 1, cu_seqlens.stride(0)
+    places = N if cu_seqlens is None else max(N, K + 1)
+    given = divisor is not None or device_divisor is not None
+    counts_tokens = weights is not None and mode == _TOKEN_MEAN and not given
+    counts_sequences = weights is not None and (
+        mode == _SEQ_MEAN_TOKEN_MEAN or (mode > _TOKEN_SUM and not given)
+    )
+
+    counts, phases = None, [_WRITE]
+    if counts_tokens or counts_sequences or cu_seqlens is not None:
+        alone = places <= 4 * ALONE
+        phases = [_COUNT_AND_WRITE] if alone else [_COUNT, _WRITE]
+        new = torch.empty if alone else torch.zeros
+        size = 2 + K if counts_sequences else 2
+        counts = new(size, dtype=torch.int64, device=tokens.device)
+    per_token = [*values, *[None] * (MAX_VALUES - len(values))]
+    arguments = (
+        tokens,
+        response_mask,
+        *per_token,
+        cu_seqlens,
+        device_divisor,
+        bounds,
+        counts,
+        unmasked,
+        counted,
+        labels,
+        weights,
+        flat,
+        ticket,
+        N,
+        S,
+        K,
+        K.bit_length(),
+        scale,
+        math.nan if length is None else length,
+        math.nan if divisor is None else divisor,
+        *tokens.stride(),
+        *_strides(response_mask),
+        *[stride for one in per_token for stride in _strides(one)],
+        offset_stride,
+        bool(values) and values[0].ndim == 1,
+        live,
+        mode != _TOKEN_SUM,
+        divisor is not None,
+        mode == _SEQ_MEAN_TOKEN_MEAN,
+        mode == _SEQ_MEAN_TOKEN_SUM_NORM,
+        counts_sequences,
+    )
+    for phase in phases:
+        step = ALONE if phase == _COUNT_AND_WRITE else TOKENS
+        programs = 1 if phase == _COUNT_AND_WRITE else max(1, triton.cdiv(places, step))
+        warps = step // 128
+        _prepare_kernel[(programs,)](*arguments, *phase, step, num_warps=warps, registers=128)
+
+
+def _strides(values: Tensor | None) -> tuple[int, ...]:
+    if values is None:
+        return 0, 0
+    return values.stride() if values.ndim == 2 else (0, *values.stride())

@@ -1,0 +1,111 @@
+"""``python -m benchmarks.host_time``: the time of a tiny call, which is that of the host.
+
+Forward and backward of ``bapo_loss`` on 16 tokens with V = 64, where kernels have nothing to do.
+The backend ``triton`` compiles for sm_90 and launches as on a GPU, except that the driver library
+below the launcher answers every call and does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from bapo_kernels import bapo_loss
+from bapo_kernels._ops import SCHEMAS, TRITON, register
+from bapo_kernels.backends import triton as triton_backend
+
+B, S, V = 2, 8, 64
+# What Triton's launcher calls. An attribute of a device or kernel is 1024: threads, bytes.
+_LIBCUDA = """
+#define OK(name) int name(void) { return 0; }
+OK(cuCtxGetCurrent) OK(cuCtxGetLimit) OK(cuCtxSetCurrent) OK(cuCtxSetLimit) OK(cuDeviceGet)
+OK(cuDevicePrimaryCtxRetain) OK(cuDriverGetVersion) OK(cuFuncSetAttribute)
+OK(cuFuncSetCacheConfig) OK(cuGetErrorString) OK(cuLaunchKernelEx) OK(cuModuleGetFunction)
+OK(cuModuleLoadData) OK(cuOccupancyMaxActiveClusters) OK(cuPointerGetAttribute)
+OK(cuTensorMapEncodeIm2col) OK(cuTensorMapEncodeTiled)
+int cuDeviceGetAttribute(int *value) { *value = 1 << 20; return 0; }
+int cuFuncGetAttribute(int *value) { *value = 1024; return 0; }
+"""
+
+
+def install_absent_gpu() -> None:
+    """Lets Triton launch on CPU tensors; nothing runs, so that results hold anything."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class AbsentGPU(CudaDriver):
+        def __init__(self) -> None:
+            super().__init__()
+            self.get_current_device = lambda: 0
+            self.get_current_stream = lambda device: 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    folder = tempfile.mkdtemp()
+    library = Path(folder, "libcuda.so.1")
+    command = ["gcc", "-shared", "-fPIC", "-w", "-xc", "-", f"-Wl,-soname,{library.name}"]
+    subprocess.run([*command, "-o", library], input=_LIBCUDA, text=True, check=True)
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
+    triton.runtime.driver.set_active(AbsentGPU())
+    triton_backend.WHY_NOT, triton_backend.INTERPRETED = None, True  # takes CPU tensors
+    for name in SCHEMAS:
+        register(TRITON, name, triton_backend.kernel(name), ["CPU"])
+
+
+def tiny_call(backend: str) -> Callable[[], tuple[float, float]]:
+    """A function that takes the seconds of forward and of backward."""
+    torch.manual_seed(0)
+    logits = torch.randn(B, S, V, requires_grad=True)
+    labels = torch.randint(0, V, (B, S))
+    old, advantages = torch.randn(2, B, S)
+    mask = torch.ones(B, S)
+
+    def run() -> tuple[float, float]:
+        logits.grad = None
+        begin = time.perf_counter()
+        loss = bapo_loss(logits, labels, old, advantages, mask, backend=backend).loss
+        middle = time.perf_counter()
+        loss.backward()
+        return middle - begin, time.perf_counter() - middle
+
+    return run
+
+
+def main(
+    backend: Literal["cpu", "triton"] = "cpu",
+    calls: int = 2_000,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Median microseconds of forward, backward and both."""
+    torch.set_num_threads(1)
+    if backend == "triton":
+        install_absent_gpu()
+    run = tiny_call(backend)
+    for _ in range(100):
+        run()
+    forward, backward = zip(*(run() for _ in range(calls)), strict=True)
+    both = [sum(pair) for pair in zip(forward, backward, strict=True)]
+    times = {"forward": forward, "backward": backward, "both": both}
+    medians = {name: round(1e6 * statistics.median(values), 1) for name, values in times.items()}
+    if as_json:
+        print(json.dumps({"backend": backend, "torch": torch.__version__, **medians}))
+    else:
+        print(f"{backend}: " + ", ".join(f"{name} {us} us" for name, us in medians.items()))
+
+
+if __name__ == "__main__":
+    typer.run(main)
