@@ -125,9 +125,10 @@ def _check_callers(given: dict[str, Any]) -> None:
     _require(tokens.ndim == 2, "tokens", "be [sequences, tokens]", tuple(tokens.shape))
     _require(len(values) <= MAX_VALUES, "values", f"be at most {MAX_VALUES}", len(values))
     _require(len(values) > 0 or not given["live"], "values", "have advantages with live", 0)
-    _require(0 <= given["mode"] <= 4, "mode", "be in [0, 4]", given["mode"])
-    has_length = given["mode"] != 3 or given["length"] is not None
-    _require(has_length, "length", "be given with mode 3", None)
+    aggregation = given["aggregation"]
+    _require(0 <= aggregation <= 4, "aggregation", "be in 0..4", aggregation)
+    has_length = aggregation != 3 or given["length"] is not None
+    _require(has_length, "length", "be given with aggregation 3", None)
     has_labels = given["labels"] is None or not tokens.is_floating_point()
     _require(has_labels, "labels", "be None where tokens are log-probs", "a tensor")
 

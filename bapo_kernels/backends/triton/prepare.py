@@ -20,7 +20,7 @@ TOKENS = 512  # of a program
 ALONE = 2_048  # at once, of a program that takes all of them: one launch in place of three
 _COUNT, _WRITE, _COUNT_AND_WRITE = (True, False), (False, True), (True, True)
 _IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
-# Numbers of modes of aggregation, in the order of LossAggMode.
+# Modes of aggregation by number, in the order of LossAggMode.
 _TOKEN_MEAN, _TOKEN_SUM, _SEQ_MEAN_TOKEN_SUM_NORM, _SEQ_MEAN_TOKEN_MEAN = 0, 1, 3, 4
 
 
@@ -247,7 +247,7 @@ def prepare(
     response_mask: Tensor | None,
     values: list[Tensor],
     cu_seqlens: Tensor | None,
-    mode: int,
+    aggregation: int,
     scale: float,
     length: float | None,
     divisor: float | None,
@@ -267,9 +267,9 @@ def prepare(
         K, offset_stride = cu_seqlens.numel() - 1, cu_seqlens.stride(0)
     places = N if cu_seqlens is None else max(N, K + 1)
     given = divisor is not None or device_divisor is not None
-    counts_tokens = weights is not None and mode == _TOKEN_MEAN and not given
+    counts_tokens = weights is not None and aggregation == _TOKEN_MEAN and not given
     counts_sequences = weights is not None and (
-        mode == _SEQ_MEAN_TOKEN_MEAN or (mode > _TOKEN_SUM and not given)
+        aggregation == _SEQ_MEAN_TOKEN_MEAN or (aggregation > _TOKEN_SUM and not given)
     )
 
     counts, phases = None, [_WRITE]
@@ -307,10 +307,10 @@ def prepare(
         offset_stride,
         bool(values) and values[0].ndim == 1,
         live,
-        mode != _TOKEN_SUM,
+        aggregation != _TOKEN_SUM,
         divisor is not None,
-        mode == _SEQ_MEAN_TOKEN_MEAN,
-        mode == _SEQ_MEAN_TOKEN_SUM_NORM,
+        aggregation == _SEQ_MEAN_TOKEN_MEAN,
+        aggregation == _SEQ_MEAN_TOKEN_SUM_NORM,
         counts_sequences,
     )
     for phase in phases:
