@@ -86,74 +86,56 @@ _HANDED_OVER = (
 )
 
 
+_NO_GRADIENT_BESIDE = (
+    "log_probs and entropy of a BAPOOutput have no gradient here: forward made that of "
+    "the loss. For a term of your own take log_probs or linear_log_probs, and "
+    "bapo_loss_from_log_probs for the loss; otherwise .detach() them"
+)
+
+
 class _PrecomputedGradient(torch.autograd.Function):
     """A loss whose gradients are known: backward multiplies them by the incoming gradient.
 
     They are scaled in place and handed over, so there is one backward; autograd then keeps a
     gradient without a copy, because nothing else holds it. Gradients in float64 are per token, and
-    small: torch scales them.
+    small: torch scales them. A backward through the values beside the loss raises.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, backend: str, overwritten: OverwrittenLogits | None, *tensors: Any
-    ) -> Tensor:
+        ctx: Any,
+        loss: Tensor,
+        beside: tuple[Tensor | None, ...],
+        backend: str,
+        overwritten: OverwrittenLogits | None,
+        *tensors: Any,
+    ) -> tuple[Tensor | None, ...]:
         ctx.backend, ctx.overwritten = backend, overwritten
         ctx.gradients = tensors[len(tensors) // 2 :]
+        ctx.set_materialize_grads(False)
         # Eager code needs no launch for it; a compiler must not have to repeat views of the report.
-        return loss.clone() if torch.compiler.is_compiling() else loss.detach()
+        loss = loss.clone() if torch.compiler.is_compiling() else loss.detach()
+        return loss, *(None if values is None else values.detach() for values in beside)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dloss: Tensor | None, *dbeside: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if any(gradient is not None for gradient in dbeside):
+            raise RuntimeError(_NO_GRADIENT_BESIDE)
         if ctx.gradients is None:
             raise RuntimeError(_HANDED_OVER)
         if ctx.overwritten is not None:
             ctx.overwritten.check()
         gradients, ctx.gradients, ctx.overwritten = ctx.gradients, None, None
+        assert dloss is not None
         for gradient in gradients:
             if gradient is not None and gradient.dtype == torch.float64:
                 gradient.mul_(dloss.detach())
             elif gradient is not None:
                 ops_of(ctx.backend).scale_(gradient, dloss.detach())
         made = (None if gradient is None else final(gradient) for gradient in gradients)
-        return (None, None, None, *made, *(None for _ in gradients))
-
-
-def loss_with_gradients(
-    loss: Tensor,
-    backend: str,
-    inputs: Sequence[Tensor | None],
-    gradients: Sequence[Tensor | None],
-    overwritten: OverwrittenLogits | None = None,
-) -> Tensor:
-    """``loss`` with d loss / d inputs = ``gradients``, which it takes over; None where not needed.
-
-    Forward-mode AD and ``torch.func`` raise here, since the inputs are arguments of a Function.
-    """
-    assert len(inputs) == len(gradients)
-    if torch.compiler.is_compiling() and all(gradient is None for gradient in gradients):
-        return loss  # Dynamo does not trace a Function of any number of tensors without grad mode
-    result: Tensor = _PrecomputedGradient.apply(loss, backend, overwritten, *inputs, *gradients)
-    return result
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """Values beside a loss whose gradient forward made: a backward through them raises."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dvalues: Tensor | None) -> tuple[None, None]:
-        if dvalues is not None:
-            raise RuntimeError(
-                "log_probs and entropy of a BAPOOutput have no gradient here: forward made that of "
-                "the loss. For a term of your own take log_probs or linear_log_probs, and "
-                "bapo_loss_from_log_probs for the loss; otherwise .detach() them"
-            )
-        return None, None
+        return (None, None, None, None, *made, *(None for _ in gradients))
 
 
 def output_with_gradients(
@@ -163,21 +145,33 @@ def output_with_gradients(
     gradients: Sequence[Tensor | None],
     overwritten: OverwrittenLogits | None = None,
 ) -> BAPOOutput:
-    """With the gradient of the loss that forward made.
+    """With d loss / d inputs = ``gradients``, which it takes over; None where not needed.
 
     Log-probs and entropy have none: a backward through them raises instead of giving 0.
+    Forward-mode AD and ``torch.func`` raise here, since the inputs are arguments of a Function.
     """
-    loss = loss_with_gradients(output.loss, backend, inputs, gradients, overwritten)
+    beside = output.log_probs, output.entropy
+    loss, log_probs, entropy = _with_gradients(
+        output.loss, beside, backend, inputs, gradients, overwritten
+    )
+    return output._replace(loss=loss, log_probs=log_probs, entropy=entropy)
 
-    def without_gradient(values: Tensor | None) -> Tensor | None:
-        if values is None or not loss.requires_grad:
-            return values
-        result: Tensor = _WithoutGradient.apply(values, loss)
-        return result
 
-    log_probs = without_gradient(output.log_probs)
-    assert log_probs is not None
-    return output._replace(loss=loss, log_probs=log_probs, entropy=without_gradient(output.entropy))
+def _with_gradients(
+    loss: Tensor,
+    beside: tuple[Tensor | None, ...],
+    backend: str,
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    overwritten: OverwrittenLogits | None = None,
+) -> tuple[Any, ...]:
+    assert len(inputs) == len(gradients)
+    if torch.compiler.is_compiling() and all(gradient is None for gradient in gradients):
+        # Dynamo does not trace a Function of any number of tensors without grad mode.
+        return loss, *beside
+    tensors = *inputs, *gradients
+    made: tuple[Any, ...] = _PrecomputedGradient.apply(loss, beside, backend, overwritten, *tensors)
+    return made
 
 
 class _PerToken(torch.autograd.Function):
@@ -204,7 +198,7 @@ def differentiable_loss(call: Call, log_probs: Tensor, entropy: Tensor | None) -
         made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
         for tensor, made in zip(per_token, coefficients, strict=True)
     ]
-    loss = loss_with_gradients(output.loss, call.backend, per_token, gradients)
+    (loss,) = _with_gradients(output.loss, (), call.backend, per_token, gradients)
     shown = [
         None if values is None else _PerToken.apply(values, of_output, call.counted)
         for values, of_output in zip(per_token, output[1:3], strict=True)

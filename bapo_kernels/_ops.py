@@ -51,9 +51,9 @@ SCHEMAS = {
     # What the other operators take per token: masks, labels, weights and float32 values, flat. The
     # arguments are matrices of any dtype and strides; values[0] are the advantages.
     "prepare": (
-        "Tensor tokens, Tensor? response_mask, Tensor[] values, Tensor? cu_seqlens, int aggregation, "
-        "float scale, float? length, float? divisor, Tensor? device_divisor, Tensor? bounds, "
-        "bool live, Tensor(a!) unmasked, Tensor(b!)? counted, Tensor(c!)? labels, "
+        "Tensor tokens, Tensor? response_mask, Tensor[] values, Tensor? cu_seqlens, "
+        "int aggregation, float scale, float? length, float? divisor, Tensor? device_divisor, "
+        "Tensor? bounds, bool live, Tensor(a!) unmasked, Tensor(b!)? counted, Tensor(c!)? labels, "
         "Tensor(d!)? weights, Tensor(e!) flat, Tensor(f!)? ticket"
     ),
     # Writes row `rank` of the table, and zeros into the others: the negative mass at every point of

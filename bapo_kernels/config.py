@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from .checks import number, require
@@ -45,6 +46,7 @@ GRID_FIELDS = (
     "ratio_upper_max",
     "ratio_upper_step",
 )
+_GRID_NUMBERS = attrgetter(*GRID_FIELDS)
 # The other numbers: each must be greater than its limit, and finite; the text states that rule.
 _FINITE: dict[str, tuple[float, str]] = {
     "kl_loss_coef": (-math.inf, "be finite"),
@@ -234,7 +236,8 @@ class BAPOConfig:
 
 def grids_of(config: BAPOConfig) -> tuple[float, ...]:
     """Start, maximum and step of the lower grid, then of the upper grid."""
-    return tuple(getattr(config, name) for name in GRID_FIELDS)
+    numbers: tuple[float, ...] = _GRID_NUMBERS(config)
+    return numbers
 
 
 def starting_bounds_of(config: BAPOConfig) -> tuple[float, float]:

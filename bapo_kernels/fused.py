@@ -161,8 +161,8 @@ def loss_of_log_probs(
     loss = metrics.pop("loss")
     if call.statistics == "all":
         del metrics["live_tokens"]
-    of_rows = outputs[0], None if entropy is None else outputs[1]
-    return BAPOOutput(loss, *of_rows, ClipBounds(*bounds.unbind()), metrics), coefficients
+    of_rows = *outputs.unbind(), None
+    return BAPOOutput(loss, *of_rows[:2], ClipBounds(*bounds.unbind()), metrics), coefficients
 
 
 def policy(

@@ -20,6 +20,7 @@ from .checks import (
 from .config import BAPOConfig
 from .output import ClipBounds
 
+_PAPER = BAPOConfig()
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
@@ -112,7 +113,7 @@ def as_rows(logits: Tensor) -> Tensor:
 def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
     """``config``, or the paper's."""
     if config is None:
-        return BAPOConfig()
+        return _PAPER
     rule = "be a BAPOConfig or None"
     require(isinstance(config, BAPOConfig), "config", rule, type(config).__name__)
     return config

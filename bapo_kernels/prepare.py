@@ -13,7 +13,7 @@ from torch import Tensor
 from ._ops import ops_of
 from .aggregation import sequence_index, token_weights
 from .config import IGNORE_INDEX, BAPOConfig, LossAggMode
-from .inputs import bounds_are_valid
+from .inputs import bounds_are_valid, config_or_default
 
 _MODES: tuple[str, ...] = get_args(LossAggMode)
 # Of the mode's mean: the argument that holds its divisor.
@@ -47,7 +47,7 @@ class Arguments(NamedTuple):
     cu_seqlens: Tensor | None = None
     live: bool = False
     weighted: bool = False
-    config: BAPOConfig = BAPOConfig()
+    config: BAPOConfig = config_or_default(None)
     dp_size: int = 1
     divisor: float | Tensor | None = None
     bounds: Tensor | None = None

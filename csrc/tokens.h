@@ -10,14 +10,35 @@ BAPO_HD double old_log_prob(const TokenInputs& tokens, int64_t i, double log_pro
     return tokens.old_log_probs ? tokens.old_log_probs[i] : on_policy_old(log_prob);
 }
 
-BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
+// The inputs of a token, which are known before its log-prob. Absent ones are 0.
+struct alignas(16) TokenValues {
+    double weight;
+    float advantage;
+    float old_log_prob;
+    float ref_log_prob;
+    float is_weight;
+};
+BAPO_HD TokenValues values_at(const TokenInputs& tokens, int64_t i) {
+    return {
+        tokens.weights[i],
+        tokens.advantages[i],
+        tokens.old_log_probs ? tokens.old_log_probs[i] : 0.0f,
+        tokens.ref_log_probs ? tokens.ref_log_probs[i] : 0.0f,
+        tokens.is_weights ? tokens.is_weights[i] : 0.0f,
+    };
+}
+
+BAPO_HD Token token_of(const TokenInputs& tokens, const TokenValues& values, double log_prob) {
     return {
         log_prob,
-        old_log_prob(tokens, i, log_prob),
-        tokens.ref_log_probs ? tokens.ref_log_probs[i] : log_prob,
-        tokens.advantages[i],
-        tokens.is_weights ? tokens.is_weights[i] : 1.0,
+        tokens.old_log_probs ? values.old_log_prob : on_policy_old(log_prob),
+        tokens.ref_log_probs ? values.ref_log_prob : log_prob,
+        values.advantage,
+        tokens.is_weights ? values.is_weight : 1.0,
     };
+}
+BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
+    return token_of(tokens, values_at(tokens, i), log_prob);
 }
 
 // d x/d z in double, for the largest entry of a row's gradient, which is its label's.
@@ -49,16 +70,27 @@ struct Decision {
     RowCoefficients coefficients;
     bool undecided;
 };
-BAPO_HD Decision decide(const RowPassParams& params, int64_t i, double log_prob) {
-    const Token token = token_at(params.tokens, i, log_prob);
+// Where the search may put the bounds: nowhere else if they are known.
+struct BoundsRange {
+    Bounds first;
+    Bounds last;
+};
+BAPO_HD BoundsRange bounds_range(const RowPassParams& params) {
+    if (params.bounds == nullptr) return {params.first, params.last};
+    const Bounds known{params.bounds[0], params.bounds[1]};
+    return {known, known};
+}
+BAPO_HD Decision decide(const RowPassParams& params, const BoundsRange& range,
+                        const TokenValues& values, double log_prob) {
+    const Token token = token_of(params.tokens, values, log_prob);
     const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
-    Bounds first = params.first, last = params.last;
-    if (params.bounds) first = last = {params.bounds[0], params.bounds[1]};
-    const double grad = token_grad(token, ratio, first, params.options);
-    const double grad_last = token_grad(token, ratio, last, params.options);
-    const double weight = params.tokens.weights[i];
-    return {{weight * grad, weight * params.options.entropy_coef},
+    const double grad = token_grad(token, ratio, range.first, params.options);
+    const double grad_last = token_grad(token, ratio, range.last, params.options);
+    return {{values.weight * grad, values.weight * params.options.entropy_coef},
             grad != grad_last && grad == grad};
+}
+BAPO_HD Decision decide(const RowPassParams& params, int64_t i, double log_prob) {
+    return decide(params, bounds_range(params), values_at(params.tokens, i), log_prob);
 }
 
 // Weight of a token in the positive and the negative mass.

@@ -46,6 +46,10 @@ class AbsentGPU:
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
+        self.utils = self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"multiprocessor_count": 132}
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -63,9 +67,13 @@ class Compiled:
     def __init__(self) -> None:
         self.kernels: dict[str, tuple[str, str, object]] = {}
         self.variant = ""
+        self.unaligned = False
         run, compile_kernel = JITFunction.run, Kernel.compile
 
         def compile_only(function, *args, grid, warmup, **options):
+            if self.unaligned:
+                args = [one_element_further(value) for value in args]
+                options = {name: one_element_further(value) for name, value in options.items()}
             kernel = run(function, *args, grid=grid, warmup=True, **options)
             name = function.fn.__name__
             self.kernels.setdefault(kernel.hash, (name, self.variant, kernel))
@@ -79,6 +87,13 @@ class Compiled:
 
         JITFunction.run, Kernel.compile = compile_only, compile_anew
         CompiledKernel.__getitem__ = lambda kernel, grid: lambda *arguments: None
+
+
+def one_element_further(value: object) -> object:
+    """A tensor that is not 16-byte aligned instead of every tensor but the rows."""
+    if not isinstance(value, torch.Tensor) or value.shape[-1:] == (V,):
+        return value
+    return torch.empty(value.numel() + 1, dtype=value.dtype)[1:]
 
 
 def f32(n: int = N) -> torch.Tensor:
@@ -243,7 +258,7 @@ def compile_variants(compiled: Compiled) -> None:
 
 
 def compile_other_values(compiled: Compiled) -> list[str]:
-    """Names of kernels that are compiled again for other values and other numbers of tokens."""
+    """Names of kernels that are compiled again for other values, numbers of tokens, addresses."""
     before = set(compiled.kernels)
     for n, value in ((N - 1, 0.7), (N + 16, 2.5), (N + 1, 1.0)):
         one_row_pass(torch.bfloat16, 30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
@@ -252,6 +267,8 @@ def compile_other_values(compiled: Compiled) -> list[str]:
         one_policy(everything=True, kl=2, n=n, target=value, kl_coef=value, start=1)
         one_prepare(4, packed=True, n=n, scale=value)
         one_prepare(4, n=n, scale=value)
+    compiled.unaligned = True
+    compile_variants(compiled)
     return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]
 
 
@@ -313,23 +330,30 @@ def label_in_order(ptx: str) -> bool | None:
 
 
 def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
-    """Loads and stores between a backward branch and its target."""
+    """Loads and stores of innermost loops: between a backward branch and its target."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
     at = {address.lstrip("0"): number for number, (address, _) in enumerate(lines)}
     loops = []
     for number, (_, instruction) in enumerate(lines):
         if found := re.search(r"\bBRA\b.*0x0*([0-9a-f]+)", instruction):
             loops.append(range(at[found[1]], number))
-    for number, (_, instruction) in enumerate(lines):
-        found = re.search(r"\b(?:LDG|STG)\.[\w.]+", instruction)
-        if found and any(number in loop for loop in loops):
-            yield found[0]
+    loops = [loop for loop in loops if len(loop) > 0]  # else a branch forwards
+    for loop in loops:
+        if any(other != loop and other[0] in loop and other[-1] in loop for other in loops):
+            continue
+        for _, instruction in lines[loop.start : loop.stop]:
+            if found := re.search(r"\b(?:LDG|STG)\.[\w.]+", instruction):
+                yield found[0]
 
 
 def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
-    """Loads and stores in blocks that LLVM marks as part of a loop."""
-    for block in re.split(r"^(?=\.LBB|; %bb)", assembly, flags=re.MULTILINE):
-        if " Loop" in "".join(block.splitlines()[:2]):
+    """Loads and stores in blocks that LLVM marks as part of an innermost loop."""
+    blocks = re.split(r"^(?=\.LBB|; %bb)", assembly, flags=re.MULTILINE)
+    heads = [re.split(r"^\s+[a-z]", block, maxsplit=1, flags=re.MULTILINE)[0] for block in blocks]
+    inner = {re.match(r"\.L(\w+)", head)[1] for head in heads if "Inner Loop Header" in head}
+    for block, head in zip(blocks, heads, strict=True):
+        header = re.search(r"Header=(\w+)", head) or re.match(r"\.L(\w+)", head)
+        if header and header[1] in inner:
             yield from re.findall(r"\b(?:global|buffer|flat)_(?:load|store)_\w+", block)
 
 

@@ -331,21 +331,39 @@ class ClockOfVariants:
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton's interpreter or a GPU")
 def test_the_tuner_of_triton_times_every_variant(tmp_path, monkeypatch, capsys):
     clock, own = ClockOfVariants(), row_pass.row_shape
-    chosen = list(tune_triton.variants())[::12]
+    chosen = tune_triton.variants(160, 132)[::12]
     monkeypatch.setattr(tune_triton, "clock_of", lambda device: clock)
-    monkeypatch.setattr(tune_triton, "variants", lambda: iter(chosen))
+    monkeypatch.setattr(tune_triton, "variants", lambda *sizes: chosen)
+    monkeypatch.setattr(tune_triton, "cache_and_multiprocessors", lambda device: (10_560, 132))
     file = tmp_path / "tune.jsonl"
     tune_triton.main(8, 40, "float32", DEVICES["triton"], file)
     assert [(cut.num_warps, cut.UNROLL) for cut in clock.cuts] == [v[:2] for v in chosen]
     assert [(v.warps, v.registers) for v in chosen] == [(32, 64), (16, 64), (8, 64)]
     assert row_pass.row_shape is own
     first, second, third, *_, last = capsys.readouterr().out.splitlines()
-    assert first == f"{chosen[0]}: 2.000 ms"
-    assert second == f"{chosen[1]}: RuntimeError: out of [registers]"
-    assert third == f"{chosen[2]}: 0.667 ms"
+    assert first == f"{chosen[0]}, 0 MB resident (2.00 x L2): 2.000 ms"
+    assert second == f"{chosen[1]}, 0 MB resident (4.00 x L2): RuntimeError: out of [registers]"
+    assert third == f"{chosen[2]}, 0 MB resident (8.00 x L2): 0.667 ms"
     assert last == f"0.667 ms at best: {chosen[2]}"
     lines = records.load(file)
     assert [(line["ms"], line["warps"]) for line in lines] == [(2.0, 32), (2.0 / 3, 8)]
+
+
+def test_the_tuner_starts_with_the_fewest_bytes_in_the_cache():
+    """Rows of 151,936 bfloat16 logits on the 132 multiprocessors of an H100 or H200."""
+    row_bytes, one_row_each = 2 * 151_936, 40_111_104
+    resident = [
+        tune_triton.resident_bytes(variant, row_bytes, 132)
+        for variant in tune_triton.variants(row_bytes, 132)
+    ]
+    assert sorted(set(resident)) == [one_row_each, 2 * one_row_each, 4 * one_row_each]
+    assert resident == sorted(resident)
+    first = tune_triton.variants(row_bytes, 132)[0]
+    assert first == tune_triton.Variant(warps=32, unroll=4, registers=64)
+    by_registers = [tune_triton.Variant(16, 4, registers) for registers in (64, 96, 128)]
+    assert [
+        tune_triton.resident_bytes(v, row_bytes, 132) // one_row_each for v in by_registers
+    ] == [*(2, 1, 1)]
 
 
 @pytest.mark.parametrize("git", ["installed", "not installed", "no repository"])

@@ -48,8 +48,8 @@ pytestmark = [
 DEVICES = {
     "H100": ((9, 228 << 10, 3), 1),
     "two blocks": ((9, 64 << 10, 3), 2),
-    "four blocks": ((9, 42 << 10, 2), 4),
-    "eight blocks, one cluster": ((9, 38 << 10, 1), 8),
+    "four blocks": ((9, 44 << 10, 2), 4),
+    "eight blocks, one cluster": ((9, 40 << 10, 1), 8),
     "A100": ((8, 164 << 10, 0), 0),
     "MIG": ((9, 228 << 10, 0), 0),  # a partition of a GPU, where no cluster fits
 }

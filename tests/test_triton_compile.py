@@ -62,6 +62,19 @@ def test_registers_are_limited(compiled):
     assert all(kernel.get("limited", True) for kernel in compiled[1]["kernels"])
 
 
+def test_only_rows_that_are_read_again_stay_in_the_cache(compiled):
+    target, report = compiled
+    if not target.startswith("cuda"):
+        pytest.skip("the hint is read from NVIDIA's disassembly")
+    hints = {
+        kernel["variant"]: {name.split(".")[2] for name in kernel["in_loops"] if "LDG" in name}
+        for kernel in report["kernels"]
+        if kernel["kernel"] == "_row_pass_kernel"
+    }
+    assert hints["torch.bfloat16"] == {"EF"}, "log-probs without a gradient"
+    assert hints["torch.bfloat16, softcap None, everything False"] == {"EL", "EF"}
+
+
 def test_other_values_do_not_compile_again(compiled):
-    """Bounds, temperatures, coefficients, targets and the number of tokens are run-time values."""
+    """Bounds, temperatures, coefficients, targets, numbers of tokens, addresses of their values."""
     assert compiled[1]["compiled_again"] == []

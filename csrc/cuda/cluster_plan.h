@@ -12,10 +12,13 @@ namespace bapo::cuda {
 constexpr int kComputeWarps = 8;
 constexpr int kComputeThreads = kComputeWarps * 32;
 constexpr int kChunkBytes = 16 * kComputeThreads;
-// A chunk of a row that is not aligned extends over one more vector.
-constexpr int kStageBytes = kChunkBytes + 16;
+// A row that is not aligned needs one vector more, and a gradient that is aligned otherwise needs
+// another. The two barriers of a stage follow.
+constexpr int kMostBytes = kChunkBytes + 32;
+constexpr int kFull = kMostBytes;
+constexpr int kEmpty = kFull + 8;
+constexpr int kStageBytes = kChunkBytes + 128;
 constexpr int kMaxCluster = 8;
-constexpr int kMaxStages = 64;
 
 struct ClusterPlan {
     int cluster = 0;  // blocks; 0: no cluster holds such a row
@@ -31,7 +34,7 @@ inline ClusterPlan plan_for(int64_t row_bytes, int head_bytes, int bytes_per_mul
     const int64_t chunks = (row_bytes + kChunkBytes - 1) / kChunkBytes;
     for (const int blocks : {2, 1}) {
         const int room = std::min(bytes_per_multiprocessor / blocks - kReserved, bytes_per_block);
-        const int stages = std::min((room - head_bytes) / kStageBytes, kMaxStages);
+        const int stages = (room - head_bytes) / kStageBytes;
         for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
             const int64_t mine = (chunks + cluster - 1) / cluster;
             if (mine + kAhead <= stages) return {cluster, stages};

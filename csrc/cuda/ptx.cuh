@@ -14,6 +14,18 @@ __device__ inline float exp2_approx(float t) {
     return e;
 }
 
+// The larger of both halves of two words.
+__device__ inline uint32_t max_bfloat16_pairs(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+__device__ inline uint32_t max_float16_pairs(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 __device__ inline uint8_t* dynamic_shared_memory() {
     extern __shared__ __align__(128) uint8_t memory[];
     return memory;
@@ -41,6 +53,15 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+__device__ inline uint4 shared_vector(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
 __device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
@@ -55,8 +76,11 @@ __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// Waits for the end of the phase of this parity, and acquires what was written before it in the
-// cluster. Built with BAPO_TRAP_WAITS, a wait that does not end prints its name and traps.
+// Waits for the end of the phase of this parity, and acquires what was written before it: by this
+// block and its bulk copies, or in the whole cluster, which empties the L1 cache. Built with
+// BAPO_TRAP_WAITS, a wait that does not end prints its name and traps.
+enum class Scope { kBlock, kCluster };
+template <Scope kScope = Scope::kBlock>
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
                                     [[maybe_unused]] const char* name) {
     uint32_t done = 0;
@@ -71,15 +95,27 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
 #else
     while (!done) {
 #endif
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
+        if constexpr (kScope == Scope::kBlock) {
+            asm volatile(
+                "{\n"
+                ".reg .pred done;\n"
+                "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+                "selp.u32 %0, 1, 0, done;\n"
+                "}\n"
+                : "=r"(done)
+                : "r"(barrier), "r"(parity)
+                : "memory");
+        } else {
+            asm volatile(
+                "{\n"
+                ".reg .pred done;\n"
+                "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+                "selp.u32 %0, 1, 0, done;\n"
+                "}\n"
+                : "=r"(done)
+                : "r"(barrier), "r"(parity)
+                : "memory");
+        }
     }
 }
 

@@ -60,8 +60,7 @@ __device__ inline void unpack(uint4 raw, float (&z)[8], __half) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const __half2_raw half{(uint16_t)words[i], (uint16_t)(words[i] >> 16)};
-        const float2 pair = __half22float2(half);
+        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
         z[2 * i] = pair.x, z[2 * i + 1] = pair.y;
     }
 }
@@ -82,6 +81,67 @@ template <typename T>
 __device__ inline uint4 pack(const float (&z)[8], T type) {
     return {pack_pair(z[0], z[1], type), pack_pair(z[2], z[3], type), pack_pair(z[4], z[5], type),
             pack_pair(z[6], z[7], type)};
+}
+
+// A word holds one float or a pair of 16-bit values. All -inf:
+template <typename T>
+constexpr uint32_t kLowest = 0xff800000;
+template <>
+constexpr uint32_t kLowest<__nv_bfloat16> = 0xff80ff80;
+template <>
+constexpr uint32_t kLowest<__half> = 0xfc00fc00;
+
+// The larger elements of two words; the other one where one is NaN, which the sums do not forget.
+__device__ inline uint32_t larger(uint32_t a, uint32_t b, float) {
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+}
+__device__ inline uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) {
+    return max_bfloat16_pairs(a, b);
+}
+__device__ inline uint32_t larger(uint32_t a, uint32_t b, __half) {
+    return max_float16_pairs(a, b);
+}
+template <typename T>
+__device__ inline uint32_t largest(uint4 raw, T type) {
+    return larger(larger(raw.x, raw.y, type), larger(raw.z, raw.w, type), type);
+}
+template <typename T>
+__device__ inline float largest_of_word(uint32_t word, T type) {
+    float z[kVec<T>];
+    unpack({word, word, word, word}, z, type);
+    return fmaxf(z[0], z[1]);
+}
+
+// A vector with -inf from its element `count` on.
+template <typename T>
+__device__ inline uint4 cut(uint4 raw, int count, T) {
+    constexpr int kPerWord = 4 / sizeof(T);
+    uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int here = count - i * kPerWord;
+        if (here <= 0) words[i] = kLowest<T>;
+        if (kPerWord == 2 && here == 1) {
+            words[i] = (words[i] & 0xffffu) | (kLowest<T> & 0xffff0000u);
+        }
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
+// The 16 bytes that start `shift` bytes after the start of two neighbouring vectors.
+template <typename T>
+__device__ inline uint4 shifted(uint4 low, uint4 high, uint32_t shift, T) {
+    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) words[i] = shift & 4 ? words[i + 1] : words[i];
+    if constexpr (sizeof(T) == 2) {
+        const uint32_t bits = shift % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], bits);
+    }
+    return {words[0], words[1], words[2], words[3]};
 }
 
 // Gradients are not read again soon, and should not evict rows from L2.
@@ -114,27 +174,36 @@ __device__ inline float transformed(float z, Scales scales) {
     return z == -kInf ? -kInf : tanh_approx(z * scales.inner);
 }
 
-// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum.
+// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum. Here t
+// is the product of a difference, so that it is exactly 0 for the largest element.
+template <typename T, bool kSoftcap>
 struct Lane {
-    float top = -kInf;
+    uint32_t top = kLowest<T>;  // of the logits
+    float origin = -kInf;
     float sum = 0.0f;
     float weighted = 0.0f;
 
-    template <int n>
-    __device__ void add(const float (&y)[n], float scale2) {
-        float new_top = top;
+    template <int k>
+    __device__ void add(const uint4 (&raw)[k], Scales scales) {
 #pragma unroll
-        for (int i = 0; i < n; ++i) new_top = fmaxf(new_top, y[i]);
-        const float start = new_top == -kInf ? 0.0f : new_top;
-        const float shift = (top - start) * scale2, factor = exp2_approx(shift);
+        for (int i = 0; i < k; ++i) top = larger(top, largest(raw[i], T{}), T{});
+        const float new_origin = transformed<kSoftcap>(largest_of_word(top, T{}), scales);
+        const float start = new_origin == -kInf ? 0.0f : new_origin;
+        const float shift = (origin - start) * scales.scale2, factor = exp2_approx(shift);
         weighted = factor * fmaf(fmaxf(shift, kExp2Floor), sum, weighted);
         sum *= factor;
-        top = new_top;
+        origin = new_origin;
 #pragma unroll
-        for (int i = 0; i < n; ++i) {
-            const float t = (y[i] - start) * scale2, e = exp2_approx(t);
-            sum += e;
-            weighted = fmaf(e, fmaxf(t, kExp2Floor), weighted);
+        for (int i = 0; i < k; ++i) {
+            float z[kVec<T>];
+            unpack(raw[i], z, T{});
+#pragma unroll
+            for (const float each : z) {
+                const float t = (transformed<kSoftcap>(each, scales) - start) * scales.scale2;
+                const float e = exp2_approx(t);
+                sum += e;
+                weighted = fmaf(e, fmaxf(t, kExp2Floor), weighted);
+            }
         }
     }
 };
@@ -145,7 +214,10 @@ struct RowSums {
     double sum;
     double weighted;
 
-    __device__ static RowSums of(const Lane& lane) { return {lane.top, lane.sum, lane.weighted}; }
+    template <typename Lane>
+    __device__ static RowSums of(const Lane& lane) {
+        return {lane.origin, lane.sum, lane.weighted};
+    }
     // Relative to another origin, at least as large.
     __device__ void move_to(float new_origin, float scale2) {
         const float start = new_origin == -kInf ? 0.0f : new_origin;
@@ -160,14 +232,16 @@ struct RowSums {
     }
 };
 
+// The largest value of all lanes, none of which is NaN, as integers of the same order.
+__device__ inline float warp_max(float value) {
+    const auto ordered = [](int bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; };
+    const int most = __reduce_max_sync(kAllLanes, ordered((int)__float_as_uint(value)));
+    return __uint_as_float((unsigned)ordered(most));
+}
+
 // The sums of all lanes, in every lane, always added in the same order.
 __device__ inline RowSums warp_total(RowSums mine, float scale2) {
-    float origin = mine.origin;
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-        origin = fmaxf(origin, __shfl_xor_sync(kAllLanes, origin, step));
-    }
-    mine.move_to(origin, scale2);
+    mine.move_to(warp_max(mine.origin), scale2);
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) {
         mine.sum += __shfl_xor_sync(kAllLanes, mine.sum, step);
@@ -178,17 +252,27 @@ __device__ inline RowSums warp_total(RowSums mine, float scale2) {
 
 // The total of count partial sums in shared memory, computed by one warp.
 __device__ inline RowSums total_of(const RowSums* partials, int count, float scale2) {
-    const int lane = threadIdx.x % kWarp;
     RowSums mine{-kInf, 0.0, 0.0};
-    for (int i = lane; i < count; i += kWarp) {
-        mine.origin = fmaxf(mine.origin, shared_load(&partials[i].origin));
-    }
-    for (int i = lane; i < count; i += kWarp) {
+    for (int i = threadIdx.x % kWarp; i < count; i += kWarp) {
         RowSums part = shared_load(&partials[i]);
-        part.move_to(mine.origin, scale2);
+        const float origin = fmaxf(mine.origin, part.origin);
+        mine.move_to(origin, scale2);
+        part.move_to(origin, scale2);
         mine.add(part);
     }
     return warp_total(mine, scale2);
+}
+
+// The label of a row: its index, -1 outside the vocabulary, where the others are NaN.
+struct Label {
+    int index;
+    float z;
+    float y;
+    double slope;  // d x/d z
+};
+template <bool kSoftcap>
+__device__ inline Label label_of(int index, float z, const Transform& transform, Scales scales) {
+    return {index, z, transformed<kSoftcap>(z, scales), label_slope(z, transform)};
 }
 
 // What the second pass over a row whose statistics are known writes.
@@ -198,55 +282,76 @@ struct SecondPass {
     float origin;
     float a;  // d l/d z = 2^t*(a*t + b), times 1 - y^2 under softcap
     float b;
+    int label;
     float label_grad;
+
+    __device__ static SecondPass without_gradient(Action action) {
+        return {action, 0.0f, 0.0f, 0.0f, -1, 0.0f};
+    }
 };
 
+// Statistics of a row and of its label.
+struct RowStatistics {
+    float origin;
+    double inverse_sum;
+    double log_sum;
+    double entropy;
+    double log_prob;
+};
+
+// d l/d z of the label, without the cancellation in 1 - p. In double: it is the largest entry of
+// the row's gradient, with an error budget of little more than its last rounding.
+__device__ inline double label_gradient(const Label& label, const RowStatistics& row,
+                                        RowCoefficients coefficients) {
+    const double log_p = row.log_prob, bonus = coefficients.entropy_bonus;
+    double dx = -coefficients.dlog_prob * expm1(log_p);
+    if (bonus != 0.0) dx += bonus * exp(log_p) * (log_p + row.entropy);
+    return label.z == -kInf ? 0.0 : dx * label.slope;
+}
+
 // d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j
-__device__ inline SecondPass gradient_pass(float origin, double sum, double entropy, float z_label,
-                                           double log_prob, const Transform& transform,
-                                           RowCoefficients coefficients) {
-    if (coefficients.zero()) return {SecondPass::kZeros, 0.0f, 0.0f, 0.0f, 0.0f};
-    const double per_sum = transform.slope / sum, bonus = coefficients.entropy_bonus;
+__device__ inline SecondPass gradient_pass(const RowStatistics& row, const Label& label,
+                                           RowCoefficients coefficients, double slope) {
+    if (coefficients.zero()) return SecondPass::without_gradient(SecondPass::kZeros);
+    const double per_sum = slope * row.inverse_sum, bonus = coefficients.entropy_bonus;
+    const double constant = bonus * (row.entropy - row.log_sum) - coefficients.dlog_prob;
     return {
-        SecondPass::kGradient,
-        origin,
-        (float)(bonus * kLn2 * per_sum),
-        (float)((bonus * (entropy - log(sum)) - coefficients.dlog_prob) * per_sum),
-        (float)label_gradient(z_label, log_prob, entropy, transform, coefficients),
+        SecondPass::kGradient,       row.origin,  (float)(bonus * kLn2 * per_sum),
+        (float)(constant * per_sum), label.index, (float)label_gradient(label, row, coefficients),
     };
 }
 
-// The log-prob of a label; its logit is NaN where the label is outside the vocabulary.
-template <bool kSoftcap>
-__device__ inline double label_log_prob(float z, float origin, double log_sum,
-                                        const Transform& transform, Scales scales) {
-    const float y = transformed<kSoftcap>(z, scales);
-    return ((double)y - origin) * transform.scale - log_sum;
+__device__ inline double label_log_prob(const Label& label, float origin, double log_sum,
+                                        const Transform& transform) {
+    return ((double)label.y - origin) * transform.scale - log_sum;
 }
 
-// Statistics of a row and what its second pass writes, computed by one warp; the lane with `first`
-// writes the outputs of the token.
-template <bool kSoftcap>
-__device__ inline SecondPass finish_statistics(const RowPassParams& params, int64_t index,
-                                               const RowSums& total, float z_label, Scales scales,
+// Statistics of a row, computed by one warp; the lane with `first` writes them.
+__device__ inline RowStatistics row_statistics(const RowPassParams& params, int64_t index,
+                                               const RowSums& total, const Label& label,
                                                bool first) {
-    const Transform& transform = params.rows.transform;
-    const double log_sum = log(total.sum);
-    const double entropy = log_sum - kLn2 * total.weighted / total.sum;
-    const double log_prob =
-        label_log_prob<kSoftcap>(z_label, total.origin, log_sum, transform, scales);
+    const double log_sum = log(total.sum), inverse_sum = 1.0 / total.sum;
+    const double entropy = log_sum - kLn2 * total.weighted * inverse_sum;
+    const double log_prob = label_log_prob(label, total.origin, log_sum, params.rows.transform);
     if (first) {
         params.log_probs[index] = log_prob;
         params.entropy[index] = entropy;
         params.stats[2 * index] = total.origin;
         params.stats[2 * index + 1] = total.sum;
     }
-    if (params.rows.grad == nullptr) return {SecondPass::kNothing, 0.0f, 0.0f, 0.0f, 0.0f};
-    const Decision decision = decide(params, index, log_prob);
+    return {total.origin, inverse_sum, log_sum, entropy, log_prob};
+}
+
+// What the second pass over a row writes, if that is known; the lane with `first` writes whether it
+// is.
+__device__ inline SecondPass decided_pass(const RowPassParams& params, int64_t index,
+                                          const BoundsRange& range, const TokenValues& values,
+                                          const RowStatistics& row, const Label& label,
+                                          bool first) {
+    const Decision decision = decide(params, range, values, row.log_prob);
     if (first) params.undecided[index] = decision.undecided;
-    if (decision.undecided) return {SecondPass::kNothing, 0.0f, 0.0f, 0.0f, 0.0f};
-    return gradient_pass(total.origin, total.sum, entropy, z_label, log_prob, transform,
-                         decision.coefficients);
+    if (decision.undecided) return SecondPass::without_gradient(SecondPass::kNothing);
+    return gradient_pass(row, label, decision.coefficients, params.rows.transform.slope);
 }
 
 // The outputs of a skipped row.
@@ -268,23 +373,53 @@ __device__ inline float gradient_of(float z, const SecondPass& pass, Scales scal
     return dz;
 }
 
-// A row of logits and its gradient.
-template <typename T>
+// A row of logits and its gradient, whose 16-byte vectors lie where its own alignment puts them:
+// after `head` elements, and before the rest of the row, both shorter than a vector.
+template <typename T, bool kAligned>
 struct Row {
     const T* logits;
     T* grad;
+    int vocab;
+    uint32_t shift;  // bytes from a multiple of 16 to the first logit
+    int head;
+    int vectors;
 
-    __device__ Row(const LogitRows& rows, int64_t index) {
+    __device__ Row(const LogitRows& rows, int64_t index) : vocab((int)rows.vocab) {
         const int64_t batch = index / rows.rows, row = index % rows.rows;
         logits =
             static_cast<const T*>(rows.logits) + batch * rows.batch_stride + row * rows.row_stride;
         grad = rows.grad == nullptr ? nullptr
                                     : static_cast<T*>(rows.grad) + batch * rows.grad_batch_stride +
                                           row * rows.grad_row_stride;
+        const auto past = [](const void* p) {
+            return (uint32_t)reinterpret_cast<uintptr_t>(p) % 16;
+        };
+        shift = kAligned ? 0 : past(logits);
+        head = kAligned ? 0 : min(vocab, (int)((16 - past(grad)) % 16 / sizeof(T)));
+        vectors = (vocab - head) / kVec<T>;
     }
-    __device__ float label_logit(int64_t label, int64_t vocab) const {
-        return label >= 0 && label < vocab ? to_float(logits[label]) : NAN;
+    __device__ int tail() const { return vocab - head - vectors * kVec<T>; }
+    __device__ T* vector(int index) const { return grad + head + index * kVec<T>; }
+    // Of the vector with this element; -1: it is in the head.
+    __device__ int vector_of(int element) const {
+        return element < head ? -1 : (element - head) / kVec<T>;
+    }
+    // -1: it is outside the row.
+    __device__ int label(int64_t label) const {
+        return label >= 0 && label < vocab ? (int)label : -1;
+    }
+    __device__ float label_logit(int label) const {
+        return label >= 0 ? to_float(logits[label]) : NAN;
     }
 };
+
+// Writes the first elements of a vector one by one.
+template <typename T>
+__device__ inline void store_elements(T* to, const float (&values)[kVec<T>], int count) {
+#pragma unroll
+    for (int i = 0; i < kVec<T>; ++i) {
+        if (i < count) to[i] = from_float<T>(values[i]);
+    }
+}
 
 }  // namespace bapo::cuda

@@ -2,6 +2,7 @@
 // clusters and for rows that no cluster holds, the gradient of rows whose statistics are known, and
 // the scaling of a gradient.
 
+#include "cluster_plan.h"
 #include "dispatch.cuh"
 #include "launch_cuda.h"
 
@@ -12,92 +13,94 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 
-// Vectors that a thread loads at once: as many as fit into 64 registers beside the mathematics.
-template <typename T, bool kSoftcap>
-constexpr int kUnroll = kSoftcap && sizeof(T) == 2 ? 2 : 4;
-
+// The 16 bytes from this element on, which need not be aligned.
+template <typename T, bool kAligned>
+__device__ uint4 load_vector(const T* from) {
+    if (kAligned) return *reinterpret_cast<const uint4*>(from);
+    const auto address = reinterpret_cast<uintptr_t>(from);
+    const auto* const vectors = reinterpret_cast<const uint4*>(address / 16 * 16);
+    const auto shift = (uint32_t)(address % 16);
+    return shift == 0 ? vectors[0] : shifted(vectors[0], vectors[1], shift, T{});
+}
 // Elements [first, first + n) of a row, -inf beyond its end.
 template <typename T, bool kAligned>
-__device__ void load_elements(const T* row, int64_t first, int64_t vocab, float (&z)[kVec<T>]) {
-    if (kAligned && first + kVec<T> <= vocab) {
-        return unpack(*reinterpret_cast<const uint4*>(row + first), z, T{});
-    }
+__device__ uint4 load_elements(const T* row, int first, int vocab) {
+    if (first + kVec<T> <= vocab) return load_vector<T, kAligned>(row + first);
+    float z[kVec<T>];
 #pragma unroll
     for (int i = 0; i < kVec<T>; ++i) z[i] = first + i < vocab ? to_float(row[first + i]) : -kInf;
+    return pack(z, T{});
 }
 
 template <typename T, bool kSoftcap, bool kAligned>
-__device__ Lane first_pass(const T* row, int64_t vocab, Scales scales) {
-    constexpr int n = kVec<T>, kSteps = kUnroll<T, kSoftcap>;
-    constexpr int64_t kStride = kThreads * n;
-    Lane lane;
-    int64_t first = threadIdx.x * n;
-    for (; first - threadIdx.x * n + kSteps * kStride <= vocab; first += kSteps * kStride) {
-        float y[kSteps * n];
+__device__ Lane<T, kSoftcap> first_pass(const T* row, int vocab, Scales scales) {
+    constexpr int kSteps = 4, kStride = kThreads * kVec<T>;
+    Lane<T, kSoftcap> lane;
+    int first = threadIdx.x * kVec<T>;
+    for (; first - (int)threadIdx.x * kVec<T> + kSteps * kStride <= vocab;
+         first += kSteps * kStride) {
+        uint4 raw[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            float z[n];
-            load_elements<T, kAligned>(row, first + step * kStride, vocab, z);
-#pragma unroll
-            for (int i = 0; i < n; ++i) y[step * n + i] = transformed<kSoftcap>(z[i], scales);
+            raw[step] = load_elements<T, kAligned>(row, first + step * kStride, vocab);
         }
-        lane.add(y, scales.scale2);
+        lane.add(raw, scales);
     }
     for (; first < vocab; first += kStride) {
-        float y[n];
-        load_elements<T, kAligned>(row, first, vocab, y);
-#pragma unroll
-        for (int i = 0; i < n; ++i) y[i] = transformed<kSoftcap>(y[i], scales);
-        lane.add(y, scales.scale2);
+        const uint4 raw[1] = {load_elements<T, kAligned>(row, first, vocab)};
+        lane.add(raw, scales);
     }
     return lane;
 }
 
+// Calls f with each element before the first vector of a row and after the last one.
+template <typename T, bool kAligned, typename F>
+__device__ void for_single_elements(const Row<T, kAligned>& row, F f) {
+    if ((int)threadIdx.x < row.head) f(threadIdx.x);
+    if ((int)threadIdx.x < row.tail()) f(row.vocab - 1 - threadIdx.x);
+}
+
 // Backwards from the end of the row, which was read last and is still in the cache.
 template <typename T, bool kSoftcap, bool kAligned, bool kBonus>
-__device__ void write_gradient(const Row<T>& row, int64_t vocab, const SecondPass& pass,
-                               Scales scales) {
-    constexpr int n = kVec<T>;
-    const int64_t vectors = kAligned ? vocab / n : 0;
-    for (int64_t v = vectors * n + threadIdx.x; v < vocab; v += kThreads) {
-        const float z = to_float(row.logits[v]);
-        row.grad[v] = from_float<T>(gradient_of<kSoftcap, kBonus>(z, pass, scales));
-    }
+__device__ void write_gradient(const Row<T, kAligned>& row, const SecondPass& pass, Scales scales) {
+    for_single_elements(row, [&](int i) {
+        const float z = to_float(row.logits[i]);
+        row.grad[i] = from_float<T>(gradient_of<kSoftcap, kBonus>(z, pass, scales));
+    });
+    const T* const from = row.logits + row.head;
 #pragma unroll 4
-    for (int64_t v = vectors - 1 - threadIdx.x; v >= 0; v -= kThreads) {
-        float z[n];
-        unpack(*reinterpret_cast<const uint4*>(row.logits + v * n), z, T{});
+    for (int v = row.vectors - 1 - (int)threadIdx.x; v >= 0; v -= kThreads) {
+        float z[kVec<T>];
+        unpack(load_vector<T, kAligned>(from + v * kVec<T>), z, T{});
 #pragma unroll
-        for (int i = 0; i < n; ++i) z[i] = gradient_of<kSoftcap, kBonus>(z[i], pass, scales);
-        store_streaming(row.grad + v * n, pack(z, T{}));
+        for (float& each : z) each = gradient_of<kSoftcap, kBonus>(each, pass, scales);
+        store_streaming(row.vector(v), pack(z, T{}));
     }
 }
 
 template <typename T, bool kAligned>
-__device__ void write_zeros(const Row<T>& row, int64_t vocab) {
-    constexpr int n = kVec<T>;
-    const int64_t vectors = kAligned ? vocab / n : 0;
-    for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
-        store_streaming(row.grad + v * n, uint4{0, 0, 0, 0});
-    }
-    for (int64_t i = vectors * n + threadIdx.x; i < vocab; i += kThreads) {
-        row.grad[i] = from_float<T>(0.0f);
+__device__ void write_zeros(const Row<T, kAligned>& row) {
+    for_single_elements(row, [&](int i) { row.grad[i] = from_float<T>(0.0f); });
+    for (int v = threadIdx.x; v < row.vectors; v += kThreads) {
+        store_streaming(row.vector(v), uint4{0, 0, 0, 0});
     }
 }
 
+// Ends with a barrier, after which the decision may be overwritten.
 template <typename T, bool kSoftcap, bool kAligned>
-__device__ void run_second_pass(const SecondPass& pass, const Row<T>& row, int64_t label,
-                                int64_t vocab, Scales scales) {
-    if (pass.action == SecondPass::kZeros) write_zeros<T, kAligned>(row, vocab);
-    if (pass.action != SecondPass::kGradient) return;
-    if (pass.a != 0.0f) {
-        write_gradient<T, kSoftcap, kAligned, true>(row, vocab, pass, scales);
-    } else {
-        write_gradient<T, kSoftcap, kAligned, false>(row, vocab, pass, scales);
+__device__ void run_second_pass(const SecondPass* decision, const Row<T, kAligned>& row,
+                                Scales scales) {
+    const SecondPass pass = shared_load(decision);
+    const bool writes = pass.action == SecondPass::kGradient;
+    if (pass.action == SecondPass::kZeros) write_zeros(row);
+    if (writes && pass.a != 0.0f) {
+        write_gradient<T, kSoftcap, kAligned, true>(row, pass, scales);
+    } else if (writes) {
+        write_gradient<T, kSoftcap, kAligned, false>(row, pass, scales);
     }
     __syncthreads();  // after the thread that wrote the label's vector
-    if (threadIdx.x == 0 && label >= 0 && label < vocab) {
-        row.grad[label] = from_float<T>(pass.label_grad);
+    if (writes && threadIdx.x == 0 && pass.label >= 0) {
+        row.grad[pass.label] = from_float<T>(pass.label_grad);
     }
 }
 
@@ -106,52 +109,71 @@ __global__ void __launch_bounds__(kThreads, 2)
     row_pass_kernel(const __grid_constant__ RowPassParams params, Scales scales) {
     __shared__ RowSums partials[kWarps];
     __shared__ SecondPass shared_pass;
-    const int64_t index = blockIdx.x, vocab = params.rows.vocab;
-    const Row<T> row(params.rows, index);
+    const int64_t index = blockIdx.x;
+    const Row<T, kAligned> row(params.rows, index);
     if (!params.tokens.counted[index]) {
         if (threadIdx.x == 0) finish_skipped(params, index);
-        if (row.grad != nullptr) write_zeros<T, kAligned>(row, vocab);
+        if (row.grad != nullptr) write_zeros(row);
         return;
     }
-    const int64_t label = params.labels[index];
-    const float z_label = row.label_logit(label, vocab);
+    const int label = row.label(params.labels[index]);
+    const float z_label = row.label_logit(label);
 
-    const Lane lane = first_pass<T, kSoftcap, kAligned>(row.logits, vocab, scales);
+    const auto lane = first_pass<T, kSoftcap, kAligned>(row.logits, row.vocab, scales);
     const RowSums warp = warp_total(RowSums::of(lane), scales.scale2);
     if (threadIdx.x % kWarp == 0) partials[threadIdx.x / kWarp] = warp;
     __syncthreads();
     if (threadIdx.x < kWarp) {
         const RowSums total = total_of(partials, kWarps, scales.scale2);
         const bool first = threadIdx.x == 0;
-        const SecondPass pass =
-            finish_statistics<kSoftcap>(params, index, total, z_label, scales, first);
-        if (first) shared_pass = pass;
+        const auto about_label = label_of<kSoftcap>(label, z_label, params.rows.transform, scales);
+        const RowStatistics statistics = row_statistics(params, index, total, about_label, first);
+        SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
+        if (row.grad != nullptr) {
+            pass = decided_pass(params, index, bounds_range(params),
+                                values_at(params.tokens, index), statistics, about_label, first);
+        }
+        if (first) shared_store(&shared_pass, pass);
     }
     __syncthreads();
-    run_second_pass<T, kSoftcap, kAligned>(shared_pass, row, label, vocab, scales);
+    run_second_pass<T, kSoftcap>(&shared_pass, row, scales);
+}
+
+// Calls f with the rows of this block: blockIdx.x, blockIdx.x + gridDim.x and so on, or those of
+// them that have a flag. Each warp reads the flags of 32 rows at once.
+template <typename F>
+__device__ void for_rows(int64_t count, const uint8_t* only, F f) {
+    const int64_t step = gridDim.x;
+    for (int64_t first = blockIdx.x; first < count; first += kWarp * step) {
+        const int64_t mine = first + threadIdx.x % kWarp * step;
+        uint32_t flags = __ballot_sync(kAllLanes, mine < count && (!only || only[mine]));
+        for (; flags != 0; flags &= flags - 1) f(first + (__ffs(flags) - 1) * step);
+    }
 }
 
 template <typename T, bool kSoftcap, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     row_gradient_kernel(const __grid_constant__ RowGradientParams params, Scales scales) {
     __shared__ SecondPass shared_pass;
-    const int64_t index = blockIdx.x, vocab = params.rows.vocab;
-    if (params.only && !params.only[index]) return;
-    const Row<T> row(params.rows, index);
-    const int64_t label = params.labels[index];
-    if (threadIdx.x == 0) {
-        const RowCoefficients coefficients{params.dlog_probs[index],
-                                           params.dentropy ? -params.dentropy[index] : 0.0};
-        const float origin = (float)params.stats[2 * index];
-        const double sum = params.stats[2 * index + 1];
-        const float z = row.label_logit(label, vocab);
-        const Transform& transform = params.rows.transform;
-        const double log_prob = label_log_prob<kSoftcap>(z, origin, log(sum), transform, scales);
-        shared_pass =
-            gradient_pass(origin, sum, params.entropy[index], z, log_prob, transform, coefficients);
-    }
-    __syncthreads();
-    run_second_pass<T, kSoftcap, kAligned>(shared_pass, row, label, vocab, scales);
+    for_rows(params.rows.count(), params.only, [&](int64_t index) {
+        const Row<T, kAligned> row(params.rows, index);
+        if (threadIdx.x == 0) {
+            const Transform& transform = params.rows.transform;
+            const RowCoefficients coefficients{params.dlog_probs[index],
+                                               params.dentropy ? -params.dentropy[index] : 0.0};
+            const int index_of_label = row.label(params.labels[index]);
+            const Label label = label_of<kSoftcap>(index_of_label, row.label_logit(index_of_label),
+                                                   transform, scales);
+            const auto origin = (float)params.stats[2 * index];
+            const double sum = params.stats[2 * index + 1], log_sum = log(sum);
+            const RowStatistics statistics{origin, 1.0 / sum, log_sum, params.entropy[index],
+                                           label_log_prob(label, origin, log_sum, transform)};
+            shared_store(&shared_pass,
+                         gradient_pass(statistics, label, coefficients, transform.slope));
+        }
+        __syncthreads();
+        run_second_pass<T, kSoftcap>(&shared_pass, row, scales);
+    });
 }
 
 template <typename T, bool kAligned>
@@ -159,19 +181,26 @@ __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ LogitRows rows, const float* factor) {
     const float by = *factor;
     if (by == 1.0f) return;
-    constexpr int n = kVec<T>;
-    T* const x = Row<T>(rows, blockIdx.x).grad;
-    const int64_t vectors = kAligned ? rows.vocab / n : 0;
-    for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
-        float z[n];
-        unpack(*reinterpret_cast<const uint4*>(x + v * n), z, T{});
+    for_rows(rows.count(), nullptr, [&](int64_t index) {
+        const Row<T, kAligned> row(rows, index);
+        for_single_elements(
+            row, [&](int i) { row.grad[i] = from_float<T>(to_float(row.grad[i]) * by); });
+#pragma unroll 4
+        for (int v = threadIdx.x; v < row.vectors; v += kThreads) {
+            uint4* const vector = reinterpret_cast<uint4*>(row.vector(v));
+            float z[kVec<T>];
+            unpack(*vector, z, T{});
 #pragma unroll
-        for (int i = 0; i < n; ++i) z[i] *= by;
-        *reinterpret_cast<uint4*>(x + v * n) = pack(z, T{});
-    }
-    for (int64_t i = vectors * n + threadIdx.x; i < rows.vocab; i += kThreads) {
-        x[i] = from_float<T>(to_float(x[i]) * by);
-    }
+            for (float& each : z) each *= by;
+            *vector = pack(z, T{});
+        }
+    });
+}
+
+// Blocks that are resident at once, each of which takes several rows: a launch that finds nothing
+// to do then ends soon.
+int64_t resident_blocks(const LogitRows& rows) {
+    return std::min<int64_t>(rows.count(), 2 * device_attribute(cudaDevAttrMultiProcessorCount));
 }
 
 }  // namespace
@@ -187,14 +216,15 @@ const char* row_pass(const RowPassParams& params, void* stream) {
 
 const char* row_gradient(const RowGradientParams& params, void* stream) {
     return with_row_type(params.rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
-        return launch(row_gradient_kernel<T, kSoftcap, kAligned>, params.rows.count(), kThreads,
-                      stream, params, scales_of(params.rows.transform));
+        return launch(row_gradient_kernel<T, kSoftcap, kAligned>, resident_blocks(params.rows),
+                      kThreads, stream, params, scales_of(params.rows.transform));
     });
 }
 
 const char* scale(const LogitRows& rows, const float* factor, void* stream) {
     return with_row_type(rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
-        return launch(scale_kernel<T, kAligned>, rows.count(), kThreads, stream, rows, factor);
+        return launch(scale_kernel<T, kAligned>, resident_blocks(rows), kThreads, stream, rows,
+                      factor);
     });
 }
 

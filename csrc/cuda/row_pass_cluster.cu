@@ -28,26 +28,42 @@ constexpr int kBlocks = 2;
 
 // The head of the dynamic shared memory; the ring of stages follows.
 struct alignas(128) Shared {
-    uint64_t full[kMaxStages];
-    uint64_t empty[kMaxStages];
     uint64_t sums_arrived[2];
     RowSums sums[2][kMaxCluster * kComputeWarps];
+    BoundsRange range;
+    // Of the cluster's next 32 rows, for the warp that decides.
+    TokenValues tokens[kWarp];
+    int64_t labels[kWarp];
     SecondPass pass;
     float z_label;
 };
 static_assert(sizeof(RowSums) == 24 && kComputeThreads == kComputeWarps * kWarp);
 
-// The position of a chunk in the ring of stages.
+// The stages, as addresses in shared memory.
+struct Ring {
+    uint32_t begin;
+    uint32_t end;
+};
+
+// The position of a chunk in the ring.
 struct Place {
-    int stage = 0;
+    uint32_t stage;
     uint32_t parity = 0;
 
-    __device__ void advance(int stages) {
-        if (++stage == stages) {
-            stage = 0;
+    __device__ void advance(const Ring& ring) {
+        stage += kStageBytes;
+        if (stage == ring.end) {
+            stage = ring.begin;
             parity ^= 1;
         }
     }
+};
+
+// What a thread holds of some chunks.
+template <int k>
+struct Group {
+    uint32_t stages[k];
+    uint4 raw[k];
 };
 
 // Which of the rows first, first + step, ... are counted, 32 at a time: bit k is row first +
@@ -60,128 +76,121 @@ __device__ uint32_t counted_rows(const bool* counted, int64_t first, int64_t ste
 template <typename T, bool kSoftcap, bool kAligned>
 struct Block {
     static constexpr int n = kVec<T>;
-    static constexpr int64_t kChunk = kChunkBytes / sizeof(T);
-    // Chunks whose elements a thread holds at once.
-    static constexpr int kUnroll = kSoftcap || n == 4 ? 2 : 4;
+    static constexpr int kChunk = kChunkBytes / sizeof(T);
+    // Chunks that a thread works on at once, in the first and in the second pass.
+    static constexpr int kFirst = 4;
+    static constexpr int kSecond = 2;
 
     const RowPassParams& params;
     const Scales scales;
     Shared& shared;
-    uint8_t* const ring;
-    const int stages;
-    const int64_t vocab, count, clusters;
-    const uint32_t rank, size;
+    const Ring ring;
+    const int vocab;
+    const int64_t count, clusters;
+    const int rank, size;
     const int64_t cluster;
     const int chunks;  // of a row, in this block
 
-    __device__ Block(const RowPassParams& params, Scales scales, Shared& shared, uint8_t* ring,
-                     int stages)
+    __device__ Block(const RowPassParams& params, Scales scales, Shared& shared, Ring ring)
         : params(params),
           scales(scales),
           shared(shared),
           ring(ring),
-          stages(stages),
-          vocab(params.rows.vocab),
+          vocab((int)params.rows.vocab),
           count(params.rows.count()),
           clusters(gridDim.x / cluster_size()),
-          rank(cluster_rank()),
-          size(cluster_size()),
+          rank((int)cluster_rank()),
+          size((int)cluster_size()),
           cluster(blockIdx.x / cluster_size()),
-          chunks((int)(((vocab + kChunk - 1) / kChunk - rank + size - 1) / size)) {}
+          chunks(dealt((vocab + kChunk - 1) / kChunk)) {}
 
-    // The first element of this block's i-th chunk.
-    __device__ int64_t first_element(int i) const { return (rank + (int64_t)i * size) * kChunk; }
-    __device__ uint8_t* stage(int index) const { return ring + index * kStageBytes; }
+    // How many of this many first chunks of a row are dealt to this block.
+    __device__ int dealt(int chunks) const { return (chunks - rank + size - 1) / size; }
+    // The index in the row of this block's i-th chunk.
+    __device__ int chunk(int i) const { return rank + i * size; }
 
     // Loads the counted rows of the cluster, as far ahead as there are stages.
     __device__ void load() {
         const bool leader = threadIdx.x % kWarp == 0;
         const uint64_t policy = evict_first_policy();
-        Place place;
-        for (int64_t row = cluster; row < count; row += kWarp * clusters) {
-            uint32_t counted = counted_rows(params.tokens.counted, row, clusters, count);
+        Place place{ring.begin};
+        for (int64_t first = cluster; first < count; first += kWarp * clusters) {
+            uint32_t counted = counted_rows(params.tokens.counted, first, clusters, count);
             for (; leader && counted; counted &= counted - 1) {
-                const T* logits = Row<T>(params.rows, row + (__ffs(counted) - 1) * clusters).logits;
-                for (int i = 0; i < chunks; ++i, place.advance(stages)) {
-                    const int64_t first = first_element(i);
-                    const int64_t elements = min(kChunk, vocab - first);
-                    const auto begin = reinterpret_cast<uintptr_t>(logits + first);
-                    const uintptr_t end = begin + elements * sizeof(T);
-                    const uintptr_t from = begin / 16 * 16;
-                    const uint32_t bytes = (uint32_t)((end + 15) / 16 * 16 - from);
-                    const uint32_t full = shared_address(&shared.full[place.stage]);
-                    barrier_wait(shared_address(&shared.empty[place.stage]), place.parity ^ 1,
-                                 "an empty stage");
-                    barrier_expect(full, bytes);
-                    bulk_load(shared_address(stage(place.stage)), reinterpret_cast<void*>(from),
-                              bytes, full, policy);
-                }
+                load_row({params.rows, first + (__ffs(counted) - 1) * clusters}, place, policy);
             }
             __syncwarp();
         }
     }
-
-    // The elements of a row in a stage, whatever the alignment of the row.
-    __device__ const T* elements(const T* logits, int at) const {
-        const uintptr_t shift = kAligned ? 0 : reinterpret_cast<uintptr_t>(logits) % 16;
-        return reinterpret_cast<const T*>(stage(at) + shift);
-    }
-
-    // The 16 bytes of this thread in a chunk.
-    __device__ uint4 vector(const T* chunk) const {
-        return shared_load(reinterpret_cast<const uint4*>(chunk) + threadIdx.x);
-    }
-
-    // y of the elements of this thread, -inf beyond the row.
-    __device__ void values(const T* logits, int at, int64_t first, float* y) const {
-        const T* const chunk = elements(logits, at);
-        const int64_t mine = first + threadIdx.x * n;
-        float z[n];
-        if (kAligned) {
-            unpack(vector(chunk), z, T{});
-        } else {
-#pragma unroll
-            for (int i = 0; i < n; ++i) z[i] = to_float(shared_load(chunk + threadIdx.x * n + i));
+    __device__ void load_row(const Row<T, kAligned>& row, Place& place, uint64_t policy) const {
+        for (int i = 0; i < chunks; ++i, place.advance(ring)) {
+            const int first = chunk(i) * kChunk;
+            // The gradient's last vector of a chunk takes as many elements from the next one as the
+            // head of the row has.
+            const int elements = min(kChunk + row.head, vocab - first);
+            const auto begin = reinterpret_cast<uintptr_t>(row.logits + first);
+            const uintptr_t end = begin + elements * sizeof(T);
+            const uintptr_t from = begin / 16 * 16;
+            const uint32_t bytes = (uint32_t)((end + 15) / 16 * 16 - from);
+            barrier_wait(place.stage + kEmpty, place.parity ^ 1, "an empty stage");
+            barrier_expect(place.stage + kFull, bytes);
+            bulk_load(place.stage, reinterpret_cast<void*>(from), bytes, place.stage + kFull,
+                      policy);
         }
-        if (mine + n > vocab) {
-#pragma unroll
-            for (int i = 0; i < n; ++i) z[i] = mine + i < vocab ? z[i] : -kInf;
-        }
-#pragma unroll
-        for (int i = 0; i < n; ++i) y[i] = transformed<kSoftcap>(z[i], scales);
     }
 
-    __device__ void release(int at) const {
+    // The vectors of this thread in the next chunks, which start `offset` bytes after the stages.
+    template <int k, bool kWait>
+    __device__ Group<k> group(Place& place, uint32_t offset) const {
+        Group<k> group;
+        const uint32_t mine = threadIdx.x * 16 + offset / 16 * 16;
+#pragma unroll
+        for (int i = 0; i < k; ++i, place.advance(ring)) {
+            if (kWait) barrier_wait(place.stage + kFull, place.parity, "a chunk");
+            group.stages[i] = place.stage;
+            group.raw[i] = shared_vector(place.stage + mine);
+        }
+        if (!kAligned && offset % 16 != 0) {
+#pragma unroll
+            for (int i = 0; i < k; ++i) {
+                const uint4 next = shared_vector(group.stages[i] + mine + 16);
+                group.raw[i] = shifted(group.raw[i], next, offset % 16, T{});
+            }
+        }
+        return group;
+    }
+
+    template <int k>
+    __device__ void release(const Group<k>& group) const {
         __syncwarp();
-        if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(&shared.empty[at]));
+        if (threadIdx.x % kWarp != 0) return;
+#pragma unroll
+        for (int i = 0; i < k; ++i) barrier_arrive(group.stages[i] + kEmpty);
     }
 
     // The first pass: the sums of this warp.
-    __device__ RowSums first_pass(const T* logits, Place place, bool keep) const {
-        Lane lane;
-        for (int i = 0; i < chunks; i += kUnroll) {
-            float y[kUnroll * n];
-#pragma unroll
-            for (int step = 0; step < kUnroll; ++step) {
-                if (i + step < chunks) {
-                    barrier_wait(shared_address(&shared.full[place.stage]), place.parity,
-                                 "a chunk");
-                    values(logits, place.stage, first_element(i + step), y + step * n);
-                    if (!keep) release(place.stage);
-                    place.advance(stages);
-                } else {
-#pragma unroll
-                    for (int e = 0; e < n; ++e) y[step * n + e] = -kInf;
-                }
-            }
-            lane.add(y, scales.scale2);
+    __device__ RowSums first_pass(const Row<T, kAligned>& row, Place place, bool keep) const {
+        Lane<T, kSoftcap> lane;
+        const int whole = dealt(vocab / kChunk);
+        int i = 0;
+        for (; i + kFirst <= whole; i += kFirst) {
+            const auto some = group<kFirst, true>(place, row.shift);
+            if (!keep) release(some);
+            lane.add(some.raw, scales);
+        }
+        for (; i < chunks; ++i) {
+            auto one = group<1, true>(place, row.shift);
+            if (!keep) release(one);
+            const int first = chunk(i) * kChunk + threadIdx.x * n;
+            if (i >= whole) one.raw[0] = cut(one.raw[0], vocab - first, T{});
+            lane.add(one.raw, scales);
         }
         return warp_total(RowSums::of(lane), scales.scale2);
     }
 
     // Sends the sums of this warp to every block of the cluster.
     __device__ void send(const RowSums& sums, int turn) {
-        const uint32_t to = threadIdx.x % kWarp;
+        const int to = threadIdx.x % kWarp;
         if (to >= size) return;
         const RowSums* const slot = &shared.sums[turn][rank * kComputeWarps + threadIdx.x / kWarp];
         const uint32_t there = address_in(shared_address(slot), to);
@@ -191,117 +200,163 @@ struct Block {
         store_async(there + 16, __double_as_longlong(sums.weighted), barrier);
     }
 
+    // The thread that writes this vector of the gradient; the head of a row is written by the first
+    // one of the cluster.
+    __device__ bool writes(int vector) const {
+        if (vector < 0) return rank == 0 && threadIdx.x == 0;
+        return vector / kComputeThreads % size == rank && vector % kComputeThreads == threadIdx.x;
+    }
+
     template <bool kBonus>
-    __device__ void write_gradient(const Row<T>& row, int64_t label, const SecondPass& pass,
-                                   Place place) {
-        const int64_t label_vector = label / n;
-#pragma unroll 2
-        for (int i = 0; i < chunks; ++i, place.advance(stages)) {
-            const int64_t first = first_element(i);
-            const T* const chunk = elements(row.logits, place.stage);
-            const int64_t mine = first + threadIdx.x * n;
-            if (kAligned && mine + n <= vocab) {
-                float z[n];
-                unpack(vector(chunk), z, T{});
+    __device__ void gradients(uint4 raw, const SecondPass& pass, float (&dz)[n]) const {
+        unpack(raw, dz, T{});
 #pragma unroll
-                for (int e = 0; e < n; ++e) {
-                    z[e] = gradient_of<kSoftcap, kBonus>(z[e], pass, scales);
-                }
-                if (mine / n == label_vector) {
+        for (float& each : dz) each = gradient_of<kSoftcap, kBonus>(each, pass, scales);
+    }
+
+    // The second pass. The vectors of a chunk are those that start in it.
+    template <bool kBonus>
+    __device__ void write_gradient(const Row<T, kAligned>& row, const SecondPass& pass,
+                                   Place place) const {
+        float dz[n];
+        if (!kAligned && row.head > 0 && writes(-1)) {
+            Place here = place;
+            gradients<kBonus>(group<1, false>(here, row.shift).raw[0], pass, dz);
+            store_elements(row.grad, dz, row.head);
+        }
+        const uint32_t offset = row.shift + row.head * sizeof(T);
+        const int whole = dealt(row.vectors / kComputeThreads);
+        const int64_t stride = (int64_t)size * kChunk;
+        int vector = rank * kComputeThreads + threadIdx.x, i = 0;
+        T* to = row.vector(vector);
+        for (; i + kSecond <= whole; i += kSecond) {
+            const auto some = group<kSecond, false>(place, offset);
+            release(some);
 #pragma unroll
-                    for (int e = 0; e < n; ++e) z[e] = mine + e == label ? pass.label_grad : z[e];
-                }
-                store_streaming(row.grad + mine, pack(z, T{}));
-            } else {
-                // Element by element; neighbouring threads write neighbouring elements.
-                const int64_t begin = kAligned ? mine : first + threadIdx.x;
-                const int64_t end = kAligned ? vocab : min(vocab, first + kChunk);
-                const int step = kAligned ? 1 : kComputeThreads;
-                for (int64_t j = begin; j < end; j += step) {
-                    const float z = to_float(shared_load(chunk + (j - first)));
-                    const float dz = gradient_of<kSoftcap, kBonus>(z, pass, scales);
-                    row.grad[j] = from_float<T>(j == label ? pass.label_grad : dz);
-                }
+            for (int k = 0; k < kSecond; ++k, to += stride) {
+                gradients<kBonus>(some.raw[k], pass, dz);
+                store_streaming(to, pack(dz, T{}));
             }
-            release(place.stage);
+        }
+        for (; i < chunks; ++i, to += stride) {
+            const auto one = group<1, false>(place, offset);
+            release(one);
+            gradients<kBonus>(one.raw[0], pass, dz);
+            const int here = chunk(i) * kComputeThreads + threadIdx.x;
+            if (here < row.vectors) store_streaming(to, pack(dz, T{}));
+            if (here == row.vectors) store_elements(to, dz, row.tail());
+        }
+        // Over what the same thread wrote there.
+        if (pass.label >= 0 && writes(row.vector_of(pass.label))) {
+            row.grad[pass.label] = from_float<T>(pass.label_grad);
         }
     }
 
-    __device__ void fill(const Row<T>& row, float value) const {
+    __device__ void fill(const Row<T, kAligned>& row, float value) const {
         float values[n];
 #pragma unroll
-        for (int e = 0; e < n; ++e) values[e] = value;
-        for (int i = 0; i < chunks; ++i) {
-            const int64_t first = first_element(i), mine = first + threadIdx.x * n;
-            if (kAligned && mine + n <= vocab) {
-                store_streaming(row.grad + mine, pack(values, T{}));
-                continue;
-            }
-            const int64_t begin = kAligned ? mine : first + threadIdx.x;
-            const int64_t end = kAligned ? vocab : min(vocab, first + kChunk);
-            const int step = kAligned ? 1 : kComputeThreads;
-            for (int64_t j = begin; j < end; j += step) row.grad[j] = from_float<T>(value);
+        for (float& each : values) each = value;
+        const int stride = size * kComputeThreads;
+        for (int i = rank * kComputeThreads + threadIdx.x; i < row.vectors; i += stride) {
+            store_streaming(row.vector(i), pack(values, T{}));
         }
+        if (writes(-1)) store_elements(row.grad, values, row.head);
+        if (writes(row.vectors)) store_elements(row.vector(row.vectors), values, row.tail());
     }
 
-    // Whether the second pass may read the row: not if its gradient can only be zero.
-    __device__ bool keeps(int64_t index) const {
+    // Of the cluster's next 32 rows, those that are counted, and those that the second pass may
+    // read: not if their gradient can only be zero.
+    struct NextRows {
+        uint32_t counted;
+        uint32_t kept;
+    };
+    // Loads what the decisions need, so that they do not wait for it.
+    __device__ NextRows next_rows(int64_t first) {
         const PolicyOptions& options = params.options;
         const bool other_terms = options.kl_loss_coef != 0.0 || options.entropy_coef != 0.0;
-        return params.rows.grad != nullptr &&
-               (other_terms || params.tokens.advantages[index] != 0.0f);
+        const bool gradients = params.rows.grad != nullptr;
+        const uint32_t counted = counted_rows(params.tokens.counted, first, clusters, count);
+        const int lane = threadIdx.x % kWarp;
+        const int64_t row = first + lane * clusters;
+        const bool mine = counted >> lane & 1;
+        const bool kept = mine && gradients && (other_terms || params.tokens.advantages[row] != 0);
+        const NextRows next{counted, __ballot_sync(kAllLanes, kept)};
+        if (threadIdx.x < kWarp) {
+            if (mine) shared_store(&shared.labels[lane], params.labels[row]);
+            if (mine && gradients) {
+                shared_store(&shared.tokens[lane], values_at(params.tokens, row));
+            }
+            __syncwarp();  // the barrier of each row's decision is after the reads
+        }
+        return next;
+    }
+
+    // The decision of the first warp on a row, with `k` its position among the next 32.
+    __device__ void decide(int64_t index, int k, const RowSums& total, const Label& label) {
+        const bool first = rank == 0 && threadIdx.x == 0;
+        const RowStatistics row = row_statistics(params, index, total, label, first);
+        SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
+        if (params.rows.grad != nullptr) {
+            pass = decided_pass(params, index, shared_load(&shared.range),
+                                shared_load(&shared.tokens[k]), row, label, first);
+        }
+        if (threadIdx.x == 0) shared_store(&shared.pass, pass);
     }
 
     __device__ void compute() {
-        const bool first_warp = threadIdx.x < kWarp, writes = rank == 0 && threadIdx.x == 0;
-        Place place;
-        int turn = 0;
-        uint32_t turn_parity = 0, counted = 0;
-        int64_t step = 0;
-        for (int64_t index = cluster; index < count; index += clusters, ++step) {
-            if (step % kWarp == 0)
-                counted = counted_rows(params.tokens.counted, index, clusters, count);
-            const Row<T> row(params.rows, index);
-            if (!(counted >> step % kWarp & 1)) {
-                if (writes) finish_skipped(params, index);
+        const bool first_warp = threadIdx.x < kWarp;
+        Place place{ring.begin};
+        int turn = 0, k = 0;
+        uint32_t turn_parity = 0;
+        NextRows next{};
+        for (int64_t index = cluster; index < count; index += clusters, k = (k + 1) % kWarp) {
+            if (k == 0) next = next_rows(index);
+            const Row<T, kAligned> row(params.rows, index);
+            if (!(next.counted >> k & 1)) {
+                if (rank == 0 && threadIdx.x == 0) finish_skipped(params, index);
                 if (row.grad != nullptr) fill(row, 0.0f);
                 continue;
             }
-            const bool keep = keeps(index);
-            const int64_t label = params.labels[index];
-            const float z_label = first_warp ? row.label_logit(label, vocab) : 0.0f;
+            const bool keep = next.kept >> k & 1;
+            int label = -1;
+            float z_label = NAN;
+            if (first_warp) {
+                label = row.label(shared_load(&shared.labels[k]));
+                z_label = row.label_logit(label);
+            }
             if (threadIdx.x == 0) {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
                 barrier_expect(shared_address(&shared.sums_arrived[turn]), bytes);
             }
-            const RowSums sums = first_pass(row.logits, place, keep);
+            const RowSums sums = first_pass(row, place, keep);
             // Completes the load of the label's logit before the sums are sent: after that, a
             // gradient in place may overwrite it.
             if (threadIdx.x == 0) shared_settle(&shared.z_label, z_label);
             send(sums, turn);
             if (first_warp) {
-                barrier_wait(shared_address(&shared.sums_arrived[turn]), turn_parity,
-                             "the sums of the cluster");
+                const auto about_label =
+                    label_of<kSoftcap>(label, z_label, params.rows.transform, scales);
+                barrier_wait<Scope::kCluster>(shared_address(&shared.sums_arrived[turn]),
+                                              turn_parity, "the sums of the cluster");
                 const RowSums total =
-                    total_of(shared.sums[turn], (int)size * kComputeWarps, scales.scale2);
-                const SecondPass pass =
-                    finish_statistics<kSoftcap>(params, index, total, z_label, scales, writes);
-                if (threadIdx.x == 0) shared_store(&shared.pass, pass);
+                    total_of(shared.sums[turn], size * kComputeWarps, scales.scale2);
+                decide(index, k, total, about_label);
             }
             block_barrier(kComputeBarrier, kComputeThreads);
             const SecondPass pass = shared_load(&shared.pass);
             const bool reads_again = keep && pass.action == SecondPass::kGradient;
             if (reads_again && pass.a != 0.0f) {
-                write_gradient<true>(row, label, pass, place);
+                write_gradient<true>(row, pass, place);
             } else if (reads_again) {
-                write_gradient<false>(row, label, pass, place);
+                write_gradient<false>(row, pass, place);
             } else if (pass.action == SecondPass::kGradient) {
                 fill(row, NAN);  // only if its statistics are NaN
             } else if (pass.action == SecondPass::kZeros) {
                 fill(row, 0.0f);
             }
-            for (int i = 0; i < chunks; ++i, place.advance(stages)) {
-                if (keep && !reads_again) release(place.stage);
+            for (int i = 0; i < chunks; ++i) {
+                if (keep && !reads_again) release(Group<1>{{place.stage}, {}});
+                place.advance(ring);
             }
             turn_parity ^= turn;
             turn ^= 1;
@@ -315,19 +370,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                             int stages) {
     uint8_t* const memory = dynamic_shared_memory();
     Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const uint32_t begin = shared_address(memory) + sizeof(Shared);
+    const Ring ring{begin, begin + stages * kStageBytes};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) {
-            barrier_init(shared_address(&shared.full[i]), 1);
-            barrier_init(shared_address(&shared.empty[i]), kComputeWarps);
+        for (uint32_t stage = ring.begin; stage < ring.end; stage += kStageBytes) {
+            barrier_init(stage + kFull, 1);
+            barrier_init(stage + kEmpty, kComputeWarps);
         }
         for (int turn = 0; turn < 2; ++turn) {
             barrier_init(shared_address(&shared.sums_arrived[turn]), 1);
         }
+        shared_store(&shared.range, bounds_range(params));
         barrier_init_fence();
     }
     __syncwarp();
     cluster_sync();
-    Block<T, kSoftcap, kAligned> block(params, scales, shared, memory + sizeof(Shared), stages);
+    Block<T, kSoftcap, kAligned> block(params, scales, shared, ring);
     if (threadIdx.x < kComputeThreads) {
         block.compute();
     } else {
@@ -346,16 +404,23 @@ cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan
     cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
 
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {(unsigned)plan.cluster, 1, 1};
+    // Two blocks of one cluster would decide at the same time, so they should not share a
+    // multiprocessor.
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {(unsigned)plan.cluster, 1, 1};
+    attributes[1].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+    attributes[1].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
     cudaLaunchConfig_t config{};
     config.blockDim = kThreads;
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = 2;
     config.gridDim = plan.cluster;
     int clusters = 0;
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);

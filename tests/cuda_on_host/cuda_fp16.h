@@ -10,13 +10,8 @@ struct __half {
 struct __half2 {
     __half x, y;
 };
-struct __half2_raw {
-    uint16_t x, y;
-};
 inline __half __float2half_rn(float value) { return {emulated_bits<uint16_t>((_Float16)value)}; }
 inline __half2 __floats2half2_rn(float low, float high) {
     return {__float2half_rn(low), __float2half_rn(high)};
 }
-inline float2 __half22float2(__half2_raw pair) {
-    return {(float)emulated_bits<_Float16>(pair.x), (float)emulated_bits<_Float16>(pair.y)};
-}
+inline float2 __half22float2(__half2 pair) { return {pair.x, pair.y}; }

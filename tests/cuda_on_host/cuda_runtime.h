@@ -99,6 +99,13 @@ T __shfl_sync(unsigned, T value, int from) {
     std::memcpy(&value, &emulated::exchange(value, "a shuffle")[from], sizeof value);
     return value;
 }
+inline int __reduce_max_sync(unsigned, int value) {
+    const uint64_t* const values = emulated::exchange(value, "a maximum");
+    for (unsigned lane = 0; lane < emulated::scheduler.current->warp->size; ++lane) {
+        value = std::max(value, (int)values[lane]);
+    }
+    return value;
+}
 inline unsigned __ballot_sync(unsigned, bool flag) {
     const uint64_t* const flags = emulated::exchange((uint64_t)flag, "a ballot");
     unsigned ballot = 0;
@@ -139,13 +146,23 @@ To emulated_bits(From from) {
 inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
 inline long long __double_as_longlong(double x) { return emulated_bits<long long>(x); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> bits % 32);
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline void __stcs(uint4* to, uint4 value) {
     emulated::scheduler.maybe_pause();
     if (reinterpret_cast<uintptr_t>(to) % 16) emulated::scheduler.fail("store misaligned");
     *to = value;
 }
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+template <typename T>
+T min(T a, T b) {
+    return a < b ? a : b;
+}
+template <typename T>
+T max(T a, T b) {
+    return a > b ? a : b;
+}
 
 using cudaError_t = int;
 using cudaStream_t = void*;
@@ -159,25 +176,34 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
+    cudaDevAttrMultiProcessorCount,
 };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
     const auto& [major, per_multiprocessor, per_block, clusters] = emulated::device;
     *value = which == cudaDevAttrComputeCapabilityMajor             ? major
              : which == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? per_multiprocessor
+             : which == cudaDevAttrMultiProcessorCount              ? 1
                                                                     : per_block;
     return cudaSuccess;
 }
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
+constexpr int cudaFuncAttributePreferredSharedMemoryCarveout = 1,
+              cudaSharedmemCarveoutMaxShared = 100;
 template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, int, int bytes) {
-    return bytes > emulated::device.bytes_per_block ? cudaErrorInvalidValue : cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Kernel, int which, int value) {
+    const bool fits = which != cudaFuncAttributeMaxDynamicSharedMemorySize ||
+                      value <= emulated::device.bytes_per_block;
+    return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
-constexpr int cudaLaunchAttributeClusterDimension = 0;
+constexpr int cudaLaunchAttributeClusterDimension = 0,
+              cudaLaunchAttributeClusterSchedulingPolicyPreference = 1,
+              cudaClusterSchedulingPolicySpread = 1;
 struct cudaLaunchAttribute {
     int id;
     struct {
         dim3 clusterDim;
+        int clusterSchedulingPolicyPreference;
     } val;
 };
 struct cudaLaunchConfig_t {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import triton
@@ -14,7 +14,15 @@ from ...config import bound_grid
 MAX_VALUES = 5  # per token that a call of prepare takes: advantages and four others
 MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
 # Of kernels over rows: arguments whose value must not compile the kernel again.
-RUN_TIME = ("rows_per_batch", "batch_stride", "row_stride", "dbatch_stride", "drow_stride")
+RUN_TIME = (
+    *("rows", "rows_per_batch", "batch_stride", "row_stride", "dbatch_stride", "drow_stride"),
+)
+# Pointers to everything but rows; whether they are 16-byte aligned must not either.
+PER_TOKEN = (
+    *("labels", "counted", "old_log_probs", "advantages", "weights", "is_weights"),
+    *("ref_log_probs", "rollout_log_probs", "log_probs", "entropies", "stats", "undecided", "only"),
+    *("dlog_probs", "dentropies", "bounds", "factor", "table", "masses", "partials", "report"),
+)
 
 
 def warp_size() -> int:
@@ -24,8 +32,25 @@ def warp_size() -> int:
     return int(_target().warp_size)
 
 
+def _driver() -> Any:
+    return triton.runtime.driver.active
+
+
 def _target() -> Any:
-    return triton.runtime.driver.active.get_current_target()
+    return _driver().get_current_target()
+
+
+def resident_programs(rows: int, num_warps: int) -> int:
+    """Programs that stride over ``rows`` rows: what runs at once with 64 registers per thread."""
+    if triton.knobs.runtime.interpret:
+        return min(rows, 3)
+    per_multiprocessor = 1024 // (num_warps * warp_size())
+    return min(rows, per_multiprocessor * _multiprocessors(_driver().get_current_device()))
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(_driver().utils.get_device_properties(device)["multiprocessor_count"])
 
 
 def limits(num_warps: int, registers: int) -> dict[str, int]:
@@ -57,8 +82,8 @@ def row_shape(rows: Tensor, softcapped: bool = False, threads: int = 512) -> Row
     V = max(1, rows.shape[-1])  # a shard may be empty
     num_warps = min(threads // warp, triton.next_power_of_2(triton.cdiv(V, 4 * vector * warp)))
     W = vector * warp * num_warps
-    unroll = 1 if softcapped and vector == 8 else 4  # tanh of more elements would not fit
-    return RowShape(W, unroll if unroll * W <= V else 1, num_warps)
+    unroll = 8 // vector if softcapped else 4  # tanh of more elements would not fit
+    return RowShape(W, unroll, num_warps)
 
 
 def alignment(*tensors: Tensor) -> int:

@@ -1,4 +1,8 @@
-"""Kernels with one program per row for the gradient of known rows, and for its scaling."""
+"""The gradient of known rows, and its scaling; each program strides over the rows.
+
+Often there is nothing to do, because no row was undecided or the factor is 1: few programs find
+that out sooner than one per row.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,41 @@ from torch import Tensor
 
 from ...inputs import as_rows
 from . import row_math
-from .launch import RUN_TIME, alignment, limits, row_arguments, row_shape, transform_arguments
+from .launch import (
+    PER_TOKEN,
+    RUN_TIME,
+    alignment,
+    limits,
+    resident_programs,
+    row_arguments,
+    row_shape,
+    transform_arguments,
+)
+
+FLAGS = 64  # rows of a program whose flags it reads at once
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
+@triton.jit
+def _is_wanted(only, index):
+    if only is None:
+        wanted = True
+    else:
+        wanted = tl.load(only + index) != 0
+    return wanted
+
+
+@triton.jit
+def _any_wanted(only, begin, end, step, FLAGS: tl.constexpr):
+    """Whether one of FLAGS rows, ``step`` apart, is wanted."""
+    if only is None:
+        wanted = True
+    else:
+        index = begin + tl.arange(0, FLAGS) * step
+        wanted = tl.max(tl.load(only + index, index < end, other=0), 0) != 0
+    return wanted
+
+
+@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
 def _row_gradient_kernel(
     logits,
     dlogits,
@@ -23,6 +58,7 @@ def _row_gradient_kernel(
     dlog_probs,
     dentropies,
     only,
+    rows: tl.int64,
     rows_per_batch: tl.int64,
     V: tl.int32,
     batch_stride: tl.int64,
@@ -37,74 +73,113 @@ def _row_gradient_kernel(
     ALIGN: tl.constexpr,
     W: tl.constexpr,
     UNROLL: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64)
-    wanted = True
-    if only is not None:
-        wanted = tl.load(only + index) != 0
-    if wanted:
-        grad = row_math.row_pointer(
-            dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN
+    programs = tl.num_programs(0).to(tl.int64)
+    for begin in range(tl.program_id(0).to(tl.int64), rows, FLAGS * programs):
+        end = tl.minimum(rows, begin + FLAGS * programs)
+        if _any_wanted(only, begin, end, programs, FLAGS):
+            for index in range(begin, end, programs):
+                if _is_wanted(only, index):
+                    _gradient_of_row(
+                        row_math.row_pointer(
+                            logits, index, rows_per_batch, batch_stride, row_stride, ALIGN
+                        ),
+                        row_math.row_pointer(
+                            dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN
+                        ),
+                        labels,
+                        stats,
+                        entropies,
+                        dlog_probs,
+                        dentropies,
+                        index,
+                        V,
+                        inner,
+                        scale2,
+                        scale,
+                        slope,
+                        SOFTCAP,
+                        W,
+                        UNROLL,
+                    )
+
+
+@triton.jit
+def _gradient_of_row(
+    row,
+    grad,
+    labels,
+    stats,
+    entropies,
+    dlog_probs,
+    dentropies,
+    index,
+    V,
+    inner,
+    scale2,
+    scale,
+    slope,
+    SOFTCAP: tl.constexpr,
+    W: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    g = tl.load(dlog_probs + index)
+    bonus = g * 0.0
+    if dentropies is not None:
+        bonus = -tl.load(dentropies + index)
+    if (g == 0.0) & (bonus == 0.0):
+        row_math.write_zeros(grad, V, W, UNROLL)
+    else:
+        origin = tl.load(stats + 2 * index).to(tl.float32)
+        sum_2t = tl.load(stats + 2 * index + 1)
+        log_sum = tl.log(sum_2t)
+        entropy = tl.load(entropies + index)
+        label = tl.load(labels + index)
+        z = row_math.label_logit(row, label, V)
+        logp = row_math.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
+        tl.debug_barrier()
+        row_math.write_gradient(
+            row,
+            grad,
+            V,
+            label,
+            row_math.label_gradient(z, logp, entropy, g, bonus, inner, slope, SOFTCAP),
+            origin,
+            sum_2t,
+            log_sum,
+            entropy,
+            g,
+            bonus,
+            inner,
+            scale2,
+            slope,
+            SOFTCAP,
+            dentropies is not None,
+            W,
+            UNROLL,
         )
-        g = tl.load(dlog_probs + index)
-        bonus = g * 0.0
-        if dentropies is not None:
-            bonus = -tl.load(dentropies + index)
-        if (g == 0.0) & (bonus == 0.0):
-            row_math.write_zeros(grad, V, W, UNROLL)
-        else:
-            row = row_math.row_pointer(
-                logits, index, rows_per_batch, batch_stride, row_stride, ALIGN
-            )
-            origin = tl.load(stats + 2 * index).to(tl.float32)
-            sum_2t = tl.load(stats + 2 * index + 1)
-            log_sum = tl.log(sum_2t)
-            entropy = tl.load(entropies + index)
-            label = tl.load(labels + index)
-            z = row_math.label_logit(row, label, V)
-            logp = row_math.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
-            tl.debug_barrier()
-            row_math.write_gradient(
-                row,
-                grad,
-                V,
-                label,
-                row_math.label_gradient(z, logp, entropy, g, bonus, inner, slope, SOFTCAP),
-                origin,
-                sum_2t,
-                log_sum,
-                entropy,
-                g,
-                bonus,
-                inner,
-                scale2,
-                slope,
-                SOFTCAP,
-                dentropies is not None,
-                W,
-                UNROLL,
-            )
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
+@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
 def _scale_kernel(
     x,
     factor,
+    rows: tl.int64,
     rows_per_batch: tl.int64,
     V: tl.int32,
     batch_stride: tl.int64,
     row_stride: tl.int64,
     ALIGN: tl.constexpr,
     W: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     by = tl.load(factor)
     if by != 1.0:
-        index = tl.program_id(0).to(tl.int64)
-        row = row_math.row_pointer(x, index, rows_per_batch, batch_stride, row_stride, ALIGN)
-        for begin in range(0, V, W):
-            column = begin + tl.arange(0, W)
-            scaled = tl.load(row + column, column < V).to(tl.float32) * by
-            tl.store(row + column, row_math.rounded(scaled, x.dtype.element_ty), column < V)
+        programs = tl.num_programs(0).to(tl.int64)
+        for index in range(tl.program_id(0).to(tl.int64), rows, programs):
+            row = row_math.row_pointer(x, index, rows_per_batch, batch_stride, row_stride, ALIGN)
+            row_math.scale_row(row, V, by, W, UNROLL)
 
 
 def row_gradient(
@@ -122,7 +197,8 @@ def row_gradient(
 ) -> None:
     softcapped, transform = transform_arguments(temperature, logit_scale, softcap)
     shape = row_shape(logits, softcapped)
-    _row_gradient_kernel[(labels.numel(),)](
+    rows = labels.numel()
+    _row_gradient_kernel[(resident_programs(rows, shape.num_warps),)](
         logits,
         dlogits,
         labels,
@@ -131,11 +207,13 @@ def row_gradient(
         dlog_probs,
         dentropy,
         only,
+        rows=rows,
         **row_arguments(logits, dlogits),
         **transform,
         SOFTCAP=softcapped,
         W=shape.W,
         UNROLL=shape.UNROLL,
+        FLAGS=FLAGS,
         **limits(shape.num_warps, registers=64),
     )
 
@@ -145,16 +223,19 @@ def row_gradient_(logits: Tensor, *arguments: Any) -> None:
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    rows = as_rows(x)
-    shape = row_shape(rows)
-    _scale_kernel[(rows.shape[0] * rows.shape[1],)](
-        rows,
+    x = as_rows(x)
+    shape = row_shape(x)
+    rows = x.shape[0] * x.shape[1]
+    _scale_kernel[(resident_programs(rows, shape.num_warps),)](
+        x,
         factor,
-        rows_per_batch=rows.shape[1],
-        V=rows.shape[2],
-        batch_stride=rows.stride(0),
-        row_stride=rows.stride(1),
-        ALIGN=alignment(rows),
+        rows=rows,
+        rows_per_batch=x.shape[1],
+        V=x.shape[2],
+        batch_stride=x.stride(0),
+        row_stride=x.stride(1),
+        ALIGN=alignment(x),
         W=shape.W,
+        UNROLL=shape.UNROLL,
         **limits(shape.num_warps, registers=64),
     )

@@ -16,6 +16,7 @@ from . import policy_math
 
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-160.0)  # of t as a factor of 2^t = 0
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that -inf - LOWEST is not NaN
 INF = tl.constexpr(float("inf"))
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -29,6 +30,17 @@ def rounded(x, dtype: tl.constexpr):
         result = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         result = x.to(dtype)
+    return result
+
+
+@triton.jit
+def widened(z):
+    """``z`` as float32; of bfloat16 with one shift or mask per element, as a cast is not."""
+    if z.dtype == tl.bfloat16:
+        bits = z.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        result = bits.to(tl.float32, bitcast=True)
+    else:
+        result = z.to(tl.float32)
     return result
 
 
@@ -75,6 +87,12 @@ def tile(R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def is_inside(rest, R: tl.constexpr, W: tl.constexpr):
+    """Which elements of a tile are among its first ``rest``."""
+    return tl.arange(0, W)[None, :] < rest - tl.arange(0, R)[:, None] * W
+
+
+@triton.jit
 def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl.constexpr):
     """Row ``index`` of ``[batches, rows, V]``; rows are a multiple of ALIGN elements apart."""
     offset = index // rows_per_batch * batch_stride + index % rows_per_batch * row_stride
@@ -82,15 +100,15 @@ def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl
 
 
 @triton.jit
-def add_tile(y, scale2, origin, total, weighted):
-    """Adds ``[R, W]`` elements to the sums of the lanes, of 2^t and of t*2^t."""
+def add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
+    """Adds ``[R, W]`` logits to the sums of the lanes, of 2^t and of t*2^t; -inf adds nothing."""
+    y = transformed(widened(z), inner, SOFTCAP)
     top = tl.maximum(origin, tl.max(y, 0))
-    start = tl.where(top == -INF, 0.0, top)
-    shift = (origin - start) * scale2
+    shift = (origin - top) * scale2
     factor = tl.exp2(shift)
     weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total)
     total = factor * total
-    t = (y - start[None, :]) * scale2
+    t = (y - top[None, :]) * scale2
     e = tl.exp2(t)
     weighted += tl.sum(e * tl.maximum(t, FLOOR), 0)
     total += tl.sum(e, 0)
@@ -98,33 +116,42 @@ def add_tile(y, scale2, origin, total, weighted):
 
 
 @triton.jit
-def row_statistics(
-    row, V, inner, scale2, fixed, SOFTCAP: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr
+def lane_sums(
+    row, V, inner, scale2, again, SOFTCAP: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr
 ):
-    """Maximum of y, sum of 2^t and of t*2^t (float64) of one row; NaN sums for NaN or +inf."""
-    origin = tl.full((W,), -INF, tl.float32)
+    """Maximum of y, sum of 2^t and of t*2^t per lane. Rows read ``again`` stay cached."""
+    origin = tl.full((W,), LOWEST, tl.float32)
     total = tl.zeros((W,), tl.float32)
     weighted = tl.zeros((W,), tl.float32)
-    whole = V // (UNROLL * W) * (UNROLL * W)
-    for begin in range(0, whole, UNROLL * W):
+    step: tl.constexpr = UNROLL * W
+    whole = V // step * step
+    kept = tl.where(again, whole, 0)
+    for begin in range(0, kept, step):
         z = tl.load(row + begin + tile(UNROLL, W), eviction_policy="evict_last")
-        y = transformed(z.to(tl.float32), inner, SOFTCAP)
-        origin, total, weighted = add_tile(y, scale2, origin, total, weighted)
-    for begin in range(whole, V, W):
-        index = begin + tile(1, W)
-        z = tl.load(row + index, index < V, other=-INF, eviction_policy="evict_last")
-        y = transformed(z.to(tl.float32), inner, SOFTCAP)
-        origin, total, weighted = add_tile(y, scale2, origin, total, weighted)
+        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
+    for begin in range(kept, whole, step):
+        z = tl.load(row + begin + tile(UNROLL, W), eviction_policy="evict_first")
+        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
+    if whole < V:
+        inside = is_inside(V - whole, UNROLL, W)
+        z = tl.load(row + whole + tile(UNROLL, W), inside, other=-INF)
+        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
+    return origin, total, weighted
 
+
+@triton.jit
+def row_sums(origin, total, weighted, scale2, fixed):
+    """Maximum of y, sum of 2^t and of t*2^t (float64) of one row; NaN sums for NaN or +inf."""
     bad = total != total
     top = tl.max(tl.where(bad, INF, origin), 0)
-    start = tl.where(tl.abs(top) == INF, 0.0, top)
+    start = tl.where(top == INF, 0.0, top)
     shift = (origin - start) * scale2
     factor = tl.where(bad, 0.0, tl.exp2(shift))
     weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total)
     sums = tl.sum((tl.where(bad, 0.0, factor * total) * fixed).to(tl.int64), 0)
     weighted_sums = tl.sum((tl.where(bad, 0.0, weighted) * fixed).to(tl.int64), 0)
     sum_2t = tl.where(top == INF, float("nan"), sums.to(tl.float64) / fixed)
+    top = tl.where((sums == 0) & (top != INF), -INF, top)  # of a row of nothing but -inf
     return top, sum_2t, weighted_sums.to(tl.float64) / fixed
 
 
@@ -187,19 +214,20 @@ def write_gradient(
 
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
-    for begin in range(whole, V, W):
-        index = begin + tile(1, W)
-        inside = index < V
-        z = tl.load(row + index, inside, other=-INF, eviction_policy="evict_first")
-        dz_tile = tile_gradient(z.to(tl.float32), a, b, origin, inner, scale2, SOFTCAP, BONUS)
-        dz_tile = rounded(dz_tile, grad.dtype.element_ty)
-        tl.store(grad + index, dz_tile, inside, eviction_policy="evict_first")
+    if whole < V:
+        inside = is_inside(V - whole, UNROLL, W)
+        z = tl.load(
+            row + whole + tile(UNROLL, W), inside, other=-INF, eviction_policy="evict_first"
+        )
+        dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
+        dz = rounded(dz, grad.dtype.element_ty)
+        tl.store(grad + whole + tile(UNROLL, W), dz, inside, eviction_policy="evict_first")
     for done in range(0, V // step):
         index = (V // step - 1 - done) * step + tile(UNROLL, W)
         z = tl.load(row + index, eviction_policy="evict_first")
-        dz_tile = tile_gradient(z.to(tl.float32), a, b, origin, inner, scale2, SOFTCAP, BONUS)
-        dz_tile = rounded(dz_tile, grad.dtype.element_ty)
-        tl.store(grad + index, dz_tile, eviction_policy="evict_first")
+        dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
+        dz = rounded(dz, grad.dtype.element_ty)
+        tl.store(grad + index, dz, eviction_policy="evict_first")
     tl.debug_barrier()  # after the thread that wrote the label's tile
     label_grad = rounded(label_grad.to(tl.float32), grad.dtype.element_ty)
     tl.store(grad + label, label_grad, (label >= 0) & (label < V))
@@ -208,7 +236,7 @@ def write_gradient(
 @triton.jit
 def tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP: tl.constexpr, BONUS: tl.constexpr):
     """The gradient of ``[R, W]`` logits."""
-    y = transformed(z, inner, SOFTCAP)
+    y = transformed(widened(z), inner, SOFTCAP)
     t = (y - origin) * scale2
     if BONUS:
         dx = tl.exp2(t) * (a * tl.maximum(t, FLOOR) + b)
@@ -227,7 +255,24 @@ def write_zeros(grad, V, W: tl.constexpr, UNROLL: tl.constexpr):
     whole = V // step * step
     for begin in range(0, whole, step):
         tl.store(grad + begin + tile(UNROLL, W), zeros, eviction_policy="evict_first")
-    for begin in range(whole, V, W):
-        index = begin + tile(1, W)
-        zero = tl.zeros((1, W), grad.dtype.element_ty)
-        tl.store(grad + index, zero, index < V, eviction_policy="evict_first")
+    if whole < V:
+        inside = is_inside(V - whole, UNROLL, W)
+        tl.store(grad + whole + tile(UNROLL, W), zeros, inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def scale_row(row, V, by, W: tl.constexpr, UNROLL: tl.constexpr):
+    """A row times ``by``, in place."""
+    step: tl.constexpr = UNROLL * W
+    whole = V // step * step
+    for begin in range(0, whole, step):
+        index = begin + tile(UNROLL, W)
+        z = tl.load(row + index, eviction_policy="evict_first")
+        z = rounded(widened(z) * by, row.dtype.element_ty)
+        tl.store(row + index, z, eviction_policy="evict_first")
+    if whole < V:
+        index = whole + tile(UNROLL, W)
+        inside = is_inside(V - whole, UNROLL, W)
+        z = tl.load(row + index, inside, eviction_policy="evict_first")
+        z = rounded(widened(z) * by, row.dtype.element_ty)
+        tl.store(row + index, z, inside, eviction_policy="evict_first")

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import policy_math, row_math
-from .launch import RUN_TIME, limits, row_arguments, row_shape, transform_arguments
+from .launch import PER_TOKEN, RUN_TIME, limits, row_arguments, row_shape, transform_arguments
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
+@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
 def _row_pass_kernel(
     logits,
     dlogits,
@@ -71,11 +71,12 @@ def _row_pass_kernel(
             tl.store(undecided + index, 0)
             row_math.write_zeros(grad, V, W, UNROLL)
     else:
+        A = tl.load(advantages + index) if dlogits is not None else 0.0
+        again = (A != 0.0) | BONUS | (ref_log_probs is not None)  # else the gradient is zero
+        lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, W, UNROLL)
         label = tl.load(labels + index)
         z = row_math.label_logit(row, label, V)  # before the sums, which synchronise all threads
-        origin, sum_2t, weighted = row_math.row_statistics(
-            row, V, inner, scale2, fixed, SOFTCAP, W, UNROLL
-        )
+        origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, fixed)
         log_sum = tl.log(sum_2t)
         entropy = log_sum - row_math.LN2 * weighted / sum_2t
         logp = row_math.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
@@ -92,7 +93,7 @@ def _row_pass_kernel(
                 lower_last, upper_last = lower_first, upper_first
             old = policy_math.old_log_prob(old_log_probs, index, None, logp)
             r, _, saturated = policy_math.policy_ratio(logp, old)
-            A = tl.load(advantages + index).to(tl.float64)
+            A = tl.cast(A, tl.float64)
             g = policy_math.policy_grad(r, saturated, A, lower_first, upper_first, clip_ratio_c)
             g_last = policy_math.policy_grad(r, saturated, A, lower_last, upper_last, clip_ratio_c)
             if is_weights is not None:

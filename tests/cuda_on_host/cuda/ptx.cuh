@@ -1,12 +1,27 @@
 // The functions of csrc/cuda/ptx.cuh on the host.
 #pragma once
 
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
 #include "cuda_runtime.h"
 #include "memory.h"
 
 namespace bapo::cuda {
 
 inline float exp2_approx(float t) { return emulated::approximate_exp2(t); }
+template <typename T>
+uint32_t max_pairs(uint32_t a, uint32_t b) {
+    const auto larger = [](uint16_t a, uint16_t b) {
+        const T x{a}, y{b};
+        return x != x || (float)y > (float)x ? b : a;
+    };
+    return (uint32_t)larger((uint16_t)(a >> 16), (uint16_t)(b >> 16)) << 16 |
+           larger((uint16_t)a, (uint16_t)b);
+}
+inline uint32_t max_bfloat16_pairs(uint32_t a, uint32_t b) {
+    return max_pairs<__nv_bfloat16>(a, b);
+}
+inline uint32_t max_float16_pairs(uint32_t a, uint32_t b) { return max_pairs<__half>(a, b); }
 inline uint8_t* dynamic_shared_memory() { return emulated::scheduler.block().shared; }
 
 template <typename T>
@@ -35,6 +50,17 @@ inline uint32_t shared_address(const void* pointer) {
     return block.rank << emulated::kOffsetBits | (uint32_t)offset;
 }
 
+inline uint4 shared_vector(uint32_t address) {
+    if (address >> emulated::kOffsetBits != emulated::scheduler.block().rank) {
+        emulated::scheduler.fail("reads the shared memory of another block");
+    }
+    uint4 vector;
+    const void* const from = emulated::at_address(address, sizeof vector);
+    emulated::access(from, sizeof vector);
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
 inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
     emulated::init_barrier(barrier, arrivals);
 }
@@ -47,7 +73,9 @@ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
     emulated::scheduler.maybe_pause();
     emulated::MemoryBarrier::update(barrier, 1, bytes);
 }
-inline void barrier_wait(uint32_t barrier, uint32_t parity, const char* name) {
+enum class Scope { kBlock, kCluster };
+template <Scope = Scope::kBlock>
+void barrier_wait(uint32_t barrier, uint32_t parity, const char* name) {
     emulated::wait_barrier(barrier, parity, name);
 }
 

@@ -1,0 +1,94 @@
+"""How the Triton kernels cut rows into tiles and share rows between programs."""
+
+import pytest
+import torch
+from helpers import DEVICES, INTERPRETED, KERNELS
+
+pytestmark = pytest.mark.skipif(
+    "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
+)
+DEVICE = DEVICES["triton"]
+TRANSFORM = (1.0, 1.0, None)
+# Each of the interpreter's three programs reads 64 flags, then a few more.
+N = 3 * (64 + 2) - 1 if INTERPRETED else 40_000
+
+
+def rows_and_labels(n, V, dtype=torch.float32):
+    logits = torch.randn(1, n, V, device=DEVICE).mul_(4).to(dtype)
+    return logits, torch.randint(V, (n,), device=DEVICE)
+
+
+def double(*shape):
+    return torch.full(shape, float("nan"), dtype=torch.float64, device=DEVICE)
+
+
+def statistics(logits, labels):
+    """Log-probs, entropies and sums, as the kernel writes them."""
+    n = labels.numel()
+    results = double(n), double(n), double(n, 2)
+    counted = torch.ones(n, dtype=torch.bool, device=DEVICE)
+    torch.ops.bapo_kernels_triton.row_statistics(logits, labels, counted, *TRANSFORM, *results)
+    return results
+
+
+def gradient(logits, labels, found, dlog_probs, only):
+    _, entropy, stats = found
+    dlogits = torch.full_like(logits, float("nan"))
+    torch.ops.bapo_kernels_triton.row_gradient(
+        logits, labels, stats, entropy, dlog_probs, None, only, *TRANSFORM, dlogits
+    )
+    return dlogits
+
+
+@pytest.mark.parametrize("wanted", ["none", "first", "last", "some"])
+def test_programs_that_stride_over_rows_find_every_wanted_one(wanted):
+    logits, labels = rows_and_labels(N, 5)
+    only = torch.zeros(N, dtype=torch.uint8, device=DEVICE)
+    at = {"none": [], "first": [0], "last": [N - 1], "some": [1, 2, 191, 192, N - 2]}
+    only[at[wanted]] = 1
+    dlog_probs = torch.randn(N, dtype=torch.float64, device=DEVICE)
+    found = statistics(logits, labels)
+    some = gradient(logits, labels, found, dlog_probs, only)
+    everything = gradient(logits, labels, found, dlog_probs, None)
+    assert everything.isfinite().all()
+    assert some[:, only == 0].isnan().all()
+    assert torch.equal(some[:, only != 0], everything[:, only != 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaling_strides_over_rows(dtype):
+    x, _ = rows_and_labels(11, 700, dtype)
+    before = x.clone()
+    torch.ops.bapo_kernels_triton.scale_(x, torch.tensor(1.0, device=DEVICE))
+    assert torch.equal(x, before)
+    torch.ops.bapo_kernels_triton.scale_(x, torch.tensor(0.3, device=DEVICE))
+    assert torch.equal(x, (before.float() * torch.tensor(0.3, device=DEVICE)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [5, 129, 1_025, 17_000])
+def test_what_fills_the_last_tile_does_not_change_the_bits(V, dtype):
+    """The end of a row is a masked tile: the same as forbidden tokens up to the end of the tile."""
+    logits, labels = rows_and_labels(4, V, dtype)
+    logits[0, 0, V // 2] = -float("inf")
+    longer = min(2 ** V.bit_length() - 1, V + 400)  # of the same fixed point and width of tiles
+    padded = torch.nn.functional.pad(logits, (0, longer - V), value=-float("inf"))
+    alone, filled = statistics(logits, labels), statistics(padded, labels)
+    assert all(torch.equal(a, b) for a, b in zip(alone, filled, strict=True))
+    dlog_probs = torch.randn(4, dtype=torch.float64, device=DEVICE)
+    expected = gradient(padded, labels, filled, dlog_probs, None)
+    assert torch.equal(gradient(logits, labels, alone, dlog_probs, None), expected[..., :V])
+    assert not expected[..., V:].any()
+
+
+def test_rows_of_nothing_but_forbidden_tokens_and_of_the_lowest_numbers():
+    """The running maximum starts at the lowest finite number, which is a legal logit too."""
+    lowest = torch.finfo(torch.float32).min
+    logits = torch.full((1, 3, 7), -float("inf"), device=DEVICE)
+    logits[0, 1], logits[0, 2, 3] = lowest, lowest
+    log_probs, entropy, stats = statistics(logits, torch.full((3,), 3, device=DEVICE))
+    assert stats[0].tolist() == [-float("inf"), 0.0]
+    assert stats[1:].tolist() == [[lowest, 7.0], [lowest, 1.0]]
+    expected = torch.log(torch.tensor([7.0, 1.0], dtype=torch.float64, device=DEVICE))
+    torch.testing.assert_close(log_probs[1:], -expected)
+    torch.testing.assert_close(entropy[1:], expected)
