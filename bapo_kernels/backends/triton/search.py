@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import policy_math
 from .kernel import Kernel
-from .launch import ceil_div, grid_sizes, token_programs
+from .launch import ceil_div, grid_sizes, limits, token_programs
 
 TOKENS, POINTS = 128, 64  # of a program at once, their products in registers
 
@@ -222,8 +222,7 @@ def contributions(
         table.shape[0],
         ROWS=rows,
         POINTS=padded,
-        num_warps=8,
-        registers=128,
+        **limits(8, registers=128),
     )
 
 
@@ -292,8 +291,7 @@ def _partial_table(
         gradient,
         TOKENS=TOKENS,
         POINTS=POINTS,
-        num_warps=4,
-        registers=255,
+        **limits(4, registers=255),
     )
     return partials
 
@@ -328,6 +326,5 @@ def _solve(
         upper_first,
         ROWS=rows,
         POINTS=padded,
-        num_warps=8,
-        registers=128,
+        **limits(8, registers=128),
     )
