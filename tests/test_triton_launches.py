@@ -1,5 +1,12 @@
 """The launches of the Triton backend: how many, by how many programs, and what they rely on."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import KERNELS, make_case
@@ -159,3 +166,18 @@ def test_checked_calls_are_forgotten(monkeypatch):
     for rows in range(1, 20):
         ops_of("triton").scale_(torch.ones(1, rows, 2), torch.tensor(1.0))
     assert len(checks._known) <= 4
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.skipif(sys.platform != "linux", reason="builds as on Linux")
+def test_launches_of_compiled_kernels():
+    """With Triton's own launcher, on a driver library that does nothing: a call after a call."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = "benchmarks.host_time", "--backend", "triton", "--calls", "2", "--json"
+    output = subprocess.check_output(
+        [sys.executable, "-m", *command],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        text=True,
+    )
+    assert json.loads(output)["backend"] == "triton"
