@@ -18,7 +18,6 @@ from ...checks import require
 from ...output import REPORT
 from .launch import MAX_VALUES, grid_sizes
 
-_NAMES = {op: re.findall(r"(\w+)(?:,|$)", schema) for op, schema in SCHEMAS.items()}
 _DTYPES = {
     "labels": torch.int64,
     **dict.fromkeys(("counted", "unmasked"), torch.bool),
@@ -44,32 +43,55 @@ _MAX_KNOWN = 4_096
 _known: set[tuple[Any, ...]] = set()
 
 
+class _Places:
+    """Positions of an operator's arguments, by what the checks need of them; floats are free."""
+
+    def __init__(self, schema: str) -> None:
+        kinds = [argument.rsplit(" ", 1) for argument in schema.split(", ")]
+        tensors = [at for at, (kind, _) in enumerate(kinds) if re.fullmatch(_TENSOR, kind)]
+        self.names = [name for _, name in kinds]
+        self.shaped = [at for at in tensors if self.names[at] in (*_ROWS, *_CALLERS, "table")]
+        self.flat = [at for at in tensors if at not in self.shaped]
+        self.numbers = [at for at, (kind, _) in enumerate(kinds) if kind in ("int", "bool")]
+        self.lists = [at for at, (kind, _) in enumerate(kinds) if kind.endswith("[]")]
+        self.optional = [at for at, (kind, _) in enumerate(kinds) if kind == "float?"]
+
+
+_TENSOR = r"Tensor(\(\w!\))?\??"
+_PLACES = {op: _Places(schema) for op, schema in SCHEMAS.items()}
+
+
 def check(op: str, arguments: tuple[Any, ...]) -> None:
     """Raises ``RuntimeError`` where an argument is not as the kernel expects it.
 
     What an earlier call has passed is not checked again.
     """
-    signature: list[Any] = [op]
-    for value in arguments:
-        if isinstance(value, Tensor):
-            signature += value.dtype, value.shape, value.stride(), value.device
-        elif isinstance(value, list):
-            signature.append(tuple(map(_of_entry, value)))
-        else:
-            signature.append(float if isinstance(value, float) else value)  # its value is free
-    key = tuple(signature)
-    if key in _known:
+    places = _PLACES[op]
+    signature = (
+        op,
+        *[
+            None if (x := arguments[at]) is None
+            else (x.dtype, x.device, x.numel(), x.is_contiguous())
+            for at in places.flat
+        ],
+        *[
+            None if (x := arguments[at]) is None else (x.dtype, x.device, x.shape, x.stride())
+            for at in places.shaped
+        ],
+        *[tuple(map(_entry, arguments[at])) for at in places.lists],
+        *[arguments[at] for at in places.numbers],
+        *[arguments[at] is None for at in places.optional],
+    )  # fmt: skip
+    if signature in _known:
         return
-    _check(op, dict(zip(_NAMES[op], arguments, strict=True)))
+    _check(op, dict(zip(places.names, arguments, strict=True)))
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
-    _known.add(key)
+    _known.add(signature)
 
 
-def _of_entry(value: Tensor | float) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.device
-    return value
+def _entry(x: Tensor | float) -> Any:
+    return (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else x
 
 
 def _check(op: str, given: dict[str, Any]) -> None:

@@ -10,18 +10,16 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from .launch import limits
-
 
 class Kernel:
-    """A function in Triton's language, launched as ``kernel[grid](*arguments, num_warps=...)``.
+    """A function in Triton's language, launched as ``kernel[grid](*arguments, **limits(...))``.
 
     Triton's own launch inspects every argument, which takes the host several times as long as the
-    launch. So values do not specialise a kernel here, except the pointers named in ``specialised``:
-    what was compiled then follows from the dtypes, the constants and the device alone.
+    launch. So values do not specialise a kernel here, except those named in ``specialised``: what
+    was compiled then follows from the dtypes, the constants and the device alone.
 
     Parameters are pointers without annotation, the first of them never None, then numbers, then
-    constants. ``registers`` per thread fix how many programs share a multiprocessor.
+    constants.
     """
 
     def __init__(self, function: Callable[..., None], specialised: Sequence[str] = ()) -> None:
@@ -39,7 +37,12 @@ class Kernel:
         return partial(self._launch, (*grid, 1, 1)[:3])
 
     def _launch(
-        self, grid: tuple[int, ...], *given: Any, num_warps: int, registers: int, **named: Any
+        self,
+        grid: tuple[int, ...],
+        *given: Any,
+        num_warps: int,
+        maxnreg: int | None = None,
+        **named: Any,
     ) -> None:
         values = [*given, *[named[name] for name in self._names[len(given) :]]]
         if triton.knobs.runtime.interpret:
@@ -48,13 +51,15 @@ class Kernel:
         key = (
             values[0].device,
             num_warps,
+            maxnreg,
             *[None if pointer is None else pointer.dtype for pointer in values[: self._pointers]],
             *[_specialisation(values[index]) for index in self._specialised],
             *values[self._constants :],
         )
         compiled = self.compiled.get(key)
         if compiled is None:
-            compiled = self.compile(key, grid, values, limits(num_warps, registers))
+            options = {} if maxnreg is None else {"maxnreg": maxnreg}
+            compiled = self.compile(key, grid, values, {"num_warps": num_warps, **options})
         compiled[grid](*values)
 
     def compile(
@@ -69,8 +74,10 @@ class Kernel:
         return compiled
 
 
-def _specialisation(pointer: Tensor | None) -> tuple[bool, bool] | None:
-    """Alignment, and for AMD GPUs whether 32 bits address it: what Triton specialises it on."""
-    if pointer is None:
+def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:
+    """What Triton specialises on. Of a pointer: its alignment, and on AMD GPUs 32-bit addresses."""
+    if value is None:
         return None
-    return pointer.data_ptr() % 16 == 0, pointer.untyped_storage().nbytes() < 2**31
+    if isinstance(value, int):
+        return value % 16 == 0, value == 1
+    return value.data_ptr() % 16 == 0, value.untyped_storage().nbytes() < 2**31

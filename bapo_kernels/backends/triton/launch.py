@@ -13,16 +13,6 @@ from ...config import bound_grid
 
 MAX_VALUES = 5  # per token that a call of prepare takes: advantages and four others
 MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
-# Of kernels over rows: arguments whose value must not compile the kernel again.
-RUN_TIME = (
-    *("rows", "rows_per_batch", "batch_stride", "row_stride", "dbatch_stride", "drow_stride"),
-)
-# Pointers to everything but rows; whether they are 16-byte aligned must not either.
-PER_TOKEN = (
-    *("labels", "counted", "old_log_probs", "advantages", "weights", "is_weights"),
-    *("ref_log_probs", "rollout_log_probs", "log_probs", "entropies", "stats", "undecided", "only"),
-    *("dlog_probs", "dentropies", "bounds", "factor", "table", "masses", "partials", "report"),
-)
 
 
 def warp_size() -> int:
@@ -53,6 +43,7 @@ def _multiprocessors(device: int) -> int:
     return int(_driver().utils.get_device_properties(device)["multiprocessor_count"])
 
 
+@cache
 def limits(num_warps: int, registers: int) -> dict[str, int]:
     """Launch options: registers per thread, which fix how many programs share a multiprocessor.
 
@@ -78,8 +69,13 @@ def row_shape(rows: Tensor, softcapped: bool = False, threads: int = 512) -> Row
     writes. Without a second pass, two of 256 threads and 96 registers do. Depends on V and dtype
     alone, because the bits of a row do.
     """
-    vector, warp = 16 // rows.element_size(), warp_size()
-    V = max(1, rows.shape[-1])  # a shard may be empty
+    return _row_shape(rows.shape[-1], rows.element_size(), softcapped, threads)
+
+
+@cache
+def _row_shape(V: int, element_size: int, softcapped: bool, threads: int) -> RowShape:
+    vector, warp = 16 // element_size, warp_size()
+    V = max(1, V)  # a shard may be empty
     num_warps = min(threads // warp, triton.next_power_of_2(triton.cdiv(V, 4 * vector * warp)))
     W = vector * warp * num_warps
     unroll = 8 // vector if softcapped else 4  # tanh of more elements would not fit
@@ -121,12 +117,17 @@ def transform_arguments(
     )
 
 
+def ceil_div(a: int, b: int) -> int:
+    """``triton.cdiv`` takes the host 2 us."""
+    return -(-a // b)
+
+
 def token_programs(N: int, tokens: int) -> int:
     """Programs that share ``N`` tokens, in steps of ``tokens``.
 
     It depends on ``N`` alone, because the bits of the sums do.
     """
-    return max(1, min(MAX_PROGRAMS, triton.cdiv(N, tokens)))
+    return max(1, min(MAX_PROGRAMS, ceil_div(N, tokens)))
 
 
 @lru_cache

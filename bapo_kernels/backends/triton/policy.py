@@ -16,7 +16,7 @@ from torch import Tensor
 from ...output import REPORT
 from . import policy_math
 from .kernel import Kernel
-from .launch import MAX_PROGRAMS, token_programs
+from .launch import MAX_PROGRAMS, limits, token_programs
 
 TOKENS = 256  # of a program at once
 # Of each program's tokens, as PolicySums in csrc/tokens.h.
@@ -274,6 +274,5 @@ def policy(
         ratio_target,
         TOKENS=TOKENS,
         PROGRAMS=MAX_PROGRAMS,
-        num_warps=8,
-        registers=128,
+        **limits(8, registers=128),
     )

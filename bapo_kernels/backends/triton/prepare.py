@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...config import IGNORE_INDEX
 from .kernel import Kernel
-from .launch import MAX_VALUES
+from .launch import MAX_VALUES, ceil_div, limits
 
 TOKENS = 512  # of a program
 ALONE = 2_048  # at once, of a program that takes all of them: one launch in place of three
@@ -315,9 +315,9 @@ def prepare(
     )
     for phase in phases:
         step = ALONE if phase == _COUNT_AND_WRITE else TOKENS
-        programs = 1 if phase == _COUNT_AND_WRITE else max(1, triton.cdiv(places, step))
+        programs = 1 if phase == _COUNT_AND_WRITE else max(1, ceil_div(places, step))
         warps = step // 128
-        _prepare_kernel[(programs,)](*arguments, *phase, step, num_warps=warps, registers=128)
+        _prepare_kernel[(programs,)](*arguments, *phase, step, **limits(warps, registers=128))
 
 
 def _strides(values: Tensor | None) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ that out sooner than one per row.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import triton
@@ -14,9 +15,8 @@ from torch import Tensor
 
 from ...inputs import as_rows
 from . import row_math
+from .kernel import Kernel
 from .launch import (
-    PER_TOKEN,
-    RUN_TIME,
     alignment,
     limits,
     resident_programs,
@@ -48,7 +48,7 @@ def _any_wanted(only, begin, end, step, FLAGS: tl.constexpr):
     return wanted
 
 
-@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
+@partial(Kernel, specialised=("logits", "dlogits", "V"))
 def _row_gradient_kernel(
     logits,
     dlogits,
@@ -161,7 +161,7 @@ def _gradient_of_row(
         )
 
 
-@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
+@partial(Kernel, specialised=("x", "V"))
 def _scale_kernel(
     x,
     factor,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import policy_math, row_math
-from .launch import PER_TOKEN, RUN_TIME, limits, row_arguments, row_shape, transform_arguments
+from .kernel import Kernel
+from .launch import limits, row_arguments, row_shape, transform_arguments
 
 
-@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
+@partial(Kernel, specialised=("logits", "dlogits", "V"))
 def _row_pass_kernel(
     logits,
     dlogits,

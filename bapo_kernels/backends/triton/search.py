@@ -7,6 +7,7 @@ the same bits in every run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import triton
 import triton.language as tl
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from . import policy_math
 from .kernel import Kernel
-from .launch import grid_sizes, token_programs
+from .launch import ceil_div, grid_sizes, limits, token_programs
 
 TOKENS, POINTS = 128, 64  # of a program at once, their products in registers
 
@@ -211,7 +212,7 @@ def contributions(
     tokens = log_probs, counted, old_log_probs, advantages, rollout_log_probs
     partials = _partial_table(*tokens, grids, uniform_weight, gradient)
     programs, points = partials.shape
-    padded = triton.next_power_of_2(points)
+    rows, padded = _tile(programs, points)
     _table_kernel[(1,)](
         partials,
         table,
@@ -219,10 +220,9 @@ def contributions(
         points,
         rank,
         table.shape[0],
-        ROWS=_rows(programs, padded),
+        ROWS=rows,
         POINTS=padded,
-        num_warps=8,
-        registers=128,
+        **limits(8, registers=128),
     )
 
 
@@ -236,7 +236,8 @@ def solve(
     masses: Tensor,
 ) -> None:
     # One row at a time, for the same sum as on the CPU.
-    _solve(table, 1, grids, target, ratio_target, upper_first, bounds, masses)
+    padded = _tile(*table.shape)[1]
+    _solve(table, 1, padded, grids, target, ratio_target, upper_first, bounds, masses)
 
 
 def search(
@@ -256,8 +257,9 @@ def search(
 ) -> None:
     tokens = log_probs, counted, old_log_probs, advantages, rollout_log_probs
     partials = _partial_table(*tokens, grids, uniform_weight, gradient)
-    rows = _rows(partials.shape[0], triton.next_power_of_2(partials.shape[1]))
-    _solve(partials, rows, grids, target, ratio_target, upper_first, bounds, masses)
+    _solve(
+        partials, *_tile(*partials.shape), grids, target, ratio_target, upper_first, bounds, masses
+    )
 
 
 def _partial_table(
@@ -275,7 +277,7 @@ def _partial_table(
     sizes = grid_sizes(tuple(grids))
     points, programs = sum(sizes), token_programs(N, TOKENS)
     partials = log_probs.new_empty((programs, points))
-    _contributions_kernel[(programs, triton.cdiv(points, POINTS))](
+    _contributions_kernel[(programs, ceil_div(points, POINTS))](
         log_probs,
         counted,
         old_log_probs,
@@ -289,20 +291,22 @@ def _partial_table(
         gradient,
         TOKENS=TOKENS,
         POINTS=POINTS,
-        num_warps=4,
-        registers=255,
+        **limits(4, registers=255),
     )
     return partials
 
 
-def _rows(programs: int, padded: int) -> int:
-    """Rows of so many points that are added at once: few loads one after the other."""
-    return min(triton.next_power_of_2(programs), max(1, 8_192 // padded))
+@lru_cache
+def _tile(rows: int, points: int) -> tuple[int, int]:
+    """How many rows of a table are added at once, and the points of a row with padding."""
+    padded = triton.next_power_of_2(points)
+    return min(triton.next_power_of_2(rows), max(1, 8_192 // padded)), padded
 
 
 def _solve(
     table: Tensor,
     rows: int,
+    padded: int,
     grids: Sequence[float],
     target: float,
     ratio_target: bool,
@@ -321,7 +325,6 @@ def _solve(
         ratio_target,
         upper_first,
         ROWS=rows,
-        POINTS=triton.next_power_of_2(table.shape[1]),
-        num_warps=8,
-        registers=128,
+        POINTS=padded,
+        **limits(8, registers=128),
     )

@@ -1,0 +1,161 @@
+"""The launches of the Triton backend: how many, by how many programs, and what they rely on."""
+
+import pytest
+import torch
+from helpers import KERNELS, make_case
+from launches import LAUNCHES, CountLaunches
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bapo_kernels import BAPOConfig, _ops, bapo_loss
+from bapo_kernels._ops import ops_of
+from bapo_kernels.backends import triton as backend
+
+pytestmark = pytest.mark.skipif(
+    "triton" not in KERNELS or not backend.INTERPRETED, reason="needs Triton's interpreter"
+)
+GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches of every call of an operator by its name, kernels of ATen included."""
+    from triton.runtime.interpreter import GridExecutor
+
+    counts, kernels, run_grid = {}, [], GridExecutor.__call__
+
+    def run_and_count(executor, *arguments, **named):
+        kernels.append(executor.fn.__name__)
+        with _disable_current_modes():  # the interpreter copies its arguments
+            return run_grid(executor, *arguments, **named)
+
+    def counted(name, operator):
+        def run(*arguments):
+            kernels.clear()
+            with CountLaunches() as aten:
+                operator(*arguments)
+            counts.setdefault(name, []).append(len(kernels) + aten.total())
+
+        return run
+
+    monkeypatch.setattr(GridExecutor, "__call__", run_and_count)
+    for name, operator in backend._operators().items():
+        monkeypatch.setitem(backend._operators(), name, counted(name, operator))
+    return counts
+
+
+def test_every_operator(launches, monkeypatch):
+    """At most as many as in the table, by which the launches of a call are counted."""
+    from bapo_kernels.backends.triton import prepare
+
+    case = make_case((2, 6), 33, staleness=0.4)
+    searched = (*tokens(12), GRIDS, False, False)
+    found = torch.empty(2), torch.empty(4, dtype=torch.float64)
+    for inplace in (False, True):
+        logits = case.logits.clone().requires_grad_()
+        logits = logits.clone() if inplace else logits
+        bapo_loss(logits, *case.arguments(), backend="triton", inplace=inplace).loss.backward()
+    with torch.no_grad():
+        bapo_loss(case.logits, *case.arguments(), backend="triton")
+    ops_of("triton").contributions(*searched, 0, torch.empty(1, 54, dtype=torch.float64))
+    ops_of("triton").solve(torch.rand(2, 54).double(), GRIDS, 0.4, False, True, *found)
+    monkeypatch.setattr(prepare, "ALONE", 0)
+    with torch.no_grad():
+        bapo_loss(case.logits, *case.arguments(), backend="triton")
+
+    assert launches["prepare"] == [1, 1, 1, 3]
+    assert launches.keys() <= LAUNCHES.keys() == _ops.SCHEMAS.keys()
+    most = {name: max(counts) for name, counts in launches.items()}
+    assert most == {name: LAUNCHES[name] for name in most}
+    assert LAUNCHES.keys() - most.keys() <= {"row_gradient_"}
+
+
+def test_nothing_is_counted_where_the_divisor_is_given(launches):
+    case = make_case((2, 6), 33)
+    config = BAPOConfig(loss_agg_mode="token-sum")
+    with torch.no_grad():
+        bapo_loss(case.logits, *case.arguments(), config=config, backend="triton")
+    assert launches["prepare"] == [1]
+
+
+def tokens(N):
+    g = torch.Generator().manual_seed(N)
+    log_probs = -3 * torch.rand(N, generator=g, dtype=torch.float64)
+    old = log_probs.float() + 0.4 * torch.randn(N, generator=g)
+    counted = torch.rand(N, generator=g) < 0.8
+    return log_probs, counted, old, torch.randn(N, generator=g), None
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So that each of them takes several steps, the last of them in part."""
+    from bapo_kernels.backends.triton import launch
+
+    monkeypatch.setattr(launch, "MAX_PROGRAMS", 3)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_search_of_many_tokens(few_programs, uniform, gradient):
+    """As on the CPU, and the other ranks' rows of the table are 0."""
+    searched = (*tokens(1_000), GRIDS, uniform, gradient)
+    results, target = [], 0.5
+    for name in ("cpu", "triton"):
+        table = torch.full((3, 54), torch.nan, dtype=torch.float64)
+        ops_of(name).contributions(*searched, 1, table)
+        assert not table[::2].any()
+        if name == "cpu":  # reached between the third and the fourth upper point
+            neg, pos = table[1, 0], table[1, 18:20]
+            target = (pos / (neg + pos)).mean().item()
+        bounds, masses = torch.empty(2), torch.empty(4, dtype=torch.float64)
+        ops_of(name).search(*searched, target, False, True, bounds, masses)
+        results.append((table, bounds, masses))
+    torch.testing.assert_close(*results, rtol=1e-13, atol=0)
+    assert results[0][1][1].item() == pytest.approx(1.35)
+
+
+@pytest.mark.parametrize("given_masses", [False, True])
+def test_policy_of_many_tokens(few_programs, given_masses):
+    """The last program to finish reports for all, and leaves the ticket at 0 for the next call."""
+    N = 1_000
+    log_probs, counted, old, A, _ = tokens(N)
+    ref, entropy, weights = old + 0.1, -log_probs, torch.rand(N, dtype=torch.float64)
+    masses = torch.rand(4, dtype=torch.float64) if given_masses else None
+    results = []
+    for name in ("triton", "triton", "cpu"):
+        ticket = torch.zeros(1, dtype=torch.int32)
+        made = [torch.full((N,), torch.nan, dtype=torch.float64) for _ in range(2)]
+        report, outputs = torch.full((14,), torch.nan), torch.full((2, N), -1.0)
+        ops_of(name).policy(
+            *(log_probs, entropy, counted, old, A, weights, None, ref, None),
+            *(torch.tensor([0.8, 1.3]), masses, GRIDS, False, False, 0.4, False),
+            *(3.0, 0.1, 2, 0.01, torch.ones_like(counted), ticket, report, *made, outputs),
+        )
+        assert ticket.item() == 0
+        results.append((report, *made, outputs))
+    for mine, again in zip(*results[:2], strict=True):
+        assert torch.equal(mine.nan_to_num(7.0), again.nan_to_num(7.0))
+    for mine, true in zip(results[0], results[2], strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-6, atol=1e-12, equal_nan=True)
+
+
+def test_arguments_are_checked_after_those_of_another_call():
+    """Only what has passed is remembered."""
+    x, factor = torch.ones(1, 2, 8), torch.tensor(2.0)
+    ops_of("triton").scale_(x, factor)
+    for wrong in (factor.double(), torch.ones(2)):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="factor must be"):
+                ops_of("triton").scale_(x, wrong)
+    table, found = torch.rand(1, 54).double(), (torch.empty(2), torch.empty(4).double())
+    ops_of("triton").solve(table, GRIDS, 0.4, False, True, *found)
+    with pytest.raises(RuntimeError, match=r"table must have shape \(ranks, 55\)"):
+        ops_of("triton").solve(table, (0.6, 0.92, *GRIDS[2:]), 0.4, False, True, *found)
+
+
+def test_checked_calls_are_forgotten(monkeypatch):
+    from bapo_kernels.backends.triton import checks
+
+    monkeypatch.setattr(checks, "_MAX_KNOWN", 4)
+    for rows in range(1, 20):
+        ops_of("triton").scale_(torch.ones(1, rows, 2), torch.tensor(1.0))
+    assert len(checks._known) <= 4
