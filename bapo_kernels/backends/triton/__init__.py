@@ -47,11 +47,18 @@ def _operators() -> dict[str, Callable[..., None]]:
     }
 
 
-def kernel(name: str) -> Callable[..., None]:
-    def run(*arguments: Any) -> None:
-        from .checks import check
+@cache
+def _check() -> Callable[[str, tuple[Any, ...]], None]:
+    from .checks import check
 
-        check(name, arguments)
+    return check
+
+
+def kernel(name: str) -> Callable[..., None]:
+    """An operator for the dispatcher: checks, then launches on the device of the arguments."""
+
+    def run(*arguments: Any) -> None:
+        _check()(name, arguments)
         with torch.cuda.device_of(arguments[0]):
             _operators()[name](*arguments)
 
