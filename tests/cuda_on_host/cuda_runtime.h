@@ -89,6 +89,11 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
     std::memcpy(&value, &emulated::exchange(value, "a shuffle")[from], sizeof value);
     return value;
 }
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+    std::memcpy(&value, &emulated::exchange(value, "a shuffle")[from], sizeof value);
+    return value;
+}
 inline int __reduce_max_sync(unsigned, int value) {
     const uint64_t* const values = emulated::exchange(value, "a maximum");
     for (unsigned lane = 0; lane < emulated::scheduler.current->warp->size; ++lane) {
