@@ -104,8 +104,9 @@ def check_like(name: str, tensor: Any, like: Tensor, like_name: str) -> None:
 
 def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
     """Requires both tensors to be on the same device."""
-    rule = f"be on the device of {like_name} ({like.device})"
-    require(tensor.device == like.device, name, rule, tensor.device)
+    if tensor.device != like.device:
+        rule = f"be on the device of {like_name} ({like.device})"
+        require(False, name, rule, tensor.device)
 
 
 def check_group(name: str, group: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from .checks import number, require
@@ -46,7 +45,6 @@ GRID_FIELDS = (
     "ratio_upper_max",
     "ratio_upper_step",
 )
-_GRID_NUMBERS = attrgetter(*GRID_FIELDS)
 # The other numbers: each must be greater than its limit, and finite; the text states that rule.
 _FINITE: dict[str, tuple[float, str]] = {
     "kl_loss_coef": (-math.inf, "be finite"),
@@ -236,8 +234,8 @@ class BAPOConfig:
 
 def grids_of(config: BAPOConfig) -> tuple[float, ...]:
     """Start, maximum and step of the lower grid, then of the upper grid."""
-    numbers: tuple[float, ...] = _GRID_NUMBERS(config)
-    return numbers
+    lower = config.ratio_lower_start, config.ratio_lower_max, config.ratio_lower_step
+    return *lower, config.ratio_upper_start, config.ratio_upper_max, config.ratio_upper_step
 
 
 def starting_bounds_of(config: BAPOConfig) -> tuple[float, float]:

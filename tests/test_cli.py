@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -162,13 +164,29 @@ FAULTS = {
         dict(row_pass=times(1 + 1e-5, -4), row_statistics=times(1 + 1e-5, -2)),
         *("entropy", FRESH | LOG_PROBS, ALL),
     ),
-    "lower bound": (dict(solve=add_to_first(-2, 0.02)), "bounds", LOSSES | HIDDEN | SEARCHES),
-    "loss": (dict(policy=add_to_first(-3, 1e-4)), "loss", LOSSES | HIDDEN),
+    "lower bound": (
+        dict(solve=add_to_first(-2, 0.02), search=add_to_first(-2, 0.02)),
+        "bounds",
+        LOSSES | HIDDEN | SEARCHES,
+    ),
+    "loss": (dict(policy=add_to_first(-4, 1e-4)), "loss", LOSSES | HIDDEN),
     "metric": (
-        dict(policy=lambda *arguments: arguments[-3][2].add_(1e-3)),
+        dict(policy=lambda *arguments: arguments[-4][2].add_(1e-3)),
         *("metric pg_clipfrac", LOSSES | HIDDEN),
     ),
 }
+
+
+def test_profiles_know_every_kernel():
+    """By its name in the sources, as a profiler shows it."""
+    root = Path(profile.__file__).parents[2]
+    sources = [*root.glob("csrc/cuda/*.cu"), *root.glob("bapo_kernels/backends/triton/*.py")]
+    text = "\n".join(source.read_text() for source in sources)
+    names = set(re.findall(r"^(?:def )?\s*(?:void )?(\w+_kernel)\(", text, re.M))
+    assert len(names) > 10
+    for name in names:
+        shown = f"void bapo::cuda::{name}<float>(int)" if name[0] != "_" else name
+        assert profile._OURS.search(shown), name
 
 
 @needs_native
@@ -190,7 +208,7 @@ def test_different_bits_in_a_second_run_are_found(monkeypatch):
 
     def fault(*arguments):
         if next(calls) % 2:
-            arguments[-3][0] *= 1 + 2.0**-23
+            arguments[-4][0] *= 1 + 2.0**-23
 
     wrong_operators(monkeypatch, policy=fault)
     failed = [check for check in validate.run("cpu", ["cpu"], short) if not check.passed]
@@ -302,7 +320,7 @@ def test_the_parts_of_a_profile_add_up(backend, device, interpreted, name):
     assert min(found.wall, found.copy, found.profiled) > 0
     assert (found.gemms is None) == (name != "hidden")
     names = {part.name.strip("_").removesuffix("_kernel") for part in found.parts}
-    assert {"contributions", "solve", "policy"} <= names
+    assert {"prepare", "search", "policy"} <= names
     assert (profile.PRODUCTS in names) == (name == "hidden")
     (row_pass,) = [part for part in found.parts if "row_pass" in part.name]
     assert 0 < row_pass.bytes <= 2 * N * V * workload.logits.element_size()

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,8 @@ def instructions(sass, kernel, *flags):
     """The instructions of the one kernel whose mangled name has these template arguments."""
     found = [n for n in sass if f"{len(kernel)}{kernel}" in n and all(f in n for f in flags)]
     assert len(found) == 1, found
-    return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", sass[found[0]], re.M))
+    line = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)"
+    return Counter(re.findall(line, sass[found[0]], re.M))
 
 
 @pytest.mark.parametrize("dtype", ROW_KERNELS.values())
@@ -83,6 +85,30 @@ def test_cluster_kernel_has_bulk_copies_and_wide_stores(sass, dtype):
     assert any(re.match(r"STG?\.E\.EF\.128", i) for i in got), "16-byte streaming stores"
     assert any(i.startswith("SYNCS") for i in got), "barriers in shared memory"
     assert any(i.startswith(("ST.E.ASYNC", "STAS")) for i in got), "sums sent to other blocks"
+
+
+@pytest.mark.parametrize("dtype", ROW_KERNELS.values())
+@pytest.mark.parametrize("softcap", ["Lb0", "Lb1"])
+def test_the_l1_cache_is_emptied_only_for_the_cluster(sass, dtype, softcap):
+    """At both cluster barriers, and at the first and a later try of the wait for the sums."""
+    for aligned in ("ELb1E", "ELb0E"):
+        got = instructions(sass, "row_pass_cluster_kernel", dtype, softcap + aligned)
+        assert got["CCTL.IVALL"] == 4
+
+
+@pytest.mark.parametrize("dtype", ROW_KERNELS.values())
+def test_unaligned_rows_are_read_and_written_by_vectors(sass, dtype):
+    got = instructions(sass, "row_pass_cluster_kernel", dtype, "Lb0ELb0E")
+    assert "LDS.128" in got
+    assert not [i for i in got if re.match(r"LDS\.[US](8|16)", i)], "no element alone"
+    assert any(re.match(r"STG?\.E\.EF\.128", i) for i in got)
+
+
+@pytest.mark.parametrize("dtype", ["13__nv_bfloat16", "6__half"])
+@pytest.mark.parametrize("kernel", ["row_pass_cluster_kernel", "row_pass_kernel"])
+def test_the_maximum_is_taken_of_pairs(sass, kernel, dtype):
+    got = instructions(sass, kernel, dtype, "Lb0ELb1E")
+    assert any("HMNMX" in i for i in got)
 
 
 @pytest.mark.parametrize("dtype", ROW_KERNELS.values())

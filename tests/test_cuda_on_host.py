@@ -241,6 +241,20 @@ def test_bad_values_do_not_hang(on_host):
     assert got.output.log_probs[0, 2].isfinite() or case.labels[0, 2] >= 9_000
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gap", [6.9, 16.0])
+def test_gradient_at_a_likely_label(on_host, dtype, gap):
+    """1 - p keeps the digits that a float sum of both logits, which one thread has, would lose."""
+    logits = torch.full((1, 10_001), -torch.inf, dtype=dtype)
+    logits[0, 4_001], logits[0, 4_000] = 0.0, gap
+    x, label = logits.clone().requires_grad_(), torch.tensor([4_000])
+    bapo_loss(x, label, None, torch.ones(1), backend="cpu").loss.backward()
+    p = torch.softmax(logits.double(), -1)
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 2**-11 if dtype == torch.float16 else 1e-6
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # float16 may be subnormal
+    torch.testing.assert_close(x.grad[0, 4_000].double(), -p[0, 4_001], rtol=tolerance, atol=least)
+
+
 def test_log_probs_and_their_gradient(on_host):
     logits = torch.randn(5, 10_001).bfloat16()
     labels = torch.randint(0, 10_001, (5,))

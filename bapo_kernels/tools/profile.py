@@ -32,8 +32,8 @@ CALLS = 5
 STALENESS = 0.1  # of the log-probs: a few per cent of the rows are undecided
 LEAST_SHARE = 0.01  # of a call: shorter torch operators are summed up
 PRODUCTS, OTHERS, OUTSIDE = "matrix products", "other torch operators", "outside of operators"
-_KERNELS = "row_pass|row_pass_cluster|row_gradient|contributions|add_partials|solve|policy|report"
-_OURS = re.compile(rf"bapo_kernels(?:_triton)?::(\w+)|\b(_?(?:{_KERNELS}|scale)_kernel)\b")
+_KERNELS = "row_pass|row_gradient|prepare|search|contributions|table|solve|policy|scale"
+_OURS = re.compile(rf"bapo_kernels(?:_triton)?::(\w+)|\b(_?(?:{_KERNELS})(?:_\w+)?_kernel)\b")
 _PRODUCT = re.compile(r"aten::(mm|bmm|addmm_?|matmul|linear)$|gemm|cutlass|nvjet|splitk", re.I)
 
 

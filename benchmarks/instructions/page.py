@@ -17,6 +17,7 @@ from ..tables import markdown
 from .gpus import GPUS
 from .passes import BYTES, ENTROPY, FIRST, LOG_PROBS, SECOND
 from .units import NAMES
+from .whole_op import BETWEEN_LAUNCHES, ROUND_TRIP, VOCABULARY, predicted
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cuda_plan.md"
@@ -61,6 +62,22 @@ def both_passes(frame: pd.DataFrame) -> pd.DataFrame:
     return result
 
 
+_PREDICTED = (
+    f"Predicted time of `bapo_loss` and its backward (V = {VOCABULARY:,}, bfloat16, every row "
+    "live, on-policy). The row pass takes the time of its bytes, its issue slots or its exps, "
+    "whichever is longest; the other kernels wait for memory rather than move bytes. Assumed are "
+    f"{1e6 * BETWEEN_LAUNCHES:g} us between two kernels and {1e6 * ROUND_TRIP:g} us per round trip "
+    "to memory, as many as `benchmarks/instructions/whole_op.py` lists:"
+)
+
+
+def whole_op(frame: pd.DataFrame) -> pd.DataFrame:
+    """The predicted time of a loss, from the counts of the cluster kernel in bfloat16."""
+    rows = frame[(frame.kernel == "CUDA cluster") & (frame["dtype"] == "bfloat16") & ~frame.softcap]
+    both = rows[rows["pass"].isin([FIRST, SECOND])]
+    return predicted(frame.arch.iloc[0], both.issued.sum(), both.exp.sum())
+
+
 def section(frame: pd.DataFrame) -> str:
     """The tables of one architecture."""
     arch = frame.arch.iloc[0]
@@ -68,6 +85,7 @@ def section(frame: pd.DataFrame) -> str:
     if arch == ARCHITECTURES[0]:
         parts = frame[~frame.softcap & frame["pass"].isin([FIRST, SECOND])]
         lines += [f"\nBy unit on {arch}, without a soft cap:\n", markdown(by_unit(parts))]
+        lines += [f"\n{_PREDICTED}\n", markdown(whole_op(frame))]
     return "\n".join(lines) + "\n"
 
 

@@ -13,8 +13,9 @@ constexpr int kComputeWarps = 8;
 constexpr int kComputeThreads = kComputeWarps * 32;
 constexpr int kChunkBytes = 16 * kComputeThreads;
 // A row that is not aligned needs one vector more, and a gradient that is aligned otherwise needs
-// another. The two barriers of a stage follow.
+// another.
 constexpr int kMostBytes = kChunkBytes + 32;
+// Where the two barriers of a stage lie in it.
 constexpr int kFull = kMostBytes;
 constexpr int kEmpty = kFull + 8;
 constexpr int kStageBytes = kChunkBytes + 128;

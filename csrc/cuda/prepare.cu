@@ -72,13 +72,14 @@ __device__ void write_tokens(const PrepareParams& params, const CountedTokens* c
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    count_kernel(const __grid_constant__ PrepareParams params, CountedTokens* counted) {
+    prepare_count_kernel(const __grid_constant__ PrepareParams params, CountedTokens* counted) {
     count_tokens(params, counted, (int64_t)blockIdx.x * kThreads + threadIdx.x,
                  (int64_t)gridDim.x * kThreads);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    write_kernel(const __grid_constant__ PrepareParams params, const CountedTokens* counted) {
+    prepare_write_kernel(const __grid_constant__ PrepareParams params,
+                         const CountedTokens* counted) {
     write_tokens(params, counted, (int64_t)blockIdx.x * kThreads + threadIdx.x,
                  (int64_t)gridDim.x * kThreads);
 }
@@ -108,10 +109,11 @@ const char* prepare(const PrepareParams& params, CountedTokens* counted, void* s
         const cudaError_t error = cudaMemsetAsync(
             counted, 0, counted_words(params) * sizeof(int64_t), static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) return message_of(error);
-        const char* message = launch(count_kernel, blocks, kThreads, stream, params, counted);
+        const char* message =
+            launch(prepare_count_kernel, blocks, kThreads, stream, params, counted);
         if (message != nullptr) return message;
     }
-    return launch(write_kernel, blocks, kThreads, stream, params,
+    return launch(prepare_write_kernel, blocks, kThreads, stream, params,
                   static_cast<const CountedTokens*>(counted));
 }
 

@@ -128,6 +128,19 @@ __device__ inline uint4 cut(uint4 raw, int count, T) {
     return {words[0], words[1], words[2], words[3]};
 }
 
+// A vector with -inf in one place.
+template <typename T>
+__device__ inline uint4 without(uint4 raw, int element, T) {
+    constexpr int kPerWord = 4 / sizeof(T);
+    const uint32_t half = element % kPerWord == 0 ? 0xffffu : 0xffff0000u;
+    const uint32_t there = kPerWord == 1 ? 0xffffffffu : half;
+    const auto replaced = [&](uint32_t word, int index) {
+        const uint32_t mask = element / kPerWord == index ? there : 0;
+        return (word & ~mask) | (kLowest<T> & mask);
+    };
+    return {replaced(raw.x, 0), replaced(raw.y, 1), replaced(raw.z, 2), replaced(raw.w, 3)};
+}
+
 // The 16 bytes that start `shift` bytes after the start of two neighbouring vectors.
 template <typename T>
 __device__ inline uint4 shifted(uint4 low, uint4 high, uint32_t shift, T) {
@@ -174,8 +187,8 @@ __device__ inline float transformed(float z, Scales scales) {
     return z == -kInf ? -kInf : tanh_approx(z * scales.inner);
 }
 
-// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum. Here t
-// is the product of a difference, so that it is exactly 0 for the largest element.
+// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum. As
+// one multiply-add, t would not be 0 for the largest element, whose exp would then have an error.
 template <typename T, bool kSoftcap>
 struct Lane {
     uint32_t top = kLowest<T>;  // of the logits
@@ -183,8 +196,15 @@ struct Lane {
     float sum = 0.0f;
     float weighted = 0.0f;
 
+    // Leaves out one element of vector `at`, if there is such a vector: that of the label.
     template <int k>
-    __device__ void add(const uint4 (&raw)[k], Scales scales) {
+    __device__ void add(uint4 (&raw)[k], int at, int element, Scales scales) {
+        if ((unsigned)at < (unsigned)k) {
+#pragma unroll
+            for (int i = 0; i < k; ++i) {
+                if (i == at) raw[i] = without(raw[i], element, T{});
+            }
+        }
 #pragma unroll
         for (int i = 0; i < k; ++i) top = larger(top, largest(raw[i], T{}), T{});
         const float new_origin = transformed<kSoftcap>(largest_of_word(top, T{}), scales);
@@ -230,6 +250,14 @@ struct RowSums {
         sum += other.sum;
         weighted += other.weighted;
     }
+    // Adds the label. Sums of a thread leave it out, because beside a likely label a float would
+    // lose the others, and with them 1 - p.
+    __device__ void add_label(float y, float scale2) {
+        move_to(fmaxf(origin, y), scale2);
+        const float t = (y - (origin == -kInf ? 0.0f : origin)) * scale2, e = exp2_approx(t);
+        sum += e;
+        weighted += e * fmaxf(t, kExp2Floor);
+    }
 };
 
 // The largest value of all lanes, none of which is NaN, as integers of the same order.
@@ -263,6 +291,11 @@ __device__ inline RowSums total_of(const RowSums* partials, int count, float sca
     return warp_total(mine, scale2);
 }
 
+// -1: the label is outside the row.
+__device__ inline int label_index(int64_t label, int vocab) {
+    return label >= 0 && label < vocab ? (int)label : -1;
+}
+
 // The label of a row: its index, -1 outside the vocabulary, where the others are NaN.
 struct Label {
     int index;
@@ -282,11 +315,10 @@ struct SecondPass {
     float origin;
     float a;  // d l/d z = 2^t*(a*t + b), times 1 - y^2 under softcap
     float b;
-    int label;
     float label_grad;
 
     __device__ static SecondPass without_gradient(Action action) {
-        return {action, 0.0f, 0.0f, 0.0f, -1, 0.0f};
+        return {action, 0.0f, 0.0f, 0.0f, 0.0f};
     }
 };
 
@@ -316,8 +348,11 @@ __device__ inline SecondPass gradient_pass(const RowStatistics& row, const Label
     const double per_sum = slope * row.inverse_sum, bonus = coefficients.entropy_bonus;
     const double constant = bonus * (row.entropy - row.log_sum) - coefficients.dlog_prob;
     return {
-        SecondPass::kGradient,       row.origin,  (float)(bonus * kLn2 * per_sum),
-        (float)(constant * per_sum), label.index, (float)label_gradient(label, row, coefficients),
+        SecondPass::kGradient,
+        row.origin,
+        (float)(bonus * kLn2 * per_sum),
+        (float)(constant * per_sum),
+        (float)label_gradient(label, row, coefficients),
     };
 }
 
@@ -326,10 +361,12 @@ __device__ inline double label_log_prob(const Label& label, float origin, double
     return ((double)label.y - origin) * transform.scale - log_sum;
 }
 
-// Statistics of a row, computed by one warp; the lane with `first` writes them.
+// Statistics of a row from the sums without its label, computed by one warp; the lane with `first`
+// writes them.
 __device__ inline RowStatistics row_statistics(const RowPassParams& params, int64_t index,
-                                               const RowSums& total, const Label& label,
+                                               RowSums total, const Label& label, Scales scales,
                                                bool first) {
+    if (label.index >= 0) total.add_label(label.y, scales.scale2);
     const double log_sum = log(total.sum), inverse_sum = 1.0 / total.sum;
     const double entropy = log_sum - kLn2 * total.weighted * inverse_sum;
     const double log_prob = label_log_prob(label, total.origin, log_sum, params.rows.transform);
@@ -403,10 +440,6 @@ struct Row {
     // Of the vector with this element; -1: it is in the head.
     __device__ int vector_of(int element) const {
         return element < head ? -1 : (element - head) / kVec<T>;
-    }
-    // -1: it is outside the row.
-    __device__ int label(int64_t label) const {
-        return label >= 0 && label < vocab ? (int)label : -1;
     }
     __device__ float label_logit(int label) const {
         return label >= 0 ? to_float(logits[label]) : NAN;

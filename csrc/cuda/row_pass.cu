@@ -33,22 +33,27 @@ __device__ uint4 load_elements(const T* row, int first, int vocab) {
 }
 
 template <typename T, bool kSoftcap, bool kAligned>
-__device__ Lane<T, kSoftcap> first_pass(const T* row, int vocab, Scales scales) {
-    constexpr int kSteps = 4, kStride = kThreads * kVec<T>;
+__device__ Lane<T, kSoftcap> first_pass(const T* row, int vocab, int label, Scales scales) {
+    constexpr int n = kVec<T>, kSteps = 4, kStride = kThreads * n;
     Lane<T, kSoftcap> lane;
-    int first = threadIdx.x * kVec<T>;
-    for (; first - (int)threadIdx.x * kVec<T> + kSteps * kStride <= vocab;
-         first += kSteps * kStride) {
+    // The step in which this thread has the label.
+    const bool has_label = label >= 0 && label / n % kThreads == (int)threadIdx.x;
+    int label_step = has_label ? label / kStride : -kSteps;
+    const int element = label % n;
+    int first = threadIdx.x * n;
+    for (; first - (int)threadIdx.x * n + kSteps * kStride <= vocab; first += kSteps * kStride) {
         uint4 raw[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             raw[step] = load_elements<T, kAligned>(row, first + step * kStride, vocab);
         }
-        lane.add(raw, scales);
+        lane.add(raw, label_step, element, scales);
+        label_step -= kSteps;
     }
     for (; first < vocab; first += kStride) {
-        const uint4 raw[1] = {load_elements<T, kAligned>(row, first, vocab)};
-        lane.add(raw, scales);
+        uint4 raw[1] = {load_elements<T, kAligned>(row, first, vocab)};
+        lane.add(raw, label_step, element, scales);
+        --label_step;
     }
     return lane;
 }
@@ -88,7 +93,7 @@ __device__ void write_zeros(const Row<T, kAligned>& row) {
 
 // Ends with a barrier, after which the decision may be overwritten.
 template <typename T, bool kSoftcap, bool kAligned>
-__device__ void run_second_pass(const SecondPass* decision, const Row<T, kAligned>& row,
+__device__ void run_second_pass(const SecondPass* decision, const Row<T, kAligned>& row, int label,
                                 Scales scales) {
     const SecondPass pass = shared_load(decision);
     const bool writes = pass.action == SecondPass::kGradient;
@@ -99,8 +104,8 @@ __device__ void run_second_pass(const SecondPass* decision, const Row<T, kAligne
         write_gradient<T, kSoftcap, kAligned, false>(row, pass, scales);
     }
     __syncthreads();  // after the thread that wrote the label's vector
-    if (writes && threadIdx.x == 0 && pass.label >= 0) {
-        row.grad[pass.label] = from_float<T>(pass.label_grad);
+    if (writes && threadIdx.x == 0 && label >= 0) {
+        row.grad[label] = from_float<T>(pass.label_grad);
     }
 }
 
@@ -116,10 +121,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (row.grad != nullptr) write_zeros(row);
         return;
     }
-    const int label = row.label(params.labels[index]);
+    const int label = label_index(params.labels[index], row.vocab);
     const float z_label = row.label_logit(label);
 
-    const auto lane = first_pass<T, kSoftcap, kAligned>(row.logits, row.vocab, scales);
+    const auto lane = first_pass<T, kSoftcap, kAligned>(row.logits, row.vocab, label, scales);
     const RowSums warp = warp_total(RowSums::of(lane), scales.scale2);
     if (threadIdx.x % kWarp == 0) partials[threadIdx.x / kWarp] = warp;
     __syncthreads();
@@ -127,7 +132,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         const RowSums total = total_of(partials, kWarps, scales.scale2);
         const bool first = threadIdx.x == 0;
         const auto about_label = label_of<kSoftcap>(label, z_label, params.rows.transform, scales);
-        const RowStatistics statistics = row_statistics(params, index, total, about_label, first);
+        const RowStatistics statistics =
+            row_statistics(params, index, total, about_label, scales, first);
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
         if (row.grad != nullptr) {
             pass = decided_pass(params, index, bounds_range(params),
@@ -136,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (first) shared_store(&shared_pass, pass);
     }
     __syncthreads();
-    run_second_pass<T, kSoftcap>(&shared_pass, row, scales);
+    run_second_pass<T, kSoftcap>(&shared_pass, row, label, scales);
 }
 
 // Calls f with the rows of this block: blockIdx.x, blockIdx.x + gridDim.x and so on, or those of
@@ -157,22 +163,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     __shared__ SecondPass shared_pass;
     for_rows(params.rows.count(), params.only, [&](int64_t index) {
         const Row<T, kAligned> row(params.rows, index);
+        const int label = label_index(params.labels[index], row.vocab);
         if (threadIdx.x == 0) {
             const Transform& transform = params.rows.transform;
             const RowCoefficients coefficients{params.dlog_probs[index],
                                                params.dentropy ? -params.dentropy[index] : 0.0};
-            const int index_of_label = row.label(params.labels[index]);
-            const Label label = label_of<kSoftcap>(index_of_label, row.label_logit(index_of_label),
-                                                   transform, scales);
+            const Label about_label =
+                label_of<kSoftcap>(label, row.label_logit(label), transform, scales);
             const auto origin = (float)params.stats[2 * index];
             const double sum = params.stats[2 * index + 1], log_sum = log(sum);
             const RowStatistics statistics{origin, 1.0 / sum, log_sum, params.entropy[index],
-                                           label_log_prob(label, origin, log_sum, transform)};
+                                           label_log_prob(about_label, origin, log_sum, transform)};
             shared_store(&shared_pass,
-                         gradient_pass(statistics, label, coefficients, transform.slope));
+                         gradient_pass(statistics, about_label, coefficients, transform.slope));
         }
         __syncthreads();
-        run_second_pass<T, kSoftcap>(&shared_pass, row, scales);
+        run_second_pass<T, kSoftcap>(&shared_pass, row, label, scales);
     });
 }
 

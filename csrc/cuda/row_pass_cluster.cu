@@ -33,7 +33,6 @@ struct alignas(128) Shared {
     BoundsRange range;
     // Of the cluster's next 32 rows, for the warp that decides.
     TokenValues tokens[kWarp];
-    int64_t labels[kWarp];
     SecondPass pass;
     float z_label;
 };
@@ -169,21 +168,25 @@ struct Block {
     }
 
     // The first pass: the sums of this warp.
-    __device__ RowSums first_pass(const Row<T, kAligned>& row, Place place, bool keep) const {
+    __device__ RowSums first_pass(const Row<T, kAligned>& row, int label, Place place,
+                                  bool keep) const {
         Lane<T, kSoftcap> lane;
         const int whole = dealt(vocab / kChunk);
+        // This block's chunk in which this thread has the label.
+        const bool has_label = label >= 0 && deals(label / n);
+        const int label_chunk = has_label ? label / kChunk / size : -kFirst, element = label % n;
         int i = 0;
         for (; i + kFirst <= whole; i += kFirst) {
-            const auto some = group<kFirst, true>(place, row.shift);
+            auto some = group<kFirst, true>(place, row.shift);
             if (!keep) release(some);
-            lane.add(some.raw, scales);
+            lane.add(some.raw, label_chunk - i, element, scales);
         }
         for (; i < chunks; ++i) {
             auto one = group<1, true>(place, row.shift);
             if (!keep) release(one);
             const int first = chunk(i) * kChunk + threadIdx.x * n;
             if (i >= whole) one.raw[0] = cut(one.raw[0], vocab - first, T{});
-            lane.add(one.raw, scales);
+            lane.add(one.raw, label_chunk - i, element, scales);
         }
         return warp_total(RowSums::of(lane), scales.scale2);
     }
@@ -200,12 +203,12 @@ struct Block {
         store_async(there + 16, __double_as_longlong(sums.weighted), barrier);
     }
 
-    // The thread that writes this vector of the gradient; the head of a row is written by the first
-    // one of the cluster.
-    __device__ bool writes(int vector) const {
-        if (vector < 0) return rank == 0 && threadIdx.x == 0;
+    // Vectors of a row are dealt to the threads of the cluster in turn.
+    __device__ bool deals(int vector) const {
         return vector / kComputeThreads % size == rank && vector % kComputeThreads == threadIdx.x;
     }
+    // The head of a gradient is written by the first thread.
+    __device__ bool writes(int vector) const { return deals(max(vector, 0)); }
 
     template <bool kBonus>
     __device__ void gradients(uint4 raw, const SecondPass& pass, float (&dz)[n]) const {
@@ -216,7 +219,7 @@ struct Block {
 
     // The second pass. The vectors of a chunk are those that start in it.
     template <bool kBonus>
-    __device__ void write_gradient(const Row<T, kAligned>& row, const SecondPass& pass,
+    __device__ void write_gradient(const Row<T, kAligned>& row, int label, const SecondPass& pass,
                                    Place place) const {
         float dz[n];
         if (!kAligned && row.head > 0 && writes(-1)) {
@@ -247,8 +250,8 @@ struct Block {
             if (here == row.vectors) store_elements(to, dz, row.tail());
         }
         // Over what the same thread wrote there.
-        if (pass.label >= 0 && writes(row.vector_of(pass.label))) {
-            row.grad[pass.label] = from_float<T>(pass.label_grad);
+        if (label >= 0 && writes(row.vector_of(label))) {
+            row.grad[label] = from_float<T>(pass.label_grad);
         }
     }
 
@@ -269,6 +272,7 @@ struct Block {
     struct NextRows {
         uint32_t counted;
         uint32_t kept;
+        int label;  // of this lane's row
     };
     // Loads what the decisions need, so that they do not wait for it.
     __device__ NextRows next_rows(int64_t first) {
@@ -280,9 +284,9 @@ struct Block {
         const int64_t row = first + lane * clusters;
         const bool mine = counted >> lane & 1;
         const bool kept = mine && gradients && (other_terms || params.tokens.advantages[row] != 0);
-        const NextRows next{counted, __ballot_sync(kAllLanes, kept)};
+        const int64_t label = mine ? params.labels[row] : -1;
+        const NextRows next{counted, __ballot_sync(kAllLanes, kept), label_index(label, vocab)};
         if (threadIdx.x < kWarp) {
-            if (mine) shared_store(&shared.labels[lane], params.labels[row]);
             if (mine && gradients) {
                 shared_store(&shared.tokens[lane], values_at(params.tokens, row));
             }
@@ -294,7 +298,7 @@ struct Block {
     // The decision of the first warp on a row, with `k` its position among the next 32.
     __device__ void decide(int64_t index, int k, const RowSums& total, const Label& label) {
         const bool first = rank == 0 && threadIdx.x == 0;
-        const RowStatistics row = row_statistics(params, index, total, label, first);
+        const RowStatistics row = row_statistics(params, index, total, label, scales, first);
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
         if (params.rows.grad != nullptr) {
             pass = decided_pass(params, index, shared_load(&shared.range),
@@ -318,17 +322,13 @@ struct Block {
                 continue;
             }
             const bool keep = next.kept >> k & 1;
-            int label = -1;
-            float z_label = NAN;
-            if (first_warp) {
-                label = row.label(shared_load(&shared.labels[k]));
-                z_label = row.label_logit(label);
-            }
+            const int label = __shfl_sync(kAllLanes, next.label, k);
+            const float z_label = first_warp ? row.label_logit(label) : 0.0f;
             if (threadIdx.x == 0) {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
                 barrier_expect(shared_address(&shared.sums_arrived[turn]), bytes);
             }
-            const RowSums sums = first_pass(row, place, keep);
+            const RowSums sums = first_pass(row, label, place, keep);
             // Completes the load of the label's logit before the sums are sent: after that, a
             // gradient in place may overwrite it.
             if (threadIdx.x == 0) shared_settle(&shared.z_label, z_label);
@@ -346,9 +346,9 @@ struct Block {
             const SecondPass pass = shared_load(&shared.pass);
             const bool reads_again = keep && pass.action == SecondPass::kGradient;
             if (reads_again && pass.a != 0.0f) {
-                write_gradient<true>(row, pass, place);
+                write_gradient<true>(row, label, pass, place);
             } else if (reads_again) {
-                write_gradient<false>(row, pass, place);
+                write_gradient<false>(row, label, pass, place);
             } else if (pass.action == SecondPass::kGradient) {
                 fill(row, NAN);  // only if its statistics are NaN
             } else if (pass.action == SecondPass::kZeros) {

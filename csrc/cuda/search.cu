@@ -40,7 +40,8 @@ __device__ Moments* dynamic_bins() { return reinterpret_cast<Moments*>(dynamic_s
 
 // Every warp has bins of its own, to which its lanes add in their order.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
-    bins_kernel(const __grid_constant__ ContributionParams params, int warps, Moments* partials) {
+    search_bins_kernel(const __grid_constant__ ContributionParams params, int warps,
+                       Moments* partials) {
     __shared__ GridPoints grids;
     Moments* const bins = dynamic_bins();
     const int threads = warps * kWarp;
@@ -90,8 +91,8 @@ __device__ void solve_in_block(const double* table, const GridPoints& grids,
 // From the bins of all blocks to the masses at the grid points, and to the bounds where these are
 // asked for.
 __global__ void __launch_bounds__(kTableThreads)
-    table_kernel(const __grid_constant__ ContributionParams params, const Moments* partials,
-                 int blocks, int groups, TargetParams target, SearchResult result) {
+    search_table_kernel(const __grid_constant__ ContributionParams params, const Moments* partials,
+                        int blocks, int groups, TargetParams target, SearchResult result) {
     __shared__ GridPoints grids;
     __shared__ double table[2 * kMaxGridPoints];
     Moments* const sums = dynamic_bins();  // [groups, bins]
@@ -150,12 +151,12 @@ __global__ void __launch_bounds__(kTableThreads)
 const char* run(const ContributionParams& params, const TargetParams& target,
                 const SearchResult& result, Moments* partials, void* stream) {
     const BinPlan plan(params);
-    const char* error = launch_with_memory(bins_kernel, plan.blocks, plan.warps * kWarp,
+    const char* error = launch_with_memory(search_bins_kernel, plan.blocks, plan.warps * kWarp,
                                            plan.bin_bytes(), stream, params, plan.warps, partials);
     if (error != nullptr) return error;
-    return launch_with_memory(table_kernel, 1, kTableThreads, plan.group_bytes(), stream, params,
-                              static_cast<const Moments*>(partials), plan.blocks, plan.groups,
-                              target, result);
+    return launch_with_memory(search_table_kernel, 1, kTableThreads, plan.group_bytes(), stream,
+                              params, static_cast<const Moments*>(partials), plan.blocks,
+                              plan.groups, target, result);
 }
 
 }  // namespace
