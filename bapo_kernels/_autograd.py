@@ -190,21 +190,20 @@ class _PerToken(torch.autograd.Function):
 
 def differentiable_loss(call: Call, log_probs: Tensor, entropy: Tensor | None) -> BAPOOutput:
     """The loss of flat float64 log-probs and entropy; all its outputs have their gradients."""
-    per_token = log_probs, entropy
     with torch.no_grad():
-        detached = [None if values is None else values.detach() for values in per_token]
-        output, coefficients = loss_of_log_probs(call, *detached)
+        detached = None if entropy is None else entropy.detach()
+        output, coefficients = loss_of_log_probs(call, log_probs.detach(), detached)
+    per_token = log_probs, entropy
     gradients = [
         made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
         for tensor, made in zip(per_token, coefficients, strict=True)
     ]
     (loss,) = _with_gradients(output.loss, (), call.backend, per_token, gradients)
-    shown = [
-        None if values is None else _PerToken.apply(values, of_output, call.counted)
-        for values, of_output in zip(per_token, output[1:3], strict=True)
-    ]
+    shown: Tensor = _PerToken.apply(log_probs, output.log_probs, call.counted)
+    if entropy is not None:
+        entropy = _PerToken.apply(entropy, output.entropy, call.counted)
     # Dynamo of torch 2.11 cannot return what _replace makes.
-    return BAPOOutput(loss, *shown, output.bounds, output.metrics)
+    return BAPOOutput(loss, shown, entropy, output.bounds, output.metrics)
 
 
 def in_backward(dtype: torch.dtype) -> bool:

@@ -184,13 +184,17 @@ def loss_call(
     if not for_search:
         divisor = _divisor(like, like_name, config, options)
     values = {"advantages": checked_advantages(advantages, like, like_name, cu_seqlens)}
-    given = {name: options.get(name) for name in _OPTIONAL_VALUES}
-    for name, value in {"old_log_probs": old_log_probs, **given}.items():
+    for name, value in (
+        ("old_log_probs", old_log_probs),
+        ("rollout_log_probs", options.get("rollout_log_probs")),
+        ("rollout_is_weights", options.get("rollout_is_weights")),
+        ("ref_log_probs", options.get("ref_log_probs")),
+    ):
         if value is not None:
             check_like(name, value, like, like_name)
             values[name] = value
-    bounds = options.get("bounds")
-    bounds = None if bounds is None else bounds_tensor(bounds, like)
+    given = options.get("bounds")
+    bounds = None if given is None else bounds_tensor(given, like)
     live = statistics == "live" and not (config.kl_loss_coef or config.entropy_coef)
     arguments = Arguments(
         like,
@@ -221,9 +225,6 @@ def loss_call(
         shard=None if backend == "reference" else VocabShard.of(columns, like, vocab_group),
         **per_token.values,
     )
-
-
-_OPTIONAL_VALUES = ("rollout_log_probs", "rollout_is_weights", "ref_log_probs")
 
 
 def _divisor(

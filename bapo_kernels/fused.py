@@ -161,8 +161,9 @@ def loss_of_log_probs(
     loss = metrics.pop("loss")
     if call.statistics == "all":
         del metrics["live_tokens"]
-    of_rows = *outputs.unbind(), None
-    return BAPOOutput(loss, *of_rows[:2], ClipBounds(*bounds.unbind()), metrics), coefficients
+    shown = outputs.unbind()
+    entropy = None if entropy is None else shown[1]
+    return BAPOOutput(loss, shown[0], entropy, ClipBounds(*bounds.unbind()), metrics), coefficients
 
 
 def policy(

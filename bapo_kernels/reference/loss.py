@@ -72,7 +72,7 @@ def bapo_loss_from_log_probs(
     logp = torch.where(unmasked, given_logp, 0.0)
     old = torch.where(unmasked, behaviour_log_probs(logp, old_log_probs).to(work), 0.0)
 
-    bounds_given, valid = bounds is not None, 1.0
+    bounds_given, valid = bounds is not None, torch.ones((), device=log_probs.device)
     if bounds is not None:
         lower, upper = bounds_tensor(bounds, log_probs).unbind()
         bounds = ClipBounds(lower, upper)
