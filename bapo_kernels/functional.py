@@ -129,7 +129,8 @@ def bapo_loss(
     check_logits(logits, labels, vocab_group)
     check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
-    require(isinstance(inplace, bool), "inplace", "be a bool", typed(inplace))
+    if not isinstance(inplace, bool):
+        require(False, "inplace", "be a bool", typed(inplace))
     if inplace:
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask
