@@ -42,11 +42,17 @@ T* scratch(const Tensor& like, int64_t count, Tensor& memory) {
 }
 
 struct Cuda {
+    static void check_columns(const LogitRows& rows) {
+        STD_TORCH_CHECK(rows.vocab <= std::numeric_limits<int32_t>::max(),
+                        "logits must have fewer than 2^31 columns, got ", rows.vocab);
+    }
     static void row_pass(const RowPassParams& params, const Tensor& logits) {
+        check_columns(params.rows);
         const Launch launch(logits);
         launch.check(cuda::row_pass(params, launch.stream()));
     }
     static void row_gradient(const RowGradientParams& params, const Tensor& logits) {
+        check_columns(params.rows);
         const Launch launch(logits);
         launch.check(cuda::row_gradient(params, launch.stream()));
     }
