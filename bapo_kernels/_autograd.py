@@ -80,6 +80,14 @@ class _Overwritten(torch.autograd.Function):
         )
 
 
+def _on_its_own(values: Tensor) -> Tensor:
+    """An output without the version counter that it shares with others of its kernel.
+
+    They share no element. In eager code that needs no launch; a compiler would repeat the view.
+    """
+    return values.clone() if torch.compiler.is_compiling() else values.data
+
+
 _HANDED_OVER = (
     "the gradient of this loss was handed over in its first backward; "
     "call the loss again instead of backward with retain_graph=True"
@@ -111,11 +119,9 @@ class _PrecomputedGradient(torch.autograd.Function):
         *tensors: Any,
     ) -> tuple[Tensor | None, ...]:
         ctx.backend, ctx.overwritten = backend, overwritten
-        ctx.gradients = tensors[len(tensors) // 2 :]
+        ctx.gradients, ctx.tensors = tensors[len(tensors) // 2 :], len(tensors)
         ctx.set_materialize_grads(False)
-        # Eager code needs no launch for it; a compiler must not have to repeat views of the report.
-        loss = loss.clone() if torch.compiler.is_compiling() else loss.detach()
-        return loss, *(None if values is None else values.detach() for values in beside)
+        return _on_its_own(loss), *(None if v is None else _on_its_own(v) for v in beside)
 
     @staticmethod
     def backward(
@@ -123,12 +129,13 @@ class _PrecomputedGradient(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if any(gradient is not None for gradient in dbeside):
             raise RuntimeError(_NO_GRADIENT_BESIDE)
+        if dloss is None:  # as DDP leaves it where the loss was not used
+            return (None, None, None, None, *(None for _ in range(ctx.tensors)))
         if ctx.gradients is None:
             raise RuntimeError(_HANDED_OVER)
         if ctx.overwritten is not None:
             ctx.overwritten.check()
         gradients, ctx.gradients, ctx.overwritten = ctx.gradients, None, None
-        assert dloss is not None
         for gradient in gradients:
             if gradient is not None and gradient.dtype == torch.float64:
                 gradient.mul_(dloss.detach())
@@ -180,7 +187,7 @@ class _PerToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, shown: Tensor, counted: Tensor) -> Tensor:
         ctx.save_for_backward(counted)
-        return shown.detach()
+        return _on_its_own(shown)
 
     @staticmethod
     def backward(ctx: Any, dshown: Tensor) -> tuple[Tensor, None, None]:

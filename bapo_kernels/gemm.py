@@ -55,6 +55,11 @@ class Head:
         return int(asked) if asked else max(1, fitting)
 
 
+def _zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, as an operator that scales a gradient in place asks for."""
+    return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 class HeadGradients:
     """Gradients of a head, added up chunk by chunk; only those that are needed are made.
 
@@ -67,7 +72,7 @@ class HeadGradients:
         self.head, self.one_chunk = head, one_chunk
         # Parts of a sum over ranks are float32.
         dtype = None if head.shard is None else torch.float32
-        self.hidden = torch.zeros_like(head.hidden, dtype=dtype) if needs[0] else None
+        self.hidden = _zeros_like(head.hidden, dtype) if needs[0] else None
         self.weight: Tensor | None = None
         self.needs_weight = needs[1]
         V = head.weight.shape[0]
@@ -90,7 +95,7 @@ class HeadGradients:
             self.weight = dlogits.T @ h
             return
         if self.weight is None:
-            self.weight = torch.zeros_like(self.head.weight, dtype=torch.float32)
+            self.weight = _zeros_like(self.head.weight, torch.float32)
         if h.dtype == torch.float32:
             self.weight.addmm_(dlogits.T, h)
             return
@@ -106,7 +111,7 @@ class HeadGradients:
         if self.head.shard is not None and self.hidden is not None:
             dist.all_reduce(self.hidden, group=self.head.shard.group)
         if self.needs_weight and self.weight is None:
-            self.weight = torch.zeros_like(self.head.weight)
+            self.weight = _zeros_like(self.head.weight)
         made = (self.hidden, self.weight, self.bias)
         return [
             None

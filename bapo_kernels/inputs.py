@@ -152,8 +152,21 @@ def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor, read: bool
 
 
 def bounds_are_valid(lower: Tensor, upper: Tensor) -> Tensor:
-    """Whether bounds are bounds of the ratio: ``0 <= lower <= 1 <= upper``; NaN are not."""
-    return (lower >= 0) & (lower <= 1) & (upper >= 1)
+    """Whether ``0 <= lower <= upper``, of tensors whose values the host does not read."""
+    return (lower >= 0) & (lower <= upper)
+
+
+_NUMBERS = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
+
+
+def as_numbers(values: Tensor) -> Tensor:
+    """In a dtype that the kernels read; the others are unsigned, or have fewer than 16 bits."""
+    if values.dtype in _NUMBERS:
+        return values
+    return values.double() if values.is_floating_point() else values.long()
 
 
 def _check_scalar(name: str, tensor: Tensor) -> None:
@@ -244,6 +257,6 @@ def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | T
         return value
     _check_scalar(name, given)
     if given.is_cpu and not like.is_cpu:  # a number in host memory goes with tensors of any device
-        return given.detach().to(like.device)
+        return as_numbers(given.detach()).to(like.device)
     check_device(name, given, like, like_name)
-    return given.detach().reshape(())
+    return as_numbers(given.detach()).reshape(())

@@ -29,9 +29,9 @@ class ClipBounds(NamedTuple):
     """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss.
 
     The argument ``bounds`` may hold numbers too. They must satisfy ``0 <= lower <= 1 <= upper``, so
-    0.8 and 1.2, not the epsilons 0.2 and 0.2. The values of tensors are not read on the host: the
-    loss becomes NaN where they break this rule, and :func:`bapo_kernels.debug.check_inputs` names
-    them.
+    0.8 and 1.2, not the epsilons 0.2 and 0.2. The values of tensors are not read on the host: where
+    they are NaN, negative or in the wrong order, the loss of any counted token is NaN;
+    :func:`bapo_kernels.debug.check_inputs` also names epsilons.
 
     Examples:
         >>> bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2))

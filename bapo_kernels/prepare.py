@@ -13,15 +13,11 @@ from torch import Tensor
 from ._ops import ops_of
 from .aggregation import sequence_index, token_weights
 from .config import IGNORE_INDEX, BAPOConfig, LossAggMode
-from .inputs import bounds_are_valid, config_or_default
+from .inputs import as_numbers, bounds_are_valid, config_or_default
 
 _MODES: tuple[str, ...] = get_args(LossAggMode)
 # Of the mode's mean: the argument that holds its divisor.
 _DIVISORS = {"token-mean": "batch_num_tokens", "token-sum": None}
-_NUMBERS = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-)
 
 
 def divisor_name(mode: str) -> str | None:
@@ -87,18 +83,16 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
         for name, value in given.values.items()
     ]  # fmt: skip
     on_device = isinstance(given.divisor, Tensor)
-    config, length = given.config, None
-    if given.weighted and config.loss_agg_mode == "seq-mean-token-sum-norm":
-        length = float(config.loss_scale_factor or tokens.shape[1])
+    config = given.config
     with torch.no_grad():
         ops_of(backend).prepare(
             tokens,
-            None if given.response_mask is None else _matrix(given.response_mask, given.tokens),
+            _mask(given.response_mask, given.tokens),
             values,
             given.cu_seqlens,
             _MODES.index(config.loss_agg_mode),
             given.dp_size,
-            length,
+            config.loss_scale_factor,
             None if on_device else given.divisor,
             given.divisor if on_device else None,
             given.bounds,
@@ -118,12 +112,20 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
 
 def _matrix(values: Tensor, like: Tensor) -> Tensor:
     """``[rows, columns]`` as the operator takes it; a view of up to two dimensions."""
-    if values.dtype not in _NUMBERS:
-        values = values.long()
+    values = as_numbers(values)
     if values.ndim == 2:
         return values
     columns = like.shape[-1] if like.ndim else 1
     return values.reshape(like.shape[:-1].numel(), columns)
+
+
+def _mask(response_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    if response_mask is None:
+        return None
+    mask = response_mask
+    if as_numbers(mask) is not mask:  # a conversion might lose what is not 0
+        mask = mask != 0
+    return _matrix(mask, like)
 
 
 def _in_pytorch(given: Arguments) -> TokenInputs:

@@ -148,9 +148,11 @@ class Arguments {
         rows.dtype = row_dtype(x);
         rows.vocab = dims >= 1 ? x.size(dims - 1) : 1;
         rows.rows = dims >= 2 ? x.size(dims - 2) : 1;
-        rows.row_stride = dims >= 2 ? x.stride(dims - 2) : 0;
         rows.batches = rows.vocab * rows.rows == 0 ? 0 : x.numel() / (rows.vocab * rows.rows);
-        rows.batch_stride = dims >= 3 ? x.stride(dims - 3) : 0;
+        // Of a contiguous tensor, dimensions of size 1 may have any stride.
+        const bool packed = x.is_contiguous();
+        rows.row_stride = packed || dims < 2 ? rows.vocab : x.stride(dims - 2);
+        rows.batch_stride = packed || dims < 3 ? rows.rows * rows.vocab : x.stride(dims - 3);
         rows.grad_row_stride = rows.row_stride;
         rows.grad_batch_stride = rows.batch_stride;
         rows.logits = rows.grad = x.data_ptr();
@@ -322,8 +324,9 @@ void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> va
     }
     params.aggregation = (Aggregation)aggregation;
     params.scale = scale;
-    params.length = length.value_or(1.0);
-    params.divisor = divisor.value_or(std::numeric_limits<double>::quiet_NaN());
+    constexpr double kNotGiven = std::numeric_limits<double>::quiet_NaN();
+    params.length = length.value_or(kNotGiven);
+    params.divisor = divisor.value_or(kNotGiven);
     params.device_divisor = args.numbers(device_divisor, 1, 1, "device_divisor");
     params.bounds = args.data<float>(bounds, 2, "bounds");
     params.live = live;

@@ -43,8 +43,9 @@ T* scratch(const Tensor& like, int64_t count, Tensor& memory) {
 
 struct Cuda {
     static void check_columns(const LogitRows& rows) {
-        STD_TORCH_CHECK(rows.vocab <= std::numeric_limits<int32_t>::max(),
-                        "logits must have fewer than 2^31 columns, got ", rows.vocab);
+        constexpr int64_t kMost = 1 << 30;  // an index of 32 bits, and a step beyond
+        STD_TORCH_CHECK(rows.vocab <= kMost, "logits must have at most ", kMost, " columns, got ",
+                        rows.vocab);
     }
     static void row_pass(const RowPassParams& params, const Tensor& logits) {
         check_columns(params.rows);

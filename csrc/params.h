@@ -90,7 +90,7 @@ struct PrepareParams {
     int64_t sequences;
     Aggregation aggregation;
     double scale;
-    double length;
+    double length;   // of a sequence; NaN: columns
     double divisor;  // of a mean; NaN: device_divisor, or counted here
     Numbers device_divisor;
     const float* bounds;

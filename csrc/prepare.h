@@ -97,7 +97,7 @@ BAPO_HD double divisor_of(const PrepareParams& params, int64_t counted) {
 BAPO_HD double shared_weight(const PrepareParams& params, const TokenCounts& counts) {
     const float lower = params.bounds ? params.bounds[0] : 0.0f;
     const float upper = params.bounds ? params.bounds[1] : 1.0f;
-    if (!(0.0f <= lower && lower <= 1.0f && 1.0f <= upper) || counts.bad_offsets) return NAN;
+    if (!(0.0f <= lower && lower <= upper) || counts.bad_offsets) return NAN;
     switch (params.aggregation) {
         case Aggregation::kTokenSum: return params.scale;
         case Aggregation::kTokenMean: return params.scale / divisor_of(params, counts.tokens);
@@ -145,7 +145,9 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
         const int64_t tokens = of_sequences[at.sequence];
         weight /= tokens > 1 ? (double)tokens : 1.0;
     }
-    if (params.aggregation == Aggregation::kSeqMeanTokenSumNorm) weight /= params.length;
+    if (params.aggregation == Aggregation::kSeqMeanTokenSumNorm) {
+        weight /= params.length == params.length ? params.length : (double)params.columns;
+    }
     params.weights[i] = unmasked ? weight : 0.0;
 }
 

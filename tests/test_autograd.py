@@ -415,3 +415,57 @@ def test_all_masked_loss_is_connected_to_the_graph(backend, device):
             retain_graph=True
         )
         assert torch.equal(linear.weight.grad, torch.zeros_like(linear.weight))
+
+
+class FirstOfTwo(torch.autograd.Function):
+    """Hands None to the second, as DDP does for outputs that a loss does not use."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return first.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_a_loss_that_is_not_used(backend, device):
+    case = make_case(device=device)
+    logits = case.logits.requires_grad_()
+    out = bapo_loss(logits, *case.arguments(), backend=backend)
+    other = torch.ones((), device=device, requires_grad=True)
+    FirstOfTwo.apply(other, out.loss).backward(retain_graph=True)
+    assert other.grad == 1
+    assert logits.grad is None or not logits.grad.any()
+    out.loss.backward()  # has its gradient still
+    assert torch.equal(logits.grad, run_kernel(case, backend).gradient)
+
+
+def test_changes_of_metrics_leave_the_loss_alone(backend, device):
+    """All are entries of one report, and autograd counts changes per tensor."""
+    case = make_case(device=device)
+    out = bapo_loss(case.logits.requires_grad_(), *case.arguments(), backend=backend)
+    squared = out.loss**2
+    for metric in out.metrics.values():
+        metric.zero_()
+    out.log_probs.detach().zero_()
+    squared.backward()
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, None])
+def test_scaled_gradients_of_any_layout(backend, device, chunk_tokens):
+    """Hidden states by columns and a transposed weight: backward multiplies what forward made."""
+    case = make_case((3, 4), 65, device=device, poison=False)
+    gradients = []
+    for scale in (1.0, 4.0):
+        g = torch.Generator().manual_seed(0)
+        hidden = torch.randn(4, 3, 8, generator=g).to(device).bfloat16().transpose(0, 1)
+        weight = torch.randn(8, 65, generator=g).to(device).bfloat16().t()
+        leaves = [leaf.detach().requires_grad_() for leaf in (hidden, weight)]
+        options = dict(backend=backend, chunk_tokens=chunk_tokens)
+        loss = bapo_linear_loss(*leaves, *case.arguments(), **options).loss
+        (scale * loss).backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for once, four_times in zip(*gradients, strict=True):
+        assert once.any()
+        assert torch.equal(4 * once, four_times)

@@ -365,6 +365,21 @@ def test_log_probs_without_gradient_and_without_entropy():
     assert torch.equal(compiled(case.logits, case.labels), both(case.logits, case.labels))
 
 
+def test_lengths_as_normalisers_do_not_recompile():
+    """Without a ``loss_scale_factor`` the padded length takes its place."""
+    config = BAPOConfig(loss_agg_mode="seq-mean-token-sum-norm")
+
+    def loss(logits, *arguments):
+        out = bapo_loss(logits, *arguments, config=config)
+        return out.loss, out.metrics["pg_loss"]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for S in (7, 9, 12):
+        case = make_case((3, S), poison=False)
+        compare(loss, compiled, case.logits, *case.arguments())
+    assert graphs() == 1
+
+
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("level", ["logits", "hidden states"])
 def test_collectives_are_part_of_the_graph(tmp_path, level, shards):

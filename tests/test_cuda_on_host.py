@@ -338,6 +338,23 @@ def test_incoming_gradient(on_host):
     assert torch.equal(2 * once.gradient, twice.gradient)
 
 
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_scaled_tensors_of_any_form(on_host, library):
+    """Dimensions of size 1 may have any stride; nothing beside the tensor changes."""
+    memory = torch.ones(400)
+    forms = {
+        "four dimensions": memory[:105].view(1, 3, 5, 7).transpose(0, 1),
+        "rows apart": memory[:200].view(2, 10, 10)[:, :7, :9],
+        "one row": memory[:7],
+        "no dimension": memory[0],
+    }
+    for name, x in forms.items():
+        memory.fill_(1)
+        library.scale_(x, torch.tensor(2.0))
+        assert (x == 2).all(), name
+        assert memory.sum() == 400 + x.numel(), name
+
+
 def test_every_token_is_masked(on_host):
     case = make_case((2, 3), 10_001, poison=False)
     case.response_mask[:] = False

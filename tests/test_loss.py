@@ -279,15 +279,18 @@ def test_bounds_as_floats(backend, device):
     assert torch.equal(got.gradient, expected.gradient)
 
 
-@pytest.mark.parametrize("pair", [(0.2, 0.2), (1.1, 1.2), (torch.nan, 1.2), (0.8, torch.nan)])
+@pytest.mark.parametrize("pair", [(1.2, 0.8), (-0.1, 1.2), (torch.nan, 1.2), (0.8, torch.nan)])
 def test_tensor_bounds_that_break_their_rule_make_the_loss_nan(backend, device, pair):
-    """No epsilons, which would train; numbers raise."""
+    """Unless no token is counted. Numbers raise."""
     case = make_case(device=device, poison=False)
     bounds = tuple(torch.tensor(bound, device=device) for bound in pair)
     for got in run_kernel(case, backend, bounds=bounds), run_reference(case, bounds=bounds):
         assert got.output.loss.isnan()
         assert got.gradient[unmasked_tokens(case)].isnan().any()
         assert (got.gradient[~unmasked_tokens(case)] == 0).all()
+    case.response_mask[:] = False
+    for got in run_kernel(case, backend, bounds=bounds), run_reference(case, bounds=bounds):
+        assert got.output.loss == 0
 
 
 def test_shares_at_given_bounds(backend, device):

@@ -8,6 +8,7 @@ from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 
 from bapo_kernels import BAPOConfig
 from bapo_kernels.call import loss_call
+from bapo_kernels.inputs import as_numbers
 from bapo_kernels.prepare import Arguments
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -80,15 +81,33 @@ def test_strides(backend, device):
     check_prepared(arguments, backend, device)
 
 
+def test_masks_of_eight_bits(backend, device):
+    """Every value but 0 is unmasked, also those that an integer cannot hold."""
+    values = torch.tensor([[0.0, 0.5, -0.0, 1.0]])
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        mask = values.to(dtype).to(device)
+        call = loss_call(
+            torch.arange(4, device=device)[None], backend, None, values.to(device), mask
+        )
+        assert call.unmasked.tolist() == [False, True, False, True]
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int32, torch.uint32, torch.float32, torch.bfloat16],
+)
 def test_divisors(backend, device, mode, dtype):
     arguments = padded_arguments((4, 9), mode, False)
-    for divisor in (3, 0, -1):
-        on_device = arguments._replace(divisor=torch.tensor(divisor, dtype=dtype), dp_size=2)
+    for divisor in (3, 0, -1) if dtype.is_signed else (3, 0):
+        tensor = as_numbers(torch.tensor(divisor, dtype=dtype))
+        on_device = arguments._replace(divisor=tensor, dp_size=2)
         got = check_prepared(on_device, backend, device)
         assert got.weights[got.unmasked].isnan().all() == (divisor <= 0 and mode != "token-sum")
     check_prepared(arguments._replace(divisor=7.5, dp_size=3), backend, device)
+    if mode == "seq-mean-token-sum-norm":
+        by_length = BAPOConfig(loss_agg_mode=mode)
+        check_prepared(arguments._replace(config=by_length), backend, device)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +116,8 @@ def test_divisors(backend, device, mode, dtype):
         ((0.6, 1.2), True),
         ((0.0, 1.0), True),
         ((1.0, torch.inf), True),
-        ((0.2, 0.2), False),
-        ((1.1, 1.2), False),
+        ((1.1, 1.2), True),
+        ((1.2, 0.8), False),
         ((-0.1, 1.2), False),
         ((torch.nan, 1.2), False),
         ((0.8, torch.nan), False),

@@ -76,12 +76,24 @@ def test_every_operator(launches, monkeypatch):
     assert LAUNCHES.keys() - most.keys() <= {"row_gradient_"}
 
 
-def test_nothing_is_counted_where_the_divisor_is_given(launches):
-    case = make_case((2, 6), 33)
-    config = BAPOConfig(loss_agg_mode="token-sum")
-    with torch.no_grad():
-        bapo_loss(case.logits, *case.arguments(), config=config, backend="triton")
-    assert launches["prepare"] == [1]
+def test_nothing_is_counted_where_the_divisor_is_given(launches, monkeypatch):
+    from bapo_kernels.backends.triton import prepare
+
+    monkeypatch.setattr(prepare, "ALONE", 0)
+    case, counts = make_case((2, 6), 33), {}
+    given = {"batch_num_tokens": 12, "global_batch_size": 2}
+    for mode in ("token-sum", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        for options in ({}, given):
+            launches.clear()
+            config = BAPOConfig(loss_agg_mode=mode)
+            with torch.no_grad():
+                bapo_loss(
+                    case.logits, *case.arguments(), config=config, backend="triton", **options
+                )
+            counts[mode, bool(options)] = launches["prepare"]
+    alone = {("token-sum", False), *((mode, True) for mode, _ in counts)}
+    alone.remove(("seq-mean-token-mean", True))  # needs the length of every sequence
+    assert counts == {key: [1] if key in alone else [3] for key in counts}
 
 
 def tokens(N):

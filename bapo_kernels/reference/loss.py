@@ -98,10 +98,10 @@ def bapo_loss_from_log_probs(
     terms = _token_terms(config, logp, old, A, bounds, is_weights, ref, ent)
 
     def aggregate(values: Tensor) -> Tensor:
-        total = _aggregate(
+        values = torch.where(counted, values * valid, values)
+        return _aggregate(
             values, unmasked, config, cu_seqlens, batch_num_tokens, global_batch_size, dp_size
         )
-        return total * valid
 
     counted = unmasked
     if statistics == "live" and not config.kl_loss_coef and not config.entropy_coef:

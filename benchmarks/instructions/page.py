@@ -64,7 +64,7 @@ def both_passes(frame: pd.DataFrame) -> pd.DataFrame:
 
 _PREDICTED = (
     f"Predicted time of `bapo_loss` and its backward (V = {VOCABULARY:,}, bfloat16, every row "
-    "live, on-policy). The row pass takes the time of its bytes, its issue slots or its exps, "
+    "active, on-policy). The row pass takes the time of its bytes, its issue slots or its exps, "
     "whichever is longest; the other kernels wait for memory rather than move bytes. Assumed are "
     f"{1e6 * BETWEEN_LAUNCHES:g} us between two kernels and {1e6 * ROUND_TRIP:g} us per round trip "
     "to memory, as many as `benchmarks/instructions/whole_op.py` lists:"

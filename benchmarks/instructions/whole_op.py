@@ -32,7 +32,7 @@ class Part:
 
 # On-policy, with a search, by the CUDA backend: nothing is undecided, the incoming gradient is 1.
 PARTS = (
-    Part("prepare", 1, 8, 70),
+    Part("prepare", 3, 6, 70),
     Part("search", 2, 12, 17),
     Part("policy", 1, 8, 61),
     Part("row_gradient, no row undecided", 1, 2, 1),

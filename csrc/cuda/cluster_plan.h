@@ -21,19 +21,23 @@ constexpr int kEmpty = kFull + 8;
 constexpr int kStageBytes = kChunkBytes + 128;
 constexpr int kMaxCluster = 8;
 
+// By which the registers of a multiprocessor are divided. sm_120 has 100 KB of shared memory and
+// little double precision: one block there, or the registers would spill.
+constexpr int blocks_per_multiprocessor(int major) { return major >= 12 ? 1 : 2; }
+
 struct ClusterPlan {
     int cluster = 0;  // blocks; 0: no cluster holds such a row
     int stages = 0;   // of every block
 };
 
 // The smallest cluster that holds a row and enough loads of later rows to hide the latency of
-// memory: with two blocks per multiprocessor, so that one decides while the other moves data, else
+// memory: with most_blocks per multiprocessor, so that one decides while the other moves data, else
 // with one. Of the shared memory of a block, head_bytes are not for stages.
-inline ClusterPlan plan_for(int64_t row_bytes, int head_bytes, int bytes_per_multiprocessor,
-                            int bytes_per_block) {
+inline ClusterPlan plan_for(int64_t row_bytes, int most_blocks, int head_bytes,
+                            int bytes_per_multiprocessor, int bytes_per_block) {
     constexpr int kAhead = 6, kReserved = 1024;
     const int64_t chunks = (row_bytes + kChunkBytes - 1) / kChunkBytes;
-    for (const int blocks : {2, 1}) {
+    for (int blocks = most_blocks; blocks >= 1; --blocks) {
         const int room = std::min(bytes_per_multiprocessor / blocks - kReserved, bytes_per_block);
         const int stages = (room - head_bytes) / kStageBytes;
         for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
@@ -52,9 +56,10 @@ inline int device_attribute(cudaDeviceAttr which) {
 }
 
 inline ClusterPlan plan_on_this_device(const LogitRows& rows, int head_bytes) {
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9) return {};
+    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+    if (major < 9) return {};
     const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
-    return plan_for(rows.vocab * size, head_bytes,
+    return plan_for(rows.vocab * size, blocks_per_multiprocessor(major), head_bytes,
                     device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
                     device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }

@@ -49,16 +49,19 @@ inline const char* message_of(cudaError_t error) {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// Dynamic shared memory that fits beside any declared memory, and the most that a launch takes.
+constexpr int kUnaskedBytes = 8 << 10, kMostDynamicBytes = 33 << 10;
+
 // Launches kernel(arguments...) on this many blocks, each with dynamic shared memory; without
 // blocks nothing is launched.
 template <typename... Parameters, typename... Arguments>
 const char* launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads,
                                int bytes, void* stream, Arguments... arguments) {
     if (blocks == 0) return nullptr;
-    constexpr int kUnasked = 8 << 10;  // fits beside any declared memory
-    if (bytes > kUnasked) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (bytes > kUnaskedBytes) {
+        // Always the same, so that threads with other launches do not take it back.
+        const cudaError_t error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostDynamicBytes);
         if (error != cudaSuccess) return message_of(error);
     }
     cudaLaunchConfig_t config{};

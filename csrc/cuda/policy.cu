@@ -43,14 +43,16 @@ __device__ void write_partial(const PolicySums& sums, double* partial) {
     partial[threadIdx.x] = total;
 }
 
-// Whether all other blocks have finished; what they wrote before is then visible.
+// Whether all other blocks have finished; what they wrote before is then visible to this one.
 __device__ bool is_last_block(int32_t* ticket) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(ticket, 1) == (int)gridDim.x - 1;
+    if (threadIdx.x == 0) {
+        __threadfence();  // after the stores of all threads, which the barrier orders before it
+        last = atomicAdd(ticket, 1) == (int)gridDim.x - 1;
+        __threadfence();
+    }
     __syncthreads();
-    __threadfence();
     return last;
 }
 

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMostBlocks = 1024;
-// One block prepares as many tokens faster than three launches.
+// One block prepares as many tokens in one launch.
 constexpr int kThreadsAlone = 1024;
-constexpr int64_t kMostTokensAlone = 8192;
+constexpr int64_t kMostTokensAlone = 2048;
 
 __device__ int64_t add(int64_t* to, int64_t value) {
     return (int64_t)atomicAdd(reinterpret_cast<unsigned long long*>(to), (unsigned long long)value);

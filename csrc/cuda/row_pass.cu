@@ -206,7 +206,8 @@ __global__ void __launch_bounds__(kThreads)
 // Blocks that are resident at once, each of which takes several rows: a launch that finds nothing
 // to do then ends soon.
 int64_t resident_blocks(const LogitRows& rows) {
-    return std::min<int64_t>(rows.count(), 2 * device_attribute(cudaDevAttrMultiProcessorCount));
+    const int multiprocessors = std::max(1, device_attribute(cudaDevAttrMultiProcessorCount));
+    return std::min<int64_t>(rows.count(), 2 * multiprocessors);
 }
 
 }  // namespace

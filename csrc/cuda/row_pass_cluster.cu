@@ -7,6 +7,10 @@
 // gradients are written. The warps send their sums to every block, and every block takes the same
 // decision.
 
+#include <map>
+#include <mutex>
+#include <tuple>
+
 #include "cluster_plan.h"
 #include "cuda/ptx.cuh"
 #include "dispatch.cuh"
@@ -18,12 +22,10 @@ namespace {
 
 constexpr int kThreads = kComputeThreads + kWarp;
 constexpr int kComputeBarrier = 1;  // 0 is __syncthreads
-// Blocks per multiprocessor, by which its registers are divided. sm_120 has 100 KB of shared memory
-// and little double precision: one block there, or the registers would spill.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kBlocks = 1;
+#if defined(__CUDA_ARCH__)
+constexpr int kBlocks = blocks_per_multiprocessor(__CUDA_ARCH__ / 100);
 #else
-constexpr int kBlocks = 2;
+constexpr int kBlocks = 1;
 #endif
 
 // The head of the dynamic shared memory; the ring of stages follows.
@@ -350,7 +352,7 @@ struct Block {
             } else if (reads_again) {
                 write_gradient<false>(row, label, pass, place);
             } else if (pass.action == SecondPass::kGradient) {
-                fill(row, NAN);  // only if its statistics are NaN
+                fill(row, NAN);  // only if its statistics or its weight are NaN
             } else if (pass.action == SecondPass::kZeros) {
                 fill(row, 0.0f);
             }
@@ -395,19 +397,45 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     cluster_sync();  // no block leaves while another may still write into its memory
 }
 
-// As many clusters as run at once; `fits` is false where none can, as on some partitions of a GPU.
-template <typename T, bool kSoftcap, bool kAligned>
-cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan,
-                            cudaStream_t stream, bool& fits) {
-    const auto kernel = row_pass_cluster_kernel<T, kSoftcap, kAligned>;
-    const int bytes = (int)sizeof(Shared) + plan.stages * kStageBytes;
-    cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// What was asked about a kernel: the answer takes longer than a launch, and stays the same.
+using Question = std::tuple<const void*, int, int, int>;  // kernel, device, cluster, stages
+std::map<Question, int> clusters_at_once;
+std::mutex asking;
+
+// Clusters that run at once: 0 where none can, as on some partitions of a GPU.
+template <typename Kernel>
+cudaError_t ask_clusters(Kernel kernel, const ClusterPlan& plan, const cudaLaunchConfig_t& config,
+                         int& clusters) {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const Question question{reinterpret_cast<const void*>(kernel), device, plan.cluster,
+                            plan.stages};
+    const std::lock_guard lock(asking);
+    const auto known = clusters_at_once.find(question);
+    if (known != clusters_at_once.end()) {
+        clusters = known->second;
+        return cudaSuccess;
+    }
+    // As much as there may be, so that threads with other plans do not take it back.
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     if (error != cudaSuccess) return error;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                  cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error == cudaErrorInvalidClusterSize) clusters = 0;
+    if (error != cudaSuccess && error != cudaErrorInvalidClusterSize) return error;
+    clusters_at_once[question] = clusters;
+    return cudaSuccess;
+}
 
+// As many clusters as run at once; `fits` is false where none can.
+template <typename T, bool kSoftcap, bool kAligned>
+cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan,
+                            cudaStream_t stream, bool& fits) {
+    const auto kernel = row_pass_cluster_kernel<T, kSoftcap, kAligned>;
     // Two blocks of one cluster would decide at the same time, so they should not share a
     // multiprocessor.
     cudaLaunchAttribute attributes[2];
@@ -417,13 +445,13 @@ cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan
     attributes[1].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
     cudaLaunchConfig_t config{};
     config.blockDim = kThreads;
-    config.dynamicSmemBytes = bytes;
+    config.dynamicSmemBytes = sizeof(Shared) + plan.stages * kStageBytes;
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = 2;
     config.gridDim = plan.cluster;
     int clusters = 0;
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    const cudaError_t error = ask_clusters(kernel, plan, config, clusters);
     fits = error != cudaSuccess || clusters > 0;
     if (error != cudaSuccess || !fits) return error;
     const int64_t used = std::min<int64_t>(clusters, params.rows.count());
@@ -444,6 +472,11 @@ bool row_pass_cluster(const RowPassParams& params, void* stream, const char** er
                                                       static_cast<cudaStream_t>(stream), fits);
     }));
     return fits;
+}
+
+void forget_devices() {
+    const std::lock_guard lock(asking);
+    clusters_at_once.clear();
 }
 
 int planned_cluster(const LogitRows& rows) {

@@ -14,6 +14,7 @@ constexpr int kMostWarps = 4;  // of a block that fills bins
 constexpr int kMostBlocks = 256;
 constexpr int kTableThreads = 512;
 constexpr int kBinBytes = 32 << 10;  // of a block, unless one warp needs more
+static_assert(2 * (kMaxGridPoints + 1) * sizeof(Moments) <= kMostDynamicBytes);
 
 // How tokens are distributed over blocks: by their number and by that of the bins, so that sums
 // have the same bits in every run.

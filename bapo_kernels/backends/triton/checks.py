@@ -123,6 +123,9 @@ def _check(op: str, given: dict[str, Any]) -> None:
 def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
     _require(rows.dtype in _ROW_DTYPES, name, "be float32, bfloat16 or float16", rows.dtype)
     if name == "x":
+        in_place = rows.is_contiguous() or (rows.ndim <= 3 and rows.stride(-1) == 1)
+        rule = "be contiguous, or have at most 3 dimensions and last stride 1"
+        _require(in_place, name, rule, (tuple(rows.shape), rows.stride()))
         return
     unit_stride = rows.shape[-1] <= 1 or rows.stride(-1) == 1
     rule = "be [batches, rows, V] with stride 1 in V"
@@ -149,8 +152,6 @@ def _check_callers(given: dict[str, Any]) -> None:
     _require(len(values) > 0 or not given["live"], "values", "have advantages with live", 0)
     aggregation = given["aggregation"]
     _require(0 <= aggregation <= 4, "aggregation", "be in 0..4", aggregation)
-    has_length = aggregation != 3 or given["length"] is not None
-    _require(has_length, "length", "be given with aggregation 3", None)
     has_labels = given["labels"] is None or not tokens.is_floating_point()
     _require(has_labels, "labels", "be None where tokens are log-probs", "a tensor")
 

@@ -45,6 +45,7 @@ class Kernel:
         **named: Any,
     ) -> None:
         values = [*given, *[named[name] for name in self._names[len(given) :]]]
+        assert len(given) + len(named) == len(values), f"unknown options among {set(named)}"
         if triton.knobs.runtime.interpret:
             self._function[grid](*values)
             return
@@ -60,7 +61,8 @@ class Kernel:
         if compiled is None:
             options = {} if maxnreg is None else {"maxnreg": maxnreg}
             compiled = self.compile(key, grid, values, {"num_warps": num_warps, **options})
-        compiled[grid](*values)
+        if compiled is not None:
+            compiled[grid](*values)
 
     def compile(
         self,
@@ -70,7 +72,9 @@ class Kernel:
         options: dict[str, int],
     ) -> Any:
         """By Triton, for these arguments and all that have the same key."""
-        compiled = self.compiled[key] = self._function.warmup(*values, grid=grid, **options)
+        compiled = self._function.warmup(*values, grid=grid, **options)
+        if compiled is not None:  # a hook of the user may keep Triton from compiling
+            self.compiled[key] = compiled
         return compiled
 
 

@@ -148,7 +148,7 @@ def _prepare_kernel(
 ):
     """Counts, or writes by what was counted, or both in one program."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
-    stride = tl.num_programs(0) * TOKENS
+    stride = tl.num_programs(0).to(tl.int64) * TOKENS
     lane = tl.arange(0, TOKENS)
     if COUNT:
         if WRITE:
@@ -229,7 +229,7 @@ def _prepare_kernel(
                     weight = weight / length
                 if bounds is not None:
                     lower, upper = tl.load(bounds), tl.load(bounds + 1)
-                    in_order = (lower >= 0.0) & (lower <= 1.0) & (upper >= 1.0)
+                    in_order = (lower >= 0.0) & (lower <= upper)
                     weight = tl.where(in_order, weight, float("nan"))
                 if cu_seqlens is not None:
                     weight = tl.where(is_broken, float("nan"), weight)
@@ -299,7 +299,7 @@ def prepare(
         K,
         K.bit_length(),
         scale,
-        math.nan if length is None else length,
+        float(S) if length is None else length,
         math.nan if divisor is None else divisor,
         *tokens.stride(),
         *_strides(response_mask),
