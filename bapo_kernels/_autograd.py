@@ -92,8 +92,6 @@ _HANDED_OVER = (
     "the gradient of this loss was handed over in its first backward; "
     "call the loss again instead of backward with retain_graph=True"
 )
-
-
 _NO_GRADIENT_BESIDE = (
     "log_probs and entropy of a BAPOOutput have no gradient here: forward made that of "
     "the loss. For a term of your own take log_probs or linear_log_probs, and "
