@@ -12,6 +12,7 @@ from helpers import (
     run_kernel,
     run_reference,
 )
+from torch.profiler import DeviceType
 
 from bapo_kernels import BAPOConfig, bapo_loss, log_probs
 
@@ -119,6 +120,20 @@ def test_no_synchronisation(backend, dtype, given):
         (logp.sum() + entropy.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("shape", [(2, 512), (16, 1_024)])
+def test_launches_that_a_profiler_sees(backend, shape):
+    """As many as ``test_launches.py`` counts by the operators, memsets included."""
+    case = make_case(shape, 1_000, torch.bfloat16, "cuda", staleness=0.3)
+    run_kernel(case, backend)  # compiles
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    logits = case.logits.detach().requires_grad_()
+    with torch.profiler.profile(activities=activities) as profiler:
+        bapo_loss(logits, *case.arguments(), backend=backend).loss.backward()
+        torch.cuda.synchronize()
+    names = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    assert 5 <= len(names) <= 10, names
 
 
 @pytest.mark.parametrize("dtype", IN_FORWARD_AND_BACKWARD)
