@@ -257,6 +257,9 @@ def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | T
         return value
     _check_scalar(name, given)
     if given.is_cpu and not like.is_cpu:  # a number in host memory goes with tensors of any device
-        return as_numbers(given.detach()).to(like.device)
+        if torch.compiler.is_compiling():
+            return as_numbers(given.detach()).to(like.device, non_blocking=True)
+        # A copy would wait for the device.
+        return torch.full((), float(given), dtype=torch.float64, device=like.device)
     check_device(name, given, like, like_name)
     return as_numbers(given.detach()).reshape(())
