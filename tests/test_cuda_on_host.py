@@ -332,6 +332,19 @@ def test_launches(on_host, library):
     assert launches == LAUNCHES
 
 
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_masses_have_the_same_bits_in_any_schedule(on_host, library):
+    """Terms of all sizes, so that another order of additions shows."""
+    logp = -torch.rand(1_100, dtype=torch.float64)
+    A = torch.randn(1_100) * 10.0 ** torch.randint(-6, 6, (1_100,))
+    call = loss_call(logp.float(), "cpu", None, A, None, config=BAPOConfig())
+    tables = []
+    for seed in range(4):
+        library.schedule(seed)
+        tables.append(bounds.contributions(call, logp))
+    assert all(torch.equal(table, tables[0]) for table in tables)
+
+
 def test_incoming_gradient(on_host):
     case = make_case((2, 3), 1_001, torch.bfloat16)
     once, twice = run_kernel(case, "cpu"), run_kernel(case, "cpu", scale=2.0)
