@@ -20,7 +20,7 @@ from .checks import (
 from .config import BAPOConfig
 from .output import ClipBounds
 
-_PAPER = BAPOConfig()
+_PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 

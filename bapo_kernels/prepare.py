@@ -13,7 +13,7 @@ from torch import Tensor
 from ._ops import ops_of
 from .aggregation import sequence_index, token_weights
 from .config import IGNORE_INDEX, BAPOConfig, LossAggMode
-from .inputs import as_numbers, bounds_are_valid, config_or_default
+from .inputs import as_numbers, bounds_are_valid
 
 _MODES: tuple[str, ...] = get_args(LossAggMode)
 # Of the mode's mean: the argument that holds its divisor.
@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
     cu_seqlens: Tensor | None = None
     live: bool = False
     weighted: bool = False
-    config: BAPOConfig = config_or_default(None)
+    config: BAPOConfig = BAPOConfig()
     dp_size: int = 1
     divisor: float | Tensor | None = None
     bounds: Tensor | None = None
@@ -76,19 +76,13 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
     weights = torch.empty(N, dtype=torch.float64, device=device) if given.weighted else None
     flat = torch.empty((len(given.values), N), dtype=torch.float32, device=device)
     ticket = torch.empty(1, dtype=torch.int32, device=device) if given.weighted else None
-    per_sequence = given.cu_seqlens is not None
-    values = [
-        value if per_sequence and name == "advantages" and value.shape != given.tokens.shape
-        else _matrix(value, given.tokens)
-        for name, value in given.values.items()
-    ]  # fmt: skip
     on_device = isinstance(given.divisor, Tensor)
     config = given.config
     with torch.no_grad():
         ops_of(backend).prepare(
             tokens,
             _mask(given.response_mask, given.tokens),
-            values,
+            [_matrix(value, given.tokens) for value in given.values.values()],
             given.cu_seqlens,
             _MODES.index(config.loss_agg_mode),
             given.dp_size,
@@ -111,9 +105,12 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
 
 
 def _matrix(values: Tensor, like: Tensor) -> Tensor:
-    """``[rows, columns]`` as the operator takes it; a view of up to two dimensions."""
+    """``[rows, columns]`` as the operator takes it; a view of up to two dimensions.
+
+    Advantages of packed sequences are not per token, and stay ``[B]``.
+    """
     values = as_numbers(values)
-    if values.ndim == 2:
+    if values.ndim == 2 or values.shape != like.shape:
         return values
     columns = like.shape[-1] if like.ndim else 1
     return values.reshape(like.shape[:-1].numel(), columns)
@@ -122,10 +119,9 @@ def _matrix(values: Tensor, like: Tensor) -> Tensor:
 def _mask(response_mask: Tensor | None, like: Tensor) -> Tensor | None:
     if response_mask is None:
         return None
-    mask = response_mask
-    if as_numbers(mask) is not mask:  # a conversion might lose what is not 0
-        mask = mask != 0
-    return _matrix(mask, like)
+    if as_numbers(response_mask) is not response_mask:  # converted, 0.5 would be 0
+        response_mask = response_mask != 0
+    return _matrix(response_mask, like)
 
 
 def _in_pytorch(given: Arguments) -> TokenInputs:

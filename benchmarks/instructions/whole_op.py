@@ -31,14 +31,18 @@ class Part:
 
 
 # On-policy, with a search, by the CUDA backend: nothing is undecided, the incoming gradient is 1.
-PARTS = (
-    Part("prepare", 3, 6, 70),
+_PARTS = (
     Part("search", 2, 12, 17),
     Part("policy", 1, 8, 61),
     Part("row_gradient, no row undecided", 1, 2, 1),
     Part("1 as the incoming gradient", 1, 1, 0),
     Part("scale_ by 1", 1, 2, 0),
 )
+
+
+def parts(tokens: int) -> tuple[Part, ...]:
+    """The kernels beside the row pass; one block prepares up to 2,048 tokens in one launch."""
+    return Part("prepare", 1 if tokens <= 2_048 else 3, 6, 70), *_PARTS
 
 
 def row_pass(tokens: int, gpu: GPU, issued: float, exps: float) -> float:
@@ -64,7 +68,7 @@ def predicted(arch: str, issued: float, exps: float) -> pd.DataFrame:
     for gpu in (gpu for gpu in GPUS if gpu.arch == arch):
         for tokens in TOKENS:
             rows = row_pass(tokens, gpu, issued, exps)
-            beside = {part.name: part.seconds(tokens, gpu) for part in PARTS}
+            beside = {part.name: part.seconds(tokens, gpu) for part in parts(tokens)}
             whole = rows + sum(beside.values())
             times = {"row pass": rows, **beside, "all": whole, "copy": copy(tokens, gpu)}
             column = {name: f"{1e6 * time:,.1f} us" for name, time in times.items()}
