@@ -56,12 +56,14 @@ struct RowCoefficients {
     BAPO_HD bool zero() const { return dlog_prob == 0.0 && entropy_bonus == 0.0; }
 };
 
-// d l/d z of the label, without the cancellation in 1 - p.
-BAPO_HD double label_gradient(float z, double log_p, double entropy, const Transform& transform,
+// d l/d z of the label, without the cancellation in 1 - p. In double: it is the largest entry of
+// the row's gradient, with an error budget of little more than its last rounding.
+BAPO_HD double label_gradient(float z, double log_p, double entropy, double slope,
                               RowCoefficients coefficients) {
-    const double dx = coefficients.entropy_bonus * exp(log_p) * (log_p + entropy) -
-                      coefficients.dlog_prob * expm1(log_p);
-    return z == -INFINITY ? 0.0 : dx * label_slope(z, transform);
+    const double bonus = coefficients.entropy_bonus;
+    double dx = -coefficients.dlog_prob * expm1(log_p);
+    if (bonus != 0.0) dx += bonus * exp(log_p) * (log_p + entropy);
+    return z == -INFINITY ? 0.0 : dx * slope;
 }
 
 // The gradient that the loss of a token asks of its row, and whether it depends on bounds that the

@@ -198,7 +198,8 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
     if (label >= 0 && label < vocab) {
         const float z = load_scalar(row + label);
         const double log_p = log_prob<kSoftcap>(z, transform, origin, log_sum);
-        const double dz = label_gradient(z, log_p, entropy, transform, coefficients);
+        const double dz =
+            label_gradient(z, log_p, entropy, label_slope(z, transform), coefficients);
         store_scalar(&label_grad, (float)dz);
     }
 

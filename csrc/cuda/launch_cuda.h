@@ -36,8 +36,8 @@ const char* policy(const PolicyParams& params, double* partials, void* stream);
 // The row pass for sm_90 and later, which holds rows in the shared memory of a cluster; false where
 // the device has no clusters or a row does not fit into one.
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error);
-// Asks again what devices can do; for tests, which exchange them.
-void forget_devices();
+// For tests, which emulate one device after the other.
+void clear_occupancy_cache();
 // Blocks in a cluster that holds such rows on this device; 0: they do not fit.
 int planned_cluster(const LogitRows& rows);
 

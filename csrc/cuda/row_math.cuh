@@ -331,16 +331,6 @@ struct RowStatistics {
     double log_prob;
 };
 
-// d l/d z of the label, without the cancellation in 1 - p. In double: it is the largest entry of
-// the row's gradient, with an error budget of little more than its last rounding.
-__device__ inline double label_gradient(const Label& label, const RowStatistics& row,
-                                        RowCoefficients coefficients) {
-    const double log_p = row.log_prob, bonus = coefficients.entropy_bonus;
-    double dx = -coefficients.dlog_prob * expm1(log_p);
-    if (bonus != 0.0) dx += bonus * exp(log_p) * (log_p + row.entropy);
-    return label.z == -kInf ? 0.0 : dx * label.slope;
-}
-
 // d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j
 __device__ inline SecondPass gradient_pass(const RowStatistics& row, const Label& label,
                                            RowCoefficients coefficients, double slope) {
@@ -352,7 +342,7 @@ __device__ inline SecondPass gradient_pass(const RowStatistics& row, const Label
         row.origin,
         (float)(bonus * kLn2 * per_sum),
         (float)(constant * per_sum),
-        (float)label_gradient(label, row, coefficients),
+        (float)label_gradient(label.z, row.log_prob, row.entropy, label.slope, coefficients),
     };
 }
 

@@ -397,23 +397,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     cluster_sync();  // no block leaves while another may still write into its memory
 }
 
-// What was asked about a kernel: the answer takes longer than a launch, and stays the same.
-using Question = std::tuple<const void*, int, int, int>;  // kernel, device, cluster, stages
-std::map<Question, int> clusters_at_once;
-std::mutex asking;
+// Occupancy by kernel, device, cluster and stages; the query takes longer than a launch.
+using OccupancyKey = std::tuple<const void*, int, int, int>;
+std::map<OccupancyKey, int> occupancy_cache;
+std::mutex occupancy_mutex;
 
-// Clusters that run at once: 0 where none can, as on some partitions of a GPU.
+// Clusters that run at once: 0 where none can, as on some partitions of a GPU. Prepares the kernel
+// for launches the first time.
 template <typename Kernel>
-cudaError_t ask_clusters(Kernel kernel, const ClusterPlan& plan, const cudaLaunchConfig_t& config,
-                         int& clusters) {
+cudaError_t max_active_clusters(Kernel kernel, const ClusterPlan& plan,
+                                const cudaLaunchConfig_t& config, int& clusters) {
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
-    const Question question{reinterpret_cast<const void*>(kernel), device, plan.cluster,
-                            plan.stages};
-    const std::lock_guard lock(asking);
-    const auto known = clusters_at_once.find(question);
-    if (known != clusters_at_once.end()) {
+    const OccupancyKey key{reinterpret_cast<const void*>(kernel), device, plan.cluster,
+                           plan.stages};
+    const std::lock_guard lock(occupancy_mutex);
+    const auto known = occupancy_cache.find(key);
+    if (known != occupancy_cache.end()) {
         clusters = known->second;
         return cudaSuccess;
     }
@@ -427,7 +428,7 @@ cudaError_t ask_clusters(Kernel kernel, const ClusterPlan& plan, const cudaLaunc
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     if (error == cudaErrorInvalidClusterSize) clusters = 0;
     if (error != cudaSuccess && error != cudaErrorInvalidClusterSize) return error;
-    clusters_at_once[question] = clusters;
+    occupancy_cache[key] = clusters;
     return cudaSuccess;
 }
 
@@ -451,7 +452,7 @@ cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan
     config.numAttrs = 2;
     config.gridDim = plan.cluster;
     int clusters = 0;
-    const cudaError_t error = ask_clusters(kernel, plan, config, clusters);
+    const cudaError_t error = max_active_clusters(kernel, plan, config, clusters);
     fits = error != cudaSuccess || clusters > 0;
     if (error != cudaSuccess || !fits) return error;
     const int64_t used = std::min<int64_t>(clusters, params.rows.count());
@@ -474,9 +475,9 @@ bool row_pass_cluster(const RowPassParams& params, void* stream, const char** er
     return fits;
 }
 
-void forget_devices() {
-    const std::lock_guard lock(asking);
-    clusters_at_once.clear();
+void clear_occupancy_cache() {
+    const std::lock_guard lock(occupancy_mutex);
+    occupancy_cache.clear();
 }
 
 int planned_cluster(const LogitRows& rows) {

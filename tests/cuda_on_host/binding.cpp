@@ -15,7 +15,7 @@ void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters) {
     emulated::device = {(int)major, (int)bytes_per_multiprocessor,
                         (int)bytes_per_multiprocessor - 1024, (int)clusters};
     emulated::launches = {};
-    cuda::forget_devices();
+    cuda::clear_occupancy_cache();
 }
 void schedule(int64_t seed) { emulated::scheduler.seed((uint64_t)seed); }
 void rounding(int64_t seed) { emulated::rounding_seed = (uint64_t)seed; }
