@@ -342,10 +342,32 @@ def test_masses_have_the_same_bits_in_any_schedule(on_host, library):
     for seed in range(4):
         library.schedule(seed)
         tables.append(bounds.contributions(call, logp))
-        found = bounds.solve("cpu", tables[-1].repeat(3, 1), call.config)
-        expected = bounds.solve("reference", tables[-1].repeat(3, 1), call.config)
-        assert all(map(torch.equal, found, expected))
     assert all(torch.equal(table, tables[0]) for table in tables)
+
+
+def test_solution_in_any_schedule(on_host, library):
+    """The search stops at its first step, in the middle and at its end."""
+    old = -3 * torch.rand(1_100)
+    logp = old + 0.4 * torch.randn(1_100)
+    A = torch.where(torch.rand(1_100) < 0.4, 1.0, -1.0)
+    call = loss_call(logp, "cpu", old, A, None, config=BAPOConfig())
+    table = bounds.contributions(call, logp.double()).repeat(3, 1)
+    uppers = set()
+    for target in (0.3, 0.35, 0.4, 0.45, 0.9):
+        config = BAPOConfig(target=target)
+        expected = bounds.solve("reference", table, config)
+        uppers.add(expected[0][1].item())
+        for seed in range(4):
+            library.schedule(seed)
+            assert all(map(torch.equal, bounds.solve("cpu", table, config), expected)), target
+    assert len(uppers) >= 3, uppers
+
+
+def test_ticket_is_ready_for_the_next_call(on_host):
+    logp, A = -torch.rand(1_100), torch.randn(1_100)
+    call = loss_call(logp, "cpu", None, A, None)
+    fused.loss_of_log_probs(call, logp.double(), None)
+    assert call.ticket.item() == 0
 
 
 def test_incoming_gradient(on_host):

@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
     }
 }
 
-// The end of the search on a table in shared memory; every thread of the block takes part.
+// The end of the search on a table in shared memory; every thread of the block takes part. It may
+// have written its part of the table just before.
 __device__ void solve_in_block(const double* table, const GridPoints& grids,
                                const TargetParams& target, const SearchResult& result) {
     __shared__ int stop;
@@ -145,7 +146,6 @@ __global__ void __launch_bounds__(kTableThreads)
         }
         table[i] = sum;
     }
-    __syncthreads();
     solve_in_block(table, grids, params.target, params.result);
 }
 
