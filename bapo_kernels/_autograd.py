@@ -268,7 +268,11 @@ class LogProbs(torch.autograd.Function):
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """As :class:`LogProbs`, of hidden states; backward makes the logits of some rows again."""
+    """As :class:`LogProbs`, of hidden states; backward makes the logits of some rows again.
+
+    With ``of_log_probs`` (of a frozen head) forward makes the gradient of each log-prob, which
+    backward scales, and the logits are made again only for a gradient of the entropy.
+    """
 
     @staticmethod
     def forward(
@@ -277,16 +281,19 @@ class LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: Call,
-        dtype: torch.dtype,
-        chunk_tokens: int | None,
+        of_log_probs: bool,
+        *options: Any,
     ) -> tuple[Tensor, Tensor]:
         shard = call.shard
         sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
         tensors = hidden, weight, bias, call.labels, call.counted
-        options = dtype, *call.transform, call.backend, chunk_tokens
-        log_probs, entropy, stats = _OPS.head_forward(*tensors, *options, sizes, group)
-        ctx.save_for_backward(*tensors, entropy, stats, sizes)
-        ctx.options, ctx.group = options, group
+        dtype, logits_dtype, chunk_tokens = options
+        ctx.options = dtype, logits_dtype, *call.transform, call.backend, chunk_tokens
+        log_probs, entropy, stats, gradient = _OPS.head_forward(
+            of_log_probs, *tensors, *ctx.options, sizes, group
+        )
+        ctx.save_for_backward(*tensors, entropy, stats, sizes, gradient)
+        ctx.of_log_probs, ctx.group = of_log_probs, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -294,15 +301,20 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, entropy, stats, sizes = ctx.saved_tensors
-        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+        *tensors, entropy, stats, sizes, of_log_probs = ctx.saved_tensors
         incoming = [None if d is None else d.detach() for d in (dlog_probs, dentropy)]
+        others = (None,) * 5
+        if ctx.of_log_probs and dentropy is None:
+            counted, (factors, _) = tensors[-1], incoming
+            factors = torch.where(counted, factors, 0.0).float().view(*of_log_probs.shape[:-1], 1)
+            return final((of_log_probs * factors).to(of_log_probs.dtype)), None, None, *others
+        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         made = _OPS.head_backward(
             *incoming, entropy, stats, needs, *tensors, *ctx.options, sizes, ctx.group
         )
         gradients = iter(made)
         of_parameters = [final(next(gradients)) if needed else None for needed in needs]
-        return (*of_parameters, None, None, None)
+        return (*of_parameters, *others)
 
 
 _OPS: Any = getattr(torch.ops, NATIVE)  # one operator of a head for all backends

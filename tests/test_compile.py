@@ -242,15 +242,18 @@ def on_cpu():
 
 
 @pytest.mark.parametrize("name", sorted(HEAD_SCHEMAS))
-@pytest.mark.parametrize("biased", [False, True])
-def test_opcheck_of_the_head(name, biased):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_opcheck_of_the_head(name, frozen):
     hidden, weight = torch.randn(2, 3, 8), torch.randn(V, 8)
-    bias = torch.randn(V) if biased else None
+    bias = None if frozen else torch.randn(V)
     tokens = torch.randint(0, V, (N,)), torch.arange(N) % 3 != 0
-    arguments = (hidden, weight, bias, *tokens, torch.float32, *TRANSFORM, "cpu", 4, None, None)
-    if name == "head_backward":
-        statistics = ops_of("cpu").head_forward(*arguments)[1:]
-        arguments = (-double(N), double(N), *statistics, [True, True, biased], *arguments)
+    dtypes = torch.float32, torch.float32
+    arguments = (hidden, weight, bias, *tokens, *dtypes, *TRANSFORM, "cpu", 4, None, None)
+    if name == "head_forward":
+        arguments = (frozen, *arguments)
+    else:
+        _, *statistics, _ = ops_of("cpu").head_forward(frozen, *arguments)
+        arguments = (-double(N), double(N), *statistics, [True, not frozen, not frozen], *arguments)
     op = getattr(ops_of("cpu"), name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"

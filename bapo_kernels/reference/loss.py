@@ -223,6 +223,7 @@ def bapo_linear_loss(
     response_mask: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> BAPOOutput:
@@ -237,7 +238,7 @@ def bapo_linear_loss(
     unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
     masked = ~unmasked | (labels.long() == IGNORE_INDEX)
     hidden_states = hidden_states.masked_fill(masked[..., None], 0.0)
-    logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group)
+    logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group, logits_dtype)
     return bapo_loss(logits, labels, old_log_probs, advantages, response_mask, **options)
 
 
