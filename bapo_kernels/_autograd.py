@@ -302,19 +302,26 @@ class LinearLogProbs(torch.autograd.Function):
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         *tensors, entropy, stats, sizes, of_log_probs = ctx.saved_tensors
-        incoming = [None if d is None else d.detach() for d in (dlog_probs, dentropy)]
-        others = (None,) * 5
-        if ctx.of_log_probs and dentropy is None:
-            counted, (factors, _) = tensors[-1], incoming
-            factors = torch.where(counted, factors, 0.0).float().view(*of_log_probs.shape[:-1], 1)
-            return final((of_log_probs * factors).to(of_log_probs.dtype)), None, None, *others
-        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
-        made = _OPS.head_backward(
-            *incoming, entropy, stats, needs, *tensors, *ctx.options, sizes, ctx.group
-        )
-        gradients = iter(made)
-        of_parameters = [final(next(gradients)) if needed else None for needed in needs]
-        return (*of_parameters, *others)
+        dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
+        needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
+
+        def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
+            options = *tensors, *ctx.options, sizes, ctx.group
+            made: list[Tensor] = _OPS.head_backward(
+                dlog_probs, dentropy, entropy, stats, needs, *options
+            )
+            return made
+
+        if not ctx.of_log_probs:
+            gradients = iter(recomputed(dlog_probs))
+            return (*(final(next(gradients)) if needed else None for needed in needs), *others)
+        counted = tensors[-1]
+        factors = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
+        factors = torch.where(counted, factors, 0.0).float()
+        gradient = of_log_probs * factors.view(*of_log_probs.shape[:-1], 1)
+        if dentropy is not None:  # compiled, it is 0 where it is unused, and no row is recomputed
+            gradient = gradient + recomputed(None)[0]
+        return final(gradient.to(of_log_probs.dtype)), None, None, *others
 
 
 _OPS: Any = getattr(torch.ops, NATIVE)  # one operator of a head for all backends

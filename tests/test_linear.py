@@ -57,8 +57,10 @@ def problem(dtype, device, config, staleness=0.4, shape=(B, S), seed=0):
     return [t.to(device) for t in (hidden, weight, bias)], Case(None, *tokens, options)
 
 
-def run(function, parameters, case, kind=None, **options):
-    leaves = [p.detach().to(kind or p.dtype).clone().requires_grad_() for p in parameters]
+def run(function, parameters, case, kind=None, frozen=False, **options):
+    leaves = [p.detach().to(kind or p.dtype).clone() for p in parameters]
+    for leaf in leaves[: 1 if frozen else 3]:
+        leaf.requires_grad_()
     hidden = leaves[0]
     if function is reference.bapo_linear_loss:  # 0*NaN of a masked row would reach the weight
         hidden = torch.where(unmasked_tokens(case)[..., None], hidden, 0.0)
@@ -67,18 +69,30 @@ def run(function, parameters, case, kind=None, **options):
     return out, [leaf.grad for leaf in leaves]
 
 
-def check(parameters, case, backend, statistics="all", linear_loss=bapo_linear_loss, **options):
+def check(
+    parameters,
+    case,
+    backend,
+    statistics="all",
+    linear_loss=bapo_linear_loss,
+    frozen=False,
+    logits_dtype=None,
+    **options,
+):
     got, same, truth = (
-        run(function, parameters, case, kind, statistics=statistics, **extra)
+        run(function, parameters, case, kind, frozen, statistics=statistics, **extra)
         for function, kind, extra in (
-            (linear_loss, None, {"backend": backend, **options}),
-            (reference.bapo_linear_loss, None, {}),
+            (linear_loss, None, {"backend": backend, "logits_dtype": logits_dtype, **options}),
+            (reference.bapo_linear_loss, None, {"logits_dtype": logits_dtype}),
             (reference.bapo_linear_loss, torch.float64, {}),
         )
     )
     size = truth[0].log_probs.nan_to_num().abs().max().item()
     named = zip(("hidden", "weight", "bias"), got[1], same[1], truth[1], strict=True)
     for name, *gradients in named:
+        if frozen and name != "hidden":
+            assert gradients[0] is None
+            continue
         assert gradients[0].dtype == parameters[0].dtype
         # r inherits the rounding of the log-prob, as in check_against_reference.
         inherited = EPS[torch.float32] * size * gradients[2].abs().max().item()
@@ -282,6 +296,114 @@ def test_frozen_parameters_have_no_gradient(backend, device, frozen):
         assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, gradient)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_frozen_head(backend, device, dtype, name):
+    """Undecided rows of earlier chunks get the gradient of their log-prob, to be scaled later."""
+    parameters, case = problem(dtype, device, build(name), staleness=0.0)
+    case.old_log_probs = None
+    check(parameters, case, backend, chunk_tokens=5, frozen=True)
+    if dtype == torch.float32:
+        for statistics in ("all", "live"):
+            parameters, case = problem(dtype, device, build(name))
+            check(parameters, case, backend, statistics, chunk_tokens=4, frozen=True)
+
+
+@pytest.mark.parametrize(("name", "recomputed"), [("far", 0), ("kl", 0), ("entropy", 1)])
+def test_frozen_head_recomputes_nothing(monkeypatch, name, recomputed):
+    parameters, case = problem(torch.float32, "cpu", build(name))
+    rows = []
+
+    def logits(self, of, memory, original=Head.logits):
+        rows.append(of.numel())
+        return original(self, of, memory)
+
+    monkeypatch.setattr(Head, "logits", logits)
+    counted = int(unmasked_tokens(case).sum())
+    for frozen, more in ((False, 1), (True, recomputed)):
+        rows.clear()
+        run(bapo_linear_loss, parameters, case, frozen=frozen, chunk_tokens=4)
+        assert len(rows) == -(-counted // 4) + more
+        assert (sum(rows) > counted) == bool(more)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, monkeypatch):
+    """No logits are made again, unless the entropy has a gradient, and in float16."""
+    torch._dynamo.reset()
+    parameters, case = problem(dtype, device, BAPOConfig())
+    factors = torch.randn(B, S, device=device)
+    made = []
+
+    def logits(self, of, memory, original=Head.logits):
+        made.append(of.numel())
+        return original(self, of, memory)
+
+    monkeypatch.setattr(Head, "logits", logits)
+    function = torch.compile(linear_log_probs, fullgraph=True) if compiled else linear_log_probs
+    labels, results = torch.where(unmasked_tokens(case), case.labels, -100), []
+    for kind, which, options in (
+        (None, function, dict(backend=backend, chunk_tokens=4)),
+        (None, reference.linear_log_probs, {}),
+        (torch.float64, reference.linear_log_probs, {}),
+    ):
+        hidden, weight, bias = (p.to(kind or dtype).clone() for p in parameters)
+        hidden.requires_grad_()
+        logp, token_entropy = which(hidden, weight, labels, bias=bias, temperature=0.8, **options)
+        loss = (factors * logp).sum() + (0.3 * (factors * token_entropy).sum() if entropy else 0)
+        loss.backward(retain_graph=True)
+        results.append(hidden.grad.clone())
+        if kind is None:
+            loss.backward()
+            assert torch.equal(hidden.grad, 2 * results[-1]), "a second backward is the same"
+    assert_within_budget("gradient of hidden", *results)
+    unmasked = int((labels != -100).sum())
+    again = entropy or dtype == torch.float16
+    assert sum(made) == unmasked * (3 if again else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["paper", "kl", "entropy", "softcap"])
+def test_float32_logits(backend, device, dtype, name):
+    parameters, case = problem(dtype, device, build(name), staleness=0.0)
+    for chunk_tokens, frozen in ((None, False), (5, False), (5, True)):
+        options = dict(chunk_tokens=chunk_tokens, logits_dtype=torch.float32, frozen=frozen)
+        check(parameters, case, backend, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_logits_are_not_rounded(backend, device, dtype):
+    """The log-probs are those of the same inputs in float64, but for the sum of the products."""
+    torch.manual_seed(0)
+    weight = (3 * torch.randn(1_000, 256) / 16).to(device, dtype)
+    hidden, labels = torch.randn(30, 256).to(device, dtype), torch.arange(30, device=device)
+    expected = reference.linear_log_probs(hidden.double(), weight.double(), labels)[0]
+    options = dict(backend=backend, chunk_tokens=8)
+    errors = [
+        (linear_log_probs(hidden, weight, labels, logits_dtype=kind, **options)[0] - expected)
+        .abs()
+        .max()
+        for kind in (torch.float32, None)
+    ]
+    assert errors[0] <= 2e-6 < 1e-3 < errors[1]
+
+
+def test_float32_logits_under_autocast(backend, device):
+    """The operands have the dtype of autocast, their products are not rounded to it."""
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(200, 32, device=device), torch.randn(30, 32, device=device)
+    labels, options = torch.arange(30, device=device), dict(logits_dtype=torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        got = linear_log_probs(hidden, weight, labels, backend=backend, **options)[0]
+        same = linear_log_probs(hidden, weight, labels, backend="reference", **options)[0]
+    operands = hidden.bfloat16().double(), weight.bfloat16().double()
+    expected = reference.linear_log_probs(*operands, labels)[0]
+    for log_probs in (got, same):
+        assert (log_probs - expected).abs().max() <= 4e-7 * expected.abs().max()
+
+
 def test_without_gradient(backend, device):
     parameters, case = problem(torch.float32, device, BAPOConfig())
     expected = run(bapo_linear_loss, parameters, case, backend=backend)[0]
@@ -397,6 +519,11 @@ ERRORS = {
     ),
     "bias": (dict(bias=torch.ones(4)), r"bias must have shape \(5,\), got \(4,\)"),
     "chunk": (dict(chunk_tokens=0), "chunk_tokens must be None or an integer >= 1, got 0"),
+    "logits": (
+        dict(logits_dtype=torch.bfloat16),
+        r"logits_dtype must be None, or torch.float32 for hidden states of half precision "
+        r"\(torch.float32\), got torch.bfloat16",
+    ),
     "labels": (dict(labels=torch.zeros(3, dtype=torch.long)), "labels must have the leading shape"),
 }
 

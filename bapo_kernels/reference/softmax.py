@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -105,12 +107,27 @@ def head_logits(
 ) -> Tensor:
     """``hidden_states @ lm_head_weight.T + bias``, of the shards of all ranks.
 
-    In ``logits_dtype``, by default that of the hidden states.
+    In ``logits_dtype``, by default that of the hidden states, to which the gradient is rounded.
     """
     lm_head_weight = whole_vocabulary(lm_head_weight, vocab_group, 0)
     bias = None if bias is None else whole_vocabulary(bias, vocab_group, 0)
     if logits_dtype is None or logits_dtype == hidden_states.dtype:
         return F.linear(hidden_states, lm_head_weight, bias)
-    bias = None if bias is None else bias.to(logits_dtype)
+    operands = hidden_states, lm_head_weight, bias
     with torch.autocast(hidden_states.device.type, enabled=False):
-        return F.linear(hidden_states.to(logits_dtype), lm_head_weight.to(logits_dtype), bias)
+        logits = F.linear(*(None if x is None else x.to(logits_dtype) for x in operands))
+    rounded: Tensor = _RoundedGradient.apply(logits, hidden_states.dtype)
+    return rounded
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """The same values, and their gradient rounded to a dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype).to(gradient.dtype), None
