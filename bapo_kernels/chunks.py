@@ -247,8 +247,8 @@ class _HeadOptions(NamedTuple):
             config, self.backend, labels.shape, counted, counted, labels=labels, shard=shard
         )
 
-    def head(self, call: Call, *parameters: Any) -> Head:
-        return Head.of(*parameters, self.dtype, call.shard, self.logits_dtype)
+    def head(self, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
+        return Head.of(hidden, weight, bias, self.dtype, call.shard, self.logits_dtype)
 
 
 def _head_forward(

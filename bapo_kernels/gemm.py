@@ -192,7 +192,7 @@ def _without_autocast(operand: Tensor) -> torch.autocast:
 
 
 # Before, the sum would have to be of the dtype of the operands. On CUDA only.
-_ADDS_IN_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)
+_ADDS_IN_FLOAT32 = TorchVersion(torch.__version__) >= "2.11"
 
 
 def _add_in_float32(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:

@@ -113,9 +113,9 @@ def head_logits(
     bias = None if bias is None else whole_vocabulary(bias, vocab_group, 0)
     if logits_dtype is None or logits_dtype == hidden_states.dtype:
         return F.linear(hidden_states, lm_head_weight, bias)
-    operands = hidden_states, lm_head_weight, bias
+    bias = None if bias is None else bias.to(logits_dtype)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        logits = F.linear(*(None if x is None else x.to(logits_dtype) for x in operands))
+        logits = F.linear(hidden_states.to(logits_dtype), lm_head_weight.to(logits_dtype), bias)
     rounded: Tensor = _RoundedGradient.apply(logits, hidden_states.dtype)
     return rounded
 
