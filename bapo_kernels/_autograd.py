@@ -18,6 +18,7 @@ from .fused import (
     row_gradient,
     row_statistics,
 )
+from .memory import empty_gradient
 from .output import BAPOOutput
 
 
@@ -256,7 +257,7 @@ class LogProbs(torch.autograd.Function):
             dlog_probs = torch.zeros_like(found.log_probs)
         coefficients = Coefficients(dlog_probs, dentropy)
         if logits is not None:
-            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            dlogits = empty_gradient(logits)
             row_gradient(call, logits, found, coefficients, dlogits)
         elif ctx.inplace is not None:
             ctx.overwritten.check()
