@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from .distributed import VocabShard
+from .memory import OF_CHUNKS, OF_WEIGHTS
 
 CHUNK_BYTES = 2**30
 _SUM_TERMS = 4096  # of a float32 sum over the vocabulary
@@ -75,7 +76,7 @@ class Head:
     def chunk_memory(self, rows: int) -> Tensor:
         """Where :meth:`logits` puts those of up to ``rows`` rows, chunk after chunk."""
         columns = -(-self.weight.shape[0] // _ALIGNED) * _ALIGNED
-        return self.weight.new_empty((rows, columns), dtype=self.logits_dtype)
+        return OF_CHUNKS.empty((rows, columns), self.logits_dtype, self.weight.device)
 
     def logits(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
@@ -138,7 +139,7 @@ class HeadGradients:
         first = self.weight is None
         if self.weight is None:
             dtype = h.dtype if self.one_chunk else torch.float32
-            self.weight = torch.empty(self.head.weight.shape, dtype=dtype, device=h.device)
+            self.weight = OF_WEIGHTS.empty(self.head.weight.shape, dtype, h.device)
         if first and self.weight.dtype == h.dtype:
             torch.mm(dlogits.T, h, out=self.weight)
         elif h.dtype == torch.float32:

@@ -1,8 +1,10 @@
-"""Memory of gradients on a CPU that is used again: fresh memory costs more than the kernels."""
+"""Memory on a CPU that is used again: fresh memory costs more than the kernels that fill it."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ KEPT_FROM_BYTES = 2**25
 
 
 class _Block(NamedTuple):
-    memory: Tensor  # uint8, of which the gradient shares the storage
+    memory: Tensor  # uint8, of which the tensor shares the storage
     address: int
 
     def is_free(self) -> bool:
@@ -27,45 +29,57 @@ class _Block(NamedTuple):
         return holders == 1 and self.memory.data_ptr() == self.address
 
 
-# Its methods are atomic, so threads need no lock, which a fork could leave locked.
-_last: deque[_Block] = deque(maxlen=1)
+class Memory:
+    """The last tensor of a kind leaves its memory to the next one, if nobody holds it any more."""
+
+    def __init__(self) -> None:
+        # Its methods are atomic, so threads need no lock, which a fork could leave locked.
+        self.last: deque[_Block] = deque(maxlen=1)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As ``torch.empty``; on a CPU in the last memory if that is free and large enough.
+
+        At most half of the memory is left unused.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        if torch.compiler.is_compiling() or not _is_kept(size, device):
+            return torch.empty(shape, dtype=dtype, device=device)
+        try:
+            block = self.last.pop()  # no other thread has it now
+        except IndexError:
+            block = None
+        if block is None or not size <= block.memory.nbytes <= 2 * size or not block.is_free():
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+            block = _Block(memory, memory.data_ptr())
+        values = block.memory[:size].view(dtype)
+        self.last.append(block)
+        return values.view(shape).data  # for autograd not a view
 
 
-def empty_gradient(logits: Tensor) -> Tensor:
-    """``torch.empty`` like contiguous ``logits``, in the memory of the gradient before if possible.
-
-    On a CPU, if nobody holds that memory any more and it is at most twice as large as needed.
-    """
-    if torch.compiler.is_compiling() or not _is_kept(logits):
-        return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    try:
-        block = _last.pop()  # no other thread has it now
-    except IndexError:
-        block = None
-    size = logits.nbytes
-    if block is None or not size <= block.memory.nbytes <= 2 * size or not block.is_free():
-        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        block = _Block(memory, memory.data_ptr())
-    values = block.memory[:size].view(logits.dtype)
-    _last.append(block)
-    return values.view(logits.shape).data  # for autograd not a view
-
-
-def _is_kept(logits: Tensor) -> bool:
-    """A real, ordinary tensor: not one that torch traces or that belongs to inference mode."""
+def _is_kept(size: int, device: torch.device) -> bool:
+    """For real, ordinary tensors: not those that torch traces or that belong to inference mode."""
     return (
-        logits.device.type == "cpu"
-        and logits.nbytes >= KEPT_FROM_BYTES
+        device.type == "cpu"
+        and size >= KEPT_FROM_BYTES
         and not torch.is_inference_mode_enabled()
         and not _C._len_torch_dispatch_stack()
     )
 
 
-def empty_cache() -> None:
-    """Frees the memory that the last gradient on the CPU has left for the next one.
+OF_LOGITS, OF_CHUNKS, OF_WEIGHTS = Memory(), Memory(), Memory()
 
-    The gradient of :func:`bapo_loss` and :func:`log_probs` takes over the memory of the one before
-    if nobody holds it any more: that of at most one gradient is kept.
+
+def empty_gradient(logits: Tensor) -> Tensor:
+    """Contiguous memory for the gradient of ``logits``."""
+    return OF_LOGITS.empty(logits.shape, logits.dtype, logits.device)
+
+
+def empty_cache() -> None:
+    """Frees the memory that the last calls on the CPU have left for the next ones.
+
+    The gradient of logits takes over the memory of the one before if nobody holds it any more. So
+    do, from hidden states, the chunk of logits and the gradient of the weight. At most one of each
+    is kept.
 
     Examples:
         >>> logits = torch.zeros(3, 4, requires_grad=True)
@@ -74,4 +88,5 @@ def empty_cache() -> None:
         >>> logits.grad[0]
         tensor([-0.2500,  0.0833,  0.0833,  0.0833])
     """
-    _last.clear()
+    for memory in (OF_LOGITS, OF_CHUNKS, OF_WEIGHTS):
+        memory.last.clear()

@@ -120,7 +120,7 @@ def test_linear_log_probs(backend, device):
 
 def test_linear_loss():
     """With Inductor; ``test_linear.py`` has the options."""
-    weight = torch.randn(65, 16).bfloat16()
+    weight = torch.randn(65, 16).bfloat16().requires_grad_()
 
     def loss(hidden, *arguments):
         out = bapo_linear_loss(hidden, weight, *arguments)
@@ -402,7 +402,7 @@ def test_collectives_are_part_of_the_graph(tmp_path, level, shards):
                 out = bapo_linear_loss(x, weight, *case.arguments(), **groups)
             return out.loss, out.metrics["bapo_pos_share"]
 
-        weight = torch.randn(65, 16).bfloat16()
+        weight = torch.randn(65, 16).bfloat16().requires_grad_()
         hidden = torch.randn(4, 8, 16).bfloat16()
         x = case.logits if level == "logits" else hidden
         compare(loss, torch.compile(loss, fullgraph=True, backend="aot_eager"), x)

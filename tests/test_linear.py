@@ -133,15 +133,15 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["far", "entropy"])
-def test_compiled(backend, device, name):
+@pytest.mark.parametrize(("name", "frozen"), [("far", False), ("entropy", False), ("kl", True)])
+def test_compiled(backend, device, name, frozen):
     """One graph for any number of tokens; its gradient is computed in backward."""
     torch._dynamo.reset()
     compiled = torch.compile(bapo_linear_loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for S_ in (S, S + 4):
         parameters, case = problem(torch.float32, device, build(name), shape=(B, S_), seed=S_)
         with torch._dynamo.config.patch(error_on_recompile=S_ != S):
-            check(parameters, case, backend, linear_loss=compiled, chunk_tokens=9)
+            check(parameters, case, backend, linear_loss=compiled, frozen=frozen, chunk_tokens=9)
 
 
 def test_packed_with_weights(backend, device):
@@ -327,8 +327,11 @@ def test_frozen_head_recomputes_nothing(monkeypatch, name, recomputed):
         assert (sum(rows) > counted) == bool(more)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [(dtype, False) for dtype in DTYPES]
+    + [pytest.param(torch.bfloat16, True, marks=pytest.mark.compile)],
+)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, monkeypatch):
     """No logits are made again, unless the entropy has a gradient, and in float16."""

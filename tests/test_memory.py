@@ -152,9 +152,9 @@ def test_moved_memory_is_not_used_again(holder, monkeypatch):
     read = HOLDERS[holder](gradient)
     del gradient
     monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda _: 1)
-    assert not memory._last[0].is_free()
+    assert not memory.OF_LOGITS.last[0].is_free()
     monkeypatch.undo()
-    assert memory._last[0].address == address
+    assert memory.OF_LOGITS.last[0].address == address
     assert (read() == 1).all()
 
 
@@ -186,7 +186,7 @@ def test_memory_of_another_size(rows, again):
 
 def test_memory_of_one_gradient_is_kept():
     first, second = ones(), ones()
-    blocks = [weakref.ref(block.memory) for block in memory._last]
+    blocks = [weakref.ref(block.memory) for block in memory.OF_LOGITS.last]
     assert len(blocks) == 1
     address = second.data_ptr()
     del first, second
@@ -209,10 +209,10 @@ def test_what_is_not_kept(monkeypatch):
     empty_gradient(LOGITS.to("meta"))
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes + 1)
     ones()
-    assert not memory._last
+    assert not memory.OF_LOGITS.last
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes)
     ones()
-    assert memory._last
+    assert memory.OF_LOGITS.last
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_threads(switching):
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(memory._last) == 1
+    assert len(memory.OF_LOGITS.last) == 1
 
 
 def test_a_thread_in_between(monkeypatch):
