@@ -65,6 +65,7 @@ class LinearOptions(LossOptions, total=False):
     bias: Tensor | None
     backend: str | None
     chunk_tokens: int | None
+    logits_dtype: torch.dtype | None
     vocab_group: dist.ProcessGroup | None
 
 
