@@ -318,8 +318,9 @@ class LinearLogProbs(torch.autograd.Function):
             return (*(final(next(gradients)) if needed else None for needed in needs), *others)
         counted = tensors[-1]
         factors = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
-        factors = torch.where(counted, factors, 0.0).float()
-        gradient = of_log_probs * factors.view(*of_log_probs.shape[:-1], 1)
+        factors = torch.where(counted, factors, 0.0).float().view(*of_log_probs.shape[:-1], 1)
+        # A row without a gradient may hold anything.
+        gradient = torch.where(factors != 0, of_log_probs * factors, 0.0)
         if dentropy is not None:  # compiled, it is 0 where it is unused, and no row is recomputed
             gradient = gradient + recomputed(None)[0]
         return final(gradient.to(of_log_probs.dtype)), None, None, *others

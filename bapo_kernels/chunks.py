@@ -116,25 +116,30 @@ class _Chunks:
         undecided = self.undecided[rows] != 0
         if self.of_log_probs:
             of_undecided = torch.where(undecided, 1.0, coefficients.dlog_probs)
-            self._add(chunk, Coefficients(of_undecided, None))
+            coefficients = Coefficients(of_undecided, None)
+            self.add(chunk, coefficients, coefficients.has_gradient())
         else:
-            self._add(chunk, coefficients, coefficients.has_gradient() & ~undecided)
+            self.add(chunk, coefficients, coefficients.has_gradient() & ~undecided)
 
     def add_held(self, chunk: _Chunk, of_all: Coefficients) -> None:
         """Adds all rows of a chunk that was held until the bounds were known."""
-        self._add(chunk, of_all.at(chunk.rows))
+        coefficients = of_all.at(chunk.rows)
+        self.add(chunk, coefficients, coefficients.has_gradient())
         self.undecided[chunk.rows] = 0
 
-    def _add(self, chunk: _Chunk, coefficients: Coefficients, keep: Tensor | None = None) -> None:
-        """Adds the rows to ``keep``, by default those with a gradient.
+    def add(self, chunk: _Chunk, coefficients: Coefficients, keep: Tensor | None = None) -> None:
+        """Adds some rows, by default all.
 
         Undecided rows among them get the gradient of these coefficients, and with a shard all do.
         """
-        front = _Front.of(coefficients.has_gradient() if keep is None else keep)
-        kept, dlogits = chunk.rows[front.rows], front.moved(chunk.logits)
-        only = self.undecided[kept] if self.head.shard is None else None
-        self._to_gradient(dlogits, kept, coefficients.at(front.rows), only)
-        self.gradients.add(kept, chunk.h[front.rows], dlogits)
+        rows, _, h, dlogits = chunk
+        if keep is not None:
+            front = _Front.of(keep)
+            rows, h, dlogits = rows[front.rows], h[front.rows], front.moved(dlogits)
+            coefficients = coefficients.at(front.rows)
+        only = self.undecided[rows] if self.head.shard is None else None
+        self._to_gradient(dlogits, rows, coefficients, only)
+        self.gradients.add(rows, h, dlogits)
 
     def scale_undecided(self, of_all: Coefficients) -> None:
         """From the gradients of the undecided rows' log-probs to those of the loss."""
@@ -282,7 +287,7 @@ def _head_forward(
     )
     made = _Chunks(call, head, HeadGradients(head, (True, False, False), True), memory)
     for chunk in chunks:
-        made.add_held(made.forward(chunk), Coefficients(ones, None))
+        made.add(made.forward(chunk), Coefficients(ones[chunk], None))
     gradient, *_ = made.gradients.of(hidden, None, None)
     assert gradient is not None
     return *made.found, gradient

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from .distributed import VocabShard
-from .memory import OF_CHUNKS, OF_WEIGHTS
+from .memory import OF_CHUNKS, OF_SUMS, OF_WEIGHTS
 
 CHUNK_BYTES = 2**30
 _SUM_TERMS = 4096  # of a float32 sum over the vocabulary
@@ -43,10 +43,11 @@ class Head:
         shard: VocabShard | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> Head:
-        """Detached, rows flat, in the dtype of the GEMMs."""
+        """Detached, rows flat, in the dtype of the GEMMs, the bias in that of the logits."""
         rows = hidden.detach().reshape(-1, hidden.shape[-1])
-        bias = None if bias is None else bias.detach().to(dtype)
-        return cls(rows.to(dtype), weight.detach().to(dtype), bias, shard, logits_dtype or dtype)
+        logits_dtype = logits_dtype or dtype
+        bias = None if bias is None else bias.detach().to(logits_dtype)
+        return cls(rows.to(dtype), weight.detach().to(dtype), bias, shard, logits_dtype)
 
     @property
     def widens(self) -> bool:
@@ -60,13 +61,14 @@ class Head:
         float32 sum of the weight's gradient where that is of half precision, ``sums_weight``: if
         all logits take no more memory than the sum would, they are one chunk.
         """
-        columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-        row_bytes = columns * self._bytes_per_logit
-        most = asked or max(1, CHUNK_BYTES // row_bytes)
-        halves = self.weight.element_size() < 4 and self.shard is None
-        if asked is None and sums_weight and halves and rows * row_bytes <= 4 * self.weight.numel():
-            most = rows
-        return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
+        if asked is None:
+            columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
+            row_bytes = columns * self._bytes_per_logit
+            asked = max(1, CHUNK_BYTES // row_bytes)
+            sums_weight = sums_weight and self.weight.element_size() < 4 and self.shard is None
+            if sums_weight and rows * row_bytes <= 4 * self.weight.numel():
+                asked = rows
+        return max(1, math.ceil(rows / max(1, math.ceil(rows / max(1, asked)))))
 
     @property
     def _bytes_per_logit(self) -> int:
@@ -75,8 +77,8 @@ class Head:
 
     def chunk_memory(self, rows: int) -> Tensor:
         """Where :meth:`logits` puts those of up to ``rows`` rows, chunk after chunk."""
-        columns = -(-self.weight.shape[0] // _ALIGNED) * _ALIGNED
-        return OF_CHUNKS.empty((rows, columns), self.logits_dtype, self.weight.device)
+        shape = rows, _aligned(self.weight.shape[0])
+        return OF_CHUNKS.empty(shape, self.logits_dtype, self.weight.device)
 
     def logits(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
@@ -119,7 +121,8 @@ class HeadGradients:
         if self.bias is not None:
             self.bias += dlogits.sum(0, dtype=torch.float32)
         with _without_autocast(h):
-            dlogits = dlogits.to(h.dtype)
+            if self.head.widens:
+                dlogits = _narrowed(dlogits, h.dtype)
             if self.hidden is not None:
                 self.hidden[rows] = _dhidden(dlogits, self.head.weight, self.hidden.dtype)
             if self.needs_weight:
@@ -131,20 +134,24 @@ class HeadGradients:
         return self.hidden is not None and not self.needs_weight and self.bias is None
 
     def scale_hidden(self, factors: Tensor) -> None:
-        """Multiplies the gradient of each hidden state, ``[N, H]``, by its factor, ``[N]``."""
+        """Multiplies the gradient of each hidden state, ``[N, H]``, by its factor, ``[N]``.
+
+        With a factor of 0 it may hold anything before, and is 0 then.
+        """
         assert self.hidden is not None
-        self.hidden.mul_(factors.float()[:, None])
+        self.hidden.mul_(factors.float()[:, None]).masked_fill_((factors == 0)[:, None], 0.0)
 
     def _add_weight(self, h: Tensor, dlogits: Tensor) -> None:
         first = self.weight is None
         if self.weight is None:
             dtype = h.dtype if self.one_chunk else torch.float32
-            self.weight = OF_WEIGHTS.empty(self.head.weight.shape, dtype, h.device)
+            memory = OF_WEIGHTS if dtype == h.dtype else OF_SUMS
+            self.weight = memory.empty(self.head.weight.shape, dtype, h.device)
         if first and self.weight.dtype == h.dtype:
             torch.mm(dlogits.T, h, out=self.weight)
         elif h.dtype == torch.float32:
             self.weight.addmm_(dlogits.T, h)
-        elif dlogits.is_cuda and _ADDS_IN_FLOAT32:
+        elif _adds_in_float32(dlogits):
             _add_in_float32(self.weight, dlogits.T, h, beta=0 if first else 1)
         else:
             self._add_weight_in_parts(h, dlogits, first)
@@ -164,7 +171,7 @@ class HeadGradients:
             else:
                 dweight += product
 
-    def of(self, *parameters: Tensor | None) -> list[Tensor | None]:
+    def of(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
         """In the shapes and dtypes of hidden states, weight and bias; zeros without any row.
 
         With a shard the hidden states' is summed over the ranks, by one all-reduce.
@@ -173,13 +180,26 @@ class HeadGradients:
             dist.all_reduce(self.hidden, group=self.head.shard.group)
         if self.needs_weight and self.weight is None:
             self.weight = _zeros_like(self.head.weight)
-        made = (self.hidden, self.weight, self.bias)
+        if self.weight is not None and weight is not None and self.weight.dtype != weight.dtype:
+            memory = OF_WEIGHTS.empty(weight.shape, weight.dtype, weight.device)
+            self.weight = memory.copy_(self.weight)
+        made = ((self.hidden, hidden), (self.weight, weight), (self.bias, bias))
         return [
             None
             if gradient is None or parameter is None
             else gradient.to(parameter.dtype).reshape(parameter.shape)
-            for gradient, parameter in zip(made, parameters, strict=True)
+            for gradient, parameter in made
         ]
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // _ALIGNED) * _ALIGNED
+
+
+def _narrowed(dlogits: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype, with aligned rows too."""
+    rows, columns = dlogits.shape
+    return dlogits.new_empty((rows, _aligned(columns)), dtype=dtype)[:, :columns].copy_(dlogits)
 
 
 def _zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -192,8 +212,13 @@ def _without_autocast(operand: Tensor) -> torch.autocast:
     return torch.autocast(operand.device.type, enabled=False)
 
 
-# Before, the sum would have to be of the dtype of the operands. On CUDA only.
-_ADDS_IN_FLOAT32 = TorchVersion(torch.__version__) >= "2.11"
+# Before, the sum would have to be of the dtype of the operands.
+_SUM_MAY_BE_FLOAT32 = TorchVersion(torch.__version__) >= "2.11"
+
+
+def _adds_in_float32(operand: Tensor) -> bool:
+    """Whether a product of half precision can add to a float32 sum."""
+    return operand.is_cuda and _SUM_MAY_BE_FLOAT32
 
 
 def _add_in_float32(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:

@@ -66,7 +66,7 @@ def _is_kept(size: int, device: torch.device) -> bool:
     )
 
 
-OF_LOGITS, OF_CHUNKS, OF_WEIGHTS = Memory(), Memory(), Memory()
+OF_LOGITS, OF_CHUNKS, OF_SUMS, OF_WEIGHTS = Memory(), Memory(), Memory(), Memory()
 
 
 def empty_gradient(logits: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ def empty_cache() -> None:
     """Frees the memory that the last calls on the CPU have left for the next ones.
 
     The gradient of logits takes over the memory of the one before if nobody holds it any more. So
-    do, from hidden states, the chunk of logits and the gradient of the weight. At most one of each
-    is kept.
+    do, from hidden states, the chunk of logits, the gradient of the weight and its float32 sum. At
+    most one of each is kept.
 
     Examples:
         >>> logits = torch.zeros(3, 4, requires_grad=True)
@@ -88,5 +88,5 @@ def empty_cache() -> None:
         >>> logits.grad[0]
         tensor([-0.2500,  0.0833,  0.0833,  0.0833])
     """
-    for memory in (OF_LOGITS, OF_CHUNKS, OF_WEIGHTS):
+    for memory in (OF_LOGITS, OF_CHUNKS, OF_SUMS, OF_WEIGHTS):
         memory.last.clear()

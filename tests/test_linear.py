@@ -13,7 +13,14 @@ from helpers import (
     unmasked_tokens,
 )
 
-from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
+from bapo_kernels import (
+    BAPOConfig,
+    BAPOLinearLoss,
+    bapo_linear_loss,
+    gemm,
+    linear_log_probs,
+    reference,
+)
 from bapo_kernels.chunks import _Front
 from bapo_kernels.gemm import Head, HeadGradients
 
@@ -258,6 +265,57 @@ def test_weight_gradient_of_many_chunks(dtype):
             assert_within_budget("a sum in bfloat16", naive, rounded, truth)
 
 
+def test_products_that_add_to_float32(monkeypatch):
+    """As on a GPU: the first is written, the others are added, in one product each."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, H).bfloat16(), torch.randn(V, H).bfloat16()
+    dlogits = torch.randn(30, V).bfloat16()
+    calls = []
+
+    def mm(a, b, out_dtype, out):
+        calls.append("mm")
+        return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
+
+    def addmm(total, a, b, out_dtype, out):
+        calls.append("addmm")
+        assert out is total
+        return out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
+
+    monkeypatch.setattr(gemm, "_adds_in_float32", lambda operand: True)
+    gradients = HeadGradients(
+        Head.of(hidden, weight, None, torch.bfloat16), (False, True, False), one_chunk=False
+    )
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    for rows in torch.arange(30).split(10):
+        gradients.add(rows, hidden[rows], dlogits[rows])
+    assert calls == ["mm", "addmm", "addmm"]
+    truth = dlogits.double().T @ hidden.double()
+    assert (gradients.weight - truth).abs().max() <= 1e-6 * truth.abs().max()
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_rows_without_a_gradient_may_hold_anything(backend, device, chunk_tokens):
+    """A frozen head makes vectors that are scaled later: 0*NaN is 0 here, as without them."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, H, device=device), torch.randn(V, H, device=device)
+    factors = torch.tensor([1.0, 2.0, 0.0, -1.0, 0.5, 0.0, 0.0, 0.0, 0.0], device=device)
+    valid, results = torch.arange(9, device=device), []
+    labels = torch.where(factors != 0, valid, -1)
+    labels[8], bad = V, torch.where(torch.arange(9, device=device)[:, None] == 7, torch.nan, hidden)
+    options = dict(backend=backend, chunk_tokens=chunk_tokens)
+    for function, x, of, extra in (
+        (linear_log_probs, bad, labels, options),
+        (reference.linear_log_probs, hidden, valid, {}),
+        (reference.linear_log_probs, hidden.double(), valid, {}),
+    ):
+        leaf = x.clone().requires_grad_()
+        logp, _ = function(leaf, weight.to(x.dtype), of, **extra)
+        torch.where(factors != 0, factors * logp, 0.0).sum().backward()
+        results.append(leaf.grad)
+    assert_within_budget("gradient of hidden", *results)
+
+
 def test_micro_batches_add_up(backend, device):
     config = BAPOConfig.fixed(0.8, 1.2)
     parameters, case = problem(torch.float32, device, config, shape=(4, 5))
@@ -397,12 +455,14 @@ def test_float32_logits_under_autocast(backend, device):
     """The operands have the dtype of autocast, their products are not rounded to it."""
     torch.manual_seed(0)
     weight, hidden = torch.randn(200, 32, device=device), torch.randn(30, 32, device=device)
-    labels, options = torch.arange(30, device=device), dict(logits_dtype=torch.float32)
+    bias = 30 * torch.randn(200, device=device)
+    labels = torch.arange(30, device=device)
+    options = dict(bias=bias, logits_dtype=torch.float32)
     with torch.autocast(device, torch.bfloat16):
         got = linear_log_probs(hidden, weight, labels, backend=backend, **options)[0]
         same = linear_log_probs(hidden, weight, labels, backend="reference", **options)[0]
     operands = hidden.bfloat16().double(), weight.bfloat16().double()
-    expected = reference.linear_log_probs(*operands, labels)[0]
+    expected = reference.linear_log_probs(*operands, labels, bias=bias.double())[0]
     for log_probs in (got, same):
         assert (log_probs - expected).abs().max() <= 4e-7 * expected.abs().max()
 
