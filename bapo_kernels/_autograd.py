@@ -237,7 +237,7 @@ class LogProbs(torch.autograd.Function):
         ctx.inplace = None if overwritten is None else logits.detach()
         # Autograd would refuse logits that it knows to be overwritten.
         saved = logits if overwritten is None else None
-        ctx.save_for_backward(saved, call.labels, call.counted, *found)
+        ctx.save_for_backward(saved, call.labels, call.counted, call.temperatures, *found)
         ctx.set_materialize_grads(False)
         return found.log_probs, found.entropy
 
@@ -245,8 +245,9 @@ class LogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits, labels, counted, *values = ctx.saved_tensors
-        call, found = replace(ctx.call, labels=labels, counted=counted), RowStatistics(*values)
+        logits, labels, counted, temperatures, *values = ctx.saved_tensors
+        call = replace(ctx.call, labels=labels, counted=counted, temperatures=temperatures)
+        found = RowStatistics(*values)
 
         def of_counted(gradient: Tensor | None) -> Tensor | None:
             return None if gradient is None else torch.where(counted, gradient.detach(), 0.0)
@@ -283,10 +284,13 @@ class LinearLogProbs(torch.autograd.Function):
         shard = call.shard
         sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
         tensors = hidden, weight, bias, call.labels, call.counted
-        options = dtype, *call.transform, call.backend, chunk_tokens
-        log_probs, entropy, stats = _OPS.head_forward(*tensors, *options, sizes, group)
-        ctx.save_for_backward(*tensors, entropy, stats, sizes)
-        ctx.options, ctx.group = options, group
+        *transform, temperatures = call.transform
+        numerics, loop = (dtype, *transform), (call.backend, chunk_tokens)
+        log_probs, entropy, stats = _OPS.head_forward(
+            *tensors, *numerics, temperatures, *loop, sizes, group
+        )
+        ctx.save_for_backward(*tensors, temperatures, entropy, stats, sizes)
+        ctx.numerics, ctx.loop, ctx.group = numerics, loop, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -294,11 +298,12 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, entropy, stats, sizes = ctx.saved_tensors
+        *tensors, temperatures, entropy, stats, sizes = ctx.saved_tensors
         needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         incoming = [None if d is None else d.detach() for d in (dlog_probs, dentropy)]
         made = _OPS.head_backward(
-            *incoming, entropy, stats, needs, *tensors, *ctx.options, sizes, ctx.group
+            *(*incoming, entropy, stats, needs, *tensors),
+            *(*ctx.numerics, temperatures, *ctx.loop, sizes, ctx.group),
         )
         gradients = iter(made)
         of_parameters = [final(next(gradients)) if needed else None for needed in needs]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +22,13 @@ from .chunks import loss_of_hidden
 from .config import BAPOConfig
 from .distributed import VocabShard, local_parameter, warn_if_not_synchronised
 from .gemm import Head
-from .inputs import check_head, check_options, config_or_default, gemm_dtype
+from .inputs import (
+    check_head,
+    check_options,
+    checked_temperature,
+    config_or_default,
+    gemm_dtype,
+)
 from .output import BAPOOutput, ClipBounds
 
 
@@ -35,6 +43,7 @@ def bapo_linear_loss(
     bias: Tensor | None = None,
     config: BAPOConfig | None = None,
     bounds: ClipBounds | tuple[float, float] | None = None,
+    temperature: Tensor | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
     statistics: Statistics = "all",
@@ -103,10 +112,11 @@ def bapo_linear_loss(
     )
     batch = old_log_probs, advantages, response_mask
     columns = weight.shape[0]
-    call = loss_call(labels, backend, *batch, columns=columns, vocab_group=vocab_group, **options)
+    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
+    call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
     if backend == "reference":
         return reference.bapo_linear_loss(
-            hidden_states, weight, labels, *batch, bias=bias, vocab_group=vocab_group, **options
+            hidden_states, weight, labels, *batch, bias=bias, **of_logits, **options
         )
 
     parameters = hidden_states, weight, bias
@@ -131,7 +141,7 @@ def linear_log_probs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
@@ -155,12 +165,15 @@ def linear_log_probs(
         (tensor([-2.3026,  0.0000]), tensor([2.3026, 0.0000]))
     """
     config = BAPOConfig(
-        temperature=temperature,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         logit_scale=logit_scale,
         final_logit_softcapping=final_logit_softcapping,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
     check_group("vocab_group", vocab_group)
+    of_tokens = None
+    if isinstance(temperature, Tensor):
+        of_tokens = checked_temperature(temperature, labels, "labels")
     weight, bias, dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, vocab_group, backend
     )
@@ -177,7 +190,7 @@ def linear_log_probs(
             vocab_group=vocab_group,
         )
     shard = VocabShard.of(weight.shape[0], labels, vocab_group)
-    call = log_probs_call(labels, config, backend, shard)
+    call = log_probs_call(labels, config, backend, shard, of_tokens)
     logp, entropy = LinearLogProbs.apply(hidden_states, weight, bias, call, dtype, chunk_tokens)
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy

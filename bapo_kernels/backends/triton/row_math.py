@@ -100,6 +100,15 @@ def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl
 
 
 @triton.jit
+def at_temperature(temperature, scale, slope):
+    """scale2, scale and slope of a row, of those at temperature 1; NaN unless finite and > 0."""
+    is_valid = (temperature > 0.0) & (temperature < INF)
+    by = tl.where(is_valid, temperature, float("nan")).to(tl.float64)
+    scale, slope = scale / by, slope / by
+    return (scale / LN2).to(tl.float32), scale, slope
+
+
+@triton.jit
 def add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
     """Adds ``[R, W]`` logits to the sums of the lanes, of 2^t and of t*2^t; -inf adds nothing."""
     y = transformed(widened(z), inner, SOFTCAP)
