@@ -7,6 +7,7 @@ from .config import BAPOConfig
 from .functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from .linear import bapo_linear_loss, linear_log_probs
 from .lm_head import LMHead
+from .memory import empty_cache
 from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
 from .scopes import ClipBoundSearch
@@ -27,6 +28,7 @@ __all__ = [
     "bapo_loss",
     "bapo_loss_from_log_probs",
     "debug",
+    "empty_cache",
     "find_clip_bounds",
     "linear_log_probs",
     "log_probs",

@@ -18,6 +18,7 @@ from .fused import (
     row_gradient,
     row_statistics,
 )
+from .memory import empty_gradient
 from .output import BAPOOutput
 
 
@@ -257,7 +258,7 @@ class LogProbs(torch.autograd.Function):
             dlog_probs = torch.zeros_like(found.log_probs)
         coefficients = Coefficients(dlog_probs, dentropy)
         if logits is not None:
-            dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            dlogits = empty_gradient(logits)
             row_gradient(call, logits, found, coefficients, dlogits)
         elif ctx.inplace is not None:
             ctx.overwritten.check()
@@ -269,7 +270,11 @@ class LogProbs(torch.autograd.Function):
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """As :class:`LogProbs`, of hidden states; backward makes the logits of some rows again."""
+    """As :class:`LogProbs`, of hidden states; backward makes the logits of some rows again.
+
+    With ``of_log_probs`` (of a frozen head) forward makes the gradient of each log-prob, which
+    backward scales, and the logits are made again only for a gradient of the entropy.
+    """
 
     @staticmethod
     def forward(
@@ -278,19 +283,20 @@ class LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: Call,
-        dtype: torch.dtype,
-        chunk_tokens: int | None,
+        of_log_probs: bool,
+        *options: Any,
     ) -> tuple[Tensor, Tensor]:
         shard = call.shard
         sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
         tensors = hidden, weight, bias, call.labels, call.counted
+        dtype, logits_dtype, chunk_tokens = options
         *transform, temperatures = call.transform
-        numerics, loop = (dtype, *transform), (call.backend, chunk_tokens)
-        log_probs, entropy, stats = _OPS.head_forward(
-            *tensors, *numerics, temperatures, *loop, sizes, group
+        ctx.numerics, ctx.loop = (dtype, logits_dtype, *transform), (call.backend, chunk_tokens)
+        log_probs, entropy, stats, gradient = _OPS.head_forward(
+            of_log_probs, *tensors, *ctx.numerics, temperatures, *ctx.loop, sizes, group
         )
-        ctx.save_for_backward(*tensors, temperatures, entropy, stats, sizes)
-        ctx.numerics, ctx.loop, ctx.group = numerics, loop, group
+        ctx.save_for_backward(*tensors, temperatures, entropy, stats, sizes, gradient)
+        ctx.of_log_probs, ctx.group = of_log_probs, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -298,16 +304,27 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, temperatures, entropy, stats, sizes = ctx.saved_tensors
-        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
-        incoming = [None if d is None else d.detach() for d in (dlog_probs, dentropy)]
-        made = _OPS.head_backward(
-            *(*incoming, entropy, stats, needs, *tensors),
-            *(*ctx.numerics, temperatures, *ctx.loop, sizes, ctx.group),
-        )
-        gradients = iter(made)
-        of_parameters = [final(next(gradients)) if needed else None for needed in needs]
-        return (*of_parameters, None, None, None)
+        *tensors, temperatures, entropy, stats, sizes, of_log_probs = ctx.saved_tensors
+        dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
+        needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
+
+        def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
+            options = *tensors, *ctx.numerics, temperatures, *ctx.loop, sizes, ctx.group
+            made: list[Tensor] = _OPS.head_backward(
+                dlog_probs, dentropy, entropy, stats, needs, *options
+            )
+            return made
+
+        if not ctx.of_log_probs:
+            gradients = iter(recomputed(dlog_probs))
+            return (*(final(next(gradients)) if needed else None for needed in needs), *others)
+        counted = tensors[-1]
+        factors = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
+        factors = torch.where(counted, factors, 0.0).float()
+        gradient = of_log_probs * factors.view(*of_log_probs.shape[:-1], 1)
+        if dentropy is not None:  # compiled, it is 0 where it is unused, and no row is recomputed
+            gradient = gradient + recomputed(None)[0]
+        return final(gradient.to(of_log_probs.dtype)), None, None, *others
 
 
 _OPS: Any = getattr(torch.ops, NATIVE)  # one operator of a head for all backends

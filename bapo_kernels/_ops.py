@@ -93,14 +93,16 @@ for _namespace, _library in _libraries.items():
 
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, ScalarType dtype, "
-    f"{_TRANSFORM}, str backend, int? chunk_tokens, Tensor? shard_sizes, str? group"
+    f"ScalarType logits_dtype, {_TRANSFORM}, str backend, int? chunk_tokens, "
+    "Tensor? shard_sizes, str? group"
 )
 
 # The loops over chunks in ``chunks.py``, for all backends. They read from the device how many rows
 # of a chunk are counted, which a compiler cannot trace.
 HEAD_SCHEMAS = {
-    # Log-probs, entropy and stats, as of row_statistics.
-    "head_forward": f"({_HEAD}) -> (Tensor, Tensor, Tensor)",
+    # Log-probs, entropy and stats, as of row_statistics; the gradient of the log-probs with respect
+    # to the hidden states, empty where it is not asked for.
+    "head_forward": f"(bool of_log_probs, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor)",
     # Gradients of hidden, weight and bias, of those that need one.
     "head_backward": (
         "(Tensor? dlog_probs, Tensor? dentropy, Tensor entropy, Tensor stats, "
@@ -110,10 +112,17 @@ HEAD_SCHEMAS = {
 
 
 def _fake_head_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *args: object
-) -> tuple[Tensor, Tensor, Tensor]:
+    of_log_probs: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *args: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     values = torch.empty_like(labels, dtype=torch.float64)
-    return values, torch.empty_like(values), values.new_empty((labels.numel(), 2))
+    stats = values.new_empty((labels.numel(), 2))
+    gradient = hidden.new_empty(hidden.shape if of_log_probs else 0)
+    return values, torch.empty_like(values), stats, gradient
 
 
 def _fake_head_backward(

@@ -12,6 +12,7 @@ weight's dtype then; never logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,21 +43,25 @@ def loss_of_hidden(
 
     The last chunk is held until the bounds are known, so that none of its rows is recomputed.
     """
-    chunk_tokens = head.rows_per_chunk(chunk_tokens)
-    *earlier, last = call.counted.nonzero().squeeze(1).split(chunk_tokens)
+    counted = call.counted.nonzero().squeeze(1)
+    size = head.rows_per_chunk(counted.numel(), chunk_tokens, sums_weight=needs[1])
+    *earlier, last = counted.split(size)
+    memory = head.chunk_memory(size)
     if not any(needs):
-        found = _statistics(call, head, [*earlier, last])
+        found = _statistics(call, head, [*earlier, last], memory)
         output, _ = loss_of_log_probs(call, found.log_probs, found.entropy)
         return output, None
-    chunks = _Chunks(call, head, HeadGradients(head, needs, one_chunk=not earlier))
+    chunks = _Chunks(call, head, HeadGradients(head, needs, one_chunk=not earlier), memory)
     for rows in earlier:
         chunks.add_decided(chunks.forward(rows))
     held = chunks.forward(last)
     output, coefficients = loss_of_log_probs(call, chunks.found.log_probs, chunks.found.entropy)
     chunks.add_held(held, coefficients)
-    del held  # before others take its place
-    for rows in chunks.undecided_rows(earlier, coefficients).split(chunk_tokens):
-        chunks.add_recomputed(rows, coefficients)
+    if earlier and chunks.of_log_probs:
+        chunks.scale_undecided(coefficients)
+    elif earlier:
+        for rows in chunks.undecided_rows(earlier, coefficients).split(size):
+            chunks.add_recomputed(rows, coefficients)
     return output, chunks.gradients
 
 
@@ -70,10 +75,16 @@ class _Chunk(NamedTuple):
 
 
 class _Chunks:
-    """The rows of a call that needs gradients, as they go through the head."""
+    """The rows of a call that needs gradients, as they go through the head.
 
-    def __init__(self, call: Call, head: Head, gradients: HeadGradients) -> None:
-        self.call, self.head, self.gradients = call, head, gradients
+    Attributes:
+        of_log_probs: only hidden states need a gradient, and that of a row is the gradient of its
+            log-prob times a number. So undecided rows get the former at once, and the number later.
+    """
+
+    def __init__(self, call: Call, head: Head, gradients: HeadGradients, memory: Tensor) -> None:
+        self.call, self.head, self.gradients, self.memory = call, head, gradients, memory
+        self.of_log_probs = gradients.of_hidden_alone and not call.config.entropy_coef
         self.found = _nothing_found(call)
         self.undecided = torch.zeros_like(call.counted, dtype=torch.uint8)
 
@@ -82,7 +93,7 @@ class _Chunks:
 
         Those of a shard stay logits: their gradients need the sums of the other ranks.
         """
-        h, logits = self.head.logits(rows)
+        h, logits = self.head.logits(rows, self.memory)
         call = self.call.at(rows)
         if call.shard is None:
             found, self.undecided[rows] = row_pass(call, as_rows(logits), None)
@@ -92,8 +103,8 @@ class _Chunks:
         return _Chunk(rows, call, h, logits)
 
     def add_decided(self, chunk: _Chunk) -> None:
-        """Adds the rows that no admissible bounds could change; the others are recomputed later."""
-        rows, call, h, logits = chunk
+        """Adds the rows that no admissible bounds could change; the others follow later."""
+        rows, call, _, _ = chunk
         log_probs, entropy, _ = self.found.at(rows)
         first, last = _ends_of_the_search(call)
         _, coefficients = policy(call, log_probs, entropy, first)
@@ -101,32 +112,43 @@ class _Chunks:
             at_last = policy(call, log_probs, entropy, last)[1].dlog_probs
             differs = (coefficients.dlog_probs != at_last) & ~coefficients.dlog_probs.isnan()
             self.undecided[rows] = differs.to(torch.uint8)
-        decided = self.undecided[rows] == 0
-        index = (decided & coefficients.has_gradient()).nonzero().squeeze(1)
-        kept, dlogits = rows[index], _move_to_front(logits, index)
-        if self.head.shard is not None:
-            self._to_gradient(dlogits, kept, coefficients.at(index))
-        self.gradients.add(kept, h[index], dlogits)
+        undecided = self.undecided[rows] != 0
+        if self.of_log_probs:
+            of_undecided = torch.where(undecided, 1.0, coefficients.dlog_probs)
+            self._add(chunk, Coefficients(of_undecided, None))
+        else:
+            self._add(chunk, coefficients, coefficients.has_gradient() & ~undecided)
 
     def add_held(self, chunk: _Chunk, of_all: Coefficients) -> None:
         """Adds all rows of a chunk that was held until the bounds were known."""
-        rows, _, h, logits = chunk
-        index = of_all.at(rows).has_gradient().nonzero().squeeze(1)
-        kept, dlogits = rows[index], _move_to_front(logits, index)
+        self._add(chunk, of_all.at(chunk.rows))
+        self.undecided[chunk.rows] = 0
+
+    def _add(self, chunk: _Chunk, coefficients: Coefficients, keep: Tensor | None = None) -> None:
+        """Adds the rows to ``keep``, by default those with a gradient.
+
+        Undecided rows among them get the gradient of these coefficients, and with a shard all do.
+        """
+        front = _Front.of(coefficients.has_gradient() if keep is None else keep)
+        kept, dlogits = chunk.rows[front.rows], front.moved(chunk.logits)
         only = self.undecided[kept] if self.head.shard is None else None
-        self._to_gradient(dlogits, kept, of_all.at(kept), only)
-        self.gradients.add(kept, h[index], dlogits)
+        self._to_gradient(dlogits, kept, coefficients.at(front.rows), only)
+        self.gradients.add(kept, chunk.h[front.rows], dlogits)
+
+    def scale_undecided(self, of_all: Coefficients) -> None:
+        """From the gradients of the undecided rows' log-probs to those of the loss."""
+        self.gradients.scale_hidden(torch.where(self.undecided != 0, of_all.dlog_probs, 1.0))
 
     def undecided_rows(self, chunks: Sequence[Tensor], of_all: Coefficients) -> Tensor:
         """Those rows of some chunks that were undecided and have a gradient."""
-        rows = torch.cat([self.undecided.new_empty(0, dtype=torch.int64), *chunks])
+        rows = torch.cat(list(chunks))
         return rows[(self.undecided[rows] != 0) & of_all.at(rows).has_gradient()]
 
     def add_recomputed(self, rows: Tensor, of_all: Coefficients) -> None:
         """Makes the logits of undecided rows a second time and adds their gradients."""
         if rows.numel() == 0:
             return
-        h, logits = self.head.logits(rows)
+        h, logits = self.head.logits(rows, self.memory)
         self._to_gradient(logits, rows, of_all.at(rows))
         self.gradients.add(rows, h, logits)
 
@@ -135,6 +157,41 @@ class _Chunks:
     ) -> None:
         call, found = self.call.with_labels_of(rows), self.found.at(rows)
         row_gradient(call, as_rows(logits), found, coefficients, None, only)
+
+
+class _Front(NamedTuple):
+    """Where the rows of a chunk go that stay when others are dropped: to its front, in its memory.
+
+    The last of those that stay take the places of those that are dropped; no other row moves.
+
+    Attributes:
+        rows: of each place, the row that it gets.
+        places, fillers: of the rows that move, to and from.
+    """
+
+    rows: Tensor
+    places: Tensor
+    fillers: Tensor
+
+    @classmethod
+    def of(cls, keep: Tensor) -> _Front:
+        """For bool ``keep [n]``. Reads two counts on the host, at once."""
+        order = (~keep).argsort(stable=True)  # rows that stay, then the others, both ascending
+        index = torch.arange(keep.numel(), device=keep.device)
+        staying = keep.sum()
+        moving = (keep & (index >= staying)).sum()
+        count, moves = torch.stack([staying, moving]).tolist()
+        fillers, places = order[:count][count - moves :], order[count : count + moves]
+        rows = index[:count]
+        rows[places] = fillers
+        return cls(rows, places, fillers)
+
+    def moved(self, values: Tensor) -> Tensor:
+        """``values[rows]``, in the memory of ``values``; a 32nd of them is copied at once."""
+        size = max(1, values.shape[0] // 32)
+        for to, by in zip(self.places.split(size), self.fillers.split(size), strict=True):
+            values[to] = values[by]
+        return values[: self.rows.numel()]
 
 
 def _ends_of_the_search(call: Call) -> tuple[Tensor, Tensor]:
@@ -146,10 +203,11 @@ def _ends_of_the_search(call: Call) -> tuple[Tensor, Tensor]:
     return first, last
 
 
-def _statistics(call: Call, head: Head, chunks: Sequence[Tensor]) -> RowStatistics:
+def _statistics(call: Call, head: Head, chunks: Sequence[Tensor], memory: Tensor) -> RowStatistics:
     found = _nothing_found(call)
     for rows in chunks:
-        _put(found, rows, row_statistics(call.at(rows), as_rows(head.logits(rows)[1])))
+        _, logits = head.logits(rows, memory)
+        _put(found, rows, row_statistics(call.at(rows), as_rows(logits)))
     return found
 
 
@@ -165,23 +223,11 @@ def _put(found: RowStatistics, rows: Tensor, of_rows: RowStatistics) -> None:
         whole[rows] = values
 
 
-def _move_to_front(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]`` for ascending ``index``, in the memory of ``rows``.
-
-    A row only moves forward, to where no later one is read; a 32nd of the rows is copied at once.
-    """
-    count, size = index.numel(), max(1, rows.shape[0] // 32)
-    if count < rows.shape[0]:
-        for first in range(0, count, size):
-            piece = index[first : first + size]
-            rows[first : first + piece.numel()] = rows[piece]
-    return rows[:count]
-
-
 class _HeadOptions(NamedTuple):
     """What the operators of a head take behind their tensors, in the order of the schemas."""
 
     dtype: torch.dtype
+    logits_dtype: torch.dtype
     temperature: float
     logit_scale: float
     softcap: float | None
@@ -209,21 +255,44 @@ class _HeadOptions(NamedTuple):
             shard=shard,
         )
 
+    def head(self, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
+        return Head.of(hidden, weight, bias, self.dtype, call.shard, self.logits_dtype)
+
 
 def _head_forward(
+    of_log_probs: bool,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     counted: Tensor,
     *others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of the counted rows, a chunk at a time; ``others`` are :class:`_HeadOptions`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of the counted rows, a chunk at a time; ``others`` are :class:`_HeadOptions`.
+
+    With ``of_log_probs`` also the gradient of each log-prob with respect to its hidden state.
+    """
     options = _HeadOptions(*others)
     call = options.call(labels, counted, weight.shape[0])
-    head = Head.of(hidden, weight, bias, options.dtype, call.shard)
+    head = options.head(call, hidden, weight, bias)
     rows = counted.nonzero().squeeze(1)
-    return _statistics(call, head, rows.split(head.rows_per_chunk(options.chunk_tokens)))
+    size = head.rows_per_chunk(rows.numel(), options.chunk_tokens, sums_weight=False)
+    chunks, memory = rows.split(size), head.chunk_memory(size)
+    if not of_log_probs:
+        return *_statistics(call, head, chunks, memory), hidden.new_empty(0)
+    # The loss whose gradient this is: the k1 term alone, summed.
+    config = replace(call.config, kl_loss_coef=1.0, kl_loss_type="k1")
+    ones = torch.ones_like(labels, dtype=torch.float64)
+    zeros, bounds = torch.zeros_like(labels, dtype=torch.float32), bounds_tensor((1.0, 1.0), labels)
+    call = replace(
+        call, config=config, advantages=zeros, ref_log_probs=zeros, weights=ones, bounds=bounds
+    )
+    made = _Chunks(call, head, HeadGradients(head, (True, False, False), True), memory)
+    for chunk in chunks:
+        made.add_held(made.forward(chunk), Coefficients(ones, None))
+    gradient, *_ = made.gradients.of(hidden, None, None)
+    assert gradient is not None
+    return *made.found, gradient
 
 
 def _head_backward(
@@ -242,17 +311,18 @@ def _head_backward(
     """Makes the logits of the rows again whose incoming gradients are not zero."""
     options = _HeadOptions(*others)
     call = options.call(labels, counted, weight.shape[0])
-    head = Head.of(hidden, weight, bias, options.dtype, call.shard)
+    head = options.head(call, hidden, weight, bias)
     no_log_probs = entropy  # the second pass does not read them
     found = RowStatistics(no_log_probs, entropy, stats)
     coefficients = Coefficients(
         torch.zeros_like(entropy) if dlog_probs is None else dlog_probs, dentropy
     )
     rows = (counted & coefficients.has_gradient()).nonzero().squeeze(1)
-    chunks = rows.split(head.rows_per_chunk(options.chunk_tokens))
+    size = head.rows_per_chunk(rows.numel(), options.chunk_tokens, sums_weight=needs[1])
+    chunks, memory = rows.split(size), head.chunk_memory(size)
     gradients = HeadGradients(head, tuple(needs), len(chunks) == 1)
     for chunk in chunks:
-        h, logits = head.logits(chunk)
+        h, logits = head.logits(chunk, memory)
         of_chunk = found.at(chunk), coefficients.at(chunk)
         row_gradient(call.with_labels_of(chunk), as_rows(logits), *of_chunk, None)
         gradients.add(chunk, h, logits)

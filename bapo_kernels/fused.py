@@ -12,6 +12,7 @@ from .bounds import search_of_call
 from .call import Call
 from .config import grids_of, policy_options_of
 from .inputs import as_rows
+from .memory import empty_gradient
 from .output import REPORT, BAPOOutput, ClipBounds
 
 
@@ -132,7 +133,7 @@ def loss_of_logits(
     if inplace:
         dlogits = logits
     elif needs_gradient:
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        dlogits = empty_gradient(logits)
         out = as_rows(dlogits)
     if dlogits is None or call.shard is not None:
         found = row_statistics(call, rows)

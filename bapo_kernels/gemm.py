@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .distributed import VocabShard
+from .memory import OF_CHUNKS, OF_WEIGHTS
 
 CHUNK_BYTES = 2**30
 _SUM_TERMS = 4096  # of a float32 sum over the vocabulary
-_WEIGHT_ROWS = 1024  # of a weight gradient at once, where a GEMM cannot add to float32 itself
+_COLUMNS = 1024  # of the vocabulary at once, where a product has to be converted: as caches hold
+_ALIGNED = 8  # logits of a row begin at a multiple of 16 bytes, as the fastest products ask for
 
 
 @dataclass(frozen=True)
 class Head:
     """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs.
 
-    With a shard, ``weight`` and ``bias`` are those of its part of the vocabulary.
+    With a shard, ``weight`` and ``bias`` are those of its part of the vocabulary. Logits are of the
+    same dtype, or float32.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     shard: VocabShard | None
+    logits_dtype: torch.dtype
 
     @classmethod
     def of(
@@ -36,28 +41,57 @@ class Head:
         bias: Tensor | None,
         dtype: torch.dtype,
         shard: VocabShard | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> Head:
         """Detached, rows flat, in the dtype of the GEMMs."""
         rows = hidden.detach().reshape(-1, hidden.shape[-1])
         bias = None if bias is None else bias.detach().to(dtype)
-        return cls(rows.to(dtype), weight.detach().to(dtype), bias, shard)
+        return cls(rows.to(dtype), weight.detach().to(dtype), bias, shard, logits_dtype or dtype)
 
-    def logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def widens(self) -> bool:
+        """Whether logits have more bits than what they are made of."""
+        return self.logits_dtype != self.weight.dtype
+
+    def rows_per_chunk(self, rows: int, asked: int | None, sums_weight: bool) -> int:
+        """Rows of each chunk, for the fewest equal chunks; the same on every rank of a shard.
+
+        A chunk has at most the rows that were asked for, or 1 GiB of logits. Several chunks need a
+        float32 sum of the weight's gradient where that is of half precision, ``sums_weight``: if
+        all logits take no more memory than the sum would, they are one chunk.
+        """
+        columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
+        row_bytes = columns * self._bytes_per_logit
+        most = asked or max(1, CHUNK_BYTES // row_bytes)
+        halves = self.weight.element_size() < 4 and self.shard is None
+        if asked is None and sums_weight and halves and rows * row_bytes <= 4 * self.weight.numel():
+            most = rows
+        return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
+
+    @property
+    def _bytes_per_logit(self) -> int:
+        narrow = self.weight.element_size()
+        return 4 + narrow if self.widens else narrow
+
+    def chunk_memory(self, rows: int) -> Tensor:
+        """Where :meth:`logits` puts those of up to ``rows`` rows, chunk after chunk."""
+        columns = -(-self.weight.shape[0] // _ALIGNED) * _ALIGNED
+        return OF_CHUNKS.empty((rows, columns), self.logits_dtype, self.weight.device)
+
+    def logits(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
         h = self.hidden[rows]
+        logits = memory[: rows.numel(), : self.weight.shape[0]]
         with _without_autocast(h):
-            return h, F.linear(h, self.weight, self.bias)
-
-    def rows_per_chunk(self, asked: int | None) -> int:
-        """Rows of a chunk: as asked, or 1 GiB of logits; the same on every rank of a shard."""
-        columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-        fitting = CHUNK_BYTES // (columns * self.weight.element_size())
-        return int(asked) if asked else max(1, fitting)
-
-
-def _zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous, as an operator that scales a gradient in place asks for."""
-    return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+            if not self.widens and self.bias is not None:
+                torch.addmm(self.bias, h, self.weight.T, out=logits)
+            elif not self.widens:
+                torch.mm(h, self.weight.T, out=logits)
+            else:
+                _widened_product(h, self.weight, logits)
+                if self.bias is not None:
+                    logits += self.bias
+        return h, logits
 
 
 class HeadGradients:
@@ -82,26 +116,53 @@ class HeadGradients:
         """``dlogits [n, V]`` of rows that have had none so far."""
         if rows.numel() == 0:
             return
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=torch.float32)
         with _without_autocast(h):
+            dlogits = dlogits.to(h.dtype)
             if self.hidden is not None:
                 self.hidden[rows] = _dhidden(dlogits, self.head.weight, self.hidden.dtype)
             if self.needs_weight:
                 self._add_weight(h, dlogits)
-        if self.bias is not None:
-            self.bias += dlogits.sum(0, dtype=torch.float32)
+
+    @property
+    def of_hidden_alone(self) -> bool:
+        """Whether the head is frozen: only hidden states need a gradient."""
+        return self.hidden is not None and not self.needs_weight and self.bias is None
+
+    def scale_hidden(self, factors: Tensor) -> None:
+        """Multiplies the gradient of each hidden state, ``[N, H]``, by its factor, ``[N]``."""
+        assert self.hidden is not None
+        self.hidden.mul_(factors.float()[:, None])
 
     def _add_weight(self, h: Tensor, dlogits: Tensor) -> None:
-        if self.weight is None and (self.one_chunk or h.dtype == torch.float32):
-            self.weight = dlogits.T @ h
-            return
+        first = self.weight is None
         if self.weight is None:
-            self.weight = _zeros_like(self.head.weight, torch.float32)
-        if h.dtype == torch.float32:
+            dtype = h.dtype if self.one_chunk else torch.float32
+            self.weight = OF_WEIGHTS.empty(self.head.weight.shape, dtype, h.device)
+        if first and self.weight.dtype == h.dtype:
+            torch.mm(dlogits.T, h, out=self.weight)
+        elif h.dtype == torch.float32:
             self.weight.addmm_(dlogits.T, h)
-            return
-        for first in range(0, dlogits.shape[1], _WEIGHT_ROWS):
-            at = slice(first, first + _WEIGHT_ROWS)
-            self.weight[at] += _float32_product(dlogits[:, at].T, h)
+        elif dlogits.is_cuda and _ADDS_IN_FLOAT32:
+            _add_in_float32(self.weight, dlogits.T, h, beta=0 if first else 1)
+        else:
+            self._add_weight_in_parts(h, dlogits, first)
+
+    def _add_weight_in_parts(self, h: Tensor, dlogits: Tensor, first: bool) -> None:
+        """Where no product adds to float32: a part of it while it is in the cache.
+
+        In bfloat16 on a CPU each part is rounded, as the whole is that one product makes.
+        """
+        assert self.weight is not None
+        parts = dlogits.split(_COLUMNS, 1)
+        for dweight, of_part in zip(self.weight.split(_COLUMNS), parts, strict=True):
+            fast = h.dtype == torch.bfloat16 and not h.is_cuda
+            product = of_part.T @ h if fast else _float32_product(of_part.T, h)
+            if first:
+                dweight.copy_(product)
+            else:
+                dweight += product
 
     def of(self, *parameters: Tensor | None) -> list[Tensor | None]:
         """In the shapes and dtypes of hidden states, weight and bias; zeros without any row.
@@ -121,9 +182,26 @@ class HeadGradients:
         ]
 
 
+def _zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, as an operator that scales a gradient in place asks for."""
+    return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def _without_autocast(operand: Tensor) -> torch.autocast:
     """GEMMs in the dtype of their operands: autocast would round those that are float32."""
     return torch.autocast(operand.device.type, enabled=False)
+
+
+# Before, the sum would have to be of the dtype of the operands. On CUDA only.
+_ADDS_IN_FLOAT32 = TorchVersion(torch.__version__) >= "2.11"
+
+
+def _add_in_float32(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """``total = beta*total + a @ b`` in place, one GEMM; with ``beta=0`` the total is not read."""
+    if beta == 0:
+        torch.mm(a, b, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _dhidden(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,3 +223,13 @@ def _float32_product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def _widened_product(h: Tensor, weight: Tensor, logits: Tensor) -> None:
+    """``h @ weight.T`` summed and kept in float32."""
+    if h.is_cuda:
+        torch.mm(h, weight.T, out_dtype=torch.float32, out=logits)
+        return
+    h = h.float()
+    for part, of_part in zip(weight.split(_COLUMNS), logits.split(_COLUMNS, 1), strict=True):
+        torch.mm(h, part.float().T, out=of_part)

@@ -85,6 +85,14 @@ def gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dty
     return hidden.dtype
 
 
+def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits that are made of products in ``dtype``: the same, or float32."""
+    rule = f"be None, or torch.float32 for hidden states of half precision ({dtype})"
+    widens = logits_dtype == torch.float32 and dtype != torch.float64
+    require(logits_dtype in (None, dtype) or widens, "logits_dtype", rule, logits_dtype)
+    return logits_dtype or dtype
+
+
 def check_inplace(logits: Tensor) -> None:
     """``logits`` may be overwritten with their gradient."""
     base = logits if logits._base is None else logits._base

@@ -24,6 +24,7 @@ from .distributed import VocabShard, local_parameter, warn_if_not_synchronised
 from .gemm import Head
 from .inputs import (
     check_head,
+    check_logits_dtype,
     check_options,
     checked_temperature,
     config_or_default,
@@ -46,6 +47,7 @@ def bapo_linear_loss(
     temperature: Tensor | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     statistics: Statistics = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
@@ -62,16 +64,24 @@ def bapo_linear_loss(
     The logits exist one chunk of rows at a time. Masked rows are skipped, and with
     ``statistics="live"`` so are rows that cannot change the loss. Rows whose gradient is zero
     whatever the bounds take part in the forward GEMM only; the logits of undecided rows are
-    recomputed once the bounds are known. Two row counts per chunk are read on the host. Under
+    recomputed once the bounds are known. Row counts of each chunk are read on the host. Under
     ``torch.compile``, and in float16, the gradient is made in backward, where the logits of rows
-    that have one are recomputed.
+    that have one are recomputed. With a frozen head (neither ``lm_head_weight`` nor ``bias``
+    requires a gradient) no logits are recomputed, except in float16 and for an entropy term: the
+    gradient of a row's log-prob is made at once, and scaled when its coefficient is known.
 
     Args:
         hidden_states: ``[..., H]`` float32, bfloat16 or float16; float64 runs on the reference
             (slow, for checks).
         lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
         bias: ``[V]``.
-        chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
+        chunk_tokens: at most that many rows of logits exist at a time. Default: the fewest equal
+            chunks of at most 1 GiB; and one chunk where all logits take no more memory than the
+            float32 sum of the weight's gradient that several chunks need (up to ``2*H`` rows of
+            half precision).
+        logits_dtype: ``torch.float32`` keeps the logits of bfloat16 or float16 inputs in float32,
+            as their products are summed; their gradient is rounded to the dtype of the inputs.
+            Default: logits in that dtype.
         vocab_group: the rows of ``lm_head_weight`` and ``bias`` are sharded over it. Every rank
             passes the same hidden states and gets their whole gradient, by one all-reduce in
             forward (in float16, in backward).
@@ -107,8 +117,8 @@ def bapo_linear_loss(
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
     check_options(statistics, process_group, vocab_group)
-    weight, bias, dtype, backend = _local_head(
-        hidden_states, lm_head_weight, bias, vocab_group, backend
+    weight, bias, dtype, logits_dtype, backend = _local_head(
+        hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
     batch = old_log_probs, advantages, response_mask
     columns = weight.shape[0]
@@ -116,20 +126,27 @@ def bapo_linear_loss(
     call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
     if backend == "reference":
         return reference.bapo_linear_loss(
-            hidden_states, weight, labels, *batch, bias=bias, **of_logits, **options
+            hidden_states.to(dtype),
+            weight.to(dtype),
+            labels,
+            *batch,
+            bias=bias,
+            logits_dtype=logits_dtype,
+            **of_logits,
+            **options,
         )
 
     parameters = hidden_states, weight, bias
-    needs = tuple(
-        torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
-        for parameter in parameters
-    )
+    needs = _needs(*parameters)
     # A compiler cannot trace the loop over chunks; it is inside an operator there.
     if (any(needs) or torch.compiler.is_compiling()) and in_backward(dtype):
-        logp, entropy = LinearLogProbs.apply(*parameters, call, dtype, chunk_tokens)
+        of_log_probs = _makes_of_log_probs(needs, dtype) and not call.config.entropy_coef
+        logp, entropy = LinearLogProbs.apply(
+            *parameters, call, of_log_probs, dtype, logits_dtype, chunk_tokens
+        )
         return differentiable_loss(call, logp, entropy)
     with torch.no_grad():
-        head = Head.of(*parameters, dtype, call.shard)
+        head = Head.of(*parameters, dtype, call.shard, logits_dtype)
         output, gradients = loss_of_hidden(call, head, needs, chunk_tokens)
     made = [None, None, None] if gradients is None else gradients.of(*parameters)
     return output_with_gradients(output, backend, parameters, made)
@@ -148,16 +165,20 @@ def linear_log_probs(
     vocab_group: dist.ProcessGroup | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``, a chunk of rows at a time.
 
-    Backward recomputes the logits of the rows whose incoming gradients are not zero.
+    Backward recomputes the logits of the rows whose incoming gradients are not zero. With a frozen
+    head (neither ``lm_head_weight`` nor ``bias`` requires a gradient) forward makes the gradient of
+    each log-prob with respect to its hidden state, and backward scales it, so no logits are
+    recomputed; except in float16, and for a gradient of the entropy.
 
     Args:
         hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; dtypes and
-            shards as in :func:`bapo_linear_loss`. With ``vocab_group``, backward makes one
-            all-reduce.
-        chunk_tokens: rows of logits that exist at a time; default: 1 GiB of them.
+            shards as in :func:`bapo_linear_loss`. With ``vocab_group`` there is one all-reduce,
+            in backward, or in forward with a frozen head.
+        chunk_tokens, logits_dtype: as in :func:`bapo_linear_loss`.
 
     Examples:
         >>> hidden, weight = torch.ones(2, 4), torch.zeros(10, 4)
@@ -174,13 +195,13 @@ def linear_log_probs(
     of_tokens = None
     if isinstance(temperature, Tensor):
         of_tokens = checked_temperature(temperature, labels, "labels")
-    weight, bias, dtype, backend = _local_head(
-        hidden_states, lm_head_weight, bias, vocab_group, backend
+    weight, bias, dtype, logits_dtype, backend = _local_head(
+        hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
     if backend == "reference":
         return reference.linear_log_probs(
-            hidden_states,
-            weight,
+            hidden_states.to(dtype),
+            weight.to(dtype),
             labels,
             bias=bias,
             temperature=temperature,
@@ -188,25 +209,48 @@ def linear_log_probs(
             final_logit_softcapping=final_logit_softcapping,
             return_entropy=return_entropy,
             vocab_group=vocab_group,
+            logits_dtype=logits_dtype,
         )
     shard = VocabShard.of(weight.shape[0], labels, vocab_group)
     call = log_probs_call(labels, config, backend, shard, of_tokens)
-    logp, entropy = LinearLogProbs.apply(hidden_states, weight, bias, call, dtype, chunk_tokens)
+    parameters = hidden_states, weight, bias
+    of_log_probs = _makes_of_log_probs(_needs(*parameters), dtype)
+    logp, entropy = LinearLogProbs.apply(
+        *parameters, call, of_log_probs, dtype, logits_dtype, chunk_tokens
+    )
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy
+
+
+def _needs(*parameters: Tensor | None) -> tuple[bool, ...]:
+    """Whether hidden states, weight and bias need a gradient."""
+    return tuple(
+        torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
+        for parameter in parameters
+    )
+
+
+def _makes_of_log_probs(needs: tuple[bool, ...], dtype: torch.dtype) -> bool:
+    """Whether forward makes the gradients of log-probs, to be scaled in backward.
+
+    In float16 that would lose small probabilities, which a gradient times a loss scale keeps.
+    """
+    return needs == (True, False, False) and dtype != torch.float16
 
 
 def _local_head(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
     bias: Tensor | None,
+    logits_dtype: torch.dtype | None,
     vocab_group: dist.ProcessGroup | None,
     backend: str | None,
-) -> tuple[Tensor, Tensor | None, torch.dtype, str]:
-    """What this rank computes with: weight and bias, dtype of the GEMMs, backend."""
+) -> tuple[Tensor, Tensor | None, torch.dtype, torch.dtype, str]:
+    """What this rank computes with: weight and bias, dtypes of the GEMMs and logits, backend."""
     dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
     warn_if_not_synchronised(hidden_states, lm_head_weight)
     weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
     bias = None if bias is None else local_parameter("bias", bias, vocab_group)
     like = hidden_states.new_empty(0, dtype=dtype)
-    return weight, bias, dtype, choose(backend, like, "hidden_states")
+    logits_dtype = check_logits_dtype(logits_dtype, dtype)
+    return weight, bias, dtype, logits_dtype, choose(backend, like, "hidden_states")

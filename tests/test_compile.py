@@ -152,7 +152,7 @@ def test_temperatures(backend, device, level, per):
 
 def test_linear_loss():
     """With Inductor; ``test_linear.py`` has the options."""
-    weight = torch.randn(65, 16).bfloat16()
+    weight = torch.randn(65, 16).bfloat16().requires_grad_()
 
     def loss(hidden, *arguments):
         out = bapo_linear_loss(hidden, weight, *arguments)
@@ -274,15 +274,18 @@ def on_cpu():
 
 
 @pytest.mark.parametrize("name", sorted(HEAD_SCHEMAS))
-@pytest.mark.parametrize("biased", [False, True])
-def test_opcheck_of_the_head(name, biased):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_opcheck_of_the_head(name, frozen):
     hidden, weight = torch.randn(2, 3, 8), torch.randn(V, 8)
-    bias = torch.randn(V) if biased else None
+    bias = None if frozen else torch.randn(V)
     tokens = torch.randint(0, V, (N,)), torch.arange(N) % 3 != 0
-    arguments = (hidden, weight, bias, *tokens, torch.float32, *TRANSFORM, "cpu", 4, None, None)
-    if name == "head_backward":
-        statistics = ops_of("cpu").head_forward(*arguments)[1:]
-        arguments = (-double(N), double(N), *statistics, [True, True, biased], *arguments)
+    dtypes = torch.float32, torch.float32
+    arguments = (hidden, weight, bias, *tokens, *dtypes, *TRANSFORM, "cpu", 4, None, None)
+    if name == "head_forward":
+        arguments = (frozen, *arguments)
+    else:
+        _, *statistics, _ = ops_of("cpu").head_forward(frozen, *arguments)
+        arguments = (-double(N), double(N), *statistics, [True, not frozen, not frozen], *arguments)
     op = getattr(ops_of("cpu"), name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
@@ -431,7 +434,7 @@ def test_collectives_are_part_of_the_graph(tmp_path, level, shards):
                 out = bapo_linear_loss(x, weight, *case.arguments(), **groups)
             return out.loss, out.metrics["bapo_pos_share"]
 
-        weight = torch.randn(65, 16).bfloat16()
+        weight = torch.randn(65, 16).bfloat16().requires_grad_()
         hidden = torch.randn(4, 8, 16).bfloat16()
         x = case.logits if level == "logits" else hidden
         compare(loss, torch.compile(loss, fullgraph=True, backend="aot_eager"), x)

@@ -144,21 +144,21 @@ def check_logits_level(worlds, name, dtype, backend, data, tensor, inplace=False
     assert_within_budget("gradient", got.to(dtype), same.gradient, truth.gradient)
 
 
-def linear_rank(rank, name, dtype, backend, data, tensor):
+def linear_rank(rank, name, dtype, backend, data, tensor, frozen=False):
     # Chunks of given rows or of given bytes: equally many on every rank, though shards are uneven.
     chunk_tokens = 5 if name == "paper" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize)
-        return linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens)
+        return linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens, frozen)
 
 
-def linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens):
+def linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens, frozen):
     mesh = grid(data, tensor)
     d, t = divmod(rank, tensor)
     rows, columns, arguments, options = of_rank(linear_case(name, dtype), data, tensor, d, t, mesh)
     hidden, weight, bias = head(dtype)
     leaves = hidden[rows].clone(), weight[columns].clone(), bias[columns].clone()
-    for leaf in leaves:
+    for leaf in leaves[: 1 if frozen else 3]:
         leaf.requires_grad_()
     out = bapo_kernels.bapo_linear_loss(
         leaves[0],
@@ -226,6 +226,47 @@ def test_loss_of_hidden_states(worlds, backend, data, tensor, name, dtype):
     if dtype == torch.float32:
         loss = torch.stack([group[0]["loss"] for group in rank]).double().mean()
         torch.testing.assert_close(loss, truth[0].loss.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OF_HIDDEN)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_head(worlds, backend, name):
+    """The gradients of log-probs that forward makes are sums over ranks, and scaled later."""
+    frozen, trained = (
+        worlds(4).run(linear_rank, name, torch.float32, backend, 2, 2, choice)
+        for choice in (True, False)
+    )
+    for part_, whole in zip(frozen, trained, strict=True):
+        assert torch.equal(part_["loss"], whole["loss"])
+        dhidden, *of_head = part_["gradients"]
+        assert of_head == [None, None]
+        expected = whole["gradients"][0]
+        error = (dhidden - expected).abs().max()
+        assert error <= 4 * EPS[torch.float32] * expected.abs().max()
+
+
+def frozen_log_probs_rank(rank, backend):
+    case, columns = whole_case("paper", torch.float32), part(COLUMNS[2], rank)
+    hidden, weight, bias = head(torch.float32)
+    hidden.requires_grad_()
+    group = grid(1, 2).get_group("tensor")
+    options = dict(vocab_group=group, backend=backend, bias=bias[columns], chunk_tokens=7)
+    logp, _ = bapo_kernels.linear_log_probs(hidden, weight[columns], case.labels, **options)
+    (logp * per_token((B, S), 7)).sum().backward()
+    return hidden.grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_probs_of_a_frozen_head(worlds, backend):
+    case, expected = whole_case("paper", torch.float32), []
+    for work in (torch.float32, torch.float64):
+        hidden, weight, bias = (x.to(work) for x in head(torch.float32))
+        hidden.requires_grad_()
+        logp, _ = reference.linear_log_probs(hidden, weight, case.labels, bias=bias)
+        (logp * per_token((B, S), 7)).sum().backward()
+        expected.append(hidden.grad)
+    for gradient in worlds(2).run(frozen_log_probs_rank, backend):
+        assert_within_budget("gradient of hidden", gradient, *expected)
 
 
 TEMPERATURES = {2: 0.8, 4: per_token((B, S), 9, 0.5, 2.0)}  # by the number of shards

@@ -1,7 +1,6 @@
 """Losses and log-probs of hidden states against the float64 reference, gradient by gradient."""
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from helpers import (
 )
 
 from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
+from bapo_kernels.chunks import _Front
 from bapo_kernels.gemm import Head, HeadGradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -59,8 +59,10 @@ def problem(dtype, device, config, staleness=0.4, shape=(B, S), seed=0):
     return [t.to(device) for t in (hidden, weight, bias)], Case(None, *tokens, options)
 
 
-def run(function, parameters, case, kind=None, **options):
-    leaves = [p.detach().to(kind or p.dtype).clone().requires_grad_() for p in parameters]
+def run(function, parameters, case, kind=None, frozen=False, **options):
+    leaves = [p.detach().to(kind or p.dtype).clone() for p in parameters]
+    for leaf in leaves[: 1 if frozen else 3]:
+        leaf.requires_grad_()
     hidden = leaves[0]
     if function is reference.bapo_linear_loss:  # 0*NaN of a masked row would reach the weight
         hidden = torch.where(unmasked_tokens(case)[..., None], hidden, 0.0)
@@ -69,18 +71,30 @@ def run(function, parameters, case, kind=None, **options):
     return out, [leaf.grad for leaf in leaves]
 
 
-def check(parameters, case, backend, statistics="all", linear_loss=bapo_linear_loss, **options):
+def check(
+    parameters,
+    case,
+    backend,
+    statistics="all",
+    linear_loss=bapo_linear_loss,
+    frozen=False,
+    logits_dtype=None,
+    **options,
+):
     got, same, truth = (
-        run(function, parameters, case, kind, statistics=statistics, **extra)
+        run(function, parameters, case, kind, frozen, statistics=statistics, **extra)
         for function, kind, extra in (
-            (linear_loss, None, {"backend": backend, **options}),
-            (reference.bapo_linear_loss, None, {}),
+            (linear_loss, None, {"backend": backend, "logits_dtype": logits_dtype, **options}),
+            (reference.bapo_linear_loss, None, {"logits_dtype": logits_dtype}),
             (reference.bapo_linear_loss, torch.float64, {}),
         )
     )
     size = truth[0].log_probs.nan_to_num().abs().max().item()
     named = zip(("hidden", "weight", "bias"), got[1], same[1], truth[1], strict=True)
     for name, *gradients in named:
+        if frozen and name != "hidden":
+            assert gradients[0] is None
+            continue
         assert gradients[0].dtype == parameters[0].dtype
         # r inherits the rounding of the log-prob, as in check_against_reference.
         inherited = EPS[torch.float32] * size * gradients[2].abs().max().item()
@@ -121,15 +135,15 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["far", "entropy"])
-def test_compiled(backend, device, name):
+@pytest.mark.parametrize(("name", "frozen"), [("far", False), ("entropy", False), ("kl", True)])
+def test_compiled(backend, device, name, frozen):
     """One graph for any number of tokens; its gradient is computed in backward."""
     torch._dynamo.reset()
     compiled = torch.compile(bapo_linear_loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for S_ in (S, S + 4):
         parameters, case = problem(torch.float32, device, build(name), shape=(B, S_), seed=S_)
         with torch._dynamo.config.patch(error_on_recompile=S_ != S):
-            check(parameters, case, backend, linear_loss=compiled, chunk_tokens=9)
+            check(parameters, case, backend, linear_loss=compiled, frozen=frozen, chunk_tokens=9)
 
 
 def test_packed_with_weights(backend, device):
@@ -148,21 +162,60 @@ def test_packed_with_weights(backend, device):
 
 @pytest.mark.parametrize(("chunk_tokens", "chunks"), [(None, 1), (4, 4)])
 def test_last_chunk_is_not_recomputed(monkeypatch, chunk_tokens, chunks):
-    """It stays in memory until the bounds are known, and is freed before others are recomputed."""
+    """It stays in memory until the bounds are known; then others are recomputed in its place."""
     parameters, case = problem(torch.float32, "cpu", build("far"))
-    made, alive = [], []
+    made = []
 
-    def logits(self, rows, original=Head.logits):
-        alive.append(sum(reference() is not None for reference in made))
-        h, of_rows = original(self, rows)
-        made.append(weakref.ref(of_rows))
+    def logits(self, rows, memory, original=Head.logits):
+        h, of_rows = original(self, rows, memory)
+        made.append((rows.numel(), of_rows.untyped_storage().data_ptr()))
         return h, of_rows
 
     monkeypatch.setattr(Head, "logits", logits)
     run(bapo_linear_loss, parameters, case, chunk_tokens=chunk_tokens)
     recomputed = 0 if chunk_tokens is None else 1
     assert len(made) == chunks + recomputed
-    assert alive == [0] * len(made)
+    assert len({place for _, place in made}) == 1
+    sizes = [rows for rows, _ in made[:chunks]]
+    assert max(sizes) - min(sizes) < chunks, "the chunks are equal but for the last"
+
+
+def test_rows_per_chunk():
+    """The fewest equal chunks; one, where a sum of several would take more memory than it."""
+
+    def rows(count, asked=None, dtype=torch.bfloat16, sums_weight=True, logits_dtype=None):
+        weight = torch.empty(2**17, 64, dtype=dtype, device="meta")
+        head = Head.of(weight[:count], weight, None, dtype, None, logits_dtype)
+        return head.rows_per_chunk(count, asked, sums_weight)
+
+    assert [rows(n, asked=5) for n in (0, 1, 5, 6, 11, 15, 16)] == [1, 1, 5, 3, 4, 5, 4]
+    assert rows(4096) == 4096  # 1 GiB
+    assert rows(4097) == 2049
+    assert rows(4097, dtype=torch.float32) == 1366
+    assert rows(4096, logits_dtype=torch.float32) == 1024  # and their gradient in bfloat16
+    wide = torch.empty(2**17, 4096, dtype=torch.bfloat16, device="meta")
+    head = Head.of(wide[:1], wide, None, torch.bfloat16)
+    assert head.rows_per_chunk(8192, None, sums_weight=True) == 8192
+    assert head.rows_per_chunk(8193, None, sums_weight=True) == 2731
+    assert head.rows_per_chunk(8192, None, sums_weight=False) == 4096
+    assert head.rows_per_chunk(8192, 1000, sums_weight=True) == 911
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_rows_that_stay_are_moved_to_the_front(share):
+    """In their memory, and none that is there already."""
+    torch.manual_seed(0)
+    for n in (0, 1, 7, 100):
+        keep = torch.rand(n) < share
+        values = torch.arange(float(n))[:, None].repeat(1, 3)
+        front = _Front.of(keep)
+        moved = front.moved(values)
+        assert moved.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+        assert torch.equal(moved[:, 0], front.rows.float())
+        assert torch.equal(front.rows.sort().values, keep.nonzero().squeeze(1))
+        stay = keep[: len(front.rows)].nonzero().squeeze(1)
+        assert torch.equal(front.rows[stay], stay)
+        assert front.fillers.numel() == len(front.rows) - len(stay)
 
 
 def test_chunk_size_changes_nothing_but_rounding(backend, device):
@@ -180,19 +233,31 @@ def test_chunk_size_changes_nothing_but_rounding(backend, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weight_gradient_of_many_chunks_is_not_rounded(dtype):
-    """The error must not grow with the number of chunks, as it would for a sum in bfloat16."""
+def test_weight_gradient_of_many_chunks(dtype):
+    """The error must not grow with the number of chunks, as it would for a sum in bfloat16.
+
+    The products are not rounded; those of bfloat16 are, on a CPU, which is within the budget.
+    """
     torch.manual_seed(0)
     parameters = torch.randn(400, H).to(dtype), torch.randn(V, H).to(dtype), None
-    gradients = HeadGradients(Head.of(*parameters, dtype), (True, True, False), one_chunk=False)
     dlogits = torch.randn(400, V).to(dtype)
+    truth = dlogits.double().T @ parameters[0].double()
+    gradients = HeadGradients(Head.of(*parameters, dtype), (True, True, False), one_chunk=False)
+    naive = torch.zeros(V, H, dtype=dtype)
     for rows in torch.arange(400).split(2):
         gradients.add(rows, parameters[0][rows], dlogits[rows])
-    truth = dlogits.double().T @ parameters[0].double()
+        naive += dlogits[rows].T @ parameters[0][rows]
     assert gradients.weight.dtype == torch.float32
-    assert (gradients.weight - truth).abs().max() <= 1e-5 * truth.abs().max()
+    sums = 1e-5 * truth.abs().max().item()
+    if dtype != torch.bfloat16:
+        assert (gradients.weight - truth).abs().max() <= sums
     dhidden, dweight, _ = gradients.of(*parameters)
     assert dhidden.dtype == dweight.dtype == dtype
+    rounded = truth.to(dtype)
+    assert_within_budget("gradient of weight", dweight, rounded, truth, inherited=sums)
+    if dtype == torch.bfloat16:
+        with pytest.raises(AssertionError):
+            assert_within_budget("a sum in bfloat16", naive, rounded, truth)
 
 
 def test_micro_batches_add_up(backend, device):
@@ -231,6 +296,117 @@ def test_frozen_parameters_have_no_gradient(backend, device, frozen):
     ).loss.backward()
     for leaf, gradient in zip(leaves, expected, strict=True):
         assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_frozen_head(backend, device, dtype, name):
+    """Undecided rows of earlier chunks get the gradient of their log-prob, to be scaled later."""
+    parameters, case = problem(dtype, device, build(name), staleness=0.0)
+    case.old_log_probs = None
+    check(parameters, case, backend, chunk_tokens=5, frozen=True)
+    if dtype == torch.float32:
+        for statistics in ("all", "live"):
+            parameters, case = problem(dtype, device, build(name))
+            check(parameters, case, backend, statistics, chunk_tokens=4, frozen=True)
+
+
+@pytest.mark.parametrize(("name", "recomputed"), [("far", 0), ("kl", 0), ("entropy", 1)])
+def test_frozen_head_recomputes_nothing(monkeypatch, name, recomputed):
+    parameters, case = problem(torch.float32, "cpu", build(name))
+    rows = []
+
+    def logits(self, of, memory, original=Head.logits):
+        rows.append(of.numel())
+        return original(self, of, memory)
+
+    monkeypatch.setattr(Head, "logits", logits)
+    counted = int(unmasked_tokens(case).sum())
+    for frozen, more in ((False, 1), (True, recomputed)):
+        rows.clear()
+        run(bapo_linear_loss, parameters, case, frozen=frozen, chunk_tokens=4)
+        assert len(rows) == -(-counted // 4) + more
+        assert (sum(rows) > counted) == bool(more)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [(dtype, False) for dtype in DTYPES]
+    + [pytest.param(torch.bfloat16, True, marks=pytest.mark.compile)],
+)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, monkeypatch):
+    """No logits are made again, unless the entropy has a gradient, and in float16."""
+    torch._dynamo.reset()
+    parameters, case = problem(dtype, device, BAPOConfig())
+    factors = torch.randn(B, S, device=device)
+    made = []
+
+    def logits(self, of, memory, original=Head.logits):
+        made.append(of.numel())
+        return original(self, of, memory)
+
+    monkeypatch.setattr(Head, "logits", logits)
+    function = torch.compile(linear_log_probs, fullgraph=True) if compiled else linear_log_probs
+    labels, results = torch.where(unmasked_tokens(case), case.labels, -100), []
+    for kind, which, options in (
+        (None, function, dict(backend=backend, chunk_tokens=4)),
+        (None, reference.linear_log_probs, {}),
+        (torch.float64, reference.linear_log_probs, {}),
+    ):
+        hidden, weight, bias = (p.to(kind or dtype).clone() for p in parameters)
+        hidden.requires_grad_()
+        logp, token_entropy = which(hidden, weight, labels, bias=bias, temperature=0.8, **options)
+        loss = (factors * logp).sum() + (0.3 * (factors * token_entropy).sum() if entropy else 0)
+        loss.backward(retain_graph=True)
+        results.append(hidden.grad.clone())
+        if kind is None:
+            loss.backward()
+            assert torch.equal(hidden.grad, 2 * results[-1]), "a second backward is the same"
+    assert_within_budget("gradient of hidden", *results)
+    unmasked = int((labels != -100).sum())
+    again = entropy or dtype == torch.float16
+    assert sum(made) == unmasked * (3 if again else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["paper", "kl", "entropy", "softcap"])
+def test_float32_logits(backend, device, dtype, name):
+    parameters, case = problem(dtype, device, build(name), staleness=0.0)
+    for chunk_tokens, frozen in ((None, False), (5, False), (5, True)):
+        options = dict(chunk_tokens=chunk_tokens, logits_dtype=torch.float32, frozen=frozen)
+        check(parameters, case, backend, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_logits_are_not_rounded(backend, device, dtype):
+    """The log-probs are those of the same inputs in float64, but for the sum of the products."""
+    torch.manual_seed(0)
+    weight = (3 * torch.randn(1_000, 256) / 16).to(device, dtype)
+    hidden, labels = torch.randn(30, 256).to(device, dtype), torch.arange(30, device=device)
+    expected = reference.linear_log_probs(hidden.double(), weight.double(), labels)[0]
+    options = dict(backend=backend, chunk_tokens=8)
+    errors = [
+        (linear_log_probs(hidden, weight, labels, logits_dtype=kind, **options)[0] - expected)
+        .abs()
+        .max()
+        for kind in (torch.float32, None)
+    ]
+    assert errors[0] <= 2e-6 < 1e-3 < errors[1]
+
+
+def test_float32_logits_under_autocast(backend, device):
+    """The operands have the dtype of autocast, their products are not rounded to it."""
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(200, 32, device=device), torch.randn(30, 32, device=device)
+    labels, options = torch.arange(30, device=device), dict(logits_dtype=torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        got = linear_log_probs(hidden, weight, labels, backend=backend, **options)[0]
+        same = linear_log_probs(hidden, weight, labels, backend="reference", **options)[0]
+    operands = hidden.bfloat16().double(), weight.bfloat16().double()
+    expected = reference.linear_log_probs(*operands, labels)[0]
+    for log_probs in (got, same):
+        assert (log_probs - expected).abs().max() <= 4e-7 * expected.abs().max()
 
 
 def test_without_gradient(backend, device):
@@ -379,6 +555,11 @@ ERRORS = {
     ),
     "bias": (dict(bias=torch.ones(4)), r"bias must have shape \(5,\), got \(4,\)"),
     "chunk": (dict(chunk_tokens=0), "chunk_tokens must be None or an integer >= 1, got 0"),
+    "logits": (
+        dict(logits_dtype=torch.bfloat16),
+        r"logits_dtype must be None, or torch.float32 for hidden states of half precision "
+        r"\(torch.float32\), got torch.bfloat16",
+    ),
     "labels": (dict(labels=torch.zeros(3, dtype=torch.long)), "labels must have the leading shape"),
 }
 

@@ -229,6 +229,7 @@ def bapo_linear_loss(
     *,
     bias: Tensor | None = None,
     temperature: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> BAPOOutput:
@@ -243,7 +244,7 @@ def bapo_linear_loss(
     unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
     masked = ~unmasked | (labels.long() == IGNORE_INDEX)
     hidden_states = hidden_states.masked_fill(masked[..., None], 0.0)
-    logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group)
+    logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group, logits_dtype)
     batch = old_log_probs, advantages, response_mask
     return bapo_loss(logits, labels, *batch, temperature=temperature, **options)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import IGNORE_INDEX
@@ -78,6 +81,7 @@ def linear_log_probs(
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
     vocab_group: dist.ProcessGroup | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``.
 
@@ -93,7 +97,7 @@ def linear_log_probs(
     """
     hidden_states = hidden_states.masked_fill((labels.long() == IGNORE_INDEX)[..., None], 0.0)
     return log_probs(
-        head_logits(hidden_states, lm_head_weight, bias, vocab_group),
+        head_logits(hidden_states, lm_head_weight, bias, vocab_group, logits_dtype),
         labels,
         temperature=temperature,
         logit_scale=logit_scale,
@@ -107,8 +111,31 @@ def head_logits(
     lm_head_weight: Tensor,
     bias: Tensor | None,
     vocab_group: dist.ProcessGroup | None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``hidden_states @ lm_head_weight.T + bias``, of the shards of all ranks."""
+    """``hidden_states @ lm_head_weight.T + bias``, of the shards of all ranks.
+
+    In ``logits_dtype``, by default that of the hidden states, to which the gradient is rounded.
+    """
     lm_head_weight = whole_vocabulary(lm_head_weight, vocab_group, 0)
     bias = None if bias is None else whole_vocabulary(bias, vocab_group, 0)
-    return torch.nn.functional.linear(hidden_states, lm_head_weight, bias)
+    if logits_dtype is None or logits_dtype == hidden_states.dtype:
+        return F.linear(hidden_states, lm_head_weight, bias)
+    bias = None if bias is None else bias.to(logits_dtype)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        logits = F.linear(hidden_states.to(logits_dtype), lm_head_weight.to(logits_dtype), bias)
+    rounded: Tensor = _RoundedGradient.apply(logits, hidden_states.dtype)
+    return rounded
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """The same values, and their gradient rounded to a dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype).to(gradient.dtype), None

@@ -1,0 +1,331 @@
+"""Gradient memory on a CPU: used again when nobody holds it, and never before."""
+
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_case, needs_native, run_kernel
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import bapo_kernels
+from bapo_kernels import BAPOConfig, bapo_loss, log_probs, memory
+from bapo_kernels.memory import empty_gradient
+
+LOGITS = torch.zeros(6, 8)
+
+
+@pytest.fixture(autouse=True)
+def kept_from_the_first_byte(monkeypatch):
+    monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 0)
+    bapo_kernels.empty_cache()
+    yield
+    bapo_kernels.empty_cache()
+
+
+def ones():
+    return empty_gradient(LOGITS).fill_(1.0)
+
+
+def in_an_autograd_graph(gradient):
+    w = torch.ones(LOGITS.shape, requires_grad=True)
+    loss = (gradient * w).sum()
+    return lambda: torch.autograd.grad(loss, w)[0]
+
+
+def in_a_thread(gradient):
+    asked, answered, values = threading.Event(), threading.Event(), []
+
+    def holder(mine):
+        answered.set()
+        asked.wait()
+        values.append(mine.clone())
+
+    thread = threading.Thread(target=holder, args=(gradient,))
+    thread.start()
+    answered.wait()
+
+    def read():
+        asked.set()
+        thread.join()
+        return values[0]
+
+    return read
+
+
+def in_a_leaf(gradient):
+    logits = torch.zeros(LOGITS.shape, requires_grad=True)
+    logits.grad = gradient
+    return lambda: logits.grad
+
+
+def resized(gradient):
+    gradient.resize_(2 * gradient.numel())
+    return lambda: gradient[: LOGITS.numel()]
+
+
+def shrunk(gradient):
+    gradient.resize_(3)
+    return lambda: gradient
+
+
+def set_to_another(gradient):
+    other = torch.zeros(3).set_(gradient)
+    gradient.set_(torch.ones(3).untyped_storage(), 0, (3,))
+    return lambda: torch.cat([other.flatten(), gradient])
+
+
+def without_memory(gradient):
+    """As FSDP frees a tensor, and allocates it again."""
+    storage, size = gradient.untyped_storage(), gradient.nbytes
+    storage.resize_(0)
+    later = ones()
+    storage.resize_(size)
+    gradient.fill_(1.0)
+    return lambda: torch.cat([gradient, later])
+
+
+def moved_to_shared_memory(gradient):
+    storage = gradient.share_memory_().untyped_storage()
+    other = torch.empty(0).set_(storage, 0, LOGITS.shape)
+    return lambda: other
+
+
+def of_shared_memory(gradient):
+    """A second mapping of the memory, such as another process makes; it holds nothing here."""
+    fd, size = gradient.untyped_storage()._share_fd_cpu_()
+    mapped = torch.UntypedStorage._new_shared_fd_cpu(os.dup(fd), size)
+    return lambda: torch.empty(0).set_(mapped, 0, LOGITS.shape)
+
+
+HOLDERS = {
+    "the tensor": lambda g: lambda: g,
+    "a slice": lambda g: partial(torch.clone, g[2:, ::3]),
+    "other dtype": lambda g: partial(torch.Tensor.view, g.view(torch.int32), torch.float32),
+    "detached": lambda g: partial(torch.clone, g.detach()),
+    "parameter": lambda g: partial(torch.clone, torch.nn.Parameter(g)),
+    "gradient of a leaf": in_a_leaf,
+    "autograd graph": in_an_autograd_graph,
+    "storage": lambda g: partial(torch.empty(0).set_, g.untyped_storage(), 0, LOGITS.shape),
+    "numpy": lambda g: partial(torch.tensor, g.numpy()),
+    "slice in numpy": lambda g: partial(torch.tensor, g.numpy()[1:, 2:]),
+    "numpy and back": lambda g: partial(torch.clone, torch.from_numpy(g.numpy())),
+    "memoryview": lambda g: partial(np.array, memoryview(g.numpy())),
+    "DLPack capsule": lambda g: partial(torch.from_dlpack, torch.utils.dlpack.to_dlpack(g)),
+    "DLPack in numpy": lambda g: partial(torch.tensor, np.from_dlpack(g)),
+    "lazy clone": lambda g: partial(torch.clone, torch._lazy_clone(g)),
+    "thread": in_a_thread,
+    "resize_": resized,
+    "shrunk": shrunk,
+    "set_": set_to_another,
+    "resize_(0)": without_memory,
+    "shared memory": moved_to_shared_memory,
+    "other process": of_shared_memory,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_held_memory_is_not_touched(holder):
+    gradient = ones()
+    read = HOLDERS[holder](gradient)
+    del gradient
+    gc.collect()
+    later = [empty_gradient(LOGITS).fill_(value) for value in (2.0, 3.0, 4.0)]
+    values = torch.as_tensor(read())
+    assert values.numel()
+    assert (values == 1).all()
+    assert [int(each.unique()) for each in later] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("holder", ["resize_", "other process", "lazy clone"])
+def test_moved_memory_is_not_used_again(holder, monkeypatch):
+    """Even if only the storage of another memory is left, and nobody else holds it."""
+    gradient = ones()
+    address = gradient.data_ptr()
+    read = HOLDERS[holder](gradient)
+    del gradient
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda _: 1)
+    assert not memory.OF_LOGITS.last[0].is_free()
+    monkeypatch.undo()
+    assert memory.OF_LOGITS.last[0].address == address
+    assert (read() == 1).all()
+
+
+def test_free_memory_is_used_again():
+    address = ones().data_ptr()
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        logits = LOGITS.to(dtype)
+        gradient = empty_gradient(logits.T)
+        assert gradient.data_ptr() == address
+        assert gradient.is_contiguous()
+        assert gradient.shape == logits.T.shape
+        assert gradient.dtype == dtype
+        assert gradient.storage_offset() == 0
+        assert not gradient._is_view()
+        del gradient
+    bapo_kernels.empty_cache()
+    held = ones()
+    assert empty_gradient(LOGITS).data_ptr() != held.data_ptr()
+
+
+@pytest.mark.parametrize(("rows", "again"), [(6, True), (3, True), (2, False), (7, False)])
+def test_memory_of_another_size(rows, again):
+    """At most half of it is left unused; a larger gradient gets memory of its own."""
+    address = ones().data_ptr()
+    spare = torch.empty(LOGITS.nbytes, dtype=torch.uint8)  # a freed block would come back here
+    assert (empty_gradient(LOGITS[:1].expand(rows, 8)).data_ptr() == address) == again
+    del spare
+
+
+def test_memory_of_one_gradient_is_kept():
+    first, second = ones(), ones()
+    blocks = [weakref.ref(block.memory) for block in memory.OF_LOGITS.last]
+    assert len(blocks) == 1
+    address = second.data_ptr()
+    del first, second
+    assert blocks[0]().data_ptr() == address
+    third = ones()
+    assert third.data_ptr() == address
+    bapo_kernels.empty_cache()
+    assert blocks[0]() is None
+    assert (third == 1).all()
+
+
+def test_what_is_not_kept(monkeypatch):
+    with FlopCounterMode(display=False):
+        ones()
+    with FakeTensorMode() as mode:
+        empty_gradient(mode.from_tensor(LOGITS))
+    with torch.inference_mode():
+        ones()
+    torch.compile(empty_gradient, backend="eager", fullgraph=True)(LOGITS)
+    empty_gradient(LOGITS.to("meta"))
+    monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes + 1)
+    ones()
+    assert not memory.OF_LOGITS.last
+    monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes)
+    ones()
+    assert memory.OF_LOGITS.last
+
+
+@pytest.fixture
+def switching():
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads(switching):
+    """No two gradients that exist at the same time share memory."""
+    errors = []
+
+    def work(number):
+        for _ in range(300):
+            gradient = empty_gradient(LOGITS).fill_(number)
+            time.sleep(0)
+            if not (gradient == number).all():
+                errors.append(number)
+            del gradient
+
+    threads = [threading.Thread(target=work, args=(1.0 + i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(memory.OF_LOGITS.last) == 1
+
+
+def test_a_thread_in_between(monkeypatch):
+    """Memory that one thread has found to be free does not go to another."""
+    is_free, others = memory._Block.is_free, []
+
+    def interrupted(block):
+        free = is_free(block)
+        monkeypatch.setattr(memory._Block, "is_free", is_free)
+        others.append(ones())
+        return free
+
+    monkeypatch.setattr(memory._Block, "is_free", interrupted)
+    ones()
+    mine = empty_gradient(LOGITS).fill_(2.0)
+    assert (others[0] == 1).all()
+    assert (mine == 2).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forks():
+    """Parent and child write to the same free memory, each to its own copy."""
+    address = ones().data_ptr()
+    child = os.fork()
+    if not child:
+        mine = empty_gradient(LOGITS).fill_(2.0)
+        os._exit(int(mine.data_ptr() != address or not (mine == 2).all()))
+    mine = ones()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert mine.data_ptr() == address
+    assert (mine == 1).all()
+
+
+OPTIONS = {
+    "search": {},
+    "bounds": {"bounds": (0.8, 1.2)},
+    "live": {"statistics": "live"},
+    "entropy": {"config": BAPOConfig(entropy_coef=0.1)},
+}
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradients_have_the_same_bits(option, dtype):
+    """The memory is written completely, also where rows are masked, idle or skipped."""
+    case = make_case((3, 7), 257, dtype=dtype)
+    case.advantages[1] = 0.0
+    expected = run_kernel(case, "cpu", **OPTIONS[option]).gradients[0].clone()
+    assert (expected == 0).all(-1).any()
+    assert expected.any()
+    poisoned = empty_gradient(case.logits).fill_(torch.nan)
+    address = poisoned.data_ptr()
+    del poisoned
+    got = run_kernel(case, "cpu", **OPTIONS[option]).gradients[0]
+    assert got.data_ptr() == address
+    assert torch.equal(got, expected)
+
+
+@needs_native
+def test_training_steps():
+    """From the second on, a step has the memory of the one before, unless its gradient is held."""
+    case = make_case((3, 7), 257)
+    logits, held, addresses = case.logits.detach().requires_grad_(), [], []
+    for step in range(6):
+        logits.grad = None
+        bapo_loss(logits, *case.arguments(), backend="cpu", **case.options).loss.backward()
+        addresses.append(logits.grad.data_ptr())
+        if step == 2:
+            held = [logits.grad, logits.grad.clone()]
+    assert len(set(addresses[:3])) == 1
+    assert len(set(addresses[3:])) == 1
+    assert addresses[2] != addresses[3]
+    assert torch.equal(*held)
+
+
+@needs_native
+def test_log_probs_twice_in_one_graph():
+    """Both gradients exist at once."""
+    logits = torch.randn(5, 11, requires_grad=True)
+    labels = torch.randint(11, (5,))
+    (expected,) = torch.autograd.grad(log_probs(logits, labels)[0].sum(), logits)
+    total = sum(log_probs(logits, labels)[0].sum() for _ in range(2))
+    (got,) = torch.autograd.grad(total, logits)
+    torch.testing.assert_close(got, 2 * expected)
