@@ -221,7 +221,7 @@ def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
         [
             torch.zeros(3 if packed else shape),
             torch.zeros(shape, dtype=torch.float16),
-            torch.zeros(3 if packed else shape),
+            *([torch.zeros(3)] if packed else []),
         ],
         torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
         mode,
@@ -235,7 +235,7 @@ def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
         flag() if packed else None,
         torch.zeros(N, dtype=torch.int64) if given is None else None,
         f64(N),
-        f32(3 * N),
+        f32((2 + packed) * N),
         torch.zeros(1, dtype=torch.int32),
     )
 

@@ -109,7 +109,8 @@ def make_case(
         name: getattr(config, name)
         for name in ("temperature", "logit_scale", "final_logit_softcapping")
     }
-    transform |= {name: options[name] for name in ("temperature",) if name in options}
+    if "temperature" in options:
+        transform["temperature"] = options["temperature"]
     logp = reference.log_probs(logits.double(), labels, **transform)[0]
     old = (logp + staleness * torch.randn(shape, generator=g)).float()
     advantages = torch.randn(shape, generator=g)

@@ -136,7 +136,9 @@ def _gradient_of_row(
     else:
         if temperatures is not None:
             temperature = tl.load(temperatures + index)
-            scale2, scale, slope = row_math.at_temperature(temperature, scale, slope)
+            scale2 = row_math.scale2_at(scale, temperature)
+            scale = row_math.at_temperature(scale, temperature)
+            slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
         origin = tl.load(stats + 2 * index).to(tl.float32)
         sum_2t = tl.load(stats + 2 * index + 1)
         log_sum = tl.log(sum_2t)

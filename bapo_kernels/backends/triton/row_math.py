@@ -100,12 +100,16 @@ def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl
 
 
 @triton.jit
-def at_temperature(temperature, scale, slope):
-    """scale2, scale and slope of a row, of those at temperature 1; NaN unless finite and > 0."""
+def at_temperature(value, temperature):
+    """A scale or slope at temperature 1, at that of a row; NaN unless it is finite and > 0."""
     is_valid = (temperature > 0.0) & (temperature < INF)
-    by = tl.where(is_valid, temperature, float("nan")).to(tl.float64)
-    scale, slope = scale / by, slope / by
-    return (scale / LN2).to(tl.float32), scale, slope
+    return value / tl.where(is_valid, temperature, float("nan")).to(tl.float64)
+
+
+@triton.jit
+def scale2_at(scale, temperature):
+    """The same of the scale in base 2."""
+    return (at_temperature(scale, temperature) / LN2).to(tl.float32)
 
 
 @triton.jit

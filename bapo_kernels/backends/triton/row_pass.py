@@ -76,7 +76,9 @@ def _row_pass_kernel(
         A = tl.load(advantages + index) if dlogits is not None else 0.0
         if temperatures is not None:
             temperature = tl.load(temperatures + index)
-            scale2, scale, slope = row_math.at_temperature(temperature, scale, slope)
+            scale2 = row_math.scale2_at(scale, temperature)
+            scale = row_math.at_temperature(scale, temperature)
+            slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
         again = (A != 0.0) | BONUS | (ref_log_probs is not None)  # else the gradient is zero
         lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, W, UNROLL)
         label = tl.load(labels + index)
