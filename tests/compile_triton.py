@@ -247,11 +247,9 @@ def compile_variants(compiled: Compiled) -> None:
                 compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
                 one_row_pass(dtype, softcap, everything, kl=2)
                 one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
-                compiled.variant += ", a temperature per row"
-                one_row_pass(dtype, softcap, everything, kl=2, per_row=True)
-                one_row_gradient(
-                    dtype, softcap, entropy=everything, only=not everything, per_row=True
-                )
+            compiled.variant = f"{dtype}, softcap {softcap}, a temperature per row"
+            one_row_pass(dtype, softcap, kl=2, per_row=True)
+            one_row_gradient(dtype, softcap, per_row=True)
         compiled.variant = f"{dtype}"
         one_row_statistics(dtype)
         row_gradient.scale_(torch.empty(N, V, dtype=dtype), f32(1))
