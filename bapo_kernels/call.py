@@ -68,6 +68,7 @@ class LinearOptions(LossOptions, total=False):
     temperature: Tensor | None
     backend: str | None
     chunk_tokens: int | None
+    logits_dtype: torch.dtype | None
     vocab_group: dist.ProcessGroup | None
 
 

@@ -3,10 +3,11 @@
 Gradients are made in forward; of float16, and under ``torch.compile``, in backward, by the
 operators at the end of this file. Three sets of rows are kept apart: those that are counted (the
 others are skipped), those of them whose gradient is not surely zero (the others need no gradient
-GEMM), and the undecided ones (of the last chunk the logits are held until the bounds are known,
-those of the others are recomputed then). What is kept until backward are the gradients of the
-hidden states, in their dtype, and of the weight, in float32 while it is added up and in the
-weight's dtype then; never logits.
+GEMM), and the undecided ones. Of the last chunk the logits are held until the bounds are known;
+those of the others are recomputed then, or with a frozen head the gradients of their log-probs are
+scaled. What is kept until backward are the gradients of the hidden states, in their dtype, and of
+the weight, in float32 while several chunks are added up and in the weight's dtype then; never
+logits.
 """
 
 from __future__ import annotations
@@ -314,19 +315,30 @@ def _head_backward(
     head = options.head(call, hidden, weight, bias)
     no_log_probs = entropy  # the second pass does not read them
     found = RowStatistics(no_log_probs, entropy, stats)
-    coefficients = Coefficients(
-        torch.zeros_like(entropy) if dlog_probs is None else dlog_probs, dentropy
-    )
-    rows = (counted & coefficients.has_gradient()).nonzero().squeeze(1)
-    size = head.rows_per_chunk(rows.numel(), options.chunk_tokens, sums_weight=needs[1])
+    dlog_probs = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
+    coefficients = Coefficients(dlog_probs, dentropy)
+    gradients = _recomputed(call, head, tuple(needs), options.chunk_tokens, found, coefficients)
+    return [gradient for gradient in gradients.of(hidden, weight, bias) if gradient is not None]
+
+
+def _recomputed(
+    call: Call,
+    head: Head,
+    needs: tuple[bool, ...],
+    chunk_tokens: int | None,
+    found: RowStatistics,
+    coefficients: Coefficients,
+) -> HeadGradients:
+    rows = (call.counted & coefficients.has_gradient()).nonzero().squeeze(1)
+    size = head.rows_per_chunk(rows.numel(), chunk_tokens, sums_weight=needs[1])
     chunks, memory = rows.split(size), head.chunk_memory(size)
-    gradients = HeadGradients(head, tuple(needs), len(chunks) == 1)
+    gradients = HeadGradients(head, needs, one_chunk=len(chunks) == 1)
     for chunk in chunks:
         h, logits = head.logits(chunk, memory)
         of_chunk = found.at(chunk), coefficients.at(chunk)
         row_gradient(call.with_labels_of(chunk), as_rows(logits), *of_chunk, None)
         gradients.add(chunk, h, logits)
-    return [gradient for gradient in gradients.of(hidden, weight, bias) if gradient is not None]
+    return gradients
 
 
 register(NATIVE, "head_forward", _head_forward, ["CompositeExplicitAutograd"])

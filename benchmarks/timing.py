@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from bapo_kernels import empty_cache
+
 Call = Callable[[], Any]
 
 
@@ -53,6 +55,7 @@ class CPUClock:
         return times
 
     def peak_bytes(self, run: Call) -> int:
+        empty_cache()  # memory that an earlier call has left belongs to the peak of this one
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.text import Text
 
-from bapo_kernels import _autograd, bounds, fused, reference
+from bapo_kernels import _autograd, bapo_loss, bounds, empty_cache, fused, memory, reference
 from bapo_kernels.backends.triton import row_pass
 from benchmarks import (
     frames,
@@ -391,6 +391,22 @@ def test_peak_memory_is_that_of_the_call():
         return b, torch.empty(500_000)
 
     assert timing.CPUClock().peak_bytes(call) == 6_000_000
+
+
+@needs_native
+def test_peak_memory_of_a_later_call():
+    """Memory that the call before has left for the gradient counts as well."""
+    logits = torch.zeros(1, memory.KEPT_FROM_BYTES // 4)
+    labels, advantages = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+
+    def call():
+        leaf = logits.detach().requires_grad_()
+        bapo_loss(leaf, labels, None, advantages, backend="cpu").loss.backward()
+
+    call()
+    assert memory._last
+    assert timing.CPUClock().peak_bytes(call) >= logits.nbytes
+    empty_cache()
 
 
 @needs_native

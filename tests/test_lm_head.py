@@ -7,11 +7,12 @@ import pytest
 import torch
 from causal_lm import CausalLM, H, Logits, V, recipe
 
-from bapo_kernels import BAPOConfig, bapo_loss, linear_log_probs
+from bapo_kernels import BAPOConfig, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels.lm_head import LMHead
 
 transformers = pytest.importorskip("transformers")
 
+ONE = torch.ones(1, 1)
 TOKENS = torch.tensor([[3, 14, 15, 9], [5, 3, 5, 8]])
 
 # Every family in transformers that changes the logits after its head, with the option that does it,
@@ -159,13 +160,14 @@ def test_gradients(option):
     )
 
 
-def adapted(**options):
+def adapted(kind="LoraConfig", **options):
     """Llama with adapters whose weights are not zero."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(**dict(target_modules=["q_proj", "v_proj"], r=2) | options)
+    options = dict(target_modules=["q_proj", "v_proj"], r=2) | options
+    config = getattr(peft, kind)(**options)
     model = peft.get_peft_model(family("LlamaForCausalLM"), config)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "hada_" in name:
             torch.nn.init.normal_(parameter, 0, 0.5)
     return model
 
@@ -187,11 +189,174 @@ def test_copy_of_the_head_that_peft_trains():
         torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapter_on_the_head_raises(dora):
+def lora(**options):
+    return adapted(target_modules=["lm_head"], **options)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_alpha": 3}], ids=str)
+def test_lora_on_the_head(options, frozen):
+    """A, B, the head itself if it is trained, and the decoder get the gradients of the loss."""
+    model = lora(r=4, **options)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.requires_grad or not frozen)
+    head = LMHead.of(model)
+    rest = TOKENS[:, 1:], None, torch.tensor([1.0, -1.0])
+    hidden = head.decoder(input_ids=TOKENS, use_cache=False).last_hidden_state[:, :-1]
+    logits = model(input_ids=TOKENS, use_cache=False).logits[:, :-1]
+    got = gradients(model, bapo_linear_loss(hidden, head.weight, *rest, bias=head.bias).loss * ONE)
+    expected = gradients(model, bapo_loss(logits, *rest).loss * ONE)
+    assert got.keys() == expected.keys()
+    assert trained <= got.keys()
+    assert any("base_layer" in name for name in got) == (not frozen)
+    for name in got:
+        assert expected[name].any(), name
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_hidden_states_before_lora():
+    """Their gradient, which the layers below get."""
+    model = lora(r=4)
+    head, found = LMHead.of(model), []
+    states, labels, advantages = torch.randn(2, 3, 16), TOKENS[:, 1:], torch.tensor([1.0, -1.0])
+    for from_logits in (True, False):
+        hidden = states.clone().requires_grad_()
+        if from_logits:
+            out = bapo_loss(model.lm_head(hidden), labels, None, advantages)
+        else:
+            out = bapo_linear_loss(hidden, head.weight, labels, None, advantages)
+        out.loss.backward()
+        found.append(hidden.grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_several_lora_adapters():
+    """Those that are active now, and merged or disabled ones as the model has them."""
+    peft = pytest.importorskip("peft")
+    model = lora(r=2)
+    for name, target in (("second", "lm_head"), ("elsewhere", "q_proj")):
+        options = dict(r=3, lora_alpha=1, init_lora_weights=False)
+        model.add_adapter(name, peft.LoraConfig(target_modules=[target], **options))
+    head, weights = LMHead.of(model), []
+    layer = model.lm_head
+    for names in (["default"], ["second"], ["default", "second"], ["elsewhere"]):
+        model.base_model.set_adapter(names)
+        _, got = assert_same_training(model)
+        assert {name.split(".")[-2] for name in got if "lora_" in name} == set(names)
+        weights.append(head.weight.detach())
+    assert head.weight is layer.base_layer.weight
+    assert len({tuple(weight.flatten().tolist()) for weight in weights}) == 4
+
+    model.base_model.set_adapter(["default", "second"])
+    model.merge_adapter()
+    assert head.weight is layer.base_layer.weight
+    torch.testing.assert_close(head.weight.detach(), weights[2])
+    torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+    with model.disable_adapter(), pytest.raises(ValueError, match="lm_head must have no adapter"):
+        head.weight  # noqa: B018  PEFT has not unmerged it yet
+    model.unmerge_adapter()
+    with model.disable_adapter():
+        assert head.weight is layer.base_layer.weight
+        torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+    torch.testing.assert_close(head.weight.detach(), weights[2])
+
+
+def test_lora_is_rounded_once():
+    """A weight in bfloat16 is the nearest to the exact sum, also under autocast."""
+    model = lora(r=4, lora_alpha=3).bfloat16()
+    layer = model.lm_head
+    A, B = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
+    exact = layer.base_layer.weight.double() + layer.scaling["default"] * (B @ A)
+    head = LMHead.of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        weight = head.weight
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(head.weight, weight)
+    ulp = 2.0 ** (exact.abs().log2().floor() - 7)
+    assert ((weight.double() - exact).abs() <= 0.5001 * ulp).all()
+
+
+def test_lora_in_a_compiled_policy():
+    model = lora(r=4)
+    head = LMHead.of(model)
+    hidden = torch.randn(2, 3, 16)
+
+    def log_probs():
+        return linear_log_probs(hidden, head.weight, TOKENS[:, 1:])[0]
+
+    compiled = torch.compile(log_probs, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(), log_probs())
+
+
+def test_dropout_of_lora():
+    """Training mode alone has it."""
+    model = lora(lora_dropout=0.1)
+    head = LMHead.of(model.eval())
+    torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
+    model.train()
+    for use in (lambda: LMHead.of(model), lambda: head.weight, lambda: head.bias):
+        with pytest.raises(ValueError, match=r"Linear with a dropout of 0\.1 in training mode"):
+            use()
+
+
+def changed(change):
+    def make():
+        model = lora()
+        change(model.lm_head)
+        return model
+
+    return make
+
+
+def with_hook_on(part):
+    return changed(lambda layer: part(layer).register_forward_hook(lambda *_: None))
+
+
+def with_biases(layer):
+    layer.lora_B["default"] = torch.nn.Linear(2, V)
+
+
+def with_forward_of_its_own(layer):
+    layer.forward = layer.base_layer.forward
+
+
+def around_another(layer):
+    layer.base_layer = lora().lm_head
+
+
+NOT_LORA = {
+    "LoHa": (lambda: adapted("LoHaConfig", target_modules=["lm_head"]), "peft.tuners.loha"),
+    "DoRA": (lambda: lora(use_dora=True), "Linear with DoraLinearVariant"),
+    "bias": (changed(with_biases), "with lora_bias"),
+    "hook": (with_hook_on(lambda layer: layer), "with hooks or another forward"),
+    "forward": (changed(with_forward_of_its_own), "with hooks or another forward"),
+    "hook on B": (with_hook_on(lambda layer: layer.lora_B["default"]), "whose A and B are more"),
+    "two": (changed(around_another), "around another adapter"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_LORA)
+def test_other_adapters_on_the_head_raise(kind):
+    make, got = NOT_LORA[kind]
+    rule = "lm_head must have no adapter of its own but plain LoRA: merge it, disable it, or leave"
+    with pytest.raises(ValueError, match=f"{rule}.*got .*{re.escape(got)}"):
+        LMHead.of(make())
+
+
+def test_lora_with_sharded_weights_raises(monkeypatch):
+    monkeypatch.setattr("bapo_kernels.adapters.is_dtensor", lambda weight: True)
+    with pytest.raises(ValueError, match="got .*Linear with sharded weights"):
+        LMHead.of(lora())
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "DoRA"])
+def test_adapter_on_the_head_raises(kind):
     """It raises, also if it is added later, until it is merged or disabled."""
-    model = adapted(target_modules=["lm_head"], use_dora=dora)
-    rule = "lm_head must have no adapter of its own: merge it, disable it"
+    model = NOT_LORA[kind][0]()
+    rule = "lm_head must have no adapter of its own"
     with pytest.raises(ValueError, match=rule):
         LMHead.of(model)
     with model.disable_adapter():

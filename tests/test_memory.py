@@ -329,3 +329,40 @@ def test_log_probs_twice_in_one_graph():
     total = sum(log_probs(logits, labels)[0].sum() for _ in range(2))
     (got,) = torch.autograd.grad(total, logits)
     torch.testing.assert_close(got, 2 * expected)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_accumulated_gradients_of_a_head(monkeypatch, dtype, chunk_tokens):
+    """That of the weight is held between micro-batches; a chunk is not."""
+    case = make_case((3, 7), 257)
+    hidden, weight = torch.randn(3, 7, 16).to(dtype), torch.randn(257, 16).to(dtype)
+
+    def gradients():
+        """Of three steps of two micro-batches."""
+        made = []
+        for step in range(3):
+            leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            for rows in (slice(0, 2), slice(1, 3)):
+                batch = (values[rows] for values in case.arguments())
+                options = dict(backend="cpu", chunk_tokens=chunk_tokens)
+                bapo_kernels.bapo_linear_loss(
+                    (leaves[0] + step)[rows], leaves[1], *batch, **options
+                ).loss.backward()
+            made += [leaf.grad for leaf in leaves]
+        return made
+
+    again = gradients()
+    chunk = memory.OF_CHUNKS.last[0].address
+    values = [gradient.clone() for gradient in again]
+    monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 2**60)
+    for held, copied, expected in zip(again, values, gradients(), strict=True):
+        assert torch.equal(held, copied)
+        assert torch.equal(held, expected)
+    monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 0)
+    gradients()
+    assert memory.OF_CHUNKS.last[0].address == chunk
+    bapo_kernels.empty_cache()
+    assert not memory.OF_CHUNKS.last
+    assert not memory.OF_WEIGHTS.last

@@ -538,16 +538,17 @@ class TestHeads:
         return model(input_ids=self.tokens, bapo_head=head, bapo_tokens=self.completion)
 
     def expected(self, model):
-        logits = model(input_ids=self.tokens).logits[:, -self.completion - 1 : -1].float()
+        logits = model(input_ids=self.tokens).logits[:, -self.completion - 1 : -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels = self.tokens[:, -self.completion :, None]
         return torch.log_softmax(logits, -1).gather(-1, labels).squeeze(-1)
 
     def arguments(self, head=None, float32=False):
         return SimpleNamespace(bapo_head=head, cast_lm_head_to_fp32=float32)
 
-    def adapted(self, layer):
+    def adapted(self, layer, **options):
         peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=[layer], init_lora_weights=False)
+        config = peft.LoraConfig(target_modules=[layer], init_lora_weights=False, **options)
         return peft.get_peft_model(model(), config)
 
     def test_adapters_elsewhere(self):
@@ -561,9 +562,24 @@ class TestHeads:
         assert len(gradients) == 2
         assert all(gradient.any() for gradient in gradients)
 
-    def test_an_adapter_of_the_head_is_left_to_trl(self):
+    def test_lora_on_the_head(self):
         adapted = self.adapted("lm_head")
-        with pytest.warns(UserWarning, match=r"bapo_head is 'trl', .*adapter"):
+        exact = copy.deepcopy(adapted).double()
+        expected = self.expected(exact)
+        _add_head(_lm_head(adapted, self.arguments()), False)
+        got = self.log_probs(adapted)
+        torch.testing.assert_close(got, expected.float())
+        got.sum().backward()
+        expected.sum().backward()
+        names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+        assert len(names) == 2
+        for name in names:
+            mine, right = (m.get_parameter(name).grad.double() for m in (adapted, exact))
+            torch.testing.assert_close(mine, right, rtol=0, atol=5e-6 * float(right.abs().max()))
+
+    def test_another_adapter_of_the_head_is_left_to_trl(self):
+        adapted = self.adapted("lm_head", lora_dropout=0.1)
+        with pytest.warns(UserWarning, match=r"bapo_head is 'trl', .*adapter.*a dropout of 0\.1"):
             assert _lm_head(adapted, self.arguments()) is None
         with pytest.raises(ValueError, match="adapter"):
             _lm_head(adapted, self.arguments("fused"))

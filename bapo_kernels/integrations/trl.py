@@ -353,12 +353,13 @@ def _add_head(head: LMHead, float32: bool) -> None:
             return original(*inputs, **options)
         states = head.decoder(*inputs, use_cache=False, **options).last_hidden_state
         layer = self.get_output_embeddings() if float32 else head
-        hidden = states[:, -bapo_tokens - 1 : -1].to(layer.weight.device)
+        weight, bias = layer.weight, layer.bias  # of a head with LoRA: summed at each use
+        hidden = states[:, -bapo_tokens - 1 : -1].to(weight.device)
         context = nullcontext()
         if float32:
             hidden = hidden.float()
             context = torch.autocast(hidden.device.type, enabled=False)  # type: ignore[assignment]
         with context:
-            return bapo_head(hidden, layer.weight, layer.bias)
+            return bapo_head(hidden, weight, bias)
 
     model.forward = types.MethodType(forward, model)
