@@ -238,7 +238,7 @@ class LogProbs(torch.autograd.Function):
         ctx.inplace = None if overwritten is None else logits.detach()
         # Autograd would refuse logits that it knows to be overwritten.
         saved = logits if overwritten is None else None
-        ctx.save_for_backward(saved, call.labels, call.counted, *found)
+        ctx.save_for_backward(saved, call.labels, call.counted, call.temperatures, *found)
         ctx.set_materialize_grads(False)
         return found.log_probs, found.entropy
 
@@ -246,8 +246,9 @@ class LogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits, labels, counted, *values = ctx.saved_tensors
-        call, found = replace(ctx.call, labels=labels, counted=counted), RowStatistics(*values)
+        logits, labels, counted, temperatures, *values = ctx.saved_tensors
+        call = replace(ctx.call, labels=labels, counted=counted, temperatures=temperatures)
+        found = RowStatistics(*values)
 
         def of_counted(gradient: Tensor | None) -> Tensor | None:
             return None if gradient is None else torch.where(counted, gradient.detach(), 0.0)
@@ -289,11 +290,12 @@ class LinearLogProbs(torch.autograd.Function):
         sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
         tensors = hidden, weight, bias, call.labels, call.counted
         dtype, logits_dtype, chunk_tokens = options
-        ctx.options = dtype, logits_dtype, *call.transform, call.backend, chunk_tokens
+        *transform, temperatures = call.transform
+        ctx.numerics, ctx.loop = (dtype, logits_dtype, *transform), (call.backend, chunk_tokens)
         log_probs, entropy, stats, gradient = _OPS.head_forward(
-            of_log_probs, *tensors, *ctx.options, sizes, group
+            of_log_probs, *tensors, *ctx.numerics, temperatures, *ctx.loop, sizes, group
         )
-        ctx.save_for_backward(*tensors, entropy, stats, sizes, gradient)
+        ctx.save_for_backward(*tensors, temperatures, entropy, stats, sizes, gradient)
         ctx.of_log_probs, ctx.group = of_log_probs, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -302,12 +304,12 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, entropy, stats, sizes, of_log_probs = ctx.saved_tensors
+        *tensors, temperatures, entropy, stats, sizes, of_log_probs = ctx.saved_tensors
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
 
         def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
-            options = *tensors, *ctx.options, sizes, ctx.group
+            options = *tensors, *ctx.numerics, temperatures, *ctx.loop, sizes, ctx.group
             made: list[Tensor] = _OPS.head_backward(
                 dlog_probs, dentropy, entropy, stats, needs, *options
             )

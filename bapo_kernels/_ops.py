@@ -16,7 +16,8 @@ from torch import Tensor
 NATIVE = "bapo_kernels"
 TRITON = "bapo_kernels_triton"
 
-_TRANSFORM = "float temperature, float logit_scale, float? softcap"
+# Temperatures of the rows take the place of the one for all.
+_TRANSFORM = "float temperature, float logit_scale, float? softcap, Tensor? temperatures"
 _POLICY = "float? clip_ratio_c, float kl_loss_coef, int kl_loss_type, float entropy_coef"
 _GRIDS = "float[] grids"  # start, maximum and step of the lower grid, then of the upper
 _ROW_PASS = (

@@ -40,10 +40,14 @@ class _Comparison:
     rows: Tensor
     labels: Tensor
     old_log_probs: Tensor
+    temperatures: Tensor | None
     unmasked: Tensor
     sequence: Tensor
     at: Tensor
     config: BAPOConfig
+
+    def _temperature(self, rows: Tensor) -> float | Tensor:
+        return self.config.temperature if self.temperatures is None else self.temperatures[rows]
 
     def distances(self, mistake: _Mistake) -> Tensor:
         """``|log_prob - old_log_prob|`` with a mistake corrected; NaN where that is undefined."""
@@ -55,7 +59,7 @@ class _Comparison:
             reference.log_probs(
                 self.rows[some],
                 chosen,
-                temperature=temperature or self.config.temperature,
+                temperature=temperature or self._temperature(some),
                 logit_scale=self.config.logit_scale,
                 final_logit_softcapping=self.config.final_logit_softcapping,
                 return_entropy=False,
@@ -74,6 +78,7 @@ def check_alignment(
     logits: Tensor,
     labels: Tensor,
     old_log_probs: Tensor,
+    temperatures: Tensor | None,
     unmasked: Tensor,
     cu_seqlens: Tensor | None,
     config: BAPOConfig,
@@ -94,7 +99,7 @@ def check_alignment(
     if at.numel() < _FEWEST:
         return
     rows, labels, old = logits.reshape(N, V), labels.reshape(N), old_log_probs.reshape(N)
-    comparison = _Comparison(rows, labels, old, unmasked, sequence, at, config)
+    comparison = _Comparison(rows, labels, old, temperatures, unmasked, sequence, at, config)
     given = comparison.distances(_Mistake())
     if not bool(given.nanmean() > FAR):
         return
@@ -106,7 +111,7 @@ def check_alignment(
     mistakes = [*_SHIFTS, *(_Mistake(temperature=t) for t in TEMPERATURES)]
     fits = []
     for k, mistake in enumerate(mistakes):
-        if mistake.temperature == config.temperature:
+        if temperatures is None and mistake.temperature == config.temperature:
             continue
         both = torch.stack([comparison.distances(mistake), given])
         both = both[:, ~both.isnan().any(0)]
@@ -116,10 +121,13 @@ def check_alignment(
         return
     corrected, as_given, best = min(fits)
     if as_given > FAR and corrected * BETTER < as_given:
-        _report(mistakes[best], config, f"{corrected:.2g} instead of {as_given:.2g}")
+        used = "temperature", "the tensor given"
+        if temperatures is None:
+            used = "config.temperature", f"{config.temperature}"
+        _report(mistakes[best], used, f"{corrected:.2g} instead of {as_given:.2g}")
 
 
-def _report(mistake: _Mistake, config: BAPOConfig, fit: str) -> None:
+def _report(mistake: _Mistake, temperature: tuple[str, str], fit: str) -> None:
     name, rule = "old_log_probs", "be those of labels"
     by = mistake.labels_at or mistake.old_at
     got = f"those of the position {'after' if by > 0 else 'before'}"
@@ -127,7 +135,7 @@ def _report(mistake: _Mistake, config: BAPOConfig, fit: str) -> None:
         name, rule = "labels", "be aligned with the rows of logits (logits[:, :-1], tokens[:, 1:])"
         got = f"old_log_probs of the labels one position {'later' if by > 0 else 'earlier'}"
     if mistake.temperature is not None:
-        name, rule = "config.temperature", "be that of old_log_probs"
-        got = f"{config.temperature}, they fit {mistake.temperature}"
+        name, rule = temperature[0], "be that of old_log_probs"
+        got = f"{temperature[1]}, they fit {mistake.temperature}"
     right = "in a right first step ppo_kl ~ 0, pg_clipfrac ~ 0 and ratios ~ 1"
     require(False, name, rule, f"{got}: mean |log_prob - old_log_prob| {fit} nats; {right}")

@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import check_like, count, require
-from .config import BAPOConfig, Transform, transform_of
-from .distributed import VocabShard
+from .config import BAPOConfig, transform_of
+from .distributed import RowTransform, VocabShard
 from .inputs import (
     bounds_tensor,
     check_aggregation,
     check_mask,
     check_offsets,
     checked_advantages,
+    checked_temperature,
     config_or_default,
     normaliser,
 )
@@ -54,6 +55,7 @@ class LossOptions(TokenOptions, total=False):
 class LogitsOptions(LossOptions, total=False):
     """Keyword arguments of :func:`bapo_kernels.bapo_loss`."""
 
+    temperature: Tensor | None
     backend: str | None
     inplace: bool
     vocab_group: dist.ProcessGroup | None
@@ -63,6 +65,7 @@ class LinearOptions(LossOptions, total=False):
     """Keyword arguments of :func:`bapo_kernels.bapo_linear_loss`."""
 
     bias: Tensor | None
+    temperature: Tensor | None
     backend: str | None
     chunk_tokens: int | None
     logits_dtype: torch.dtype | None
@@ -82,6 +85,7 @@ class Call:
         counted: bool ``[N]``, the tokens that are computed: all unmasked ones, or with
             ``statistics="live"`` those that can change the loss.
         labels: int64 ``[N]``; ``None`` where log-probs are given.
+        temperatures: float32 ``[N]``, in the place of ``config.temperature``.
         weights: float64 ``[N]``, of the aggregation.
         ticket: int32 ``[1]``, 0: the scratch memory of ``policy``.
         bounds: float32 ``[2]``; ``None``: the call searches.
@@ -100,6 +104,7 @@ class Call:
     rollout_log_probs: Tensor | None = None
     rollout_is_weights: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    temperatures: Tensor | None = None
     weights: Tensor | None = None
     ticket: Tensor | None = None
     bounds: Tensor | None = None
@@ -113,14 +118,15 @@ class Call:
         return replace(self, shape=rows.shape, **of_rows)
 
     def with_labels_of(self, rows: Tensor) -> Call:
-        """With the labels of some rows alone: a second pass takes nothing else per token."""
+        """With labels and temperatures of some rows: a second pass takes nothing else per token."""
         assert self.labels is not None
-        return replace(self, labels=self.labels[rows])
+        temperatures = None if self.temperatures is None else self.temperatures[rows]
+        return replace(self, labels=self.labels[rows], temperatures=temperatures)
 
     @property
-    def transform(self) -> Transform:
-        """Temperature, scale and soft cap of the logits."""
-        return transform_of(self.config)
+    def transform(self) -> RowTransform:
+        """Temperature, scale and soft cap of the logits, and the temperatures of the rows."""
+        return *transform_of(self.config), self.temperatures
 
     @property
     def label_columns(self) -> Tensor:
@@ -138,18 +144,31 @@ _PER_TOKEN = (
     "rollout_log_probs",
     "rollout_is_weights",
     "ref_log_probs",
+    "temperatures",
     "weights",
 )
 
 
 def log_probs_call(
-    labels: Tensor, config: BAPOConfig, backend: str, shard: VocabShard | None
+    labels: Tensor,
+    config: BAPOConfig,
+    backend: str,
+    shard: VocabShard | None,
+    temperature: Tensor | None = None,
 ) -> Call:
-    """Log-probs and entropy of these labels, no loss."""
-    per_token = token_inputs(backend, Arguments(labels, {}))
+    """Log-probs and entropy of these labels, no loss; ``temperature`` in the shape of these."""
+    given = {} if temperature is None else {"temperatures": temperature}
+    per_token = token_inputs(backend, Arguments(labels, given))
     unmasked = per_token.unmasked
     return Call(
-        config, backend, labels.shape, unmasked, unmasked, labels=per_token.labels, shard=shard
+        config,
+        backend,
+        labels.shape,
+        unmasked,
+        unmasked,
+        labels=per_token.labels,
+        temperatures=per_token.values.get("temperatures"),
+        shard=shard,
     )
 
 
@@ -160,6 +179,7 @@ def loss_call(
     advantages: Tensor,
     response_mask: Tensor | None,
     *,
+    temperature: Tensor | None = None,
     columns: int = 0,
     vocab_group: dist.ProcessGroup | None = None,
     for_search: bool = False,
@@ -171,6 +191,7 @@ def loss_call(
 
     Args:
         like: the labels, or log-probs where those are given.
+        temperature: per token or per sequence, or 0-dim.
         columns: of the vocabulary, on this rank; ``vocab_group``: the ranks that share out all.
         for_search: only contributions to the search are needed, no loss.
     """
@@ -194,6 +215,8 @@ def loss_call(
         if value is not None:
             check_like(name, value, like, like_name)
             values[name] = value
+    if temperature is not None:
+        values["temperatures"] = checked_temperature(temperature, like, like_name, cu_seqlens)
     given = options.get("bounds")
     bounds = None if given is None else bounds_tensor(given, like)
     live = statistics == "live" and not (config.kl_loss_coef or config.entropy_coef)

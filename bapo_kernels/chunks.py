@@ -237,6 +237,7 @@ class _HeadOptions(NamedTuple):
     temperature: float
     logit_scale: float
     softcap: float | None
+    temperatures: Tensor | None
     backend: str
     chunk_tokens: int | None
     shard_sizes: Tensor | None
@@ -250,7 +251,14 @@ class _HeadOptions(NamedTuple):
         )
         shard = VocabShard.named(columns, self.shard_sizes, self.group)
         return Call(
-            config, self.backend, labels.shape, counted, counted, labels=labels, shard=shard
+            config,
+            self.backend,
+            labels.shape,
+            counted,
+            counted,
+            labels=labels,
+            temperatures=self.temperatures,
+            shard=shard,
         )
 
     def head(self, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:

@@ -51,6 +51,7 @@ def check_inputs(
     *,
     backend: str | None = None,
     inplace: bool = False,
+    temperature: Tensor | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> None:
@@ -60,9 +61,9 @@ def check_inputs(
     ``vocab_group`` every rank of it must call; indices refer to the whole vocabulary.
 
     Values that make the loss NaN are bad: labels outside ``[0, V)``, NaN or +inf logits, rows in
-    which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers that are
-    not positive, and other arguments that are not finite. So are values that the loss accepts but
-    that can only be a mistake:
+    which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers and
+    temperatures that are not positive, and other arguments that are not finite. So are values that
+    the loss accepts but that can only be a mistake:
 
     - probabilities in place of logits: 8 or more rows that have no negative entry and sum to 1;
     - log-probs above 0 by more than 0.01, or all of them above 0 (probabilities);
@@ -103,7 +104,7 @@ def check_inputs(
         if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
             options[name] = normaliser.item()
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(labels, "reference", *batch, **options)
+    call = loss_call(labels, "reference", *batch, temperature=temperature, **options)
     cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)
@@ -115,9 +116,14 @@ def check_inputs(
         flat = getattr(call, name)
         if flat is not None:
             _check_values(name, flat.view(labels.shape), unmasked)
+    if call.temperatures is not None:
+        T = call.temperatures.view(labels.shape)
+        bad = unmasked & ~((T > 0) & T.isfinite())
+        _raise_first("temperature", "be finite and > 0", bad, T)
     _check_rows(logits, unmasked)
     if call.old_log_probs is not None:
-        check_alignment(logits, labels, call.old_log_probs, unmasked, cu_seqlens, config)
+        given = call.old_log_probs, call.temperatures
+        check_alignment(logits, labels, *given, unmasked, cu_seqlens, config)
 
 
 # So that help and editors show the options by name.

@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .checks import is_dtensor, require, warn_once
-from .config import Transform
+
+# Temperature, scale and soft cap of the logits, and temperatures of the rows in place of the first.
+RowTransform = tuple[float, float, float | None, Tensor | None]
 
 
 def rows_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,7 +84,7 @@ class VocabShard:
         log_probs: Tensor,
         entropy: Tensor,
         stats: Tensor,
-        transform: Transform,
+        transform: RowTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From the statistics of every rank's shard to those of the whole rows.
 
@@ -98,9 +100,10 @@ class VocabShard:
         of_label = torch.where(here >= 0, log_probs, -torch.inf)
         mine = torch.stack([stats[:, 0], stats[:, 1], entropy, of_label])
         origin, total, of_shard, logp = gather(mine, self.group).unbind(1)
-        temperature, logit_scale, softcap = transform
+        temperature, logit_scale, softcap, temperatures = transform
+        by = temperature if temperatures is None else temperatures.double()
         top = origin.amax(0)
-        log_q = total.log() + (origin - top) * ((softcap or logit_scale) / temperature)
+        log_q = total.log() + (origin - top) * ((softcap or logit_scale) / by)
         q = log_q.exp()
         whole = q.sum(0)
         log_q, q = log_q - whole.log(), q / whole

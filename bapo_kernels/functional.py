@@ -22,7 +22,14 @@ from .checks import check_floating, check_group, check_like, require, typed
 from .config import BAPOConfig
 from .distributed import VocabShard
 from .fused import loss_of_logits
-from .inputs import as_rows, check_inplace, check_logits, check_options, config_or_default
+from .inputs import (
+    as_rows,
+    check_inplace,
+    check_logits,
+    check_options,
+    checked_temperature,
+    config_or_default,
+)
 from .output import BAPOOutput, ClipBounds
 
 
@@ -35,6 +42,7 @@ def bapo_loss(
     *,
     config: BAPOConfig | None = None,
     bounds: ClipBounds | tuple[float, float] | None = None,
+    temperature: Tensor | None = None,
     backend: str | None = None,
     inplace: bool = False,
     statistics: Statistics = "all",
@@ -67,6 +75,8 @@ def bapo_loss(
         config: options of the loss and the search; default: the paper's.
         bounds: clip bounds of the ratio, lower <= 1 <= upper, that replace the search
             (:class:`ContributionHistogram`).
+        temperature: ``[...]``, one per sequence, or 0-dim: of the distribution that each token was
+            sampled from, in the place of ``config.temperature``; read as float32, without gradient.
         backend: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; default: the first of them
             that can run.
         inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
@@ -103,7 +113,8 @@ def bapo_loss(
     Raises:
         ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
             the device knows (a label outside the vocabulary, NaN logits, a non-finite old
-            log-prob) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
+            log-prob, a temperature that is not finite and > 0) make the loss NaN;
+            :func:`bapo_kernels.debug.check_inputs` finds them.
 
     Examples:
         >>> logits, labels = torch.zeros(3, 4, requires_grad=True), torch.tensor([0, 1, -100])
@@ -137,16 +148,15 @@ def bapo_loss(
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask
     columns = logits.shape[-1]
-    call = loss_call(labels, backend, *batch, columns=columns, vocab_group=vocab_group, **options)
+    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
+    call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
     if backend == "reference" and not inplace:
-        return reference.bapo_loss(logits, labels, *batch, vocab_group=vocab_group, **options)
+        return reference.bapo_loss(logits, labels, *batch, **of_logits, **options)
 
     overwritten = OverwrittenLogits() if inplace else None
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if backend == "reference":
-        output, dlogits = _reference_in_place(
-            logits, labels, *batch, vocab_group=vocab_group, **options
-        )
+        output, dlogits = _reference_in_place(logits, labels, *batch, **of_logits, **options)
         output = output_with_gradients(output, backend, (logits,), (dlogits,), overwritten)
     elif needs_gradient and in_backward(logits.dtype):
         logp, entropy = LogProbs.apply(as_rows(logits), call, overwritten)
@@ -233,7 +243,7 @@ def log_probs(
     logits: Tensor,
     labels: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
@@ -249,6 +259,8 @@ def log_probs(
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides; float64 runs on the
             reference (slow, for checks).
         labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside ``[0, V)`` NaN.
+        temperature: a number, or a tensor ``[...]``, one per sequence or 0-dim, as in
+            :func:`bapo_loss`.
         vocab_group: the columns of ``logits`` are sharded over it, as in :func:`bapo_loss`.
         return_entropy: otherwise the second output is ``None``.
 
@@ -262,11 +274,14 @@ def log_probs(
         (tensor([-0.6931, -1.0986]), tensor([0.6931, 1.0986]))
     """
     config = BAPOConfig(
-        temperature=temperature,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         logit_scale=logit_scale,
         final_logit_softcapping=final_logit_softcapping,
     )
     check_logits(logits, labels, vocab_group)
+    of_tokens = None
+    if isinstance(temperature, Tensor):
+        of_tokens = checked_temperature(temperature, labels, "labels")
     check_group("vocab_group", vocab_group)
     backend = choose(backend, logits, "logits")
     if backend == "reference":
@@ -280,7 +295,7 @@ def log_probs(
             vocab_group=vocab_group,
         )
     shard = VocabShard.of(logits.shape[-1], logits, vocab_group)
-    call = log_probs_call(labels, config, backend, shard)
+    call = log_probs_call(labels, config, backend, shard, of_tokens)
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy

@@ -200,21 +200,42 @@ def checked_advantages(
     advantages: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None
 ) -> Tensor:
     """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence."""
-    check_floating("advantages", advantages)
-    check_device("advantages", advantages, like, like_name)
-    if advantages.shape == like.shape:
-        return advantages
-    rule = ("have the shape of {} {} or one entry a sequence {}", like_name, like.shape)
+    return _per_token("advantages", advantages, like, like_name, cu_seqlens)
+
+
+def checked_temperature(
+    temperature: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """As :func:`checked_advantages`; a 0-dim tensor is the temperature of every token."""
+    return _per_token("temperature", temperature, like, like_name, cu_seqlens, "be 0-dim, or ")
+
+
+def _per_token(
+    name: str,
+    values: Tensor,
+    like: Tensor,
+    like_name: str,
+    cu_seqlens: Tensor | None,
+    scalar: str = "",
+) -> Tensor:
+    """Args: scalar: what the rule begins with where a 0-dim tensor is one value for all tokens."""
+    check_floating(name, values)
+    check_device(name, values, like, like_name)
+    if scalar and values.ndim == 0:
+        return values.expand(like.shape)
+    if values.shape == like.shape:
+        return values
+    rule = (scalar + "have the shape of {} {} or one entry a sequence {}", like_name, like.shape)
     if cu_seqlens is not None:
         B = cu_seqlens.shape[0] - 1
-        ok = advantages.ndim == 1 and advantages.shape[0] == B
-        require(ok, "advantages", (*rule, (B,)), advantages.shape)
-        return advantages
+        ok = values.ndim == 1 and values.shape[0] == B
+        require(ok, name, (*rule, (B,)), values.shape)
+        return values
     if like.ndim < 2:
-        require(False, "advantages", (*rule, "with cu_seqlens"), advantages.shape)
-    ok = advantages.ndim == 1 and advantages.shape[0] == like.shape[0]
-    require(ok, "advantages", (*rule, like.shape[:1]), advantages.shape)
-    return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
+        require(False, name, (*rule, "with cu_seqlens"), values.shape)
+    ok = values.ndim == 1 and values.shape[0] == like.shape[0]
+    require(ok, name, (*rule, like.shape[:1]), values.shape)
+    return values.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
 
 
 def check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +26,7 @@ from .inputs import (
     check_head,
     check_logits_dtype,
     check_options,
+    checked_temperature,
     config_or_default,
     gemm_dtype,
 )
@@ -41,6 +44,7 @@ def bapo_linear_loss(
     bias: Tensor | None = None,
     config: BAPOConfig | None = None,
     bounds: ClipBounds | tuple[float, float] | None = None,
+    temperature: Tensor | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -118,7 +122,8 @@ def bapo_linear_loss(
     )
     batch = old_log_probs, advantages, response_mask
     columns = weight.shape[0]
-    call = loss_call(labels, backend, *batch, columns=columns, vocab_group=vocab_group, **options)
+    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
+    call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
     if backend == "reference":
         return reference.bapo_linear_loss(
             hidden_states.to(dtype),
@@ -127,7 +132,7 @@ def bapo_linear_loss(
             *batch,
             bias=bias,
             logits_dtype=logits_dtype,
-            vocab_group=vocab_group,
+            **of_logits,
             **options,
         )
 
@@ -153,7 +158,7 @@ def linear_log_probs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
@@ -181,12 +186,15 @@ def linear_log_probs(
         (tensor([-2.3026,  0.0000]), tensor([2.3026, 0.0000]))
     """
     config = BAPOConfig(
-        temperature=temperature,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         logit_scale=logit_scale,
         final_logit_softcapping=final_logit_softcapping,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
     check_group("vocab_group", vocab_group)
+    of_tokens = None
+    if isinstance(temperature, Tensor):
+        of_tokens = checked_temperature(temperature, labels, "labels")
     weight, bias, dtype, logits_dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
@@ -204,7 +212,7 @@ def linear_log_probs(
             logits_dtype=logits_dtype,
         )
     shard = VocabShard.of(weight.shape[0], labels, vocab_group)
-    call = log_probs_call(labels, config, backend, shard)
+    call = log_probs_call(labels, config, backend, shard, of_tokens)
     parameters = hidden_states, weight, bias
     of_log_probs = _makes_of_log_probs(_needs(*parameters), dtype)
     logp, entropy = LinearLogProbs.apply(

@@ -107,7 +107,7 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
 def _matrix(values: Tensor, like: Tensor) -> Tensor:
     """``[rows, columns]`` as the operator takes it; a view of up to two dimensions.
 
-    Advantages of packed sequences are not per token, and stay ``[B]``.
+    Values of packed sequences that are not per token stay ``[B]``.
     """
     values = as_numbers(values)
     if values.ndim == 2 or values.shape != like.shape:
@@ -140,11 +140,12 @@ def _in_pytorch(given: Arguments) -> TokenInputs:
         offsets, rising = _offsets_inside(given.cu_seqlens.long(), N)
         positions = torch.arange(N, device=tokens.device)
         unmasked = unmasked & ((positions < offsets[-1]) | ~rising)
-    values = {name: value.detach().to(dtype) for name, value in given.values.items()}
-    if "advantages" in values:
-        values["advantages"] = _spread(values["advantages"], tokens, offsets)
-        if rising is not None:
-            values["advantages"] = torch.where(rising, values["advantages"], torch.nan)
+    values = {
+        name: _spread(value.detach().to(dtype), tokens, offsets)
+        for name, value in given.values.items()
+    }
+    if rising is not None:
+        values["advantages"] = torch.where(rising, values["advantages"], torch.nan)
     weights = None
     if given.weighted:
         divisor = given.divisor
@@ -177,10 +178,10 @@ def _offsets_inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:
     return cu_seqlens.clamp(0, N), (steps >= 0).all() & (cu_seqlens[0] == 0)
 
 
-def _spread(advantages: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Advantages per token, of those per token or per sequence."""
-    if advantages.shape == like.shape:
-        return advantages
+def _spread(values: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Values per token, of those per token or per sequence."""
+    if values.shape == like.shape:
+        return values
     assert cu_seqlens is not None
     B = cu_seqlens.shape[0] - 1
-    return advantages[sequence_index(cu_seqlens, like.shape[0]).clamp(max=B - 1)]
+    return values[sequence_index(cu_seqlens, like.shape[0]).clamp(max=B - 1)]

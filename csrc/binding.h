@@ -95,8 +95,10 @@ class Arguments {
         return tensor ? numbers(*tensor, rows, columns, name) : Numbers{};
     }
 
+    // Where rows have temperatures of their own, these take the place of `temperature`.
     LogitRows logit_rows(const Tensor& logits, const OptionalTensor& dlogits, double temperature,
-                         double logit_scale, std::optional<double> softcap) const {
+                         double logit_scale, std::optional<double> softcap,
+                         const OptionalTensor& temperatures) const {
         check_rows(logits, "logits");
         LogitRows rows{};
         rows.dtype = row_dtype(logits);
@@ -118,9 +120,14 @@ class Arguments {
             rows.grad_batch_stride = dlogits->stride(0);
             rows.grad_row_stride = dlogits->stride(1);
         }
-        const double slope = logit_scale / temperature;
-        const double scale = softcap ? *softcap / temperature : slope;
-        rows.transform = {softcap.has_value(), logit_scale, softcap.value_or(0.0), scale, slope};
+        const double by = temperatures ? 1.0 : temperature, slope = logit_scale / by;
+        const double scale = softcap ? *softcap / by : slope;
+        rows.transform = {softcap.has_value(),
+                          logit_scale,
+                          softcap.value_or(0.0),
+                          scale,
+                          slope,
+                          data<float>(temperatures, rows.count(), "temperatures")};
         return rows;
     }
 
@@ -216,10 +223,11 @@ inline RowPassParams first_pass_params(const Arguments& args, const LogitRows& r
 
 template <typename Backend>
 void row_statistics(Tensor logits, Tensor labels, Tensor counted, double temperature,
-                    double logit_scale, std::optional<double> softcap, Tensor log_probs,
-                    Tensor entropy, Tensor stats) {
+                    double logit_scale, std::optional<double> softcap, OptionalTensor temperatures,
+                    Tensor log_probs, Tensor entropy, Tensor stats) {
     const Arguments args(logits);
-    const LogitRows rows = args.logit_rows(logits, {}, temperature, logit_scale, softcap);
+    const LogitRows rows =
+        args.logit_rows(logits, {}, temperature, logit_scale, softcap, temperatures);
     RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
     params.tokens.counted = args.data<bool>(counted, rows.count(), "counted");
     Backend::row_pass(params, logits);
@@ -231,11 +239,12 @@ void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_l
               OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grid_numbers,
               std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
               double entropy_coef, double temperature, double logit_scale,
-              std::optional<double> softcap, Tensor log_probs, Tensor entropy, Tensor stats,
-              Tensor undecided, Tensor dlogits) {
+              std::optional<double> softcap, OptionalTensor temperatures, Tensor log_probs,
+              Tensor entropy, Tensor stats, Tensor undecided, Tensor dlogits) {
     const Arguments args(logits);
     const Grids grids(grid_numbers);
-    const LogitRows rows = args.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
+    const LogitRows rows =
+        args.logit_rows(logits, dlogits, temperature, logit_scale, softcap, temperatures);
     const int64_t N = rows.count();
     RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
     params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
@@ -255,21 +264,22 @@ void row_pass_(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_
                OptionalTensor ref_log_probs, OptionalTensor bounds,
                std::vector<double> grid_numbers, std::optional<double> clip_ratio_c,
                double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, double temperature,
-               double logit_scale, std::optional<double> softcap, Tensor log_probs, Tensor entropy,
-               Tensor stats, Tensor undecided) {
+               double logit_scale, std::optional<double> softcap, OptionalTensor temperatures,
+               Tensor log_probs, Tensor entropy, Tensor stats, Tensor undecided) {
     row_pass<Backend>(logits, labels, counted, old_log_probs, advantages, weights,
                       rollout_is_weights, ref_log_probs, bounds, grid_numbers, clip_ratio_c,
                       kl_loss_coef, kl_loss_type, entropy_coef, temperature, logit_scale, softcap,
-                      log_probs, entropy, stats, undecided, logits);
+                      temperatures, log_probs, entropy, stats, undecided, logits);
 }
 
 template <typename Backend>
 void row_gradient(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs,
                   OptionalTensor dentropy, OptionalTensor only, double temperature,
-                  double logit_scale, std::optional<double> softcap, Tensor dlogits) {
+                  double logit_scale, std::optional<double> softcap, OptionalTensor temperatures,
+                  Tensor dlogits) {
     RowGradientParams params{};
     const Arguments args(logits);
-    params.rows = args.logit_rows(logits, dlogits, temperature, logit_scale, softcap);
+    params.rows = args.logit_rows(logits, dlogits, temperature, logit_scale, softcap, temperatures);
     const int64_t N = params.rows.batches * params.rows.rows;
     params.labels = args.data<int64_t>(labels, N, "labels");
     params.stats = args.data<double>(stats, 2 * N, "stats");
@@ -283,9 +293,9 @@ void row_gradient(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Te
 template <typename Backend>
 void row_gradient_(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs,
                    OptionalTensor dentropy, OptionalTensor only, double temperature,
-                   double logit_scale, std::optional<double> softcap) {
+                   double logit_scale, std::optional<double> softcap, OptionalTensor temperatures) {
     row_gradient<Backend>(logits, labels, stats, entropy, dlog_probs, dentropy, only, temperature,
-                          logit_scale, softcap, logits);
+                          logit_scale, softcap, temperatures, logits);
 }
 
 template <typename Backend>
@@ -317,8 +327,8 @@ void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> va
     }
     params.value_count = (int)count;
     for (int k = 0; k < params.value_count; ++k) {
-        const bool per_sequence = k == 0 && cu_seqlens && values[k].dim() == 1;
-        if (k == 0) params.advantage_per_sequence = per_sequence;
+        const bool per_sequence = cu_seqlens && values[k].dim() == 1;
+        params.per_sequence[k] = per_sequence;
         const int64_t columns = per_sequence ? params.sequences : S;
         params.values[k] = args.numbers(values[k], per_sequence ? 1 : R, columns, "values");
     }

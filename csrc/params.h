@@ -10,13 +10,27 @@ namespace bapo {
 enum class DType : int64_t { kFloat32, kBFloat16, kFloat16 };
 
 // x = scale*y with y = z, or y = tanh(logit_scale*z/softcap); dx/dz = slope, times 1 - y^2 under
-// softcap.
+// softcap. Where every row has a temperature of its own, scale and slope are those at
+// temperature 1.
 struct Transform {
     bool softcapped;
     double logit_scale;
     double softcap;
     double scale;
     double slope;
+    const float* temperatures;  // one per row; null: one for all, which scale and slope contain
+
+    BAPO_HD Transform at(float temperature) const {
+        Transform of_row = *this;
+        if (temperatures == nullptr) return of_row;
+        // Any other would still give numbers.
+        const double by = temperature > 0.0f && temperature < INFINITY ? temperature : NAN;
+        of_row.scale /= by;
+        of_row.slope /= by;
+        return of_row;
+    }
+    BAPO_HD float temperature(int64_t row) const { return temperatures ? temperatures[row] : 1.0f; }
+    BAPO_HD Transform of_row(int64_t row) const { return at(temperature(row)); }
 };
 
 // Rows of logits [batches, rows, vocab] with unit stride in the last dimension, and where their
@@ -76,7 +90,7 @@ struct TokenCounts {
 
 // From the arguments of the caller, [rows, columns], to flat inputs of every kernel.
 struct PrepareParams {
-    static constexpr int kMostValues = 5;
+    static constexpr int kMostValues = 6;
 
     int64_t rows;
     int64_t columns;
@@ -85,8 +99,8 @@ struct PrepareParams {
     Numbers mask;
     Numbers values[kMostValues];  // the advantages first
     int value_count;
-    bool advantage_per_sequence;
-    Numbers offsets;  // of packed sequences; otherwise every row is a sequence
+    bool per_sequence[kMostValues];  // of packed tokens
+    Numbers offsets;                 // of packed sequences; otherwise every row is a sequence
     int64_t sequences;
     Aggregation aggregation;
     double scale;

@@ -1,5 +1,5 @@
 // What every kernel takes per token, made from the arguments as the caller has them: any number
-// type, any strides, advantages per token or per sequence. Shared by the CPU and the CUDA kernels.
+// type, any strides, per token or per sequence. Shared by the CPU and the CUDA kernels.
 #pragma once
 
 #include <cstring>
@@ -132,8 +132,7 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
     for (int k = 0; k < params.value_count; ++k) {
         const Numbers& values = params.values[k];
         const int64_t last = params.sequences - 1;
-        const bool per_sequence = k == 0 && params.advantage_per_sequence;
-        float value = per_sequence
+        float value = params.per_sequence[k]
                           ? number_at<float>(values, 0, at.sequence < last ? at.sequence : last)
                           : number_at<float>(values, at.row, at.column);
         if (k == 0 && counts.bad_offsets) value = NAN;

@@ -169,7 +169,7 @@ struct Problem {
     Floats logits;  // [count, vocab], in the values of the dtype
     std::vector<int64_t> labels;
     Flags counted;
-    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs;
+    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs, temperatures;
     Floats advantages;
     Doubles weights;
     std::optional<Floats> bounds;
@@ -212,8 +212,9 @@ struct Problem {
         const double logit_scale = pick(bytes, {1.0, 0.5, 1.7});
         const double softcap = pick(bytes, {0.0, 0.5, 5.0, 30.0});
         const double slope = logit_scale / temperature;
-        transform = {softcap > 0.0, logit_scale, softcap,
-                     softcap > 0.0 ? softcap / temperature : slope, slope};
+        transform = {softcap > 0.0, logit_scale,
+                     softcap,       softcap > 0.0 ? softcap / temperature : slope,
+                     slope,         nullptr};
         options.clip_ratio_c = pick(bytes, {(double)kInf, 1.5, 3.0});
         options.kl_loss_coef = pick(bytes, {0.0, 0.1, 1e3});
         options.kl_loss_type = pick(bytes, {(int64_t)kK1, (int64_t)kK2, (int64_t)kK3});
@@ -253,6 +254,21 @@ struct Problem {
         rollout_log_probs = maybe_numbers(bytes, noise, count);
         const Floats weight = numbers(bytes, noise, count);
         for (int64_t i = 0; i < count; ++i) weights.push_back(counted[i] ? weight[i] : 0.0);
+        if (bytes.ConsumeBool()) choose_temperatures(bytes, noise);
+    }
+
+    // One per row, of which one may be bad.
+    void choose_temperatures(Bytes& bytes, std::minstd_rand& noise) {
+        std::uniform_real_distribution<float> power(-3.0f, 3.0f);
+        temperatures = Floats(count);
+        for (float& T : *temperatures) T = std::exp2(power(noise));
+        if (count > 0 && bytes.ConsumeBool()) {
+            const int64_t i = bytes.ConsumeIntegralInRange<int64_t>(0, count - 1);
+            (*temperatures)[i] = pick(bytes, {0.0f, -1.0f, kInf, -kInf, kNaN});
+        }
+        transform.scale = transform.softcapped ? transform.softcap : transform.logit_scale;
+        transform.slope = transform.logit_scale;
+        transform.temperatures = temperatures->data();
     }
 
     const float* row(int64_t i) const { return logits.data() + i * vocab; }
@@ -308,7 +324,8 @@ class Run {
           old_log_probs(masked(p.old_log_probs)),
           is_weights(masked(p.is_weights)),
           ref_log_probs(masked(p.ref_log_probs)),
-          rollout_log_probs(masked(p.rollout_log_probs)) {
+          rollout_log_probs(masked(p.rollout_log_probs)),
+          temperatures(masked(p.temperatures)) {
         for (int64_t i = 0; i < p.count; ++i) {
             for (int64_t j = 0; p.counted[i] && j < p.vocab; ++j) logits.set(i, j, p.row(i)[j]);
         }
@@ -355,6 +372,8 @@ class Run {
 
     LogitRows rows(bool with_grad) {
         Memory& target = p.inplace ? logits : grad;
+        Transform transform = p.transform;
+        transform.temperatures = data(temperatures);
         return {p.dtype,
                 p.batches,
                 p.rows,
@@ -365,7 +384,7 @@ class Run {
                 with_grad ? target.data() : nullptr,
                 target.layout.batch_stride,
                 target.layout.row_stride,
-                p.transform};
+                transform};
     }
 
     void row_pass() {
@@ -502,7 +521,7 @@ class Run {
     Memory logits, grad;
     std::vector<int64_t> labels;
     Floats advantages;
-    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs;
+    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs, temperatures;
     TokenInputs tokens{};
     Doubles stats;
     Flags undecided;
@@ -539,7 +558,8 @@ void check_gradient(const Problem& p, const Outcome& got, int64_t i, const Truth
     const double g = got.dlog_probs[i], bonus = p.weights[i] * p.options.entropy_coef;
     const double size = std::fabs(g) + 16.0 * std::fabs(bonus);
     const bool half = p.dtype == DType::kFloat16;
-    if (!(size * p.transform.slope < (half ? 6e4 : 1e37))) return;  // beyond the dtype's range
+    const double slope = p.transform.of_row(i).slope;
+    if (!(size * slope < (half ? 6e4 : 1e37))) return;  // beyond the dtype's range
     const double tiny =
         half ? 0x1p-24 : 256.0 * (p.dtype == DType::kBFloat16 ? 0x1p-133 : 0x1p-149);
     const double relative = kSlack + (p.dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11);
@@ -556,8 +576,7 @@ void check_gradient(const Problem& p, const Outcome& got, int64_t i, const Truth
                 std::fabs(g) * prob + std::fabs(bonus) * prob * (truth.entropy - log_p);
             // 1 - y^2 of a soft cap cancels, and so does 1 - p of the label.
             slack += relative * std::fabs(want) + operands * kSlack * truth.derivative[j];
-            slack +=
-                (operands * 0x1p-20 + size * (is_label ? kSlack : 0x1p-100)) * p.transform.slope;
+            slack += (operands * 0x1p-20 + size * (is_label ? kSlack : 0x1p-100)) * slope;
         }
         require(near(dz[j], want, slack), "gradient of a logit");
         sum += dz[j];
@@ -565,7 +584,7 @@ void check_gradient(const Problem& p, const Outcome& got, int64_t i, const Truth
     }
     const bool forbidden_label = p.known(i) && truth.x[p.labels[i]] == -kInf;
     if (p.transform.softcapped || forbidden_label) return;
-    const double slack = relative * (magnitude + size * p.transform.slope) + tiny * p.vocab;
+    const double slack = relative * (magnitude + size * slope) + tiny * p.vocab;
     require(near(sum, 0.0, slack), "the gradient of a row sums to zero");
 }
 
@@ -578,7 +597,7 @@ void check(const Problem& p, const Outcome& got) {
             require(got.dlog_probs[i] == 0.0 && got.dentropy[i] == 0.0, "masked tokens are 0");
             continue;
         }
-        const Truth truth(p.row(i), p.vocab, p.transform);
+        const Truth truth(p.row(i), p.vocab, p.transform.of_row(i));
         const double log_p = p.known(i) ? truth.log_p(p.labels[i]) : kNaN;
         require(near(got.log_probs[i], log_p, kSlack * (1.0 + std::fabs(log_p))), "log-prob");
         require(near(got.entropy[i], truth.entropy, kSlack * (1.0 + 16.0)), "entropy");

@@ -109,14 +109,17 @@ def one_row_statistics(dtype, softcap=None):
         torch.empty(1, N, V, dtype=dtype),
         torch.zeros(N, dtype=torch.long),
         torch.ones(N, dtype=torch.bool),
-        *(1.0, 1.0, softcap),
+        *(1.0, 1.0, softcap, None),
         f64(),
         f64(),
         f64(N, 2),
     )
 
 
-def one_row_pass(dtype, softcap=None, everything=False, kl=0, n=N, temperature=1.0, clip=3.0):
+def one_row_pass(
+    dtype, softcap=None, everything=False, kl=0, n=N, temperature=1.0, clip=3.0, per_row=False
+):
+    """``per_row``: with a temperature of each row."""
     logits = torch.empty(1, n, V, dtype=dtype)
     on = (lambda: f32(n)) if everything else (lambda: None)
     row_pass.row_pass(
@@ -134,7 +137,7 @@ def one_row_pass(dtype, softcap=None, everything=False, kl=0, n=N, temperature=1
         0.1 * everything,
         kl,
         0.01 * everything,
-        *(temperature, 1.0, softcap),
+        *(temperature, 1.0, softcap, f32(n) if per_row else None),
         f64(n),
         f64(n),
         f64(n, 2),
@@ -143,7 +146,9 @@ def one_row_pass(dtype, softcap=None, everything=False, kl=0, n=N, temperature=1
     )
 
 
-def one_row_gradient(dtype, softcap=None, entropy=False, only=True, n=N, temperature=1.0):
+def one_row_gradient(
+    dtype, softcap=None, entropy=False, only=True, n=N, temperature=1.0, per_row=False
+):
     logits = torch.empty(1, n, V, dtype=dtype)
     row_gradient.row_gradient(
         logits,
@@ -153,7 +158,7 @@ def one_row_gradient(dtype, softcap=None, entropy=False, only=True, n=N, tempera
         f64(n),
         f64(n) if entropy else None,
         torch.zeros(n, dtype=torch.uint8) if only else None,
-        *(temperature, 1.0, softcap),
+        *(temperature, 1.0, softcap, f32(n) if per_row else None),
         torch.empty_like(logits),
     )
 
@@ -213,7 +218,11 @@ def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
     prepare.prepare(
         tokens,
         torch.zeros(shape, dtype=torch.int64) if packed else torch.zeros(shape[::-1]).t(),
-        [torch.zeros(3 if packed else shape), torch.zeros(shape, dtype=torch.float16)],
+        [
+            torch.zeros(3 if packed else shape),
+            torch.zeros(shape, dtype=torch.float16),
+            *([torch.zeros(3)] if packed else []),
+        ],
         torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
         mode,
         scale,
@@ -226,7 +235,7 @@ def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
         flag() if packed else None,
         torch.zeros(N, dtype=torch.int64) if given is None else None,
         f64(N),
-        f32(2 * N),
+        f32((2 + packed) * N),
         torch.zeros(1, dtype=torch.int32),
     )
 
@@ -238,6 +247,9 @@ def compile_variants(compiled: Compiled) -> None:
                 compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
                 one_row_pass(dtype, softcap, everything, kl=2)
                 one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
+            compiled.variant = f"{dtype}, softcap {softcap}, a temperature per row"
+            one_row_pass(dtype, softcap, kl=2, per_row=True)
+            one_row_gradient(dtype, softcap, per_row=True)
         compiled.variant = f"{dtype}"
         one_row_statistics(dtype)
         row_gradient.scale_(torch.empty(N, V, dtype=dtype), f32(1))

@@ -28,12 +28,13 @@ def padded_arguments(shape, mode, live):
 
 
 def packed_arguments(N, offsets, mode, per_sequence):
-    """The same for packed tokens, with advantages per token or per sequence."""
+    """The same for packed tokens, with values per token, or per sequence where they may be."""
     given = padded_arguments((N,), mode, False)
     offsets = torch.tensor(offsets, dtype=torch.int32)
     if per_sequence:
         g = torch.Generator().manual_seed(N)
-        given.values["advantages"] = torch.randn(offsets.numel() - 1, generator=g)
+        for name in ("advantages", "temperatures"):
+            given.values[name] = torch.randn(offsets.numel() - 1, generator=g)
     return given._replace(cu_seqlens=offsets)
 
 

@@ -32,6 +32,10 @@ CASES = {
         ),
         ref_log_probs=per_token((B, S), 3),
     ),
+    "temperatures": dict(
+        config=BAPOConfig.paper(target=0.6, entropy_coef=0.05, final_logit_softcapping=8.0),
+        temperature=per_token((B, S), 9, 0.5, 2.0),
+    ),
     "sequence means": dict(
         config=BAPOConfig.paper(target=0.6, loss_agg_mode="seq-mean-token-mean"),
         rollout_is_weights=per_token((B, S), 4, 0.5, 2.0),

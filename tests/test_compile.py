@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import KERNELS, make_case
+from helpers import KERNELS, make_case, per_token
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map_only
@@ -118,6 +118,38 @@ def test_linear_log_probs(backend, device):
     assert graphs() == 1
 
 
+@pytest.mark.parametrize("level", ["logits", "hidden states"])
+@pytest.mark.parametrize("per", ["call", "sequence", "token"])
+def test_temperatures(backend, device, level, per):
+    """Other temperatures do not compile again."""
+    weight = torch.randn(65, 16, device=device)
+
+    def loss(hidden, temperature, *arguments):
+        options = dict(temperature=temperature, backend=backend)
+        if level == "hidden states":
+            out = bapo_linear_loss(hidden, weight, *arguments, chunk_tokens=5, **options)
+            return out.loss, out.log_probs.detach()
+        logits = hidden @ weight.T
+        out = bapo_loss(logits, *arguments, **options)
+        logp, entropy = log_probs(logits, arguments[0], **options)
+        return out.loss + (logp * entropy).mean(), out.log_probs.detach()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for S in (7, 9):
+        case = make_case((3, S), 65, device=device, poison=False)
+        T = per_token({"call": (), "sequence": (3,), "token": (3, S)}[per], S, 0.4, 2.0).to(device)
+        hidden = torch.randn(3, S, 16, device=device)
+        results = []
+        for function in (loss, compiled):
+            x = hidden.clone().requires_grad_()
+            value, logp = function(x, T, *case.arguments())
+            value.backward()
+            results.append((value.detach(), logp, x.grad))
+        # Compiled, the gradient is made in backward, of sums in another order.
+        torch.testing.assert_close(*results)
+    assert graphs() == 1
+
+
 def test_linear_loss():
     """With Inductor; ``test_linear.py`` has the options."""
     weight = torch.randn(65, 16).bfloat16().requires_grad_()
@@ -175,7 +207,7 @@ def test_loss_from_log_probs():
 
 
 N, V = 6, 40
-TRANSFORM = (0.9, 1.1, 30.0)
+TRANSFORM = (0.9, 1.1, 30.0, torch.linspace(0.5, 2.0, 6))
 POLICY = (3.0, 0.1, 2, 0.01)
 GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
 

@@ -19,7 +19,14 @@ import torch
 from cuda_on_host.breaks import all_breaks
 from cuda_on_host.build import ROOT, build
 from filelock import FileLock
-from helpers import check_against_reference, make_case, needs_native, per_token, run_kernel
+from helpers import (
+    check_against_reference,
+    make_case,
+    needs_native,
+    per_token,
+    run_kernel,
+    unmasked_tokens,
+)
 from launches import LAUNCHES
 from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 
@@ -151,7 +158,9 @@ def test_any_schedule(on_host, library, rows, dtype):
     """
     more, shift, config = ROWS[rows]
     V = 10_008 * 4 // dtype.itemsize + more
-    extra = {"ref_log_probs": per_token((2, 45))} if config.kl_loss_coef else {}
+    extra = {}
+    if config.kl_loss_coef:
+        extra = dict(ref_log_probs=per_token((2, 45)), temperature=per_token((2, 45), 1, 0.4, 2.0))
     case = make_case((2, 45), V, dtype, config=config, staleness=0.4, **extra)
     expected = check_against_reference(case, "cpu")
     for seed in SEEDS:
@@ -200,6 +209,26 @@ def test_all_options_together(on_host, dtype):
     check_against_reference(case, "cpu")
     check_against_reference(case, "cpu", statistics="live")
     check_against_reference(case, "cpu", bounds=(0.7, 1.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [257, 10_007])
+def test_temperatures_of_rows(on_host, dtype, V):
+    """Equal ones have the bits of one for all; a bad one makes its row NaN, and no other."""
+    T = per_token((2, 6), 3, 0.4, 2.0)
+    case = make_case((2, 6), V, dtype, staleness=0.4, temperature=T)
+    expected = check_against_reference(case, "cpu")
+    place = tuple((unmasked_tokens(case) & (case.advantages != 0)).nonzero()[1].tolist())
+    case.options["temperature"][place] = -1.0
+    got = run_kernel(case, "cpu")
+    assert got.output.loss.isnan()
+    assert got.gradient[place].isnan().all()
+    expected.output.log_probs[place] = torch.nan
+    assert torch.equal(got.output.log_probs.nan_to_num(7), expected.output.log_probs.nan_to_num(7))
+    one = run_kernel(case, "cpu", config=BAPOConfig(temperature=0.75), temperature=None)
+    same = run_kernel(case, "cpu", temperature=torch.tensor(0.75))
+    assert torch.equal(same.gradient, one.gradient)
+    assert torch.equal(same.output.loss, one.output.loss)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -410,7 +439,8 @@ def test_empty_shard(on_host):
     assert results.stats[counted].tolist() == [[-torch.inf, 0.0]] * 2
     nothing = torch.zeros(3, dtype=torch.float64)
     ops = fused.ops_of("cpu")
-    ops.row_gradient_(rows, labels, results.stats, nothing, nothing + 1, None, None, 1.0, 1.0, None)
+    coefficients = nothing, nothing + 1
+    ops.row_gradient_(rows, labels, results.stats, *coefficients, None, None, *call.transform)
 
 
 @pytest.mark.parametrize("each", all_breaks(), ids=lambda each: each.name)

@@ -233,6 +233,29 @@ def test_wrong_temperature():
             check_inputs(*arguments)
 
 
+def test_temperatures():
+    """Per token, per sequence, 0-dim: bad ones of unmasked tokens, and those of another policy."""
+    T = torch.linspace(0.5, 2.0, 4)[:, None].expand(4, 12).clone()
+    logits, labels, old, A = policy((4, 12), 500, temperature=T)
+    check_inputs(logits, labels, old, A, temperature=T)
+    check_inputs(logits, labels, old, A, temperature=T[:, 0])
+    of_another = policy((4, 12), 500, temperature=0.7)[2]
+    rule = "^temperature must be that of old_log_probs, got the tensor given, they fit 0.7"
+    with pytest.raises(ValueError, match=rule):
+        check_inputs(logits, labels, of_another, A, temperature=T)
+    mask = torch.ones(4, 12, dtype=torch.bool)
+    mask[1, 3] = False
+    for bad in (0.0, -1.0, torch.inf, torch.nan):
+        T[1, 3] = bad
+        check_inputs(logits, labels, old, A, mask, temperature=T)
+        with pytest.raises(ValueError, match=rf"temperature must be finite and > 0, got {bad} at"):
+            check_inputs(logits, labels, old, A, temperature=T)
+    with pytest.raises(ValueError, match=r"temperature must .*, got 0.0 at \(0, 0\)"):
+        check_inputs(logits, labels, old, A, temperature=torch.tensor(0.0))
+    with pytest.raises(ValueError, match=r"temperature must .*, got \(12,\)"):
+        check_inputs(logits, labels, old, A, temperature=T[0])
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (1, 7), (2, 5), (4, 12)])
 def test_stale_data_is_accepted(shape):
     """However stale and in whatever way; and few tokens are no evidence of a mistake."""

@@ -269,10 +269,14 @@ def test_log_probs_of_a_frozen_head(worlds, backend):
         assert_within_budget("gradient of hidden", gradient, *expected)
 
 
+TEMPERATURES = {2: 0.8, 4: per_token((B, S), 9, 0.5, 2.0)}  # by the number of shards
+
+
 def log_probs_rank(rank, level, dtype, backend, tensor):
     mesh = grid(1, tensor)
     case, columns = whole_case("paper", dtype), part(COLUMNS[tensor], rank)
-    options = dict(vocab_group=mesh.get_group("tensor"), backend=backend, temperature=0.8)
+    options = dict(vocab_group=mesh.get_group("tensor"), backend=backend)
+    options.update(temperature=TEMPERATURES[tensor])
     if level == "logits":
         leaves = [case.logits[..., columns].clone()]
         function = bapo_kernels.log_probs
@@ -303,7 +307,8 @@ def test_log_probs(worlds, backend, tensor, level, dtype):
             function, options = reference.log_probs, {}
         else:
             function, options = reference.linear_log_probs, dict(bias=leaves[2])
-        logp, entropy = function(*leaves[:2], case.labels, temperature=0.8, **options)
+        options.update(temperature=TEMPERATURES[tensor])
+        logp, entropy = function(*leaves[:2], case.labels, **options)
         (logp * per_token((B, S), 7) + 0.3 * entropy * per_token((B, S), 8)).sum().backward()
         return (logp.detach(), entropy.detach()), [x.grad for x in leaves]
 

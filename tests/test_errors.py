@@ -271,6 +271,47 @@ def test_errors_of_bapo_loss(name):
         bapo_loss(**given)
 
 
+TEMPERATURES = {
+    "number": (arguments(temperature=0.7), "temperature must be a tensor, got float"),
+    "integers": (
+        arguments(temperature=torch.ones(B, S, dtype=torch.long)),
+        "temperature must be floating point, got torch.int64",
+    ),
+    "shape": (
+        arguments(temperature=torch.ones(S)),
+        r"temperature must be 0-dim, or have the shape of labels \(2, 5\) or one entry a sequence "
+        r"\(2,\), got \(5,\)",
+    ),
+    "one element": (arguments(temperature=torch.ones(1, 1)), r"temperature must .*got \(1, 1\)"),
+    "packed": (
+        packed(temperature=torch.ones(B), cu_seqlens=CU),
+        r"temperature must .* or one entry a sequence \(.*, got \(2,\)",
+    ),
+    "per sequence without offsets": (
+        packed(temperature=torch.ones(B)),
+        r"temperature must .* or one entry a sequence with cu_seqlens, got \(2,\)",
+    ),
+    "device": (
+        arguments(temperature=torch.ones((), device="meta")),
+        r"temperature must be on the device of labels \(cpu\), got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("name", TEMPERATURES)
+def test_errors_of_temperature(name, backend):
+    given, message = TEMPERATURES[name]
+    with pytest.raises(ValueError, match=message):
+        bapo_loss(**given, backend=backend)
+    if name == "number" or "cu_seqlens" in given:
+        return
+    with pytest.raises(ValueError, match=message):
+        log_probs(
+            given["logits"], given["labels"], temperature=given["temperature"], backend=backend
+        )
+
+
 def test_errors_of_log_probs():
     with pytest.raises(ValueError, match="temperature must be finite and > 0, got 0"):
         log_probs(torch.randn(2, 3), torch.zeros(2, dtype=torch.long), temperature=0.0)
@@ -335,7 +376,7 @@ def test_wrong_types_are_named(name):
 
 
 def test_unknown_options_are_refused():
-    for name in ("clip_ratio", "loss_agg_mode", "temperature"):  # members of the config
+    for name in ("clip_ratio", "loss_agg_mode", "logit_scale"):  # members of the config
         with pytest.raises(TypeError, match=name):
             bapo_loss(**arguments(**{name: 1.0}))
 

@@ -98,6 +98,7 @@ def test_loss_and_gradient(backend, mode, statistics, given):
         rollout_log_probs=old,
         rollout_is_weights=mask,
         ref_log_probs=old,
+        temperature=mask.T.contiguous().T,
         batch_num_tokens=mask.sum(),
         global_batch_size=torch.tensor(4, device="cuda"),
         dp_size=2,
@@ -120,8 +121,9 @@ def test_packed_tokens(backend):
 def test_log_probs_and_search(backend):
     labels, old, A, mask = tokens()
     logits = torch.randn(B, S, V, device="cuda")[:, :, 1:]
-    for result in log_probs(logits, labels, backend=backend):
-        assert result.device.type == "cuda"
+    for temperature in (1.0, A[0, 0], A[:, 0], A):
+        for result in log_probs(logits, labels, temperature=temperature, backend=backend):
+            assert result.device.type == "cuda"
     assert find_clip_bounds(old, old, A, mask).upper.device.type == "cuda"
 
 

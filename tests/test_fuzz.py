@@ -47,6 +47,7 @@ PER_TOKEN = {  # arguments with an entry per token, and the range of their value
     "ref_log_probs": (-6.0, 0.0),
     "rollout_is_weights": (0.0, 2.0),
     "rollout_log_probs": (-6.0, 0.0),
+    "temperature": (0.4, 2.5),
 }
 PRESETS = [
     BAPOConfig.paper,
@@ -98,6 +99,12 @@ EXTREME_ADVANTAGES = [0.0, -0.0, 1e-40, -1e-40, 1e-20, -1e-20, 1e6, -1e6, 1e28, 
 EXTREME_LOG_RATIOS = [19.0, -19.0, 25.0, -25.0, 1e4, -100.0]  # the clamp is at 20
 
 LAYOUTS = {"plain": lambda x: x} | helpers.LAYOUTS
+
+
+def transform(case):
+    """What a call does to logits; a temperature per token replaces that of the config."""
+    of_call = {name: case.options[name] for name in ("temperature",) if name in case.options}
+    return transform_of(case.options["config"]) | of_call
 
 
 def build_config(preset, **options):
@@ -164,8 +171,7 @@ def set_logits(case, rows):
 
 def set_old_log_probs(case, staleness, log_ratios):
     """Log-ratios with this standard deviation, except at some tokens; ``None``: on-policy."""
-    transform = transform_of(case.options["config"])
-    logp, _ = reference.log_probs(case.logits.double(), case.labels, **transform)
+    logp, _ = reference.log_probs(case.logits.double(), case.labels, **transform(case))
     noise = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
     log_ratio = (staleness or 0.0) * noise
     for i, value in log_ratios.items():
@@ -283,7 +289,7 @@ def test_log_probs_of_any_case(backend, device, interpreted):
             LAYOUTS[layout](case.logits),
             case.labels.masked_fill(~unmasked_tokens(case), IGNORE_INDEX),
             backend=backend,
-            **transform_of(case.options["config"]),
+            **transform(case),
         )
         output = run(case.with_options(statistics="all"), backend).output
         assert torch.equal(got[0], output.log_probs)

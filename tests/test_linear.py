@@ -1,5 +1,7 @@
 """Losses and log-probs of hidden states against the float64 reference, gradient by gradient."""
 
+import math
+
 import pytest
 import torch
 from helpers import (
@@ -533,7 +535,10 @@ def test_all_masked_and_no_tokens(backend, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entropy", [True, False])
-def test_linear_log_probs(backend, device, dtype, entropy):
+@pytest.mark.parametrize("temperature", [0.8, torch.linspace(0.8, 2.0, B * S).view(S, B).T])
+def test_linear_log_probs(backend, device, dtype, entropy, temperature):
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.to(device)
     parameters, case = problem(dtype, device, BAPOConfig())
     unmasked = unmasked_tokens(case)
     labels = torch.where(unmasked, case.labels, -100)
@@ -551,7 +556,7 @@ def test_linear_log_probs(backend, device, dtype, entropy):
             leaves[1],
             labels,
             bias=leaves[2],
-            temperature=0.8,
+            temperature=temperature,
             return_entropy=entropy,
             **options,
         )
@@ -564,6 +569,34 @@ def test_linear_log_probs(backend, device, dtype, entropy):
         results.append([leaf.grad for leaf in leaves])
     for name, *gradients in zip(("hidden", "weight", "bias"), *results, strict=True):
         assert_within_budget(f"gradient of {name}", *gradients)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("statistics", ["all", "live"])
+@pytest.mark.parametrize("shape", [(), (B,), (B, S)])
+def test_temperatures(backend, device, dtype, statistics, shape):
+    """Of the rows of every chunk, of those whose logits are recomputed too."""
+    parameters, case = problem(dtype, device, build("softcap"), staleness=0.0)
+    case.old_log_probs = None
+    T = torch.linspace(0.5, 2.0, math.prod(shape), device=device).view(shape)
+    if shape == (B, S):
+        T = torch.where(unmasked_tokens(case), T, torch.nan)
+    case = case.with_options(temperature=T)
+    check(parameters, case, backend, statistics, chunk_tokens=5)
+
+
+def test_temperatures_of_undecided_rows(backend, device):
+    """Chunks of any size find the same rows; equal temperatures have the bits of one number."""
+    parameters, case = problem(torch.float32, device, BAPOConfig(temperature=0.75))
+    options = dict(backend=backend, chunk_tokens=4)
+    expected = run(bapo_linear_loss, parameters, case, **options)
+    case.options["config"] = BAPOConfig()
+    T = torch.full((B, S), 0.75, device=device)
+    got = run(bapo_linear_loss, parameters, case, temperature=T, **options)
+    for mine, true in zip(got[1], expected[1], strict=True):
+        assert torch.equal(mine, true)
+    T *= torch.linspace(0.9, 1.1, B * S, device=device).view(B, S)
+    check(parameters, case.with_options(temperature=T), backend, chunk_tokens=4)
 
 
 def test_module(backend, device):

@@ -11,6 +11,9 @@ OPTIONS = [
     dict(temperature=0.6),
     dict(logit_scale=2.0),
     dict(final_logit_softcapping=8.0, temperature=1.2),
+    dict(temperature=torch.linspace(0.5, 2.0, 12).view(6, 2).T),
+    dict(final_logit_softcapping=8.0, temperature=torch.tensor([0.5, 1.25])),
+    dict(temperature=torch.tensor(0.75)),
 ]
 
 
@@ -30,6 +33,7 @@ def test_against_float64(backend, device, dtype, options, V):
     labels[1, 2] = -100
     weights = torch.randn(2, 2, 6, device=device)
     weights[:, 0, 3] = 0.0
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     got = run(log_probs, logits, labels, *weights, backend=backend, **options)
     same = run(reference.log_probs, logits, labels, *weights, **options)
     truth = run(reference.log_probs, logits.double(), labels, *weights.double(), **options)
@@ -40,6 +44,22 @@ def test_against_float64(backend, device, dtype, options, V):
         assert_within_budget(name, *parts, operand=operand)
     assert not got[2][1, 2].any()
     assert not got[2][0, 3].any()
+
+
+def test_bad_and_equal_temperatures(backend, device):
+    """Bad ones make the values of their rows NaN, unless the label is -100; no gradient flows."""
+    logits = torch.randn(4, 50, device=device, requires_grad=True)
+    labels = torch.tensor([3, -100, 7, 49], device=device)
+    T = torch.tensor([0.75, torch.nan, 0.0, 0.75], device=device, requires_grad=True)
+    got = log_probs(logits, labels, temperature=T, backend=backend)
+    plain = log_probs(logits, labels, temperature=0.75, backend=backend)
+    for mine, one in zip(got, plain, strict=True):
+        assert mine.isnan().tolist() == [False, False, True, False]
+        assert torch.equal(mine[[0, 1, 3]], one[[0, 1, 3]])
+    (got[0] + got[1])[[0, 1, 3]].sum().backward()
+    assert T.grad is None
+    gradient = torch.autograd.grad((plain[0] + plain[1])[[0, 1, 3]].sum(), logits)[0]
+    assert torch.equal(logits.grad[[0, 1, 3]], gradient[[0, 1, 3]])
 
 
 def test_gradient_of_one_output(backend, device):

@@ -1,5 +1,6 @@
 """bapo_loss of every backend against the float64 reference."""
 
+import math
 from functools import partial
 
 import pytest
@@ -33,12 +34,14 @@ from bapo_kernels import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CU = torch.tensor([0, 5, 5, 12, 20])
 
+TEMPERATURES = per_token(seed=5, low=0.4, high=2.5)
 # One option alone, then many together: (config options, call options).
 OPTIONS = {
     "paper": ({}, {}),
     "recipe": (dict(preset="recipe"), {}),
     "fixed": (dict(preset="fixed"), {}),
     "temperature": (dict(temperature=0.7), {}),
+    "temperatures": (dict(temperature=30.0), dict(temperature=TEMPERATURES)),
     "logit_scale": (dict(logit_scale=1.7), {}),
     "softcap": (dict(final_logit_softcapping=5.0), {}),
     "dual_clip": (dict(clip_ratio_c=1.1), {}),
@@ -64,6 +67,10 @@ OPTIONS = {
     "global_sequences": (
         dict(loss_agg_mode="seq-mean-token-mean"),
         dict(global_batch_size=torch.tensor(16), dp_size=2),
+    ),
+    "temperatures, together": (
+        dict(entropy_coef=0.05, kl_loss_coef=0.1, final_logit_softcapping=5.0, logit_scale=1.7),
+        dict(temperature=TEMPERATURES, ref_log_probs=per_token()),
     ),
     "together": (
         dict(
@@ -279,6 +286,83 @@ def test_bounds_as_floats(backend, device):
     assert torch.equal(got.gradient, expected.gradient)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_equal_temperatures_have_the_bits_of_one_number(backend, device, dtype, softcap, inplace):
+    """In any shape and any floating dtype; 0.75 is one of every dtype."""
+    B, S = 2, 3
+    config = BAPOConfig(final_logit_softcapping=softcap, entropy_coef=0.05, temperature=0.75)
+    case = make_case((B, S), 65, dtype, device, config=config, staleness=0.4)
+    logits = case.logits.clone() if inplace else case.logits.requires_grad_()
+    plain = bapo_loss(logits, *case.arguments(), **case.options, backend=backend, inplace=inplace)
+    expected = logits if inplace else torch.autograd.grad(plain.loss, logits)[0]
+    ignored = BAPOConfig(final_logit_softcapping=softcap, entropy_coef=0.05, temperature=9.0)
+    kinds = {(): torch.float64, (B,): torch.bfloat16, (B, S): torch.float32, (S, B): torch.float16}
+    for shape, kind in kinds.items():
+        T = torch.full(shape, 0.75, dtype=kind, device=device)
+        T = T.T if shape == (S, B) else T
+        x = case.logits.detach().clone().requires_grad_(not inplace)
+        options = dict(config=ignored, temperature=T, backend=backend, inplace=inplace)
+        got = bapo_loss(x, *case.arguments(), **options)
+        gradient = x if inplace else torch.autograd.grad(got.loss, x)[0]
+        assert torch.equal(gradient, expected)
+        assert torch.equal(got.loss, plain.loss)
+        assert torch.equal(got.entropy, plain.entropy)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 5)])
+def test_shapes_of_temperature(backend, device, shape):
+    """One for all tokens, one per sequence, one per token: as the same ones written out."""
+    T = torch.linspace(0.5, 2.0, math.prod(shape), device=device).view(shape)
+    case = make_case((3, 5), 65, device=device, poison=False)
+    written_out = T.view(*shape, *[1] * (2 - len(shape))).expand(3, 5).clone()
+    expected = check_against_reference(case, backend, temperature=written_out)
+    got = check_against_reference(case, backend, temperature=T.clone().requires_grad_())
+    assert torch.equal(got.gradient, expected.gradient)
+    assert torch.equal(got.output.loss, expected.output.loss)
+
+
+def test_temperatures_of_packed_sequences(backend, device):
+    """One per sequence, an empty one among them; tokens after the last sequence are masked."""
+    cu = torch.tensor([0, 5, 5, 12, 20], device=device)
+    case = make_case((24,), 65, device=device, cu_seqlens=cu)
+    T = torch.tensor([0.5, torch.nan, 1.25, 2.0], device=device)
+    got = check_against_reference(case, backend, temperature=T)
+    per_token = torch.cat([T.repeat_interleave(cu.diff()), T.new_zeros(4)])
+    expected = check_against_reference(case, backend, temperature=per_token)
+    assert torch.equal(got.gradient, expected.gradient)
+    case.advantages = torch.tensor([0.5, 2.0, -1.0, 0.7], device=device)
+    check_against_reference(case, backend, temperature=T)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16]
+)  # gradient in forward, in backward
+@pytest.mark.parametrize("bad", [0.0, -0.5, torch.inf, torch.nan])
+def test_bad_temperature_makes_its_token_nan(backend, device, dtype, bad):
+    case = make_case((2, 4), 65, dtype, device, poison=False)
+    unmasked = unmasked_tokens(case)
+    T = torch.full((2, 4), 0.75, device=device)
+    expected = run_kernel(case, backend, temperature=T)
+    hidden = T.masked_fill(~unmasked, bad)
+    got = run_kernel(case, backend, temperature=hidden)
+    assert torch.equal(got.gradient, expected.gradient)
+    assert torch.equal(got.output.loss, expected.output.loss)
+    place = tuple(unmasked.nonzero()[2].tolist())
+    T[place] = bad
+    for result in run_kernel(case, backend, temperature=T), run_reference(case, temperature=T):
+        assert result.output.loss.isnan()
+        isnan = torch.zeros_like(unmasked)
+        isnan[place] = True
+        assert torch.equal(result.output.log_probs.isnan(), isnan)
+        assert torch.equal(result.output.entropy.isnan(), isnan)
+    case.advantages[place] = 0.0  # then it cannot change the loss
+    live = run_kernel(case, backend, temperature=T, statistics="live")
+    assert live.output.loss.isfinite()
+    assert live.gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("pair", [(1.2, 0.8), (-0.1, 1.2), (torch.nan, 1.2), (0.8, torch.nan)])
 def test_tensor_bounds_that_break_their_rule_make_the_loss_nan(backend, device, pair):
     """Unless no token is counted. Numbers raise."""
@@ -419,7 +503,8 @@ def test_scalars_are_within_the_plain_budget(backend, device, interpreted, dtype
         assert_within_budget(metric, *(stacked(r, metric) for r in zip(*runs, strict=True)))
 
 
-FROM_LOG_PROBS = [name for name in OPTIONS if name not in ("temperature", "logit_scale", "softcap")]
+OF_LOGITS = "temperature", "temperatures", "temperatures, together", "logit_scale", "softcap"
+FROM_LOG_PROBS = [name for name in OPTIONS if name not in OF_LOGITS]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

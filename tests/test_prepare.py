@@ -81,6 +81,15 @@ def test_strides(backend, device):
     check_prepared(arguments, backend, device)
 
 
+def test_as_many_values_as_there_may_be(backend, device):
+    """Those per sequence at both ends of them."""
+    arguments = packed_arguments(300, (0, 3, 3, 64, 290), "token-mean", True)
+    A, temperatures = (arguments.values[name] for name in ("advantages", "temperatures"))
+    per_token = {f"values {k}": torch.randn(300, dtype=torch.float64) for k in range(4)}
+    values = {"advantages": A, **per_token, "temperatures": temperatures}
+    check_prepared(arguments._replace(values=values), backend, device)
+
+
 def test_masks_of_eight_bits(backend, device):
     """Every value but 0 is unmasked, also those that an integer cannot hold."""
     values = torch.tensor([[0.0, 0.5, -0.0, 1.0]])

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
 )
 DEVICE = DEVICES["triton"]
-TRANSFORM = (1.0, 1.0, None)
+TRANSFORM = (1.0, 1.0, None, None)
 # Each of the interpreter's three programs reads 64 flags, then a few more.
 N = 3 * (64 + 2) - 1 if INTERPRETED else 40_000
 

@@ -66,7 +66,7 @@ def bapo_loss_from_log_probs(
         ref_log_probs=ref_log_probs,
     )
     unmasked = unmasked_tokens(log_probs, response_mask, cu_seqlens)
-    A = per_token(advantages, log_probs, cu_seqlens).detach().to(work)
+    A = per_token("advantages", advantages, log_probs, cu_seqlens).detach().to(work)
     A = torch.where(unmasked, A, 0.0)
     given_logp = log_probs.to(work)
     logp = torch.where(unmasked, given_logp, 0.0)
@@ -185,10 +185,13 @@ def bapo_loss(
     advantages: Tensor,
     response_mask: Tensor | None = None,
     *,
+    temperature: Tensor | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> BAPOOutput:
     """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``.
+
+    ``temperature`` takes the place of ``config.temperature``: ``[...]``, ``[B]`` or 0-dim.
 
     Examples:
         >>> logits = torch.linspace(-2, 2, 20).view(2, 10)
@@ -201,10 +204,12 @@ def bapo_loss(
     labels, config = labels.long(), config_or_default(options.get("config"))
     unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
     unmasked = unmasked & (labels != IGNORE_INDEX)
+    if temperature is not None and temperature.ndim > 0:
+        temperature = per_token("temperature", temperature, labels, options.get("cu_seqlens"))
     logp, entropy = log_probs(
         logits,
         torch.where(unmasked, labels, IGNORE_INDEX),
-        temperature=config.temperature,
+        temperature=config.temperature if temperature is None else temperature,
         logit_scale=config.logit_scale,
         final_logit_softcapping=config.final_logit_softcapping,
         vocab_group=vocab_group,
@@ -223,6 +228,7 @@ def bapo_linear_loss(
     response_mask: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    temperature: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
@@ -239,7 +245,8 @@ def bapo_linear_loss(
     masked = ~unmasked | (labels.long() == IGNORE_INDEX)
     hidden_states = hidden_states.masked_fill(masked[..., None], 0.0)
     logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group, logits_dtype)
-    return bapo_loss(logits, labels, old_log_probs, advantages, response_mask, **options)
+    batch = old_log_probs, advantages, response_mask
+    return bapo_loss(logits, labels, *batch, temperature=temperature, **options)
 
 
 def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:

@@ -102,7 +102,7 @@ class Contributions:
         logp = log_probs.detach().double()
         old = behaviour_log_probs(logp, old_log_probs).double()
         rollout = old if rollout_log_probs is None else rollout_log_probs.detach().double()
-        A = per_token(advantages, log_probs, cu_seqlens).double()
+        A = per_token("advantages", advantages, log_probs, cu_seqlens).double()
         uniform = config.token_weight == "uniform"
         w = torch.ones_like(logp) if uniform else rollout.exp()
 

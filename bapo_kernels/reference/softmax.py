@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..config import IGNORE_INDEX
 from ..distributed import whole_vocabulary
+from .tokens import per_token
 
 
 def log_probs(
     logits: Tensor,
     labels: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
@@ -31,6 +32,8 @@ def log_probs(
     Args:
         logits: ``[..., V]``. ``-inf`` forbids a token.
         labels: ``[...]``, integer.
+        temperature: a number, or a tensor ``[...]``, ``[B]`` for labels ``[B, ...]``, or 0-dim; no
+            gradient flows to it. One that is not finite and > 0 makes the log-prob NaN.
         vocab_group: its ranks have ``logits`` of the vocabulary's parts, which are gathered.
 
     Examples:
@@ -49,6 +52,11 @@ def log_probs(
     x = z * logit_scale
     if final_logit_softcapping is not None:
         x = final_logit_softcapping * torch.tanh(x / final_logit_softcapping)
+    if isinstance(temperature, Tensor):
+        T = temperature.detach().to(x.dtype)
+        T = per_token("temperature", T if T.ndim else T.expand(labels.shape), labels)
+        T = torch.where((T > 0) & T.isfinite(), T, torch.nan)
+        temperature = torch.where(unmasked, T, 1.0)[..., None]
     x = (x / temperature).masked_fill(forbidden, -torch.inf)
 
     log_p = torch.log_softmax(x, dim=-1)
@@ -68,7 +76,7 @@ def linear_log_probs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,

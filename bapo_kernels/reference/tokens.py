@@ -28,18 +28,18 @@ def unmasked_tokens(
     return unmasked if response_mask is None else unmasked & (response_mask != 0)
 
 
-def per_token(advantages: Tensor, like: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """One advantage per token, from one per token or per sequence."""
-    if advantages.shape == like.shape:
-        return advantages
+def per_token(name: str, values: Tensor, like: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """One value per token, from one per token or per sequence."""
+    if values.shape == like.shape:
+        return values
     sequences = like.shape[:1] if cu_seqlens is None else cu_seqlens.diff().shape
-    ok = advantages.shape == sequences and (like.ndim >= 2 or cu_seqlens is not None)
+    ok = values.shape == sequences and (like.ndim >= 2 or cu_seqlens is not None)
     rule = ("have the shape of log_probs {} or one entry a sequence {}", like.shape, sequences)
-    require(ok, "advantages", rule, advantages.shape)
+    require(ok, name, rule, values.shape)
     if cu_seqlens is not None:
-        packed = advantages.repeat_interleave(cu_seqlens.diff())
+        packed = values.repeat_interleave(cu_seqlens.diff())
         return torch.nn.functional.pad(packed, (0, like.numel() - packed.numel()))
-    return advantages.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
+    return values.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
 
 
 def behaviour_log_probs(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:

@@ -109,6 +109,8 @@ def make_case(
         name: getattr(config, name)
         for name in ("temperature", "logit_scale", "final_logit_softcapping")
     }
+    if "temperature" in options:
+        transform["temperature"] = options["temperature"]
     logp = reference.log_probs(logits.double(), labels, **transform)[0]
     old = (logp + staleness * torch.randn(shape, generator=g)).float()
     advantages = torch.randn(shape, generator=g)
@@ -171,6 +173,7 @@ def loss_sensitivity(case: Case, truth: Result) -> float:
         unmasked = unmasked & (case.response_mask != 0)
     logp = truth.output.log_probs.double().nan_to_num(0.0).requires_grad_()
     options = case.options | {"bounds": truth.output.bounds}
+    options.pop("temperature", None)  # the log-probs have it
     loss = reference.bapo_loss_from_log_probs(
         logp, case.old_log_probs, case.advantages, unmasked, **options
     ).loss

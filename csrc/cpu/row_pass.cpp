@@ -51,13 +51,14 @@ void pass_row(const RowPassParams& params, int64_t index) {
     }
 
     const bool keep = keeps_exp<T, kSoftcap>(params, index);
+    const Transform transform = rows.transform.of_row(index);
     const RowStats stats =
         (keep ? row_stats<kSoftcap, true, T>
-              : row_stats<kSoftcap, false, T>)(row.logits, rows.vocab, rows.transform);
+              : row_stats<kSoftcap, false, T>)(row.logits, rows.vocab, transform);
     const int64_t label = params.labels[index];
     double logp = NAN;
     if (label >= 0 && label < rows.vocab) {
-        logp = log_prob<kSoftcap>(load_scalar(row.logits + label), rows.transform, stats.origin,
+        logp = log_prob<kSoftcap>(load_scalar(row.logits + label), transform, stats.origin,
                                   stats.log_sum());
     }
     params.log_probs[index] = logp;
@@ -73,7 +74,7 @@ void pass_row(const RowPassParams& params, int64_t index) {
         row.zero_grad(rows.vocab, true);
     } else {
         (keep ? row_gradient<kSoftcap, true, T>
-              : row_gradient<kSoftcap, false, T>)(row.logits, row.grad, rows.vocab, rows.transform,
+              : row_gradient<kSoftcap, false, T>)(row.logits, row.grad, rows.vocab, transform,
                                                   label, stats.origin, stats.sum, stats.entropy(),
                                                   decision.coefficients);
     }
@@ -87,7 +88,7 @@ void finish_row(const RowGradientParams& params, int64_t index) {
     const RowCoefficients coefficients{params.dlog_probs[index],
                                        params.dentropy ? -(double)params.dentropy[index] : 0.0};
     if (coefficients.zero()) return row.zero_grad(rows.vocab, false);
-    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, rows.transform,
+    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, rows.transform.of_row(index),
                                   params.labels[index], (float)params.stats[2 * index],
                                   params.stats[2 * index + 1], params.entropy[index], coefficients);
 }

@@ -9,7 +9,7 @@ namespace bapo::cuda {
 
 inline Scales scales_of(const Transform& transform) {
     const double inner = transform.softcapped ? transform.logit_scale / transform.softcap : 1.0;
-    return {(float)inner, (float)(transform.scale / kLn2)};
+    return {(float)inner, scale2_of(transform)};
 }
 
 // Whether every row, of the logits and of the gradient, starts at a multiple of 16 bytes.

@@ -24,6 +24,9 @@ struct Scales {
     float inner;   // y = tanh(inner*z) under softcap
     float scale2;  // t = (y - origin)*scale2
 };
+__host__ __device__ inline float scale2_of(const Transform& transform) {
+    return (float)(transform.scale / kLn2);
+}
 
 template <typename T>
 __device__ inline float to_float(T value) {
@@ -354,12 +357,13 @@ __device__ inline double label_log_prob(const Label& label, float origin, double
 // Statistics of a row from the sums without its label, computed by one warp; the lane with `first`
 // writes them.
 __device__ inline RowStatistics row_statistics(const RowPassParams& params, int64_t index,
-                                               RowSums total, const Label& label, Scales scales,
+                                               RowSums total, const Label& label,
+                                               const Transform& transform, Scales scales,
                                                bool first) {
     if (label.index >= 0) total.add_label(label.y, scales.scale2);
     const double log_sum = log(total.sum), inverse_sum = 1.0 / total.sum;
     const double entropy = log_sum - kLn2 * total.weighted * inverse_sum;
-    const double log_prob = label_log_prob(label, total.origin, log_sum, params.rows.transform);
+    const double log_prob = label_log_prob(label, total.origin, log_sum, transform);
     if (first) {
         params.log_probs[index] = log_prob;
         params.entropy[index] = entropy;
@@ -374,11 +378,11 @@ __device__ inline RowStatistics row_statistics(const RowPassParams& params, int6
 __device__ inline SecondPass decided_pass(const RowPassParams& params, int64_t index,
                                           const BoundsRange& range, const TokenValues& values,
                                           const RowStatistics& row, const Label& label,
-                                          bool first) {
+                                          const Transform& transform, bool first) {
     const Decision decision = decide(params, range, values, row.log_prob);
     if (first) params.undecided[index] = decision.undecided;
     if (decision.undecided) return SecondPass::without_gradient(SecondPass::kNothing);
-    return gradient_pass(row, label, decision.coefficients, params.rows.transform.slope);
+    return gradient_pass(row, label, decision.coefficients, transform.slope);
 }
 
 // The outputs of a skipped row.

@@ -109,6 +109,12 @@ __device__ void run_second_pass(const SecondPass* decision, const Row<T, kAligne
     }
 }
 
+// Those of a row: `scales` unless it has a temperature of its own.
+__device__ Scales scales_at(const Transform& of_row, Scales scales) {
+    if (of_row.temperatures != nullptr) scales.scale2 = scale2_of(of_row);
+    return scales;
+}
+
 template <typename T, bool kSoftcap, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     row_pass_kernel(const __grid_constant__ RowPassParams params, Scales scales) {
@@ -123,6 +129,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     const int label = label_index(params.labels[index], row.vocab);
     const float z_label = row.label_logit(label);
+    const Transform transform = params.rows.transform.of_row(index);
+    scales = scales_at(transform, scales);
 
     const auto lane = first_pass<T, kSoftcap, kAligned>(row.logits, row.vocab, label, scales);
     const RowSums warp = warp_total(RowSums::of(lane), scales.scale2);
@@ -131,13 +139,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (threadIdx.x < kWarp) {
         const RowSums total = total_of(partials, kWarps, scales.scale2);
         const bool first = threadIdx.x == 0;
-        const auto about_label = label_of<kSoftcap>(label, z_label, params.rows.transform, scales);
+        const auto about_label = label_of<kSoftcap>(label, z_label, transform, scales);
         const RowStatistics statistics =
-            row_statistics(params, index, total, about_label, scales, first);
+            row_statistics(params, index, total, about_label, transform, scales, first);
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
         if (row.grad != nullptr) {
-            pass = decided_pass(params, index, bounds_range(params),
-                                values_at(params.tokens, index), statistics, about_label, first);
+            pass =
+                decided_pass(params, index, bounds_range(params), values_at(params.tokens, index),
+                             statistics, about_label, transform, first);
         }
         if (first) shared_store(&shared_pass, pass);
     }
@@ -164,12 +173,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     for_rows(params.rows.count(), params.only, [&](int64_t index) {
         const Row<T, kAligned> row(params.rows, index);
         const int label = label_index(params.labels[index], row.vocab);
+        const Transform transform = params.rows.transform.of_row(index);
+        const Scales of_row = scales_at(transform, scales);
         if (threadIdx.x == 0) {
-            const Transform& transform = params.rows.transform;
             const RowCoefficients coefficients{params.dlog_probs[index],
                                                params.dentropy ? -params.dentropy[index] : 0.0};
             const Label about_label =
-                label_of<kSoftcap>(label, row.label_logit(label), transform, scales);
+                label_of<kSoftcap>(label, row.label_logit(label), transform, of_row);
             const auto origin = (float)params.stats[2 * index];
             const double sum = params.stats[2 * index + 1], log_sum = log(sum);
             const RowStatistics statistics{origin, 1.0 / sum, log_sum, params.entropy[index],
@@ -178,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                          gradient_pass(statistics, about_label, coefficients, transform.slope));
         }
         __syncthreads();
-        run_second_pass<T, kSoftcap>(&shared_pass, row, label, scales);
+        run_second_pass<T, kSoftcap>(&shared_pass, row, label, of_row);
     });
 }
 

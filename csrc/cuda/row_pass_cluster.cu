@@ -83,7 +83,7 @@ struct Block {
     static constexpr int kSecond = 2;
 
     const RowPassParams& params;
-    const Scales scales;
+    Scales scales;  // of the row that is computed
     Shared& shared;
     const Ring ring;
     const int vocab;
@@ -274,7 +274,10 @@ struct Block {
     struct NextRows {
         uint32_t counted;
         uint32_t kept;
-        int label;  // of this lane's row
+        // Of this lane's row:
+        int label;
+        float temperature;
+        float scale2;
     };
     // Loads what the decisions need, so that they do not wait for it.
     __device__ NextRows next_rows(int64_t first) {
@@ -287,7 +290,12 @@ struct Block {
         const bool mine = counted >> lane & 1;
         const bool kept = mine && gradients && (other_terms || params.tokens.advantages[row] != 0);
         const int64_t label = mine ? params.labels[row] : -1;
-        const NextRows next{counted, __ballot_sync(kAllLanes, kept), label_index(label, vocab)};
+        const Transform& transform = params.rows.transform;
+        const bool own = mine && transform.temperatures != nullptr;
+        const float temperature = own ? transform.temperatures[row] : 1.0f;
+        const NextRows next{counted, __ballot_sync(kAllLanes, kept), label_index(label, vocab),
+                            temperature,
+                            own ? scale2_of(transform.at(temperature)) : scales.scale2};
         if (threadIdx.x < kWarp) {
             if (mine && gradients) {
                 shared_store(&shared.tokens[lane], values_at(params.tokens, row));
@@ -298,13 +306,15 @@ struct Block {
     }
 
     // The decision of the first warp on a row, with `k` its position among the next 32.
-    __device__ void decide(int64_t index, int k, const RowSums& total, const Label& label) {
+    __device__ void decide(int64_t index, int k, const RowSums& total, const Label& label,
+                           const Transform& transform) {
         const bool first = rank == 0 && threadIdx.x == 0;
-        const RowStatistics row = row_statistics(params, index, total, label, scales, first);
+        const RowStatistics row =
+            row_statistics(params, index, total, label, transform, scales, first);
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
         if (params.rows.grad != nullptr) {
             pass = decided_pass(params, index, shared_load(&shared.range),
-                                shared_load(&shared.tokens[k]), row, label, first);
+                                shared_load(&shared.tokens[k]), row, label, transform, first);
         }
         if (threadIdx.x == 0) shared_store(&shared.pass, pass);
     }
@@ -325,6 +335,9 @@ struct Block {
             }
             const bool keep = next.kept >> k & 1;
             const int label = __shfl_sync(kAllLanes, next.label, k);
+            scales.scale2 = __shfl_sync(kAllLanes, next.scale2, k);
+            // In a register: a constant would be loaded again for every element.
+            if (kSoftcap) scales.inner = __shfl_sync(kAllLanes, scales.inner, 0);
             const float z_label = first_warp ? row.label_logit(label) : 0.0f;
             if (threadIdx.x == 0) {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
@@ -336,13 +349,14 @@ struct Block {
             if (threadIdx.x == 0) shared_settle(&shared.z_label, z_label);
             send(sums, turn);
             if (first_warp) {
-                const auto about_label =
-                    label_of<kSoftcap>(label, z_label, params.rows.transform, scales);
+                const Transform transform =
+                    params.rows.transform.at(__shfl_sync(kAllLanes, next.temperature, k));
+                const auto about_label = label_of<kSoftcap>(label, z_label, transform, scales);
                 barrier_wait<Scope::kCluster>(shared_address(&shared.sums_arrived[turn]),
                                               turn_parity, "the sums of the cluster");
                 const RowSums total =
                     total_of(shared.sums[turn], size * kComputeWarps, scales.scale2);
-                decide(index, k, total, about_label);
+                decide(index, k, total, about_label, transform);
             }
             block_barrier(kComputeBarrier, kComputeThreads);
             const SecondPass pass = shared_load(&shared.pass);

@@ -109,8 +109,10 @@ class Adder {
         known.known_bounds = true;
         RowCase all = of(Start::kAligned, Output::kSeparate);
         all.batches = 2;
-        all.softcap = all.entropy = all.kl = true;
-        cases_.insert(cases_.end(), {log_probs, batches, one, known, all});
+        all.softcap = all.entropy = all.kl = all.temperatures = true;
+        RowCase per_row = of(Start::kUnaligned, Output::kInPlace);
+        per_row.temperatures = true;
+        cases_.insert(cases_.end(), {log_probs, batches, one, known, all, per_row});
     }
 
   private:
@@ -143,6 +145,7 @@ std::string RowCase::name() const {
     for (const auto& [on, word] : {std::pair{softcap, " softcap"},
                                    {entropy, " entropy"},
                                    {kl, " kl"},
+                                   {temperatures, " temperatures"},
                                    {known_bounds, " known bounds"},
                                    {bad_values, " bad values"}}) {
         if (on) text += word;

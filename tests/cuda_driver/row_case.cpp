@@ -54,7 +54,7 @@ class Rows {
     struct Tokens {
         Array<int64_t> labels;
         Array<uint8_t> counted;
-        Array<float> old_log_probs, advantages, is_weights, ref_log_probs;
+        Array<float> old_log_probs, advantages, is_weights, ref_log_probs, temperatures;
         Array<double> weights;
     };
     const Tokens tokens_;
@@ -80,6 +80,7 @@ Rows<T>::Rows(const RowCase& of, Verdict& verdict)
               {"advantages", in_.advantages},
               {"is_weights", in_.is_weights},
               {"ref_log_probs", in_.ref_log_probs},
+              {"temperatures", in_.temperatures},
               {"weights", in_.weights}} {
     if (of.output == Output::kSeparate) grad_.emplace("grad", separate_.size(of.batches));
 }
@@ -88,6 +89,8 @@ template <typename T>
 LogitRows Rows<T>::rows(int64_t first, int64_t batches, int64_t count) const {
     const Layout& to = grad_layout();
     T* const grad = in_place() ? logits_.data() : grad_ ? grad_->data() : nullptr;
+    Transform transform = in_.transform;
+    if (case_.temperatures) transform.temperatures = tokens_.temperatures.data() + first;
     return {
         .dtype = Format<T>::dtype,
         .batches = batches,
@@ -99,7 +102,7 @@ LogitRows Rows<T>::rows(int64_t first, int64_t batches, int64_t count) const {
         .grad = grad == nullptr ? nullptr : grad + to.start(first),
         .grad_batch_stride = to.batch_stride,
         .grad_row_stride = to.row_stride,
-        .transform = in_.transform,
+        .transform = transform,
     };
 }
 
@@ -148,8 +151,9 @@ void Rows<T>::check_statistics(const Outputs& got) {
         };
         compare("log-prob of row", got.log_probs[i], of.log_prob);
         compare("entropy of row", got.entropy[i], of.entropy);
-        const double origin = got.stats[2 * i] * in_.transform.scale;
-        const Float32Errors errors(in_.transform, case_.vocab);
+        const Transform transform = in_.transform.of_row(i);
+        const double origin = got.stats[2 * i] * transform.scale;
+        const Float32Errors errors(transform, case_.vocab);
         compare("statistics of row", origin + std::log(got.stats[2 * i + 1]),
                 {of.top + of.log_sum.value, of.log_sum.error + errors.tanh});
         if (!has_grad()) continue;
@@ -175,7 +179,7 @@ void Rows<T>::check_gradient(const char* what, const std::vector<T>& got, bool f
             if (!untouched) verdict_.fail(i, "%s: undecided row %" PRId64 " was written", what, i);
             return;
         }
-        gradient(logits, case_.vocab, in_.labels[i], in_.transform, of,
+        gradient(logits, case_.vocab, in_.labels[i], in_.transform.of_row(i), of,
                  in_.wanted(i, of.log_prob, bounds),
                  [&](int64_t j, double expected, double tolerance) {
                      const double value = (float)row[j];

@@ -24,6 +24,7 @@ struct RowCase {
     bool softcap = false;
     bool entropy = false;
     bool kl = false;
+    bool temperatures = false;  // of every row
     bool known_bounds = false;
     bool bad_values = false;  // NaN and -inf logits, labels outside the vocabulary
 

@@ -50,6 +50,7 @@ constexpr double kDualClip = 10.0;
 struct RowInputs {
     int64_t count;
     bapo::Transform transform;
+    std::vector<float> temperatures;
     bapo::PolicyOptions options;
     std::vector<int64_t> labels;
     std::vector<uint8_t> counted;
@@ -120,10 +121,15 @@ struct HostRows {
 
     explicit HostRows(const RowCase& of) : layout(of, 1), image(layout.size(of.batches)) {
         constexpr double kTemperature = 0.8, kLogitScale = 1.1, kSoftcap = 30.0;
-        const double slope = kLogitScale / kTemperature;
+        const double by = of.temperatures ? 1.0 : kTemperature, slope = kLogitScale / by;
         in.count = of.batches * of.rows;
-        in.transform = {of.softcap, kLogitScale, kSoftcap,
-                        of.softcap ? kSoftcap / kTemperature : slope, slope};
+        for (int64_t i = 0; of.temperatures && i < in.count; ++i) {
+            const double poison = kKinds[i % std::size(kKinds)].counted ? 0.0 : NAN;
+            in.temperatures.push_back((float)(uniform(0, 4 * i, 0.5, 2.0) + poison));
+        }
+        const double scale = of.softcap ? kSoftcap / by : slope;
+        const float* const temperatures = of.temperatures ? in.temperatures.data() : nullptr;
+        in.transform = {of.softcap, kLogitScale, kSoftcap, scale, slope, temperatures};
         in.options = {kDualClip, of.kl ? 0.1 : 0.0, bapo::kK3, of.entropy ? 0.01 : 0.0};
         in.labels.resize(in.count);
         softmax.resize(in.count);
@@ -134,7 +140,7 @@ struct HostRows {
             label = (int64_t)(random_bits(0, i) % (uint64_t)of.vocab);
             fill_row(row, i, of.vocab, label);
             if (of.bad_values) spoil_row(row, i, of.vocab, &label);
-            softmax[i] = driver::softmax(row, of.vocab, label, in.transform);
+            softmax[i] = driver::softmax(row, of.vocab, label, in.transform.of_row(i));
         });
         for (int64_t i = 0; i < in.count; ++i) add_token(i);
     }

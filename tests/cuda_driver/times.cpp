@@ -42,7 +42,7 @@ std::string times_of(RowCase of) {
                    nullptr,
                    0,
                    of.vocab,
-                   {false, 1.0, 1.0, 1.0, 1.0}};
+                   {false, 1.0, 1.0, 1.0, 1.0, nullptr}};
     if (of.output != Output::kNone) {
         params.rows.grad = of.output == Output::kInPlace ? logits.data() : grad.data();
         params.tokens.advantages = advantages.data();

@@ -24,8 +24,8 @@ _DTYPES = {
     **dict.fromkeys(("undecided", "only"), torch.uint8),
     "ticket": torch.int32,
     **dict.fromkeys(("old_log_probs", "advantages", "ref_log_probs"), torch.float32),
-    **dict.fromkeys(("rollout_is_weights", "rollout_log_probs", "flat"), torch.float32),
-    **dict.fromkeys(("bounds", "report", "factor", "outputs"), torch.float32),
+    **dict.fromkeys(("rollout_is_weights", "rollout_log_probs", "temperatures"), torch.float32),
+    **dict.fromkeys(("flat", "bounds", "report", "factor", "outputs"), torch.float32),
     **dict.fromkeys(("log_probs", "entropy", "stats", "dlog_probs", "dentropy"), torch.float64),
     **dict.fromkeys(("weights", "table", "masses"), torch.float64),
 }
@@ -167,7 +167,7 @@ def _check_callers(given: dict[str, Any]) -> None:
         elements = given["device_divisor"].numel()
         _require(elements == 1, "device_divisor", "have one element", elements)
     for name in _CALLERS:
-        for at, value in enumerate(values if name == "values" else [given[name]]):
+        for value in values if name == "values" else [given[name]]:
             if value is None:
                 continue
             _require(value.device == tokens.device, name, f"be on {tokens.device}", value.device)
@@ -175,6 +175,6 @@ def _check_callers(given: dict[str, Any]) -> None:
             _require(value.dtype in _CALLER_DTYPES, name, rule, value.dtype)
             if name not in ("response_mask", "values"):
                 continue
-            per_sequence = name == "values" and at == 0 and value.shape == sequences
+            per_sequence = name == "values" and value.shape == sequences
             rule = f"have the shape of tokens {tuple(tokens.shape)}"
             _require(per_sequence or value.shape == tokens.shape, name, rule, tuple(value.shape))

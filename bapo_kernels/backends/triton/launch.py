@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...config import bound_grid
 
-MAX_VALUES = 5  # per token that a call of prepare takes: advantages and four others
+MAX_VALUES = 6  # per token that a call of prepare takes: advantages and five others
 MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
 
 
@@ -106,11 +106,15 @@ def row_arguments(logits: Tensor, dlogits: Tensor | None) -> dict[str, int]:
 
 
 def transform_arguments(
-    temperature: float, logit_scale: float, softcap: float | None
+    temperature: float, logit_scale: float, softcap: float | None, temperatures: Tensor | None
 ) -> tuple[bool, dict[str, float]]:
-    """x = scale*y with y = z, or y = tanh(inner*z) under softcap; dx/dz = slope*derivative(y)."""
-    slope = logit_scale / temperature
-    scale = slope if softcap is None else softcap / temperature
+    """x = scale*y with y = z, or y = tanh(inner*z) under softcap; dx/dz = slope*derivative(y).
+
+    Where rows have temperatures of their own, scale and slope are those at temperature 1.
+    """
+    by = temperature if temperatures is None else 1.0
+    slope = logit_scale / by
+    scale = slope if softcap is None else softcap / by
     inner = 1.0 if softcap is None else logit_scale / softcap
     return softcap is not None, dict(
         inner=inner, scale2=scale / math.log(2), scale=scale, slope=slope

@@ -103,6 +103,7 @@ def _prepare_kernel(
     values2,
     values3,
     values4,
+    values5,
     cu_seqlens,
     device_divisor,
     bounds,
@@ -134,8 +135,10 @@ def _prepare_kernel(
     column3: tl.int64,
     row4: tl.int64,
     column4: tl.int64,
+    row5: tl.int64,
+    column5: tl.int64,
     offset_stride: tl.int64,
-    ADVANTAGE_PER_SEQUENCE: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr,  # one bit per value
     LIVE: tl.constexpr,
     MEAN: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -196,9 +199,7 @@ def _prepare_kernel(
 
             is_counted = is_unmasked
             if values0 is not None:
-                place = row * row0 + column * column0
-                if ADVANTAGE_PER_SEQUENCE:
-                    place = tl.minimum(sequence, K - 1) * column0
+                place = _place(row, column, sequence, row0, column0, K, PER_SEQUENCE & 1)
                 advantage = tl.load(values0 + place, inside, other=0).to(tl.float32)
                 if cu_seqlens is not None:
                     advantage = tl.where(is_broken, float("nan"), advantage)
@@ -207,10 +208,16 @@ def _prepare_kernel(
                     is_counted = is_counted & (advantage != 0.0)
             if counted is not None:
                 tl.store(counted + index, is_counted, inside)
-            _copy(values1, row * row1 + column * column1, flat + N, index, inside)
-            _copy(values2, row * row2 + column * column2, flat + 2 * N, index, inside)
-            _copy(values3, row * row3 + column * column3, flat + 3 * N, index, inside)
-            _copy(values4, row * row4 + column * column4, flat + 4 * N, index, inside)
+            place = _place(row, column, sequence, row1, column1, K, PER_SEQUENCE & 2)
+            _copy(values1, place, flat + N, index, inside)
+            place = _place(row, column, sequence, row2, column2, K, PER_SEQUENCE & 4)
+            _copy(values2, place, flat + 2 * N, index, inside)
+            place = _place(row, column, sequence, row3, column3, K, PER_SEQUENCE & 8)
+            _copy(values3, place, flat + 3 * N, index, inside)
+            place = _place(row, column, sequence, row4, column4, K, PER_SEQUENCE & 16)
+            _copy(values4, place, flat + 4 * N, index, inside)
+            place = _place(row, column, sequence, row5, column5, K, PER_SEQUENCE & 32)
+            _copy(values5, place, flat + 5 * N, index, inside)
 
             if weights is not None:
                 weight = tl.zeros((TOKENS,), tl.float64) + scale
@@ -234,6 +241,16 @@ def _prepare_kernel(
                 if cu_seqlens is not None:
                     weight = tl.where(is_broken, float("nan"), weight)
                 tl.store(weights + index, tl.where(is_unmasked, weight, 0.0), inside)
+
+
+@triton.jit
+def _place(row, column, sequence, row_stride, column_stride, K, PER_SEQUENCE: tl.constexpr):
+    """Where the value of a token lies; of those per sequence, tokens behind the last take its."""
+    if PER_SEQUENCE:
+        place = tl.minimum(sequence, K - 1) * column_stride
+    else:
+        place = row * row_stride + column * column_stride
+    return place
 
 
 @triton.jit
@@ -305,7 +322,7 @@ def prepare(
         *_strides(response_mask),
         *[stride for one in per_token for stride in _strides(one)],
         offset_stride,
-        bool(values) and values[0].ndim == 1,
+        sum((value.ndim == 1) << at for at, value in enumerate(values)),
         live,
         aggregation != _TOKEN_SUM,
         divisor is not None,

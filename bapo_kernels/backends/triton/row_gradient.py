@@ -57,6 +57,7 @@ def _row_gradient_kernel(
     entropies,
     dlog_probs,
     dentropies,
+    temperatures,
     only,
     rows: tl.int64,
     rows_per_batch: tl.int64,
@@ -93,6 +94,7 @@ def _row_gradient_kernel(
                         entropies,
                         dlog_probs,
                         dentropies,
+                        temperatures,
                         index,
                         V,
                         inner,
@@ -114,6 +116,7 @@ def _gradient_of_row(
     entropies,
     dlog_probs,
     dentropies,
+    temperatures,
     index,
     V,
     inner,
@@ -131,6 +134,11 @@ def _gradient_of_row(
     if (g == 0.0) & (bonus == 0.0):
         row_math.write_zeros(grad, V, W, UNROLL)
     else:
+        if temperatures is not None:
+            temperature = tl.load(temperatures + index)
+            scale2 = row_math.scale2_at(scale, temperature)
+            scale = row_math.at_temperature(scale, temperature)
+            slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
         origin = tl.load(stats + 2 * index).to(tl.float32)
         sum_2t = tl.load(stats + 2 * index + 1)
         log_sum = tl.log(sum_2t)
@@ -193,9 +201,10 @@ def row_gradient(
     temperature: float,
     logit_scale: float,
     softcap: float | None,
+    temperatures: Tensor | None,
     dlogits: Tensor,
 ) -> None:
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap)
+    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
     shape = row_shape(logits, softcapped)
     rows = labels.numel()
     _row_gradient_kernel[(resident_programs(rows, shape.num_warps),)](
@@ -206,6 +215,7 @@ def row_gradient(
         entropy,
         dlog_probs,
         dentropy,
+        temperatures,
         only,
         rows=rows,
         **row_arguments(logits, dlogits),

@@ -100,6 +100,19 @@ def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl
 
 
 @triton.jit
+def at_temperature(value, temperature):
+    """A scale or slope at temperature 1, at that of a row; NaN unless it is finite and > 0."""
+    is_valid = (temperature > 0.0) & (temperature < INF)
+    return value / tl.where(is_valid, temperature, float("nan")).to(tl.float64)
+
+
+@triton.jit
+def scale2_at(scale, temperature):
+    """The same of the scale in base 2."""
+    return (at_temperature(scale, temperature) / LN2).to(tl.float32)
+
+
+@triton.jit
 def add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
     """Adds ``[R, W]`` logits to the sums of the lanes, of 2^t and of t*2^t; -inf adds nothing."""
     y = transformed(widened(z), inner, SOFTCAP)

@@ -27,6 +27,7 @@ def _row_pass_kernel(
     weights,
     is_weights,
     ref_log_probs,
+    temperatures,
     bounds,
     log_probs,
     entropies,
@@ -73,6 +74,11 @@ def _row_pass_kernel(
             row_math.write_zeros(grad, V, W, UNROLL)
     else:
         A = tl.load(advantages + index) if dlogits is not None else 0.0
+        if temperatures is not None:
+            temperature = tl.load(temperatures + index)
+            scale2 = row_math.scale2_at(scale, temperature)
+            scale = row_math.at_temperature(scale, temperature)
+            slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
         again = (A != 0.0) | BONUS | (ref_log_probs is not None)  # else the gradient is zero
         lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, W, UNROLL)
         label = tl.load(labels + index)
@@ -152,12 +158,13 @@ def row_statistics(
     temperature: float,
     logit_scale: float,
     softcap: float | None,
+    temperatures: Tensor | None,
     log_probs: Tensor,
     entropy: Tensor,
     stats: Tensor,
 ) -> None:
     """The row pass without a gradient, which needs no input of the policy."""
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap)
+    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
     shape = row_shape(logits, softcapped, threads=256)
     _row_pass_kernel[(labels.numel(),)](
         logits,
@@ -169,6 +176,7 @@ def row_statistics(
         weights=None,
         is_weights=None,
         ref_log_probs=None,
+        temperatures=temperatures,
         bounds=None,
         log_probs=log_probs,
         entropies=entropy,
@@ -211,13 +219,14 @@ def row_pass(
     temperature: float,
     logit_scale: float,
     softcap: float | None,
+    temperatures: Tensor | None,
     log_probs: Tensor,
     entropy: Tensor,
     stats: Tensor,
     undecided: Tensor,
     dlogits: Tensor,
 ) -> None:
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap)
+    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
     shape = row_shape(logits, softcapped)
     lower_start, lower_max, _, upper_start, upper_max, _ = map(_float32, grids)
     _row_pass_kernel[(labels.numel(),)](
@@ -230,6 +239,7 @@ def row_pass(
         weights,
         rollout_is_weights,
         ref_log_probs if kl_loss_coef else None,
+        temperatures,
         bounds,
         log_probs,
         entropy,
