@@ -397,7 +397,7 @@ def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, m
     """No logits are made again, unless the entropy has a gradient, and in float16."""
     torch._dynamo.reset()
     parameters, case = problem(dtype, device, BAPOConfig())
-    factors = torch.randn(B, S, device=device)
+    factors, T = torch.randn(B, S, device=device), 0.8 + 0.4 * torch.rand(B, S, device=device)
     made = []
 
     def logits(self, of, memory, original=Head.logits):
@@ -414,7 +414,7 @@ def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, m
     ):
         hidden, weight, bias = (p.to(kind or dtype).clone() for p in parameters)
         hidden.requires_grad_()
-        logp, token_entropy = which(hidden, weight, labels, bias=bias, temperature=0.8, **options)
+        logp, token_entropy = which(hidden, weight, labels, bias=bias, temperature=T, **options)
         loss = (factors * logp).sum() + (0.3 * (factors * token_entropy).sum() if entropy else 0)
         loss.backward(retain_graph=True)
         results.append(hidden.grad.clone())
@@ -596,7 +596,8 @@ def test_temperatures_of_undecided_rows(backend, device):
     for mine, true in zip(got[1], expected[1], strict=True):
         assert torch.equal(mine, true)
     T *= torch.linspace(0.9, 1.1, B * S, device=device).view(B, S)
-    check(parameters, case.with_options(temperature=T), backend, chunk_tokens=4)
+    for frozen in (False, True):
+        check(parameters, case.with_options(temperature=T), backend, frozen=frozen, chunk_tokens=4)
 
 
 def test_module(backend, device):
