@@ -222,15 +222,14 @@ already rounds the logits to the dtype. In float32 the sums over the vocabulary 
 ours and TRL's are taken in parts.
 """,
     "head": """A bfloat16 product rounds every logit to 8 bits, and a softmax in float32 cannot
-bring them back: ours by default is as wrong as any. With `logits_dtype=torch.float32` the products are
-summed and kept in float32, and the error is that of a float32 log-prob. The products of TRL's
-`cast_lm_head_to_fp32` are the same, of a weight and hidden states converted to float32, and so are
-those of the fp32 head that prime-rl patches into vLLM
-([pull request 2441](https://github.com/PrimeIntellect-ai/prime-rl/pull/2441)): `torch.mm` of
-bfloat16 operands with `out_dtype=torch.float32`, which a CPU computes here from converted ones. The
-product of two bfloat16 numbers is exact in float32, so these differ in the order of the sums only.
-The rest is the softmax: TRL's takes one `logsumexp` per row, and `log_softmax`, which is taken for
-prime-rl's, adds the whole vocabulary in float32.
+bring them back. With `logits_dtype=torch.float32` the products are summed and kept in float32, and
+what is left is the error of a float32 log-prob. TRL's `cast_lm_head_to_fp32` multiplies a weight
+and hidden states that were converted to float32. The head that prime-rl patches into vLLM
+([pull request 2441](https://github.com/PrimeIntellect-ai/prime-rl/pull/2441)) multiplies them in
+bfloat16, by `torch.mm` with `out_dtype=torch.float32`; on a CPU, which has no such product, they
+are converted here. A product of two bfloat16 numbers is exact in float32, so all three sum the same
+terms, in different orders. The remaining difference is the softmax: TRL's is one `logsumexp` per
+row, and `log_softmax`, taken for prime-rl's, adds the whole vocabulary in float32.
 """,
     "decisions": """"Predicted" is the mean over all targets when each exact log-prob is moved at
 random by up to half a unit in the last place of what the function returns. "Over all targets" is
