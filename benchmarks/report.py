@@ -178,7 +178,7 @@ def form_table(frame: pd.DataFrame) -> str:
     parts = []
     for (frozen, layout), case in frame.groupby(["frozen", "layout"], sort=False):
         in_four = case[case.method.str.endswith(" products, four chunks")]
-        rate = in_four.TFLOP_per_s.iloc[0] if len(in_four) else float("nan")
+        share_in_four = in_four.share.iloc[0] if len(in_four) else float("nan")
         rows = "frozen" if frozen else "trained"
         rows += "" if layout == "dense" else f", {layout}"
         table = pd.DataFrame(
@@ -186,7 +186,7 @@ def form_table(frame: pd.DataFrame) -> str:
                 "head": rows,
                 "ms": case.ms.map(number),
                 "x bare products": (1 / case.share).map(number),
-                "x those in four chunks": (rate / case.TFLOP_per_s).map(number),
+                "x those in four chunks": (share_in_four / case.share).map(number),
                 "FLOPs, NVH": (case.product_flops / (case.N * case.V * case.H)).map(number),
                 "peak MiB": (case.peak_bytes / 2**20).map(number),
             }
