@@ -332,7 +332,7 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
             done = CliRunner().invoke(COMMANDS[call[1]], call[2:])
             assert done.exit_code == 0, (call, done.output, done.exception)
             ran.append(call[2])
-    assert ran == ["validate", "targets", "targets", "profile", *["run"] * 3, "validate"]
+    assert ran == ["validate", "targets", "targets", "profile", *["run"] * 4, "validate"]
     now = suite.out / "now"
     results = [r for level in LEVELS for r in records.load(now / f"targets_cpu_{level}.jsonl")]
     goals = [t.name for t in targets.targets("logits", 16, 500, 16, "bfloat16")]
