@@ -22,6 +22,7 @@ SEARCHES = {"at the starting bounds": 0.0, "at the maximum bounds": 1.0}
 IDLE_SHARE = 0.4  # of the sequences: prompts whose answers all have the same reward
 MIXED_IDLE = [1, 5, 7]  # sequences that hold 40 % of the unmasked tokens
 MIXED_UNDECIDED = 0.03  # of the rows
+HEAD = "head"  # the sweep over the forms of the head
 
 
 class Model(NamedTuple):
@@ -50,7 +51,7 @@ class Case:
     ``loss`` is BAPO with its search, ``clip`` the same with fixed bounds, both with gradients;
     ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs. The layout ``mixed``
     is the data of the targets: 25 % of the tokens are masked, 40 % of the others have no advantage,
-    and 3 % of all are undecided.
+    and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
     """
 
     level: Literal["logits", "hidden", "tokens"]
@@ -63,6 +64,7 @@ class Case:
     layout: Literal["dense", "padded", "packed", "zero advantage", "mixed"] = "dense"
     data: str = "stale"
     sweep: str | None = None
+    frozen: bool = False
 
     @classmethod
     def of(cls, level: Any, task: Any, model: str, N: int, **options: Any) -> Case:
@@ -79,10 +81,17 @@ class Case:
         return BAPOConfig.paper(loss_agg_mode=mode, target=target)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the inputs."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
     def title(self) -> str:
         """One line for tables and for ``--case``."""
         sizes = f"N = {self.N:,}, V = {self.V:,}, {self.dtype}"
-        return f"{self.task} from {self.level}, {self.model}, {sizes}, {self.layout}, {self.data}"
+        head = f", {'frozen' if self.frozen else 'trained'} head" if self.sweep == HEAD else ""
+        source = f"{self.task} from {self.level}{head}"
+        return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
 
     def shrunk(self) -> Case:
         """The same case, small enough for the reference in float64."""
@@ -98,13 +107,14 @@ class Batch:
     """Inputs of a case, the same for every method.
 
     ``inputs`` are ``(logits,)`` or ``(hidden_states, lm_head_weight)``, leaves that require a
-    gradient. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, or ``[N]`` if packed.
+    gradient, except for a frozen weight. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, or
+    ``[N]`` if packed. ``unmasked`` and ``active`` are numbers of rows.
     """
 
     def __init__(self, case: Case, device: str) -> None:
         g = torch.Generator(device).manual_seed(0)
         self.case, self.device = case, torch.device(device)
-        dtype = getattr(torch, case.dtype)
+        dtype = case.torch_dtype
         B, S = SEQUENCES, case.N // SEQUENCES
         shape = (B, S) if case.layout != "packed" else (B * S,)
 
@@ -122,7 +132,10 @@ class Batch:
             self.inputs = (normal(*shape, case.H, scale=1.0), weight)
         self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
         noise = torch.randn(shape, generator=g, device=device)
-        self.logp = self._log_probs(g)
+        if case.level == "tokens":
+            self.logp = -3 * torch.rand(shape, generator=g, device=device)
+        else:
+            self.logp = self.log_probs(dtype)
         self.old = self.logp + NOISE[case.data] * noise
         self.sequence_A = torch.randn(B, generator=g, device=device)
         if case.layout == "zero advantage":
@@ -144,21 +157,21 @@ class Batch:
             self.mask = torch.arange(S, device=device) < lengths[:, None]
         if case.layout == "mixed":
             self._leave_undecided(round(MIXED_UNDECIDED * case.N))
+        unmasked = torch.ones_like(self.A, dtype=torch.bool) if self.mask is None else self.mask
+        self.unmasked, self.active = int(unmasked.sum()), int((unmasked & (self.A != 0)).sum())
         self._overwritable: Batch | None = None
         self._padded: Tensor | None = None
-        for leaf in self.inputs:
+        for leaf in self.inputs[:1] if case.frozen else self.inputs:
             leaf.requires_grad_()
 
-    def _log_probs(self, g: torch.Generator) -> Tensor:
-        case = self.case
-        if case.level == "tokens":
-            return -3 * torch.rand(self.labels.shape, generator=g, device=self.device)
-        rows = self.inputs[0].detach().flatten(0, -2)
+    def log_probs(self, logits_dtype: torch.dtype) -> Tensor:
+        """Of the labels, by the reference: the data must not depend on the kernels under test."""
+        rows, *weight = (leaf.detach().to(logits_dtype) for leaf in self.inputs)
+        rows = rows.flatten(0, -2)
         logp = torch.empty(self.labels.shape, device=self.device)
-        # By the reference: the data must not depend on the kernels under test.
         parts = (t.split(256) for t in (rows, self.labels.flatten(), logp.view(-1)))
         for part, labels, out in zip(*parts, strict=True):
-            logits = part if case.level == "logits" else F.linear(part, self.inputs[1].detach())
+            logits = F.linear(part, *weight) if weight else part
             out.copy_(reference.log_probs(logits, labels)[0])
         return logp
 
@@ -192,7 +205,9 @@ class Batch:
         """The same batch with a copy of the logits, for methods that overwrite them."""
         if self._overwritable is None:
             own = self._overwritable = copy.copy(self)
-            own.inputs = tuple(leaf.detach().clone().requires_grad_() for leaf in self.inputs)
+            own.inputs = tuple(
+                leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in self.inputs
+            )
         return self._overwritable
 
     def restore(self, source: Batch) -> None:
@@ -231,10 +246,11 @@ class Batch:
 
 
 def cpu_suite() -> Iterator[Case]:
-    """The suite for two cores, about forty minutes."""
+    """The suite for two cores, about fifty minutes."""
     small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
     many = Case("hidden", "loss", "any", 8_192, 151_936, 128, sweep="many tokens")
     yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
+    yield from _forms_of_the_head("Qwen3-0.6B", 512)
 
 
 def gpu_suite() -> Iterator[Case]:
@@ -243,6 +259,7 @@ def gpu_suite() -> Iterator[Case]:
     sweep = (1_024, 2_048, 4_096, 24_576)
     many = Case.of("hidden", "loss", "Qwen3-8B", 131_072, sweep="many tokens")
     yield from _suite(large, {"logits": 8_192, "hidden": 8_192}, sweep, many)
+    yield from _forms_of_the_head("Qwen3-8B", 8_192)
 
 
 def _suite(
@@ -267,3 +284,12 @@ def _suite(
     for n in (8_192, 131_072, 1_048_576):
         for end in SEARCHES:
             yield Case("tokens", "search", end, n, 1, 1, "float32", data="very stale")
+
+
+def _forms_of_the_head(model: str, N: int) -> Iterator[Case]:
+    for dtype in ("bfloat16", "float32"):
+        case = Case.of("hidden", "loss", model, N, dtype=dtype, sweep=HEAD)
+        yield case
+        yield replace(case, frozen=True)
+        if dtype == "bfloat16":
+            yield replace(case, layout="zero advantage")

@@ -6,14 +6,30 @@ from pathlib import Path
 
 import pandas as pd
 
+from .cases import HEAD
 from .records import RESULTS, load
 
-CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep"]
+CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep", "frozen"]
 
 
 def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
-    """The last record of each method and case on a device; empty if there are none."""
-    frame = pd.DataFrame(load(folder / f"{device}.jsonl"))
+    """The last record of each method and case on a device, without the forms of the head."""
+    frame = _last_records(device, folder)
+    return frame if frame.empty else frame[frame.sweep != HEAD].reset_index(drop=True)
+
+
+def forms_of_the_head(device: str, folder: Path = RESULTS) -> pd.DataFrame:
+    """The last record of each method in that sweep, where it was measured."""
+    frame = _last_records(device, folder)
+    if frame.empty:
+        return frame
+    mine = (frame.sweep == HEAD) & (frame.status == "measured")
+    return frame[mine].reset_index(drop=True)
+
+
+def _last_records(device: str, folder: Path) -> pd.DataFrame:
+    trained = {"frozen": False}  # what records say nothing about that are older than the field
+    frame = pd.DataFrame([trained | record for record in load(folder / f"{device}.jsonl")])
     if frame.empty:
         return frame
     return frame.drop_duplicates(["method", *CASE], keep="last").reset_index(drop=True)

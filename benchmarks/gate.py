@@ -15,14 +15,19 @@ class WrongAnswerError(Exception):
     """Names the quantity that is wrong, and its error."""
 
 
-def tolerance(case: Case) -> float:
-    """Relative to a norm: eight roundings of the inputs' dtype, plus float32 summation."""
-    return 8 * torch.finfo(getattr(torch, case.dtype)).eps + 1e-4
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative to a norm: eight roundings to a dtype, plus float32 summation."""
+    return 8 * torch.finfo(dtype).eps + 1e-4
+
+
+def logits_dtype(method: Method, case: Case) -> torch.dtype:
+    """In which a method keeps the logits of a case: values are as exact as these are."""
+    return torch.float32 if method.float32_logits else case.torch_dtype
 
 
 def truth(batch: Batch) -> Step:
     """Result of the reference in float64."""
-    leaves = [leaf.detach().double().requires_grad_() for leaf in batch.inputs]
+    leaves = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in batch.inputs]
     case = batch.case
     if case.level == "tokens":
         arguments = batch.logp, batch.old, batch.A, batch.mask
@@ -42,21 +47,24 @@ def check(method: Method, case: Case, device: str) -> tuple[float, float]:
     """Errors of value and gradients on a small case of the same kind.
 
     Raises:
-        WrongAnswerError: an error exceeds :func:`tolerance`.
+        WrongAnswerError: an error exceeds the :func:`tolerance` of the dtype of the logits, or, of
+            gradients, that of the inputs.
     """
     batch = Batch(case.shrunk(), device)
     expected = truth(batch)
     got = method.step(batch)
-    value = check_value(got[0], expected[0], batch)
-    gradient = max(map(distance, got[1], expected[1]), default=0.0)
-    raise_above(tolerance(case), "gradient", gradient)
+    value = check_value(got[0], expected[0], batch, logits_dtype(method, case))
+    pairs = zip(got[1], expected[1], strict=True)
+    gradient = max((distance(a, b) for a, b in pairs if b is not None), default=0.0)
+    raise_above(tolerance(case.torch_dtype), "gradient", gradient)
     return value, gradient
 
 
-def check_value(got: Tensor, expected: Tensor, batch: Batch) -> float:
+def check_value(got: Tensor, expected: Tensor, batch: Batch, dtype: torch.dtype) -> float:
     """Error of log-probs or bounds, or of a loss relative to the mean absolute advantage.
 
-    The terms of a loss have both signs and may cancel, so the loss itself is no scale.
+    The terms of a loss have both signs and may cancel, so the loss itself is no scale. ``dtype`` is
+    that of the logits.
     """
     got = got.view(expected.shape)
     if expected.ndim and batch.mask is not None:
@@ -65,16 +73,18 @@ def check_value(got: Tensor, expected: Tensor, batch: Batch) -> float:
     if expected.ndim == 0:
         scale = expected.abs() / batch.A.abs().mean()
         error *= min(1.0, scale.item())
-    raise_above(tolerance(batch.case), "value", error)
+    raise_above(tolerance(dtype), "value", error)
     return error
 
 
-def value_at_full_size(batch: Batch) -> Tensor:
-    """Loss, log-probs or bounds of a batch, computed in float64 from its log-probs."""
+def value_at_full_size(batch: Batch, dtype: torch.dtype) -> Tensor:
+    """Loss, log-probs or bounds, in float64 from the log-probs of logits of this dtype."""
     case = batch.case
+    own = dtype == case.torch_dtype
+    logp = batch.logp if own else batch.log_probs(dtype)
     if case.task == "log_probs":
-        return batch.logp
-    arguments = batch.logp.double(), batch.old, batch.A, batch.mask
+        return logp
+    arguments = logp.double(), batch.old, batch.A, batch.mask
     if case.task == "search":
         return torch.stack(reference.find_clip_bounds(*arguments, config=case.config))
     return reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss

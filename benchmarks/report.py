@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from . import scaling
-from .frames import latest, plain_losses
+from .frames import forms_of_the_head, latest, plain_losses
 from .plot import FIGURES, LEVELS, YARDSTICKS
 from .records import RESULTS, load
 from .tables import markdown, number
@@ -40,6 +40,7 @@ make bench                                     # or, in an environment with the 
 python -m benchmarks run                       # every method on every case, on the CPU
 python -m benchmarks run --device cuda         # on a GPU
 python -m benchmarks run --only bapo_kernels --case "loss from logits, Qwen3"
+python -m benchmarks run --case head           # the forms of the head
 pytest benchmarks/test_cpu.py                  # our CPU cases as pytest-benchmark
 ```
 
@@ -57,13 +58,25 @@ time.
 
 **Methods take turns**, at least three each. A time is the median of all calls, and the spread runs
 from the 20th to the 80th percentile. Logits are far larger than the caches. Peak memory is what a
-call needs beyond its inputs, gradients included, as counted by torch's allocator.
+call needs beyond its inputs, gradients included, as counted by torch's allocator. Memory that our
+calls on a CPU take over from the call before is counted.
 
 **The model behind the rates.** From logits it counts bytes: each unmasked row is read once, each
 undecided row a second time, and each row of the gradient is written once. From hidden states it
-counts FLOPs: `2*V*H` per unmasked row, and `4*V*H` per row that has a gradient once the bounds are
-known. The rate of every method counts these, not what the method itself moves. Shares are relative
-to the rate of a copy of the logits, or of the three bare matrix products, in the same run.
+counts FLOPs: `2*V*H` per unmasked row, and `4*V*H`, or `2*V*H` with a frozen head, per row that has
+a gradient once the bounds are known. The rate of every method counts these, not what the method
+itself moves or computes. Shares are relative to the rate of a copy of the logits, or of the three
+bare matrix products, two with a frozen head, in the same run. Both write to memory that earlier
+calls have touched.
+"""
+OLDER = "The matrix products of this section wrote to fresh memory: page faults are counted.\n"
+FORMS = """{N:,} tokens from hidden states of {H:,}, V = {V:,}; {machine}
+
+The weight of a frozen head requires no gradient. In the rows "trained, zero advantage" a quarter of
+the tokens is masked, and 40 % of the sequences have no advantage. The bare products are those of
+all rows, two or three, in one chunk and in four; a ratio to them is per FLOP that the rows of the
+method need. FLOPs are those of all matrix products of a call, as PyTorch's profiler counts them, in
+units of `N*V*H`; it does not know those of Triton kernels.
 """
 
 
@@ -84,6 +97,9 @@ def page() -> str:
         frame = latest(device)
         if not frame.empty:
             sections.append("\n".join(of_device(device, frame)))
+        forms = forms_of_the_head(device)
+        if not forms.empty:
+            sections.append("\n".join(of_forms(device, forms)))
     sections.append("\n".join(others()))
     return "\n".join(sections).rstrip() + "\n"
 
@@ -92,6 +108,9 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
     """The section of a device."""
     yield f"## {NAMES[device]}\n"
     yield _machine(frame) + "\n"
+    products = frame[frame.method == YARDSTICKS["hidden"]]
+    if "product_flops" not in products or products.product_flops.isna().any():
+        yield OLDER
     for name, caption in CAPTIONS.items():
         path = FIGURES / f"{device}_{name}.png"
         if path.exists():
@@ -142,6 +161,38 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
     if not failed.empty:
         yield "### Failures\n"
         yield failures(failed) + "\n"
+
+
+def of_forms(device: str, frame: pd.DataFrame) -> Iterator[str]:
+    """The section on the forms of the head: a table per dtype."""
+    first = frame.iloc[0]
+    yield f"### Forms of the head, {NAMES[device]}\n"
+    yield FORMS.format(N=first.N, H=first.H, V=first.V, machine=_machine(frame))
+    for dtype, of_dtype in frame.groupby("dtype", sort=False):
+        yield f"{dtype}:\n"
+        yield form_table(of_dtype) + "\n"
+
+
+def form_table(frame: pd.DataFrame) -> str:
+    """Time, FLOPs and memory of each form, by what is trained."""
+    parts = []
+    for (frozen, layout), case in frame.groupby(["frozen", "layout"], sort=False):
+        in_four = case[case.method.str.endswith(" products, four chunks")]
+        share_in_four = in_four.share.iloc[0] if len(in_four) else float("nan")
+        rows = "frozen" if frozen else "trained"
+        rows += "" if layout == "dense" else f", {layout}"
+        table = pd.DataFrame(
+            {
+                "head": rows,
+                "ms": case.ms.map(number),
+                "x bare products": (1 / case.share).map(number),
+                "x those in four chunks": (share_in_four / case.share).map(number),
+                "FLOPs, NVH": (case.product_flops / (case.N * case.V * case.H)).map(number),
+                "peak MiB": (case.peak_bytes / 2**20).map(number),
+            }
+        )
+        parts.append(table.set_index(case.method).loc[case.sort_values("ms").method])
+    return markdown(pd.concat(parts))
 
 
 def pivot(frame: pd.DataFrame, column: str, value: str, heads: dict[Any, str] | None = None) -> str:

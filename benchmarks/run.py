@@ -6,9 +6,9 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import gate
-from .cases import Batch, Case
+from .cases import HEAD, Batch, Case
 from .floor import Floor, floor
 from .methods import Method, methods
 from .records import Record
@@ -104,14 +104,14 @@ def selected(
 
 
 def measure(case: Case, device: str, only: list[str], without: Sequence[str] = ()) -> list[Record]:
-    """One record for the yardstick and for each method, also if it fails or its result is wrong.
+    """One record per yardstick and method, also if a method fails or its result is wrong.
 
     Raises:
         Interrupted: by the user, or by an error after which this process cannot use the device.
             After the user's interrupt the methods that are ready have one turn.
     """
     batch, clock = Batch(case, device), clock_of(device)
-    shares, expected = batch.shares(), gate.value_at_full_size(batch)
+    shares, expected = batch.shares(), cache(partial(gate.value_at_full_size, batch))
     records: list[Record] = []
     calls: dict[str, Timed] = {}
     found: dict[str, Record] = {}
@@ -128,22 +128,25 @@ def measure(case: Case, device: str, only: list[str], without: Sequence[str] = (
             except Exception as error:  # a package may fail in any way; the others go on
                 records.append({**record, "status": "failed", "why": _in_words(error)})
             batch.release()
-        yardstick = _yardstick(batch)
     except KeyboardInterrupt:
-        interrupted, yardstick = True, _yardstick(batch)
+        interrupted = True
     except torch.AcceleratorError as error:
         raise Interrupted(records) from error
-    if yardstick is not None:
-        name, need, call = yardstick
-        calls = {name: Timed(call, graph=True), **calls}
-        found[name] = {"method": name, **case.fields(), **need._asdict()}
+    try:
+        yardsticks = _yardsticks(batch)
+    except torch.AcceleratorError as error:
+        raise Interrupted(records) from error
+    for name, (need, _) in yardsticks.items():
+        own = {"product_flops": need.flops or None, **need._asdict()}
+        found[name] = {"method": name, **case.fields(), **own}
+    calls = {name: Timed(call, graph=True) for name, (_, call) in yardsticks.items()} | calls
     times, failures, stopped = in_turns(calls, clock, 1 if interrupted else ROUNDS)
     for name, why in failures.items():
         records.append({**found[name], "status": "failed", "why": why})
     for name in times:
         rates = _rates(found[name], times[name])
         records.append({**found[name], "status": "measured", "shares": shares, **rates})
-    records = _with_shares_of(yardstick[0] if yardstick else None, records)
+    records = _with_shares_of(next(iter(yardsticks), None), records)
     try:
         batch.release()
     except torch.AcceleratorError as error:
@@ -154,9 +157,9 @@ def measure(case: Case, device: str, only: list[str], without: Sequence[str] = (
 
 
 def _ready(
-    method: Method, batch: Batch, expected: torch.Tensor, clock: Clock
+    method: Method, batch: Batch, expected: Callable[[torch.dtype], torch.Tensor], clock: Clock
 ) -> tuple[Timed, Record]:
-    """A call whose results have passed the check, with its errors and peak memory."""
+    """A call whose results have passed the check, with its errors and costs."""
     case = batch.case
     value_error, gradient_error = gate.check(method, case, batch.device.type)
     own = batch.overwritable() if method.overwrites else batch
@@ -164,12 +167,13 @@ def _ready(
     prepare = partial(own.restore, batch) if method.overwrites else None
     if prepare is not None:
         prepare()
-    gate.check_value(call(), expected, batch)  # also compiles, tunes and warms up
+    dtype = gate.logits_dtype(method, case)
+    gate.check_value(call(), expected(dtype), batch, dtype)  # also compiles, tunes and warms up
     own.release()
     # From hidden states the number of counted rows is read on the host.
     timed = Timed(call, prepare, graph=method.backend is not None and case.level == "logits")
     errors = {"value_error": value_error, "gradient_error": gradient_error}
-    return timed, errors | {"peak_bytes": clock.peak_bytes(call)}
+    return timed, errors | clock.costs(call)._asdict()
 
 
 def _call(method: Method, batch: Batch) -> Call:
@@ -210,25 +214,42 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def _yardstick(batch: Batch) -> tuple[str, Floor, Call] | None:
-    """A copy of the logits, or the three matrix products of forward and backward."""
+def _yardsticks(batch: Batch) -> dict[str, tuple[Floor, Call]]:
+    """A copy of the logits, or the bare matrix products; rates are relative to the first.
+
+    They write to memory that previous calls have touched. A frozen head needs two products, a
+    trained one three.
+    """
     case = batch.case
     inputs = [leaf.detach() for leaf in batch.inputs]
+    found: dict[str, tuple[Floor, Call]] = {}
     if case.level == "logits":
         other = torch.empty_like(inputs[0])
         need = Floor(2.0 * other.numel() * other.element_size(), 0.0)
-        return "copy", need, lambda: other.copy_(inputs[0])
-    if case.level == "hidden":
+        found["copy"] = need, lambda: other.copy_(inputs[0])
+    elif case.level == "hidden":
         hidden, weight = inputs[0].flatten(0, -2), inputs[1]
+        most = min(case.N, 8_192)  # the logits of all rows might not fit
+        logits = hidden.new_empty(most, case.V)
+        gradients = torch.empty_like(hidden), torch.empty_like(weight)
 
-        def products() -> None:
-            for rows in hidden.split(8_192):  # the logits of all rows would not fit
-                logits = rows @ weight.T
-                logits @ weight
-                logits.T @ rows
+        def products(rows_per_chunk: int) -> None:
+            chunks = hidden.split(rows_per_chunk), gradients[0].split(rows_per_chunk)
+            for h, dh in zip(*chunks, strict=True):
+                z = logits[: h.shape[0]]
+                torch.mm(h, weight.T, out=z)
+                torch.mm(z, weight, out=dh)
+                if not case.frozen:
+                    torch.mm(z.T, h, out=gradients[1])
 
-        return "three matrix products", Floor(0.0, 6.0 * case.N * case.V * case.H), products
-    return None
+        name = "two matrix products" if case.frozen else "three matrix products"
+        need = Floor(0.0, (4.0 if case.frozen else 6.0) * case.N * case.V * case.H)
+        found[name] = need, partial(products, most)
+        if case.sweep == HEAD:
+            found[f"{name}, four chunks"] = need, partial(products, -(-most // 4))
+    for _, call in found.values():
+        call()
+    return found
 
 
 def _rates(record: Record, times: dict[str, float]) -> Record:

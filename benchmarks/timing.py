@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,19 @@ class Timed:
     graph: bool = False
 
 
+class Costs(NamedTuple):
+    """What a call needs beside time.
+
+    Attributes:
+        peak_bytes: peak memory, above what was allocated before.
+        product_flops: floating-point operations of PyTorch's matrix products; None without any, as
+            in a Triton kernel.
+    """
+
+    peak_bytes: int
+    product_flops: int | None
+
+
 class Clock(Protocol):
     """Measures calls on a device."""
 
@@ -32,8 +46,8 @@ class Clock(Protocol):
         """Milliseconds of a few calls."""
         ...
 
-    def peak_bytes(self, run: Call) -> int:
-        """Peak memory of a call, above what was allocated before it."""
+    def costs(self, run: Call) -> Costs:
+        """Memory and work of a call."""
         ...
 
 
@@ -54,15 +68,13 @@ class CPUClock:
             spent += times[-1]
         return times
 
-    def peak_bytes(self, run: Call) -> int:
+    def costs(self, run: Call) -> Costs:
         empty_cache()  # memory that an earlier call has left belongs to the peak of this one
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            run()
-        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        events.sort(key=lambda event: event.start_ns())
-        return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+        events = profiled(run)
+        memory = [event for event in events if event.name() == "[memory]"]
+        memory.sort(key=lambda event: event.start_ns())
+        peak = max(itertools.accumulate((event.nbytes() for event in memory), initial=0))
+        return Costs(peak, product_flops(events))
 
 
 class GPUClock:
@@ -90,13 +102,36 @@ class GPUClock:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs[1:]]
 
-    def peak_bytes(self, run: Call) -> int:
+    def costs(self, run: Call) -> Costs:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run()
+        events = profiled(run)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return Costs(torch.cuda.max_memory_allocated() - before, product_flops(events))
+
+
+# The operators behind all matrix products, and the places of the two matrices in their arguments.
+PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2)}
+
+
+def profiled(run: Call) -> list[Any]:
+    """What the host does in a call: operators with the shapes of their arguments, allocations."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    options = {"profile_memory": True, "record_shapes": True}
+    with torch.profiler.profile(activities=activities, **options) as profile:
+        run()
+    return profile.profiler.kineto_results.events()  # type: ignore[no-any-return,union-attr]
+
+
+def product_flops(events: list[Any]) -> int | None:
+    """Twice the multiplications of all products among the events."""
+    flops = 0
+    for event in events:
+        if event.name() in PRODUCTS:
+            (n, k), (_, m) = (event.shapes()[place] for place in PRODUCTS[event.name()])
+            flops += 2 * math.prod((n, k, m))
+    return flops or None
 
 
 def captured(run: Call) -> Call:

@@ -76,7 +76,7 @@ def main(
     """Times the variants of one shape; --json names a file to which each adds a line."""
     case = Case("logits", "loss", "any", N, V, 1, dtype, data="on-policy")
     batch, clock, facts = Batch(case, device), clock_of(device), environment(device)
-    expected = gate.value_at_full_size(batch)
+    expected = gate.value_at_full_size(batch, case.torch_dtype)
     (leaf,) = batch.inputs
     vector, row_bytes = 16 // leaf.element_size(), V * leaf.element_size()
     l2_bytes, multiprocessors = cache_and_multiprocessors(device)
@@ -101,9 +101,9 @@ def main(
         cut = {"row_shape": mock.Mock(return_value=shape), "limits": mock.Mock(return_value=limits)}
         try:
             with mock.patch.multiple(row_pass, **cut), mock.patch.multiple(row_gradient, **cut):
-                gate.check_value(run(), expected, batch)
+                gate.check_value(run(), expected, batch, case.torch_dtype)
                 error = gate.distance(some_gradients(), gradients)
-                gate.raise_above(gate.tolerance(case), "gradient", error)
+                gate.raise_above(gate.tolerance(case.torch_dtype), "gradient", error)
                 times = summary(clock.samples(Timed(run, graph=True)))
         except Exception as failure:  # a variant may need more than the device has
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]

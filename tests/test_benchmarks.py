@@ -35,7 +35,7 @@ from benchmarks import (
     tune_triton,
 )
 from benchmarks.__main__ import app
-from benchmarks.cases import Batch, Case, cpu_suite, gpu_suite
+from benchmarks.cases import HEAD, Batch, Case, cpu_suite, gpu_suite
 from benchmarks.floor import floor
 from benchmarks.methods import Method, methods
 
@@ -58,7 +58,7 @@ def installed(method):
 @needs_native
 @pytest.mark.parametrize("name", [n for n, p in METHODS.items() if "cpu" in p.devices])
 def test_every_method_computes_the_same(name):
-    method = replace(METHODS[name], everywhere=True)
+    method = replace(METHODS[name], everywhere=True, of_head=False, float32_logits=False)
     if not installed(method):
         pytest.skip(f"{method.package} is not installed")
     if "compiled" in name:
@@ -78,6 +78,99 @@ def test_every_method_computes_the_same(name):
                 assert max(value, gradient) < 2e-5
                 checked += 1
     assert checked
+
+
+def of_head(**options):
+    return small("hidden", sweep=HEAD, **options)
+
+
+@needs_native
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_form_of_the_head_computes_the_same(dtype, frozen):
+    checked = set()
+    for layout in ("dense", "zero advantage"):
+        case = of_head(dtype=dtype, frozen=frozen, layout=layout)
+        for method in run.selected(case, "cpu", without=["compiled"])[0]:
+            gate.check(method, case, "cpu")
+            grads = method.step(batch := Batch(case, "cpu"))[1]
+            assert [grad is None for grad in grads] == [False, frozen], method.name
+            assert not frozen or batch.inputs[1].grad is None
+            checked.add(method.name.removeprefix("bapo_kernels cpu"))
+    ours = {"", ", live", ", four chunks", ", live, four chunks", ", log-probs, then loss"}
+    assert checked >= ours | ({", float32 logits"} if dtype == "bfloat16" else set())
+    assert "PyTorch cross_entropy" in checked
+
+
+@needs_native
+def test_float32_logits_have_a_tolerance_of_their_own():
+    """A method that says so and rounds its logits to bfloat16 is wrong, small and at full size."""
+    case = of_head(dtype="bfloat16")
+    narrow, wide = (METHODS[f"bapo_kernels cpu{form}, hidden"] for form in ("", ", float32 logits"))
+    assert gate.check(wide, case, "cpu")[0] < 1e-4 < gate.check(narrow, case, "cpu")[0]
+    lying = replace(narrow, float32_logits=True)
+    with pytest.raises(gate.WrongAnswerError, match="value off by"):
+        gate.check(lying, case, "cpu")
+    batch, dtype = Batch(case, "cpu"), torch.float32
+    expected = gate.value_at_full_size(batch, dtype)
+    assert gate.check_value(wide.step(batch)[0], expected, batch, dtype) < 1e-5
+    with pytest.raises(gate.WrongAnswerError, match="value off by"):
+        gate.check_value(narrow.step(batch)[0], expected, batch, dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["", ", live"])
+def test_four_chunks_are_four(form):
+    case = of_head(layout="zero advantage", data="on-policy")
+    method = METHODS[f"bapo_kernels cpu{form}, four chunks, hidden"]
+    batch = Batch(case, "cpu")
+    products = [e for e in timing.profiled(partial(method.step, batch)) if e.name() == "aten::mm"]
+    rows = batch.active if form else batch.unmasked
+    forward = [e.shapes()[0][0] for e in products if e.shapes()[1] == [case.H, case.V]]
+    assert len(forward) == 4
+    assert sum(forward) == rows
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "trained", "frozen"),
+    [
+        ("bapo_kernels cpu", 6, 4),
+        ("bapo_kernels cpu, four chunks", 6, 4),
+        ("bapo_kernels cpu, float32 logits", 6, 4),
+        ("bapo_kernels cpu, log-probs, then loss", 8, 4),
+        ("PyTorch cross_entropy", 6, 4),
+    ],
+)
+def test_flops_of_the_products_are_counted(name, trained, frozen):
+    """On-policy every row has a gradient and none is undecided."""
+    for kind, expected in (("trained", trained), ("frozen", frozen)):
+        case = of_head(data="on-policy", frozen=kind == "frozen")
+        call = partial(METHODS[f"{name}, hidden"].step, Batch(case, "cpu"))
+        assert timing.CPUClock().costs(call).product_flops == expected * case.N * case.V * case.H
+
+
+def test_a_call_without_products_has_no_flops():
+    assert timing.CPUClock().costs(lambda: torch.ones(3) + 1).product_flops is None
+
+
+@needs_native
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_the_yardsticks_of_the_head(quick, frozen):
+    """Products in one chunk and in four, in memory that exists; rates are relative to the first."""
+    case = of_head(dtype="float32", frozen=frozen)
+    batch = Batch(case, "cpu")
+    name = "two matrix products" if frozen else "three matrix products"
+    yardsticks = run._yardsticks(batch)
+    assert list(yardsticks) == [name, f"{name}, four chunks"]
+    for need, call in yardsticks.values():
+        costs = timing.CPUClock().costs(call)
+        assert need.flops == costs.product_flops == (4 if frozen else 6) * case.N * case.V * case.H
+        assert costs.peak_bytes == 0
+    got = {r["method"]: r for r in run.measure(case, "cpu", [])}
+    assert got[name]["share"] == 1.0
+    assert {r["yardstick"] for r in got.values()} == {name}
+    assert {r["frozen"] for r in got.values()} == {frozen}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU they are checked before they are timed")
@@ -390,7 +483,7 @@ def test_peak_memory_is_that_of_the_call():
         del a
         return b, torch.empty(500_000)
 
-    assert timing.CPUClock().peak_bytes(call) == 6_000_000
+    assert timing.CPUClock().costs(call).peak_bytes == 6_000_000
 
 
 @needs_native
@@ -404,8 +497,8 @@ def test_peak_memory_of_a_later_call():
         bapo_loss(leaf, labels, None, advantages, backend="cpu").loss.backward()
 
     call()
-    assert memory._last
-    assert timing.CPUClock().peak_bytes(call) >= logits.nbytes
+    assert memory.OF_LOGITS.last
+    assert timing.CPUClock().costs(call).peak_bytes >= logits.nbytes
     empty_cache()
 
 
@@ -424,7 +517,7 @@ def test_a_record_has_all_fields(quick, tmp_path, monkeypatch):
     copy = next(r for r in records.load(path) if r["method"] == "copy")
     assert mine["share"] == pytest.approx(mine["GB_per_s"] / copy["GB_per_s"])
     of_a_first_call = partial(MADE_UP[1].step, Batch(small("logits"), "cpu"))
-    assert mine["peak_bytes"] == timing.CPUClock().peak_bytes(of_a_first_call)
+    assert mine["peak_bytes"] == timing.CPUClock().costs(of_a_first_call).peak_bytes
     assert result.output.count("right") == 1
 
 
@@ -473,6 +566,8 @@ def test_the_floor_counts_rows(layout, data):
     assert floor(batch.case, shares, live=True).bytes == (active + undecided + 256) / 256 * size
     hidden = replace(batch.case, level="hidden")
     assert floor(hidden, shares).flops == (2 * unmasked + 4 * gradient) * 50 * hidden.H
+    frozen = replace(hidden, frozen=True)
+    assert floor(frozen, shares).flops == (2 * unmasked + 2 * gradient) * 50 * hidden.H
     probs = replace(batch.case, task="log_probs")
     assert floor(probs, shares).bytes == unmasked / 256 * size
 
@@ -485,6 +580,10 @@ def test_the_suites_cover_all_kinds_of_cases():
         assert {c.layout for c in suite} == set(LAYOUTS)
         families = {c.model.split("-")[0] for c in suite}
         assert families >= {"Qwen3", "Llama", "Gemma", "DeepSeek", "gpt"}
+        forms = [c for c in suite if "head" in c.title]
+        assert forms == [c for c in suite if c.sweep == HEAD], "--case head selects the sweep"
+        kinds = {(c.dtype, c.frozen) for c in forms}
+        assert kinds == {(d, f) for d in ("bfloat16", "float32") for f in (False, True)}
     assert {8_192, 24_576} <= {c.N for c in gpu_suite() if c.level == "logits"}
     assert {128_256, 151_936, 262_208} <= {c.V for c in gpu_suite()}
 
@@ -498,12 +597,15 @@ def made_up_records(tmp_path):
         work = case.N * case.V * (case.H if case.level == "hidden" else 100)
         yardstick = plot.YARDSTICKS.get(case.level)
         names = [yardstick, *(p.name for p in methods() if p.takes(case) and "cpu" in p.devices)]
+        if case.sweep == HEAD:
+            names.append(f"{yardstick}, four chunks")
         for name in filter(None, names):
             times = work * 1e-8 * random.uniform(1, 20)
             rates = {"GB_per_s": 1.0, "TFLOP_per_s": 1.0, "share": random.random()}
             errors = {"value_error": 1e-6, "gradient_error": 1e-3}
             line = {"method": name, "status": "measured", "ms": times, "peak_bytes": 2**24}
             line["version"] = None if "bapo" in name else "1.0"
+            line["product_flops"] = 6 * work
             lines.append(records.environment() | case.fields() | line | rates | errors)
         failed = {"method": "QuACK cross entropy", "status": "failed", "why": "no kernel"}
         lines.append(records.environment() | case.fields() | failed)
@@ -518,6 +620,8 @@ def from_made_up_records(made_up_records, monkeypatch):
 
     for module in (plot, report, scaling):
         monkeypatch.setattr(module, "latest", latest)
+    forms = partial(frames.forms_of_the_head, folder=made_up_records)
+    monkeypatch.setattr(report, "forms_of_the_head", forms)
     return made_up_records
 
 
@@ -539,7 +643,7 @@ def test_every_method_has_a_style():
         f"bapo_kernels {backend}, {form}"
         for backend in ("cuda", "triton")
         for form in ("live", "one chunk")
-    }
+    } | {method.name for method in methods() if method.of_head}  # in no figure
 
 
 def test_the_page_has_every_number(from_made_up_records):
@@ -552,6 +656,41 @@ def test_the_page_has_every_number(from_made_up_records):
         assert tables.number(milliseconds) in text
     assert "| QuACK cross entropy" in text
     assert "no kernel" in text
+
+
+def test_the_forms_of_the_head_have_tables_of_their_own(from_made_up_records):
+    """One per dtype, of every measured record; the other sections have none of them."""
+    forms = frames.forms_of_the_head("cpu", from_made_up_records)
+    assert len(forms) > 40
+    text = report.page()
+    before, section = text.split("### Forms of the head")
+    assert "four chunks" not in before
+    for milliseconds in forms.ms:
+        assert f"{tables.number(milliseconds)} |" in section
+    assert section.count("FLOPs, NVH") == 2
+    assert "QuACK" not in section
+    assert report.OLDER not in text
+    ours = forms[(forms.method == "bapo_kernels cpu, four chunks") & (forms["dtype"] == "float32")]
+    cells = next(
+        line.split("|")
+        for line in section.split("float32:")[1].splitlines()
+        if ", four chunks**" in line
+    )
+    row = ours.iloc[0]
+    same = (forms["dtype"] == "float32") & ~forms.frozen
+    (four,) = forms[same & (forms.method == "three matrix products, four chunks")].share
+    numbers = (row.ms, 1 / row.share, four / row.share, 6.0, 16.0)
+    assert [cell.strip() for cell in cells[3:-1]] == [tables.number(n) for n in numbers]
+
+
+def test_records_older_than_frozen_heads_are_of_trained_ones(tmp_path):
+    case = small("logits").fields()
+    old = {key: value for key, value in case.items() if key != "frozen"}
+    for fields, ms in ((old, 1.0), (case, 2.0)):
+        records.append(
+            tmp_path / "cpu.jsonl", [{"method": "x", "status": "measured", "ms": ms, **fields}]
+        )
+    assert list(frames.latest("cpu", tmp_path).ms) == [2.0]
 
 
 def test_a_later_record_replaces_an_earlier_one(tmp_path):

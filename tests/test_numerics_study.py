@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import needs_native
 
 from bapo_kernels import BAPOConfig, ClipBounds, reference
-from benchmarks.numerics import decisions, errors, figures, page
+from benchmarks.numerics import decisions, errors, figures, head, page
+from benchmarks.numerics.__main__ import PARTS, main
 from benchmarks.records import load
 
 PRESETS = (BAPOConfig.paper(), BAPOConfig.recipe())
@@ -162,3 +164,40 @@ def test_the_loop_raises_one_bound_then_the_other():
     assert upper_first == ([0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 3, 3])
     lower_first = decisions.visits(BAPOConfig(raise_first="lower", **grid))
     assert lower_first == ([0, 1, 2, 2, 2, 2], [0, 0, 0, 1, 2, 3])
+
+
+@needs_native
+def test_float32_logits_of_bfloat16_hidden_states():
+    """No further than 2e-6 from float64; bfloat16 logits are a thousand times as wrong."""
+    found = head.errors_of_heads(head.Inputs.draw(4, head.V, 64))
+    error = {name: errors["log_probs"][0] for name, errors in found.items()}
+    assert error["bapo_kernels cpu, float32 logits"] <= 2e-6
+    assert error["bapo_kernels cpu"] > 1e-3
+    assert error["bfloat16 product, then float32"] > 1e-3
+    assert error["prime-rl fp32 head, log_softmax"] < 1e-4
+
+
+def test_the_committed_errors_of_heads_meet_the_promise():
+    found, _ = figures.frames(load(page.RESULTS))
+    of_head = found[(found.part == "head") & (found.quantity == "log_probs")]
+    ours = of_head[of_head.method == "bapo_kernels cpu, float32 logits"]
+    assert set(ours.H) == set(head.WIDTHS)
+    assert ours.error.max() <= 2e-6
+
+
+def test_a_part_can_be_measured_alone(tmp_path, monkeypatch):
+    """Older records of the other parts stay, and the page names the commit of each."""
+    made = {"errors": [], "decisions": []}
+    for name in made:
+        monkeypatch.setitem(PARTS, name, lambda name=name: made[name].append(1) or iter(()))
+    last = next(r for r in reversed(load(page.RESULTS)) if r["part"] == "head")
+    monkeypatch.setitem(PARTS, "head", lambda: iter([{**last, "commit": "5eed5eed"}]))
+    monkeypatch.setattr("benchmarks.numerics.__main__.PAGE", tmp_path / "numerics.md")
+    monkeypatch.setattr("benchmarks.numerics.__main__.draw", lambda records: [])
+    out = tmp_path / "numerics.jsonl"
+    out.write_text(page.RESULTS.read_text())
+    main(part=["head"], out=out)
+    assert made == {"errors": [], "decisions": []}
+    text = (tmp_path / "numerics.md").read_text()
+    assert "commit 5eed5eed" in text
+    assert f"commit {load(page.RESULTS)[0]['commit']}" in text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapo_kernels import available_backends, reference
 
-from ..cases import Batch, Case
+from ..cases import HEAD, Batch, Case
 
 Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, log-probs or bounds; gradients of inputs
 
@@ -35,6 +35,8 @@ class Method:
         backend: the backend of this package.
         everywhere: False for a slow method that is measured on a few cases only.
         holds_logits: from hidden states, it holds the logits of all tokens at once.
+        of_head: it is a form of the head, measured in that sweep only.
+        float32_logits: from hidden states of half precision, it makes float32 logits.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Method:
     backend: str | None = None
     everywhere: bool = True
     holds_logits: bool = False
+    of_head: bool = False
+    float32_logits: bool = False
 
     @property
     def version(self) -> str | None:
@@ -66,6 +70,12 @@ class Method:
         if case.level != self.level or case.task not in self.tasks or known is None:
             return False
         if self.live and case.layout not in ("zero advantage", "mixed"):
+            return False
+        if self.float32_logits and case.dtype == "float32":
+            return False
+        if case.sweep == HEAD:
+            return self.backend is not None or (self.everywhere and case.layout == "dense")
+        if self.of_head:
             return False
         if case.sweep == "many tokens":
             return not self.holds_logits

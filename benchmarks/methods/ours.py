@@ -29,6 +29,12 @@ def train_inplace(batch: Batch, **options: Any) -> Step:
     return out.loss, (logits,)
 
 
+def train_in_chunks(batch: Batch, chunks: int, live: bool, **options: Any) -> Step:
+    """From hidden states, the counted rows in so many equal chunks."""
+    rows, statistics = (batch.active, "live") if live else (batch.unmasked, "all")
+    return train(batch, chunk_tokens=-(-rows // chunks), statistics=statistics, **options)
+
+
 def probs(batch: Batch, backend: str) -> Tensor:
     """Log-probs; the entropy is computed with them."""
     function = log_probs if batch.case.level == "logits" else linear_log_probs
@@ -53,6 +59,7 @@ def _of_backend(backend: str, device: str) -> Iterator[Method]:
         whole = partial(train, backend=backend, chunk_tokens=2**31)
         once = {"everywhere": False, "holds_logits": True}
         yield Method(f"{name}, one chunk", "hidden", whole, **once, **runs)
+    yield from _forms_of_the_head(name, backend, runs)
     yield Method(
         f"{name}, in place",
         "logits",
@@ -60,6 +67,20 @@ def _of_backend(backend: str, device: str) -> Iterator[Method]:
         overwrites=True,
         **runs,
     )
+
+
+def _forms_of_the_head(name: str, backend: str, runs: dict[str, Any]) -> Iterator[Method]:
+    in_chunks = partial(train_in_chunks, backend=backend, chunks=4)
+    yield _form(f"{name}, four chunks", partial(in_chunks, live=False), **runs)
+    yield _form(f"{name}, live, four chunks", partial(in_chunks, live=True), live=True, **runs)
+    wide = partial(train, backend=backend, logits_dtype=torch.float32)
+    yield _form(f"{name}, float32 logits", wide, float32_logits=True, **runs)
+    log_probs_alone = partial(probs, backend=backend)
+    yield _form(f"{name}, log-probs, then loss", log_probs=log_probs_alone, **runs)
+
+
+def _form(name: str, *functions: Any, **options: Any) -> Method:
+    return Method(name, "hidden", *functions, of_head=True, **options)
 
 
 METHODS = [

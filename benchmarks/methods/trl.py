@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from ..cases import Batch
@@ -10,11 +12,14 @@ from .method import Method
 CHUNK = 8_192  # columns of a tile, TRL's default
 
 
-def chunked_head(batch: Batch) -> Tensor:
-    """``ChunkedLogProbFunction``; masked rows are removed beforehand, as in TRL's trainer."""
+def chunked_head(batch: Batch, cast: bool = False) -> Tensor:
+    """``ChunkedLogProbFunction``; masked rows are removed beforehand, as in TRL's trainer.
+
+    ``cast`` is what ``cast_lm_head_to_fp32`` does, with a cast of the weight in each call.
+    """
     from trl.kernels import ChunkedLogProbFunction
 
-    hidden, weight = batch.inputs
+    hidden, weight = (leaf.float() if cast else leaf for leaf in batch.inputs)
     hidden, labels = hidden.flatten(0, -2), batch.labels.flatten()
     mask = None if batch.mask is None else batch.mask.flatten()
     if mask is not None:
@@ -48,4 +53,12 @@ METHODS = [
     Method("TRL selective_log_softmax", "logits", log_probs=selective_log_softmax, package="trl"),
     Method("TRL Triton", "logits", log_probs=triton_kernel, package="trl", devices=("cuda",)),
     Method("TRL chunked head", "hidden", log_probs=chunked_head, package="trl"),
+    Method(
+        "TRL chunked head, cast to float32",
+        "hidden",
+        log_probs=partial(chunked_head, cast=True),
+        package="trl",
+        of_head=True,
+        float32_logits=True,
+    ),
 ]

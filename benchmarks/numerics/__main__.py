@@ -1,12 +1,14 @@
 """Errors against float64, and how often rounding changes a decision of the search.
 
 ``TRITON_INTERPRET=1 python -m benchmarks.numerics`` measures on a CPU and writes
-``docs/numerics.md`` with its figures; ``--no-measure`` writes them from the records alone.
+``docs/numerics.md`` with its figures; ``--no-measure`` writes them from the records alone, and
+``--part`` measures only a part.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -14,15 +16,22 @@ from ..records import append, environment, load
 from .decisions import measure_decisions
 from .errors import measure_errors
 from .figures import draw
+from .head import measure_heads
 from .page import PAGE, RESULTS, page
 
+PARTS = {"errors": measure_errors, "head": measure_heads, "decisions": measure_decisions}
 
-def main(measure: bool = True, out: Path = RESULTS) -> None:
+
+def main(
+    measure: bool = True,
+    part: Annotated[list[str] | None, typer.Option(help="errors, head or decisions")] = None,
+    out: Path = RESULTS,
+) -> None:
     """Measures, appends to a file of JSON lines, and writes the page and its figures."""
     if measure:
         facts = environment()
-        for records in (measure_errors(), measure_decisions()):
-            append(out, [{**facts, **record} for record in records])
+        for name in part or PARTS:
+            append(out, [{**facts, **record} for record in PARTS[name]()])
     PAGE.write_text(page(load(out)))
     for path in (PAGE, *draw(load(out))):
         print(path)

@@ -17,7 +17,7 @@ from ..records import Record
 from .decisions import BITS, MARGINS
 from .errors import DTYPES, ROWS, VOCABULARIES
 
-KEY = ("part", "preset", "dtype", "V", "rows")
+KEY = ("part", "preset", "dtype", "V", "H", "rows")
 BUDGET = "our error budget"
 CURVES = STYLES | {
     "PyTorch log_softmax": dict(color="#7a3e00", marker="v"),

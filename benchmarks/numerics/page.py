@@ -12,6 +12,7 @@ from ..records import Record, load
 from ..tables import markdown
 from .errors import DTYPES, LOG_RATIOS, N_HIDDEN, V_HIDDEN, H, N
 from .figures import BUDGET, CURVES, LARGE, frames
+from .head import N as N_OF_HEADS
 
 RESULTS = FOLDER / "numerics.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
@@ -34,13 +35,18 @@ def page(records: list[Record] | None = None) -> str:
     """The text of ``docs/numerics.md``."""
     records = load(RESULTS) if records is None else records
     errors, decisions = frames(records)
-    return "\n".join([*of_errors(errors, records[-1]), *of_decisions(decisions)]).rstrip() + "\n"
+    parts = {record["part"]: record for record in records}  # the last of each
+    sections = [
+        *of_errors(errors, parts["hidden"]),
+        *of_heads(errors[errors.part == "head"], parts["head"]),
+        *of_decisions(decisions),
+    ]
+    return "\n".join(sections).rstrip() + "\n"
 
 
 def of_errors(errors: pd.DataFrame, last: Record) -> Iterator[str]:
     """The part on errors."""
-    machine = f"{last['machine']}, torch {last['torch']}; commit {last['commit']}"
-    yield INTRODUCTION.format(machine=machine, N=N, ratios=" or ".join(map(str, LOG_RATIOS)))
+    yield INTRODUCTION.format(machine=_machine(last), N=N, ratios=" or ".join(map(str, LOG_RATIOS)))
     at_logits = errors[errors.part == "logits"]
     large = at_logits[at_logits.V == LARGE]
     for quantity, (head, value) in HEADS.items():
@@ -73,6 +79,17 @@ def of_errors(errors: pd.DataFrame, last: Record) -> Iterator[str]:
         of_dtype["quantity"] = of_dtype.quantity.map(NAMES)
         yield table(of_dtype, "method", "quantity")
     yield LESSONS["hidden"]
+
+
+def of_heads(errors: pd.DataFrame, last: Record) -> Iterator[str]:
+    """The part on log-probs of heads."""
+    yield HEADS_OF_16_BITS.format(N=N_OF_HEADS, V=last["V"], machine=_machine(last))
+    yield table(errors.astype({"H": int}), "method", "H")
+    yield LESSONS["head"]
+
+
+def _machine(record: Record) -> str:
+    return f"{record['machine']}, torch {record['torch']}; commit {record['commit']}"
 
 
 def against_budgets(errors: pd.DataFrame) -> str:
@@ -159,6 +176,11 @@ in the dtype of the logits, `cross_entropy` on `logits.float()`. The error budge
 HIDDEN = """{N} rows with H = {H}, V = {V:,} and logits of standard deviation 3. Errors of gradients
 are relative to the norm; those of log-probs and loss are the largest error.
 """
+HEADS_OF_16_BITS = """### Float32 logits of bfloat16 hidden states
+
+Largest error of the log-probs of {N} rows, by the width H of the head; V = {V:,}, logits of
+standard deviation 3. {machine}.
+"""
 DECISIONS = """## Decisions
 
 {batches:,} batches of {tokens} tokens from bfloat16 logits (V = {V:,}, standard deviation 3,
@@ -198,6 +220,16 @@ less than `log_softmax` in log-probs; all baselines sum the entropy over the voc
     "hidden": """In 16 bits the errors of all methods are about the same, because the product
 already rounds the logits to the dtype. In float32 the sums over the vocabulary make the difference:
 ours and TRL's are taken in parts.
+""",
+    "head": """A bfloat16 product rounds every logit to 8 bits, and a softmax in float32 cannot
+bring them back. With `logits_dtype=torch.float32` the products are summed and kept in float32, and
+what is left is the error of a float32 log-prob. TRL's `cast_lm_head_to_fp32` multiplies a weight
+and hidden states that were converted to float32. The head that prime-rl patches into vLLM
+([pull request 2441](https://github.com/PrimeIntellect-ai/prime-rl/pull/2441)) multiplies them in
+bfloat16, by `torch.mm` with `out_dtype=torch.float32`; on a CPU, which has no such product, they
+are converted here. A product of two bfloat16 numbers is exact in float32, so all three sum the same
+terms, in different orders. The remaining difference is the softmax: TRL's is one `logsumexp` per
+row, and `log_softmax`, taken for prime-rl's, adds the whole vocabulary in float32.
 """,
     "decisions": """"Predicted" is the mean over all targets when each exact log-prob is moved at
 random by up to half a unit in the last place of what the function returns. "Over all targets" is
