@@ -14,6 +14,7 @@ from .distributed import VocabShard
 from .memory import OF_CHUNKS, OF_SUMS, OF_WEIGHTS
 
 CHUNK_BYTES = 2**30
+SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks are added up
 _SUM_TERMS = 4096  # of a float32 sum over the vocabulary
 _COLUMNS = 1024  # of the vocabulary at once, where a product has to be converted: as caches hold
 _ALIGNED = 8  # logits of a row begin at a multiple of 16 bytes, as the fastest products ask for
@@ -61,14 +62,17 @@ class Head:
         float32 sum of the weight's gradient where that is of half precision, ``sums_weight``: if
         all logits take no more memory than the sum would, they are one chunk.
         """
+        halves = self.weight.element_size() < 4 and self.shard is None
+        if (
+            sums_weight
+            and halves
+            and rows * self._bytes_per_logit <= SUM_BYTES * self.weight.shape[1]
+        ):
+            return max(1, rows)
         if asked is None:
             columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-            row_bytes = columns * self._bytes_per_logit
-            asked = max(1, CHUNK_BYTES // row_bytes)
-            sums_weight = sums_weight and self.weight.element_size() < 4 and self.shard is None
-            if sums_weight and rows * row_bytes <= 4 * self.weight.numel():
-                asked = rows
-        return max(1, math.ceil(rows / max(1, math.ceil(rows / max(1, asked)))))
+            asked = max(1, CHUNK_BYTES // (columns * self._bytes_per_logit))
+        return max(1, math.ceil(rows / max(1, math.ceil(rows / asked))))
 
     @property
     def _bytes_per_logit(self) -> int:

@@ -75,10 +75,10 @@ def bapo_linear_loss(
             (slow, for checks).
         lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
         bias: ``[V]``.
-        chunk_tokens: at most that many rows of logits exist at a time. Default: the fewest equal
-            chunks of at most 1 GiB. But one chunk where several would need a float32 sum of the
-            weight's gradient that takes as much memory as all logits (in half precision, up to
-            ``2*H`` rows).
+        chunk_tokens: at most that many rows of logits exist at a time; default: 1 GiB of them.
+            Chunks are equal, and as few as possible. There is one where it takes no more memory
+            than several, which need a float32 sum of the weight's gradient (in half precision, up
+            to ``2*H`` rows).
         logits_dtype: ``torch.float32`` keeps the logits of bfloat16 or float16 inputs in float32,
             as their products are summed; their gradient is rounded to the dtype of the inputs.
             Default: logits in that dtype.

@@ -28,6 +28,14 @@ from bapo_kernels.gemm import Head, HeadGradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193
+
+
+@pytest.fixture(autouse=True)
+def chunks_as_asked_for(monkeypatch):
+    """Also where one would take less memory, because the sum of several does."""
+    monkeypatch.setattr(gemm, "SUM_BYTES", 0)
+
+
 CONFIGS = {
     "paper": {},
     "recipe": dict(preset="recipe"),
@@ -187,25 +195,27 @@ def test_last_chunk_is_not_recomputed(monkeypatch, chunk_tokens, chunks):
     assert max(sizes) - min(sizes) < chunks, "the chunks are equal but for the last"
 
 
-def test_rows_per_chunk():
+def test_rows_per_chunk(monkeypatch):
     """The fewest equal chunks; one, where a sum of several would take more memory than it."""
 
-    def rows(count, asked=None, dtype=torch.bfloat16, sums_weight=True, logits_dtype=None):
-        weight = torch.empty(2**17, 64, dtype=dtype, device="meta")
-        head = Head.of(weight[:count], weight, None, dtype, None, logits_dtype)
+    def rows(count, asked=None, H=64, dtype=torch.bfloat16, sums_weight=True, logits_dtype=None):
+        weight = torch.empty(2**17, H, dtype=dtype, device="meta")
+        head = Head.of(weight[:1], weight, None, dtype, None, logits_dtype)
         return head.rows_per_chunk(count, asked, sums_weight)
 
     assert [rows(n, asked=5) for n in (0, 1, 5, 6, 11, 15, 16)] == [1, 1, 5, 3, 4, 5, 4]
+    monkeypatch.setattr(gemm, "SUM_BYTES", 4)
+    assert [rows(n, asked=5) for n in (0, 6, 128, 129)] == [1, 6, 128, 5]
+    assert rows(129, asked=5, sums_weight=False) == rows(129, asked=5, dtype=torch.float32) == 5
     assert rows(4096) == 4096  # 1 GiB
     assert rows(4097) == 2049
     assert rows(4097, dtype=torch.float32) == 1366
     assert rows(4096, logits_dtype=torch.float32) == 1024  # and their gradient in bfloat16
-    wide = torch.empty(2**17, 4096, dtype=torch.bfloat16, device="meta")
-    head = Head.of(wide[:1], wide, None, torch.bfloat16)
-    assert head.rows_per_chunk(8192, None, sums_weight=True) == 8192
-    assert head.rows_per_chunk(8193, None, sums_weight=True) == 2731
-    assert head.rows_per_chunk(8192, None, sums_weight=False) == 4096
-    assert head.rows_per_chunk(8192, 1000, sums_weight=True) == 911
+    assert rows(8192, H=4096) == 8192
+    assert rows(8193, H=4096) == 2731
+    assert rows(8192, H=4096, sums_weight=False) == 4096
+    assert rows(2730, H=4096, logits_dtype=torch.float32) == 2730
+    assert rows(2731, H=4096, logits_dtype=torch.float32) == 911
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])

@@ -222,7 +222,7 @@ def _log_probs(backend: str, dtype: torch.dtype, device: str, V: int) -> Iterato
 
 def _linear(backend: str, dtype: torch.dtype, device: str) -> Iterator[Measured]:
     """Several chunks and recomputed rows; logits are multiples of 1/2, exact in every dtype."""
-    g, shape, V, H = torch.Generator().manual_seed(0), (3, 12), 193, 16
+    g, shape, V, H = torch.Generator().manual_seed(0), (6, 12), 193, 16
     hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
     weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
     logits = (hidden @ weight.T).cpu()

@@ -30,7 +30,7 @@ def train_inplace(batch: Batch, **options: Any) -> Step:
 
 
 def train_in_chunks(batch: Batch, chunks: int, live: bool, **options: Any) -> Step:
-    """From hidden states, the counted rows in so many equal chunks."""
+    """From hidden states, the counted rows in so many equal chunks, or in one that is smaller."""
     rows, statistics = (batch.active, "live") if live else (batch.unmasked, "all")
     return train(batch, chunk_tokens=-(-rows // chunks), statistics=statistics, **options)
 
@@ -71,8 +71,10 @@ def _of_backend(backend: str, device: str) -> Iterator[Method]:
 
 def _forms_of_the_head(name: str, backend: str, runs: dict[str, Any]) -> Iterator[Method]:
     in_chunks = partial(train_in_chunks, backend=backend, chunks=4)
-    yield _form(f"{name}, four chunks", partial(in_chunks, live=False), **runs)
-    yield _form(f"{name}, live, four chunks", partial(in_chunks, live=True), live=True, **runs)
+    yield _form(f"{name}, chunk_tokens = N/4", partial(in_chunks, live=False), **runs)
+    yield _form(
+        f"{name}, live, chunk_tokens = N/4", partial(in_chunks, live=True), live=True, **runs
+    )
     wide = partial(train, backend=backend, logits_dtype=torch.float32)
     yield _form(f"{name}, float32 logits", wide, float32_logits=True, **runs)
     log_probs_alone = partial(probs, backend=backend)
