@@ -76,8 +76,9 @@ The weight of a frozen head requires no gradient. In the rows "trained, zero adv
 the tokens is masked, and 40 % of the sequences have no advantage. The bare products are those of
 all rows, two or three, in one chunk and in four; a ratio to them is per FLOP that the rows of the
 method need. FLOPs are those of all matrix products of a call, as PyTorch's profiler counts them, in
-units of `N*V*H`; it does not know those of Triton kernels. With a trained head of half precision up to
-`2*H` rows are one chunk, whatever `chunk_tokens` is: [it takes less memory](hidden_states.md#memory).
+units of `N*V*H`; it does not know those of Triton kernels. With a trained head of half precision
+up to `2*H` rows are one chunk, whatever `chunk_tokens` is, because
+[that takes less memory](hidden_states.md#memory).
 """
 
 

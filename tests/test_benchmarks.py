@@ -97,7 +97,13 @@ def test_every_form_of_the_head_computes_the_same(dtype, frozen):
             assert [grad is None for grad in grads] == [False, frozen], method.name
             assert not frozen or batch.inputs[1].grad is None
             checked.add(method.name.removeprefix("bapo_kernels cpu"))
-    ours = {"", ", live", ", four chunks", ", live, four chunks", ", log-probs, then loss"}
+    ours = {
+        "",
+        ", live",
+        ", chunk_tokens = N/4",
+        ", live, chunk_tokens = N/4",
+        ", log-probs, then loss",
+    }
     assert checked >= ours | ({", float32 logits"} if dtype == "bfloat16" else set())
     assert "PyTorch cross_entropy" in checked
 
@@ -121,8 +127,8 @@ def test_float32_logits_have_a_tolerance_of_their_own():
 @needs_native
 @pytest.mark.parametrize("form", ["", ", live"])
 def test_four_chunks_are_four(form):
-    case = of_head(layout="zero advantage", data="on-policy")
-    method = METHODS[f"bapo_kernels cpu{form}, four chunks, hidden"]
+    case = of_head(layout="zero advantage", data="on-policy", dtype="float32")
+    method = METHODS[f"bapo_kernels cpu{form}, chunk_tokens = N/4, hidden"]
     batch = Batch(case, "cpu")
     products = [e for e in timing.profiled(partial(method.step, batch)) if e.name() == "aten::mm"]
     rows = batch.active if form else batch.unmasked
@@ -136,7 +142,7 @@ def test_four_chunks_are_four(form):
     ("name", "trained", "frozen"),
     [
         ("bapo_kernels cpu", 6, 4),
-        ("bapo_kernels cpu, four chunks", 6, 4),
+        ("bapo_kernels cpu, chunk_tokens = N/4", 6, 4),
         ("bapo_kernels cpu, float32 logits", 6, 4),
         ("bapo_kernels cpu, log-probs, then loss", 8, 4),
         ("PyTorch cross_entropy", 6, 4),
@@ -670,11 +676,13 @@ def test_the_forms_of_the_head_have_tables_of_their_own(from_made_up_records):
     assert section.count("FLOPs, NVH") == 2
     assert "QuACK" not in section
     assert report.OLDER not in text
-    ours = forms[(forms.method == "bapo_kernels cpu, four chunks") & (forms["dtype"] == "float32")]
+    ours = forms[
+        (forms.method == "bapo_kernels cpu, chunk_tokens = N/4") & (forms["dtype"] == "float32")
+    ]
     cells = next(
         line.split("|")
         for line in section.split("float32:")[1].splitlines()
-        if ", four chunks**" in line
+        if "cpu, chunk_tokens = N/4**" in line
     )
     row = ours.iloc[0]
     same = (forms["dtype"] == "float32") & ~forms.frozen
