@@ -25,7 +25,8 @@ class Head:
     """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs.
 
     With a shard, ``weight`` and ``bias`` are those of its part of the vocabulary. Logits are of the
-    same dtype, or float32.
+    same dtype, or float32. Under autocast the weight that is trained may be float32
+    (``trains_float32``), and so its gradient.
     """
 
     hidden: Tensor
@@ -33,6 +34,7 @@ class Head:
     bias: Tensor | None
     shard: VocabShard | None
     logits_dtype: torch.dtype
+    trains_float32: bool
 
     @classmethod
     def of(
@@ -48,7 +50,9 @@ class Head:
         rows = hidden.detach().reshape(-1, hidden.shape[-1])
         logits_dtype = logits_dtype or dtype
         bias = None if bias is None else bias.detach().to(logits_dtype)
-        return cls(rows.to(dtype), weight.detach().to(dtype), bias, shard, logits_dtype)
+        trains_float32 = weight.dtype == torch.float32
+        of_gemms = rows.to(dtype), weight.detach().to(dtype)
+        return cls(*of_gemms, bias, shard, logits_dtype, trains_float32)
 
     @property
     def widens(self) -> bool:
@@ -59,15 +63,12 @@ class Head:
         """Rows of each chunk, for the fewest equal chunks; the same on every rank of a shard.
 
         A chunk has at most the rows that were asked for, or 1 GiB of logits. Several chunks need a
-        float32 sum of the weight's gradient where that is of half precision, ``sums_weight``: if
+        float32 sum of the weight's gradient, ``sums_weight``, before that has half precision: if
         all logits take no more memory than the sum would, they are one chunk.
         """
-        halves = self.weight.element_size() < 4 and self.shard is None
-        if (
-            sums_weight
-            and halves
-            and rows * self._bytes_per_logit <= SUM_BYTES * self.weight.shape[1]
-        ):
+        halves = not self.trains_float32 and self.shard is None
+        of_logits, of_sum = rows * self._bytes_per_logit, SUM_BYTES * self.weight.shape[1]
+        if sums_weight and halves and of_logits <= of_sum:  # bytes per column
             return max(1, rows)
         if asked is None:
             columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
@@ -148,7 +149,8 @@ class HeadGradients:
     def _add_weight(self, h: Tensor, dlogits: Tensor) -> None:
         first = self.weight is None
         if self.weight is None:
-            dtype = h.dtype if self.one_chunk else torch.float32
+            at_once = self.one_chunk and not self.head.trains_float32
+            dtype = h.dtype if at_once else torch.float32
             memory = OF_WEIGHTS if dtype == h.dtype else OF_SUMS
             self.weight = memory.empty(self.head.weight.shape, dtype, h.device)
         if first and self.weight.dtype == h.dtype:
