@@ -158,7 +158,7 @@ class HeadGradients:
         elif h.dtype == torch.float32:
             self.weight.addmm_(dlogits.T, h)
         elif _adds_in_float32(dlogits):
-            _add_in_float32(self.weight, dlogits.T, h, beta=0 if first else 1)
+            _add_in_float32(self.weight, dlogits.T, h, first)
         else:
             self._add_weight_in_parts(h, dlogits, first)
 
@@ -218,7 +218,7 @@ def _without_autocast(operand: Tensor) -> torch.autocast:
     return torch.autocast(operand.device.type, enabled=False)
 
 
-# Before, the sum would have to be of the dtype of the operands.
+# Up to torch 2.10 the sum must have the dtype of the operands.
 _SUM_MAY_BE_FLOAT32 = TorchVersion(torch.__version__) >= "2.11"
 
 
@@ -227,9 +227,9 @@ def _adds_in_float32(operand: Tensor) -> bool:
     return operand.is_cuda and _SUM_MAY_BE_FLOAT32
 
 
-def _add_in_float32(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """``total = beta*total + a @ b`` in place, one GEMM; with ``beta=0`` the total is not read."""
-    if beta == 0:
+def _add_in_float32(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """``total += a @ b`` by one GEMM; the first product is written, and the total not read."""
+    if first:
         torch.mm(a, b, out_dtype=torch.float32, out=total)
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
         return self.block(self.embedding(tokens))
 
 
-def model_and_case(dtype=torch.float32):
+def model_and_case(dtype=torch.float32, frozen=False):
     torch.manual_seed(3)
     model = Model()
     with torch.no_grad():
@@ -41,6 +41,7 @@ def model_and_case(dtype=torch.float32):
             model(tokens), model.lm_head.weight, case.labels, bias=model.lm_head.bias
         )
     case.old_log_probs = logp + 0.3 * torch.randn(B, S)
+    model.lm_head.requires_grad_(not frozen)
     return model.to(dtype), tokens, case
 
 
@@ -63,6 +64,9 @@ def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
         )
         out.loss.backward()
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None, name
+                continue
             assert type(parameter.grad) is type(parameter.detach()), name
             assert getattr(parameter.grad, "placements", None) == getattr(
                 parameter, "placements", None
@@ -76,11 +80,12 @@ def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
     return losses, whole
 
 
-def fsdp_rank(rank, data, tensor, head_alone, reshard, vocab_parallel):
+def fsdp_rank(rank, data, tensor, head_alone, reshard, vocab_parallel, frozen, temperature):
     mesh = grid(data, tensor)
     d, t = divmod(rank, tensor)
-    model, tokens, case = model_and_case()
+    model, tokens, case = model_and_case(frozen=frozen)
     rows, _, arguments, options = of_rank(case, data, tensor, d, t, mesh)
+    options["temperature"] = None if temperature is None else temperature[rows]
     if vocab_parallel:
         parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel()})
     else:
@@ -102,12 +107,25 @@ def fsdp_rank(rank, data, tensor, head_alone, reshard, vocab_parallel):
 )
 def test_fsdp2(worlds, data, tensor, vocab_parallel, head_alone, reshard):
     """Three steps agree, whether the head is unsharded after the root's forward or a DTensor."""
-    results = worlds(data * tensor).run(
-        fsdp_rank, data, tensor, head_alone, reshard, vocab_parallel
-    )
-    model, tokens, case = model_and_case()
+    check_fsdp2(worlds, data, tensor, head_alone, reshard, vocab_parallel)
+
+
+@pytest.mark.parametrize(("data", "tensor", "vocab_parallel"), [(2, 1, False), (2, 2, True)])
+def test_fsdp2_of_a_frozen_head(worlds, data, tensor, vocab_parallel):
+    """Each sequence has a temperature of its own."""
+    T = torch.linspace(0.8, 1.2, B)
+    check_fsdp2(worlds, data, tensor, True, False, vocab_parallel, True, T)
+
+
+def check_fsdp2(
+    worlds, data, tensor, head_alone, reshard, vocab_parallel, frozen=False, temperature=None
+):
+    layout = data, tensor, head_alone, reshard, vocab_parallel
+    results = worlds(data * tensor).run(fsdp_rank, *layout, frozen, temperature)
+    model, tokens, case = model_and_case(frozen=frozen)
+    case = case.with_options(temperature=temperature)
     plain = train(model, tokens, case.arguments(), case.options, "cpu")
-    model, tokens, case = model_and_case(torch.float64)
+    model, tokens, _ = model_and_case(torch.float64, frozen)
     truth = train(model, tokens, case.arguments(), case.options, "reference")
     for losses, parameters in results:
         for name, values in parameters.items():
