@@ -36,6 +36,12 @@ _ROW_GRADIENT = (
     f"Tensor? only, {_TRANSFORM}"
 )
 
+# Sampling masks (CSR): the ids of row n are token_ids[offsets[n]:offsets[n + 1]], ascending; a row
+# without ids has the whole vocabulary, and no operator on sets touches it. The values of a set are
+# float32 logits, or their gradients. shard: int64 (first column, columns of all ranks).
+_SETS = "Tensor token_ids, Tensor offsets"
+_HEAD_OF_SETS = "Tensor hidden, Tensor weight, Tensor? bias"
+
 SCHEMAS = {
     # The first pass over each counted row: its log-prob, entropy and (maximum, sum).
     "row_statistics": (
@@ -74,6 +80,39 @@ SCHEMAS = {
         f"bool uniform_weight, bool gradient, float target, bool ratio_target, {_POLICY}, "
         "Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, "
         "Tensor(d!)? dentropy, Tensor(e!)? outputs"
+    ),
+    # Where in its set each label is: -1 if it is in none, -2 if it is no token.
+    "find_labels": f"Tensor labels, {_SETS}, int vocab, Tensor(a!) positions",
+    # The logits of the sets of counted rows; NaN for an id that is no token or not above the one
+    # before, -inf for one of another rank.
+    "gather_sets": f"Tensor logits, Tensor counted, {_SETS}, Tensor? shard, Tensor(a!) values",
+    "multiply_sets": (
+        f"{_HEAD_OF_SETS}, Tensor counted, {_SETS}, Tensor? shard, Tensor(a!) values"
+    ),
+    # As the operators on rows, with positions for labels; they write nothing for rows without a
+    # set but undecided = 0.
+    "sets_statistics": (
+        f"Tensor values, Tensor offsets, Tensor labels, Tensor counted, {_TRANSFORM}, "
+        "Tensor(a!) log_probs, Tensor(b!) entropy, Tensor(c!) stats"
+    ),
+    "sets_pass_": f"Tensor(e!) values, Tensor offsets, {_ROW_PASS}",
+    "sets_gradient": f"Tensor values, Tensor offsets, {_ROW_GRADIENT}, Tensor(a!) dvalues",
+    "sets_gradient_": f"Tensor(a!) values, Tensor offsets, {_ROW_GRADIENT}",
+    # Gradients of the sets of counted rows into rows of zeros.
+    "scatter_sets": f"Tensor dvalues, Tensor counted, {_SETS}, Tensor? shard, Tensor(a!) dlogits",
+    # multiply_sets and sets_pass_, and sets_dhidden of decided rows while the head is in the cache.
+    "head_sets_pass": (
+        f"{_HEAD_OF_SETS}, {_SETS}, {_ROW_PASS}, Tensor(e!) values, Tensor(f!) dhidden"
+    ),
+    # dhidden[n] = sum of dvalues[k]*weight[id_k] over the set of row n, where it has one.
+    "sets_dhidden": (
+        f"Tensor dvalues, Tensor weight, {_SETS}, Tensor? shard, Tensor? only, Tensor(a!) dhidden"
+    ),
+    # dweight[v] = sum of dvalues[order[i]]*hidden[rows[i]] for i in segments[v]:segments[v + 1], in
+    # this order, in float32; or added to dweight. dbias likewise, always added.
+    "sets_dweight": (
+        "Tensor dvalues, Tensor hidden, Tensor order, Tensor rows, Tensor segments, bool add, "
+        "Tensor(a!) dweight, Tensor(b!)? dbias"
     ),
     # x *= factor; a factor of 1 returns at once.
     "scale_": "Tensor(a!) x, Tensor factor",

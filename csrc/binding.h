@@ -120,15 +120,25 @@ class Arguments {
             rows.grad_batch_stride = dlogits->stride(0);
             rows.grad_row_stride = dlogits->stride(1);
         }
+        rows.transform = transform(temperature, logit_scale, softcap, temperatures, rows.count());
+        return rows;
+    }
+    Transform transform(double temperature, double logit_scale, std::optional<double> softcap,
+                        const OptionalTensor& temperatures, int64_t rows) const {
         const double by = temperatures ? 1.0 : temperature, slope = logit_scale / by;
         const double scale = softcap ? *softcap / by : slope;
-        rows.transform = {softcap.has_value(),
-                          logit_scale,
-                          softcap.value_or(0.0),
-                          scale,
-                          slope,
-                          data<float>(temperatures, rows.count(), "temperatures")};
-        return rows;
+        return {softcap.has_value(),
+                logit_scale,
+                softcap.value_or(0.0),
+                scale,
+                slope,
+                data<float>(temperatures, rows, "temperatures")};
+    }
+    void check_matrix(const Tensor& tensor, int64_t rows, int64_t columns, const char* name) const {
+        STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns &&
+                            (columns <= 1 || tensor.stride(1) == 1) && is_here(tensor),
+                        name, " must have shape [", rows, ", ", columns,
+                        "], last stride 1, and be on the device of the first");
     }
 
     TokenInputs token_inputs(int64_t count, const Tensor& counted,
@@ -233,6 +243,23 @@ void row_statistics(Tensor logits, Tensor labels, Tensor counted, double tempera
     Backend::row_pass(params, logits);
 }
 
+// What a pass that decides takes beside the first pass.
+inline void add_policy(const Arguments& args, RowPassParams& params, const Tensor& counted,
+                       const OptionalTensor& old_log_probs, const Tensor& advantages,
+                       const Tensor& weights, const OptionalTensor& rollout_is_weights,
+                       const OptionalTensor& ref_log_probs, const OptionalTensor& bounds,
+                       const Grids& grids, const PolicyOptions& options, const Tensor& undecided) {
+    const int64_t N = params.rows.count();
+    params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
+                                      rollout_is_weights, ref_log_probs);
+    params.options = options;
+    params.bounds = args.data<float>(bounds, 2, "bounds");
+    // Bounds are applied as float32, and so are the ends of their ranges.
+    params.first = {(float)grids.lower.start, (float)grids.upper.start};
+    params.last = {(float)grids.lower.maximum, (float)grids.upper.maximum};
+    params.undecided = args.data<uint8_t>(undecided, N, "undecided");
+}
+
 template <typename Backend>
 void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
               Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
@@ -245,16 +272,10 @@ void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_l
     const Grids grids(grid_numbers);
     const LogitRows rows =
         args.logit_rows(logits, dlogits, temperature, logit_scale, softcap, temperatures);
-    const int64_t N = rows.count();
     RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
-    params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
-                                      rollout_is_weights, ref_log_probs);
-    params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
-    params.bounds = args.data<float>(bounds, 2, "bounds");
-    // Bounds are applied as float32, and so are the ends of their ranges.
-    params.first = {(float)grids.lower.start, (float)grids.upper.start};
-    params.last = {(float)grids.lower.maximum, (float)grids.upper.maximum};
-    params.undecided = args.data<uint8_t>(undecided, N, "undecided");
+    add_policy(args, params, counted, old_log_probs, advantages, weights, rollout_is_weights,
+               ref_log_probs, bounds, grids,
+               policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef), undecided);
     Backend::row_pass(params, logits);
 }
 
@@ -272,6 +293,18 @@ void row_pass_(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_
                       temperatures, log_probs, entropy, stats, undecided, logits);
 }
 
+inline void add_gradients(const Arguments& args, RowGradientParams& params, int64_t N,
+                          const Tensor& labels, const Tensor& stats, const Tensor& entropy,
+                          const Tensor& dlog_probs, const OptionalTensor& dentropy,
+                          const OptionalTensor& only) {
+    params.labels = args.data<int64_t>(labels, N, "labels");
+    params.stats = args.data<double>(stats, 2 * N, "stats");
+    params.entropy = args.data<double>(entropy, N, "entropy");
+    params.dlog_probs = args.data<double>(dlog_probs, N, "dlog_probs");
+    params.dentropy = args.data<double>(dentropy, N, "dentropy");
+    params.only = args.data<uint8_t>(only, N, "only");
+}
+
 template <typename Backend>
 void row_gradient(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs,
                   OptionalTensor dentropy, OptionalTensor only, double temperature,
@@ -280,13 +313,8 @@ void row_gradient(Tensor logits, Tensor labels, Tensor stats, Tensor entropy, Te
     RowGradientParams params{};
     const Arguments args(logits);
     params.rows = args.logit_rows(logits, dlogits, temperature, logit_scale, softcap, temperatures);
-    const int64_t N = params.rows.batches * params.rows.rows;
-    params.labels = args.data<int64_t>(labels, N, "labels");
-    params.stats = args.data<double>(stats, 2 * N, "stats");
-    params.entropy = args.data<double>(entropy, N, "entropy");
-    params.dlog_probs = args.data<double>(dlog_probs, N, "dlog_probs");
-    params.dentropy = args.data<double>(dentropy, N, "dentropy");
-    params.only = args.data<uint8_t>(only, N, "only");
+    add_gradients(args, params, params.rows.count(), labels, stats, entropy, dlog_probs, dentropy,
+                  only);
     Backend::row_gradient(params, logits);
 }
 

@@ -156,6 +156,106 @@ struct RowGradientParams {
     const uint8_t* only;  // rows to write; null: all
 };
 
+// Sampling masks (CSR): the ids of row n are token_ids[offsets[n], offsets[n + 1]), ascending. A
+// row without ids has the whole vocabulary. Nothing is known of the values before they are read.
+struct Sets {
+    int64_t rows;
+    int64_t count;             // of ids, in all rows
+    const int64_t* offsets;    // [rows + 1]
+    const int32_t* token_ids;  // [count]; null where only the sizes matter
+};
+
+// The columns of the vocabulary that are here: all, or [first, first + count) of a total that only
+// the device knows.
+struct Columns {
+    int64_t count;
+    const int64_t* shard;  // (first, total)
+};
+
+struct FindLabelsParams {
+    Sets sets;
+    const int64_t* labels;
+    int64_t vocab;
+    int64_t* positions;
+};
+
+// Between rows of logits and the values of their sets: gathered from rows.logits, or scattered to
+// rows.grad.
+struct MoveSetsParams {
+    LogitRows rows;
+    Sets sets;
+    Columns columns;
+    const bool* counted;
+    float* values;
+};
+
+// Rows with unit stride.
+struct Matrix {
+    DType dtype;
+    int64_t rows;
+    int64_t columns;
+    void* data;
+    int64_t row_stride;
+};
+
+struct SetHead {
+    Matrix hidden;
+    Matrix weight;
+    const float* bias;
+};
+
+struct MultiplySetsParams {
+    SetHead head;
+    Sets sets;
+    Columns columns;
+    const bool* counted;
+    float* values;
+};
+
+// As of whole rows; pass.rows has the transform alone, and labels are positions in the sets.
+// Gradients take the place of the values where pass.undecided is given.
+struct SetPassParams {
+    RowPassParams pass;
+    Sets sets;
+    float* values;
+};
+
+struct SetGradientParams {
+    RowGradientParams gradient;
+    Sets sets;
+    const float* values;
+    float* dvalues;
+};
+
+struct SetHiddenGradientParams {
+    Matrix weight;
+    Sets sets;
+    Columns columns;
+    const float* dvalues;
+    const uint8_t* only;  // rows to write; null: all that have a set
+    Matrix dhidden;
+};
+
+// multiply, pass and, of decided rows, the gradient of the hidden state.
+struct HeadSetPassParams {
+    SetPassParams sets;
+    SetHead head;
+    Matrix dhidden;
+};
+
+// The values of every column in the order of segments, which is fixed.
+struct SetWeightGradientParams {
+    const float* dvalues;
+    int64_t count;
+    Matrix hidden;
+    const int64_t* order;     // [count], into dvalues
+    const int32_t* rows;      // [count], of hidden, in that order
+    const int64_t* segments;  // [columns + 1], of that order
+    bool add;
+    Matrix dweight;
+    float* dbias;
+};
+
 struct ContributionParams {
     int64_t count;
     const double* log_probs;
