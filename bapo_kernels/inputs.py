@@ -19,6 +19,7 @@ from .checks import (
 )
 from .config import BAPOConfig
 from .output import ClipBounds
+from .sampling_mask import SamplingMask
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -292,3 +293,14 @@ def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | T
         return torch.full((), float(given), dtype=torch.float64, device=like.device)
     check_device(name, given, like, like_name)
     return as_numbers(given.detach()).reshape(())
+
+
+def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:
+    """A set for each of the flattened ``labels``, on their device."""
+    if mask is None:
+        return
+    rule = "be a SamplingMask or None"
+    require(isinstance(mask, SamplingMask), "sampling_mask", rule, type(mask).__name__)
+    rule = ("have {} rows, as labels {}", labels.numel(), labels.shape)
+    require(len(mask) == labels.numel(), "sampling_mask", rule, len(mask))
+    check_device("sampling_mask", mask.offsets, labels, "labels")

@@ -86,7 +86,7 @@ void pass_set(const SetPassParams& params, int64_t index) {
     RowPassParams of_row = params.pass;
     float* const grad = params.pass.undecided ? params.values : nullptr;
     of_row.rows = row_of_set(params.pass.rows, set, params.values, grad);
-    pass_row<float, kSoftcap>(of_row, index, log_prob_without_place(params.pass.labels[index]));
+    pass_row<float, kSoftcap>(of_row, index, log_prob_without_position(params.pass.labels[index]));
 }
 
 template <bool kSoftcap>

@@ -50,7 +50,7 @@ void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts
 void find_labels_chunk(const FindLabelsParams& params, int64_t chunk) {
     const int64_t end = chunk_end(chunk, params.sets.rows);
     for (int64_t row = chunk * kTokensPerChunk; row < end; ++row) {
-        params.positions[row] = position_of_label(params, row);
+        find_label(params, row);
     }
 }
 
