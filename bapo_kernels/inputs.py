@@ -94,6 +94,18 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> 
     return logits_dtype or dtype
 
 
+def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:
+    """``None``, or a set for each of the labels, on their device."""
+    if mask is None:
+        return
+    rule = "be None or a SamplingMask"
+    require(isinstance(mask, SamplingMask), "sampling_mask", rule, type(mask).__name__)
+    template = "have {} rows, as many as labels {} have entries"
+    rule_of_rows = template, labels.numel(), labels.shape
+    require(len(mask) == labels.numel(), "sampling_mask", rule_of_rows, len(mask))
+    check_device("sampling_mask", mask.token_ids, labels, "labels")
+
+
 def check_inplace(logits: Tensor) -> None:
     """``logits`` may be overwritten with their gradient."""
     base = logits if logits._base is None else logits._base
