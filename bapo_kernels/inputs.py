@@ -305,14 +305,3 @@ def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | T
         return torch.full((), float(given), dtype=torch.float64, device=like.device)
     check_device(name, given, like, like_name)
     return as_numbers(given.detach()).reshape(())
-
-
-def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:
-    """A set for each of the flattened ``labels``, on their device."""
-    if mask is None:
-        return
-    rule = "be a SamplingMask or None"
-    require(isinstance(mask, SamplingMask), "sampling_mask", rule, type(mask).__name__)
-    rule = ("have {} rows, as labels {}", labels.numel(), labels.shape)
-    require(len(mask) == labels.numel(), "sampling_mask", rule, len(mask))
-    check_device("sampling_mask", mask.offsets, labels, "labels")
