@@ -49,9 +49,9 @@ class Coefficients(NamedTuple):
 
     def where(self, rows: Tensor) -> Coefficients:
         """0 in all other rows than those of bool ``[N]``."""
-        return Coefficients(
-            *(None if values is None else torch.where(rows, values, 0.0) for values in self)
-        )
+        dentropy = self.dentropy
+        dentropy = None if dentropy is None else torch.where(rows, dentropy, 0.0)
+        return Coefficients(torch.where(rows, self.dlog_probs, 0.0), dentropy)
 
     def has_gradient(self) -> Tensor:
         """bool ``[N]``: the gradient of a row is not surely zero."""
