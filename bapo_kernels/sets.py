@@ -31,7 +31,7 @@ class Sets(NamedTuple):
     Attributes:
         token_ids: int32 ``[K]``, ascending in each set.
         offsets: int64 ``[N + 1]``, of the sets.
-        whole: bool ``[N]``, the rows without a set.
+        present: bool ``[N]``, whether a row has a set.
         positions: int64 ``[N]``, of the labels in their sets; of a row without one, the label as a
             column of this rank.
         span: int64 ``[2]``, the first column of this rank, and those of all; ``None``: all are
@@ -40,7 +40,7 @@ class Sets(NamedTuple):
 
     token_ids: Tensor
     offsets: Tensor
-    whole: Tensor
+    present: Tensor
     positions: Tensor
     span: Tensor | None
 
@@ -54,12 +54,12 @@ class Sets(NamedTuple):
         else:
             positions, span, V = labels.clone(), None, shard
         ops_of(backend).find_labels(labels, ids, offsets, V, positions)
-        return cls(ids, offsets, offsets[1:] == offsets[:-1], positions, span)
+        return cls(ids, offsets, offsets[1:] != offsets[:-1], positions, span)
 
     def labels_outside(self, unmasked: Tensor) -> Tensor:
         """The number of unmasked tokens whose label is not in their set, float32."""
-        outside = unmasked & (self.positions == _OUTSIDE) & ~self.whole
-        return outside.sum().float()
+        outside = unmasked & self.present & (self.positions == _OUTSIDE)
+        return outside.sum(dtype=torch.float32)
 
     def values(self) -> Tensor:
         """Memory for values, or for their gradients."""
