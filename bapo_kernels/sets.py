@@ -188,14 +188,15 @@ def add_weight_gradient(
         add: to what is in ``dweight``; otherwise it is overwritten. It may have no columns where
             only ``dbias`` is wanted, which is always added to.
     """
-    sets = _of(call)
-    ids, order = sets.token_ids.sort(stable=True)
+    sets, V = _of(call), dweight.shape[0]
+    order = sets.token_ids.argsort(stable=True)
     last = max(0, sets.offsets.numel() - 2)
     rows = torch.searchsorted(sets.offsets, order, right=True).sub_(1).clamp_(0, last)
-    columns = torch.arange(dweight.shape[0] + 1, device=ids.device)
-    if sets.span is not None:
-        columns += sets.span[0]
-    segments = torch.searchsorted(ids, columns.int())
+    # Ids of other ranks, and of no token, come before column 0 and after the last one.
+    columns = sets.token_ids.long() if sets.span is None else sets.token_ids - sets.span[0]
+    counts = columns.new_zeros(V + 2)
+    counts.scatter_add_(0, columns.clamp(-1, V) + 1, torch.ones_like(columns))
+    segments = counts.cumsum(0)[:-1]
     hidden, _, _ = _operands(head)
     ops_of(call.backend).sets_dweight(
         dvalues, hidden[:, : dweight.shape[1]], order, rows.int(), segments, add, dweight, dbias
