@@ -353,7 +353,7 @@ def compile_other_values(compiled: Compiled) -> list[str]:
         one_prepare(4, n=n, scale=value)
         one_pass_over_sets(30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
         one_move_of_sets(torch.bfloat16, n=n)
-        one_head_of_sets(torch.bfloat16, torch.float32, n=n)
+        one_head_of_sets(torch.bfloat16, torch.bfloat16, n=n)
     compiled.unaligned = True
     compile_variants(compiled)
     return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]

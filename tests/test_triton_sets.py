@@ -35,12 +35,11 @@ def poison(*shape, dtype=torch.float32):
 
 
 class Sets:
-    """Sets of these sizes, each with a label in it where there is one."""
+    """Sets of these sizes, with a label in each."""
 
     def __init__(self, sizes=SIZES, vocab=V, seed=0):
         g = torch.Generator().manual_seed(seed)
         self.ids = [torch.randperm(vocab, generator=g)[:size].sort().values for size in sizes]
-        self.places = [[] if size == 0 else range(size) for size in sizes]
         self.token_ids = torch.cat(self.ids).int().to(DEVICE)
         self.offsets = torch.tensor([0, *sizes]).cumsum(0).to(DEVICE)
         self.N, self.K = len(sizes), sum(sizes)
@@ -54,9 +53,6 @@ class Sets:
     def rows(self, values):
         """Of values in CSR order, those of every row."""
         return values.cpu().split(self.offsets.diff().tolist())
-
-    def has_set(self):
-        return (self.offsets.diff() > 0).tolist()
 
 
 def truth(z, position, scale=1.0, softcap=None, g=1.0, bonus=0.0):
@@ -90,10 +86,10 @@ def statistics(sets, values, transform=(1.0, 1.0, None, None)):
 def test_positions_of_labels(rows):
     sets = Sets([k % 6 for k in range(rows)], 8, seed=rows)
     labels = [(7 * k) % 12 - 2 for k in range(rows)]
-    found = poison(rows).long()
+    found = torch.full((rows,), 7, device=DEVICE)
     ops().find_labels(torch.tensor(labels, device=DEVICE), *sets.csr, 8, found)
     expected = [
-        -2 if not 0 <= label < 8 else ids.index(label) if label in ids else -1
+        7 if not ids else -2 if not 0 <= label < 8 else ids.index(label) if label in ids else -1
         for label, ids in zip(labels, [ids.tolist() for ids in sets.ids], strict=True)
     ]
     assert found.tolist() == expected
@@ -483,6 +479,14 @@ def test_broken_ids():
     dhidden = poison(5, 5)
     ops().sets_dhidden(gathered, weight, *sets.csr, None, None, dhidden)
     assert dhidden.isfinite().all(1).tolist() == [False] * 4 + [True]
+
+
+def test_gradient_of_the_bias_alone():
+    sets = Sets((2, 3), 6)
+    nothing, dbias, dvalues = rand(2, 0), torch.zeros(6, device=DEVICE), rand(5)
+    ops().sets_dweight(dvalues, nothing, *by_columns(sets, 6), False, rand(6, 0), dbias)
+    expected = torch.zeros(6, device=DEVICE).index_add_(0, sets.token_ids.long(), dvalues)
+    torch.testing.assert_close(dbias, expected)
 
 
 def test_broken_segments_are_cut():

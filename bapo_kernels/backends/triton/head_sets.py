@@ -268,8 +268,8 @@ def sets_dweight(
     dweight: Tensor,
     dbias: Tensor | None,
 ) -> None:
-    V, H = dweight.shape
-    _dweight_kernel[(V, ceil_div(H, WIDTH_OF_COLUMN))](
+    V, H = dweight.shape  # without columns where the bias alone has a gradient
+    _dweight_kernel[(V, max(1, ceil_div(H, WIDTH_OF_COLUMN)))](
         hidden,
         dvalues,
         order,

@@ -44,7 +44,8 @@ def _find_labels_kernel(
     is_found = is_in_set & (tl.load(token_ids + begin + position, is_in_set, other=0) == label)
     is_token = (label >= 0) & (label < vocab) & ~is_broken
     found = tl.where(is_found, position, set_math.OUTSIDE)
-    tl.store(positions + index, tl.where(is_token, found, set_math.NO_TOKEN).to(tl.int64), inside)
+    found = tl.where(is_token, found, set_math.NO_TOKEN).to(tl.int64)
+    tl.store(positions + index, found, inside & ((size > 0) | is_broken))
 
 
 @Kernel
