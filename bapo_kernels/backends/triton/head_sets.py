@@ -19,9 +19,9 @@ from .kernel import Kernel
 from .launch import ceil_div, limits, resident_programs
 from .row_gradient import FLAGS, any_wanted, is_wanted
 
-# Terms and columns of a block, which is in registers; steps until it is summed.
-IDS, WIDTH, STEPS = 16, 256, 4
-TERMS_OF_COLUMN, WIDTH_OF_COLUMN, STEPS_OF_COLUMN = 8, 512, 8  # most columns have few terms
+# Rows and columns of a block, which is in registers, and steps until it is summed. Few rows,
+# because sets are often short and most columns are in few sets.
+TERMS, WIDTH, STEPS = 8, 512, 8
 WARPS = 4
 
 
@@ -40,17 +40,17 @@ def _multiply_kernel(
     H: tl.int32,
     weight_stride: tl.int64,
     hidden_stride: tl.int64,
-    IDS: tl.constexpr,
+    TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     if tl.load(counted + index) != 0:
         begin, size, _ = set_math.set_of(offsets, index, True, tl.num_programs(0), K)
         row = hidden + index * hidden_stride
-        for first in range(0, size, IDS):
-            at = first + tl.arange(0, IDS)
+        for first in range(0, size, TERMS):
+            at = first + tl.arange(0, TERMS)
             column = set_math.columns_of(token_ids, begin, size, at, shard, V)
-            products = tl.zeros((IDS, WIDTH), tl.float32)
+            products = tl.zeros((TERMS, WIDTH), tl.float32)
             for left in range(0, H, WIDTH):
                 h = left + tl.arange(0, WIDTH)
                 x = row_math.widened(tl.load(row + h, h < H, other=0.0))
@@ -91,7 +91,7 @@ def _dhidden_kernel(
     weight_stride: tl.int64,
     dhidden_stride: tl.int64,
     WANTED: tl.constexpr,
-    IDS: tl.constexpr,
+    TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     FLAGS: tl.constexpr,
@@ -105,10 +105,10 @@ def _dhidden_kernel(
                 begin, size, _ = set_math.set_of(offsets, index, True, rows, K)
                 if is_wanted(flags, index, WANTED) & (size > 0):
                     total = tl.zeros((WIDTH,), tl.float64)
-                    for group in range(0, size, STEPS * IDS):
-                        block = tl.zeros((IDS, WIDTH), tl.float32)
-                        for first in range(group, tl.minimum(size, group + STEPS * IDS), IDS):
-                            at = first + tl.arange(0, IDS)
+                    for group in range(0, size, STEPS * TERMS):
+                        block = tl.zeros((TERMS, WIDTH), tl.float32)
+                        for first in range(group, tl.minimum(size, group + STEPS * TERMS), TERMS):
+                            at = first + tl.arange(0, TERMS)
                             column = set_math.columns_of(token_ids, begin, size, at, shard, V)
                             dz = tl.load(dvalues + begin + at, at < size, other=0.0)
                             block += _scaled_rows(weight, weight_stride, column, dz, h, H)
@@ -187,7 +187,7 @@ def multiply_sets(
         *weight.shape,
         weight.stride(0),
         hidden.stride(0),
-        IDS=IDS,
+        TERMS=TERMS,
         WIDTH=WIDTH,
         **limits(WARPS, registers=128),
     )
@@ -250,7 +250,7 @@ def _launch_dhidden(
         weight.stride(0),
         dhidden.stride(0),
         WANTED=wanted,
-        IDS=IDS,
+        TERMS=TERMS,
         WIDTH=WIDTH,
         STEPS=STEPS,
         FLAGS=FLAGS,
@@ -269,7 +269,7 @@ def sets_dweight(
     dbias: Tensor | None,
 ) -> None:
     V, H = dweight.shape  # without columns where the bias alone has a gradient
-    _dweight_kernel[(V, max(1, ceil_div(H, WIDTH_OF_COLUMN)))](
+    _dweight_kernel[(V, max(1, ceil_div(H, WIDTH)))](
         hidden,
         dvalues,
         order,
@@ -283,8 +283,8 @@ def sets_dweight(
         hidden.stride(0),
         dweight.stride(0),
         ADD=add,
-        TERMS=TERMS_OF_COLUMN,
-        WIDTH=WIDTH_OF_COLUMN,
-        STEPS=STEPS_OF_COLUMN,
+        TERMS=TERMS,
+        WIDTH=WIDTH,
+        STEPS=STEPS,
         **limits(WARPS, registers=128),
     )
