@@ -1,14 +1,22 @@
 """Sampling masks: as if every logit outside of the sets were -inf, on every backend."""
 
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    DEVICES,
     EPS,
+    KERNELS,
     Case,
     allowed_by,
     assert_within_budget,
     case_with_sets,
+    check_result_with_sets,
     check_with_sets,
     make_case,
     per_token,
@@ -18,11 +26,16 @@ from helpers import (
     transform_of,
     unmasked_tokens,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_linear import CONFIGS, build, problem
-from test_loss import OPTIONS, build_config
+from test_loss import NO_EXPLANATION, OPTIONS, build_config
+from world import grid
 
 from bapo_kernels import (
     BAPOConfig,
+    BAPOLinearLoss,
+    BAPOLoss,
     SamplingMask,
     bapo_linear_loss,
     bapo_loss,
@@ -31,6 +44,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
+from bapo_kernels.tools.budget import Result
 
 B, S, H, V = 3, 7, 24, 193
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -455,3 +469,510 @@ def test_log_probs(backend, device, dtype, level, options):
     for k, gradients in enumerate(zip(got[1], same[1], truth[1], strict=True)):
         of_logits = EPS[torch.float32] * size * gradients[2].abs().max().item()
         assert_within_budget(f"gradient {k}", *gradients, inherited=of_logits)
+
+
+# What breaks a rule.
+
+WRONG = "twice", "too large", "negative", "beyond 32 bits"
+KINDS = "none", "label", "few", "all", "lacks the label", *WRONG
+
+
+def set_of(kind, label, V, g):
+    order = torch.randperm(V, generator=g).tolist()
+    label = label if 0 <= label < V else order[0]
+    few = [label, *(i for i in order[: V // 3] if i != label)][::-1]
+    return {
+        "none": [],
+        "label": [label],
+        "few": few,
+        "all": order,
+        "lacks the label": [i for i in order[: 1 + V // 2] if i != label],
+        "twice": [*few, label],
+        "too large": [V, *few],
+        "negative": [*few, -1],
+        "beyond 32 bits": [label + 2**32],
+    }[kind]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, phases=NO_EXPLANATION)
+@given(
+    backend=st.sampled_from(KERNELS or ["none"]),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=7),
+    V=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    of_ids=st.sampled_from([torch.int32, torch.int64]),
+    of_offsets=st.sampled_from([torch.int32, torch.int64]),
+    statistics=st.sampled_from(["all", "live"]),
+    seed=st.integers(0, 2**20),
+)
+@pytest.mark.skipif(not KERNELS, reason="no kernels")
+def test_any_sets(backend, kinds, V, dtype, of_ids, of_offsets, statistics, seed):
+    """Rows whose set is wrong are NaN, unless they are masked; they change no other row."""
+    device, N, g = DEVICES[backend], len(kinds), torch.Generator().manual_seed(seed)
+    if of_ids == torch.int32:
+        kinds = ["negative" if kind == "beyond 32 bits" else kind for kind in kinds]
+    labels = make_case((N,), V, logits=torch.zeros(N, V), seed=seed).labels.tolist()
+    sets = [set_of(kind, label, V, g) for kind, label in zip(kinds, labels, strict=True)]
+    wrong = torch.tensor([kind in WRONG for kind in kinds], device=device)
+    right = [[] if kind in WRONG else ids for kind, ids in zip(kinds, sets, strict=True)]
+    config = BAPOConfig(entropy_coef=0.1 if seed % 2 else 0.0)
+    options = dict(sets=right, seed=seed, config=config, poison=False)
+    case, _ = case_with_sets((N,), V, dtype, device, **options)
+    ids = torch.tensor([i for ids in sets for i in ids], dtype=of_ids, device=device)
+    offsets = torch.tensor([0, *map(len, sets)], device=device).cumsum(0)
+    mask = SamplingMask(ids, offsets.to(of_offsets))
+
+    labelled, unmasked = case.labels != -100, unmasked_tokens(case)
+    both = log_probs(case.logits, case.labels, sampling_mask=mask, backend=backend)
+    hidden, weight = torch.randn(N, 5, device=device), torch.randn(V, 5, device=device)
+    given = dict(sampling_mask=mask, backend=backend)
+    of_hidden = linear_log_probs(hidden, weight, case.labels, **given)
+    for values in (*both, *of_hidden):
+        assert torch.equal(values.isnan(), wrong & labelled)
+    out = run_kernel_with_sets(case, mask, backend, statistics=statistics).output
+    counted = unmasked & ((case.advantages != 0) | (seed % 2 == 1))
+    if statistics == "all" or seed % 2 == 1:
+        counted = unmasked
+    assert out.loss.isnan() == (wrong & counted).any()
+
+    case.response_mask = case.response_mask & ~wrong
+    check_with_sets(case, mask, backend, statistics=statistics)
+
+
+BROKEN_OFFSETS = [
+    [0, 2, 4, 5, 7],
+    [0, 2, 4, 5, 5],
+    [1, 2, 3, 4, 6],
+    [0, 4, 2, 5, 6],
+    [0, 7, 2, 4, 6],
+    [-5, 1, 2, 3, 6],
+    [0, -1, 2, 3, 6],
+    [0, 9, 9, 9, 9],
+    [0, 2**62, -(2**62), 3, 6],
+    [-1] * 5,
+]
+BROKEN_IDS = [[0, 3, 5, 7, 8, 9], [5, 5, 3, 0, 2**31 - 1, -(2**31)]]
+
+
+@pytest.mark.parametrize("level", ["logits", "in place", "hidden states", "frozen head"])
+@pytest.mark.parametrize("ids", BROKEN_IDS)
+@pytest.mark.parametrize("offsets", BROKEN_OFFSETS)
+def test_broken_offsets(backend, device, level, ids, offsets):
+    """As on a GPU, where nobody reads them: the loss is NaN, and nothing foreign is touched."""
+    ids = torch.tensor(ids, dtype=torch.int32, device=device)
+    mask = SamplingMask._of(ids, torch.tensor(offsets, device=device))
+    labels = torch.tensor([3, 0, 8, 9], device=device)
+    batch = labels, None, torch.ones(4, device=device)
+    options = dict(sampling_mask=mask, backend=backend)
+    hidden = torch.randn(4, H, device=device, requires_grad=True)
+    weight = torch.randn(10, H, device=device).requires_grad_(level != "frozen head")
+    for shown in (False, True):
+        response_mask = torch.full((4,), shown, device=device)
+        if level in ("logits", "in place"):
+            logits = hidden @ weight.T
+            given = (logits, *batch, response_mask)
+            out = bapo_loss(*given, inplace=level == "in place", **options)
+            both = log_probs(hidden @ weight.T, labels, **options)
+        else:
+            out = bapo_linear_loss(hidden, weight, *batch, response_mask, **options)
+            both = linear_log_probs(hidden, weight, labels, **options)
+        assert out.loss.isnan() == shown
+        assert both[0].isnan().any()
+        out.loss.backward(retain_graph=True)
+        assert shown or not hidden.grad.any()
+        torch.autograd.grad(both, hidden, [torch.ones_like(x) for x in both])
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors, those allocated in C++ too, are full of NaN or of the largest integer."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_fresh_memory_reaches_no_result(backend, device, dtype, entropy_coef, poisoned_memory):
+    config = BAPOConfig(entropy_coef=entropy_coef)
+    case, mask = case_with_sets((3, 8), 65, dtype, device, config=config, staleness=0.4)
+    check_with_sets(case, mask, backend)
+    problem = hidden_case(dtype, device, config, staleness=0.4)
+    for frozen in (False, True):
+        check_hidden(problem, backend, frozen=frozen, chunk_tokens=5)
+
+
+def test_offsets_beyond_32_bits(backend, device):
+    """Rows past 2^31 elements; the memory between the logits of the sets is never read."""
+    rows, V = 3, 2**30
+    logits = torch.empty(rows, V, dtype=torch.bfloat16, device=device)
+    sets = [[5, 0, V - 1], [V - 1], [V - 2, 7, 9, V // 2]]
+    for row, ids in zip(logits, sets, strict=True):
+        row[ids] = torch.randn(len(ids), device=device).bfloat16()
+    labels = torch.tensor([ids[0] for ids in sets], device=device)
+    mask = SamplingMask.from_lists(sets, device)
+    got = log_probs(logits, labels, sampling_mask=mask, backend=backend)
+    for n, ids in enumerate(sets):
+        expected = reference.log_probs(
+            logits[n : n + 1, ids].double(), torch.tensor([0]).to(device)
+        )
+        for value, true in zip(got, expected, strict=True):
+            torch.testing.assert_close(value[n].double(), true[0], rtol=1e-6, atol=1e-6)
+
+
+ERRORS = {
+    "type": ([[0], [1]], "sampling_mask must be None or a SamplingMask, got list"),
+    "rows": (SamplingMask.from_lists([[0]]), r"sampling_mask must have 2 rows, .*\(2,\).* got 1"),
+    "device": (
+        SamplingMask.from_lists([[0], [1]], "meta"),
+        r"sampling_mask must be on the device of labels \(cpu\), got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    mask, message = ERRORS[name]
+    labels, A, options = torch.tensor([0, 1]), torch.ones(2), dict(sampling_mask=mask)
+    logits, hidden, weight = torch.ones(2, 5), torch.ones(2, 4), torch.ones(5, 4)
+    for function, *arguments in (
+        (bapo_loss, logits, labels, None, A),
+        (BAPOLoss(), logits, labels, None, A),
+        (log_probs, logits, labels),
+        (bapo_linear_loss, hidden, weight, labels, None, A),
+        (BAPOLinearLoss(), hidden, weight, labels, None, A),
+        (linear_log_probs, hidden, weight, labels),
+        (reference.bapo_loss, logits, labels, None, A),
+        (reference.linear_log_probs, hidden, weight, labels),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments, **options)
+
+
+# Compilers, ranks.
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("level", ["logits", "log-probs", "hidden states"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled(backend, device, level, inside):
+    """The mask is an argument or made in the graph; other sets do not compile again."""
+    torch._dynamo.reset()
+    weight = torch.randn(V, H, device=device)
+
+    def loss(x, token_ids, offsets, mask, labels, *batch):
+        given = SamplingMask(token_ids, offsets) if inside else mask
+        options = dict(sampling_mask=given, backend=backend)
+        if level == "log-probs":
+            both = log_probs(x, labels, **options)
+            return (both[0].exp() + both[1]).mean(), both[1].detach()
+        if level == "hidden states":
+            out = bapo_linear_loss(x, weight, labels, *batch, **options)
+        else:
+            out = bapo_loss(x, labels, *batch, **options)
+        return out.loss, out.metrics["label_outside_mask"]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (S, S + 4):
+        parameters, case, mask, allowed = hidden_case(
+            torch.float32, device, BAPOConfig(), shape=(B, size)
+        )
+        x = parameters[0].masked_fill(~unmasked_tokens(case)[..., None], 0.0)
+        if level != "hidden states":
+            x = (x @ weight.T).masked_fill(~allowed, torch.nan)
+        results = []
+        for function in (loss, compiled):
+            leaf = x.clone().requires_grad_()
+            with torch._dynamo.config.patch(error_on_recompile=size != S):
+                value, aside = function(leaf, mask.token_ids, mask.offsets, mask, *case.arguments())
+            value.backward()
+            results.append((value.detach(), aside, leaf.grad))
+        for expected, got in zip(*results, strict=True):
+            if level == "hidden states":  # compiled, backward makes the gradient
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+            else:
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.compile
+def test_traced_values_are_not_read():
+    """As on a GPU: ids are sorted unseen, and offsets that break their rule become -1."""
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def made(token_ids, offsets):
+        mask = SamplingMask(token_ids, offsets)
+        both = SamplingMask.cat([mask, mask])
+        return mask._ids, mask._offsets, both._offsets
+
+    ids, *offsets = made(torch.tensor([9, 3, 2**40, -(2**40), 0]), torch.tensor([0, 2, 2, 5]))
+    assert ids.tolist() == [3, 9, -1, 0, 2**31 - 1]
+    assert [o.tolist() for o in offsets] == [[0, 2, 2, 5], [0, 2, 2, 5, 7, 7, 10]]
+    for broken in BROKEN_OFFSETS:
+        ids, *offsets = made(torch.arange(6), torch.tensor(broken))
+        assert sorted(ids.tolist()) == [*range(6)]
+        assert [set(o.tolist()) for o in offsets] == [{-1}, {-1}]
+
+
+def sharded_rank(rank, level, backend, columns, dtype):
+    group = grid(1, len(columns)).get_group("tensor")
+    own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
+    options = dict(vocab_group=group, backend=backend)
+    if level == "logits":
+        case, mask = sharded_case(dtype)
+        logits = case.logits.masked_fill(case.logits == -torch.inf, torch.nan)
+        leaves = [logits[..., own].clone().requires_grad_()]
+        given = leaves
+    else:
+        parameters, case, mask, _ = hidden_case(dtype, "cpu", BAPOConfig(target=0.6))
+        hidden, *head = parameters
+        leaves = [hidden, *(p[own].clone() for p in head)]
+        for leaf in leaves[: 1 if level == "frozen head" else 3]:
+            leaf.requires_grad_()
+        given, options["bias"] = leaves[:2], leaves[2]
+    out = (bapo_loss if level == "logits" else bapo_linear_loss)(
+        *given, *case.arguments(), sampling_mask=mask, **options, **case.options
+    )
+    out.loss.backward()
+    return out._replace(loss=out.loss.detach()), [leaf.grad for leaf in leaves]
+
+
+def sharded_case(dtype):
+    config = BAPOConfig(target=0.6, entropy_coef=0.05)
+    return case_with_sets((4, 7), 67, dtype, staleness=0.4, config=config)
+
+
+COLUMNS = [[40, 27], [20, 0, 30, 17]]  # shards that have none of a set, and one without a column
+BACKENDS = [*(name for name in KERNELS if DEVICES[name] == "cpu"), "reference"]
+
+
+@pytest.mark.xdist_group("world")
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shards_of_logits(worlds, backend, columns, dtype):
+    ranks = worlds(len(columns)).run(sharded_rank, "logits", backend, columns, dtype)
+    case, _ = sharded_case(dtype)
+    outputs, gradients = zip(*ranks, strict=True)
+    for out in outputs[1:]:
+        assert torch.equal(out.loss, outputs[0].loss)
+        assert torch.equal(out.log_probs, outputs[0].log_probs)
+    gradient = torch.cat([of_rank for (of_rank,) in gradients], -1)
+    check_result_with_sets(case, Result(outputs[0], (gradient,)))
+
+
+@pytest.mark.xdist_group("world")
+@pytest.mark.parametrize("level", ["hidden states", "frozen head"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shards_of_the_head(worlds, backend, level):
+    columns = [100, 0, 93]
+    ranks = worlds(len(columns)).run(sharded_rank, level, backend, columns, torch.float32)
+    torch.manual_seed(0)  # as on every rank
+    parameters, case, _, allowed = hidden_case(torch.float32, "cpu", BAPOConfig(target=0.6))
+    truth = run_hidden(of_masked_logits, parameters, case, torch.float64, allowed=allowed)
+    outputs, gradients = zip(*ranks, strict=True)
+    for out, (of_hidden, *_) in zip(outputs, gradients, strict=True):
+        assert torch.equal(out.loss, outputs[0].loss)
+        torch.testing.assert_close(out.loss.double(), truth[0].loss, rtol=2e-5, atol=1e-6)
+        assert out.metrics["label_outside_mask"] > 0
+        torch.testing.assert_close(of_hidden.double(), truth[1][0], rtol=2e-5, atol=1e-6)
+    for k in (1, 2):
+        of_ranks = [gradient[k] for gradient in gradients]
+        if level == "frozen head":
+            assert of_ranks == [None] * 3
+        else:
+            whole = torch.cat(of_ranks).double()
+            torch.testing.assert_close(whole, truth[1][k], rtol=2e-5, atol=1e-6)
+
+
+# The class.
+
+SETS = [[7, 3], [], [5, 0, 2], [], [1], []]
+
+
+def lists_of(mask):
+    """The sets as the kernels read them."""
+    ids, offsets = mask._ids.tolist(), mask._offsets.tolist()
+    assert (mask._ids.dtype, mask._offsets.dtype) == (torch.int32, torch.int64)
+    assert offsets[0] == 0
+    assert offsets[-1] == len(ids)
+    return [ids[a:b] for a, b in pairwise(offsets)]
+
+
+SORTED = [sorted(ids) for ids in SETS]
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_constructors(kind):
+    ids = torch.tensor([i for ids in SETS for i in ids], dtype=kind)
+    counts = torch.tensor([[len(ids) for ids in SETS[:3]], [len(ids) for ids in SETS[3:]]])
+    padded = torch.full((2, 3, 5), -7, dtype=kind)
+    for row, ids_of_row in zip(padded.view(6, 5), SETS, strict=True):
+        row[1 : 1 + len(ids_of_row)] = torch.tensor(ids_of_row, dtype=kind)
+    allowed = torch.zeros(2, 3, 9, dtype=torch.bool)
+    for row, ids_of_row in zip(allowed.view(6, 9), SETS, strict=True):
+        row[ids_of_row] = True
+    offsets = torch.tensor([0, 2, 2, 5, 5, 6, 6], dtype=kind)
+    for mask in (
+        SamplingMask(ids, offsets),
+        SamplingMask.from_lists(SETS),
+        SamplingMask.from_counts(ids, counts.to(kind)),
+        SamplingMask.from_padded(padded, padding=-7),
+        SamplingMask.from_bool(allowed),
+    ):
+        assert lists_of(mask) == SORTED
+        assert len(mask) == 6
+    given = SamplingMask(ids, offsets)
+    assert given.token_ids is ids
+    assert given.offsets is offsets
+
+
+def test_of_no_rows_and_of_no_ids():
+    for mask, rows in (
+        (SamplingMask.from_lists([]), 0),
+        (SamplingMask.from_lists([[], []]), 2),
+        (SamplingMask.from_padded(torch.full((2, 3), -1)), 2),
+        (SamplingMask.from_padded(torch.empty(0, 3, dtype=torch.int64)), 0),
+        (SamplingMask.from_bool(torch.zeros(2, 9, dtype=torch.bool)), 2),
+        (SamplingMask.from_bool(torch.empty(0, 9, dtype=torch.bool)), 0),
+    ):
+        assert lists_of(mask) == [[]] * rows
+        assert len(mask) == rows
+        assert lists_of(mask[:1]) == [[]] * min(rows, 1)
+        assert lists_of(SamplingMask.cat([mask, mask])) == [[]] * (2 * rows)
+    assert lists_of(SamplingMask.from_bool(torch.ones(2, 3, dtype=torch.bool))) == [[0, 1, 2]] * 2
+
+
+def test_sorted_ids_are_not_copied():
+    ids, offsets = torch.tensor([3, 7, 7, 0, 2, 5], dtype=torch.int32), torch.tensor([0, 3, 3, 6])
+    mask = SamplingMask(ids, offsets)
+    assert mask._ids is ids
+    assert mask._offsets is offsets
+    assert SamplingMask(ids.long(), offsets.int())._ids.tolist() == ids.tolist()
+
+
+def test_ids_beyond_32_bits_stay_in_no_vocabulary():
+    ids = [2**40, 3, 2**32 + 3, -(2**40), 2**31]
+    assert lists_of(SamplingMask.from_lists([ids])) == [[-1, 3, *[2**31 - 1] * 3]]
+    for n in ids[2:] + ids[:1]:
+        assert lists_of(SamplingMask.from_lists([[n]]))[0][0] in (-1, 2**31 - 1)
+
+
+@given(
+    sets=st.lists(st.lists(st.integers(-3, 12), max_size=5), max_size=8),
+    cuts=st.lists(st.integers(-10, 10), max_size=4),
+)
+def test_slices_and_their_concatenation(sets, cuts):
+    mask, expected = SamplingMask.from_lists(sets), [sorted(ids) for ids in sets]
+    assert lists_of(mask) == expected
+    for a, b in pairwise([None, *cuts, None]):
+        assert lists_of(mask[a:b]) == expected[a:b]
+    places = sorted({0, len(sets), *(abs(cut) % (len(sets) + 1) for cut in cuts)})
+    parts = [mask[a:b] for a, b in pairwise(places)] or [mask]
+    whole = SamplingMask.cat(parts)
+    assert lists_of(whole) == expected
+    assert torch.equal(whole.offsets, mask._offsets)
+
+
+def test_other_devices_copies_and_files():
+    mask = SamplingMask.from_lists(SETS)
+    assert mask.to("cpu") is mask.to(torch.device("cpu"), non_blocking=True) is mask
+    there = mask.to("meta")
+    assert {t.device.type for t in (there.token_ids, there.offsets, there._ids)} == {"meta"}
+    assert len(there) == 6
+    assert SamplingMask.from_lists(SETS, device="meta")._offsets.device.type == "meta"
+    for copied in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
+        assert lists_of(copied) == SORTED
+        assert torch.equal(copied.token_ids, mask.token_ids)
+    with pytest.raises(FrozenInstanceError):
+        mask.offsets = mask.offsets + 1
+
+
+def test_values_on_a_device_are_not_read():
+    """Tensors without memory have none to read."""
+    ids = torch.empty(6, dtype=torch.int64, device="meta")
+    for kind in (torch.int32, torch.int64):
+        offsets = torch.empty(4, dtype=kind, device="meta")
+        mask = SamplingMask(ids.to(kind), offsets)
+        assert (mask._ids.shape, mask._ids.dtype) == ((6,), torch.int32)
+        assert len(SamplingMask.cat([mask, mask])) == 6
+        assert len(SamplingMask.from_counts(ids, offsets.view(2, 2))) == 4
+
+
+BAD = {
+    "list": (lambda: SamplingMask([1], torch.tensor([0, 1])), "token_ids must be a tensor, got l"),
+    "float": (
+        lambda: SamplingMask(torch.ones(1), torch.tensor([0, 1])),
+        "token_ids must be int32 or int64, got torch.float32",
+    ),
+    "bool": (
+        lambda: SamplingMask(torch.arange(1), torch.ones(2, dtype=torch.bool)),
+        "offsets must be int32 or int64, got torch.bool",
+    ),
+    "matrix": (
+        lambda: SamplingMask(torch.ones(1, 2).int(), torch.tensor([0, 2])),
+        r"token_ids must have shape \(K,\), got \(1, 2\)",
+    ),
+    "no offsets": (
+        lambda: SamplingMask(torch.arange(0), torch.arange(0)),
+        r"offsets must have shape \(N \+ 1,\), got \(0,\)",
+    ),
+    "number": (
+        lambda: SamplingMask(torch.arange(0), torch.tensor(0)),
+        r"offsets must have shape \(N \+ 1,\), got \(\)",
+    ),
+    "device": (
+        lambda: SamplingMask(torch.arange(0), torch.arange(1, device="meta")),
+        r"offsets must be on the device of token_ids \(cpu\), got meta",
+    ),
+    "counts": (
+        lambda: SamplingMask.from_counts(torch.arange(3), torch.tensor([1, 1])),
+        r"offsets must rise from 0 to 3, got 2 at \(2,\)",
+    ),
+    "negative count": (
+        lambda: SamplingMask.from_counts(torch.arange(3), torch.tensor([4, -1])),
+        r"offsets must rise from 0 to 3, got 3 at \(2,\)",
+    ),
+    "counts of floats": (
+        lambda: SamplingMask.from_counts(torch.arange(3), torch.tensor([3.0])),
+        "counts must be int32 or int64, got torch.float32",
+    ),
+    "float ids": (
+        lambda: SamplingMask.from_lists([[1, 2.5]]),
+        "token_ids must be int32 or int64, got torch.float32",
+    ),
+    "not padded": (
+        lambda: SamplingMask.from_padded(torch.tensor(3)),
+        r"token_ids must have shape \(..., M\), got \(\)",
+    ),
+    "not bool": (
+        lambda: SamplingMask.from_bool(torch.ones(2, 3)),
+        "allowed must be bool, got torch.float32",
+    ),
+    "row": (lambda: SamplingMask.from_lists([[1]])[0], "rows must be a slice, got 0"),
+    "step": (lambda: SamplingMask.from_lists([[1]])[::2], "rows must have step 1, got 2"),
+    "nothing": (lambda: SamplingMask.cat([]), "masks must be one or more, got 0"),
+    "devices": (
+        lambda: SamplingMask.cat([SamplingMask.from_lists([[1]], d) for d in ("cpu", "meta")]),
+        r"masks must be on the device of the first one \(cpu\), got meta",
+    ),
+    "broken part": (
+        lambda: SamplingMask._of(torch.arange(2), torch.tensor([-1, -1, -1]))[1:],
+        r"offsets must rise from 0 to 2, got -1 at \(0,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_of_the_class(name):
+    made, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        made()
+
+
+@pytest.mark.parametrize("offsets", BROKEN_OFFSETS)
+def test_offsets_on_a_cpu_are_checked(offsets):
+    with pytest.raises(ValueError, match="offsets must rise from 0 to 6, got "):
+        SamplingMask(torch.arange(6), torch.tensor(offsets))
