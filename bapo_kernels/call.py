@@ -121,7 +121,7 @@ class Call:
         """The same call, in which only the rows that have no set are counted."""
         if self.sets is None:
             return self
-        return replace(self, counted=self.counted & self.sets.whole, sets=None)
+        return replace(self, counted=self.counted > self.sets.present, sets=None)
 
     def at(self, rows: Tensor) -> Call:
         """The same call of some of its tokens that have no set."""

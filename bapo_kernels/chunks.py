@@ -216,7 +216,7 @@ def _add_statistics_of_sets(call: Call, head: Head, found: RowStatistics) -> Ten
         return values
     of_sets = _nothing_found(call)
     sets.statistics(call, values, of_sets)
-    rows = (~call.sets.whole).nonzero().squeeze(1)
+    rows = call.sets.present.nonzero().squeeze(1)
     _put(found, rows, of_all_ranks(call, of_sets).at(rows))
     return values
 

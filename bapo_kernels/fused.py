@@ -47,11 +47,11 @@ class Coefficients(NamedTuple):
             self.dlog_probs[rows], None if self.dentropy is None else self.dentropy[rows]
         )
 
-    def where(self, rows: Tensor) -> Coefficients:
-        """0 in all other rows than those of bool ``[N]``."""
+    def without(self, rows: Tensor) -> Coefficients:
+        """0 in the rows of bool ``[N]``."""
         dentropy = self.dentropy
-        dentropy = None if dentropy is None else torch.where(rows, dentropy, 0.0)
-        return Coefficients(torch.where(rows, self.dlog_probs, 0.0), dentropy)
+        dentropy = None if dentropy is None else dentropy.masked_fill(rows, 0.0)
+        return Coefficients(self.dlog_probs.masked_fill(rows, 0.0), dentropy)
 
     def has_gradient(self) -> Tensor:
         """bool ``[N]``: the gradient of a row is not surely zero."""
@@ -133,7 +133,7 @@ def row_gradient(
         only: uint8 ``[N]``, the rows it is about; ``None``: all.
     """
     if only is None and call.sets is not None:
-        coefficients = coefficients.where(call.sets.whole)
+        coefficients = coefficients.without(call.sets.present)
     arguments = call.label_columns, found.stats, found.entropy, *coefficients, only, *call.transform
     if out is None:
         ops_of(call.backend).row_gradient_(logits, *arguments)

@@ -31,7 +31,7 @@ class Sets(NamedTuple):
     Attributes:
         token_ids: int32 ``[K]``, ascending in each set.
         offsets: int64 ``[N + 1]``, of the sets.
-        whole: bool ``[N]``, the rows without a set.
+        present: bool ``[N]``, whether a row has a set.
         positions: int64 ``[N]``, of the labels in their sets; of a row without one, the label as a
             column of this rank.
         span: int64 ``[2]``, the first column of this rank, and those of all; ``None``: all are
@@ -40,7 +40,7 @@ class Sets(NamedTuple):
 
     token_ids: Tensor
     offsets: Tensor
-    whole: Tensor
+    present: Tensor
     positions: Tensor
     span: Tensor | None
 
@@ -54,12 +54,12 @@ class Sets(NamedTuple):
         else:
             positions, span, V = labels.clone(), None, shard
         ops_of(backend).find_labels(labels, ids, offsets, V, positions)
-        return cls(ids, offsets, offsets[1:] == offsets[:-1], positions, span)
+        return cls(ids, offsets, offsets[1:] != offsets[:-1], positions, span)
 
     def labels_outside(self, unmasked: Tensor) -> Tensor:
         """The number of unmasked tokens whose label is not in their set, float32."""
-        outside = unmasked & (self.positions == _OUTSIDE) & ~self.whole
-        return outside.sum().float()
+        outside = unmasked & self.present & (self.positions == _OUTSIDE)
+        return outside.sum(dtype=torch.float32)
 
     def values(self) -> Tensor:
         """Memory for values, or for their gradients."""
@@ -188,14 +188,15 @@ def add_weight_gradient(
         add: to what is in ``dweight``; otherwise it is overwritten. It may have no columns where
             only ``dbias`` is wanted, which is always added to.
     """
-    sets = _of(call)
-    ids, order = sets.token_ids.sort(stable=True)
+    sets, V = _of(call), dweight.shape[0]
+    order = sets.token_ids.argsort(stable=True)
     last = max(0, sets.offsets.numel() - 2)
     rows = torch.searchsorted(sets.offsets, order, right=True).sub_(1).clamp_(0, last)
-    columns = torch.arange(dweight.shape[0] + 1, device=ids.device)
-    if sets.span is not None:
-        columns += sets.span[0]
-    segments = torch.searchsorted(ids, columns.int())
+    # Ids of other ranks, and of no token, come before column 0 and after the last one.
+    columns = sets.token_ids.long() if sets.span is None else sets.token_ids - sets.span[0]
+    counts = columns.new_zeros(V + 2)
+    counts.scatter_add_(0, columns.clamp(-1, V) + 1, torch.ones_like(columns))
+    segments = counts.cumsum(0)[:-1]
     hidden, _, _ = _operands(head)
     ops_of(call.backend).sets_dweight(
         dvalues, hidden[:, : dweight.shape[1]], order, rows.int(), segments, add, dweight, dbias
