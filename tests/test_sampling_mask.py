@@ -19,6 +19,7 @@ from helpers import (
     check_result_with_sets,
     check_with_sets,
     make_case,
+    needs_native,
     per_token,
     run_kernel,
     run_kernel_with_sets,
@@ -551,15 +552,13 @@ BROKEN_OFFSETS = [
     [0, 2**62, -(2**62), 3, 6],
     [-1] * 5,
 ]
-BROKEN_IDS = [[0, 3, 5, 7, 8, 9], [5, 5, 3, 0, 2**31 - 1, -(2**31)]]
 
 
 @pytest.mark.parametrize("level", ["logits", "in place", "hidden states", "frozen head"])
-@pytest.mark.parametrize("ids", BROKEN_IDS)
 @pytest.mark.parametrize("offsets", BROKEN_OFFSETS)
-def test_broken_offsets(backend, device, level, ids, offsets):
+def test_broken_offsets(backend, device, level, offsets):
     """As on a GPU, where nobody reads them: the loss is NaN, and nothing foreign is touched."""
-    ids = torch.tensor(ids, dtype=torch.int32, device=device)
+    ids = torch.tensor([5, 5, 3, 0, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
     mask = SamplingMask._of(ids, torch.tensor(offsets, device=device))
     labels = torch.tensor([3, 0, 8, 9], device=device)
     batch = labels, None, torch.ones(4, device=device)
@@ -654,12 +653,15 @@ def test_errors(name):
 # Compilers, ranks.
 
 
+@needs_native
 @pytest.mark.compile
-@pytest.mark.parametrize("level", ["logits", "log-probs", "hidden states"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_compiled(backend, device, level, inside):
+@pytest.mark.parametrize(
+    ("level", "inside"), [("logits", True), ("log-probs", False), ("hidden states", False)]
+)
+def test_compiled(level, inside):
     """The mask is an argument or made in the graph; other sets do not compile again."""
     torch._dynamo.reset()
+    backend = device = "cpu"  # the graph is the same for every backend
     weight = torch.randn(V, H, device=device)
 
     def loss(x, token_ids, offsets, mask, labels, *batch):
@@ -861,7 +863,7 @@ def test_ids_beyond_32_bits_stay_in_no_vocabulary():
 
 
 @given(
-    sets=st.lists(st.lists(st.integers(-3, 12), max_size=5), max_size=8),
+    sets=st.lists(st.lists(st.integers(-1, 12), max_size=5), max_size=8),
     cuts=st.lists(st.integers(-10, 10), max_size=4),
 )
 def test_slices_and_their_concatenation(sets, cuts):
