@@ -343,6 +343,19 @@ def test_products(dtype, H, bias, shard):
             check_sum(dhidden[row], dz @ rows, dz.abs() @ rows.abs())
 
 
+def test_rows_of_the_head_times_zero_are_not_read():
+    sets, weight = Sets((2, 3)), poison(V, 5)
+    weight[sets.ids[1]] = rand(3, 5)
+    dvalues, dhidden = rand(5), poison(2, 5)
+    dvalues[:2] = 0.0
+    weight[sets.ids[0]] = nan
+    dvalues[2:][torch.isin(sets.ids[1], sets.ids[0])] = 0.0
+    ops().sets_dhidden(dvalues, weight, *sets.csr, None, None, dhidden)
+    assert not dhidden[0].any()
+    assert dhidden[1].isfinite().all()
+    assert dhidden[1].any()
+
+
 def by_columns(sets, vocab):
     """Order, rows and segments of the ids of all sets, sorted by column."""
     rows = torch.repeat_interleave(torch.arange(sets.N, device=DEVICE), sets.offsets.diff())
@@ -442,8 +455,7 @@ def test_broken_offsets(name):
     dhidden = torch.zeros(3, 5, device=DEVICE)
     ops().gather_sets(logits, sets.counted, *sets.csr, None, values)
     ops().multiply_sets(hidden, weight, None, sets.counted, *sets.csr, None, values)
-    results = poison(3, dtype=torch.float64), poison(3, dtype=torch.float64)
-    results = *results, poison(3, 2, dtype=torch.float64)
+    results = [torch.full((3, n), 7.0, dtype=torch.float64, device=DEVICE) for n in (1, 1, 2)]
     undecided = torch.full((3,), 7, dtype=torch.uint8, device=DEVICE)
     tokens = torch.zeros_like(found), sets.counted, None, hidden[:, 0].contiguous()
     tokens = *tokens, torch.ones(3, dtype=torch.float64, device=DEVICE), None, None, None
@@ -491,7 +503,7 @@ def test_gradient_of_the_bias_alone():
 
 
 def test_broken_segments_are_cut():
-    dvalues, hidden = rand(4), rand(3, 5)
+    dvalues, hidden = poison(20)[8:12].copy_(rand(4)), rand(3, 5)
     order = torch.tensor([0, 9, -1, 3], device=DEVICE)
     rows = torch.tensor([1, 1, 1, 5], dtype=torch.int32, device=DEVICE)
     segments = torch.tensor([-7, 99, 2, 4], device=DEVICE)
@@ -524,8 +536,10 @@ def test_rows_alone_have_the_bits_of_a_batch():
 
 
 def test_statistics_of_a_long_set_stay_accurate():
+    """Equal terms, whose roundings have one sign."""
     size = 30_000 if INTERPRETED else 150_000
-    sets, values = Sets((size,), size), 0.1 * rand(size)
+    sets, values = Sets((size,), size), torch.zeros(size, device=DEVICE)
+    values[7] = 0.37
     logp, entropy, _ = statistics(sets, values)
     true = truth(values.cpu(), sets.positions.item())
     torch.testing.assert_close(logp.item(), true[0], rtol=0, atol=2 * EPS)
