@@ -130,20 +130,12 @@ def add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def lane_sums(
-    row,
-    V,
-    inner,
-    scale2,
-    again,
-    SOFTCAP: tl.constexpr,
-    SUM: tl.constexpr,
-    W: tl.constexpr,
-    UNROLL: tl.constexpr,
+    row, V, inner, scale2, again, SOFTCAP: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr
 ):
     """Maximum of y, sum of 2^t and of t*2^t per lane. Rows read ``again`` stay cached."""
     origin = tl.full((W,), LOWEST, tl.float32)
-    total = tl.zeros((W,), SUM)
-    weighted = tl.zeros((W,), SUM)
+    total = tl.zeros((W,), tl.float32)
+    weighted = tl.zeros((W,), tl.float32)
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
     kept = tl.where(again, whole, 0)
@@ -162,7 +154,7 @@ def lane_sums(
 
 @triton.jit
 def fixed_point(V):
-    """The int64 that stands for 1 in the sums over the lanes of a row: a power of 2."""
+    """The int64 that stands for 1 in the sums over the lanes of a row: about 2^60/V, exact."""
     exponent = tl.cast(tl.maximum(V, 1), tl.float32).to(tl.int32, bitcast=True) >> 23
     return ((2 * 127 + 60 - exponent) << 23).to(tl.float32, bitcast=True)
 

@@ -56,7 +56,6 @@ def _row_pass_kernel(
     SOFTCAP: tl.constexpr,
     KL_TYPE: tl.constexpr,
     BONUS: tl.constexpr,
-    SUM: tl.constexpr,
     ALIGN: tl.constexpr,
     W: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -91,7 +90,7 @@ def _row_pass_kernel(
             scale = row_math.at_temperature(scale, temperature)
             slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
         again = (A != 0.0) | BONUS | (ref_log_probs is not None)  # else the gradient is zero
-        lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, SUM, W, UNROLL)
+        lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, W, UNROLL)
         label = tl.load(labels + index)
         z = row_math.label_logit(row, label, V)  # before the sums, which synchronise all threads
         origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, V)
@@ -212,7 +211,6 @@ def row_statistics(
         SOFTCAP=softcapped,
         KL_TYPE=0,
         BONUS=False,
-        SUM=tl.float32 if offsets is None else tl.float64,
         W=shape.W,
         UNROLL=shape.UNROLL,
         **limits(shape.num_warps, registers=96),
@@ -279,7 +277,6 @@ def row_pass(
         SOFTCAP=softcapped,
         KL_TYPE=kl_loss_type,
         BONUS=entropy_coef != 0,
-        SUM=tl.float32 if offsets is None else tl.float64,
         W=shape.W,
         UNROLL=shape.UNROLL,
         **limits(shape.num_warps, registers=64 if offsets is None else 72),
