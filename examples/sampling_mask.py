@@ -91,7 +91,7 @@ def train(
 ) -> list[dict[str, float]]:
     """One arm: of each rollout its reward, the first ratios, and the clipped share of tokens."""
     generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
     head = LMHead.of(model)
     history = []
     for _ in range(rollouts):

@@ -380,6 +380,36 @@ def with_masks(folder, rollout_func=from_the_likely_tokens, **options):
     ).start()
 
 
+def test_rollouts_of_the_guide(tmp_path):
+    """The block of docs/integrations.md about sampling masks, with a stand-in for vLLM."""
+    guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
+    section = guide.partition("### Sampling masks in TRL")[2]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+    policy = model()
+    source = SimpleNamespace(model=policy, temperature=1.0, max_completion_length=4)
+
+    def generate(prompts, params):
+        rows = zip(*from_the_likely_tokens(prompts, source).values(), strict=True)
+        for prompt_ids, ids, logprobs, sets in rows:
+            output = SimpleNamespace(
+                token_ids=ids,
+                logprobs=[
+                    {i: SimpleNamespace(logprob=x)} for i, x in zip(ids, logprobs, strict=True)
+                ],
+                sampling_mask=SimpleNamespace(token_ids=sets),
+            )
+            yield SimpleNamespace(prompt_token_ids=prompt_ids, outputs=[output])
+
+    llm = SimpleNamespace(generate=lambda *given: list(generate(*given)))
+    names = dict(llm=llm, params=None)
+    function, _, rest = block.partition("trainer = ")
+    exec(function, names)
+    made = with_masks(tmp_path, names["rollout"], max_completion_length=4)
+    made.train()
+    assert len(made.rollouts[0]["sampling_mask"]) == 8
+    assert "rollout_func=rollout" in rest
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_scores_of_rollouts_with_sampling_masks(tmp_path, given):
     """Before the first update old, reference and sampler agree; without the sets they do not."""
