@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 from argparse import Namespace
@@ -523,3 +524,18 @@ def test_recipes_of_sampling_masks():
     bapo_linear_loss(hidden, weight, labels, old, A, sampling_mask=mask).loss.backward()
     assert hidden.grad.isfinite().all()
     torch.testing.assert_close(of_slices, hidden.grad)
+
+
+def test_example_of_sampling_masks(capsys):
+    """Before the first update every ratio is 1 with the sets; without, it is the mass kept."""
+    for package in ("transformers", "typer", "rich"):
+        pytest.importorskip(package)
+    path = Path(__file__).parent.parent / "examples/sampling_mask.py"
+    example = runpy.run_path(str(path), run_name="example")
+    example["main"](seeds=1, rollouts=2)
+    lines = capsys.readouterr().out.splitlines()
+    for name, low, high in (("mean ratio", 0.8, 0.95), ("smallest", 0.7999, 0.801)):
+        (line,) = (line for line in lines if name in line)
+        with_sets, without = (float(x) for x in re.findall(r"\d\.\d+", line))
+        assert with_sets == pytest.approx(1, abs=2e-5)
+        assert low < without < high
