@@ -88,7 +88,7 @@ define_stages() {
   stage baselines_logits 70 "right:any" "baselines logits" "records"
   stage baselines_hidden 70 "right:any" "baselines hidden" "records"
   stage forms_of_head 120 "right:any" "baselines head" "records"
-  stage sampling_mask 150 "right:any" "baselines mask" "records"
+  stage sampling_mask 200 "right:any" "baselines mask" "records"
   stage shapes 200 "right:any" "shapes" "records"
   stage validate 150 "right:any" "validate" "validate.jsonl"
 }

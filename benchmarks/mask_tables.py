@@ -16,7 +16,8 @@ The set of a token has its label in it and {mean:.1f} ids on average, at most 51
 log-normal. The ids of a set are spread over the vocabulary: few share a cache line, and few sets
 share a row of the head. `masked_fill` materialises the logits of the whole vocabulary and writes
 -inf outside of the sets; `gather` indexes the logits, or the rows of the head, by the ids of the
-sets. None of the packages measured on this page takes a sampling mask. In the rows "whole
+sets; `sampled_addmm` computes the entries of the logits that a sparse matrix names, and takes
+float32 only. None of the packages measured on this page takes a sampling mask. In the rows "whole
 vocabulary" our loss has no sampling mask, and neither have the old log-probs. `copy` is of the
 logits, or of the head; `zeros` overwrites the logits.
 

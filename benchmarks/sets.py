@@ -45,7 +45,8 @@ class Places(NamedTuple):
     """A mask as PyTorch's indexing takes it, int64.
 
     Attributes:
-        ids: ``[K]``.
+        ids: ``[K]``, ascending in each set.
+        offsets: ``[N + 1]``, of the sets.
         rows: ``[K]``, the row of each id.
         places: ``[K]``, of each id in its set.
         labels: ``[N]``, the places of the labels.
@@ -53,6 +54,7 @@ class Places(NamedTuple):
     """
 
     ids: Tensor
+    offsets: Tensor
     rows: Tensor
     places: Tensor
     labels: Tensor
@@ -64,4 +66,5 @@ class Places(NamedTuple):
         ids, sizes = mask.token_ids.long(), mask.offsets.diff()
         rows = torch.arange(len(mask), device=ids.device).repeat_interleave(sizes)
         places = torch.arange(len(ids), device=ids.device) - mask.offsets[rows]
-        return cls(ids, rows, places, places[ids == labels[rows]], int(sizes.max()))
+        of_labels = places[ids == labels[rows]]
+        return cls(ids, mask.offsets, rows, places, of_labels, int(sizes.max()))

@@ -35,8 +35,9 @@ class Method:
         backend: the backend of this package.
         everywhere: False for a slow method that is measured on a few cases only.
         holds_logits: from hidden states, it holds the logits of all tokens at once.
-        sweep: the only sweep that it is measured in; None: it takes no sampling mask unless it is
-            ours.
+        dtypes: of the inputs that it is measured with.
+        sweep: the only sweep that it is measured in; None: all, if it is ours, and otherwise all
+            but those of sampling masks.
         float32_logits: from hidden states of half precision, it makes float32 logits.
     """
 
@@ -54,6 +55,7 @@ class Method:
     backend: str | None = None
     everywhere: bool = True
     holds_logits: bool = False
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
     sweep: str | None = None
     float32_logits: bool = False
 
@@ -72,9 +74,7 @@ class Method:
             return False
         if self.live and case.layout not in ("zero advantage", "mixed"):
             return False
-        if self.float32_logits and case.dtype == "float32":
-            return False
-        if self.sweep not in (None, case.sweep):
+        if case.dtype not in self.dtypes or self.sweep not in (None, case.sweep):
             return False
         if case.sweep == HEAD:
             return self.backend is not None or (self.everywhere and case.layout == "dense")

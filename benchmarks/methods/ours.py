@@ -79,7 +79,8 @@ def _forms_of_the_head(name: str, backend: str, runs: dict[str, Any]) -> Iterato
         f"{name}, live, chunk_tokens = N/4", partial(in_chunks, live=True), live=True, **runs
     )
     wide = partial(train, backend=backend, logits_dtype=torch.float32)
-    yield _form(f"{name}, float32 logits", wide, float32_logits=True, **runs)
+    half = {"dtypes": ("bfloat16",), "float32_logits": True}
+    yield _form(f"{name}, float32 logits", wide, **half, **runs)
     log_probs_alone = partial(probs, backend=backend)
     yield _form(f"{name}, log-probs, then loss", log_probs=log_probs_alone, **runs)
 

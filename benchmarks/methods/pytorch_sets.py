@@ -1,4 +1,4 @@
-"""Plain PyTorch with a sampling mask: -inf outside of the sets, or a gather of the sets alone."""
+"""Plain PyTorch with a sampling mask: -inf outside of the sets, or only the logits in them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,22 @@ def gathered(places: Places, labels: Tensor, *inputs: Tensor) -> Tensor:
     """
     rows = inputs[0].flatten(0, -2)
     if len(inputs) == 1:
-        values = rows[places.rows, places.ids].float()
-    else:
-        products = inputs[1][places.ids] * rows[places.rows]
-        values = products.sum(-1, dtype=torch.float32)
-    padded = values.new_full((rows.shape[0], places.largest), -torch.inf)
+        return _of_values(places, rows[places.rows, places.ids].float())
+    products = inputs[1][places.ids] * rows[places.rows]
+    return _of_values(places, products.sum(-1, dtype=torch.float32))
+
+
+def sampled(places: Places, labels: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Log-probs of the entries of the product that a sparse matrix names, without the others."""
+    rows = hidden.flatten(0, -2)
+    zeros, size = weight.new_zeros(places.ids.shape), (rows.shape[0], weight.shape[0])
+    sets = places.offsets, places.ids
+    wanted = torch.sparse_csr_tensor(*sets, zeros, size, check_invariants=False)
+    return _of_values(places, torch.sparse.sampled_addmm(wanted, rows, weight.T).values())
+
+
+def _of_values(places: Places, values: Tensor) -> Tensor:
+    padded = values.new_full((places.labels.shape[0], places.largest), -torch.inf)
     padded = padded.index_put((places.rows, places.places), values)
     return -F.cross_entropy(padded, places.labels, reduction="none")
 
@@ -50,6 +61,15 @@ def _compiled(function: Callable[..., Tensor], batch: Batch) -> Tensor:
 
 
 METHODS = [
+    Method(
+        "PyTorch sampled_addmm",
+        "hidden",
+        log_probs=partial(_eager, sampled),
+        sweep=SAMPLING_MASK,
+        dtypes=("float32",),
+    )
+]
+METHODS += [
     Method(f"{name}{form}", level, log_probs=partial(log_probs, function), sweep=SAMPLING_MASK)
     for level in ("logits", "hidden")
     for name, function in (("PyTorch masked_fill", filled), ("PyTorch gather", gathered))

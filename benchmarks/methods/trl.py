@@ -59,6 +59,7 @@ METHODS = [
         log_probs=partial(chunked_head, cast=True),
         package="trl",
         sweep=HEAD,
+        dtypes=("bfloat16",),
         float32_logits=True,
     ),
 ]
