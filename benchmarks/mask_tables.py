@@ -24,9 +24,9 @@ logits, or of the head; `zeros` overwrites the logits.
 The floor, for K ids in all and b bytes per element: from logits, zeros for the gradient, `N*V*b`
 bytes, and for each id a line of 64 bytes read and another one written. From hidden states, `6*K*H`
 FLOPs, or `4*K*H` with a frozen head, and `K*H*b` bytes of the head; with a trained head also
-`K*H*b` bytes of hidden states, and `V*H*b` for its gradient. Tokens without a gradient have no part
-in what makes one. Nothing is assumed to stay in a cache from one set to the next. Peak memory is
-above inputs and gradients.
+`K*H*b` bytes of hidden states, and `V*H*b` for its gradient. What gradients take is counted only
+for tokens that have one. Nothing is assumed to stay in a cache from one set to the next. Peak
+memory is above inputs and gradients.
 """
 
 

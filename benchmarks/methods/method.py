@@ -36,8 +36,8 @@ class Method:
         everywhere: False for a slow method that is measured on a few cases only.
         holds_logits: from hidden states, it holds the logits of all tokens at once.
         dtypes: of the inputs that it is measured with.
-        sweep: the only sweep that it is measured in; None: all, if it is ours, and otherwise all
-            but those of sampling masks.
+        sweep: the only sweep that it is measured in. Without one it is measured in all, but with
+            sampling masks only if it is ours.
         float32_logits: from hidden states of half precision, it makes float32 logits.
     """
 
