@@ -397,7 +397,7 @@ def _head_backward(
     if call.sets is not None:
         kept = values.numel() == call.sets.token_ids.numel()
         values = values if kept else sets.multiplied(call, head)
-        dvalues = sets.gradient(call, values, found, coefficients)
+        dvalues = sets.gradient(call, values, found, coefficients.without(~counted))
         if gradients.hidden is not None:
             sets.add_hidden_gradient(call, dvalues, head, gradients.hidden)
         gradients.add_sets(call, dvalues)

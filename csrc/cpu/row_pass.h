@@ -57,7 +57,7 @@ void pass_row(const RowPassParams& params, int64_t index, double absent) {
         (keep ? row_stats<kSoftcap, true, T>
               : row_stats<kSoftcap, false, T>)(row.logits, rows.vocab, transform);
     const int64_t label = params.labels[index];
-    double logp = absent;
+    double logp = absent - stats.log_sum();
     if (label >= 0 && label < rows.vocab) {
         logp = log_prob<kSoftcap>(load_scalar(row.logits + label), transform, stats.origin,
                                   stats.log_sum());
