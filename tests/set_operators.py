@@ -114,15 +114,18 @@ def broken_sets():
 
 
 def labels_of(sets):
-    """Most of them in their set; some outside of it, some no token."""
+    """Most of them in their set; some outside of it, if it is not whole, and some no token."""
     g = torch.Generator().manual_seed(5)
     labels = torch.randint(0, sets.V, (sets.N,), generator=g)
     for n in range(sets.N):
         begin, end = sets.of_row(n) or (0, 0)
-        if begin < end and n % 5 != 4:
+        if n % 5 == 4:
+            ids = set(sets.token_ids[begin:end].tolist())
+            labels[n] = min(set(range(sets.V)) - ids, default=0)
+        elif begin < end:
             labels[n] = sets.token_ids[(begin, end - 1, (begin + end) // 2)[n % 3]]
     labels[10::14] = -100
-    labels[4::20] = sets.V
+    labels[14::20] = sets.V
     return labels
 
 
@@ -161,18 +164,21 @@ def spread(rows, gap=3):
 
 
 def check_move(ops, sets, dtype):
-    """From logits to values, and back into rows of zeros; in batches where N is even."""
+    """From logits to values, and back into rows of zeros; in batches, with other rows between."""
     g = torch.Generator().manual_seed(1)
     counted = counted_rows(sets)
-    shape = (2, sets.N // 2) if sets.N % 2 == 0 else (1, sets.N)
-    logits, _ = spread(torch.randn(*shape, sets.columns, generator=g).to(dtype))
+    batches = 3 if sets.N % 3 == 0 else 1
+    shape = batches, sets.N // batches + 1, sets.columns
+    logits = spread(torch.randn(shape, generator=g).to(dtype))[0][:, :-1]
     values = torch.full((sets.K,), LEFT)
     ops.gather_sets(logits, counted, *sets.csr, sets.place(), values)
     dvalues = torch.randn(sets.K, generator=g)
-    dlogits, memory = spread(torch.zeros_like(logits))
+    whole, memory = spread(torch.zeros(shape, dtype=dtype))
+    dlogits = whole[:, :-1]
     ops.scatter_sets(dvalues, counted, *sets.csr, sets.place(), dlogits)
 
     expected, gradient = torch.full((sets.K,), LEFT), torch.zeros_like(logits).flatten(0, 1)
+    assert not whole[:, -1].any()
     rows = logits.flatten(0, 1)
     for n in counted.nonzero().flatten().tolist():
         for k, column in sets.entries(n):

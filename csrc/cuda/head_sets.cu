@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocks = 6;  // of a multiprocessor, which leaves a thread 80 registers
 constexpr int kAtOnce = 4;  // rows of the head by which a warp multiplies at once
 
 template <typename T>
@@ -49,18 +50,30 @@ __device__ void multiply(const SetHead& head, const Sets& sets, const Columns& c
             // Where there is none, the hidden state, which is there to be read.
             rows[i] = of_row >= 0 ? row_of<const T>(head.weight, of_row) : hidden;
         }
-        for (int h = lane * n; h < H; h += kWarp * n) {
+        // All vectors are loaded before the first is used.
+        const auto add_products = [&](auto load) {
+            uint4 raw[kAtOnce];
             float x[n];
-            unpack(load_elements<T, kAligned>(hidden, h, H, 0.0f), x, T{});
+            unpack(load(hidden), x, T{});
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) raw[i] = load(rows[i]);
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
                 float w[n];
-                unpack(load_elements<T, kAligned>(rows[i], h, H, 0.0f), w, T{});
+                unpack(raw[i], w, T{});
                 float sum = x[0] * w[0];
 #pragma unroll
                 for (int j = 1; j < n; ++j) sum = fmaf(x[j], w[j], sum);
                 sums[i] += sum;
             }
+        };
+        int h = lane * n;
+        for (; h + n <= H; h += kWarp * n) {
+            add_products([&](const T* from) { return load_vector<T, kAligned>(from + h); });
+        }
+        if (h < H) {
+            add_products(
+                [&](const T* from) { return load_elements<T, kAligned>(from, h, H, 0.0f); });
         }
         float value = 0.0f;
 #pragma unroll
@@ -74,24 +87,28 @@ __device__ void multiply(const SetHead& head, const Sets& sets, const Columns& c
     }
 }
 
-// A row of hidden states or of the head, and its factor in a sum.
-template <typename T>
+// Where a row of a matrix begins, and its factor in a sum.
 struct alignas(16) Term {
-    const T* row;
+    int64_t offset;
     float factor;
 };
+__device__ Term term_of(const Matrix& matrix, int64_t row, float factor) {
+    return {row * matrix.row_stride, factor};
+}
 
 // The sum of factor*row over terms 0..count-1, in this order, in elements [h, h + n) of the rows,
 // by each lane of a warp. Terms of 32 are added before they are added to the others. term(i) is
 // called once; what has no factor is not read.
 template <typename T, bool kAligned, typename F>
-__device__ void sum_rows(int64_t count, int h, int H, F term, float (&total)[kVec<T>]) {
-    __shared__ Term<T> terms_of_block[kWarps][kWarp];
+__device__ void sum_rows(const Matrix& rows, int64_t count, int h, F term,
+                         float (&total)[kVec<T>]) {
+    __shared__ Term terms_of_block[kWarps][kWarp];
     constexpr int n = kVec<T>;
-    const int lane = threadIdx.x % kWarp;
-    Term<T>* const terms = terms_of_block[threadIdx.x / kWarp];
+    const int lane = threadIdx.x % kWarp, H = (int)rows.columns;
+    const T* const data = static_cast<const T*>(rows.data);
+    Term* const terms = terms_of_block[threadIdx.x / kWarp];
     for (int64_t first = 0; first < count; first += kWarp) {
-        Term<T> mine{nullptr, 0.0f};
+        Term mine{0, 0.0f};
         if (first + lane < count) mine = term(first + lane);
         const bool has_factor = mine.factor != 0.0f;
         const uint32_t lanes = __ballot_sync(kAllLanes, has_factor);
@@ -99,13 +116,20 @@ __device__ void sum_rows(int64_t count, int h, int H, F term, float (&total)[kVe
         __syncwarp();
         float sum[n] = {};
         const int present = __popc(lanes);
+        const auto add_terms = [&](auto load) {
 #pragma unroll 4
-        for (int i = 0; i < present; ++i) {
-            const Term<T> each = shared_load(&terms[i]);
-            float x[n];
-            unpack(load_elements<T, kAligned>(each.row, h, H, 0.0f), x, T{});
+            for (int i = 0; i < present; ++i) {
+                const Term each = shared_load(&terms[i]);
+                float x[n];
+                unpack(load(data + each.offset), x, T{});
 #pragma unroll
-            for (int j = 0; j < n; ++j) sum[j] = fmaf(each.factor, x[j], sum[j]);
+                for (int j = 0; j < n; ++j) sum[j] = fmaf(each.factor, x[j], sum[j]);
+            }
+        };
+        if (h + n <= H) {
+            add_terms([&](const T* from) { return load_vector<T, kAligned>(from + h); });
+        } else if (h < H) {
+            add_terms([&](const T* from) { return load_elements<T, kAligned>(from, h, H, 0.0f); });
         }
 #pragma unroll
         for (int j = 0; j < n; ++j) total[j] += sum[j];
@@ -158,18 +182,17 @@ __device__ void hidden_gradient(const Matrix& weight, const Sets& sets, const Co
     const auto term = [&](int64_t i) {
         const int64_t k = set.begin + set.size - 1 - i;
         const int64_t column = column_of(sets, columns, set, k);
-        if (column < 0) return Term<T>{nullptr, 0.0f};
-        return Term<T>{row_of<T>(weight, column), dvalues[k]};
+        return column < 0 ? Term{0, 0.0f} : term_of(weight, column, dvalues[k]);
     };
     for (int first = (int)threadIdx.x / kWarp * kWarp * n; first < H; first += kThreads * n) {
         float total[n] = {};
-        sum_rows<T, kAligned>(set.size, first + lane * n, H, term, total);
+        sum_rows<T, kAligned>(weight, set.size, first + lane * n, term, total);
         store(total, false, dhidden, row, first + lane * n);
     }
 }
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     multiply_sets_kernel(const __grid_constant__ MultiplySetsParams params) {
     const int64_t row = blockIdx.x;
     if (!params.counted[row]) return;
@@ -178,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     sets_dhidden_kernel(const __grid_constant__ SetHiddenGradientParams params) {
     const int64_t row = blockIdx.x;
     const SetOfRow set = set_of(params.sets, row);
@@ -188,7 +211,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 6)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     head_sets_pass_kernel(const __grid_constant__ HeadSetPassParams params, Scales scales) {
     const int64_t row = blockIdx.x;
     const SetPassParams& pass = params.sets;
@@ -213,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 6)
 
 // A block takes a column and, of its row of the gradient, the elements of one slice.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     sets_dweight_kernel(const __grid_constant__ SetWeightGradientParams params, int slices) {
     constexpr int n = kVec<T>;
     const int64_t column = blockIdx.x / slices;
@@ -227,11 +250,11 @@ __global__ void __launch_bounds__(kThreads)
     const auto term = [&](int64_t i) {
         const int64_t k = params.order[begin + i], row = params.rows[begin + i];
         const bool inside = k >= 0 && k < params.count && row >= 0 && row < params.hidden.rows;
-        if (!inside) return Term<T>{nullptr, 0.0f};
-        bias += params.dvalues[k];
-        return Term<T>{row_of<T>(params.hidden, row), params.dvalues[k]};
+        const float factor = inside ? params.dvalues[k] : 0.0f;
+        bias += factor;
+        return inside ? term_of(params.hidden, row, factor) : Term{0, 0.0f};
     };
-    sum_rows<T, kAligned>(end - begin, h, (int)params.hidden.columns, term, total);
+    sum_rows<T, kAligned>(params.hidden, end - begin, h, term, total);
     store(total, params.add, params.dweight, column, h);
     if (params.dbias && slice == 0 && threadIdx.x < kWarp) {
         const float sum = warp_sum(bias);
