@@ -41,6 +41,7 @@ sanitize: .venv/built
 	  ../../$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not compile" \
 	  -k "not triton" --ignore tests/test_build.py --ignore tests/test_triton_compile.py \
 	  --ignore tests/test_cuda_build.py --ignore tests/test_cuda_on_host.py \
+	  --ignore tests/test_sets_on_host.py \
 	  --ignore tests/test_trl.py --ignore tests/test_verl.py --ignore tests/test_integrations.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
@@ -51,7 +52,7 @@ FIRST ?= 1
 SEEDS ?= 200
 emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
-	  $(BIN)/python -m pytest -n 2 -q tests/test_cuda_on_host.py
+	  $(BIN)/python -m pytest -n 2 -q tests/test_cuda_on_host.py tests/test_sets_on_host.py
 
 # Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).
 fuzz:

@@ -72,6 +72,8 @@ CUDA_ARCHITECTURES = {
     "prepare": ("80", "90", "100", "120"),
     "search": ("80", "90", "100", "120"),
     "policy": ("80", "90", "100", "120"),
+    "sets": ("80", "90", "100", "120"),
+    "head_sets": ("80", "90", "100", "120"),
 }
 
 BUILD_ERRORS = (ImportError, OSError, subprocess.CalledProcessError)

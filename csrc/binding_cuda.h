@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
-#include "binding.h"
+#include "binding_sets.h"
 #include "cuda/launch_cuda.h"
 #include "tokens.h"
 
@@ -90,6 +90,42 @@ struct Cuda {
         Tensor memory;
         auto* const partials = scratch<double>(like, cuda::policy_partials(params.count), memory);
         launch.check(cuda::policy(params, partials, launch.stream()));
+    }
+    static void find_labels(const FindLabelsParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::find_labels(params, launch.stream()));
+    }
+    static void gather_sets(const MoveSetsParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::gather_sets(params, launch.stream()));
+    }
+    static void scatter_sets(const MoveSetsParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::scatter_sets(params, launch.stream()));
+    }
+    static void sets_pass(const SetPassParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::sets_pass(params, launch.stream()));
+    }
+    static void sets_gradient(const SetGradientParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::sets_gradient(params, launch.stream()));
+    }
+    static void multiply_sets(const MultiplySetsParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::multiply_sets(params, launch.stream()));
+    }
+    static void head_sets_pass(const HeadSetPassParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::head_sets_pass(params, launch.stream()));
+    }
+    static void sets_dhidden(const SetHiddenGradientParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::sets_dhidden(params, launch.stream()));
+    }
+    static void sets_dweight(const SetWeightGradientParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::sets_dweight(params, launch.stream()));
     }
 };
 

@@ -12,13 +12,12 @@ import os
 import shutil
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from cuda_on_host.breaks import all_breaks
-from cuda_on_host.build import ROOT, build
-from filelock import FileLock
+from cuda_on_host.build import ROOT
+from cuda_on_host.emulated import DEVICES, SEEDS
 from helpers import (
     check_against_reference,
     make_case,
@@ -33,7 +32,6 @@ from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 from bapo_kernels import (
     BAPOConfig,
     _autograd,
-    _ops,
     bapo_loss,
     bapo_loss_from_log_probs,
     bounds,
@@ -44,65 +42,12 @@ from bapo_kernels import (
 )
 from bapo_kernels.call import Call, loss_call
 
-NAMESPACE = "bapo_kernels_cuda_on_host"
+pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
     needs_native,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(sys.platform != "linux", reason="its fibers need Linux"),
 ]
-# Compute capability, shared memory per multiprocessor, clusters that are active at once; and the
-# number of blocks that hold a row of 40 KB, 0 for the generic row pass.
-DEVICES = {
-    "H100": ((9, 228 << 10, 3), 1),
-    "two blocks": ((9, 64 << 10, 3), 2),
-    "four blocks": ((9, 44 << 10, 2), 4),
-    "eight blocks, one cluster": ((9, 40 << 10, 1), 8),
-    "A100": ((8, 164 << 10, 0), 0),
-    "MIG": ((9, 228 << 10, 0), 0),  # a partition of a GPU, where no cluster fits
-}
-FIRST_SEED = int(os.environ.get("EMULATE_FIRST", "1"))
-SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("EMULATE_SEEDS", "2")))
-ROUNDING = int(os.environ.get("EMULATE_ROUNDING", "1"))  # seed of the errors of exp
-CONTROLS = {
-    "device": "(int major, int bytes, int clusters) -> ()",
-    "schedule": "(int seed) -> ()",
-    "rounding": "(int seed) -> ()",
-    "stream": "(int handle, int status) -> ()",
-    "last_cluster": "() -> int",
-    "launches": "() -> int",
-    "launched_on": "(int handle) -> bool",
-}
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """Built once for all workers, unless EMULATE_LIBRARY names a library."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    built = Path(os.environ.get("EMULATE_LIBRARY", folder / "cuda_on_host.so"))
-    with FileLock(folder / "cuda_on_host.lock"):
-        if not built.exists():
-            build(folder)
-    definitions = torch.library.Library(NAMESPACE, "DEF")
-    for name, schema in _ops.SCHEMAS.items():
-        definitions.define(f"{name}({schema}) -> ()")
-    for name, schema in CONTROLS.items():
-        definitions.define(name + schema)
-    torch.ops.load_library(str(built))
-    yield getattr(torch.ops, NAMESPACE)
-    definitions._destroy()
-
-
-@pytest.fixture(params=DEVICES)
-def on_host(request, library, monkeypatch):
-    """The CPU backend runs the CUDA kernels."""
-    library.device(*DEVICES[request.param][0])
-    library.schedule(0)
-    library.rounding(ROUNDING)
-    library.stream(1, 0)
-    for module in (_autograd, bounds, fused, prepare):
-        monkeypatch.setattr(module, "ops_of", lambda backend: library)
-    return request.param
 
 
 def test_rows_lie_in_clusters_of_the_expected_size(on_host, library):

@@ -26,6 +26,16 @@ inline bool aligned(const LogitRows& rows) {
     return starts % 16 == 0;
 }
 
+// Calls f.operator()<T>().
+template <typename F>
+auto with_dtype(DType dtype, F f) {
+    switch (dtype) {
+        case DType::kBFloat16: return f.template operator()<__nv_bfloat16>();
+        case DType::kFloat16: return f.template operator()<__half>();
+        default: return f.template operator()<float>();
+    }
+}
+
 // Calls f.operator()<T, kSoftcap, kAligned>().
 template <typename F>
 auto with_row_type(const LogitRows& rows, F f) {
@@ -37,11 +47,7 @@ auto with_row_type(const LogitRows& rows, F f) {
         return aligned(rows) ? f.template operator()<T, false, true>()
                              : f.template operator()<T, false, false>();
     };
-    switch (rows.dtype) {
-        case DType::kBFloat16: return with_flags.template operator()<__nv_bfloat16>();
-        case DType::kFloat16: return with_flags.template operator()<__half>();
-        default: return with_flags.template operator()<float>();
-    }
+    return with_dtype(rows.dtype, with_flags);
 }
 
 // What an entry point returns.

@@ -33,6 +33,17 @@ const char* search(const ContributionParams& params, const TargetParams& target,
 const char* solve(const SolveParams& params, void* stream);
 const char* policy(const PolicyParams& params, double* partials, void* stream);
 
+// Of sampling masks.
+const char* find_labels(const FindLabelsParams& params, void* stream);
+const char* gather_sets(const MoveSetsParams& params, void* stream);
+const char* scatter_sets(const MoveSetsParams& params, void* stream);
+const char* sets_pass(const SetPassParams& params, void* stream);
+const char* sets_gradient(const SetGradientParams& params, void* stream);
+const char* multiply_sets(const MultiplySetsParams& params, void* stream);
+const char* head_sets_pass(const HeadSetPassParams& params, void* stream);
+const char* sets_dhidden(const SetHiddenGradientParams& params, void* stream);
+const char* sets_dweight(const SetWeightGradientParams& params, void* stream);
+
 // The row pass for sm_90 and later, which holds rows in the shared memory of a cluster; false where
 // the device has no clusters or a row does not fit into one.
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error);

@@ -28,6 +28,12 @@ __host__ __device__ inline float scale2_of(const Transform& transform) {
     return (float)(transform.scale / kLn2);
 }
 
+// Those of a row: `scales` unless it has a temperature of its own.
+__device__ inline Scales scales_at(const Transform& of_row, Scales scales) {
+    if (of_row.temperatures != nullptr) scales.scale2 = scale2_of(of_row);
+    return scales;
+}
+
 template <typename T>
 __device__ inline float to_float(T value) {
     return static_cast<float>(value);
@@ -158,6 +164,25 @@ __device__ inline uint4 shifted(uint4 low, uint4 high, uint32_t shift, T) {
         for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], bits);
     }
     return {words[0], words[1], words[2], words[3]};
+}
+
+// The 16 bytes from this element on, which need not be aligned.
+template <typename T, bool kAligned>
+__device__ inline uint4 load_vector(const T* from) {
+    if (kAligned) return *reinterpret_cast<const uint4*>(from);
+    const auto address = reinterpret_cast<uintptr_t>(from);
+    const auto* const vectors = reinterpret_cast<const uint4*>(address / 16 * 16);
+    const auto shift = (uint32_t)(address % 16);
+    return shift == 0 ? vectors[0] : shifted(vectors[0], vectors[1], shift, T{});
+}
+// Elements [first, first + n) of a row of this size, and a value for those beyond its end.
+template <typename T, bool kAligned>
+__device__ inline uint4 load_elements(const T* row, int first, int size, float beyond) {
+    if (first + kVec<T> <= size) return load_vector<T, kAligned>(row + first);
+    float z[kVec<T>];
+#pragma unroll
+    for (int i = 0; i < kVec<T>; ++i) z[i] = first + i < size ? to_float(row[first + i]) : beyond;
+    return pack(z, T{});
 }
 
 // Gradients are not read again soon, and should not evict rows from L2.

@@ -13,25 +13,6 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 
-// The 16 bytes from this element on, which need not be aligned.
-template <typename T, bool kAligned>
-__device__ uint4 load_vector(const T* from) {
-    if (kAligned) return *reinterpret_cast<const uint4*>(from);
-    const auto address = reinterpret_cast<uintptr_t>(from);
-    const auto* const vectors = reinterpret_cast<const uint4*>(address / 16 * 16);
-    const auto shift = (uint32_t)(address % 16);
-    return shift == 0 ? vectors[0] : shifted(vectors[0], vectors[1], shift, T{});
-}
-// Elements [first, first + n) of a row, -inf beyond its end.
-template <typename T, bool kAligned>
-__device__ uint4 load_elements(const T* row, int first, int vocab) {
-    if (first + kVec<T> <= vocab) return load_vector<T, kAligned>(row + first);
-    float z[kVec<T>];
-#pragma unroll
-    for (int i = 0; i < kVec<T>; ++i) z[i] = first + i < vocab ? to_float(row[first + i]) : -kInf;
-    return pack(z, T{});
-}
-
 template <typename T, bool kSoftcap, bool kAligned>
 __device__ Lane<T, kSoftcap> first_pass(const T* row, int vocab, int label, Scales scales) {
     constexpr int n = kVec<T>, kSteps = 4, kStride = kThreads * n;
@@ -45,13 +26,13 @@ __device__ Lane<T, kSoftcap> first_pass(const T* row, int vocab, int label, Scal
         uint4 raw[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            raw[step] = load_elements<T, kAligned>(row, first + step * kStride, vocab);
+            raw[step] = load_elements<T, kAligned>(row, first + step * kStride, vocab, -kInf);
         }
         lane.add(raw, label_step, element, scales);
         label_step -= kSteps;
     }
     for (; first < vocab; first += kStride) {
-        uint4 raw[1] = {load_elements<T, kAligned>(row, first, vocab)};
+        uint4 raw[1] = {load_elements<T, kAligned>(row, first, vocab, -kInf)};
         lane.add(raw, label_step, element, scales);
         --label_step;
     }
@@ -107,12 +88,6 @@ __device__ void run_second_pass(const SecondPass* decision, const Row<T, kAligne
     if (writes && threadIdx.x == 0 && label >= 0) {
         row.grad[label] = from_float<T>(pass.label_grad);
     }
-}
-
-// Those of a row: `scales` unless it has a temperature of its own.
-__device__ Scales scales_at(const Transform& of_row, Scales scales) {
-    if (of_row.temperatures != nullptr) scales.scale2 = scale2_of(of_row);
-    return scales;
 }
 
 template <typename T, bool kSoftcap, bool kAligned>

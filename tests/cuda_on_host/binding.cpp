@@ -56,6 +56,7 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CPU, m) {
     binding::register_operators<binding::Cuda>(m);
+    binding::register_operators_on_sets<binding::Cuda>(m);
     m.impl("scale_", TORCH_BOX(&binding::scale));
 }
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, m) {

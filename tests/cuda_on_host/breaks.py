@@ -25,8 +25,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import helpers  # noqa: F401  (slow, so once for all breaks)
 from cuda_on_host.build import HOST, KERNELS, ROOT, build, compile_object, link
 
-TEST = ROOT / "tests/test_cuda_on_host.py"
+TESTS = {
+    "sets.cu": "test_sets_on_host.py",
+    "head_sets.cu": "test_sets_on_host.py",
+    "set_row.cuh": "test_sets_on_host.py",
+}
 MOST_SECONDS = 1_200  # of the tests under a break
+# The units to compile again where a break is in a header.
+INCLUDED_BY = {
+    "row_math.cuh": ["row_pass_cluster.cu"],
+    "cluster_plan.h": ["row_pass_cluster.cu"],
+    "set_row.cuh": ["sets.cu", "head_sets.cu"],
+}
 
 
 class Hunk(NamedTuple):
@@ -81,6 +91,10 @@ def all_breaks():
     return [Break.parsed(part) for part in parts]
 
 
+def tests_of(each):
+    return TESTS.get(each.file, "test_cuda_on_host.py")
+
+
 class FirstFailure:
     """A plugin of pytest."""
 
@@ -93,19 +107,19 @@ class FirstFailure:
             self.text = f"{report.nodeid.partition('::')[2]}: {message.splitlines()[0]}"
 
 
-def run_tests(library, seeds, answer):
+def run_tests(library, tests, seeds, answer):
     os.environ |= {"EMULATE_LIBRARY": str(library), "EMULATE_SEEDS": str(seeds)}
     failure = FirstFailure()
     options = ["-x", "-p", "no:terminal", "-p", "no:cacheprovider", "-k", "not breaks"]
-    code = pytest.main([*options, str(TEST)], plugins=[failure])
+    code = pytest.main([*options, str(ROOT / "tests" / tests)], plugins=[failure])
     answer.send("SURVIVED" if code == 0 else f"died: {failure.text or code}")
 
 
-def verdict(library, seeds):
+def verdict(library, tests, seeds):
     """The first test that fails, and why, or "SURVIVED"; in a fork, which has all imports."""
     context = multiprocessing.get_context("fork")
     receives, sends = context.Pipe(duplex=False)
-    process = context.Process(target=run_tests, args=(library, seeds, sends))
+    process = context.Process(target=run_tests, args=(library, tests, seeds, sends))
     process.start()
     sends.close()
     try:
@@ -119,7 +133,7 @@ def verdict(library, seeds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--only", default="", help="a pattern of names")
+    parser.add_argument("--only", default="", help="a pattern of files and names")
     options = parser.parse_args()
     survivors = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -127,22 +141,24 @@ def main():
         objects = {f"{unit}.cu": folder / f"{unit}.o" for unit in KERNELS}
         objects["binding.cpp"] = folder / "binding.o"
         build(folder)
-        result = verdict(folder / "cuda_on_host.so", options.seeds)
-        if result != "SURVIVED":
-            sys.exit(f"unbroken: {result}")
-        for each in all_breaks():
-            if not re.search(options.only, each.name):
-                continue
+        chosen = [each for each in all_breaks() if re.search(options.only, str(each[:2]))]
+        for tests in sorted({tests_of(each) for each in chosen}):
+            result = verdict(folder / "cuda_on_host.so", tests, options.seeds)
+            if result != "SURVIVED":
+                sys.exit(f"unbroken: {result}")
+        for each in chosen:
             if each.reason is not None:
                 print(f"{each.name:50} cannot show: {each.reason}", flush=True)
                 continue
             shutil.copytree(ROOT / "csrc", folder / "csrc", dirs_exist_ok=True)
             source = folder / "csrc/cuda" / each.file
             source.write_text(each.applied(source.read_text()))
-            unit = each.file if each.file in objects else "row_pass_cluster.cu"  # that includes it
-            compile_object(source.with_name(unit), folder / "broken.o", folder / "csrc")
-            link((objects | {unit: folder / "broken.o"}).values(), folder / "broken.so")
-            result = verdict(folder / "broken.so", options.seeds)
+            broken = {}
+            for unit in INCLUDED_BY.get(each.file, [each.file]):
+                broken[unit] = folder / f"broken_{unit}.o"
+                compile_object(source.with_name(unit), broken[unit], folder / "csrc")
+            link((objects | broken).values(), folder / "broken.so")
+            result = verdict(folder / "broken.so", tests_of(each), options.seeds)
             print(f"{each.name:50} {result}", flush=True)
             survivors += [each.name] if result == "SURVIVED" else []
     sys.exit(f"SURVIVED: {', '.join(survivors)}" if survivors else 0)

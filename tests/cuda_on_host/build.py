@@ -7,7 +7,7 @@ from pathlib import Path
 
 HOST = Path(__file__).parent
 ROOT = HOST.parent.parent
-KERNELS = ["row_pass_cluster", "row_pass", "prepare", "search", "policy"]
+KERNELS = ["row_pass_cluster", "row_pass", "prepare", "search", "policy", "sets", "head_sets"]
 
 
 def compile_object(source, target, csrc=ROOT / "csrc"):

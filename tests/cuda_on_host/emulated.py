@@ -1,0 +1,17 @@
+"""The devices and the schedules that tests emulate."""
+
+import os
+
+# Compute capability, shared memory per multiprocessor, clusters that are active at once; and the
+# number of blocks that hold a row of 40 KB, 0 for the generic row pass.
+DEVICES = {
+    "H100": ((9, 228 << 10, 3), 1),
+    "two blocks": ((9, 64 << 10, 3), 2),
+    "four blocks": ((9, 44 << 10, 2), 4),
+    "eight blocks, one cluster": ((9, 40 << 10, 1), 8),
+    "A100": ((8, 164 << 10, 0), 0),
+    "MIG": ((9, 228 << 10, 0), 0),  # a partition of a GPU, where no cluster fits
+}
+FIRST_SEED = int(os.environ.get("EMULATE_FIRST", "1"))
+SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("EMULATE_SEEDS", "2")))
+ROUNDING = int(os.environ.get("EMULATE_ROUNDING", "1"))  # seed of the errors of exp
