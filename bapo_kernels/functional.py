@@ -81,8 +81,10 @@ def bapo_loss(
         temperature: ``[...]``, one per sequence, or 0-dim: of the distribution that each token was
             sampled from, in the place of ``config.temperature``; read as float32, without gradient.
         sampling_mask: the token ids that could have been drawn for each row: log-prob, entropy, KL
-            and gradient are those of the distribution over them. A label that is not among them
-            has log-prob -inf; ``metrics["label_outside_mask"]`` counts these.
+            and gradient are those of the distribution over them. An empty set is the whole
+            vocabulary. ``old_log_probs``, ``rollout_log_probs`` and ``ref_log_probs`` must be over
+            the same sets. A label that is not in its set has log-prob -inf;
+            ``metrics["label_outside_mask"]`` counts these.
         backend: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; default: the first of them
             that can run.
         inplace: overwrite ``logits`` with the gradient; using them again raises in backward.

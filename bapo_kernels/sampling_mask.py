@@ -25,8 +25,8 @@ class SamplingMask:
     the whole vocabulary. vLLM and SGLang return this form of the sets they sampled from.
 
     The ids of a set are distinct, in any order. Ids that are repeated or outside of the vocabulary
-    make the loss NaN, and :func:`bapo_kernels.debug.check_inputs` names them; so do wrong offsets
-    on a GPU, where no value is read.
+    make the loss NaN, and :func:`bapo_kernels.debug.check_inputs` names them. Offsets on a GPU are
+    not read; wrong ones make the loss NaN.
 
     Args:
         token_ids: int32 or int64 ``[K]``, the sets one after the other.

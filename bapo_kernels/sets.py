@@ -129,31 +129,17 @@ def to_gradient(
     only: Tensor | None = None,
 ) -> None:
     """Second pass over the values of rows whose coefficients are known; ``only``: those rows."""
-    arguments = (
-        _of(call).positions,
-        found.stats,
-        found.entropy,
-        *coefficients,
-        only,
-        *call.transform,
-    )
-    ops_of(call.backend).sets_gradient_(values, _of(call).offsets, *arguments)
+    arguments = _of_gradient(call, found, coefficients, only)
+    ops_of(call.backend).sets_gradient_(values, *arguments)
 
 
 def gradient(
     call: Call, values: Tensor, found: RowStatistics, coefficients: Coefficients
 ) -> Tensor:
     """As :func:`to_gradient`, of all rows, in other memory."""
-    arguments = (
-        _of(call).positions,
-        found.stats,
-        found.entropy,
-        *coefficients,
-        None,
-        *call.transform,
-    )
+    arguments = _of_gradient(call, found, coefficients, None)
     dvalues = torch.empty_like(values)
-    ops_of(call.backend).sets_gradient(values, _of(call).offsets, *arguments, dvalues)
+    ops_of(call.backend).sets_gradient(values, *arguments, dvalues)
     return dvalues
 
 

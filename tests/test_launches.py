@@ -6,7 +6,13 @@ import torch.distributed as dist
 from helpers import make_case, needs_native
 from launches import LAUNCHES, CountLaunches
 
-from bapo_kernels import BAPOConfig, _ops, bapo_loss, bapo_loss_from_log_probs
+from bapo_kernels import (
+    BAPOConfig,
+    SamplingMask,
+    _ops,
+    bapo_loss,
+    bapo_loss_from_log_probs,
+)
 from bapo_kernels.tools.budget import Case
 
 pytestmark = needs_native
@@ -62,6 +68,14 @@ def test_log_probs_that_are_given():
     with CountLaunches() as counted:
         bapo_loss_from_log_probs(x, old, A).loss.backward()
     assert counted.total() <= 10, counted.launches
+
+
+def test_a_sampling_mask():
+    """Twelve more: labels found, values gathered, passed over and scattered, and a metric."""
+    case = make_case((2, 6), 33, staleness=0.4)
+    mask = SamplingMask.from_lists([[int(label), 0] for label in case.labels.flatten() % 32 + 1])
+    counted = launches_of(case, sampling_mask=mask)
+    assert counted.total() <= 22, counted.launches
 
 
 def group_rank(rank):
