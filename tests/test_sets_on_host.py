@@ -148,7 +148,7 @@ def test_segments_that_break_their_rules(on_host, library):
     head = cases.head_of(sets, 72, torch.float32, False)
     order, rows, segments = (x.clone() for x in cases.segments_of(sets))
     order[[3, 40]] = torch.tensor([-1, sets.K])
-    rows[[5, 60]] = torch.tensor([-1, 2**31 - 1], dtype=torch.int32)
+    rows[5:8], rows[60:64] = -1, 2**31 - 1
     segments[[0, 7, -1]] = torch.tensor([-5, 1 << 40, sets.K + 9])
     cases.check_dweight(library, sets, head, torch.float32, cases.Segments(order, rows, segments))
 
