@@ -156,7 +156,8 @@ def torch_headers() -> list[str]:
 
 def units() -> list[Unit]:
     rows = [
-        Unit(f"row_pass_{isa}", "csrc/cpu/row_pass.cpp", [f"-DBAPO_ISA={isa}", *flags])
+        Unit(f"{name}_{isa}", f"csrc/cpu/{name}.cpp", [f"-DBAPO_ISA={isa}", *flags])
+        for name in ("row_pass", "sets")
         for isa, flags in INSTRUCTION_SETS.items()
     ]
     return [

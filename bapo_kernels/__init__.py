@@ -10,6 +10,7 @@ from .lm_head import LMHead
 from .memory import empty_cache
 from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
+from .sampling_mask import SamplingMask
 from .scopes import ClipBoundSearch
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "ClipBounds",
     "ContributionHistogram",
     "LMHead",
+    "SamplingMask",
     "available_backends",
     "bapo_linear_loss",
     "bapo_loss",

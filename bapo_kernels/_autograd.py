@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import sets
 from ._ops import NATIVE, ops_of
 from .call import Call
 from .fused import (
@@ -20,6 +21,7 @@ from .fused import (
 )
 from .memory import empty_gradient
 from .output import BAPOOutput
+from .sets import Sets
 
 
 class _NoDerivative(torch.autograd.Function):
@@ -233,12 +235,14 @@ class LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, call: Call, overwritten: OverwrittenLogits | None
     ) -> tuple[Tensor, Tensor]:
-        found = row_statistics(call, logits)
+        values = None if call.sets is None else sets.gathered(call, logits)
+        found = row_statistics(call, logits, values)
         ctx.call, ctx.overwritten = call, overwritten
         ctx.inplace = None if overwritten is None else logits.detach()
         # Autograd would refuse logits that it knows to be overwritten.
         saved = logits if overwritten is None else None
-        ctx.save_for_backward(saved, call.labels, call.counted, call.temperatures, *found)
+        of_call = call.labels, call.counted, call.temperatures
+        ctx.save_for_backward(saved, *of_call, values, *found, *(call.sets or ()))
         ctx.set_materialize_grads(False)
         return found.log_probs, found.entropy
 
@@ -246,9 +250,12 @@ class LogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits, labels, counted, temperatures, *values = ctx.saved_tensors
-        call = replace(ctx.call, labels=labels, counted=counted, temperatures=temperatures)
-        found = RowStatistics(*values)
+        logits, labels, counted, temperatures, values, *others = ctx.saved_tensors
+        found = RowStatistics(*others[:3])
+        of_sets = None if values is None else Sets(*others[3:])
+        call = replace(
+            ctx.call, labels=labels, counted=counted, temperatures=temperatures, sets=of_sets
+        )
 
         def of_counted(gradient: Tensor | None) -> Tensor | None:
             return None if gradient is None else torch.where(counted, gradient.detach(), 0.0)
@@ -266,6 +273,8 @@ class LogProbs(torch.autograd.Function):
             row_gradient(call, dlogits, found, coefficients, None)
         else:
             raise RuntimeError(_HANDED_OVER)
+        if values is not None:
+            sets.scatter(call, sets.gradient(call, values, found, coefficients), dlogits)
         return final(dlogits), None, None
 
 
@@ -291,11 +300,13 @@ class LinearLogProbs(torch.autograd.Function):
         tensors = hidden, weight, bias, call.labels, call.counted
         dtype, logits_dtype, chunk_tokens = options
         *transform, temperatures = call.transform
+        mask = (None, None) if call.sets is None else call.sets[:2]
         ctx.numerics, ctx.loop = (dtype, logits_dtype, *transform), (call.backend, chunk_tokens)
-        log_probs, entropy, stats, gradient = _OPS.head_forward(
-            of_log_probs, *tensors, *ctx.numerics, temperatures, *ctx.loop, sizes, group
+        log_probs, entropy, stats, gradient, values = _OPS.head_forward(
+            of_log_probs, *tensors, *ctx.numerics, temperatures, *ctx.loop, sizes, group, *mask
         )
-        ctx.save_for_backward(*tensors, temperatures, entropy, stats, sizes, gradient)
+        kept = entropy, stats, values, gradient
+        ctx.save_for_backward(*tensors, temperatures, sizes, *mask, *kept)
         ctx.of_log_probs, ctx.group = of_log_probs, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -304,14 +315,15 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, temperatures, entropy, stats, sizes, of_log_probs = ctx.saved_tensors
+        *tensors, temperatures, sizes, ids, offsets = ctx.saved_tensors[:-4]
+        entropy, stats, values, of_log_probs = ctx.saved_tensors[-4:]
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
 
         def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
             options = *tensors, *ctx.numerics, temperatures, *ctx.loop, sizes, ctx.group
             made: list[Tensor] = _OPS.head_backward(
-                dlog_probs, dentropy, entropy, stats, needs, *options
+                dlog_probs, dentropy, entropy, stats, values, needs, *options, ids, offsets
             )
             return made
 

@@ -81,7 +81,7 @@ SCHEMAS = {
         "Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, "
         "Tensor(d!)? dentropy, Tensor(e!)? outputs"
     ),
-    # Where in its set each label is: -1 if it is in none, -2 if it is no token.
+    # Where each label is in the set of its row: -1 if nowhere, -2 if it is no token.
     "find_labels": f"Tensor labels, {_SETS}, int vocab, Tensor(a!) positions",
     # The logits of the sets of counted rows; NaN for an id that is no token or not above the one
     # before, -inf for one of another rank.
@@ -133,18 +133,18 @@ for _namespace, _library in _libraries.items():
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, ScalarType dtype, "
     f"ScalarType logits_dtype, {_TRANSFORM}, str backend, int? chunk_tokens, "
-    "Tensor? shard_sizes, str? group"
+    "Tensor? shard_sizes, str? group, Tensor? token_ids, Tensor? offsets"
 )
 
 # The loops over chunks in ``chunks.py``, for all backends. They read from the device how many rows
 # of a chunk are counted, which a compiler cannot trace.
 HEAD_SCHEMAS = {
     # Log-probs, entropy and stats, as of row_statistics; the gradient of the log-probs with respect
-    # to the hidden states, empty where it is not asked for.
-    "head_forward": f"(bool of_log_probs, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor)",
+    # to the hidden states, empty where it is not asked for, and otherwise the values of the sets.
+    "head_forward": f"(bool of_log_probs, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # Gradients of hidden, weight and bias, of those that need one.
     "head_backward": (
-        "(Tensor? dlog_probs, Tensor? dentropy, Tensor entropy, Tensor stats, "
+        "(Tensor? dlog_probs, Tensor? dentropy, Tensor entropy, Tensor stats, Tensor values, "
         f"bool[] needs, {_HEAD}) -> Tensor[]"
     ),
 }
@@ -156,12 +156,15 @@ def _fake_head_forward(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    *args: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values = torch.empty_like(labels, dtype=torch.float64)
-    stats = values.new_empty((labels.numel(), 2))
+    *args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    log_probs = torch.empty_like(labels, dtype=torch.float64)
+    stats = log_probs.new_empty((labels.numel(), 2))
     gradient = hidden.new_empty(hidden.shape if of_log_probs else 0)
-    return values, torch.empty_like(values), stats, gradient
+    token_ids = args[-2]
+    keeps = token_ids is not None and not of_log_probs
+    values = stats.new_empty(token_ids.shape if keeps else 0, dtype=torch.float32)
+    return log_probs, torch.empty_like(log_probs), stats, gradient, values
 
 
 def _fake_head_backward(
@@ -169,6 +172,7 @@ def _fake_head_backward(
     dentropy: Tensor | None,
     entropy: Tensor,
     stats: Tensor,
+    values: Tensor,
     needs: list[bool],
     hidden: Tensor,
     weight: Tensor,

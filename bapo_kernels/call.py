@@ -24,6 +24,8 @@ from .inputs import (
 )
 from .output import ClipBounds
 from .prepare import Arguments, divisor_name, token_inputs
+from .sampling_mask import SamplingMask
+from .sets import Sets, sets_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,6 +58,7 @@ class LogitsOptions(LossOptions, total=False):
     """Keyword arguments of :func:`bapo_kernels.bapo_loss`."""
 
     temperature: Tensor | None
+    sampling_mask: SamplingMask | None
     backend: str | None
     inplace: bool
     vocab_group: dist.ProcessGroup | None
@@ -66,6 +69,7 @@ class LinearOptions(LossOptions, total=False):
 
     bias: Tensor | None
     temperature: Tensor | None
+    sampling_mask: SamplingMask | None
     backend: str | None
     chunk_tokens: int | None
     logits_dtype: torch.dtype | None
@@ -90,6 +94,7 @@ class Call:
         ticket: int32 ``[1]``, 0: the scratch memory of ``policy``.
         bounds: float32 ``[2]``; ``None``: the call searches.
         shard: the columns of the vocabulary that this rank has; ``None``: all.
+        sets: the sampling mask; ``None``: every row has the whole vocabulary.
     """
 
     config: BAPOConfig
@@ -110,18 +115,25 @@ class Call:
     bounds: Tensor | None = None
     process_group: dist.ProcessGroup | None = None
     shard: VocabShard | None = None
+    sets: Sets | None = None
+
+    def without_sets(self) -> Call:
+        """The same call, in which only the rows that have no set are counted."""
+        if self.sets is None:
+            return self
+        return replace(self, counted=self.counted > self.sets.present, sets=None)
 
     def at(self, rows: Tensor) -> Call:
-        """The same call of some of its tokens."""
+        """The same call of some of its tokens that have no set."""
         given = {name: getattr(self, name) for name in _PER_TOKEN}
         of_rows = {name: values[rows] for name, values in given.items() if values is not None}
-        return replace(self, shape=rows.shape, **of_rows)
+        return replace(self, shape=rows.shape, sets=None, **of_rows)
 
     def with_labels_of(self, rows: Tensor) -> Call:
         """With labels and temperatures of some rows: a second pass takes nothing else per token."""
         assert self.labels is not None
         temperatures = None if self.temperatures is None else self.temperatures[rows]
-        return replace(self, labels=self.labels[rows], temperatures=temperatures)
+        return replace(self, labels=self.labels[rows], temperatures=temperatures, sets=None)
 
     @property
     def transform(self) -> RowTransform:
@@ -130,8 +142,13 @@ class Call:
 
     @property
     def label_columns(self) -> Tensor:
-        """int64 ``[N]``: the label as a column of this rank's logits; -1: another rank has it."""
+        """int64 ``[N]``: the label as a column of this rank's logits; -1: another rank has it.
+
+        Of a row with a set, its position in that.
+        """
         assert self.labels is not None
+        if self.sets is not None:
+            return self.sets.positions
         return self.labels if self.shard is None else self.shard.labels(self.labels)
 
 
@@ -155,6 +172,9 @@ def log_probs_call(
     backend: str,
     shard: VocabShard | None,
     temperature: Tensor | None = None,
+    *,
+    columns: int,
+    sampling_mask: SamplingMask | None = None,
 ) -> Call:
     """Log-probs and entropy of these labels, no loss; ``temperature`` in the shape of these."""
     given = {} if temperature is None else {"temperatures": temperature}
@@ -169,6 +189,7 @@ def log_probs_call(
         labels=per_token.labels,
         temperatures=per_token.values.get("temperatures"),
         shard=shard,
+        sets=sets_of(sampling_mask, per_token.labels, backend, shard or columns),
     )
 
 
@@ -180,6 +201,7 @@ def loss_call(
     response_mask: Tensor | None,
     *,
     temperature: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     columns: int = 0,
     vocab_group: dist.ProcessGroup | None = None,
     for_search: bool = False,
@@ -233,6 +255,10 @@ def loss_call(
         bounds=bounds,
     )
     per_token = token_inputs(backend, arguments)
+    shard = sets = None
+    if backend != "reference":  # which gathers the whole vocabulary itself
+        shard = VocabShard.of(columns, like, vocab_group)
+        sets = sets_of(sampling_mask, per_token.labels, backend, shard or columns)
     return Call(
         config=config,
         backend=backend,
@@ -245,8 +271,8 @@ def loss_call(
         statistics=statistics,
         bounds=bounds,
         process_group=options.get("process_group"),
-        # The reference gathers the whole vocabulary itself.
-        shard=None if backend == "reference" else VocabShard.of(columns, like, vocab_group),
+        shard=shard,
+        sets=sets,
         **per_token.values,
     )
 

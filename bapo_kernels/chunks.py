@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import sets
 from ._ops import NATIVE, register
 from .call import Call
 from .config import BAPOConfig, maximum_bounds_of, starting_bounds_of
@@ -27,6 +28,7 @@ from .fused import (
     Coefficients,
     RowStatistics,
     loss_of_log_probs,
+    of_all_ranks,
     policy,
     row_gradient,
     row_pass,
@@ -42,20 +44,25 @@ def loss_of_hidden(
 ) -> tuple[BAPOOutput, HeadGradients | None]:
     """Forward GEMM, row pass and gradient GEMMs of every chunk; search and loss; undecided rows.
 
-    The last chunk is held until the bounds are known, so that none of its rows is recomputed.
+    The last chunk is held until the bounds are known, so that none of its rows is recomputed, and
+    so are the values of the rows with a sampling mask, which are in no chunk.
     """
-    counted = call.counted.nonzero().squeeze(1)
+    counted = call.without_sets().counted.nonzero().squeeze(1)
     size = head.rows_per_chunk(counted.numel(), chunk_tokens, sums_weight=needs[1])
     *earlier, last = counted.split(size)
     memory = head.chunk_memory(size)
     if not any(needs):
         found = _statistics(call, head, [*earlier, last], memory)
+        if call.sets is not None:
+            _add_statistics_of_sets(call, head, found)
         output, _ = loss_of_log_probs(call, found.log_probs, found.entropy)
         return output, None
-    chunks = _Chunks(call, head, HeadGradients(head, needs, one_chunk=not earlier), memory)
+    one_chunk = not earlier and call.sets is None
+    chunks = _Chunks(call, head, HeadGradients(head, needs, one_chunk), memory)
     for rows in earlier:
         chunks.add_decided(chunks.forward(rows))
     held = chunks.forward(last)
+    of_sets = None if call.sets is None else _HeldSets(call, head, chunks.gradients, chunks.found)
     output, coefficients = loss_of_log_probs(call, chunks.found.log_probs, chunks.found.entropy)
     chunks.add_held(held, coefficients)
     if earlier and chunks.of_log_probs:
@@ -63,6 +70,8 @@ def loss_of_hidden(
     elif earlier:
         for rows in chunks.undecided_rows(earlier, coefficients).split(size):
             chunks.add_recomputed(rows, coefficients)
+    if of_sets is not None:
+        of_sets.add(coefficients)
     return output, chunks.gradients
 
 
@@ -165,6 +174,53 @@ class _Chunks:
         row_gradient(call, as_rows(logits), found, coefficients, None, only)
 
 
+class _HeldSets:
+    """The rows of a call that have a sampling mask: their values, until the bounds are known.
+
+    The hidden states' gradients of decided rows are made while the head's rows are in the cache;
+    not those of a shard, whose gradients need the sums of the other ranks.
+    """
+
+    def __init__(
+        self, call: Call, head: Head, gradients: HeadGradients, found: RowStatistics
+    ) -> None:
+        self.call, self.head, self.gradients, self.found = call, head, gradients, found
+        self.undecided: Tensor | None = None
+        if call.shard is not None:
+            self.values = _add_statistics_of_sets(call, head, found)
+        elif gradients.hidden is not None:
+            self.values, self.undecided = sets.both_passes_of_hidden(
+                call, head, found, gradients.hidden
+            )
+        else:
+            self.values = sets.multiplied(call, head)
+            self.undecided = sets.both_passes(call, self.values, found)
+
+    def add(self, coefficients: Coefficients) -> None:
+        """Adds the gradients of all these rows, which no bounds change any more."""
+        call, head, values = self.call, self.head, self.values
+        if call.bounds is None or call.shard is not None:
+            sets.to_gradient(call, values, self.found, coefficients, self.undecided)
+            if self.gradients.hidden is not None:
+                dhidden = self.gradients.hidden
+                sets.add_hidden_gradient(call, values, head, dhidden, self.undecided)
+        self.gradients.add_sets(call, values)
+
+
+def _add_statistics_of_sets(call: Call, head: Head, found: RowStatistics) -> Tensor:
+    """The values of the rows that have a sampling mask, and what the first pass finds in them."""
+    assert call.sets is not None
+    values = sets.multiplied(call, head)
+    if call.shard is None:
+        sets.statistics(call, values, found)
+        return values
+    of_sets = _nothing_found(call)
+    sets.statistics(call, values, of_sets)
+    rows = call.sets.present.nonzero().squeeze(1)
+    _put(found, rows, of_all_ranks(call, of_sets).at(rows))
+    return values
+
+
 class _Front(NamedTuple):
     """Where the rows of a chunk go that stay when others are dropped: to its front, in its memory.
 
@@ -242,6 +298,8 @@ class _HeadOptions(NamedTuple):
     chunk_tokens: int | None
     shard_sizes: Tensor | None
     group: str | None
+    token_ids: Tensor | None
+    offsets: Tensor | None
 
     def call(self, labels: Tensor, counted: Tensor, columns: int) -> Call:
         config = BAPOConfig(
@@ -250,6 +308,10 @@ class _HeadOptions(NamedTuple):
             final_logit_softcapping=self.softcap,
         )
         shard = VocabShard.named(columns, self.shard_sizes, self.group)
+        of_sets = None
+        if self.token_ids is not None and self.offsets is not None:
+            ids, offsets = self.token_ids, self.offsets
+            of_sets = sets.Sets.of(ids, offsets, labels, self.backend, shard or columns)
         return Call(
             config,
             self.backend,
@@ -259,6 +321,7 @@ class _HeadOptions(NamedTuple):
             labels=labels,
             temperatures=self.temperatures,
             shard=shard,
+            sets=of_sets,
         )
 
     def head(self, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
@@ -273,7 +336,7 @@ def _head_forward(
     labels: Tensor,
     counted: Tensor,
     *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the counted rows, a chunk at a time; ``others`` are :class:`_HeadOptions`.
 
     With ``of_log_probs`` also the gradient of each log-prob with respect to its hidden state.
@@ -281,11 +344,15 @@ def _head_forward(
     options = _HeadOptions(*others)
     call = options.call(labels, counted, weight.shape[0])
     head = options.head(call, hidden, weight, bias)
-    rows = counted.nonzero().squeeze(1)
+    rows = call.without_sets().counted.nonzero().squeeze(1)
     size = head.rows_per_chunk(rows.numel(), options.chunk_tokens, sums_weight=False)
     chunks, memory = rows.split(size), head.chunk_memory(size)
+    no_gradient = hidden.new_empty(0)
+    no_values = hidden.new_empty(0, dtype=torch.float32)
     if not of_log_probs:
-        return *_statistics(call, head, chunks, memory), hidden.new_empty(0)
+        found = _statistics(call, head, chunks, memory)
+        values = no_values if call.sets is None else _add_statistics_of_sets(call, head, found)
+        return *found, no_gradient, values
     # The loss whose gradient this is: the k1 term alone, summed.
     config = replace(call.config, kl_loss_coef=1.0, kl_loss_type="k1")
     ones = torch.ones_like(labels, dtype=torch.float64)
@@ -296,9 +363,12 @@ def _head_forward(
     made = _Chunks(call, head, HeadGradients(head, (True, False, False), True), memory)
     for chunk in chunks:
         made.add(made.forward(chunk), Coefficients(ones[chunk], None))
+    if call.sets is not None:
+        coefficients = Coefficients(ones, None)
+        _HeldSets(call, head, made.gradients, made.found).add(coefficients)
     gradient, *_ = made.gradients.of(hidden, None, None)
     assert gradient is not None
-    return *made.found, gradient
+    return *made.found, gradient, no_values
 
 
 def _head_backward(
@@ -306,6 +376,7 @@ def _head_backward(
     dentropy: Tensor | None,
     entropy: Tensor,
     stats: Tensor,
+    values: Tensor,
     needs: Sequence[bool],
     hidden: Tensor,
     weight: Tensor,
@@ -323,6 +394,13 @@ def _head_backward(
     dlog_probs = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
     coefficients = Coefficients(dlog_probs, dentropy)
     gradients = _recomputed(call, head, tuple(needs), options.chunk_tokens, found, coefficients)
+    if call.sets is not None:
+        kept = values.numel() == call.sets.token_ids.numel()
+        values = values if kept else sets.multiplied(call, head)
+        dvalues = sets.gradient(call, values, found, coefficients.without(~counted))
+        if gradients.hidden is not None:
+            sets.add_hidden_gradient(call, dvalues, head, gradients.hidden)
+        gradients.add_sets(call, dvalues)
     return [gradient for gradient in gradients.of(hidden, weight, bias) if gradient is not None]
 
 
@@ -334,10 +412,11 @@ def _recomputed(
     found: RowStatistics,
     coefficients: Coefficients,
 ) -> HeadGradients:
-    rows = (call.counted & coefficients.has_gradient()).nonzero().squeeze(1)
+    counted = call.without_sets().counted
+    rows = (counted & coefficients.has_gradient()).nonzero().squeeze(1)
     size = head.rows_per_chunk(rows.numel(), chunk_tokens, sums_weight=needs[1])
     chunks, memory = rows.split(size), head.chunk_memory(size)
-    gradients = HeadGradients(head, needs, one_chunk=len(chunks) == 1)
+    gradients = HeadGradients(head, needs, one_chunk=len(chunks) == 1 and call.sets is None)
     for chunk in chunks:
         h, logits = head.logits(chunk, memory)
         of_chunk = found.at(chunk), coefficients.at(chunk)

@@ -25,9 +25,12 @@ from .inputs import (
     bounds_tensor,
     check_logits,
     check_options,
+    check_sampling_mask,
     config_or_default,
     rising_offsets,
 )
+from .reference.sets import allowed_tokens, outside_of_sets
+from .sampling_mask import SamplingMask, check_rise
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,6 +55,7 @@ def check_inputs(
     backend: str | None = None,
     inplace: bool = False,
     temperature: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> None:
@@ -62,9 +66,11 @@ def check_inputs(
 
     Values that make the loss NaN are bad: labels outside ``[0, V)``, NaN or +inf logits, rows in
     which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers and
-    temperatures that are not positive, and other arguments that are not finite. So are values that
-    the loss accepts but that can only be a mistake:
+    temperatures that are not positive, ids of a sampling mask that are repeated or outside
+    ``[0, V)``, and other arguments that are not finite. So are values that the loss accepts but
+    that can only be a mistake:
 
+    - labels that are not in the set of their row in ``sampling_mask``;
     - probabilities in place of logits: 8 or more rows that have no negative entry and sum to 1;
     - log-probs above 0 by more than 0.01, or all of them above 0 (probabilities);
     - importance weights below 0 (their logarithms);
@@ -92,6 +98,7 @@ def check_inputs(
         raise TypeError(f"check_inputs() got an unexpected keyword argument {unknown!r}")
     config = config_or_default(options.get("config"))
     check_logits(logits, labels, vocab_group)
+    check_sampling_mask(sampling_mask, labels)
     labels = labels.long()
     if backend is not None:
         choose(backend, logits, "logits")
@@ -120,6 +127,10 @@ def check_inputs(
         T = call.temperatures.view(labels.shape)
         bad = unmasked & ~((T > 0) & T.isfinite())
         _raise_first("temperature", "be finite and > 0", bad, T)
+    _check_not_probabilities(logits, unmasked)
+    if sampling_mask is not None:
+        allowed = _checked_sets(sampling_mask, labels, unmasked, V)
+        logits = logits.masked_fill(~allowed, -torch.inf)
     _check_rows(logits, unmasked)
     if call.old_log_probs is not None:
         given = call.old_log_probs, call.temperatures
@@ -166,9 +177,37 @@ def _check_values(name: str, values: Tensor, unmasked: Tensor) -> None:
         _raise_first(name, "be >= 0", unmasked & (values < 0), values)
 
 
+def _checked_sets(mask: SamplingMask, labels: Tensor, unmasked: Tensor, V: int) -> Tensor:
+    """bool ``[..., V]``: what the sets of the rows allow."""
+    name, ids, offsets = "sampling_mask.token_ids", mask.token_ids, mask.offsets
+    check_rise(offsets, len(ids))
+    rows = torch.arange(len(mask), device=ids.device).repeat_interleave(offsets.diff())
+    used = unmasked.reshape(-1)[rows]
+    outside = used & ((ids < 0) | (ids >= V))
+    _raise_in_set(name, f"be in [0, {V})", outside, ids, rows, labels.shape)
+    ids, again = mask._ids, torch.zeros_like(used)  # sorted: repeated ones are neighbours
+    again[1:] = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
+    _raise_in_set(name, "be distinct in a set", used & again, ids, rows, labels.shape)
+    outside = unmasked & outside_of_sets(mask, labels, V)
+    every, rule = torch.arange(len(mask), device=ids.device), "be in the sets of sampling_mask"
+    _raise_in_set("labels", rule, outside.flatten(), labels.flatten(), every, labels.shape)
+    return allowed_tokens(mask, labels, V)[0]
+
+
+def _raise_in_set(
+    name: str, rule: str, bad: Tensor, values: Tensor, rows: Tensor, shape: torch.Size
+) -> None:
+    """Raises for the first bad value, of a flattened row, and counts the others."""
+    places = bad.nonzero().squeeze(1)
+    if places.numel():
+        index = torch.unravel_index(rows[places[0]], shape)
+        others = f" and {places.numel() - 1} more" if places.numel() > 1 else ""
+        got = f"{values[places[0]].item()} at {tuple(int(i) for i in index)}{others}"
+        require(False, name, rule, got)
+
+
 def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
     rows, at = logits.reshape(-1, logits.shape[-1]), unmasked.reshape(-1).nonzero().squeeze(1)
-    all_probabilities = logits.shape[-1] > 1
     for some, places in zip(at.split(_ROWS), unmasked.nonzero().split(_ROWS), strict=True):
         values = rows[some]
         bad = ~(values < torch.inf)  # NaN too
@@ -178,11 +217,19 @@ def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
         for (n,) in (values == -torch.inf).all(-1).nonzero()[:1].tolist():
             got = f"-inf alone at {tuple(places[n].tolist())}"
             require(False, "logits", "allow a token in every row", got)
+
+
+def _check_not_probabilities(logits: Tensor, unmasked: Tensor) -> None:
+    rows, at = logits.reshape(-1, logits.shape[-1]), unmasked.reshape(-1).nonzero().squeeze(1)
+    if at.numel() < 8 or logits.shape[-1] == 1:  # a few rows of a toy example may look like them
+        return
+    for some in at.split(_ROWS):
+        values = rows[some]
         sums = values.sum(-1, dtype=torch.float32)
         probabilities = (values >= 0).all(-1) & ((sums - 1).abs() < 0.01)
-        all_probabilities = all_probabilities and bool(probabilities.all())
-    ok = at.numel() < 8 or not all_probabilities  # a few rows of a toy example may look like them
-    require(ok, "logits", "be logits", "probabilities: every row adds up to 1")
+        if not probabilities.all():
+            return
+    require(False, "logits", "be logits", "probabilities: every row adds up to 1")
 
 
 def _raise_first(name: str, rule: str, bad: Tensor, values: Tensor) -> None:

@@ -70,6 +70,10 @@ class VocabShard:
         c10d: Any = dist.distributed_c10d  # untyped, and without a public name for this
         return cls(c10d._resolve_process_group(name), columns, sizes)
 
+    def span(self) -> Tensor:
+        """int64 ``[2]``: the first column of this shard, and the columns of all."""
+        return torch.stack([self.sizes[: dist.get_rank(self.group)].sum(), self.sizes.sum()])
+
     def labels(self, labels: Tensor) -> Tensor:
         """Labels as columns of this shard; -1 where another shard has them."""
         first = self.sizes[: dist.get_rank(self.group)].sum()

@@ -27,10 +27,12 @@ from .inputs import (
     check_inplace,
     check_logits,
     check_options,
+    check_sampling_mask,
     checked_temperature,
     config_or_default,
 )
 from .output import BAPOOutput, ClipBounds
+from .sampling_mask import SamplingMask
 
 
 def bapo_loss(
@@ -43,6 +45,7 @@ def bapo_loss(
     config: BAPOConfig | None = None,
     bounds: ClipBounds | tuple[float, float] | None = None,
     temperature: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     backend: str | None = None,
     inplace: bool = False,
     statistics: Statistics = "all",
@@ -77,6 +80,9 @@ def bapo_loss(
             (:class:`ContributionHistogram`).
         temperature: ``[...]``, one per sequence, or 0-dim: of the distribution that each token was
             sampled from, in the place of ``config.temperature``; read as float32, without gradient.
+        sampling_mask: the token ids that could have been drawn for each row: log-prob, entropy, KL
+            and gradient are those of the distribution over them. A label that is not among them
+            has log-prob -inf; ``metrics["label_outside_mask"]`` counts these.
         backend: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; default: the first of them
             that can run.
         inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
@@ -140,6 +146,7 @@ def bapo_loss(
         dp_size=dp_size,
     )
     check_logits(logits, labels, vocab_group)
+    check_sampling_mask(sampling_mask, labels)
     check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     if not isinstance(inplace, bool):
@@ -148,7 +155,9 @@ def bapo_loss(
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask
     columns = logits.shape[-1]
-    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
+    of_logits: Any = dict(
+        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
+    )
     call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
     if backend == "reference" and not inplace:
         return reference.bapo_loss(logits, labels, *batch, **of_logits, **options)
@@ -246,6 +255,7 @@ def log_probs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
+    sampling_mask: SamplingMask | None = None,
     return_entropy: bool = True,
     vocab_group: dist.ProcessGroup | None = None,
     backend: str | None = None,
@@ -261,6 +271,7 @@ def log_probs(
         labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside ``[0, V)`` NaN.
         temperature: a number, or a tensor ``[...]``, one per sequence or 0-dim, as in
             :func:`bapo_loss`.
+        sampling_mask: as in :func:`bapo_loss`.
         vocab_group: the columns of ``logits`` are sharded over it, as in :func:`bapo_loss`.
         return_entropy: otherwise the second output is ``None``.
 
@@ -279,6 +290,7 @@ def log_probs(
         final_logit_softcapping=final_logit_softcapping,
     )
     check_logits(logits, labels, vocab_group)
+    check_sampling_mask(sampling_mask, labels)
     of_tokens = None
     if isinstance(temperature, Tensor):
         of_tokens = checked_temperature(temperature, labels, "labels")
@@ -291,11 +303,14 @@ def log_probs(
             temperature=temperature,
             logit_scale=logit_scale,
             final_logit_softcapping=final_logit_softcapping,
+            sampling_mask=sampling_mask,
             return_entropy=return_entropy,
             vocab_group=vocab_group,
         )
-    shard = VocabShard.of(logits.shape[-1], logits, vocab_group)
-    call = log_probs_call(labels, config, backend, shard, of_tokens)
+    columns = logits.shape[-1]
+    shard = VocabShard.of(columns, logits, vocab_group)
+    of_logits: Any = dict(columns=columns, sampling_mask=sampling_mask)
+    call = log_probs_call(labels, config, backend, shard, of_tokens, **of_logits)
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import sets
 from ._ops import ops_of
 from .bounds import search_of_call
 from .call import Call
@@ -46,22 +47,40 @@ class Coefficients(NamedTuple):
             self.dlog_probs[rows], None if self.dentropy is None else self.dentropy[rows]
         )
 
+    def without(self, rows: Tensor) -> Coefficients:
+        """0 in the rows of bool ``[N]``."""
+        dentropy = self.dentropy
+        dentropy = None if dentropy is None else dentropy.masked_fill(rows, 0.0)
+        return Coefficients(self.dlog_probs.masked_fill(rows, 0.0), dentropy)
+
     def has_gradient(self) -> Tensor:
         """bool ``[N]``: the gradient of a row is not surely zero."""
         some = self.dlog_probs != 0
         return some if self.dentropy is None else some | (self.dentropy != 0)
 
 
-def row_statistics(call: Call, logits: Tensor) -> RowStatistics:
-    """First pass over each counted row; of whole rows also where each rank has a shard of them."""
+def row_statistics(call: Call, logits: Tensor, values: Tensor | None = None) -> RowStatistics:
+    """First pass over each counted row; of whole rows also where each rank has a shard of them.
+
+    Args:
+        values: of the sets of the call, if it has any.
+    """
     assert call.labels is not None
     found = RowStatistics.empty(call.labels.numel(), logits.device)
-    columns = call.label_columns
-    ops_of(call.backend).row_statistics(logits, columns, call.counted, *call.transform, *found)
+    columns, counted = call.label_columns, call.without_sets().counted
+    ops_of(call.backend).row_statistics(logits, columns, counted, *call.transform, *found)
+    if values is not None:
+        sets.statistics(call, values, found)
+    return of_all_ranks(call, found)
+
+
+def of_all_ranks(call: Call, found: RowStatistics) -> RowStatistics:
+    """The statistics of counted rows of which each rank has a shard."""
     if call.shard is None:
         return found
+    assert call.labels is not None
     return RowStatistics(
-        *call.shard.combine(call.labels, columns, call.counted, *found, call.transform)
+        *call.shard.combine(call.labels, call.label_columns, call.counted, *found, call.transform)
     )
 
 
@@ -107,12 +126,14 @@ def row_gradient(
     out: Tensor | None,
     only: Tensor | None = None,
 ) -> None:
-    """Second pass over rows whose coefficients are known.
+    """Second pass over rows whose coefficients are known; those of rows with a set are 0 here.
 
     Args:
         out: where the gradients go; ``None``: over the logits.
         only: uint8 ``[N]``, the rows it is about; ``None``: all.
     """
+    if only is None and call.sets is not None:
+        coefficients = coefficients.without(call.sets.present)
     arguments = call.label_columns, found.stats, found.entropy, *coefficients, only, *call.transform
     if out is None:
         ops_of(call.backend).row_gradient_(logits, *arguments)
@@ -126,22 +147,32 @@ def loss_of_logits(
     """Row pass, search, loss, and the gradient of the rows that were undecided.
 
     With a shard of the vocabulary every row is: its gradient needs the sums of the other ranks.
-    With given bounds, and all of the vocabulary, none is.
+    With given bounds, and all of the vocabulary, none is. The values of sets are gathered before
+    their rows of logits become zeros, among which the gradients are scattered at the end.
     """
     rows = as_rows(logits)
-    dlogits = out = undecided = None
+    dlogits = out = undecided = undecided_sets = None
+    values = None if call.sets is None else sets.gathered(call, rows)
     if inplace:
         dlogits = logits
     elif needs_gradient:
         dlogits = empty_gradient(logits)
         out = as_rows(dlogits)
     if dlogits is None or call.shard is not None:
-        found = row_statistics(call, rows)
+        found = row_statistics(call, rows, values)
     else:
-        found, undecided = row_pass(call, rows, out)
+        found, undecided = row_pass(call.without_sets(), rows, out)
+        if values is not None:
+            undecided_sets = sets.both_passes(call, values, found)
     output, coefficients = loss_of_log_probs(call, found.log_probs, found.entropy)
-    if dlogits is not None and (call.bounds is None or call.shard is not None):
+    if dlogits is None:
+        return output, None
+    if call.bounds is None or call.shard is not None:
         row_gradient(call, rows, found, coefficients, out, undecided)
+        if values is not None:
+            sets.to_gradient(call, values, found, coefficients, undecided_sets)
+    if values is not None:
+        sets.scatter(call, values, rows if out is None else out)
     return output, dlogits
 
 
@@ -162,6 +193,8 @@ def loss_of_log_probs(
     loss = metrics.pop("loss")
     if call.statistics == "all":
         del metrics["live_tokens"]
+    if call.sets is not None:
+        metrics["label_outside_mask"] = call.sets.labels_outside(call.unmasked)
     shown = outputs.unbind()
     entropy = None if entropy is None else shown[1]
     return BAPOOutput(loss, shown[0], entropy, ClipBounds(*bounds.unbind()), metrics), coefficients

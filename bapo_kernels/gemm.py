@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from . import sets
 from .distributed import VocabShard
 from .memory import OF_CHUNKS, OF_SUMS, OF_WEIGHTS
+
+if TYPE_CHECKING:
+    from .call import Call
 
 CHUNK_BYTES = 2**30
 SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks are added up
@@ -161,6 +166,20 @@ class HeadGradients:
             _add_in_float32(self.weight, dlogits.T, h, first)
         else:
             self._add_weight_in_parts(h, dlogits, first)
+
+    def add_sets(self, call: Call, dvalues: Tensor) -> None:
+        """The gradients of weight and bias of the rows with a sampling mask."""
+        dweight, h = self.weight, self.head.hidden
+        if self.needs_weight and dweight is None:
+            dtype = torch.float32 if self.head.trains_float32 else h.dtype
+            dweight = OF_WEIGHTS.empty(self.head.weight.shape, dtype, h.device)
+        elif not self.needs_weight and self.bias is not None:
+            dweight = h.new_empty(self.bias.numel(), 0)  # the kernel of both makes the bias alone
+        if dweight is not None:
+            add = self.weight is not None
+            sets.add_weight_gradient(call, dvalues, self.head, add, dweight, self.bias)
+        if self.needs_weight:
+            self.weight = dweight
 
     def _add_weight_in_parts(self, h: Tensor, dlogits: Tensor, first: bool) -> None:
         """Where no product adds to float32: a part of it while it is in the cache.

@@ -19,6 +19,7 @@ from .checks import (
 )
 from .config import BAPOConfig
 from .output import ClipBounds
+from .sampling_mask import SamplingMask
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -91,6 +92,18 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> 
     widens = logits_dtype == torch.float32 and dtype != torch.float64
     require(logits_dtype in (None, dtype) or widens, "logits_dtype", rule, logits_dtype)
     return logits_dtype or dtype
+
+
+def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:
+    """``None``, or a set for each of the labels, on their device."""
+    if mask is None:
+        return
+    rule = "be None or a SamplingMask"
+    require(isinstance(mask, SamplingMask), "sampling_mask", rule, type(mask).__name__)
+    template = "have {} rows, as many as labels {} have entries"
+    rule_of_rows = template, labels.numel(), labels.shape
+    require(len(mask) == labels.numel(), "sampling_mask", rule_of_rows, len(mask))
+    check_device("sampling_mask", mask.token_ids, labels, "labels")
 
 
 def check_inplace(logits: Tensor) -> None:

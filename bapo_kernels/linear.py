@@ -26,11 +26,13 @@ from .inputs import (
     check_head,
     check_logits_dtype,
     check_options,
+    check_sampling_mask,
     checked_temperature,
     config_or_default,
     gemm_dtype,
 )
 from .output import BAPOOutput, ClipBounds
+from .sampling_mask import SamplingMask
 
 
 def bapo_linear_loss(
@@ -45,6 +47,7 @@ def bapo_linear_loss(
     config: BAPOConfig | None = None,
     bounds: ClipBounds | tuple[float, float] | None = None,
     temperature: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -75,6 +78,9 @@ def bapo_linear_loss(
             (slow, for checks).
         lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
         bias: ``[V]``.
+        sampling_mask: as in :func:`bapo_loss`. The logits of a set are dot products with its rows
+            of the head, in float32 whatever ``logits_dtype``: ``2*K*H`` operations in forward and
+            twice that in backward for ``K`` ids in all, and never a row of ``V`` logits.
         chunk_tokens: at most that many rows of logits exist at a time; default: 1 GiB of them.
             Chunks are equal, and as few as possible. There is one where it takes no more memory
             than several, which need a float32 sum of the weight's gradient (in half precision, up
@@ -116,13 +122,16 @@ def bapo_linear_loss(
         dp_size=dp_size,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    check_sampling_mask(sampling_mask, labels)
     check_options(statistics, process_group, vocab_group)
     weight, bias, dtype, logits_dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
     batch = old_log_probs, advantages, response_mask
     columns = weight.shape[0]
-    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
+    of_logits: Any = dict(
+        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
+    )
     call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
     if backend == "reference":
         return reference.bapo_linear_loss(
@@ -161,6 +170,7 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
+    sampling_mask: SamplingMask | None = None,
     return_entropy: bool = True,
     vocab_group: dist.ProcessGroup | None = None,
     backend: str | None = None,
@@ -191,6 +201,7 @@ def linear_log_probs(
         final_logit_softcapping=final_logit_softcapping,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    check_sampling_mask(sampling_mask, labels)
     check_group("vocab_group", vocab_group)
     of_tokens = None
     if isinstance(temperature, Tensor):
@@ -207,12 +218,15 @@ def linear_log_probs(
             temperature=temperature,
             logit_scale=logit_scale,
             final_logit_softcapping=final_logit_softcapping,
+            sampling_mask=sampling_mask,
             return_entropy=return_entropy,
             vocab_group=vocab_group,
             logits_dtype=logits_dtype,
         )
-    shard = VocabShard.of(weight.shape[0], labels, vocab_group)
-    call = log_probs_call(labels, config, backend, shard, of_tokens)
+    columns = weight.shape[0]
+    shard = VocabShard.of(columns, labels, vocab_group)
+    of_logits: Any = dict(columns=columns, sampling_mask=sampling_mask)
+    call = log_probs_call(labels, config, backend, shard, of_tokens, **of_logits)
     parameters = hidden_states, weight, bias
     of_log_probs = _makes_of_log_probs(_needs(*parameters), dtype)
     logp, entropy = LinearLogProbs.apply(

@@ -64,6 +64,8 @@ class BAPOOutput(NamedTuple):
             bounds. A share is 0 where both masses are 0. ``bapo_saturated`` is 1 if the tested
             quantity stays below the target.
             ``live_tokens`` counts the tokens that the means cover with ``statistics="live"``.
+            ``label_outside_mask``, there with a ``sampling_mask``, counts the unmasked tokens whose
+            label is not in the set of its row.
 
     Examples:
         >>> out = bapo_loss(torch.zeros(2, 4), torch.tensor([3, -100]), None, torch.ones(2))

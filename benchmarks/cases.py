@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_kernels import BAPOConfig, reference
+from bapo_kernels import BAPOConfig, SamplingMask, reference
 from bapo_kernels.row_classes import row_classes
+
+from .sets import Places, labels_in, sampling_mask
 
 Level = Literal["logits", "hidden"]  # what a method starts from
 SEQUENCES = 8
@@ -23,6 +26,8 @@ IDLE_SHARE = 0.4  # of the sequences: prompts whose answers all have the same re
 MIXED_IDLE = [1, 5, 7]  # sequences that hold 40 % of the unmasked tokens
 MIXED_UNDECIDED = 0.03  # of the rows
 HEAD = "head"  # the sweep over the forms of the head
+# The sweep over sampling masks, and the same loss over the whole vocabulary.
+SAMPLING_MASK, WHOLE_VOCABULARY = "sampling mask", "no sampling mask"
 
 
 class Model(NamedTuple):
@@ -52,6 +57,7 @@ class Case:
     ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs. The layout ``mixed``
     is the data of the targets: 25 % of the tokens are masked, 40 % of the others have no advantage,
     and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
+    Every token of the sweep ``SAMPLING_MASK`` has a set.
     """
 
     level: Literal["logits", "hidden", "tokens"]
@@ -89,8 +95,12 @@ class Case:
     def title(self) -> str:
         """One line for tables and for ``--case``."""
         sizes = f"N = {self.N:,}, V = {self.V:,}, {self.dtype}"
-        head = f", {'frozen' if self.frozen else 'trained'} head" if self.sweep == HEAD else ""
-        source = f"{self.task} from {self.level}{head}"
+        form = ""
+        if self.sweep == HEAD:
+            form = f", {'frozen' if self.frozen else 'trained'} head"
+        elif self.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
+            form = f", {self.sweep}{', frozen' if self.frozen else ''}"
+        source = f"{self.task} from {self.level}{form}"
         return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
 
     def shrunk(self) -> Case:
@@ -108,7 +118,8 @@ class Batch:
 
     ``inputs`` are ``(logits,)`` or ``(hidden_states, lm_head_weight)``, leaves that require a
     gradient, except for a frozen weight. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, or
-    ``[N]`` if packed. ``unmasked`` and ``active`` are numbers of rows.
+    ``[N]`` if packed. ``unmasked`` and ``active`` are numbers of rows. ``sampling_mask`` is None
+    except in the sweep over these; its sets have the labels, and ``old`` is of its distribution.
     """
 
     def __init__(self, case: Case, device: str) -> None:
@@ -130,7 +141,12 @@ class Batch:
         elif case.level == "hidden":
             weight = normal(case.V, case.H, scale=3.0 * case.H**-0.5)
             self.inputs = (normal(*shape, case.H, scale=1.0), weight)
-        self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
+        self.sampling_mask: SamplingMask | None = None
+        if case.sweep == SAMPLING_MASK:
+            self.sampling_mask = sampling_mask(case.N, case.V, g)
+            self.labels = labels_in(self.sampling_mask, g).view(shape)
+        else:
+            self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
         noise = torch.randn(shape, generator=g, device=device)
         if case.level == "tokens":
             self.logp = -3 * torch.rand(shape, generator=g, device=device)
@@ -161,6 +177,7 @@ class Batch:
         self.unmasked, self.active = int(unmasked.sum()), int((unmasked & (self.A != 0)).sum())
         self._overwritable: Batch | None = None
         self._padded: Tensor | None = None
+        self._places: Places | None = None
         for leaf in self.inputs[:1] if case.frozen else self.inputs:
             leaf.requires_grad_()
 
@@ -169,10 +186,12 @@ class Batch:
         rows, *weight = (leaf.detach().to(logits_dtype) for leaf in self.inputs)
         rows = rows.flatten(0, -2)
         logp = torch.empty(self.labels.shape, device=self.device)
-        parts = (t.split(256) for t in (rows, self.labels.flatten(), logp.view(-1)))
-        for part, labels, out in zip(*parts, strict=True):
-            logits = F.linear(part, *weight) if weight else part
-            out.copy_(reference.log_probs(logits, labels)[0])
+        for first in range(0, self.case.N, 256):
+            part = slice(first, first + 256)
+            logits = F.linear(rows[part], *weight) if weight else rows[part]
+            mask = None if self.sampling_mask is None else self.sampling_mask[part]
+            labels = self.labels.flatten()[part]
+            logp.view(-1)[part] = reference.log_probs(logits, labels, sampling_mask=mask)[0]
         return logp
 
     def _leave_undecided(self, count: int) -> None:
@@ -230,8 +249,18 @@ class Batch:
             self._padded = padded.requires_grad_()
         return self._padded
 
+    def places(self) -> Places:
+        """Of the ids of the sampling mask; made once."""
+        if self._places is None:
+            assert self.sampling_mask is not None
+            self._places = Places.of(self.sampling_mask, self.labels.flatten())
+        return self._places
+
     def shares(self) -> dict[str, float]:
-        """Shares of the rows, the search done: unmasked, active, undecided, with a gradient."""
+        """Shares of the rows, the search done: unmasked, active, undecided, with a gradient.
+
+        With a sampling mask also ``allowed``, the share of the logits that is in a set.
+        """
         tokens = self.logp, self.old, self.A, self.mask
         config = self.case.config
         bounds = reference.find_clip_bounds(*tokens, config=config)
@@ -242,15 +271,19 @@ class Batch:
             "undecided": classes.undecided,
             "gradient": row_classes(*tokens, config, bounds).kept,
         }
-        return {name: mask.double().mean().item() for name, mask in rows.items()}
+        shares = {name: mask.double().mean().item() for name, mask in rows.items()}
+        if self.sampling_mask is not None:
+            shares["allowed"] = len(self.sampling_mask.token_ids) / (self.case.N * self.case.V)
+        return shares
 
 
 def cpu_suite() -> Iterator[Case]:
-    """The suite for two cores, about fifty minutes."""
+    """The suite for two cores, about an hour."""
     small = ("Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-20b")
     many = Case("hidden", "loss", "any", 8_192, 151_936, 128, sweep="many tokens")
     yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
     yield from _forms_of_the_head("Qwen3-0.6B", 512)
+    yield from _sampling_masks("Qwen3-0.6B", 512)
 
 
 def gpu_suite() -> Iterator[Case]:
@@ -260,6 +293,7 @@ def gpu_suite() -> Iterator[Case]:
     many = Case.of("hidden", "loss", "Qwen3-8B", 131_072, sweep="many tokens")
     yield from _suite(large, {"logits": 8_192, "hidden": 8_192}, sweep, many)
     yield from _forms_of_the_head("Qwen3-8B", 8_192)
+    yield from _sampling_masks("Qwen3-8B", 8_192)
 
 
 def _suite(
@@ -293,3 +327,12 @@ def _forms_of_the_head(model: str, N: int) -> Iterator[Case]:
         yield replace(case, frozen=True)
         if dtype == "bfloat16":
             yield replace(case, layout="zero advantage")
+
+
+def _sampling_masks(model: str, N: int) -> Iterator[Case]:
+    sweeps = SAMPLING_MASK, WHOLE_VOCABULARY
+    for dtype, sweep in itertools.product(("bfloat16", "float32"), sweeps):
+        options = {"dtype": dtype, "sweep": sweep}
+        yield Case.of("logits", "loss", model, N, **options)
+        yield Case.of("hidden", "loss", model, N, **options)
+        yield Case.of("hidden", "loss", model, N, **options, frozen=True)

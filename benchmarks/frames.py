@@ -6,24 +6,36 @@ from pathlib import Path
 
 import pandas as pd
 
-from .cases import HEAD
+from .cases import HEAD, SAMPLING_MASK, WHOLE_VOCABULARY
 from .records import RESULTS, load
 
 CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep", "frozen"]
 
 
 def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
-    """The last record of each method and case on a device, without the forms of the head."""
+    """The last record of each method and case on a device, without sweeps that have a section."""
     frame = _last_records(device, folder)
-    return frame if frame.empty else frame[frame.sweep != HEAD].reset_index(drop=True)
+    if frame.empty:
+        return frame
+    apart = frame.sweep.isin([HEAD, SAMPLING_MASK, WHOLE_VOCABULARY])
+    return frame[~apart].reset_index(drop=True)
 
 
 def forms_of_the_head(device: str, folder: Path = RESULTS) -> pd.DataFrame:
     """The last record of each method in that sweep, where it was measured."""
+    return _measured_in([HEAD], device, folder)
+
+
+def sampling_masks(device: str, folder: Path = RESULTS) -> pd.DataFrame:
+    """The last record of each method with a sampling mask and without, where it was measured."""
+    return _measured_in([SAMPLING_MASK, WHOLE_VOCABULARY], device, folder)
+
+
+def _measured_in(sweeps: list[str], device: str, folder: Path) -> pd.DataFrame:
     frame = _last_records(device, folder)
     if frame.empty:
         return frame
-    mine = (frame.sweep == HEAD) & (frame.status == "measured")
+    mine = frame.sweep.isin(sweeps) & (frame.status == "measured")
     return frame[mine].reset_index(drop=True)
 
 

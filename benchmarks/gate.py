@@ -36,9 +36,10 @@ def truth(batch: Batch) -> Step:
     if case.task == "log_probs":
         function = reference.log_probs if at_logits else reference.linear_log_probs
         with torch.no_grad():
-            return function(*leaves, batch.labels)[0], ()
+            return function(*leaves, batch.labels, sampling_mask=batch.sampling_mask)[0], ()
     loss = reference.bapo_loss if at_logits else reference.bapo_linear_loss
-    out = loss(*leaves, *batch.rest, **batch.options)
+    options = batch.options | {"sampling_mask": batch.sampling_mask}
+    out = loss(*leaves, *batch.rest, **options)
     out.loss.backward()
     return out.loss.detach(), tuple(leaf.grad for leaf in leaves)
 

@@ -31,6 +31,7 @@ DRIVERS=build/driver
 LOGITS="loss from logits, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
 HIDDEN="loss from hidden, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
 HEAD="head, Qwen3-8B" # trained and frozen
+MASK="sampling mask"  # and none
 TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_probs.py
   tests/test_search.py tests/test_autograd.py tests/test_misuse.py tests/test_numerics.py
   tests/test_errors.py tests/test_benchmarks.py tests/test_cli.py tests/test_fuzz.py)
@@ -40,7 +41,7 @@ PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
 if [[ $DEVICE == cpu ]]; then
   LOGITS="search from tokens, at the starting bounds, N = 8,192"
   HIDDEN="search from tokens, at the maximum bounds, N = 8,192"
-  HEAD=$LOGITS
+  HEAD=$LOGITS MASK=$LOGITS
   TESTS=(tests/test_log_probs.py)
   WORKERS=0
   TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)
@@ -87,6 +88,7 @@ define_stages() {
   stage baselines_logits 70 "right:any" "baselines logits" "records"
   stage baselines_hidden 70 "right:any" "baselines hidden" "records"
   stage forms_of_head 120 "right:any" "baselines head" "records"
+  stage sampling_mask 200 "right:any" "baselines mask" "records"
   stage shapes 200 "right:any" "shapes" "records"
   stage validate 150 "right:any" "validate" "validate.jsonl"
 }
@@ -205,6 +207,7 @@ baselines() {
   local folder=$PWD/build/baselines case=$LOGITS
   [[ $1 != hidden ]] || case=$HIDDEN
   [[ $1 != head ]] || case=$HEAD
+  [[ $1 != mask ]] || case=$MASK
   if compgen -G "$WHEELS/*.whl" >/dev/null && [[ ! -d $folder ]]; then
     $PYTHON -m pip install -q --no-index --no-deps --no-compile --target "$folder" "$WHEELS"/*.whl
   fi

@@ -11,10 +11,11 @@ from typing import Any
 import pandas as pd
 
 from . import scaling
-from .frames import forms_of_the_head, latest, plain_losses
+from .frames import forms_of_the_head, latest, plain_losses, sampling_masks
+from .mask_tables import of_masks
 from .plot import FIGURES, LEVELS, YARDSTICKS
 from .records import RESULTS, load
-from .tables import markdown, number
+from .tables import machine, markdown, number
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -41,6 +42,7 @@ python -m benchmarks run                       # every method on every case, on 
 python -m benchmarks run --device cuda         # on a GPU
 python -m benchmarks run --only bapo_kernels --case "loss from logits, Qwen3"
 python -m benchmarks run --case head           # the forms of the head
+python -m benchmarks run --case "sampling mask"
 pytest benchmarks/test_cpu.py                  # our CPU cases as pytest-benchmark
 ```
 
@@ -102,6 +104,9 @@ def page() -> str:
         forms = forms_of_the_head(device)
         if not forms.empty:
             sections.append("\n".join(of_forms(device, forms)))
+        masks = sampling_masks(device)
+        if not masks.empty:
+            sections.append("\n".join(of_masks(NAMES[device], masks)))
     sections.append("\n".join(others()))
     return "\n".join(sections).rstrip() + "\n"
 
@@ -109,7 +114,7 @@ def page() -> str:
 def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
     """The section of a device."""
     yield f"## {NAMES[device]}\n"
-    yield _machine(frame) + "\n"
+    yield machine(frame) + "\n"
     products = frame[frame.method == YARDSTICKS["hidden"]]
     if "product_flops" not in products or products.product_flops.isna().any():
         yield OLDER
@@ -169,7 +174,7 @@ def of_forms(device: str, frame: pd.DataFrame) -> Iterator[str]:
     """The section on the forms of the head: a table per dtype."""
     first = frame.iloc[0]
     yield f"### Forms of the head, {NAMES[device]}\n"
-    yield FORMS.format(N=first.N, H=first.H, V=first.V, machine=_machine(frame))
+    yield FORMS.format(N=first.N, H=first.H, V=first.V, machine=machine(frame))
     for dtype, of_dtype in frame.groupby("dtype", sort=False):
         yield f"{dtype}:\n"
         yield form_table(of_dtype) + "\n"
@@ -257,7 +262,7 @@ def readme_block() -> str:
         frame = latest(device)
         if frame.empty:
             continue
-        machine = _machine(frame)
+        of_machine = machine(frame)
         searches = frame[(frame.task == "search") & (frame.status == "measured")]
         frame = plain_losses(frame[frame.sweep.isna()])
         for level, words in LEVELS.items():
@@ -274,7 +279,7 @@ def readme_block() -> str:
         ours, loop = (number(times[method]) for method in ("bapo_kernels", "the paper's loop"))
         lines.append(
             f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
-            f"[All benchmarks](docs/benchmarks.md).\n\n{machine}"
+            f"[All benchmarks](docs/benchmarks.md).\n\n{of_machine}"
         )
     return "\n".join(lines)
 
@@ -292,24 +297,3 @@ def _error(value: float) -> str:
 def _heads(frame: pd.DataFrame) -> dict[Any, str]:
     sizes = frame.drop_duplicates("model").set_index("model")
     return {model: f"{model} ({row.V:,} x {row.H:,})" for model, row in sizes.iterrows()}
-
-
-def _machine(frame: pd.DataFrame) -> str:
-    last = frame.iloc[-1]
-    versions = frame[["method", "version"]].dropna().drop_duplicates("version", keep="last")
-    packages = sorted({f"{method.split()[0].split(',')[0]} {v}" for method, v in versions.values})
-    return (
-        f"{last.machine}, {last.threads} threads, torch {last.torch}, {', '.join(packages)}; "
-        f"{_commits(frame)}."
-    )
-
-
-def _commits(frame: pd.DataFrame) -> str:
-    """The commit of most records, then the other commits with the tasks measured at them."""
-    first, *others = frame["commit"].value_counts().index
-    words = [f"commit {first}, {frame[frame['commit'] == first].date.max()[:10]}"]
-    for commit in others:
-        of_commit = frame[frame["commit"] == commit]
-        tasks = ", ".join(of_commit.task.unique())
-        words.append(f"{tasks}: commit {commit}, {of_commit.date.max()[:10]}")
-    return "; ".join(words)

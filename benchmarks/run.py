@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import gate
-from .cases import HEAD, Batch, Case
+from .cases import HEAD, SAMPLING_MASK, Batch, Case
 from .floor import Floor, floor
 from .methods import Method, methods
 from .records import Record
@@ -169,11 +169,12 @@ def _ready(
         prepare()
     dtype = gate.logits_dtype(method, case)
     gate.check_value(call(), expected(dtype), batch, dtype)  # also compiles, tunes and warms up
+    gradients = sum(leaf.grad.nbytes for leaf in own.inputs if leaf.grad is not None)
     own.release()
     # From hidden states the number of counted rows is read on the host.
     timed = Timed(call, prepare, graph=method.backend is not None and case.level == "logits")
-    errors = {"value_error": value_error, "gradient_error": gradient_error}
-    return timed, errors | clock.costs(call)._asdict()
+    facts = {"value_error": value_error, "gradient_error": gradient_error}
+    return timed, facts | {"gradient_bytes": gradients} | clock.costs(call)._asdict()
 
 
 def _call(method: Method, batch: Batch) -> Call:
@@ -218,15 +219,17 @@ def _yardsticks(batch: Batch) -> dict[str, tuple[Floor, Call]]:
     """A copy of the logits, or the bare matrix products; rates are relative to the first.
 
     They write to memory that previous calls have touched. A frozen head needs two products, a
-    trained one three.
+    trained one three. With a sampling mask no product is of whole matrices: the yardsticks are a
+    copy, of the head from hidden states, and zeros over the logits.
     """
     case = batch.case
     inputs = [leaf.detach() for leaf in batch.inputs]
     found: dict[str, tuple[Floor, Call]] = {}
-    if case.level == "logits":
-        other = torch.empty_like(inputs[0])
-        need = Floor(2.0 * other.numel() * other.element_size(), 0.0)
-        found["copy"] = need, lambda: other.copy_(inputs[0])
+    if case.level == "logits" or case.sweep == SAMPLING_MASK:
+        other = torch.empty_like(inputs[-1])
+        found["copy"] = Floor(2.0 * other.nbytes, 0.0), lambda: other.copy_(inputs[-1])
+        if case.level == "logits" and case.sweep == SAMPLING_MASK:
+            found["zeros"] = Floor(float(other.nbytes), 0.0), other.zero_
     elif case.level == "hidden":
         hidden, weight = inputs[0].flatten(0, -2), inputs[1]
         most = min(case.N, 8_192)  # the logits of all rows might not fit

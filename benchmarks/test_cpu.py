@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from . import gate
-from .cases import Batch, Case
+from .cases import SAMPLING_MASK, Batch, Case
 from .methods import ours
 
 LOGITS = Case.of("logits", "loss", "Qwen3-0.6B", 128)
@@ -20,6 +20,8 @@ CASES = [
     Case.of("logits", "log_probs", "Qwen3-0.6B", 128),
     HIDDEN,
     Case.of("hidden", "loss", "Qwen3-0.6B", 64, layout="zero advantage"),
+    Case.of("logits", "loss", "Qwen3-0.6B", 128, sweep=SAMPLING_MASK),
+    Case.of("hidden", "loss", "Qwen3-0.6B", 64, sweep=SAMPLING_MASK),
     Case(
         "tokens", "search", "at the maximum bounds", 1_048_576, 1, 1, "float32", data="very stale"
     ),

@@ -1,13 +1,13 @@
 // Registers the CPU kernels.
 
-#include "binding.h"
-
 #include <atomic>
 #include <string>
 #include <vector>
 
+#include "binding_sets.h"
 #include "launch.h"
 #include "prepare.h"
+#include "sets.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -31,31 +31,38 @@ std::string instruction_set(std::string name) {
 }
 
 // Large pages make the first touch of a fresh gradient several times cheaper.
-void advise_large_pages([[maybe_unused]] const LogitRows& rows) {
+void advise_large_pages([[maybe_unused]] void* gradient, [[maybe_unused]] int64_t elements,
+                        [[maybe_unused]] DType dtype) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    if (rows.grad == nullptr || rows.grad == rows.logits) return;
     constexpr uintptr_t kPage = uintptr_t{1} << 21;
-    const uintptr_t element = rows.dtype == DType::kFloat32 ? 4 : 2;
-    const auto address = reinterpret_cast<uintptr_t>(rows.grad);
-    const uintptr_t bytes = (uintptr_t)(rows.batches * rows.rows * rows.vocab) * element;
+    const uintptr_t element = dtype == DType::kFloat32 ? 4 : 2;
+    const auto address = reinterpret_cast<uintptr_t>(gradient);
     const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
-    const uintptr_t end = (address + bytes) / kPage * kPage;
+    const uintptr_t end = (address + (uintptr_t)elements * element) / kPage * kPage;
     if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
+void advise_large_pages(const LogitRows& rows) {
+    if (rows.grad == nullptr || rows.grad == rows.logits) return;
+    advise_large_pages(rows.grad, rows.count() * rows.vocab, rows.dtype);
+}
 
+// kernel(params, queue) on all threads, which share the rows.
 template <typename Params>
-void run_rows(const Params& params,
-              void (*cpu::RowKernels::*kernel)(const Params&, cpu::RowQueue&)) {
-    const int64_t count = params.rows.batches * params.rows.rows;
+void run_queue(int64_t count, const Params& params, void (*kernel)(const Params&, cpu::RowQueue&)) {
     const int64_t threads = torch::stable::get_num_threads();
     constexpr int64_t kGrainsPerThread = 8;
     const int64_t grain = count / (threads * kGrainsPerThread);
     cpu::RowQueue queue{count, grain > 0 ? grain : 1};
-    torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
-        (kernels_in_use.load()->*kernel)(params, queue);
-    });
+    torch::stable::parallel_for(0, threads < count ? threads : count, 1,
+                                [&](int64_t, int64_t) { kernel(params, queue); });
 }
+template <typename Params>
+void run_rows(const Params& params,
+              void (*cpu::RowKernels::*kernel)(const Params&, cpu::RowQueue&)) {
+    run_queue(params.rows.count(), params, kernels_in_use.load()->*kernel);
+}
+const cpu::SetKernels& set_kernels() { return kernels_in_use.load()->sets; }
 
 int64_t chunks_of(int64_t count) {
     return (count + cpu::kTokensPerChunk - 1) / cpu::kTokensPerChunk;
@@ -112,11 +119,46 @@ struct Cpu {
                    [&](int64_t chunk) { cpu::policy_chunk(params, chunk, partials[chunk]); });
         cpu::policy_reduce(params, partials.data(), chunks);
     }
+
+    static void find_labels(const FindLabelsParams& params, const Tensor&) {
+        run_chunks(params.sets.rows, [&](int64_t chunk) { cpu::find_labels_chunk(params, chunk); });
+    }
+    static void gather_sets(const MoveSetsParams& params, const Tensor&) {
+        run_queue(params.sets.rows, params, set_kernels().gather);
+    }
+    static void scatter_sets(const MoveSetsParams& params, const Tensor&) {
+        run_queue(params.sets.rows, params, set_kernels().scatter);
+    }
+    static void multiply_sets(const MultiplySetsParams& params, const Tensor&) {
+        run_queue(params.sets.rows, params, set_kernels().multiply);
+    }
+    static void sets_pass(const SetPassParams& params, const Tensor&) {
+        run_queue(params.sets.rows, params, set_kernels().pass);
+    }
+    static void head_sets_pass(const HeadSetPassParams& params, const Tensor&) {
+        run_queue(params.sets.sets.rows, params, set_kernels().head_pass);
+    }
+    static void sets_gradient(const SetGradientParams& params, const Tensor&) {
+        run_queue(params.sets.rows, params, set_kernels().gradient);
+    }
+    static void sets_dhidden(const SetHiddenGradientParams& params, const Tensor&) {
+        run_queue(params.sets.rows, params, set_kernels().dhidden);
+    }
+    static void sets_dweight(const SetWeightGradientParams& params, const Tensor&) {
+        const Matrix& dweight = params.dweight;
+        if (!params.add) {
+            advise_large_pages(dweight.data, dweight.rows * dweight.columns, dweight.dtype);
+        }
+        run_queue(dweight.rows, params, set_kernels().dweight);
+    }
 };
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(bapo_kernels, CPU, m) { binding::register_operators<Cpu>(m); }
+STABLE_TORCH_LIBRARY_IMPL(bapo_kernels, CPU, m) {
+    binding::register_operators<Cpu>(m);
+    binding::register_operators_on_sets<Cpu>(m);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels, CompositeExplicitAutograd, m) {
     m.impl("instruction_set", TORCH_BOX(&instruction_set));

@@ -22,6 +22,15 @@ inline Matrix matrix_of(const Arguments& args, const Tensor& tensor, int64_t row
     return {row_dtype(tensor), rows, columns, tensor.data_ptr(), tensor.stride(0)};
 }
 
+// Kernels write in the dtype that they read, or in float32.
+inline Matrix gradient_of(const Arguments& args, const Tensor& tensor, const Matrix& read,
+                          int64_t rows, int64_t columns, const char* name) {
+    const Matrix gradient = matrix_of(args, tensor, rows, columns, name);
+    STD_TORCH_CHECK(gradient.dtype == read.dtype || gradient.dtype == DType::kFloat32, name,
+                    " must have the dtype of its operand, or float32");
+    return gradient;
+}
+
 inline Columns columns_of(const Arguments& args, int64_t count, const OptionalTensor& shard) {
     return {count, args.data<int64_t>(shard, 2, "shard")};
 }
@@ -156,7 +165,8 @@ void head_sets_pass(Tensor hidden, Tensor weight, OptionalTensor bias, Tensor to
                policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef), undecided);
     const int64_t N = params.sets.sets.rows;
     params.head = head_of(args, hidden, weight, bias, N);
-    params.dhidden = matrix_of(args, dhidden, N, params.head.hidden.columns, "dhidden");
+    params.dhidden =
+        gradient_of(args, dhidden, params.head.hidden, N, params.head.hidden.columns, "dhidden");
     Backend::head_sets_pass(params, hidden);
 }
 
@@ -201,7 +211,7 @@ void sets_dhidden(Tensor dvalues, Tensor weight, Tensor token_ids, Tensor offset
     params.columns = columns_of(args, V, shard);
     params.dvalues = args.data<float>(dvalues, params.sets.count, "dvalues");
     params.only = args.data<uint8_t>(only, N, "only");
-    params.dhidden = matrix_of(args, dhidden, N, H, "dhidden");
+    params.dhidden = gradient_of(args, dhidden, params.weight, N, H, "dhidden");
     Backend::sets_dhidden(params, dvalues);
 }
 
@@ -219,7 +229,7 @@ void sets_dweight(Tensor dvalues, Tensor hidden, Tensor order, Tensor rows, Tens
     params.rows = args.data<int32_t>(rows, params.count, "rows");
     params.segments = args.data<int64_t>(segments, V + 1, "segments");
     params.add = add;
-    params.dweight = matrix_of(args, dweight, V, H, "dweight");
+    params.dweight = gradient_of(args, dweight, params.hidden, V, H, "dweight");
     params.dbias = args.data<float>(dbias, V, "dbias");
     Backend::sets_dweight(params, dvalues);
 }

@@ -18,10 +18,23 @@ struct RowQueue {
     std::atomic<int64_t> next{0};
 };
 
+// Of rows with a sampling mask; sets_dweight takes columns.
+struct SetKernels {
+    void (*gather)(const MoveSetsParams&, RowQueue&);
+    void (*scatter)(const MoveSetsParams&, RowQueue&);
+    void (*multiply)(const MultiplySetsParams&, RowQueue&);
+    void (*pass)(const SetPassParams&, RowQueue&);
+    void (*head_pass)(const HeadSetPassParams&, RowQueue&);
+    void (*gradient)(const SetGradientParams&, RowQueue&);
+    void (*dhidden)(const SetHiddenGradientParams&, RowQueue&);
+    void (*dweight)(const SetWeightGradientParams&, RowQueue&);
+};
+
 struct RowKernels {
     const char* isa;
     void (*row_pass)(const RowPassParams&, RowQueue&);
     void (*row_gradient)(const RowGradientParams&, RowQueue&);
+    const SetKernels& sets;
 };
 // The widest instruction set that this processor has; or by name, null if it cannot run here.
 const RowKernels& row_kernels();
@@ -33,6 +46,8 @@ constexpr int64_t kTokensPerChunk = 4096;
 void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_sequences);
 void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
                    const int64_t* of_sequences);
+
+void find_labels_chunk(const FindLabelsParams& params, int64_t chunk);
 
 // Bins of both grids of one chunk of tokens, lower side first.
 int64_t contribution_bins(const ContributionParams& params);

@@ -7,7 +7,7 @@
 
 namespace bapo {
 
-// The positions of labels that are in no place of their set.
+// The positions of labels that are not in their set.
 constexpr int64_t kOutsideOfSet = -1;
 constexpr int64_t kNoToken = -2;
 
@@ -42,9 +42,8 @@ BAPO_HD int64_t column_of(const Sets& sets, const Columns& columns, const SetOfR
 // What stands for the logit of an id that has no column here.
 BAPO_HD float value_without_column(int64_t column) { return column == kBrokenId ? NAN : -INFINITY; }
 
-BAPO_HD int64_t position_of_label(const FindLabelsParams& params, int64_t row) {
-    const int64_t label = params.labels[row];
-    const SetOfRow set = set_of(params.sets, row);
+BAPO_HD int64_t position_of_label(const FindLabelsParams& params, const SetOfRow& set,
+                                  int64_t label) {
     if (label < 0 || label >= params.vocab || set.broken) return kNoToken;
     int64_t low = 0, count = set.size;
     while (count > 0) {
@@ -56,9 +55,15 @@ BAPO_HD int64_t position_of_label(const FindLabelsParams& params, int64_t row) {
     const bool found = low < set.size && params.sets.token_ids[set.begin + low] == label;
     return found ? low : kOutsideOfSet;
 }
+// Of a row that has a set.
+BAPO_HD void find_label(const FindLabelsParams& params, int64_t row) {
+    const SetOfRow set = set_of(params.sets, row);
+    if (set.absent()) return;
+    params.positions[row] = position_of_label(params, set, params.labels[row]);
+}
 
-// The log-prob of a label that has no place in its set.
-BAPO_HD double log_prob_without_place(int64_t position) {
+// The log-prob of a label that has no position in its set.
+BAPO_HD double log_prob_without_position(int64_t position) {
     return position == kOutsideOfSet ? -(double)INFINITY : (double)NAN;
 }
 

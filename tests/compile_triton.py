@@ -22,7 +22,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from bapo_kernels.backends.triton import policy, prepare, row_gradient, row_pass, search
+from bapo_kernels.backends.triton import (
+    head_sets,
+    policy,
+    prepare,
+    row_gradient,
+    row_pass,
+    search,
+    sets,
+)
 from bapo_kernels.backends.triton.kernel import Kernel
 from bapo_kernels.output import REPORT
 
@@ -33,7 +41,7 @@ TARGETS = {
     "hip:gfx942": GPUTarget("hip", "gfx942", 64),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-V = 151_936
+V, H = 151_936, 4_096
 # More than 2 GB, as real logits are: AMD GPUs address smaller tensors in another way. The memory is
 # never touched.
 N = 9_000
@@ -90,8 +98,8 @@ class Compiled:
 
 
 def one_element_further(value: object) -> object:
-    """A tensor that is not 16-byte aligned instead of every tensor but the rows."""
-    if not isinstance(value, torch.Tensor) or value.shape[-1:] == (V,):
+    """A tensor that is not 16-byte aligned instead of every tensor but the rows and matrices."""
+    if not isinstance(value, torch.Tensor) or value.shape[-1:] in ((V,), (H,)):
         return value
     return torch.empty(value.numel() + 1, dtype=value.dtype)[1:]
 
@@ -240,6 +248,69 @@ def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
     )
 
 
+def i64(n: int) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.long)
+
+
+def one_pass_over_sets(
+    softcap=None, everything=False, kl=0, n=N, temperature=1.0, clip=3.0, per_row=False
+):
+    """Statistics, pass and gradient; ``per_row``: with a temperature of each row."""
+    values, offsets, positions = f32(8 * n), i64(n + 1), i64(n)
+    counted, results = torch.ones(n, dtype=torch.bool), (f64(n), f64(n), f64(n, 2))
+    transform = temperature, 1.0, softcap, f32(n) if per_row else None
+    on = (lambda: f32(n)) if everything else (lambda: None)
+    undecided = torch.zeros(n, dtype=torch.uint8)
+    sets.sets_statistics(values, offsets, positions, counted, *transform, *results)
+    sets.sets_pass_(
+        *(values, offsets, positions, counted, on(), f32(n), f64(n), on(), on()),
+        *(None if everything else f32(2), (*LOWER, UPPER_START, clip, UPPER_STEP)),
+        *(clip if everything else None, 0.1 * everything, kl, 0.01 * everything),
+        *(*transform, *results, undecided),
+    )
+    sets.sets_gradient_(
+        *(values, offsets, positions, f64(n, 2), f64(n), f64(n)),
+        *(f64(n) if everything else None, undecided if everything else None, *transform),
+    )
+
+
+def one_move_of_sets(dtype, shard=False, n=N):
+    logits, counted = torch.empty(1, n, V, dtype=dtype), torch.ones(n, dtype=torch.bool)
+    token_ids, offsets = torch.zeros(8 * n, dtype=torch.int32), i64(n + 1)
+    others = counted, token_ids, offsets, i64(2) if shard else None
+    sets.find_labels(i64(n), token_ids, offsets, V, i64(n))
+    sets.gather_sets(logits, *others, f32(8 * n))
+    sets.scatter_sets(f32(8 * n), *others, logits)
+
+
+def one_head_of_sets(dtype, out, everything=False, n=N):
+    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+    token_ids, offsets = torch.zeros(8 * n, dtype=torch.int32), i64(n + 1)
+    values, counted = f32(8 * n), torch.ones(n, dtype=torch.bool)
+    bias, shard = (f32(V), i64(2)) if everything else (None, None)
+    only = torch.zeros(n, dtype=torch.uint8) if everything else None
+    dhidden, dweight = torch.empty(n, H, dtype=out), torch.empty(V, H, dtype=out)
+    head_sets.multiply_sets(hidden, weight, bias, counted, token_ids, offsets, shard, values)
+    head_sets.sets_dhidden(values, weight, token_ids, offsets, shard, only, dhidden)
+    rows, segments = torch.zeros(8 * n, dtype=torch.int32), i64(V + 1)
+    dbias = f32(V) if everything else None
+    head_sets.sets_dweight(values, hidden, i64(8 * n), rows, segments, everything, dweight, dbias)
+
+
+def compile_sets(compiled: Compiled) -> None:
+    for softcap in (None, 30.0):
+        for everything in (False, True):
+            compiled.variant = f"sets, softcap {softcap}, everything {everything}"
+            one_pass_over_sets(softcap, everything, kl=2)
+        compiled.variant = f"sets, softcap {softcap}, a temperature per row"
+        one_pass_over_sets(softcap, kl=2, per_row=True)
+    for dtype in DTYPES:
+        for everything in (False, True):
+            compiled.variant = f"sets, {dtype}, everything {everything}"
+            one_move_of_sets(dtype, everything)
+            one_head_of_sets(dtype, torch.float32 if everything else dtype, everything)
+
+
 def compile_variants(compiled: Compiled) -> None:
     for dtype in DTYPES:
         for softcap in (None, 30.0):
@@ -267,6 +338,7 @@ def compile_variants(compiled: Compiled) -> None:
             for n in (N, 100):  # the second in one program
                 one_prepare(mode, packed, n=n)
         one_prepare(packed=packed, given=7.0)
+    compile_sets(compiled)
 
 
 def compile_other_values(compiled: Compiled) -> list[str]:
@@ -279,6 +351,9 @@ def compile_other_values(compiled: Compiled) -> list[str]:
         one_policy(everything=True, kl=2, n=n, target=value, kl_coef=value, start=1)
         one_prepare(4, packed=True, n=n, scale=value)
         one_prepare(4, n=n, scale=value)
+        one_pass_over_sets(30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
+        one_move_of_sets(torch.bfloat16, n=n)
+        one_head_of_sets(torch.bfloat16, torch.bfloat16, n=n)
     compiled.unaligned = True
     compile_variants(compiled)
     return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, reference
+from bapo_kernels import BAPOConfig, SamplingMask, reference
 from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import Case, Result, error_and_budget, evaluate, quantities
@@ -83,6 +84,93 @@ def plain_result(
 
 def run_reference(case: Case, dtype: torch.dtype | None = None, **extra: Any) -> Result:
     return evaluate(reference.bapo_loss, case.with_options(**extra), (case.logits,), dtype)
+
+
+def sets_of(labels: Tensor, V: int, outside: bool = True, seed: int = 0) -> list[list[int]]:
+    """A set for each label: of one id, of few, of many, of all, empty ones, in no order.
+
+    With ``outside`` every fifth set lacks the label.
+    """
+    g, sets = torch.Generator().manual_seed(seed), []
+    for n, label in enumerate(labels.flatten().tolist()):
+        size = (1, 2, 0, 5, 17, V // 2, V)[n % 7]
+        ids = torch.randperm(V, generator=g)[:size].tolist()
+        if outside and n % 5 == 4:
+            ids = [i for i in ids if i != label]
+        elif 0 <= label < V and ids and label not in ids:
+            ids[-1] = label
+        sets.append(ids)
+    return sets
+
+
+def allowed_by(sets: list[list[int]], V: int) -> Tensor:
+    """bool ``[N, V]``: what each set allows, an empty one everything."""
+    allowed = torch.zeros(len(sets), V, dtype=torch.bool)
+    for row, ids in zip(allowed, sets, strict=True):
+        row[ids or slice(None)] = True
+    return allowed
+
+
+def case_with_sets(
+    shape: tuple[int, ...] = (3, 7),
+    V: int = 257,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    sets: list[list[int]] | None = None,
+    outside: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[Case, SamplingMask]:
+    """A case whose logits are -inf outside of its sets, and the sets; by default :func:`sets_of`.
+
+    The old log-probs are finite, those of labels outside of their sets too.
+    """
+    logits = 3 * torch.randn(*shape, V, generator=torch.Generator().manual_seed(seed))
+    given = dict(seed=seed, **options)
+    if sets is None:
+        labels = make_case(shape, V, logits=logits.clone(), **given).labels
+        sets = sets_of(labels, V, outside, seed)
+    forbidden = ~allowed_by(sets, V).view(*shape, V)
+    logits = logits.masked_fill(forbidden, -torch.inf).to(dtype)
+    case = make_case(shape, V, dtype, device, logits=logits, **given)
+    case.old_log_probs = case.old_log_probs.masked_fill(case.old_log_probs == -torch.inf, -3.0)
+    return case, SamplingMask.from_lists(sets, device)
+
+
+def run_kernel_with_sets(case: Case, mask: SamplingMask, backend: str, **extra: Any) -> Result:
+    """Of a case whose logits are -inf outside of the sets: here they are NaN, never read."""
+    logits = case.logits.masked_fill(case.logits == -torch.inf, torch.nan)
+    return run_kernel(replace(case, logits=logits), backend, sampling_mask=mask, **extra)
+
+
+def check_with_sets(
+    case: Case, mask: SamplingMask, backend: str, few_tokens: bool = True, **extra: Any
+) -> Result:
+    """:func:`check_against_reference`, which sees logits of -inf and no mask."""
+    case = case.with_options(**extra)
+    got = run_kernel_with_sets(case, mask, backend)
+    check_result_with_sets(case, got, few_tokens)
+    return got
+
+
+def check_result_with_sets(case: Case, got: Result, few_tokens: bool = True) -> None:
+    """Within the budget, zero gradients outside of the sets, and the metric of their labels."""
+    same, truth = run_reference(case), run_reference(case, torch.float64)
+    for name, error, budget in quantities(case, got, same, truth, few_tokens):
+        assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
+    outside = unmasked_tokens(case) & (label_logits(case) == -torch.inf)
+    assert got.output.metrics["label_outside_mask"] == outside.sum()
+    assert set(got.output.metrics) == {*truth.output.metrics, "label_outside_mask"}
+    for value in got.output.metrics.values():
+        assert (value.ndim, value.dtype, value.requires_grad) == (0, torch.float32, False)
+    assert not got.gradient[case.logits == -torch.inf].any()
+
+
+def label_logits(case: Case) -> Tensor:
+    """The logit of each label, of the first token where that is none."""
+    labels = case.labels.clamp(0, case.logits.shape[-1] - 1)
+    return case.logits.gather(-1, labels[..., None]).squeeze(-1)
 
 
 def assert_within_budget(

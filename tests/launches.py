@@ -15,6 +15,17 @@ LAUNCHES = {
     "solve": 1,
     "search": 2,
     "policy": 1,
+    "find_labels": 1,
+    "gather_sets": 1,
+    "multiply_sets": 1,
+    "sets_statistics": 1,
+    "sets_pass_": 1,
+    "sets_gradient": 1,
+    "sets_gradient_": 1,
+    "scatter_sets": 1,
+    "head_sets_pass": 1,
+    "sets_dhidden": 1,
+    "sets_dweight": 1,
     "scale_": 1,
 }
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

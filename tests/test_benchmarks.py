@@ -1,5 +1,6 @@
 """Benchmarks: all methods compute the same, only correct ones are timed, pages match records."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -35,7 +36,15 @@ from benchmarks import (
     tune_triton,
 )
 from benchmarks.__main__ import app
-from benchmarks.cases import HEAD, Batch, Case, cpu_suite, gpu_suite
+from benchmarks.cases import (
+    HEAD,
+    SAMPLING_MASK,
+    WHOLE_VOCABULARY,
+    Batch,
+    Case,
+    cpu_suite,
+    gpu_suite,
+)
 from benchmarks.floor import floor
 from benchmarks.methods import Method, methods
 
@@ -56,9 +65,12 @@ def installed(method):
 
 
 @needs_native
-@pytest.mark.parametrize("name", [n for n, p in METHODS.items() if "cpu" in p.devices])
+@pytest.mark.parametrize(
+    "name", [n for n, p in METHODS.items() if "cpu" in p.devices and p.sweep != SAMPLING_MASK]
+)
 def test_every_method_computes_the_same(name):
-    method = replace(METHODS[name], everywhere=True, of_head=False, float32_logits=False)
+    every_case = {"everywhere": True, "sweep": None, "dtypes": ("float32",)}
+    method = replace(METHODS[name], **every_case, float32_logits=False)
     if not installed(method):
         pytest.skip(f"{method.package} is not installed")
     if "compiled" in name:
@@ -106,6 +118,103 @@ def test_every_form_of_the_head_computes_the_same(dtype, frozen):
     }
     assert checked >= ours | ({", float32 logits"} if dtype == "bfloat16" else set())
     assert "PyTorch cross_entropy" in checked
+
+
+def with_mask(level, **options):
+    return small(level, sweep=SAMPLING_MASK, **options)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("level", "frozen"), [("logits", False), ("hidden", False), ("hidden", True)]
+)
+def test_every_method_with_a_sampling_mask_computes_the_same(level, frozen, dtype):
+    """Ours and those of PyTorch; without a mask, in the same sweep, ours only."""
+    ours = {"bapo_kernels cpu", *(["bapo_kernels cpu, in place"] if level == "logits" else [])}
+    baselines = {"PyTorch masked_fill", "PyTorch gather"}
+    if level == "hidden" and dtype == "float32":
+        baselines.add("PyTorch sampled_addmm")
+    for sweep, expected in ((SAMPLING_MASK, ours | baselines), (WHOLE_VOCABULARY, ours)):
+        case = small(level, sweep=sweep, dtype=dtype, frozen=frozen, data="very stale")
+        chosen = run.selected(case, "cpu", without=["compiled"])[0]
+        assert {method.name for method in chosen} == expected
+        for method in chosen:
+            errors = gate.check(method, case, "cpu")
+            assert dtype == "bfloat16" or max(errors) < 2e-5
+            grads = method.step(Batch(case, "cpu"))[1]
+            assert [grad is None for grad in grads] == [False, frozen][: len(grads)]
+
+
+@needs_native
+@pytest.mark.parametrize("level", ["logits", "hidden"])
+def test_a_method_that_ignores_the_mask_is_wrong(level):
+    def ignores(batch):
+        function = reference.log_probs if level == "logits" else reference.linear_log_probs
+        return function(*batch.inputs, batch.labels)[0]
+
+    with pytest.raises(gate.WrongAnswerError, match="value off by"):
+        gate.check(Method("ignores", level, log_probs=ignores), with_mask(level), "cpu")
+
+
+@pytest.mark.parametrize(("N", "V"), [(512, 151_936), (24, 1_003)])
+def test_the_sets_that_are_measured(N, V):
+    """Of 64 ids on average and 512 at most, distinct and ascending, with the label."""
+    batch = Batch(replace(with_mask("tokens"), N=N, V=V), "cpu")
+    mask, labels = batch.sampling_mask, batch.labels.flatten()
+    sizes = mask.offsets.diff()
+    assert sizes.double().mean().item() == pytest.approx(64, abs=2 if N == 512 else 6)
+    assert 1 <= sizes.min() < 10
+    assert sizes.max() == 512 if N == 512 else sizes.max() > 256
+    assert sizes.double().log().std().item() == pytest.approx(1.0, abs=0.1)
+    for n, (first, end) in enumerate(zip(mask.offsets[:-1], mask.offsets[1:], strict=True)):
+        ids = mask.token_ids[first:end]
+        assert (ids.diff() > 0).all()
+        assert 0 <= ids[0] <= ids[-1] < V
+        assert labels[n] in ids
+    assert batch.shares()["allowed"] == sizes.sum().item() / (N * V)
+    places = batch.places()
+    assert torch.equal(places.ids[mask.offsets[:-1] + places.labels], labels)
+    again = Batch(batch.case, "cpu").sampling_mask
+    assert torch.equal(again.token_ids, mask.token_ids)
+
+
+@needs_native
+@pytest.mark.parametrize(("level", "frozen"), [("logits", False), ("hidden", True)])
+def test_the_yardsticks_of_a_sampling_mask(quick, level, frozen):
+    """A copy of the logits or of the head, and zeros, in memory that exists."""
+    case = with_mask(level, frozen=frozen)
+    rows = case.N if level == "logits" else case.H
+    yardsticks = run._yardsticks(Batch(case, "cpu"))
+    needs = {name: need for name, (need, _) in yardsticks.items()}
+    assert needs["copy"] == (2 * rows * case.V * 2, 0)
+    assert set(needs) == {"copy", *(["zeros"] if level == "logits" else [])}
+    assert level == "hidden" or needs["zeros"] == (rows * case.V * 2, 0)
+    for _, call in yardsticks.values():
+        assert timing.CPUClock().costs(call).peak_bytes == 0
+    got = run.measure(case, "cpu", [])
+    assert {r["yardstick"] for r in got if r["status"] == "measured"} == {"copy"}
+
+
+@needs_native
+def test_records_have_the_bytes_of_the_gradients():
+    """In place there is none beside the logits, and a frozen head has none."""
+    found = {}
+    for case in (with_mask("logits"), with_mask("hidden"), with_mask("hidden", frozen=True)):
+        batch = Batch(case, "cpu")
+        for method in run.selected(case, "cpu", only=["bapo"])[0]:
+            facts = run._ready(
+                method, batch, partial(gate.value_at_full_size, batch), timing.CPUClock()
+            )[1]
+            name = method.name.removeprefix("bapo_kernels cpu")
+            found[case.level, case.frozen, name] = facts["gradient_bytes"]
+    N, V, H = case.N, case.V, case.H
+    assert found == {
+        ("logits", False, ""): 2 * N * V,
+        ("logits", False, ", in place"): 0,
+        ("hidden", False, ""): 2 * (N + V) * H,
+        ("hidden", True, ""): 2 * N * H,
+    }
 
 
 @needs_native
@@ -345,10 +454,11 @@ def test_the_data_does_not_come_from_the_kernels_under_test(monkeypatch):
     """Kernels that are wrong, or hang, do not compute the data."""
     for module in (fused, bounds, _autograd):
         monkeypatch.setattr(module, "ops_of", None)
-    for level in ("logits", "hidden"):
-        batch = Batch(small(level), "cpu")
+    for level, sweep in itertools.product(("logits", "hidden"), (None, SAMPLING_MASK)):
+        batch = Batch(small(level, sweep=sweep), "cpu")
         truth = reference.log_probs if level == "logits" else reference.linear_log_probs
-        expected = truth(*batch.inputs, batch.labels)[0]
+        expected = truth(*batch.inputs, batch.labels, sampling_mask=batch.sampling_mask)[0]
+        assert (batch.sampling_mask is None) == (sweep is None)
         torch.testing.assert_close(batch.logp, expected, atol=1e-2, rtol=1e-3)
         assert batch.shares()["unmasked"] == 1
 
@@ -578,6 +688,19 @@ def test_the_floor_counts_rows(layout, data):
     assert floor(probs, shares).bytes == unmasked / 256 * size
 
 
+def test_the_floor_of_sampling_masks():
+    """24 rows of 10 ids on average: 18 of them are read, 12 have a gradient."""
+    case = replace(with_mask("logits"), N=24, V=100, H=8)
+    shares = dict(unmasked=0.75, gradient=0.5, undecided=0.1, allowed=0.1)
+    assert floor(case, shares) == (24 * 100 * 2 + 64 * (180 + 120), 0)
+    assert floor(replace(case, task="log_probs"), shares) == (64 * 180, 0)
+    hidden = replace(case, level="hidden")
+    trained = (180 + 120 + 100) * 8 * 2, (2 * 180 + 4 * 120) * 8
+    assert floor(hidden, shares) == trained
+    assert floor(replace(hidden, frozen=True), shares) == (180 * 8 * 2, (2 * 180 + 2 * 120) * 8)
+    assert floor(replace(hidden, task="log_probs"), shares) == (180 * 8 * 2, 2 * 180 * 8)
+
+
 def test_the_suites_cover_all_kinds_of_cases():
     for suite in (list(cpu_suite()), list(gpu_suite())):
         assert len(suite) == len(set(suite))
@@ -590,6 +713,16 @@ def test_the_suites_cover_all_kinds_of_cases():
         assert forms == [c for c in suite if c.sweep == HEAD], "--case head selects the sweep"
         kinds = {(c.dtype, c.frozen) for c in forms}
         assert kinds == {(d, f) for d in ("bfloat16", "float32") for f in (False, True)}
+        masks = [c for c in suite if "sampling mask" in c.title]
+        assert masks == [c for c in suite if c.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY)]
+        kinds = {(c.sweep, c.level, c.dtype, c.frozen) for c in masks}
+        levels = [("logits", False), ("hidden", False), ("hidden", True)]
+        assert kinds == {
+            (sweep, level, dtype, frozen)
+            for sweep in (SAMPLING_MASK, WHOLE_VOCABULARY)
+            for level, frozen in levels
+            for dtype in ("bfloat16", "float32")
+        }
     assert {8_192, 24_576} <= {c.N for c in gpu_suite() if c.level == "logits"}
     assert {128_256, 151_936, 262_208} <= {c.V for c in gpu_suite()}
 
@@ -605,13 +738,21 @@ def made_up_records(tmp_path):
         names = [yardstick, *(p.name for p in methods() if p.takes(case) and "cpu" in p.devices)]
         if case.sweep == HEAD:
             names.append(f"{yardstick}, four chunks")
+        if case.sweep == SAMPLING_MASK:
+            names[0] = "copy"
+            names += ["zeros"] if case.level == "logits" else []
         for name in filter(None, names):
             times = work * 1e-8 * random.uniform(1, 20)
             rates = {"GB_per_s": 1.0, "TFLOP_per_s": 1.0, "share": random.random()}
             errors = {"value_error": 1e-6, "gradient_error": 1e-3}
             line = {"method": name, "status": "measured", "ms": times, "peak_bytes": 2**24}
             line["version"] = None if "bapo" in name else "1.0"
-            line["product_flops"] = 6 * work
+            line |= {
+                "product_flops": 6 * work,
+                "gradient_bytes": 2**22,
+                "shares": {"allowed": 1e-3},
+            }
+            line |= {"bytes": 1e6 * random.randint(1, 99), "flops": 1e9 * random.randint(1, 99)}
             lines.append(records.environment() | case.fields() | line | rates | errors)
         failed = {"method": "QuACK cross entropy", "status": "failed", "why": "no kernel"}
         lines.append(records.environment() | case.fields() | failed)
@@ -628,6 +769,8 @@ def from_made_up_records(made_up_records, monkeypatch):
         monkeypatch.setattr(module, "latest", latest)
     forms = partial(frames.forms_of_the_head, folder=made_up_records)
     monkeypatch.setattr(report, "forms_of_the_head", forms)
+    masks = partial(frames.sampling_masks, folder=made_up_records)
+    monkeypatch.setattr(report, "sampling_masks", masks)
     return made_up_records
 
 
@@ -649,7 +792,7 @@ def test_every_method_has_a_style():
         f"bapo_kernels {backend}, {form}"
         for backend in ("cuda", "triton")
         for form in ("live", "one chunk")
-    } | {method.name for method in methods() if method.of_head}  # in no figure
+    } | {method.name for method in methods() if method.sweep}  # in no figure
 
 
 def test_the_page_has_every_number(from_made_up_records):
@@ -669,7 +812,7 @@ def test_the_forms_of_the_head_have_tables_of_their_own(from_made_up_records):
     forms = frames.forms_of_the_head("cpu", from_made_up_records)
     assert len(forms) > 40
     text = report.page()
-    before, section = text.split("### Forms of the head")
+    before, section = text.split("### Sampling masks")[0].split("### Forms of the head")
     assert "four chunks" not in before
     for milliseconds in forms.ms:
         assert f"{tables.number(milliseconds)} |" in section
@@ -689,6 +832,38 @@ def test_the_forms_of_the_head_have_tables_of_their_own(from_made_up_records):
     (four,) = forms[same & (forms.method == "three matrix products, four chunks")].share
     numbers = (row.ms, 1 / row.share, four / row.share, 6.0, 16.0)
     assert [cell.strip() for cell in cells[3:-1]] == [tables.number(n) for n in numbers]
+
+
+def test_sampling_masks_have_tables_of_their_own(from_made_up_records):
+    """One per level, of every measured record; nothing without records."""
+    masks = frames.sampling_masks("cpu", from_made_up_records)
+    before, section = report.page().split("### Sampling masks")
+    assert "masked_fill" not in before
+    with_sets = masks[masks.sweep == SAMPLING_MASK]
+    for milliseconds in with_sets.ms:
+        assert f" {tables.number(milliseconds)} |" in section
+    assert section.count("peak MiB") == 2
+    of_hidden = section.split("from hidden states:")[1].splitlines()
+    first = masks.level.eq("hidden") & masks["dtype"].eq("float32") & masks.frozen
+    own, whole = (
+        masks[first & (masks.method == "bapo_kernels cpu") & (masks.sweep == sweep)].iloc[0]
+        for sweep in (SAMPLING_MASK, WHOLE_VOCABULARY)
+    )
+    best = masks[first & masks.method.str.startswith("PyTorch")].ms.min()
+    numbers = (own.ms, whole.ms / own.ms, best / own.ms, own.bytes / 1e6, own.flops / 1e9)
+    expected = ["**bapo_kernels cpu**", "float32", "frozen"]
+    expected += map(tables.number, (*numbers, own.share * own.ms, 12.0))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in of_hidden]
+    assert expected in cells
+    expected = ["**bapo_kernels cpu, whole vocabulary**", "float32", "frozen"]
+    row = next(row for row in cells if row[:3] == expected)
+    assert row[3:6] == [tables.number(whole.ms), "", ""]
+
+
+def test_without_records_no_section_is_shown(from_made_up_records, monkeypatch):
+    none = frames.sampling_masks("cpu", from_made_up_records).iloc[:0]
+    monkeypatch.setattr(report, "sampling_masks", lambda device: none)
+    assert "### Sampling masks" not in report.page()
 
 
 def test_records_older_than_frozen_heads_are_of_trained_ones(tmp_path):
@@ -779,12 +954,14 @@ class TestScaling:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["logits", "hidden"])
-def test_on_a_gpu(level):
-    case = replace(small(level), N=64)
+@pytest.mark.parametrize("sweep", [None, SAMPLING_MASK])
+def test_on_a_gpu(level, sweep):
+    case = replace(small(level, sweep=sweep), N=64)
     got = {r["method"]: r for r in run.measure(case, "cuda", [])}
     for backend in ("cuda", "triton"):
         assert got[f"bapo_kernels {backend}"]["status"] == "measured"
-    assert got["PyTorch cross_entropy"]["status"] == "measured"
+    baseline = "PyTorch gather" if sweep else "PyTorch cross_entropy"
+    assert got[baseline]["status"] == "measured"
     assert json.dumps(list(got.values()))
 
 

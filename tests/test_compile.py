@@ -249,6 +249,13 @@ def on_cpu():
     table, bounds, masses = double(2, 54), torch.tensor([0.8, 1.2]), double(4)
     searched = (logp, counted, old, A, None, GRIDS, False, False)
     flat, ticket = torch.empty(2, N), torch.zeros(1, dtype=torch.int32)
+    ids, offsets = torch.arange(0, 36, 3, dtype=torch.int32), torch.arange(0, 14, 2)[: N + 1]
+    values, shard = torch.randn(len(ids)), torch.tensor([0, V])
+    hidden, weight, bias = torch.randn(N, 8), torch.randn(V, 8), torch.randn(V)
+    where = counted, ids, offsets, shard
+    positions = (labels % 2, *row_pass[1:])
+    gradient = offsets, labels % 2, *row_gradient[1:]
+    order, segments = torch.arange(len(ids)), torch.arange(V + 1).clamp(max=len(ids))
     masks = torch.empty_like(counted), torch.empty_like(counted)
     return {
         "row_statistics": (logits, labels, counted, *TRANSFORM, logp, entropy, stats),
@@ -269,23 +276,44 @@ def on_cpu():
             *(*POLICY, counted, ticket, torch.empty(14), double(N), double(N)),
             torch.empty(2, N),
         ),
+        "find_labels": (labels, ids, offsets, V, labels.clone()),
+        "gather_sets": (logits, *where, values),
+        "multiply_sets": (hidden, weight, bias, *where, values),
+        "sets_statistics": (values, offsets, labels, counted, *TRANSFORM, logp, entropy, stats),
+        "sets_pass_": (values, offsets, *positions),
+        "sets_gradient": (values, *gradient, torch.empty_like(values)),
+        "sets_gradient_": (values, *gradient),
+        "scatter_sets": (values, *where, logits),
+        "head_sets_pass": (
+            *(hidden, weight, bias, ids, offsets, *positions, values, torch.zeros_like(hidden)),
+        ),
+        "sets_dhidden": (values, weight, *where[1:], flags, torch.zeros_like(hidden)),
+        "sets_dweight": (
+            *(values, hidden, order, (order // 2).int(), segments, True),
+            *(torch.zeros_like(weight), bias),
+        ),
         "scale_": (logits, torch.tensor(2.0)),
     }
 
 
 @pytest.mark.parametrize("name", sorted(HEAD_SCHEMAS))
 @pytest.mark.parametrize("frozen", [False, True])
-def test_opcheck_of_the_head(name, frozen):
+@pytest.mark.parametrize("masked", [False, True])
+def test_opcheck_of_the_head(name, frozen, masked):
     hidden, weight = torch.randn(2, 3, 8), torch.randn(V, 8)
     bias = None if frozen else torch.randn(V)
-    tokens = torch.randint(0, V, (N,)), torch.arange(N) % 3 != 0
+    # The values of rows that are not counted may be anything.
+    tokens = torch.randint(0, V, (N,)), (torch.arange(N) % 3 != 0) | masked
     dtypes = torch.float32, torch.float32
-    arguments = (hidden, weight, bias, *tokens, *dtypes, *TRANSFORM, "cpu", 4, None, None)
+    ids, offsets = torch.arange(12, dtype=torch.int32), torch.tensor([0, 4, 4, 8, 12, 12, 12])
+    mask = (ids, offsets) if masked else (None, None)
+    arguments = (hidden, weight, bias, *tokens, *dtypes, *TRANSFORM, "cpu", 4, None, None, *mask)
     if name == "head_forward":
         arguments = (frozen, *arguments)
     else:
-        _, *statistics, _ = ops_of("cpu").head_forward(frozen, *arguments)
-        arguments = (-double(N), double(N), *statistics, [True, not frozen, not frozen], *arguments)
+        _, *statistics, _, values = ops_of("cpu").head_forward(frozen, *arguments)
+        needs = [True, not frozen, not frozen]
+        arguments = (-double(N), double(N), *statistics, values, needs, *arguments)
     op = getattr(ops_of("cpu"), name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
@@ -316,6 +344,15 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         ("search", -1, double(3)),  # too few masses
         ("policy", -4, torch.empty(13)),  # a report of another version
         ("policy", -1, torch.empty(1, N)),  # no room for the entropies
+        ("find_labels", 2, torch.arange(N)),  # too few offsets
+        ("gather_sets", 2, torch.arange(12)),  # ids of another dtype
+        ("gather_sets", -1, torch.empty(11)),  # too few values
+        ("multiply_sets", 1, torch.randn(V, 7)),  # a head of another width
+        ("sets_pass_", 1, torch.arange(N + 1).int()),  # offsets of another dtype
+        ("sets_gradient", -1, torch.empty(11)),  # room for too few gradients
+        ("head_sets_pass", -1, torch.zeros(N, 8).bfloat16()),  # gradients of fewer bits
+        ("sets_dhidden", -1, torch.zeros(N - 1, 8)),  # room for too few rows
+        ("sets_dweight", 4, torch.arange(V)),  # too few segments
     ):
         arguments = list(sample_arguments(device)[name])
         arguments[position] = moved(bad, device)

@@ -9,8 +9,9 @@ import torch
 from helpers import make_case
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, bapo_loss, log_probs
+from bapo_kernels import BAPOConfig, bapo_loss, log_probs, reference
 from bapo_kernels.debug import check_inputs, environment
+from bapo_kernels.sampling_mask import SamplingMask
 
 
 def case():
@@ -269,6 +270,69 @@ def test_stale_data_is_accepted(shape):
             logits[0, n, labels[0, n]] = -torch.inf
             check_inputs(logits, labels, old, A)
     check_inputs(logits, labels, torch.zeros(shape), A)
+
+
+@pytest.mark.parametrize(
+    ("row", "ids", "message"),
+    [
+        (5, [9], r"sampling_mask.token_ids must be in \[0, 9\), got 9 at \(1, 1\)$"),
+        (5, [3, -1, 2**40], r"sampling_mask.token_ids .* got -1 at \(1, 1\) and 1 more$"),
+        (5, [3, 0, 3, 3], r"token_ids must be distinct in a set, got 3 at \(1, 1\) and 1 more$"),
+        (3, [3, 5], r"labels must be in the sets of sampling_mask, got 1 at \(0, 3\)$"),
+        (1, [9, 9], None),
+        (2, [], None),
+    ],
+)
+def test_sets(row, ids, message):
+    """Those of masked tokens may hold anything."""
+    x = case()
+    x.labels[:] = 1
+    x.response_mask[0, 1] = False
+    sets = [[n, 1, 0] if n > 1 else [0, 1] for n in range(8)] + [[]] * 4
+    check_inputs(x.logits, *x.arguments(), sampling_mask=SamplingMask.from_lists(sets))
+    sets[row] = ids
+    mask = SamplingMask.from_lists(sets)
+    if message is None:
+        return check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
+    with pytest.raises(ValueError, match=message):
+        check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
+
+
+def test_labels_outside_of_many_sets():
+    x = case()
+    x.labels[:] = torch.arange(4)
+    mask = SamplingMask.from_lists([[3]] * 12)
+    rule = r"labels must be in the sets of sampling_mask, got 0 at \(0, 0\) and 8 more"
+    with pytest.raises(ValueError, match=rule):
+        check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
+    with pytest.raises(ValueError, match=r"sampling_mask must have 12 rows, .*\(3, 4\).* got 11"):
+        check_inputs(x.logits, *x.arguments(), sampling_mask=mask[1:])
+
+
+def test_logits_outside_of_the_sets_may_hold_anything():
+    """And those inside decide: a set of -inf alone, old log-probs that know no set."""
+    logits, labels, _, A = policy(V=50)
+    order = torch.rand(4, 12, 50).scatter(-1, labels[..., None], -1.0).argsort(-1)
+    mask = SamplingMask.from_padded(order[..., :5])
+    logits = logits.scatter(-1, order[..., 5:], torch.nan)
+    old = reference.log_probs(logits, labels, sampling_mask=mask, temperature=0.7)[0]
+    warmer = dict(config=BAPOConfig(temperature=0.7), sampling_mask=mask)
+    check_inputs(logits, labels, old, A, **warmer)
+    with pytest.raises(ValueError, match=r"config.temperature must .*, got 1.0, they fit 0.7"):
+        check_inputs(logits, labels, old, A, sampling_mask=mask)
+    with pytest.raises(ValueError, match=r"logits must be finite or -inf, got nan at \(0, 0"):
+        check_inputs(logits, labels, old, A)
+    logits[2, 3, order[2, 3, :5]] = -torch.inf
+    with pytest.raises(ValueError, match=r"logits must allow a token in every row.* at \(2, 3\)"):
+        check_inputs(logits, labels, old, A, **warmer)
+
+
+def test_offsets_of_sets_that_do_not_rise():
+    """As on a GPU, where they are not read before."""
+    x = case()
+    mask = SamplingMask._of(torch.arange(4, dtype=torch.int32), torch.tensor([0, 3, 2] + [4] * 10))
+    with pytest.raises(ValueError, match=r"offsets must rise from 0 to 4, got 2 at \(2,\)"):
+        check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
 
 
 def test_options_are_checked_too():

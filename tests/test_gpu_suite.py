@@ -47,7 +47,7 @@ STAGES = [
     *("targets_cuda", "targets_triton", "hidden_cuda", "hidden_triton"),
     *("tests", "memcheck", "synccheck", "racecheck", "ncu"),
     *("profile_cuda", "profile_triton", "tune", "baselines_logits", "baselines_hidden"),
-    *("forms_of_head", "shapes", "validate"),
+    *("forms_of_head", "sampling_mask", "shapes", "validate"),
 ]
 
 
@@ -210,7 +210,7 @@ def test_only_and_from_choose_stages(suite):
     suite.run("--only", "tune,driver")
     assert list(suite.summary()) == [*BEFORE, "driver", "tune"]
     suite.run("--from", "baselines_hidden")
-    last = ["baselines_hidden", "forms_of_head", "shapes", "validate"]
+    last = ["baselines_hidden", "forms_of_head", "sampling_mask", "shapes", "validate"]
     assert list(suite.summary()) == [*BEFORE, *last]
     for arguments in (["--only", "tune,tuna"], ["--from", "tuna"], ["--frm", "tune"]):
         status, output = suite.run(*arguments)
@@ -229,7 +229,7 @@ def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
     assert summary["targets_cuda"][1] == "answers_cuda: failed"
     assert suite.called("-k", "(gpu or cuda or triton) and not cuda")
     runs = [call for call in suite.calls() if call[2:3] == ["run"]]
-    assert len(runs) == 4
+    assert len(runs) == 5
     assert all(call[call.index("--without") + 1] == "bapo_kernels cuda" for call in runs)
     assert suite.calls()[-1][-4:-2] == ["--backend", "triton"]
 
@@ -332,7 +332,7 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
             done = CliRunner().invoke(COMMANDS[call[1]], call[2:])
             assert done.exit_code == 0, (call, done.output, done.exception)
             ran.append(call[2])
-    assert ran == ["validate", "targets", "targets", "profile", *["run"] * 4, "validate"]
+    assert ran == ["validate", "targets", "targets", "profile", *["run"] * 5, "validate"]
     now = suite.out / "now"
     results = [r for level in LEVELS for r in records.load(now / f"targets_cpu_{level}.jsonl")]
     goals = [t.name for t in targets.targets("logits", 16, 500, 16, "bfloat16")]

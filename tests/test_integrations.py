@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 from argparse import Namespace
@@ -18,7 +19,13 @@ import pytest
 import torch
 from helpers import make_case, needs_native, unmasked_tokens
 
-from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, reference
+from bapo_kernels import (
+    BAPOConfig,
+    SamplingMask,
+    bapo_linear_loss,
+    bapo_loss_from_log_probs,
+    reference,
+)
 from bapo_kernels.integrations import config_of, require_version
 from bapo_kernels.integrations.openrlhf import PolicyLoss
 from bapo_kernels.integrations.roll import bapo_pg_loss
@@ -438,3 +445,97 @@ def test_names_in_the_guide_exist():
     paths = re.findall(r"bapo_kernels\.integrations\.(\w+)", GUIDE)
     folder = Path(config_of.__code__.co_filename).parent
     assert {f"{name}.py" for name in paths} <= {file.name for file in folder.glob("*.py")}
+
+
+MASKS = (Path(__file__).parent.parent / "docs/sampling_masks.md").read_text()
+
+
+class VLLM:
+    """``LLM`` of vLLM 0.28 and later, as its documentation of ``return_sampling_mask`` shows it."""
+
+    def __init__(self, model, return_sampling_mask, logprobs_mode):
+        assert return_sampling_mask
+        assert logprobs_mode == "processed_logprobs"
+
+    def generate(self, prompts, params):
+        assert params.top_k > 0, "vLLM returns no mask without"
+        return [Namespace(outputs=[self.completion(prompt)]) for prompt in prompts]
+
+    @staticmethod
+    def completion(prompt):
+        ids = GENERATED[prompt]
+        logprobs = [{i: Namespace(logprob=-float(t)), 99: None} for t, i in enumerate(ids)]
+        mask = Namespace(token_ids=SETS[prompt])
+        return Namespace(token_ids=ids, logprobs=logprobs, sampling_mask=mask)
+
+
+def sglang(prompt, return_sampling_mask):
+    assert return_sampling_mask
+    logprobs = [-float(t) for t in range(len(GENERATED[prompt]))]
+    names = ("output_token_sampling_mask", "output_token_sampling_logprobs")
+    return {"meta_info": dict(zip(names, (SETS[prompt], logprobs), strict=True))}
+
+
+GENERATED = {"a": [4, 5, 6], "b c": [7]}
+SETS = {"a": [[4], [9, 5], [6, 1, 2]], "b c": [[7, 8]]}
+
+
+def test_recipes_of_sampling_masks():
+    """The blocks of docs/sampling_masks.md, with stand-ins for the engines."""
+    g = torch.Generator().manual_seed(0)
+    B, S, V, H = 4, 5, 20, 8
+    hidden = torch.randn(B, S, H, generator=g, requires_grad=True)
+    weight = torch.randn(V, H, generator=g)
+    labels = torch.randint(V, (B, S), generator=g)
+    old, A = torch.full((B, S), -2.0), torch.rand(B, S, generator=g)  # positive: no search
+    first, vllm, sglangs, function, slices = re.findall(r"```python\n(.*?)```", MASKS, re.DOTALL)
+    names = dict(
+        LLM=VLLM,
+        SamplingParams=Namespace,
+        SamplingMask=SamplingMask,
+        bapo_linear_loss=bapo_linear_loss,
+        model="m",
+        generate=sglang,
+        prompts=list(GENERATED),
+        B=B,
+        S=S,
+        weight=weight,
+    )
+    tokens = dict(hidden=hidden[0, :4], labels=torch.tensor([3, 0, 5, 9]), old=old[0, :4])
+    exec(first, made := names | tokens | dict(advantages=A[0, :4]))
+    assert made["out"].metrics["label_outside_mask"] == 0
+    assert made["out"].loss.isfinite()
+    for source in (vllm, sglangs):
+        exec(source, names)
+        assert names["sets"] == list(SETS.values())
+        assert names["old_log_probs"] == [[0.0, -1.0, -2.0], [0.0]]
+
+    # prompts of 2 and 3 tokens, padded by 1 and 0 on the left, and the labels shifted
+    exec(function, names)
+    mask = names["mask_of_batch"](names["sets"], [2, 2], S)
+    expected = [[], [], *SETS["a"], [], [], *SETS["b c"], [], []]
+    assert mask.offsets.diff().tolist() == [len(ids) for ids in expected]
+    assert mask.token_ids.tolist() == [i for ids in expected for i in ids]
+
+    sets = [[*{j, (j + 3) % V, *range(j % 3)}] for j in labels.flatten().tolist()]
+    mask = SamplingMask.from_lists(sets)
+    exec(slices, names | dict(hidden=hidden, labels=labels, old=old, advantages=A, mask=mask))
+    of_slices, hidden.grad = hidden.grad, None
+    bapo_linear_loss(hidden, weight, labels, old, A, sampling_mask=mask).loss.backward()
+    assert hidden.grad.isfinite().all()
+    torch.testing.assert_close(of_slices, hidden.grad)
+
+
+def test_example_of_sampling_masks(capsys):
+    """Before the first update every ratio is 1 with the sets; without, it is the mass kept."""
+    for package in ("transformers", "typer", "rich"):
+        pytest.importorskip(package)
+    path = Path(__file__).parent.parent / "examples/sampling_mask.py"
+    example = runpy.run_path(str(path), run_name="example")
+    example["main"](seeds=1, rollouts=2)
+    lines = capsys.readouterr().out.splitlines()
+    for name, low, high in (("mean ratio", 0.8, 0.95), ("smallest", 0.7999, 0.801)):
+        (line,) = (line for line in lines if name in line)
+        with_sets, without = (float(x) for x in re.findall(r"\d\.\d+", line))
+        assert with_sets == pytest.approx(1, abs=2e-5)
+        assert low < without < high

@@ -7,6 +7,7 @@ import torch
 from test_loss import CU, OPTIONS, build_config
 
 from bapo_kernels import BAPOConfig, ClipBounds, reference
+from bapo_kernels.sampling_mask import SamplingMask
 
 SHAPE = (2, 4)
 
@@ -269,3 +270,99 @@ def test_three_leading_sizes_with_one_advantage_per_sequence(sequences):
     got = reference.bapo_loss_from_log_probs(logp, logp + 0.1, per_sequence)
     spread = per_sequence[:, None, None].expand(logp.shape)
     assert got.loss == reference.bapo_loss_from_log_probs(logp, logp + 0.1, spread).loss
+
+
+def test_sampling_mask_by_hand():
+    """Sets of two ids, of one, of all, none, and one without the label."""
+    logits = torch.tensor([[1.0, torch.nan, 1.0, torch.inf], *[[0.0, 0.0, 2.0, 0.0]] * 4])
+    logits = logits.double().requires_grad_()
+    mask = SamplingMask.from_lists([[2, 0], [2], [3, 2, 0, 1], [], [0, 1]])
+    labels = torch.tensor([2, 2, 0, 0, 2])
+    logp, entropy = reference.log_probs(logits, labels, sampling_mask=mask)
+    whole = -math.log(3 + math.exp(2))
+    expected = torch.tensor([-math.log(2), 0.0, whole, whole, -torch.inf], dtype=torch.float64)
+    torch.testing.assert_close(logp, expected)
+    of_all = -whole - 2 * math.exp(2 + whole)
+    expected = torch.tensor([math.log(2), 0.0, of_all, of_all, math.log(2)], dtype=torch.float64)
+    torch.testing.assert_close(entropy, expected)
+    (gradient,) = torch.autograd.grad(logp[:2].sum(), logits)
+    expected = torch.zeros(5, 4, dtype=torch.float64)
+    expected[0, 0], expected[0, 2] = -0.5, 0.5
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sampling_mask_equals_logits_of_minus_infinity(name):
+    config_options, call_options = OPTIONS[name]
+    config = build_config(config_options)
+    logits, labels, old, *rest = double_case(V=9)
+    allowed = (torch.rand(*SHAPE, 9) < 0.4).scatter(-1, labels[..., None], True)
+    allowed[0, 1, labels[0, 1]] = False  # a label outside of its set
+    allowed[1, 2] = True
+    options = {
+        k: v[: SHAPE[0], : SHAPE[1]].double() if getattr(v, "ndim", 0) == 2 else v
+        for k, v in call_options.items()
+    }
+    results = []
+    for x, mask in (
+        (logits.masked_fill(~allowed, torch.nan), SamplingMask.from_bool(allowed)),
+        (logits.masked_fill(~allowed, -torch.inf), None),
+    ):
+        x = x.detach().requires_grad_()
+        given = dict(config=config, sampling_mask=mask, **options)
+        out = reference.bapo_loss(x, labels, old, *rest, **given)
+        results.append((out, torch.autograd.grad(out.loss, x)[0]))
+    (got, gradient), (expected, expected_gradient) = results
+    assert got.metrics.pop("label_outside_mask") == 1
+    assert got.metrics == expected.metrics
+    assert torch.equal(got.loss, expected.loss)
+    assert torch.equal(got.log_probs, expected.log_probs)
+    assert torch.equal(got.entropy, expected.entropy)
+    assert torch.equal(gradient, expected_gradient)
+
+
+def test_gradcheck_with_sampling_mask():
+    logits, labels, old, *rest = double_case()
+    sets = [[1, 0, 4], [2, 0], [3, 0, 4], [1, 0, 4], [2, 0], [3, 0, 4], [], [2]]
+    mask = SamplingMask.from_lists(sets)
+    labels = torch.tensor([[1, 0, 3, 0], [0, 3, 4, 2]])
+    options = dict(
+        bounds=(0.8, 1.2),
+        config=BAPOConfig(entropy_coef=0.1, final_logit_softcapping=3.0),
+        sampling_mask=mask,
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: reference.bapo_loss(x, labels, old, *rest, **options).loss, logits
+    )
+    hidden = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def linear(h, w):
+        loss = reference.bapo_linear_loss(h, w, labels, old, *rest, **options).loss
+        logp, entropy = reference.linear_log_probs(h, w, labels, sampling_mask=mask)
+        return loss, logp + entropy
+
+    assert torch.autograd.gradcheck(linear, (hidden, weight))
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [0, 1, 0], [5], [-1, 2], [2**40]])
+def test_wrong_sets_make_their_rows_nan(ids):
+    """Ids that are repeated or in no vocabulary; those of masked rows change nothing."""
+    logits, labels, old, *rest = double_case()
+    for row in range(8):
+        mask = SamplingMask.from_lists([ids if n == row else [] for n in range(8)])
+        options = dict(sampling_mask=mask)
+        for values in reference.log_probs(logits, labels, **options):
+            assert values.isnan().flatten().tolist() == [n == row for n in range(8)]
+        out = reference.bapo_loss(logits, labels, old, *rest, **options)
+        assert out.loss.isnan() == (row != 2)
+        (gradient,) = torch.autograd.grad(out.loss, logits)
+        assert row != 2 or gradient.isfinite().all()
+
+
+def test_wrong_offsets_make_every_row_nan():
+    logits, labels, *_ = double_case()
+    for offsets in ([0] * 8 + [3], [1] * 8 + [2], [0, 2, 1] + [2] * 6, [-1] * 9):
+        mask = SamplingMask._of(torch.arange(2), torch.tensor(offsets))
+        for values in reference.log_probs(logits, labels, sampling_mask=mask):
+            assert values.isnan().all()

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton's compiler"
 )
 ROW_KERNELS = ("_row_pass_kernel", "_row_gradient_kernel", "_scale_kernel")
+HEAD_KERNELS = ("_multiply_kernel", "_dhidden_kernel", "_dweight_kernel")
 WIDE = (".128", "dwordx4")  # 16 bytes, as NVIDIA and AMD write it
 # With two programs per multiprocessor; all that there are.
 REGISTERS = {"cuda": 96, "hip": 256}
@@ -36,20 +37,29 @@ def compiled(request):
 def test_kernels(compiled):
     target, report = compiled
     names = {kernel["kernel"] for kernel in report["kernels"]}
-    assert names > set(ROW_KERNELS), "the launchers were not called"
+    assert names > {*ROW_KERNELS, *HEAD_KERNELS}, "the launchers were not called"
     for kernel in report["kernels"]:
         what = f"{kernel['kernel']} for {kernel['variant']}"
         # A temperature per row makes a float64 scale, which is held over the sums: where it does
         # not fit beside them, it is stored and loaded once per row.
         most = 16 if "per row" in kernel["variant"] and kernel["kernel"] in ROW_KERNELS else 0
         assert kernel["stack"] <= most, f"{what}: spills or stack"
-        if kernel["kernel"] not in ROW_KERNELS:
+        # Sets begin anywhere, so that accesses to their values are narrow.
+        if kernel["kernel"] not in ROW_KERNELS or kernel["variant"].startswith("sets"):
             continue
         assert kernel["registers"] <= REGISTERS[target.split(":")[0]], what
         loads_and_stores = kernel["in_loops"]
         assert sum(loads_and_stores.values()) >= 2, f"{what}: no loop was found"
         narrow = [name for name in loads_and_stores if not any(w in name for w in WIDE)]
         assert narrow == [], f"{what}: narrow accesses in a loop"
+
+
+def test_rows_of_a_matrix_are_read_in_wide_loads(compiled):
+    of_head = [k for k in compiled[1]["kernels"] if k["kernel"] in HEAD_KERNELS]
+    for kernel in of_head:
+        what = f"{kernel['kernel']} for {kernel['variant']}"
+        wide = [name for name in kernel["in_loops"] if any(w in name for w in WIDE)]
+        assert any("load" in name or "LDG" in name for name in wide), what
 
 
 def test_all_threads_have_the_label_before_a_gradient_in_place(compiled):

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import KERNELS, make_case
+from helpers import KERNELS, case_with_sets, make_case
 from launches import LAUNCHES, CountLaunches
 from torch.utils._python_dispatch import _disable_current_modes
 
-from bapo_kernels import BAPOConfig, _ops, bapo_loss
+from bapo_kernels import BAPOConfig, _ops, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels._ops import ops_of
 from bapo_kernels.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS or not backend.INTERPRETED, reason="needs Triton's interpreter"
 )
+OF_SETS = {name for name in LAUNCHES if "sets" in name or name == "find_labels"}
 GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
 
 
@@ -73,7 +74,20 @@ def test_every_operator(launches, monkeypatch):
     assert launches.keys() <= LAUNCHES.keys() == _ops.SCHEMAS.keys()
     most = {name: max(counts) for name, counts in launches.items()}
     assert most == {name: LAUNCHES[name] for name in most}
-    assert LAUNCHES.keys() - most.keys() <= {"row_gradient_"}
+    assert LAUNCHES.keys() - most.keys() <= {"row_gradient_", *OF_SETS}
+
+
+def test_every_operator_on_sets(launches):
+    case, mask = case_with_sets((2, 6), 33, staleness=0.4)
+    given = dict(sampling_mask=mask, backend="triton")
+    hidden, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 6, 5), (33, 5)))
+    bapo_loss(case.logits.requires_grad_(), *case.arguments(), **given).loss.backward()
+    bapo_linear_loss(hidden, weight, *case.arguments(), **given).loss.backward()
+    linear_log_probs(hidden, weight, case.labels, **given)[0].sum().backward()
+    with torch.no_grad():
+        bapo_loss(case.logits, *case.arguments(), **given)
+    most = {name: max(launches[name]) for name in OF_SETS}
+    assert most == {name: LAUNCHES[name] for name in OF_SETS} | {"head_sets_pass": 3}
 
 
 def test_nothing_is_counted_where_the_divisor_is_given(launches, monkeypatch):

@@ -144,15 +144,19 @@ class Plain(Recorder, GRPOTrainer):
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         T = inputs["completion_ids"].shape[1]
         logits = model(input_ids=ids, attention_mask=attention).logits[:, -T - 1 : -1]
+        if "sampling_mask" in inputs:
+            logits = logits.masked_fill(~allowed(inputs["sampling_mask"]), -torch.inf)
         log_p = torch.log_softmax(logits / self.temperature, -1)
         logp = log_p.gather(-1, inputs["completion_ids"][..., None]).squeeze(-1)
-        return logp, -(log_p.exp() * log_p).sum(-1)
+        return logp, -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
 
     def contributions(self, logp, inputs):
         mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
         A = inputs["advantages"][:, None].expand(logp.shape)
         old = inputs.get("old_per_token_logps")
-        return [x[mask] for x in (logp.detach(), logp.detach() if old is None else old, A)]
+        old = logp.detach() if old is None else old
+        rollout = inputs.get("sampling_per_token_logps", old)
+        return [x[mask] for x in (logp.detach(), old, A, rollout)]
 
     def decide(self, parts):
         """The bounds over all processes, in rank order, and their metrics."""
@@ -160,8 +164,10 @@ class Plain(Recorder, GRPOTrainer):
             of_ranks = [None] * self.accelerator.num_processes
             torch.distributed.all_gather_object(of_ranks, parts)
             parts = [part for of_rank in of_ranks for part in of_rank]
-        logp, old, A = (torch.cat(x) for x in zip(*parts, strict=True))
-        out = reference.bapo_loss_from_log_probs(logp, old, A, config=self.search_config)
+        logp, old, A, rollout = (torch.cat(x) for x in zip(*parts, strict=True))
+        out = reference.bapo_loss_from_log_probs(
+            logp, old, A, config=self.search_config, rollout_log_probs=rollout
+        )
         self.bounds = [b.item() for b in out.bounds]
         self.metrics = {name: out.metrics[f"bapo_{name}"].item() for name in LOGGED}
 
@@ -217,6 +223,37 @@ class Plain(Recorder, GRPOTrainer):
         return loss
 
 
+def allowed(masks):
+    """bool ``[B, T, V]``."""
+    rows = torch.ones(len(masks), len(masks[0]), V, dtype=torch.bool)
+    for of_sequence, mask in zip(rows, masks, strict=True):
+        for n, row in enumerate(of_sequence):
+            ids = mask.token_ids[mask.offsets[n] : mask.offsets[n + 1]].long()
+            if len(ids):
+                row.fill_(False)[ids] = True
+    return rows
+
+
+@torch.no_grad()
+def from_the_likely_tokens(prompts, trainer):
+    """A ``rollout_func`` with min-p sampling, which records the sets that it draws from."""
+    made = dict(prompt_ids=[], completion_ids=[], logprobs=[], sampling_mask=[])
+    for prompt in prompts:
+        ids = tokenizer()(prompt)["input_ids"]
+        completion, logprobs, sets = [], [], []
+        while len(completion) < trainer.max_completion_length and 1 not in completion:
+            logits = trainer.model(input_ids=torch.tensor([ids + completion])).logits[0, -1]
+            p, order = (logits / trainer.temperature).softmax(-1).sort(descending=True)
+            p = p[p > 0.3 * p[0]]
+            drawn = torch.multinomial(p, 1).item()
+            completion.append(order[drawn].item())
+            logprobs.append((p[drawn] / p.sum()).log().item())
+            sets.append(order[: len(p)].tolist())
+        for name, of_prompt in zip(made, (ids, completion, logprobs, sets), strict=True):
+            made[name].append(of_prompt)
+    return made
+
+
 CASES = {
     "dapo, lagged": dict(bapo_scope="lagged"),
     "grpo, recipe, step": dict(loss_type="grpo", bapo_preset="recipe", bapo_scope="step"),
@@ -229,10 +266,21 @@ CASES = {
     "KL with ratio, entropy, long generation": dict(
         beta=0.05, entropy_coef=0.02, bapo_scope="step", steps_per_generation=4
     ),
+    "sampling masks, KL, call": dict(
+        rollout_func=from_the_likely_tokens,
+        beta=0.05,
+        use_bias_correction_kl=False,
+        temperature=0.8,
+        learning_rate=0.003,  # with more the KL reaches the 10 at which the kernels clamp it
+        bapo_scope="call",
+    ),
+    "sampling masks, log_probs, step": dict(
+        rollout_func=from_the_likely_tokens, entropy_coef=0.02, bapo_scope="step"
+    ),
 }
 
 
-def trained(kind, folder, rollouts=None, dtype=torch.float32, **options):
+def trained(kind, folder, rollouts=None, dtype=torch.float32, rollout_func=None, **options):
     start = {k: v.detach().double().clone() for k, v in model(dtype).named_parameters()}
     policy = model()
     policy.config._name_or_path = str(folder / "model")  # where the KL's reference comes from
@@ -243,6 +291,7 @@ def trained(kind, folder, rollouts=None, dtype=torch.float32, **options):
         args=arguments(folder, **options),
         train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4}),
         processing_class=tokenizer(),
+        rollout_func=rollout_func,
     ).start(rollouts)
     if kind is Plain:
         preset = options.get("bapo_preset", "paper")
@@ -306,13 +355,104 @@ def check_training(tmp_path, name):
         assert_within_budget(key, update.float(), same[key], truth[key], inherited=inherited)
     entries = [entry for entry in ours.state.log_history if "loss" in entry]
     for entry, *decisions in zip(entries, true.logged[::2], true.logged[1::2], strict=True):
-        assert {f"bapo/{name}" for name in decisions[0]} == {k for k in entry if "bapo/" in k}
-        for name in decisions[0]:  # the mean of two micro-batches
-            mean = sum(decision[name] for decision in decisions) / 2
-            assert entry[f"bapo/{name}"] == pytest.approx(mean, abs=1e-5), name
+        assert entry.pop("bapo/label_outside_mask", None) == (0 if "masks" in name else None)
+        assert {f"bapo/{key}" for key in decisions[0]} == {k for k in entry if "bapo/" in k}
+        for key in decisions[0]:  # the mean of two micro-batches
+            mean = sum(decision[key] for decision in decisions) / 2
+            assert entry[f"bapo/{key}"] == pytest.approx(mean, abs=1e-5), key
     logged = {key for entry in entries for key in entry}
     assert {"clip_ratio/low_mean", "clip_ratio/region_mean", "entropy", "loss"} <= logged
     assert ("kl" in logged) == bool(options.get("beta"))
+
+
+def with_masks(folder, rollout_func=from_the_likely_tokens, **options):
+    """A trainer whose rollouts have sampling masks."""
+    policy = model()
+    policy.config._name_or_path = str(folder / "model")
+    policy.save_pretrained(folder / "model")
+    return Ours(
+        model=policy,
+        reward_funcs=reward,
+        args=arguments(folder, **(dict(max_steps=1) | options)),
+        train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4}),
+        processing_class=tokenizer(),
+        rollout_func=rollout_func,
+    ).start()
+
+
+def test_rollouts_of_the_guide(tmp_path):
+    """The block of docs/integrations.md about sampling masks, with a stand-in for vLLM."""
+    guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
+    section = guide.partition("### Sampling masks in TRL")[2]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+    policy = model()
+    source = SimpleNamespace(model=policy, temperature=1.0, max_completion_length=4)
+
+    def generate(prompts, params):
+        rows = zip(*from_the_likely_tokens(prompts, source).values(), strict=True)
+        for prompt_ids, ids, logprobs, sets in rows:
+            output = SimpleNamespace(
+                token_ids=ids,
+                logprobs=[
+                    {i: SimpleNamespace(logprob=x)} for i, x in zip(ids, logprobs, strict=True)
+                ],
+                sampling_mask=SimpleNamespace(token_ids=sets),
+            )
+            yield SimpleNamespace(prompt_token_ids=prompt_ids, outputs=[output])
+
+    llm = SimpleNamespace(generate=lambda *given: list(generate(*given)))
+    names = dict(llm=llm, params=None)
+    function, _, rest = block.partition("trainer = ")
+    exec(function, names)
+    made = with_masks(tmp_path, names["rollout"], max_completion_length=4)
+    made.train()
+    assert len(made.rollouts[0]["sampling_mask"]) == 8
+    assert "rollout_func=rollout" in rest
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_scores_of_rollouts_with_sampling_masks(tmp_path, given):
+    """Before the first update old, reference and sampler agree; without the sets they do not."""
+
+    def rollout(prompts, trainer):
+        made = from_the_likely_tokens(prompts, trainer)
+        return made if given else {k: v for k, v in made.items() if k != "sampling_mask"}
+
+    trainer = with_masks(tmp_path, rollout, beta=0.05)
+    torch.manual_seed(1)
+    prompts = [{"prompt": prompt} for prompt in ["a b c"] * 4 + ["j"] * 4]
+    scored = BAPOTrainer._generate_and_score_completions(trainer, prompts)
+    mask = scored["completion_mask"] != 0
+    assert not mask.all(), "one completion must be shorter"
+    sampled = scored["sampling_per_token_logps"][mask]
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        ratio = (scored[name][mask] - sampled).exp()
+        if given:
+            torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-5)
+        else:
+            assert ratio.max() < 0.5
+    assert ("sampling_mask" in scored) == given
+
+
+def test_sampling_masks_that_do_not_fit_are_refused(tmp_path):
+    """A set for each token of each completion, and a head that takes them."""
+
+    def fails(change, message, **options):
+        def rollout(prompts, trainer):
+            made = from_the_likely_tokens(prompts, trainer)
+            change(made["sampling_mask"])
+            return made
+
+        with pytest.raises(ValueError, match=message):
+            with_masks(tmp_path, rollout, **options).train()
+
+    fails(lambda sets: sets.pop(), "sampling_mask must have a list of sets for each of the 8 comp")
+    fails(lambda sets: sets[2].append([7]), r"sampling_mask\[2\] must have a set for each of the")
+    fails(lambda sets: None, "sampling_mask must not be given with TRL's head", bapo_head="trl")
+    trainer = with_masks(tmp_path)
+    trainer.tools = [len]
+    with pytest.raises(ValueError, match="sampling_mask must not be given where TRL calls tools"):
+        trainer.rollout_func(["a"], trainer)
 
 
 def in_double(rollouts):

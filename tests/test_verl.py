@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import needs_native
@@ -343,6 +344,154 @@ def test_head(shape):
         results.append([logp.detach(), entropy.detach(), *(x.grad for x in leaves)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+class Engine:
+    """verl's FSDP engine around a tiny model: its forward step, without wrappers and devices."""
+
+    vocabulary = 31
+
+    def __init__(self, monkeypatch, **attributes):
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from verl.models.transformers.dense_common import forward_with_torch_backend
+        from verl.workers.engine.fsdp import transformer_impl as engines
+
+        import bapo_kernels.integrations.verl_head  # noqa: F401  whose head the forward calls
+
+        class Model(Qwen3ForCausalLM):
+            forward = forward_with_torch_backend
+
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8)
+        heads = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+        config = Qwen3Config(vocab_size=self.vocabulary, **sizes, **heads)
+        self.model = Model(config)
+        with torch.no_grad():
+            self.model.lm_head.weight.mul_(20)
+        self.dense = Qwen3ForCausalLM(config)
+        self.dense.load_state_dict(self.model.state_dict())
+        monkeypatch.setattr(engines, "get_device_id", lambda: "cpu")
+        monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
+        kind = attributes.pop("kind", "FSDPEngineWithLMHead")
+        self.engine = object.__new__(getattr(engines, kind))
+        defaults = dict(module=self.model, pad_to_length=False, use_ulysses_sp=False)
+        vars(self.engine).update(defaults | attributes)
+        self.engine._autocast_dtype = torch.float32
+        self.engine.get_data_parallel_group = lambda: None
+
+    def log_probs(self, batches):
+        """Of the responses, ``[B, R]``, and their entropies, from micro-batches."""
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        made = []
+
+        def loss(model_output, data, dp_group):
+            names = ("log_probs", "entropy")
+            made.append([no_padding_2_padding(model_output[name], data) for name in names])
+            return made[-1][0].sum(), {}
+
+        for batch in batches:
+            self.engine.forward_step(batch, loss, forward_only=False)
+        return [torch.cat(values) for values in zip(*made, strict=True)]
+
+
+def data_with_sets(sets):
+    """A batch of 4 as the trainer has it, with prompts padded on the left."""
+    from verl import DataProto
+
+    g = torch.Generator().manual_seed(0)
+    prompts, responses = torch.tensor([3, 1, 2, 3]), torch.tensor([8, 3, 6, 1])
+    at = torch.arange(P + R)
+    attention = ((at >= P - prompts[:, None]) & (at < P + responses[:, None])).long()
+    tokens = torch.randint(Engine.vocabulary, (B, P + R), generator=g)
+    data = DataProto.from_dict(
+        tensors=dict(
+            input_ids=tokens,
+            prompts=tokens[:, :P],
+            responses=tokens[:, P:],
+            attention_mask=attention,
+            response_mask=attention[:, P:],
+            position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
+        ),
+        meta_info=dict(temperature=0.8),
+    )
+    made = sets(data.batch["responses"], responses)
+    if made is not None:  # as an agent loop's extra_fields
+        column = np.empty(B, dtype=object)
+        column[:] = made
+        data.non_tensor_batch["sampling_mask"] = column
+    return data
+
+
+def drawn_sets(responses, lengths):
+    """Sets of every size with the label in them; none for some tokens and for one sequence."""
+    made = []
+    for ids, length in zip(responses.tolist(), lengths.tolist(), strict=True):
+        of_others = [[j for j in range(1, 4 * t, 3) if j != label] for t, label in enumerate(ids)]
+        sets = [[*others, label] for others, label in zip(of_others, ids, strict=True)]
+        made.append(sets[:length])
+    made[0][2] = []
+    made[2] = None
+    return made
+
+
+def micro_batches(data, packed=True, **options):
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    for part in data.chunk(2):  # the ranks
+        of_rank = left_right_2_no_padding(part.to_tensordict())
+        options = dict(use_fused_kernels=True, calculate_entropy=True) | options
+        tu.assign_non_tensor(of_rank, use_remove_padding=packed, **options)
+        yield from (
+            (tu.index_select_tensor_dict(of_rank, [i]) for i in (0, 1)) if packed else [of_rank]
+        )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_sampling_masks_of_a_batch(monkeypatch, packed, given):
+    """From a DataProto through ranks and micro-batches to log-probs and gradients over the sets."""
+    engine = Engine(monkeypatch)
+    data = data_with_sets(drawn_sets if given else lambda *_: None)
+    got, entropy = engine.log_probs(micro_batches(data, packed))
+    allowed = torch.ones(B, R, Engine.vocabulary, dtype=torch.bool)
+    for i, sets in enumerate(data.non_tensor_batch.get("sampling_mask", [])):
+        for t, ids in enumerate(sets or []):
+            if ids:
+                allowed[i, t] = False
+                allowed[i, t, ids] = True
+    batch = data.batch
+    whole = dict(attention_mask=batch["attention_mask"], position_ids=batch["position_ids"])
+    logits = engine.dense(input_ids=batch["input_ids"], **whole).logits[:, P - 1 : -1] / 0.8
+    log_p = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    mask = batch["response_mask"].bool()
+    expected = log_p.gather(-1, batch["responses"][..., None]).squeeze(-1)
+    H = -(log_p.exp() * log_p.masked_fill(~allowed, 0.0)).sum(-1)
+    torch.testing.assert_close(got[mask], expected[mask], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy[mask], H[mask], rtol=1e-5, atol=1e-5)
+    expected[mask].sin().sum().backward()
+    got[mask].sin().sum().backward()
+    for mine, theirs in zip(engine.model.parameters(), engine.dense.parameters(), strict=True):
+        atol = 1e-5 * float(theirs.grad.abs().max())
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=atol)
+
+
+def test_sampling_masks_that_would_be_ignored_are_refused(monkeypatch):
+    """A batch with sets, and a forward that does not use them."""
+    (first, *_) = micro_batches(data_with_sets(drawn_sets))
+    loss = lambda **_: (torch.ones(()), {})  # noqa: E731
+    with pytest.raises(ValueError, match="sampling_mask must be absent with sequence parallelism"):
+        Engine(monkeypatch, use_ulysses_sp=True).engine.forward_step(first, loss, False)
+    plain = dict(use_fused_kernels=False, calculate_entropy=False)
+    (first, *_) = micro_batches(data_with_sets(drawn_sets), **plain)
+    engine = Engine(monkeypatch)
+    del type(engine.model).forward
+    with pytest.raises(ValueError, match="sampling_mask must be absent unless use_fused_kernels"):
+        engine.engine.forward_step(first, loss, False)
+    short = data_with_sets(lambda *given: [sets and sets[:-1] for sets in drawn_sets(*given)])
+    with pytest.raises(ValueError, match=r"sampling_mask\[0\] must have a set for each of the 8"):
+        Engine(monkeypatch).log_probs(micro_batches(short))
 
 
 def test_example(capsys):

@@ -4,7 +4,8 @@ The model's forward stops at the hidden states, and :func:`bapo_kernels.bapo_lin
 the rest. Where TRL adds a term that this loss does not have (an entropy bonus with a normaliser of
 its own, a KL term multiplied by the ratio, router losses) or where there are images, log-probs and
 loss are computed in two steps. Normalisation, masks, KL, importance sampling correction and metric
-names are TRL's.
+names are TRL's. Where a ``rollout_func`` returns the sets that its tokens were drawn from, as
+``sampling_mask``, all log-probs are those over them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from . import require_version
 
 require_version("trl", "1.9")
 
-from trl import GRPOTrainer  # noqa: E402
-
 from .trl_config import BAPOTrainerConfig, bapo_config, check, corrects_kl  # noqa: E402
+from .trl_sampling_mask import KEY, TrainerWithSamplingMasks, mask_of  # noqa: E402
 
 __all__ = ["BAPOTrainer", "BAPOTrainerConfig"]
 
@@ -54,7 +54,7 @@ _IMAGES = (
 )
 
 
-class BAPOTrainer(GRPOTrainer):
+class BAPOTrainer(TrainerWithSamplingMasks):
     """``GRPOTrainer`` with the loss of :func:`bapo_kernels.bapo_loss`.
 
     Raises:
@@ -79,6 +79,7 @@ class BAPOTrainer(GRPOTrainer):
         self._calls_left = 0  # micro-batches of the optimizer step that are still to be computed
         if self._lm_head is not None:
             _add_head(self._lm_head, self.args.cast_lm_head_to_fp32)
+        self._reference_has_head = False
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
@@ -137,11 +138,14 @@ class BAPOTrainer(GRPOTrainer):
     def _head(self, inputs: dict[str, Any]) -> str:
         """The head that the user asked for, or the fastest that is exact for these inputs."""
         asked = self.args.bapo_head
+        needs_trl = self._lm_head is None
         if self.aux_loss_enabled or any(inputs.get(name) is not None for name in _IMAGES):
             rule = "be None or 'trl' with images or router losses"
             require(asked in (None, "trl"), "bapo_head", rule, repr(asked))
-            return "trl"
-        if self._lm_head is None:
+            needs_trl = True
+        if needs_trl:
+            rule = "not be given with TRL's head (bapo_head='trl', images, router losses)"
+            require(inputs.get(KEY) is None, KEY, rule, "one")
             return "trl"
         if asked is not None:
             return str(asked)
@@ -153,11 +157,10 @@ class BAPOTrainer(GRPOTrainer):
         """The output; log-probs and entropies with a gradient, if the head has any; router loss."""
         arguments = self._arguments(inputs)
         if self._head(inputs) == "fused":
-            labels = inputs["completion_ids"]
+            tokens = dict(labels=inputs["completion_ids"], sampling_mask=mask_of(inputs))
 
             def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> BAPOOutput:
-                tokens = arguments | dict(labels=labels, bias=bias)
-                return bapo_linear_loss(hidden, weight, **tokens)
+                return bapo_linear_loss(hidden, weight, **arguments, **tokens, bias=bias)
 
             return self._forward(model, inputs, loss), None, None, None
         log_probs, entropies, aux_loss = self._log_probs(model, inputs)
@@ -192,6 +195,7 @@ class BAPOTrainer(GRPOTrainer):
             return log_probs, entropies, aux_loss
         config = self.bapo_config
         labels = inputs["completion_ids"].masked_fill(_mask(inputs) == 0, IGNORE_INDEX)
+        sampling_mask = mask_of(inputs)
 
         def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             return linear_log_probs(
@@ -202,6 +206,7 @@ class BAPOTrainer(GRPOTrainer):
                 temperature=config.temperature,
                 logit_scale=config.logit_scale,
                 final_logit_softcapping=config.final_logit_softcapping,
+                sampling_mask=sampling_mask,
             )
 
         return *self._forward(model, inputs, head), None
@@ -211,6 +216,11 @@ class BAPOTrainer(GRPOTrainer):
 
         Only there do wrappers (DDP, FSDP, autocast) have the weights ready.
         """
+        if model is self.ref_model and not self._reference_has_head:
+            reference = _lm_head(self.accelerator.unwrap_model(model), self.args)
+            assert reference is not None, "LMHead takes the policy, so it takes its reference"
+            _add_head(reference, self.args.cast_lm_head_to_fp32)
+            self._reference_has_head = True
         ids, attention = _sequences(inputs)
         with self.accelerator.autocast():
             return model(
@@ -302,6 +312,10 @@ class BAPOTrainer(GRPOTrainer):
             total = ((kl.exp() - kl - 1) * weight * mask).sum()
             total, count = self.accelerator.reduce(torch.stack([total, mask.sum()]), "sum")
             self._log("kl", total / count.clamp(min=1))
+        if inputs.get(KEY) is not None:
+            outside = (mask != 0) & (out.log_probs == -torch.inf)
+            count = self.accelerator.reduce(outside.sum().float(), "sum")
+            self._log("bapo/label_outside_mask", count)
         # Those of the decision in use; an evaluation, or a micro-batch that decides, has its own.
         decision = (self.model.training and self.search.metrics) or out.metrics
         for name in ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated"):

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import IGNORE_INDEX, LOG_RATIO_LIMIT, BAPOConfig, starting_bounds_of
+from ..distributed import whole_vocabulary
 from ..inputs import bounds_are_valid, bounds_tensor, config_or_default, rising_offsets
 from ..output import BAPOOutput, ClipBounds
+from ..sampling_mask import SamplingMask
 from .search import Contributions, find_clip_bounds, search_metrics
+from .sets import outside_of_sets
 from .softmax import head_logits, log_probs
 from .tokens import behaviour_log_probs, check_shapes, clipped, per_token, ratio, unmasked_tokens
 
@@ -186,12 +189,15 @@ def bapo_loss(
     response_mask: Tensor | None = None,
     *,
     temperature: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> BAPOOutput:
     """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``.
 
-    ``temperature`` takes the place of ``config.temperature``: ``[...]``, ``[B]`` or 0-dim.
+    ``temperature`` takes the place of ``config.temperature``: ``[...]``, ``[B]`` or 0-dim. With
+    ``sampling_mask`` the metric ``label_outside_mask`` counts the unmasked tokens that are not in
+    the set of their row.
 
     Examples:
         >>> logits = torch.linspace(-2, 2, 20).view(2, 10)
@@ -202,6 +208,7 @@ def bapo_loss(
         True
     """
     labels, config = labels.long(), config_or_default(options.get("config"))
+    logits = whole_vocabulary(logits, vocab_group, -1)
     unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
     unmasked = unmasked & (labels != IGNORE_INDEX)
     if temperature is not None and temperature.ndim > 0:
@@ -212,11 +219,15 @@ def bapo_loss(
         temperature=config.temperature if temperature is None else temperature,
         logit_scale=config.logit_scale,
         final_logit_softcapping=config.final_logit_softcapping,
-        vocab_group=vocab_group,
+        sampling_mask=sampling_mask,
     )
-    return bapo_loss_from_log_probs(
+    output = bapo_loss_from_log_probs(
         logp, old_log_probs, advantages, unmasked, entropy=entropy, **options
     )
+    if sampling_mask is not None:
+        outside = unmasked & outside_of_sets(sampling_mask, labels, logits.shape[-1])
+        output.metrics["label_outside_mask"] = outside.sum().to(logp.dtype)
+    return output
 
 
 def bapo_linear_loss(
@@ -230,6 +241,7 @@ def bapo_linear_loss(
     bias: Tensor | None = None,
     temperature: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> BAPOOutput:
@@ -246,7 +258,9 @@ def bapo_linear_loss(
     hidden_states = hidden_states.masked_fill(masked[..., None], 0.0)
     logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group, logits_dtype)
     batch = old_log_probs, advantages, response_mask
-    return bapo_loss(logits, labels, *batch, temperature=temperature, **options)
+    return bapo_loss(
+        logits, labels, *batch, temperature=temperature, sampling_mask=sampling_mask, **options
+    )
 
 
 def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:

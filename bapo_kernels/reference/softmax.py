@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..config import IGNORE_INDEX
 from ..distributed import whole_vocabulary
+from ..sampling_mask import SamplingMask
+from .sets import allowed_tokens
 from .tokens import per_token
 
 
@@ -22,6 +24,7 @@ def log_probs(
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
+    sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``logp = x_label - logsumexp(x)`` and ``entropy = logsumexp(x) - sum_j p_j x_j``.
@@ -34,6 +37,8 @@ def log_probs(
         labels: ``[...]``, integer.
         temperature: a number, or a tensor ``[...]``, ``[B]`` for labels ``[B, ...]``, or 0-dim; no
             gradient flows to it. One that is not finite and > 0 makes the log-prob NaN.
+        sampling_mask: a set for each of the labels: ``x_j`` is -inf for every ``j`` that is not in
+            it, whatever the logit. A set that breaks a rule makes its log-prob and entropy NaN.
         vocab_group: its ranks have ``logits`` of the vocabulary's parts, which are gathered.
 
     Examples:
@@ -48,6 +53,10 @@ def log_probs(
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z = z.masked_fill(~unmasked[..., None], 0.0)
     forbidden = z == -torch.inf
+    wrong = torch.zeros_like(unmasked)
+    if sampling_mask is not None:
+        allowed, wrong = allowed_tokens(sampling_mask, labels, V)
+        z, forbidden = z.masked_fill(~allowed, 0.0), forbidden | ~allowed
 
     x = z * logit_scale
     if final_logit_softcapping is not None:
@@ -62,10 +71,11 @@ def log_probs(
     log_p = torch.log_softmax(x, dim=-1)
     label = torch.where(known, labels, 0)
     logp = log_p.gather(-1, label[..., None]).squeeze(-1)
-    logp = torch.where(known, logp, torch.nan)
+    logp = torch.where(known & ~wrong, logp, torch.nan)
     entropy = None
     if return_entropy:
         entropy = -(log_p.exp() * log_p.masked_fill(forbidden, 0.0)).sum(-1)
+        entropy = torch.where(wrong, torch.nan, entropy)
         entropy = torch.where(unmasked, entropy, 0.0)
     return torch.where(unmasked, logp, 0.0), entropy
 
@@ -80,6 +90,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
+    sampling_mask: SamplingMask | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -103,6 +114,7 @@ def linear_log_probs(
         logit_scale=logit_scale,
         final_logit_softcapping=final_logit_softcapping,
         return_entropy=return_entropy,
+        sampling_mask=sampling_mask,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapo_kernels import available_backends, reference
 
-from ..cases import HEAD, Batch, Case
+from ..cases import HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, Batch, Case
 
 Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, log-probs or bounds; gradients of inputs
 
@@ -35,7 +35,9 @@ class Method:
         backend: the backend of this package.
         everywhere: False for a slow method that is measured on a few cases only.
         holds_logits: from hidden states, it holds the logits of all tokens at once.
-        of_head: it is a form of the head, measured in that sweep only.
+        dtypes: of the inputs that it is measured with.
+        sweep: the only sweep that it is measured in. Without one it is measured in all, but with
+            sampling masks only if it is ours.
         float32_logits: from hidden states of half precision, it makes float32 logits.
     """
 
@@ -53,7 +55,8 @@ class Method:
     backend: str | None = None
     everywhere: bool = True
     holds_logits: bool = False
-    of_head: bool = False
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    sweep: str | None = None
     float32_logits: bool = False
 
     @property
@@ -71,12 +74,12 @@ class Method:
             return False
         if self.live and case.layout not in ("zero advantage", "mixed"):
             return False
-        if self.float32_logits and case.dtype == "float32":
+        if case.dtype not in self.dtypes or self.sweep not in (None, case.sweep):
             return False
         if case.sweep == HEAD:
             return self.backend is not None or (self.everywhere and case.layout == "dense")
-        if self.of_head:
-            return False
+        if case.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
+            return self.sweep == SAMPLING_MASK or (self.backend is not None and self.everywhere)
         if case.sweep == "many tokens":
             return not self.holds_logits
         plain = case.sweep is None and case.layout == "dense" and case.data == "stale"

@@ -11,21 +11,23 @@ from torch import Tensor
 
 from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
 
-from ..cases import Batch
+from ..cases import HEAD, Batch
 from .method import Method, Step, trained
 
 
 def train(batch: Batch, **options: Any) -> Step:
     """Loss and gradients."""
     function = bapo_loss if batch.case.level == "logits" else bapo_linear_loss
-    out = function(*batch.inputs, *batch.rest, **batch.options, **options)
+    options |= batch.options | {"sampling_mask": batch.sampling_mask}
+    out = function(*batch.inputs, *batch.rest, **options)
     return trained(out.loss, batch)
 
 
 def train_inplace(batch: Batch, **options: Any) -> Step:
     """The gradient is written over the logits."""
     logits = batch.inputs[0].detach()
-    out = bapo_loss(logits, *batch.rest, **batch.options, inplace=True, **options)
+    options |= batch.options | {"sampling_mask": batch.sampling_mask}
+    out = bapo_loss(logits, *batch.rest, inplace=True, **options)
     return out.loss, (logits,)
 
 
@@ -38,7 +40,8 @@ def train_in_chunks(batch: Batch, chunks: int, live: bool, **options: Any) -> St
 def probs(batch: Batch, backend: str) -> Tensor:
     """Log-probs; the entropy is computed with them."""
     function = log_probs if batch.case.level == "logits" else linear_log_probs
-    return function(*batch.inputs, batch.labels, backend=backend)[0]
+    options = {"backend": backend, "sampling_mask": batch.sampling_mask}
+    return function(*batch.inputs, batch.labels, **options)[0]
 
 
 def search(batch: Batch) -> Step:
@@ -76,13 +79,14 @@ def _forms_of_the_head(name: str, backend: str, runs: dict[str, Any]) -> Iterato
         f"{name}, live, chunk_tokens = N/4", partial(in_chunks, live=True), live=True, **runs
     )
     wide = partial(train, backend=backend, logits_dtype=torch.float32)
-    yield _form(f"{name}, float32 logits", wide, float32_logits=True, **runs)
+    half = {"dtypes": ("bfloat16",), "float32_logits": True}
+    yield _form(f"{name}, float32 logits", wide, **half, **runs)
     log_probs_alone = partial(probs, backend=backend)
     yield _form(f"{name}, log-probs, then loss", log_probs=log_probs_alone, **runs)
 
 
 def _form(name: str, *functions: Any, **options: Any) -> Method:
-    return Method(name, "hidden", *functions, of_head=True, **options)
+    return Method(name, "hidden", *functions, sweep=HEAD, **options)
 
 
 METHODS = [

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..cases import Batch
+from ..cases import HEAD, Batch
 from .method import Method
 
 CHUNK = 8_192  # columns of a tile, TRL's default
@@ -58,7 +58,8 @@ METHODS = [
         "hidden",
         log_probs=partial(chunked_head, cast=True),
         package="trl",
-        of_head=True,
+        sweep=HEAD,
+        dtypes=("bfloat16",),
         float32_logits=True,
     ),
 ]

@@ -1,122 +1,15 @@
 // The row pass: log-prob, entropy and, where it is decided, the gradient of one row after the
 // other. Compiled once per instruction set (BAPO_ISA).
 
-#include "launch.h"
-#include "row_math.h"
+#include "row_pass.h"
 
 namespace {
 
-template <typename T>
-struct Row {
-    const T* logits;
-    T* grad;
-
-    Row(const LogitRows& rows, int64_t index) {
-        const int64_t batch = index / rows.rows, row = index % rows.rows;
-        logits =
-            static_cast<const T*>(rows.logits) + batch * rows.batch_stride + row * rows.row_stride;
-        grad = rows.grad == nullptr ? nullptr
-                                    : static_cast<T*>(rows.grad) + batch * rows.grad_batch_stride +
-                                          row * rows.grad_row_stride;
-    }
-    // just_read: the row is in the cache, and so is a gradient in place.
-    void zero_grad(int64_t vocab, bool just_read) const {
-        if (grad == nullptr) return;
-        const bool cached = just_read && (const void*)logits == (const void*)grad;
-        fill_row(grad, vocab, !cached, [](int64_t, int64_t) { return VFloat{}; });
-    }
-};
-
-// Whether the gradient of a row can only be 2^t times a constant, so that keeping 2^t pays.
-template <typename T, bool kSoftcap>
-bool keeps_exp(const RowPassParams& params, int64_t index) {
-    if (kSoftcap || sizeof(T) == 4 || params.rows.grad == nullptr) return false;
-    const PolicyOptions& options = params.options;
-    if (options.entropy_coef != 0.0) return false;
-    if (options.kl_loss_coef == 0.0 && params.tokens.advantages[index] == 0.0f) return false;
-    kept_exp.reserve(params.rows.vocab);
-    return kept_exp.capacity >= params.rows.vocab;
-}
-
-template <typename T, bool kSoftcap>
-void pass_row(const RowPassParams& params, int64_t index) {
-    const LogitRows& rows = params.rows;
-    const Row<T> row(rows, index);
-    double* stats_out = params.stats + 2 * index;
-    if (params.undecided) params.undecided[index] = 0;
-    if (!params.tokens.counted[index]) {
-        params.log_probs[index] = params.entropy[index] = stats_out[0] = 0.0;
-        stats_out[1] = 1.0;
-        return row.zero_grad(rows.vocab, false);
-    }
-
-    const bool keep = keeps_exp<T, kSoftcap>(params, index);
-    const Transform transform = rows.transform.of_row(index);
-    const RowStats stats =
-        (keep ? row_stats<kSoftcap, true, T>
-              : row_stats<kSoftcap, false, T>)(row.logits, rows.vocab, transform);
-    const int64_t label = params.labels[index];
-    double logp = NAN;
-    if (label >= 0 && label < rows.vocab) {
-        logp = log_prob<kSoftcap>(load_scalar(row.logits + label), transform, stats.origin,
-                                  stats.log_sum());
-    }
-    params.log_probs[index] = logp;
-    params.entropy[index] = stats.entropy();
-    stats_out[0] = stats.origin;
-    stats_out[1] = stats.sum;
-
-    if (row.grad == nullptr) return;
-    const Decision decision = decide(params, index, logp);
-    if (decision.undecided) {
-        params.undecided[index] = 1;
-    } else if (decision.coefficients.zero()) {
-        row.zero_grad(rows.vocab, true);
-    } else {
-        (keep ? row_gradient<kSoftcap, true, T>
-              : row_gradient<kSoftcap, false, T>)(row.logits, row.grad, rows.vocab, transform,
-                                                  label, stats.origin, stats.sum, stats.entropy(),
-                                                  decision.coefficients);
-    }
-}
-
-template <typename T, bool kSoftcap>
-void finish_row(const RowGradientParams& params, int64_t index) {
-    if (params.only && !params.only[index]) return;
-    const LogitRows& rows = params.rows;
-    const Row<T> row(rows, index);
-    const RowCoefficients coefficients{params.dlog_probs[index],
-                                       params.dentropy ? -(double)params.dentropy[index] : 0.0};
-    if (coefficients.zero()) return row.zero_grad(rows.vocab, false);
-    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, rows.transform.of_row(index),
-                                  params.labels[index], (float)params.stats[2 * index],
-                                  params.stats[2 * index + 1], params.entropy[index], coefficients);
-}
-
-template <typename F>
-void with_row_type(const LogitRows& rows, F f) {
-    const auto with_softcap = [&]<typename T>(T) {
-        rows.transform.softcapped ? f.template operator()<T, true>()
-                                  : f.template operator()<T, false>();
-    };
-    switch (rows.dtype) {
-        case DType::kFloat32: return with_softcap(float{});
-        case DType::kBFloat16: return with_softcap(BFloat16{});
-        case DType::kFloat16: return with_softcap(Float16{});
-    }
-}
-
-template <typename Params, typename RowKernel>
-void take_rows(const Params& params, cpu::RowQueue& queue, RowKernel kernel) {
-    for (int64_t row; (row = queue.next.fetch_add(queue.grain)) < queue.count;) {
-        const int64_t end = row + queue.grain < queue.count ? row + queue.grain : queue.count;
-        for (; row < end; ++row) kernel(params, row);
-    }
-}
-
 void row_pass(const RowPassParams& params, cpu::RowQueue& queue) {
     with_row_type(params.rows, [&]<typename T, bool kSoftcap>() {
-        take_rows(params, queue, pass_row<T, kSoftcap>);
+        take_rows(params, queue, [](const RowPassParams& params, int64_t index) {
+            pass_row<T, kSoftcap>(params, index, NAN);
+        });
     });
 }
 
@@ -128,13 +21,9 @@ void row_gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
 
 }  // namespace
 
-#define BAPO_CONCAT_(a, b) a##b
-#define BAPO_CONCAT(a, b) BAPO_CONCAT_(a, b)
-#define BAPO_STRING_(a) #a
-#define BAPO_STRING(a) BAPO_STRING_(a)
-
 namespace bapo::cpu {
+extern const SetKernels BAPO_CONCAT(kSetKernels_, BAPO_ISA);
 extern const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA);
-const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA){BAPO_STRING(BAPO_ISA), ::row_pass,
-                                                     ::row_gradient};
+const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA){
+    BAPO_STRING(BAPO_ISA), ::row_pass, ::row_gradient, BAPO_CONCAT(kSetKernels_, BAPO_ISA)};
 }  // namespace bapo::cpu

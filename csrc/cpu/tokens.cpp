@@ -7,6 +7,7 @@
 
 #include "launch.h"
 #include "prepare.h"
+#include "sets.h"
 
 namespace bapo::cpu {
 
@@ -43,6 +44,13 @@ void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts
     const int64_t end = chunk_end(chunk, params.count());
     for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
         prepare_token(params, i, counts, of_sequences, weight);
+    }
+}
+
+void find_labels_chunk(const FindLabelsParams& params, int64_t chunk) {
+    const int64_t end = chunk_end(chunk, params.sets.rows);
+    for (int64_t row = chunk * kTokensPerChunk; row < end; ++row) {
+        find_label(params, row);
     }
 }
 

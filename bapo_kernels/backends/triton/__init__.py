@@ -30,7 +30,7 @@ WHY_NOT = _why_not()
 @cache
 def _operators() -> dict[str, Callable[..., None]]:
     """Made at the first call, because the import of Triton takes long."""
-    from . import policy, prepare, row_gradient, row_pass, search
+    from . import head_sets, policy, prepare, row_gradient, row_pass, search, sets
 
     return {
         "row_statistics": row_pass.row_statistics,
@@ -43,6 +43,17 @@ def _operators() -> dict[str, Callable[..., None]]:
         "solve": search.solve,
         "search": search.search,
         "policy": policy.policy,
+        "find_labels": sets.find_labels,
+        "gather_sets": sets.gather_sets,
+        "multiply_sets": head_sets.multiply_sets,
+        "sets_statistics": sets.sets_statistics,
+        "sets_pass_": sets.sets_pass_,
+        "sets_gradient": sets.sets_gradient,
+        "sets_gradient_": sets.sets_gradient_,
+        "scatter_sets": sets.scatter_sets,
+        "head_sets_pass": head_sets.head_sets_pass,
+        "sets_dhidden": head_sets.sets_dhidden,
+        "sets_dweight": head_sets.sets_dweight,
         "scale_": row_gradient.scale_,
     }
 

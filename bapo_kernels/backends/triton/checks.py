@@ -28,8 +28,12 @@ _DTYPES = {
     **dict.fromkeys(("flat", "bounds", "report", "factor", "outputs"), torch.float32),
     **dict.fromkeys(("log_probs", "entropy", "stats", "dlog_probs", "dentropy"), torch.float64),
     **dict.fromkeys(("weights", "table", "masses"), torch.float64),
+    **dict.fromkeys(("values", "dvalues", "bias", "dbias"), torch.float32),
+    **dict.fromkeys(("token_ids", "rows"), torch.int32),
+    **dict.fromkeys(("offsets", "shard", "positions", "order", "segments"), torch.int64),
 }
 _ROWS = ("logits", "dlogits", "x")
+_MATRICES = ("hidden", "weight", "dhidden", "dweight")
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of prepare, whose arguments are as the caller has them.
 _CALLERS = ("tokens", "response_mask", "values", "cu_seqlens", "device_divisor")
@@ -37,6 +41,7 @@ _CALLER_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
+_SHAPED = (*_ROWS, *_MATRICES, *_CALLERS, "table")
 _require = partial(require, error=RuntimeError)
 
 _MAX_KNOWN = 4_096
@@ -50,7 +55,7 @@ class _Places:
         kinds = [argument.rsplit(" ", 1) for argument in schema.split(", ")]
         tensors = [at for at, (kind, _) in enumerate(kinds) if re.fullmatch(_TENSOR, kind)]
         self.names = [name for _, name in kinds]
-        self.shaped = [at for at in tensors if self.names[at] in (*_ROWS, *_CALLERS, "table")]
+        self.shaped = [at for at in tensors if self.names[at] in _SHAPED]
         self.flat = [at for at in tensors if at not in self.shaped]
         self.numbers = [at for at, (kind, _) in enumerate(kinds) if kind in ("int", "bool")]
         self.lists = [at for at, (kind, _) in enumerate(kinds) if kind.endswith("[]")]
@@ -98,26 +103,69 @@ def _check(op: str, given: dict[str, Any]) -> None:
     first = next(iter(given.values()))
     if op == "prepare":
         _check_callers(given)
-    N = first.shape[:-1].numel() if "logits" in given else first.numel()
+    N = _count_of_rows(given)
     counts = {"bounds": 2, "masses": 4, "report": len(REPORT), "factor": 1, "stats": 2 * N}
-    counts |= {"ticket": 1, "flat": len(given.get("values", ())) * N}
+    counts["ticket"] = 1
     counts["outputs"] = N if given.get("entropy") is None else 2 * N
+    if op == "prepare":
+        counts["flat"] = len(given["values"]) * N
+    if "offsets" in given or "segments" in given:
+        counts |= _counts_of_sets(given, N)
     if "grids" in given:
         _require(len(given["grids"]) == 6, "grids", "be 6 numbers", len(given["grids"]))
     if "table" in given:
         _check_table(given["table"], given)
         counts["table"] = given["table"].numel()
     for name, value in given.items():
-        if not isinstance(value, Tensor) or name in _CALLERS:
+        if not isinstance(value, Tensor) or (op == "prepare" and name in _CALLERS):
             continue
         _require(value.device == first.device, name, f"be on {first.device}", value.device)
         if name in _ROWS:
-            _check_rows(name, value, first)
+            _check_rows(name, value, given.get("logits", value))
+            continue
+        if name in _MATRICES:
+            _check_matrix(name, value, given, N)
             continue
         _require(value.dtype == _DTYPES[name], name, f"be {_DTYPES[name]}", value.dtype)
         count = counts.get(name, N)
         size_is_right = value.numel() == count and value.is_contiguous()
         _require(size_is_right, name, f"be contiguous with {count} elements", tuple(value.shape))
+
+
+def _count_of_rows(given: dict[str, Any]) -> int:
+    """Rows of an operator, or the elements of its first argument."""
+    rows = given.get("logits", given.get("dlogits"))
+    if rows is not None:
+        return int(rows.shape[:-1].numel())
+    if "offsets" in given:
+        return int(given["offsets"].numel()) - 1
+    return int(next(iter(given.values())).numel())
+
+
+def _counts_of_sets(given: dict[str, Any], N: int) -> dict[str, int]:
+    """Elements of what an operator on sets takes per id, per column and per row."""
+    K = next(given[name].numel() for name in ("token_ids", "values", "dvalues") if name in given)
+    head = given.get("weight", given.get("dweight"))
+    V = 0 if head is None else head.shape[0]
+    per_id = dict.fromkeys(("token_ids", "values", "dvalues", "order", "rows"), K)
+    return per_id | {"offsets": N + 1, "shard": 2, "segments": V + 1, "bias": V, "dbias": V}
+
+
+def _check_matrix(name: str, matrix: Tensor, given: dict[str, Any], N: int) -> None:
+    """The hidden states, the head, or their gradients."""
+    _require(matrix.dtype in _ROW_DTYPES, name, "be float32, bfloat16 or float16", matrix.dtype)
+    operand = given["hidden"] if "hidden" in given else given["weight"]
+    dtypes = (operand.dtype, *([torch.float32] if name in ("dhidden", "dweight") else []))
+    rule = f"have the dtype {operand.dtype} of its operand" + ", or float32" * (len(dtypes) - 1)
+    _require(matrix.dtype in dtypes, name, rule, matrix.dtype)
+    unit_stride = matrix.ndim == 2 and (matrix.shape[1] <= 1 or matrix.stride(1) == 1)
+    rule = "be a matrix with stride 1 in H"
+    _require(unit_stride, name, rule, (tuple(matrix.shape), matrix.stride()))
+    H = operand.shape[-1]
+    of_rows = name == "dhidden" or (name == "hidden" and "offsets" in given)
+    size_is_right = matrix.shape == (N if of_rows else matrix.shape[0], H)
+    rule = f"have shape ({N}, {H})" if of_rows else f"have {H} columns"
+    _require(size_is_right, name, rule, tuple(matrix.shape))
 
 
 def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:

@@ -82,6 +82,11 @@ def _row_shape(V: int, element_size: int, softcapped: bool, threads: int) -> Row
     return RowShape(W, unroll, num_warps)
 
 
+def set_shape() -> RowShape:
+    """One warp per set, most of which take one step."""
+    return RowShape(4 * warp_size(), 2, 1)
+
+
 def alignment(*tensors: Tensor) -> int:
     """Elements, at most 16 bytes, of which the distances of all rows are a multiple."""
     apart = [16 // tensors[0].element_size()]
@@ -91,10 +96,15 @@ def alignment(*tensors: Tensor) -> int:
     return math.gcd(*apart)
 
 
-def row_arguments(logits: Tensor, dlogits: Tensor | None) -> dict[str, int]:
-    """Sizes and strides of the rows."""
+def row_arguments(logits: Tensor, dlogits: Tensor | None, offsets: Tensor | None) -> dict[str, int]:
+    """Sizes and strides of the rows; of sets the device knows them."""
+    if offsets is not None:
+        strides = ("batch_stride", "row_stride", "dbatch_stride", "drow_stride")
+        unused = dict.fromkeys(("rows_per_batch", "V", *strides), 0)
+        return unused | dict(ALIGN=1, K=logits.numel())
     grad = logits if dlogits is None else dlogits
     return dict(
+        K=0,
         rows_per_batch=logits.shape[1],
         V=logits.shape[2],
         batch_stride=logits.stride(0),

@@ -1,7 +1,7 @@
 """The gradient of known rows, and its scaling; each program strides over the rows.
 
 Often there is nothing to do, because no row was undecided or the factor is 1: few programs find
-that out sooner than one per row.
+that out sooner than one per row. With ``offsets`` rows are the values of sets, as in ``row_pass``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...inputs import as_rows
-from . import row_math
+from . import row_math, set_math
 from .kernel import Kernel
 from .launch import (
     alignment,
@@ -22,6 +22,7 @@ from .launch import (
     resident_programs,
     row_arguments,
     row_shape,
+    set_shape,
     transform_arguments,
 )
 
@@ -29,26 +30,27 @@ FLAGS = 64  # rows of a program whose flags it reads at once
 
 
 @triton.jit
-def _is_wanted(only, index):
-    if only is None:
+def is_wanted(flags, index, WANTED: tl.constexpr = True):
+    """Whether a row has this flag; without flags every row is wanted."""
+    if flags is None:
         wanted = True
     else:
-        wanted = tl.load(only + index) != 0
+        wanted = (tl.load(flags + index) != 0) == WANTED
     return wanted
 
 
 @triton.jit
-def _any_wanted(only, begin, end, step, FLAGS: tl.constexpr):
+def any_wanted(flags, begin, end, step, FLAGS: tl.constexpr, WANTED: tl.constexpr = True):
     """Whether one of FLAGS rows, ``step`` apart, is wanted."""
-    if only is None:
+    if flags is None:
         wanted = True
     else:
         index = begin + tl.arange(0, FLAGS) * step
-        wanted = tl.max(tl.load(only + index, index < end, other=0), 0) != 0
+        of_rows = (tl.load(flags + index, index < end, other=0) != 0) == WANTED
+        wanted = tl.max((of_rows & (index < end)).to(tl.int32), 0) != 0
     return wanted
 
 
-@partial(Kernel, specialised=("logits", "dlogits", "V"))
 def _row_gradient_kernel(
     logits,
     dlogits,
@@ -59,6 +61,8 @@ def _row_gradient_kernel(
     dentropies,
     temperatures,
     only,
+    offsets,
+    K: tl.int64,
     rows: tl.int64,
     rows_per_batch: tl.int64,
     V: tl.int32,
@@ -79,16 +83,22 @@ def _row_gradient_kernel(
     programs = tl.num_programs(0).to(tl.int64)
     for begin in range(tl.program_id(0).to(tl.int64), rows, FLAGS * programs):
         end = tl.minimum(rows, begin + FLAGS * programs)
-        if _any_wanted(only, begin, end, programs, FLAGS):
+        if any_wanted(only, begin, end, programs, FLAGS):
             for index in range(begin, end, programs):
-                if _is_wanted(only, index):
-                    _gradient_of_row(
-                        row_math.row_pointer(
+                if is_wanted(only, index):
+                    if offsets is None:
+                        row = row_math.row_pointer(
                             logits, index, rows_per_batch, batch_stride, row_stride, ALIGN
-                        ),
-                        row_math.row_pointer(
+                        )
+                        grad = row_math.row_pointer(
                             dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN
-                        ),
+                        )
+                    else:
+                        first, V, _ = set_math.set_of(offsets, index, True, rows, K)
+                        row, grad = logits + first, dlogits + first
+                    _gradient_of_row(
+                        row,
+                        grad,
                         labels,
                         stats,
                         entropies,
@@ -169,6 +179,10 @@ def _gradient_of_row(
         )
 
 
+_kernel_of_rows = Kernel(_row_gradient_kernel, specialised=("logits", "dlogits", "V"))
+_kernel_of_sets = Kernel(_row_gradient_kernel)  # they begin anywhere
+
+
 @partial(Kernel, specialised=("x", "V"))
 def _scale_kernel(
     x,
@@ -203,11 +217,14 @@ def row_gradient(
     softcap: float | None,
     temperatures: Tensor | None,
     dlogits: Tensor,
+    *,
+    offsets: Tensor | None = None,
 ) -> None:
     softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
-    shape = row_shape(logits, softcapped)
+    shape = row_shape(logits, softcapped) if offsets is None else set_shape()
+    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     rows = labels.numel()
-    _row_gradient_kernel[(resident_programs(rows, shape.num_warps),)](
+    kernel[(resident_programs(rows, shape.num_warps),)](
         logits,
         dlogits,
         labels,
@@ -217,14 +234,15 @@ def row_gradient(
         dentropy,
         temperatures,
         only,
+        offsets,
         rows=rows,
-        **row_arguments(logits, dlogits),
+        **row_arguments(logits, dlogits, offsets),
         **transform,
         SOFTCAP=softcapped,
         W=shape.W,
         UNROLL=shape.UNROLL,
         FLAGS=FLAGS,
-        **limits(shape.num_warps, registers=64),
+        **limits(shape.num_warps, registers=64 if offsets is None else 72),
     )
 
 

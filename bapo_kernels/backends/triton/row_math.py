@@ -153,8 +153,16 @@ def lane_sums(
 
 
 @triton.jit
-def row_sums(origin, total, weighted, scale2, fixed):
+def fixed_point(V):
+    """The int64 that stands for 1 in the sums over the lanes of a row: about 2^60/V, exact."""
+    exponent = tl.cast(tl.maximum(V, 1), tl.float32).to(tl.int32, bitcast=True) >> 23
+    return ((2 * 127 + 60 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_sums(origin, total, weighted, scale2, V):
     """Maximum of y, sum of 2^t and of t*2^t (float64) of one row; NaN sums for NaN or +inf."""
+    fixed = fixed_point(V)
     bad = total != total
     top = tl.max(tl.where(bad, INF, origin), 0)
     start = tl.where(top == INF, 0.0, top)

@@ -1,22 +1,23 @@
-"""The row pass, with one program per row, and the statistics of rows, which are a part of it."""
+"""The row pass, with one program per row, and the statistics of rows, which are a part of it.
+
+With ``offsets`` rows are the values of sets, and labels are positions in these.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import triton.language as tl
 from torch import Tensor
 
-from . import policy_math, row_math
+from . import policy_math, row_math, set_math
 from .kernel import Kernel
-from .launch import limits, row_arguments, row_shape, transform_arguments
+from .launch import limits, row_arguments, row_shape, set_shape, transform_arguments
 
 
-@partial(Kernel, specialised=("logits", "dlogits", "V"))
 def _row_pass_kernel(
     logits,
     dlogits,
@@ -33,6 +34,8 @@ def _row_pass_kernel(
     entropies,
     stats,
     undecided,
+    offsets,
+    K: tl.int64,
     rows_per_batch: tl.int64,
     V: tl.int32,
     batch_stride: tl.int64,
@@ -43,7 +46,6 @@ def _row_pass_kernel(
     scale2: tl.float32,
     scale: tl.float64,
     slope: tl.float64,
-    fixed: tl.float32,
     lower_start: tl.float64,
     lower_max: tl.float64,
     upper_start: tl.float64,
@@ -59,16 +61,24 @@ def _row_pass_kernel(
     UNROLL: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
-    row = row_math.row_pointer(logits, index, rows_per_batch, batch_stride, row_stride, ALIGN)
-    if dlogits is not None:
-        grad = row_math.row_pointer(
-            dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN
-        )
-    if tl.load(counted + index) == 0:
-        tl.store(log_probs + index, 0.0)
-        tl.store(entropies + index, 0.0)
-        tl.store(stats + 2 * index, 0.0)
-        tl.store(stats + 2 * index + 1, 1.0)
+    exists = True
+    if offsets is None:
+        row = row_math.row_pointer(logits, index, rows_per_batch, batch_stride, row_stride, ALIGN)
+        if dlogits is not None:
+            grad = row_math.row_pointer(
+                dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN
+            )
+    else:
+        begin, V, is_broken = set_math.set_of(offsets, index, True, tl.num_programs(0), K)
+        exists = (V > 0) | is_broken
+        row = logits + begin
+        if dlogits is not None:
+            grad = dlogits + begin
+    if (tl.load(counted + index) == 0) | (not exists):
+        tl.store(log_probs + index, 0.0, exists)
+        tl.store(entropies + index, 0.0, exists)
+        tl.store(stats + 2 * index, 0.0, exists)
+        tl.store(stats + 2 * index + 1, 1.0, exists)
         if dlogits is not None:
             tl.store(undecided + index, 0)
             row_math.write_zeros(grad, V, W, UNROLL)
@@ -83,10 +93,14 @@ def _row_pass_kernel(
         lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, W, UNROLL)
         label = tl.load(labels + index)
         z = row_math.label_logit(row, label, V)  # before the sums, which synchronise all threads
-        origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, fixed)
+        origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, V)
         log_sum = tl.log(sum_2t)
         entropy = log_sum - row_math.LN2 * weighted / sum_2t
         logp = row_math.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
+        if offsets is not None:
+            # NaN where the sum is, so that a broken id always shows.
+            logp = tl.where(label == set_math.OUTSIDE, -sum_2t - row_math.INF, logp)
+            tl.debug_barrier()  # one warp sums without
         tl.store(log_probs + index, logp)
         tl.store(entropies + index, entropy)
         tl.store(stats + 2 * index, origin.to(tl.float64))
@@ -141,14 +155,13 @@ def _row_pass_kernel(
                     )
 
 
+_kernel_of_rows = Kernel(_row_pass_kernel, specialised=("logits", "dlogits", "V"))
+_kernel_of_sets = Kernel(_row_pass_kernel)  # they begin anywhere
+
+
 def _float32(value: float) -> float:
     """Bounds are applied as float32, and so are the ends of their ranges."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _fixed_point(V: int) -> float:
-    """The int64 that stands for 1 in the sums over the lanes of a row."""
-    return float(2.0 ** (61 - V.bit_length()))
 
 
 def row_statistics(
@@ -162,11 +175,14 @@ def row_statistics(
     log_probs: Tensor,
     entropy: Tensor,
     stats: Tensor,
+    *,
+    offsets: Tensor | None = None,
 ) -> None:
     """The row pass without a gradient, which needs no input of the policy."""
     softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
-    shape = row_shape(logits, softcapped, threads=256)
-    _row_pass_kernel[(labels.numel(),)](
+    shape = row_shape(logits, softcapped, threads=256) if offsets is None else set_shape()
+    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
+    kernel[(labels.numel(),)](
         logits,
         None,
         labels,
@@ -182,9 +198,9 @@ def row_statistics(
         entropies=entropy,
         stats=stats,
         undecided=None,
-        **row_arguments(logits, None),
+        offsets=offsets,
+        **row_arguments(logits, None, offsets),
         **transform,
-        fixed=_fixed_point(logits.shape[2]),
         lower_start=0.0,
         lower_max=0.0,
         upper_start=0.0,
@@ -225,11 +241,14 @@ def row_pass(
     stats: Tensor,
     undecided: Tensor,
     dlogits: Tensor,
+    *,
+    offsets: Tensor | None = None,
 ) -> None:
     softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
-    shape = row_shape(logits, softcapped)
+    shape = row_shape(logits, softcapped) if offsets is None else set_shape()
+    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     lower_start, lower_max, _, upper_start, upper_max, _ = map(_float32, grids)
-    _row_pass_kernel[(labels.numel(),)](
+    kernel[(labels.numel(),)](
         logits,
         dlogits,
         labels,
@@ -245,9 +264,9 @@ def row_pass(
         entropy,
         stats,
         undecided,
-        **row_arguments(logits, dlogits),
+        offsets,
+        **row_arguments(logits, dlogits, offsets),
         **transform,
-        fixed=_fixed_point(logits.shape[2]),
         lower_start=lower_start,
         lower_max=lower_max,
         upper_start=upper_start,
@@ -260,7 +279,7 @@ def row_pass(
         BONUS=entropy_coef != 0,
         W=shape.W,
         UNROLL=shape.UNROLL,
-        **limits(shape.num_warps, registers=64),
+        **limits(shape.num_warps, registers=64 if offsets is None else 72),
     )
 
 

@@ -1,0 +1,107 @@
+"""TRL's rollouts with sampling masks: from a ``rollout_func`` to the micro-batches.
+
+TRL itself asks no sampler for them and hands on only what it knows, so the trainer takes them from
+the output of ``rollout_func``, scores the completions over them, and adds them to the inputs of the
+loss: a mask for each completion, as TRL shuffles and splits lists as it does tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from ..checks import require
+from ..sampling_mask import SamplingMask
+
+KEY = "sampling_mask"  # of the output of rollout_func, and of the inputs of the loss
+
+
+class TrainerWithSamplingMasks(GRPOTrainer):
+    """Old and reference log-probs over the sets that the rollouts were sampled from."""
+
+    rollout_func: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._masks: list[SamplingMask] | None = None  # of the completions that are being scored
+        if self.rollout_func is not None:
+            self.rollout_func = functools.partial(self._rollout, self.rollout_func)
+
+    def _log_probs(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs of the completions of a micro-batch, over its sets."""
+        raise NotImplementedError
+
+    def _rollout(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> Any:
+        """The user's rollout without its sets, which are kept here."""
+        output = dict(function(prompts, trainer))
+        sets = output.pop(KEY, None)
+        if sets is not None:
+            require(not self.tools, KEY, "not be given where TRL calls tools", "one")
+            masks = _masks_of(sets, output["completion_ids"])
+            self._masks = [mask.to(self.accelerator.device) for mask in masks]
+        return output
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        made = super()._generate_and_score_completions(inputs)
+        if self._masks is not None:
+            made[KEY] = _padded(self._masks, made["completion_ids"].shape[1])
+            self._masks = None
+        return made
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """What TRL scores completions with, under the policy and the reference policy."""
+        if self._masks is None:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+            )
+        masks = _padded(self._masks, logits_to_keep)
+        size, T = batch_size or len(masks), logits_to_keep
+        scored = []
+        for i in range(0, len(masks), size):
+            ids, attention = input_ids[i : i + size], attention_mask[i : i + size]
+            inputs = options | {
+                "prompt_ids": ids[:, :-T],
+                "prompt_mask": attention[:, :-T],
+                "completion_ids": ids[:, -T:],
+                "completion_mask": attention[:, -T:],
+                KEY: masks[i : i + size],
+            }
+            scored.append(self._log_probs(model, inputs)[0])
+        return torch.cat(scored), None, None
+
+
+def mask_of(inputs: dict[str, Any]) -> SamplingMask | None:
+    """The sampling mask of the completions of a micro-batch."""
+    masks = inputs.get(KEY)
+    return None if masks is None else SamplingMask.cat(masks)
+
+
+def _masks_of(sets: Sequence[Any], completions: Sequence[Sequence[int]]) -> list[SamplingMask]:
+    """A mask for each completion, with a row for each of its tokens."""
+    rule = f"have a list of sets for each of the {len(completions)} completions"
+    require(len(sets) == len(completions), KEY, rule, len(sets))
+    for i, (of_one, ids) in enumerate(zip(sets, completions, strict=True)):
+        rule = f"have a set for each of the {len(ids)} tokens of the completion"
+        require(len(of_one) == len(ids), f"{KEY}[{i}]", rule, len(of_one))
+    return [SamplingMask.from_lists(of_one) for of_one in sets]
+
+
+def _padded(masks: list[SamplingMask], length: int) -> list[SamplingMask]:
+    """Every mask with so many rows; those added have no set."""
+    none = SamplingMask.from_lists([[]] * length, masks[0].offsets.device)
+    return [SamplingMask.cat([mask, none[len(mask) :]]) for mask in masks]

@@ -1,0 +1,240 @@
+"""The tokens that could have been drawn for each row: sets of ids in CSR form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .checks import check_device, check_tensor, require
+
+_WIDTH = 2**32  # of a row in the keys of the sort, more than the ids it may have
+_LARGEST = 2**31 - 1  # id; larger ones are in no vocabulary, and neither is -1
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """The sets of token ids that top-k, top-p or min-p sampling could have drawn from, by row.
+
+    Row ``n`` has the set ``S_n = token_ids[offsets[n]:offsets[n + 1]]``, and its distribution is
+    the softmax over it, ``p_j = exp(x_j)/sum_{i in S_n} exp(x_i)``, as if every other logit were
+    -inf (keep sampling mask, DeepSeek-V3.2, arXiv 2512.02556, section 3.1). An empty set stands for
+    the whole vocabulary. vLLM and SGLang return this form of the sets they sampled from.
+
+    The ids of a set are distinct, in any order. Ids that are repeated or outside of the vocabulary
+    make the loss NaN, and :func:`bapo_kernels.debug.check_inputs` names them; so do wrong offsets
+    on a GPU, where no value is read.
+
+    Args:
+        token_ids: int32 or int64 ``[K]``, the sets one after the other.
+        offsets: int32 or int64 ``[N + 1]``, rising from 0 to ``K``. ``N`` counts all rows, in the
+            order of ``labels.flatten()``, masked ones included.
+
+    Raises:
+        ValueError: a shape, dtype or device is wrong, or offsets on a CPU do not rise from 0 to K.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[1.0, 5.0, 1.0, 2.0], [0.0] * 4]), torch.tensor([2, 3])
+        >>> mask = SamplingMask(torch.tensor([2, 0]), torch.tensor([0, 2, 2]))
+        >>> log_probs(logits, labels, sampling_mask=mask)[0].exp()  # one of two, one of four
+        tensor([0.5000, 0.2500])
+    """
+
+    token_ids: Tensor
+    offsets: Tensor
+    # What the kernels read: int32 ids that ascend within a set, and int64 offsets that are right,
+    # or -1 alone.
+    _ids: Tensor = field(init=False, repr=False)
+    _offsets: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("token_ids", self.token_ids), ("offsets", self.offsets)):
+            check_tensor(name, tensor)
+            is_integer = tensor.dtype in (torch.int32, torch.int64)
+            require(is_integer, name, "be int32 or int64", tensor.dtype)
+        require(self.token_ids.ndim == 1, "token_ids", "have shape (K,)", self.token_ids.shape)
+        some = self.offsets.ndim == 1 and self.offsets.shape[0] >= 1
+        require(some, "offsets", "have shape (N + 1,)", self.offsets.shape)
+        check_device("offsets", self.offsets, self.token_ids, "token_ids")
+
+        ids, offsets = self.token_ids.contiguous(), self.offsets.long().contiguous()
+        readable = offsets.is_cpu and not torch.compiler.is_compiling()
+        if readable:
+            check_rise(offsets, len(ids))
+        else:
+            offsets = torch.where(_wrong(offsets, len(ids)).any(), -1, offsets)
+        if not readable or not _ascend(ids, offsets):
+            ids = _sorted(ids, offsets)
+        object.__setattr__(self, "_ids", _narrowed(ids))
+        object.__setattr__(self, "_offsets", offsets)
+
+    @classmethod
+    def from_lists(
+        cls, sets: Sequence[Sequence[int]], device: torch.device | str | None = None
+    ) -> SamplingMask:
+        """A list of ids for each row; an empty one stands for the whole vocabulary.
+
+        Examples:
+            >>> SamplingMask.from_lists([[7, 3], [], [5]])
+            SamplingMask(token_ids=tensor([7, 3, 5]), offsets=tensor([0, 2, 2, 3]))
+        """
+        ids = list(chain.from_iterable(sets))
+        # Without a dtype, so that ids that are no integers are refused.
+        token_ids = torch.tensor(ids) if ids else torch.empty(0, dtype=torch.int64)
+        counts = torch.tensor([len(ids) for ids in sets], dtype=torch.int64)
+        return cls.from_counts(token_ids, counts).to(device or "cpu")
+
+    @classmethod
+    def from_counts(cls, token_ids: Tensor, counts: Tensor) -> SamplingMask:
+        """Ids one after the other, and how many of them each row has.
+
+        Args:
+            token_ids: int32 or int64 ``[K]``.
+            counts: integers ``[...]``, any shape; 0 stands for the whole vocabulary.
+
+        Examples:
+            >>> SamplingMask.from_counts(torch.tensor([7, 3, 5]), torch.tensor([2, 0, 1])).offsets
+            tensor([0, 2, 2, 3])
+        """
+        check_tensor("counts", counts)
+        is_integer = counts.dtype in (torch.int32, torch.int64)
+        require(is_integer, "counts", "be int32 or int64", counts.dtype)
+        ends = counts.flatten().cumsum(0, dtype=torch.int64)
+        return cls(token_ids, torch.cat([ends.new_zeros(1), ends]))
+
+    @classmethod
+    def from_padded(cls, token_ids: Tensor, padding: int = -1) -> SamplingMask:
+        """Sets of equal length, filled up with ``padding``, which may stand anywhere in them.
+
+        Waits for a GPU, as the number of ids has to be read.
+
+        Args:
+            token_ids: int32 or int64 ``[..., M]``; a row of padding alone stands for the whole
+                vocabulary.
+
+        Examples:
+            >>> SamplingMask.from_padded(torch.tensor([[7, 3], [5, -1]]))
+            SamplingMask(token_ids=tensor([7, 3, 5]), offsets=tensor([0, 2, 3]))
+        """
+        check_tensor("token_ids", token_ids)
+        require(token_ids.ndim >= 1, "token_ids", "have shape (..., M)", token_ids.shape)
+        given = token_ids != padding
+        return cls.from_counts(token_ids[given], given.sum(-1))
+
+    @classmethod
+    def from_bool(cls, allowed: Tensor) -> SamplingMask:
+        """Whether each token could have been drawn, for each row.
+
+        Waits for a GPU, as the number of ids has to be read.
+
+        Args:
+            allowed: bool ``[..., V]``; a row that allows nothing stands for the whole vocabulary.
+
+        Examples:
+            >>> SamplingMask.from_bool(torch.tensor([[True, False, True], [False, True, False]]))
+            SamplingMask(token_ids=tensor([0, 2, 1]), offsets=tensor([0, 2, 3]))
+        """
+        check_tensor("allowed", allowed)
+        require(allowed.ndim >= 1, "allowed", "have shape (..., V)", allowed.shape)
+        require(allowed.dtype == torch.bool, "allowed", "be bool", allowed.dtype)
+        return cls.from_counts(allowed.nonzero()[:, -1], allowed.sum(-1))
+
+    @classmethod
+    def cat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """The rows of several masks, one after the other; the ids come out sorted.
+
+        Examples:
+            >>> SamplingMask.cat([SamplingMask.from_lists([[7, 3]]), SamplingMask.from_lists([[]])])
+            SamplingMask(token_ids=tensor([3, 7], dtype=torch.int32), offsets=tensor([0, 2, 2]))
+        """
+        require(len(masks) > 0, "masks", "be one or more", len(masks))
+        ends, before = [masks[0]._offsets[:1]], 0
+        for mask in masks:
+            check_device("masks", mask._ids, masks[0]._ids, "the first one")
+            own = mask._offsets[1:]
+            ends.append(torch.where(own < 0, -1, own + before))
+            before += len(mask._ids)
+        return cls._of(torch.cat([mask._ids for mask in masks]), torch.cat(ends))
+
+    @classmethod
+    def _of(cls, ids: Tensor, offsets: Tensor) -> SamplingMask:
+        """Of what another mask has sorted and checked."""
+        mask = object.__new__(cls)
+        for name, tensor in (("token_ids", ids), ("offsets", offsets)):
+            object.__setattr__(mask, name, tensor)
+        object.__setattr__(mask, "_ids", ids)
+        object.__setattr__(mask, "_offsets", offsets)
+        return mask
+
+    def __len__(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def __getitem__(self, rows: slice) -> SamplingMask:
+        """The sets of consecutive rows, flattened ones, as of a micro-batch; their ids are sorted.
+
+        Waits for a GPU, where the offsets have to be read.
+
+        Examples:
+            >>> SamplingMask.from_lists([[7, 3], [], [5]])[1:]
+            SamplingMask(token_ids=tensor([5], dtype=torch.int32), offsets=tensor([0, 0, 1]))
+        """
+        require(isinstance(rows, slice), "rows", "be a slice", rows)
+        first, end, step = rows.indices(len(self))
+        require(step == 1, "rows", "have step 1", step)
+        offsets = self._offsets[first : max(first, end) + 1]
+        begin, end = offsets[[0, -1]].tolist()
+        if begin < 0:
+            check_rise(self.offsets, len(self._ids))
+        return self._of(self._ids[begin:end], offsets - begin)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SamplingMask:
+        """The mask on another device, its ids sorted; the mask itself where it is there.
+
+        Examples:
+            >>> mask = SamplingMask.from_lists([[7, 3]])
+            >>> mask.to("cpu") is mask
+            True
+        """
+        ids = self._ids.to(device=device, non_blocking=non_blocking)
+        offsets = self._offsets.to(device=device, non_blocking=non_blocking)
+        return self if ids is self._ids else self._of(ids, offsets)
+
+
+def check_rise(offsets: Tensor, K: int) -> None:
+    """Requires offsets that rise from 0 to ``K``. Reads the device."""
+    for n in _wrong(offsets, K).nonzero()[:1, 0].tolist():
+        require(False, "offsets", f"rise from 0 to {K}", f"{offsets[n].item()} at ({n},)")
+
+
+def _wrong(offsets: Tensor, K: int) -> Tensor:
+    """Whether each offset is below the one before, or at an end and not 0 or ``K``."""
+    wrong = torch.cat([offsets[:1] != 0, offsets[1:] < offsets[:-1]])
+    wrong[-1] |= offsets[-1] != K
+    return wrong
+
+
+def _row_starts(ids: Tensor, offsets: Tensor) -> Tensor:
+    """Whether each id is the first of its set."""
+    starts = torch.zeros(len(ids) + 1, dtype=torch.bool, device=ids.device)
+    starts[offsets] = True
+    return starts[:-1]
+
+
+def _ascend(ids: Tensor, offsets: Tensor) -> bool:
+    """Whether the ids of every set do. Reads the device."""
+    return bool(((ids[1:] >= ids[:-1]) | _row_starts(ids, offsets)[1:]).all())
+
+
+def _sorted(ids: Tensor, offsets: Tensor) -> Tensor:
+    """Ascending within each set; by one sort of keys, of which nothing is read."""
+    places = torch.arange(len(ids), device=ids.device)
+    rows = torch.searchsorted(offsets, places, right=True) * _WIDTH
+    return (rows + ids.long().clamp(-1, _LARGEST)).sort().values - rows
+
+
+def _narrowed(ids: Tensor) -> Tensor:
+    """As int32, where ids that are in no vocabulary stay so."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-1, _LARGEST).int()
