@@ -58,7 +58,7 @@ class SetRow {
           transform_(transform),
           scales_(scales_at(transform, scales)) {
         const bool found = position_ >= 0 && position_ < size_;
-        const float z = found ? values_[position_] : (float)log_prob_without_place(position_);
+        const float z = found ? values_[position_] : (float)log_prob_without_position(position_);
         label_ = label_of<kSoftcap>(found ? (int)position_ : -1, z, transform_, scales_);
     }
 
@@ -80,7 +80,7 @@ class SetRow {
         if (label_.index < 0) {
             // A row with a value that is NaN has no log-prob either.
             const double none = total.sum - total.sum;
-            statistics.log_prob = log_prob_without_place(position_) + none;
+            statistics.log_prob = log_prob_without_position(position_) + none;
             if (first) params.log_probs[row] = statistics.log_prob;
         }
         return statistics;

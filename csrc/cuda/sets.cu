@@ -20,7 +20,7 @@ __device__ int64_t row_of_warp() { return (int64_t)blockIdx.x * kWarps + threadI
 __global__ void __launch_bounds__(kThreads)
     find_labels_kernel(const __grid_constant__ FindLabelsParams params) {
     const int64_t row = (int64_t)blockIdx.x * kThreads + threadIdx.x;
-    if (row < params.sets.rows) params.positions[row] = position_of_label(params, row);
+    if (row < params.sets.rows) find_label(params, row);
 }
 
 template <typename T>
