@@ -9,6 +9,7 @@ import set_operators as cases
 import torch
 from cuda_on_host.emulated import SEEDS
 from helpers import needs_native
+from launches import LAUNCHES
 
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
@@ -148,7 +149,7 @@ def test_segments_that_break_their_rules(on_host, library):
     head = cases.head_of(sets, 72, torch.float32, False)
     order, rows, segments = (x.clone() for x in cases.segments_of(sets))
     order[[3, 40]] = torch.tensor([-1, sets.K])
-    rows[[5, 60]] = torch.tensor([-1, 2**31 - 1], dtype=torch.int32)
+    rows[5:8], rows[60:64] = -1, 2**31 - 1
     segments[[0, 7, -1]] = torch.tensor([-5, 1 << 40, sets.K + 9])
     cases.check_dweight(library, sets, head, torch.float32, cases.Segments(order, rows, segments))
 
@@ -173,7 +174,6 @@ def test_a_row_of_sets_alone_has_the_bits_of_a_batch(on_host, library):
         begin, end = sets.of_row(n)
         alone = torch.empty(end - begin)
         offsets = torch.tensor([0, end - begin])
-        library.stream(7, 0)
         library.multiply_sets(
             head.hidden[n : n + 1],
             *head[1:],
@@ -184,8 +184,29 @@ def test_a_row_of_sets_alone_has_the_bits_of_a_batch(on_host, library):
             alone,
         )
         assert torch.equal(alone, whole[begin:end])
-        assert library.launched_on(7)
-        assert library.launches() == 1
+
+
+def test_launches_of_sets(on_host, library):
+    launches = {}
+
+    class Counted:
+        def __getattr__(self, name):
+            def run(*arguments):
+                library.stream(7, 0)
+                getattr(library, name)(*arguments)
+                assert library.launched_on(7)
+                launches[name] = max(launches.get(name, 0), library.launches())
+
+            return run
+
+    ops, sets = Counted(), cases.random_sets((2, 0, 40, 3), V=60)
+    head = cases.head_of(sets, 8, torch.float32, False)
+    cases.check_find_labels(ops, sets, cases.labels_of(sets))
+    cases.check_move(ops, sets, torch.float32)
+    cases.check_pass(ops, sets, cases.values_of(sets), cases.PLAIN)
+    cases.check_dweight(ops, sets, head, torch.float32)
+    cases.check_head_pass(ops, sets, head, cases.PLAIN, torch.float32)
+    assert launches == {name: LAUNCHES[name] for name in cases.OPERATORS}
 
 
 def test_no_rows_no_sets(on_host, library):
