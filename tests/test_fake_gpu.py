@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from bapo_kernels import (
     BAPOConfig,
+    SamplingMask,
     bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
@@ -125,6 +126,18 @@ def test_log_probs_and_search(backend):
         for result in log_probs(logits, labels, temperature=temperature, backend=backend):
             assert result.device.type == "cuda"
     assert find_clip_bounds(old, old, A, mask).upper.device.type == "cuda"
+
+
+def test_sampling_mask(backend):
+    """Nothing is read to make one of tensors on a GPU, nor in a call that has it."""
+    labels, old, A, mask = tokens()
+    ids, offsets = torch.arange(3 * B * S), 3 * torch.arange(B * S + 1)
+    sets = SamplingMask(ids.to("cuda") % V, offsets.to("cuda"))
+    logits = torch.randn(B, S, V, device="cuda")
+    out = bapo_loss(logits, labels, old, A, mask, sampling_mask=sets, backend=backend, inplace=True)
+    results = out.loss, *out.metrics.values(), *log_probs(logits, labels, sampling_mask=sets)
+    assert {t.device.type for t in results} == {"cuda"}
+    assert "label_outside_mask" in out.metrics
 
 
 def test_read_on_the_host_raises(backend):

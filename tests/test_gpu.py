@@ -14,7 +14,7 @@ from helpers import (
 )
 from torch.profiler import DeviceType
 
-from bapo_kernels import BAPOConfig, bapo_loss, log_probs
+from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs
 
 pytestmark = pytest.mark.gpu
 GPU_KERNELS = [name for name in KERNELS if name != "cpu"]
@@ -136,19 +136,25 @@ def test_launches_that_a_profiler_sees(backend, shape):
     assert 5 <= len(names) <= 10, names
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", IN_FORWARD_AND_BACKWARD)
-def test_graph_capture(backend, dtype):
+def test_graph_capture(backend, dtype, masked):
     """Forward and backward, replayed on other inputs, for which the search finds other bounds."""
     cases = [
         make_case((4, 32), 4096, dtype, "cuda", staleness=s, seed=seed, poison=False)
         for seed, s in enumerate((0.0, 0.4, 1.0))
     ]
+    options = {}
+    if masked:  # every other row, by all tokens
+        counts = 4096 * (torch.arange(4 * 32, device="cuda") % 2)
+        ids = torch.arange(64 * 4096, device="cuda") % 4096
+        options["sampling_mask"] = SamplingMask.from_counts(ids, counts)
     fixed = [t.clone() for t in (cases[0].logits, *cases[0].arguments())]
     x = fixed[0].requires_grad_()
 
     def step():
         x.grad = None
-        out = bapo_loss(x, *fixed[1:], backend=backend)
+        out = bapo_loss(x, *fixed[1:], backend=backend, **options)
         (0.5 * out.loss).backward()
         return out
 
@@ -167,7 +173,7 @@ def test_graph_capture(backend, dtype):
             for static, value in zip(fixed, (case.logits, *case.arguments()), strict=True):
                 static.copy_(value)
         graph.replay()
-        expected = run_kernel(case, backend, scale=0.5)
+        expected = run_kernel(case, backend, scale=0.5, **options)
         assert torch.equal(x.grad, expected.gradient)
         assert torch.equal(out.loss, expected.output.loss)
         assert torch.equal(out.bounds.upper, expected.output.bounds.upper)

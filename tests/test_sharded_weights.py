@@ -204,12 +204,21 @@ def test_zero3(function):
     assert torch.equal(got, weight.grad)
 
 
-def dtensor_rank(rank, function):
+def mask_of_labels(labels):
+    """Sets of the label and two others, empty in every fifth row."""
+    sets = [{int(label), 1, V - 1} for label in labels.flatten().clamp(min=0)]
+    return bapo_kernels.SamplingMask.from_lists(
+        [[] if n % 5 == 0 else sorted(s) for n, s in enumerate(sets)]
+    )
+
+
+def dtensor_rank(rank, function, masked):
     mesh = grid(1, 2)["tensor"]
     case = linear_case("paper", torch.float32)
     hidden, *parameters = head(torch.float32)
     weight, bias = (torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in parameters)
-    options = dict(vocab_group=mesh.get_group(), bias=bias)
+    mask = mask_of_labels(case.labels) if masked else None
+    options = dict(vocab_group=mesh.get_group(), bias=bias, sampling_mask=mask)
     if function == "linear_log_probs":
         logp, _ = bapo_kernels.linear_log_probs(hidden, weight, case.labels, **options)
         loss = (logp * per_token((B, S), 7)).sum()
@@ -223,18 +232,22 @@ def dtensor_rank(rank, function):
     return [g.full_tensor() for g in gradients]
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("function", ["bapo_linear_loss", "linear_log_probs"])
-def test_vocabulary_sharded_as_a_dtensor(worlds, function):
-    parts = worlds(2).run(dtensor_rank, function)
+def test_vocabulary_sharded_as_a_dtensor(worlds, function, masked):
+    parts = worlds(2).run(dtensor_rank, function, masked)
     case = linear_case("paper", torch.float32)
     hidden, weight, bias = head(torch.float32)
     weight.requires_grad_(), bias.requires_grad_()
+    mask = mask_of_labels(case.labels) if masked else None
     if function == "linear_log_probs":
-        logp, _ = reference.linear_log_probs(hidden, weight, case.labels, bias=bias)
+        logp, _ = reference.linear_log_probs(
+            hidden, weight, case.labels, bias=bias, sampling_mask=mask
+        )
         loss = (logp * per_token((B, S), 7)).sum()
     else:
         loss = reference.bapo_linear_loss(
-            hidden, weight, *case.arguments(), bias=bias, **case.options
+            hidden, weight, *case.arguments(), bias=bias, sampling_mask=mask, **case.options
         ).loss
     loss.backward()
     for got in parts:
