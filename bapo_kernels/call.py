@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import check_like, count, require
-from .config import BAPOConfig, transform_of
+from .config import BAPOConfig, grids_of, policy_options_of, transform_of
 from .distributed import RowTransform, VocabShard
 from .inputs import (
     bounds_tensor,
@@ -139,6 +139,22 @@ class Call:
     def transform(self) -> RowTransform:
         """Temperature, scale and soft cap of the logits, and the temperatures of the rows."""
         return *transform_of(self.config), self.temperatures
+
+    @property
+    def of_row_pass(self) -> tuple[Any, ...]:
+        """What operators that pass over rows take between the labels and their results."""
+        return (
+            self.counted,
+            self.old_log_probs,
+            self.advantages,
+            self.weights,
+            self.rollout_is_weights,
+            self.ref_log_probs,
+            self.bounds,
+            grids_of(self.config),
+            *policy_options_of(self.config),
+            *self.transform,
+        )
 
     @property
     def label_columns(self) -> Tensor:

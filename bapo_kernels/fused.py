@@ -96,21 +96,7 @@ def row_pass(call: Call, logits: Tensor, out: Tensor | None) -> tuple[RowStatist
     assert call.labels is not None
     found = RowStatistics.empty(call.labels.numel(), logits.device)
     undecided = torch.empty_like(found.log_probs, dtype=torch.uint8)
-    arguments = (
-        call.labels,
-        call.counted,
-        call.old_log_probs,
-        call.advantages,
-        call.weights,
-        call.rollout_is_weights,
-        call.ref_log_probs,
-        call.bounds,
-        grids_of(call.config),
-        *policy_options_of(call.config),
-        *call.transform,
-        *found,
-        undecided,
-    )
+    arguments = call.labels, *call.of_row_pass, *found, undecided
     if out is None:
         ops_of(call.backend).row_pass_(logits, *arguments)
     else:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ._ops import ops_of
-from .config import grids_of, policy_options_of
 from .distributed import VocabShard
 from .sampling_mask import SamplingMask
 
@@ -99,8 +98,9 @@ def both_passes(call: Call, values: Tensor, found: RowStatistics) -> Tensor:
         uint8 ``[N]``, 1 where a row is undecided: its values are still logits.
     """
     undecided = torch.empty_like(call.counted, dtype=torch.uint8)
-    policy = _policy(call, found, undecided)
-    ops_of(call.backend).sets_pass_(values, _of(call).offsets, *policy)
+    sets = _of(call)
+    of_pass = sets.positions, *call.of_row_pass, *found, undecided
+    ops_of(call.backend).sets_pass_(values, sets.offsets, *of_pass)
     return undecided
 
 
@@ -115,9 +115,9 @@ def both_passes_of_hidden(
     sets = _of(call)
     values = sets.values()
     undecided = torch.empty_like(call.counted, dtype=torch.uint8)
-    policy = _policy(call, found, undecided)
     of_head = *_operands(head), sets.token_ids, sets.offsets
-    ops_of(call.backend).head_sets_pass(*of_head, *policy, values, dhidden)
+    of_pass = sets.positions, *call.of_row_pass, *found, undecided
+    ops_of(call.backend).head_sets_pass(*of_head, *of_pass, values, dhidden)
     return values, undecided
 
 
@@ -192,24 +192,6 @@ def add_weight_gradient(
 def _of(call: Call) -> Sets:
     assert call.sets is not None
     return call.sets
-
-
-def _policy(call: Call, found: RowStatistics, undecided: Tensor) -> tuple[Any, ...]:
-    return (
-        _of(call).positions,
-        call.counted,
-        call.old_log_probs,
-        call.advantages,
-        call.weights,
-        call.rollout_is_weights,
-        call.ref_log_probs,
-        call.bounds,
-        grids_of(call.config),
-        *policy_options_of(call.config),
-        *call.transform,
-        *found,
-        undecided,
-    )
 
 
 def _of_gradient(

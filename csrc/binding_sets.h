@@ -55,32 +55,34 @@ void find_labels(Tensor labels, Tensor token_ids, Tensor offsets, int64_t vocab,
                          labels);
 }
 
+inline MoveSetsParams move_sets_params(const Arguments& args, const LogitRows& rows,
+                                       const Tensor& counted, const Tensor& token_ids,
+                                       const Tensor& offsets, const OptionalTensor& shard,
+                                       const Tensor& values, const char* name) {
+    const Sets sets = sets_of(args, token_ids, offsets, token_ids.numel());
+    STD_TORCH_CHECK(sets.rows == rows.count(), "offsets must have rows + 1 entries");
+    return {rows, sets, columns_of(args, rows.vocab, shard),
+            args.data<bool>(counted, sets.rows, "counted"),
+            args.data<float>(values, sets.count, name)};
+}
+
 template <typename Backend>
 void gather_sets(Tensor logits, Tensor counted, Tensor token_ids, Tensor offsets,
                  OptionalTensor shard, Tensor values) {
     const Arguments args(logits);
-    MoveSetsParams params{};
-    params.rows = args.logit_rows(logits, {}, 1.0, 1.0, {}, {});
-    params.sets = sets_of(args, token_ids, offsets, token_ids.numel());
-    STD_TORCH_CHECK(params.sets.rows == params.rows.count(), "offsets must have rows + 1 entries");
-    params.columns = columns_of(args, params.rows.vocab, shard);
-    params.counted = args.data<bool>(counted, params.sets.rows, "counted");
-    params.values = args.data<float>(values, params.sets.count, "values");
-    Backend::gather_sets(params, logits);
+    const LogitRows rows = args.logit_rows(logits, {}, 1.0, 1.0, {}, {});
+    Backend::gather_sets(
+        move_sets_params(args, rows, counted, token_ids, offsets, shard, values, "values"), logits);
 }
 
 template <typename Backend>
 void scatter_sets(Tensor dvalues, Tensor counted, Tensor token_ids, Tensor offsets,
                   OptionalTensor shard, Tensor dlogits) {
     const Arguments args(dlogits);
-    MoveSetsParams params{};
-    params.rows = args.logit_rows(dlogits, dlogits, 1.0, 1.0, {}, {});
-    params.sets = sets_of(args, token_ids, offsets, token_ids.numel());
-    STD_TORCH_CHECK(params.sets.rows == params.rows.count(), "offsets must have rows + 1 entries");
-    params.columns = columns_of(args, params.rows.vocab, shard);
-    params.counted = args.data<bool>(counted, params.sets.rows, "counted");
-    params.values = args.data<float>(dvalues, params.sets.count, "dvalues");
-    Backend::scatter_sets(params, dlogits);
+    const LogitRows rows = args.logit_rows(dlogits, dlogits, 1.0, 1.0, {}, {});
+    Backend::scatter_sets(
+        move_sets_params(args, rows, counted, token_ids, offsets, shard, dvalues, "dvalues"),
+        dlogits);
 }
 
 template <typename Backend>
