@@ -364,7 +364,7 @@ def _head_forward(
     for chunk in chunks:
         made.add(made.forward(chunk), Coefficients(ones[chunk], None))
     if call.sets is not None:
-        coefficients = Coefficients(ones, None)
+        coefficients = Coefficients(ones, None).without(~counted)
         _HeldSets(call, head, made.gradients, made.found).add(coefficients)
     gradient, *_ = made.gradients.of(hidden, None, None)
     assert gradient is not None
