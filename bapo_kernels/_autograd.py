@@ -315,8 +315,9 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, temperatures, sizes, ids, offsets = ctx.saved_tensors[:-4]
-        entropy, stats, values, of_log_probs = ctx.saved_tensors[-4:]
+        *tensors, temperatures, sizes, ids, offsets, entropy, stats, values, of_log_probs = (
+            ctx.saved_tensors
+        )
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
 

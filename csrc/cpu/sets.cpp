@@ -168,10 +168,15 @@ void multiply_row(const MultiplySetsParams& params, int64_t index) {
     multiply_set<T>(params.head, params.sets, params.columns, params.values, index);
 }
 
+// How a sum goes to memory: that which is not read again soon goes past the cache.
+enum class Store { kWritten, kStreamed, kAdded };
+
 // out += or = sum over terms of factor*row, a block of columns after the other. term(i) gives the
 // factor and the row of term i, whose row may be anything where the factor is 0.
 template <typename Out, typename Term>
-void weighted_sum(Out* out, int64_t width, int64_t terms, bool add, Term term) {
+void weighted_sum(Out* out, int64_t width, int64_t terms, Store how, Term term) {
+    constexpr uintptr_t kBytes = kStreamed<Out> * sizeof(Out);
+    const bool streamed = how == Store::kStreamed && reinterpret_cast<uintptr_t>(out) % kBytes == 0;
     for (int64_t at = 0; at < width; at += kWidth) {
         VFloat total[kVectors] = {};
         for (int64_t begin = 0; begin < terms; begin += kTerms) {
@@ -187,10 +192,16 @@ void weighted_sum(Out* out, int64_t width, int64_t terms, bool add, Term term) {
             }
             for (int v = 0; v < kVectors; ++v) total[v] += sum[v];
         }
+        if (streamed && at + kWidth <= width) {
+            for (int64_t i = 0; i < kWidth; i += kStreamed<Out>) {
+                stream(out + at + i, [&](int64_t next) { return total[(i + next) / kLanes]; });
+            }
+            continue;
+        }
         for (int v = 0; v < kVectors; ++v) {
             const int64_t column = at + v * kLanes, left = width - column;
             if (left <= 0) break;
-            if (add) total[v] += load_or_zero(out + column, left);
+            if (how == Store::kAdded) total[v] += load_or_zero(out + column, left);
             left >= kLanes ? store(out + column, total[v])
                            : store_partial(out + column, total[v], left);
         }
@@ -208,11 +219,12 @@ void dhidden_of_set(const Matrix& weight, const Sets& sets, const Columns& colum
                     const float* dvalues, const Matrix& dhidden, int64_t index) {
     const SetOfRow set = set_of(sets, index);
     if (set.size == 0) return;
-    weighted_sum(row_at<Out>(dhidden, index), dhidden.columns, set.size, false, [&](int64_t i) {
-        const int64_t k = set.begin + i, column = column_of(sets, columns, set, k);
-        if (column < 0) return Term<T>{0.0f, nullptr};
-        return Term<T>{dvalues[k], row_at<const T>(weight, column)};
-    });
+    weighted_sum(row_at<Out>(dhidden, index), dhidden.columns, set.size, Store::kWritten,
+                 [&](int64_t i) {
+                     const int64_t k = set.begin + i, column = column_of(sets, columns, set, k);
+                     if (column < 0) return Term<T>{0.0f, nullptr};
+                     return Term<T>{dvalues[k], row_at<const T>(weight, column)};
+                 });
 }
 
 template <typename T, typename Out>
@@ -255,13 +267,13 @@ void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, in
             at += rows - 1;
         }
         empty = column + 1;
-        if (column == end) return;
+        if (column == end) break;
         const auto place = [&](int64_t i) {
             const int64_t at = params.order[start + i];
             return at < 0 || at >= params.count ? nullptr : params.dvalues + at;
         };
-        weighted_sum(row_at<Out>(dweight, column), dweight.columns, terms, params.add,
-                     [&](int64_t i) {
+        weighted_sum(row_at<Out>(dweight, column), dweight.columns, terms,
+                     params.add ? Store::kAdded : Store::kStreamed, [&](int64_t i) {
                          const float* const factor = place(i);
                          const int64_t row = params.rows[start + i];
                          const bool known = factor && row >= 0 && row < params.hidden.rows;
@@ -273,6 +285,7 @@ void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, in
         for (int64_t i = 0; i < terms; ++i) sum += place(i) ? *place(i) : 0.0f;
         params.dbias[column] += (float)sum;
     }
+    stream_fence();
 }
 
 // ---- launches --------------------------------------------------------------------------------

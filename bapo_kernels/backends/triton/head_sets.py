@@ -26,7 +26,7 @@ WARPS = 4
 
 
 @partial(Kernel, specialised=("weight", "H", "weight_stride"))
-def _multiply_kernel(
+def _multiply_sets_kernel(
     weight,
     hidden,
     bias,
@@ -76,7 +76,7 @@ def _scaled_rows(matrix, stride, row, factor, h, H):
 
 
 @partial(Kernel, specialised=("weight", "dhidden", "H", "weight_stride", "dhidden_stride"))
-def _dhidden_kernel(
+def _sets_dhidden_kernel(
     weight,
     dvalues,
     token_ids,
@@ -118,7 +118,7 @@ def _dhidden_kernel(
 
 
 @partial(Kernel, specialised=("hidden", "dweight", "H", "hidden_stride", "dweight_stride"))
-def _dweight_kernel(
+def _sets_dweight_kernel(
     hidden,
     dvalues,
     order,
@@ -174,7 +174,7 @@ def multiply_sets(
     shard: Tensor | None,
     values: Tensor,
 ) -> None:
-    _multiply_kernel[(counted.numel(),)](
+    _multiply_sets_kernel[(counted.numel(),)](
         weight,
         hidden,
         bias,
@@ -236,7 +236,7 @@ def _launch_dhidden(
     rows, H = dhidden.shape
     slices = ceil_div(H, WIDTH)
     programs = ceil_div(resident_programs(rows * slices, WARPS), slices)
-    _dhidden_kernel[(programs, slices)](
+    _sets_dhidden_kernel[(programs, slices)](
         weight,
         dvalues,
         token_ids,
@@ -269,7 +269,7 @@ def sets_dweight(
     dbias: Tensor | None,
 ) -> None:
     V, H = dweight.shape  # without columns where the bias alone has a gradient
-    _dweight_kernel[(V, max(1, ceil_div(H, WIDTH)))](
+    _sets_dweight_kernel[(V, max(1, ceil_div(H, WIDTH)))](
         hidden,
         dvalues,
         order,

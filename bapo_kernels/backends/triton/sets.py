@@ -49,7 +49,7 @@ def _find_labels_kernel(
 
 
 @Kernel
-def _gather_kernel(
+def _gather_sets_kernel(
     logits,
     values,
     counted,
@@ -76,7 +76,7 @@ def _gather_kernel(
 
 
 @Kernel
-def _scatter_kernel(
+def _scatter_sets_kernel(
     dlogits,
     dvalues,
     counted,
@@ -126,7 +126,7 @@ def gather_sets(
     shard: Tensor | None,
     values: Tensor,
 ) -> None:
-    _gather_kernel[(counted.numel(),)](
+    _gather_sets_kernel[(counted.numel(),)](
         logits,
         values,
         counted,
@@ -147,7 +147,7 @@ def scatter_sets(
     shard: Tensor | None,
     dlogits: Tensor,
 ) -> None:
-    _scatter_kernel[(counted.numel(),)](
+    _scatter_sets_kernel[(counted.numel(),)](
         dlogits,
         dvalues,
         counted,
