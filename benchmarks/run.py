@@ -229,7 +229,9 @@ def _yardsticks(batch: Batch) -> dict[str, tuple[Floor, Call]]:
         other = torch.empty_like(inputs[-1])
         found["copy"] = Floor(2.0 * other.nbytes, 0.0), lambda: other.copy_(inputs[-1])
         if case.level == "logits" and case.sweep == SAMPLING_MASK:
-            found["zeros"] = Floor(float(other.nbytes), 0.0), other.zero_
+            # The memory that methods in place write to, which is restored before each of them.
+            own = batch.overwritable().inputs[0].detach()
+            found["zeros"] = Floor(float(own.nbytes), 0.0), own.zero_
     elif case.level == "hidden":
         hidden, weight = inputs[0].flatten(0, -2), inputs[1]
         most = min(case.N, 8_192)  # the logits of all rows might not fit
