@@ -203,7 +203,7 @@ class _HeldSets:
             sets.to_gradient(call, values, self.found, coefficients, self.undecided)
             if self.gradients.hidden is not None:
                 dhidden = self.gradients.hidden
-                sets.add_hidden_gradient(call, values, head, dhidden, self.undecided)
+                sets.hidden_gradient(call, values, head, dhidden, self.undecided)
         self.gradients.add_sets(call, values)
 
 
@@ -399,7 +399,7 @@ def _head_backward(
         values = values if kept else sets.multiplied(call, head)
         dvalues = sets.gradient(call, values, found, coefficients.without(~counted))
         if gradients.hidden is not None:
-            sets.add_hidden_gradient(call, dvalues, head, gradients.hidden)
+            sets.hidden_gradient(call, dvalues, head, gradients.hidden)
         gradients.add_sets(call, dvalues)
     return [gradient for gradient in gradients.of(hidden, weight, bias) if gradient is not None]
 

@@ -177,7 +177,7 @@ class HeadGradients:
             dweight = h.new_empty(self.bias.numel(), 0)  # the kernel of both makes the bias alone
         if dweight is not None:
             add = self.weight is not None
-            sets.add_weight_gradient(call, dvalues, self.head, add, dweight, self.bias)
+            sets.weight_gradient(call, dvalues, self.head, add, dweight, self.bias)
         if self.needs_weight:
             self.weight = dweight
 

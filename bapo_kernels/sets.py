@@ -55,6 +55,11 @@ class Sets(NamedTuple):
         ops_of(backend).find_labels(labels, ids, offsets, V, positions)
         return cls(ids, offsets, offsets[1:] != offsets[:-1], positions, span)
 
+    @property
+    def of_columns(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What operators take that look for the ids among the columns of this rank."""
+        return self.token_ids, self.offsets, self.span
+
     def labels_outside(self, unmasked: Tensor) -> Tensor:
         """The number of unmasked tokens whose label is not in their set, float32."""
         outside = unmasked & self.present & (self.positions == _OUTSIDE)
@@ -69,8 +74,7 @@ def gathered(call: Call, logits: Tensor) -> Tensor:
     """The values of the counted rows, of logits ``[B, S, V]``."""
     sets = _of(call)
     values = sets.values()
-    where = sets.token_ids, sets.offsets, sets.span
-    ops_of(call.backend).gather_sets(logits, call.counted, *where, values)
+    ops_of(call.backend).gather_sets(logits, call.counted, *sets.of_columns, values)
     return values
 
 
@@ -78,8 +82,7 @@ def multiplied(call: Call, head: Head) -> Tensor:
     """The values of the counted rows: products of hidden states and rows of the head."""
     sets = _of(call)
     values = sets.values()
-    where = sets.token_ids, sets.offsets, sets.span
-    ops_of(call.backend).multiply_sets(*_operands(head), call.counted, *where, values)
+    ops_of(call.backend).multiply_sets(*_operands(head), call.counted, *sets.of_columns, values)
     return values
 
 
@@ -146,21 +149,19 @@ def gradient(
 def scatter(call: Call, dvalues: Tensor, dlogits: Tensor) -> None:
     """Puts the gradients of the values into ``dlogits [B, S, V]``, 0 so far in these rows."""
     sets = _of(call)
-    where = sets.token_ids, sets.offsets, sets.span
-    ops_of(call.backend).scatter_sets(dvalues, call.counted, *where, dlogits)
+    ops_of(call.backend).scatter_sets(dvalues, call.counted, *sets.of_columns, dlogits)
 
 
-def add_hidden_gradient(
+def hidden_gradient(
     call: Call, dvalues: Tensor, head: Head, dhidden: Tensor, only: Tensor | None = None
 ) -> None:
     """Writes the gradient of the hidden states of rows with a set; ``only``: of those rows."""
     sets = _of(call)
-    where = sets.token_ids, sets.offsets, sets.span
     _, weight, _ = _operands(head)
-    ops_of(call.backend).sets_dhidden(dvalues, weight, *where, only, dhidden)
+    ops_of(call.backend).sets_dhidden(dvalues, weight, *sets.of_columns, only, dhidden)
 
 
-def add_weight_gradient(
+def weight_gradient(
     call: Call,
     dvalues: Tensor,
     head: Head,
