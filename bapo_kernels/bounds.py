@@ -2,7 +2,8 @@
 
 The masses matter only at the points of two grids known beforehand. The table of the negative mass
 at every lower point and the positive mass at every upper point adds up over chunks, micro-batches
-and ranks, and tells at which point Algorithm 1 of the paper stops.
+and ranks, and tells at which point Algorithm 1 of the paper stops (its last step cut at the
+maximum).
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ def find_clip_bounds(
     process_group: dist.ProcessGroup | None = None,
 ) -> ClipBounds:
     """The bounds at which the paper's loop stops (Algorithm 1), in one pass over the tokens.
+
+    A step past the maximum is cut there, as in the authors' code; the printed loop refuses it.
 
     Args:
         log_probs, old_log_probs: ``[...]`` floating point; ``old_log_probs=None`` is on-policy.

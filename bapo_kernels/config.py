@@ -60,9 +60,10 @@ _NONE_OR_FINITE: dict[str, tuple[float, str]] = {
 
 
 def bound_grid(start: float, maximum: float, step: float) -> list[float]:
-    """The values that a bound takes, by the same repeated float64 addition as the paper's loop.
+    """The values that a bound takes, by repeated float64 addition.
 
-    The last step is cut off at ``maximum``. With a step of 0 the bound does not move.
+    The last step is cut off at ``maximum``, as in the authors' code; the paper's Algorithm 1
+    refuses a step that would end past it (docs/paper.md). With a step of 0 the bound does not move.
 
     Examples:
         >>> bound_grid(1.2, 1.35, 0.1)
@@ -78,9 +79,9 @@ def bound_grid(start: float, maximum: float, step: float) -> list[float]:
 class BAPOConfig:
     """Options of Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927).
 
-    The defaults are those of the paper (Eq. 8, Algorithm 1). :meth:`recipe` follows the authors'
-    published code, which differs from the paper. :meth:`fixed` clips as PPO, GRPO and DAPO do,
-    without a search.
+    The search is by default that of the paper (Algorithm 1, until Eq. 8 holds). :meth:`recipe`
+    follows the authors' published code, which differs from the paper. :meth:`fixed` clips as PPO,
+    GRPO and DAPO do, without a search.
 
     Bounds are bounds of the probability ratio (0.8, 1.2), never epsilons around 1.
 
@@ -94,11 +95,12 @@ class BAPOConfig:
         raise_first: ``"upper"`` or ``"lower"``: the bound that is raised to its maximum before the
             other one moves.
         token_weight: weight of a token in the masses. ``"uniform"`` is 1, ``"rollout_prob"`` is its
-            probability under the rollout policy (``rollout_log_probs`` if given, else
-            ``old_log_probs``).
+            probability under the rollout policy: ``rollout_log_probs`` if given, else
+            ``old_log_probs``. The ratio always has ``old_log_probs``; in the paper both are of one
+            policy.
         contribution: ``"surrogate"`` counts ``A*min(r, c_high)`` and ``|A|*max(r, c_low)`` (the
-            paper); ``"gradient"`` counts only tokens whose gradient is not clipped, which is
-            *not* the paper's formula.
+            paper's Eq. 8); ``"gradient"`` counts only tokens whose gradient is not clipped, which
+            is *not* Eq. 8.
         clip_ratio_c: dual clip: the loss of a token of negative advantage is at most
             ``|A|*clip_ratio_c``.
         loss_agg_mode: by verl's names. ``"token-mean"`` and ``"token-sum"`` are the mean and the
@@ -152,7 +154,15 @@ class BAPOConfig:
 
     @classmethod
     def paper(cls, **options: Any) -> BAPOConfig:
-        """The paper's formula and ranges (the defaults)."""
+        """The paper's formula and ranges (the defaults).
+
+        Examples:
+            The runs with OctoThinker (the paper's appendix A), whose steps the paper does not give:
+
+            >>> config = BAPOConfig.paper(ratio_lower_start=0.8, ratio_upper_max=2.0, target=0.45)
+            >>> [(grid[0], grid[-1]) for grid in (config.lower_grid, config.upper_grid)]
+            [(0.8, 0.9), (1.2, 2.0)]
+        """
         return cls(**options)
 
     @classmethod

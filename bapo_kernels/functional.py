@@ -59,7 +59,7 @@ def bapo_loss(
     process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
-    """BAPO policy loss of logits: bounds, loss and gradient in one pass (Eq. 8, Algorithm 1).
+    """BAPO policy loss of logits: bounds, loss and gradient in one pass (Algorithm 1).
 
     With ``x = transform(z)/temperature``, ``logp = x_label - logsumexp(x)`` and
     ``r = exp(clamp(logp - old_log_prob, -20, 20))``, the loss of a token is

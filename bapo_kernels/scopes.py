@@ -21,9 +21,10 @@ class ClipBoundSearch:
 
     - ``"call"``: every call searches over its own tokens, or with ``process_group`` over those of
       all its ranks. That takes one collective per call, so every rank must make the same number of
-      calls.
-    - ``"step"``: one decision for all micro-batches of an optimizer step. Call :meth:`update` with
-      their log-probs, computed without gradient, then :meth:`step`, then the losses.
+      calls. The authors' code does so, with all ranks.
+    - ``"step"``: one decision for all micro-batches of an optimizer step, as in the paper. Call
+      :meth:`update` with their log-probs, computed without gradient, then :meth:`step`, then the
+      losses.
     - ``"lagged"``: the tokens of one step decide the bounds of the next. Call the losses,
       :meth:`update` with the log-probs that they return, then :meth:`step`. The first step has the
       starting bounds.

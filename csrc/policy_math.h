@@ -1,6 +1,7 @@
-// The policy mathematics of BAPO (arXiv 2510.18927, Eq. 8 and Algorithm 1), one token at a time.
-// Shared by the CPU and the CUDA kernels. Everything is double: it costs a few operations per
-// token, and decisions (clipped or not, which bounds) then agree with the float64 reference.
+// The policy mathematics of BAPO, one token at a time: the loss of Algorithm 1, line 20, and the
+// sums of Eq. 8 (arXiv 2510.18927). Shared by the CPU and the CUDA kernels. Everything is double:
+// it costs a few operations per token, and decisions (clipped or not, which bounds) then agree with
+// the float64 reference.
 #pragma once
 
 #include <cmath>
@@ -145,7 +146,7 @@ struct Grid {
     double step;
 };
 
-// Fills points by the same repeated addition as the paper's loop and returns their number.
+// Fills points by the same repeated addition as the search's loop and returns their number.
 BAPO_HD int fill_grid(const Grid& grid, double* points) {
     int count = 1;
     points[0] = grid.start;

@@ -31,7 +31,7 @@ RC = {
 
 
 def surrogate(r: np.ndarray, A: float, lower: float, upper: float) -> np.ndarray:
-    """J of Eq. 8."""
+    """J of Algorithm 1, line 20."""
     return np.minimum(r * A, np.clip(r, lower, upper) * A)
 
 

@@ -1,6 +1,7 @@
-"""The one-pass search against the paper's loop, bound for bound."""
+"""The one-pass search against the loop, bound for bound, and the loop against the printed one."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from bapo_kernels import (
 )
 from bapo_kernels.bounds import contributions, search_of_call, solve
 from bapo_kernels.call import loss_call
-from bapo_kernels.config import bound_grid
+from bapo_kernels.config import bound_grid, grids_of
+from bapo_kernels.reference.search import algorithm_1
 
 VARIANTS = [
     dict(),
@@ -71,6 +73,64 @@ def test_bounds_equal_the_loop(seed):
             assert [b.item() for b in got] == [b.item() for b in expected], config
             moved += got.upper.item() > config.ratio_upper_start
     assert moved > 40, "too few cases search at all"
+
+
+def printed_loop(config, quantity, exact=float):
+    """Algorithm 1 as the paper prints it, lines 9 to 17: a step past the maximum is refused."""
+    low, low_max, low_step, high, high_max, high_step = (
+        exact(str(value)) for value in grids_of(config)
+    )
+    while quantity(low, high) < config.target and low + low_step <= low_max:
+        if high + high_step <= high_max:
+            high += high_step
+        else:
+            low += low_step
+    return low, high
+
+
+OCTOTHINKER = dict(ratio_lower_start=0.8, ratio_upper_max=2.0, target=0.45)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "printed"),
+    [
+        (dict(), (0.8800000000000002, 2.999999999999997)),
+        (OCTOTHINKER, (0.8800000000000001, 1.9500000000000006)),
+    ],
+    ids=["paper", "OctoThinker"],
+)
+def test_the_printed_loop_refuses_the_last_step(ranges, printed):
+    """Where the target is never met; in exact arithmetic it ends at the maxima, as ours does."""
+    config = BAPOConfig.paper(**ranges)
+    ours = algorithm_1(config, lambda *bounds: 0.0)
+    assert ours == (config.ratio_lower_max, config.ratio_upper_max)
+    assert printed_loop(config, lambda *bounds: 0.0) == printed
+    exact = printed_loop(config, lambda *bounds: 0.0, exact=Fraction)
+    assert tuple(float(bound) for bound in exact) == ours
+
+
+def test_the_printed_loop_never_searches_with_a_pinned_lower_bound():
+    config = BAPOConfig.paper(ratio_lower_start=0.9)
+    assert printed_loop(config, lambda *bounds: 0.0) == (0.9, 1.2)
+    assert algorithm_1(config, lambda *bounds: 0.0) == (0.9, 3.0)
+
+
+def test_bounds_equal_the_printed_loop():
+    """In float32, except that a search in vain ends at c_low = 0.88 there and at 0.9 here."""
+    g = torch.Generator().manual_seed(0)
+    config = BAPOConfig.paper(token_weight="uniform")
+    found = {"start": 0, "inside": 0, "in vain": 0}
+    for _ in range(400):
+        case = random_case(g)
+        quantity = reference.Contributions(config, *case).quantity
+        lower, upper = (torch.tensor(bound).item() for bound in printed_loop(config, quantity))
+        ours = tuple(bound.item() for bound in find_clip_bounds(*case, config=config))
+        ended = "in vain" if lower > 0.87 else "inside" if upper > 1.21 else "start"
+        found[ended] += 1
+        if ended == "in vain":
+            lower = torch.tensor(0.9).item()
+        assert ours == (lower, upper)
+    assert min(found.values()) > 10, found
 
 
 def test_float64_log_probs():

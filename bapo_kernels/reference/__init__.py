@@ -2,7 +2,7 @@
 
 Every function takes any float dtype. bfloat16 and float16 are computed in float32, float32 and
 float64 in themselves; run it in float64 for the truth that kernels are tested against. It shares
-no mathematics with the kernels, reads values back where the paper's loop does, and is slow.
+no mathematics with the kernels, reads values back at every probe of the search, and is slow.
 
 Sizes: B sequences, S tokens of a sequence, N tokens, V vocabulary, H hidden size.
 """

@@ -1,4 +1,4 @@
-"""The loss of a token and its aggregation (Eq. 8), with verl's extra terms."""
+"""The loss of a token (Algorithm 1, line 20) and its aggregation, with verl's extra terms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bapo_loss_from_log_probs(
     dp_size: int = 1,
     process_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
-    """Eq. 8 of the paper on given log-probs, with verl's extra terms and aggregation.
+    """The paper's loss (Algorithm 1, line 20) on given log-probs, with verl's extra terms.
 
     ``J = min(r*A, clip(r, c_low, c_high)*A)`` and ``l = -J``, capped at ``-A*clip_ratio_c`` for
     A < 0 (dual clip), times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``.

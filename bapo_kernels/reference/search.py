@@ -28,7 +28,8 @@ def find_clip_bounds(
     """Algorithm 1 of the paper: widen the bounds until positive tokens carry the target share.
 
     One bound goes up in steps to its maximum, then the other, while the tested quantity is below
-    the target. Sums are float64; every probe reads the device back.
+    the target. A step past the maximum is cut there, as in the authors' code; the printed algorithm
+    refuses it. Sums are float64; every probe reads the device back.
 
     Examples:
         >>> log_probs, old = torch.tensor([1.5, 1.0]).log(), torch.zeros(2)
@@ -53,7 +54,7 @@ def find_clip_bounds(
 def algorithm_1(
     config: BAPOConfig, quantity: Callable[[float, float], float]
 ) -> tuple[float, float]:
-    """Where the paper's loop stops, for the tested quantity at given bounds."""
+    """Where the loop stops, its steps cut at the maxima, for the quantity at given bounds."""
     bound = {"lower": config.ratio_lower_start, "upper": config.ratio_upper_start}
     step = {"lower": config.ratio_lower_step, "upper": config.ratio_upper_step}
     maximum = {"lower": config.ratio_lower_max, "upper": config.ratio_upper_max}

@@ -1,4 +1,6 @@
-"""The policy mathematics of BAPO (arXiv 2510.18927, Eq. 8 and Algorithm 1) for Triton kernels.
+"""The policy mathematics of BAPO for Triton kernels.
+
+The loss of Algorithm 1, line 20, and the sums of Eq. 8 (arXiv 2510.18927).
 
 For one token or a block of them, in float64 as in ``csrc/policy_math.h``: it costs a few operations
 per token, and decisions (clipped or not, which bounds) then agree with the float64 reference.
