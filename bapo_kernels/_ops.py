@@ -67,7 +67,7 @@ SCHEMAS = {
     # the lower grid, then the positive mass at every point of the upper grid.
     "contributions": f"{_SEARCHED}, int rank, Tensor(a!) table",
     # Of the sum of the rows of the table: the bounds at which Algorithm 1 stops; masses = positive
-    # and negative mass at these, then at the starting bounds.
+    # and negative mass at these, then at the starting bounds, then at the last points of the grids.
     "solve": f"Tensor table, {_GRIDS}, {_TARGET}, Tensor(a!) bounds, Tensor(b!) masses",
     # Both, for tokens that are searched alone.
     "search": f"{_SEARCHED}, {_TARGET}, Tensor(a!) bounds, Tensor(b!) masses",

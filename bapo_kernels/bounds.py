@@ -243,8 +243,8 @@ def solve(backend: str, table: Tensor, config: BAPOConfig) -> tuple[Tensor, Tens
     """Where Algorithm 1 stops on the sum of the rows of a table.
 
     Returns:
-        Bounds, float32 ``[2]``; masses, float64 ``[4]``: the positive and the negative mass at the
-        bounds, then both at the starting bounds.
+        Bounds, float32 ``[2]``; masses, float64 ``[6]``: the positive and the negative mass at the
+        bounds, then both at the starting bounds, then both at the last points of the grids.
     """
     if backend == "reference":
         return solve_table(config, table.sum(0))
@@ -278,4 +278,4 @@ def _target(config: BAPOConfig) -> tuple[float, bool, bool]:
 
 def _result(device: torch.device) -> tuple[Tensor, Tensor]:
     bounds = torch.empty(2, dtype=torch.float32, device=device)
-    return bounds, torch.empty(4, dtype=torch.float64, device=device)
+    return bounds, torch.empty(6, dtype=torch.float64, device=device)

@@ -19,6 +19,7 @@ REPORT = (
     "bapo_clip_high",
     "bapo_pos_share",
     "bapo_pos_share_start",
+    "bapo_pos_share_max",
     "bapo_pos_neg_ratio",
     "bapo_saturated",
     "live_tokens",
@@ -61,8 +62,9 @@ class BAPOOutput(NamedTuple):
             positive and the negative mass at these bounds, ``bapo_pos_share`` is
             ``pos/(pos + neg)`` and ``bapo_pos_neg_ratio`` is ``pos/(neg + 1e-8)``
             (infinite without negative mass); ``bapo_pos_share_start`` is the share at the starting
-            bounds. A share is 0 where both masses are 0. ``bapo_saturated`` is 1 if the tested
-            quantity stays below the target.
+            bounds and ``bapo_pos_share_max`` the highest at any bounds of the grids of the config,
+            both also where ``bounds`` were given. A share is 0 where both masses are 0.
+            ``bapo_saturated`` is 1 if the tested quantity stays below the target.
             ``live_tokens`` counts the tokens that the means cover with ``statistics="live"``.
             ``label_outside_mask``, there with a ``sampling_mask``, counts the unmasked tokens whose
             label is not in the set of its row.

@@ -399,7 +399,7 @@ inline ContributionParams contribution_params(const Arguments& args, const Grids
 
 inline SearchResult search_result(const Arguments& args, const Tensor& bounds,
                                   const Tensor& masses) {
-    return {args.data<float>(bounds, 2, "bounds"), args.data<double>(masses, 4, "masses")};
+    return {args.data<float>(bounds, 2, "bounds"), args.data<double>(masses, kMasses, "masses")};
 }
 
 template <typename Backend>
@@ -470,9 +470,10 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
     params.first = {grids.lower.start, grids.upper.start};
+    params.last = {grids.lower.last(), grids.upper.last()};
     params.target = {target, ratio_target, false};
     params.bounds = args.data<float>(bounds, 2, "bounds");
-    params.masses = args.data<double>(masses, 4, "masses");
+    params.masses = args.data<double>(masses, kMasses, "masses");
     params.unmasked = args.data<bool>(unmasked, N, "unmasked");
     params.ticket = args.data<int32_t>(ticket, 1, "ticket");
     params.report = reinterpret_cast<Report*>(args.data<float>(report, kReportSize, "report"));

@@ -281,8 +281,10 @@ struct TargetParams {
 // Where Algorithm 1 stops.
 struct SearchResult {
     float* bounds;   // (lower, upper)
-    double* masses;  // (positive, negative) at these bounds, then at the starting bounds
+    double* masses;  // [kMasses]: (positive, negative) at these bounds, at the starting bounds and
+                     // at the last points of the grids
 };
+constexpr int kMasses = 6;
 
 struct SolveParams {
     const double* table;  // [ranks, points], whose rows are added in order
@@ -306,6 +308,7 @@ struct Report {
     float bapo_clip_high;
     float bapo_pos_share;
     float bapo_pos_share_start;
+    float bapo_pos_share_max;
     float bapo_pos_neg_ratio;
     float bapo_saturated;
     float live_tokens;
@@ -322,10 +325,10 @@ struct PolicyParams {
     bool uniform_weight;
     bool gradient;
     Bounds first;
+    Bounds last;
     TargetParams target;
     const float* bounds;
-    // Positive and negative mass at the final bounds, then at the starting bounds; null: those of
-    // these tokens.
+    // Those of the search; null: those of these tokens.
     const double* masses;
     const bool* unmasked;  // given where tokens may be unmasked and not counted
     int32_t* ticket;       // 0 before and after

@@ -144,6 +144,7 @@ struct Grid {
     double start;
     double maximum;
     double step;
+    BAPO_HD double last() const { return step > 0.0 ? maximum : start; }
 };
 
 // Fills points by the same repeated addition as the search's loop and returns their number.

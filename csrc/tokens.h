@@ -164,11 +164,13 @@ BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep
     result.masses[1] = neg[at.lower];
     result.masses[2] = pos[0];
     result.masses[3] = neg[0];
+    result.masses[4] = pos[grids.upper_count - 1];
+    result.masses[5] = neg[grids.lower_count - 1];
 }
 
 struct PolicySums {
     double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
-    double pos, neg, pos_start, neg_start;
+    double pos, neg, pos_start, neg_start, pos_last, neg_last;
 };
 constexpr int kPolicySums = sizeof(PolicySums) / sizeof(double);
 
@@ -219,12 +221,15 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
             search_weight(params.uniform_weight, params.rollout_log_probs, i, token.old_log_prob);
         const double at_bounds = w * contribution(ratio.value, A, bounds, params.gradient);
         const double at_start = w * contribution(ratio.value, A, params.first, params.gradient);
+        const double at_last = w * contribution(ratio.value, A, params.last, params.gradient);
         if (A > 0.0) {
             sums.pos += at_bounds;
             sums.pos_start += at_start;
+            sums.pos_last += at_last;
         } else {
             sums.neg += at_bounds;
             sums.neg_start += at_start;
+            sums.neg_last += at_last;
         }
     }
     if (params.dlog_probs) {
@@ -235,12 +240,20 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
 
 BAPO_HD double share_of(double value, double total) { return total == 0.0 ? 0.0 : value / total; }
 
+// The smallest negative mass on the lower grid, where it is monotonic.
+BAPO_HD double smallest_negative(const PolicySums& total) {
+    const double first = total.neg_start, last = total.neg_last;
+    return first < last || first != first ? first : last;
+}
+
 BAPO_HD void report(const PolicyParams& params, PolicySums total) {
     if (params.masses) {
         total.pos = params.masses[0];
         total.neg = params.masses[1];
         total.pos_start = params.masses[2];
         total.neg_start = params.masses[3];
+        total.pos_last = params.masses[4];
+        total.neg_last = params.masses[5];
     }
     const double quantity = tested_quantity(total.pos, total.neg, params.target.ratio);
     const double count = total.count > 0.0 ? total.count : 1.0;
@@ -256,6 +269,8 @@ BAPO_HD void report(const PolicyParams& params, PolicySums total) {
     out.bapo_clip_high = params.bounds[1];
     out.bapo_pos_share = (float)share_of(total.pos, total.pos + total.neg);
     out.bapo_pos_share_start = (float)share_of(total.pos_start, total.pos_start + total.neg_start);
+    out.bapo_pos_share_max =
+        (float)share_of(total.pos_last, total.pos_last + smallest_negative(total));
     out.bapo_pos_neg_ratio = (float)tested_quantity(total.pos, total.neg, true);
     out.bapo_saturated = quantity < params.target.target ? 1.0f : 0.0f;
     out.live_tokens = (float)total.count;

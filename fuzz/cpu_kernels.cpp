@@ -455,7 +455,8 @@ class Run {
         require(bounds[0] >= (float)p.lower.start && bounds[0] <= (float)p.lower.maximum &&
                     bounds[1] >= (float)p.upper.start && bounds[1] <= (float)p.upper.maximum,
                 "bounds are on their grids");
-        out.others = {bounds[0], bounds[1], masses[0], masses[1], masses[2], masses[3]};
+        out.others = {bounds[0], bounds[1]};
+        out.others.insert(out.others.end(), masses, masses + kMasses);
         if (p.bounds) std::copy_n(p.bounds->data(), 2, bounds);
     }
 
@@ -473,6 +474,7 @@ class Run {
         params.uniform_weight = p.uniform_weight;
         params.gradient = p.gradient;
         params.first = {p.lower.start, p.upper.start};
+        params.last = {p.lower.last(), p.upper.last()};
         params.target = p.target;
         params.bounds = bounds;
         params.masses = p.bounds ? nullptr : masses;
@@ -526,7 +528,7 @@ class Run {
     Doubles stats;
     Flags undecided;
     float bounds[2];
-    double masses[4];
+    double masses[kMasses];
     Outcome out;
 };
 

@@ -204,7 +204,7 @@ def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1, start=0):
         given(everything),
         given(everything),
         f32(2),
-        None if everything else f64(4),
+        None if everything else f64(6),
         GRIDS,
         *(not everything, everything, target, everything),
         3.0 if everything else None,

@@ -246,7 +246,7 @@ def on_cpu():
         flags,
     )
     row_gradient = (labels, stats, entropy, double(N), double(N), flags, *TRANSFORM)
-    table, bounds, masses = double(2, 54), torch.tensor([0.8, 1.2]), double(4)
+    table, bounds, masses = double(2, 54), torch.tensor([0.8, 1.2]), double(6)
     searched = (logp, counted, old, A, None, GRIDS, False, False)
     flat, ticket = torch.empty(2, N), torch.zeros(1, dtype=torch.int32)
     ids, offsets = torch.arange(0, 36, 3, dtype=torch.int32), torch.arange(0, 14, 2)[: N + 1]
@@ -273,7 +273,7 @@ def on_cpu():
         "solve": (table, GRIDS, 0.4, False, True, bounds, masses),
         "policy": (
             *(logp, entropy, *tokens, None, bounds, masses, GRIDS, False, False, 0.4, False),
-            *(*POLICY, counted, ticket, torch.empty(14), double(N), double(N)),
+            *(*POLICY, counted, ticket, torch.empty(15), double(N), double(N)),
             torch.empty(2, N),
         ),
         "find_labels": (labels, ids, offsets, V, labels.clone()),
@@ -341,8 +341,8 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         ("prepare", 3, torch.tensor([0, 6])),  # offsets of padded tokens
         ("contributions", -1, double(2, 53)),  # another grid's table
         ("contributions", -2, 2),  # a rank beyond the table
-        ("search", -1, double(3)),  # too few masses
-        ("policy", -4, torch.empty(13)),  # a report of another version
+        ("search", -1, double(5)),  # too few masses
+        ("policy", -4, torch.empty(14)),  # a report of another version
         ("policy", -1, torch.empty(1, N)),  # no room for the entropies
         ("find_labels", 2, torch.arange(N)),  # too few offsets
         ("gather_sets", 2, torch.arange(12)),  # ids of another dtype

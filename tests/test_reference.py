@@ -138,6 +138,28 @@ def test_shares_by_hand():
     assert out.metrics["bapo_pos_share"].item() == pytest.approx(1.2 / (1.2 + 2.4))
     assert out.metrics["bapo_pos_neg_ratio"].item() == pytest.approx(0.5)
     assert out.metrics["pg_clipfrac"].item() == 1.0
+    for name in ("bapo_pos_share_start", "bapo_pos_share_max"):  # grids of one point
+        assert out.metrics[name] == out.metrics["bapo_pos_share"]
+
+
+@pytest.mark.parametrize("bounds", [None, (1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("contribution", "start", "highest"),
+    [
+        # At (0.6, 1.2): 2*1.2 and 3*0.7 + 1. The highest share is at (0.6, 3.0), with 2*1.5.
+        ("surrogate", 2.4 / (2.4 + 3.1), 3.0 / (3.0 + 3.1)),
+        # At (0.6, 1.2) 1.5 is not counted. The highest is at (0.9, 3.0), where 0.7 is not.
+        ("gradient", 0.0, 3.0 / (3.0 + 1.0)),
+    ],
+)
+def test_shares_on_the_grids_by_hand(contribution, start, highest, bounds):
+    """Of the grids of the config, whatever the bounds are."""
+    logp = torch.tensor([1.5, 0.7, 1.0]).log()
+    A = torch.tensor([2.0, -3.0, -1.0])
+    config = BAPOConfig(token_weight="uniform", contribution=contribution, target=0.0)
+    out = reference.bapo_loss_from_log_probs(logp, torch.zeros(3), A, config=config, bounds=bounds)
+    assert out.metrics["bapo_pos_share_start"].item() == pytest.approx(start)
+    assert out.metrics["bapo_pos_share_max"].item() == pytest.approx(highest)
 
 
 def verl_aggregate(losses, mask, mode, tokens=None, sequences=None, dp_size=1, factor=None):

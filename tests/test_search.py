@@ -39,6 +39,8 @@ VARIANTS = [
     dict(target=1.0),  # never met
 ]
 
+SHARES = "bapo_pos_share", "bapo_pos_share_start", "bapo_pos_share_max"
+
 
 def random_case(g, dtype=torch.float32):
     """On-policy to very stale, one-sided, empty, masked; some ratios exactly on grid points."""
@@ -201,13 +203,75 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted):
                     assert torch.equal(mine, same)
 
 
+def test_highest_share_of_all_points(backend, device, interpreted):
+    """Against brute force, where a call searches, where it is given bounds and over two updates."""
+    g = torch.Generator().manual_seed(4)
+    for _ in range(1 if interpreted else 8):
+        for variant in VARIANTS:
+            config = BAPOConfig(**variant)
+            case = [t.to(device) for t in random_case(g)]
+            probe = reference.Contributions(config, *case)
+            positive = [probe.positive(point).item() for point in config.upper_grid]
+            negative = [probe.negative(point).item() for point in config.lower_grid]
+            pairs = [(pos, neg) for pos in positive for neg in negative]
+            highest = max(pos / (pos + neg) if pos + neg else 0.0 for pos, neg in pairs)
+            options = dict(config=config, backend=backend)
+            found = [
+                bapo_loss_from_log_probs(*case, bounds=bounds, **options).metrics
+                for bounds in (None, (0.7, 1.1))
+            ]
+            histogram = ContributionHistogram(config)
+            for part in zip(*(t.tensor_split(2) for t in case), strict=True):
+                histogram.update(*part)
+            histogram.solve()
+            for metrics in (*found, histogram.metrics):
+                assert metrics["bapo_pos_share_max"].item() == pytest.approx(highest, rel=1e-6)
+
+
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+@pytest.mark.parametrize("raise_first", ["upper", "lower"])
+def test_a_target_above_the_highest_share_saturates(raise_first, contribution):
+    """The converse holds where the search passes through the bounds of the highest share.
+
+    It does not where it raises the lower bound first and the negative mass rises with it: the
+    highest share is at the first lower and the last upper point. A highest share of 0 is left out,
+    as it may mean that there is nothing to balance.
+    """
+    g = torch.Generator().manual_seed(5)
+    config = BAPOConfig(raise_first=raise_first, contribution=contribution)
+    seen = set()
+    for _ in range(100):
+        case = random_case(g)
+        found = bapo_loss_from_log_probs(*case, config=config).metrics
+        highest = found["bapo_pos_share_max"].item()
+        for target in (0.98 * highest, 1.02 * highest):
+            if 0 < target <= 1:
+                aimed = replace(config, target=target)
+                found = bapo_loss_from_log_probs(*case, config=aimed).metrics
+                seen.add((highest < target, found["bapo_saturated"].item() == 1))
+    passed_by = {(False, True)} if (raise_first, contribution) == ("lower", "surrogate") else set()
+    assert seen == {(True, True), (False, False)} | passed_by
+
+
+def test_highest_share_of_broken_tokens(backend, device):
+    """NaN as in the reference, where only the first point of the grid counts a token's NaN."""
+    logp = torch.tensor([1.5, 0.7, 1.0], device=device).log()
+    rollout = torch.tensor([0.0, torch.nan, 0.0], device=device)
+    A = torch.tensor([2.0, -3.0, -1.0], device=device)
+    options = dict(config=BAPOConfig(contribution="gradient"), rollout_log_probs=rollout)
+    old = torch.zeros_like(logp)
+    for name in (backend, "reference"):
+        out = bapo_loss_from_log_probs(logp, old, A, backend=name, **options)
+        assert out.metrics["bapo_pos_share_max"].isnan()
+
+
 def test_the_rows_of_a_table_are_added_in_order(backend, device):
     """As after an all-reduce: 1e16 + 1 - 1e16 is 0, in another order 1."""
     config = BAPOConfig(token_weight="uniform")
     rows = torch.zeros(3, len(config.lower_grid) + len(config.upper_grid), dtype=torch.float64)
     rows[:, -len(config.upper_grid) :] = torch.tensor([[1e16], [1.0], [-1e16]])
     _, masses = solve(backend, rows.to(device), config)
-    assert masses.tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert masses.tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -510,7 +574,7 @@ def test_two_ranks_are_one_batch(two_ranks):
     assert sum(p[0] for p in parts) == pytest.approx(whole.loss.item(), rel=1e-6)
     torch.testing.assert_close(torch.cat([p[3] for p in parts]), x.grad, rtol=1e-6, atol=1e-9)
     for part in parts:
-        for name in ("bapo_pos_share", "bapo_pos_share_start", "bapo_clip_high"):
+        for name in (*SHARES, "bapo_clip_high"):
             assert part[1][name] == pytest.approx(whole.metrics[name].item(), rel=1e-6)
     assert two_ranks[0]["empty"] == two_ranks[1]["empty"] == [b.item() for b in whole.bounds]
 

@@ -57,7 +57,7 @@ def test_every_operator(launches, monkeypatch):
 
     case = make_case((2, 6), 33, staleness=0.4)
     searched = (*tokens(12), GRIDS, False, False)
-    found = torch.empty(2), torch.empty(4, dtype=torch.float64)
+    found = torch.empty(2), torch.empty(6, dtype=torch.float64)
     for inplace in (False, True):
         logits = case.logits.clone().requires_grad_()
         logits = logits.clone() if inplace else logits
@@ -139,7 +139,7 @@ def test_search_of_many_tokens(few_programs, uniform, gradient):
         if name == "cpu":  # reached between the third and the fourth upper point
             neg, pos = table[1, 0], table[1, 18:20]
             target = (pos / (neg + pos)).mean().item()
-        bounds, masses = torch.empty(2), torch.empty(4, dtype=torch.float64)
+        bounds, masses = torch.empty(2), torch.empty(6, dtype=torch.float64)
         ops_of(name).search(*searched, target, False, True, bounds, masses)
         results.append((table, bounds, masses))
     torch.testing.assert_close(*results, rtol=1e-13, atol=0)
@@ -152,12 +152,12 @@ def test_policy_of_many_tokens(few_programs, given_masses):
     N = 1_000
     log_probs, counted, old, A, _ = tokens(N)
     ref, entropy, weights = old + 0.1, -log_probs, torch.rand(N, dtype=torch.float64)
-    masses = torch.rand(4, dtype=torch.float64) if given_masses else None
+    masses = torch.rand(6, dtype=torch.float64) if given_masses else None
     results = []
     for name in ("triton", "triton", "cpu"):
         ticket = torch.zeros(1, dtype=torch.int32)
         made = [torch.full((N,), torch.nan, dtype=torch.float64) for _ in range(2)]
-        report, outputs = torch.full((14,), torch.nan), torch.full((2, N), -1.0)
+        report, outputs = torch.full((15,), torch.nan), torch.full((2, N), -1.0)
         ops_of(name).policy(
             *(log_probs, entropy, counted, old, A, weights, None, ref, None),
             *(torch.tensor([0.8, 1.3]), masses, GRIDS, False, False, 0.4, False),
@@ -179,7 +179,7 @@ def test_arguments_are_checked_after_those_of_another_call():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="factor must be"):
                 ops_of("triton").scale_(x, wrong)
-    table, found = torch.rand(1, 54).double(), (torch.empty(2), torch.empty(4).double())
+    table, found = torch.rand(1, 54).double(), (torch.empty(2), torch.empty(6).double())
     ops_of("triton").solve(table, GRIDS, 0.4, False, True, *found)
     with pytest.raises(RuntimeError, match=r"table must have shape \(ranks, 55\)"):
         ops_of("triton").solve(table, (0.6, 0.92, *GRIDS[2:]), 0.4, False, True, *found)

@@ -133,7 +133,7 @@ class Ours(Recorder, BAPOTrainer):
         super()._log_metrics(out, *args)
 
 
-LOGGED = ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated")
+LOGGED = ("clip_low", "clip_high", "pos_share", "pos_share_start", "pos_share_max", "saturated")
 
 
 class Plain(Recorder, GRPOTrainer):

@@ -318,7 +318,8 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             self._log("bapo/label_outside_mask", count)
         # Those of the decision in use; an evaluation, or a micro-batch that decides, has its own.
         decision = (self.model.training and self.search.metrics) or out.metrics
-        for name in ("clip_low", "clip_high", "pos_share", "pos_share_start", "saturated"):
+        shares = "pos_share", "pos_share_start", "pos_share_max"
+        for name in ("clip_low", "clip_high", *shares, "saturated"):
             value = decision[f"bapo_{name}"]
             if not value.isnan():  # as it is before the first decision
                 self._log(f"bapo/{name}", value)

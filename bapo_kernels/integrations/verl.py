@@ -34,6 +34,7 @@ _METRICS = (
     "bapo_clip_high",
     "bapo_pos_share",
     "bapo_pos_share_start",
+    "bapo_pos_share_max",
     "bapo_saturated",
 )
 _group: dist.ProcessGroup | None = None

@@ -316,13 +316,14 @@ def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
-    """At the bounds, then at the starting bounds."""
+    """At the bounds, at the starting bounds and at the last points of the grids."""
     config = probe.config
     lower, upper = (float(bound) for bound in bounds)
     if searched:
         lower, upper = _on_grid(lower, config.lower_grid), _on_grid(upper, config.upper_grid)
-    start = probe.masses(*starting_bounds_of(config))
-    return torch.cat([probe.masses(lower, upper), start])
+    last = config.lower_grid[-1], config.upper_grid[-1]
+    at = (lower, upper), starting_bounds_of(config), last
+    return torch.cat([probe.masses(*each) for each in at])
 
 
 def _on_grid(bound: float, grid: list[float]) -> float:

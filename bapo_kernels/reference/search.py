@@ -154,15 +154,18 @@ def search_metrics(bounds: ClipBounds, masses: Tensor, config: BAPOConfig) -> di
     """The metrics of a decision.
 
     Args:
-        masses: ``[4]``, the positive and the negative mass at the bounds, then both at the starting
-            bounds.
+        masses: ``[6]``, the positive and the negative mass at the bounds, then both at the starting
+            bounds, then both at the last points of the grids.
     """
-    pos, neg, pos_start, neg_start = masses.unbind()
+    pos, neg, pos_start, neg_start, pos_last, neg_last = masses.unbind()
     return {
         "bapo_clip_low": bounds.lower,
         "bapo_clip_high": bounds.upper,
         "bapo_pos_share": _share(pos, neg),
         "bapo_pos_share_start": _share(pos_start, neg_start),
+        # The positive mass never falls with the upper bound, and the negative mass is monotonic in
+        # the lower bound: it rises, or falls with the contribution "gradient".
+        "bapo_pos_share_max": _share(pos_last, torch.minimum(neg_start, neg_last)),
         "bapo_pos_neg_ratio": tested_quantity(pos, neg, "ratio"),
         "bapo_saturated": tested_quantity(pos, neg, config.target_kind) < config.target,
     }
@@ -194,6 +197,6 @@ def solve_table(config: BAPOConfig, table: Tensor) -> tuple[Tensor, Tensor]:
         return float(tested_quantity(*masses(*bounds), config.target_kind))
 
     bounds = algorithm_1(config, quantity)
-    start = masses(*starting_bounds_of(config))
     found = torch.tensor(bounds, dtype=torch.float32, device=table.device)
-    return found, torch.stack([*masses(*bounds), *start])
+    at = bounds, starting_bounds_of(config), (lower[-1], upper[-1])
+    return found, torch.stack([mass for each in at for mass in masses(*each)])

@@ -143,7 +143,7 @@ Tokens::Outputs Tokens::launch() const {
     const Array<float> old("old_log_probs", old_), ref("ref_log_probs", ref_),
         rollout("rollout_log_probs", rollout_), advantages("advantages", advantages_),
         is_weights("is_weights", is_weights_);
-    const Array<double> table("table", std::vector(points, 0.0)), masses("masses", 4),
+    const Array<double> table("table", std::vector(points, 0.0)), masses("masses", kMasses),
         policy_partials("partials of policy", cuda::policy_partials(case_.count)),
         dlog_probs("dlog_probs", case_.count), dentropy("dentropy", case_.count);
     const Array<float> bounds("bounds", 2), report("report", kReportSize),
@@ -184,6 +184,7 @@ Tokens::Outputs Tokens::launch() const {
     policy.uniform_weight = case_.uniform_weight;
     policy.gradient = case_.gradient;
     policy.first = {kLower.start, kUpper.start};
+    policy.last = {kLower.maximum, kUpper.maximum};
     policy.target = target_;
     policy.bounds = bounds.data();
     policy.report = reinterpret_cast<Report*>(report.data());
@@ -212,8 +213,9 @@ Tokens::Outputs Tokens::launch() const {
 
 void Tokens::check_policy(const Outputs& got) {
     const Bounds bounds{(float)lower_[at_lower_], (float)upper_[at_upper_]};
-    const Bounds start{kLower.start, kUpper.start};
-    Sum loss, pg_loss, kl_loss, log_ratio, entropy, pos, neg, pos_start, neg_start;
+    const Bounds start{kLower.start, kUpper.start}, last{kLower.maximum, kUpper.maximum};
+    Sum loss, pg_loss, kl_loss, log_ratio, entropy;
+    Sum pos, neg, pos_start, neg_start, pos_last, neg_last;
     double count = 0.0, clipped = 0.0, dual_clipped = 0.0;
     for (int64_t i = 0; i < case_.count; ++i) {
         double dlog_prob = 0.0, dentropy = 0.0;
@@ -236,6 +238,8 @@ void Tokens::check_policy(const Outputs& got) {
                 (A > 0.0 ? pos : neg).add(w * contribution(ratio.value, A, bounds, case_.gradient));
                 (A > 0.0 ? pos_start : neg_start)
                     .add(w * contribution(ratio.value, A, start, case_.gradient));
+                (A > 0.0 ? pos_last : neg_last)
+                    .add(w * contribution(ratio.value, A, last, case_.gradient));
             }
             dlog_prob = weights_[i] * token_grad(of, ratio, bounds, options_);
             dentropy = -weights_[i] * options_.entropy_coef;
@@ -254,6 +258,8 @@ void Tokens::check_policy(const Outputs& got) {
         neg = table_[at_lower_];
         pos_start = table_[lower_.size()];
         neg_start = table_[0];
+        pos_last = table_.back();
+        neg_last = table_[lower_.size() - 1];
     }
     const double tokens = std::max(count, 1.0);
     const auto share = [](double p, double n) { return p + n == 0.0 ? 0.0 : p / (p + n); };
@@ -272,6 +278,7 @@ void Tokens::check_policy(const Outputs& got) {
         {bounds.upper, 0.0},
         {share(pos.value, neg.value), 1.0},
         {share(pos_start.value, neg_start.value), 1.0},
+        {share(pos_last.value, (case_.gradient ? neg_last : neg_start).value), 1.0},
         {tested_quantity(pos.value, neg.value, true), 1.0},
         {reached < target_.target ? 1.0 : 0.0, 0.0},
         {count, 0.0},
@@ -291,9 +298,13 @@ void Tokens::run() {
     }
     verdict_.compare("bound", 0, got.bounds[0], (float)lower_[at_lower_], 0.0);
     verdict_.compare("bound", 1, got.bounds[1], (float)upper_[at_upper_], 0.0);
-    const Sum masses[] = {table_[lower_.size() + at_upper_], table_[at_lower_],
-                          table_[lower_.size()], table_[0]};
-    for (int k = 0; k < 4; ++k) {
+    const Sum masses[] = {table_[lower_.size() + at_upper_],
+                          table_[at_lower_],
+                          table_[lower_.size()],
+                          table_[0],
+                          table_.back(),
+                          table_[lower_.size() - 1]};
+    for (int k = 0; k < kMasses; ++k) {
         verdict_.compare("share", k, got.masses[k], masses[k].value, kDouble * masses[k].size);
     }
     check_policy(got);

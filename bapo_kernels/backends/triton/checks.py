@@ -104,7 +104,7 @@ def _check(op: str, given: dict[str, Any]) -> None:
     if op == "prepare":
         _check_callers(given)
     N = _count_of_rows(given)
-    counts = {"bounds": 2, "masses": 4, "report": len(REPORT), "factor": 1, "stats": 2 * N}
+    counts = {"bounds": 2, "masses": 6, "report": len(REPORT), "factor": 1, "stats": 2 * N}
     counts["ticket"] = 1
     counts["outputs"] = N if given.get("entropy") is None else 2 * N
     if op == "prepare":

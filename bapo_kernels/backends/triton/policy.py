@@ -22,7 +22,7 @@ TOKENS = 256  # of a program at once
 # Of each program's tokens, as PolicySums in csrc/tokens.h.
 SUMS = (
     *("loss", "pg_loss", "kl_loss", "count", "clipped", "dual_clipped", "log_ratio", "entropy"),
-    *("pos", "neg", "pos_start", "neg_start"),
+    *("pos", "neg", "pos_start", "neg_start", "pos_last", "neg_last"),
 )
 _SUM_INDEX = {name: index for index, name in enumerate(SUMS)}
 _REPORT_INDEX = {name: index for index, name in enumerate(REPORT)}
@@ -61,6 +61,8 @@ def _policy_kernel(
     N: tl.int64,
     lower_start: tl.float64,
     upper_start: tl.float64,
+    lower_last: tl.float64,
+    upper_last: tl.float64,
     target: tl.float64,
     clip_ratio_c: tl.float64,
     kl_loss_coef: tl.float64,
@@ -76,6 +78,7 @@ def _policy_kernel(
     loss_sum, pg_loss_sum, kl_loss_sum, count = zeros, zeros, zeros, zeros
     clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum = zeros, zeros, zeros, zeros
     pos, neg, pos_start, neg_start = zeros, zeros, zeros, zeros
+    pos_last, neg_last = zeros, zeros
     lower, upper = tl.load(bounds).to(tl.float64), tl.load(bounds + 1).to(tl.float64)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for begin in range(program.to(tl.int64) * TOKENS, N, programs * TOKENS):
@@ -129,10 +132,13 @@ def _policy_kernel(
             w = policy_math.search_weight(rollout_log_probs, index, mask, old, UNIFORM)
             at_bounds = w * policy_math.contribution(r, A, lower, upper, GRADIENT)
             at_start = w * policy_math.contribution(r, A, lower_start, upper_start, GRADIENT)
+            at_last = w * policy_math.contribution(r, A, lower_last, upper_last, GRADIENT)
             pos += tl.where(mask & (A > 0.0), at_bounds, 0.0)
             neg += tl.where(mask & (A < 0.0), at_bounds, 0.0)
             pos_start += tl.where(mask & (A > 0.0), at_start, 0.0)
             neg_start += tl.where(mask & (A < 0.0), at_start, 0.0)
+            pos_last += tl.where(mask & (A > 0.0), at_last, 0.0)
+            neg_last += tl.where(mask & (A < 0.0), at_last, 0.0)
 
     _store_sum(partials, "loss", loss_sum)
     _store_sum(partials, "pg_loss", pg_loss_sum)
@@ -147,6 +153,8 @@ def _policy_kernel(
         _store_sum(partials, "neg", neg)
         _store_sum(partials, "pos_start", pos_start)
         _store_sum(partials, "neg_start", neg_start)
+        _store_sum(partials, "pos_last", pos_last)
+        _store_sum(partials, "neg_last", neg_last)
     # The barrier orders the stores of all threads before the atomic of one of them. It releases
     # them, and in the last program acquires those of the other programs, whose sums are then read
     # past the L1 cache, which is not coherent.
@@ -185,11 +193,15 @@ def _report(
     if masses is not None:
         pos, neg = tl.load(masses), tl.load(masses + 1)
         pos_start, neg_start = tl.load(masses + 2), tl.load(masses + 3)
+        pos_last, neg_last = tl.load(masses + 4), tl.load(masses + 5)
     else:
         pos, neg = _sum_of(partials, "pos", PROGRAMS), _sum_of(partials, "neg", PROGRAMS)
         pos_start = _sum_of(partials, "pos_start", PROGRAMS)
         neg_start = _sum_of(partials, "neg_start", PROGRAMS)
+        pos_last = _sum_of(partials, "pos_last", PROGRAMS)
+        neg_last = _sum_of(partials, "neg_last", PROGRAMS)
     saturated = policy_math.tested_quantity(pos, neg, RATIO_TARGET) < target
+    neg_min = tl.where((neg_start < neg_last) | (neg_start != neg_start), neg_start, neg_last)
     clipped = _sum_of(partials, "clipped", PROGRAMS)
     dual_clipped = _sum_of(partials, "dual_clipped", PROGRAMS)
     _store_entry(report, "loss", _sum_of(partials, "loss", PROGRAMS))
@@ -203,6 +215,7 @@ def _report(
     _store_entry(report, "bapo_clip_high", tl.load(bounds + 1))
     _store_entry(report, "bapo_pos_share", _share(pos, pos + neg))
     _store_entry(report, "bapo_pos_share_start", _share(pos_start, pos_start + neg_start))
+    _store_entry(report, "bapo_pos_share_max", _share(pos_last, pos_last + neg_min))
     _store_entry(report, "bapo_pos_neg_ratio", policy_math.tested_quantity(pos, neg, True))
     _store_entry(report, "bapo_saturated", saturated)
     _store_entry(report, "live_tokens", live_tokens)
@@ -242,6 +255,7 @@ def policy(
     outputs: Tensor | None,
 ) -> None:
     programs = token_programs(log_probs.numel(), TOKENS)
+    lower_start, lower_max, lower_step, upper_start, upper_max, upper_step = grids
     _policy_kernel[(programs,)](
         log_probs,
         entropy,
@@ -262,8 +276,10 @@ def policy(
         dentropy,
         outputs,
         log_probs.numel(),
-        grids[0],
-        grids[3],
+        lower_start,
+        upper_start,
+        lower_max if lower_step else lower_start,
+        upper_max if upper_step else upper_start,
         target,
         math.inf if clip_ratio_c is None else clip_ratio_c,
         kl_loss_coef,

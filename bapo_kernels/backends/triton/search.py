@@ -190,6 +190,8 @@ def _solve_kernel(
     tl.store(masses + 1, _at(sums, place, at_lower))
     tl.store(masses + 2, _at(sums, place, lower_count))
     tl.store(masses + 3, _at(sums, place, 0))
+    tl.store(masses + 4, _at(sums, place, lower_count + upper_count - 1))
+    tl.store(masses + 5, _at(sums, place, lower_count - 1))
 
 
 @triton.jit

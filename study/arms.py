@@ -1,0 +1,62 @@
+"""What is compared: ways to clip, and ways to reuse rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_kernels import BAPOConfig
+from bapo_kernels.scopes import Scope
+
+NO_CLIP = BAPOConfig.fixed(0.0, 1e9)
+PAPER = BAPOConfig.paper()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Bounds or a search for them; over the micro-batches of an update, the scope of the search."""
+
+    config: BAPOConfig
+    scope: Scope = "call"
+    micro_batches: int = 1
+
+
+ARMS = {
+    "fixed 0.8/1.2": Arm(BAPOConfig.fixed(0.8, 1.2)),
+    "clip-higher 0.8/1.28": Arm(BAPOConfig.fixed(0.8, 1.28)),
+    "fixed 0.6/1.2": Arm(BAPOConfig.fixed(0.6, 1.2)),
+    "fixed 0.6/3.0": Arm(BAPOConfig.fixed(0.6, 3.0)),
+    "fixed 0.9/3.0": Arm(BAPOConfig.fixed(0.9, 3.0)),
+    "no clip": Arm(NO_CLIP),
+    "BAPO": Arm(PAPER),
+    "BAPO, gradient": Arm(BAPOConfig.paper(contribution="gradient")),
+    "BAPO, recipe": Arm(BAPOConfig.recipe()),
+}
+# One call per update decides over the whole update: in ARMS the scopes call and step are the same.
+SCOPES = {
+    "BAPO, scope call": Arm(PAPER, "call", 4),
+    "BAPO, scope step": Arm(PAPER, "step", 4),
+    "BAPO, scope lagged": Arm(PAPER, "lagged", 4),
+}
+DEMO = ("fixed 0.8/1.2", "BAPO", "fixed 0.9/3.0", "no clip")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How rollouts are used.
+
+    Attributes:
+        staleness: updates that a rollout is split into.
+        replayed: share of the groups of an update that come from earlier rollouts.
+        segments: a walk is drawn in this many parts, each by the policy of another rollout.
+    """
+
+    staleness: int = 1
+    replayed: float = 0.0
+    segments: int = 1
+
+
+SCENARIOS = {
+    **{f"staleness {S}": Scenario(S) for S in (1, 2, 4, 8, 32)},
+    "sample replay": Scenario(replayed=0.5),
+    "partial rollout": Scenario(staleness=4, segments=3),
+}

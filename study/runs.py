@@ -1,0 +1,117 @@
+"""The runs of a study, two at a time, and their records."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bapo_kernels.config import maximum_bounds_of, starting_bounds_of
+from benchmarks.records import environment
+
+from .arms import ARMS, SCENARIOS, SCOPES
+from .training import train
+
+WORKERS = 2
+WINDOW = 16  # updates that a point of a recorded curve is the mean of
+RULE_SCENARIO = "staleness 8"  # where every update measures the Entropy-Clip Rule
+RULE = ("rule", "entropy_change")
+TARGET = 0.4  # of the paper's search; in every arm, the share at its own bounds is compared with it
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is, apart from the code."""
+
+    scenario: str
+    arm: str
+    seed: int
+    updates: int
+
+
+def planned(seeds: int, updates: int) -> list[Run]:
+    """All arms in all scenarios, then the scopes of the search, seed after seed."""
+    pairs = [(scenario, arm) for scenario in SCENARIOS for arm in ARMS]
+    pairs += [(scenario, arm) for scenario in ("staleness 8", "sample replay") for arm in SCOPES]
+    return [Run(*pair, seed, updates) for seed in range(seeds) for pair in pairs]
+
+
+def execute(run: Run) -> list[dict[str, float]]:
+    """The rows of a run, one per update, on one thread."""
+    torch.set_num_threads(1)
+    arm, scenario = (ARMS | SCOPES)[run.arm], SCENARIOS[run.scenario]
+    measure_rule = run.scenario == RULE_SCENARIO and run.arm in ARMS
+    return list(train(arm, scenario, run.seed, run.updates, measure_rule))
+
+
+def execute_all(runs: Iterable[Run]) -> Iterator[tuple[Run, list[dict[str, float]]]]:
+    """Runs and their rows, in the order in which they end."""
+    with ProcessPoolExecutor(WORKERS) as pool:
+        pending = {pool.submit(execute, run): run for run in runs}
+        for future in as_completed(pending):
+            yield pending[future], future.result()
+
+
+def record(run: Run, rows: list[dict[str, float]]) -> Record:
+    """A run in one line: its end, shares of updates, curves, and the updates of the rule."""
+    config = (ARMS | SCOPES)[run.arm].config
+    bounds = [(row["bapo_clip_low"], row["bapo_clip_high"]) for row in rows]
+    start, maximum = torch.tensor([starting_bounds_of(config), maximum_bounds_of(config)]).tolist()
+    end, updates = rows[-1], len(rows)
+    result: Record = {
+        **asdict(run),
+        "held_out": end["held_out_end"],
+        "held_out_greedy": end["held_out_greedy"],
+        "below_target": sum(row["bapo_pos_share_start"] < TARGET for row in rows) / updates,
+        "moved": sum(list(b) != start for b in bounds) / updates,
+        "interior": sum(start[1] < b[1] < maximum[1] for b in bounds) / updates,
+        "saturated": sum(row["bapo_saturated"] for row in rows) / updates,
+        "largest_grad_norm": rounded(max(row["grad_norm"] for row in rows)),
+        "curves": {
+            name: means([row[name] for row in rows]) for name in rows[0] if name not in RULE
+        },
+    }
+    if start != maximum:
+        result["bounds"] = [[rounded(x) for x in b] for b in bounds]
+    result["curves"]["held_out"] = [row["held_out"] for row in rows if "held_out" in row]
+    if "rule" in end:
+        result["rule"] = [[rounded(row[name]) for name in RULE] for row in rows]
+    return result
+
+
+def means(values: list[float]) -> list[float]:
+    """Over every WINDOW updates."""
+    parts = (values[i : i + WINDOW] for i in range(0, len(values), WINDOW))
+    return [rounded(sum(part) / len(part)) for part in parts]
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def done(path: Path) -> dict[Run, Record]:
+    """The records of a file by their runs."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {Run(*(r[name] for name in Run.__dataclass_fields__)): r for r in records}
+
+
+def complete(path: Path, runs: list[Run]) -> Iterator[Run]:
+    """Appends the records of all runs that the file lacks; yields each run once it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known, facts = done(path), environment() | {"threads": 1}
+    yield from (run for run in runs if run in known)
+    begin = time.monotonic()
+    with path.open("a") as file:
+        for run, rows in execute_all([run for run in runs if run not in known]):
+            elapsed = round(time.monotonic() - begin)
+            file.write(json.dumps(facts | record(run, rows) | {"elapsed_s": elapsed}) + "\n")
+            file.flush()
+            yield run

@@ -1,0 +1,125 @@
+"""One run: a policy trained under one arm, in one scenario, from one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bapo_kernels import ClipBounds, bapo_loss, log_probs
+from bapo_kernels.scopes import ClipBoundSearch
+
+from .arms import Arm, Scenario
+from .board import Walks
+from .entropy_rule import predicted_change
+from .policy import held_out_prompts, move_logits, success, warm_policy
+from .rollouts import batches, split
+
+LR = 2e-3
+MAX_NORM = 1.0
+EVALUATE_EVERY = 16
+HELD_OUT, HELD_OUT_AT_THE_END = 256, 1024
+METRICS = (
+    "entropy",
+    "ppo_kl",
+    "bapo_clip_low",
+    "bapo_clip_high",
+    "bapo_pos_share",
+    "bapo_pos_share_start",
+    "bapo_pos_share_max",
+    "bapo_saturated",
+)
+
+
+def train(
+    arm: Arm, scenario: Scenario, seed: int, updates: int, measure_rule: bool = False
+) -> Iterator[dict[str, float]]:
+    """One row of numbers per update.
+
+    Args:
+        measure_rule: also the change of the entropy in each update, measured and predicted by the
+            Entropy-Clip Rule of the paper.
+    """
+    policy = warm_policy(seed)
+    search = ClipBoundSearch(arm.config, scope=arm.scope)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.0)
+    source = batches(policy, scenario, torch.Generator().manual_seed(1000 + seed))
+    for update in range(updates):
+        walks, advantages = next(source)
+        optimizer.zero_grad()
+        row, logp = losses(policy, walks, advantages, arm, search)
+        row["training_reward"] = walks.rewards.mean().item()
+        row["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM).item()
+        optimizer.step()
+        if measure_rule:
+            bounds = row["bapo_clip_low"], row["bapo_clip_high"]
+            row["rule"] = predicted_change(logp, walks, advantages, bounds)
+            row["entropy_change"] = entropy(policy, walks) - row["entropy"]
+        if update % EVALUATE_EVERY == EVALUATE_EVERY - 1:
+            row["held_out"] = held_out_reward(policy, HELD_OUT)
+        if update == updates - 1:
+            row["held_out_end"] = held_out_reward(policy, HELD_OUT_AT_THE_END)
+            row["held_out_greedy"] = success(policy, held_out_prompts(HELD_OUT_AT_THE_END), None)
+        yield row
+
+
+def losses(
+    policy: PreTrainedModel, walks: Walks, advantages: Tensor, arm: Arm, search: ClipBoundSearch
+) -> tuple[dict[str, float], Tensor]:
+    """Adds the gradient of an update; its metrics, and the log-probs of the moves."""
+    tokens = walks.mask.sum()
+    micro_batches = list(split(walks, advantages, arm.micro_batches))
+    if search.scope == "step":
+        for part, A in micro_batches:
+            with torch.no_grad():
+                logp, _ = log_probs(move_logits(policy, part), part.moves)
+            search.update(logp, part.log_probs, A, part.mask)
+        search.step()
+    rows, log_probs_of_parts = [], []
+    for part, A in micro_batches:
+        tensors = part.moves, part.log_probs, A, part.mask
+        logits = move_logits(policy, part)
+        out = bapo_loss(logits, *tensors, batch_num_tokens=tokens, **search.options)
+        out.loss.backward()
+        logp = out.log_probs.detach()
+        if search.scope == "lagged":
+            search.update(logp, *tensors[1:])
+        metrics = {name: out.metrics[name].item() for name in METRICS}
+        rows.append(metrics | clip_fractions(logp, part, A, out.bounds))
+        log_probs_of_parts.append(logp)
+    if search.scope == "lagged":
+        search.step()
+    shares = [(part.mask.sum() / tokens).item() for part, _ in micro_batches]
+    row = {name: sum(s * r[name] for s, r in zip(shares, rows, strict=True)) for name in rows[0]}
+    if search.scope == "step":
+        row |= {name: value.item() for name, value in search.metrics.items() if name in METRICS}
+    return row, torch.cat(log_probs_of_parts)
+
+
+def clip_fractions(
+    logp: Tensor, walks: Walks, advantages: Tensor, bounds: ClipBounds
+) -> dict[str, float]:
+    """Shares of the tokens of positive and of negative advantage that have no gradient."""
+    ratio, A = (logp - walks.log_probs).exp(), advantages[:, None]
+    sides = {
+        "clipped_positive": (walks.mask & (A > 0), ratio > bounds.upper),
+        "clipped_negative": (walks.mask & (A < 0), ratio < bounds.lower),
+    }
+    return {
+        name: ((side & clipped).sum() / side.sum().clamp(min=1)).item()
+        for name, (side, clipped) in sides.items()
+    }
+
+
+@torch.no_grad()
+def entropy(policy: PreTrainedModel, walks: Walks) -> float:
+    """Mean over the moves, in nats."""
+    _, values = log_probs(move_logits(policy, walks), walks.moves)
+    return values[walks.mask].mean().item()
+
+
+def held_out_reward(policy: PreTrainedModel, count: int) -> float:
+    """Share of sampled walks that reach their goal, the same prompts and draws every time."""
+    return success(policy, held_out_prompts(count), torch.Generator().manual_seed(7))
