@@ -4,14 +4,19 @@ BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
 
-.PHONY: demo test bench lint sanitize emulate fuzz prebuilt clean
+.PHONY: demo study test bench lint sanitize emulate fuzz prebuilt clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
-	$(BIN)/python examples/offpolicy_rlvr.py --out $(OUT)
+	$(BIN)/python -m study demo --out $(OUT)
 
 test: .venv/built
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
+
+# Takes an hour on two cores; rewrites docs/study.md and its figures. An interrupted study goes on.
+study: .venv/built
+	$(BIN)/python -m study run --out $(OUT)/study.jsonl
+	$(BIN)/python -m study report --records $(OUT)/study.jsonl
 
 # Takes forty minutes on two cores; rewrites figures and pages from the new records.
 bench: .venv/built

@@ -1,4 +1,4 @@
-"""``python -m study``: the demo, the study, and its page."""
+"""``python -m study``: the demo, the study, and the page of the study."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from pathlib import Path
 import typer
 from rich.progress import track
 
+from . import demo as demo_
+from . import figures, page
+from . import long_run as long_run_
+from .compare import frame
 from .runs import complete, planned
 
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@app.command()
+def demo(out: Path = Path("out"), seeds: int = 3, updates: int = 160) -> None:
+    """Trains four arms at a staleness of 8; two and a half minutes on two cores."""
+    demo_.run(out, seeds, updates)
 
 
 @app.command()
@@ -19,6 +29,23 @@ def run(out: Path = RESULTS, seeds: int = 5, updates: int = 160) -> None:
     runs = planned(seeds, updates)
     for _ in track(complete(out, runs), "runs", total=len(runs)):
         pass
+
+
+@app.command()
+def long_run(
+    out: Path = Path("out"), updates: int = 2000, lr: float = long_run_.LR, seed: int = 0
+) -> None:
+    """Thousands of updates with the kernels and with plain PyTorch, side by side."""
+    long_run_.write(out, updates, lr, seed)
+
+
+@app.command()
+def report(records: Path = RESULTS) -> None:
+    """Writes docs/study.md and its figures from the records."""
+    runs = frame(records)
+    page.PAGE.write_text(page.page(runs))
+    for path in (page.PAGE, *figures.of_study(runs)):
+        print(path)
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ def held_out_prompts(count: int) -> Tensor:
     return draw_prompts(count, torch.Generator().manual_seed(99), held_out=True)
 
 
-def warm_policy(seed: int, steps: int = WARM_UP_STEPS) -> Qwen3ForCausalLM:
+def warm_policy(seed: int, steps: int | None = None) -> Qwen3ForCausalLM:
     """A copy of the policy that all arms of a seed start from."""
-    return copy.deepcopy(_warmed_up(seed, steps))
+    return copy.deepcopy(_warmed_up(seed, WARM_UP_STEPS if steps is None else steps))
 
 
 @lru_cache(maxsize=1)

@@ -1,8 +1,7 @@
 """Thousands of off-policy updates with the fused loss and with plain PyTorch, side by side.
 
-The task is that of offpolicy_rlvr.py, with a reward for each correct digit. One learner samples the
-rollouts, and all learners make eight updates on them, from the same warm model. They differ in the
-loss alone:
+The task is that of the demo, with small batches. One learner draws the rollouts, and all learners
+make eight updates on them, from the same warm policy. They differ in the loss alone:
 
     exact        the reference in float64 on the float32 logits; samples the rollouts
     nudged       the same, but after each update every weight moves to a random float32 neighbour
@@ -10,7 +9,7 @@ loss alone:
     fused        the kernels
     fused again  the kernels, to compare bits
 
-    python examples/long_run.py --out out
+    python -m study long-run --out out
 """
 
 from __future__ import annotations
@@ -19,44 +18,30 @@ import copy
 import csv
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import torch
-import typer
-from offpolicy_rlvr import (
-    Settings,
-    answer_logits,
-    group_advantages,
-    sample,
-    sums,
-    warm_up,
-)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from bapo_kernels import BAPOConfig, BAPOOutput, bapo_loss, log_probs, reference
+from bapo_kernels import BAPOConfig, BAPOOutput, bapo_loss, reference
+from benchmarks.plot import RC
 
-# The share of positive tokens is above the paper's target here; this target makes the bounds move.
-CONFIG = BAPOConfig.paper(target=0.6)
-# With steps ten times larger the learners diverge, however small their differences.
-SETTINGS = Settings(prompts=4, warmup_steps=60, warmup_batch=64, lr=1e-5)
+from .board import MOVES, Walks, draw_prompts
+from .policy import move_logits, walk_on, warm_policy
+from .rollouts import GROUP, group_advantages
+
+CONFIG = BAPOConfig.paper()
+LR = 1e-5  # with steps ten times larger the learners diverge, however small their differences
+PROMPTS = 4
+UPDATES = 8  # per rollout
+WARM_UP_STEPS = 60
 COLORS = {"fused": "#0b5fc0", "plain": "#b06a1d", "nudged": "#999999"}
-RC = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#e3e3e3",
-    "legend.frameon": False,
-}
 
 
 def exact(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
@@ -81,9 +66,10 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
         self.nudges = torch.Generator().manual_seed(0) if name == "nudged" else None
 
-    def update(self, tokens: Tensor, sampled: Tensor, *batch: Tensor) -> BAPOOutput:
+    def update(self, walks: Walks, advantages: Tensor) -> BAPOOutput:
         """One optimizer step; returns the output of the loss."""
-        out = self.loss(answer_logits(self.model, tokens), sampled, *batch, config=CONFIG)
+        batch = walks.moves, walks.log_probs, advantages, walks.mask
+        out = self.loss(move_logits(self.model, walks), *batch, config=CONFIG)
         self.optimizer.zero_grad()
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -110,26 +96,20 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def run(updates: int, settings: Settings = SETTINGS, seed: int = 0) -> Iterator[dict[str, float]]:
+def run(updates: int, lr: float = LR, seed: int = 0) -> Iterator[dict[str, float]]:
     """One row per update: losses, bounds, distances to the weights of ``exact``, memory."""
-    warm = warm_up(seed, settings)
-    learners = {name: Learner(name, warm, settings.lr) for name in LOSSES}
+    warm = warm_policy(seed, WARM_UP_STEPS)
+    learners = {name: Learner(name, warm, lr) for name in LOSSES}
     sampler, start = learners["exact"], learners["exact"].weights()
     generator = torch.Generator().manual_seed(1000 + seed)
     for update in range(updates):
-        if update % settings.updates == 0:
-            prompts, answers = (
-                t.repeat_interleave(settings.group, 0) for t in sums(settings.prompts, generator)
-            )
-            sampled = sample(sampler.model, prompts, generator)
-            rewards = (sampled == answers).float().mean(-1)
-            tokens = torch.cat([prompts, sampled], -1)
-            with torch.no_grad():
-                old, _ = log_probs(answer_logits(sampler.model, tokens), sampled)
-            batch = tokens, sampled, old, group_advantages(rewards, settings.group)
+        if update % UPDATES == 0:
+            prompts = draw_prompts(PROMPTS, generator).repeat_interleave(GROUP, 0)
+            walks = walk_on(sampler.model, Walks.begin(prompts), MOVES, generator)
+            batch = walks, group_advantages(walks.rewards)
         outs = {name: learner.update(*batch) for name, learner in learners.items()}
         weights = {name: learner.weights() for name, learner in learners.items()}
-        row = {"update": update + 1, "reward": rewards.mean().item()}
+        row = {"update": update + 1, "reward": walks.rewards.mean().item()}
         for name, out in outs.items():
             row[f"loss, {name}"] = out.loss.item()
             row[f"lower, {name}"], row[f"upper, {name}"] = (b.item() for b in out.bounds)
@@ -193,12 +173,10 @@ def summary(rows: list[dict[str, float]]) -> Table:
     return table
 
 
-def main(
-    out: Path = Path("out"), updates: int = 2000, lr: float = SETTINGS.lr, seed: int = 0
-) -> None:
+def write(out: Path, updates: int, lr: float, seed: int) -> None:
     """Trains all learners; writes a CSV and a figure, prints a table."""
     out.mkdir(parents=True, exist_ok=True)
-    rows = list(track(run(updates, replace(SETTINGS, lr=lr), seed), "updates", total=updates))
+    rows = list(track(run(updates, lr, seed), "updates", total=updates))
     with (out / "long_run.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -209,7 +187,3 @@ def main(
     same = sum(row["same bits"] for row in rows)
     console.print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
     console.print(f"Wrote long_run.csv and long_run.png to {out}/")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,0 +1,56 @@
+"""Records as a table, and paired differences of arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+from scipy import stats
+
+from benchmarks.records import Record, load
+
+BASELINE = "fixed 0.8/1.2"
+CONFIDENCE = 0.95
+
+
+def frame(records: list[Record] | Path) -> pd.DataFrame:
+    """One row per run; the means of its curves' last quarter are columns too."""
+    records = load(records) if isinstance(records, Path) else records
+    rows = []
+    for record in records:
+        curves = record["curves"]
+        late = {
+            f"late_{name}": _mean(values[-len(values) // 4 :]) for name, values in curves.items()
+        }
+        whole = {f"mean_{name}": _mean(values) for name, values in curves.items()}
+        rows.append(record | late | whole)
+    return pd.DataFrame(rows).sort_values(["scenario", "arm", "seed"], ignore_index=True)
+
+
+class Difference(NamedTuple):
+    """The mean over seeds of the difference of two arms, and its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def separated(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+
+def paired(
+    runs: pd.DataFrame, scenario: str, arm: str, column: str = "held_out", against: str = BASELINE
+) -> Difference:
+    """``arm`` minus ``against``: both started from the same policy for each seed (paired t)."""
+    wide = runs[runs.scenario == scenario].pivot(index="seed", columns="arm", values=column)
+    both = wide[[arm, against]].dropna()
+    test = stats.ttest_rel(both[arm], both[against])
+    interval = test.confidence_interval(CONFIDENCE)
+    return Difference(float((both[arm] - both[against]).mean()), interval.low, interval.high)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

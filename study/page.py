@@ -1,0 +1,228 @@
+"""``docs/study.md`` from the records of the study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from benchmarks.tables import markdown
+
+from .arms import ARMS, SCENARIOS, SCOPES
+from .compare import BASELINE, Difference, paired
+from .runs import RULE_SCENARIO, TARGET
+
+PAGE = Path(__file__).parents[1] / "docs" / "study.md"
+SEARCHING = [arm for arm in ARMS if arm.startswith("BAPO")]
+
+
+def page(runs: pd.DataFrame) -> str:
+    """The text of the page."""
+    return "\n".join(sections(runs)).rstrip() + "\n"
+
+
+def sections(runs: pd.DataFrame) -> Iterator[str]:
+    """The page from top to bottom."""
+    last = runs.iloc[-1]
+    yield INTRODUCTION.format(
+        seeds=runs.seed.nunique(),
+        updates=runs.updates.max(),
+        runs=len(runs),
+        minutes=runs.elapsed_s.max() / 60,
+        machine=f"{last.machine}, torch {last.torch}; commit {last.commit}, {last.date[:10]}",
+    )
+    yield END_POINT
+    yield by_arm(runs, lambda s, a: spread(values(runs, s, a, "held_out")))
+    yield f"Differences from {BASELINE}, with 95 % intervals; bold where the interval excludes 0:\n"
+    yield by_arm(runs, lambda s, a: "" if a == BASELINE else words(paired(runs, s, a)))
+    yield counted(runs)
+    yield AFTER_END_POINT
+    yield EXPLORATORY
+    for title, column in LATER.items():
+        yield f"### {title}\n"
+        yield by_arm(runs, lambda s, a, c=column: spread(values(runs, s, a, c)))
+        yield LESSONS[column]
+    yield SEARCH
+    yield of_search(runs)
+    yield AFTER_SEARCH
+    yield SCOPE
+    yield of_scopes(runs)
+    yield AFTER_SCOPE
+    yield RULE
+    yield of_rule(runs)
+    yield AFTER_RULE
+
+
+def values(runs: pd.DataFrame, scenario: str, arm: str, column: str) -> pd.Series:
+    """A column of the runs of an arm, one entry per seed."""
+    return runs.loc[(runs.scenario == scenario) & (runs.arm == arm), column]
+
+
+def spread(column: pd.Series) -> str:
+    """Mean and standard deviation."""
+    digits = 2 if column.mean() >= 1 else 3
+    return f"{column.mean():.{digits}f} ± {column.std():.{digits}f}"
+
+
+def words(difference: Difference) -> str:
+    """A difference and its interval."""
+    text = f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
+    return f"**{text}**" if difference.separated else text
+
+
+def by_arm(runs: pd.DataFrame, cell: Callable[[str, str], str]) -> str:
+    """A table: arms down, scenarios across."""
+    scenarios = [name for name in SCENARIOS if name in set(runs.scenario)]
+    cells = {s: {f"{arm} ": cell(s, arm) for arm in ARMS} for s in scenarios}
+    return markdown(pd.DataFrame(cells)) + "\n"
+
+
+def counted(runs: pd.DataFrame) -> str:
+    """How many intervals exclude zero, and how many would by chance."""
+    pairs = [(s, a) for s in SCENARIOS for a in ARMS if a != BASELINE]
+    found = [paired(runs, *pair) for pair in pairs]
+    above, below = sum(d.low > 0 for d in found), sum(d.high < 0 for d in found)
+    return (
+        f"Of {len(pairs)} intervals {above} lie above 0 and {below} below. Without any difference"
+        f" about {0.05 * len(pairs):.0f} would exclude 0 by chance.\n"
+    )
+
+
+def of_search(runs: pd.DataFrame) -> str:
+    """What the searches did, as means over the seeds and the updates."""
+    rows = {}
+    for scenario in SCENARIOS:
+        for arm in SEARCHING:
+            of_arm = runs[(runs.scenario == scenario) & (runs.arm == arm)]
+            config = ARMS[arm].config
+            rows[scenario, arm] = {
+                "share at the starting bounds": f"{of_arm.mean_bapo_pos_share_start.mean():.3f}",
+                "at the final bounds": f"{of_arm.mean_bapo_pos_share.mean():.3f}",
+                "highest possible": f"{of_arm.mean_bapo_pos_share_max.mean():.3f}",
+                "bounds raised": f"{of_arm.moved.mean():.0%}",
+                "saturated": f"{of_arm.saturated.mean():.0%}",
+                "c_high inside its range": f"{of_arm.interior.mean():.0%}",
+                "mean c_low": f"{of_arm.mean_bapo_clip_low.mean():.2f}",
+                "mean c_high": f"{of_arm.mean_bapo_clip_high.mean():.2f}",
+            }
+            assert config.target in (TARGET, 1.0)
+    table = pd.DataFrame(rows).T
+    table.index = pd.Index([f"{scenario}: {arm} " for scenario, arm in table.index])
+    return markdown(table).replace("**", "") + "\n"
+
+
+def of_scopes(runs: pd.DataFrame) -> str:
+    """Scopes over four micro-batches, and one call over the whole update."""
+    rows = {}
+    for scenario in dict.fromkeys(runs[runs.arm.isin(SCOPES)].scenario):
+        for arm in SCOPES:
+            of_arm = runs[(runs.scenario == scenario) & (runs.arm == arm)]
+            rows[f"{scenario}: {arm.removeprefix('BAPO, ')}"] = {
+                "held-out reward": spread(of_arm.held_out),
+                "minus scope step": ""
+                if arm == "BAPO, scope step"
+                else words(paired(runs, scenario, arm, against="BAPO, scope step")),
+                "entropy": spread(of_arm.late_entropy),
+                "saturated": f"{of_arm.saturated.mean():.0%}",
+                "mean c_low": f"{of_arm.mean_bapo_clip_low.mean():.2f}",
+                "mean c_high": f"{of_arm.mean_bapo_clip_high.mean():.2f}",
+            }
+    return markdown(pd.DataFrame(rows).T) + "\n"
+
+
+def of_rule(runs: pd.DataFrame) -> str:
+    """Agreement of predicted and measured changes of the entropy, over all updates of an arm."""
+    rows = {}
+    measured = runs[runs.scenario == RULE_SCENARIO].dropna(subset="rule")
+    for arm in ARMS:
+        of_seeds = [np.array(rule) for rule in measured[measured.arm == arm].rule]
+        predicted, change = np.concatenate(of_seeds).T
+        by_seed = [stats.pearsonr(*rule.T).statistic for rule in of_seeds]
+        fit = stats.linregress(predicted, change)
+        rows[f"{arm} "] = {
+            "updates": f"{len(change):,}",
+            "correlation": f"{stats.pearsonr(predicted, change).statistic:.2f}",
+            "least and greatest of a seed": f"{min(by_seed):.2f}, {max(by_seed):.2f}",
+            "rank correlation": f"{stats.spearmanr(predicted, change).statistic:.2f}",
+            "same sign": f"{np.mean(np.sign(predicted) == np.sign(change)):.0%}",
+            "eta (slope)": f"{fit.slope:.2f}",
+            "mean predicted": f"{predicted.mean():+.4f}",
+            "mean measured": f"{change.mean():+.4f}",
+        }
+    return markdown(pd.DataFrame(rows).T).replace("**", "") + "\n"
+
+
+LATER = {
+    "Entropy over the last quarter, nats per token": "late_entropy",
+    "Largest gradient norm": "largest_grad_norm",
+    "Greedy held-out reward": "held_out_greedy",
+}
+INTRODUCTION = """# A study of staleness, replay and partial rollout
+
+Written, with its figures, by `python -m study report` from
+[records](../study/results/study.jsonl) of `make study`: {runs} runs of {updates} updates, {seeds}
+seeds, {minutes:.0f} minutes. {machine}. What BAPO does in general, and how to read its metrics,
+is on [another page](what_bapo_does.md).
+
+This is a toy: a decoder of 102,000 parameters, {updates} updates, one task. It shows how the
+search behaves when tokens of negative advantage dominate, and how far differences in reward can
+be told from noise. It does not show what happens in a large model.
+
+## Setup
+
+- **Task.** A walk on a board of 10 x 10 from a start to a goal, which the prompt names. The
+  policy does not see where it is; the environment ends the walk at the goal (reward 1) or after
+  24 moves (reward 0). Wrong walks are long and right ones short. A fifth of the pairs of start
+  and goal is held out.
+- **Policy.** A Qwen3 decoder of two layers of width 64, warmed up on noisy walks until it reaches
+  one goal in seven. For each seed all arms start from the same weights.
+- **Update.** 16 prompts with 8 walks each, GRPO advantages, mean over tokens, AdamW with a
+  learning rate of 2e-3, gradient norm clipped to 1. `loss_agg_mode="token-mean"`.
+- **Scenarios.** Staleness S: one rollout is split into S updates. Sample replay: half of the
+  groups of an update come from a random one of the last 16 rollouts, with the log-probs of that
+  time. Partial rollout: a walk is drawn in three parts of 8 moves, each under the policy of a
+  later rollout (S = 4), so that a sequence has old log-probs of three policies.
+- **Arms.** Fixed bounds; the paper's preset ("BAPO"), the same with `contribution="gradient"`,
+  the authors' code ("recipe"); 0.9/3.0 are the bounds at which BAPO's search saturates, without a
+  search.
+"""
+END_POINT = """## The end point, fixed beforehand
+
+The held-out reward after the last update: the share of 1,024 sampled walks that reach their goal.
+Mean and standard deviation over the seeds:
+"""
+AFTER_END_POINT = """![Paired differences of the held-out reward](figures/study_differences.png)
+"""
+EXPLORATORY = """## What else was seen
+
+Everything from here on is exploratory: it was looked at after the runs, and is not corrected for
+the number of comparisons.
+
+![Training at a staleness of 8](figures/study_training.png)
+"""
+LESSONS = dict.fromkeys(LATER.values(), "")
+SEARCH = """## What the searches did
+
+Means over seeds and updates; the target is a share of 0.4, for the recipe a ratio of 1, which is
+a share of 0.5.
+"""
+AFTER_SEARCH = ""
+SCOPE = """## Scopes of the search
+
+The update in four micro-batches: a search per micro-batch (`call`), one search over all four
+(`step`, the paper's), or the bounds of the previous update (`lagged`).
+"""
+AFTER_SCOPE = ""
+RULE = f"""## The Entropy-Clip Rule
+
+The paper predicts the change of the entropy in an update as `-eta*Cov[log pi, A*X + C]`, with X =
+1 where the token is not clipped. It is derived for a tabular softmax policy and a plain gradient
+step. Here it is measured in every update at {RULE_SCENARIO}: predicted up to eta from the tokens
+of the update, weighted by their ratios; measured as the entropy over the same prefixes after the
+step minus that before.
+"""
+AFTER_RULE = """![Predicted and measured changes of the entropy](figures/study_rule.png)
+"""
