@@ -21,10 +21,10 @@ SCENARIO = "staleness 8"
 SMOOTH = 8  # updates of a running mean; that many share a rollout
 WHAT_TO_SEE = (
     "Wrong walks are longer than right ones, so tokens of negative advantage outweigh the others,"
-    " and the share at the starting bounds is mostly below the target of 0.4: BAPO raises its bounds,"
-    " nearly always to their maxima, 0.9 and 3.0. Compare BAPO with fixed 0.9/3.0 to see what the"
-    " search itself changes, and with 'no clip' to see what clipping is for; arms whose ranges over"
-    " the seeds overlap cannot be told apart."
+    " the share at the starting bounds is mostly below the target of 0.4, and BAPO raises its"
+    " bounds, nearly always to their maxima, 0.9 and 3.0. Compare BAPO with fixed 0.9/3.0 to see"
+    " what the search itself changes, and with 'no clip' to see what clipping is for; arms whose"
+    " ranges over the seeds overlap cannot be told apart."
 )
 
 

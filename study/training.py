@@ -57,9 +57,10 @@ def train(
             bounds = row["bapo_clip_low"], row["bapo_clip_high"]
             row["rule"] = predicted_change(logp, walks, advantages, bounds)
             row["entropy_change"] = entropy(policy, walks) - row["entropy"]
-        if update % EVALUATE_EVERY == EVALUATE_EVERY - 1:
+        end = update == updates - 1
+        if update % EVALUATE_EVERY == EVALUATE_EVERY - 1 or end:
             row["held_out"] = held_out_reward(policy, HELD_OUT)
-        if update == updates - 1:
+        if end:
             row["held_out_end"] = held_out_reward(policy, HELD_OUT_AT_THE_END)
             row["held_out_greedy"] = success(policy, held_out_prompts(HELD_OUT_AT_THE_END), None)
         yield row

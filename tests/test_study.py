@@ -1,0 +1,286 @@
+"""The study: its task, its scenarios, the Entropy-Clip Rule, and its page; all at toy size."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import needs_native
+from typer.testing import CliRunner
+
+for package in ("transformers", "matplotlib", "pandas", "scipy"):
+    pytest.importorskip(package)
+study = pytest.importorskip("study")
+from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, log_probs  # noqa: E402
+from bapo_kernels.scopes import ClipBoundSearch  # noqa: E402
+from study import board, compare, demo, page, policy, rollouts, runs, training  # noqa: E402
+from study.__main__ import RESULTS, app  # noqa: E402
+from study.arms import ARMS, SCENARIOS, SCOPES, Arm, Scenario  # noqa: E402
+from study.entropy_rule import predicted_change  # noqa: E402
+from study.training import losses, train  # noqa: E402
+
+pytestmark = [needs_native, pytest.mark.xdist_group("study")]
+RIGHT, LEFT, UP, DOWN = range(board.COORDINATES, board.VOCABULARY)
+
+
+@pytest.fixture(autouse=True)
+def toy_size(monkeypatch):
+    """A policy that walks at random, and so seldom arrives; little work, on one thread."""
+    monkeypatch.setattr(policy, "WARM_UP_STEPS", 20)
+    monkeypatch.setattr(training, "HELD_OUT_AT_THE_END", 64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def walks_of(model, generator, prompts=16):
+    starts = board.draw_prompts(prompts, generator).repeat_interleave(rollouts.GROUP, 0)
+    return policy.walk_on(model, board.Walks.begin(starts), board.MOVES, generator)
+
+
+def test_a_walk_ends_at_its_goal_and_walls_hold():
+    walks = board.Walks.begin(torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [9, 9, 5, 5]]))
+    moves = torch.tensor([[RIGHT, UP, UP], [LEFT, DOWN, RIGHT], [0, UP, DOWN]])
+    for tokens in moves.T:
+        walks.move(tokens, torch.zeros(3))
+    assert walks.mask[:, :4].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+    assert walks.places.tolist() == [[1, 1], [1, 0], [9, 8]]  # a coordinate is no move
+    assert walks.rewards.tolist() == [1, 0, 0]
+
+
+def test_held_out_prompts_are_never_trained_on(generator):
+    train_, held_out = (
+        {tuple(p) for p in board.draw_prompts(5_000, generator, held).tolist()}
+        for held in (False, True)
+    )
+    assert not train_ & held_out
+    assert 0.15 < len(held_out) / len(train_ | held_out) < 0.45  # 5,000 draws from a fifth
+    distances = [abs(a - c) + abs(b - d) for a, b, c, d in train_ | held_out]
+    assert min(distances) == board.LEAST_DISTANCE
+
+
+def test_walks_keep_the_log_probs_that_their_policy_gives_them(generator):
+    model = policy.warm_policy(0)
+    walks = walks_of(model, generator)
+    logp, _ = log_probs(policy.move_logits(model, walks), walks.moves)
+    torch.testing.assert_close(logp[walks.mask], walks.log_probs[walks.mask], atol=1e-5, rtol=0)
+
+
+def test_the_share_of_a_fresh_rollout_follows_from_lengths_and_probabilities(generator):
+    """The formula of docs/what_bapo_does.md."""
+    walks = walks_of(policy.warm_policy(0), generator, prompts=64)
+    advantages = rollouts.group_advantages(walks.rewards)
+    lengths, weights = walks.mask.sum(-1).double(), advantages.double().abs()
+    probs = (walks.log_probs.double().exp() * walks.mask).sum(-1) / lengths
+    length, prob = {}, {}
+    for sign in (1, -1):
+        of_sign = weights * (advantages.sign() == sign)
+        length[sign] = (of_sign * lengths).sum() / of_sign.sum()
+        prob[sign] = (of_sign * lengths * probs).sum() / (of_sign * lengths).sum()
+    tokens = walks.log_probs, walks.log_probs, advantages, walks.mask
+    for weight, of in (("uniform", {1: 1.0, -1: 1.0}), ("rollout_prob", prob)):
+        out = bapo_loss_from_log_probs(*tokens, config=BAPOConfig(token_weight=weight))
+        pos, neg = length[1] * of[1], length[-1] * of[-1]
+        share = (pos / (pos + neg)).item()
+        assert share < 0.4
+        assert out.metrics["bapo_pos_share_start"].item() == pytest.approx(share, abs=1e-5)
+
+
+def test_the_search_acts():
+    rows = list(train(ARMS["BAPO"], SCENARIOS["staleness 8"], seed=0, updates=8))
+    below = [row["bapo_pos_share_start"] < runs.TARGET for row in rows]
+    raised = [row["bapo_clip_high"] > 1.21 for row in rows]
+    assert any(below)
+    assert raised == below
+    assert abs(rows[0]["ppo_kl"]) < 1e-6 < rows[-1]["ppo_kl"]
+    assert rows[0]["clipped_positive"] == rows[0]["clipped_negative"] == 0
+    assert any(row["clipped_negative"] > 0 for row in rows)
+
+
+def test_on_policy_the_arms_are_the_same():
+    first, *others = (
+        [(row["entropy"], row["grad_norm"]) for row in train(arm, Scenario(), 0, updates=2)]
+        for arm in ARMS.values()
+    )
+    assert all(rows == first for rows in others)
+
+
+def test_scope_step_decides_as_one_call_over_the_update(generator):
+    model = policy.warm_policy(0)
+    walks = walks_of(model, generator)
+    walks.log_probs += 0.3 * torch.randn(walks.log_probs.shape, generator=generator)
+    advantages = rollouts.group_advantages(walks.rewards)
+    config = BAPOConfig.paper(contribution="gradient", target=0.45)
+    rows, gradients = {}, {}
+    for arm in (Arm(config), Arm(config, "step", 4), Arm(config, "lagged", 4)):
+        search = ClipBoundSearch(config, scope=arm.scope)
+        for _ in range(2 if arm.scope == "lagged" else 1):  # on the same tokens
+            model.zero_grad()
+            rows[arm.scope], _ = losses(model, walks, advantages, arm, search)
+        gradients[arm.scope] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert 1.2 < rows["call"]["bapo_clip_high"] < 3.0 or 0.6 < rows["call"]["bapo_clip_low"] < 0.9
+    for scope in ("step", "lagged"):
+        for name in ("bapo_clip_low", "bapo_clip_high", "entropy"):
+            assert rows[scope][name] == pytest.approx(rows["call"][name], abs=1e-6)
+        torch.testing.assert_close(gradients[scope], gradients["call"], atol=1e-6, rtol=1e-4)
+
+
+def test_staleness_splits_a_rollout(generator):
+    model = policy.warm_policy(0)
+    source = rollouts.batches(model, Scenario(staleness=2), generator)
+    (a, _), (b, _) = next(source), next(source)
+    assert len(a.prompts) == len(b.prompts) == rollouts.PROMPTS * rollouts.GROUP
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3.0)
+        logp, _ = log_probs(policy.move_logits(model, b), b.moves)
+    ratios = (logp - b.log_probs).exp()[b.mask]
+    assert (ratios - 1).abs().max() > 1e-3  # the walks are older than the policy
+
+
+def test_replay_mixes_in_groups_of_older_rollouts(generator):
+    model = policy.warm_policy(0)
+    source = rollouts.batches(model, SCENARIOS["sample replay"], generator)
+    old, _ = next(source)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3.0)
+    walks, advantages = next(source)
+    half = len(advantages) // 2
+    logp, _ = log_probs(policy.move_logits(model, walks), walks.moves)
+    change = torch.where(walks.mask, (logp - walks.log_probs).abs(), 0.0).amax(-1)
+    assert change[:half].max() < 1e-4
+    assert change[half:].min() > 1e-2
+    before = {tuple(row) for row in old.moves.tolist()}
+    assert all(tuple(row) in before for row in walks.moves[half:].tolist())
+    groups = walks.prompts.view(-1, rollouts.GROUP, 4)
+    assert (groups == groups[:, :1]).all()
+    torch.testing.assert_close(advantages, rollouts.group_advantages(walks.rewards))
+
+
+def test_a_partial_rollout_has_a_policy_for_each_part(generator):
+    """The head is scaled between rollouts; each part keeps the log-probs of its policy."""
+    model = policy.warm_policy(0)
+    parts, scenario = 3, Scenario(segments=3)
+    models = []
+    forward = model.forward
+
+    def noting(*args, **options):
+        if options.get("use_cache") and args[0].shape[1] > 1:  # a part begins
+            models.append(copy.deepcopy(model.state_dict()))
+        return forward(*args, **options)
+
+    model.forward = noting
+    source = rollouts.batches(model, scenario, generator)
+    for _ in range(parts):
+        walks, _ = next(source)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+    model.forward = forward
+    assert walks.finished
+    # The rollouts draw 1, 2, 3, 3, 3 parts, the oldest walks first; these began in the third.
+    policies = [models[i] for i in (5, 7, 9)]
+    length = board.MOVES // parts
+    for part, state in enumerate(policies):
+        model.load_state_dict(state)
+        logp, _ = log_probs(policy.move_logits(model, walks), walks.moves)
+        columns = slice(part * length, (part + 1) * length)
+        mask = walks.mask[:, columns]
+        assert mask.any()
+        torch.testing.assert_close(
+            logp[:, columns][mask], walks.log_probs[:, columns][mask], atol=1e-4, rtol=0
+        )
+
+
+def test_the_entropy_clip_rule_on_a_softmax():
+    """One state, whose logits move by eta*A*X (natural gradient), as the paper derives the rule."""
+    logits = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64)
+    old = torch.tensor([0.1, -0.2, 0.6, 0.4], dtype=torch.float64).log_softmax(-1)
+    A, eta = torch.tensor([1.0, -2.0, 0.5, -0.7], dtype=torch.float64), 1e-5
+    logp, bounds = logits.log_softmax(-1), (0.9, 1.2)
+    ratio = (logp - old).exp()
+    unclipped = torch.where(A > 0, ratio <= bounds[1], ratio >= bounds[0])
+    assert unclipped.tolist() == [True, False, False, False] or 0 < unclipped.sum() < 4
+
+    def entropy(z):
+        return -(z.softmax(-1) * z.log_softmax(-1)).sum()
+
+    change = entropy(logits + eta * A * unclipped) - entropy(logits)
+    # As many draws of each token as its old probability says, with the ratio as weight.
+    counts = (old.exp() * 20_000).round().long()
+    tokens = torch.arange(4).repeat_interleave(counts)
+    walks = board.Walks.begin(torch.zeros(len(tokens), 4, dtype=torch.long))
+    walks.mask[:, 0] = True
+    walks.log_probs = walks.log_probs.double()
+    walks.log_probs[:, 0] = old[tokens]
+    of_tokens = torch.zeros_like(walks.log_probs)
+    of_tokens[:, 0] = logp[tokens]
+    predicted = predicted_change(of_tokens, walks, A[tokens], bounds)
+    assert eta * predicted == pytest.approx(change.item(), rel=1e-3)
+
+
+def test_paired_differences():
+    """Against a paired t interval computed by hand: t(2; 0.975) = 4.3027."""
+    held_out = {"fixed 0.8/1.2": [0.1, 0.2, 0.6], "BAPO": [0.2, 0.4, 0.9]}
+    records = [
+        dict(scenario="staleness 8", arm=arm, seed=seed, held_out=value, curves={"entropy": [1.0]})
+        for arm, values in held_out.items()
+        for seed, value in reversed(list(enumerate(values)))
+    ]
+    difference = compare.paired(compare.frame(records), "staleness 8", "BAPO")
+    half = 4.3027 * 0.1 / 3**0.5
+    assert difference == pytest.approx((0.2, 0.2 - half, 0.2 + half), abs=1e-4)
+    assert not difference.separated
+
+
+def test_an_interrupted_study_goes_on(tmp_path):
+    path = tmp_path / "records.jsonl"
+    plan = [runs.Run("staleness 8", arm, 0, 2) for arm in ("BAPO", "no clip")]
+    assert list(runs.complete(path, plan[:1])) == plan[:1]
+    first = path.read_text()
+    assert set(runs.complete(path, plan)) == set(plan)
+    assert path.read_text().startswith(first)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["arm"] for record in records] == ["BAPO", "no clip"]
+    assert records[0]["moved"] == records[0]["below_target"] > 0
+    assert len(records[0]["rule"]) == 2
+    assert records[0]["held_out"] <= 1
+    assert "bounds" not in records[1]
+
+
+def test_the_plan_has_every_arm_where_bounds_matter():
+    plan = runs.planned(seeds=5, updates=160)
+    assert len(set(plan)) == len(plan)
+    assert {run.seed for run in plan} == set(range(5))
+    for scenario in set(SCENARIOS) - {"staleness 1"}:
+        assert set(ARMS) <= {run.arm for run in plan if run.scenario == scenario}
+    assert {run.arm for run in plan} == {*ARMS, *SCOPES}
+
+
+def test_the_demo(tmp_path):
+    result = CliRunner().invoke(
+        app, ["demo", "--out", str(tmp_path), "--seeds", "1", "--updates", "8"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "BAPO" in result.output
+    rows = compare.pd.read_csv(tmp_path / "offpolicy_rlvr.csv")
+    assert set(rows.arm) == set(demo.DEMO)
+    searched = rows[rows.arm == "BAPO"]
+    assert (searched.bapo_pos_share_start < runs.TARGET).any()
+    assert searched.bapo_clip_high.nunique() > 1
+    assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
+
+
+def test_the_page_is_that_of_the_records():
+    table = compare.frame(RESULTS)
+    assert page.PAGE.read_text() == page.page(table)
+    assert {runs.Run(*key) for key in table[["scenario", "arm", "seed", "updates"]].values} == set(
+        runs.planned(seeds=5, updates=160)
+    )
+    for figure in ("study_training", "study_differences", "study_rule"):
+        assert (Path(page.PAGE).parent / "figures" / f"{figure}.png").exists()
