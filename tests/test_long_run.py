@@ -2,21 +2,18 @@
 
 import gc
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import needs_native
 
-for package in ("transformers", "matplotlib", "typer", "rich"):
+for package in ("transformers", "matplotlib", "pandas", "rich"):
     pytest.importorskip(package)
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-long_run = pytest.importorskip("long_run")
+long_run = pytest.importorskip("study.long_run")
 
 pytestmark = [needs_native, pytest.mark.xdist_group("long run")]
 UPDATES = 96
-EVERY = long_run.SETTINGS.updates  # updates per rollout
+EVERY = long_run.UPDATES  # updates per rollout
 
 
 def tensors():

@@ -204,7 +204,7 @@ def measure_decisions() -> Iterator[Record]:
 
 
 def against_the_loop(batches: Batches, logp: Tensor) -> list[float]:
-    """Margins of the batches in which the one-pass search and the literal loop differ.
+    """Margins of the batches in which the one-pass search and the reference's loop differ.
 
     Both get the same float32 log-probs; every path is checked against the loop as well.
     """

@@ -188,8 +188,8 @@ labels drawn from the policy), with staleness 0.1 to 2 and normal advantages. Th
 over the values that the search can reach; batches in which no bound raises the tested quantity are
 left out. The margin is the least |tested quantity - target| at the points up to the stop.
 
-"One pass and loop differ" compares `find_clip_bounds` with the literal loop in float64, bit for bit
-and on the same float32 log-probs.
+"One pass and loop differ" compares `find_clip_bounds` with the loop of `reference` in float64, bit
+for bit and on the same float32 log-probs.
 
 ![Margins and flips](figures/numerics_decisions.png)
 """
