@@ -35,6 +35,8 @@ VARIANTS = [
     dict(ratio_lower_max=0.6, ratio_upper_max=1.2),  # start = max
     dict(ratio_lower_step=5.0, ratio_upper_step=7.0),  # one step past the range
     dict(ratio_lower_step=0.0),  # a bound that does not move
+    dict(ratio_lower_step=0.0, contribution="gradient"),
+    dict(ratio_upper_step=0.0),
     dict(target=0.0),
     dict(target=1.0),  # never met
 ]
@@ -206,10 +208,13 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted):
 def test_highest_share_of_all_points(backend, device, interpreted):
     """Against brute force, where a call searches, where it is given bounds and over two updates."""
     g = torch.Generator().manual_seed(4)
-    for _ in range(1 if interpreted else 8):
-        for variant in VARIANTS:
-            config = BAPOConfig(**variant)
-            case = [t.to(device) for t in random_case(g)]
+    between = torch.tensor([1.5, 5.0, 0.7, 1.0]).log()  # points of the grids, and outside of them
+    signs = torch.tensor([2.0, 1.0, -3.0, -1.0])
+    cases = [(between, torch.zeros(4), signs, torch.ones(4))]
+    for variant in VARIANTS:
+        config = BAPOConfig(**variant)
+        for case in cases + [random_case(g) for _ in range(1 if interpreted else 8)]:
+            case = [t.to(device) for t in case]
             probe = reference.Contributions(config, *case)
             positive = [probe.positive(point).item() for point in config.upper_grid]
             negative = [probe.negative(point).item() for point in config.lower_grid]

@@ -201,7 +201,7 @@ def _report(
         pos_last = _sum_of(partials, "pos_last", PROGRAMS)
         neg_last = _sum_of(partials, "neg_last", PROGRAMS)
     saturated = policy_math.tested_quantity(pos, neg, RATIO_TARGET) < target
-    neg_min = tl.where((neg_start < neg_last) | (neg_start != neg_start), neg_start, neg_last)
+    neg_min = tl.minimum(neg_start, neg_last)
     clipped = _sum_of(partials, "clipped", PROGRAMS)
     dual_clipped = _sum_of(partials, "dual_clipped", PROGRAMS)
     _store_entry(report, "loss", _sum_of(partials, "loss", PROGRAMS))
