@@ -254,7 +254,7 @@ def starting_bounds_of(config: BAPOConfig) -> tuple[float, float]:
 
 
 def maximum_bounds_of(config: BAPOConfig) -> tuple[float, float]:
-    """The last points of the two grids, where a search ends that does not meet its target."""
+    """The maxima of the bounds: no search goes past them."""
     return config.ratio_lower_max, config.ratio_upper_max
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bapo_kernels import BAPOConfig
 from bapo_kernels.scopes import Scope
 
-NO_CLIP = BAPOConfig.fixed(0.0, 1e9)
+NO_CLIP = "no clip"
 PAPER = BAPOConfig.paper()
 
 
@@ -26,7 +26,7 @@ ARMS = {
     "fixed 0.6/1.2": Arm(BAPOConfig.fixed(0.6, 1.2)),
     "fixed 0.6/3.0": Arm(BAPOConfig.fixed(0.6, 3.0)),
     "fixed 0.9/3.0": Arm(BAPOConfig.fixed(0.9, 3.0)),
-    "no clip": Arm(NO_CLIP),
+    NO_CLIP: Arm(BAPOConfig.fixed(0.0, 1e9)),
     "BAPO": Arm(PAPER),
     "BAPO, gradient": Arm(BAPOConfig.paper(contribution="gradient")),
     "BAPO, recipe": Arm(BAPOConfig.recipe()),
@@ -37,7 +37,7 @@ SCOPES = {
     "BAPO, scope step": Arm(PAPER, "step", 4),
     "BAPO, scope lagged": Arm(PAPER, "lagged", 4),
 }
-DEMO = ("fixed 0.8/1.2", "BAPO", "fixed 0.9/3.0", "no clip")
+DEMO = ("fixed 0.8/1.2", "BAPO", "fixed 0.9/3.0", NO_CLIP)
 
 
 @dataclass(frozen=True)

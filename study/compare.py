@@ -10,6 +10,8 @@ from scipy import stats
 
 from benchmarks.records import Record, load
 
+from .arms import ARMS, SCENARIOS
+
 BASELINE = "fixed 0.8/1.2"
 CONFIDENCE = 0.95
 
@@ -26,6 +28,11 @@ def frame(records: list[Record] | Path) -> pd.DataFrame:
         whole = {f"mean_{name}": _mean(values) for name, values in curves.items()}
         rows.append(record | late | whole)
     return pd.DataFrame(rows).sort_values(["scenario", "arm", "seed"], ignore_index=True)
+
+
+def compared(runs: pd.DataFrame) -> list[str]:
+    """The scenarios in which every arm was run: all but the on-policy one."""
+    return [s for s in SCENARIOS if set(ARMS) <= set(runs[runs.scenario == s].arm)]
 
 
 class Difference(NamedTuple):

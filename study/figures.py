@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.plot import FIGURES, RC, save
 
-from .arms import ARMS, DEMO, SCENARIOS
-from .compare import BASELINE, paired
+from .arms import ARMS, DEMO, NO_CLIP
+from .compare import BASELINE, compared, paired
 from .runs import RULE_SCENARIO, TARGET, WINDOW
 
 STYLES = {
@@ -53,8 +53,8 @@ def training(curves: Curves, every: Mapping[str, int], note: str) -> Figure:
     for ax, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
         for arm, of_arm in curves.items():
             runs = np.array(of_arm[name])
-            if name.startswith("bapo_clip") and runs.max() > 10:
-                continue  # without clipping there are no bounds to draw
+            if arm == NO_CLIP and name.startswith("bapo_clip"):
+                continue  # there are no bounds to draw
             updates = (np.arange(runs.shape[1]) + 1) * every[name]
             ax.plot(updates, runs.mean(0), label=arm, linewidth=1.8, **STYLES[arm])
             if len(runs) > 1:
@@ -66,6 +66,12 @@ def training(curves: Curves, every: Mapping[str, int], note: str) -> Figure:
                     transform=ax.get_yaxis_transform())  # fmt: skip
         if name == "grad_norm":
             ax.set_yscale("log")
+            for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+                axis("{x:g}")
+        if name == "entropy":  # without clipping it goes anywhere
+            others = [point for arm in set(curves) - {NO_CLIP} for run in curves[arm][name]
+                      for point in run]  # fmt: skip
+            ax.set_ylim(0.9 * min(others), 1.1 * max(others))
         ax.set_title(title)
     for ax in axes[1]:
         ax.set_xlabel("update")
@@ -77,7 +83,7 @@ def training(curves: Curves, every: Mapping[str, int], note: str) -> Figure:
 
 def differences(runs: pd.DataFrame) -> Figure:
     """The end point: paired differences from the baseline, one panel per scenario."""
-    scenarios = [name for name in SCENARIOS if name in set(runs.scenario)]
+    scenarios = compared(runs)
     arms = [arm for arm in ARMS if arm != BASELINE]
     figure, axes = plt.subplots(
         1, len(scenarios), figsize=(2.3 * len(scenarios) + 1.5, 3.6), sharex=True, sharey=True,
@@ -108,7 +114,7 @@ def rule(runs: pd.DataFrame) -> Figure:
         ax.axhline(0, color="#222222", linewidth=0.6)
         ax.axvline(0, color="#222222", linewidth=0.6)
         ax.set_title(arm)
-    ax.set(xlim=(-0.06, 0.06), ylim=(-0.06, 0.06))
+    ax.set(xlim=(-0.1, 0.1), ylim=(-0.04, 0.04))
     figure.supxlabel("predicted: -Cov[log pi, A X], up to the factor eta", fontsize=10)
     figure.supylabel("measured change of the entropy in the update, nats", fontsize=10)
     return figure
