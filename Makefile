@@ -13,10 +13,10 @@ demo: .venv/built
 test: .venv/built
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
-# Takes an hour on two cores; rewrites docs/study.md and its figures. An interrupted study goes on.
+# Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built
 	$(BIN)/python -m study run --out $(OUT)/study.jsonl
-	$(BIN)/python -m study report --records $(OUT)/study.jsonl
+	$(BIN)/python -m study report --records $(OUT)/study.jsonl --out $(OUT)
 
 # Takes forty minutes on two cores; rewrites figures and pages from the new records.
 bench: .venv/built

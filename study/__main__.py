@@ -40,12 +40,13 @@ def long_run(
 
 
 @app.command()
-def report(records: Path = RESULTS) -> None:
-    """Writes docs/study.md and its figures from the records."""
+def report(records: Path = RESULTS, out: Path = page.DOCS) -> None:
+    """Writes study.md and its figures from the records."""
     runs = frame(records)
-    page.PAGE.write_text(page.page(runs))
-    for path in (page.PAGE, *figures.of_study(runs)):
-        print(path)
+    path = out / page.NAME
+    path.write_text(page.page(runs))
+    for written in (path, *figures.of_study(runs, out / "figures")):
+        print(written)
 
 
 if __name__ == "__main__":

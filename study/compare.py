@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import pandas as pd
@@ -14,18 +15,16 @@ from .arms import ARMS, SCENARIOS
 
 BASELINE = "fixed 0.8/1.2"
 CONFIDENCE = 0.95
+LATE = 3  # points of a curve, of WINDOW updates each
 
 
 def frame(records: list[Record] | Path) -> pd.DataFrame:
-    """One row per run; the means of its curves' last quarter are columns too."""
-    records = load(records) if isinstance(records, Path) else records
+    """One row per run; the means of its curves, over all and over the last points, are columns."""
     rows = []
-    for record in records:
-        curves = record["curves"]
-        late = {
-            f"late_{name}": _mean(values[-len(values) // 4 :]) for name, values in curves.items()
-        }
-        whole = {f"mean_{name}": _mean(values) for name, values in curves.items()}
+    for record in load(records) if isinstance(records, Path) else records:
+        curves = record["curves"].items()
+        late = {f"late_{name}": fmean(values[-LATE:]) for name, values in curves}
+        whole = {f"mean_{name}": fmean(values) for name, values in curves}
         rows.append(record | late | whole)
     return pd.DataFrame(rows).sort_values(["scenario", "arm", "seed"], ignore_index=True)
 
@@ -57,7 +56,3 @@ def paired(
     test = stats.ttest_rel(both[arm], both[against])
     interval = test.confidence_interval(CONFIDENCE)
     return Difference(float((both[arm] - both[against]).mean()), interval.low, interval.high)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -9,20 +9,21 @@ from .board import Walks
 
 
 def predicted_change(
-    logp: Tensor, walks: Walks, advantages: Tensor, bounds: tuple[float, float]
+    logp: Tensor,
+    entropy: Tensor,
+    walks: Walks,
+    advantages: Tensor,
+    bounds: tuple[float, float],
 ) -> float:
-    """``-Cov[log pi, A*X]`` over the moves, which is the predicted change up to the factor eta.
+    """The mean over prefixes of ``-Cov[log pi, A*X]``: the predicted change up to the factor eta.
 
-    X is 1 where the move is not clipped. The paper's constant C does not change a covariance. Moves
-    were drawn from older policies: their weight is the ratio, so that the expectation is that of
-    the policy of the update.
+    X is 1 where the move is not clipped; the paper's constant C does not change a covariance. The
+    covariance is over the moves after a prefix, of which one was drawn, from an older policy: with
+    ``E[log pi] = -entropy`` it is estimated by ``r*A*X*(log pi + entropy)``.
     """
     ratio = (logp - walks.log_probs).exp()
     A = advantages[:, None].expand_as(logp)
     lower, upper = bounds
     unclipped = torch.where(A > 0, ratio <= upper, ratio >= lower)
-    weight = torch.where(walks.mask, ratio, 0.0)
-    weight = weight / weight.sum()
-    effect = torch.where(unclipped, A, 0.0)
-    centred = torch.where(walks.mask, logp - (weight * logp).sum(), 0.0)
-    return -(weight * centred * effect).sum().item()
+    covariance = ratio * torch.where(unclipped, A, 0.0) * (logp + entropy)
+    return -covariance[walks.mask].mean().item()

@@ -17,7 +17,8 @@ from benchmarks.plot import FIGURES, RC, save
 
 from .arms import ARMS, DEMO, NO_CLIP
 from .compare import BASELINE, compared, paired
-from .runs import RULE_SCENARIO, TARGET, WINDOW
+from .runs import RULE_SCENARIO, WINDOW
+from .training import TARGET
 
 STYLES = {
     "fixed 0.8/1.2": dict(color="#222222", linestyle="-"),
@@ -31,7 +32,7 @@ STYLES = {
     "BAPO, recipe": dict(color="#0a9fb3", linestyle="-."),
 }
 PANELS = {
-    "bapo_pos_share_start": "Share of positive tokens, starting bounds",
+    "bapo_pos_share_start": "Share of positive tokens at the start",
     "bapo_clip_high": "Upper clip bound",
     "bapo_clip_low": "Lower clip bound",
     "entropy": "Entropy of the policy, nats per token",
@@ -40,6 +41,7 @@ PANELS = {
     "held_out": "Held-out reward",
     "grad_norm": "Gradient norm, before it is clipped to 1",
 }
+RULE_LIMITS = 0.1, 0.04
 Curves = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]  # by arm and name, one per seed
 
 
@@ -113,9 +115,13 @@ def rule(runs: pd.DataFrame) -> Figure:
         ax.plot(*points.T, ".", markersize=2.5, alpha=0.5, color=STYLES[arm]["color"])
         ax.axhline(0, color="#222222", linewidth=0.6)
         ax.axvline(0, color="#222222", linewidth=0.6)
-        ax.set_title(arm)
-    ax.set(xlim=(-0.1, 0.1), ylim=(-0.04, 0.04))
-    figure.supxlabel("predicted: -Cov[log pi, A X], up to the factor eta", fontsize=10)
+        outside = (np.abs(points) > RULE_LIMITS).any(-1).sum()
+        ax.set_title(f"{arm}, {outside} of {len(points)} outside" if outside else arm)
+    x, y = RULE_LIMITS
+    ax.set(xlim=(-x, x), ylim=(-y, y))
+    figure.supxlabel(
+        "predicted: mean over prefixes of -Cov[log pi, A X], up to the factor eta", fontsize=10
+    )
     figure.supylabel("measured change of the entropy in the update, nats", fontsize=10)
     return figure
 

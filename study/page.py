@@ -11,11 +11,12 @@ from scipy import stats
 
 from benchmarks.tables import markdown
 
-from .arms import ARMS, SCOPES
-from .compare import BASELINE, Difference, compared, paired
+from .arms import ARMS, NO_CLIP, SCOPES
+from .compare import BASELINE, CONFIDENCE, Difference, compared, paired
 from .runs import RULE_SCENARIO
 
-PAGE = Path(__file__).parents[1] / "docs" / "study.md"
+DOCS = Path(__file__).parents[1] / "docs"
+NAME = "study.md"
 SEARCHING = [arm for arm in ARMS if arm.startswith("BAPO")]
 
 
@@ -75,18 +76,21 @@ def words(difference: Difference) -> str:
 
 def by_arm(runs: pd.DataFrame, cell: Callable[[str, str], str]) -> str:
     """A table: arms down, scenarios across."""
-    cells = {s: {f"{arm} ": cell(s, arm) for arm in ARMS} for s in compared(runs)}
+    cells = {s: {arm: cell(s, arm) for arm in ARMS} for s in compared(runs)}
     return markdown(pd.DataFrame(cells)) + "\n"
 
 
 def counted(runs: pd.DataFrame) -> str:
     """How many intervals exclude zero, and how many would by chance."""
-    pairs = [(s, a) for s in compared(runs) for a in ARMS if a != BASELINE]
+    arms = [arm for arm in ARMS if arm not in (BASELINE, NO_CLIP)]
+    pairs = [(scenario, arm) for scenario in compared(runs) for arm in arms]
     found = [paired(runs, *pair) for pair in pairs]
     above, below = sum(d.low > 0 for d in found), sum(d.high < 0 for d in found)
+    chance = (1 - CONFIDENCE) * len(pairs)
     return (
-        f"Of {len(pairs)} intervals {above} lie above 0 and {below} below. Without any difference"
-        f" about {0.05 * len(pairs):.0f} would exclude 0 by chance.\n"
+        f"Of these {len(pairs)} intervals without those of '{NO_CLIP}', {above} lie above 0 and"
+        f" {below} below. If no arm differed, about {chance:.0f} would exclude 0 by chance; those"
+        " of a scenario share the runs of one baseline, so that such errors come together.\n"
     )
 
 
@@ -107,8 +111,8 @@ def of_search(runs: pd.DataFrame) -> str:
                 "mean c_high": f"{of_arm.mean_bapo_clip_high.mean():.2f}",
             }
     table = pd.DataFrame(rows).T
-    table.index = pd.Index([f"{scenario}: {arm} " for scenario, arm in table.index])
-    return markdown(table).replace("**", "") + "\n"
+    table.index = pd.Index([f"{scenario}: {arm}" for scenario, arm in table.index])
+    return markdown(table) + "\n"
 
 
 def of_scopes(runs: pd.DataFrame) -> str:
@@ -119,11 +123,10 @@ def of_scopes(runs: pd.DataFrame) -> str:
             of_arm = runs[(runs.scenario == scenario) & (runs.arm == arm)]
             rows[f"{scenario}: {arm.removeprefix('BAPO, ')}"] = {
                 "held-out reward": spread(of_arm.held_out),
-                "minus scope step": ""
-                if arm == "BAPO, scope step"
-                else words(paired(runs, scenario, arm, against="BAPO, scope step")),
+                "minus BAPO in one call": words(paired(runs, scenario, arm, against="BAPO")),
                 "entropy": spread(of_arm.late_entropy),
-                "saturated": f"{of_arm.saturated.mean():.0%}",
+                "bounds raised": f"{of_arm.moved.mean():.0%}",
+                "c_high inside its range": f"{of_arm.interior.mean():.0%}",
                 "mean c_low": f"{of_arm.mean_bapo_clip_low.mean():.2f}",
                 "mean c_high": f"{of_arm.mean_bapo_clip_high.mean():.2f}",
             }
@@ -139,7 +142,7 @@ def of_rule(runs: pd.DataFrame) -> str:
         predicted, change = np.concatenate(of_seeds).T
         by_seed = [stats.pearsonr(*rule.T).statistic for rule in of_seeds]
         fit = stats.linregress(predicted, change)
-        rows[f"{arm} "] = {
+        rows[arm] = {
             "updates": f"{len(change):,}",
             "correlation": f"{stats.pearsonr(predicted, change).statistic:.2f}",
             "least and greatest of a seed": f"{min(by_seed):.2f}, {max(by_seed):.2f}",
@@ -149,11 +152,11 @@ def of_rule(runs: pd.DataFrame) -> str:
             "mean predicted": f"{predicted.mean():+.4f}",
             "mean measured": f"{change.mean():+.4f}",
         }
-    return markdown(pd.DataFrame(rows).T).replace("**", "") + "\n"
+    return markdown(pd.DataFrame(rows).T) + "\n"
 
 
 LATER = {
-    "Entropy over the last quarter, nats per token": "late_entropy",
+    "Entropy over the last {late} updates, nats per token": "late_entropy",
     "Largest gradient norm": "largest_grad_norm",
     "Greedy held-out reward": "held_out_greedy",
 }

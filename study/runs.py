@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import torch
 
 from bapo_kernels.config import maximum_bounds_of, starting_bounds_of
-from benchmarks.records import environment
+from benchmarks.records import Record, append, environment, load
 
 from .arms import ARMS, DEMO, SCENARIOS, SCOPES, Scenario
 from .training import train
@@ -22,8 +20,8 @@ WORKERS = 2
 WINDOW = 16  # updates that a point of a recorded curve is the mean of
 RULE_SCENARIO = "staleness 8"  # where every update measures the Entropy-Clip Rule
 RULE = ("rule", "entropy_change")
-TARGET = 0.4  # of the paper's search; in every arm, the share at its own bounds is compared with it
-Record = dict[str, Any]
+# What is kept of each update's decisions: the share of them of which it is true.
+DECISIONS = ("below_target", "moved", "interior", "bapo_saturated")
 
 
 @dataclass(frozen=True)
@@ -69,22 +67,21 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
     """A run in one line: its end, shares of updates, curves, and the updates of the rule."""
     config = (ARMS | SCOPES)[run.arm].config
     bounds = [(row["bapo_clip_low"], row["bapo_clip_high"]) for row in rows]
-    start, maximum = torch.tensor([starting_bounds_of(config), maximum_bounds_of(config)]).tolist()
-    end, updates = rows[-1], len(rows)
+    end = rows[-1]
     result: Record = {
         **asdict(run),
         "held_out": end["held_out_end"],
         "held_out_greedy": end["held_out_greedy"],
-        "below_target": sum(row["bapo_pos_share_start"] < TARGET for row in rows) / updates,
-        "moved": sum(list(b) != start for b in bounds) / updates,
-        "interior": sum(start[1] < b[1] < maximum[1] for b in bounds) / updates,
-        "saturated": sum(row["bapo_saturated"] for row in rows) / updates,
+        **{
+            name.removeprefix("bapo_"): rounded(fmean(row[name] for row in rows))
+            for name in DECISIONS
+        },
         "largest_grad_norm": rounded(max(row["grad_norm"] for row in rows)),
         "curves": {
             name: means([row[name] for row in rows]) for name in rows[0] if name not in RULE
         },
     }
-    if start != maximum:
+    if starting_bounds_of(config) != maximum_bounds_of(config):
         result["bounds"] = [[rounded(x) for x in b] for b in bounds]
     result["curves"]["held_out"] = [row["held_out"] for row in rows if "held_out" in row]
     if "rule" in end:
@@ -94,8 +91,7 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
 
 def means(values: list[float]) -> list[float]:
     """Over every WINDOW updates."""
-    parts = (values[i : i + WINDOW] for i in range(0, len(values), WINDOW))
-    return [rounded(sum(part) / len(part)) for part in parts]
+    return [rounded(fmean(values[i : i + WINDOW])) for i in range(0, len(values), WINDOW)]
 
 
 def rounded(value: float) -> float:
@@ -104,20 +100,13 @@ def rounded(value: float) -> float:
 
 def done(path: Path) -> dict[Run, Record]:
     """The records of a file by their runs."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return {Run(*(r[name] for name in Run.__dataclass_fields__)): r for r in records}
+    return {Run(*(r[name] for name in Run.__dataclass_fields__)): r for r in load(path)}
 
 
 def complete(path: Path, runs: list[Run]) -> Iterator[Run]:
     """Appends the records of all runs that the file lacks; yields each run once it is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     known, facts = done(path), environment() | {"threads": 1}
     yield from (run for run in runs if run in known)
-    begin = time.monotonic()
-    with path.open("a") as file:
-        for run, rows in execute_all([run for run in runs if run not in known]):
-            elapsed = round(time.monotonic() - begin)
-            file.write(json.dumps(facts | record(run, rows) | {"elapsed_s": elapsed}) + "\n")
-            file.flush()
-            yield run
+    for run, rows in execute_all([run for run in runs if run not in known]):
+        append(path, [facts | record(run, rows)])
+        yield run

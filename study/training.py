@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,16 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bapo_kernels import ClipBounds, bapo_loss, log_probs
+from bapo_kernels.config import maximum_bounds_of, starting_bounds_of
 from bapo_kernels.scopes import ClipBoundSearch
 
 from .arms import Arm, Scenario
 from .board import Walks
 from .entropy_rule import predicted_change
 from .policy import held_out_prompts, move_logits, success, warm_policy
-from .rollouts import batches, split
+from .rollouts import GROUP, batches
 
 LR = 2e-3
 MAX_NORM = 1.0
+TARGET = 0.4  # of the paper's search; the share of every arm at its own start is compared with it
 EVALUATE_EVERY = 16
 HELD_OUT, HELD_OUT_AT_THE_END = 256, 1024
 METRICS = (
@@ -49,13 +52,13 @@ def train(
     for update in range(updates):
         walks, advantages = next(source)
         optimizer.zero_grad()
-        row, logp = losses(policy, walks, advantages, arm, search)
+        row, per_token = losses(policy, walks, advantages, arm, search)
         row["training_reward"] = walks.rewards.mean().item()
         row["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM).item()
         optimizer.step()
         if measure_rule:
             bounds = row["bapo_clip_low"], row["bapo_clip_high"]
-            row["rule"] = predicted_change(logp, walks, advantages, bounds)
+            row["rule"] = predicted_change(*per_token, walks, advantages, bounds)
             row["entropy_change"] = entropy(policy, walks) - row["entropy"]
         end = update == updates - 1
         if update % EVALUATE_EVERY == EVALUATE_EVERY - 1 or end:
@@ -69,18 +72,26 @@ def train(
 def losses(
     policy: PreTrainedModel, walks: Walks, advantages: Tensor, arm: Arm, search: ClipBoundSearch
 ) -> tuple[dict[str, float], Tensor]:
-    """Adds the gradient of an update; its metrics, and the log-probs of the moves."""
+    """Adds the gradient of an update.
+
+    Returns:
+        The metrics of the update, as means over its micro-batches or as those of the decision that
+        they share; ``[2, B, MOVES]``, log-probs of the moves and entropies before them.
+    """
     tokens = walks.mask.sum()
-    micro_batches = list(split(walks, advantages, arm.micro_batches))
+    micro_batches = deal(len(advantages), arm.micro_batches)
     if search.scope == "step":
-        for part, A in micro_batches:
+        for rows in micro_batches:
+            part = walks[rows]
             with torch.no_grad():
                 logp, _ = log_probs(move_logits(policy, part), part.moves)
-            search.update(logp, part.log_probs, A, part.mask)
+            search.update(logp, part.log_probs, advantages[rows], part.mask)
         search.step()
-    rows, log_probs_of_parts = [], []
-    for part, A in micro_batches:
-        tensors = part.moves, part.log_probs, A, part.mask
+    measured, shares = [], []
+    per_token = torch.zeros(2, *walks.moves.shape)
+    for rows in micro_batches:
+        part = walks[rows]
+        tensors = part.moves, part.log_probs, advantages[rows], part.mask
         logits = move_logits(policy, part)
         out = bapo_loss(logits, *tensors, batch_num_tokens=tokens, **search.options)
         out.loss.backward()
@@ -88,15 +99,38 @@ def losses(
         if search.scope == "lagged":
             search.update(logp, *tensors[1:])
         metrics = {name: out.metrics[name].item() for name in METRICS}
-        rows.append(metrics | clip_fractions(logp, part, A, out.bounds))
-        log_probs_of_parts.append(logp)
+        # The call's own metrics, where a decision covers the call; else those of the decision.
+        decision = {name: search.metrics[name].item() for name in METRICS if name in search.metrics}
+        metrics |= {name: value for name, value in decision.items() if not math.isnan(value)}
+        metrics |= place_on_grids(metrics, arm)
+        measured.append(metrics | clip_fractions(logp, part, advantages[rows], out.bounds))
+        shares.append((part.mask.sum() / tokens).item())
+        per_token[:, rows] = torch.stack([logp, out.entropy.detach()])
     if search.scope == "lagged":
         search.step()
-    shares = [(part.mask.sum() / tokens).item() for part, _ in micro_batches]
-    row = {name: sum(s * r[name] for s, r in zip(shares, rows, strict=True)) for name in rows[0]}
-    if search.scope == "step":
-        row |= {name: value.item() for name, value in search.metrics.items() if name in METRICS}
-    return row, torch.cat(log_probs_of_parts)
+    means = {
+        name: sum(s * m[name] for s, m in zip(shares, measured, strict=True))
+        for name in measured[0]
+    }
+    return means, per_token
+
+
+def deal(count: int, parts: int) -> list[Tensor]:
+    """The rows of each micro-batch: groups in turn, so that each has groups of every age."""
+    groups = torch.arange(count).view(-1, GROUP)
+    return [groups[part::parts].flatten() for part in range(parts)]
+
+
+def place_on_grids(metrics: dict[str, float], arm: Arm) -> dict[str, float]:
+    """Whether bounds left their start, and whether the upper one is strictly inside its range."""
+    config = arm.config
+    lower, upper = metrics["bapo_clip_low"], metrics["bapo_clip_high"]
+    start, maximum = torch.tensor([starting_bounds_of(config), maximum_bounds_of(config)]).tolist()
+    return {
+        "moved": float([lower, upper] != start),
+        "interior": float(start[1] < upper < maximum[1]),
+        "below_target": float(metrics["bapo_pos_share_start"] < TARGET),
+    }
 
 
 def clip_fractions(

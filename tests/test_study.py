@@ -2,7 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ def test_the_share_of_a_fresh_rollout_follows_from_lengths_and_probabilities(gen
 
 def test_the_search_acts():
     rows = list(train(ARMS["BAPO"], SCENARIOS["staleness 8"], seed=0, updates=8))
-    below = [row["bapo_pos_share_start"] < runs.TARGET for row in rows]
+    below = [row["bapo_pos_share_start"] < training.TARGET for row in rows]
     raised = [row["bapo_clip_high"] > 1.21 for row in rows]
     assert any(below)
     assert raised == below
@@ -197,31 +196,45 @@ def test_a_partial_rollout_has_a_policy_for_each_part(generator):
         )
 
 
-def test_the_entropy_clip_rule_on_a_softmax():
-    """One state, whose logits move by eta*A*X (natural gradient), as the paper derives the rule."""
-    logits = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64)
-    old = torch.tensor([0.1, -0.2, 0.6, 0.4], dtype=torch.float64).log_softmax(-1)
-    A, eta = torch.tensor([1.0, -2.0, 0.5, -0.7], dtype=torch.float64), 1e-5
-    logp, bounds = logits.log_softmax(-1), (0.9, 1.2)
+def test_the_entropy_clip_rule_on_softmaxes():
+    """Logits that move by eta*A*X (natural gradient), from which the paper derives the rule.
+
+    Two prefixes of different entropy and mean advantage: the rule is a covariance per prefix.
+    """
+    logits = torch.tensor([[0.3, -0.5, 1.0, 0.1], [2.0, 0.1, -3.0, 0.4]], dtype=torch.float64)
+    old = torch.tensor([[0.1, -0.2, 0.6, 0.4], [1.8, 0.5, -2.0, 0.4]], dtype=torch.float64)
+    A = torch.tensor([[1.0, -2.0, 0.5, -0.7], [1.5, 0.2, 1.0, -0.1]], dtype=torch.float64)
+    logp, old, bounds, eta = logits.log_softmax(-1), old.log_softmax(-1), (0.9, 1.1), 1e-6
     ratio = (logp - old).exp()
     unclipped = torch.where(A > 0, ratio <= bounds[1], ratio >= bounds[0])
-    assert unclipped.tolist() == [True, False, False, False] or 0 < unclipped.sum() < 4
+    assert unclipped.any()
+    assert not unclipped.all()
 
     def entropy(z):
-        return -(z.softmax(-1) * z.log_softmax(-1)).sum()
+        return -(z.softmax(-1) * z.log_softmax(-1)).sum(-1)
 
-    change = entropy(logits + eta * A * unclipped) - entropy(logits)
-    # As many draws of each token as its old probability says, with the ratio as weight.
-    counts = (old.exp() * 20_000).round().long()
-    tokens = torch.arange(4).repeat_interleave(counts)
-    walks = board.Walks.begin(torch.zeros(len(tokens), 4, dtype=torch.long))
+    change = (entropy(logits + eta * A * unclipped) - entropy(logits)).mean()
+    # As many draws of each token as its old probability says; the prefixes are as many walks each.
+    state = torch.arange(2).repeat_interleave(20_000)
+    index = torch.arange(20_000).repeat(2) / 20_000
+    token = (index[:, None] >= old.exp().cumsum(-1)[state]).sum(-1).clamp(max=3)
+    walks = board.Walks.begin(torch.zeros(len(token), 4, dtype=torch.long))
     walks.mask[:, 0] = True
-    walks.log_probs = walks.log_probs.double()
-    walks.log_probs[:, 0] = old[tokens]
-    of_tokens = torch.zeros_like(walks.log_probs)
-    of_tokens[:, 0] = logp[tokens]
-    predicted = predicted_change(of_tokens, walks, A[tokens], bounds)
-    assert eta * predicted == pytest.approx(change.item(), rel=1e-3)
+    columns = torch.zeros(3, *walks.moves.shape, dtype=torch.float64)
+    columns[0, :, 0], columns[1, :, 0] = old[state, token], logp[state, token]
+    columns[2, :, 0] = entropy(logits)[state]
+    walks.log_probs = columns[0]
+    predicted = predicted_change(columns[1], columns[2], walks, A[state, token], bounds)
+    assert eta * predicted == pytest.approx(change.item(), rel=2e-3)
+
+
+def test_micro_batches_have_whole_groups_of_every_age():
+    parts = training.deal(16 * rollouts.GROUP, 4)
+    assert torch.cat(parts).sort().values.equal(torch.arange(16 * rollouts.GROUP))
+    for rows in parts:
+        groups = rows.view(-1, rollouts.GROUP)
+        assert (groups // rollouts.GROUP == groups[:, :1] // rollouts.GROUP).all()
+        assert ((groups[:, 0] // rollouts.GROUP) < 8).sum() == 2  # fresh ones come first
 
 
 def test_paired_differences():
@@ -248,6 +261,7 @@ def test_an_interrupted_study_goes_on(tmp_path):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["arm"] for record in records] == ["BAPO", "no clip"]
     assert records[0]["moved"] == records[0]["below_target"] > 0
+    assert records[0]["interior"] <= records[0]["moved"]
     assert len(records[0]["rule"]) == 2
     assert records[0]["held_out"] <= 1
     assert "bounds" not in records[1]
@@ -271,16 +285,23 @@ def test_the_demo(tmp_path):
     rows = compare.pd.read_csv(tmp_path / "offpolicy_rlvr.csv")
     assert set(rows.arm) == set(demo.DEMO)
     searched = rows[rows.arm == "BAPO"]
-    assert (searched.bapo_pos_share_start < runs.TARGET).any()
+    assert (searched.bapo_pos_share_start < training.TARGET).any()
     assert searched.bapo_clip_high.nunique() > 1
     assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
 
 
 def test_the_page_is_that_of_the_records():
     table = compare.frame(RESULTS)
-    assert page.PAGE.read_text() == page.page(table)
-    assert {runs.Run(*key) for key in table[["scenario", "arm", "seed", "updates"]].values} == set(
-        runs.planned(seeds=5, updates=160)
-    )
+    assert (page.DOCS / page.NAME).read_text() == page.page(table)
+    keys = table[["scenario", "arm", "seed", "updates"]].values
+    assert {runs.Run(*key) for key in keys} == set(runs.planned(seeds=5, updates=160))
     for figure in ("study_training", "study_differences", "study_rule"):
-        assert (Path(page.PAGE).parent / "figures" / f"{figure}.png").exists()
+        assert (page.DOCS / "figures" / f"{figure}.png").exists()
+
+
+def test_decisions_are_counted_and_bounds_are_not_averaged_first():
+    """A search that stops at either end is never inside, though the mean of its bounds is."""
+    rows = list(train(SCOPES["BAPO, scope call"], SCENARIOS["staleness 8"], seed=0, updates=8))
+    mixed = [row for row in rows if 0 < row["moved"] < 1]
+    assert mixed
+    assert any(row["interior"] == 0 and 1.3 < row["bapo_clip_high"] < 2.9 for row in mixed)
