@@ -12,8 +12,9 @@ from scipy import stats
 from benchmarks.tables import markdown
 
 from .arms import ARMS, NO_CLIP, SCOPES
-from .compare import BASELINE, CONFIDENCE, Difference, compared, paired
-from .runs import RULE_SCENARIO
+from .compare import BASELINE, CONFIDENCE, LATE, Difference, compared, paired
+from .policy import build_policy
+from .runs import RULE_SCENARIO, WINDOW
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAME = "study.md"
@@ -32,10 +33,10 @@ def sections(runs: pd.DataFrame) -> Iterator[str]:
         seeds=runs.seed.nunique(),
         updates=runs.updates.max(),
         runs=len(runs),
-        minutes=runs.elapsed_s.max() / 60,
-        machine=f"{last.machine}, torch {last.torch}; commit {last.commit}, {last.date[:10]}",
+        parameters=sum(p.numel() for p in build_policy().parameters()),
+        machine=f"{last.machine}, one thread per run, torch {last.torch}; {commits(runs)}",
     )
-    yield END_POINT
+    yield END_POINT.format(on_policy=on_policy(runs))
     yield by_arm(runs, lambda s, a: spread(values(runs, s, a, "held_out")))
     yield f"Differences from {BASELINE}, with 95 % intervals; bold where the interval excludes 0:\n"
     yield by_arm(runs, lambda s, a: "" if a == BASELINE else words(paired(runs, s, a)))
@@ -55,6 +56,12 @@ def sections(runs: pd.DataFrame) -> Iterator[str]:
     yield RULE
     yield of_rule(runs)
     yield AFTER_RULE
+
+
+def commits(runs: pd.DataFrame) -> str:
+    """The commits at which the runs were made."""
+    counts = runs.groupby("commit").date.agg(["size", "max"])
+    return "; ".join(f"{n} runs at commit {c}, {d[:10]}" for c, (n, d) in counts.T.items())
 
 
 def values(runs: pd.DataFrame, scenario: str, arm: str, column: str) -> pd.Series:
@@ -78,6 +85,17 @@ def by_arm(runs: pd.DataFrame, cell: Callable[[str, str], str]) -> str:
     """A table: arms down, scenarios across."""
     cells = {s: {arm: cell(s, arm) for arm in ARMS} for s in compared(runs)}
     return markdown(pd.DataFrame(cells)) + "\n"
+
+
+def on_policy(runs: pd.DataFrame) -> str:
+    """The arms of the on-policy scenario, which must be the same to the bit."""
+    rewards = runs[runs.scenario == "staleness 1"].pivot(
+        index="seed", columns="arm", values="held_out"
+    )
+    same = (rewards.nunique(axis=1) == 1).all()
+    words = "are the same to the bit" if same else "differ, which they must not"
+    names = " and ".join(rewards.columns)
+    return f"On-policy, {names} {words}: {spread(rewards[BASELINE])}."
 
 
 def counted(runs: pd.DataFrame) -> str:
@@ -156,20 +174,20 @@ def of_rule(runs: pd.DataFrame) -> str:
 
 
 LATER = {
-    "Entropy over the last {late} updates, nats per token": "late_entropy",
+    f"Entropy over the last {LATE * WINDOW} updates, nats per token": "late_entropy",
     "Largest gradient norm": "largest_grad_norm",
     "Greedy held-out reward": "held_out_greedy",
 }
 INTRODUCTION = """# A study of staleness, replay and partial rollout
 
 Written, with its figures, by `python -m study report` from
-[records](../study/results/study.jsonl) of `make study`: {runs} runs of {updates} updates, {seeds}
-seeds, {minutes:.0f} minutes. {machine}. What BAPO does in general, and how to read its metrics,
-is on [another page](what_bapo_does.md).
+[records](../study/results/study.jsonl): {runs} runs of {updates} updates, {seeds} seeds. `make
+study` makes such records in an hour on two cores. {machine}. What BAPO does in general, and how
+to read its metrics, is on [another page](what_bapo_does.md).
 
-This is a toy: a decoder of 102,000 parameters, {updates} updates, one task. It shows how the
-search behaves when tokens of negative advantage dominate, and how far differences in reward can
-be told from noise. It does not show what happens in a large model.
+This is a toy: a decoder of {parameters:,} parameters, {updates} updates, one task. It shows how
+the search behaves when tokens of negative advantage dominate, and how far differences in reward
+can be told from noise. It does not show what happens in a large model.
 
 ## Setup
 
@@ -177,22 +195,30 @@ be told from noise. It does not show what happens in a large model.
   policy does not see where it is; the environment ends the walk at the goal (reward 1) or after
   24 moves (reward 0). Wrong walks are long and right ones short. A fifth of the pairs of start
   and goal is held out.
-- **Policy.** A Qwen3 decoder of two layers of width 64, warmed up on noisy walks until it reaches
-  one goal in seven. For each seed all arms start from the same weights.
+- **Policy.** A Qwen3 decoder of two layers of width 64, after 300 steps of supervised training on
+  noisy walks; it then reaches one goal in six or seven. For each seed all arms start from the same
+  weights.
 - **Update.** 16 prompts with 8 walks each, GRPO advantages, mean over tokens, AdamW with a
-  learning rate of 2e-3, gradient norm clipped to 1. `loss_agg_mode="token-mean"`.
+  learning rate of 2e-3, gradient norm clipped to 1.
 - **Scenarios.** Staleness S: one rollout is split into S updates. Sample replay: half of the
-  groups of an update come from a random one of the last 16 rollouts, with the log-probs of that
-  time. Partial rollout: a walk is drawn in three parts of 8 moves, each under the policy of a
-  later rollout (S = 4), so that a sequence has old log-probs of three policies.
+  groups of an update are new, the others come each from a random one of the last 16 rollouts, with
+  the log-probs of that time. Partial rollout: a walk is drawn in three parts of 8 moves, each
+  under the policy of a later rollout (S = 4), so that a sequence has old log-probs of three
+  policies. All walks of a batch end together: one that arrives early waits, so right walks are
+  the oldest. At the start, the first two rollouts have no update between them.
 - **Arms.** Fixed bounds; the paper's preset ("BAPO"), the same with `contribution="gradient"`,
   the authors' code ("recipe"); 0.9/3.0 are the bounds at which BAPO's search saturates, without a
-  search.
+  search. On-policy (S = 1) only two arms were run, because there all arms are the same: every
+  ratio is 1, and no bound clips anything.
+- **Noise.** Training is chaotic: two arms with the same mathematics, which differ in the last
+  bits, end at different rewards (see [scopes](#scopes-of-the-search)). So runs of one seed are
+  hardly paired after some updates. Intervals cover seeds only: the held-out walks are the same in
+  all runs.
 """
 END_POINT = """## The end point, fixed beforehand
 
 The held-out reward after the last update: the share of 1,024 sampled walks that reach their goal.
-Mean and standard deviation over the seeds:
+{on_policy} Mean and standard deviation over the seeds:
 """
 AFTER_END_POINT = """![Paired differences of the held-out reward](figures/study_differences.png)
 """
@@ -213,16 +239,20 @@ AFTER_SEARCH = ""
 SCOPE = """## Scopes of the search
 
 The update in four micro-batches: a search per micro-batch (`call`), one search over all four
-(`step`, the paper's), or the bounds of the previous update (`lagged`).
+(`step`, the paper's), or the bounds of the previous update (`lagged`). Scope `step` decides as
+BAPO in one call, so that their difference is noise alone. Bounds are means over decisions.
 """
 AFTER_SCOPE = ""
 RULE = f"""## The Entropy-Clip Rule
 
-The paper predicts the change of the entropy in an update as `-eta*Cov[log pi, A*X + C]`, with X =
-1 where the token is not clipped. It is derived for a tabular softmax policy and a plain gradient
-step. Here it is measured in every update at {RULE_SCENARIO}: predicted up to eta from the tokens
-of the update, weighted by their ratios; measured as the entropy over the same prefixes after the
-step minus that before.
+The paper predicts the change of the entropy in an update as `-eta*Cov[log pi, A*X + C]`, a
+covariance over the tokens after a prefix, with X = 1 where the token is not clipped. Here it is
+measured in every update at {RULE_SCENARIO}. Predicted, up to eta: the mean over the prefixes of
+the update of `-r*A*X*(log pi + entropy)`, which is the covariance as one drawn token estimates it.
+Measured: the entropy over the same prefixes after the step minus that before. The rule is derived
+for logits that move freely along the natural gradient. Here they share weights, and Adam's
+momentum and the clipped norm make eta differ from update to update; so the slope is not the
+paper's eta, and the correlation cannot be near 1.
 """
 AFTER_RULE = """![Predicted and measured changes of the entropy](figures/study_rule.png)
 """
