@@ -47,6 +47,8 @@ def sections(runs: pd.DataFrame) -> Iterator[str]:
         yield f"### {title}\n"
         yield by_arm(runs, lambda s, a, c=column: spread(values(runs, s, a, c)))
         yield LESSONS[column]
+    yield CONTRAST
+    yield contrasts(runs)
     yield SEARCH
     yield of_search(runs)
     yield AFTER_SEARCH
@@ -110,6 +112,20 @@ def counted(runs: pd.DataFrame) -> str:
         f" {below} below. If no arm differed, about {chance:.0f} would exclude 0 by chance; those"
         " of a scenario share the runs of one baseline, so that such errors come together.\n"
     )
+
+
+def contrasts(runs: pd.DataFrame) -> str:
+    """Paired differences of the entropy between arms that differ in one thing."""
+    cells = {
+        scenario: {
+            f"{arm} minus {against}": words(
+                paired(runs, scenario, arm, "late_entropy", against=against)
+            )
+            for arm, against in CONTRASTS
+        }
+        for scenario in compared(runs)
+    }
+    return markdown(pd.DataFrame(cells)) + "\n"
 
 
 def of_search(runs: pd.DataFrame) -> str:
@@ -230,6 +246,18 @@ the number of comparisons.
 ![Training at a staleness of 8](figures/study_training.png)
 """
 LESSONS = dict.fromkeys(LATER.values(), "")
+CONTRASTS = [
+    ("fixed 0.8/1.2", "fixed 0.6/1.2"),
+    ("fixed 0.9/3.0", "fixed 0.6/3.0"),
+    ("fixed 0.6/3.0", "fixed 0.6/1.2"),
+    ("BAPO", "fixed 0.9/3.0"),
+    ("BAPO", "fixed 0.8/1.2"),
+]
+CONTRAST = f"""### What moves the entropy
+
+Paired differences of the entropy over the last {LATE * WINDOW} updates: a higher lower bound, a
+higher upper bound, and BAPO against fixed bounds.
+"""
 SEARCH = """## What the searches did
 
 Means over seeds and updates; the target is a share of 0.4, for the recipe a ratio of 1, which is
