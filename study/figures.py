@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.plot import FIGURES, RC, save
 
@@ -68,8 +69,9 @@ def training(curves: Curves, every: Mapping[str, int], note: str) -> Figure:
                     transform=ax.get_yaxis_transform())  # fmt: skip
         if name == "grad_norm":
             ax.set_yscale("log")
-            for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-                axis("{x:g}")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_minor_locator(NullLocator())
+            ax.yaxis.set_major_formatter("{x:g}")
         if name == "entropy":  # without clipping it goes anywhere
             others = [point for arm in set(curves) - {NO_CLIP} for run in curves[arm][name]
                       for point in run]  # fmt: skip
@@ -116,7 +118,9 @@ def rule(runs: pd.DataFrame) -> Figure:
         ax.axhline(0, color="#222222", linewidth=0.6)
         ax.axvline(0, color="#222222", linewidth=0.6)
         outside = (np.abs(points) > RULE_LIMITS).any(-1).sum()
-        ax.set_title(f"{arm}, {outside} of {len(points)} outside" if outside else arm)
+        ax.set_title(arm)
+        words = f"{outside} of {len(points)} outside"
+        ax.text(0.98, 0.03, words, ha="right", fontsize=8, transform=ax.transAxes)
     x, y = RULE_LIMITS
     ax.set(xlim=(-x, x), ylim=(-y, y))
     figure.supxlabel(

@@ -47,18 +47,20 @@ def planned(seeds: int, updates: int) -> list[Run]:
     return [Run(*pair, seed, updates) for seed in range(seeds) for pair in pairs]
 
 
-def execute(run: Run) -> list[dict[str, float]]:
+def execute(run: Run, measure_rule: bool) -> list[dict[str, float]]:
     """The rows of a run, one per update, on one thread."""
     torch.set_num_threads(1)
     arm, scenario = (ARMS | SCOPES)[run.arm], SCENARIOS[run.scenario]
-    measure_rule = run.scenario == RULE_SCENARIO and run.arm in ARMS
+    measure_rule &= run.scenario == RULE_SCENARIO and run.arm in ARMS
     return list(train(arm, scenario, run.seed, run.updates, measure_rule))
 
 
-def execute_all(runs: Iterable[Run]) -> Iterator[tuple[Run, list[dict[str, float]]]]:
+def execute_all(
+    runs: Iterable[Run], measure_rule: bool = False
+) -> Iterator[tuple[Run, list[dict[str, float]]]]:
     """Runs and their rows, in the order in which they end."""
     with ProcessPoolExecutor(WORKERS) as pool:
-        pending = {pool.submit(execute, run): run for run in runs}
+        pending = {pool.submit(execute, run, measure_rule): run for run in runs}
         for future in as_completed(pending):
             yield pending[future], future.result()
 
@@ -107,6 +109,6 @@ def complete(path: Path, runs: list[Run]) -> Iterator[Run]:
     """Appends the records of all runs that the file lacks; yields each run once it is there."""
     known, facts = done(path), environment() | {"threads": 1}
     yield from (run for run in runs if run in known)
-    for run, rows in execute_all([run for run in runs if run not in known]):
+    for run, rows in execute_all([run for run in runs if run not in known], measure_rule=True):
         append(path, [facts | record(run, rows)])
         yield run
