@@ -43,6 +43,7 @@ def long_run(
 def report(records: Path = RESULTS, out: Path = page.DOCS) -> None:
     """Writes study.md and its figures from the records."""
     runs = frame(records)
+    out.mkdir(parents=True, exist_ok=True)
     path = out / page.NAME
     path.write_text(page.page(runs))
     for written in (path, *figures.of_study(runs, out / "figures")):

@@ -38,8 +38,8 @@ def run(out: Path, seeds: int, updates: int) -> pd.DataFrame:
     out.mkdir(parents=True, exist_ok=True)
     runs = [Run(SCENARIO, arm, seed, updates) for seed in range(seeds) for arm in DEMO]
     frames = []
-    for done, rows_ in track(execute_all(runs), "training", total=len(runs)):
-        frame = pd.DataFrame(rows_).rename_axis("update").reset_index()
+    for done, updates_of_run in track(execute_all(runs), "training", total=len(runs)):
+        frame = pd.DataFrame(updates_of_run).rename_axis("update").reset_index()
         frames.append(frame.assign(arm=done.arm, seed=done.seed))
     rows = pd.concat(frames, ignore_index=True)
     rows = rows.sort_values(["arm", "seed", "update"], ignore_index=True)

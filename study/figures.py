@@ -27,7 +27,7 @@ STYLES = {
     "fixed 0.6/1.2": dict(color="#b8860b", linestyle="-"),
     "fixed 0.6/3.0": dict(color="#e08a2e", linestyle="--"),
     "fixed 0.9/3.0": dict(color="#2e8b57", linestyle="-."),
-    "no clip": dict(color="#c0392b", linestyle=":"),
+    NO_CLIP: dict(color="#c0392b", linestyle=":"),
     "BAPO": dict(color="#0b5fc0", linestyle="-"),
     "BAPO, gradient": dict(color="#5aa9f2", linestyle="--"),
     "BAPO, recipe": dict(color="#0a9fb3", linestyle="-."),

@@ -68,7 +68,6 @@ def execute_all(
 def record(run: Run, rows: list[dict[str, float]]) -> Record:
     """A run in one line: its end, shares of updates, curves, and the updates of the rule."""
     config = (ARMS | SCOPES)[run.arm].config
-    bounds = [(row["bapo_clip_low"], row["bapo_clip_high"]) for row in rows]
     end = rows[-1]
     result: Record = {
         **asdict(run),
@@ -84,7 +83,8 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
         },
     }
     if starting_bounds_of(config) != maximum_bounds_of(config):
-        result["bounds"] = [[rounded(x) for x in b] for b in bounds]
+        sides = "bapo_clip_low", "bapo_clip_high"
+        result["bounds"] = [[rounded(row[side]) for side in sides] for row in rows]
     result["curves"]["held_out"] = [row["held_out"] for row in rows if "held_out" in row]
     if "rule" in end:
         result["rule"] = [[rounded(row[name]) for name in RULE] for row in rows]

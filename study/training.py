@@ -13,7 +13,7 @@ from bapo_kernels import ClipBounds, bapo_loss, log_probs
 from bapo_kernels.config import maximum_bounds_of, starting_bounds_of
 from bapo_kernels.scopes import ClipBoundSearch
 
-from .arms import Arm, Scenario
+from .arms import PAPER, Arm, Scenario
 from .board import Walks
 from .entropy_rule import predicted_change
 from .policy import held_out_prompts, move_logits, success, warm_policy
@@ -21,7 +21,7 @@ from .rollouts import GROUP, batches
 
 LR = 2e-3
 MAX_NORM = 1.0
-TARGET = 0.4  # of the paper's search; the share of every arm at its own start is compared with it
+TARGET = PAPER.target  # the share of every arm at its own start is compared with it
 EVALUATE_EVERY = 16
 HELD_OUT, HELD_OUT_AT_THE_END = 256, 1024
 METRICS = (
