@@ -18,19 +18,26 @@ TRITON = "bapo_kernels_triton"
 
 # Temperatures of the rows take the place of the one for all.
 _TRANSFORM = "float temperature, float logit_scale, float? softcap, Tensor? temperatures"
-_POLICY = "float? clip_ratio_c, float kl_loss_coef, int kl_loss_type, float entropy_coef"
+_POLICY = (
+    "int surrogate, float? clip_ratio_c, float sapo_tau_pos, float sapo_tau_neg, "
+    "float kl_loss_coef, int kl_loss_type, float entropy_coef"
+)
 _GRIDS = "float[] grids"  # start, maximum and step of the lower grid, then of the upper
+# bounds: float32 [2], or [2, N] where each token has its own.
 _ROW_PASS = (
     "Tensor labels, Tensor counted, Tensor? old_log_probs, Tensor advantages, Tensor weights, "
     f"Tensor? rollout_is_weights, Tensor? ref_log_probs, Tensor? bounds, {_GRIDS}, {_POLICY}, "
     f"{_TRANSFORM}, Tensor(a!) log_probs, Tensor(b!) entropy, Tensor(c!) stats, "
     "Tensor(d!) undecided"
 )
+# log_ratios: float64 [N], in the place of log_probs - old_log_probs.
 _SEARCHED = (
-    "Tensor log_probs, Tensor counted, Tensor? old_log_probs, Tensor advantages, "
-    f"Tensor? rollout_log_probs, {_GRIDS}, bool uniform_weight, bool gradient"
+    "Tensor log_probs, Tensor counted, Tensor? old_log_probs, Tensor? log_ratios, "
+    f"Tensor advantages, Tensor? rollout_log_probs, {_GRIDS}, bool uniform_weight, bool gradient"
 )
 _TARGET = "float target, bool ratio_target, bool upper_first"
+# Each row of tokens is one sequence of `length`, or packed tokens are of those of cu_seqlens.
+_SEQUENCES = "int length, Tensor? cu_seqlens"
 _ROW_GRADIENT = (
     "Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, "
     f"Tensor? only, {_TRANSFORM}"
@@ -56,12 +63,23 @@ SCHEMAS = {
     "row_gradient": f"Tensor logits, {_ROW_GRADIENT}, Tensor(a!) dlogits",
     "row_gradient_": f"Tensor(a!) logits, {_ROW_GRADIENT}",
     # What the other operators take per token: masks, labels, weights and float32 values, flat. The
-    # arguments are matrices of any dtype and strides; values[0] are the advantages.
+    # arguments are matrices of any dtype and strides; values[0] are the advantages, and with
+    # own_bounds the last two are the bounds of the tokens.
     "prepare": (
         "Tensor tokens, Tensor? response_mask, Tensor[] values, Tensor? cu_seqlens, "
         "int aggregation, float scale, float? length, float? divisor, Tensor? device_divisor, "
-        "Tensor? bounds, bool live, Tensor(a!) unmasked, Tensor(b!)? counted, Tensor(c!)? labels, "
-        "Tensor(d!)? weights, Tensor(e!) flat, Tensor(f!)? ticket"
+        "Tensor? bounds, bool own_bounds, bool live, Tensor(a!) unmasked, Tensor(b!)? counted, "
+        "Tensor(c!)? labels, Tensor(d!)? weights, Tensor(e!) flat, Tensor(f!)? ticket"
+    ),
+    # Of each counted token the mean of log_probs - old_log_probs over those of its sequence; the
+    # others get 0.
+    "sequence_log_ratios": (
+        f"Tensor log_probs, Tensor counted, Tensor? old_log_probs, {_SEQUENCES}, "
+        "Tensor(a!) log_ratios"
+    ),
+    # The reverse: adds to each counted token's gradient the mean of dlog_ratios over its sequence.
+    "add_sequence_means_": (
+        f"Tensor dlog_ratios, Tensor counted, {_SEQUENCES}, Tensor(a!) dlog_probs"
     ),
     # Writes row `rank` of the table, and zeros into the others: the negative mass at every point of
     # the lower grid, then the positive mass at every point of the upper grid.
@@ -72,14 +90,15 @@ SCHEMAS = {
     # Both, for tokens that are searched alone.
     "search": f"{_SEARCHED}, {_TARGET}, Tensor(a!) bounds, Tensor(b!) masses",
     # Loss and metrics of tokens, the gradients of log-probs and entropy, and both as the
-    # caller gets them. The ticket counts finished blocks; before and after it is 0.
+    # caller gets them. The ticket counts finished blocks; before and after it is 0. With
+    # dlog_ratios the gradient of the policy term goes there, and dlog_probs has the others.
     "policy": (
         "Tensor log_probs, Tensor? entropy, Tensor counted, Tensor? old_log_probs, "
-        "Tensor advantages, Tensor weights, Tensor? rollout_is_weights, Tensor? ref_log_probs, "
-        f"Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, {_GRIDS}, "
+        "Tensor? log_ratios, Tensor advantages, Tensor weights, Tensor? rollout_is_weights, "
+        f"Tensor? ref_log_probs, Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, {_GRIDS}, "
         f"bool uniform_weight, bool gradient, float target, bool ratio_target, {_POLICY}, "
         "Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, "
-        "Tensor(d!)? dentropy, Tensor(e!)? outputs"
+        "Tensor(d!)? dentropy, Tensor(e!)? outputs, Tensor(f!)? dlog_ratios"
     ),
     # Where each label is in the set of its row: -1 if nowhere, -2 if it is no token.
     "find_labels": f"Tensor labels, {_SETS}, int vocab, Tensor(a!) positions",

@@ -23,11 +23,12 @@ from .distributed import rows_of_ranks
 from .inputs import config_or_default
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table
+from .sequences import with_log_ratios
 
 SEARCH_METRICS = tuple(name for name in REPORT if name.startswith("bapo_"))
 
 # The fields of a config that its table depends on.
-TABLE_FIELDS = (*GRID_FIELDS, "token_weight", "contribution")
+TABLE_FIELDS = (*GRID_FIELDS, "token_weight", "contribution", "ratio_level")
 
 
 class ContributionHistogram:
@@ -54,6 +55,8 @@ class ContributionHistogram:
         self, config: BAPOConfig | None = None, device: torch.device | str | None = None
     ) -> None:
         self.config = config_or_default(config)
+        rule = "not be 'sapo', which has no bounds to search for"
+        require(self.config.has_bounds, "config.surrogate", rule, repr(self.config.surrogate))
         self.table: Tensor | None = None if device is None else empty_table(self.config, device)
         self._solved: tuple[Tensor, Tensor, BAPOConfig] | None = None
 
@@ -84,7 +87,8 @@ class ContributionHistogram:
         )
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)
-        self.table += contributions(call, log_probs.detach().double().reshape(-1))[0]
+        flat = log_probs.detach().double().reshape(-1)
+        self.table += contributions(with_log_ratios(call, flat), flat)[0]
         return self
 
     def solve(
@@ -155,6 +159,7 @@ def find_clip_bounds(
     *,
     config: BAPOConfig | None = None,
     rollout_log_probs: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ClipBounds:
     """The bounds at which the paper's loop stops (Algorithm 1), in one pass over the tokens.
@@ -169,6 +174,8 @@ def find_clip_bounds(
             anything.
         config: grids, order, target.
         rollout_log_probs: ``[...]``, weight of a token; default: ``old_log_probs``.
+        cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens, from 0; tokens after the
+            last offset are masked.
         process_group: searches over the tokens of all its ranks, by one all-reduce.
 
     Returns:
@@ -190,6 +197,7 @@ def find_clip_bounds(
         advantages,
         response_mask,
         rollout_log_probs=rollout_log_probs,
+        cu_seqlens=cu_seqlens,
     )
     return histogram.solve(process_group=process_group)
 
@@ -225,14 +233,16 @@ def contributions(call: Call, log_probs: Tensor, group: dist.ProcessGroup | None
     shape = ranks, _points(call.config)
     if call.backend == "reference":
         table = torch.zeros(shape, dtype=torch.float64, device=log_probs.device)
-        table[rank] = contribution_table(
-            call.config,
+        per_token = (
             log_probs,
             call.old_log_probs,
             call.advantages,
             call.counted,
             call.rollout_log_probs,
         )
+        tokens = (None if values is None else values.view(call.shape) for values in per_token)
+        cu_seqlens = None if call.sequences is None else call.sequences.cu_seqlens
+        table[rank] = contribution_table(call.config, *tokens, cu_seqlens=cu_seqlens)
         return table
     table = torch.empty(shape, dtype=torch.float64, device=log_probs.device)
     ops_of(call.backend).contributions(*_searched(call, log_probs), rank, table)
@@ -264,6 +274,7 @@ def _searched(call: Call, log_probs: Tensor) -> tuple[Any, ...]:
         log_probs,
         call.counted,
         call.old_log_probs,
+        call.log_ratios,
         call.advantages,
         call.rollout_log_probs,
         grids_of(config),

@@ -10,14 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import check_like, count, require
-from .config import BAPOConfig, grids_of, policy_options_of, transform_of
+from .config import (
+    BAPOConfig,
+    grids_of,
+    policy_options_of,
+    starting_bounds_of,
+    transform_of,
+)
 from .distributed import RowTransform, VocabShard
 from .inputs import (
+    bounds_of_tokens,
     bounds_tensor,
     check_aggregation,
     check_mask,
     check_offsets,
+    check_ratio_level,
     checked_advantages,
+    checked_bounds,
     checked_temperature,
     config_or_default,
     normaliser,
@@ -25,6 +34,7 @@ from .inputs import (
 from .output import ClipBounds
 from .prepare import Arguments, divisor_name, token_inputs
 from .sampling_mask import SamplingMask
+from .sequences import Sequences
 from .sets import Sets, sets_of
 
 if TYPE_CHECKING:
@@ -49,7 +59,7 @@ class LossOptions(TokenOptions, total=False):
     """Keyword arguments of every loss; :func:`bapo_kernels.bapo_loss` documents them."""
 
     config: BAPOConfig | None
-    bounds: ClipBounds | tuple[float, float] | None
+    bounds: ClipBounds | tuple[float | Tensor, float | Tensor] | None
     statistics: Statistics
     process_group: dist.ProcessGroup | None
 
@@ -92,7 +102,11 @@ class Call:
         temperatures: float32 ``[N]``, in the place of ``config.temperature``.
         weights: float64 ``[N]``, of the aggregation.
         ticket: int32 ``[1]``, 0: the scratch memory of ``policy``.
-        bounds: float32 ``[2]``; ``None``: the call searches.
+        bounds: float32 ``[2]``, or ``[2, N]`` where each token has its own; ``None``: the call
+            searches.
+        given_bounds: the latter in the caller's shapes.
+        sequences: where the ratio is that of a sequence; ``None``: it is the token's.
+        log_ratios: float64 ``[N]``, of the sequences, once the log-probs are known.
         shard: the columns of the vocabulary that this rank has; ``None``: all.
         sets: the sampling mask; ``None``: every row has the whole vocabulary.
     """
@@ -113,6 +127,9 @@ class Call:
     weights: Tensor | None = None
     ticket: Tensor | None = None
     bounds: Tensor | None = None
+    given_bounds: ClipBounds | None = None
+    sequences: Sequences | None = None
+    log_ratios: Tensor | None = None
     process_group: dist.ProcessGroup | None = None
     shard: VocabShard | None = None
     sets: Sets | None = None
@@ -127,13 +144,24 @@ class Call:
         """The same call of some of its tokens that have no set."""
         given = {name: getattr(self, name) for name in _PER_TOKEN}
         of_rows = {name: values[rows] for name, values in given.items() if values is not None}
-        return replace(self, shape=rows.shape, sets=None, **of_rows)
+        bounds = self.bounds
+        if bounds is not None and bounds.ndim == 2:
+            bounds = bounds[:, rows]
+        return replace(self, shape=rows.shape, sets=None, bounds=bounds, **of_rows)
 
     def with_labels_of(self, rows: Tensor) -> Call:
         """With labels and temperatures of some rows: a second pass takes nothing else per token."""
         assert self.labels is not None
         temperatures = None if self.temperatures is None else self.temperatures[rows]
         return replace(self, labels=self.labels[rows], temperatures=temperatures, sets=None)
+
+    @property
+    def rows_decide(self) -> bool:
+        """Whether the row pass can make gradients.
+
+        Those of a shard need the sums of the other ranks, those of a sequence its other rows.
+        """
+        return self.shard is None and self.sequences is None
 
     @property
     def transform(self) -> RowTransform:
@@ -240,6 +268,7 @@ def loss_call(
     check_mask(like, like_name, response_mask)
     if cu_seqlens is not None:
         check_offsets(like, like_name, cu_seqlens)
+    check_ratio_level(like, like_name, config, cu_seqlens)
     divisor = None
     if not for_search:
         divisor = _divisor(like, like_name, config, options)
@@ -255,8 +284,17 @@ def loss_call(
             values[name] = value
     if temperature is not None:
         values["temperatures"] = checked_temperature(temperature, like, like_name, cu_seqlens)
-    given = options.get("bounds")
-    bounds = None if given is None else bounds_tensor(given, like)
+    bounds = given_bounds = None
+    if (given := options.get("bounds")) is not None:
+        lower, upper = checked_bounds(given, like, like_name, config, cu_seqlens)
+        if lower.ndim == upper.ndim == 0:
+            bounds = torch.stack((lower, upper))
+        else:
+            given_bounds = ClipBounds(lower, upper)
+            own = bounds_of_tokens(given_bounds, like, like_name, cu_seqlens)
+            values["lower"], values["upper"] = own  # the last two
+    elif not config.has_bounds:
+        bounds = bounds_tensor(starting_bounds_of(config), like)
     live = statistics == "live" and not (config.kl_loss_coef or config.entropy_coef)
     arguments = Arguments(
         like,
@@ -269,8 +307,14 @@ def loss_call(
         dp_size=options.get("dp_size", 1),
         divisor=divisor,
         bounds=bounds,
+        own_bounds=given_bounds is not None,
     )
     per_token = token_inputs(backend, arguments)
+    counted, sequences = per_token.counted, None
+    if config.ratio_level == "sequence":
+        sequences = Sequences(like.shape[-1], cu_seqlens)
+        if live:
+            counted = per_token.unmasked & sequences.with_any(counted)
     shard = sets = None
     if backend != "reference":  # which gathers the whole vocabulary itself
         shard = VocabShard.of(columns, like, vocab_group)
@@ -280,12 +324,14 @@ def loss_call(
         backend=backend,
         shape=like.shape,
         unmasked=per_token.unmasked,
-        counted=per_token.counted,
+        counted=counted,
         labels=per_token.labels,
         weights=per_token.weights,
         ticket=per_token.ticket,
         statistics=statistics,
-        bounds=bounds,
+        bounds=per_token.bounds,
+        given_bounds=given_bounds,
+        sequences=sequences,
         process_group=options.get("process_group"),
         shard=shard,
         sets=sets,

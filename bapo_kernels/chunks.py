@@ -99,13 +99,10 @@ class _Chunks:
         self.undecided = torch.zeros_like(call.counted, dtype=torch.uint8)
 
     def forward(self, rows: Tensor) -> _Chunk:
-        """A chunk whose logits have become gradients where a row is decided.
-
-        Those of a shard stay logits: their gradients need the sums of the other ranks.
-        """
+        """A chunk whose logits have become gradients where a row is decided."""
         h, logits = self.head.logits(rows, self.memory)
         call = self.call.at(rows)
-        if call.shard is None:
+        if call.rows_decide:
             found, self.undecided[rows] = row_pass(call, as_rows(logits), None)
         else:
             found = row_statistics(call, as_rows(logits))
@@ -115,6 +112,11 @@ class _Chunks:
     def add_decided(self, chunk: _Chunk) -> None:
         """Adds the rows that no admissible bounds could change; the others follow later."""
         rows, call, _, _ = chunk
+        if call.sequences is not None:
+            self.undecided[rows] = 1
+            if self.of_log_probs:
+                self.add(chunk, Coefficients(torch.ones_like(self.found.log_probs[rows]), None))
+            return
         log_probs, entropy, _ = self.found.at(rows)
         first, last = _ends_of_the_search(call)
         _, coefficients = policy(call, log_probs, entropy, first)
@@ -139,14 +141,15 @@ class _Chunks:
     def add(self, chunk: _Chunk, coefficients: Coefficients, keep: Tensor | None = None) -> None:
         """Adds some rows, by default all.
 
-        Undecided rows among them get the gradient of these coefficients, and with a shard all do.
+        Undecided rows among them get the gradient of these coefficients, and where the row pass
+        can decide none all do.
         """
         rows, _, h, dlogits = chunk
         if keep is not None:
             front = _Front.of(keep)
             rows, h, dlogits = rows[front.rows], h[front.rows], front.moved(dlogits)
             coefficients = coefficients.at(front.rows)
-        only = self.undecided[rows] if self.head.shard is None else None
+        only = self.undecided[rows] if self.call.rows_decide else None
         self._to_gradient(dlogits, rows, coefficients, only)
         self.gradients.add(rows, h, dlogits)
 
@@ -177,8 +180,7 @@ class _Chunks:
 class _HeldSets:
     """The rows of a call that have a sampling mask: their values, until the bounds are known.
 
-    The hidden states' gradients of decided rows are made while the head's rows are in the cache;
-    not those of a shard, whose gradients need the sums of the other ranks.
+    The hidden states' gradients of decided rows are made while the head's rows are in the cache.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class _HeldSets:
     ) -> None:
         self.call, self.head, self.gradients, self.found = call, head, gradients, found
         self.undecided: Tensor | None = None
-        if call.shard is not None:
+        if not call.rows_decide:
             self.values = _add_statistics_of_sets(call, head, found)
         elif gradients.hidden is not None:
             self.values, self.undecided = sets.both_passes_of_hidden(
@@ -199,7 +201,7 @@ class _HeldSets:
     def add(self, coefficients: Coefficients) -> None:
         """Adds the gradients of all these rows, which no bounds change any more."""
         call, head, values = self.call, self.head, self.values
-        if call.bounds is None or call.shard is not None:
+        if call.bounds is None or not call.rows_decide:
             sets.to_gradient(call, values, self.found, coefficients, self.undecided)
             if self.gradients.hidden is not None:
                 dhidden = self.gradients.hidden

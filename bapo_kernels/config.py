@@ -13,7 +13,9 @@ LOG_RATIO_LIMIT = 20.0
 RATIO_EPS = 1e-8
 MAX_GRID_POINTS = 1024
 
-KL_LOSS_TYPES = {"k1": 0, "k2": 1, "k3": 2, "low_var_kl": 2}  # as in csrc/policy_math.h
+# As in csrc/policy_math.h.
+KL_LOSS_TYPES = {"k1": 0, "k2": 1, "k3": 2, "low_var_kl": 2}
+SURROGATES = {"clip": 0, "cispo": 1, "sapo": 2}
 
 Transform = tuple[float, float, float | None]  # temperature, logit_scale, softcap
 TargetKind = Literal["share", "ratio"]
@@ -21,6 +23,8 @@ RaiseFirst = Literal["upper", "lower"]
 TokenWeight = Literal["rollout_prob", "uniform"]
 Contribution = Literal["surrogate", "gradient"]
 KLLossType = Literal["k1", "k2", "k3", "low_var_kl"]
+Surrogate = Literal["clip", "cispo", "sapo"]
+RatioLevel = Literal["token", "sequence"]
 LossAggMode = Literal[
     "token-mean",
     "token-sum",
@@ -34,6 +38,8 @@ _CHOICES: dict[str, Any] = {
     "raise_first": RaiseFirst,
     "token_weight": TokenWeight,
     "contribution": Contribution,
+    "surrogate": Surrogate,
+    "ratio_level": RatioLevel,
     "kl_loss_type": KLLossType,
     "loss_agg_mode": LossAggMode,
 }
@@ -51,6 +57,8 @@ _FINITE: dict[str, tuple[float, str]] = {
     "entropy_coef": (-math.inf, "be finite"),
     "temperature": (0.0, "be finite and > 0"),
     "logit_scale": (0.0, "be finite and > 0"),
+    "sapo_tau_pos": (0.0, "be finite and > 0"),
+    "sapo_tau_neg": (0.0, "be finite and > 0"),
 }
 _NONE_OR_FINITE: dict[str, tuple[float, str]] = {
     "final_logit_softcapping": (0.0, "be None, or finite and > 0"),
@@ -102,7 +110,20 @@ class BAPOConfig:
             paper's Eq. 8); ``"gradient"`` counts only tokens whose gradient is not clipped, which
             is *not* Eq. 8.
         clip_ratio_c: dual clip: the loss of a token of negative advantage is at most
-            ``|A|*clip_ratio_c``.
+            ``|A|*clip_ratio_c``. Of ``surrogate="clip"`` alone.
+        surrogate: the policy term ``l`` of a token, and its derivative ``g = d l/d logp``.
+
+            - ``"clip"``: ``l = -min(r*A, clip(r, c_low, c_high)*A)``.
+            - ``"cispo"`` (arXiv 2506.13585): ``l = -clip(r, c_low, c_high)*A*logp``, the clipped
+              ratio held constant, so ``g = -clip(r, c_low, c_high)*A``. TRL clips from above alone
+              (``c_low = 0``), verl from both sides. The search counts the masses of the clip.
+            - ``"sapo"`` (arXiv 2511.20347): ``l = -A*(4/tau)*sigmoid(tau*(r - 1))``, without
+              bounds or a search: those of the config are not used.
+        sapo_tau_pos, sapo_tau_neg: ``tau`` of tokens with A > 0, and of all others (TRL's
+            ``sapo_temperature_pos`` and ``_neg``, verl's ``tau_pos`` and ``tau_neg``).
+        ratio_level: ``"token"``, or ``"sequence"`` (GSPO, arXiv 2507.18071): the ratio ``r`` of
+            every token is ``exp`` of the mean of ``logp - old`` over the unmasked tokens of its
+            sequence, and its derivative is spread over these. The search counts the same ``r``.
         loss_agg_mode: by verl's names. ``"token-mean"`` and ``"token-sum"`` are the mean and the
             sum over the unmasked tokens of all sequences. ``"seq-mean-token-sum"`` and
             ``"seq-mean-token-mean"`` first take the sum or the mean over the tokens of each
@@ -143,6 +164,10 @@ class BAPOConfig:
     token_weight: TokenWeight = "rollout_prob"
     contribution: Contribution = "surrogate"
     clip_ratio_c: float | None = None
+    surrogate: Surrogate = "clip"
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    ratio_level: RatioLevel = "token"
     loss_agg_mode: LossAggMode = "token-mean"
     loss_scale_factor: float | None = None
     kl_loss_coef: float = 0.0
@@ -169,7 +194,8 @@ class BAPOConfig:
     def recipe(cls, **options: Any) -> BAPOConfig:
         """As in the authors' published code: pos/neg up to 1, uniform weights, lower bound first.
 
-        c_low from 0.6 to 0.8 and c_high from 1.2 to 2.0 in steps of 0.05, dual clip at 3.
+        c_low from 0.6 to 0.8 and c_high from 1.2 to 2.0 in steps of 0.05, dual clip at 3 (with
+        ``surrogate="clip"``).
         """
         preset: dict[str, Any] = dict(
             ratio_lower_max=0.8,
@@ -179,7 +205,7 @@ class BAPOConfig:
             target_kind="ratio",
             raise_first="lower",
             token_weight="uniform",
-            clip_ratio_c=3.0,
+            clip_ratio_c=3.0 if options.get("surrogate", "clip") == "clip" else None,
         )
         return cls(**(preset | options))
 
@@ -196,14 +222,19 @@ class BAPOConfig:
         return cls(**(preset | options))
 
     @property
+    def has_bounds(self) -> bool:
+        """Whether the surrogate clips the ratio, so that bounds can be searched for."""
+        return self.surrogate != "sapo"
+
+    @property
     def lower_grid(self) -> list[float]:
-        """Values that the lower bound can take, ascending."""
-        return bound_grid(self.ratio_lower_start, self.ratio_lower_max, self.ratio_lower_step)
+        """Values that the lower bound can take, ascending; without bounds 0."""
+        return bound_grid(*grids_of(self)[:3])
 
     @property
     def upper_grid(self) -> list[float]:
-        """Values that the upper bound can take, ascending."""
-        return bound_grid(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
+        """Values that the upper bound can take, ascending; without bounds infinity."""
+        return bound_grid(*grids_of(self)[3:])
 
     def __post_init__(self) -> None:
         for name, literal in _CHOICES.items():
@@ -217,6 +248,7 @@ class BAPOConfig:
             value = getattr(self, name)
             require(value is None or least < value < math.inf, name, rule, value)
         self._check_search()
+        self._check_surrogate()
 
     def _check_search(self) -> None:
         for side in ("lower", "upper"):
@@ -238,30 +270,59 @@ class BAPOConfig:
         else:
             require(0 <= self.target < math.inf, "target", "be finite and >= 0", self.target)
 
+    def _check_surrogate(self) -> None:
+        if self.surrogate == "clip":
+            return
+        because = f"with surrogate={self.surrogate!r}"
+        rule = f"be None {because}, which bounds the loss without a dual clip"
+        require(self.clip_ratio_c is None, "clip_ratio_c", rule, self.clip_ratio_c)
+        rule = f"be 'surrogate' {because}, which clips no gradient away"
+        counted = self.contribution
+        require(counted == "surrogate", "contribution", rule, repr(counted))
+
 
 # The parts of a config that operators take, in the order of their schemas.
 
 
+_NO_GRIDS = 0.0, 0.0, 0.0, math.inf, math.inf, 0.0  # a point each, which clips nothing
+
+
 def grids_of(config: BAPOConfig) -> tuple[float, ...]:
     """Start, maximum and step of the lower grid, then of the upper grid."""
+    if not config.has_bounds:
+        return _NO_GRIDS
     lower = config.ratio_lower_start, config.ratio_lower_max, config.ratio_lower_step
     return *lower, config.ratio_upper_start, config.ratio_upper_max, config.ratio_upper_step
 
 
 def starting_bounds_of(config: BAPOConfig) -> tuple[float, float]:
     """The first points of the two grids, where the search starts."""
-    return config.ratio_lower_start, config.ratio_upper_start
+    lower_start, _, _, upper_start, _, _ = grids_of(config)
+    return lower_start, upper_start
 
 
 def maximum_bounds_of(config: BAPOConfig) -> tuple[float, float]:
     """The maxima of the bounds: no search goes past them."""
-    return config.ratio_lower_max, config.ratio_upper_max
+    _, lower_max, _, _, upper_max, _ = grids_of(config)
+    return lower_max, upper_max
 
 
-def policy_options_of(config: BAPOConfig) -> tuple[float | None, float, int, float]:
-    """Dual clip, weight and number of the KL estimator, and weight of the entropy bonus."""
-    kl_loss_type = KL_LOSS_TYPES[config.kl_loss_type]
-    return config.clip_ratio_c, config.kl_loss_coef, kl_loss_type, config.entropy_coef
+def target_of(config: BAPOConfig) -> float:
+    """Of the search; without bounds 0, which every quantity reaches."""
+    return config.target if config.has_bounds else 0.0
+
+
+def policy_options_of(config: BAPOConfig) -> tuple[int | float | None, ...]:
+    """Surrogate and its options, weight and number of the KL estimator, weight of the entropy."""
+    return (
+        SURROGATES[config.surrogate],
+        config.clip_ratio_c,
+        config.sapo_tau_pos,
+        config.sapo_tau_neg,
+        config.kl_loss_coef,
+        KL_LOSS_TYPES[config.kl_loss_type],
+        config.entropy_coef,
+    )
 
 
 def transform_of(config: BAPOConfig) -> Transform:

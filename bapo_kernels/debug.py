@@ -22,7 +22,7 @@ from .config import IGNORE_INDEX
 from .distributed import whole_vocabulary
 from .functional import bapo_loss
 from .inputs import (
-    bounds_tensor,
+    LIMITS_OF_BOUNDS,
     check_logits,
     check_options,
     check_sampling_mask,
@@ -104,8 +104,6 @@ def check_inputs(
         choose(backend, logits, "logits")
     check_options(options.get("statistics", "all"), options.get("process_group"), vocab_group)
     logits = whole_vocabulary(logits, vocab_group, -1)
-    if (bounds := options.get("bounds")) is not None:
-        bounds_tensor(bounds, labels, read=True)
     for name in ("batch_num_tokens", "global_batch_size"):
         normaliser = options.get(name)
         if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
@@ -123,6 +121,8 @@ def check_inputs(
         flat = getattr(call, name)
         if flat is not None:
             _check_values(name, flat.view(labels.shape), unmasked)
+    if options.get("bounds") is not None and call.bounds is not None:
+        _check_bounds(call.bounds, unmasked)
     if call.temperatures is not None:
         T = call.temperatures.view(labels.shape)
         bad = unmasked & ~((T > 0) & T.isfinite())
@@ -175,6 +175,17 @@ def _check_values(name: str, values: Tensor, unmasked: Tensor) -> None:
         _raise_first(name, "be log-probs <= 0", unmasked & (values > most), values)
     if name == "rollout_is_weights":
         _raise_first(name, "be >= 0", unmasked & (values < 0), values)
+
+
+def _check_bounds(bounds: Tensor, unmasked: Tensor) -> None:
+    """float32 ``[2]``, or ``[2, N]`` where each token has its own."""
+    for (side, (rule, least, most)), values in zip(LIMITS_OF_BOUNDS.items(), bounds, strict=True):
+        bad = ~((values >= least) & (values <= most))
+        if bad.ndim == 0:
+            require(not bad, f"bounds.{side}", rule, values.item())
+        else:
+            values, bad = values.view(unmasked.shape), bad.view(unmasked.shape)
+            _raise_first(f"bounds.{side}", rule, unmasked & bad, values)
 
 
 def _checked_sets(mask: SamplingMask, labels: Tensor, unmasked: Tensor, V: int) -> Tensor:

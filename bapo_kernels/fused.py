@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import sets
+from . import sequences, sets
 from ._ops import ops_of
 from .bounds import search_of_call
 from .call import Call
-from .config import grids_of, policy_options_of
+from .config import grids_of, policy_options_of, target_of
 from .inputs import as_rows
 from .memory import empty_gradient
 from .output import REPORT, BAPOOutput, ClipBounds
@@ -132,9 +132,9 @@ def loss_of_logits(
 ) -> tuple[BAPOOutput, Tensor | None]:
     """Row pass, search, loss, and the gradient of the rows that were undecided.
 
-    With a shard of the vocabulary every row is: its gradient needs the sums of the other ranks.
-    With given bounds, and all of the vocabulary, none is. The values of sets are gathered before
-    their rows of logits become zeros, among which the gradients are scattered at the end.
+    Where the row pass can decide no row (:attr:`Call.rows_decide`), all are; with given bounds none
+    of the others is. The values of sets are gathered before their rows of logits become zeros,
+    among which the gradients are scattered at the end.
     """
     rows = as_rows(logits)
     dlogits = out = undecided = undecided_sets = None
@@ -144,7 +144,7 @@ def loss_of_logits(
     elif needs_gradient:
         dlogits = empty_gradient(logits)
         out = as_rows(dlogits)
-    if dlogits is None or call.shard is not None:
+    if dlogits is None or not call.rows_decide:
         found = row_statistics(call, rows, values)
     else:
         found, undecided = row_pass(call.without_sets(), rows, out)
@@ -153,7 +153,7 @@ def loss_of_logits(
     output, coefficients = loss_of_log_probs(call, found.log_probs, found.entropy)
     if dlogits is None:
         return output, None
-    if call.bounds is None or call.shard is not None:
+    if call.bounds is None or not call.rows_decide:
         row_gradient(call, rows, found, coefficients, out, undecided)
         if values is not None:
             sets.to_gradient(call, values, found, coefficients, undecided_sets)
@@ -169,6 +169,7 @@ def loss_of_log_probs(
 
     The outputs per token are in the caller's shape: 0 where masked, NaN where unmasked but skipped.
     """
+    call = sequences.with_log_ratios(call, log_probs)
     bounds, masses = call.bounds, None
     if bounds is None:
         bounds, masses = search_of_call(call, log_probs)
@@ -183,7 +184,8 @@ def loss_of_log_probs(
         metrics["label_outside_mask"] = call.sets.labels_outside(call.unmasked)
     shown = outputs.unbind()
     entropy = None if entropy is None else shown[1]
-    return BAPOOutput(loss, shown[0], entropy, ClipBounds(*bounds.unbind()), metrics), coefficients
+    used = call.given_bounds or ClipBounds(*bounds.unbind())
+    return BAPOOutput(loss, shown[0], entropy, used, metrics), coefficients
 
 
 def policy(
@@ -203,11 +205,15 @@ def policy(
     report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
     dlog_probs = torch.empty_like(log_probs)
     dentropy = torch.empty_like(log_probs) if config.entropy_coef else None
+    # CISPO holds the ratio constant.
+    spreads = call.log_ratios is not None and config.surrogate != "cispo"
+    dlog_ratios = torch.empty_like(log_probs) if spreads else None
     ops_of(call.backend).policy(
         log_probs,
         entropy,
         call.counted,
         call.old_log_probs,
+        call.log_ratios,
         call.advantages,
         call.weights,
         call.rollout_is_weights,
@@ -218,7 +224,7 @@ def policy(
         grids_of(config),
         config.token_weight == "uniform",
         config.contribution == "gradient",
-        config.target,
+        target_of(config),
         config.target_kind == "ratio",
         *policy_options_of(config),
         call.unmasked if call.statistics == "live" else None,
@@ -227,5 +233,8 @@ def policy(
         dlog_probs,
         dentropy,
         outputs,
+        dlog_ratios,
     )
+    if dlog_ratios is not None:
+        sequences.spread(call, dlog_ratios, dlog_probs)
     return report, Coefficients(dlog_probs, dentropy)

@@ -147,28 +147,57 @@ def check_options(statistics: str, process_group: Any = None, vocab_group: Any =
     check_group("vocab_group", vocab_group)
 
 
-def bounds_tensor(bounds: ClipBounds | tuple[Any, Any], like: Tensor, read: bool = False) -> Tensor:
-    """Given bounds as float32 ``[2]`` on the device of ``like``.
+# Of the sides of given bounds: their rule, the least and the most.
+LIMITS_OF_BOUNDS = {
+    "lower": ("be in [0, 1], a bound of the ratio, not an epsilon", 0.0, 1.0),
+    "upper": ("be >= 1, a bound of the ratio, not an epsilon", 1.0, math.inf),
+}
 
-    Numbers must keep ``0 <= lower <= 1 <= upper``, tensors only if they are to be ``read``.
+
+def checked_bounds(
+    bounds: Any,
+    like: Tensor,
+    like_name: str,
+    config: BAPOConfig,
+    cu_seqlens: Tensor | None = None,
+) -> ClipBounds:
+    """Given bounds as float32 tensors on the device of ``like``, each 0-dim, ``[...]`` or ``[B]``.
+
+    Numbers must keep ``0 <= lower <= 1 <= upper``. The values of tensors are not read.
     """
     is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
     require(is_pair, "bounds", "be a pair (lower, upper)", bounds)
-    limits = ("lower", "be in [0, 1]", 0.0, 1.0), ("upper", "be >= 1", 1.0, math.inf)
+    rule = f"be None with surrogate={config.surrogate!r}, which has no bounds"
+    require(config.has_bounds, "bounds", rule, bounds)
     parts = []
-    for bound, (side, rule, least, most) in zip(bounds, limits, strict=True):
-        name, value = f"bounds.{side}", bound
-        if isinstance(bound, Tensor):
+    for bound, (side, (rule, least, most)) in zip(bounds, LIMITS_OF_BOUNDS.items(), strict=True):
+        name = f"bounds.{side}"
+        if not isinstance(bound, Tensor):
+            value = number(name, bound)
+            require(least <= value <= most, name, rule, value)
+            parts.append(torch.full((), value, dtype=torch.float32, device=like.device))
+        elif bound.numel() == 1:
             _check_scalar(name, bound)
             check_device(name, bound, like, "the tokens")
-            if not read:
-                parts.append(bound.detach().float().reshape(()))
-                continue
-            value = bound.item()
-        value = number(name, value)
-        rule = f"{rule}, a bound of the ratio, not an epsilon"
-        require(least <= value <= most, name, rule, value)
-        parts.append(torch.full((), value, dtype=torch.float32, device=like.device))
+            parts.append(bound.detach().float().reshape(()))
+        else:
+            _per_token(name, bound, like, like_name, cu_seqlens, "have one element, ")
+            parts.append(bound.detach().float())
+    return ClipBounds(*parts)
+
+
+def bounds_of_tokens(
+    bounds: ClipBounds, like: Tensor, like_name: str, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """Views of checked bounds that are not all 0-dim, as :func:`checked_advantages` makes them."""
+    return [
+        _per_token("bounds", bound, like, like_name, cu_seqlens, "be 0-dim, ") for bound in bounds
+    ]
+
+
+def bounds_tensor(bounds: tuple[float, float], like: Tensor) -> Tensor:
+    """The same bounds for all tokens, float32 ``[2]`` on the device of ``like``."""
+    parts = [torch.full((), bound, dtype=torch.float32, device=like.device) for bound in bounds]
     return torch.stack(parts)
 
 
@@ -228,17 +257,21 @@ def _per_token(
     values: Tensor,
     like: Tensor,
     like_name: str,
-    cu_seqlens: Tensor | None,
-    scalar: str = "",
+    cu_seqlens: Tensor | None = None,
+    single: str = "",
 ) -> Tensor:
-    """Args: scalar: what the rule begins with where a 0-dim tensor is one value for all tokens."""
+    """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence.
+
+    Args:
+        single: what the rule begins with where one value, then 0-dim, may stand for all tokens.
+    """
     check_floating(name, values)
     check_device(name, values, like, like_name)
-    if scalar and values.ndim == 0:
+    if single and values.ndim == 0:
         return values.expand(like.shape)
     if values.shape == like.shape:
         return values
-    rule = (scalar + "have the shape of {} {} or one entry a sequence {}", like_name, like.shape)
+    rule = (single + "have the shape of {} {} or one entry a sequence {}", like_name, like.shape)
     if cu_seqlens is not None:
         B = cu_seqlens.shape[0] - 1
         ok = values.ndim == 1 and values.shape[0] == B
@@ -287,6 +320,16 @@ def check_aggregation(
     if mode == "seq-mean-token-sum-norm" and cu_seqlens is not None:
         of_length = "be given for packed input: there is no padded length to take its place"
         require(config.loss_scale_factor is not None, "config.loss_scale_factor", of_length, None)
+
+
+def check_ratio_level(
+    like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
+) -> None:
+    """The sequences are known where the ratio is that of a sequence."""
+    if config.ratio_level == "sequence":
+        rule = "be given for packed {} of shape {} with ratio_level='sequence'"
+        known = like.ndim >= 2 or cu_seqlens is not None
+        require(known, "cu_seqlens", (rule, like_name, like.shape), None)
 
 
 def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | Tensor | None:

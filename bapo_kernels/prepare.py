@@ -35,6 +35,7 @@ class Arguments(NamedTuple):
         weighted: weights are wanted; the numbers below are for them alone.
         divisor: of the mode's mean; ``None``: it is counted.
         bounds: float32 ``[2]``, not checked yet.
+        own_bounds: the last two values are the bounds of each token.
     """
 
     tokens: Tensor
@@ -47,6 +48,7 @@ class Arguments(NamedTuple):
     dp_size: int = 1
     divisor: float | Tensor | None = None
     bounds: Tensor | None = None
+    own_bounds: bool = False
 
 
 class TokenInputs(NamedTuple):
@@ -58,6 +60,7 @@ class TokenInputs(NamedTuple):
     weights: Tensor | None
     values: dict[str, Tensor]
     ticket: Tensor | None
+    bounds: Tensor | None = None
 
 
 def token_inputs(backend: str, given: Arguments) -> TokenInputs:
@@ -90,6 +93,7 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
             None if on_device else given.divisor,
             given.divisor if on_device else None,
             given.bounds,
+            given.own_bounds,
             given.live,
             unmasked,
             counted,
@@ -98,10 +102,12 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
             flat,
             ticket,
         )
-    by_name = dict(zip(given.values, flat.unbind(), strict=True))
-    return TokenInputs(
-        unmasked, unmasked if counted is None else counted, labels, weights, by_name, ticket
-    )
+    by_name, bounds = dict(zip(given.values, flat.unbind(), strict=True)), given.bounds
+    if given.own_bounds:
+        del by_name["lower"], by_name["upper"]
+        bounds = flat[-2:]
+    counted = unmasked if counted is None else counted
+    return TokenInputs(unmasked, counted, labels, weights, by_name, ticket, bounds)
 
 
 def _matrix(values: Tensor, like: Tensor) -> Tensor:
@@ -146,6 +152,9 @@ def _in_pytorch(given: Arguments) -> TokenInputs:
     }
     if rising is not None:
         values["advantages"] = torch.where(rising, values["advantages"], torch.nan)
+    bounds = given.bounds
+    if given.own_bounds:
+        bounds = torch.stack((values.pop("lower"), values.pop("upper")))
     weights = None
     if given.weighted:
         divisor = given.divisor
@@ -161,15 +170,17 @@ def _in_pytorch(given: Arguments) -> TokenInputs:
         )
         if rising is not None:
             weights = torch.where(rising, weights, torch.nan)
-        if given.bounds is not None:
-            weights = torch.where(bounds_are_valid(*given.bounds.unbind()), weights, torch.nan)
+        if bounds is not None:
+            weights = torch.where(bounds_are_valid(*bounds.unbind()), weights, torch.nan)
         weights = torch.where(unmasked, weights, 0.0).reshape(-1)
     values = {name: value.reshape(-1).contiguous() for name, value in values.items()}
     counted = unmasked = unmasked.reshape(-1)
     if given.live:
         counted = unmasked & (values["advantages"] != 0)
     labels = tokens.long().reshape(-1) if has_labels else None
-    return TokenInputs(unmasked, counted, labels, weights, values, None)
+    if bounds is not None:
+        bounds = bounds.flatten(1) if given.own_bounds else bounds
+    return TokenInputs(unmasked, counted, labels, weights, values, None, bounds)
 
 
 def _offsets_inside(cu_seqlens: Tensor, N: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
 from .checks import check_group, require
 from .config import BAPOConfig, starting_bounds_of
+from .inputs import config_or_default
 from .output import ClipBounds
 
 Scope = Literal["call", "step", "lagged"]
@@ -64,8 +65,12 @@ class ClipBoundSearch:
     ) -> None:
         require(scope in get_args(Scope), "scope", "be call, step or lagged", scope)
         check_group("process_group", process_group)
-        self.histogram = ContributionHistogram(config, device)
-        self.config = self.histogram.config
+        self.config = config_or_default(config)
+        rule = f"be 'call' with surrogate={self.config.surrogate!r}, which has no search"
+        require(scope == "call" or self.config.has_bounds, "scope", rule, repr(scope))
+        self.histogram: ContributionHistogram | None = None
+        if scope != "call":
+            self.histogram = ContributionHistogram(self.config, device)
         self.scope: Scope = scope
         self.process_group = process_group
         self._bounds: ClipBounds | tuple[float, float] | None = None
@@ -115,7 +120,7 @@ class ClipBoundSearch:
         cu_seqlens: Tensor | None = None,
     ) -> None:
         """Adds the tokens of a micro-batch, as :meth:`ContributionHistogram.update` does."""
-        if self.scope != "call":
+        if self.histogram is not None:
             self.histogram.update(
                 log_probs,
                 old_log_probs,
@@ -127,7 +132,7 @@ class ClipBoundSearch:
 
     def step(self) -> None:
         """Decides, and forgets the tokens. Every rank of the group must call it once per step."""
-        if self.scope != "call":
+        if self.histogram is not None:
             self._bounds = self.histogram.solve(process_group=self.process_group)
             self._metrics = self.histogram.metrics
             self.histogram.reset()
@@ -139,7 +144,7 @@ class ClipBoundSearch:
             config={name: getattr(self.config, name) for name in TABLE_FIELDS},
             bounds=None if self._bounds is None else [float(bound) for bound in self._bounds],
             metrics={name: float(value) for name, value in self._metrics.items()},
-            table=None if self.histogram.table is None else self.histogram.table.clone(),
+            table=None if self._table is None else self._table.clone(),
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,21 +154,27 @@ class ClipBoundSearch:
             ValueError: the state was taken in another scope, or its sums belong to other grids.
         """
         require(state["scope"] == self.scope, "scope", f"be {self.scope!r}", repr(state["scope"]))
-        self.histogram.reset()
-        if state["table"] is not None:
-            self.histogram.load(state["table"])
+        if self.histogram is not None:
+            self.histogram.reset()
+            if state["table"] is not None:
+                self.histogram.load(state["table"])
         for name, value in state.get("config", {}).items():
             mine = getattr(self.config, name)
             if value != mine:
-                self.histogram.reset()
+                if self.histogram is not None:
+                    self.histogram.reset()
                 require(False, f"config.{name}", f"be {mine!r} in the state too", repr(value))
         self._bounds = None if state["bounds"] is None else tuple(state["bounds"])
         known = state.get("metrics")
         self._metrics = self._all_metrics(known) if known else {}
 
+    @property
+    def _table(self) -> Tensor | None:
+        return None if self.histogram is None else self.histogram.table
+
     def _all_metrics(self, known: dict[str, float]) -> dict[str, Tensor]:
         """All metrics of the search, NaN where the value is not known."""
-        device = None if self.histogram.table is None else self.histogram.table.device
+        device = None if self._table is None else self._table.device
         values = [known.get(name, torch.nan) for name in SEARCH_METRICS]
         tensors = torch.tensor(values, dtype=torch.float32, device=device).unbind()
         return dict(zip(SEARCH_METRICS, tensors, strict=True))

@@ -6,7 +6,7 @@
 
 #include "binding_sets.h"
 #include "launch.h"
-#include "prepare.h"
+#include "sequences.h"
 #include "sets.h"
 
 #if defined(__linux__)
@@ -94,6 +94,12 @@ struct Cpu {
             cpu::prepare_chunk(params, chunk, counts, of_sequences.data());
         });
         if (params.ticket) *params.ticket = 0;
+    }
+    static void sequence_mean(const SequenceMeanParams& params, const Tensor&) {
+        const auto some = [&](int64_t begin, int64_t end) {
+            for (int64_t k = begin; k < end; ++k) cpu::sequence_mean(params, k);
+        };
+        torch::stable::parallel_for(0, span_count(params.sequences), 1, some);
     }
     static void contributions(const ContributionParams& params, const Tensor&) {
         const int64_t bins = cpu::contribution_bins(params);

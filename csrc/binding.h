@@ -145,14 +145,39 @@ class Arguments {
                              const OptionalTensor& old_log_probs, const OptionalTensor& advantages,
                              const OptionalTensor& weights, const OptionalTensor& is_weights,
                              const OptionalTensor& ref_log_probs) const {
-        return {
-            data<bool>(counted, count, "counted"),
-            data<float>(old_log_probs, count, "old_log_probs"),
-            data<float>(advantages, count, "advantages"),
-            data<double>(weights, count, "weights"),
-            data<float>(is_weights, count, "rollout_is_weights"),
-            data<float>(ref_log_probs, count, "ref_log_probs"),
-        };
+        TokenInputs tokens{};
+        tokens.counted = data<bool>(counted, count, "counted");
+        tokens.old_log_probs = data<float>(old_log_probs, count, "old_log_probs");
+        tokens.advantages = data<float>(advantages, count, "advantages");
+        tokens.weights = data<double>(weights, count, "weights");
+        tokens.is_weights = data<float>(is_weights, count, "rollout_is_weights");
+        tokens.ref_log_probs = data<float>(ref_log_probs, count, "ref_log_probs");
+        return tokens;
+    }
+
+    // Bounds of all tokens, or of each: the pair, or null where tokens get their own.
+    const float* bounds(const Tensor& bounds, int64_t count, TokenInputs& tokens) const {
+        if (bounds.dim() != 2) return data<float>(bounds, 2, "bounds");
+        tokens.lower = data<float>(bounds, 2 * count, "bounds");
+        tokens.upper = tokens.lower + count;
+        return nullptr;
+    }
+
+    // Of packed tokens, or of rows of this length.
+    Sequences sequences(int64_t tokens, int64_t length, const OptionalTensor& cu_seqlens) const {
+        if (!cu_seqlens) {
+            STD_TORCH_CHECK(length > 0 ? tokens % length == 0 : tokens == 0,
+                            "length must divide the number of tokens, got ", length);
+            return {tokens, length, {}, length > 0 ? tokens / length : 0};
+        }
+        const int64_t count = cu_seqlens->numel() - 1;
+        STD_TORCH_CHECK(count >= 1, "cu_seqlens must have 2 entries or more");
+        return {tokens, length, integers(*cu_seqlens, count + 1, "cu_seqlens"), count};
+    }
+    Numbers integers(const Tensor& tensor, int64_t count, const char* name) const {
+        const Numbers made = numbers(tensor, 1, count, name);
+        STD_TORCH_CHECK(made.type <= NumberType::kInt64, name, " must be integers");
+        return made;
     }
 
     // A tensor to change in place: rows of its last dimension, with any strides up to three
@@ -190,10 +215,14 @@ class Arguments {
     int32_t index_;
 };
 
-inline PolicyOptions policy_options(std::optional<double> clip_ratio_c, double kl_loss_coef,
+inline PolicyOptions policy_options(int64_t surrogate, std::optional<double> clip_ratio_c,
+                                    double sapo_tau_pos, double sapo_tau_neg, double kl_loss_coef,
                                     int64_t kl_loss_type, double entropy_coef) {
     const double no_cap = std::numeric_limits<double>::infinity();
-    return {clip_ratio_c.value_or(no_cap), kl_loss_coef, kl_loss_type, entropy_coef};
+    return {surrogate,    clip_ratio_c.value_or(no_cap),
+            sapo_tau_pos, sapo_tau_neg,
+            kl_loss_coef, kl_loss_type,
+            entropy_coef};
 }
 
 struct Grids {
@@ -253,7 +282,7 @@ inline void add_policy(const Arguments& args, RowPassParams& params, const Tenso
     params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
                                       rollout_is_weights, ref_log_probs);
     params.options = options;
-    params.bounds = args.data<float>(bounds, 2, "bounds");
+    if (bounds) params.bounds = args.bounds(*bounds, N, params.tokens);
     // Bounds are applied as float32, and so are the ends of their ranges.
     params.first = {(float)grids.lower.start, (float)grids.upper.start};
     params.last = {(float)grids.lower.maximum, (float)grids.upper.maximum};
@@ -264,10 +293,11 @@ template <typename Backend>
 void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
               Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
               OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grid_numbers,
-              std::optional<double> clip_ratio_c, double kl_loss_coef, int64_t kl_loss_type,
-              double entropy_coef, double temperature, double logit_scale,
-              std::optional<double> softcap, OptionalTensor temperatures, Tensor log_probs,
-              Tensor entropy, Tensor stats, Tensor undecided, Tensor dlogits) {
+              int64_t surrogate, std::optional<double> clip_ratio_c, double sapo_tau_pos,
+              double sapo_tau_neg, double kl_loss_coef, int64_t kl_loss_type, double entropy_coef,
+              double temperature, double logit_scale, std::optional<double> softcap,
+              OptionalTensor temperatures, Tensor log_probs, Tensor entropy, Tensor stats,
+              Tensor undecided, Tensor dlogits) {
     const Arguments args(logits);
     const Grids grids(grid_numbers);
     const LogitRows rows =
@@ -275,7 +305,9 @@ void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_l
     RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
     add_policy(args, params, counted, old_log_probs, advantages, weights, rollout_is_weights,
                ref_log_probs, bounds, grids,
-               policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef), undecided);
+               policy_options(surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef,
+                              kl_loss_type, entropy_coef),
+               undecided);
     Backend::row_pass(params, logits);
 }
 
@@ -283,14 +315,16 @@ template <typename Backend>
 void row_pass_(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
                Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
                OptionalTensor ref_log_probs, OptionalTensor bounds,
-               std::vector<double> grid_numbers, std::optional<double> clip_ratio_c,
+               std::vector<double> grid_numbers, int64_t surrogate,
+               std::optional<double> clip_ratio_c, double sapo_tau_pos, double sapo_tau_neg,
                double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, double temperature,
                double logit_scale, std::optional<double> softcap, OptionalTensor temperatures,
                Tensor log_probs, Tensor entropy, Tensor stats, Tensor undecided) {
     row_pass<Backend>(logits, labels, counted, old_log_probs, advantages, weights,
-                      rollout_is_weights, ref_log_probs, bounds, grid_numbers, clip_ratio_c,
-                      kl_loss_coef, kl_loss_type, entropy_coef, temperature, logit_scale, softcap,
-                      temperatures, log_probs, entropy, stats, undecided, logits);
+                      rollout_is_weights, ref_log_probs, bounds, grid_numbers, surrogate,
+                      clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef, kl_loss_type,
+                      entropy_coef, temperature, logit_scale, softcap, temperatures, log_probs,
+                      entropy, stats, undecided, logits);
 }
 
 inline void add_gradients(const Arguments& args, RowGradientParams& params, int64_t N,
@@ -330,15 +364,15 @@ template <typename Backend>
 void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> values,
              OptionalTensor cu_seqlens, int64_t aggregation, double scale,
              std::optional<double> length, std::optional<double> divisor,
-             OptionalTensor device_divisor, OptionalTensor bounds, bool live, Tensor unmasked,
-             OptionalTensor counted, OptionalTensor labels, OptionalTensor weights, Tensor flat,
-             OptionalTensor ticket) {
+             OptionalTensor device_divisor, OptionalTensor bounds, bool own_bounds, bool live,
+             Tensor unmasked, OptionalTensor counted, OptionalTensor labels, OptionalTensor weights,
+             Tensor flat, OptionalTensor ticket) {
     STD_TORCH_CHECK(tokens.dim() == 2, "tokens must have 2 dimensions");
     const Arguments args(tokens);
     PrepareParams params{};
     const int64_t R = params.rows = tokens.size(0), S = params.columns = tokens.size(1);
     const int64_t N = params.count(), count = (int64_t)values.size();
-    STD_TORCH_CHECK(count <= PrepareParams::kMostValues && (!live || count > 0),
+    STD_TORCH_CHECK(count <= PrepareParams::kMostValues && count >= (own_bounds ? 2 : live),
                     "values must be at most ", PrepareParams::kMostValues, ", got ", count);
     STD_TORCH_CHECK(aggregation >= 0 && aggregation <= (int64_t)Aggregation::kSeqMeanTokenMean,
                     "aggregation must be in 0..4, got ", aggregation);
@@ -350,8 +384,7 @@ void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> va
         params.sequences = cu_seqlens->numel() - 1;
         STD_TORCH_CHECK(R == 1 && params.sequences >= 1,
                         "cu_seqlens must have 2 entries or more, and tokens one row");
-        params.offsets = args.numbers(*cu_seqlens, 1, params.sequences + 1, "cu_seqlens");
-        STD_TORCH_CHECK(params.offsets.type <= NumberType::kInt64, "cu_seqlens must be integers");
+        params.offsets = args.integers(*cu_seqlens, params.sequences + 1, "cu_seqlens");
     }
     params.value_count = (int)count;
     for (int k = 0; k < params.value_count; ++k) {
@@ -367,6 +400,7 @@ void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> va
     params.divisor = divisor.value_or(kNotGiven);
     params.device_divisor = args.numbers(device_divisor, 1, 1, "device_divisor");
     params.bounds = args.data<float>(bounds, 2, "bounds");
+    params.own_bounds = own_bounds;
     params.live = live;
     params.unmasked = args.data<bool>(unmasked, N, "unmasked");
     params.counted = args.data<bool>(counted, N, "counted");
@@ -377,17 +411,44 @@ void prepare(Tensor tokens, OptionalTensor response_mask, std::vector<Tensor> va
     Backend::prepare(params, tokens);
 }
 
+template <typename Backend>
+void sequence_log_ratios(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs,
+                         int64_t length, OptionalTensor cu_seqlens, Tensor log_ratios) {
+    const Arguments args(log_probs);
+    const int64_t N = log_probs.numel();
+    SequenceMeanParams params{};
+    params.sequences = args.sequences(N, length, cu_seqlens);
+    params.counted = args.data<bool>(counted, N, "counted");
+    params.values = args.data<double>(log_probs, N, "log_probs");
+    params.old_log_probs = args.data<float>(old_log_probs, N, "old_log_probs");
+    params.of_log_probs = true;
+    params.out = args.data<double>(log_ratios, N, "log_ratios");
+    Backend::sequence_mean(params, log_probs);
+}
+
+template <typename Backend>
+void add_sequence_means_(Tensor dlog_ratios, Tensor counted, int64_t length,
+                         OptionalTensor cu_seqlens, Tensor dlog_probs) {
+    const Arguments args(dlog_ratios);
+    const int64_t N = dlog_ratios.numel();
+    SequenceMeanParams params{};
+    params.sequences = args.sequences(N, length, cu_seqlens);
+    params.counted = args.data<bool>(counted, N, "counted");
+    params.values = args.data<double>(dlog_ratios, N, "dlog_ratios");
+    params.out = args.data<double>(dlog_probs, N, "dlog_probs");
+    Backend::sequence_mean(params, dlog_ratios);
+}
+
 // What the operators of the search read, without where they write it.
-inline ContributionParams contribution_params(const Arguments& args, const Grids& grids,
-                                              const Tensor& log_probs, const Tensor& counted,
-                                              const OptionalTensor& old_log_probs,
-                                              const Tensor& advantages,
-                                              const OptionalTensor& rollout_log_probs,
-                                              bool uniform_weight, bool gradient) {
+inline ContributionParams contribution_params(
+    const Arguments& args, const Grids& grids, const Tensor& log_probs, const Tensor& counted,
+    const OptionalTensor& old_log_probs, const OptionalTensor& log_ratios, const Tensor& advantages,
+    const OptionalTensor& rollout_log_probs, bool uniform_weight, bool gradient) {
     ContributionParams params{};
     const int64_t N = params.count = log_probs.numel();
     params.log_probs = args.data<double>(log_probs, N, "log_probs");
     params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, {}, {}, {});
+    params.tokens.log_ratios = args.data<double>(log_ratios, N, "log_ratios");
     params.rollout_log_probs = args.data<float>(rollout_log_probs, N, "rollout_log_probs");
     params.lower = grids.lower;
     params.upper = grids.upper;
@@ -404,13 +465,13 @@ inline SearchResult search_result(const Arguments& args, const Tensor& bounds,
 
 template <typename Backend>
 void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs,
-                   Tensor advantages, OptionalTensor rollout_log_probs,
+                   OptionalTensor log_ratios, Tensor advantages, OptionalTensor rollout_log_probs,
                    std::vector<double> grid_numbers, bool uniform_weight, bool gradient,
                    int64_t rank, Tensor table) {
     const Arguments args(log_probs);
     const Grids grids(grid_numbers);
     ContributionParams params =
-        contribution_params(args, grids, log_probs, counted, old_log_probs, advantages,
+        contribution_params(args, grids, log_probs, counted, old_log_probs, log_ratios, advantages,
                             rollout_log_probs, uniform_weight, gradient);
     params.rank = rank;
     params.ranks = ranks_of(table);
@@ -420,14 +481,14 @@ void contributions(Tensor log_probs, Tensor counted, OptionalTensor old_log_prob
 }
 
 template <typename Backend>
-void search(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs, Tensor advantages,
-            OptionalTensor rollout_log_probs, std::vector<double> grid_numbers, bool uniform_weight,
-            bool gradient, double target, bool ratio_target, bool upper_first, Tensor bounds,
-            Tensor masses) {
+void search(Tensor log_probs, Tensor counted, OptionalTensor old_log_probs,
+            OptionalTensor log_ratios, Tensor advantages, OptionalTensor rollout_log_probs,
+            std::vector<double> grid_numbers, bool uniform_weight, bool gradient, double target,
+            bool ratio_target, bool upper_first, Tensor bounds, Tensor masses) {
     const Arguments args(log_probs);
     const Grids grids(grid_numbers);
     const ContributionParams params =
-        contribution_params(args, grids, log_probs, counted, old_log_probs, advantages,
+        contribution_params(args, grids, log_probs, counted, old_log_probs, log_ratios, advantages,
                             rollout_log_probs, uniform_weight, gradient);
     Backend::search(params, {target, ratio_target, upper_first},
                     search_result(args, bounds, masses), log_probs);
@@ -450,13 +511,15 @@ void solve(Tensor table, std::vector<double> grid_numbers, double target, bool r
 
 template <typename Backend>
 void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTensor old_log_probs,
-            Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
-            OptionalTensor ref_log_probs, OptionalTensor rollout_log_probs, Tensor bounds,
-            OptionalTensor masses, std::vector<double> grid_numbers, bool uniform_weight,
-            bool gradient, double target, bool ratio_target, std::optional<double> clip_ratio_c,
-            double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, OptionalTensor unmasked,
-            Tensor ticket, Tensor report, Tensor dlog_probs, OptionalTensor dentropy,
-            OptionalTensor outputs) {
+            OptionalTensor log_ratios, Tensor advantages, Tensor weights,
+            OptionalTensor rollout_is_weights, OptionalTensor ref_log_probs,
+            OptionalTensor rollout_log_probs, Tensor bounds, OptionalTensor masses,
+            std::vector<double> grid_numbers, bool uniform_weight, bool gradient, double target,
+            bool ratio_target, int64_t surrogate, std::optional<double> clip_ratio_c,
+            double sapo_tau_pos, double sapo_tau_neg, double kl_loss_coef, int64_t kl_loss_type,
+            double entropy_coef, OptionalTensor unmasked, Tensor ticket, Tensor report,
+            Tensor dlog_probs, OptionalTensor dentropy, OptionalTensor outputs,
+            OptionalTensor dlog_ratios) {
     PolicyParams params{};
     const Arguments args(log_probs);
     const Grids grids(grid_numbers);
@@ -466,13 +529,15 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
     params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
                                       rollout_is_weights, ref_log_probs);
     params.rollout_log_probs = args.data<float>(rollout_log_probs, N, "rollout_log_probs");
-    params.options = policy_options(clip_ratio_c, kl_loss_coef, kl_loss_type, entropy_coef);
+    params.options = policy_options(surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg,
+                                    kl_loss_coef, kl_loss_type, entropy_coef);
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
     params.first = {grids.lower.start, grids.upper.start};
     params.last = {grids.lower.last(), grids.upper.last()};
     params.target = {target, ratio_target, false};
-    params.bounds = args.data<float>(bounds, 2, "bounds");
+    params.tokens.log_ratios = args.data<double>(log_ratios, N, "log_ratios");
+    params.bounds = args.bounds(bounds, N, params.tokens);
     params.masses = args.data<double>(masses, kMasses, "masses");
     params.unmasked = args.data<bool>(unmasked, N, "unmasked");
     params.ticket = args.data<int32_t>(ticket, 1, "ticket");
@@ -480,6 +545,7 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
     params.dlog_probs = args.data<double>(dlog_probs, N, "dlog_probs");
     params.dentropy = args.data<double>(dentropy, N, "dentropy");
     params.outputs = args.data<float>(outputs, entropy ? 2 * N : N, "outputs");
+    params.dlog_ratios = args.data<double>(dlog_ratios, N, "dlog_ratios");
     Backend::policy(params, log_probs);
 }
 
@@ -491,6 +557,8 @@ void register_operators(Library& m) {
     m.impl("row_gradient", TORCH_BOX(&row_gradient<Backend>));
     m.impl("row_gradient_", TORCH_BOX(&row_gradient_<Backend>));
     m.impl("prepare", TORCH_BOX(&prepare<Backend>));
+    m.impl("sequence_log_ratios", TORCH_BOX(&sequence_log_ratios<Backend>));
+    m.impl("add_sequence_means_", TORCH_BOX(&add_sequence_means_<Backend>));
     m.impl("contributions", TORCH_BOX(&contributions<Backend>));
     m.impl("search", TORCH_BOX(&search<Backend>));
     m.impl("solve", TORCH_BOX(&solve<Backend>));

@@ -68,6 +68,10 @@ struct Cuda {
         }
         launch.check(cuda::prepare(params, counted, launch.stream()));
     }
+    static void sequence_mean(const SequenceMeanParams& params, const Tensor& like) {
+        const Launch launch(like);
+        launch.check(cuda::sequence_mean(params, launch.stream()));
+    }
     static void contributions(const ContributionParams& params, const Tensor& like) {
         const Launch launch(like);
         Tensor memory;

@@ -49,6 +49,9 @@ void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts
 
 void find_labels_chunk(const FindLabelsParams& params, int64_t chunk);
 
+// Of one of the span_count(sequences) sequences.
+void sequence_mean(const SequenceMeanParams& params, int64_t k);
+
 // Bins of both grids of one chunk of tokens, lower side first.
 int64_t contribution_bins(const ContributionParams& params);
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins);

@@ -90,7 +90,7 @@ struct TokenCounts {
 
 // From the arguments of the caller, [rows, columns], to flat inputs of every kernel.
 struct PrepareParams {
-    static constexpr int kMostValues = 6;
+    static constexpr int kMostValues = 8;
 
     int64_t rows;
     int64_t columns;
@@ -108,6 +108,7 @@ struct PrepareParams {
     double divisor;  // of a mean; NaN: device_divisor, or counted here
     Numbers device_divisor;
     const float* bounds;
+    bool own_bounds;  // of each token: the last two values
     bool live;
     bool* unmasked;
     bool* counted;
@@ -128,6 +129,9 @@ struct TokenInputs {
     const double* weights;
     const float* is_weights;
     const float* ref_log_probs;
+    const float* lower;  // bounds of each token; null: the same for all
+    const float* upper;
+    const double* log_ratios;  // in the place of log_prob - old_log_prob
 };
 
 // Without rows.grad this is row_statistics: the first pass alone, for which counted is the only
@@ -137,8 +141,8 @@ struct RowPassParams {
     const int64_t* labels;
     TokenInputs tokens;
     PolicyOptions options;
-    const float* bounds;  // (lower, upper); null: not known yet, between first and last
-    Bounds first;
+    const float* bounds;  // (lower, upper) of all; null: tokens have their own, or they are not
+    Bounds first;         // known yet, between first and last
     Bounds last;
     double* log_probs;
     double* entropy;
@@ -256,6 +260,24 @@ struct SetWeightGradientParams {
     float* dbias;
 };
 
+// Sequences of tokens: rows of `length`, or packed ones between offsets.
+struct Sequences {
+    int64_t tokens;
+    int64_t length;
+    Numbers offsets;  // data is null where they are rows
+    int64_t count;
+};
+
+// Means over the counted tokens of each sequence.
+struct SequenceMeanParams {
+    Sequences sequences;
+    const bool* counted;
+    const double* values;  // log-probs, or gradients of log-ratios
+    const float* old_log_probs;
+    bool of_log_probs;
+    double* out;  // log-ratios, or gradients of log-probs, to which the means are added
+};
+
 struct ContributionParams {
     int64_t count;
     const double* log_probs;
@@ -327,7 +349,7 @@ struct PolicyParams {
     Bounds first;
     Bounds last;
     TargetParams target;
-    const float* bounds;
+    const float* bounds;  // (lower, upper) of all; null: tokens have their own
     // Those of the search; null: those of these tokens.
     const double* masses;
     const bool* unmasked;  // given where tokens may be unmasked and not counted
@@ -335,7 +357,8 @@ struct PolicyParams {
     Report* report;
     double* dlog_probs;
     double* dentropy;
-    float* outputs;  // log-probs, then entropies, of the caller's output; null: not wanted
+    float* outputs;       // log-probs, then entropies, of the caller's output; null: not wanted
+    double* dlog_ratios;  // where the policy term's gradients go; null: into dlog_probs
 };
 
 }  // namespace bapo

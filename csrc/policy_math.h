@@ -21,7 +21,9 @@ constexpr double kRatioEps = 1e-8;
 constexpr double kLowestFloat = -3.4028234663852886e38;
 constexpr int kMaxGridPoints = 1024;
 
+// As in config.py.
 enum KlType : int64_t { kK1 = 0, kK2 = 1, kK3 = 2 };
+enum Surrogate : int64_t { kClip = 0, kCispo = 1, kSapo = 2 };
 
 struct Bounds {
     double lower;
@@ -30,7 +32,10 @@ struct Bounds {
 
 // Options of the loss per token; clip_ratio_c is infinite without a dual clip.
 struct PolicyOptions {
+    int64_t surrogate;
     double clip_ratio_c;
+    double sapo_tau_pos;
+    double sapo_tau_neg;
     double kl_loss_coef;
     int64_t kl_loss_type;
     double entropy_coef;
@@ -61,11 +66,17 @@ BAPO_HD double on_policy_old(double log_prob) {
     return log_prob < kLowestFloat ? kLowestFloat : log_prob;
 }
 
+// The mean over a sequence may take the place of log_prob - old_log_prob; it is NaN where one of
+// the latter is not finite.
+BAPO_HD Ratio ratio_of(double log_ratio) {
+    const double log_value = clamp(log_ratio, -kLogRatioLimit, kLogRatioLimit);
+    return {exp(log_value), log_value, log_value != log_ratio};
+}
 BAPO_HD Ratio policy_ratio(double log_prob, double old_log_prob) {
-    const double delta = log_prob - old_log_prob;
-    const double log_value = clamp(delta, -kLogRatioLimit, kLogRatioLimit);
+    Ratio ratio = ratio_of(log_prob - old_log_prob);
     const bool bad = !(old_log_prob - old_log_prob == 0.0);
-    return {bad ? NAN : exp(log_value), log_value, log_value != delta};
+    if (bad) ratio.value = NAN;
+    return ratio;
 }
 
 // Whether the gradient of a token passes the clip (bounds inclusive).
@@ -74,17 +85,15 @@ BAPO_HD bool passes_clip(double r, double advantage, Bounds bounds, double clip_
 }
 
 struct PolicyTerm {
-    double loss;  // -J, importance weight included
-    double grad;  // d loss / d log_prob
+    double loss;
+    double grad;  // d loss / d log_prob; of a sequence's ratio, with respect to its logarithm
     bool clipped;
     bool dual_clipped;
 };
 
-// J = min(r*A, clip(r, c_low, c_high)*A); for A < 0 the loss is at most -A*clip_ratio_c.
-BAPO_HD PolicyTerm policy_term(const Token& token, const Ratio& ratio, Bounds bounds,
-                               double clip_ratio_c) {
-    const double A = token.advantage, r = ratio.value;
-    const double clipped_r = clamp(r, bounds.lower, bounds.upper);
+// l = -min(r*A, clip(r, c_low, c_high)*A); for A < 0 the loss is at most -A*clip_ratio_c.
+BAPO_HD PolicyTerm clip_term(double A, const Ratio& ratio, Bounds bounds, double clip_ratio_c) {
+    const double r = ratio.value, clipped_r = clamp(r, bounds.lower, bounds.upper);
     const double free = r * A, held = clipped_r * A;
     double loss = -(held < free ? held : free);
     const double cap = -A * clip_ratio_c;
@@ -97,7 +106,39 @@ BAPO_HD PolicyTerm policy_term(const Token& token, const Ratio& ratio, Bounds bo
         grad = 0.0;
     }
     const bool clipped = (A > 0.0 && r > bounds.upper) || (A < 0.0 && r < bounds.lower);
-    return {loss * token.is_weight, grad * token.is_weight, clipped, dual_clipped};
+    return {loss, grad, clipped, dual_clipped};
+}
+
+// l = -clip(r, c_low, c_high)*A*log_prob, the clipped ratio held constant.
+BAPO_HD PolicyTerm cispo_term(double A, double r, double log_prob, Bounds bounds) {
+    const double grad = -clamp(r, bounds.lower, bounds.upper) * A;
+    const bool clipped = r < bounds.lower || r > bounds.upper;
+    return {grad == 0.0 ? 0.0 : grad * log_prob, grad, clipped, false};
+}
+
+// l = -A*(4/tau)*sigmoid(tau*(r - 1)).
+BAPO_HD PolicyTerm sapo_term(double A, const Ratio& ratio, double tau) {
+    const double r = ratio.value, gate = 1.0 / (1.0 + exp(-tau * (r - 1.0)));
+    const double grad = -A * 4.0 * gate * (1.0 - gate) * r;
+    const bool zero = ratio.saturated && grad == grad;
+    return {-A * (4.0 / tau) * gate, zero ? 0.0 : grad, false, false};
+}
+
+// The surrogate of a token's policy term, times its importance weight.
+BAPO_HD PolicyTerm policy_term(const Token& token, const Ratio& ratio, Bounds bounds,
+                               const PolicyOptions& options) {
+    const double A = token.advantage;
+    PolicyTerm term;
+    switch (options.surrogate) {
+        case kCispo: term = cispo_term(A, ratio.value, token.log_prob, bounds); break;
+        case kSapo:
+            term = sapo_term(A, ratio, A > 0.0 ? options.sapo_tau_pos : options.sapo_tau_neg);
+            break;
+        default: term = clip_term(A, ratio, bounds, options.clip_ratio_c);
+    }
+    term.loss *= token.is_weight;
+    term.grad *= token.is_weight;
+    return term;
 }
 
 struct KlTerm {
@@ -117,15 +158,17 @@ BAPO_HD KlTerm kl_term(double log_prob, double ref_log_prob, int64_t type) {
     return {held, inside || value != value ? -expm1(d) : 0.0};
 }
 
+// d loss / d log_prob of a token's KL term.
+BAPO_HD double kl_grad(const Token& token, const PolicyOptions& options) {
+    if (options.kl_loss_coef == 0.0) return 0.0;
+    const KlTerm kl = kl_term(token.log_prob, token.ref_log_prob, options.kl_loss_type);
+    return options.kl_loss_coef * kl.grad;
+}
+
 // d loss / d log_prob of a token: policy term and KL term.
 BAPO_HD double token_grad(const Token& token, const Ratio& ratio, Bounds bounds,
                           const PolicyOptions& options) {
-    double grad = policy_term(token, ratio, bounds, options.clip_ratio_c).grad;
-    if (options.kl_loss_coef != 0.0) {
-        const KlTerm kl = kl_term(token.log_prob, token.ref_log_prob, options.kl_loss_type);
-        grad += options.kl_loss_coef * kl.grad;
-    }
-    return grad;
+    return policy_term(token, ratio, bounds, options).grad + kl_grad(token, options);
 }
 
 // What a token adds to the positive mass (A > 0) or the negative mass (A < 0), without its weight.

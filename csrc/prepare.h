@@ -41,9 +41,9 @@ BAPO_HD To number_at(const Numbers& numbers, int64_t row, int64_t column) {
 }
 
 // The offset at which sequence k of packed tokens begins, cut to the tokens that there are.
-BAPO_HD int64_t offset_at(const PrepareParams& params, int64_t k) {
-    const int64_t offset = number_at<int64_t>(params.offsets, 0, k);
-    return offset < 0 ? 0 : (offset > params.columns ? params.columns : offset);
+BAPO_HD int64_t offset_at(const Numbers& offsets, int64_t k, int64_t tokens) {
+    const int64_t offset = number_at<int64_t>(offsets, 0, k);
+    return offset < 0 ? 0 : (offset > tokens ? tokens : offset);
 }
 // Whether the k-th step of the offsets breaks their rule: they rise from 0 to at most N.
 BAPO_HD bool offset_is_bad(const PrepareParams& params, int64_t k) {
@@ -65,7 +65,7 @@ BAPO_HD Position position_of(const PrepareParams& params, int64_t i) {
     int64_t low = 0, count = params.sequences;
     while (count > 0) {
         const int64_t half = count / 2;
-        const bool ended = offset_at(params, low + half + 1) <= column;
+        const bool ended = offset_at(params.offsets, low + half + 1, params.columns) <= column;
         low = ended ? low + half + 1 : low;
         count = ended ? count - half - 1 : half;
     }
@@ -92,12 +92,13 @@ BAPO_HD double divisor_of(const PrepareParams& params, int64_t counted) {
     return given > 0.0 ? given : NAN;
 }
 
+BAPO_HD bool bounds_are_valid(float lower, float upper) { return 0.0f <= lower && lower <= upper; }
+
 // The part of its weight that all unmasked tokens share; NaN where an input of the whole call
 // breaks its rule.
 BAPO_HD double shared_weight(const PrepareParams& params, const TokenCounts& counts) {
-    const float lower = params.bounds ? params.bounds[0] : 0.0f;
-    const float upper = params.bounds ? params.bounds[1] : 1.0f;
-    if (!(0.0f <= lower && lower <= upper) || counts.bad_offsets) return NAN;
+    const bool valid = !params.bounds || bounds_are_valid(params.bounds[0], params.bounds[1]);
+    if (!valid || counts.bad_offsets) return NAN;
     switch (params.aggregation) {
         case Aggregation::kTokenSum: return params.scale;
         case Aggregation::kTokenMean: return params.scale / divisor_of(params, counts.tokens);
@@ -146,6 +147,10 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
     }
     if (params.aggregation == Aggregation::kSeqMeanTokenSumNorm) {
         weight /= params.length == params.length ? params.length : (double)params.columns;
+    }
+    if (params.own_bounds) {
+        const float* const lower = params.flat + (params.value_count - 2) * N + i;
+        if (!bounds_are_valid(lower[0], lower[N])) weight = NAN;
     }
     params.weights[i] = unmasked ? weight : 0.0;
 }

@@ -17,6 +17,8 @@ struct alignas(16) TokenValues {
     float old_log_prob;
     float ref_log_prob;
     float is_weight;
+    float lower;
+    float upper;
 };
 BAPO_HD TokenValues values_at(const TokenInputs& tokens, int64_t i) {
     return {
@@ -25,6 +27,8 @@ BAPO_HD TokenValues values_at(const TokenInputs& tokens, int64_t i) {
         tokens.old_log_probs ? tokens.old_log_probs[i] : 0.0f,
         tokens.ref_log_probs ? tokens.ref_log_probs[i] : 0.0f,
         tokens.is_weights ? tokens.is_weights[i] : 0.0f,
+        tokens.lower ? tokens.lower[i] : 0.0f,
+        tokens.upper ? tokens.upper[i] : 0.0f,
     };
 }
 
@@ -39,6 +43,10 @@ BAPO_HD Token token_of(const TokenInputs& tokens, const TokenValues& values, dou
 }
 BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
     return token_of(tokens, values_at(tokens, i), log_prob);
+}
+
+BAPO_HD Ratio ratio_at(const TokenInputs& tokens, int64_t i, double log_prob, double old) {
+    return tokens.log_ratios ? ratio_of(tokens.log_ratios[i]) : policy_ratio(log_prob, old);
 }
 
 // d x/d z in double, for the largest entry of a row's gradient, which is its label's.
@@ -82,8 +90,11 @@ BAPO_HD BoundsRange bounds_range(const RowPassParams& params) {
     const Bounds known{params.bounds[0], params.bounds[1]};
     return {known, known};
 }
-BAPO_HD Decision decide(const RowPassParams& params, const BoundsRange& range,
-                        const TokenValues& values, double log_prob) {
+BAPO_HD Decision decide(const RowPassParams& params, BoundsRange range, const TokenValues& values,
+                        double log_prob) {
+    if (params.tokens.lower) {
+        range.first = range.last = {values.lower, values.upper};
+    }
     const Token token = token_of(params.tokens, values, log_prob);
     const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
     const double grad = token_grad(token, ratio, range.first, params.options);
@@ -110,7 +121,7 @@ BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
     const double A = params.tokens.counted[i] ? params.tokens.advantages[i] : 0.0;
     if (!(A > 0.0 || A < 0.0)) return {1.0, 0.0, 0.0};
     const double log_prob = params.log_probs[i], old = old_log_prob(params.tokens, i, log_prob);
-    return {policy_ratio(log_prob, old).value, A,
+    return {ratio_at(params.tokens, i, log_prob, old).value, A,
             search_weight(params.uniform_weight, params.rollout_log_probs, i, old)};
 }
 
@@ -171,6 +182,7 @@ BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep
 struct PolicySums {
     double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
     double pos, neg, pos_start, neg_start, pos_last, neg_last;
+    double lower, upper;
 };
 constexpr int kPolicySums = sizeof(PolicySums) / sizeof(double);
 
@@ -186,6 +198,7 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
     const PolicyOptions& options = params.options;
     if (params.dlog_probs) params.dlog_probs[i] = 0.0;
     if (params.dentropy) params.dentropy[i] = 0.0;
+    if (params.dlog_ratios) params.dlog_ratios[i] = 0.0;
     if (params.outputs) {
         params.outputs[i] = output_value(params, i, params.log_probs[i]);
         if (params.entropy) {
@@ -194,13 +207,15 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
     }
     if (!tokens.counted[i]) return;
 
-    const Bounds bounds{params.bounds[0], params.bounds[1]};
+    const bool own_bounds = tokens.lower != nullptr;
+    const Bounds bounds = own_bounds ? Bounds{tokens.lower[i], tokens.upper[i]}
+                                     : Bounds{params.bounds[0], params.bounds[1]};
     const double log_prob = params.log_probs[i];
     const Token token = token_at(tokens, i, log_prob);
     const double A = token.advantage, weight = tokens.weights[i];
     const double entropy = params.entropy ? params.entropy[i] : 0.0;
-    const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
-    const PolicyTerm policy = policy_term(token, ratio, bounds, options.clip_ratio_c);
+    const Ratio ratio = ratio_at(tokens, i, log_prob, token.old_log_prob);
+    const PolicyTerm policy = policy_term(token, ratio, bounds, options);
     const double kl = tokens.ref_log_probs
                           ? kl_term(log_prob, token.ref_log_prob, options.kl_loss_type).value
                           : 0.0;
@@ -216,6 +231,10 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
     sums.dual_clipped += policy.dual_clipped;
     sums.log_ratio += ratio.log_value;
     sums.entropy += entropy;
+    if (own_bounds) {
+        sums.lower += bounds.lower;
+        sums.upper += bounds.upper;
+    }
     if (A > 0.0 || A < 0.0) {
         const double w =
             search_weight(params.uniform_weight, params.rollout_log_probs, i, token.old_log_prob);
@@ -232,8 +251,12 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
             sums.neg_last += at_last;
         }
     }
-    if (params.dlog_probs) {
-        params.dlog_probs[i] = weight * token_grad(token, ratio, bounds, options);
+    const double of_kl = kl_grad(token, options);
+    if (params.dlog_ratios) {
+        params.dlog_ratios[i] = weight * policy.grad;
+        params.dlog_probs[i] = weight * of_kl;
+    } else if (params.dlog_probs) {
+        params.dlog_probs[i] = weight * (policy.grad + of_kl);
     }
     if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;
 }
@@ -265,8 +288,8 @@ BAPO_HD void report(const PolicyParams& params, PolicySums total) {
     out.ppo_kl = (float)(-total.log_ratio / count);
     out.entropy = (float)(total.entropy / count);
     out.kl_loss = (float)total.kl_loss;
-    out.bapo_clip_low = params.bounds[0];
-    out.bapo_clip_high = params.bounds[1];
+    out.bapo_clip_low = params.bounds ? params.bounds[0] : (float)(total.lower / count);
+    out.bapo_clip_high = params.bounds ? params.bounds[1] : (float)(total.upper / count);
     out.bapo_pos_share = (float)share_of(total.pos, total.pos + total.neg);
     out.bapo_pos_share_start = (float)share_of(total.pos_start, total.pos_start + total.neg_start);
     out.bapo_pos_share_max =

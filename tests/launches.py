@@ -15,6 +15,8 @@ LAUNCHES = {
     "solve": 1,
     "search": 2,
     "policy": 1,
+    "sequence_log_ratios": 1,
+    "add_sequence_means_": 1,
     "find_labels": 1,
     "gather_sets": 1,
     "multiply_sets": 1,

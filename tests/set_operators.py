@@ -10,6 +10,7 @@ import torch
 from helpers import assert_within_budget
 from torch import Tensor
 
+from bapo_kernels.config import SURROGATES
 from bapo_kernels.tools.budget import largest
 
 OPERATORS = {
@@ -217,6 +218,7 @@ class Options(NamedTuple):
     per_row: bool = False  # temperatures, KL term and importance weights of every row
     entropy_coef: float = 0.0
     clip_ratio_c: float | None = None
+    surrogate: int = SURROGATES["clip"]
 
 
 PLAIN = Options()
@@ -433,7 +435,10 @@ def run_pass(ops, name, sets, tokens, options, inputs, outputs, bounds=None, mor
         tokens.ref_log_probs,
         None if bounds is None else torch.tensor(bounds),
         GRIDS,
+        options.surrogate,
         options.clip_ratio_c,
+        1.0,
+        1.05,
         kl_loss_coef,
         2,
         options.entropy_coef,

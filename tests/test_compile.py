@@ -208,7 +208,7 @@ def test_loss_from_log_probs():
 
 N, V = 6, 40
 TRANSFORM = (0.9, 1.1, 30.0, torch.linspace(0.5, 2.0, 6))
-POLICY = (3.0, 0.1, 2, 0.01)
+POLICY = (0, 3.0, 1.0, 1.05, 0.1, 2, 0.01)
 GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
 
 
@@ -247,7 +247,8 @@ def on_cpu():
     )
     row_gradient = (labels, stats, entropy, double(N), double(N), flags, *TRANSFORM)
     table, bounds, masses = double(2, 54), torch.tensor([0.8, 1.2]), double(6)
-    searched = (logp, counted, old, A, None, GRIDS, False, False)
+    log_ratios = double(N)
+    searched = (logp, counted, old, log_ratios, A, None, GRIDS, False, False)
     flat, ticket = torch.empty(2, N), torch.zeros(1, dtype=torch.int32)
     ids, offsets = torch.arange(0, 36, 3, dtype=torch.int32), torch.arange(0, 14, 2)[: N + 1]
     values, shard = torch.randn(len(ids)), torch.tensor([0, V])
@@ -265,17 +266,20 @@ def on_cpu():
         "row_gradient_": (logits, *row_gradient),
         "prepare": (
             *(labels.view(2, 3), counted.view(2, 3), [A.view(2, 3), old.view(2, 3)], None),
-            *(4, 1.0, None, None, None, bounds, True, *masks, labels.clone(), double(N)),
+            *(4, 1.0, None, None, None, bounds, False, True, *masks, labels.clone(), double(N)),
             *(flat, ticket),
         ),
         "contributions": (*searched, 1, table),
         "search": (*searched, 0.4, False, True, bounds, masses),
         "solve": (table, GRIDS, 0.4, False, True, bounds, masses),
         "policy": (
-            *(logp, entropy, *tokens, None, bounds, masses, GRIDS, False, False, 0.4, False),
+            *(logp, entropy, counted, old, log_ratios, *tokens[2:], None, bounds, masses, GRIDS),
+            *(False, False, 0.4, False),
             *(*POLICY, counted, ticket, torch.empty(15), double(N), double(N)),
-            torch.empty(2, N),
+            *(torch.empty(2, N), double(N)),
         ),
+        "sequence_log_ratios": (logp, counted, old, 3, None, double(N)),
+        "add_sequence_means_": (logp, counted, 0, torch.tensor([0, 4, 6]), double(N)),
         "find_labels": (labels, ids, offsets, V, labels.clone()),
         "gather_sets": (logits, *where, values),
         "multiply_sets": (hidden, weight, bias, *where, values),
@@ -342,8 +346,14 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         ("contributions", -1, double(2, 53)),  # another grid's table
         ("contributions", -2, 2),  # a rank beyond the table
         ("search", -1, double(5)),  # too few masses
-        ("policy", -4, torch.empty(14)),  # a report of another version
-        ("policy", -1, torch.empty(1, N)),  # no room for the entropies
+        ("policy", -5, torch.empty(14)),  # a report of another version
+        ("policy", -2, torch.empty(1, N)),  # no room for the entropies
+        ("policy", 10, torch.ones(2, N - 1)),  # bounds of too few tokens
+        ("row_pass", 8, torch.ones(2, N + 1)),  # bounds of too many tokens
+        ("sequence_log_ratios", 3, 4),  # no number of sequences
+        ("sequence_log_ratios", -1, double(N - 1)),  # room for too few ratios
+        ("add_sequence_means_", 3, torch.tensor([0])),  # no sequence
+        ("add_sequence_means_", 3, torch.tensor([0.0, 6.0])),  # offsets that are no integers
         ("find_labels", 2, torch.arange(N)),  # too few offsets
         ("gather_sets", 2, torch.arange(12)),  # ids of another dtype
         ("gather_sets", -1, torch.empty(11)),  # too few values

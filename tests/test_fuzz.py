@@ -410,7 +410,8 @@ class Searches(RuleBasedStateMachine):
         probe = reference.Contributions(self.config, *tokens, rollout)
         sums = [probe.negative(point) for point in self.config.lower_grid]
         sums += [probe.positive(point) for point in self.config.upper_grid]
-        table = self.search.histogram.table
+        histogram = self.search.histogram
+        table = None if histogram is None else histogram.table
         table = torch.zeros(len(sums), dtype=torch.float64) if table is None else table
         torch.testing.assert_close(table, torch.stack(sums), rtol=1e-12, atol=0)
 

@@ -35,6 +35,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CU = torch.tensor([0, 5, 5, 12, 20])
 
 TEMPERATURES = per_token(seed=5, low=0.4, high=2.5)
+OWN_BOUNDS = ClipBounds(per_token(low=0.7, high=1.0), per_token(seed=1, low=1.0, high=1.3))
+REF = dict(ref_log_probs=per_token())
 # One option alone, then many together: (config options, call options).
 OPTIONS = {
     "paper": ({}, {}),
@@ -55,6 +57,13 @@ OPTIONS = {
     "uniform": (dict(token_weight="uniform"), {}),
     "gradient_contribution": (dict(contribution="gradient"), {}),
     "bounds": ({}, dict(bounds=ClipBounds(torch.tensor(0.85), torch.tensor(1.15)))),
+    "own_bounds": ({}, dict(bounds=OWN_BOUNDS)),
+    "cispo": (dict(surrogate="cispo", target=0.5), {}),
+    "cispo_own_bounds": (dict(surrogate="cispo", kl_loss_coef=0.1), dict(bounds=OWN_BOUNDS) | REF),
+    "sapo": (dict(surrogate="sapo", sapo_tau_neg=1.5), {}),
+    "sequence": (dict(ratio_level="sequence", target=0.5), {}),
+    "sequence_cispo": (dict(ratio_level="sequence", surrogate="cispo", target=0.5), {}),
+    "sequence_sapo": (dict(ratio_level="sequence", surrogate="sapo", entropy_coef=0.05), {}),
     "token_sum": (dict(loss_agg_mode="token-sum"), {}),
     "seq_sum": (dict(loss_agg_mode="seq-mean-token-sum"), {}),
     "seq_norm": (dict(loss_agg_mode="seq-mean-token-sum-norm"), {}),
@@ -71,6 +80,17 @@ OPTIONS = {
     "temperatures, together": (
         dict(entropy_coef=0.05, kl_loss_coef=0.1, final_logit_softcapping=5.0, logit_scale=1.7),
         dict(temperature=TEMPERATURES, ref_log_probs=per_token()),
+    ),
+    "sequence, together": (
+        dict(
+            ratio_level="sequence",
+            clip_ratio_c=1.05,
+            kl_loss_coef=0.05,
+            entropy_coef=0.01,
+            contribution="gradient",
+            loss_agg_mode="seq-mean-token-mean",
+        ),
+        dict(rollout_is_weights=per_token(low=0.2, high=2.0), bounds=OWN_BOUNDS) | REF,
     ),
     "together": (
         dict(
@@ -443,6 +463,7 @@ CONFIGS = st.builds(
     kl_loss_type=st.sampled_from(["k1", "k2", "low_var_kl"]),
     entropy_coef=st.sampled_from([0.0, 0.01, -0.02]),
     loss_agg_mode=st.sampled_from(["token-mean", "token-sum", "seq-mean-token-mean"]),
+    ratio_level=st.sampled_from(["token", "sequence"]),
     temperature=st.sampled_from([1.0, 0.6, 1.3]),
     logit_scale=st.sampled_from([1.0, 0.5]),
     final_logit_softcapping=st.sampled_from([None, 10.0]),

@@ -9,15 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import IGNORE_INDEX, LOG_RATIO_LIMIT, BAPOConfig, starting_bounds_of
+from ..config import IGNORE_INDEX, BAPOConfig, starting_bounds_of
 from ..distributed import whole_vocabulary
-from ..inputs import bounds_are_valid, bounds_tensor, config_or_default, rising_offsets
+from ..inputs import (
+    bounds_are_valid,
+    bounds_tensor,
+    check_ratio_level,
+    checked_bounds,
+    config_or_default,
+    rising_offsets,
+)
 from ..output import BAPOOutput, ClipBounds
 from ..sampling_mask import SamplingMask
 from .search import Contributions, find_clip_bounds, search_metrics
 from .sets import outside_of_sets
 from .softmax import head_logits, log_probs
-from .tokens import behaviour_log_probs, check_shapes, clipped, per_token, ratio, unmasked_tokens
+from .tokens import (
+    behaviour_log_probs,
+    check_shapes,
+    clipped,
+    log_ratios,
+    per_token,
+    sequence_mean,
+    unmasked_tokens,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,7 +48,7 @@ def bapo_loss_from_log_probs(
     *,
     entropy: Tensor | None = None,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | tuple[float, float] | None = None,
+    bounds: ClipBounds | tuple[float | Tensor, float | Tensor] | None = None,
     statistics: Literal["all", "live"] = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
@@ -48,6 +63,7 @@ def bapo_loss_from_log_probs(
 
     ``J = min(r*A, clip(r, c_low, c_high)*A)`` and ``l = -J``, capped at ``-A*clip_ratio_c`` for
     A < 0 (dual clip), times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``.
+    :class:`BAPOConfig` has the other surrogates, and the ratio of a sequence.
 
     Examples:
         >>> log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
@@ -75,21 +91,26 @@ def bapo_loss_from_log_probs(
     logp = torch.where(unmasked, given_logp, 0.0)
     old = torch.where(unmasked, behaviour_log_probs(logp, old_log_probs).to(work), 0.0)
 
-    bounds_given, valid = bounds is not None, torch.ones((), device=log_probs.device)
-    if bounds is not None:
-        lower, upper = bounds_tensor(bounds, log_probs).unbind()
-        bounds = ClipBounds(lower, upper)
-        valid = torch.where(bounds_are_valid(lower, upper), 1.0, torch.nan)
-    else:
-        bounds = find_clip_bounds(
+    check_ratio_level(log_probs, "log_probs", config, cu_seqlens)
+    searched = bounds is None and config.has_bounds
+    valid = torch.ones((), device=log_probs.device)
+    if searched:
+        bounds = at = find_clip_bounds(
             given_logp,
             old_log_probs,
             A,
             unmasked,
             config=config,
             rollout_log_probs=rollout_log_probs,
+            cu_seqlens=cu_seqlens,
             process_group=process_group,
         )
+    elif bounds is None:
+        bounds = at = ClipBounds(*bounds_tensor(starting_bounds_of(config), log_probs).unbind())
+    else:
+        bounds = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
+        at = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in bounds))
+        valid = torch.where(bounds_are_valid(*at), 1.0, torch.nan)
     ref = is_weights = None
     if ref_log_probs is not None:
         ref = torch.where(unmasked, ref_log_probs.detach().to(work), 0.0)
@@ -98,7 +119,8 @@ def bapo_loss_from_log_probs(
     ent = torch.zeros_like(logp)
     if entropy is not None:
         ent = torch.where(unmasked, entropy.to(work), 0.0)
-    terms = _token_terms(config, logp, old, A, bounds, is_weights, ref, ent)
+    log_ratio = log_ratios(logp, old, unmasked, config.ratio_level, cu_seqlens)
+    terms = _token_terms(config, logp, log_ratio, A, at, is_weights, ref, ent)
 
     def aggregate(values: Tensor) -> Tensor:
         values = torch.where(counted, values * valid, values)
@@ -108,22 +130,27 @@ def bapo_loss_from_log_probs(
 
     counted = unmasked
     if statistics == "live" and not config.kl_loss_coef and not config.entropy_coef:
-        counted = unmasked & (A != 0)
+        live = (A != 0).to(work)
+        if config.ratio_level == "sequence":
+            live = sequence_mean(live, unmasked, cu_seqlens)
+        counted = unmasked & (live > 0)
     count = counted.sum().clamp(min=1)
 
     def mean(values: Tensor) -> Tensor:
         return (torch.where(counted, values.to(work), 0.0).sum() / count).detach()
 
-    group = None if bounds_given else process_group
-    probe = Contributions(config, given_logp, old_log_probs, A, unmasked, rollout_log_probs, group)
+    group = process_group if searched else None
+    tokens = given_logp, old_log_probs, A, unmasked, rollout_log_probs, group, cu_seqlens
+    masses = _masses(Contributions(config, *tokens), at, searched)
+    means = ClipBounds(*(bound if bound.ndim == 0 else mean(bound) for bound in at))
     metrics = {
         "pg_loss": aggregate(terms.policy).detach(),
         "pg_clipfrac": mean(terms.clipped),
         "pg_clipfrac_lower": mean(terms.dual_clipped),
-        "ppo_kl": mean(-terms.log_ratio),
+        "ppo_kl": mean(-log_ratio),
         "entropy": mean(ent),
         "kl_loss": aggregate(torch.where(counted, terms.kl, 0.0)).detach(),
-        **search_metrics(bounds, _masses(probe, bounds, searched=not bounds_given), config),
+        **search_metrics(means, masses, config),
     }
     if statistics == "live":
         metrics["live_tokens"] = counted.sum()
@@ -144,13 +171,12 @@ class _Terms(NamedTuple):
     kl: Tensor
     clipped: Tensor
     dual_clipped: Tensor
-    log_ratio: Tensor
 
 
 def _token_terms(
     config: BAPOConfig,
     logp: Tensor,
-    old: Tensor,
+    log_ratio: Tensor,
     A: Tensor,
     bounds: ClipBounds,
     is_weights: Tensor | None,
@@ -158,14 +184,23 @@ def _token_terms(
     entropy: Tensor,
 ) -> _Terms:
     lower, upper = (bound.to(logp.dtype) for bound in bounds)
-    r = ratio(logp, old)
-    objective = torch.minimum(r * A, torch.clamp(r, lower, upper) * A)
-    policy = -objective
+    r = log_ratio.exp()
     dual_clipped = torch.zeros_like(A, dtype=torch.bool)
-    if config.clip_ratio_c is not None:
-        cap = -A * config.clip_ratio_c
-        dual_clipped = (A < 0) & (policy > cap)
-        policy = torch.where(dual_clipped, cap, policy)
+    if config.surrogate == "sapo":
+        tau = torch.where(A > 0, torch.full_like(A, config.sapo_tau_pos), config.sapo_tau_neg)
+        policy = -A * (4 / tau) * torch.sigmoid(tau * (r - 1))
+        is_clipped = torch.zeros_like(dual_clipped)
+    elif config.surrogate == "cispo":
+        weight = torch.clamp(r.detach(), lower, upper) * A
+        policy = torch.where(weight == 0, 0.0, -weight * logp)  # also where logp is -inf
+        is_clipped = (r < lower) | (r > upper)
+    else:
+        policy = -torch.minimum(r * A, torch.clamp(r, lower, upper) * A)
+        if config.clip_ratio_c is not None:
+            cap = -A * config.clip_ratio_c
+            dual_clipped = (A < 0) & (policy > cap)
+            policy = torch.where(dual_clipped, cap, policy)
+        is_clipped = torch.logical_or(*clipped(r, A, lower, upper))
     if is_weights is not None:
         policy = policy * is_weights
     kl = torch.zeros_like(logp) if ref is None else _kl(logp, ref, config.kl_loss_type)
@@ -176,9 +211,7 @@ def _token_terms(
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
 
-    below, above = clipped(r, A, lower, upper)
-    log_ratio = torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return _Terms(loss, policy, kl, below | above, dual_clipped, log_ratio)
+    return _Terms(loss, policy, kl, is_clipped, dual_clipped)
 
 
 def bapo_loss(
@@ -315,10 +348,15 @@ def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(count > 0, count, torch.nan)
 
 
+def _of_tokens(bound: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A bound of each token, or the 0-dim one of all."""
+    return bound if bound.ndim == 0 else per_token("bounds", bound, like, cu_seqlens)
+
+
 def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
     """At the bounds, at the starting bounds and at the last points of the grids."""
     config = probe.config
-    lower, upper = (float(bound) for bound in bounds)
+    lower, upper = (bound.double() for bound in bounds)
     if searched:
         lower, upper = _on_grid(lower, config.lower_grid), _on_grid(upper, config.upper_grid)
     last = config.lower_grid[-1], config.upper_grid[-1]
@@ -326,6 +364,7 @@ def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
     return torch.cat([probe.masses(*each) for each in at])
 
 
-def _on_grid(bound: float, grid: list[float]) -> float:
+def _on_grid(bound: Tensor, grid: list[float]) -> Tensor:
     """The float64 grid point that a float32 bound stands for."""
-    return next(point for point in grid if float(torch.tensor(point, dtype=torch.float32)) == bound)
+    points = torch.tensor(grid, dtype=torch.float64, device=bound.device)
+    return points[points.float() == bound][0]

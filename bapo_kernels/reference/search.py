@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import RATIO_EPS, BAPOConfig, TargetKind, starting_bounds_of
+from ..config import RATIO_EPS, BAPOConfig, TargetKind, starting_bounds_of, target_of
 from ..inputs import config_or_default
 from ..output import ClipBounds
-from .tokens import behaviour_log_probs, check_shapes, per_token, ratio, unmasked_tokens
+from .tokens import behaviour_log_probs, check_shapes, log_ratios, per_token, unmasked_tokens
 
 
 def find_clip_bounds(
@@ -23,6 +23,7 @@ def find_clip_bounds(
     *,
     config: BAPOConfig | None = None,
     rollout_log_probs: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ClipBounds:
     """Algorithm 1 of the paper: widen the bounds until positive tokens carry the target share.
@@ -46,6 +47,7 @@ def find_clip_bounds(
         response_mask,
         rollout_log_probs,
         process_group,
+        cu_seqlens,
     )
     bounds = algorithm_1(config, probe.quantity)
     return ClipBounds(*torch.tensor(bounds, dtype=torch.float32, device=log_probs.device).unbind())
@@ -109,23 +111,25 @@ class Contributions:
 
         self.config, self.group = config, process_group
         self.A, self.w = torch.where(unmasked, A, 0.0), torch.where(unmasked, w, 0.0)
-        self.r = torch.where(unmasked, ratio(logp, old), 1.0)
+        logp, old = (torch.where(unmasked, values, 0.0) for values in (logp, old))
+        level = config.ratio_level
+        self.r = log_ratios(logp, old, unmasked, level, cu_seqlens).exp()
 
-    def positive(self, upper: float) -> Tensor:
+    def positive(self, upper: float | Tensor) -> Tensor:
         """``sum w*A*min(r, upper)`` over A > 0, float64."""
         counted = self.r.clamp(max=upper)
         if self.config.contribution == "gradient":
             counted = torch.where(self.r > upper, 0.0, self.r)
         return torch.where(self.A > 0, self.w * self.A * counted, 0.0).sum()
 
-    def negative(self, lower: float) -> Tensor:
+    def negative(self, lower: float | Tensor) -> Tensor:
         """``sum w*|A|*max(r, lower)`` over A < 0, float64."""
         counted = self.r.clamp(min=lower)
         if self.config.contribution == "gradient":
             counted = torch.where(self.r < lower, 0.0, self.r)
         return torch.where(self.A < 0, self.w * -self.A * counted, 0.0).sum()
 
-    def masses(self, lower: float, upper: float) -> Tensor:
+    def masses(self, lower: float | Tensor, upper: float | Tensor) -> Tensor:
         """``[2]``: the positive and the negative mass, over all ranks of the group."""
         masses = torch.stack([self.positive(upper), self.negative(lower)])
         if self.group is not None:
@@ -167,7 +171,7 @@ def search_metrics(bounds: ClipBounds, masses: Tensor, config: BAPOConfig) -> di
         # the lower bound: it rises, or falls with the contribution "gradient".
         "bapo_pos_share_max": _share(pos_last, torch.minimum(neg_start, neg_last)),
         "bapo_pos_neg_ratio": tested_quantity(pos, neg, "ratio"),
-        "bapo_saturated": tested_quantity(pos, neg, config.target_kind) < config.target,
+        "bapo_saturated": tested_quantity(pos, neg, config.target_kind) < target_of(config),
     }
 
 
@@ -175,12 +179,14 @@ def _share(pos: Tensor, neg: Tensor) -> Tensor:
     return torch.where(pos + neg == 0, 0.0, pos / (pos + neg))
 
 
-def contribution_table(config: BAPOConfig, *tokens: Any) -> Tensor:
+def contribution_table(
+    config: BAPOConfig, *tokens: Any, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Negative mass at every point of the lower grid, then positive mass of the upper grid.
 
     float64; ``tokens`` as :class:`Contributions` takes them.
     """
-    of_tokens = Contributions(config, *tokens)
+    of_tokens = Contributions(config, *tokens, cu_seqlens=cu_seqlens)
     negative = [of_tokens.negative(point) for point in config.lower_grid]
     return torch.stack(negative + [of_tokens.positive(point) for point in config.upper_grid])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from ..checks import require
-from ..config import LOG_RATIO_LIMIT
+from ..config import LOG_RATIO_LIMIT, RatioLevel
 from ..inputs import rising_offsets
 
 
@@ -49,11 +51,31 @@ def behaviour_log_probs(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:
     return logp.detach().clamp(min=torch.finfo(logp.dtype).min)
 
 
-def ratio(logp: Tensor, old: Tensor) -> Tensor:
-    """``r = exp(clamp(logp - old, -20, 20))``."""
-    r = torch.exp(torch.clamp(logp - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+def log_ratios(
+    logp: Tensor,
+    old: Tensor,
+    unmasked: Tensor,
+    level: RatioLevel,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """``clamp(logp - old, -20, 20)``; of a sequence the clamped mean over its unmasked tokens."""
     # An old log-prob that is not finite is bad data; the clamp would hide it.
-    return torch.where(torch.isfinite(old), r, torch.nan)
+    bad = torch.where(torch.isfinite(old), 0.0, torch.nan)
+    log_ratio = logp - old
+    if level == "sequence":
+        log_ratio, bad = (sequence_mean(v, unmasked, cu_seqlens) for v in (log_ratio, bad))
+    return torch.clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) + bad
+
+
+def sequence_mean(values: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Of each token, the mean over the unmasked tokens of its sequence."""
+    values = torch.where(unmasked, values, 0.0)
+    if cu_seqlens is None:
+        mean = values.sum(-1, keepdim=True) / unmasked.sum(-1, keepdim=True).clamp(min=1)
+        return mean.expand(values.shape)
+    pieces = pairwise(rising_offsets(cu_seqlens, values.numel()))
+    means = [values[a:b].sum() / unmasked[a:b].sum().clamp(min=1) for a, b in pieces]
+    return per_token("means", torch.stack(means), values, cu_seqlens)
 
 
 def clipped(

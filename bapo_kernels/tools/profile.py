@@ -33,7 +33,7 @@ STALENESS = 0.1  # of the log-probs: a few per cent of the rows are undecided
 LEAST_SHARE = 0.01  # of a call: shorter torch operators are summed up
 PRODUCTS, OTHERS, OUTSIDE = "matrix products", "other torch operators", "outside of operators"
 _KERNELS = (
-    "row_pass|row_gradient|prepare|search|contributions|table|solve|policy|scale|"
+    "row_pass|row_gradient|prepare|search|contributions|table|solve|policy|scale|sequence_mean|"
     "find_labels|gather_sets|multiply_sets|scatter_sets|sets|head_sets"
 )
 _OURS = re.compile(rf"bapo_kernels(?:_triton)?::(\w+)|\b(_?(?:{_KERNELS})(?:_\w+)?_kernel)\b")

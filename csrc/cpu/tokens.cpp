@@ -7,6 +7,7 @@
 
 #include "launch.h"
 #include "prepare.h"
+#include "sequences.h"
 #include "sets.h"
 
 namespace bapo::cpu {
@@ -52,6 +53,13 @@ void find_labels_chunk(const FindLabelsParams& params, int64_t chunk) {
     for (int64_t row = chunk * kTokensPerChunk; row < end; ++row) {
         find_label(params, row);
     }
+}
+
+void sequence_mean(const SequenceMeanParams& params, int64_t k) {
+    const Span span = span_of(params.sequences, k);
+    SequenceSum total{};
+    for (int64_t i = span.begin; i < span.end; ++i) total.add(params, i);
+    for (int64_t i = span.begin; i < span.end; ++i) write_mean(params, i, total.mean());
 }
 
 int64_t contribution_bins(const ContributionParams& params) {

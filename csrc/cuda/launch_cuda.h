@@ -23,6 +23,8 @@ inline int64_t counted_words(const PrepareParams& params) {
 // counted: counted_words(params) of memory, or null where needs_counts(params) is false.
 const char* prepare(const PrepareParams& params, CountedTokens* counted, void* stream);
 
+const char* sequence_mean(const SequenceMeanParams& params, void* stream);
+
 // Numbers of partial sums, for which the kernels of the search and of the loss need memory.
 int64_t search_partials(const ContributionParams& params);
 int64_t policy_partials(int64_t count);

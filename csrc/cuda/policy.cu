@@ -25,9 +25,9 @@ int policy_blocks(int64_t count) {
 __device__ void write_partial(const PolicySums& sums, double* partial) {
     __shared__ double warps[kWarps][kPolicySums];
     const double values[kPolicySums] = {
-        sums.loss,         sums.pg_loss,   sums.kl_loss,  sums.count,   sums.clipped,
-        sums.dual_clipped, sums.log_ratio, sums.entropy,  sums.pos,     sums.neg,
-        sums.pos_start,    sums.neg_start, sums.pos_last, sums.neg_last};
+        sums.loss,      sums.pg_loss,  sums.kl_loss, sums.count, sums.clipped,   sums.dual_clipped,
+        sums.log_ratio, sums.entropy,  sums.pos,     sums.neg,   sums.pos_start, sums.neg_start,
+        sums.pos_last,  sums.neg_last, sums.lower,   sums.upper};
 #pragma unroll
     for (int k = 0; k < kPolicySums; ++k) {
         double value = values[k];

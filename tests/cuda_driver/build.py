@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 NVCC = os.environ.get("NVCC", "nvcc")
-KERNELS = ["row_pass_cluster", "row_pass", "prepare", "search", "policy"]
+KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "policy"]
 SOURCES = sorted(HERE.glob("*.cpp"))
 DEBUG = "-DBAPO_TRAP_WAITS"  # a wait without an end says which one it is, and traps
 

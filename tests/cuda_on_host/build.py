@@ -7,7 +7,16 @@ from pathlib import Path
 
 HOST = Path(__file__).parent
 ROOT = HOST.parent.parent
-KERNELS = ["row_pass_cluster", "row_pass", "prepare", "search", "policy", "sets", "head_sets"]
+KERNELS = [
+    "row_pass_cluster",
+    "row_pass",
+    "prepare",
+    "sequences",
+    "search",
+    "policy",
+    "sets",
+    "head_sets",
+]
 
 
 def compile_object(source, target, csrc=ROOT / "csrc"):
