@@ -95,10 +95,10 @@ SCHEMAS = {
     "policy": (
         "Tensor log_probs, Tensor? entropy, Tensor counted, Tensor? old_log_probs, "
         "Tensor? log_ratios, Tensor advantages, Tensor weights, Tensor? rollout_is_weights, "
-        f"Tensor? ref_log_probs, Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, {_GRIDS}, "
-        f"bool uniform_weight, bool gradient, float target, bool ratio_target, {_POLICY}, "
-        "Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, "
-        "Tensor(d!)? dentropy, Tensor(e!)? outputs, Tensor(f!)? dlog_ratios"
+        "Tensor? ref_log_probs, Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, "
+        f"{_GRIDS}, bool uniform_weight, bool gradient, float target, bool ratio_target, "
+        f"{_POLICY}, Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, "
+        "Tensor(c!) dlog_probs, Tensor(d!)? dentropy, Tensor(e!)? outputs, Tensor(f!)? dlog_ratios"
     ),
     # Where each label is in the set of its row: -1 if nowhere, -2 if it is no token.
     "find_labels": f"Tensor labels, {_SETS}, int vocab, Tensor(a!) positions",

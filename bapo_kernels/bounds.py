@@ -242,7 +242,7 @@ def contributions(call: Call, log_probs: Tensor, group: dist.ProcessGroup | None
         )
         tokens = (None if values is None else values.view(call.shape) for values in per_token)
         cu_seqlens = None if call.sequences is None else call.sequences.cu_seqlens
-        table[rank] = contribution_table(call.config, *tokens, cu_seqlens=cu_seqlens)
+        table[rank] = contribution_table(call.config, *tokens, None, cu_seqlens)
         return table
     table = torch.empty(shape, dtype=torch.float64, device=log_probs.device)
     ops_of(call.backend).contributions(*_searched(call, log_probs), rank, table)
