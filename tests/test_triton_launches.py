@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bapo_kernels import BAPOConfig, _ops, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels._ops import ops_of
 from bapo_kernels.backends import triton as backend
+from bapo_kernels.config import SURROGATES
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS or not backend.INTERPRETED, reason="needs Triton's interpreter"
@@ -56,7 +57,7 @@ def test_every_operator(launches, monkeypatch):
     from bapo_kernels.backends.triton import prepare
 
     case = make_case((2, 6), 33, staleness=0.4)
-    searched = (*tokens(12), GRIDS, False, False)
+    searched = (*tokens(12), None, GRIDS, False, False)
     found = torch.empty(2), torch.empty(6, dtype=torch.float64)
     for inplace in (False, True):
         logits = case.logits.clone().requires_grad_()

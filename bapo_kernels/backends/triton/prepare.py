@@ -267,8 +267,8 @@ def _place(row, column, sequence, row_stride, column_stride, K, PER_SEQUENCE: tl
 
 @triton.jit
 def _copy(values, place, flat, index, inside):
-    """Also returns what it copies."""
-    copied = None
+    """Also returns what it copies, 0 where there is nothing."""
+    copied = 0.0
     if values is not None:
         copied = tl.load(values + place, inside, other=0).to(tl.float32)
         tl.store(flat + index, copied, inside)

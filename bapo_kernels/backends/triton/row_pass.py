@@ -114,7 +114,7 @@ def _row_pass_kernel(
             lower_last, upper_last = lower_max, upper_max
             if bounds is not None:
                 lower_first, upper_first = policy_math.load_bounds(
-                    bounds, index, None, tl.num_programs(0), OWN_BOUNDS
+                    bounds, index, True, tl.num_programs(0), OWN_BOUNDS
                 )
                 lower_last, upper_last = lower_first, upper_first
             old = policy_math.old_log_prob(old_log_probs, index, None, logp)
