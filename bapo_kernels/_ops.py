@@ -37,7 +37,7 @@ _SEARCHED = (
 )
 _TARGET = "float target, bool ratio_target, bool upper_first"
 # Each row of tokens is one sequence of `length`, or packed tokens are of those of cu_seqlens.
-_SEQUENCES = "int length, Tensor? cu_seqlens"
+_SEQUENCES = "SymInt length, Tensor? cu_seqlens"
 _ROW_GRADIENT = (
     "Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, "
     f"Tensor? only, {_TRANSFORM}"

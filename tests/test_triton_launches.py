@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bapo_kernels import BAPOConfig, _ops, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels._ops import ops_of
 from bapo_kernels.backends import triton as backend
-from bapo_kernels.config import SURROGATES
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS or not backend.INTERPRETED, reason="needs Triton's interpreter"
