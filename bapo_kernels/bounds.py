@@ -55,7 +55,7 @@ class ContributionHistogram:
         self, config: BAPOConfig | None = None, device: torch.device | str | None = None
     ) -> None:
         self.config = config_or_default(config)
-        rule = "not be 'sapo', which has no bounds to search for"
+        rule = "have bounds to search for"
         require(self.config.has_bounds, "config.surrogate", rule, repr(self.config.surrogate))
         self.table: Tensor | None = None if device is None else empty_table(self.config, device)
         self._solved: tuple[Tensor, Tensor, BAPOConfig] | None = None

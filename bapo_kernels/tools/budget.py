@@ -175,20 +175,22 @@ def evaluate(
 
 
 def loss_sensitivity(case: Case, truth: Result) -> float:
-    """Sum of |d loss / d log_prob|."""
+    """Sum of |d loss / d log_prob| and |d loss / d entropy|."""
     unmasked = case.labels != IGNORE_INDEX
     if case.response_mask is not None:
         unmasked = unmasked & (case.response_mask != 0)
-    logp = truth.output.log_probs.double().nan_to_num(0.0).requires_grad_()
+    log_probs, entropy = truth.output.log_probs, truth.output.entropy
+    assert entropy is not None
+    leaves = [v.double().nan_to_num(0.0).requires_grad_() for v in (log_probs, entropy)]
     options = dict(case.options)
     if options["config"].has_bounds:
         options["bounds"] = truth.output.bounds
     options.pop("temperature", None)  # the log-probs have it
     loss = reference.bapo_loss_from_log_probs(
-        logp, case.old_log_probs, case.advantages, unmasked, **options
+        leaves[0], case.old_log_probs, case.advantages, unmasked, entropy=leaves[1], **options
     ).loss
-    (gradient,) = torch.autograd.grad(loss, logp)
-    return gradient.abs().sum().item()
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return sum(g.abs().sum().item() for g in gradients if g is not None)
 
 
 def quantities(
@@ -196,7 +198,7 @@ def quantities(
 ) -> Iterator[Measured]:
     """Bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
 
-    What is summed from log-probs inherits their rounding. The gradient inherits it through the
+    What is summed from log-probs and entropies inherits their rounding. The gradient inherits it through the
     ratio, which matters with ``few_tokens``: on these the reference may be exact by luck.
     """
     results = got, same, truth
