@@ -105,6 +105,8 @@ def clip_term(r, saturated, A, lower, upper, clip_ratio_c):
 def cispo_term(r, A, log_prob, lower, upper):
     """-clip(r, c_low, c_high)*A*log_prob, the clipped ratio held constant."""
     grad = -clamp(r, lower, upper) * A
+    # The row pass knows early whether A is 0; without this ptxas spills it for sm_100.
+    grad = tl.where((A != 0.0) | (grad != grad), grad, 0.0)
     loss = tl.where(grad == 0.0, 0.0, grad * log_prob)
     return loss, grad, (r < lower) | (r > upper), tl.zeros_like(r).to(tl.int1)
 
