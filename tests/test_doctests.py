@@ -19,7 +19,7 @@ NAMES = {"torch": torch, **{name: getattr(bapo_kernels, name) for name in bapo_k
 NEEDS_NATIVE = "instruction_set"
 ROOT = Path(__file__).parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
-POLICIES = ROOT / "README.md", ROOT / "docs/policies.md"
+POLICIES = ROOT / "docs/policies.md"
 
 
 def public(module):
