@@ -198,8 +198,9 @@ def quantities(
 ) -> Iterator[Measured]:
     """Bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
 
-    What is summed from log-probs and entropies inherits their rounding. The gradient inherits it through the
-    ratio, which matters with ``few_tokens``: on these the reference may be exact by luck.
+    What is summed from log-probs and entropies inherits their rounding. The gradient inherits it
+    through the ratio, which matters with ``few_tokens``: on these the reference may be exact by
+    luck.
     """
     results = got, same, truth
     yield "bounds", difference(got.output.bounds, truth.output.bounds), 0.0
