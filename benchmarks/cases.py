@@ -25,6 +25,13 @@ SEARCHES = {"at the starting bounds": 0.0, "at the maximum bounds": 1.0}
 IDLE_SHARE = 0.4  # of the sequences: prompts whose answers all have the same reward
 MIXED_IDLE = [1, 5, 7]  # sequences that hold 40 % of the unmasked tokens
 MIXED_UNDECIDED = 0.03  # of the rows
+# Losses at fixed bounds, by task.
+POLICIES: dict[str, dict[str, Any]] = {
+    "clip": {},
+    "cispo": dict(surrogate="cispo"),
+    "sapo": dict(surrogate="sapo"),
+    "gspo": dict(ratio_level="sequence"),
+}
 HEAD = "head"  # the sweep over the forms of the head
 # The sweep over sampling masks, and the same loss over the whole vocabulary.
 SAMPLING_MASK, WHOLE_VOCABULARY = "sampling mask", "no sampling mask"
@@ -53,15 +60,16 @@ MODELS = {
 class Case:
     """A task on data of given sizes.
 
-    ``loss`` is BAPO with its search, ``clip`` the same with fixed bounds, both with gradients;
-    ``log_probs`` has no gradient; ``search`` finds the bounds from log-probs. The layout ``mixed``
+    ``loss`` is BAPO with its search, ``clip`` the same with fixed bounds, and ``cispo``, ``sapo``
+    and ``gspo`` are these policies at fixed bounds, all with gradients; ``log_probs`` has no
+    gradient; ``search`` finds the bounds from log-probs. The layout ``mixed``
     is the data of the targets: 25 % of the tokens are masked, 40 % of the others have no advantage,
     and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
     Every token of the sweep ``SAMPLING_MASK`` has a set.
     """
 
     level: Literal["logits", "hidden", "tokens"]
-    task: Literal["loss", "clip", "log_probs", "search"]
+    task: Literal["loss", "clip", "cispo", "sapo", "gspo", "log_probs", "search"]
     model: str
     N: int
     V: int
@@ -81,8 +89,8 @@ class Case:
     def config(self) -> BAPOConfig:
         """The paper's preset, or fixed bounds as in GRPO."""
         mode = "seq-mean-token-mean" if self.layout == "packed" else "token-mean"
-        if self.task == "clip":
-            return BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode)
+        if self.task in POLICIES:
+            return BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode, **POLICIES[self.task])
         target = SEARCHES.get(self.model, 0.4)
         return BAPOConfig.paper(loss_agg_mode=mode, target=target)
 
@@ -263,6 +271,12 @@ class Batch:
         """
         tokens = self.logp, self.old, self.A, self.mask
         config = self.case.config
+        if self.case.task in POLICIES and self.case.task != "clip":
+            # Of every active row. A ratio of a sequence is known when all its rows have been read.
+            active = self.active / self.case.N
+            again = active if config.ratio_level == "sequence" else 0.0
+            unmasked = self.unmasked / self.case.N
+            return dict(unmasked=unmasked, active=active, undecided=again, gradient=active)
         bounds = reference.find_clip_bounds(*tokens, config=config)
         classes = row_classes(*tokens, config)
         rows = {
@@ -304,7 +318,8 @@ def _suite(
         for model in models:
             yield Case.of(level, "loss", model, N)
         yield Case.of(level, "loss", first, N, dtype="float32")
-        yield Case.of(level, "clip", first, N)
+        for policy in POLICIES:
+            yield Case.of(level, policy, first, N)
         yield Case.of(level, "log_probs", first, N)
         for data in ("on-policy", "very stale"):
             yield Case.of(level, "loss", first, N, data=data)

@@ -48,7 +48,7 @@ def floor(case: Case, shares: dict[str, float], live: bool = False) -> Floor:
         of_gradients = 2 if case.frozen else 4
         products = 2 * counted + (of_gradients * shares["gradient"] if trains else 0.0)
         return Floor(0.0, products * case.N * case.V * case.H)
-    again = shares["undecided"] if case.task == "loss" else 0.0
+    again = shares["undecided"] if case.task in ("loss", "gspo") else 0.0
     written = 1.0 if trains else 0.0
     return Floor((counted + again + written) * elements, 0.0)
 

@@ -38,6 +38,7 @@ from benchmarks import (
 from benchmarks.__main__ import app
 from benchmarks.cases import (
     HEAD,
+    POLICIES,
     SAMPLING_MASK,
     WHOLE_VOCABULARY,
     Batch,
@@ -49,7 +50,7 @@ from benchmarks.floor import floor
 from benchmarks.methods import Method, methods
 
 METHODS = {f"{method.name}, {method.level}": method for method in methods()}
-TASKS = ["loss", "clip", "log_probs"]
+TASKS = ["loss", *POLICIES, "log_probs"]
 LAYOUTS = ["dense", "padded", "packed", "zero advantage"]
 
 
@@ -704,7 +705,7 @@ def test_the_floor_of_sampling_masks():
 def test_the_suites_cover_all_kinds_of_cases():
     for suite in (list(cpu_suite()), list(gpu_suite())):
         assert len(suite) == len(set(suite))
-        assert {c.task for c in suite} == {"loss", "clip", "log_probs", "search"}
+        assert {c.task for c in suite} == {"loss", "log_probs", "search", *POLICIES}
         assert {c.data for c in suite} == {"on-policy", "stale", "very stale"}
         assert {c.layout for c in suite} == set(LAYOUTS)
         families = {c.model.split("-")[0] for c in suite}

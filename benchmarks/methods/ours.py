@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
 
-from ..cases import HEAD, Batch
+from ..cases import HEAD, POLICIES, Batch
 from .method import Method, Step, trained
 
 
@@ -52,7 +52,7 @@ def search(batch: Batch) -> Step:
 
 def _of_backend(backend: str, device: str) -> Iterator[Method]:
     name = f"bapo_kernels {backend}"
-    runs = {"devices": (device,), "backend": backend}
+    runs = {"devices": (device,), "backend": backend, "tasks": ("loss", "log_probs", *POLICIES)}
     for level in ("logits", "hidden"):
         plain = partial(train, backend=backend)
         yield Method(name, level, plain, partial(probs, backend=backend), **runs)
