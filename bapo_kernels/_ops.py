@@ -37,7 +37,7 @@ _SEARCHED = (
 )
 _TARGET = "float target, bool ratio_target, bool upper_first"
 # Each row of tokens is one sequence of `length`, or packed tokens are of those of cu_seqlens.
-_SEQUENCES = "int length, Tensor? cu_seqlens"
+_SEQUENCES = "SymInt length, Tensor? cu_seqlens"
 _ROW_GRADIENT = (
     "Tensor labels, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, "
     f"Tensor? only, {_TRANSFORM}"
@@ -95,10 +95,10 @@ SCHEMAS = {
     "policy": (
         "Tensor log_probs, Tensor? entropy, Tensor counted, Tensor? old_log_probs, "
         "Tensor? log_ratios, Tensor advantages, Tensor weights, Tensor? rollout_is_weights, "
-        f"Tensor? ref_log_probs, Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, {_GRIDS}, "
-        f"bool uniform_weight, bool gradient, float target, bool ratio_target, {_POLICY}, "
-        "Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, "
-        "Tensor(d!)? dentropy, Tensor(e!)? outputs, Tensor(f!)? dlog_ratios"
+        "Tensor? ref_log_probs, Tensor? rollout_log_probs, Tensor bounds, Tensor? masses, "
+        f"{_GRIDS}, bool uniform_weight, bool gradient, float target, bool ratio_target, "
+        f"{_POLICY}, Tensor? unmasked, Tensor(a!) ticket, Tensor(b!) report, "
+        "Tensor(c!) dlog_probs, Tensor(d!)? dentropy, Tensor(e!)? outputs, Tensor(f!)? dlog_ratios"
     ),
     # Where each label is in the set of its row: -1 if nowhere, -2 if it is no token.
     "find_labels": f"Tensor labels, {_SETS}, int vocab, Tensor(a!) positions",

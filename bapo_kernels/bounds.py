@@ -55,7 +55,7 @@ class ContributionHistogram:
         self, config: BAPOConfig | None = None, device: torch.device | str | None = None
     ) -> None:
         self.config = config_or_default(config)
-        rule = "not be 'sapo', which has no bounds to search for"
+        rule = "have bounds to search for"
         require(self.config.has_bounds, "config.surrogate", rule, repr(self.config.surrogate))
         self.table: Tensor | None = None if device is None else empty_table(self.config, device)
         self._solved: tuple[Tensor, Tensor, BAPOConfig] | None = None
@@ -242,7 +242,7 @@ def contributions(call: Call, log_probs: Tensor, group: dist.ProcessGroup | None
         )
         tokens = (None if values is None else values.view(call.shape) for values in per_token)
         cu_seqlens = None if call.sequences is None else call.sequences.cu_seqlens
-        table[rank] = contribution_table(call.config, *tokens, cu_seqlens=cu_seqlens)
+        table[rank] = contribution_table(call.config, *tokens, None, cu_seqlens)
         return table
     table = torch.empty(shape, dtype=torch.float64, device=log_probs.device)
     ops_of(call.backend).contributions(*_searched(call, log_probs), rank, table)

@@ -31,7 +31,7 @@ from .inputs import (
     config_or_default,
     normaliser,
 )
-from .output import ClipBounds
+from .output import ClipBounds, GivenBounds
 from .prepare import Arguments, divisor_name, token_inputs
 from .sampling_mask import SamplingMask
 from .sequences import Sequences
@@ -59,7 +59,7 @@ class LossOptions(TokenOptions, total=False):
     """Keyword arguments of every loss; :func:`bapo_kernels.bapo_loss` documents them."""
 
     config: BAPOConfig | None
-    bounds: ClipBounds | tuple[float | Tensor, float | Tensor] | None
+    bounds: GivenBounds | None
     statistics: Statistics
     process_group: dist.ProcessGroup | None
 

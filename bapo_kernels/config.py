@@ -274,7 +274,7 @@ class BAPOConfig:
         if self.surrogate == "clip":
             return
         because = f"with surrogate={self.surrogate!r}"
-        rule = f"be None {because}, which bounds the loss without a dual clip"
+        rule = f"be None {because}, which has no dual clip"
         require(self.clip_ratio_c is None, "clip_ratio_c", rule, self.clip_ratio_c)
         rule = f"be 'surrogate' {because}, which clips no gradient away"
         counted = self.contribution

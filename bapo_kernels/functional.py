@@ -31,7 +31,7 @@ from .inputs import (
     checked_temperature,
     config_or_default,
 )
-from .output import BAPOOutput, ClipBounds
+from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 
 
@@ -43,7 +43,7 @@ def bapo_loss(
     response_mask: Tensor | None = None,
     *,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | tuple[float, float] | None = None,
+    bounds: GivenBounds | None = None,
     temperature: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     backend: str | None = None,
@@ -65,7 +65,8 @@ def bapo_loss(
     ``r = exp(clamp(logp - old_log_prob, -20, 20))``, the loss of a token is
     ``-min(r*A, clip(r, c_low, c_high)*A)``, at most ``-A*clip_ratio_c`` for A < 0 (dual clip),
     times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``. The losses of the
-    tokens are aggregated as ``config.loss_agg_mode`` says.
+    tokens are aggregated as ``config.loss_agg_mode`` says. ``config.surrogate`` has other policy
+    terms (CISPO, SAPO), and ``config.ratio_level`` the ratio of a sequence (GSPO).
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides. ``-inf`` forbids a
@@ -77,7 +78,8 @@ def bapo_loss(
             Masked entries of every argument may hold anything.
         config: options of the loss and the search; default: the paper's.
         bounds: clip bounds of the ratio, lower <= 1 <= upper, that replace the search
-            (:class:`ContributionHistogram`).
+            (:class:`ContributionHistogram`): each a number, or a tensor that is 0-dim, ``[...]``,
+            or one per sequence.
         temperature: ``[...]``, one per sequence, or 0-dim: of the distribution that each token was
             sampled from, in the place of ``config.temperature``; read as float32, without gradient.
         sampling_mask: the token ids that could have been drawn for each row: log-prob, entropy, KL
@@ -189,7 +191,7 @@ def bapo_loss_from_log_probs(
     *,
     entropy: Tensor | None = None,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | tuple[float, float] | None = None,
+    bounds: GivenBounds | None = None,
     backend: str | None = None,
     statistics: Statistics = "all",
     cu_seqlens: Tensor | None = None,

@@ -31,7 +31,7 @@ from .inputs import (
     config_or_default,
     gemm_dtype,
 )
-from .output import BAPOOutput, ClipBounds
+from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 
 
@@ -45,7 +45,7 @@ def bapo_linear_loss(
     *,
     bias: Tensor | None = None,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | tuple[float, float] | None = None,
+    bounds: GivenBounds | None = None,
     temperature: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     backend: str | None = None,

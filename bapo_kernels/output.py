@@ -29,10 +29,12 @@ REPORT = (
 class ClipBounds(NamedTuple):
     """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss.
 
-    The argument ``bounds`` may hold numbers too. They must satisfy ``0 <= lower <= 1 <= upper``, so
-    0.8 and 1.2, not the epsilons 0.2 and 0.2. The values of tensors are not read on the host: where
-    they are NaN, negative or in the wrong order, the loss of any counted token is NaN;
-    :func:`bapo_kernels.debug.check_inputs` also names epsilons.
+    Each bound of the argument ``bounds`` may also be a number, or a tensor per token (``[...]``) or
+    per sequence (``[B]``); the output then has these. They must satisfy
+    ``0 <= lower <= 1 <= upper``, so 0.8 and 1.2, not the epsilons 0.2 and 0.2. The values of
+    tensors are not read on the host: where they are NaN, negative or in the wrong order, the loss
+    of any counted token that has them is NaN; :func:`bapo_kernels.debug.check_inputs` also names
+    epsilons.
 
     Examples:
         >>> bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2))
@@ -46,6 +48,10 @@ class ClipBounds(NamedTuple):
     upper: torch.Tensor
 
 
+# The argument ``bounds``.
+GivenBounds = ClipBounds | tuple[float | torch.Tensor, float | torch.Tensor]
+
+
 class BAPOOutput(NamedTuple):
     """The result of a loss.
 
@@ -57,8 +63,10 @@ class BAPOOutput(NamedTuple):
         entropy: float32, as ``log_probs``; ``None`` if it was not computed.
         bounds: the clip bounds that were used.
         metrics: detached 0-dim float32 tensors. ``pg_loss`` and ``kl_loss`` are aggregated like the
-            loss. ``pg_clipfrac``, ``pg_clipfrac_lower`` (dual clip), ``ppo_kl`` and ``entropy`` are
-            means over tokens. ``bapo_clip_low`` and ``bapo_clip_high`` are the bounds. With the
+            loss. ``pg_clipfrac`` (with ``surrogate="cispo"`` the tokens whose ratio is
+            outside of the bounds), ``pg_clipfrac_lower`` (dual clip), ``ppo_kl`` and ``entropy``
+            are means over tokens. ``bapo_clip_low`` and ``bapo_clip_high`` are the bounds, or the
+            means of the tokens' own; without bounds (``surrogate="sapo"``) 0 and infinity. With the
             positive and the negative mass at these bounds, ``bapo_pos_share`` is
             ``pos/(pos + neg)`` and ``bapo_pos_neg_ratio`` is ``pos/(neg + 1e-8)``
             (infinite without negative mass); ``bapo_pos_share_start`` is the share at the starting

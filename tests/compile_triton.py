@@ -29,6 +29,7 @@ from bapo_kernels.backends.triton import (
     row_gradient,
     row_pass,
     search,
+    sequences,
     sets,
 )
 from bapo_kernels.backends.triton.kernel import Kernel
@@ -40,13 +41,13 @@ TARGETS = {
     "cuda:100": GPUTarget("cuda", 100, 32),
     "hip:gfx942": GPUTarget("hip", "gfx942", 64),
 }
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 V, H = 151_936, 4_096
 # More than 2 GB, as real logits are: AMD GPUs address smaller tensors in another way. The memory is
 # never touched.
 N = 9_000
 LOWER, UPPER_START, UPPER_STEP = (0.6, 0.9, 0.02), 1.2, 0.05
 GRIDS = (*LOWER, UPPER_START, 3.0, UPPER_STEP)
+CLIP, CISPO, SAPO = range(3)
 
 
 class AbsentGPU:
@@ -124,10 +125,26 @@ def one_row_statistics(dtype, softcap=None):
     )
 
 
+def bounds_of(everything, own, n):
+    """Of the tokens, of all, or not known yet."""
+    if own:
+        return torch.zeros(2, n)
+    return None if everything else f32(2)
+
+
 def one_row_pass(
-    dtype, softcap=None, everything=False, kl=0, n=N, temperature=1.0, clip=3.0, per_row=False
+    dtype,
+    softcap=None,
+    everything=False,
+    kl=0,
+    n=N,
+    temperature=1.0,
+    clip=3.0,
+    per_row=False,
+    surrogate=CLIP,
+    own=False,
 ):
-    """``per_row``: with a temperature of each row."""
+    """``per_row``: with a temperature of each row; ``own``: with bounds of each."""
     logits = torch.empty(1, n, V, dtype=dtype)
     on = (lambda: f32(n)) if everything else (lambda: None)
     row_pass.row_pass(
@@ -139,9 +156,11 @@ def one_row_pass(
         f64(n),
         on(),
         on(),
-        None if everything else f32(2),
+        bounds_of(everything, own, n),
         (*LOWER, UPPER_START, clip, UPPER_STEP),
+        surrogate,
         clip if everything else None,
+        *(temperature, 1.05),
         0.1 * everything,
         kl,
         0.01 * everything,
@@ -171,12 +190,13 @@ def one_row_gradient(
     )
 
 
-def one_search(uniform=False, gradient=False, n=N, target=0.4, start=0):
+def one_search(uniform=False, gradient=False, n=N, target=0.4, start=0, of_sequences=False):
     """``start``: of the tokens in their memory, which need not be aligned."""
     tokens = (
         f64(n + start)[start:],
         torch.ones(n, dtype=torch.bool),
         None if uniform else f32(n + start)[start:],
+        f64(n) if of_sequences else None,
         f32(n + start)[start:],
         None if gradient else f32(n + start)[start:],
         GRIDS,
@@ -189,7 +209,17 @@ def one_search(uniform=False, gradient=False, n=N, target=0.4, start=0):
     search.search(*tokens, *goal, f32(2), f64(4))
 
 
-def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1, start=0):
+def one_policy(
+    everything=False,
+    kl=0,
+    n=N,
+    target=0.4,
+    kl_coef=0.1,
+    start=0,
+    surrogate=CLIP,
+    own=False,
+    of_sequences=False,
+):
     def given(wanted=True):
         return f32(n + start)[start:] if wanted else None
 
@@ -198,16 +228,19 @@ def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1, start=0):
         f64(n) if everything else None,
         torch.ones(n, dtype=torch.bool),
         given(everything),
+        f64(n) if of_sequences else None,
         given(),
         f64(n),
         given(everything),
         given(everything),
         given(everything),
-        f32(2),
+        bounds_of(False, own, n),
         None if everything else f64(6),
         GRIDS,
         *(not everything, everything, target, everything),
+        surrogate,
         3.0 if everything else None,
+        *(target, 1.05),
         *(kl_coef * everything, kl, 0.01 * everything),
         torch.ones(n, dtype=torch.bool) if everything else None,
         torch.zeros(1, dtype=torch.int32),
@@ -215,10 +248,19 @@ def one_policy(everything=False, kl=0, n=N, target=0.4, kl_coef=0.1, start=0):
         f64(n),
         f64(n) if everything else None,
         torch.zeros(1 + everything, n),
+        f64(n) if of_sequences else None,
     )
 
 
-def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
+def one_mean_of_sequences(packed=False, on_policy=False, n=N):
+    """Of log-ratios, and added to gradients."""
+    tokens = f64(n), torch.ones(n, dtype=torch.bool)
+    of = n, torch.tensor([0, 5, n], dtype=torch.int32) if packed else None
+    sequences.sequence_log_ratios(*tokens, None if on_policy else f32(n), *of, f64(n))
+    sequences.add_sequence_means_(*tokens, *of, f64(n))
+
+
+def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0, own=False):
     shape = (1, n) if packed else (2, n // 2)
     tokens = torch.zeros(shape, dtype=torch.int64 if given is None else torch.bfloat16)
     N = tokens.numel()
@@ -230,6 +272,7 @@ def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
             torch.zeros(3 if packed else shape),
             torch.zeros(shape, dtype=torch.float16),
             *([torch.zeros(3)] if packed else []),
+            *([torch.zeros(shape)] * 2 if own else []),
         ],
         torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
         mode,
@@ -238,12 +281,13 @@ def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0):
         given,
         None,
         None if packed else f32(2),
+        own,
         packed,
         flag(),
         flag() if packed else None,
         torch.zeros(N, dtype=torch.int64) if given is None else None,
         f64(N),
-        f32((2 + packed) * N),
+        f32((2 + packed + 2 * own) * N),
         torch.zeros(1, dtype=torch.int32),
     )
 
@@ -253,9 +297,17 @@ def i64(n: int) -> torch.Tensor:
 
 
 def one_pass_over_sets(
-    softcap=None, everything=False, kl=0, n=N, temperature=1.0, clip=3.0, per_row=False
+    softcap=None,
+    everything=False,
+    kl=0,
+    n=N,
+    temperature=1.0,
+    clip=3.0,
+    per_row=False,
+    surrogate=CLIP,
+    own=False,
 ):
-    """Statistics, pass and gradient; ``per_row``: with a temperature of each row."""
+    """Statistics, pass and gradient; the last as in ``one_row_pass``."""
     values, offsets, positions = f32(8 * n), i64(n + 1), i64(n)
     counted, results = torch.ones(n, dtype=torch.bool), (f64(n), f64(n), f64(n, 2))
     transform = temperature, 1.0, softcap, f32(n) if per_row else None
@@ -264,8 +316,9 @@ def one_pass_over_sets(
     sets.sets_statistics(values, offsets, positions, counted, *transform, *results)
     sets.sets_pass_(
         *(values, offsets, positions, counted, on(), f32(n), f64(n), on(), on()),
-        *(None if everything else f32(2), (*LOWER, UPPER_START, clip, UPPER_STEP)),
-        *(clip if everything else None, 0.1 * everything, kl, 0.01 * everything),
+        *(bounds_of(everything, own, n), (*LOWER, UPPER_START, clip, UPPER_STEP)),
+        *(surrogate, clip if everything else None, temperature, 1.05),
+        *(0.1 * everything, kl, 0.01 * everything),
         *(*transform, *results, undecided),
     )
     sets.sets_gradient_(
@@ -297,22 +350,45 @@ def one_head_of_sets(dtype, out, everything=False, n=N):
     head_sets.sets_dweight(values, hidden, i64(8 * n), rows, segments, everything, dweight, dbias)
 
 
-def compile_sets(compiled: Compiled) -> None:
+def dtypes_of(target: GPUTarget) -> list[torch.dtype]:
+    """float16 is compiled as bfloat16 but for its conversion: one target of each kind shows it."""
+    both = target.arch in (90, "gfx942")
+    return [torch.bfloat16, *([torch.float16] if both else []), torch.float32]
+
+
+def compile_sets(compiled: Compiled, dtypes: list[torch.dtype]) -> None:
     for softcap in (None, 30.0):
         for everything in (False, True):
             compiled.variant = f"sets, softcap {softcap}, everything {everything}"
             one_pass_over_sets(softcap, everything, kl=2)
         compiled.variant = f"sets, softcap {softcap}, a temperature per row"
         one_pass_over_sets(softcap, kl=2, per_row=True)
-    for dtype in DTYPES:
+    for dtype in dtypes:
         for everything in (False, True):
             compiled.variant = f"sets, {dtype}, everything {everything}"
             one_move_of_sets(dtype, everything)
             one_head_of_sets(dtype, torch.float32 if everything else dtype, everything)
 
 
-def compile_variants(compiled: Compiled) -> None:
-    for dtype in DTYPES:
+def compile_policies(compiled: Compiled) -> None:
+    """What is not compiled for the default policy."""
+    for surrogate, own in ((CISPO, False), (SAPO, False), (CLIP, True)):
+        given = dict(everything=True, kl=2, surrogate=surrogate, own=own)
+        compiled.variant = f"surrogate {surrogate}, own bounds {own}"
+        one_row_pass(torch.bfloat16, **given)
+        one_policy(**given, of_sequences=True)
+        compiled.variant = f"sets, surrogate {surrogate}, own bounds {own}"
+        one_pass_over_sets(**given)
+    compiled.variant = "sequences"
+    one_search(of_sequences=True)
+    for packed in (False, True):
+        one_mean_of_sequences(packed)
+    one_mean_of_sequences(on_policy=True)
+    one_prepare(packed=True, own=True)
+
+
+def compile_variants(compiled: Compiled, dtypes: list[torch.dtype]) -> None:
+    for dtype in dtypes:
         for softcap in (None, 30.0):
             for everything in (False, True):
                 compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
@@ -338,10 +414,11 @@ def compile_variants(compiled: Compiled) -> None:
             for n in (N, 100):  # the second in one program
                 one_prepare(mode, packed, n=n)
         one_prepare(packed=packed, given=7.0)
-    compile_sets(compiled)
+    compile_sets(compiled, dtypes)
+    compile_policies(compiled)
 
 
-def compile_other_values(compiled: Compiled) -> list[str]:
+def compile_other_values(compiled: Compiled, dtypes: list[torch.dtype]) -> list[str]:
     """Names of kernels that are compiled again for other values, numbers of tokens, addresses."""
     before = set(compiled.kernels)
     for n, value in ((N - 1, 0.7), (N + 16, 2.5), (N + 1, 1.0)):
@@ -354,8 +431,9 @@ def compile_other_values(compiled: Compiled) -> list[str]:
         one_pass_over_sets(30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
         one_move_of_sets(torch.bfloat16, n=n)
         one_head_of_sets(torch.bfloat16, torch.bfloat16, n=n)
+        one_mean_of_sequences(n=n)
     compiled.unaligned = True
-    compile_variants(compiled)
+    compile_variants(compiled, dtypes)
     return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]
 
 
@@ -447,9 +525,9 @@ def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
 def main() -> None:
     target = TARGETS[sys.argv[1]]
     triton.runtime.driver.set_active(AbsentGPU(target))
-    compiled = Compiled()
-    compile_variants(compiled)
-    again = compile_other_values(compiled)
+    compiled, dtypes = Compiled(), dtypes_of(target)
+    compile_variants(compiled, dtypes)
+    again = compile_other_values(compiled, dtypes)
     report = [
         {"kernel": name, "variant": variant, **resources(kernel)}
         for name, variant, kernel in compiled.kernels.values()

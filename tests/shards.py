@@ -40,6 +40,7 @@ CASES = {
         config=BAPOConfig.paper(target=0.6, loss_agg_mode="seq-mean-token-mean"),
         rollout_is_weights=per_token((B, S), 4, 0.5, 2.0),
     ),
+    "ratios of sequences": dict(config=BAPOConfig.paper(target=0.6, ratio_level="sequence")),
     "live statistics": dict(config=BAPOConfig.paper(target=0.6), statistics="live"),
     "forbidden tokens": dict(config=BAPOConfig.paper(target=0.6), forbidden=True),
     "NaN logit": dict(bad=torch.nan),

@@ -185,7 +185,7 @@ def run_linear_reference(name, dtype, work):
 
 OF_HIDDEN = (
     *("paper", "recipe", "a search that stops early"),
-    *("given bounds", "KL, entropy, soft cap"),
+    *("given bounds", "KL, entropy, soft cap", "ratios of sequences"),
 )
 
 

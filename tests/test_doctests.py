@@ -19,6 +19,7 @@ NAMES = {"torch": torch, **{name: getattr(bapo_kernels, name) for name in bapo_k
 NEEDS_NATIVE = "instruction_set"
 ROOT = Path(__file__).parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
+POLICIES = ROOT / "docs/policies.md"
 
 
 def public(module):
@@ -130,7 +131,7 @@ def surroundings():
     ("page", "sources"),
     [
         pytest.param(page, sources, id=f"{page.name}, {heading}")
-        for page in (README, GUIDE)
+        for page in (README, GUIDE, POLICIES)
         for heading, sources in sections(page).items()
     ],
 )

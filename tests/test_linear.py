@@ -46,6 +46,8 @@ CONFIGS = {
     "k2": dict(kl_loss_coef=0.1, kl_loss_type="k2", loss_agg_mode="seq-mean-token-sum-norm"),
     "softcap": dict(final_logit_softcapping=8.0, logit_scale=0.7, temperature=0.9),
     "sequences": dict(loss_agg_mode="seq-mean-token-mean", clip_ratio_c=3.0),
+    "cispo": dict(surrogate="cispo", target=0.9),
+    "ratio of sequences": dict(ratio_level="sequence", kl_loss_coef=0.1, target=0.9),
 }
 
 
@@ -141,7 +143,7 @@ def test_options(backend, device, dtype, statistics, name):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 21, None])
-@pytest.mark.parametrize("name", ["far", "recipe"])
+@pytest.mark.parametrize("name", ["far", "recipe", "cispo", "ratio of sequences"])
 def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
     """Skipped, idle, decided and undecided rows in one batch, in chunks of any size."""
     parameters, case = problem(torch.float32, device, build(name))
@@ -150,7 +152,10 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("name", "frozen"), [("far", False), ("entropy", False), ("kl", True)])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("far", False), ("entropy", False), ("kl", True), ("ratio of sequences", False)],
+)
 def test_compiled(backend, device, name, frozen):
     """One graph for any number of tokens; its gradient is computed in backward."""
     torch._dynamo.reset()

@@ -83,6 +83,8 @@ def collectives_rank(rank, backend):
         count("search", lambda: bapo_loss(logits, *arguments, process_group=data, **options))
         bounds = dict(process_group=data, bounds=(0.7, 1.3))
         count("bounds", lambda: bapo_loss(logits, *arguments, **bounds, **options))
+        own = dict(process_group=data, bounds=(torch.full((len(logits),), 0.7), 1.3))
+        count("own bounds", lambda: bapo_loss(logits, *arguments, **own, **options))
         empty = tuple(x[:0] for x in arguments)
         some = empty if rank == 0 else arguments
         x = logits[:0] if rank == 0 else logits
@@ -112,7 +114,7 @@ def test_collectives_of_every_kind_of_call(worlds):
         def combine(tokens):
             return ("all_gather", 2 * 4 * tokens)
 
-        assert results["alone"] == results["bounds"] == ([], [])
+        assert results["alone"] == results["bounds"] == results["own bounds"] == ([], [])
         assert results["search"] == results["a rank without rows"] == ([search], [])
         assert results["shards"] == ([sizes, combine(N), search], [])
         dhidden = ("all_reduce", elements)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bapo_kernels import BAPOConfig, _ops, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels._ops import ops_of
 from bapo_kernels.backends import triton as backend
+from bapo_kernels.config import SURROGATES
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS or not backend.INTERPRETED, reason="needs Triton's interpreter"
@@ -64,17 +65,33 @@ def test_every_operator(launches, monkeypatch):
         bapo_loss(logits, *case.arguments(), backend="triton", inplace=inplace).loss.backward()
     with torch.no_grad():
         bapo_loss(case.logits, *case.arguments(), backend="triton")
+    config = BAPOConfig(ratio_level="sequence")
+    logits = case.logits.clone().requires_grad_()
+    bapo_loss(logits, *case.arguments(), config=config, backend="triton")
     ops_of("triton").contributions(*searched, 0, torch.empty(1, 54, dtype=torch.float64))
     ops_of("triton").solve(torch.rand(2, 54).double(), GRIDS, 0.4, False, True, *found)
     monkeypatch.setattr(prepare, "ALONE", 0)
     with torch.no_grad():
         bapo_loss(case.logits, *case.arguments(), backend="triton")
 
-    assert launches["prepare"] == [1, 1, 1, 3]
+    assert launches["prepare"] == [1, 1, 1, 1, 3]
     assert launches.keys() <= LAUNCHES.keys() == _ops.SCHEMAS.keys()
     most = {name: max(counts) for name, counts in launches.items()}
     assert most == {name: LAUNCHES[name] for name in most}
     assert LAUNCHES.keys() - most.keys() <= {"row_gradient_", *OF_SETS}
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_launches_of_surrogates(launches, surrogate):
+    """The ratio of a sequence takes two more; a gradient that nothing is spread of, one."""
+    case, totals = make_case((2, 6), 33, staleness=0.4), []
+    for level in ("token", "sequence"):
+        launches.clear()
+        config = BAPOConfig(surrogate=surrogate, ratio_level=level)
+        logits = case.logits.clone().requires_grad_()
+        bapo_loss(logits, *case.arguments(), config=config, backend="triton")
+        totals.append(sum(map(sum, launches.values())))
+    assert totals == {"clip": [6, 8], "cispo": [6, 7], "sapo": [3, 6]}[surrogate]
 
 
 def test_every_operator_on_sets(launches):
@@ -110,12 +127,17 @@ def test_nothing_is_counted_where_the_divisor_is_given(launches, monkeypatch):
     assert counts == {key: [1] if key in alone else [3] for key in counts}
 
 
-def tokens(N):
+def tokens(N, of_sequences=False):
+    """Log-probs, counted, old log-probs, log-ratios, advantages, and no rollout log-probs."""
     g = torch.Generator().manual_seed(N)
     log_probs = -3 * torch.rand(N, generator=g, dtype=torch.float64)
     old = log_probs.float() + 0.4 * torch.randn(N, generator=g)
     counted = torch.rand(N, generator=g) < 0.8
-    return log_probs, counted, old, torch.randn(N, generator=g), None
+    log_ratios = None
+    if of_sequences:
+        log_ratios = torch.randn(N, generator=g, dtype=torch.float64) * 0.3
+        log_ratios[::50], log_ratios[1::50] = -30.0, 21.0
+    return log_probs, counted, old, log_ratios, torch.randn(N, generator=g), None
 
 
 @pytest.fixture
@@ -128,9 +150,10 @@ def few_programs(monkeypatch):
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("gradient", [False, True])
-def test_search_of_many_tokens(few_programs, uniform, gradient):
+@pytest.mark.parametrize("of_sequences", [False, True])
+def test_search_of_many_tokens(few_programs, uniform, gradient, of_sequences):
     """As on the CPU, and the other ranks' rows of the table are 0."""
-    searched = (*tokens(1_000), GRIDS, uniform, gradient)
+    searched = (*tokens(1_000, of_sequences), GRIDS, uniform, gradient)
     results, target = [], 0.5
     for name in ("cpu", "triton"):
         table = torch.full((3, 54), torch.nan, dtype=torch.float64)
@@ -147,21 +170,30 @@ def test_search_of_many_tokens(few_programs, uniform, gradient):
 
 
 @pytest.mark.parametrize("given_masses", [False, True])
-def test_policy_of_many_tokens(few_programs, given_masses):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("own_bounds", [False, True])
+@pytest.mark.parametrize("of_sequences", [False, True])
+def test_policy_of_many_tokens(few_programs, given_masses, surrogate, own_bounds, of_sequences):
     """The last program to finish reports for all, and leaves the ticket at 0 for the next call."""
     N = 1_000
-    log_probs, counted, old, A, _ = tokens(N)
+    log_probs, counted, old, log_ratios, A, _ = tokens(N, of_sequences)
     ref, entropy, weights = old + 0.1, -log_probs, torch.rand(N, dtype=torch.float64)
     masses = torch.rand(6, dtype=torch.float64) if given_masses else None
+    bounds = torch.tensor([0.8, 1.3])
+    if own_bounds:
+        bounds = bounds[:, None] + 0.4 * torch.rand(2, N) - 0.2
+        bounds[:, ~counted] = torch.nan
     results = []
     for name in ("triton", "triton", "cpu"):
         ticket = torch.zeros(1, dtype=torch.int32)
-        made = [torch.full((N,), torch.nan, dtype=torch.float64) for _ in range(2)]
+        made = [torch.full((N,), torch.nan, dtype=torch.float64) for _ in range(2 + of_sequences)]
         report, outputs = torch.full((15,), torch.nan), torch.full((2, N), -1.0)
         ops_of(name).policy(
-            *(log_probs, entropy, counted, old, A, weights, None, ref, None),
-            *(torch.tensor([0.8, 1.3]), masses, GRIDS, False, False, 0.4, False),
-            *(3.0, 0.1, 2, 0.01, torch.ones_like(counted), ticket, report, *made, outputs),
+            *(log_probs, entropy, counted, old, log_ratios, A, weights, None, ref, None),
+            *(bounds, masses, GRIDS, False, False, 0.4, False),
+            *(SURROGATES[surrogate], 3.0, 0.7, 1.6, 0.1, 2, 0.01),
+            *(torch.ones_like(counted), ticket, report, *made[:2], outputs),
+            made[2] if of_sequences else None,
         )
         assert ticket.item() == 0
         results.append((report, *made, outputs))

@@ -8,6 +8,7 @@ from helpers import DEVICES, INTERPRETED, KERNELS
 from torch import nan
 
 from bapo_kernels._ops import ops_of
+from bapo_kernels.config import SURROGATES
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
@@ -211,10 +212,25 @@ CLASSES = {
 }
 
 
+def derivative(surrogate, r, A, lower, upper):
+    """Of a token's policy term; the dual clip is at 3."""
+    if surrogate == "cispo":
+        return -min(max(r, lower), upper) * A
+    if surrogate == "sapo":
+        gate = 1 / (1 + math.exp(-TAU[A > 0] * (r - 1)))
+        return -4 * A * gate * (1 - gate) * r
+    passes = r <= upper if A > 0 else lower <= r <= 3.0
+    return -r * A if passes else 0.0
+
+
+TAU = {True: 0.7, False: 1.6}
+
+
 class Pass:
     """A row of every class, and one without a set, one masked, one with a label outside."""
 
-    def __init__(self, everything):
+    def __init__(self, everything, surrogate="clip"):
+        self.surrogate = surrogate
         self.classes = [*CLASSES, (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
         self.sets = Sets((3, 40, 1, 33, 7, 64, 9, 5, 0, 6, 8))
         self.sets.counted[9] = False
@@ -236,7 +252,8 @@ class Pass:
         self.ref = self.old - 0.5 if everything else None
         self.kl, self.bonus = (0.1, 0.02) if everything else (0.0, 0.0)
         self.given = (*(self.old, self.A, self.weights, self.is_weights, self.ref),)
-        self.options = 3.0, self.kl, 0, self.bonus, *TRANSFORM
+        policy = SURROGATES[surrogate], 3.0, TAU[True], TAU[False]
+        self.options = *policy, self.kl, 0, self.bonus, *TRANSFORM
         self.results = [poison(N, dtype=torch.float64) for _ in range(2)]
         self.results += [poison(N, 2, dtype=torch.float64)]
         self.undecided = torch.full((N,), 7, dtype=torch.uint8, device=DEVICE)
@@ -245,14 +262,29 @@ class Pass:
         tokens = self.sets.positions, self.sets.counted, *self.given
         return *tokens, bounds, GRIDS, *self.options, *self.results, self.undecided
 
+    def expected(self, row, bounds):
+        """Coefficient of the policy term, and whether it is undecided."""
+        (r, A), at_label = self.classes[row], self.sets.positions[row] != -1
+        if self.surrogate == "clip" and not isinstance(bounds, torch.Tensor):
+            factor, undecided = CLASSES[r, A]
+            if bounds is not None and undecided:  # these bounds let the token pass
+                factor, undecided = -r * A, False
+            return factor if at_label else 0.0, undecided
+        if not at_label:
+            r = math.exp(-20.0)
+        ends = [(GRIDS[0], GRIDS[3]), (GRIDS[1], GRIDS[4])]
+        if bounds is not None:
+            ends = [bounds[:, row].tolist()]
+        found = [derivative(self.surrogate, r, A, *end) for end in ends]
+        is_constant = not at_label and self.surrogate != "cispo"  # because the ratio is clamped
+        return 0.0 if is_constant else found[0], not is_constant and len(set(found)) > 1
+
     def check(self, values, bounds=None):
         logp, entropy, stats = self.results
         for row, (z, dz) in enumerate(
             zip(self.sets.rows(self.values), self.sets.rows(values), strict=True)
         ):
-            factor, undecided = CLASSES[self.classes[row]]
-            if bounds is not None and undecided:  # these bounds let the token pass
-                factor, undecided = -math.prod(self.classes[row]), False
+            factor, undecided = self.expected(row, bounds)
             if len(z) == 0 or not self.sets.counted[row]:
                 results = [logp[row], entropy[row], *stats[row]]
                 assert all(x.isnan() for x in results) if len(z) == 0 else results == [0, 0, 0, 1]
@@ -265,8 +297,6 @@ class Pass:
             if undecided:
                 assert torch.equal(dz, z)
                 continue
-            if self.sets.positions[row] == -1:
-                factor = 0.0  # its ratio is 0
             is_weight = 1.0 if self.is_weights is None else self.is_weights[row].item()
             weight = self.weights[row].item()
             g = weight * (factor * is_weight + self.kl)  # the derivative of this KL term is 1
@@ -284,6 +314,22 @@ def test_pass(everything, bounds):
     given = None if bounds is None else torch.tensor(bounds, device=DEVICE)
     ops().sets_pass_(values, case.sets.offsets, *case.arguments(given))
     case.check(values, bounds)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("own", [False, True])
+def test_pass_of_surrogates(surrogate, own, everything):
+    """With bounds of each row those of its neighbours would let it pass where its own do not."""
+    case = Pass(everything, surrogate)
+    values, bounds = case.values.clone(), None
+    if own:
+        odd = torch.arange(case.sets.N, device=DEVICE) % 2
+        bounds = torch.stack([0.75 - 0.3 * odd, 4.5 - 3.0 * odd])
+    ops().sets_pass_(values, case.sets.offsets, *case.arguments(bounds))
+    case.check(values, bounds)
+    found = [case.expected(row, bounds)[1] for row in range(case.sets.N)]
+    assert any(found) == (surrogate != "sapo" and not own)
 
 
 def matrices(sets, dtype, H, vocab=V):
@@ -460,7 +506,14 @@ def test_broken_offsets(name):
     tokens = torch.zeros_like(found), sets.counted, None, hidden[:, 0].contiguous()
     tokens = *tokens, torch.ones(3, dtype=torch.float64, device=DEVICE), None, None, None
     ops().sets_pass_(
-        values, offsets, *tokens, GRIDS, *(None, 0.0, 0, 0.0), *TRANSFORM, *results, undecided
+        values,
+        offsets,
+        *tokens,
+        GRIDS,
+        *(0, None, 1.0, 1.0, 0.0, 0, 0.0),
+        *TRANSFORM,
+        *results,
+        undecided,
     )
     ops().scatter_sets(values, sets.counted, *sets.csr, None, logits)
     ops().sets_dhidden(values, weight, *sets.csr, None, None, dhidden)

@@ -19,7 +19,7 @@ from ..inputs import (
     config_or_default,
     rising_offsets,
 )
-from ..output import BAPOOutput, ClipBounds
+from ..output import BAPOOutput, ClipBounds, GivenBounds
 from ..sampling_mask import SamplingMask
 from .search import Contributions, find_clip_bounds, search_metrics
 from .sets import outside_of_sets
@@ -48,7 +48,7 @@ def bapo_loss_from_log_probs(
     *,
     entropy: Tensor | None = None,
     config: BAPOConfig | None = None,
-    bounds: ClipBounds | tuple[float | Tensor, float | Tensor] | None = None,
+    bounds: GivenBounds | None = None,
     statistics: Literal["all", "live"] = "all",
     cu_seqlens: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
@@ -109,7 +109,7 @@ def bapo_loss_from_log_probs(
         bounds = at = ClipBounds(*bounds_tensor(starting_bounds_of(config), log_probs).unbind())
     else:
         bounds = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
-        at = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in bounds))
+        at = ClipBounds(*(_of_tokens(bound, unmasked, cu_seqlens) for bound in bounds))
         valid = torch.where(bounds_are_valid(*at), 1.0, torch.nan)
     ref = is_weights = None
     if ref_log_probs is not None:
@@ -348,9 +348,11 @@ def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(count > 0, count, torch.nan)
 
 
-def _of_tokens(bound: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _of_tokens(bound: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """A bound of each token, or the 0-dim one of all."""
-    return bound if bound.ndim == 0 else per_token("bounds", bound, like, cu_seqlens)
+    if bound.ndim == 0:
+        return bound
+    return torch.where(unmasked, per_token("bounds", bound, unmasked, cu_seqlens), 1.0)
 
 
 def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:

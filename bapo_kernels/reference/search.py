@@ -179,14 +179,12 @@ def _share(pos: Tensor, neg: Tensor) -> Tensor:
     return torch.where(pos + neg == 0, 0.0, pos / (pos + neg))
 
 
-def contribution_table(
-    config: BAPOConfig, *tokens: Any, cu_seqlens: Tensor | None = None
-) -> Tensor:
+def contribution_table(config: BAPOConfig, *tokens: Any) -> Tensor:
     """Negative mass at every point of the lower grid, then positive mass of the upper grid.
 
     float64; ``tokens`` as :class:`Contributions` takes them.
     """
-    of_tokens = Contributions(config, *tokens, cu_seqlens=cu_seqlens)
+    of_tokens = Contributions(config, *tokens)
     negative = [of_tokens.negative(point) for point in config.lower_grid]
     return torch.stack(negative + [of_tokens.positive(point) for point in config.upper_grid])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .. import reference
 from ..config import IGNORE_INDEX, BAPOConfig
@@ -56,8 +57,12 @@ def largest(values: Tensor) -> float:
 
 
 def difference(bounds: ClipBounds, expected: ClipBounds) -> float:
-    """The larger difference of the two bounds; 0 where both are equal."""
-    return largest(torch.stack(bounds) - torch.stack(expected).float())
+    """The largest difference of bounds; 0 where both are equal, infinite ones too."""
+    errors = []
+    for got, wanted in zip(bounds, map(Tensor.float, expected), strict=True):
+        same = (got == wanted) | wanted.isnan()  # NaN at masked tokens
+        errors.append(largest(torch.where(same, 0.0, got - wanted)))
+    return max(errors)
 
 
 @dataclass
@@ -122,10 +127,13 @@ def make_case(
         logits[~unmasked] = torch.nan
         old[~unmasked] = torch.nan
         advantages[~unmasked] = torch.nan
-    for name, value in options.items():
-        if isinstance(value, Tensor) and value.shape == tuple(shape) and poison:
-            options[name] = value.clone().masked_fill(~unmasked, torch.nan)
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+
+    def finished(value: Tensor) -> Tensor:
+        if value.shape == tuple(shape) and poison:
+            value = value.masked_fill(~unmasked, torch.nan)
+        return value.to(device)
+
+    moved = tree_map_only(Tensor, finished, options)
     return Case(
         logits.to(device),
         labels.to(device),
@@ -167,18 +175,22 @@ def evaluate(
 
 
 def loss_sensitivity(case: Case, truth: Result) -> float:
-    """Sum of |d loss / d log_prob|."""
+    """Sum of |d loss / d log_prob| and |d loss / d entropy|."""
     unmasked = case.labels != IGNORE_INDEX
     if case.response_mask is not None:
         unmasked = unmasked & (case.response_mask != 0)
-    logp = truth.output.log_probs.double().nan_to_num(0.0).requires_grad_()
-    options = case.options | {"bounds": truth.output.bounds}
+    log_probs, entropy = truth.output.log_probs, truth.output.entropy
+    assert entropy is not None
+    leaves = [v.double().nan_to_num(0.0).requires_grad_() for v in (log_probs, entropy)]
+    options = dict(case.options)
+    if options["config"].has_bounds:
+        options["bounds"] = truth.output.bounds
     options.pop("temperature", None)  # the log-probs have it
     loss = reference.bapo_loss_from_log_probs(
-        logp, case.old_log_probs, case.advantages, unmasked, **options
+        leaves[0], case.old_log_probs, case.advantages, unmasked, entropy=leaves[1], **options
     ).loss
-    (gradient,) = torch.autograd.grad(loss, logp)
-    return gradient.abs().sum().item()
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return sum(g.abs().sum().item() for g in gradients if g is not None)
 
 
 def quantities(
@@ -186,8 +198,9 @@ def quantities(
 ) -> Iterator[Measured]:
     """Bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
 
-    What is summed from log-probs inherits their rounding. The gradient inherits it through the
-    ratio, which matters with ``few_tokens``: on these the reference may be exact by luck.
+    What is summed from log-probs and entropies inherits their rounding. The gradient inherits it
+    through the ratio, which matters with ``few_tokens``: on these the reference may be exact by
+    luck.
     """
     results = got, same, truth
     yield "bounds", difference(got.output.bounds, truth.output.bounds), 0.0

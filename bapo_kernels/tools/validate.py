@@ -130,6 +130,9 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         "statistics=live": (bapo_loss, dict(statistics="live")),
         "inplace": (_inplace, {}),
         "packed": (bapo_loss, _packed()),
+        "cispo, bounds per token": (bapo_loss, _own_bounds()),
+        "sapo": (bapo_loss, dict(config=BAPOConfig(surrogate="sapo"))),
+        "ratio of sequences": (bapo_loss, dict(config=BAPOConfig(ratio_level="sequence"))),
     }
     for dtype in DTYPES:
         for case, (loss, options) in losses.items():
@@ -195,6 +198,11 @@ def _all_options() -> dict[str, Any]:
         rollout_is_weights=per_token(low=0.2, high=2.0),
         rollout_log_probs=per_token(seed=2),
     )
+
+
+def _own_bounds() -> dict[str, Any]:
+    bounds = per_token(low=0.7, high=1.0), per_token(seed=2, low=1.0, high=1.3)
+    return dict(config=BAPOConfig(surrogate="cispo"), bounds=bounds)
 
 
 def _packed() -> dict[str, Any]:

@@ -30,7 +30,7 @@ WHY_NOT = _why_not()
 @cache
 def _operators() -> dict[str, Callable[..., None]]:
     """Made at the first call, because the import of Triton takes long."""
-    from . import head_sets, policy, prepare, row_gradient, row_pass, search, sets
+    from . import head_sets, policy, prepare, row_gradient, row_pass, search, sequences, sets
 
     return {
         "row_statistics": row_pass.row_statistics,
@@ -39,6 +39,8 @@ def _operators() -> dict[str, Callable[..., None]]:
         "row_gradient": row_gradient.row_gradient,
         "row_gradient_": row_gradient.row_gradient_,
         "prepare": prepare.prepare,
+        "sequence_log_ratios": sequences.sequence_log_ratios,
+        "add_sequence_means_": sequences.add_sequence_means_,
         "contributions": search.contributions,
         "solve": search.solve,
         "search": search.search,

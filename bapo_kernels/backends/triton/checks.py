@@ -28,6 +28,7 @@ _DTYPES = {
     **dict.fromkeys(("flat", "bounds", "report", "factor", "outputs"), torch.float32),
     **dict.fromkeys(("log_probs", "entropy", "stats", "dlog_probs", "dentropy"), torch.float64),
     **dict.fromkeys(("weights", "table", "masses"), torch.float64),
+    **dict.fromkeys(("log_ratios", "dlog_ratios"), torch.float64),
     **dict.fromkeys(("values", "dvalues", "bias", "dbias"), torch.float32),
     **dict.fromkeys(("token_ids", "rows"), torch.int32),
     **dict.fromkeys(("offsets", "shard", "positions", "order", "segments"), torch.int64),
@@ -41,7 +42,7 @@ _CALLER_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-_SHAPED = (*_ROWS, *_MATRICES, *_CALLERS, "table")
+_SHAPED = (*_ROWS, *_MATRICES, *_CALLERS, "table", "bounds")
 _require = partial(require, error=RuntimeError)
 
 _MAX_KNOWN = 4_096
@@ -104,7 +105,15 @@ def _check(op: str, given: dict[str, Any]) -> None:
     if op == "prepare":
         _check_callers(given)
     N = _count_of_rows(given)
-    counts = {"bounds": 2, "masses": 6, "report": len(REPORT), "factor": 1, "stats": 2 * N}
+    if "length" in given and op != "prepare":
+        _check_sequences(N, **given)
+    counts = {
+        "bounds": _count_of_bounds(given, N),
+        "masses": 6,
+        "report": len(REPORT),
+        "factor": 1,
+        "stats": 2 * N,
+    }
     counts["ticket"] = 1
     counts["outputs"] = N if given.get("entropy") is None else 2 * N
     if op == "prepare":
@@ -120,6 +129,8 @@ def _check(op: str, given: dict[str, Any]) -> None:
         if not isinstance(value, Tensor) or (op == "prepare" and name in _CALLERS):
             continue
         _require(value.device == first.device, name, f"be on {first.device}", value.device)
+        if name == "cu_seqlens":
+            continue
         if name in _ROWS:
             _check_rows(name, value, given.get("logits", value))
             continue
@@ -140,6 +151,13 @@ def _count_of_rows(given: dict[str, Any]) -> int:
     if "offsets" in given:
         return int(given["offsets"].numel()) - 1
     return int(next(iter(given.values())).numel())
+
+
+def _count_of_bounds(given: dict[str, Any], N: int) -> int:
+    """Two for all tokens; the loss of a token may have its own."""
+    bounds = given.get("bounds")
+    own = "surrogate" in given and bounds is not None and bounds.shape == (2, N)
+    return 2 * N if own else 2
 
 
 def _counts_of_sets(given: dict[str, Any], N: int) -> dict[str, int]:
@@ -198,6 +216,8 @@ def _check_callers(given: dict[str, Any]) -> None:
     _require(tokens.ndim == 2, "tokens", "be [sequences, tokens]", tuple(tokens.shape))
     _require(len(values) <= MAX_VALUES, "values", f"be at most {MAX_VALUES}", len(values))
     _require(len(values) > 0 or not given["live"], "values", "have advantages with live", 0)
+    enough = len(values) > 2 or not given["own_bounds"]
+    _require(enough, "values", "have more than the bounds with own_bounds", len(values))
     aggregation = given["aggregation"]
     _require(0 <= aggregation <= 4, "aggregation", "be in 0..4", aggregation)
     has_labels = given["labels"] is None or not tokens.is_floating_point()
@@ -206,10 +226,7 @@ def _check_callers(given: dict[str, Any]) -> None:
     sequences = None
     if cu_seqlens is not None:
         _require(tokens.shape[0] == 1, "tokens", "be one row with cu_seqlens", tokens.shape[0])
-        is_right = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
-        _require(is_right, "cu_seqlens", "have shape (K + 1,)", tuple(cu_seqlens.shape))
-        is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
-        _require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
+        _check_offsets(cu_seqlens)
         sequences = (cu_seqlens.numel() - 1,)
     if given["device_divisor"] is not None:
         elements = given["device_divisor"].numel()
@@ -226,3 +243,19 @@ def _check_callers(given: dict[str, Any]) -> None:
             per_sequence = name == "values" and value.shape == sequences
             rule = f"have the shape of tokens {tuple(tokens.shape)}"
             _require(per_sequence or value.shape == tokens.shape, name, rule, tuple(value.shape))
+
+
+def _check_sequences(N: int, length: int, cu_seqlens: Tensor | None, **others: Any) -> None:
+    """Rows of tokens, or packed ones."""
+    if cu_seqlens is None:
+        divides = N == 0 or (length > 0 and N % length == 0)
+        _require(divides, "length", f"divide the {N} tokens", length)
+    else:
+        _check_offsets(cu_seqlens)
+
+
+def _check_offsets(cu_seqlens: Tensor) -> None:
+    is_right = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
+    _require(is_right, "cu_seqlens", "have shape (K + 1,)", tuple(cu_seqlens.shape))
+    is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+    _require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...config import bound_grid
 
-MAX_VALUES = 6  # per token that a call of prepare takes: advantages and five others
+MAX_VALUES = 8  # per token that a call of prepare takes: advantages and seven others
 MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
 
 

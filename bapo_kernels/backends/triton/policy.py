@@ -22,7 +22,7 @@ TOKENS = 256  # of a program at once
 # Of each program's tokens, as PolicySums in csrc/tokens.h.
 SUMS = (
     *("loss", "pg_loss", "kl_loss", "count", "clipped", "dual_clipped", "log_ratio", "entropy"),
-    *("pos", "neg", "pos_start", "neg_start", "pos_last", "neg_last"),
+    *("pos", "neg", "pos_start", "neg_start", "pos_last", "neg_last", "lower", "upper"),
 )
 _SUM_INDEX = {name: index for index, name in enumerate(SUMS)}
 _REPORT_INDEX = {name: index for index, name in enumerate(REPORT)}
@@ -44,6 +44,7 @@ def _policy_kernel(
     entropies,
     counted,
     old_log_probs,
+    log_ratios,
     advantages,
     weights,
     is_weights,
@@ -58,6 +59,7 @@ def _policy_kernel(
     dlog_probs,
     dentropies,
     outputs,
+    dlog_ratios,
     N: tl.int64,
     lower_start: tl.float64,
     upper_start: tl.float64,
@@ -65,8 +67,12 @@ def _policy_kernel(
     upper_last: tl.float64,
     target: tl.float64,
     clip_ratio_c: tl.float64,
+    sapo_tau_pos: tl.float64,
+    sapo_tau_neg: tl.float64,
     kl_loss_coef: tl.float64,
     entropy_coef: tl.float64,
+    SURROGATE: tl.constexpr,
+    OWN_BOUNDS: tl.constexpr,
     KL_TYPE: tl.constexpr,
     UNIFORM: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -79,7 +85,10 @@ def _policy_kernel(
     clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum = zeros, zeros, zeros, zeros
     pos, neg, pos_start, neg_start = zeros, zeros, zeros, zeros
     pos_last, neg_last = zeros, zeros
-    lower, upper = tl.load(bounds).to(tl.float64), tl.load(bounds + 1).to(tl.float64)
+    if OWN_BOUNDS:
+        lower_sum, upper_sum = zeros, zeros
+    else:
+        lower, upper = policy_math.load_bounds(bounds, 0, None, N, OWN_BOUNDS)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for begin in range(program.to(tl.int64) * TOKENS, N, programs * TOKENS):
         index = begin + tl.arange(0, TOKENS)
@@ -89,13 +98,22 @@ def _policy_kernel(
         old = policy_math.old_log_prob(old_log_probs, index, mask, logp)
         A = tl.load(advantages + index, mask, other=0.0).to(tl.float64)
         weight = tl.load(weights + index, mask, other=0.0)
-        r, log_ratio, saturated = policy_math.policy_ratio(logp, old)
-        pg_loss, clipped, dual_clipped = policy_math.policy_loss(r, A, lower, upper, clip_ratio_c)
-        grad = policy_math.policy_grad(r, saturated, A, lower, upper, clip_ratio_c)
+        r, log_ratio, saturated = policy_math.ratio_at(log_ratios, index, mask, logp, old)
+        if OWN_BOUNDS:
+            lower, upper = policy_math.load_bounds(bounds, index, mask, N, OWN_BOUNDS)
+            lower_sum += lower
+            upper_sum += upper
+        options = clip_ratio_c, sapo_tau_pos, sapo_tau_neg
+        pg_loss, grad, clipped, dual_clipped = policy_math.policy_term(
+            r, saturated, A, logp, lower, upper, options, SURROGATE
+        )
         if is_weights is not None:
             is_weight = tl.load(is_weights + index, mask, other=0.0).to(tl.float64)
             pg_loss *= is_weight
             grad *= is_weight
+        if dlog_ratios is not None:
+            tl.store(dlog_ratios + index, tl.where(mask, weight * grad, 0.0), inside)
+            grad = zeros
         loss, kl, entropy = pg_loss, zeros, zeros
         if ref_log_probs is not None:
             ref = tl.load(ref_log_probs + index, mask, other=0.0).to(tl.float64)
@@ -155,13 +173,16 @@ def _policy_kernel(
         _store_sum(partials, "neg_start", neg_start)
         _store_sum(partials, "pos_last", pos_last)
         _store_sum(partials, "neg_last", neg_last)
+    if OWN_BOUNDS:
+        _store_sum(partials, "lower", lower_sum)
+        _store_sum(partials, "upper", upper_sum)
     # The barrier orders the stores of all threads before the atomic of one of them. It releases
     # them, and in the last program acquires those of the other programs, whose sums are then read
     # past the L1 cache, which is not coherent.
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1:
         tl.store(ticket, 0)
-        _report(partials, bounds, masses, report, target, RATIO_TARGET, PROGRAMS)
+        _report(partials, bounds, masses, report, target, RATIO_TARGET, OWN_BOUNDS, PROGRAMS)
 
 
 @triton.jit
@@ -186,7 +207,14 @@ def _share(value, total):
 
 @triton.jit
 def _report(
-    partials, bounds, masses, report, target, RATIO_TARGET: tl.constexpr, PROGRAMS: tl.constexpr
+    partials,
+    bounds,
+    masses,
+    report,
+    target,
+    RATIO_TARGET: tl.constexpr,
+    OWN_BOUNDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
     live_tokens = _sum_of(partials, "count", PROGRAMS)
     count = tl.where(live_tokens > 0.0, live_tokens, 1.0)
@@ -211,8 +239,12 @@ def _report(
     _store_entry(report, "ppo_kl", -_sum_of(partials, "log_ratio", PROGRAMS) / count)
     _store_entry(report, "entropy", _sum_of(partials, "entropy", PROGRAMS) / count)
     _store_entry(report, "kl_loss", _sum_of(partials, "kl_loss", PROGRAMS))
-    _store_entry(report, "bapo_clip_low", tl.load(bounds))
-    _store_entry(report, "bapo_clip_high", tl.load(bounds + 1))
+    if OWN_BOUNDS:
+        _store_entry(report, "bapo_clip_low", _sum_of(partials, "lower", PROGRAMS) / count)
+        _store_entry(report, "bapo_clip_high", _sum_of(partials, "upper", PROGRAMS) / count)
+    else:
+        _store_entry(report, "bapo_clip_low", tl.load(bounds))
+        _store_entry(report, "bapo_clip_high", tl.load(bounds + 1))
     _store_entry(report, "bapo_pos_share", _share(pos, pos + neg))
     _store_entry(report, "bapo_pos_share_start", _share(pos_start, pos_start + neg_start))
     _store_entry(report, "bapo_pos_share_max", _share(pos_last, pos_last + neg_min))
@@ -231,6 +263,7 @@ def policy(
     entropy: Tensor | None,
     counted: Tensor,
     old_log_probs: Tensor | None,
+    log_ratios: Tensor | None,
     advantages: Tensor,
     weights: Tensor,
     rollout_is_weights: Tensor | None,
@@ -243,7 +276,10 @@ def policy(
     gradient: bool,
     target: float,
     ratio_target: bool,
+    surrogate: int,
     clip_ratio_c: float | None,
+    sapo_tau_pos: float,
+    sapo_tau_neg: float,
     kl_loss_coef: float,
     kl_loss_type: int,
     entropy_coef: float,
@@ -253,6 +289,7 @@ def policy(
     dlog_probs: Tensor,
     dentropy: Tensor | None,
     outputs: Tensor | None,
+    dlog_ratios: Tensor | None,
 ) -> None:
     programs = token_programs(log_probs.numel(), TOKENS)
     lower_start, lower_max, lower_step, upper_start, upper_max, upper_step = grids
@@ -261,6 +298,7 @@ def policy(
         entropy,
         counted,
         old_log_probs,
+        log_ratios,
         advantages,
         weights,
         rollout_is_weights,
@@ -275,6 +313,7 @@ def policy(
         dlog_probs,
         dentropy,
         outputs,
+        dlog_ratios,
         log_probs.numel(),
         lower_start,
         upper_start,
@@ -282,8 +321,12 @@ def policy(
         upper_max if upper_step else upper_start,
         target,
         math.inf if clip_ratio_c is None else clip_ratio_c,
+        sapo_tau_pos,
+        sapo_tau_neg,
         kl_loss_coef,
         entropy_coef,
+        surrogate,
+        bounds.ndim == 2,
         kl_loss_type,
         uniform_weight,
         gradient,

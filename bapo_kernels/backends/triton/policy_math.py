@@ -1,6 +1,7 @@
 """The policy mathematics of BAPO for Triton kernels.
 
-The loss of Algorithm 1, line 20, and the sums of Eq. 8 (arXiv 2510.18927).
+The loss of Algorithm 1, line 20, the surrogates in its place, and the sums of Eq. 8 (arXiv
+2510.18927).
 
 For one token or a block of them, in float64 as in ``csrc/policy_math.h``: it costs a few operations
 per token, and decisions (clipped or not, which bounds) then agree with the float64 reference.
@@ -17,6 +18,8 @@ RATIO_EPS = tl.constexpr(1e-8)
 LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 K1 = tl.constexpr(0)
 K2 = tl.constexpr(1)
+CISPO = tl.constexpr(1)
+SAPO = tl.constexpr(2)
 
 
 @triton.jit
@@ -44,15 +47,38 @@ def old_log_prob(old_log_probs, index, mask, log_prob):
 
 
 @triton.jit
-def policy_ratio(log_prob, old):
-    """r, its clamped logarithm, and whether the clamp makes its derivative 0.
+def load_bounds(bounds, index, mask, N, OWN_BOUNDS: tl.constexpr):
+    """Lower and upper bound: of all tokens, or of each one its own."""
+    if OWN_BOUNDS:
+        lower = tl.load(bounds + index, mask, other=0.0)
+        upper = tl.load(bounds + N + index, mask, other=0.0)
+    else:
+        lower, upper = tl.load(bounds), tl.load(bounds + 1)
+    return lower.to(tl.float64), upper.to(tl.float64)
 
-    NaN if ``old`` is not finite, which the clamp would hide.
-    """
-    delta = log_prob - old
-    log_ratio = clamp(delta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    r = tl.where(old - old == 0.0, tl.exp(log_ratio), float("nan"))
-    return r, log_ratio, log_ratio != delta
+
+@triton.jit
+def ratio_of(log_ratio):
+    """r, its clamped logarithm, and whether the clamp makes its derivative 0."""
+    held = clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return tl.exp(held), held, held != log_ratio
+
+
+@triton.jit
+def policy_ratio(log_prob, old):
+    """The same of one token; NaN if ``old`` is not finite, which the clamp would hide."""
+    r, log_ratio, saturated = ratio_of(log_prob - old)
+    return tl.where(old - old == 0.0, r, float("nan")), log_ratio, saturated
+
+
+@triton.jit
+def ratio_at(log_ratios, index, mask, log_prob, old):
+    """The same, of the given log-ratios where there are any."""
+    if log_ratios is None:
+        ratio = policy_ratio(log_prob, old)
+    else:
+        ratio = ratio_of(tl.load(log_ratios + index, mask, other=0.0))
+    return ratio
 
 
 @triton.jit
@@ -62,25 +88,54 @@ def passes_clip(r, A, lower, upper, clip_ratio_c):
 
 
 @triton.jit
-def policy_loss(r, A, lower, upper, clip_ratio_c):
-    """-J with J = min(r*A, clip(r, c_low, c_high)*A), at most -A*clip_ratio_c for A < 0.
-
-    Also whether the clip and the dual clip applied.
-    """
+def clip_term(r, saturated, A, lower, upper, clip_ratio_c):
+    """-min(r*A, clip(r, c_low, c_high)*A), at most -A*clip_ratio_c for A < 0."""
     free, held = r * A, clamp(r, lower, upper) * A
     loss = -tl.where(held < free, held, free)
     cap = -A * clip_ratio_c
     dual_clipped = (A < 0.0) & (loss > cap)
     clipped = ((A > 0.0) & (r > upper)) | ((A < 0.0) & (r < lower))
-    return tl.where(dual_clipped, cap, loss), clipped, dual_clipped
+    grad = -r * A
+    kept = (A != 0.0) & ~saturated & passes_clip(r, A, lower, upper, clip_ratio_c)
+    grad = tl.where(kept | (grad != grad), grad, 0.0)
+    return tl.where(dual_clipped, cap, loss), grad, clipped, dual_clipped
 
 
 @triton.jit
-def policy_grad(r, saturated, A, lower, upper, clip_ratio_c):
-    """d policy_loss / d log_prob."""
-    grad = -r * A
-    kept = (A != 0.0) & ~saturated & passes_clip(r, A, lower, upper, clip_ratio_c)
-    return tl.where(kept | (grad != grad), grad, 0.0)
+def cispo_term(r, A, log_prob, lower, upper):
+    """-clip(r, c_low, c_high)*A*log_prob, the clipped ratio held constant."""
+    grad = -clamp(r, lower, upper) * A
+    # The row pass knows early whether A is 0; without this ptxas spills it for sm_100.
+    grad = tl.where((A != 0.0) | (grad != grad), grad, 0.0)
+    loss = tl.where(grad == 0.0, 0.0, grad * log_prob)
+    return loss, grad, (r < lower) | (r > upper), tl.zeros_like(r).to(tl.int1)
+
+
+@triton.jit
+def sapo_term(r, saturated, A, tau_pos, tau_neg):
+    """-A*(4/tau)*sigmoid(tau*(r - 1))."""
+    tau = tl.where(A > 0.0, tau_pos, tau_neg)
+    gate = 1.0 / (1.0 + tl.exp(-tau * (r - 1.0)))
+    grad = -A * 4.0 * gate * (1.0 - gate) * r
+    grad = tl.where(saturated & (grad == grad), 0.0, grad)
+    never = tl.zeros_like(r).to(tl.int1)
+    return -A * (4.0 / tau) * gate, grad, never, never
+
+
+@triton.jit
+def policy_term(r, saturated, A, log_prob, lower, upper, options, SURROGATE: tl.constexpr):
+    """Loss, its derivative by log_prob, and whether the clip and the dual clip applied.
+
+    Of a sequence's ratio the derivative is by the logarithm of that. ``options``: clip_ratio_c,
+    sapo_tau_pos and sapo_tau_neg.
+    """
+    if SURROGATE == CISPO:
+        term = cispo_term(r, A, log_prob, lower, upper)
+    elif SURROGATE == SAPO:
+        term = sapo_term(r, saturated, A, options[1], options[2])
+    else:
+        term = clip_term(r, saturated, A, lower, upper, options[0])
+    return term
 
 
 @triton.jit

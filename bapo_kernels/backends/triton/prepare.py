@@ -25,7 +25,7 @@ _TOKEN_MEAN, _TOKEN_SUM, _SEQ_MEAN_TOKEN_SUM_NORM, _SEQ_MEAN_TOKEN_MEAN = 0, 1, 
 
 
 @triton.jit
-def _offset(cu_seqlens, stride, at, mask, N):
+def offset_at(cu_seqlens, stride, at, mask, N):
     """``cu_seqlens[at]``, cut to the tokens that there are."""
     offset = tl.load(cu_seqlens + at * stride, mask, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(offset, 0), N)
@@ -38,7 +38,7 @@ def _sequence_of(cu_seqlens, stride, K, steps, index, N):
     size = sequence + K
     for _ in range(steps):
         half = size // 2
-        end = _offset(cu_seqlens, stride, sequence + half + 1, size > 0, N)
+        end = offset_at(cu_seqlens, stride, sequence + half + 1, size > 0, N)
         is_behind = (size > 0) & (end <= index)
         sequence = tl.where(is_behind, sequence + half + 1, sequence)
         size = tl.where(is_behind, size - half - 1, half)
@@ -104,6 +104,8 @@ def _prepare_kernel(
     values3,
     values4,
     values5,
+    values6,
+    values7,
     cu_seqlens,
     device_divisor,
     bounds,
@@ -137,8 +139,13 @@ def _prepare_kernel(
     column4: tl.int64,
     row5: tl.int64,
     column5: tl.int64,
+    row6: tl.int64,
+    column6: tl.int64,
+    row7: tl.int64,
+    column7: tl.int64,
     offset_stride: tl.int64,
     PER_SEQUENCE: tl.constexpr,  # one bit per value
+    LOWER: tl.constexpr,  # index of the own lower bounds, before the upper ones; 0: none
     LIVE: tl.constexpr,
     MEAN: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -169,8 +176,8 @@ def _prepare_kernel(
             if cu_seqlens is not None:
                 sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
                 is_unmasked = is_unmasked & (sequence < K)
-                start = _offset(cu_seqlens, offset_stride, sequence, index < N, N)
-                end = _offset(cu_seqlens, offset_stride, sequence + 1, sequence < K, N)
+                start = offset_at(cu_seqlens, offset_stride, sequence, index < N, N)
+                end = offset_at(cu_seqlens, offset_stride, sequence + 1, sequence < K, N)
             else:
                 sequence = index // S
                 start = sequence * S
@@ -209,15 +216,19 @@ def _prepare_kernel(
             if counted is not None:
                 tl.store(counted + index, is_counted, inside)
             place = _place(row, column, sequence, row1, column1, K, PER_SEQUENCE & 2)
-            _copy(values1, place, flat + N, index, inside)
+            copied1 = _copy(values1, place, flat + N, index, inside)
             place = _place(row, column, sequence, row2, column2, K, PER_SEQUENCE & 4)
-            _copy(values2, place, flat + 2 * N, index, inside)
+            copied2 = _copy(values2, place, flat + 2 * N, index, inside)
             place = _place(row, column, sequence, row3, column3, K, PER_SEQUENCE & 8)
-            _copy(values3, place, flat + 3 * N, index, inside)
+            copied3 = _copy(values3, place, flat + 3 * N, index, inside)
             place = _place(row, column, sequence, row4, column4, K, PER_SEQUENCE & 16)
-            _copy(values4, place, flat + 4 * N, index, inside)
+            copied4 = _copy(values4, place, flat + 4 * N, index, inside)
             place = _place(row, column, sequence, row5, column5, K, PER_SEQUENCE & 32)
-            _copy(values5, place, flat + 5 * N, index, inside)
+            copied5 = _copy(values5, place, flat + 5 * N, index, inside)
+            place = _place(row, column, sequence, row6, column6, K, PER_SEQUENCE & 64)
+            copied6 = _copy(values6, place, flat + 6 * N, index, inside)
+            place = _place(row, column, sequence, row7, column7, K, PER_SEQUENCE & 128)
+            copied7 = _copy(values7, place, flat + 7 * N, index, inside)
 
             if weights is not None:
                 weight = tl.zeros((TOKENS,), tl.float64) + scale
@@ -235,9 +246,10 @@ def _prepare_kernel(
                 if NORM:
                     weight = weight / length
                 if bounds is not None:
-                    lower, upper = tl.load(bounds), tl.load(bounds + 1)
-                    in_order = (lower >= 0.0) & (lower <= upper)
-                    weight = tl.where(in_order, weight, float("nan"))
+                    weight = _where_valid(tl.load(bounds), tl.load(bounds + 1), weight)
+                if LOWER:
+                    copied = copied1, copied2, copied3, copied4, copied5, copied6, copied7
+                    weight = _where_valid(copied[LOWER - 1], copied[LOWER], weight)
                 if cu_seqlens is not None:
                     weight = tl.where(is_broken, float("nan"), weight)
                 tl.store(weights + index, tl.where(is_unmasked, weight, 0.0), inside)
@@ -255,8 +267,18 @@ def _place(row, column, sequence, row_stride, column_stride, K, PER_SEQUENCE: tl
 
 @triton.jit
 def _copy(values, place, flat, index, inside):
+    """Also returns what it copies, 0 where there is nothing."""
+    copied = 0.0
     if values is not None:
-        tl.store(flat + index, tl.load(values + place, inside, other=0).to(tl.float32), inside)
+        copied = tl.load(values + place, inside, other=0).to(tl.float32)
+        tl.store(flat + index, copied, inside)
+    return copied
+
+
+@triton.jit
+def _where_valid(lower, upper, weight):
+    """NaN where bounds of the ratio are negative, in the wrong order, or NaN."""
+    return tl.where((lower >= 0.0) & (lower <= upper), weight, float("nan"))
 
 
 def prepare(
@@ -270,6 +292,7 @@ def prepare(
     divisor: float | None,
     device_divisor: Tensor | None,
     bounds: Tensor | None,
+    own_bounds: bool,
     live: bool,
     unmasked: Tensor,
     counted: Tensor | None,
@@ -323,6 +346,7 @@ def prepare(
         *[stride for one in per_token for stride in _strides(one)],
         offset_stride,
         sum((value.ndim == 1) << at for at, value in enumerate(values)),
+        len(values) - 2 if own_bounds else 0,
         live,
         aggregation != _TOKEN_SUM,
         divisor is not None,

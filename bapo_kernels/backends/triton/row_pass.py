@@ -51,9 +51,13 @@ def _row_pass_kernel(
     upper_start: tl.float64,
     upper_max: tl.float64,
     clip_ratio_c: tl.float64,
+    sapo_tau_pos: tl.float64,
+    sapo_tau_neg: tl.float64,
     kl_loss_coef: tl.float64,
     entropy_coef: tl.float64,
     SOFTCAP: tl.constexpr,
+    SURROGATE: tl.constexpr,
+    OWN_BOUNDS: tl.constexpr,
     KL_TYPE: tl.constexpr,
     BONUS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -109,14 +113,20 @@ def _row_pass_kernel(
             lower_first, upper_first = lower_start, upper_start
             lower_last, upper_last = lower_max, upper_max
             if bounds is not None:
-                lower_first = tl.load(bounds).to(tl.float64)
-                upper_first = tl.load(bounds + 1).to(tl.float64)
+                lower_first, upper_first = policy_math.load_bounds(
+                    bounds, index, True, tl.num_programs(0), OWN_BOUNDS
+                )
                 lower_last, upper_last = lower_first, upper_first
             old = policy_math.old_log_prob(old_log_probs, index, None, logp)
             r, _, saturated = policy_math.policy_ratio(logp, old)
             A = tl.cast(A, tl.float64)
-            g = policy_math.policy_grad(r, saturated, A, lower_first, upper_first, clip_ratio_c)
-            g_last = policy_math.policy_grad(r, saturated, A, lower_last, upper_last, clip_ratio_c)
+            options = clip_ratio_c, sapo_tau_pos, sapo_tau_neg
+            g = policy_math.policy_term(
+                r, saturated, A, logp, lower_first, upper_first, options, SURROGATE
+            )[1]
+            g_last = policy_math.policy_term(
+                r, saturated, A, logp, lower_last, upper_last, options, SURROGATE
+            )[1]
             if is_weights is not None:
                 is_weight = tl.load(is_weights + index).to(tl.float64)
                 g *= is_weight
@@ -206,9 +216,13 @@ def row_statistics(
         upper_start=0.0,
         upper_max=0.0,
         clip_ratio_c=math.inf,
+        sapo_tau_pos=1.0,
+        sapo_tau_neg=1.0,
         kl_loss_coef=0.0,
         entropy_coef=0.0,
         SOFTCAP=softcapped,
+        SURROGATE=0,
+        OWN_BOUNDS=False,
         KL_TYPE=0,
         BONUS=False,
         W=shape.W,
@@ -228,7 +242,10 @@ def row_pass(
     ref_log_probs: Tensor | None,
     bounds: Tensor | None,
     grids: Sequence[float],
+    surrogate: int,
     clip_ratio_c: float | None,
+    sapo_tau_pos: float,
+    sapo_tau_neg: float,
     kl_loss_coef: float,
     kl_loss_type: int,
     entropy_coef: float,
@@ -272,9 +289,13 @@ def row_pass(
         upper_start=upper_start,
         upper_max=upper_max,
         clip_ratio_c=math.inf if clip_ratio_c is None else clip_ratio_c,
+        sapo_tau_pos=sapo_tau_pos,
+        sapo_tau_neg=sapo_tau_neg,
         kl_loss_coef=kl_loss_coef,
         entropy_coef=entropy_coef,
         SOFTCAP=softcapped,
+        SURROGATE=surrogate,
+        OWN_BOUNDS=bounds is not None and bounds.ndim == 2,
         KL_TYPE=kl_loss_type,
         BONUS=entropy_coef != 0,
         W=shape.W,

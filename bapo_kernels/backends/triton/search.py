@@ -49,6 +49,7 @@ def _contributions_kernel(
     log_probs,
     counted,
     old_log_probs,
+    log_ratios,
     advantages,
     rollout_log_probs,
     table,
@@ -89,7 +90,7 @@ def _contributions_kernel(
         inside = inside & ((A > 0.0) | (A < 0.0))
         logp = tl.load(log_probs + index, inside, other=0.0)
         old = policy_math.old_log_prob(old_log_probs, index, inside, logp)
-        r, _, _ = policy_math.policy_ratio(logp, old)
+        r, _, _ = policy_math.ratio_at(log_ratios, index, inside, logp, old)
         w = policy_math.search_weight(rollout_log_probs, index, inside, old, UNIFORM)
         A = tl.where(inside, A, 0.0)
         sums += tl.sum(policy_math.contributions_at(r, A, w, points, is_upper, GRADIENT), 0)
@@ -203,6 +204,7 @@ def contributions(
     log_probs: Tensor,
     counted: Tensor,
     old_log_probs: Tensor | None,
+    log_ratios: Tensor | None,
     advantages: Tensor,
     rollout_log_probs: Tensor | None,
     grids: Sequence[float],
@@ -211,7 +213,7 @@ def contributions(
     rank: int,
     table: Tensor,
 ) -> None:
-    tokens = log_probs, counted, old_log_probs, advantages, rollout_log_probs
+    tokens = log_probs, counted, old_log_probs, log_ratios, advantages, rollout_log_probs
     partials = _partial_table(*tokens, grids, uniform_weight, gradient)
     programs, points = partials.shape
     rows, padded = _tile(programs, points)
@@ -246,6 +248,7 @@ def search(
     log_probs: Tensor,
     counted: Tensor,
     old_log_probs: Tensor | None,
+    log_ratios: Tensor | None,
     advantages: Tensor,
     rollout_log_probs: Tensor | None,
     grids: Sequence[float],
@@ -257,7 +260,7 @@ def search(
     bounds: Tensor,
     masses: Tensor,
 ) -> None:
-    tokens = log_probs, counted, old_log_probs, advantages, rollout_log_probs
+    tokens = log_probs, counted, old_log_probs, log_ratios, advantages, rollout_log_probs
     partials = _partial_table(*tokens, grids, uniform_weight, gradient)
     _solve(
         partials, *_tile(*partials.shape), grids, target, ratio_target, upper_first, bounds, masses
@@ -268,6 +271,7 @@ def _partial_table(
     log_probs: Tensor,
     counted: Tensor,
     old_log_probs: Tensor | None,
+    log_ratios: Tensor | None,
     advantages: Tensor,
     rollout_log_probs: Tensor | None,
     grids: Sequence[float],
@@ -283,6 +287,7 @@ def _partial_table(
         log_probs,
         counted,
         old_log_probs,
+        log_ratios,
         advantages,
         rollout_log_probs,
         partials,

@@ -1,0 +1,122 @@
+"""Means over the counted tokens of each sequence, with one program per sequence.
+
+Lane ``j % TOKENS`` adds the ``j``-th token of the sequence, then the lanes are added: the bits of a
+mean depend on its sequence alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import policy_math
+from .kernel import Kernel
+from .launch import limits
+from .prepare import offset_at
+
+TOKENS = 2_048  # at once, so that a single long sequence takes few steps
+
+
+@triton.jit
+def _is_counted(counted, index, end, is_sequence):
+    inside = (index < end) & is_sequence
+    return inside & (tl.load(counted + index, inside, other=0) != 0)
+
+
+@Kernel
+def _sequence_mean_kernel(
+    values,
+    counted,
+    old_log_probs,
+    cu_seqlens,
+    out,
+    N: tl.int64,
+    length: tl.int64,
+    K: tl.int64,
+    offset_stride: tl.int64,
+    OF_LOG_PROBS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Writes the means of log-ratios, or adds means of gradients."""
+    program = tl.program_id(0).to(tl.int64)
+    if cu_seqlens is None:
+        begin, end, is_sequence = program * length, (program + 1) * length, True
+    else:
+        # The first program has the tokens before all sequences, the last one those behind.
+        begin = offset_at(cu_seqlens, offset_stride, program - 1, program > 0, N)
+        end = offset_at(cu_seqlens, offset_stride, program, program <= K, N)
+        end = tl.where(program <= K, end, N)
+        is_sequence = (program > 0) & (program <= K)
+    sums = tl.zeros((TOKENS,), tl.float64)
+    counts = tl.zeros((TOKENS,), tl.int32)
+    for first in range(begin, end, TOKENS):
+        index = first + tl.arange(0, TOKENS)
+        mask = _is_counted(counted, index, end, is_sequence)
+        value = tl.load(values + index, mask, other=0.0)
+        if OF_LOG_PROBS:
+            old = policy_math.old_log_prob(old_log_probs, index, mask, value)
+            value = tl.where(old - old == 0.0, value - old, float("nan"))
+        sums += tl.where(mask, value, 0.0)
+        counts += mask.to(tl.int32)
+    mean = tl.sum(sums, 0) / tl.maximum(tl.sum(counts, 0), 1).to(tl.float64)
+    for first in range(begin, end, TOKENS):
+        index = first + tl.arange(0, TOKENS)
+        mask = _is_counted(counted, index, end, is_sequence)
+        if OF_LOG_PROBS:
+            tl.store(out + index, tl.where(mask, mean, 0.0), index < end)
+        else:
+            tl.store(out + index, tl.load(out + index, mask, other=0.0) + mean, mask)
+
+
+def sequence_log_ratios(
+    log_probs: Tensor,
+    counted: Tensor,
+    old_log_probs: Tensor | None,
+    length: int,
+    cu_seqlens: Tensor | None,
+    log_ratios: Tensor,
+) -> None:
+    _launch(log_probs, counted, old_log_probs, length, cu_seqlens, log_ratios, True)
+
+
+def add_sequence_means_(
+    dlog_ratios: Tensor,
+    counted: Tensor,
+    length: int,
+    cu_seqlens: Tensor | None,
+    dlog_probs: Tensor,
+) -> None:
+    _launch(dlog_ratios, counted, None, length, cu_seqlens, dlog_probs, False)
+
+
+def _launch(
+    values: Tensor,
+    counted: Tensor,
+    old_log_probs: Tensor | None,
+    length: int,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    of_log_probs: bool,
+) -> None:
+    N = values.numel()
+    if cu_seqlens is None:
+        K, stride = N // max(1, length), 0
+        programs = K
+    else:
+        K, stride = cu_seqlens.numel() - 1, cu_seqlens.stride(0)
+        programs = K + 2
+    _sequence_mean_kernel[(programs,)](
+        values,
+        counted,
+        old_log_probs,
+        cu_seqlens,
+        out,
+        N,
+        length,
+        K,
+        stride,
+        OF_LOG_PROBS=of_log_probs,
+        TOKENS=TOKENS,
+        **limits(8, registers=80),
+    )

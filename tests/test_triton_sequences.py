@@ -1,0 +1,149 @@
+"""Means over sequences in Triton: how they are cut into steps, and what broken offsets do."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import DEVICES, KERNELS
+
+from bapo_kernels._ops import ops_of
+
+pytestmark = pytest.mark.skipif(
+    "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
+)
+DEVICE = DEVICES["triton"]
+LENGTHS = (1, 0, 3, 2_047, 2_048, 0, 2_049, 5_000)  # around the tokens of a step
+
+
+def offsets_of(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def tokens_of(N):
+    """Log-probs, which tokens count, and old log-probs; the others hold NaN."""
+    g = torch.Generator().manual_seed(N)
+    log_probs = -3 * torch.rand(N, generator=g, dtype=torch.float64)
+    counted = torch.rand(N, generator=g) < 0.8
+    old = (log_probs + 0.4 * torch.randn(N, generator=g)).float()
+    return log_probs.where(counted, torch.nan), counted, old.where(counted, torch.nan)
+
+
+def log_ratios(log_probs, counted, old, length=0, cu_seqlens=None):
+    given = [x if x is None else x.to(DEVICE) for x in (log_probs, counted, old)]
+    out = torch.full(log_probs.shape, -7.0, dtype=torch.float64, device=DEVICE)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(DEVICE)
+    ops_of("triton").sequence_log_ratios(*given, length, cu_seqlens, out)
+    return out.cpu()
+
+
+def with_means(dlog_ratios, counted, dlog_probs, length=0, cu_seqlens=None):
+    """``dlog_probs`` after the means were added."""
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(DEVICE)
+    out = dlog_probs.to(DEVICE, copy=True)
+    given = dlog_ratios.to(DEVICE), counted.to(DEVICE)
+    ops_of("triton").add_sequence_means_(*given, length, cu_seqlens, out)
+    return out.cpu()
+
+
+def expected_means(values, counted, offsets):
+    """Of each counted token; 0 of the others."""
+    means = torch.zeros_like(values)
+    for begin, end in pairwise(offsets.tolist()):
+        of_sequence, here = values[begin:end], counted[begin:end]
+        means[begin:end][here] = of_sequence[here].sum() / max(1, here.sum().item())
+    return means
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_sequences(on_policy, dtype):
+    """Tokens behind the last one are left alone; offsets may be strided."""
+    offsets, N = offsets_of(LENGTHS), sum(LENGTHS) + 9
+    log_probs, counted, old = tokens_of(N)
+    log_probs[:1], old[:1], counted[:1] = -1.0, -1.5, True
+    cu_seqlens = offsets.to(dtype).repeat_interleave(2)[::2]
+    got = log_ratios(log_probs, counted, None if on_policy else old, cu_seqlens=cu_seqlens)
+    truth = log_probs - (log_probs if on_policy else old.double())
+    torch.testing.assert_close(got, expected_means(truth, counted, offsets), rtol=1e-13, atol=1e-15)
+    assert got[0] == (0.0 if on_policy else 0.5)
+
+    before = torch.full((N,), 0.25, dtype=torch.float64)
+    got = with_means(log_probs, counted, before, cu_seqlens=cu_seqlens)
+    truth = before + expected_means(log_probs, counted, offsets)
+    torch.testing.assert_close(got, truth, rtol=1e-13, atol=0)
+    assert torch.equal(got[~counted], before[~counted])
+    assert torch.equal(got[-9:], before[-9:])
+
+
+@pytest.mark.parametrize("length", [1, 7, 2_500])
+def test_rows_have_the_bits_of_packed_sequences(length):
+    """A mean depends on its sequence alone, not on what lies beside it."""
+    log_probs, counted, old = tokens_of(4 * length)
+    rows = log_ratios(log_probs, counted, old, length)
+    offsets = torch.arange(0, 4 * length + 1, length)
+    packed = log_ratios(log_probs, counted, old, cu_seqlens=offsets)
+    torch.testing.assert_close(rows, packed, rtol=0, atol=0)
+    alone = log_ratios(
+        log_probs[length:][:length], counted[length:][:length], old[length:][:length], length
+    )
+    torch.testing.assert_close(rows[length:][:length], alone, rtol=0, atol=0)
+    expected = expected_means(log_probs - old.double(), counted, offsets)
+    torch.testing.assert_close(rows, expected, rtol=1e-13, atol=1e-15)
+    dlog_ratios, zeros = torch.where(counted, log_probs, torch.nan), torch.zeros_like(log_probs)
+    added = with_means(dlog_ratios, counted, zeros, length)
+    torch.testing.assert_close(
+        added, with_means(dlog_ratios, counted, zeros, cu_seqlens=offsets), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_an_old_log_prob_that_is_not_finite_shows_in_its_sequence_alone(bad):
+    log_probs, counted, old = tokens_of(40)
+    old[15], counted[15], log_probs[15] = bad, True, -1.0
+    got = log_ratios(log_probs, counted, old, 10)
+    assert got.view(4, 10)[1][counted.view(4, 10)[1]].isnan().all()
+    assert got.view(4, 10)[[0, 2, 3]].isfinite().all()
+    assert not got[~counted].any()
+
+
+def test_a_forbidden_label_on_policy_makes_the_mean_minus_infinity():
+    log_probs = torch.tensor([-1.0, -torch.inf, -2.0, -3.0], dtype=torch.float64)
+    got = log_ratios(log_probs, torch.ones(4, dtype=torch.bool), None, 2)
+    assert got.tolist() == [-torch.inf, -torch.inf, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "offsets", [(3, 6, 12), (0, 900, 5), (-4, 6, 1_000), (9, 2, 5), (0, 0, 0), (-9, -5, -1)]
+)
+def test_broken_offsets_touch_nothing_foreign(offsets):
+    """Every token gets a number, and the memory around them keeps its own."""
+    log_probs, counted, old = tokens_of(12)
+    memory = torch.full((52,), -7.0, dtype=torch.float64, device=DEVICE)
+    given = [x.to(DEVICE) for x in (log_probs, counted, old)]
+    cu_seqlens = torch.tensor(offsets, device=DEVICE)
+    ops_of("triton").sequence_log_ratios(*given, 0, cu_seqlens, memory[20:32])
+    ops_of("triton").add_sequence_means_(given[0], given[1], 0, cu_seqlens, memory[20:32])
+    assert (memory[:20] == -7).all()
+    assert (memory[32:] == -7).all()
+    assert (memory[20:32] != -7).all()
+    outside = [i for i in range(12) if i < min(offsets) or i >= max(offsets)]
+    assert not memory[20:32][outside].any()
+
+
+def test_no_tokens():
+    empty = torch.empty(0, dtype=torch.float64)
+    counted = torch.empty(0, dtype=torch.bool)
+    assert log_ratios(empty, counted, None, 0).shape == (0,)
+    assert log_ratios(empty, counted, None, cu_seqlens=torch.tensor([0, 0])).shape == (0,)
+
+
+def test_wrong_sequences_are_refused():
+    log_probs, counted, old = tokens_of(12)
+    for length in (0, -1, 5, 13):
+        with pytest.raises(RuntimeError, match="length must divide the 12 tokens"):
+            log_ratios(log_probs, counted, old, length)
+    for cu_seqlens in (torch.tensor([0]), torch.tensor([[0, 12]]), torch.tensor([0.0, 12.0])):
+        with pytest.raises(RuntimeError, match="cu_seqlens must"):
+            log_ratios(log_probs, counted, old, 0, cu_seqlens)
