@@ -165,12 +165,6 @@ BAPO_HD double kl_grad(const Token& token, const PolicyOptions& options) {
     return options.kl_loss_coef * kl.grad;
 }
 
-// d loss / d log_prob of a token: policy term and KL term.
-BAPO_HD double token_grad(const Token& token, const Ratio& ratio, Bounds bounds,
-                          const PolicyOptions& options) {
-    return policy_term(token, ratio, bounds, options).grad + kl_grad(token, options);
-}
-
 // What a token adds to the positive mass (A > 0) or the negative mass (A < 0), without its weight.
 BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool gradient) {
     if (advantage > 0.0) {

@@ -80,26 +80,33 @@ struct Decision {
     RowCoefficients coefficients;
     bool undecided;
 };
-// Where the search may put the bounds: nowhere else if they are known.
-struct BoundsRange {
-    Bounds first;
-    Bounds last;
+// Where the search may put the bounds: nowhere else if they are known. They are float32 values; as
+// such they take half the registers where registers are few.
+struct alignas(16) BoundsRange {
+    float lower;
+    float upper;
+    float last_lower;
+    float last_upper;
+
+    static BAPO_HD BoundsRange at(float lower, float upper) { return {lower, upper, lower, upper}; }
+    BAPO_HD Bounds first() const { return {lower, upper}; }
+    BAPO_HD Bounds last() const { return {last_lower, last_upper}; }
 };
 BAPO_HD BoundsRange bounds_range(const RowPassParams& params) {
-    if (params.bounds == nullptr) return {params.first, params.last};
-    const Bounds known{params.bounds[0], params.bounds[1]};
-    return {known, known};
+    if (params.bounds) return BoundsRange::at(params.bounds[0], params.bounds[1]);
+    return {(float)params.first.lower, (float)params.first.upper, (float)params.last.lower,
+            (float)params.last.upper};
 }
 BAPO_HD Decision decide(const RowPassParams& params, BoundsRange range, const TokenValues& values,
                         double log_prob) {
-    if (params.tokens.lower) {
-        range.first = range.last = {values.lower, values.upper};
-    }
+    const PolicyOptions& options = params.options;
+    if (params.tokens.lower) range = BoundsRange::at(values.lower, values.upper);
     const Token token = token_of(params.tokens, values, log_prob);
     const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
-    const double grad = token_grad(token, ratio, range.first, params.options);
-    const double grad_last = token_grad(token, ratio, range.last, params.options);
-    return {{values.weight * grad, values.weight * params.options.entropy_coef},
+    const double of_kl = kl_grad(token, options);
+    const double grad = policy_term(token, ratio, range.first(), options).grad + of_kl;
+    const double grad_last = policy_term(token, ratio, range.last(), options).grad + of_kl;
+    return {{values.weight * grad, values.weight * options.entropy_coef},
             grad != grad_last && grad == grad};
 }
 BAPO_HD Decision decide(const RowPassParams& params, int64_t i, double log_prob) {

@@ -32,6 +32,7 @@ from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 
 from bapo_kernels import (
     BAPOConfig,
+    ClipBounds,
     _autograd,
     bapo_loss,
     bapo_loss_from_log_probs,
@@ -40,8 +41,10 @@ from bapo_kernels import (
     log_probs,
     prepare,
     reference,
+    sequences,
 )
 from bapo_kernels.call import Call, loss_call
+from bapo_kernels.config import SURROGATES
 
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
@@ -244,24 +247,169 @@ def test_log_probs_and_their_gradient(on_host):
         assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+# Options of the config, and of the call.
+OWN_BOUNDS = ClipBounds(per_token((2, 9), 4, 0.6, 1.0), per_token((2, 9), 5, 1.0, 1.6))
+OTHER_TERMS = dict(entropy_coef=0.01, kl_loss_coef=0.1)
+OF_OTHER_TERMS = dict(ref_log_probs=per_token((2, 9)), rollout_is_weights=per_token((2, 9), 2, 0, 2))
+POLICIES = {
+    "clip, own bounds": ({}, dict(bounds=OWN_BOUNDS)),
+    "cispo": (dict(surrogate="cispo", target=0.5), {}),
+    "cispo, own bounds": (
+        dict(surrogate="cispo", **OTHER_TERMS),
+        dict(bounds=OWN_BOUNDS, **OF_OTHER_TERMS),
+    ),
+    "sapo": (dict(surrogate="sapo", sapo_tau_pos=0.7, sapo_tau_neg=2.0), {}),
+    "sapo, other terms": (dict(surrogate="sapo", **OTHER_TERMS), OF_OTHER_TERMS),
+    "sequence": (dict(ratio_level="sequence", target=0.5), {}),
+    "sequence, cispo": (dict(ratio_level="sequence", surrogate="cispo"), {}),
+    "sequence, sapo": (
+        dict(ratio_level="sequence", surrogate="sapo", **OTHER_TERMS),
+        OF_OTHER_TERMS,
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(on_host, policy):
+    config, options = POLICIES[policy]
+    case = make_case((2, 9), 10_007, config=BAPOConfig(**config), staleness=0.4, **options)
+    check_against_reference(case, "cpu")
+    check_against_reference(case, "cpu", statistics="live")
+
+
+def check_log_probs(logp, *batch, **options):
+    """The loss of log-probs, its gradient, bounds and metrics against the reference."""
+    x = logp.clone().requires_grad_()
+    got = bapo_loss_from_log_probs(x, *batch, backend="cpu", **options)
+    got.loss.backward()
+    true = logp.double().requires_grad_()
+    expected = reference.bapo_loss_from_log_probs(true, *batch, **options)
+    expected.loss.backward()
+    assert all(map(torch.equal, got.bounds, (bound.float() for bound in expected.bounds)))
+    torch.testing.assert_close(x.grad.double(), true.grad, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(got.loss.double(), expected.loss, rtol=1e-6, atol=0)
+    for name, value in expected.metrics.items():
+        torch.testing.assert_close(got.metrics[name].double(), value.double(), rtol=1e-6, atol=1e-9)
+    return got, x.grad
+
+
 def test_many_tokens(on_host):
     """Several blocks of tokens, the last one partly filled."""
     old = -3 * torch.rand(1_100)
     logp, A = old + 0.4 * torch.randn(1_100), torch.randn(1_100)
     mask = torch.rand(1_100) < 0.8
-    for config in (BAPOConfig(target=0.6), BAPOConfig.recipe(clip_ratio_c=1.5)):
-        x = logp.clone().requires_grad_()
-        got = bapo_loss_from_log_probs(x, old, A, mask, config=config, backend="cpu")
-        got.loss.backward()
-        true = logp.double().requires_grad_()
-        expected = reference.bapo_loss_from_log_probs(true, old, A, mask, config=config)
-        expected.loss.backward()
-        assert [b.item() for b in got.bounds] == [b.item() for b in expected.bounds]
-        torch.testing.assert_close(x.grad.double(), true.grad, rtol=1e-6, atol=1e-9)
-        for name, value in expected.metrics.items():
-            torch.testing.assert_close(
-                got.metrics[name].double(), value.double(), rtol=1e-6, atol=0
-            )
+    own = ClipBounds(1 - 0.4 * torch.rand(1_100), 1 + torch.rand(1_100))
+    check_log_probs(logp, old, A, mask, config=BAPOConfig(target=0.6))
+    check_log_probs(logp, old, A, mask, config=BAPOConfig.recipe(clip_ratio_c=1.5))
+    for surrogate in SURROGATES:
+        options = {} if surrogate == "sapo" else dict(bounds=own)
+        check_log_probs(logp, old, A, mask, config=BAPOConfig(surrogate=surrogate), **options)
+
+
+# Shapes, and offsets of packed tokens: sequences longer than a block, short and empty ones, and
+# tokens behind the last one.
+SEQUENCES = {
+    "padded": ((3, 700), None),
+    "packed": ((1_100,), (0, 0, 1, 40, 40, 1_000, 1_090, 1_090)),
+}
+SEQUENCE_CONFIGS = {
+    "search": dict(target=0.5),
+    "dual clip": dict(clip_ratio_c=1.1, contribution="gradient"),
+    "cispo": dict(surrogate="cispo", target=0.5),
+    "sapo": dict(surrogate="sapo"),
+    "kl": dict(kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean"),
+}
+
+
+def batch_of_sequences(shape, offsets):
+    """Every third sequence has no advantage, so that with ``statistics="live"`` it is skipped."""
+    old = -3 * torch.rand(shape)
+    logp, A = old + 0.4 * torch.randn(shape), torch.randn(shape)
+    mask = torch.rand(shape) < 0.8
+    cu_seqlens = None if offsets is None else torch.tensor(offsets)
+    if offsets is None:
+        A[::3] = 0.0
+        mask[-1] = False
+    else:
+        sequence = torch.searchsorted(cu_seqlens, torch.arange(shape[0]), right=True)
+        A[sequence % 3 == 0] = 0.0
+    logp[~mask] = old[~mask] = A[~mask] = torch.nan
+    return (logp, old, A, mask), cu_seqlens
+
+
+@pytest.mark.parametrize("name", SEQUENCE_CONFIGS)
+@pytest.mark.parametrize("of", SEQUENCES)
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_ratios_of_sequences(on_host, library, of, name):
+    shape, _ = SEQUENCES[of]
+    batch, cu_seqlens = batch_of_sequences(*SEQUENCES[of])
+    config = BAPOConfig(ratio_level="sequence", **SEQUENCE_CONFIGS[name])
+    options = dict(config=config, cu_seqlens=cu_seqlens)
+    if config.kl_loss_coef:
+        options |= dict(ref_log_probs=per_token(shape), rollout_is_weights=per_token(shape, 2, 0, 2))
+        options |= dict(bounds=(per_token(shape, 3, 0.9, 1.0), per_token(shape, 4, 1.0, 1.1)))
+    for statistics in ("all", "live"):
+        results = []
+        for seed in (0, *SEEDS):
+            library.schedule(seed)
+            got, gradient = check_log_probs(*batch, **options, statistics=statistics)
+            results.append((got.loss, gradient))
+        assert all(torch.equal(x, y) for each in results for x, y in zip(each, results[0]))
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_means_over_sequences(on_host, library):
+    """The same bits in any schedule; terms of all sizes, so that another order would show."""
+    values = torch.randn(3, 700).double() * 10.0 ** torch.randint(-6, 6, (3, 700))
+    counted, means = torch.rand(3, 700) < 0.8, []
+    for seed in range(4):
+        library.schedule(seed)
+        means.append(torch.ones_like(values))
+        library.add_sequence_means_(values, counted, 700, None, means[-1])
+    assert all(torch.equal(each, means[0]) for each in means)
+    expected = torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
+    expected = 1 + torch.where(counted, expected[:, None], 0.0)
+    torch.testing.assert_close(means[0], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_more_sequences_than_blocks(on_host, library):
+    """Packed ones of one token each."""
+    old, logp, out = torch.rand(1_030), torch.randn(1_030).double(), torch.empty(1_030).double()
+    counted = torch.ones(1_030, dtype=torch.bool)
+    library.sequence_log_ratios(logp, counted, old, 0, torch.arange(1_031), out)
+    assert torch.equal(out, logp - old.double())
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0, 900, 300, 1_100), (0, -5, 600), (3, 500, 1_100), (0, 600, 1 << 40)], ids=str
+)
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_offsets_that_break_their_rule(on_host, library, offsets):
+    """The loss is NaN; nothing is read or written outside of the tokens."""
+    N, cu_seqlens = 1_100, torch.tensor(offsets)
+    old, A = -3 * torch.rand(N), torch.randn(N)
+    config = BAPOConfig(ratio_level="sequence")
+    logp = (old + 0.4 * torch.randn(N)).requires_grad_()
+    got = bapo_loss_from_log_probs(
+        logp, old, A, None, config=config, cu_seqlens=cu_seqlens, backend="cpu"
+    )
+    assert got.loss.isnan()
+
+    def guarded(values, guard=torch.nan):
+        memory = torch.full((3 * N,), guard, dtype=values.dtype)
+        memory[N : 2 * N] = values
+        return memory, memory[N : 2 * N]
+
+    counted = guarded(torch.ones(N, dtype=torch.bool), True)[1]
+    values, old = guarded(logp.detach().double())[1], guarded(old)[1]
+    for name, more in ("sequence_log_ratios", (old,)), ("add_sequence_means_", ()):
+        memory, out = guarded(torch.zeros(N).double())
+        getattr(library, name)(values, counted, *more, 0, cu_seqlens, out)
+        assert out.isfinite().all(), name
+        assert out.all(), name
+        assert memory[:N].isnan().all(), name
+        assert memory[2 * N :].isnan().all(), name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -294,11 +442,12 @@ def test_launches(on_host, library):
             return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_autograd, bounds, fused, prepare):
+        for module in (_autograd, bounds, fused, prepare, sequences):
             patch.setattr(module, "ops_of", lambda backend: Counted())
         for N in (3, 8_200):
             case = make_case((1, N), 3, staleness=0.4)
             run_kernel(case, "cpu")
+            run_kernel(case, "cpu", config=BAPOConfig(ratio_level="sequence"))
             call = loss_call(case.labels, "cpu", *case.arguments()[1:])
             bounds.solve("cpu", bounds.contributions(call, torch.zeros(N).double()), call.config)
             logp, _ = log_probs(case.logits.requires_grad_(), case.labels, backend="cpu")

@@ -205,6 +205,23 @@ std::vector<TokenCase> token_cases(bool quick) {
                              .upper_first = which % 2 == 1,
                              .all_inputs = which != 2});
         }
+        for (const int64_t surrogate : {kClip, kCispo, kSapo}) {
+            for (const bool log_ratios : {false, true}) {
+                cases.push_back({.count = count,
+                                 .all_inputs = true,
+                                 .surrogate = surrogate,
+                                 .own_bounds = surrogate != kSapo,
+                                 .log_ratios = log_ratios});
+            }
+        }
+    }
+    return cases;
+}
+
+std::vector<SequenceCase> sequence_cases(bool quick) {
+    std::vector<SequenceCase> cases;
+    for (const int64_t tokens : {1, quick ? 70 : 1'100, quick ? 3'000 : 100'000}) {
+        for (const bool packed : {false, true}) cases.push_back({tokens, packed});
     }
     return cases;
 }

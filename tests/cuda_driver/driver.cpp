@@ -41,6 +41,7 @@ std::vector<Case> cases_of(const Options& options) {
         cases.push_back({of.name(), [of](Verdict& verdict) { run(of, verdict); }});
     };
     for (const TokenCase& of : token_cases(options.quick)) add(of);
+    for (const SequenceCase& of : sequence_cases(options.quick)) add(of);
     for (RowCase of : row_cases(options.quick)) {
         if (options.rows > 0) of.rows = options.rows;
         add(of);

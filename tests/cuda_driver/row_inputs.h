@@ -63,7 +63,8 @@ struct RowInputs {
     double dlog_prob(int64_t i, double log_prob, bapo::Bounds bounds) const {
         const bapo::Token of = token(i, log_prob);
         const bapo::Ratio ratio = bapo::policy_ratio(log_prob, of.old_log_prob);
-        return weights[i] * bapo::token_grad(of, ratio, bounds, options);
+        const double of_policy = bapo::policy_term(of, ratio, bounds, options).grad;
+        return weights[i] * (of_policy + bapo::kl_grad(of, options));
     }
     // The gradient at these bounds, and how far an error of the log-prob moves it.
     Wanted wanted(int64_t i, Value log_prob, bapo::Bounds bounds) const {
@@ -130,7 +131,10 @@ struct HostRows {
         const double scale = of.softcap ? kSoftcap / by : slope;
         const float* const temperatures = of.temperatures ? in.temperatures.data() : nullptr;
         in.transform = {of.softcap, kLogitScale, kSoftcap, scale, slope, temperatures};
-        in.options = {kDualClip, of.kl ? 0.1 : 0.0, bapo::kK3, of.entropy ? 0.01 : 0.0};
+        in.options.clip_ratio_c = kDualClip;
+        in.options.kl_loss_coef = of.kl ? 0.1 : 0.0;
+        in.options.kl_loss_type = bapo::kK3;
+        in.options.entropy_coef = of.entropy ? 0.01 : 0.0;
         in.labels.resize(in.count);
         softmax.resize(in.count);
         std::memset((void*)image.data(), 0xff, image.size() * sizeof(T));

@@ -51,7 +51,7 @@ std::string times_of(RowCase of) {
     }
     params.labels = labels.data();
     params.tokens.counted = (const bool*)counted.data();
-    params.options = {INFINITY, 0.0, kK3, 0.0};
+    params.options.clip_ratio_c = INFINITY;
     params.first = kFirst;
     params.last = kLast;
     params.log_probs = log_probs.data();

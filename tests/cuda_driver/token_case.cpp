@@ -17,7 +17,11 @@ std::string TokenCase::name() const {
     for (const auto& [on, word] : {std::pair{uniform_weight, " uniform weight"},
                                    {gradient, " gradient"},
                                    {ratio, " ratio"},
-                                   {all_inputs, " all inputs"}}) {
+                                   {all_inputs, " all inputs"},
+                                   {surrogate == kCispo, " cispo"},
+                                   {surrogate == kSapo, " sapo"},
+                                   {own_bounds, " own bounds"},
+                                   {log_ratios, " log-ratios"}}) {
         if (on) text += word;
     }
     return text;
@@ -51,13 +55,22 @@ class Tokens {
 
   private:
     struct Outputs {
-        std::vector<double> table, masses, dlog_probs, dentropy;
+        std::vector<double> table, masses, dlog_probs, dlog_ratios, dentropy;
         std::vector<float> bounds, report, outputs;
     };
     Token token(int64_t i) const {
         const double log_prob = log_probs_[i];
         if (!case_.all_inputs) return {log_prob, log_prob, log_prob, advantages_[i], 1.0};
         return {log_prob, old_[i], ref_[i], advantages_[i], is_weights_[i]};
+    }
+    Ratio ratio(int64_t i) const {
+        if (case_.log_ratios) return ratio_of(log_ratios_[i]);
+        const Token of = token(i);
+        return policy_ratio(of.log_prob, of.old_log_prob);
+    }
+    Bounds bounds(int64_t i) const {
+        if (case_.own_bounds) return {own_bounds_[i], own_bounds_[case_.count + i]};
+        return {(float)lower_[at_lower_], (float)upper_[at_upper_]};
     }
     double search_weight(int64_t i) const {
         return case_.uniform_weight ? 1.0
@@ -74,11 +87,11 @@ class Tokens {
     const TokenCase case_;
     Verdict& verdict_;
     const std::vector<double> lower_ = grid_points(kLower), upper_ = grid_points(kUpper);
-    PolicyOptions options_{3.0, 0.1, kK1, 0.01};
+    PolicyOptions options_{kClip, 3.0, 0.7, 1.5, 0.1, kK1, 0.01};
     TargetParams target_;
     std::vector<uint8_t> counted_;
-    std::vector<double> log_probs_, entropy_, weights_;
-    std::vector<float> old_, ref_, rollout_, advantages_, is_weights_;
+    std::vector<double> log_probs_, entropy_, weights_, log_ratios_;
+    std::vector<float> old_, ref_, rollout_, advantages_, is_weights_, own_bounds_;
 
     std::vector<Sum> table_;
     size_t at_lower_ = 0, at_upper_ = 0;
@@ -86,10 +99,12 @@ class Tokens {
 
 Tokens::Tokens(const TokenCase& of, Verdict& verdict)
     : case_(of), verdict_(verdict), target_{0.0, of.ratio, of.upper_first} {
+    options_.surrogate = of.surrogate;
     options_.kl_loss_type = of.count % 3;
+    own_bounds_.resize(2 * of.count);
     for (int64_t i = 0; i < of.count; ++i) {
         const auto draw = [&](int64_t which, double low, double high) {
-            return uniform(7, 8 * i + which, low, high);
+            return uniform(7, 16 * i + which, low, high);
         };
         const bool counted = i % 5 != 3;
         const double poison = counted ? 0.0 : NAN;
@@ -103,6 +118,9 @@ Tokens::Tokens(const TokenCase& of, Verdict& verdict)
         rollout_.push_back((float)(log_prob + draw(5, -0.5, 0.5) + poison));
         advantages_.push_back(i % 7 == 5 ? 0.0f : (float)(draw(6, -1.0, 1.0) + poison));
         is_weights_.push_back((float)(draw(7, 0.5, 2.0) + poison));
+        log_ratios_.push_back(draw(8, -1.5, 1.5) + poison);
+        own_bounds_[i] = (float)(draw(9, 0.6, 1.0) + poison);
+        own_bounds_[of.count + i] = (float)(draw(10, 1.0, 2.0) + poison);
     }
     search();
 }
@@ -116,10 +134,8 @@ void Tokens::search() {
         for (int64_t i = 0; i < case_.count; ++i) {
             const double A = advantages_[i];
             if (!counted_[i] || A == 0.0 || (A > 0.0) != is_upper) continue;
-            const Token of = token(i);
-            const double r = policy_ratio(of.log_prob, of.old_log_prob).value;
             table_[point].add(search_weight(i) *
-                              contribution(r, A, {bound, bound}, case_.gradient));
+                              contribution(ratio(i).value, A, {bound, bound}, case_.gradient));
         }
     });
     const size_t last_lower = lower_.size() - 1, last_upper = upper_.size() - 1;
@@ -139,13 +155,14 @@ Tokens::Outputs Tokens::launch() const {
     const int points = (int)table_.size();
     const Array<uint8_t> counted("counted", counted_);
     const Array<double> log_probs("log_probs", log_probs_), entropy("entropy", entropy_),
-        weights("weights", weights_);
+        weights("weights", weights_), log_ratios("log_ratios", log_ratios_);
     const Array<float> old("old_log_probs", old_), ref("ref_log_probs", ref_),
         rollout("rollout_log_probs", rollout_), advantages("advantages", advantages_),
-        is_weights("is_weights", is_weights_);
+        is_weights("is_weights", is_weights_), own_bounds("own bounds", own_bounds_);
     const Array<double> table("table", std::vector(points, 0.0)), masses("masses", kMasses),
         policy_partials("partials of policy", cuda::policy_partials(case_.count)),
-        dlog_probs("dlog_probs", case_.count), dentropy("dentropy", case_.count);
+        dlog_probs("dlog_probs", case_.count), dlog_ratios("dlog_ratios", case_.count),
+        dentropy("dentropy", case_.count);
     const Array<float> bounds("bounds", 2), report("report", kReportSize),
         outputs("outputs", 2 * case_.count);
     const Array<int32_t> ticket("ticket", std::vector<int32_t>{0});
@@ -173,6 +190,14 @@ Tokens::Outputs Tokens::launch() const {
         policy.tokens.ref_log_probs = ref.data();
         policy.masses = masses.data();
     }
+    if (case_.log_ratios) {
+        search.tokens.log_ratios = policy.tokens.log_ratios = log_ratios.data();
+        policy.dlog_ratios = dlog_ratios.data();
+    }
+    if (case_.own_bounds) {
+        policy.tokens.lower = own_bounds.data();
+        policy.tokens.upper = policy.tokens.lower + case_.count;
+    }
     policy.count = case_.count;
     policy.log_probs = search.log_probs;
     policy.entropy = entropy.data();
@@ -186,7 +211,7 @@ Tokens::Outputs Tokens::launch() const {
     policy.first = {kLower.start, kUpper.start};
     policy.last = {kLower.maximum, kUpper.maximum};
     policy.target = target_;
-    policy.bounds = bounds.data();
+    policy.bounds = case_.own_bounds ? nullptr : bounds.data();
     policy.report = reinterpret_cast<Report*>(report.data());
     policy.dlog_probs = dlog_probs.data();
     policy.dentropy = dentropy.data();
@@ -205,24 +230,24 @@ Tokens::Outputs Tokens::launch() const {
     }
     finish(cuda::policy(policy, policy_partials.data(), nullptr));
     if (ticket.values()[0] != 0) verdict_.fail(0, "the ticket of policy is not 0");
-    const Outputs got{table.values(),  masses.values(), dlog_probs.values(), dentropy.values(),
-                      bounds.values(), report.values(), outputs.values()};
+    const Outputs got{table.values(),    masses.values(), dlog_probs.values(), dlog_ratios.values(),
+                      dentropy.values(), bounds.values(), report.values(),     outputs.values()};
     verdict_.guards();
     return got;
 }
 
 void Tokens::check_policy(const Outputs& got) {
-    const Bounds bounds{(float)lower_[at_lower_], (float)upper_[at_upper_]};
     const Bounds start{kLower.start, kUpper.start}, last{kLower.maximum, kUpper.maximum};
-    Sum loss, pg_loss, kl_loss, log_ratio, entropy;
+    Sum loss, pg_loss, kl_loss, log_ratio, entropy, lower, upper;
     Sum pos, neg, pos_start, neg_start, pos_last, neg_last;
     double count = 0.0, clipped = 0.0, dual_clipped = 0.0;
     for (int64_t i = 0; i < case_.count; ++i) {
-        double dlog_prob = 0.0, dentropy = 0.0;
+        double of_policy = 0.0, of_kl = 0.0, dentropy = 0.0;
         if (counted_[i]) {
             const Token of = token(i);
-            const Ratio ratio = policy_ratio(of.log_prob, of.old_log_prob);
-            const PolicyTerm term = policy_term(of, ratio, bounds, options_.clip_ratio_c);
+            const Ratio ratio = this->ratio(i);
+            const Bounds bounds = this->bounds(i);
+            const PolicyTerm term = policy_term(of, ratio, bounds, options_);
             const double kl = kl_term(of.log_prob, of.ref_log_prob, options_.kl_loss_type).value;
             pg_loss.add(weights_[i] * term.loss);
             kl_loss.add(weights_[i] * kl);
@@ -230,6 +255,8 @@ void Tokens::check_policy(const Outputs& got) {
             loss.add(-weights_[i] * options_.entropy_coef * entropy_[i]);
             log_ratio.add(ratio.log_value);
             entropy.add(entropy_[i]);
+            lower.add(bounds.lower);
+            upper.add(bounds.upper);
             count += 1.0;
             clipped += term.clipped;
             dual_clipped += term.dual_clipped;
@@ -241,15 +268,19 @@ void Tokens::check_policy(const Outputs& got) {
                 (A > 0.0 ? pos_last : neg_last)
                     .add(w * contribution(ratio.value, A, last, case_.gradient));
             }
-            dlog_prob = weights_[i] * token_grad(of, ratio, bounds, options_);
+            of_policy = weights_[i] * term.grad;
+            of_kl = weights_[i] * kl_grad(of, options_);
             dentropy = -weights_[i] * options_.entropy_coef;
         }
         verdict_.compare("log_prob of token", i, got.outputs[i],
                          counted_[i] ? (float)log_probs_[i] : 0.0f, 0.0);
         verdict_.compare("entropy of token", i, got.outputs[case_.count + i],
                          counted_[i] ? (float)entropy_[i] : 0.0f, 0.0);
+        const double dlog_prob = case_.log_ratios ? of_kl : of_policy + of_kl;
         verdict_.compare("dlog_prob of token", i, got.dlog_probs[i], dlog_prob,
                          kDouble * std::fabs(dlog_prob) + 0x1p-60);
+        verdict_.compare("dlog_ratio of token", i, got.dlog_ratios[i],
+                         case_.log_ratios ? of_policy : NAN, kDouble * std::fabs(of_policy));
         verdict_.compare("dentropy of token", i, got.dentropy[i], dentropy,
                          kDouble * std::fabs(dentropy));
     }
@@ -274,8 +305,8 @@ void Tokens::check_policy(const Outputs& got) {
         {-log_ratio.value / tokens, log_ratio.size / tokens},
         {entropy.value / tokens, entropy.size / tokens},
         {kl_loss.value, kl_loss.size},
-        {bounds.lower, 0.0},
-        {bounds.upper, 0.0},
+        {lower.value / tokens, lower.size / tokens},
+        {upper.value / tokens, upper.size / tokens},
         {share(pos.value, neg.value), 1.0},
         {share(pos_start.value, neg_start.value), 1.0},
         {share(pos_last.value, (case_.gradient ? neg_last : neg_start).value), 1.0},
@@ -312,7 +343,8 @@ void Tokens::run() {
     const Outputs again = launch();
     const bool same = same_bits(got.table.data(), again.table.data(), (int64_t)got.table.size()) &&
                       same_bits(got.report.data(), again.report.data(), kReportSize) &&
-                      same_bits(got.dlog_probs.data(), again.dlog_probs.data(), case_.count);
+                      same_bits(got.dlog_probs.data(), again.dlog_probs.data(), case_.count) &&
+                      same_bits(got.dlog_ratios.data(), again.dlog_ratios.data(), case_.count);
     if (!same) verdict_.fail(0, "other bits in a second run");
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "policy_math.h"
 #include "verdict.h"
 
 namespace driver {
@@ -15,6 +16,9 @@ struct TokenCase {
     bool ratio = false;     // target of pos/neg, else of pos/(pos + neg)
     bool upper_first = false;
     bool all_inputs = false;  // old, reference and rollout log-probs, importance weights
+    int64_t surrogate = bapo::kClip;
+    bool own_bounds = false;  // of each token, at which the loss is taken
+    bool log_ratios = false;  // given, as those of sequences are
 
     std::string name() const;
 };

@@ -7,7 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from bapo_kernels import _autograd, _ops, bounds, fused, prepare, sets
+from bapo_kernels import _autograd, _ops, bounds, fused, prepare, sequences, sets
 
 from .build import build
 from .emulated import DEVICES, ROUNDING
@@ -50,6 +50,6 @@ def on_host(request, library, monkeypatch):
     library.schedule(0)
     library.rounding(ROUNDING)
     library.stream(1, 0)
-    for module in (_autograd, bounds, fused, prepare, sets):
+    for module in (_autograd, bounds, fused, prepare, sequences, sets):
         monkeypatch.setattr(module, "ops_of", lambda backend: library)
     return request.param
