@@ -3,6 +3,7 @@
 Their functions run in float64, ours in float64 (the reference) and in float32 (the kernels). Where
 two of the three differ, a test states how.
 """
+# ruff: noqa: E402  # the frameworks are imported after a check that they are installed
 
 from collections import defaultdict
 from dataclasses import replace
@@ -241,8 +242,6 @@ CONFIGS = {
 @pytest.mark.parametrize("loss_type", CONFIGS)
 def test_trl_without_the_trainer(loss_type, level):
     """The same from a config, and from bounds that are given."""
-    import dataclasses
-
     args = trl_args(loss_type, level, gradient_accumulation_steps=1)
     data = batch()
     loss, gradient, _ = trl_loss(GRPOTrainer, args, data)
