@@ -5,8 +5,10 @@ two of the three differ, a test states how.
 """
 # ruff: noqa: E402  # the frameworks are imported after a check that they are installed
 
+import re
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -268,6 +270,18 @@ def test_trl_without_the_trainer(loss_type, level):
             assert_same(leaf.grad, gradient, dtype)
 
 
+def test_cispo_of_the_guide():
+    """The options of docs/integrations.md for TRL's CISPO with ``epsilon_high=5.0``."""
+    guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
+    section = guide.partition("### CISPO, SAPO and GSPO in TRL")[2]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+    code = block.replace("output_dir=folder", "output_dir='out', use_cpu=True, bf16=False")
+    names = dict(BAPOTrainerConfig=BAPOTrainerConfig)
+    exec(code, names)
+    expected = BAPOConfig.fixed(0.0, 5.0, surrogate="cispo", kl_loss_type="k3")
+    assert bapo_config(names["args"]) == expected
+
+
 # verl
 
 
@@ -369,6 +383,12 @@ def test_cispo_of_trl_clips_from_above_alone():
     different = (trls - verls).abs() > 1e-12
     assert torch.equal(different, low & (A != 0))
     assert_same(verls[different], -BOUNDS[0] * A[different], torch.float64)
+    both = trl_args(
+        "cispo", gradient_accumulation_steps=1, steps_per_generation=123, bapo_options=FIXED
+    )
+    _, ours, with_both = trl_loss(BAPOTrainer, both, data)
+    assert_same(ours, verls, torch.float64)
+    assert with_both["cispo_clip_ratio"] == pytest.approx(logged["cispo_clip_ratio"])
 
 
 def test_gspo_of_verl_passes_each_token_its_own_gradient():

@@ -498,11 +498,11 @@ def test_guide_runs(tmp_path):
 BAD_OPTIONS = [
     (dict(loss_type="vespo"), "loss_type must be one of"),
     (dict(importance_sampling_level="batch"), "importance_sampling_level must be one of .*'sequen"),
-    (dict(loss_type="sapo"), "bapo_scope must be 'call' with loss_type='sapo', .*got 'lagged'"),
-    (dict(loss_type="cispo", delta=2.0), "delta must be None with loss_type='cispo' with BAPO"),
+    (dict(loss_type="sapo"), "bapo_scope must be 'call' for loss_type='sapo' .*got 'lagged'"),
+    (dict(loss_type="cispo", delta=2.0), "delta must be None for loss_type='cispo' with BAPO"),
     (
         dict(loss_type="sapo", bapo_scope="call", bapo_options={"target": 0.5}),
-        "bapo_options must be None with loss_type='sapo', which has no search",
+        r"bapo_options must be None for loss_type='sapo' \(it has no search\) with BAPO",
     ),
     (
         dict(loss_type="cispo", bapo_options={"contribution": "gradient"}),

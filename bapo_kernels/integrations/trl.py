@@ -272,8 +272,9 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             return dict(batch_num_tokens=B * self.max_completion_length * accumulation)
         if self.loss_type in ("dapo", "cispo"):  # num_items_in_batch is the count of a generation
             tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-            share = accumulation / self.args.steps_per_generation if self.model.training else 1
-            return dict(batch_num_tokens=tokens * share)
+            if self.model.training:
+                tokens = tokens * accumulation / self.args.steps_per_generation
+            return dict(batch_num_tokens=tokens)
         return dict(global_batch_size=B * accumulation)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

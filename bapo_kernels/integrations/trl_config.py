@@ -93,7 +93,7 @@ def check(args: Any) -> None:
     because, scopes = "", ("lagged", "step", "call")
     if args.entropy_coef or corrects_kl(args):
         heads, because = (None, "log_probs", "trl"), " with entropy_coef or use_bias_correction_kl"
-    levels, of_type = ("token", "sequence"), f" with loss_type={args.loss_type!r}"
+    levels, of_type = ("token", "sequence"), f" for loss_type={args.loss_type!r}"
     searches, clips = _surrogate(args) != "sapo", _surrogate(args) == "clip"
     dual_clip = args.delta is None or (clips and args.delta > 1)
     whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
@@ -111,11 +111,11 @@ def check(args: Any) -> None:
         "bapo_head": (args.bapo_head in heads, f"be one of {heads}{because}"),
         "bapo_scope": (
             args.bapo_scope in (scopes if searches else ("call",)),
-            f"be one of {scopes}" if searches else f"be 'call'{of_type}, which has no search,",
+            f"be one of {scopes}" if searches else f"be 'call'{of_type} (it has no search)",
         ),
         "bapo_options": (
             searches or not args.bapo_options,
-            f"be None{of_type}, which has no search,",
+            f"be None{of_type} (it has no search)",
         ),
         "steps_per_generation": (
             whole_steps or args.bapo_scope != "step",
