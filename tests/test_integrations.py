@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 from helpers import make_case, needs_native, unmasked_tokens
+from torch.nn.utils.rnn import pad_sequence
 
 from bapo_kernels import (
     BAPOConfig,
@@ -144,8 +145,10 @@ def test_openrlhf(token_level_loss, counts):
         ValueError, match="is_correction_level must be 'off' with BAPO, got 'token'"
     ):
         PolicyLoss(is_correction_level="token")
-    with pytest.raises(ValueError, match="policy_loss_type must be 'ppo', got 'gspo'"):
-        PolicyLoss(policy_loss_type="gspo")
+    with pytest.raises(ValueError, match="policy_loss_type must be 'ppo' or 'gspo', got 'grpo'"):
+        PolicyLoss(policy_loss_type="grpo")
+    gspo = PolicyLoss(policy_loss_type="gspo", token_level_loss=token_level_loss).config
+    assert gspo == BAPOConfig(ratio_level="sequence", loss_agg_mode="seq-mean-token-mean")
 
 
 @pytest.mark.parametrize("dual_clip", [False, True])
@@ -331,6 +334,90 @@ def test_slime(per_token, monkeypatch):
             )
 
 
+# Every surrogate at either level of the ratio, through each of the adapters.
+
+
+def openrlhf_loss(tokens, options, monkeypatch):
+    logp, old, A, mask = tokens
+    options = dict(options)
+    kind = {"token": "ppo", "sequence": "gspo"}[options.pop("ratio_level")]
+    function = PolicyLoss(token_level_loss=False, policy_loss_type=kind, options=options)
+    return function(logp, old, A, mask)[0], function.metrics, "seq-mean-token-mean"
+
+
+def roll_loss(tokens, options, monkeypatch):
+    logp, old, A, mask = tokens
+    unmasked = float((mask != 0).sum())
+    loss, metrics = bapo_pg_loss(logp, old, A, mask, "token-mean", unmasked, options=options)
+    return loss, metrics, "token-mean"
+
+
+def skyrl_loss(tokens, options, monkeypatch):
+    logp, old, A, mask = tokens
+    bapo = BAPOConfig(loss_agg_mode="token-sum", **options)
+    return *bapo_policy_loss(logp, old, A, None, mask, bapo=bapo), "token-sum"
+
+
+def trinity_loss(tokens, options, monkeypatch):
+    logp, old, A, mask = tokens
+    function = trinity_with(options, monkeypatch)
+    return *function(logp, old, mask, A), "token-mean"
+
+
+ADAPTERS = {
+    "OpenRLHF": openrlhf_loss,
+    "ROLL": roll_loss,
+    "SkyRL": skyrl_loss,
+    "Trinity": trinity_loss,
+}
+
+
+@pytest.mark.parametrize("framework", ADAPTERS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
+def test_surrogates(framework, level, surrogate, monkeypatch):
+    logp, old, A, mask = tokens_of(5)
+    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    options = dict(surrogate=surrogate, ratio_level=level)
+    tokens = leaf, old, A, mask
+    loss, metrics, mode = ADAPTERS[framework](tokens, options, monkeypatch)
+    config = BAPOConfig(loss_agg_mode=mode, **options)
+    check(loss, leaf, reference.bapo_loss_from_log_probs(true, old, A, mask, config=config), true)
+    searched = any("bapo" in name for name in metrics)
+    assert searched == (surrogate != "sapo" or framework == "OpenRLHF")  # which logs none itself
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
+def test_sequences_of_slime(surrogate, monkeypatch):
+    """The ratio of a sequence in packed rows, prompts between the responses."""
+    megatron = ModuleType("megatron.core")
+    megatron.mpu = Namespace(
+        get_context_parallel_world_size=lambda: 1, get_tensor_model_parallel_world_size=lambda: 1
+    )
+    stand_in(megatron, monkeypatch)
+    batch, logits, rows, labels = slime_batch()
+
+    def sum_of_sample_mean(x):
+        pieces = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
+        return sum((x_i * mask).sum() / mask.sum() for x_i, mask in pieces)
+
+    options = dict(surrogate=surrogate, ratio_level="sequence")
+    args = Namespace(use_rollout_logprobs=False, rollout_temperature=0.8, bapo_options=options)
+    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
+
+    logp = [
+        reference.log_probs(true[0, at], label, temperature=0.8)[0]
+        for at, label in zip(rows, labels, strict=True)
+    ]
+    of_sequences = logp, batch["log_probs"], batch["advantages"], batch["loss_masks"]
+    padded = [pad_sequence(values, batch_first=True) for values in of_sequences]
+    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", **options)
+    out = reference.bapo_loss_from_log_probs(*padded, config=config, global_batch_size=1)
+    check(loss, leaf, out, true)
+    assert ("bapo_clip_high" in log) == (surrogate != "sapo")
+
+
 def slime_with(options, monkeypatch):
     megatron = ModuleType("megatron.core")
     megatron.mpu = Namespace(get_context_parallel_world_size=lambda: 1)
@@ -347,7 +434,7 @@ def trinity_with(options, monkeypatch):
     stand_in(module, monkeypatch)
     from bapo_kernels.integrations import trinity
 
-    trinity.register()(options=options)
+    return trinity.register()(options=options)
 
 
 WITH_OPTIONS = {
@@ -364,6 +451,7 @@ WITH_OPTIONS = {
         ("OpenRLHF", "loss_agg_mode", "token_level_loss"),
         ("OpenRLHF", "clip_ratio_c", "dual_clip"),
         ("OpenRLHF", "temperature", "OpenRLHF"),
+        ("OpenRLHF", "ratio_level", "policy_loss_type"),
         ("ROLL", "loss_agg_mode", "loss_agg_mode"),
         ("ROLL", "kl_loss_coef", "ROLL"),
         ("slime", "loss_agg_mode", "slime's reduction"),

@@ -156,6 +156,9 @@ class Plain(Recorder, GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         old = logp.detach() if old is None else old
         rollout = inputs.get("sampling_per_token_logps", old)
+        if self.importance_sampling_level == "sequence":
+            mean = ((logp - old) * mask).sum(1) / mask.sum(1)
+            logp = old + mean[:, None]  # every token with the ratio of its sequence
         return [x[mask] for x in (logp.detach(), old, A, rollout)]
 
     def decide(self, parts):
@@ -192,7 +195,11 @@ class Plain(Recorder, GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         old = logp.detach() if old is None else old
         r = (logp - old).exp()
+        if self.importance_sampling_level == "sequence":
+            r = (((logp - old) * mask).sum(1) / mask.sum(1)).exp()[:, None]
         policy = -torch.min(r * A, r.clamp(low, high) * A)
+        if self.loss_type == "cispo":
+            policy = -(r.clamp(low, high).detach() * A * logp)
         if self.search_config.clip_ratio_c is not None:
             cap = -A * self.search_config.clip_ratio_c
             policy = torch.where(A < 0, torch.min(policy, cap), policy)
@@ -265,6 +272,10 @@ CASES = {
     ),
     "KL with ratio, entropy, long generation": dict(
         beta=0.05, entropy_coef=0.02, bapo_scope="step", steps_per_generation=4
+    ),
+    "cispo, step": dict(loss_type="cispo", bapo_scope="step"),
+    "grpo, sequence level, KL with ratio, lagged": dict(
+        loss_type="grpo", importance_sampling_level="sequence", beta=0.05, bapo_scope="lagged"
     ),
     "sampling masks, KL, call": dict(
         rollout_func=from_the_likely_tokens,
@@ -361,7 +372,10 @@ def check_training(tmp_path, name):
             mean = sum(decision[key] for decision in decisions) / 2
             assert entry[f"bapo/{key}"] == pytest.approx(mean, abs=1e-5), key
     logged = {key for entry in entries for key in entry}
-    assert {"clip_ratio/low_mean", "clip_ratio/region_mean", "entropy", "loss"} <= logged
+    ratios = {"clip_ratio/low_mean", "clip_ratio/region_mean"}
+    if options.get("loss_type") == "cispo":
+        ratios = {"cispo_clip_ratio"}
+    assert ratios | {"entropy", "loss"} <= logged
     assert ("kl" in logged) == bool(options.get("beta"))
 
 
@@ -482,8 +496,18 @@ def test_guide_runs(tmp_path):
 
 
 BAD_OPTIONS = [
-    (dict(loss_type="cispo"), "loss_type must be one of"),
-    (dict(importance_sampling_level="sequence"), "importance_sampling_level must be 'token'"),
+    (dict(loss_type="vespo"), "loss_type must be one of"),
+    (dict(importance_sampling_level="batch"), "importance_sampling_level must be one of .*'sequen"),
+    (dict(loss_type="sapo"), "bapo_scope must be 'call' for loss_type='sapo' .*got 'lagged'"),
+    (dict(loss_type="cispo", delta=2.0), "delta must be None for loss_type='cispo' with BAPO"),
+    (
+        dict(loss_type="sapo", bapo_scope="call", bapo_options={"target": 0.5}),
+        r"bapo_options must be None for loss_type='sapo' \(it has no search\) with BAPO",
+    ),
+    (
+        dict(loss_type="cispo", bapo_options={"contribution": "gradient"}),
+        "contribution must be 'surrogate' with surrogate='cispo'",
+    ),
     (dict(top_entropy_quantile=0.5), "top_entropy_quantile must be 1.0 with BAPO, got 0.5"),
     (dict(off_policy_mask_threshold=0.5), "off_policy_mask_threshold must be None"),
     (dict(use_adaptive_entropy=True), "use_adaptive_entropy must be False"),
@@ -507,6 +531,10 @@ OWNED = dict(
     entropy_coef="TRL's entropy_coef",
     temperature="TRL's temperature",
     clip_ratio_c="TRL's delta",
+    surrogate="TRL's loss_type",
+    sapo_tau_pos="TRL's sapo_temperature_pos",
+    sapo_tau_neg="TRL's sapo_temperature_neg",
+    ratio_level="TRL's importance_sampling_level",
     logit_scale="the model's config",
     final_logit_softcapping="the model's config",
 )
@@ -527,7 +555,7 @@ def test_options_without_a_meaning_are_refused(options, message):
 
 def test_changed_options_are_refused_before_a_model_is_loaded():
     args = arguments("out")
-    args.loss_type = "cispo"
+    args.loss_type = "vespo"
     with pytest.raises(ValueError, match="loss_type must be one of"):
         BAPOTrainer(model="/no/such/model", reward_funcs=reward, args=args)
 
@@ -554,6 +582,13 @@ def test_every_option_is_the_users_or_has_an_owner():
     assert (config.clip_ratio_c, config.temperature, config.kl_loss_coef) == (4.0, 0.7, 0.0)
     recipe = bapo_config(arguments("out", bapo_preset="recipe"))
     assert recipe == BAPOConfig.recipe(kl_loss_type="k3")
+    recipe = bapo_config(arguments("out", bapo_preset="recipe", loss_type="cispo"))
+    assert recipe == BAPOConfig.recipe(surrogate="cispo", kl_loss_type="k3")
+    temperatures = dict(sapo_temperature_pos=0.9, sapo_temperature_neg=1.2)
+    options = dict(loss_type="sapo", importance_sampling_level="sequence", bapo_scope="call")
+    config = bapo_config(arguments("out", **options, **temperatures))
+    assert (config.surrogate, config.sapo_tau_pos, config.sapo_tau_neg) == ("sapo", 0.9, 1.2)
+    assert (config.ratio_level, config.loss_agg_mode) == ("sequence", "seq-mean-token-mean")
 
 
 STEPS = dict(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_generations=2)
@@ -574,6 +609,9 @@ ADVICE = [
     (LATER | dict(bapo_scope="call", per_device_train_batch_size=16), "decides from .* 16 seq"),
     (LATER | dict(bapo_scope="call"), None),
     (LATER | dict(bapo_scope="step", per_device_train_batch_size=16), None),
+    (LATER | dict(loss_type="cispo", epsilon_high=5.0), "epsilon_high=5.0 is not used"),
+    # without a search nothing of it is missed
+    (dict(num_iterations=1, loss_type="sapo", bapo_scope="call", epsilon=0.3), None),
 ]
 
 

@@ -187,6 +187,34 @@ def test_option_names_of_the_authors():
     assert metrics["actor/bapo_clip_low"] == bounds.lower.item()
 
 
+SURROGATES = {
+    "vanilla": BAPOConfig.recipe(target=1.1),
+    "gspo": BAPOConfig.recipe(target=1.1, ratio_level="sequence"),
+    "cispo": BAPOConfig.recipe(target=1.1, surrogate="cispo"),
+    "sapo": BAPOConfig(surrogate="sapo", sapo_tau_pos=0.9, sapo_tau_neg=1.2),
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_surrogates_with_a_search(name):
+    """The dual clip of the recipe is that of the clip; the taus are verl's."""
+    loss = BAPOPolicyLossConfig(preset="recipe", target=1.1, surrogate=name)
+    tokens = batch()
+    config = actor(loss, tau_pos=0.9, tau_neg=1.2)
+    got, metrics = compute_policy_loss_bapo(**tokens, config=config)
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
+    true = reference.bapo_loss_from_log_probs(
+        *(tokens[n].double() for n in names), config=SURROGATES[name]
+    )
+    torch.testing.assert_close(got.double(), true.loss, rtol=1e-6, atol=1e-7)
+    if name == "sapo":
+        assert not any("bapo" in key for key in metrics)
+        return
+    assert metrics["actor/bapo_clip_low"] == true.bounds.lower.item()
+    assert metrics["actor/bapo_clip_high"] == true.bounds.upper.item()
+    assert true.bounds.lower > 0.6, "the case must need a search"
+
+
 BAD_FIELDS = [
     (dict(search_ranks="all"), "policy_loss.search_ranks must be 'own' or 'world', got 'all'"),
     (dict(preset="author"), "preset must be 'paper' or 'recipe', got 'author'"),
@@ -197,6 +225,11 @@ BAD_FIELDS = [
     (dict(raise_first="both"), "raise_first must be one of"),
     (dict(token_weight="none"), "token_weight must be one of"),
     (dict(contribution="all"), "contribution must be one of"),
+    (dict(surrogate="gpg"), "surrogate must be one of .*'sapo'"),
+    (dict(surrogate=""), "surrogate must be one of"),
+    (dict(ratio_level="batch"), "ratio_level must be one of"),
+    (dict(surrogate="gspo", ratio_level="token"), "ratio_level must be 'sequence' with surrogate="),
+    (dict(surrogate="sapo", search_ranks="world"), "search_ranks must be 'own' with surrogate='sa"),
 ]
 
 
@@ -233,11 +266,15 @@ def test_search_ranks_with_a_process_group_are_refused(monkeypatch):
         ("recipe", dict(clip_ratio_low=0.1, clip_ratio_high=0.28), ["low=0.1", "high=0.28"]),
         ("paper", dict(clip_ratio_c=10.0), ["clip_ratio_c=10.0"]),
         ("recipe", dict(clip_ratio_c=10.0), []),
+        ("recipe", dict(clip_ratio_c=10.0, surrogate="gspo"), []),
+        ("recipe", dict(clip_ratio_c=10.0, surrogate="cispo"), ["clip_ratio_c=10.0"]),
+        ("paper", dict(clip_ratio=0.3, surrogate="sapo"), []),  # nor does verl use it there
     ],
 )
 def test_unused_clip_options_of_verl_warn(preset, options, warned):
     warn_once.cache_clear()
-    config = actor(BAPOPolicyLossConfig(preset=preset), **options)
+    of_loss = dict(preset=preset, surrogate=options.pop("surrogate", None))
+    config = actor(BAPOPolicyLossConfig(**of_loss), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):  # micro-batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -86,7 +86,15 @@ def config_of(
     return config
 
 
-def on_host(metrics: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+def names_of_metrics(config: BAPOConfig, names: Iterable[str]) -> list[str]:
+    """Without those of the search where the surrogate has no bounds to search for."""
+    return [name for name in names if config.has_bounds or not name.startswith("bapo_")]
+
+
+def on_host(
+    config: BAPOConfig, metrics: Mapping[str, Tensor], names: Iterable[str]
+) -> dict[str, float]:
     """Some of the metrics as numbers, with one read of the device for all of them."""
+    names = names_of_metrics(config, names)
     values = torch.stack([metrics[name] for name in names]).tolist()
     return dict(zip(names, values, strict=True))

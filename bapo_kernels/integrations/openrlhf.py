@@ -21,17 +21,20 @@ _OWNERS = left_to(
     loss_agg_mode="token_level_loss",
     loss_scale_factor="token_level_loss",
     clip_ratio_c="dual_clip",
+    ratio_level="policy_loss_type",
 )
 
 
 class PolicyLoss(torch.nn.Module):
-    """Drop-in replacement of ``openrlhf.models.loss.PolicyLoss`` with ``policy_loss_type="ppo"``.
+    """Drop-in replacement of ``openrlhf.models.loss.PolicyLoss``.
 
     Args:
         clip_eps_low, clip_eps_high: accepted, but not used: the bounds are searched.
         dual_clip: cap of the ratio for negative advantages; ``None``: that of the preset.
         token_level_loss: whether to take the mean over all tokens, or the mean over sequences of
             the means over their tokens.
+        policy_loss_type: ``"ppo"``, or ``"gspo"``, the ratio of a sequence, for which
+            ``token_level_loss`` is ``False`` whatever is given, as in OpenRLHF.
         preset, options: of the search, by the names of :class:`bapo_kernels.BAPOConfig`; an option
             that OpenRLHF decides raises.
         process_group: data-parallel ranks that decide together.
@@ -52,14 +55,20 @@ class PolicyLoss(torch.nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        require(policy_loss_type == "ppo", "policy_loss_type", "be 'ppo'", repr(policy_loss_type))
+        kind, rule = policy_loss_type, "be 'ppo' or 'gspo'"
+        require(kind in ("ppo", "gspo"), "policy_loss_type", rule, repr(kind))
         level = others.get("is_correction_level", "off")
         require(level == "off", "is_correction_level", "be 'off' with BAPO", repr(level))
         correction = others.get("enable_vllm_is_correction", False)
         require(not correction, "enable_vllm_is_correction", "be False with BAPO", correction)
-        mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
+        per_token = kind == "ppo" and token_level_loss
         self.config = config_of(
-            preset, options, _OWNERS, loss_agg_mode=mode, clip_ratio_c=dual_clip
+            preset,
+            options,
+            _OWNERS,
+            loss_agg_mode="token-mean" if per_token else "seq-mean-token-mean",
+            clip_ratio_c=dual_clip,
+            ratio_level="sequence" if kind == "gspo" else "token",
         )
         self.process_group = process_group
         self.metrics: dict[str, Tensor] = {}

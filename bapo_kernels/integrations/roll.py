@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to
+from . import config_of, left_to, names_of_metrics
 
 _OWNERS = left_to("ROLL", loss_agg_mode="loss_agg_mode", loss_scale_factor="loss_agg_mode")
 
@@ -37,7 +37,7 @@ def bapo_pg_loss(
     Aggregated as by ROLL's ``agg_loss``: ``seq-mean-token-sum-norm`` divides the sum by the padded
     length alone, and without ``global_valid_samples`` a mean over sequences counts all of them.
     ``weights`` are ROLL's weights ``[B]`` of the samples. ``options`` are those of the search and
-    the dual clip; an option that ROLL decides raises.
+    the dual clip, the surrogate and the level of the ratio; an option that ROLL decides raises.
     """
     counts: dict[str, Any] = dict(batch_num_tokens=batch_num_tokens)
     mode = loss_agg_mode
@@ -50,15 +50,17 @@ def bapo_pg_loss(
     if weights is not None:
         per_token = weights[:, None].expand(log_probs.shape)
         is_weights = per_token if is_weights is None else per_token * is_weights
+    config = config_of(preset, options, _OWNERS, loss_agg_mode=mode)
     out = bapo_loss_from_log_probs(
         log_probs,
         old_log_probs,
         advantages,
         response_mask,
-        config=config_of(preset, options, _OWNERS, loss_agg_mode=mode),
+        config=config,
         rollout_log_probs=infer_log_probs,
         rollout_is_weights=is_weights,
         process_group=process_group,
         **counts,
     )
-    return out.loss, {f"actor/{name}": value for name, value in out.metrics.items()}
+    names = names_of_metrics(config, out.metrics)
+    return out.loss, {f"actor/{name}": out.metrics[name] for name in names}

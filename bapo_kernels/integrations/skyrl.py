@@ -54,7 +54,7 @@ def bapo_policy_loss(
         config=bapo,
         rollout_log_probs=rollout_logprobs,
     )
-    metrics = on_host(out.metrics, _METRICS)
+    metrics = on_host(bapo, out.metrics, _METRICS)
     return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics}
 
 

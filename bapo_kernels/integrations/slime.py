@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checks import require
 from ..config import IGNORE_INDEX
 from ..functional import bapo_loss
-from . import config_of
+from . import config_of, names_of_metrics
 
 _OWNERS = dict(
     loss_agg_mode="slime's reduction",
@@ -65,6 +65,10 @@ def bapo_loss_function(
         clip_ratio_c=getattr(args, "eps_clip_c", None),
         temperature=getattr(args, "rollout_temperature", 1.0),
     )
+    cu_seqlens = None
+    if config.ratio_level == "sequence":
+        ends = torch.tensor([0, *batch["total_lengths"]]).cumsum(0)
+        cu_seqlens = ends.to(logits.device)
     tensor_group = None
     if mpu.get_tensor_model_parallel_world_size() > 1:
         tensor_group = mpu.get_tensor_model_parallel_group()
@@ -75,6 +79,7 @@ def bapo_loss_function(
         spread(torch.cat(batch["advantages"])),
         spread(torch.cat(list(batch["loss_masks"]))),
         config=config,
+        cu_seqlens=cu_seqlens,
         rollout_log_probs=spread(torch.cat(rollout)) if rollout else None,
         rollout_is_weights=spread(weights),
         vocab_group=tensor_group,
@@ -85,7 +90,8 @@ def bapo_loss_function(
     if out.entropy is not None:
         entropy = sum_of_sample_mean(out.entropy.detach()[index])
     log = dict(loss=out.loss.detach(), pg_loss=out.metrics["pg_loss"], entropy_loss=entropy)
-    return out.loss, log | {name: out.metrics[name] * scale for name in _METRICS}
+    names = names_of_metrics(config, _METRICS)
+    return out.loss, log | {name: out.metrics[name] * scale for name in names}
 
 
 def _check_options(args: Any, context_parallel_size: int) -> None:

@@ -35,7 +35,7 @@ def bapo_policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss of tensors ``[B, T]``, and metrics; the arguments have Trinity's names."""
     out = bapo_loss_from_log_probs(logprob, old_logprob, advantages, action_mask, config=config)
-    return out.loss, on_host(out.metrics, _METRICS)
+    return out.loss, on_host(config, out.metrics, _METRICS)
 
 
 def register(name: str = "bapo") -> Any:

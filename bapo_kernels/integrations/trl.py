@@ -28,7 +28,7 @@ from ..functional import bapo_loss_from_log_probs
 from ..linear import bapo_linear_loss, linear_log_probs
 from ..lm_head import LMHead
 from ..output import BAPOOutput
-from ..reference.tokens import clipped
+from ..reference.tokens import clipped, sequence_mean
 from ..scopes import ClipBoundSearch
 from . import require_version
 
@@ -95,10 +95,11 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         accumulation = self._accumulation_steps
         mask = _mask(inputs)
         if self._corrected_kl and log_probs is not None:
-            loss = loss + self.beta * self._kl_with_ratio(log_probs, inputs)
+            kl = self.beta * self._kl_with_ratio(log_probs, inputs)
+            loss = loss + kl.to(loss.dtype)
         if entropies is not None and self.entropy_coef:
             bonus = (entropies * mask).sum() / mask.sum().clamp(min=1)
-            windows = 1 if self.loss_type == "dapo" else accumulation  # as in TRL's logs
+            windows = 1 if self.loss_type in ("dapo", "cispo") else accumulation  # as TRL logs it
             self._log("policy_loss", self.accelerator.gather(loss.detach()).nanmean() * windows)
             loss = loss - self.entropy_coef * bonus / accumulation
         if aux_loss is not None:
@@ -172,10 +173,17 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         """``r*(exp(d) - d - 1)`` with ``d = ref - log_prob``, aggregated like the loss."""
         mask = _mask(inputs)
         weights = token_weights(mask != 0, self.bapo_config, **self._counts(mask, inputs))
-        old = inputs.get("old_per_token_logps")
-        r = (log_probs - (log_probs.detach() if old is None else old)).exp()
+        r = self._ratios(log_probs, inputs)
         d = inputs["ref_per_token_logps"] - log_probs
-        return torch.where(mask != 0, weights * r * (d.exp() - d - 1), 0.0).sum().float()
+        return torch.where(mask != 0, weights * r * (d.exp() - d - 1), 0.0).sum()
+
+    def _ratios(self, log_probs: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """``[B, T]``, or ``[B, 1]`` of the sequences."""
+        old = inputs.get("old_per_token_logps")
+        log_ratio = log_probs - (log_probs.detach() if old is None else old)
+        if self.bapo_config.ratio_level == "sequence":
+            log_ratio = sequence_mean(log_ratio, _mask(inputs) != 0, None)[:, :1]
+        return log_ratio.exp()
 
     def _log_probs(
         self, model: Any, inputs: dict[str, Any]
@@ -262,10 +270,11 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             return dict(batch_num_tokens=mask.sum().clamp(min=1) * accumulation)
         if self.loss_type == "dr_grpo":
             return dict(batch_num_tokens=B * self.max_completion_length * accumulation)
-        if self.loss_type == "dapo":  # num_items_in_batch is the count of a generation
+        if self.loss_type in ("dapo", "cispo"):  # num_items_in_batch is the count of a generation
             tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-            share = accumulation / self.args.steps_per_generation if self.model.training else 1
-            return dict(batch_num_tokens=tokens * share)
+            if self.model.training:
+                tokens = tokens * accumulation / self.args.steps_per_generation
+            return dict(batch_num_tokens=tokens)
         return dict(global_batch_size=B * accumulation)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -286,36 +295,32 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     @torch.no_grad()
     def _log_metrics(self, out: BAPOOutput, inputs: dict[str, Any], mask: Tensor) -> None:
         """Logs TRL's metrics, over all processes, and ``bapo/...``."""
-        old = inputs.get("old_per_token_logps")
         A = inputs["advantages"]
         A = A.unsqueeze(1) if A.ndim == 1 else A
-        ratio = torch.ones_like(out.log_probs) if old is None else (out.log_probs - old).exp()
-        low, high = (side.float() * mask for side in clipped(ratio, A, *out.bounds))
+        ratio = self._ratios(out.log_probs, inputs)
         entropy = out.entropy if out.entropy is not None else torch.zeros_like(out.log_probs)
-        sums = torch.stack(
-            [(values * mask).sum() for values in (entropy, low, high, low + high)] + [mask.sum()]
-        )
-        *sums, count = self.accelerator.reduce(sums.float(), reduction="sum")
-        names = ("low_mean", "high_mean", "region_mean")
-        self._log("entropy", sums[0] / count.clamp(min=1))
-        for name, total in zip(names, sums[1:], strict=True):
-            self._log(f"clip_ratio/{name}", total / count.clamp(min=1))
-        lengths = mask.sum(1)
-        per_sequence = torch.stack([low.sum(1) / lengths, high.sum(1) / lengths], 1)
-        gathered = self.accelerator.gather(per_sequence)
-        empty = gathered.isnan()
-        self._log("clip_ratio/low_min", gathered.masked_fill(empty, torch.inf)[:, 0].amin())
-        self._log("clip_ratio/high_max", gathered.masked_fill(empty, -torch.inf)[:, 1].amax())
+        values = {"entropy": entropy}
+        if self.bapo_config.has_bounds:
+            low, high = (side.float() for side in clipped(ratio, A, *out.bounds))
+            if self.bapo_config.surrogate == "cispo":
+                values["cispo_clip_ratio"] = high
+            else:
+                names = ("low_mean", "high_mean", "region_mean")
+                means = zip(names, (low, high, low + high), strict=True)
+                values |= {f"clip_ratio/{name}": flags for name, flags in means}
+                self._log_extremes(low, high, mask)
         if self.beta:
             kl = inputs["ref_per_token_logps"] - out.log_probs
-            weight = ratio if self._corrected_kl else 1.0
-            total = ((kl.exp() - kl - 1) * weight * mask).sum()
-            total, count = self.accelerator.reduce(torch.stack([total, mask.sum()]), "sum")
-            self._log("kl", total / count.clamp(min=1))
+            values["kl"] = (kl.exp() - kl - 1) * (ratio if self._corrected_kl else 1.0)
+        totals = torch.stack([_total_and_count(x, mask) for x in values.values()])
+        for name, (total, count) in zip(values, self.accelerator.reduce(totals), strict=True):
+            self._log(name, total / count.clamp(min=1))
         if inputs.get(KEY) is not None:
             outside = (mask != 0) & (out.log_probs == -torch.inf)
             count = self.accelerator.reduce(outside.sum().float(), "sum")
             self._log("bapo/label_outside_mask", count)
+        if not self.bapo_config.has_bounds:
+            return
         # Those of the decision in use; an evaluation, or a micro-batch that decides, has its own.
         decision = (self.model.training and self.search.metrics) or out.metrics
         shares = "pos_share", "pos_share_start", "pos_share_max"
@@ -323,6 +328,30 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             value = decision[f"bapo_{name}"]
             if not value.isnan():  # as it is before the first decision
                 self._log(f"bapo/{name}", value)
+
+    def _log_extremes(self, low: Tensor, high: Tensor, mask: Tensor) -> None:
+        """Of the clipped fractions of the sequences."""
+        gathered = self.accelerator.gather(
+            torch.stack([_means_of_sequences(side, mask) for side in (low, high)], 1)
+        )
+        empty = gathered.isnan()
+        self._log("clip_ratio/low_min", gathered.masked_fill(empty, torch.inf)[:, 0].amin())
+        self._log("clip_ratio/high_max", gathered.masked_fill(empty, -torch.inf)[:, 1].amax())
+
+
+# As in TRL, where values [B, 1] of the sequences are not weighted by the mask.
+
+
+def _total_and_count(values: Tensor, mask: Tensor) -> Tensor:
+    if values.shape != mask.shape:
+        return torch.stack([values.sum(), values.new_tensor(values.numel())]).float()
+    return torch.stack([(values * mask).sum(), mask.sum()]).float()
+
+
+def _means_of_sequences(values: Tensor, mask: Tensor) -> Tensor:
+    if values.shape != mask.shape:
+        return values.squeeze(1)
+    return (values * mask).sum(1) / mask.sum(1)
 
 
 def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

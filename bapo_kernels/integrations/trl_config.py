@@ -21,7 +21,9 @@ _AGGREGATION = {
     "dapo": "token-mean",
     "bnpo": "token-mean",
     "dr_grpo": "token-mean",
+    "cispo": "token-mean",
     "grpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
     "luspo": "seq-mean-token-sum",
 }
 _OWNERS = {
@@ -32,6 +34,10 @@ _OWNERS = {
     "entropy_coef": "TRL's entropy_coef",
     "temperature": "TRL's temperature",
     "clip_ratio_c": "TRL's delta",
+    "surrogate": "TRL's loss_type",
+    "sapo_tau_pos": "TRL's sapo_temperature_pos",
+    "sapo_tau_neg": "TRL's sapo_temperature_neg",
+    "ratio_level": "TRL's importance_sampling_level",
     "logit_scale": "the model's config",
     "final_logit_softcapping": "the model's config",
 }
@@ -46,12 +52,14 @@ class BAPOTrainerConfig(GRPOConfig):
         bapo_options: options of the search that differ from the preset, by the names of
             :class:`bapo_kernels.BAPOConfig`: bounds, target, order, weights. TRL decides the other
             options: ``delta`` is the dual clip (``None``: that of the preset), ``beta`` the weight
-            of the KL term.
+            of the KL term, ``importance_sampling_level`` the level of the ratio, and ``loss_type``
+            the surrogate (``"cispo"``, ``"sapo"``, otherwise the clip) and its aggregation.
         bapo_scope: the tokens that decide together: those of the previous optimizer step
             (``"lagged"``), of this step (``"step"``, which takes a forward pass without gradient),
             or of a micro-batch on all processes (``"call"``). The default is not ``"call"``,
             because the share of the positive tokens in a few sequences is noise: with one reward
-            per sequence it is 0 or 1 in a single one.
+            per sequence it is 0 or 1 in a single one. With ``loss_type="sapo"`` nothing is
+            searched for, and the scope must be ``"call"``.
         bapo_head: ``"fused"`` (:func:`bapo_linear_loss`), ``"log_probs"``
             (:func:`linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head); default: the
             first of them that is exact for the other options.
@@ -85,17 +93,30 @@ def check(args: Any) -> None:
     because, scopes = "", ("lagged", "step", "call")
     if args.entropy_coef or corrects_kl(args):
         heads, because = (None, "log_probs", "trl"), " with entropy_coef or use_bias_correction_kl"
+    levels, of_type = ("token", "sequence"), f" for loss_type={args.loss_type!r}"
+    searches, clips = _surrogate(args) != "sapo", _surrogate(args) == "clip"
+    dual_clip = args.delta is None or (clips and args.delta > 1)
     whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
     rules = {
         "loss_type": (args.loss_type in _AGGREGATION, f"be one of {sorted(_AGGREGATION)}"),
-        "importance_sampling_level": (args.importance_sampling_level == "token", "be 'token'"),
+        "importance_sampling_level": (
+            args.importance_sampling_level in levels,
+            f"be one of {levels}",
+        ),
         "top_entropy_quantile": (args.top_entropy_quantile == 1.0, "be 1.0"),
         "off_policy_mask_threshold": (args.off_policy_mask_threshold is None, "be None"),
         "use_adaptive_entropy": (not args.use_adaptive_entropy, "be False"),
         "use_liger_kernel": (not args.use_liger_kernel, "be False: the loss is fused already"),
-        "delta": (args.delta is None or args.delta > 1, "be None or > 1"),
+        "delta": (dual_clip, "be None or > 1" if clips else f"be None{of_type}"),
         "bapo_head": (args.bapo_head in heads, f"be one of {heads}{because}"),
-        "bapo_scope": (args.bapo_scope in scopes, f"be one of {scopes}"),
+        "bapo_scope": (
+            args.bapo_scope in (scopes if searches else ("call",)),
+            f"be one of {scopes}" if searches else f"be 'call'{of_type} (it has no search)",
+        ),
+        "bapo_options": (
+            searches or not args.bapo_options,
+            f"be None{of_type} (it has no search)",
+        ),
         "steps_per_generation": (
             whole_steps or args.bapo_scope != "step",
             "be a multiple of gradient_accumulation_steps with bapo_scope='step'",
@@ -118,8 +139,16 @@ def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
         kl_loss_type="k3",
         temperature=args.temperature,
         clip_ratio_c=args.delta,
+        surrogate=_surrogate(args),
+        sapo_tau_pos=args.sapo_temperature_pos,
+        sapo_tau_neg=args.sapo_temperature_neg,
+        ratio_level=args.importance_sampling_level,
         **transform,
     )
+
+
+def _surrogate(args: Any) -> str:
+    return args.loss_type if args.loss_type in ("cispo", "sapo") else "clip"
 
 
 def corrects_kl(args: Any) -> bool:
@@ -129,6 +158,8 @@ def corrects_kl(args: Any) -> bool:
 
 def _warnings(args: Any) -> Iterator[str]:
     """Warnings about settings that are allowed, but are probably not intended."""
+    if _surrogate(args) == "sapo":  # without a search none of them applies
+        return
     for name in ("epsilon", "epsilon_high"):
         value = getattr(args, name)
         if value != GRPOConfig.__dataclass_fields__[name].default:

@@ -48,12 +48,24 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
         preset: ``"paper"``, or ``"recipe"`` for what the authors' code does.
         adv_ratio_target: the authors' name for a target that is the ratio of the positive to the
             negative mass; ``target`` and ``target_kind`` are those of :class:`BAPOConfig`.
+        surrogate: ``"clip"``, ``"cispo"``, ``"sapo"``, or verl's names ``"vanilla"`` (the clip) and
+            ``"gspo"`` (the clip with ``ratio_level="sequence"``). ``"sapo"`` has no bounds and no
+            search; its taus are ``actor.tau_pos`` and ``actor.tau_neg``.
+        ratio_level: ``"token"`` or ``"sequence"``.
         search_ranks: ``"own"``: each rank decides for its own micro-batch, or together with the
             group given to :func:`use_process_group`. ``"world"``: all ranks of the default group
             decide together, as in the authors' code; every rank must then have the same number of
             micro-batches.
 
-    The other fields are those of :class:`BAPOConfig`; ``None``: that of the preset.
+    The other fields are those of :class:`BAPOConfig`; ``None``: that of the preset. With fixed
+    bounds (``ratio_lower_start=ratio_lower_max``, ``ratio_upper_start=ratio_upper_max``,
+    ``target=0``) losses and gradients are those of verl's losses, except that
+
+    - verl's ``gspo`` gives each token the gradient of its own loss, this one the mean of these over
+      the sequence, the derivative of its ratio: they are equal where advantages and importance
+      weights are constant in each sequence, as with GRPO;
+    - verl clamps the log-ratio of a sequence at 10 from above, this one at 20 on both sides;
+    - verl's ``sapo`` aggregates by ``"seq-mean-token-mean"`` whatever ``actor.loss_agg_mode`` says.
 
     Raises:
         ValueError: a value breaks its rule, two values contradict each other, or ``loss_mode``
@@ -74,13 +86,14 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
     raise_first: str | None = None
     token_weight: str | None = None
     contribution: str | None = None
+    surrogate: str | None = None
+    ratio_level: str | None = None
     search_ranks: str = "own"
 
     def __post_init__(self) -> None:
         rule = "be 'bapo' with BAPOPolicyLossConfig"
         require(self.loss_mode == "bapo", "policy_loss.loss_mode", rule, repr(self.loss_mode))
-        _config(self)
-        _deciding_ranks(self)
+        _deciding_ranks(self, _config(self))
 
 
 def use_process_group(group: dist.ProcessGroup | None) -> None:
@@ -101,12 +114,29 @@ def _config(loss: Any, **decided: Any) -> BAPOConfig:
         rule = "be 'ratio' with adv_ratio_target"
         require(kind in (None, "ratio"), "policy_loss.target_kind", rule, repr(kind))
         options.update(target=ratio, target_kind="ratio")
+    options.update(_policy(loss))
+    if options["surrogate"] != "clip":
+        decided["clip_ratio_c"] = None
     return config_of(loss.get("preset", "paper"), **options, **decided)
 
 
-def _deciding_ranks(loss: Any) -> dist.ProcessGroup | None:
+def _policy(loss: Any) -> dict[str, str]:
+    """Surrogate and level of the ratio, of this package's names or verl's."""
+    surrogate, level = (loss.get(name, None) for name in ("surrogate", "ratio_level"))
+    if surrogate == "gspo":
+        rule = "be 'sequence' with surrogate='gspo'"
+        require(level in (None, "sequence"), "policy_loss.ratio_level", rule, repr(level))
+        level = "sequence"
+    if surrogate in (None, "vanilla", "gspo"):
+        surrogate = "clip"
+    return dict(surrogate=surrogate, ratio_level="token" if level is None else level)
+
+
+def _deciding_ranks(loss: Any, config: BAPOConfig) -> dist.ProcessGroup | None:
     name, ranks = "policy_loss.search_ranks", loss.get("search_ranks", "own")
     require(ranks in ("own", "world"), name, "be 'own' or 'world'", repr(ranks))
+    rule = f"be 'own' with surrogate={config.surrogate!r}, which has no search"
+    require(config.has_bounds or ranks == "own", name, rule, repr(ranks))
     if ranks == "own":
         return _group
     rule = "be 'own' after use_process_group(), which gave the ranks"
@@ -114,16 +144,21 @@ def _deciding_ranks(loss: Any) -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _warn_of_unused(config: Any, recipe: bool) -> None:
+def _warn_of_unused(config: Any, made: BAPOConfig) -> None:
     """Warns of options of verl's own clipping that were changed, but are not used."""
-    unused = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"] + ["clip_ratio_c"] * (not recipe)
+    if not made.has_bounds:  # nor does verl use any of them
+        return
+    unused = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"]
+    if made.clip_ratio_c is None:
+        unused.append("clip_ratio_c")
     for name in unused:
         value, default = config.get(name, None), ActorConfig.__dataclass_fields__[name].default
         if value not in (None, default):
             warn_once(
                 f"actor.{name}={value} is not used by the policy loss 'bapo', which searches for "
                 "its bounds (policy_loss.ratio_lower_start and others, as ratio bounds, never "
-                "epsilons) and has a dual clip, clip_ratio_c, with preset='recipe' alone"
+                "epsilons) and has a dual clip, clip_ratio_c, with preset='recipe' and the "
+                "surrogate 'clip' alone"
             )
 
 
@@ -145,23 +180,27 @@ def compute_policy_loss_bapo(
     """
     info = getattr(config, "global_batch_info", None) or {}
     recipe = config.policy_loss.get("preset", "paper") == "recipe"
-    _warn_of_unused(config, recipe)
+    made = _config(
+        config.policy_loss,
+        clip_ratio_c=config.get("clip_ratio_c", 3.0) if recipe else None,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=info.get("loss_scale_factor"),
+        sapo_tau_pos=config.get("tau_pos", None),
+        sapo_tau_neg=config.get("tau_neg", None),
+    )
+    _warn_of_unused(config, made)
     out = bapo_loss_from_log_probs(
         log_prob,
         old_log_prob,
         advantages,
         response_mask,
-        config=_config(
-            config.policy_loss,
-            clip_ratio_c=config.get("clip_ratio_c", 3.0) if recipe else None,
-            loss_agg_mode=loss_agg_mode,
-            loss_scale_factor=info.get("loss_scale_factor"),
-        ),
+        config=made,
         rollout_is_weights=rollout_is_weights,
         batch_num_tokens=info.get("batch_num_tokens"),
         global_batch_size=info.get("global_batch_size"),
         dp_size=info.get("dp_size", 1),
-        process_group=_deciding_ranks(config.policy_loss),
+        process_group=_deciding_ranks(config.policy_loss, made),
     )
     # verl itself would read the device once for each metric.
-    return out.loss, {f"actor/{k}": v for k, v in on_host(out.metrics, _METRICS).items()}
+    metrics = on_host(made, out.metrics, _METRICS)
+    return out.loss, {f"actor/{name}": value for name, value in metrics.items()}
