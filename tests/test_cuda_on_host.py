@@ -250,7 +250,9 @@ def test_log_probs_and_their_gradient(on_host):
 # Options of the config, and of the call.
 OWN_BOUNDS = ClipBounds(per_token((2, 9), 4, 0.6, 1.0), per_token((2, 9), 5, 1.0, 1.6))
 OTHER_TERMS = dict(entropy_coef=0.01, kl_loss_coef=0.1)
-OF_OTHER_TERMS = dict(ref_log_probs=per_token((2, 9)), rollout_is_weights=per_token((2, 9), 2, 0, 2))
+OF_OTHER_TERMS = dict(
+    ref_log_probs=per_token((2, 9)), rollout_is_weights=per_token((2, 9), 2, 0, 2)
+)
 POLICIES = {
     "clip, own bounds": ({}, dict(bounds=OWN_BOUNDS)),
     "cispo": (dict(surrogate="cispo", target=0.5), {}),
@@ -346,7 +348,9 @@ def test_ratios_of_sequences(on_host, library, of, name):
     config = BAPOConfig(ratio_level="sequence", **SEQUENCE_CONFIGS[name])
     options = dict(config=config, cu_seqlens=cu_seqlens)
     if config.kl_loss_coef:
-        options |= dict(ref_log_probs=per_token(shape), rollout_is_weights=per_token(shape, 2, 0, 2))
+        options |= dict(
+            ref_log_probs=per_token(shape), rollout_is_weights=per_token(shape, 2, 0, 2)
+        )
         options |= dict(bounds=(per_token(shape, 3, 0.9, 1.0), per_token(shape, 4, 1.0, 1.1)))
     for statistics in ("all", "live"):
         results = []
@@ -354,7 +358,7 @@ def test_ratios_of_sequences(on_host, library, of, name):
             library.schedule(seed)
             got, gradient = check_log_probs(*batch, **options, statistics=statistics)
             results.append((got.loss, gradient))
-        assert all(torch.equal(x, y) for each in results for x, y in zip(each, results[0]))
+        assert all(torch.equal(x, y) for each in results for x, y in zip(each, results[0], strict=True))
 
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)

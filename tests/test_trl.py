@@ -498,10 +498,13 @@ def test_guide_runs(tmp_path):
 BAD_OPTIONS = [
     (dict(loss_type="vespo"), "loss_type must be one of"),
     (dict(importance_sampling_level="batch"), "importance_sampling_level must be one of .*'sequen"),
-    (dict(loss_type="sapo"), "bapo_scope must be 'call' for loss_type='sapo' .*got 'lagged'"),
+    (
+        dict(loss_type="sapo", bapo_scope="lagged"),
+        "bapo_scope must be 'call' for loss_type='sapo' .*got 'lagged'",
+    ),
     (dict(loss_type="cispo", delta=2.0), "delta must be None for loss_type='cispo' with BAPO"),
     (
-        dict(loss_type="sapo", bapo_scope="call", bapo_options={"target": 0.5}),
+        dict(loss_type="sapo", bapo_options={"target": 0.5}),
         r"bapo_options must be None for loss_type='sapo' \(it has no search\) with BAPO",
     ),
     (
@@ -585,7 +588,7 @@ def test_every_option_is_the_users_or_has_an_owner():
     recipe = bapo_config(arguments("out", bapo_preset="recipe", loss_type="cispo"))
     assert recipe == BAPOConfig.recipe(surrogate="cispo", kl_loss_type="k3")
     temperatures = dict(sapo_temperature_pos=0.9, sapo_temperature_neg=1.2)
-    options = dict(loss_type="sapo", importance_sampling_level="sequence", bapo_scope="call")
+    options = dict(loss_type="sapo", importance_sampling_level="sequence")
     config = bapo_config(arguments("out", **options, **temperatures))
     assert (config.surrogate, config.sapo_tau_pos, config.sapo_tau_neg) == ("sapo", 0.9, 1.2)
     assert (config.ratio_level, config.loss_agg_mode) == ("sequence", "seq-mean-token-mean")
@@ -611,7 +614,7 @@ ADVICE = [
     (LATER | dict(bapo_scope="step", per_device_train_batch_size=16), None),
     (LATER | dict(loss_type="cispo", epsilon_high=5.0), "epsilon_high=5.0 is not used"),
     # without a search nothing of it is missed
-    (dict(num_iterations=1, loss_type="sapo", bapo_scope="call", epsilon=0.3), None),
+    (dict(num_iterations=1, loss_type="sapo", epsilon=0.3), None),
 ]
 
 

@@ -55,11 +55,11 @@ class BAPOTrainerConfig(GRPOConfig):
             of the KL term, ``importance_sampling_level`` the level of the ratio, and ``loss_type``
             the surrogate (``"cispo"``, ``"sapo"``, otherwise the clip) and its aggregation.
         bapo_scope: the tokens that decide together: those of the previous optimizer step
-            (``"lagged"``), of this step (``"step"``, which takes a forward pass without gradient),
-            or of a micro-batch on all processes (``"call"``). The default is not ``"call"``,
-            because the share of the positive tokens in a few sequences is noise: with one reward
-            per sequence it is 0 or 1 in a single one. With ``loss_type="sapo"`` nothing is
-            searched for, and the scope must be ``"call"``.
+            (``"lagged"``, the default), of this step (``"step"``, which takes a forward pass
+            without gradient), or of a micro-batch on all processes (``"call"``). The default is not
+            ``"call"``, because the share of the positive tokens in a few sequences is noise: with
+            one reward per sequence it is 0 or 1 in a single one. With ``loss_type="sapo"`` nothing
+            is searched for, and ``"call"`` alone is possible, and the default.
         bapo_head: ``"fused"`` (:func:`bapo_linear_loss`), ``"log_probs"``
             (:func:`linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head); default: the
             first of them that is exact for the other options.
@@ -75,13 +75,17 @@ class BAPOTrainerConfig(GRPOConfig):
     bapo_options: dict[str, Any] | None = field(
         default=None, metadata={"help": "options of BAPOConfig that differ from the preset"}
     )
-    bapo_scope: str = field(default="lagged", metadata={"help": "'lagged', 'step' or 'call'"})
+    bapo_scope: str | None = field(
+        default=None, metadata={"help": "'lagged', 'step' or 'call'; default: 'lagged'"}
+    )
     bapo_head: str | None = field(
         default=None, metadata={"help": "'fused', 'log_probs' or 'trl'; default: the fastest"}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.bapo_scope is None:
+            self.bapo_scope = "call" if _surrogate(self) == "sapo" else "lagged"
         check(self)
         for message in _warnings(self):
             warn_once(message)
