@@ -18,6 +18,7 @@
 
 #include "cpu/simd.h"
 #include "launch.h"
+#include "sequences.h"
 
 namespace {
 
@@ -173,6 +174,10 @@ struct Problem {
     Floats advantages;
     Doubles weights;
     std::optional<Floats> bounds;
+    std::optional<Floats> own_bounds;  // lower, then upper
+    bool by_sequence;                  // the ratio
+    int64_t row_length;                // of a sequence, unless it is packed
+    std::optional<std::vector<int64_t>> offsets;
     Transform transform;
     PolicyOptions options;
     Grid lower, upper;
@@ -192,6 +197,29 @@ struct Problem {
         logits_layout.emplace(bytes, batches, rows, vocab, !inplace);
         grad_layout.emplace(bytes, batches, rows, vocab, false);
         fill(bytes, noise);
+        choose_policy(bytes, noise);
+    }
+
+    // Drawn last, so that older inputs keep their meaning.
+    void choose_policy(Bytes& bytes, std::minstd_rand& noise) {
+        options.surrogate = pick(bytes, {(int64_t)kClip, (int64_t)kCispo, (int64_t)kSapo});
+        options.sapo_tau_pos = pick(bytes, {1.0, 0.1, 7.0});
+        options.sapo_tau_neg = pick(bytes, {1.05, 0.2, 50.0});
+        if (bytes.ConsumeBool()) {
+            own_bounds = Floats(2 * count);
+            for (int64_t i = 0; i < count; ++i) {
+                (*own_bounds)[i] = (float)(noise() % 5) / 4.0f;
+                (*own_bounds)[count + i] = 1.0f + (float)(noise() % 5) / 2.0f;
+            }
+        }
+        by_sequence = bytes.ConsumeBool();
+        row_length = rows;
+        if (!bytes.ConsumeBool()) return;
+        offsets.emplace(1, 0);
+        for (int more = bytes.ConsumeIntegralInRange(1, 5); more > 0; --more) {
+            offsets->push_back(bytes.ConsumeBool() ? bytes.ConsumeIntegralInRange<int64_t>(0, count)
+                                                   : bytes.ConsumeIntegral<int64_t>());
+        }
     }
 
     void shape(Bytes& bytes) {
@@ -272,6 +300,24 @@ struct Problem {
     }
 
     const float* row(int64_t i) const { return logits.data() + i * vocab; }
+    bool rows_decide() const { return !two_passes && !by_sequence; }
+    // Whether no offset falls, so that every token is in one sequence.
+    bool sequences_are_apart() const {
+        int64_t before = 0;
+        for (size_t k = 1; offsets && k < offsets->size(); ++k) {
+            const int64_t offset = std::clamp<int64_t>((*offsets)[k], 0, count);
+            if (offset < before) return false;
+            before = offset;
+        }
+        return true;
+    }
+    // Tokens behind the last sequence are one more.
+    int64_t sequence_of(int64_t i) const {
+        if (!offsets) return i / row_length;
+        int64_t k = 0;
+        for (size_t at = 1; at < offsets->size(); ++at) k += (*offsets)[at] <= i;
+        return k;
+    }
     bool known(int64_t i) const { return labels[i] >= 0 && labels[i] < vocab; }
 
     // Ratios near the bounds instead of far outside.
@@ -287,6 +333,8 @@ struct Problem {
 
 struct Outcome {
     Doubles log_probs, entropy, dlog_probs, dentropy, gradient, table, others;
+    Doubles log_ratios, dlog_ratios, of_kl;  // of sequences
+    float bounds[2];
 };
 
 // In fresh threads, whose buffers are then exactly as large as these rows need.
@@ -325,7 +373,9 @@ class Run {
           is_weights(masked(p.is_weights)),
           ref_log_probs(masked(p.ref_log_probs)),
           rollout_log_probs(masked(p.rollout_log_probs)),
-          temperatures(masked(p.temperatures)) {
+          temperatures(masked(p.temperatures)),
+          lower(masked_bounds(0)),
+          upper(masked_bounds(1)) {
         for (int64_t i = 0; i < p.count; ++i) {
             for (int64_t j = 0; p.counted[i] && j < p.vocab; ++j) logits.set(i, j, p.row(i)[j]);
         }
@@ -338,12 +388,19 @@ class Run {
                   advantages.data(),
                   p.weights.data(),
                   data(is_weights),
-                  data(ref_log_probs)};
+                  data(ref_log_probs),
+                  nullptr,
+                  nullptr,
+                  nullptr};
+        tokens.lower = data(lower);
+        tokens.upper = data(upper);
         row_pass();
+        if (p.by_sequence) sequence_log_ratios();
         contributions();
         solve();
         policy();
-        if (p.two_passes || !p.bounds) row_gradient();
+        if (p.by_sequence) add_sequence_means();
+        if (!p.rows_decide() || !(p.bounds || p.own_bounds)) row_gradient();
         read_gradient();
         require(p.inplace || logits.bytes == before, "logits are not written");
         return out;
@@ -370,6 +427,12 @@ class Run {
         return values ? values->data() : nullptr;
     }
 
+    std::optional<Floats> masked_bounds(int which) const {
+        if (!p.own_bounds) return std::nullopt;
+        const auto begin = p.own_bounds->begin() + which * p.count;
+        return masked(Floats(begin, begin + p.count));
+    }
+
     LogitRows rows(bool with_grad) {
         Memory& target = p.inplace ? logits : grad;
         Transform transform = p.transform;
@@ -393,19 +456,49 @@ class Run {
         stats = poisoned<double>(2 * p.count);
         undecided = poisoned<uint8_t>(p.count);
         RowPassParams params{};
-        params.rows = rows(!p.two_passes);
+        params.rows = rows(p.rows_decide());
         params.labels = labels.data();
         params.tokens = tokens;
         params.options = p.options;
-        params.bounds = data(p.bounds);
+        params.bounds = p.own_bounds ? nullptr : data(p.bounds);
         params.first = {(float)p.lower.start, (float)p.upper.start};
         params.last = {(float)p.lower.maximum, (float)p.upper.maximum};
         params.log_probs = out.log_probs.data();
         params.entropy = out.entropy.data();
         params.stats = stats.data();
-        params.undecided = p.two_passes ? nullptr : undecided.data();
-        if (p.two_passes) (params.tokens = {}).counted = tokens.counted;
+        params.undecided = p.rows_decide() ? undecided.data() : nullptr;
+        if (!p.rows_decide()) (params.tokens = {}).counted = tokens.counted;
         run_rows(p.kernels->row_pass, params, threads);
+    }
+
+    // Means over the sequences, forwards or backwards.
+    void sequence_means(const double* values, bool of_log_probs, double* means) {
+        SequenceMeanParams params{};
+        params.sequences = {p.count, p.row_length, {}, p.batches};
+        if (p.offsets) {
+            const int64_t count = (int64_t)p.offsets->size() - 1;
+            params.sequences.offsets = {p.offsets->data(), NumberType::kInt64, 0, 1};
+            params.sequences.count = count;
+        }
+        params.counted = tokens.counted;
+        params.values = values;
+        params.old_log_probs = of_log_probs ? tokens.old_log_probs : nullptr;
+        params.of_log_probs = of_log_probs;
+        params.out = means;
+        const int64_t spans = span_count(params.sequences);
+        const bool backwards = threads > 1 && p.sequences_are_apart();
+        for (int64_t k = 0; k < spans; ++k) {
+            cpu::sequence_mean(params, backwards ? spans - 1 - k : k);
+        }
+    }
+    void sequence_log_ratios() {
+        out.log_ratios = poisoned<double>(p.count);
+        sequence_means(out.log_probs.data(), true, out.log_ratios.data());
+        tokens.log_ratios = out.log_ratios.data();
+    }
+    void add_sequence_means() {
+        out.of_kl = out.dlog_probs;
+        sequence_means(out.dlog_ratios.data(), false, out.dlog_probs.data());
     }
 
     void contributions() {
@@ -458,6 +551,7 @@ class Run {
         out.others = {bounds[0], bounds[1]};
         out.others.insert(out.others.end(), masses, masses + kMasses);
         if (p.bounds) std::copy_n(p.bounds->data(), 2, bounds);
+        std::copy_n(bounds, 2, out.bounds);
     }
 
     void policy() {
@@ -476,11 +570,15 @@ class Run {
         params.first = {p.lower.start, p.upper.start};
         params.last = {p.lower.last(), p.upper.last()};
         params.target = p.target;
-        params.bounds = bounds;
-        params.masses = p.bounds ? nullptr : masses;
+        params.bounds = p.own_bounds ? nullptr : bounds;
+        params.masses = p.bounds || p.own_bounds ? nullptr : masses;
         params.report = reinterpret_cast<Report*>(report.data());
         params.dlog_probs = out.dlog_probs.data();
         params.dentropy = out.dentropy.data();
+        if (p.by_sequence) {
+            out.dlog_ratios = poisoned<double>(p.count);
+            params.dlog_ratios = out.dlog_ratios.data();
+        }
         Floats outputs = poisoned<float>(2 * p.count);
         params.outputs = outputs.data();
         const auto partials = run_chunks<PolicySums>(
@@ -499,7 +597,7 @@ class Run {
         params.entropy = out.entropy.data();
         params.dlog_probs = out.dlog_probs.data();
         params.dentropy = p.options.entropy_coef == 0.0 ? nullptr : out.dentropy.data();
-        params.only = p.two_passes ? nullptr : undecided.data();
+        params.only = p.rows_decide() ? undecided.data() : nullptr;
         run_rows(p.kernels->row_gradient, params, threads);
         out.others.insert(out.others.end(), stats.begin(), stats.end());
     }
@@ -523,7 +621,8 @@ class Run {
     Memory logits, grad;
     std::vector<int64_t> labels;
     Floats advantages;
-    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs, temperatures;
+    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs, temperatures,
+        lower, upper;
     TokenInputs tokens{};
     Doubles stats;
     Flags undecided;
@@ -544,7 +643,8 @@ bool same_bits(const Outcome& a, const Outcome& b) {
     return same_bits(a.log_probs, b.log_probs) && same_bits(a.entropy, b.entropy) &&
            same_bits(a.dlog_probs, b.dlog_probs) && same_bits(a.dentropy, b.dentropy) &&
            same_bits(a.gradient, b.gradient) && same_bits(a.table, b.table) &&
-           same_bits(a.others, b.others);
+           same_bits(a.others, b.others) && same_bits(a.log_ratios, b.log_ratios) &&
+           same_bits(a.dlog_ratios, b.dlog_ratios);
 }
 
 bool near(double got, double want, double slack) {
@@ -590,7 +690,110 @@ void check_gradient(const Problem& p, const Outcome& got, int64_t i, const Truth
     require(near(sum, 0.0, slack), "the gradient of a row sums to zero");
 }
 
+// The policy term's derivative by the log-ratio, from the papers' formulas.
+long double policy_gradient(const Problem& p, long double log_ratio, long double A,
+                            long double lower, long double upper) {
+    const PolicyOptions& options = p.options;
+    const long double held = std::fmin(std::fmax(log_ratio, -20.0L), 20.0L), r = std::exp(held);
+    if (options.surrogate == kCispo) return -A * std::fmin(std::fmax(r, lower), upper);
+    if (A == 0.0L || std::fabs(log_ratio) > 20.0L) return 0.0L;
+    if (options.surrogate == kSapo) {  // sigmoid'(x) = 1/(2 + 2*cosh(x))
+        const long double tau = A > 0.0L ? options.sapo_tau_pos : options.sapo_tau_neg;
+        return -4.0L * A * r / (2.0L + 2.0L * std::cosh(tau * (r - 1.0L)));
+    }
+    const bool stops = A > 0.0L ? r > upper : r < lower || r > (long double)options.clip_ratio_c;
+    return stops ? 0.0L : -A * r;
+}
+long double kl_gradient(const Problem& p, int64_t i, long double log_prob) {
+    const PolicyOptions& options = p.options;
+    if (options.kl_loss_coef == 0.0) return 0.0L;
+    const long double ref = p.ref_log_probs ? (*p.ref_log_probs)[i] : log_prob;
+    const long double d = ref - log_prob;
+    if (options.kl_loss_type == kK1) return options.kl_loss_coef;
+    if (options.kl_loss_type == kK2) return options.kl_loss_coef * -d;
+    const bool inside = std::fabs(d) <= 20.0L && std::expm1(d) - d <= 10.0L;
+    return inside ? options.kl_loss_coef * -std::expm1(d) : 0.0L;
+}
+
+bool close(double got, long double want, long double size) {
+    return std::fabs(got - want) <= 1e-9L * size + 1e-290L;
+}
+
+// The gradients of tokens at the log-probs found; of a sequence, of its log-ratio and of its
+// tokens.
+void check_tokens(const Problem& p, const Outcome& got) {
+    for (int64_t i = 0; i < p.count; ++i) {
+        if (!p.counted[i]) continue;
+        const long double log_prob = got.log_probs[i], A = p.advantages[i];
+        const long double old = p.old_log_probs ? (*p.old_log_probs)[i] : log_prob;
+        const long double log_ratio = p.by_sequence ? got.log_ratios[i] : log_prob - old;
+        const long double is_weight = p.is_weights ? (*p.is_weights)[i] : 1.0L;
+        const long double lower = p.own_bounds ? (*p.own_bounds)[i] : got.bounds[0];
+        const long double upper = p.own_bounds ? (*p.own_bounds)[p.count + i] : got.bounds[1];
+        const long double r = std::exp(std::fmin(std::fmax(log_ratio, -20.0L), 20.0L));
+        const long double of_policy =
+            p.weights[i] * is_weight * policy_gradient(p, log_ratio, A, lower, upper);
+        const long double of_kl = p.weights[i] * kl_gradient(p, i, log_prob);
+        // 1 - sigmoid cancels.
+        const long double operand = p.options.surrogate == kSapo
+                                        ? std::fabs(p.weights[i] * is_weight * A * r) * 1e-6L
+                                        : 0.0L;
+        const long double size = std::fabs(of_policy) + std::fabs(of_kl) + operand;
+        if (!(size < 1e290L)) continue;
+        const bool has_ref = !p.ref_log_probs || std::isfinite((*p.ref_log_probs)[i]);
+        if (!std::isfinite(old) || !std::isfinite(log_ratio) || !has_ref) continue;
+        // At a bound the last bit of the exp decides.
+        const auto at = [&](long double bound) { return std::fabs(r / bound - 1.0L) <= 1e-12L; };
+        if (at(lower) || at(upper) || at(p.options.clip_ratio_c)) continue;
+        if (!p.by_sequence) {
+            require(close(got.dlog_probs[i], of_policy + of_kl, size), "gradient of a log-prob");
+        } else {
+            require(close(got.dlog_ratios[i], of_policy, size), "gradient of a log-ratio");
+            require(close(got.of_kl[i], of_kl, size), "gradient of a KL term");
+        }
+    }
+}
+
+// The log-ratios of sequences, and what each token gets of the gradients of its sequence.
+void check_sequences(const Problem& p, const Outcome& got) {
+    const int64_t count = p.offsets ? (int64_t)p.offsets->size() : p.batches;
+    struct Sum {
+        long double tokens = 0.0L, log_ratio = 0.0L, size = 0.0L, gradient = 0.0L, steepness = 0.0L;
+    };
+    std::vector<Sum> sums(count);
+    for (int64_t i = 0; i < p.count; ++i) {
+        if (!p.counted[i]) {
+            require(got.log_ratios[i] == 0.0 && got.dlog_ratios[i] == 0.0, "masked tokens are 0");
+            continue;
+        }
+        const long double log_prob = got.log_probs[i];
+        const long double old = p.old_log_probs ? (*p.old_log_probs)[i] : log_prob;
+        Sum& sum = sums[p.sequence_of(i)];
+        sum.tokens += 1.0L;
+        sum.log_ratio += std::isfinite(old) ? log_prob - old : (long double)kNaN;
+        sum.size += std::fabs(log_prob - old);
+        sum.gradient += got.dlog_ratios[i];
+        sum.steepness += std::fabs(got.dlog_ratios[i]);
+    }
+    for (int64_t i = 0; i < p.count; ++i) {
+        if (!p.counted[i]) continue;
+        const Sum& sum = sums[p.sequence_of(i)];
+        const long double mean = sum.log_ratio / sum.tokens, gradient = sum.gradient / sum.tokens;
+        if (std::isfinite(mean) && sum.size < 1e290L) {
+            require(close(got.log_ratios[i], mean, sum.size), "log-ratio of a sequence");
+        } else if (p.old_log_probs && mean != mean) {
+            require(!std::isfinite(got.log_ratios[i]), "a bad log-prob in a sequence");
+        }
+        if (!(sum.steepness + std::fabs(got.of_kl[i]) < 1e290L)) continue;
+        require(close(got.dlog_probs[i], got.of_kl[i] + gradient,
+                      sum.steepness + std::fabs(got.of_kl[i])),
+                "gradient of a token in a sequence");
+    }
+}
+
 void check(const Problem& p, const Outcome& got) {
+    if (!p.by_sequence || p.sequences_are_apart()) check_tokens(p, got);
+    if (p.by_sequence && p.sequences_are_apart()) check_sequences(p, got);
     for (int64_t i = 0; i < p.count; ++i) {
         const double* const dz = got.gradient.data() + i * p.vocab;
         const bool zero = std::all_of(dz, dz + p.vocab, [](double x) { return x == 0.0; });

@@ -358,8 +358,7 @@ def test_ratios_of_sequences(on_host, library, of, name):
             library.schedule(seed)
             got, gradient = check_log_probs(*batch, **options, statistics=statistics)
             results.append((got.loss, gradient))
-        loss, gradient = results[0]
-        assert all(torch.equal(loss, x) and torch.equal(gradient, y) for x, y in results)
+        assert all(all(map(torch.equal, each, results[0])) for each in results)
 
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
@@ -379,11 +378,16 @@ def test_means_over_sequences(on_host, library):
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_more_sequences_than_blocks(on_host, library):
-    """Packed ones of one token each."""
-    old, logp, out = torch.rand(1_030), torch.randn(1_030).double(), torch.empty(1_030).double()
-    counted = torch.ones(1_030, dtype=torch.bool)
-    library.sequence_log_ratios(logp, counted, old, 0, torch.arange(1_031), out)
-    assert torch.equal(out, logp - old.double())
+    """The first six blocks take two: one of many tokens, for all warps, and one of one token."""
+    lengths = torch.tensor([200] * 6 + [1] * 1_024)
+    cu_seqlens = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    old, logp = torch.rand(2_224), torch.randn(2_224).double()
+    out, counted = torch.empty_like(logp), torch.ones(2_224, dtype=torch.bool)
+    library.schedule(SEEDS[0])
+    library.sequence_log_ratios(logp, counted, old, 0, cu_seqlens, out)
+    pieces = (logp - old).split(lengths.tolist())
+    expected = torch.cat([piece.mean().expand(piece.shape) for piece in pieces])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from launches import LAUNCHES
 from test_linear import CONFIGS, build
 from test_sampling_mask import check_hidden, hidden_case
 
+from bapo_kernels import BAPOConfig, ClipBounds
+
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
     needs_native,
@@ -233,3 +235,20 @@ def test_losses_with_sampling_masks(on_host, library, dtype, name):
     if dtype != torch.float32:
         problem[1].old_log_probs = None  # ratios of rounded logits may be on either side of a bound
     check_hidden(problem, "cpu")
+
+
+OWN_BOUNDS = ClipBounds(per_token(seed=4, low=0.6, high=1.0), per_token(seed=5, low=1.0, high=1.6))
+POLICIES = {
+    "clip, own bounds": ({}, dict(bounds=OWN_BOUNDS)),
+    "cispo": (dict(surrogate="cispo", target=0.5), {}),
+    "cispo, own bounds": (dict(surrogate="cispo"), dict(bounds=OWN_BOUNDS)),
+    "sapo": (dict(surrogate="sapo", sapo_tau_neg=2.0), {}),
+    "sequence": (dict(ratio_level="sequence", target=0.5), {}),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_with_sampling_masks(on_host, library, policy):
+    config, options = POLICIES[policy]
+    case, mask = case_with_sets(config=BAPOConfig(**config), outside=False, **options)
+    check_with_sets(case, mask, "cpu")

@@ -36,6 +36,9 @@ INCLUDED_BY = {
     "row_math.cuh": ["row_pass_cluster.cu"],
     "cluster_plan.h": ["row_pass_cluster.cu"],
     "set_row.cuh": ["sets.cu", "head_sets.cu"],
+    "../sequences.h": ["sequences.cu"],
+    "../tokens.h": [f"{unit}.cu" for unit in KERNELS],
+    "../policy_math.h": [f"{unit}.cu" for unit in KERNELS],
 }
 
 
@@ -56,7 +59,7 @@ class Hunk(NamedTuple):
 
 
 class Break(NamedTuple):
-    """A change of a file of csrc/cuda, and the reason if no test can notice it."""
+    """A change of a file, by its path from csrc/cuda, and the reason if no test can notice it."""
 
     name: str
     file: str
@@ -156,7 +159,7 @@ def main():
             broken = {}
             for unit in INCLUDED_BY.get(each.file, [each.file]):
                 broken[unit] = folder / f"broken_{unit}.o"
-                compile_object(source.with_name(unit), broken[unit], folder / "csrc")
+                compile_object(folder / "csrc/cuda" / unit, broken[unit], folder / "csrc")
             link((objects | broken).values(), folder / "broken.so")
             result = verdict(folder / "broken.so", tests_of(each), options.seeds)
             print(f"{each.name:50} {result}", flush=True)
