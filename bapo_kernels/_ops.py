@@ -18,10 +18,8 @@ TRITON = "bapo_kernels_triton"
 
 # Temperatures of the rows take the place of the one for all.
 _TRANSFORM = "float temperature, float logit_scale, float? softcap, Tensor? temperatures"
-_POLICY = (
-    "int surrogate, float? clip_ratio_c, float sapo_tau_pos, float sapo_tau_neg, "
-    "float kl_loss_coef, int kl_loss_type, float entropy_coef"
-)
+# coefficients: clip_ratio_c (or infinity), both taus of SAPO, kl_loss_coef, entropy_coef.
+_POLICY = "int surrogate, int kl_loss_type, float[] coefficients"
 _GRIDS = "float[] grids"  # start, maximum and step of the lower grid, then of the upper
 # bounds: float32 [2], or [2, N] where each token has its own.
 _ROW_PASS = (

@@ -20,7 +20,7 @@ from .call import Call, loss_call
 from .checks import check_group, require
 from .config import GRID_FIELDS, BAPOConfig, grids_of
 from .distributed import rows_of_ranks
-from .inputs import config_or_default
+from .inputs import check_search, config_or_default
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table
 from .sequences import with_log_ratios
@@ -55,8 +55,7 @@ class ContributionHistogram:
         self, config: BAPOConfig | None = None, device: torch.device | str | None = None
     ) -> None:
         self.config = config_or_default(config)
-        rule = "have bounds to search for"
-        require(self.config.has_bounds, "config.surrogate", rule, repr(self.config.surrogate))
+        check_search(self.config)
         self.table: Tensor | None = None if device is None else empty_table(self.config, device)
         self._solved: tuple[Tensor, Tensor, BAPOConfig] | None = None
 

@@ -19,7 +19,6 @@ from .config import (
 )
 from .distributed import RowTransform, VocabShard
 from .inputs import (
-    bounds_of_tokens,
     bounds_tensor,
     check_aggregation,
     check_mask,
@@ -31,7 +30,7 @@ from .inputs import (
     config_or_default,
     normaliser,
 )
-from .output import ClipBounds, GivenBounds
+from .output import GivenBounds
 from .prepare import Arguments, divisor_name, token_inputs
 from .sampling_mask import SamplingMask
 from .sequences import Sequences
@@ -104,7 +103,6 @@ class Call:
         ticket: int32 ``[1]``, 0: the scratch memory of ``policy``.
         bounds: float32 ``[2]``, or ``[2, N]`` where each token has its own; ``None``: the call
             searches.
-        given_bounds: the latter in the caller's shapes.
         sequences: where the ratio is that of a sequence; ``None``: it is the token's.
         log_ratios: float64 ``[N]``, of the sequences, once the log-probs are known.
         shard: the columns of the vocabulary that this rank has; ``None``: all.
@@ -127,7 +125,6 @@ class Call:
     weights: Tensor | None = None
     ticket: Tensor | None = None
     bounds: Tensor | None = None
-    given_bounds: ClipBounds | None = None
     sequences: Sequences | None = None
     log_ratios: Tensor | None = None
     process_group: dist.ProcessGroup | None = None
@@ -284,15 +281,14 @@ def loss_call(
             values[name] = value
     if temperature is not None:
         values["temperatures"] = checked_temperature(temperature, like, like_name, cu_seqlens)
-    bounds = given_bounds = None
+    bounds, own_bounds = None, False
     if (given := options.get("bounds")) is not None:
         lower, upper = checked_bounds(given, like, like_name, config, cu_seqlens)
-        if lower.ndim == upper.ndim == 0:
-            bounds = torch.stack((lower, upper))
+        own_bounds = lower.ndim > 0
+        if own_bounds:
+            values |= {"lower": lower, "upper": upper}  # the last two
         else:
-            given_bounds = ClipBounds(lower, upper)
-            own = bounds_of_tokens(given_bounds, like, like_name, cu_seqlens)
-            values["lower"], values["upper"] = own  # the last two
+            bounds = torch.stack((lower, upper))
     elif not config.has_bounds:
         bounds = bounds_tensor(starting_bounds_of(config), like)
     live = statistics == "live" and not (config.kl_loss_coef or config.entropy_coef)
@@ -307,7 +303,7 @@ def loss_call(
         dp_size=options.get("dp_size", 1),
         divisor=divisor,
         bounds=bounds,
-        own_bounds=given_bounds is not None,
+        own_bounds=own_bounds,
     )
     per_token = token_inputs(backend, arguments)
     counted, sequences = per_token.counted, None
@@ -330,7 +326,6 @@ def loss_call(
         ticket=per_token.ticket,
         statistics=statistics,
         bounds=per_token.bounds,
-        given_bounds=given_bounds,
         sequences=sequences,
         process_group=options.get("process_group"),
         shard=shard,

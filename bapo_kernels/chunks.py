@@ -115,7 +115,8 @@ class _Chunks:
         if call.sequences is not None:
             self.undecided[rows] = 1
             if self.of_log_probs:
-                self.add(chunk, Coefficients(torch.ones_like(self.found.log_probs[rows]), None))
+                ones = torch.ones_like(self.found.log_probs[rows])
+                self.add(chunk, Coefficients(ones, None), self._may_have_gradient()[rows])
             return
         log_probs, entropy, _ = self.found.at(rows)
         first, last = _ends_of_the_search(call)
@@ -131,6 +132,15 @@ class _Chunks:
             self.add(chunk, coefficients, coefficients.has_gradient())
         else:
             self.add(chunk, coefficients, coefficients.has_gradient() & ~undecided)
+
+    def _may_have_gradient(self) -> Tensor:
+        """bool ``[N]``: the rows of sequences with an advantage; with a KL term all."""
+        call = self.call
+        assert call.sequences is not None
+        assert call.advantages is not None
+        if call.config.kl_loss_coef:
+            return call.counted
+        return call.sequences.with_any(call.counted & (call.advantages != 0))
 
     def add_held(self, chunk: _Chunk, of_all: Coefficients) -> None:
         """Adds all rows of a chunk that was held until the bounds were known."""

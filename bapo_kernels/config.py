@@ -124,6 +124,8 @@ class BAPOConfig:
         ratio_level: ``"token"``, or ``"sequence"`` (GSPO, arXiv 2507.18071): the ratio ``r`` of
             every token is ``exp`` of the mean of ``logp - old`` over the unmasked tokens of its
             sequence, and its derivative is spread over these. The search counts the same ``r``.
+            So TRL differentiates; verl gives each token the gradient of its own loss, the same
+            where advantages and importance weights are constant in a sequence.
         loss_agg_mode: by verl's names. ``"token-mean"`` and ``"token-sum"`` are the mean and the
             sum over the unmasked tokens of all sequences. ``"seq-mean-token-sum"`` and
             ``"seq-mean-token-mean"`` first take the sum or the mean over the tokens of each
@@ -227,6 +229,11 @@ class BAPOConfig:
         return self.surrogate != "sapo"
 
     @property
+    def differentiates_ratio(self) -> bool:
+        """Whether the gradient flows through the ratio, which CISPO holds constant."""
+        return self.surrogate != "cispo"
+
+    @property
     def lower_grid(self) -> list[float]:
         """Values that the lower bound can take, ascending; without bounds 0."""
         return bound_grid(*grids_of(self)[:3])
@@ -281,10 +288,9 @@ class BAPOConfig:
         require(counted == "surrogate", "contribution", rule, repr(counted))
 
 
-# The parts of a config that operators take, in the order of their schemas.
-
-
 _NO_GRIDS = 0.0, 0.0, 0.0, math.inf, math.inf, 0.0  # a point each, which clips nothing
+
+# The parts of a config that operators take, in the order of their schemas.
 
 
 def grids_of(config: BAPOConfig) -> tuple[float, ...]:
@@ -312,17 +318,15 @@ def target_of(config: BAPOConfig) -> float:
     return config.target if config.has_bounds else 0.0
 
 
-def policy_options_of(config: BAPOConfig) -> tuple[int | float | None, ...]:
-    """Surrogate and its options, weight and number of the KL estimator, weight of the entropy."""
-    return (
-        SURROGATES[config.surrogate],
-        config.clip_ratio_c,
-        config.sapo_tau_pos,
-        config.sapo_tau_neg,
-        config.kl_loss_coef,
-        KL_LOSS_TYPES[config.kl_loss_type],
-        config.entropy_coef,
-    )
+def policy_options_of(config: BAPOConfig) -> tuple[int, int, tuple[float, ...]]:
+    """Numbers of the surrogate and of the KL estimator, and the coefficients of the loss.
+
+    These are the dual clip, both taus, and the weights of the KL penalty and the entropy bonus.
+    """
+    cap = math.inf if config.clip_ratio_c is None else config.clip_ratio_c
+    taus = config.sapo_tau_pos, config.sapo_tau_neg
+    coefficients = cap, *taus, config.kl_loss_coef, config.entropy_coef
+    return SURROGATES[config.surrogate], KL_LOSS_TYPES[config.kl_loss_type], coefficients
 
 
 def transform_of(config: BAPOConfig) -> Transform:

@@ -184,8 +184,9 @@ def loss_of_log_probs(
         metrics["label_outside_mask"] = call.sets.labels_outside(call.unmasked)
     shown = outputs.unbind()
     entropy = None if entropy is None else shown[1]
-    used = call.given_bounds or ClipBounds(*bounds.unbind())
-    return BAPOOutput(loss, shown[0], entropy, used, metrics), coefficients
+    used = bounds if bounds.ndim == 1 else bounds.view(2, *call.shape)
+    used_bounds = ClipBounds(*used.unbind())
+    return BAPOOutput(loss, shown[0], entropy, used_bounds, metrics), coefficients
 
 
 def policy(
@@ -205,8 +206,7 @@ def policy(
     report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
     dlog_probs = torch.empty_like(log_probs)
     dentropy = torch.empty_like(log_probs) if config.entropy_coef else None
-    # CISPO holds the ratio constant.
-    spreads = call.log_ratios is not None and config.surrogate != "cispo"
+    spreads = call.log_ratios is not None and config.differentiates_ratio
     dlog_ratios = torch.empty_like(log_probs) if spreads else None
     ops_of(call.backend).policy(
         log_probs,

@@ -18,7 +18,6 @@ from .checks import (
     require,
 )
 from .config import BAPOConfig
-from .output import ClipBounds
 from .sampling_mask import SamplingMask
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
@@ -160,15 +159,15 @@ def checked_bounds(
     like_name: str,
     config: BAPOConfig,
     cu_seqlens: Tensor | None = None,
-) -> ClipBounds:
-    """Given bounds as float32 tensors on the device of ``like``, each 0-dim, ``[...]`` or ``[B]``.
+) -> tuple[Tensor, Tensor]:
+    """Given bounds: both 0-dim and float32, or both as :func:`checked_advantages` makes them.
 
     Numbers must keep ``0 <= lower <= 1 <= upper``. The values of tensors are not read.
     """
     is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
     require(is_pair, "bounds", "be a pair (lower, upper)", bounds)
     rule = f"be None with surrogate={config.surrogate!r}, which has no bounds"
-    require(config.has_bounds, "bounds", rule, bounds)
+    require(config.has_bounds, "bounds", rule, type(bounds).__name__)
     parts = []
     for bound, (side, (rule, least, most)) in zip(bounds, LIMITS_OF_BOUNDS.items(), strict=True):
         name = f"bounds.{side}"
@@ -181,18 +180,12 @@ def checked_bounds(
             check_device(name, bound, like, "the tokens")
             parts.append(bound.detach().float().reshape(()))
         else:
-            _per_token(name, bound, like, like_name, cu_seqlens, "have one element, ")
-            parts.append(bound.detach().float())
-    return ClipBounds(*parts)
-
-
-def bounds_of_tokens(
-    bounds: ClipBounds, like: Tensor, like_name: str, cu_seqlens: Tensor | None
-) -> list[Tensor]:
-    """Views of checked bounds that are not all 0-dim, as :func:`checked_advantages` makes them."""
-    return [
-        _per_token("bounds", bound, like, like_name, cu_seqlens, "be 0-dim, ") for bound in bounds
-    ]
+            single = "have one element, or "
+            parts.append(_per_token(name, bound, like, like_name, cu_seqlens, single).detach())
+    lower, upper = parts
+    if lower.ndim or upper.ndim:
+        lower, upper = (part if part.ndim else part.expand(like.shape) for part in parts)
+    return lower, upper
 
 
 def bounds_tensor(bounds: tuple[float, float], like: Tensor) -> Tensor:
@@ -320,6 +313,12 @@ def check_aggregation(
     if mode == "seq-mean-token-sum-norm" and cu_seqlens is not None:
         of_length = "be given for packed input: there is no padded length to take its place"
         require(config.loss_scale_factor is not None, "config.loss_scale_factor", of_length, None)
+
+
+def check_search(config: BAPOConfig) -> None:
+    """The surrogate has bounds."""
+    name, rule = "config.surrogate", "have bounds to search for"
+    require(config.has_bounds, name, rule, repr(config.surrogate))
 
 
 def check_ratio_level(

@@ -30,7 +30,8 @@ class ClipBounds(NamedTuple):
     """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss.
 
     Each bound of the argument ``bounds`` may also be a number, or a tensor per token (``[...]``) or
-    per sequence (``[B]``); the output then has these. They must satisfy
+    per sequence (``[B]``); where one is not the same for all tokens, the output has both per token.
+    They must satisfy
     ``0 <= lower <= 1 <= upper``, so 0.8 and 1.2, not the epsilons 0.2 and 0.2. The values of
     tensors are not read on the host: where they are NaN, negative or in the wrong order, the loss
     of any counted token that has them is NaN; :func:`bapo_kernels.debug.check_inputs` also names

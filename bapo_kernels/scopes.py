@@ -158,7 +158,8 @@ class ClipBoundSearch:
             self.histogram.reset()
             if state["table"] is not None:
                 self.histogram.load(state["table"])
-        for name, value in state.get("config", {}).items():
+        of_tokens = {"ratio_level": "token"}  # what states do not name that are older than it
+        for name, value in (of_tokens | state.get("config", {})).items():
             mine = getattr(self.config, name)
             if value != mine:
                 if self.histogram is not None:

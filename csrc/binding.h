@@ -215,14 +215,13 @@ class Arguments {
     int32_t index_;
 };
 
-inline PolicyOptions policy_options(int64_t surrogate, std::optional<double> clip_ratio_c,
-                                    double sapo_tau_pos, double sapo_tau_neg, double kl_loss_coef,
-                                    int64_t kl_loss_type, double entropy_coef) {
-    const double no_cap = std::numeric_limits<double>::infinity();
-    return {surrogate,    clip_ratio_c.value_or(no_cap),
-            sapo_tau_pos, sapo_tau_neg,
-            kl_loss_coef, kl_loss_type,
-            entropy_coef};
+// coefficients: clip_ratio_c, both taus of SAPO, the weights of the KL term and of the entropy.
+inline PolicyOptions policy_options(int64_t surrogate, int64_t kl_loss_type,
+                                    const std::vector<double>& coefficients) {
+    STD_TORCH_CHECK(coefficients.size() == 5, "coefficients must be 5 numbers, got ",
+                    coefficients.size());
+    return {surrogate,       coefficients[0], coefficients[1], coefficients[2],
+            coefficients[3], kl_loss_type,    coefficients[4]};
 }
 
 struct Grids {
@@ -293,8 +292,7 @@ template <typename Backend>
 void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
               Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
               OptionalTensor ref_log_probs, OptionalTensor bounds, std::vector<double> grid_numbers,
-              int64_t surrogate, std::optional<double> clip_ratio_c, double sapo_tau_pos,
-              double sapo_tau_neg, double kl_loss_coef, int64_t kl_loss_type, double entropy_coef,
+              int64_t surrogate, int64_t kl_loss_type, std::vector<double> coefficients,
               double temperature, double logit_scale, std::optional<double> softcap,
               OptionalTensor temperatures, Tensor log_probs, Tensor entropy, Tensor stats,
               Tensor undecided, Tensor dlogits) {
@@ -304,9 +302,7 @@ void row_pass(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_l
         args.logit_rows(logits, dlogits, temperature, logit_scale, softcap, temperatures);
     RowPassParams params = first_pass_params(args, rows, labels, log_probs, entropy, stats);
     add_policy(args, params, counted, old_log_probs, advantages, weights, rollout_is_weights,
-               ref_log_probs, bounds, grids,
-               policy_options(surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef,
-                              kl_loss_type, entropy_coef),
+               ref_log_probs, bounds, grids, policy_options(surrogate, kl_loss_type, coefficients),
                undecided);
     Backend::row_pass(params, logits);
 }
@@ -315,16 +311,14 @@ template <typename Backend>
 void row_pass_(Tensor logits, Tensor labels, Tensor counted, OptionalTensor old_log_probs,
                Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
                OptionalTensor ref_log_probs, OptionalTensor bounds,
-               std::vector<double> grid_numbers, int64_t surrogate,
-               std::optional<double> clip_ratio_c, double sapo_tau_pos, double sapo_tau_neg,
-               double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, double temperature,
-               double logit_scale, std::optional<double> softcap, OptionalTensor temperatures,
-               Tensor log_probs, Tensor entropy, Tensor stats, Tensor undecided) {
+               std::vector<double> grid_numbers, int64_t surrogate, int64_t kl_loss_type,
+               std::vector<double> coefficients, double temperature, double logit_scale,
+               std::optional<double> softcap, OptionalTensor temperatures, Tensor log_probs,
+               Tensor entropy, Tensor stats, Tensor undecided) {
     row_pass<Backend>(logits, labels, counted, old_log_probs, advantages, weights,
                       rollout_is_weights, ref_log_probs, bounds, grid_numbers, surrogate,
-                      clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef, kl_loss_type,
-                      entropy_coef, temperature, logit_scale, softcap, temperatures, log_probs,
-                      entropy, stats, undecided, logits);
+                      kl_loss_type, coefficients, temperature, logit_scale, softcap, temperatures,
+                      log_probs, entropy, stats, undecided, logits);
 }
 
 inline void add_gradients(const Arguments& args, RowGradientParams& params, int64_t N,
@@ -515,9 +509,8 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
             OptionalTensor rollout_is_weights, OptionalTensor ref_log_probs,
             OptionalTensor rollout_log_probs, Tensor bounds, OptionalTensor masses,
             std::vector<double> grid_numbers, bool uniform_weight, bool gradient, double target,
-            bool ratio_target, int64_t surrogate, std::optional<double> clip_ratio_c,
-            double sapo_tau_pos, double sapo_tau_neg, double kl_loss_coef, int64_t kl_loss_type,
-            double entropy_coef, OptionalTensor unmasked, Tensor ticket, Tensor report,
+            bool ratio_target, int64_t surrogate, int64_t kl_loss_type,
+            std::vector<double> coefficients, OptionalTensor unmasked, Tensor ticket, Tensor report,
             Tensor dlog_probs, OptionalTensor dentropy, OptionalTensor outputs,
             OptionalTensor dlog_ratios) {
     PolicyParams params{};
@@ -529,8 +522,7 @@ void policy(Tensor log_probs, OptionalTensor entropy, Tensor counted, OptionalTe
     params.tokens = args.token_inputs(N, counted, old_log_probs, advantages, weights,
                                       rollout_is_weights, ref_log_probs);
     params.rollout_log_probs = args.data<float>(rollout_log_probs, N, "rollout_log_probs");
-    params.options = policy_options(surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg,
-                                    kl_loss_coef, kl_loss_type, entropy_coef);
+    params.options = policy_options(surrogate, kl_loss_type, coefficients);
     params.uniform_weight = uniform_weight;
     params.gradient = gradient;
     params.first = {grids.lower.start, grids.upper.start};

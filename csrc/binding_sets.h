@@ -134,8 +134,7 @@ void sets_pass_(Tensor values, Tensor offsets, Tensor positions, Tensor counted,
                 OptionalTensor old_log_probs, Tensor advantages, Tensor weights,
                 OptionalTensor rollout_is_weights, OptionalTensor ref_log_probs,
                 OptionalTensor bounds, std::vector<double> grid_numbers, int64_t surrogate,
-                std::optional<double> clip_ratio_c, double sapo_tau_pos, double sapo_tau_neg,
-                double kl_loss_coef, int64_t kl_loss_type, double entropy_coef, double temperature,
+                int64_t kl_loss_type, std::vector<double> coefficients, double temperature,
                 double logit_scale, std::optional<double> softcap, OptionalTensor temperatures,
                 Tensor log_probs, Tensor entropy, Tensor stats, Tensor undecided) {
     const Arguments args(values);
@@ -144,9 +143,7 @@ void sets_pass_(Tensor values, Tensor offsets, Tensor positions, Tensor counted,
                         softcap, temperatures, log_probs, entropy, stats);
     add_policy(args, params.pass, counted, old_log_probs, advantages, weights, rollout_is_weights,
                ref_log_probs, bounds, Grids(grid_numbers),
-               policy_options(surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef,
-                              kl_loss_type, entropy_coef),
-               undecided);
+               policy_options(surrogate, kl_loss_type, coefficients), undecided);
     Backend::sets_pass(params, values);
 }
 
@@ -155,21 +152,17 @@ void head_sets_pass(Tensor hidden, Tensor weight, OptionalTensor bias, Tensor to
                     Tensor offsets, Tensor positions, Tensor counted, OptionalTensor old_log_probs,
                     Tensor advantages, Tensor weights, OptionalTensor rollout_is_weights,
                     OptionalTensor ref_log_probs, OptionalTensor bounds,
-                    std::vector<double> grid_numbers, int64_t surrogate,
-                    std::optional<double> clip_ratio_c, double sapo_tau_pos, double sapo_tau_neg,
-                    double kl_loss_coef, int64_t kl_loss_type, double entropy_coef,
-                    double temperature, double logit_scale, std::optional<double> softcap,
-                    OptionalTensor temperatures, Tensor log_probs, Tensor entropy, Tensor stats,
-                    Tensor undecided, Tensor values, Tensor dhidden) {
+                    std::vector<double> grid_numbers, int64_t surrogate, int64_t kl_loss_type,
+                    std::vector<double> coefficients, double temperature, double logit_scale,
+                    std::optional<double> softcap, OptionalTensor temperatures, Tensor log_probs,
+                    Tensor entropy, Tensor stats, Tensor undecided, Tensor values, Tensor dhidden) {
     const Arguments args(hidden);
     HeadSetPassParams params{};
     params.sets = set_pass_params(args, values, token_ids, offsets, positions, counted, temperature,
                                   logit_scale, softcap, temperatures, log_probs, entropy, stats);
     add_policy(args, params.sets.pass, counted, old_log_probs, advantages, weights,
                rollout_is_weights, ref_log_probs, bounds, Grids(grid_numbers),
-               policy_options(surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef,
-                              kl_loss_type, entropy_coef),
-               undecided);
+               policy_options(surrogate, kl_loss_type, coefficients), undecided);
     const int64_t N = params.sets.sets.rows;
     params.head = head_of(args, hidden, weight, bias, N);
     params.dhidden =

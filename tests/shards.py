@@ -41,6 +41,8 @@ CASES = {
         rollout_is_weights=per_token((B, S), 4, 0.5, 2.0),
     ),
     "ratios of sequences": dict(config=BAPOConfig.paper(target=0.6, ratio_level="sequence")),
+    "cispo": dict(config=BAPOConfig.paper(target=0.6, surrogate="cispo")),
+    "sapo": dict(config=BAPOConfig(surrogate="sapo")),
     "live statistics": dict(config=BAPOConfig.paper(target=0.6), statistics="live"),
     "forbidden tokens": dict(config=BAPOConfig.paper(target=0.6), forbidden=True),
     "NaN logit": dict(bad=torch.nan),

@@ -90,6 +90,18 @@ def test_new_bounds_do_not_recompile(backend, device):
     assert graphs() == 1
 
 
+def test_new_bounds_of_tokens_do_not_recompile(backend, device):
+    """Per sequence and per token."""
+    loss_of = loss_by(backend)
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend="aot_eager")
+    for S, seed in ((7, 1), (7, 2), (9, 3)):
+        case = make_case((3, S), device=device, poison=False)
+        bounds = per_token((3,), seed, 0.7, 1.0), per_token((3, S), seed, 1.0, 1.3)
+        bounds = tuple(bound.to(device) for bound in bounds)
+        compare(loss_of, compiled, case.logits, *case.arguments(), bounds)
+    assert graphs() == 1
+
+
 def test_log_probs(backend, device, interpreted):
     def both(logits, labels):
         logp, entropy = log_probs(logits, labels, backend=backend)
@@ -208,7 +220,7 @@ def test_loss_from_log_probs():
 
 N, V = 6, 40
 TRANSFORM = (0.9, 1.1, 30.0, torch.linspace(0.5, 2.0, 6))
-POLICY = (0, 3.0, 1.0, 1.05, 0.1, 2, 0.01)
+POLICY = (0, 2, [3.0, 1.0, 1.05, 0.1, 0.01])
 GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
 
 

@@ -182,7 +182,7 @@ CASES = {
     "bounds nan": (arguments(bounds=(float("nan"), 1.2)), r"bounds.lower must be in \[0, 1\], "),
     "bounds size": (
         arguments(bounds=(torch.ones(4), torch.ones(()))),
-        r"bounds.lower must have one element, have the shape of labels \(2, 5\) or one entry a "
+        r"bounds.lower must have one element, or have the shape of labels \(2, 5\) or one entry a "
         r"sequence \(2,\), got \(4,\)",
     ),
     "bounds device": (

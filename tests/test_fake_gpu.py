@@ -119,6 +119,26 @@ def test_packed_tokens(backend):
     assert bapo_loss_from_log_probs(old, old, A, mask, **options).loss.device.type == "cuda"
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
+def test_policies(backend, surrogate, packed):
+    """Ratios of sequences, and own bounds."""
+    logits, (labels, old, A, mask) = torch.randn(B, S, V, device="cuda"), tokens()
+    lower, offsets = A[:, 0], None
+    if packed:
+        offsets = torch.tensor([0, 5, 12], device="cuda")
+        labels, old, A, mask = (t.reshape(-1) for t in (labels, old, A, mask))
+        logits = logits.view(B * S, V)
+    bounds = None if surrogate == "sapo" else (lower, A)
+    for level in ("token", "sequence"):
+        config = BAPOConfig(surrogate=surrogate, ratio_level=level)
+        options = dict(config=config, bounds=bounds, cu_seqlens=offsets, backend=backend)
+        batch = labels, old, lower, mask
+        out = bapo_loss(logits, *batch, inplace=True, statistics="live", **options)
+        results = out.loss, out.log_probs, *out.bounds, *out.metrics.values()
+        assert {t.device.type for t in results} == {"cuda"}
+
+
 def test_log_probs_and_search(backend):
     labels, old, A, mask = tokens()
     logits = torch.randn(B, S, V, device="cuda")[:, :, 1:]

@@ -37,7 +37,7 @@ from bapo_kernels import (
     linear_log_probs,
     reference,
 )
-from bapo_kernels.gemm import Head
+from bapo_kernels.gemm import Head, HeadGradients
 
 SURROGATES = ["clip", "cispo", "sapo"]
 LEVELS = ["token", "sequence"]
@@ -277,6 +277,22 @@ def test_live_statistics_skip_whole_sequences(backend, device, surrogate):
     assert live.metrics["live_tokens"] == unmasked[[0, 2, 3]].sum()
 
 
+def test_sequences_of_three_dimensions(backend, device):
+    """The last one has the tokens."""
+    logp, old, A, mask = (t.float().to(device) for t in tokens((2, 3, 5)))
+    config = policy(level="sequence", loss_agg_mode="seq-mean-token-mean")
+    results = []
+    for shape in ((2, 3, 5), (6, 5)):
+        leaf = logp.view(shape).requires_grad_()
+        batch = old.view(shape), A.view(shape), mask.view(shape)
+        bounds = 0.8, (1.0 + 0.3 * A.abs()).view(shape)
+        options = dict(config=config, bounds=bounds, backend=backend)
+        out = bapo_loss_from_log_probs(leaf, *batch, **options)
+        (gradient,) = torch.autograd.grad(out.loss, leaf)
+        results.append((out.loss, gradient.view(6, 5)))
+    assert all(map(torch.equal, *results))
+
+
 def test_scope_of_a_step(backend, device):
     """Micro-batches of whole sequences, solved together, are the search of one call."""
     logp, old, A, mask = tokens((6, 5), dtype=torch.float32)
@@ -306,15 +322,17 @@ def head_case(config):
     return make_case((4, 6), 61, config=config, poison=False, masked=0.2)
 
 
-def linear_gradients(config, chunk_tokens, bounds, dtype=torch.float32, frozen=False, **options):
+def linear_gradients(config, chunk_tokens, bounds, frozen=False, idle_sequence=None):
     case = head_case(config)
     g = torch.Generator().manual_seed(3)
-    hidden = torch.randn(4, 6, 16, generator=g).to(dtype).requires_grad_()
-    weight = torch.randn(61, 16, generator=g).to(dtype).requires_grad_(not frozen)
+    hidden = torch.randn(4, 6, 16, generator=g).requires_grad_()
+    weight = torch.randn(61, 16, generator=g).requires_grad_(not frozen)
     logp, _ = linear_log_probs(hidden.detach(), weight.detach(), case.labels)
     noise = 0.3 * torch.randn(4, 6, generator=g)
+    if idle_sequence is not None:
+        case.advantages[idle_sequence] = 0.0
     batch = case.labels, logp + noise, case.advantages, case.response_mask
-    options |= dict(config=config, bounds=bounds, chunk_tokens=chunk_tokens)
+    options = dict(config=config, bounds=bounds, chunk_tokens=chunk_tokens)
     out = bapo_linear_loss(hidden, weight, *batch, **options)
     leaves = (hidden,) if frozen else (hidden, weight)
     return out.loss, torch.autograd.grad(out.loss, leaves)
@@ -369,9 +387,12 @@ def test_bounds_of_every_kind_are_the_same(backend, device, surrogate):
         assert torch.equal(got.output.loss, wanted.output.loss)
         for name, value in wanted.output.metrics.items():
             assert torch.equal(got.output.metrics[name], value), name
-        for shown, given in zip(got.output.bounds, (lower, upper), strict=True):
+        own = any(getattr(bound, "ndim", 0) for bound in (lower, upper))
+        for shown, value in zip(got.output.bounds, (0.75, 1.25), strict=True):
             assert shown.dtype == torch.float32
-            assert shown.shape == getattr(given, "shape", ())
+            assert shown.shape == ((3, 7) if own else ())
+            assert (shown == value).all()
+            assert shown.data_ptr() not in {b.data_ptr() for b in numbers}, "they are copied"
 
 
 def test_metrics_are_means_over_counted_tokens(backend, device):
@@ -385,6 +406,20 @@ def test_metrics_are_means_over_counted_tokens(backend, device):
         assert_within_budget(name, out.metrics[name], value.float(), value)
     none = bapo_loss_from_log_probs(logp, old, A, mask & False, bounds=bounds, backend=backend)
     assert none.metrics["bapo_clip_low"] == none.metrics["bapo_clip_high"] == none.loss == 0
+
+
+def test_rows_of_a_frozen_head_without_advantage_take_no_product(monkeypatch):
+    """Those of sequences without any, as where the ratio is the token's."""
+    added = []
+
+    def add(self, rows, h, dlogits, original=HeadGradients.add):
+        added.extend(rows.tolist())
+        return original(self, rows, h, dlogits)
+
+    monkeypatch.setattr(HeadGradients, "add", add)
+    linear_gradients(policy(level="sequence"), 5, None, frozen=True, idle_sequence=1)
+    assert added
+    assert not {*range(6, 12)} & {*added}
 
 
 @needs_native
@@ -428,11 +463,45 @@ BATCH = torch.zeros(2, 3), None, torch.ones(2, 3)
 REFUSED = {
     "sapo bounds": (
         lambda: bapo_loss_from_log_probs(*BATCH, config=policy("sapo"), bounds=(0.8, 1.2)),
-        "bounds must be None with surrogate='sapo', which has no bounds, got (0.8, 1.2)",
+        "bounds must be None with surrogate='sapo', which has no bounds, got tuple",
     ),
     "sapo search": (
         lambda: find_clip_bounds(*BATCH, config=policy("sapo")),
         "config.surrogate must have bounds to search for, got 'sapo'",
+    ),
+    "sapo search of the reference": (
+        lambda: reference.find_clip_bounds(*BATCH, config=policy("sapo")),
+        "config.surrogate must have bounds to search for, got 'sapo'",
+    ),
+    "packed tokens of the reference": (
+        lambda: reference.find_clip_bounds(
+            BATCH[0][0], None, BATCH[2][0], config=policy(level="sequence")
+        ),
+        "cu_seqlens must be given for packed log_probs of shape (3,) with ratio_level='sequence', "
+        "got None",
+    ),
+    "packed loss of the reference": (
+        lambda: reference.bapo_loss_from_log_probs(
+            BATCH[0][0], None, BATCH[2][0], config=policy(level="sequence")
+        ),
+        "cu_seqlens must be given for packed log_probs of shape (3,) with ratio_level='sequence', "
+        "got None",
+    ),
+    "another level of the ratio": (
+        lambda: ContributionHistogram(policy()).solve(policy(level="sequence")),
+        "config.ratio_level must be that of the histogram ('token'), got 'sequence'",
+    ),
+    "state of another level of the ratio": (
+        lambda: ClipBoundSearch(policy(level="sequence"), scope="step").load_state_dict(
+            ClipBoundSearch(policy(), scope="step").state_dict()
+        ),
+        "config.ratio_level must be 'sequence' in the state too, got 'token'",
+    ),
+    "state that is older than the level": (
+        lambda: ClipBoundSearch(policy(level="sequence"), scope="step").load_state_dict(
+            dict(scope="step", config={}, bounds=None, metrics={}, table=None)
+        ),
+        "config.ratio_level must be 'sequence' in the state too, got 'token'",
     ),
     "sapo histogram": (
         lambda: ContributionHistogram(policy("sapo")),
@@ -470,7 +539,7 @@ REFUSED = {
     ),
     "shape of bounds": (
         lambda: bapo_loss_from_log_probs(*BATCH, bounds=(0.8, torch.full((3,), 1.2))),
-        "bounds.upper must have one element, have the shape of log_probs (2, 3) or one entry a "
+        "bounds.upper must have one element, or have the shape of log_probs (2, 3) or one entry a "
         "sequence (2,), got (3,)",
     ),
     "integer bounds": (

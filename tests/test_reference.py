@@ -1,10 +1,13 @@
 """The specification itself: gradients checked by finite differences, values by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from helpers import transform_of
 from test_loss import CU, OPTIONS, build_config
+from torch.utils._pytree import tree_map_only
 
 from bapo_kernels import BAPOConfig, ClipBounds, reference
 from bapo_kernels.sampling_mask import SamplingMask
@@ -23,20 +26,32 @@ def double_case(V=5, shape=SHAPE):
     return logits, labels, old, advantages, mask
 
 
+def of_shape(options):
+    """What is per token for a case of ``SHAPE``, in float64."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda v: v[: SHAPE[0], : SHAPE[1]].double() if v.ndim == 2 else v,
+        options,
+    )
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradcheck(name):
+    """At the bounds found; CISPO holds the ratio constant, so the old log-probs move with it."""
     config_options, call_options = OPTIONS[name]
     config = build_config(config_options)
     logits, *arguments = double_case()
-    options = {
-        k: v[: SHAPE[0], : SHAPE[1]].double() if getattr(v, "ndim", 0) == 2 else v
-        for k, v in call_options.items()
-    }
-    found = reference.bapo_loss(logits.detach(), *arguments, config=config, **options).bounds
-    options = options | {"bounds": found}
+    options = of_shape(call_options)
+    labels, old, *others = arguments
+    out = reference.bapo_loss(logits.detach(), *arguments, config=config, **options)
+    if config.has_bounds:
+        options = options | {"bounds": out.bounds}
+    of_labels = partial(reference.log_probs, labels=labels, **transform_of(config))
+    delta = old - of_labels(logits.detach())[0]
 
     def loss(x):
-        return reference.bapo_loss(x, *arguments, config=config, **options).loss
+        before = old if config.differentiates_ratio else of_labels(x)[0].detach() + delta
+        return reference.bapo_loss(x, labels, before, *others, config=config, **options).loss
 
     assert torch.autograd.gradcheck(loss, logits)
 
@@ -321,10 +336,7 @@ def test_sampling_mask_equals_logits_of_minus_infinity(name):
     allowed = (torch.rand(*SHAPE, 9) < 0.4).scatter(-1, labels[..., None], True)
     allowed[0, 1, labels[0, 1]] = False  # a label outside of its set
     allowed[1, 2] = True
-    options = {
-        k: v[: SHAPE[0], : SHAPE[1]].double() if getattr(v, "ndim", 0) == 2 else v
-        for k, v in call_options.items()
-    }
+    options = of_shape(call_options)
     results = []
     for x, mask in (
         (logits.masked_fill(~allowed, torch.nan), SamplingMask.from_bool(allowed)),

@@ -28,8 +28,8 @@ from .tokens import (
     behaviour_log_probs,
     check_shapes,
     clipped,
-    log_ratios,
     per_token,
+    ratios,
     sequence_mean,
     unmasked_tokens,
 )
@@ -108,8 +108,9 @@ def bapo_loss_from_log_probs(
     elif bounds is None:
         bounds = at = ClipBounds(*bounds_tensor(starting_bounds_of(config), log_probs).unbind())
     else:
-        bounds = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
-        at = ClipBounds(*(_of_tokens(bound, unmasked, cu_seqlens) for bound in bounds))
+        given = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
+        bounds = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in given))
+        at = ClipBounds(*(torch.where(unmasked, b, 1.0) if b.ndim else b for b in bounds))
         valid = torch.where(bounds_are_valid(*at), 1.0, torch.nan)
     ref = is_weights = None
     if ref_log_probs is not None:
@@ -119,11 +120,11 @@ def bapo_loss_from_log_probs(
     ent = torch.zeros_like(logp)
     if entropy is not None:
         ent = torch.where(unmasked, entropy.to(work), 0.0)
-    log_ratio = log_ratios(logp, old, unmasked, config.ratio_level, cu_seqlens)
-    terms = _token_terms(config, logp, log_ratio, A, at, is_weights, ref, ent)
+    r, log_ratio = ratios(logp, old, unmasked, config.ratio_level, cu_seqlens)
+    terms = _token_terms(config, logp, r, A, at, is_weights, ref, ent)
 
     def aggregate(values: Tensor) -> Tensor:
-        values = torch.where(counted, values * valid, values)
+        values = torch.where(counted, values * valid, 0.0)
         return _aggregate(
             values, unmasked, config, cu_seqlens, batch_num_tokens, global_batch_size, dp_size
         )
@@ -176,7 +177,7 @@ class _Terms(NamedTuple):
 def _token_terms(
     config: BAPOConfig,
     logp: Tensor,
-    log_ratio: Tensor,
+    r: Tensor,
     A: Tensor,
     bounds: ClipBounds,
     is_weights: Tensor | None,
@@ -184,7 +185,6 @@ def _token_terms(
     entropy: Tensor,
 ) -> _Terms:
     lower, upper = (bound.to(logp.dtype) for bound in bounds)
-    r = log_ratio.exp()
     dual_clipped = torch.zeros_like(A, dtype=torch.bool)
     if config.surrogate == "sapo":
         tau = torch.where(A > 0, torch.full_like(A, config.sapo_tau_pos), config.sapo_tau_neg)
@@ -348,11 +348,10 @@ def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(count > 0, count, torch.nan)
 
 
-def _of_tokens(bound: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """A bound of each token, or the 0-dim one of all."""
-    if bound.ndim == 0:
-        return bound
-    return torch.where(unmasked, per_token("bounds", bound, unmasked, cu_seqlens), 1.0)
+def _of_tokens(bound: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A bound of each token, or the 0-dim one of all, float32."""
+    spread = bound if bound.ndim == 0 else per_token("bounds", bound, like, cu_seqlens)
+    return spread.float()
 
 
 def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import RATIO_EPS, BAPOConfig, TargetKind, starting_bounds_of, target_of
-from ..inputs import config_or_default
+from ..inputs import check_ratio_level, check_search, config_or_default
 from ..output import ClipBounds
-from .tokens import behaviour_log_probs, check_shapes, log_ratios, per_token, unmasked_tokens
+from .tokens import behaviour_log_probs, check_shapes, per_token, ratios, unmasked_tokens
 
 
 def find_clip_bounds(
@@ -39,6 +39,8 @@ def find_clip_bounds(
         ClipBounds(lower=tensor(0.6000), upper=tensor(1.4000))
     """
     config = config_or_default(config)
+    check_search(config)
+    check_ratio_level(log_probs, "log_probs", config, cu_seqlens)
     probe = Contributions(
         config,
         log_probs,
@@ -113,7 +115,7 @@ class Contributions:
         self.A, self.w = torch.where(unmasked, A, 0.0), torch.where(unmasked, w, 0.0)
         logp, old = (torch.where(unmasked, values, 0.0) for values in (logp, old))
         level = config.ratio_level
-        self.r = log_ratios(logp, old, unmasked, level, cu_seqlens).exp()
+        self.r, _ = ratios(logp, old, unmasked, level, cu_seqlens)
 
     def positive(self, upper: float | Tensor) -> Tensor:
         """``sum w*A*min(r, upper)`` over A > 0, float64."""

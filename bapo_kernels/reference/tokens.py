@@ -51,20 +51,25 @@ def behaviour_log_probs(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:
     return logp.detach().clamp(min=torch.finfo(logp.dtype).min)
 
 
-def log_ratios(
+def ratios(
     logp: Tensor,
     old: Tensor,
     unmasked: Tensor,
     level: RatioLevel,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """``clamp(logp - old, -20, 20)``; of a sequence the clamped mean over its unmasked tokens."""
+) -> tuple[Tensor, Tensor]:
+    """``r = exp(clamp(logp - old, -20, 20))``, and its logarithm.
+
+    Of a sequence, the mean over its unmasked tokens takes the place of ``logp - old``.
+    """
     # An old log-prob that is not finite is bad data; the clamp would hide it.
     bad = torch.where(torch.isfinite(old), 0.0, torch.nan)
     log_ratio = logp - old
     if level == "sequence":
-        log_ratio, bad = (sequence_mean(v, unmasked, cu_seqlens) for v in (log_ratio, bad))
-    return torch.clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) + bad
+        log_ratio = sequence_mean(log_ratio + bad, unmasked, cu_seqlens)
+    log_ratio = torch.clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    r = log_ratio.exp()
+    return r + bad if level == "token" else r, log_ratio
 
 
 def sequence_mean(values: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -60,7 +60,7 @@ def difference(bounds: ClipBounds, expected: ClipBounds) -> float:
     """The largest difference of bounds; 0 where both are equal, infinite ones too."""
     errors = []
     for got, wanted in zip(bounds, map(Tensor.float, expected), strict=True):
-        same = (got == wanted) | wanted.isnan()  # NaN at masked tokens
+        same = (got == wanted) | (got.isnan() & wanted.isnan())  # NaN at masked tokens
         errors.append(largest(torch.where(same, 0.0, got - wanted)))
     return max(errors)
 
@@ -175,7 +175,7 @@ def evaluate(
 
 
 def loss_sensitivity(case: Case, truth: Result) -> float:
-    """Sum of |d loss / d log_prob| and |d loss / d entropy|."""
+    """Sum of |d loss / d log_prob| and |d loss / d entropy|: both have the softmax's rounding."""
     unmasked = case.labels != IGNORE_INDEX
     if case.response_mask is not None:
         unmasked = unmasked & (case.response_mask != 0)

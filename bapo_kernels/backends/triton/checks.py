@@ -58,8 +58,14 @@ class _Places:
         self.names = [name for _, name in kinds]
         self.shaped = [at for at in tensors if self.names[at] in _SHAPED]
         self.flat = [at for at in tensors if at not in self.shaped]
-        self.numbers = [at for at, (kind, _) in enumerate(kinds) if kind in ("int", "bool")]
-        self.lists = [at for at, (kind, _) in enumerate(kinds) if kind.endswith("[]")]
+        self.numbers = [
+            at for at, (kind, _) in enumerate(kinds) if kind in ("int", "SymInt", "bool")
+        ]
+        self.lists = [
+            at
+            for at, (kind, name) in enumerate(kinds)
+            if kind.endswith("[]") and name != "coefficients"
+        ]
         self.optional = [at for at, (kind, _) in enumerate(kinds) if kind == "float?"]
 
 

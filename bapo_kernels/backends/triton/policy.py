@@ -6,7 +6,6 @@ bits in every run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import triton
@@ -277,12 +276,8 @@ def policy(
     target: float,
     ratio_target: bool,
     surrogate: int,
-    clip_ratio_c: float | None,
-    sapo_tau_pos: float,
-    sapo_tau_neg: float,
-    kl_loss_coef: float,
     kl_loss_type: int,
-    entropy_coef: float,
+    coefficients: Sequence[float],
     unmasked: Tensor | None,
     ticket: Tensor,
     report: Tensor,
@@ -293,6 +288,7 @@ def policy(
 ) -> None:
     programs = token_programs(log_probs.numel(), TOKENS)
     lower_start, lower_max, lower_step, upper_start, upper_max, upper_step = grids
+    clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef, entropy_coef = coefficients
     _policy_kernel[(programs,)](
         log_probs,
         entropy,
@@ -320,7 +316,7 @@ def policy(
         lower_max if lower_step else lower_start,
         upper_max if upper_step else upper_start,
         target,
-        math.inf if clip_ratio_c is None else clip_ratio_c,
+        clip_ratio_c,
         sapo_tau_pos,
         sapo_tau_neg,
         kl_loss_coef,

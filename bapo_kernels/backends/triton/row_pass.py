@@ -243,12 +243,8 @@ def row_pass(
     bounds: Tensor | None,
     grids: Sequence[float],
     surrogate: int,
-    clip_ratio_c: float | None,
-    sapo_tau_pos: float,
-    sapo_tau_neg: float,
-    kl_loss_coef: float,
     kl_loss_type: int,
-    entropy_coef: float,
+    coefficients: Sequence[float],
     temperature: float,
     logit_scale: float,
     softcap: float | None,
@@ -265,6 +261,7 @@ def row_pass(
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
     kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     lower_start, lower_max, _, upper_start, upper_max, _ = map(_float32, grids)
+    clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef, entropy_coef = coefficients
     kernel[(labels.numel(),)](
         logits,
         dlogits,
@@ -288,7 +285,7 @@ def row_pass(
         lower_max=lower_max,
         upper_start=upper_start,
         upper_max=upper_max,
-        clip_ratio_c=math.inf if clip_ratio_c is None else clip_ratio_c,
+        clip_ratio_c=clip_ratio_c,
         sapo_tau_pos=sapo_tau_pos,
         sapo_tau_neg=sapo_tau_neg,
         kl_loss_coef=kl_loss_coef,
