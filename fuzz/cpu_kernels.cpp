@@ -192,15 +192,14 @@ struct Problem {
         dtype = pick(bytes, {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
         shape(bytes);
         choose_options(bytes);
+        choose_policy(bytes, noise);
         inplace = bytes.ConsumeBool();
         two_passes = bytes.ConsumeBool();
         logits_layout.emplace(bytes, batches, rows, vocab, !inplace);
         grad_layout.emplace(bytes, batches, rows, vocab, false);
         fill(bytes, noise);
-        choose_policy(bytes, noise);
     }
 
-    // Drawn last, so that older inputs keep their meaning.
     void choose_policy(Bytes& bytes, std::minstd_rand& noise) {
         options.surrogate = pick(bytes, {(int64_t)kClip, (int64_t)kCispo, (int64_t)kSapo});
         options.sapo_tau_pos = pick(bytes, {1.0, 0.1, 7.0});
@@ -690,12 +689,19 @@ void check_gradient(const Problem& p, const Outcome& got, int64_t i, const Truth
     require(near(sum, 0.0, slack), "the gradient of a row sums to zero");
 }
 
+// On-policy that of the policy itself, but finite.
+long double old_log_prob_of(const Problem& p, int64_t i, long double log_prob) {
+    constexpr long double kLowest = std::numeric_limits<float>::lowest();
+    return p.old_log_probs ? (*p.old_log_probs)[i] : log_prob < kLowest ? kLowest : log_prob;
+}
+
 // The policy term's derivative by the log-ratio, from the papers' formulas.
 long double policy_gradient(const Problem& p, long double log_ratio, long double A,
                             long double lower, long double upper) {
     const PolicyOptions& options = p.options;
     const long double held = std::fmin(std::fmax(log_ratio, -20.0L), 20.0L), r = std::exp(held);
     if (options.surrogate == kCispo) return -A * std::fmin(std::fmax(r, lower), upper);
+    if (A != A) return A;
     if (A == 0.0L || std::fabs(log_ratio) > 20.0L) return 0.0L;
     if (options.surrogate == kSapo) {  // sigmoid'(x) = 1/(2 + 2*cosh(x))
         const long double tau = A > 0.0L ? options.sapo_tau_pos : options.sapo_tau_neg;
@@ -725,7 +731,7 @@ void check_tokens(const Problem& p, const Outcome& got) {
     for (int64_t i = 0; i < p.count; ++i) {
         if (!p.counted[i]) continue;
         const long double log_prob = got.log_probs[i], A = p.advantages[i];
-        const long double old = p.old_log_probs ? (*p.old_log_probs)[i] : log_prob;
+        const long double old = old_log_prob_of(p, i, log_prob);
         const long double log_ratio = p.by_sequence ? got.log_ratios[i] : log_prob - old;
         const long double is_weight = p.is_weights ? (*p.is_weights)[i] : 1.0L;
         const long double lower = p.own_bounds ? (*p.own_bounds)[i] : got.bounds[0];
@@ -767,7 +773,7 @@ void check_sequences(const Problem& p, const Outcome& got) {
             continue;
         }
         const long double log_prob = got.log_probs[i];
-        const long double old = p.old_log_probs ? (*p.old_log_probs)[i] : log_prob;
+        const long double old = old_log_prob_of(p, i, log_prob);
         Sum& sum = sums[p.sequence_of(i)];
         sum.tokens += 1.0L;
         sum.log_ratio += std::isfinite(old) ? log_prob - old : (long double)kNaN;

@@ -378,11 +378,12 @@ def test_means_over_sequences(on_host, library):
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_more_sequences_than_blocks(on_host, library):
-    """The first six blocks take two: one of many tokens, for all warps, and one of one token."""
-    lengths = torch.tensor([200] * 6 + [1] * 1_024)
+    """The first 40 blocks take two: one of a token for each thread, and one of one token."""
+    lengths = torch.tensor([512] * 40 + [1] * 1_024)
+    N = int(lengths.sum())
     cu_seqlens = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
-    old, logp = torch.rand(2_224), torch.randn(2_224).double()
-    out, counted = torch.empty_like(logp), torch.ones(2_224, dtype=torch.bool)
+    old, logp = torch.rand(N), torch.randn(N).double()
+    out, counted = torch.empty_like(logp), torch.ones(N, dtype=torch.bool)
     library.schedule(SEEDS[0])
     library.sequence_log_ratios(logp, counted, old, 0, cu_seqlens, out)
     pieces = (logp - old).split(lengths.tolist())
@@ -453,10 +454,10 @@ def test_launches(on_host, library):
     with pytest.MonkeyPatch.context() as patch:
         for module in (_autograd, bounds, fused, prepare, sequences):
             patch.setattr(module, "ops_of", lambda backend: Counted())
+        run_kernel(make_case((1, 3), 3), "cpu", config=BAPOConfig(ratio_level="sequence"))
         for N in (3, 8_200):
             case = make_case((1, N), 3, staleness=0.4)
             run_kernel(case, "cpu")
-            run_kernel(case, "cpu", config=BAPOConfig(ratio_level="sequence"))
             call = loss_call(case.labels, "cpu", *case.arguments()[1:])
             bounds.solve("cpu", bounds.contributions(call, torch.zeros(N).double()), call.config)
             logp, _ = log_probs(case.logits.requires_grad_(), case.labels, backend="cpu")
