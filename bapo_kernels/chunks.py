@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ class _Chunks:
             self.undecided[rows] = 1
             if self.of_log_probs:
                 ones = torch.ones_like(self.found.log_probs[rows])
-                self.add(chunk, Coefficients(ones, None), self._may_have_gradient()[rows])
+                self.add(chunk, Coefficients(ones, None), self._may_have_gradient[rows])
             return
         log_probs, entropy, _ = self.found.at(rows)
         first, last = _ends_of_the_search(call)
@@ -133,6 +134,7 @@ class _Chunks:
         else:
             self.add(chunk, coefficients, coefficients.has_gradient() & ~undecided)
 
+    @cached_property
     def _may_have_gradient(self) -> Tensor:
         """bool ``[N]``: the rows of sequences with an advantage; with a KL term all."""
         call = self.call
