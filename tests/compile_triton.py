@@ -7,6 +7,7 @@ Run by test_triton_compile.py in a process of its own, because pytest's interpre
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -159,11 +160,8 @@ def one_row_pass(
         bounds_of(everything, own, n),
         (*LOWER, UPPER_START, clip, UPPER_STEP),
         surrogate,
-        clip if everything else None,
-        *(temperature, 1.05),
-        0.1 * everything,
         kl,
-        0.01 * everything,
+        (clip if everything else math.inf, temperature, 1.05, 0.1 * everything, 0.01 * everything),
         *(temperature, 1.0, softcap, f32(n) if per_row else None),
         f64(n),
         f64(n),
@@ -239,9 +237,8 @@ def one_policy(
         GRIDS,
         *(not everything, everything, target, everything),
         surrogate,
-        3.0 if everything else None,
-        *(target, 1.05),
-        *(kl_coef * everything, kl, 0.01 * everything),
+        kl,
+        (3.0 if everything else math.inf, target, 1.05, kl_coef * everything, 0.01 * everything),
         torch.ones(n, dtype=torch.bool) if everything else None,
         torch.zeros(1, dtype=torch.int32),
         f32(len(REPORT)),
@@ -317,8 +314,8 @@ def one_pass_over_sets(
     sets.sets_pass_(
         *(values, offsets, positions, counted, on(), f32(n), f64(n), on(), on()),
         *(bounds_of(everything, own, n), (*LOWER, UPPER_START, clip, UPPER_STEP)),
-        *(surrogate, clip if everything else None, temperature, 1.05),
-        *(0.1 * everything, kl, 0.01 * everything),
+        *(surrogate, kl),
+        (clip if everything else math.inf, temperature, 1.05, 0.1 * everything, 0.01 * everything),
         *(*transform, *results, undecided),
     )
     sets.sets_gradient_(

@@ -191,7 +191,7 @@ def test_policy_of_many_tokens(few_programs, given_masses, surrogate, own_bounds
         ops_of(name).policy(
             *(log_probs, entropy, counted, old, log_ratios, A, weights, None, ref, None),
             *(bounds, masses, GRIDS, False, False, 0.4, False),
-            *(SURROGATES[surrogate], 3.0, 0.7, 1.6, 0.1, 2, 0.01),
+            *(SURROGATES[surrogate], 2, [3.0, 0.7, 1.6, 0.1, 0.01]),
             *(torch.ones_like(counted), ticket, report, *made[:2], outputs),
             made[2] if of_sequences else None,
         )

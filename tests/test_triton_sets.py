@@ -252,8 +252,8 @@ class Pass:
         self.ref = self.old - 0.5 if everything else None
         self.kl, self.bonus = (0.1, 0.02) if everything else (0.0, 0.0)
         self.given = (*(self.old, self.A, self.weights, self.is_weights, self.ref),)
-        policy = SURROGATES[surrogate], 3.0, TAU[True], TAU[False]
-        self.options = *policy, self.kl, 0, self.bonus, *TRANSFORM
+        coefficients = 3.0, TAU[True], TAU[False], self.kl, self.bonus
+        self.options = SURROGATES[surrogate], 0, coefficients, *TRANSFORM
         self.results = [poison(N, dtype=torch.float64) for _ in range(2)]
         self.results += [poison(N, 2, dtype=torch.float64)]
         self.undecided = torch.full((N,), 7, dtype=torch.uint8, device=DEVICE)
@@ -510,7 +510,7 @@ def test_broken_offsets(name):
         offsets,
         *tokens,
         GRIDS,
-        *(0, None, 1.0, 1.0, 0.0, 0, 0.0),
+        *(0, 0, (torch.inf, 1.0, 1.0, 0.0, 0.0)),
         *TRANSFORM,
         *results,
         undecided,
