@@ -44,7 +44,7 @@ def row_classes(
     config: BAPOConfig,
     bounds: Bounds | None = None,
 ) -> RowClasses:
-    """The class of each token, in a loss without KL term, entropy term and dual clip.
+    """The class of each token, with the clip of its own ratio and no KL, entropy or dual clip term.
 
     Args:
         counted: the tokens that are computed; ``None``: all.
