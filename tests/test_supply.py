@@ -89,7 +89,7 @@ def wheel(sdist, tmp_path_factory):
 
 
 COMPILER = """#!/bin/sh
-printf '[%s]' "$@" >> "$0.log"; echo >> "$0.log"
+line=$(printf '[%s]' "$@"); echo "$line" >> "$0.log"
 case "$*" in *--version*) echo g++ 12 ;; *) eval ": >\\"\\${$#}\\"" ;; esac
 """
 OLD_COMPILER = """#!/bin/sh
@@ -102,7 +102,7 @@ LAUNCHER = """#!/bin/sh
 exec "$@"
 """
 NVCC = """#!/bin/sh
-printf '[%s]' "$@" >> "$0.log"; echo >> "$0.log"
+line=$(printf '[%s]' "$@"); echo "$line" >> "$0.log"
 case "$*" in
   *--dryrun*) echo "#$ TOP=${0%/nvcc}" >&2 ;;
   *--version*) echo "release 13.0, V13.0.88" ;;
