@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
 
-.PHONY: demo study test bench lint sanitize emulate fuzz prebuilt clean
+.PHONY: demo study test bench lint sanitize emulate fuzz prebuilt wheel clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -78,8 +78,19 @@ prebuilt: .venv/installed
 	  > $(PREBUILT)/SOURCES
 	$(BIN)/python -c "from benchmarks.records import commit; print(commit())" > $(PREBUILT)/COMMIT
 
+# Builds the source distribution and the wheel of a release in dist/, in an environment of its own.
+# nvcc and the symbols of an old glibc come from PyPI; torch is there for its headers.
+WHEEL_ENV := build/wheel_env
+wheel: $(WHEEL_ENV)/installed
+	$(WHEEL_ENV)/bin/python -m release.wheel
+
+$(WHEEL_ENV)/installed: release/requirements.txt
+	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_ENV)/bin/pip install -q --disable-pip-version-check torch==2.13.0 -r $<
+	touch $@
+
 clean:
-	rm -rf .venv build out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+	rm -rf .venv build dist out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
 
 .venv/installed: requirements-dev.txt
 	$(PYTHON) -m venv .venv
