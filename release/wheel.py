@@ -49,7 +49,7 @@ def nvcc() -> Path:
     places = spec.submodule_search_locations if spec else []
     found = [path for place in places or [] for path in Path(place).glob("cu*/bin/nvcc")]
     if not found:
-        raise SystemExit("nvcc must be installed (release/requirements.txt) or named by NVCC")
+        raise SystemExit("nvcc must be installed (requirements-wheel.txt) or named by NVCC")
     return found[0]
 
 
