@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
 
-.PHONY: demo study test bench lint sanitize emulate fuzz prebuilt clean
+.PHONY: demo study test bench docs lint sanitize emulate fuzz prebuilt clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -25,6 +25,10 @@ bench: .venv/built
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks plot
 	$(BIN)/python -m benchmarks report
+
+# Writes build/docs/html; a warning is an error.
+docs: .venv/installed
+	$(BIN)/python -m sphinx -W -n --keep-going docs build/docs/html
 
 lint: .venv/built
 	$(BIN)/ruff check .
@@ -51,7 +55,7 @@ sanitize: .venv/built
 	  --ignore tests/test_policy_parity.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
-	  --ignore tests/test_instructions.py
+	  --ignore tests/test_docs.py --ignore tests/test_instructions.py
 
 # Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1
