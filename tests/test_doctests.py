@@ -140,6 +140,7 @@ def surroundings():
         labels=labels,
         old=old,
         old_log_probs=old,
+        ref_log_probs=old,
         advantages=per_token,
         mask=mask,
         temperature=1.0,
