@@ -7,7 +7,7 @@ OUT ?= out
 # package indices, so that no hash holds everywhere. The rest has hashes (requirements-dev.txt).
 TORCH ?= 2.13.0
 
-.PHONY: demo study test bench lint lock sanitize emulate fuzz prebuilt wheel clean
+.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt wheel clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -28,6 +28,10 @@ bench: .venv/built
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks plot
 	$(BIN)/python -m benchmarks report
+
+# Writes build/docs/html; a warning is an error.
+docs: .venv/installed
+	$(BIN)/python -m sphinx -W -n --keep-going docs build/docs/html
 
 lint: .venv/built
 	$(BIN)/ruff check .
@@ -54,7 +58,7 @@ sanitize: .venv/built
 	  --ignore tests/test_policy_parity.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
-	  --ignore tests/test_instructions.py
+	  --ignore tests/test_docs.py --ignore tests/test_instructions.py
 
 # Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1
