@@ -3,8 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
+# Installed by its version alone: its build for the CPU, for one CUDA or for another differs between
+# package indices, so that no hash holds everywhere. The rest has hashes (requirements-dev.txt).
+TORCH ?= 2.13.0
 
-.PHONY: demo study test bench docs lint sanitize emulate fuzz prebuilt clean
+.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt wheel clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -82,12 +85,35 @@ prebuilt: .venv/installed
 	  > $(PREBUILT)/SOURCES
 	$(BIN)/python -c "from benchmarks.records import commit; print(commit())" > $(PREBUILT)/COMMIT
 
-clean:
-	rm -rf .venv build out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+# Builds the source distribution and the wheel of a release in dist/, in an environment of its own.
+# nvcc and the symbols of an old glibc come from PyPI; torch is there for its headers.
+WHEEL_ENV := build/wheel_env
+wheel: $(WHEEL_ENV)/installed
+	$(WHEEL_ENV)/bin/python -m release.wheel
 
+$(WHEEL_ENV)/installed: requirements-wheel.txt
+	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_ENV)/bin/pip install -q --disable-pip-version-check torch==$(TORCH)
+	$(WHEEL_ENV)/bin/pip install -q --disable-pip-version-check --no-deps --require-hashes -r $<
+	touch $@
+
+clean:
+	rm -rf .venv build dist out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+
+# Writes requirements-*.txt from requirements-*.in; what an .in file still allows keeps its version.
+lock: .venv/installed
+	for name in $(basename $(wildcard requirements-*.in)); do \
+	  echo torch | $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
+	    --excludes /dev/stdin --annotation-style line --custom-compile-command "make lock" \
+	    $$name.in -o $$name.txt || exit 1; \
+	done
+
+# The locked list is complete, and --no-deps keeps pip from another torch.
 .venv/installed: requirements-dev.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install -q --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --require-hashes \
+	  -r requirements-dev.txt
 	touch $@
 
 .venv/built: .venv/installed $(SOURCES)
