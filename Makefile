@@ -7,7 +7,7 @@ OUT ?= out
 # package indices, so that no hash holds everywhere. The rest has hashes (requirements-dev.txt).
 TORCH ?= 2.13.0
 
-.PHONY: demo study test bench lint lock sanitize emulate fuzz prebuilt clean
+.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt wheel clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -28,6 +28,10 @@ bench: .venv/built
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks plot
 	$(BIN)/python -m benchmarks report
+
+# Writes build/docs/html; a warning is an error.
+docs: .venv/installed
+	$(BIN)/python -m sphinx -W -n --keep-going docs build/docs/html
 
 lint: .venv/built
 	$(BIN)/ruff check .
@@ -62,7 +66,8 @@ sanitize: .venv/built
 	  --ignore tests/test_policy_parity.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
-	  --ignore tests/test_instructions.py --ignore tests/test_workflows.py --ignore tests/test_hub.py
+	  --ignore tests/test_docs.py --ignore tests/test_instructions.py --ignore tests/test_hub.py \
+	  --ignore tests/test_workflows.py
 
 # Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1
@@ -89,12 +94,24 @@ prebuilt: .venv/installed
 	  > $(PREBUILT)/SOURCES
 	$(BIN)/python -c "from benchmarks.records import commit; print(commit())" > $(PREBUILT)/COMMIT
 
-clean:
-	rm -rf .venv build out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+# Builds the source distribution and the wheel of a release in dist/, in an environment of its own.
+# nvcc and the symbols of an old glibc come from PyPI; torch is there for its headers.
+WHEEL_ENV := build/wheel_env
+wheel: $(WHEEL_ENV)/installed
+	$(WHEEL_ENV)/bin/python -m release.wheel
 
-# Writes requirements*.txt from requirements*.in; what an .in file still allows keeps its version.
+$(WHEEL_ENV)/installed: requirements-wheel.txt
+	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_ENV)/bin/pip install -q --disable-pip-version-check torch==$(TORCH)
+	$(WHEEL_ENV)/bin/pip install -q --disable-pip-version-check --no-deps --require-hashes -r $<
+	touch $@
+
+clean:
+	rm -rf .venv build dist out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+
+# Writes requirements-*.txt from requirements-*.in; what an .in file still allows keeps its version.
 lock: .venv/installed
-	for name in $(basename $(wildcard requirements*.in */requirements*.in)); do \
+	for name in $(basename $(wildcard requirements-*.in)); do \
 	  echo torch | $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
 	    --excludes /dev/stdin --annotation-style line --custom-compile-command "make lock" \
 	    $$name.in -o $$name.txt || exit 1; \

@@ -45,7 +45,8 @@ class LMHead:
     Attributes:
         model: the causal language model, or the head alone.
         decoder_name: name of the submodule that turns tokens into hidden states.
-        logit_scale, final_logit_softcapping: as in :class:`BAPOConfig`.
+        logit_scale: as in :class:`BAPOConfig`.
+        final_logit_softcapping: as in :class:`BAPOConfig`.
 
     Examples:
         >>> head = LMHead.of(torch.nn.Linear(4, 10))  # or of a causal language model
@@ -128,7 +129,7 @@ class LMHead:
 
     @property
     def transform(self) -> dict[str, float | None]:
-        """Scale and soft cap: options of :class:`BAPOConfig` and of the log-probs functions."""
+        """Scale and soft cap, options of :class:`BAPOConfig` and of the log-probs functions."""
         return dict(
             logit_scale=self.logit_scale, final_logit_softcapping=self.final_logit_softcapping
         )

@@ -199,8 +199,8 @@ INTRODUCTION = """# A study of staleness, replay and partial rollout
 
 Written, with its figures, by `python -m study report` from
 [records](../study/results/study.jsonl): {runs} runs of {updates} updates, {seeds} seeds. `make
-study` makes such records in an hour on two cores. {machine}. What BAPO does in general, and how
-to read its metrics, is on [another page](what_bapo_does.md).
+study` makes such records in an hour on two cores. {machine}. What BAPO does in general is on
+[another page](what_bapo_does.md), how to read its metrics on [Choosing](choosing.md).
 
 This is a toy: a decoder of {parameters:,} parameters, {updates} updates, one task. It shows how
 the search behaves when tokens of negative advantage dominate, and how far differences in reward

@@ -1,6 +1,8 @@
-"""The examples of the docstrings, of the README and of the user guide run."""
+"""The examples of the docstrings, of the README and of every page of the documentation run."""
 
+import ast
 import doctest
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -11,15 +13,25 @@ import torch
 from causal_lm import CausalLM
 
 import bapo_kernels
-from bapo_kernels import aggregation, backends, config, reference
+from bapo_kernels import BAPOConfig, aggregation, backends, config, reference
 from bapo_kernels.backends import native
 
 # Examples import nothing: they see torch and the public names.
 NAMES = {"torch": torch, **{name: getattr(bapo_kernels, name) for name in bapo_kernels.__all__}}
 NEEDS_NATIVE = "instruction_set"
 ROOT = Path(__file__).parent.parent
-README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
-POLICIES = ROOT / "docs/policies.md"
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+# Blocks that need more than these surroundings: page, a line of the block, and who runs it or why
+# nobody can. Like all others they compile, and what they name of this package exists.
+NOT_RUN = {
+    ("trl.md", "trainer = BAPOTrainer("): "test_trl.py trains by it",
+    ("trl.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has TRL's loss by it",
+    ("migrating.md", "args = GRPOConfig("): "TRL's own trainer",
+    ("migrating.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has DAPO by it",
+    ("sampling_masks.md", ""): "test_integrations.py runs them all, with stand-ins for the engines",
+}
+FRAMEWORKS = {"trl", "verl", "skyrl", "trinity"}  # blocks that import an absent one are skipped
 
 
 def public(module):
@@ -78,14 +90,30 @@ def test_docstring(name, reference_alone, monkeypatch):
         assert failed == 0, "".join(report)
 
 
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
 def sections(page):
     """From the headings of the sections that have Python to the sources of their blocks."""
     found = {}
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
-        sources = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        sources = BLOCK.findall(section)
         if sources:
             found[section.partition("\n")[0]] = sources
     return found
+
+
+BLOCKS = [
+    (page, heading, source)
+    for page in PAGES
+    for heading, sources in sections(page).items()
+    for source in sources
+]
+
+
+def not_run(page, source):
+    """The entry of ``NOT_RUN`` for a block, if there is one."""
+    return next((key for key in NOT_RUN if key[0] == page.name and key[1] in source), None)
 
 
 def surroundings():
@@ -107,6 +135,7 @@ def surroundings():
         hidden=model.model(tokens).last_hidden_state[:, :-1],
         logits=logits,
         logits_of_my_columns=logits,
+        weight=model.lm_head.weight,
         my_rows_of_the_head=model.lm_head.weight,
         labels=labels,
         old=old,
@@ -121,28 +150,118 @@ def surroundings():
         logits_of=lambda batch: logits.detach().requires_grad_(),
         micro_batches=[batch, batch],
         tokens_of_the_step=12,
+        tokens_of_all_ranks=12,
         ranks=1,
         data_parallel_group=None,
         tensor_group=None,
     )
 
 
+# Names that some pages take as given in addition, mostly those of frameworks.
+OF_PAGES = {
+    "distributed.md": dict(DistributedDataParallel=lambda module: module),  # test_ranks.py has it
+    "frameworks.md": dict(
+        actor_trainer=SimpleNamespace(),
+        args=SimpleNamespace(actor=SimpleNamespace(dual_clip=None)),
+        pipeline_config=SimpleNamespace(loss_agg_mode="token-mean"),
+        log_probs=torch.full((2, 3), -3.3, requires_grad=True),
+        response_mask=torch.ones(2, 3),
+        tokens=6,
+        samples=2,
+        sample_weights=None,
+    ),
+    "migrating.md": dict(config=BAPOConfig()),
+    "troubleshooting.md": dict(config=BAPOConfig()),
+    "verl.md": dict(
+        data_parallel_mesh=SimpleNamespace(get_group=lambda: None),
+        output=SimpleNamespace(extra_fields={}),
+        completion=SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=[[3], []])),
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("page", "sources"),
     [
-        pytest.param(page, sources, id=f"{page.name}, {heading}")
-        for page in (README, GUIDE, POLICIES)
+        pytest.param(page, runnable, id=f"{page.name}, {heading}")
+        for page in PAGES
         for heading, sources in sections(page).items()
+        if (runnable := [source for source in sources if not_run(page, source) is None])
     ],
 )
 def test_pages(page, sources):
     """Every block of Python runs, after those before it in its section; its losses are finite."""
-    names = surroundings()
+    names = surroundings() | OF_PAGES.get(page.name, {})
     for source in sources:
-        exec(compile(source, str(page), "exec"), names)
+        try:
+            exec(compile(source, str(page), "exec"), names)
+        except ImportError as error:
+            if any(framework in str(error) for framework in FRAMEWORKS):
+                pytest.skip(str(error))
+            raise
         losses = [names[name] for name in ("loss", "out") if name in names]
-        values = [value.loss if hasattr(value, "loss") else value for value in losses]
-        assert all(value.isfinite() for value in values)
+        values = [getattr(value, "loss", value) for value in losses]
+        assert all(value.isfinite() for value in values if isinstance(value, torch.Tensor))
+
+
+def test_every_block_is_found():
+    """Also one that is indented, or whose fence has options, would otherwise run nowhere."""
+    for page in PAGES:
+        fences = re.findall(r"^\s*(?:```|~~~)\s*\{?py", page.read_text(), re.MULTILINE)
+        assert len(fences) == sum(len(sources) for sources in sections(page).values()), page.name
+    assert set(NOT_RUN) == {not_run(page, source) for page, _, source in BLOCKS} - {None}
+
+
+def resolved(module, name):
+    """What a block imports from this package; ``None`` where the framework is absent."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        if any(framework in str(error) for framework in FRAMEWORKS):
+            return None
+        raise
+
+
+def called(call, names):
+    """The function of this package that a call in a block names, and the keywords that it takes.
+
+    The keywords are ``None`` where they are not known: another function, or ``**kwargs``.
+    """
+    function, fields = names.get(getattr(call.func, "id", None)), set()
+    if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+        owner = names.get(call.func.value.id)
+        function = getattr(owner, call.func.attr, None)
+        fields = set(getattr(owner, "__dataclass_fields__", ()))  # what presets of a config take
+    if not callable(function):
+        return None
+    parameters = inspect.signature(function).parameters
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return None if any_keyword and not fields else parameters.keys() | fields
+
+
+@pytest.mark.parametrize(
+    ("page", "source"),
+    [pytest.param(page, source, id=f"{page.name}, {head}") for page, head, source in BLOCKS],
+)
+def test_names_and_keywords_exist(page, source):
+    """Every name that a block takes from this package exists, and so does every keyword it gives.
+
+    Blocks that run may define functions that they do not call.
+    """
+    names = {name: value for name, value in NAMES.items() if value is not torch}
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("bapo_kernels"):
+            names |= {a.asname or a.name: resolved(node.module, a.name) for a in node.names}
+    if "BAPOTrainerConfig" in source:
+        names["BAPOTrainerConfig"] = resolved("bapo_kernels.integrations.trl", "BAPOTrainerConfig")
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        taken = called(call, names)
+        assert taken is None or given.keys() <= taken, ast.unparse(call)
+        if "bapo_options" in given:
+            options = {key.value for key in given["bapo_options"].keys}
+            assert options <= BAPOConfig.__dataclass_fields__.keys()
 
 
 def test_readme_before_and_after_agree():

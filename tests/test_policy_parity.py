@@ -270,16 +270,21 @@ def test_trl_without_the_trainer(loss_type, level):
             assert_same(leaf.grad, gradient, dtype)
 
 
-def test_cispo_of_the_guide():
-    """The options of docs/integrations.md for TRL's CISPO with ``epsilon_high=5.0``."""
-    guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
-    section = guide.partition("### CISPO, SAPO and GSPO in TRL")[2]
-    block = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+@pytest.mark.parametrize(
+    ("page", "heading", "expected"),
+    [
+        ("trl.md", "## CISPO, SAPO and GSPO", BAPOConfig.fixed(0.0, 5.0, surrogate="cispo")),
+        ("migrating.md", "After, the same loss in `BAPOTrainer`", BAPOConfig.fixed(0.8, 1.28)),
+    ],
+)
+def test_fixed_bounds_of_the_docs(page, heading, expected):
+    """The options that are TRL's CISPO with ``epsilon_high=5.0``, and DAPO's bounds."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    block = re.search(r"```python\n(.*?)```", text.partition(heading)[2], re.DOTALL).group(1)
     code = block.replace("output_dir=folder", "output_dir='out', use_cpu=True, bf16=False")
     names = dict(BAPOTrainerConfig=BAPOTrainerConfig)
     exec(code, names)
-    expected = BAPOConfig.fixed(0.0, 5.0, surrogate="cispo", kl_loss_type="k3")
-    assert bapo_config(names["args"]) == expected
+    assert bapo_config(names["args"]) == replace(expected, kl_loss_type="k3")
 
 
 # verl

@@ -395,9 +395,9 @@ def with_masks(folder, rollout_func=from_the_likely_tokens, **options):
 
 
 def test_rollouts_of_the_guide(tmp_path):
-    """The block of docs/integrations.md about sampling masks, with a stand-in for vLLM."""
-    guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
-    section = guide.partition("### Sampling masks in TRL")[2]
+    """The block of docs/trl.md about sampling masks, with a stand-in for vLLM."""
+    guide = (Path(__file__).parent.parent / "docs/trl.md").read_text()
+    section = guide.partition("## Sampling masks")[2]
     block = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
     policy = model()
     source = SimpleNamespace(model=policy, temperature=1.0, max_completion_length=4)
@@ -480,9 +480,9 @@ def in_double(rollouts):
 
 
 def test_guide_runs(tmp_path):
-    """The block of docs/integrations.md, run as it stands."""
-    guide = (Path(__file__).parent.parent / "docs/integrations.md").read_text()
-    block = re.search(r"## TRL\n\n```python\n(.*?)```", guide, re.DOTALL).group(1)
+    """The first block of docs/trl.md, run as it stands."""
+    guide = (Path(__file__).parent.parent / "docs/trl.md").read_text()
+    block = re.search(r"```python\n(.*?)```", guide, re.DOTALL).group(1)
     policy = model()
     policy.save_pretrained(tmp_path / "policy")
     tokenizer().save_pretrained(tmp_path / "policy")

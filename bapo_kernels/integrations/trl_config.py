@@ -60,9 +60,9 @@ class BAPOTrainerConfig(GRPOConfig):
             ``"call"``, because the share of the positive tokens in a few sequences is noise: with
             one reward per sequence it is 0 or 1 in a single one. With ``loss_type="sapo"`` nothing
             is searched for, and ``"call"`` alone is possible, and the default.
-        bapo_head: ``"fused"`` (:func:`bapo_linear_loss`), ``"log_probs"``
-            (:func:`linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head); default: the
-            first of them that is exact for the other options.
+        bapo_head: ``"fused"`` (:func:`bapo_kernels.bapo_linear_loss`), ``"log_probs"``
+            (:func:`bapo_kernels.linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head);
+            default: the first of them that is exact for the other options.
 
     Warns, once, of settings with which BAPO has no effect or decides from too few sequences.
 

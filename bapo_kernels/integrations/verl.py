@@ -47,7 +47,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
     Args:
         preset: ``"paper"``, or ``"recipe"`` for what the authors' code does.
         adv_ratio_target: the authors' name for a target that is the ratio of the positive to the
-            negative mass; ``target`` and ``target_kind`` are those of :class:`BAPOConfig`.
+            negative mass; ``target`` and ``target_kind`` are those of
+            :class:`bapo_kernels.BAPOConfig`.
         surrogate: ``"clip"``, ``"cispo"``, ``"sapo"``, or verl's names ``"vanilla"`` (the clip) and
             ``"gspo"`` (the clip with ``ratio_level="sequence"``). ``"sapo"`` has no bounds and no
             search; its taus are ``actor.tau_pos`` and ``actor.tau_neg``.
@@ -57,8 +58,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
             decide together, as in the authors' code; every rank must then have the same number of
             micro-batches.
 
-    The other fields are those of :class:`BAPOConfig`; ``None``: that of the preset. With fixed
-    bounds (``ratio_lower_start=ratio_lower_max``, ``ratio_upper_start=ratio_upper_max``,
+    The other fields are those of :class:`bapo_kernels.BAPOConfig`; ``None``: that of the preset.
+    With fixed bounds (``ratio_lower_start=ratio_lower_max``, ``ratio_upper_start=ratio_upper_max``,
     ``target=0``) losses and gradients are those of verl's losses, except that
 
     - verl's ``gspo`` gives each token the gradient of its own loss, this one the mean of these over

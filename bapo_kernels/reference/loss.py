@@ -63,7 +63,7 @@ def bapo_loss_from_log_probs(
 
     ``J = min(r*A, clip(r, c_low, c_high)*A)`` and ``l = -J``, capped at ``-A*clip_ratio_c`` for
     A < 0 (dual clip), times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``.
-    :class:`BAPOConfig` has the other surrogates, and the ratio of a sequence.
+    :class:`bapo_kernels.BAPOConfig` has the other surrogates, and the ratio of a sequence.
 
     Examples:
         >>> log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)

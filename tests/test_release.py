@@ -1,0 +1,68 @@
+"""The wheel's bill of materials, and the page of compatibility."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cyclonedx", reason="needs requirements-dev.txt")
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.skipif(not (ROOT / "release").exists(), reason="not in the repository")
+REPORT = {
+    "compiler": "g++ (Debian 12.2.0-14+deb12u1) 12.2.0",
+    "torch": "2.13.0+cpu",
+    "cuda": "13.0 for sm_80, sm_90",
+}
+
+
+@pytest.fixture
+def materials():
+    from release import materials
+
+    return materials
+
+
+def test_bill_of_materials_names_what_is_in_the_library(materials):
+    bom = json.loads(materials.bill("0.1.0", REPORT))
+    versions = {part["name"]: part["version"] for part in bom["components"]}
+    assert versions.keys() == {"libstdc++", "torch", "nvidia-cuda-runtime"}
+    assert versions["libstdc++"] == "12.2.0"
+    assert all(part["licenses"] for part in bom["components"])
+    assert bom["metadata"]["component"]["version"] == "0.1.0"
+
+
+def test_a_library_without_cuda_has_no_cuda_runtime(materials):
+    report = {key: value for key, value in REPORT.items() if key != "cuda"}
+    names = {part["name"] for part in json.loads(materials.bill("0.1.0", report))["components"]}
+    assert names == {"libstdc++", "torch"}
+
+
+def test_every_component_is_named_among_the_licences(materials):
+    text = (ROOT / "licenses" / "THIRD_PARTY.md").read_text()
+    shown = {"torch": "PyTorch", "nvidia-cuda-runtime": "CUDA runtime"}
+    for part in materials.components(REPORT):
+        assert shown.get(part.name, part.name) in text
+
+
+def test_the_page_of_compatibility_has_the_records():
+    from release import compatibility
+
+    records = compatibility.load()
+    assert compatibility.PAGE.read_text() == compatibility.page_of(records)
+    installed = [record for record in records if record["kind"] == "installed"]
+    assert all(record["report"]["backend cpu"] == "available" for record in installed)
+    assert all(record["loss"] == -0.25 for record in installed)
+
+
+def test_a_failed_installation_is_shown():
+    from release import compatibility
+
+    record = next(r for r in compatibility.load() if r["kind"] == "installed")
+    good = compatibility.row_of_install(record)
+    record["validate"]["exit status"] = 1
+    record["report"]["backend cpu"] = "absent: it does not load"
+    del record["report"]["cpu kernels"]
+    bad = compatibility.row_of_install(record)
+    assert good["`validate`"].endswith("passed")
+    assert bad["`validate`"].endswith("FAILED")
+    assert bad["CPU kernels"] == "absent"
