@@ -28,7 +28,7 @@ OF_GLIBC = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so
 def main() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
-    environment = os.environ | {
+    os.environ |= {
         "BAPO_REQUIRE_CUDA": "1",
         "NVCC": os.environ.get("NVCC") or str(nvcc()),
         "LDFLAGS": shlex.join(link_flags()),
@@ -36,7 +36,7 @@ def main() -> None:
     }
     # Builds the wheel in the tree of the source distribution that it has built before.
     command = [sys.executable, "-m", "build", "--no-isolation", f"--outdir={BUILD}", str(ROOT)]
-    subprocess.run(command, env=environment, check=True)
+    subprocess.run(command, check=True)
     (sdist,), (wheel,) = BUILD.glob("*.tar.gz"), BUILD.glob("*.whl")
     print(repair.repair(wheel, DIST))
     shutil.copy(sdist, DIST)
