@@ -102,6 +102,12 @@ def check_fence(language, code):
         json.loads(code)
 
 
+def test_names_lead_to_the_reference(html):
+    links = html["guide.html"].links
+    assert "api/losses.html#bapo_kernels.bapo_loss" in links
+    assert not [link for link in links if link.endswith("#bapo_kernels.log_probs")]
+
+
 @OF_A_PAGE
 def test_code_blocks(page):
     """``test_doctests.py`` runs the Python."""
