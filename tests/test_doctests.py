@@ -211,6 +211,14 @@ def test_pages(page, sources):
         assert all(value.isfinite() for value in values if isinstance(value, torch.Tensor))
 
 
+def test_getting_started():
+    """A reader who copies its blocks one after the other needs nothing else."""
+    names = {}
+    for source in BLOCK.findall((ROOT / "docs/getting_started.md").read_text()):
+        exec(source, names)
+    assert names["out"].loss.isfinite()
+
+
 def test_every_block_is_found():
     """Also one that is indented, or whose fence has options, would otherwise run nowhere."""
     for page in PAGES:
