@@ -1,14 +1,11 @@
 """The documentation site (``make docs``): pages are Markdown, docstrings reStructuredText."""
 
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from sphinx.addnodes import pending_xref
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 import bapo_kernels  # noqa: E402
 from bapo_kernels import integrations  # noqa: E402
@@ -23,6 +20,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "site_links",
 ]
 
 html_theme = "furo"
@@ -51,31 +49,3 @@ nitpick_ignore_regex = [
     # Names of types, where an annotation is only a string.
     ("py:class", r"GivenBounds|LossOptions|Statistics"),
 ]
-
-# Pages of the site that are files outside of docs/, where a forge looks for them.
-OUTSIDE = {
-    "changelog": "CHANGELOG.md",
-    "contributing": "CONTRIBUTING.md",
-    "fuzzing": "fuzz/README.md",
-}
-PAGES = {str((ROOT / file).with_suffix("")): page for page, file in OUTSIDE.items()}
-RELATIVE_LINK = re.compile(r"\]\((?!\w+:|#)")
-
-
-def read_outside(app, page, source):
-    """Puts the text of the file in the place of the link to it."""
-    if page in OUTSIDE:
-        file = Path(OUTSIDE[page])
-        source[0] = RELATIVE_LINK.sub(f"](../{file.parent}/", (ROOT / file).read_text())
-        app.env.note_dependency(str(ROOT / file))
-
-
-def link_to_page(app, doctree):
-    """Links to such a file lead to its page."""
-    for link in doctree.findall(pending_xref):
-        link["reftarget"] = PAGES.get(link["reftarget"], link["reftarget"])
-
-
-def setup(app):
-    app.connect("source-read", read_outside)
-    app.connect("doctree-read", link_to_page)

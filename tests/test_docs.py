@@ -19,8 +19,8 @@ DOCS = ROOT / "docs"
 if not DOCS.exists():
     pytest.skip("the documentation is in the repository only", allow_module_level=True)
 
-FOLDERS = [ROOT, DOCS, DOCS / "api", ROOT / "fuzz"]
-SOURCES = [page for folder in FOLDERS for page in folder.glob("*.md")]
+FOLDERS = [DOCS, ROOT / "fuzz", ROOT / ".github", ROOT / "licenses"]
+SOURCES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))]
 MARKDOWN = {page.relative_to(ROOT).as_posix(): Markdown(page) for page in sorted(SOURCES)}
 OF_A_PAGE = pytest.mark.parametrize("page", MARKDOWN)
 pytestmark = pytest.mark.xdist_group("docs")  # one worker builds the site
@@ -100,6 +100,12 @@ def check_fence(language, code):
         tomllib.loads(code)
     elif language == "json":
         json.loads(code)
+
+
+def test_names_lead_to_the_reference(html):
+    links = html["guide.html"].links
+    assert "api/losses.html#bapo_kernels.bapo_loss" in links
+    assert not [link for link in links if link.endswith("#bapo_kernels.log_probs")]
 
 
 @OF_A_PAGE
