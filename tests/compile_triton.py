@@ -15,7 +15,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -347,20 +349,31 @@ def one_head_of_sets(dtype, out, everything=False, n=N):
     head_sets.sets_dweight(values, hidden, i64(8 * n), rows, segments, everything, dweight, dbias)
 
 
-def dtypes_of(target: GPUTarget) -> list[torch.dtype]:
-    """float16 is compiled as bfloat16 but for its conversion: one target of each kind shows it."""
-    both = target.arch in (90, "gfx942")
-    return [torch.bfloat16, *([torch.float16] if both else []), torch.float32]
+class Variants(NamedTuple):
+    """What is compiled: all of it for one target of each vendor, the extremes for the others."""
+
+    dtypes: list[torch.dtype]
+    options: list[tuple[float | None, bool]]  # softcap, everything
+    softcaps: list[float | None]  # with a temperature per row
+    aggregations: list[int]
+
+    @classmethod
+    def of(cls, target: GPUTarget) -> Variants:
+        if target.arch in (90, "gfx942"):
+            dtypes = [torch.bfloat16, torch.float16, torch.float32]
+            return cls(dtypes, [*product((None, 30.0), (False, True))], [None, 30.0], [*range(5)])
+        dtypes = [torch.bfloat16, torch.float32]
+        return cls(dtypes, [(None, False), (30.0, True)], [30.0], [4])
 
 
-def compile_sets(compiled: Compiled, dtypes: list[torch.dtype]) -> None:
-    for softcap in (None, 30.0):
-        for everything in (False, True):
-            compiled.variant = f"sets, softcap {softcap}, everything {everything}"
-            one_pass_over_sets(softcap, everything, kl=2)
+def compile_sets(compiled: Compiled, variants: Variants) -> None:
+    for softcap, everything in variants.options:
+        compiled.variant = f"sets, softcap {softcap}, everything {everything}"
+        one_pass_over_sets(softcap, everything, kl=2)
+    for softcap in variants.softcaps:
         compiled.variant = f"sets, softcap {softcap}, a temperature per row"
         one_pass_over_sets(softcap, kl=2, per_row=True)
-    for dtype in dtypes:
+    for dtype in variants.dtypes:
         for everything in (False, True):
             compiled.variant = f"sets, {dtype}, everything {everything}"
             one_move_of_sets(dtype, everything)
@@ -384,13 +397,13 @@ def compile_policies(compiled: Compiled) -> None:
     one_prepare(packed=True, own=True)
 
 
-def compile_variants(compiled: Compiled, dtypes: list[torch.dtype]) -> None:
-    for dtype in dtypes:
-        for softcap in (None, 30.0):
-            for everything in (False, True):
-                compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
-                one_row_pass(dtype, softcap, everything, kl=2)
-                one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
+def compile_variants(compiled: Compiled, variants: Variants) -> None:
+    for dtype in variants.dtypes:
+        for softcap, everything in variants.options:
+            compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
+            one_row_pass(dtype, softcap, everything, kl=2)
+            one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
+        for softcap in variants.softcaps:
             compiled.variant = f"{dtype}, softcap {softcap}, a temperature per row"
             one_row_pass(dtype, softcap, kl=2, per_row=True)
             one_row_gradient(dtype, softcap, per_row=True)
@@ -407,20 +420,20 @@ def compile_variants(compiled: Compiled, dtypes: list[torch.dtype]) -> None:
         for gradient in (False, True):
             one_search(uniform, gradient)
     for packed in (False, True):
-        for mode in range(5):
+        for mode in variants.aggregations:
             for n in (N, 100):  # the second in one program
                 one_prepare(mode, packed, n=n)
         one_prepare(packed=packed, given=7.0)
-    compile_sets(compiled, dtypes)
+    compile_sets(compiled, variants)
     compile_policies(compiled)
 
 
-def compile_other_values(compiled: Compiled, dtypes: list[torch.dtype]) -> list[str]:
+def compile_other_values(compiled: Compiled, variants: Variants) -> list[str]:
     """Names of kernels that are compiled again for other values, numbers of tokens, addresses."""
     before = set(compiled.kernels)
     for n, value in ((N - 1, 0.7), (N + 16, 2.5), (N + 1, 1.0)):
         one_row_pass(torch.bfloat16, 30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
-        one_row_gradient(torch.bfloat16, 30.0, n=n, temperature=value)
+        one_row_gradient(torch.bfloat16, 30.0, True, False, n=n, temperature=value)
         one_search(n=n, target=value / 3, start=1)
         one_policy(everything=True, kl=2, n=n, target=value, kl_coef=value, start=1)
         one_prepare(4, packed=True, n=n, scale=value)
@@ -430,7 +443,7 @@ def compile_other_values(compiled: Compiled, dtypes: list[torch.dtype]) -> list[
         one_head_of_sets(torch.bfloat16, torch.bfloat16, n=n)
         one_mean_of_sequences(n=n)
     compiled.unaligned = True
-    compile_variants(compiled, dtypes)
+    compile_variants(compiled, variants)
     return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]
 
 
@@ -522,9 +535,9 @@ def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
 def main() -> None:
     target = TARGETS[sys.argv[1]]
     triton.runtime.driver.set_active(AbsentGPU(target))
-    compiled, dtypes = Compiled(), dtypes_of(target)
-    compile_variants(compiled, dtypes)
-    again = compile_other_values(compiled, dtypes)
+    compiled, variants = Compiled(), Variants.of(target)
+    compile_variants(compiled, variants)
+    again = compile_other_values(compiled, variants)
     report = [
         {"kernel": name, "variant": variant, **resources(kernel)}
         for name, variant, kernel in compiled.kernels.values()

@@ -54,11 +54,12 @@ class Markdown:
 
 
 class Html(HTMLParser):
-    """A page of the site: its ids, its relative links, and what it loads."""
+    """A page of the site: its ids, its relative links, those of the sidebar, and what it loads."""
 
     def __init__(self, path):
         super().__init__()
-        self.path, self.ids, self.links, self.loads = path, set(), [], []
+        self.path, self.ids, self.links, self.loads, self.navigation = path, set(), [], [], []
+        self.before = {}  # the attributes of the tag before
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
@@ -67,8 +68,11 @@ class Html(HTMLParser):
                 self.ids.add(value)
             elif tag == "a" and name == "href":
                 self.links += relative([value])
+                if "toctree-l" in self.before.get("class", ""):
+                    self.navigation.append(value)
             elif name in LOADS and value:
                 self.loads.append(value)
+        self.before = dict(attrs)
 
 
 def relative(links):
