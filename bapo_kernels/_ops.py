@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NATIVE = "bapo_kernels"
-TRITON = "bapo_kernels_triton"
+# The package's own name: a copy of it under another name has operators of its own. Its library must
+# be built for them (BAPO_NAMESPACE in csrc/binding.h).
+NATIVE = __name__.partition(".")[0]
+TRITON = f"{NATIVE}_triton"
 
 # Temperatures of the rows take the place of the one for all.
 _TRANSFORM = "float temperature, float logit_scale, float? softcap, Tensor? temperatures"

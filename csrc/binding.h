@@ -13,6 +13,10 @@
 
 #include "params.h"
 
+#ifndef BAPO_NAMESPACE
+#define BAPO_NAMESPACE bapo_kernels  // of the operators, as in _ops.py
+#endif
+
 namespace bapo::binding {
 
 using torch::headeronly::ScalarType;

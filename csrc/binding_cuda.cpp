@@ -3,7 +3,7 @@
 
 #include "binding_cuda.h"
 
-STABLE_TORCH_LIBRARY_IMPL(bapo_kernels, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CUDA, m) {
     bapo::binding::register_operators<bapo::binding::Cuda>(m);
     bapo::binding::register_operators_on_sets<bapo::binding::Cuda>(m);
     m.impl("scale_", TORCH_BOX(&bapo::binding::scale));

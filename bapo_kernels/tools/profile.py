@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+from .._ops import NATIVE, TRITON
 from ..backends import choose
 from ..call import Statistics
 from ..config import BAPOConfig
@@ -36,7 +37,7 @@ _KERNELS = (
     "row_pass|row_gradient|prepare|search|contributions|table|solve|policy|scale|sequence_mean|"
     "find_labels|gather_sets|multiply_sets|scatter_sets|sets|head_sets"
 )
-_OURS = re.compile(rf"bapo_kernels(?:_triton)?::(\w+)|\b(_?(?:{_KERNELS})(?:_\w+)?_kernel)\b")
+_OURS = re.compile(rf"(?:{NATIVE}|{TRITON})::(\w+)|\b(_?(?:{_KERNELS})(?:_\w+)?_kernel)\b")
 _PRODUCT = re.compile(r"aten::(mm|bmm|addmm_?|matmul|linear)$|gemm|cutlass|nvjet|splitk", re.I)
 
 
