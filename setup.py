@@ -139,7 +139,7 @@ def compile_flags() -> list[str]:
     flags += ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"]
     flags += [f"-DTORCH_TARGET_VERSION=0x{TORCH[0]:02x}{TORCH[1]:02x}{0:012x}"]
     flags += ["-DBAPO_X86=1"] if X86 else []
-    return [*flags, f"-I{ROOT / 'csrc'}"]
+    return [*flags, f"-ffile-prefix-map={ROOT}/=", f"-I{ROOT / 'csrc'}"]
 
 
 def sanitize_flags() -> list[str]:
@@ -150,9 +150,12 @@ def sanitize_flags() -> list[str]:
 
 
 def torch_headers() -> list[str]:
+    """Messages of the library name the places of checks, but not folders of this machine."""
+    import torch
     from torch.utils.cpp_extension import include_paths
 
-    return [flag for path in include_paths() for flag in ("-isystem", path)]
+    names = f"-ffile-prefix-map={Path(torch.__file__).parent}=torch"
+    return [names, *(flag for path in include_paths() for flag in ("-isystem", path))]
 
 
 def units() -> list[Unit]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -53,7 +54,8 @@ def install(
         run(*pip, f"{wheel}[cli]")
         probe = [str(place / "bin" / "python"), str(ROOT / "release" / "probe.py")]
         facts = json.loads(run(*probe, cwd=temporary, env={"PATH": "", "HOME": temporary}))
-    append({"kind": "installed", "wheel": wheel.name, **facts})
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    append({"kind": "installed", "wheel": wheel.name, "sha256": digest, **facts})
 
 
 @app.command()
@@ -130,9 +132,10 @@ found the function of torch that tells the current stream, the only one that it 
 ## GPUs
 
 **No kernel has run on a GPU yet.** Compiled means: every kernel in every variant, and how many of
-them spill registers to memory or use the stack. Emulated means: run on a CPU, the CUDA kernels
-thread by thread under adversarial schedules, the Triton kernels in Triton's interpreter, and
-compared with the reference in float64.
+them spill registers to memory or use the stack (for sm_80 and sm_100 Triton compiles the smallest
+and the largest variants). Emulated means: run on a CPU, the CUDA kernels thread by thread under
+adversarial schedules, the Triton kernels in Triton's interpreter, and compared with the reference
+in float64.
 
 {compiled}
 
@@ -192,7 +195,7 @@ def row_of_install(record: Record) -> dict[str, str]:
 
 def row_of_target(target: str, compiled: list[Record]) -> dict[str, str]:
     made = {r["backend"]: r for r in compiled if r["target"] == target}
-    row = {"GPU": GPUS[target], "run on one": "no"}
+    row = {"GPU": GPUS[target]}
     for backend, name in (("cuda", "CUDA"), ("triton", "Triton")):
         if found := made.get(backend):
             spills = f"{found['spilling']} spill" if found["spilling"] else "no spill"
@@ -204,7 +207,7 @@ def row_of_target(target: str, compiled: list[Record]) -> dict[str, str]:
 
 def sources(*of_kinds: list[Record]) -> str:
     made = [record for records in of_kinds for record in records]
-    (machine,) = {record["machine"] for record in made}
+    machine = " and ".join(sorted({record["machine"] for record in made}))
     commits = {
         r["kind"]: sorted({x["commit"] for x in made if x["kind"] == r["kind"]}) for r in made
     }

@@ -1,6 +1,7 @@
 """The wheel's bill of materials, and the page of compatibility."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ def materials():
 def test_bill_of_materials_names_what_is_in_the_library(materials):
     bom = json.loads(materials.bill("0.1.0", REPORT))
     versions = {part["name"]: part["version"] for part in bom["components"]}
-    assert versions.keys() == {"libstdc++", "torch", "nvidia-cuda-runtime"}
+    assert versions.keys() > {"libstdc++", "libgcc", "torch", "nvidia-cuda-runtime"}
     assert versions["libstdc++"] == "12.2.0"
+    assert versions["torch"] == "2.13.0"
     assert all(part["licenses"] for part in bom["components"])
     assert bom["metadata"]["component"]["version"] == "0.1.0"
 
@@ -34,14 +36,24 @@ def test_bill_of_materials_names_what_is_in_the_library(materials):
 def test_a_library_without_cuda_has_no_cuda_runtime(materials):
     report = {key: value for key, value in REPORT.items() if key != "cuda"}
     names = {part["name"] for part in json.loads(materials.bill("0.1.0", report))["components"]}
-    assert names == {"libstdc++", "torch"}
+    assert names == {"libstdc++", "libgcc", "torch"}
 
 
-def test_every_component_is_named_among_the_licences(materials):
+def test_the_version_of_gcc_is_read_in_containers_too(materials):
+    compiler = "g++ (GCC) 14.2.1 20250110 (Red Hat 14.2.1-7)"
+    libstdcxx, *_ = materials.components(REPORT | {"compiler": compiler})
+    assert libstdcxx.version == "14.2.1"
+
+
+def test_the_same_build_has_the_same_bill(materials):
+    assert materials.bill("0.1.0", REPORT) == materials.bill("0.1.0", REPORT)
+
+
+def test_bill_and_licences_name_the_same(materials):
     text = (ROOT / "licenses" / "THIRD_PARTY.md").read_text()
-    shown = {"torch": "PyTorch", "nvidia-cuda-runtime": "CUDA runtime"}
-    for part in materials.components(REPORT):
-        assert shown.get(part.name, part.name) in text
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall("`([^`]+)`", row.split(":")[0])}
+    assert named == {part.name for part in materials.components(REPORT)}
 
 
 def test_the_page_of_compatibility_has_the_records():

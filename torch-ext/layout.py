@@ -41,6 +41,8 @@ def write_variant(backend: str, folder: Path) -> Path:
         shutil.copytree(ROOT / "torch-ext" / "bapo_kernels", variant, ignore=NO_CODE)
         shutil.copytree(ROOT / "bapo_kernels", variant / "package", ignore=NO_CODE)
         shutil.copytree(Path(build) / "bapo_kernels", variant / "package", dirs_exist_ok=True)
+        shutil.copy(ROOT / "LICENSE", variant)
+        shutil.copytree(ROOT / "licenses", variant / "licenses")
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return variant
 
