@@ -20,7 +20,7 @@ from .sets import Places, labels_in, sampling_mask
 Level = Literal["logits", "hidden"]  # what a method starts from
 SEQUENCES = 8
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # standard deviation of the log-ratio
-# Where a search stops, and the target that makes it stop there: the loop probes once or 53 times.
+# Where a search stops, and the target that makes it stop there: the loop tests 1 pair or 53.
 SEARCHES = {"at the starting bounds": 0.0, "at the maximum bounds": 1.0}
 IDLE_SHARE = 0.4  # of the sequences: prompts whose answers all have the same reward
 MIXED_IDLE = [1, 5, 7]  # sequences that hold 40 % of the unmasked tokens

@@ -101,7 +101,8 @@ class Approach:
 
 CHUNK = 2**30
 COLOURS = ("#0b5fc0", "#5aa9f2", "#e08a2e", "#0b5fc0", "#2e8b57")
-PROBES = len(BAPOConfig.paper().lower_grid) + len(BAPOConfig.paper().upper_grid)
+GRID_POINTS = len(BAPOConfig.paper().lower_grid) + len(BAPOConfig.paper().upper_grid)
+PROBES = GRID_POINTS - 1  # pairs of bounds that a loop tests from the start to the maxima
 
 
 def approaches(job: Job) -> dict[str, list[Approach]]:
@@ -158,7 +159,7 @@ def search_time(approach: Approach, job: Job, machine: Machine, gpus: int) -> fl
     ranks = gpus // job.tensor_parallel
     nodes = max(1, gpus // 8)
     latency = 0.0 if ranks == 1 else machine.latency + machine.hop * log2(nodes)
-    floats = 2 if approach.probes > 1 else PROBES * ranks
+    floats = 2 if approach.probes > 1 else GRID_POINTS * ranks
     link = machine.network if nodes > 1 else machine.nvlink
     a_probe = latency + 2 * 8 * floats / link
     if approach.probes > 1:
@@ -256,7 +257,9 @@ def page() -> str:
         if machine.measured
         else "stated, **not measured: none of the kernels has run on a GPU yet**"
     )
-    parts = [INTRODUCTION.format(machine=machine, j=job, rates=rates, probes=PROBES)]
+    parts = [
+        INTRODUCTION.format(machine=machine, j=job, rates=rates, points=GRID_POINTS, probes=PROBES)
+    ]
     for level, of_level in frame.groupby("level", sort=False):
         parts.append(f"## {str(level).capitalize()}\n")
         table = of_level.pivot_table(index="approach", columns="gpus", values="step", sort=False)
@@ -300,13 +303,13 @@ at the full rate. A head that recomputes its logits in backward takes 4 products
 **Tensor parallelism.** Four float64 values per token are gathered from every rank, the same for all
 methods; the gradient of the hidden states is summed in float32.
 
-**Search.** Ours is one collective of {probes} float64 values per data-parallel rank, started
-without the host. The authors' loop takes up to {probes} probes ({probes} here), each with some ten
-kernels, an all-reduce of two numbers and a wait on the host. Where a search stops early, the loop
-takes fewer.
+**Search.** Ours is one collective of {points} float64 values per data-parallel rank, one for each
+point of the grids, started without the host. The authors' loop tests up to {probes} pairs of bounds
+({probes} here), each with some ten kernels, an all-reduce of two numbers and a wait on the host.
+Where a search stops early, the loop tests fewer.
 
-Not modelled: stragglers, the slowest of which the loop waits for at each probe; and the optimizer,
-the model and the all-reduce of its gradients, which are the same for all methods.
+Not modelled: stragglers, the slowest of which the loop waits for at each pair of bounds; and the
+optimizer, the model and the all-reduce of its gradients, which are the same for all methods.
 """
 CHECK = """## The same arithmetic on the CPU
 

@@ -157,7 +157,6 @@ def surroundings():
         logits_of=lambda batch: logits.detach().requires_grad_(),
         micro_batches=[batch, batch],
         tokens_of_the_step=12,
-        tokens_of_all_ranks=12,
         ranks=1,
         data_parallel_group=None,
         tensor_group=None,
