@@ -31,7 +31,7 @@ def main() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     if (sys.platform, platform.machine()) != ("linux", MACHINE):
-        raise SystemExit(f"the wheel must be built on Linux on {MACHINE}, got {platform.platform()}")
+        raise SystemExit(f"the wheel is built on Linux on {MACHINE}, got {platform.platform()}")
     os.environ |= {
         "BAPO_REQUIRE_CUDA": "1",
         "NVCC": shlex.join([str(nvcc()), "--compress-mode=size"]),

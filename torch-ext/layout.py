@@ -4,8 +4,8 @@ A variant is a folder with torch-ext/bapo_kernels, in it the package as ``packag
 library, and metadata.json. ``kernels`` imports the folder under the ``id`` of its metadata, so that
 several versions can be in one process: the operators of each are in a namespace of this name.
 
-The library is built by setup.py and its environment variables. One for other machines must be
-linked as in release/wheel.py.
+The library is built by setup.py and its environment variables, for the glibc of this machine or a
+later one.
 """
 
 from __future__ import annotations
