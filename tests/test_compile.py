@@ -134,6 +134,8 @@ def test_linear_log_probs(backend, device):
 @pytest.mark.parametrize("per", ["call", "sequence", "token"])
 def test_temperatures(backend, device, level, per):
     """Other temperatures do not compile again."""
+    if backend == "triton" and per != "token":
+        pytest.skip("the graph is that of the CPU but for the names of the operators")
     weight = torch.randn(65, 16, device=device)
 
     def loss(hidden, temperature, *arguments):

