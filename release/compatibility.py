@@ -31,7 +31,6 @@ EMULATED = {
     "cuda": ["tests/test_cuda_on_host.py", "tests/test_sets_on_host.py"],
     "triton": ["tests/test_loss.py", "tests/test_linear.py", "tests/test_policies.py", "-k=triton"],
 }
-OF_MACHINE = ("date", "machine", "commit")
 Record = dict[str, Any]
 app = typer.Typer(help=__doc__, add_completion=False)
 
@@ -54,8 +53,9 @@ def install(
         run(*pip, f"{wheel}[cli]")
         probe = [str(place / "bin" / "python"), str(ROOT / "release" / "probe.py")]
         facts = json.loads(run(*probe, cwd=temporary, env={"PATH": "", "HOME": temporary}))
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    append({"kind": "installed", "wheel": wheel.name, "sha256": digest, **facts})
+    content = wheel.read_bytes()
+    of_wheel = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    append({"kind": "installed", "wheel": wheel.name, **of_wheel, **facts})
 
 
 @app.command()
@@ -118,7 +118,8 @@ them.
 
 The wheel is for Linux on x86-64 with glibc 2.28 or later, Python 3.10 or later and torch 2.10 or
 later. One file serves all of them: the library is built for torch's stable ABI, and does not use
-Python's. Elsewhere the package installs from source ([Installation](install.md)).
+Python's. It has {wheel:.1f} MB, and the library takes {library:.1f} MB where it is installed.
+Elsewhere the package installs from source ([Installation](install.md)).
 
 ## Python and torch
 
@@ -155,6 +156,8 @@ def page_of(records: list[Record]) -> str:
     passed = {r["backend"]: r["passed"] for r in last(records, "emulated", "backend")}
     (nvcc,) = {r["compiler"] for r in compiled if r["backend"] == "cuda"}
     return TEXT.format(
+        wheel=installed[-1]["bytes"] / 1e6,
+        library=installed[-1]["bytes of the library"] / 1e6,
         installed=table(map(row_of_install, installed)),
         compiled=table(row_of_target(target, compiled) for target in GPUS),
         emulated=f"{passed['cuda']:,} tests of the CUDA kernels and {passed['triton']:,} of the "
@@ -220,9 +223,17 @@ def load() -> list[Record]:
 
 def append(facts: Record) -> None:
     print(json.dumps(facts, indent=2))
-    machine = {key: value for key, value in environment().items() if key in OF_MACHINE}
+    machine = {key: environment()[key] for key in ("date", "machine")}
     with RECORDS.open("a") as file:
-        file.write(json.dumps(facts | machine) + "\n")
+        file.write(json.dumps(facts | machine | {"commit": commit()}) + "\n")
+
+
+def commit() -> str:
+    """Marked as dirty if anything but the records has changed since."""
+    described = run("git", "describe", "--always", "--abbrev=10").strip()
+    paths = ["--", ".", f":!{RECORDS.relative_to(ROOT)}"]
+    changed = run("git", "status", "--porcelain", "--untracked-files=no", *paths)
+    return f"{described}-dirty" if changed else described
 
 
 def run(*command: str, **options: Any) -> str:

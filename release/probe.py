@@ -42,6 +42,7 @@ def main() -> None:
         # Looked up where the library's own reference to it is: in what it is linked to.
         "finds the stream": hasattr(ctypes.CDLL(str(LIBRARY)), STREAM),
         "report": environment(),
+        "bytes of the library": LIBRARY.stat().st_size,
         "loss": out.loss.item(),
         "validate": validate(),
     }
