@@ -1,47 +1,6 @@
 """bapo_kernels from the kernels hub: the names of the package, and its losses as layers."""
 
-from . import layers
-from .package import (
-    BAPOConfig,
-    BAPOLinearLoss,
-    BAPOLoss,
-    BAPOOutput,
-    ClipBounds,
-    ClipBoundSearch,
-    ContributionHistogram,
-    LMHead,
-    SamplingMask,
-    available_backends,
-    bapo_linear_loss,
-    bapo_loss,
-    bapo_loss_from_log_probs,
-    debug,
-    empty_cache,
-    find_clip_bounds,
-    linear_log_probs,
-    log_probs,
-    reference,
-)
+from . import layers, package
+from .package import *  # noqa: F403
 
-__all__ = [
-    "BAPOConfig",
-    "BAPOLinearLoss",
-    "BAPOLoss",
-    "BAPOOutput",
-    "ClipBoundSearch",
-    "ClipBounds",
-    "ContributionHistogram",
-    "LMHead",
-    "SamplingMask",
-    "available_backends",
-    "bapo_linear_loss",
-    "bapo_loss",
-    "bapo_loss_from_log_probs",
-    "debug",
-    "empty_cache",
-    "find_clip_bounds",
-    "layers",
-    "linear_log_probs",
-    "log_probs",
-    "reference",
-]
+__all__ = [*package.__all__, "layers"]
