@@ -59,7 +59,7 @@ def _check_module(module, *words):
         return  # of another project
     path = ROOT / module.replace(".", "/")
     assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {module}"
-    if not words:
+    if words in ((), ("--help",)):
         return
     command = _command_line(f"{module}.__main__" if path.is_dir() else module)
     if hasattr(command, "commands"):
