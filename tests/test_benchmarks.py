@@ -732,7 +732,7 @@ def test_the_suites_cover_all_kinds_of_cases():
 def made_up_records(tmp_path):
     """Random times of every method on every case of the CPU suite, and a failure per case."""
     random.seed(0)
-    lines = []
+    lines, machine = [], records.environment()
     for case in cpu_suite():
         work = case.N * case.V * (case.H if case.level == "hidden" else 100)
         yardstick = plot.YARDSTICKS.get(case.level)
@@ -754,9 +754,9 @@ def made_up_records(tmp_path):
                 "shares": {"allowed": 1e-3},
             }
             line |= {"bytes": 1e6 * random.randint(1, 99), "flops": 1e9 * random.randint(1, 99)}
-            lines.append(records.environment() | case.fields() | line | rates | errors)
+            lines.append(machine | case.fields() | line | rates | errors)
         failed = {"method": "QuACK cross entropy", "status": "failed", "why": "no kernel"}
-        lines.append(records.environment() | case.fields() | failed)
+        lines.append(machine | case.fields() | failed)
     records.append(tmp_path / "cpu.jsonl", lines)
     return tmp_path
 

@@ -29,6 +29,7 @@ CUOBJDUMP = cuobjdump()
 pytestmark = [
     pytest.mark.skipif("cuda" not in native.build_info(), reason="built without CUDA"),
     pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump"),
+    pytest.mark.xdist_group("disassembly"),  # one worker makes it
 ]
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Registers per thread with which two blocks fit: of 9 warps (5 in a quarter), and of 16.

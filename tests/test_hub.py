@@ -22,7 +22,10 @@ ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "build.toml").read_text())
 SETUP = (ROOT / "setup.py").read_text()
 
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the commit")
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the commit"),
+    pytest.mark.xdist_group("hub"),  # one worker builds the library
+]
 
 
 def sources(*sections):
