@@ -1,18 +1,29 @@
 """The head inside the installed megatron-core: CPU processes, gloo."""
+# ruff: noqa: E402  # megatron-core is imported after a check that it is installed
 
 import contextlib
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import EPS, assert_within_budget, needs_native
+from packaging.version import Version
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from world import world
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+megatron = pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from bapo_kernels import BAPOConfig, bapo_linear_loss, linear_log_probs, reference
+from bapo_kernels import (
+    BAPOConfig,
+    bapo_linear_loss,
+    bapo_loss_from_log_probs,
+    linear_log_probs,
+    reference,
+)
 
 pytestmark = [
     needs_native,
@@ -20,7 +31,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 B, S, V, H = 3, 8, 64, 32
+HAS_HOOK = Version(megatron.__version__) >= Version("0.18")
 CONFIG = BAPOConfig.paper(target=0.6)
+SUMMED = BAPOConfig.paper(target=0.6, loss_agg_mode="token-sum")
 
 
 class _ForCuda(TorchFunctionMode):
@@ -51,17 +64,23 @@ def layout(tensor=1, pipeline=1):
     parallel_state.initialize_model_parallel(tensor, pipeline)
     # Its tracker for inference keeps no state of a GPU's generator.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    with pytest.MonkeyPatch.context() as patch, _ForCuda():
-        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        yield
-    parallel_state.destroy_model_parallel()
+    try:
+        with pytest.MonkeyPatch.context() as patch, _ForCuda():
+            patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+            for name in ("synchronize", "current_stream"):
+                patch.setattr(torch.cuda, name, lambda *_: None)
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def model_of(tied=False, dtype=torch.float32, first=True, last=True, **options):
     """A tiny model, with the same parameters in every layout."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -82,12 +101,18 @@ def model_of(tied=False, dtype=torch.float32, first=True, last=True, **options):
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layers = config.num_layers // config.pipeline_model_parallel_size
+    block, further = TransformerBlockSubmodules([layer] * layers, Norm), None
+    if config.mtp_num_layers:
+        further = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+        of_further = further.layer_specs[0].submodules
+        of_further.enorm = of_further.hnorm = of_further.layer_norm = Norm
     torch.manual_seed(0)
     model = GPTModel(
         config,
-        TransformerBlockSubmodules([layer] * layers, Norm),
+        block,
         V,
         S,
+        mtp_block_spec=further,
         share_embeddings_and_output_weights=tied,
         pre_process=first,
         post_process=last,
@@ -120,7 +145,6 @@ def of_head(model, inputs, arguments):
 
 def of_log_probs(model, inputs, arguments):
     """The same loss, by the log-probs of the head."""
-    from bapo_kernels import bapo_loss_from_log_probs
     from bapo_kernels.integrations.megatron import FusedHead
 
     labels, *others = arguments
@@ -148,9 +172,7 @@ def train(model, output):
 def plain_rank(rank, tied):
     """Plain layers on one rank, in float64 and float32."""
     with layout():
-        return [
-            train(model_of(tied, dtype), of_logits) for dtype in (torch.float64, torch.float32)
-        ]
+        return [train(model_of(tied, dtype), of_logits) for dtype in (torch.float64, torch.float32)]
 
 
 def tensor_rank(rank, tied, sequence_parallel, output):
@@ -190,3 +212,262 @@ def test_three_steps(ranks, tied, sequence_parallel, output):
             # Three steps of two ranks round a few times where one process does once.
             inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
             assert_within_budget(name, whole, plain[1][name], expected, inherited=inherited)
+
+
+class Collectives(TorchDispatchMode):
+    """Name and number of elements of every collective in forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            name = function._schema.name.removeprefix("c10d::").strip("_")
+            self.made.append((name, max(x.numel() for x in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+def of_cross_entropy(model, inputs, arguments):
+    """The same loss by the log-probs of megatron-core's vocab_parallel_cross_entropy."""
+    labels, *others = arguments
+    return bapo_loss_from_log_probs(-model(*inputs, labels=labels), *others, config=CONFIG)
+
+
+def collectives_rank(rank, sequence_parallel):
+    with layout(tensor=2):
+        found = []
+        for output in (of_cross_entropy, of_head):
+            model = model_of(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+            with Collectives() as collectives:
+                output(model, *batch()).loss.backward()
+            found.append(Counter(collectives.made))
+        return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_collectives_of_a_step(ranks, sequence_parallel):
+    """Those of the layers are the same, so what differs is the head's."""
+    _, (_, _, _, mask) = batch()
+    # Megatron gathers the hidden states a second time and scatters their summed gradient.
+    again = [("allgather_base", B * S * H), ("reduce_scatter_base", B * S * H)]
+    of_rows = [("allreduce", B * S)] * 3  # maximum, logit of the label, sum
+    sizes, statistics = ("allgather_base", 2), ("allgather_base", 2 * 4 * int(mask.sum()))
+    gradient = ("allreduce", B * S * H)
+    for theirs, ours in ranks.run(collectives_rank, sequence_parallel):
+        assert ours - theirs == Counter([sizes, statistics] + [gradient] * sequence_parallel)
+        assert theirs - ours == Counter(of_rows + again * sequence_parallel)
+        assert ours.total() < theirs.total()
+
+
+def gradients_rank(rank, tied, fusion):
+    """``main_grad`` of the head's weight after two micro-batches, which Megatron's DDP adds."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+
+    with layout(tensor=2):
+        model = model_of(tied, tensor_model_parallel_size=2)
+        model.output_layer.gradient_accumulation_fusion = fusion
+        wrapped = DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        for _ in range(2):
+            of_head(wrapped, *batch()).loss.backward()
+        weight = (model.embedding.word_embeddings if tied else model.output_layer).weight
+        return weight.main_grad.clone(), weight.grad, weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradient_accumulation_fusion(ranks, tied):
+    """The gradient is added to ``main_grad`` once, by the head or by DDP."""
+    by_ddp, by_head = (ranks.run(gradients_rank, tied, fusion) for fusion in (False, True))
+    for (expected, _, added), (got, left, added_by_head) in zip(by_ddp, by_head, strict=True):
+        assert (added, added_by_head, left) == (False, True, None)
+        assert expected.any(1).all()
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+
+
+LEARNING_RATE = 0.2
+
+
+def of_micro_batches(model):
+    """Three steps of Megatron's schedule, a micro-batch for each sequence; losses, parameters."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    def step(batches, model):
+        (tokens, positions, causal), arguments = next(batches)
+        head = FusedHead(bapo_linear_loss, *arguments, config=SUMMED)
+
+        def loss_of(output):
+            counted = arguments[3].sum().int()
+            return output.loss, counted, {"loss": output.loss.detach().clone()}
+
+        return head.forward(model, tokens, positions, causal), loss_of
+
+    model.config.finalize_model_grads_func = finalize_model_grads
+    losses = []
+    for _ in range(3):
+        model.zero_grad_buffer()
+        found = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(micro_batches()),
+            model=model,
+            num_microbatches=B,
+            seq_length=S,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        losses.append(sum(logged["loss"].item() for logged in found) / counted_tokens())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.main_grad
+    return losses, {name: p.detach() for name, p in model.module.named_parameters()}
+
+
+def micro_batches():
+    (tokens, positions, causal), arguments = batch()
+    return [
+        ((tokens[b : b + 1], positions[b : b + 1], causal), [x[b : b + 1] for x in arguments])
+        for b in range(B)
+    ]
+
+
+def counted_tokens():
+    return int(batch()[1][3].sum())
+
+
+def pipeline_rank(rank):
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+
+    with layout(pipeline=2):
+        model = model_of(
+            first=rank == 0,
+            last=rank == 1,
+            pipeline_model_parallel_size=2,
+            calculate_per_token_loss=True,
+        )
+        whole = model_of().state_dict()
+        of_stage = {
+            name: whole[name.replace("layers.0", f"layers.{rank}")] for name in model.state_dict()
+        }
+        model.load_state_dict(of_stage)
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return of_micro_batches(DistributedDataParallel(model.config, config, model))
+
+
+def summed_rank(rank):
+    """The same steps on one rank, of the reference's loss of the logits."""
+    with layout():
+        results = []
+        for dtype in (torch.float64, torch.float32):
+            model, losses = model_of(dtype=dtype), []
+            optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = sum(
+                    reference.bapo_loss(model(*inputs).double(), *arguments, config=SUMMED).loss
+                    for inputs, arguments in micro_batches()
+                )
+                loss = loss / counted_tokens()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            results.append((losses, {name: p.detach() for name, p in model.named_parameters()}))
+        return results
+
+
+def test_two_pipeline_stages(ranks):
+    """Megatron's own schedule; the first stage has no head and passes hidden states on."""
+    truth, plain = ranks.run(summed_rank)[0]
+    (none, first), (losses, last) = ranks.run(pipeline_rank)
+    assert none == [0.0] * 3
+    assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
+    found = first | {name.replace("layers.0", "layers.1"): p for name, p in last.items()}
+    assert found.keys() == truth[1].keys()
+    for name, expected in truth[1].items():
+        inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
+        assert_within_budget(name, found[name], plain[1][name], expected, inherited=inherited)
+
+
+UNSUPPORTED = {
+    "output_layer": "be a ColumnParallelLinear with its own forward, got ColumnParallelLinear",
+    "output_layer.weight": "not be managed by Megatron-FSDP, got a shard",
+    "use_mup": "be False, got True",
+    "defer_embedding_wgrad_compute": "be False, got True",
+    "disable_grad_reduce": "be False, got True",
+    "gtp_remat_size": "be 1, got 2",
+    "inference_context": "be None, got object",
+    "labels": "be None for a model without output_processor, got a tensor",
+    "mtp_num_layers": "be None for a model without output_processor, got 1",
+}
+
+
+def unsupported_rank(rank, name):
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    with layout():
+        model, others = model_of(), {}
+        inputs, arguments = batch()
+        layer = model.output_layer
+        if name == "output_layer":
+            layer.forward = layer.forward  # as an adapter of it does
+        elif name == "output_layer.weight":
+            layer.weight.__fsdp_param__ = True
+        elif name in ("disable_grad_reduce", "gtp_remat_size"):
+            setattr(layer, name, {"gtp_remat_size": 2}.get(name, True))
+        elif name in ("inference_context", "labels"):
+            others[name] = arguments[0] if name == "labels" else object()
+        else:
+            setattr(model.config, name, {"mtp_num_layers": 1}.get(name, True))
+        with pytest.raises(ValueError) as error:
+            FusedHead(bapo_linear_loss, *arguments).forward(model, *inputs, **others)
+        assert name == "output_layer" or "forward" not in vars(layer)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported(ranks, name):
+    if HAS_HOOK and name in ("labels", "mtp_num_layers"):
+        pytest.skip("supported by this megatron-core")
+    messages = ranks.run(unsupported_rank, name)
+    assert messages == [f"{name} must {UNSUPPORTED[name]}"] * 2
+
+
+def multi_token_rank(rank, tied):
+    """Gradients of a model whose second head predicts the token after next, by both heads."""
+    with layout(tensor=2):
+        found = []
+        for output in (of_cross_entropy, of_head_with_labels):
+            options = dict(mtp_num_layers=1, tensor_model_parallel_size=2, sequence_parallel=True)
+            model = model_of(tied, **options)
+            output(model, *batch()).loss.backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        return found
+
+
+def of_head_with_labels(model, inputs, arguments):
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG)
+    return head.forward(model, *inputs, labels=arguments[0])
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
+@pytest.mark.parametrize("tied", [False, True])
+def test_multi_token_prediction(ranks, tied):
+    """The second head's loss stays Megatron's, and is added to the gradients as before."""
+    for theirs, ours in ranks.run(multi_token_rank, tied):
+        assert theirs.keys() == ours.keys()
+        assert theirs["mtp.layers.0.eh_proj.weight"].any()
+        for name, expected in theirs.items():
+            scale = expected.abs().max().item()
+            torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6 * scale)

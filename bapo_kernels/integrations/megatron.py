@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 Output = TypeVar("Output")
-_BEFORE_THE_HOOK = "be None before megatron-core 0.18"
+_WITHOUT_THE_HOOK = "be None for a model without output_processor"
 
 
 class FusedHead(Generic[Output]):
@@ -71,6 +71,7 @@ class FusedHead(Generic[Output]):
         inner = unwrap_model(model)
         if not inner.post_process:
             return model(*inputs, **others)
+        _check(inner.output_layer, inner.config, others.get("inference_context"))
         outputs: list[Output] = []  # Float16Module would make a plain tuple of a named one
         if "output_processor" in inspect.signature(inner.forward).parameters:
 
@@ -81,8 +82,8 @@ class FusedHead(Generic[Output]):
             model(*inputs, output_processor=processor, **others)
         else:
             layers = inner.config.mtp_num_layers
-            require(layers is None, "mtp_num_layers", _BEFORE_THE_HOOK, layers)
-            require(others.get("labels") is None, "labels", _BEFORE_THE_HOOK, "a tensor")
+            require(layers is None, "mtp_num_layers", _WITHOUT_THE_HOOK, layers)
+            require(others.get("labels") is None, "labels", _WITHOUT_THE_HOOK, "a tensor")
 
             def instead(
                 hidden_states: Tensor, weight: Tensor | None = None, **_: Any
@@ -90,7 +91,6 @@ class FusedHead(Generic[Output]):
                 outputs.append(self._of(inner.output_layer, hidden_states, weight))
                 return hidden_states.new_empty(1, 1), None  # which the model transposes
 
-            _check(inner.output_layer, inner.config, others.get("inference_context"))
             with _replaced(inner.output_layer, instead):
                 model(*inputs, **others)
         return outputs[0]
