@@ -2,6 +2,7 @@
 # ruff: noqa: E402  # megatron-core is imported after a check that it is installed
 
 import contextlib
+import functools
 import itertools
 from collections import Counter
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from helpers import EPS, assert_within_budget, needs_native
 from packaging.version import Version
+from torch.distributed.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,13 +58,33 @@ class Norm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
+class Attention(torch.nn.Module):
+    """Attention over the sequences of both context-parallel ranks; Megatron's needs a GPU."""
+
+    def __init__(self, *_, **__):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **_):
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+
+        def whole(x):
+            chunks = torch.cat(functional.all_gather(x, group)).chunk(4)
+            return torch.cat([chunks[i] for i in (0, 2, 3, 1)])  # rank 0 has the outer two
+
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, whole(key), whole(value)))
+        found = scaled_dot_product_attention(query, key, value, ~attention_mask)
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
 @contextlib.contextmanager
-def layout(tensor=1, pipeline=1):
+def layout(tensor=1, pipeline=1, context=1):
     """Megatron's process groups, without a GPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
     # Its tracker for inference keeps no state of a GPU's generator.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     try:
@@ -74,15 +97,8 @@ def layout(tensor=1, pipeline=1):
         parallel_state.destroy_model_parallel()
 
 
-def model_of(tied=False, dtype=torch.float32, first=True, last=True, **options):
-    """A tiny model, with the same parameters in every layout."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
+def config_of(**options):
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     given = dict(
         num_layers=2,
@@ -97,11 +113,29 @@ def model_of(tied=False, dtype=torch.float32, first=True, last=True, **options):
         gradient_accumulation_fusion=False,
         pipeline_dtype=torch.float32,
     )
-    config = TransformerConfig(**given | options)
+    return TransformerConfig(**given | options)
+
+
+def layer_of(config):
+    """Megatron's layer, with what of this file stands in for classes that need a GPU."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    return layer
+
+
+def model_of(tied=False, dtype=torch.float32, first=True, last=True, **options):
+    """A tiny model, with the same parameters in every layout."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = config_of(**options)
     layers = config.num_layers // config.pipeline_model_parallel_size
-    block, further = TransformerBlockSubmodules([layer] * layers, Norm), None
+    block, further = TransformerBlockSubmodules([layer_of(config)] * layers, Norm), None
     if config.mtp_num_layers:
         further = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
         of_further = further.layer_specs[0].submodules
@@ -156,19 +190,22 @@ def train(model, output):
     """Losses of three optimizer steps, and the parameters."""
     inputs, arguments = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    losses = []
+    losses, context = [], model.config.context_parallel_size > 1
     for _ in range(3):
         optimizer.zero_grad()
         out = output(model, inputs, arguments)
         out.loss.backward()
         for parameter in model.parameters():
-            if getattr(parameter, "sequence_parallel", False):
+            if getattr(parameter, "sequence_parallel", False) or context:
                 dist.all_reduce(parameter.grad)  # as Megatron's finalize_model_grads does
+        if context:
+            dist.all_reduce(out.loss.detach())
         optimizer.step()
         losses.append(out.loss.item())
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
+@functools.cache
 def plain_rank(rank, tied):
     """Plain layers on one rank, in float64 and float32."""
     with layout():
@@ -212,6 +249,42 @@ def test_three_steps(ranks, tied, sequence_parallel, output):
             # Three steps of two ranks round a few times where one process does once.
             inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
             assert_within_budget(name, whole, plain[1][name], expected, inherited=inherited)
+
+
+def of_part(model, inputs, arguments):
+    """The loss of this context-parallel rank's part of the sequences."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    names = "tokens", "positions", "attention_mask", "labels", "old", "advantages", "mask"
+    whole = {name: x.contiguous() for name, x in zip(names, inputs + arguments, strict=True)}
+    group = parallel_state.get_context_parallel_group()
+    one_size = {"is_hybrid_cp": False} if HAS_HOOK else {}
+    part = get_batch_on_this_cp_rank(whole, **one_size, cp_group=group)
+    tokens, positions, causal, *arguments = part.values()
+    counts = dict(process_group=group, batch_num_tokens=counted_tokens())
+    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG, **counts)
+    return head.forward(model, tokens, positions, causal)
+
+
+def context_rank(rank):
+    with layout(context=2):
+        model = model_of(context_parallel_size=2)
+        return train(model, of_part)
+
+
+def test_context_parallel(ranks):
+    """Megatron's function divides the sequences: rank 0 has their outer two quarters."""
+    truth, plain = ranks.run(plain_rank, False)[0]
+    for losses, parameters in ranks.run(context_rank):
+        assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
+        for name, expected in truth[1].items():
+            inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
+            assert_within_budget(
+                name, parameters[name], plain[1][name], expected, inherited=inherited
+            )
 
 
 class Collectives(TorchDispatchMode):
@@ -442,16 +515,18 @@ def test_unsupported(ranks, name):
     assert messages == [f"{name} must {UNSUPPORTED[name]}"] * 2
 
 
-def multi_token_rank(rank, tied):
-    """Gradients of a model whose second head predicts the token after next, by both heads."""
-    with layout(tensor=2):
-        found = []
-        for output in (of_cross_entropy, of_head_with_labels):
-            options = dict(mtp_num_layers=1, tensor_model_parallel_size=2, sequence_parallel=True)
-            model = model_of(tied, **options)
-            output(model, *batch()).loss.backward()
-            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        return found
+def hybrid_of(**options):
+    """megatron-core's successor of the ``GPTModel``, which has no ``output_processor``."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    config = config_of(**options)
+    layers = HybridStackSubmodules(attention_layer=layer_of(config))
+    stack = ModuleSpec(HybridStack, {"post_layer_norm": False}, layers)
+    torch.manual_seed(0)
+    pattern = dict(hybrid_layer_pattern="**", position_embedding_type="learned_absolute")
+    return HybridModel(config, stack, V, S, **pattern)
 
 
 def of_head_with_labels(model, inputs, arguments):
@@ -461,13 +536,35 @@ def of_head_with_labels(model, inputs, arguments):
     return head.forward(model, *inputs, labels=arguments[0])
 
 
+def both_heads_rank(rank, model_of, output, **options):
+    """Gradients with Megatron's head and with this one."""
+    with layout(tensor=2):
+        found = []
+        for of_output in (of_cross_entropy, output):
+            model = model_of(tensor_model_parallel_size=2, sequence_parallel=True, **options)
+            of_output(model, *batch()).loss.backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        return found
+
+
+def assert_same_gradients(theirs, ours):
+    assert theirs.keys() == ours.keys()
+    for name, expected in theirs.items():
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6 * scale)
+
+
 @pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
 @pytest.mark.parametrize("tied", [False, True])
 def test_multi_token_prediction(ranks, tied):
-    """The second head's loss stays Megatron's, and is added to the gradients as before."""
-    for theirs, ours in ranks.run(multi_token_rank, tied):
-        assert theirs.keys() == ours.keys()
+    """The loss of the second head, for the token after next, stays Megatron's."""
+    options = dict(mtp_num_layers=1, tied=tied)
+    for theirs, ours in ranks.run(both_heads_rank, model_of, of_head_with_labels, **options):
         assert theirs["mtp.layers.0.eh_proj.weight"].any()
-        for name, expected in theirs.items():
-            scale = expected.abs().max().item()
-            torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6 * scale)
+        assert_same_gradients(theirs, ours)
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
+def test_hybrid_model(ranks):
+    for theirs, ours in ranks.run(both_heads_rank, hybrid_of, of_head):
+        assert_same_gradients(theirs, ours)
