@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 B, S, V, H = 3, 8, 64, 32
+TEMPERATURE = 0.7
 HAS_HOOK = Version(megatron.__version__) >= Version("0.18")
 CONFIG = BAPOConfig.paper(target=0.6)
 SUMMED = BAPOConfig.paper(target=0.6, loss_agg_mode="token-sum")
@@ -567,4 +568,67 @@ def test_multi_token_prediction(ranks, tied):
 @pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
 def test_hybrid_model(ranks):
     for theirs, ours in ranks.run(both_heads_rank, hybrid_of, of_head):
+        assert_same_gradients(theirs, ours)
+
+
+class Values(torch.nn.Module):
+    """In place of attention over packed sequences, for which Megatron needs a GPU."""
+
+    def forward(self, query, key, value, *_, **__):
+        return value.flatten(1)
+
+
+def packed_model():
+    model = model_of(tensor_model_parallel_size=2, sequence_parallel=True)
+    model.embedding.add_position_embedding = False
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention = Values()
+    return model
+
+
+def jagged(*sequences):
+    return torch.nested.as_nested_tensor(list(sequences), layout=torch.jagged)
+
+
+def verl_rank(rank):
+    """Log-probs, entropies and gradients by verl's own head of logits and by this one."""
+    from verl.models.mcore import model_forward, model_forward_fused
+    from verl.utils.megatron import tensor_parallel
+
+    from bapo_kernels.integrations import verl_megatron  # noqa: F401  # replaces verl's
+
+    def of_logits(logits, label):
+        scaled = logits / TEMPERATURE
+        entropy = tensor_parallel.vocab_parallel_entropy(scaled.clone())
+        log_probs = tensor_parallel.vocab_parallel_log_probs_from_logits(scaled, label)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    tokens = jagged(*(row[: S - 3 * b] for b, row in enumerate(batch()[0][0])))
+    found = []
+    with layout(tensor=2), torch.compiler.set_stance("force_eager"):
+        for fused in (False, True):
+            model = packed_model()
+            if fused:
+                model_forward_fused.patch_fused_forward(model)
+                forward = model_forward_fused.fused_forward_model_engine()
+                output = forward(model, tokens, tokens.clone(), {}, TEMPERATURE, True, 0)
+            else:
+                forward = model_forward.gptmodel_forward_model_engine
+                output = forward(model, tokens, {}, of_logits, {"label": tokens.clone()})
+            log_probs, entropy = (output[name].values() for name in ("log_probs", "entropy"))
+            (log_probs.square() + 0.3 * entropy).sum().backward()
+            found.append(
+                {"log_probs": log_probs.detach(), "entropy": entropy.detach()}
+                | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            )
+    return found
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
+def test_verls_engine(ranks):
+    """verl's own functions for packed sequences, before and behind the head."""
+    pytest.importorskip("verl", reason="needs verl")
+    for theirs, ours in ranks.run(verl_rank):
+        assert len(theirs["log_probs"]) == 8 + 5 + 2
+        assert theirs["output_layer.weight"].any(1).all()
         assert_same_gradients(theirs, ours)
