@@ -472,6 +472,36 @@ def test_two_pipeline_stages(ranks):
         assert_within_budget(name, found[name], plain[1][name], expected, inherited=inherited)
 
 
+def biased_rank(rank, skip_bias_add):
+    """Log-probs with gradients, by a head with a bias and by Megatron's functions."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    with layout(tensor=2):
+        config = config_of(tensor_model_parallel_size=2)
+        normal = torch.nn.init.normal_
+        layer = ColumnParallelLinear(
+            H, V, config=config, init_method=normal, skip_bias_add=skip_bias_add
+        )
+        layer.bias.data = torch.linspace(-1, 1, V).chunk(2)[rank].clone()
+        hidden = torch.linspace(-1, 1, S * B * H).sin().view(S, B, H).requires_grad_()
+        _, (labels, _, advantages, _) = batch()
+        of_model = dict(output_layer=layer, output_weight=None, config=config)
+        logits, _ = layer(hidden)
+        theirs = -vocab_parallel_cross_entropy(logits, labels.T.contiguous()).T
+        ours, _ = FusedHead(linear_log_probs, labels)(hidden_states=hidden, **of_model)
+        leaves = [hidden, layer.weight] if skip_bias_add else [hidden, layer.weight, layer.bias]
+        return [[x.detach(), *torch.autograd.grad(x, leaves, advantages)] for x in (theirs, ours)]
+
+
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+def test_bias_of_the_output_layer(ranks, skip_bias_add):
+    for theirs, ours in ranks.run(biased_rank, skip_bias_add):
+        for expected, got in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 UNSUPPORTED = {
     "output_layer": "be a ColumnParallelLinear with its own forward, got ColumnParallelLinear",
     "output_layer.weight": "not be managed by Megatron-FSDP, got a shard",
@@ -632,3 +662,30 @@ def test_verls_engine(ranks):
         assert len(theirs["log_probs"]) == 8 + 5 + 2
         assert theirs["output_layer.weight"].any(1).all()
         assert_same_gradients(theirs, ours)
+
+
+def measured_rank(rank, factor):
+    """The methods whose loss, times a factor, the benchmark refuses to time."""
+    from benchmarks import megatron_step
+    from benchmarks.gate import WrongAnswerError
+
+    def scaled(right):
+        return lambda *arguments: factor * right(*arguments)
+
+    wrong = {name: scaled(right) for name, right in megatron_step.METHODS.items()}
+    refused = []
+    with layout(tensor=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_step, "METHODS", wrong)
+        for name in wrong:
+            try:
+                assert megatron_step.measure(name, megatron_step.SMALL)["ms"] > 0
+            except WrongAnswerError:
+                refused.append(name)
+    return refused
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_the_benchmark_times_correct_methods(ranks, factor):
+    from benchmarks.megatron_step import METHODS
+
+    assert ranks.run(measured_rank, factor) == [[] if factor == 1 else list(METHODS)] * 2
