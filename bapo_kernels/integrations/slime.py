@@ -10,53 +10,103 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import require
-from ..config import IGNORE_INDEX
-from ..functional import bapo_loss
+from ..config import BAPOConfig
+from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
+from ..output import BAPOOutput
 from . import config_of, names_of_metrics
+from .slime_tokens import ResponseTokens, response_tokens
+from .slime_weights import Weights, corrects, opsm, weights_of
 
 _OWNERS = dict(
     loss_agg_mode="slime's reduction",
     loss_scale_factor="slime's reduction",
     clip_ratio_c="eps_clip_c",
     temperature="rollout_temperature",
-    kl_loss_coef="use_kl_loss, which must be False",
-    kl_loss_type="use_kl_loss, which must be False",
-    entropy_coef="slime's entropy_coef, which must be 0",
+    kl_loss_coef="slime's kl_loss_coef",
+    kl_loss_type="slime's kl_loss_type",
+    entropy_coef="slime's entropy_coef",
 )
-_METRICS = ("pg_clipfrac", "ppo_kl", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share")
+_METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share")
 
 
 def bapo_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of a micro-batch, in one pass over ``logits [1, T, V/TP]``.
+    """Loss and metrics of a micro-batch, from ``logits [1, T, V/TP]``.
 
     ``sum_of_sample_mean`` is linear in the values per token, so its gradient is the weight of every
-    response token. These weights replace slime's reduction. The search covers the tokens of this
-    rank alone, because slime's ranks may have different numbers of micro-batches.
+    response token. These weights replace slime's reduction. The search covers the micro-batch, on
+    all context-parallel ranks that share it; data-parallel ranks may have different numbers of
+    micro-batches, so each decides alone.
+
+    Loss and gradient are made in one pass, unless log-probs are needed before the loss (context
+    parallelism, KL, entropy, OPSM, a correction without ``log_probs`` in the batch). Backward then
+    reads the logits a second time.
 
     Raises:
-        ValueError: context parallelism is on, an option of slime is set that would be ignored, or
-            ``bapo_options`` has an option that slime decides.
+        ValueError: the rollout was cut by top-p, or ``bapo_options`` has an option that slime
+            decides.
     """
-    from megatron.core import mpu
+    top_p = getattr(args, "rollout_top_p", 1.0)
+    require(top_p == 1.0, "rollout_top_p", "be 1 with BAPO", top_p)
+    tokens = response_tokens(args, batch, logits.shape[1], logits.device)
+    values = _values(args, batch, tokens)
+    config, vocab_group = _config(args), _tensor_group()
+    log: dict[str, Tensor] = {}
+    if _is_one_pass(args, batch, tokens):
+        weights = weights_of(args, batch, tokens, sum_of_sample_mean, None)
+        out = _loss_of_logits(logits[0], batch, tokens, values, weights, config, vocab_group)
+        logp, loss = out.log_probs[tokens.rows], out.loss
+        entropy = torch.zeros_like(logp) if out.entropy is None else out.entropy[tokens.rows]
+    else:
+        temperature = config.temperature
+        of_rows = log_probs(
+            logits[0], tokens.labels, temperature=temperature, vocab_group=vocab_group
+        )
+        of_rank = torch.stack([value[tokens.rows] for value in of_rows if value is not None])
+        logp, entropy = tokens.whole(of_rank, tokens.predicted)
+        weights = weights_of(args, batch, tokens, sum_of_sample_mean, logp)
+        out, loss, log = _loss_of_log_probs(
+            args, batch, tokens, values, weights, config, logp, entropy
+        )
+    logp, logged = logp.detach(), tokens.weights(sum_of_sample_mean)
+    log_ratios = logp - values.get("old", logp)
+    log = dict(
+        loss=loss.detach(),
+        pg_loss=out.metrics["pg_loss"],
+        entropy_loss=(weights.others * entropy.detach()).sum(),
+        ppo_kl=-(weights.others * log_ratios).sum(),
+        # slime divides what is logged by the number of samples, as it does with the loss.
+        **{name: out.metrics[name] * logged.sum() for name in names_of_metrics(config, _METRICS)},
+        **log,
+        **weights.log,
+    )
+    if corrects(args):
+        if config.ratio_level == "sequence":
+            log_ratios = _means(log_ratios, tokens, batch["loss_masks"])
+        log["ois"] = (logged * log_ratios.exp()).sum()
+    if "rollout" in values:
+        trained = logp if args.use_rollout_logprobs else values.get("old", logp)
+        difference = (trained - values["rollout"]).abs()
+        log["train_rollout_logprob_abs_diff"] = (weights.others * difference).sum()
+    return loss, log
 
-    _check_options(args, mpu.get_context_parallel_world_size())
-    T = logits.shape[1]
-    labels, index = _labels(batch, T, logits.device)
-    with torch.enable_grad():
-        ones = torch.ones(index.numel(), device=logits.device, requires_grad=True)
-        (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
 
-    def spread(values: Tensor) -> Tensor:
-        return torch.zeros(T, device=logits.device).index_copy(0, index, values.float())
+def _means(values: Tensor, tokens: ResponseTokens, masks: list[Tensor]) -> Tensor:
+    """For each token the mean of its response."""
+    samples = zip(values.split(tokens.lengths), masks, strict=True)
+    means = [((x * mask).sum() / mask.sum().clamp(min=1)).expand_as(x) for x, mask in samples]
+    return torch.cat(means)
 
-    old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-    rollout = batch.get("rollout_log_probs")
-    config = config_of(
+
+def _config(args: Any) -> BAPOConfig:
+    """slime's estimators GSPO and CISPO are a level of the ratio and a surrogate here."""
+    estimator = getattr(args, "advantage_estimator", None)
+    return config_of(
         getattr(args, "bapo_preset", "paper"),
         getattr(args, "bapo_options", None),
         _OWNERS,
@@ -64,55 +114,105 @@ def bapo_loss_function(
         loss_agg_mode="token-sum",
         clip_ratio_c=getattr(args, "eps_clip_c", None),
         temperature=getattr(args, "rollout_temperature", 1.0),
+        surrogate="cispo" if estimator == "cispo" else None,
+        ratio_level="sequence" if estimator == "gspo" else None,
     )
-    cu_seqlens = None
-    if config.ratio_level == "sequence":
-        ends = torch.tensor([0, *batch["total_lengths"]]).cumsum(0)
-        cu_seqlens = ends.to(logits.device)
-    tensor_group = None
-    if mpu.get_tensor_model_parallel_world_size() > 1:
-        tensor_group = mpu.get_tensor_model_parallel_group()
-    out = bapo_loss(
-        logits[0],
-        labels,
-        spread(torch.cat(old)) if old else None,
-        spread(torch.cat(batch["advantages"])),
-        spread(torch.cat(list(batch["loss_masks"]))),
+
+
+def _tensor_group() -> dist.ProcessGroup | None:
+    from megatron.core import mpu
+
+    if mpu.get_tensor_model_parallel_world_size() == 1:
+        return None
+    group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
+    return group
+
+
+def _is_one_pass(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> bool:
+    names = ("use_kl_loss", "use_opsm", "entropy_coef")
+    terms = any(getattr(args, name, False) for name in names)
+    knows_weights = not corrects(args) or bool(batch.get("log_probs"))
+    return tokens.group is None and not terms and knows_weights
+
+
+def _values(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> dict[str, Tensor]:
+    """What the batch has for every response token, each ``[R]``."""
+    rollout = batch.get("rollout_log_probs")
+    lists = dict(
+        advantages=batch["advantages"],
+        old=rollout if args.use_rollout_logprobs else batch.get("log_probs"),
+        rollout=rollout,
+        ref=batch["ref_log_probs"] if getattr(args, "use_kl_loss", False) else None,
+    )
+    given = {name: torch.cat(list(value)).float() for name, value in lists.items() if value}
+    whole = tokens.whole(torch.stack(list(given.values())), tokens.listed)
+    return dict(zip(given, whole, strict=True))
+
+
+def _loss_of_logits(
+    logits: Tensor,
+    batch: dict[str, Any],
+    tokens: ResponseTokens,
+    values: dict[str, Tensor],
+    weights: Weights,
+    config: BAPOConfig,
+    vocab_group: dist.ProcessGroup | None,
+) -> BAPOOutput:
+    of_tokens = values | dict(mask=weights.mask, policy=weights.policy)
+    rows = {
+        name: value.new_zeros(len(logits)).index_copy(0, tokens.rows, value)
+        for name, value in of_tokens.items()
+    }
+    ends = torch.tensor([0, *batch["total_lengths"]], device=logits.device).cumsum(0)
+    return bapo_loss(
+        logits,
+        tokens.labels,
+        rows.get("old"),
+        rows["advantages"],
+        rows["mask"],
         config=config,
-        cu_seqlens=cu_seqlens,
-        rollout_log_probs=spread(torch.cat(rollout)) if rollout else None,
-        rollout_is_weights=spread(weights),
-        vocab_group=tensor_group,
+        cu_seqlens=ends if config.ratio_level == "sequence" else None,
+        rollout_log_probs=rows.get("rollout"),
+        rollout_is_weights=rows["policy"],
+        vocab_group=vocab_group,
     )
-    # slime divides what is logged by the number of samples, as it does with the loss.
-    scale = sum_of_sample_mean(torch.ones_like(ones.detach()))
-    entropy = torch.zeros((), device=logits.device)
-    if out.entropy is not None:
-        entropy = sum_of_sample_mean(out.entropy.detach()[index])
-    log = dict(loss=out.loss.detach(), pg_loss=out.metrics["pg_loss"], entropy_loss=entropy)
-    names = names_of_metrics(config, _METRICS)
-    return out.loss, log | {name: out.metrics[name] * scale for name in names}
 
 
-def _check_options(args: Any, context_parallel_size: int) -> None:
-    for name in ("use_kl_loss", "use_tis", "use_opsm"):
-        require(not getattr(args, name, False), name, "be False with BAPO", True)
-    entropy_coef = getattr(args, "entropy_coef", 0.0)
-    require(not entropy_coef, "entropy_coef", "be 0 with BAPO", entropy_coef)
-    name, rule = "context_parallel_size", "be 1 with BAPO"
-    require(context_parallel_size == 1, name, rule, context_parallel_size)
-
-
-def _labels(batch: dict[str, Any], T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Labels ``[T]`` of the packed rows, and the rows that predict response tokens."""
-    labels = torch.full((T,), IGNORE_INDEX, dtype=torch.long, device=device)
-    rows, end = [], 0
-    lengths = zip(
-        batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True
+def _loss_of_log_probs(
+    args: Any,
+    batch: dict[str, Any],
+    tokens: ResponseTokens,
+    values: dict[str, Tensor],
+    weights: Weights,
+    config: BAPOConfig,
+    logp: Tensor,
+    entropy: Tensor,
+) -> tuple[BAPOOutput, Tensor, dict[str, Tensor]]:
+    """The output of the policy term, the loss with slime's other terms, and what they log."""
+    log: dict[str, Tensor] = {}
+    old, policy = values.get("old", logp.detach()), weights.policy
+    if getattr(args, "use_opsm", False):
+        ratios, masks = logp.detach() - old, batch["loss_masks"]
+        dropped, log["opsm_clipfrac"] = opsm(args, tokens, ratios, values["advantages"], masks)
+        policy = policy.masked_fill(dropped, 0.0)
+    ends = torch.tensor([0, *tokens.lengths], device=logp.device).cumsum(0)
+    out = bapo_loss_from_log_probs(
+        logp,
+        values.get("old"),
+        values["advantages"],
+        weights.mask,
+        config=config,
+        cu_seqlens=ends if config.ratio_level == "sequence" else None,
+        rollout_log_probs=values.get("rollout"),
+        rollout_is_weights=policy,
     )
-    for tokens, total, response in lengths:
-        end += total
-        at = torch.arange(end - response - 1, end - 1, device=device)
-        labels[at] = tokens[-response:].to(labels)
-        rows.append(at)
-    return labels, torch.cat(rows)
+    loss = out.loss - getattr(args, "entropy_coef", 0.0) * (weights.others * entropy).sum()
+    if getattr(args, "use_kl_loss", False):
+        from slime.utils.ppo_utils import compute_approx_kl
+
+        ratio = (logp - old).exp() if getattr(args, "use_unbiased_kl", False) else None
+        kind = args.kl_loss_type
+        kl = compute_approx_kl(logp, values["ref"], kl_loss_type=kind, importance_ratio=ratio)
+        kl_loss = (weights.others * kl).sum()
+        loss, log["kl_loss"] = loss + args.kl_loss_coef * kl_loss, kl_loss.detach()
+    return out, loss, log
