@@ -22,15 +22,41 @@ def stand_in(module, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def megatron(monkeypatch, size=1, rank=0, group=None):
-    """``megatron.core.mpu`` with context parallelism."""
+def arguments(**options):
+    """As slime's parser has them by default, at the temperature of the case."""
+    defaults = dict(
+        advantage_estimator="grpo",
+        allgather_cp=False,
+        calculate_per_token_loss=False,
+        custom_pg_loss_reducer_function_path=None,
+        custom_tis_function_path=None,
+        entropy_coef=0.0,
+        eps_clip=0.2,
+        eps_clip_high=0.28,
+        eps_clip_c=None,
+        get_mismatch_metrics=False,
+        log_probs_chunk_size=-1,
+        on_policy=False,
+        rollout_temperature=TEMPERATURE,
+        rollout_top_p=1.0,
+        use_kl_loss=False,
+        use_opsm=False,
+        use_rollout_logprobs=False,
+        use_tis=False,
+        use_unbiased_kl=False,
+    )
+    return Namespace(**(defaults | options))
+
+
+def megatron(monkeypatch, size=1, rank=0, group=None, tensor_group=None):
+    """``megatron.core.mpu`` with context parallelism or tensor parallelism."""
     module = ModuleType("megatron.core")
     module.mpu = Namespace(
         get_context_parallel_world_size=lambda: size,
         get_context_parallel_rank=lambda: rank,
         get_context_parallel_group=lambda: group,
-        get_tensor_model_parallel_world_size=lambda: 1,
-        get_tensor_model_parallel_group=lambda: None,
+        get_tensor_model_parallel_world_size=lambda: 2 if tensor_group else 1,
+        get_tensor_model_parallel_group=lambda: tensor_group,
     )
     stand_in(module, monkeypatch)
 
@@ -43,7 +69,7 @@ def slime(monkeypatch, reduction):
         vars(made).update(functions)
         stand_in(made, monkeypatch)
 
-    module("utils.ppo_utils", compute_approx_kl=approx_kl)
+    module("utils.ppo_utils", compute_approx_kl=approx_kl, compute_opsm_mask=opsm)
     module("utils.misc", load_function=lambda path: {"rejecting": rejecting, "sums": sums}[path])
     module("backends.megatron_utils.loss", vanilla_tis_function=truncated)
     module("backends.megatron_utils.cp_utils", get_sum_of_sample_mean=reduction)
@@ -54,6 +80,16 @@ def approx_kl(log_probs, log_probs_base, kl_loss_type, importance_ratio=None):
     kl = {"k1": d, "k2": d**2 / 2}.get(kl_loss_type, torch.exp(-d) - 1 + d)
     kl = kl if importance_ratio is None else importance_ratio * kl
     return kl.clamp(-10, 10) if kl_loss_type == "low_var_kl" else kl
+
+
+def opsm(args, full_log_probs, full_old_log_probs, advantages, loss_masks):
+    samples = zip(full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True)
+    drops = [
+        ((((old - logp) * mask).sum() / mask.sum() > args.opsm_delta) & (A < 0)).float()
+        for logp, old, A, mask in samples
+    ]
+    shares = [drop.sum() / mask.sum() for drop, mask in zip(drops, loss_masks, strict=True)]
+    return 1 - torch.cat(drops), sum(shares)
 
 
 def truncated(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **_):

@@ -303,7 +303,7 @@ def test_surrogates(framework, level, surrogate, monkeypatch):
 def slime_with(options, monkeypatch):
     slime_case.megatron(monkeypatch)
     batch, _, logits, *_ = slime_case.case()
-    args = Namespace(use_rollout_logprobs=False, bapo_options=options)
+    args = slime_case.arguments(bapo_options=options)
     bapo_loss_function(args, batch, logits, torch.sum)
 
 

@@ -3,8 +3,6 @@
 slime is not on PyPI: where it can be imported (624b824, 0.3.1), its own loss is run too.
 """
 
-from argparse import Namespace
-
 import pytest
 import slime_case
 import torch
@@ -45,32 +43,10 @@ OPTIONS = {
 
 
 def arguments(options, bapo_options=None):
-    """slime's, as its parser has them by default; targets that need a search."""
+    """With targets that need a search."""
     if bapo_options is None:
         bapo_options = {"target": 0.4 if "gspo" in options.values() else 0.5}
-    defaults = dict(
-        advantage_estimator="grpo",
-        allgather_cp=False,
-        bapo_options=bapo_options,
-        calculate_per_token_loss=False,
-        custom_pg_loss_reducer_function_path=None,
-        custom_tis_function_path=None,
-        entropy_coef=0.0,
-        eps_clip=0.2,
-        eps_clip_high=0.28,
-        eps_clip_c=None,
-        get_mismatch_metrics=False,
-        log_probs_chunk_size=-1,
-        on_policy=False,
-        rollout_temperature=TEMPERATURE,
-        rollout_top_p=1.0,
-        use_kl_loss=False,
-        use_opsm=False,
-        use_rollout_logprobs=False,
-        use_tis=False,
-        use_unbiased_kl=False,
-    )
-    return Namespace(**(defaults | options))
+    return slime_case.arguments(bapo_options=bapo_options, **options)
 
 
 def reduction_of(own=None):
@@ -163,6 +139,14 @@ def expected(args, batch, logits, rows, labels):
         kl = reduce(slime_case.approx_kl(logp, ref, args.kl_loss_type, ratio))
         loss, log["kl_loss"] = loss + args.kl_loss_coef * kl, kl.item()
     log["ppo_kl"] = reduce(old - logp).item()
+    given = reduction_of_batch(args, batch)
+    if args.use_tis:
+        log |= dict(ois=given(r).item(), tis=given((train - rollout).exp()).item())
+    if args.use_opsm:
+        shares = zip(dropped.split(lengths), masks, strict=True)
+        log["opsm_clipfrac"] = sum((x.sum() / mask.sum()).item() for x, mask in shares)
+    compared = logp if args.use_rollout_logprobs else old
+    log["train_rollout_logprob_abs_diff"] = reduce((compared - rollout).abs()).item()
     return loss, log
 
 
@@ -187,8 +171,6 @@ def test_options(options, monkeypatch):
     scale = reduction(torch.ones(11)).item()
     for name in ("bapo_clip_low", "bapo_clip_high"):
         assert log[name].item() == pytest.approx(metrics.pop(name) * scale, rel=1e-6)
-    if not {"entropy_coef", "use_opsm", "use_kl_loss"} & set(options) and not args.on_policy:
-        metrics.pop("entropy_loss")  # one pass does not compute it
     for name, value in metrics.items():
         assert log[name].item() == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
@@ -277,6 +259,47 @@ def test_context_parallelism(name, allgather_cp, worlds):
         assert logged == pytest.approx(value * factor, rel=1e-5, abs=1e-6), name
 
 
+def shard_of_vocabulary(rank, size, options):
+    """Loss, log and gradient of a rank's columns of the logits."""
+    args = arguments(options)
+    batch, logits, *_ = batch_of(args)
+    leaf = logits.tensor_split(size, -1)[rank].clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slime_case.megatron(monkeypatch, tensor_group=dist.group.WORLD)
+        slime_case.slime(monkeypatch, reduction_of())
+        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch))
+    loss.backward()
+    return loss.detach(), log, leaf.grad
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_tensor_parallelism(name, worlds):
+    """Every rank has the loss of the whole vocabulary, and the gradient of its columns."""
+    ranks = worlds(2).run(shard_of_vocabulary, 2, OPTIONS[name])
+    args = arguments(OPTIONS[name])
+    batch, logits, rows, labels = batch_of(args)
+    true = logits.double().requires_grad_()
+    other, metrics = expected(args, batch, true, rows, labels)
+    other.backward()
+    gradient = torch.cat([part for *_, part in ranks], -1)
+    torch.testing.assert_close(gradient.double(), true.grad, rtol=1e-5, atol=1e-7)
+    for loss, log, _ in ranks:
+        torch.testing.assert_close(loss.double(), other.detach(), rtol=1e-5, atol=1e-6)
+        assert log["entropy_loss"].item() == pytest.approx(metrics["entropy_loss"], rel=1e-5)
+
+
+def test_masked_tokens_are_not_logged(monkeypatch):
+    """Nothing is read of them, and ``0*inf`` is not 0."""
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
+    args, logs = arguments(TIS), []
+    for masked in (-1.0, -1000.0):
+        batch, logits, *_ = batch_of(args)
+        batch["log_probs"][2][1] = masked
+        logs.append(bapo_loss_function(args, batch, logits, reduction_of_batch(args, batch))[1])
+    assert logs[0] == logs[1]
+
+
 def test_rollouts_cut_by_top_p_are_refused(monkeypatch):
     slime_case.megatron(monkeypatch)
     args = arguments(dict(rollout_top_p=0.9))
@@ -296,7 +319,7 @@ def test_sequences(surrogate, monkeypatch):
         return sum((x_i * mask).sum() / mask.sum() for x_i, mask in pieces)
 
     options = dict(surrogate=surrogate, ratio_level="sequence")
-    args = Namespace(use_rollout_logprobs=False, rollout_temperature=0.8, bapo_options=options)
+    args = slime_case.arguments(bapo_options=options)
     leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
     loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
 

@@ -41,6 +41,16 @@ class ResponseTokens:
         summed: Tensor = own if self.group is None else _Sum.apply(own, self.group)
         return summed
 
+    def spread(self, values: Tensor) -> Tensor:
+        """``[T]`` from the values ``[R]`` of a rank that has all tokens; 0 in the other rows."""
+        return values.new_zeros(len(self.labels)).index_copy(0, self.rows, values)
+
+    def means(self, values: Tensor, masks: list[Tensor]) -> Tensor:
+        """``[R]``: for each token the mean of its response."""
+        samples = zip(values.split(self.lengths), masks, strict=True)
+        means = [((x * mask).sum() / mask.sum().clamp(min=1)).expand_as(x) for x, mask in samples]
+        return torch.cat(means)
+
     def weights(self, reduction: Callable[[Tensor], Tensor]) -> Tensor:
         """Weights ``[R]`` of a reduction of slime, which is linear: its gradient.
 

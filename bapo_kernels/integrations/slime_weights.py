@@ -15,21 +15,23 @@ class Weights(NamedTuple):
     """Of every response token, ``[R]``; zero where another rank has the token in its lists.
 
     Attributes:
-        policy: of the policy term, factors of a correction included.
-        others: of the KL and entropy terms, and of what is logged.
-        mask: tokens that count in the search; of all ranks.
-        log: metrics of the correction.
+        policy: of the policy term, factors of OPSM and of a correction included.
+        others: of the KL and entropy terms: zero where a correction rejects the token.
+        logged: of what is logged of all tokens, rejected ones included.
+        mask: 1 for the tokens that count in the search; of all ranks.
+        log: metrics of OPSM and of the correction.
     """
 
     policy: Tensor
     others: Tensor
+    logged: Tensor
     mask: Tensor
     log: dict[str, Tensor]
 
 
 def corrects(args: Any) -> bool:
-    """Whether slime weighs the tokens by the mismatch of its two engines."""
-    return getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False)
+    """Whether slime corrects, or measures, the mismatch of its two engines."""
+    return bool(args.use_tis or args.get_mismatch_metrics)
 
 
 def weights_of(
@@ -38,75 +40,88 @@ def weights_of(
     tokens: ResponseTokens,
     reduction: Callable[[Tensor], Tensor],
     log_probs: Tensor | None,
+    old_log_probs: Tensor | None,
 ) -> Weights:
     """The weights that slime's own functions give.
 
-    slime multiplies the policy terms by the factors of its correction (``use_tis``, or the function
-    at ``custom_tis_function_path``), so the corrected terms of ones are the factors.
+    OPSM and the correction (``use_tis``, or the function at ``custom_tis_function_path``) multiply
+    the policy terms by factors, so what they make of ones are the factors.
 
     Args:
-        log_probs: ``[R]``, for the correction where the batch has none.
+        log_probs: ``[R]``, for OPSM, and for a correction where the batch has none.
+        old_log_probs: ``[R]``; default: ``log_probs``.
     """
-    masks, factors = batch["loss_masks"], None
+    lengths, masks = (batch["total_lengths"], batch["response_lengths"]), batch["loss_masks"]
+    per_token = args.calculate_per_token_loss
+    logged = others = tokens.weights(reduction)
+    factors = torch.ones(len(tokens.listed), device=logged.device)
     log: dict[str, Tensor] = {}
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    per_token = getattr(args, "calculate_per_token_loss", False)
+    if args.use_opsm:
+        factors, log["opsm_clipfrac"] = _opsm(args, batch, tokens, log_probs, old_log_probs)
     if corrects(args):
-        train = batch.get("log_probs")
-        if not train:
-            assert log_probs is not None
-            counts = [len(values) for values in batch["advantages"]]
-            train = log_probs.detach()[tokens.listed].split(counts)
+        from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+
         factors, masks, metrics = _correction(args)(
             args=args,
-            pg_loss=torch.ones(len(tokens.listed), device=tokens.listed.device),
-            train_log_probs=list(train),
+            pg_loss=factors,
+            train_log_probs=_train_log_probs(batch, tokens, log_probs),
             rollout_log_probs=batch["rollout_log_probs"],
             loss_masks=masks,
             total_lengths=lengths[0],
             response_lengths=lengths[1],
         )
-        log = {name: reduction(value).detach() for name, value in metrics.items()}
-        from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
-
-        # Tokens that the correction rejects leave the numerators, not the denominators.
-        reduction = get_sum_of_sample_mean(*lengths, masks, batch["rollout_mask_sums"], per_token)
-    others = policy = tokens.weights(reduction)
-    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+        log |= {name: reduction(value) for name, value in metrics.items()}
+        # Rejected tokens leave the numerators, not the denominators.
+        kept = get_sum_of_sample_mean(*lengths, masks, batch["rollout_mask_sums"], per_token)
+        others = tokens.weights(kept)
+    policy, path = others, getattr(args, "custom_pg_loss_reducer_function_path", None)
     if path is not None:
-        from slime.utils.misc import load_function
-
-        policy = tokens.weights(load_function(path)(*lengths, masks, per_token))
-    if factors is not None:
-        policy = policy.index_copy(0, tokens.listed, policy[tokens.listed] * factors.detach())
-    return Weights(policy, others, torch.cat(list(masks)).to(others), log)
+        policy = tokens.weights(_load(path)(*lengths, masks, per_token))
+    policy = policy.index_copy(0, tokens.listed, policy[tokens.listed] * factors.detach())
+    return Weights(policy, others, logged, torch.cat(list(masks)).to(others), log)
 
 
-def opsm(
-    args: Any, tokens: ResponseTokens, log_ratios: Tensor, advantages: Tensor, masks: list[Tensor]
+def _opsm(
+    args: Any,
+    batch: dict[str, Any],
+    tokens: ResponseTokens,
+    log_probs: Tensor | None,
+    old_log_probs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Off-policy sequence masking: the tokens ``[R]`` that it drops, and their logged share.
+    """Factors of off-policy sequence masking, and the share that it drops."""
+    from slime.utils.ppo_utils import compute_opsm_mask
 
-    These are the tokens of negative advantage of the responses whose mean of ``old - logp`` is
-    above ``opsm_delta``.
-    """
-    dropped, shares = [], []
-    ratios, of_samples = log_ratios.split(tokens.lengths), advantages.split(tokens.lengths)
-    samples = zip(ratios, of_samples, masks, strict=True)
-    for log_ratio, A, mask in samples:
-        unmasked = mask.sum().clamp(min=1)
-        kl = -(log_ratio * mask).sum() / unmasked
-        dropped.append((A < 0) & (kl > args.opsm_delta))
-        shares.append(dropped[-1] / unmasked)
-    return torch.cat(dropped), torch.cat(shares)[tokens.listed].sum()
+    assert log_probs is not None
+    old = log_probs if old_log_probs is None else old_log_probs
+    factors, share = compute_opsm_mask(
+        args=args,
+        full_log_probs=log_probs.detach().split(tokens.lengths),
+        full_old_log_probs=old.detach().split(tokens.lengths),
+        advantages=batch["advantages"],
+        loss_masks=batch["loss_masks"],
+    )
+    return factors, share
+
+
+def _train_log_probs(
+    batch: dict[str, Any], tokens: ResponseTokens, log_probs: Tensor | None
+) -> list[Tensor]:
+    if batch.get("log_probs"):
+        return list(batch["log_probs"])
+    assert log_probs is not None
+    counts = [len(values) for values in batch["advantages"]]
+    return list(log_probs.detach()[tokens.listed].split(counts))
 
 
 def _correction(args: Any) -> Any:
-    path = getattr(args, "custom_tis_function_path", None)
-    if path is None:
-        from slime.backends.megatron_utils.loss import vanilla_tis_function
+    if args.custom_tis_function_path is not None:
+        return _load(args.custom_tis_function_path)
+    from slime.backends.megatron_utils.loss import vanilla_tis_function
 
-        return vanilla_tis_function
+    return vanilla_tis_function
+
+
+def _load(path: str) -> Any:
     from slime.utils.misc import load_function
 
     return load_function(path)
