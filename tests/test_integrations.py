@@ -14,9 +14,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import slime_case
 import torch
 from helpers import make_case, needs_native, unmasked_tokens
-from torch.nn.utils.rnn import pad_sequence
+from slime_case import stand_in
 
 from bapo_kernels import (
     BAPOConfig,
@@ -73,15 +74,6 @@ def test_recipe_matches_the_authors_function(backend):
         torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-7)
         reached.add((expected["clip_low"], expected["clip_high"]))
     assert len(reached) >= 6
-
-
-def stand_in(module, monkeypatch):
-    """Imports find the module, and its parents."""
-    parents = module.__name__.split(".")[:-1]
-    for depth in range(1, len(parents) + 1):
-        name = ".".join(parents[:depth])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def tokens_of(seed=0, shape=(4, 9)):
@@ -202,84 +194,6 @@ def test_trinity(monkeypatch):
     assert registry["bapo"].default_args() == {"preset": "paper", "loss_agg_mode": "token-mean"}
 
 
-def slime_batch(V=33):
-    """Three samples packed: prompts of 3, 1, 2 and responses of 4, 2, 5."""
-    g = torch.Generator().manual_seed(4)
-    totals, responses = [7, 3, 7], [4, 2, 5]
-    tokens = [torch.randint(0, V, (n,), generator=g) for n in totals]
-    logits = 3 * torch.randn(1, sum(totals), V, generator=g)
-    ends = torch.tensor(totals).cumsum(0).tolist()
-    rows = [torch.arange(e - r - 1, e - 1) for e, r in zip(ends, responses, strict=True)]
-    labels = [t[-r:] for t, r in zip(tokens, responses, strict=True)]
-    logp = [
-        reference.log_probs(logits[0, i].double(), label, temperature=0.8)[0]
-        for i, label in zip(rows, labels, strict=True)
-    ]
-    masks = [torch.ones(r) for r in responses]
-    masks[2][1] = 0
-    batch = dict(
-        unconcat_tokens=tokens,
-        total_lengths=totals,
-        response_lengths=responses,
-        loss_masks=masks,
-        log_probs=[(x + 0.4 * torch.randn(len(x), generator=g)).float() for x in logp],
-        advantages=[torch.randn(1, generator=g).expand(r) + 0.1 for r in responses],
-        rollout_log_probs=None,
-    )
-    return batch, logits, rows, labels
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_slime(per_token, monkeypatch):
-    megatron = ModuleType("megatron.core")
-    megatron.mpu = Namespace(
-        get_context_parallel_world_size=lambda: 1, get_tensor_model_parallel_world_size=lambda: 1
-    )
-    stand_in(megatron, monkeypatch)
-    batch, logits, rows, labels = slime_batch()
-    denominators = [1.0] * 3 if per_token else [3.0, 2.0, 9.0]  # of the rollout, not of the sample
-
-    def sum_of_sample_mean(x):
-        pieces = zip(
-            x.split(batch["response_lengths"]), batch["loss_masks"], denominators, strict=True
-        )
-        return sum((x_i * mask).sum() / n for x_i, mask, n in pieces)
-
-    args = Namespace(
-        use_rollout_logprobs=False,
-        rollout_temperature=0.8,
-        entropy_coef=0.0,
-        eps_clip_c=None,
-        bapo_options={"target": 0.62},
-    )
-    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
-    loss.backward()
-
-    logp = [
-        reference.log_probs(true[0, i], label, temperature=0.8)[0]
-        for i, label in zip(rows, labels, strict=True)
-    ]
-    logp, old, A, mask = (
-        torch.cat(x) for x in (logp, batch["log_probs"], batch["advantages"], batch["loss_masks"])
-    )
-    bounds = reference.find_clip_bounds(logp, old, A, mask, config=BAPOConfig(target=0.62))
-    low, high = (bound.double() for bound in bounds)
-    r = (logp - old).exp()
-    expected = sum_of_sample_mean(-torch.min(r * A, r.clamp(low, high) * A))
-    expected.backward()
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
-    assert log["bapo_clip_high"] == bounds.upper * sum_of_sample_mean(torch.ones(11))
-    assert bounds.upper > 1.2 or bounds.lower > 0.6, "the case must need a search"
-    assert {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl"} <= set(log)
-    for name, value in (("use_tis", True), ("entropy_coef", 0.1), ("use_kl_loss", True)):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            bapo_loss_function(
-                Namespace(**(vars(args) | {name: value})), batch, logits, sum_of_sample_mean
-            )
-
-
 # Every surrogate at either level of the ratio, through each of the adapters.
 
 
@@ -333,43 +247,10 @@ def test_surrogates(framework, level, surrogate, monkeypatch):
     assert searched == (surrogate != "sapo" or framework == "OpenRLHF")  # which logs none itself
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
-def test_sequences_of_slime(surrogate, monkeypatch):
-    """The ratio of a sequence in packed rows, prompts between the responses."""
-    megatron = ModuleType("megatron.core")
-    megatron.mpu = Namespace(
-        get_context_parallel_world_size=lambda: 1, get_tensor_model_parallel_world_size=lambda: 1
-    )
-    stand_in(megatron, monkeypatch)
-    batch, logits, rows, labels = slime_batch()
-
-    def sum_of_sample_mean(x):
-        pieces = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
-        return sum((x_i * mask).sum() / mask.sum() for x_i, mask in pieces)
-
-    options = dict(surrogate=surrogate, ratio_level="sequence")
-    args = Namespace(use_rollout_logprobs=False, rollout_temperature=0.8, bapo_options=options)
-    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
-
-    logp = [
-        reference.log_probs(true[0, at], label, temperature=0.8)[0]
-        for at, label in zip(rows, labels, strict=True)
-    ]
-    of_sequences = logp, batch["log_probs"], batch["advantages"], batch["loss_masks"]
-    padded = [pad_sequence(values, batch_first=True) for values in of_sequences]
-    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", **options)
-    out = reference.bapo_loss_from_log_probs(*padded, config=config, global_batch_size=1)
-    check(loss, leaf, out, true)
-    assert ("bapo_clip_high" in log) == (surrogate != "sapo")
-
-
 def slime_with(options, monkeypatch):
-    megatron = ModuleType("megatron.core")
-    megatron.mpu = Namespace(get_context_parallel_world_size=lambda: 1)
-    stand_in(megatron, monkeypatch)
-    batch, logits, *_ = slime_batch()
-    args = Namespace(use_rollout_logprobs=False, bapo_options=options)
+    slime_case.megatron(monkeypatch)
+    batch, _, logits, *_ = slime_case.case()
+    args = slime_case.arguments(bapo_options=options)
     bapo_loss_function(args, batch, logits, torch.sum)
 
 
