@@ -1,10 +1,9 @@
 """Adapters for frameworks that cannot be installed here, called as their sources call a loss.
 
-The sources: OpenRLHF 0.11.2 (wheel), slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), ROLL 8eb27cc
-(0.3.0), Trinity-RFT 221b0759. The authors' function: tests/data/authors_recipe.json.
+The sources: slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), ROLL 8eb27cc (0.3.0), Trinity-RFT
+221b0759. The authors' function: tests/data/authors_recipe.json. OpenRLHF: test_openrlhf.py.
 """
 
-import inspect
 import json
 import re
 import runpy
@@ -15,9 +14,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import slime_case
 import torch
 from helpers import make_case, needs_native, unmasked_tokens
-from torch.nn.utils.rnn import pad_sequence
+from slime_case import stand_in
 
 from bapo_kernels import (
     BAPOConfig,
@@ -76,15 +76,6 @@ def test_recipe_matches_the_authors_function(backend):
     assert len(reached) >= 6
 
 
-def stand_in(module, monkeypatch):
-    """Imports find the module, and its parents."""
-    parents = module.__name__.split(".")[:-1]
-    for depth in range(1, len(parents) + 1):
-        name = ".".join(parents[:depth])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
 def tokens_of(seed=0, shape=(4, 9)):
     case = make_case(shape, 33, staleness=0.4, seed=seed, poison=False)
     logp = reference.log_probs(case.logits, case.labels)[0].detach()
@@ -96,58 +87,6 @@ def check(loss, leaf, expected, true, weight=1.0):
     (expected.loss * weight).backward()
     torch.testing.assert_close(loss.detach().double(), expected.loss.detach().double())
     torch.testing.assert_close(leaf.grad.double(), true.grad.double(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("token_level_loss", [True, False])
-@pytest.mark.parametrize(
-    "counts", [{}, dict(dp_size=2, batch_num_tokens=50.0, global_batch_size=7)]
-)
-def test_openrlhf(token_level_loss, counts):
-    logp, old, A, mask = tokens_of()
-    function = PolicyLoss(
-        clip_eps_low=0.2,
-        clip_eps_high=0.2,
-        dual_clip=2.5,
-        token_level_loss=token_level_loss,
-        policy_loss_type="ppo",
-        is_correction_level="off",
-        is_correction_mode="mask",
-        is_correction_gating="ratio",
-        is_correction_threshold=(0.5, 5.0),
-        options={"target": 0.6},
-    )
-    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
-    rollout = old - 0.05
-    loss, clip_ratio, ppo_kl, vllm_kl, dropped = function(
-        leaf, old, A, action_mask=mask, rollout_log_probs=rollout, **counts
-    )
-    mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
-    expected = reference.bapo_loss_from_log_probs(
-        true,
-        old,
-        A,
-        mask,
-        config=BAPOConfig.paper(target=0.6, clip_ratio_c=2.5, loss_agg_mode=mode),
-        rollout_log_probs=rollout,
-        **counts,
-    )
-    check(loss, leaf, expected, true)
-    assert clip_ratio.item() == pytest.approx(expected.metrics["pg_clipfrac"].item(), abs=1e-6)
-    assert ppo_kl.item() == pytest.approx(expected.metrics["ppo_kl"].item(), abs=1e-6)
-    assert vllm_kl.item() == pytest.approx(-0.05, abs=1e-6)
-    assert dropped is None
-    assert expected.bounds.upper > 1.2, "the case must need a search"
-    names = "log_probs old_log_probs advantages action_mask rollout_log_probs dp_size"
-    signature = inspect.signature(PolicyLoss.forward).parameters
-    assert list(signature)[1:] == [*names.split(), "batch_num_tokens", "global_batch_size"]
-    with pytest.raises(
-        ValueError, match="is_correction_level must be 'off' with BAPO, got 'token'"
-    ):
-        PolicyLoss(is_correction_level="token")
-    with pytest.raises(ValueError, match="policy_loss_type must be 'ppo' or 'gspo', got 'grpo'"):
-        PolicyLoss(policy_loss_type="grpo")
-    gspo = PolicyLoss(policy_loss_type="gspo", token_level_loss=token_level_loss).config
-    assert gspo == BAPOConfig(ratio_level="sequence", loss_agg_mode="seq-mean-token-mean")
 
 
 @pytest.mark.parametrize("dual_clip", [False, True])
@@ -255,84 +194,6 @@ def test_trinity(monkeypatch):
     assert registry["bapo"].default_args() == {"preset": "paper", "loss_agg_mode": "token-mean"}
 
 
-def slime_batch(V=33):
-    """Three samples packed: prompts of 3, 1, 2 and responses of 4, 2, 5."""
-    g = torch.Generator().manual_seed(4)
-    totals, responses = [7, 3, 7], [4, 2, 5]
-    tokens = [torch.randint(0, V, (n,), generator=g) for n in totals]
-    logits = 3 * torch.randn(1, sum(totals), V, generator=g)
-    ends = torch.tensor(totals).cumsum(0).tolist()
-    rows = [torch.arange(e - r - 1, e - 1) for e, r in zip(ends, responses, strict=True)]
-    labels = [t[-r:] for t, r in zip(tokens, responses, strict=True)]
-    logp = [
-        reference.log_probs(logits[0, i].double(), label, temperature=0.8)[0]
-        for i, label in zip(rows, labels, strict=True)
-    ]
-    masks = [torch.ones(r) for r in responses]
-    masks[2][1] = 0
-    batch = dict(
-        unconcat_tokens=tokens,
-        total_lengths=totals,
-        response_lengths=responses,
-        loss_masks=masks,
-        log_probs=[(x + 0.4 * torch.randn(len(x), generator=g)).float() for x in logp],
-        advantages=[torch.randn(1, generator=g).expand(r) + 0.1 for r in responses],
-        rollout_log_probs=None,
-    )
-    return batch, logits, rows, labels
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_slime(per_token, monkeypatch):
-    megatron = ModuleType("megatron.core")
-    megatron.mpu = Namespace(
-        get_context_parallel_world_size=lambda: 1, get_tensor_model_parallel_world_size=lambda: 1
-    )
-    stand_in(megatron, monkeypatch)
-    batch, logits, rows, labels = slime_batch()
-    denominators = [1.0] * 3 if per_token else [3.0, 2.0, 9.0]  # of the rollout, not of the sample
-
-    def sum_of_sample_mean(x):
-        pieces = zip(
-            x.split(batch["response_lengths"]), batch["loss_masks"], denominators, strict=True
-        )
-        return sum((x_i * mask).sum() / n for x_i, mask, n in pieces)
-
-    args = Namespace(
-        use_rollout_logprobs=False,
-        rollout_temperature=0.8,
-        entropy_coef=0.0,
-        eps_clip_c=None,
-        bapo_options={"target": 0.62},
-    )
-    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
-    loss.backward()
-
-    logp = [
-        reference.log_probs(true[0, i], label, temperature=0.8)[0]
-        for i, label in zip(rows, labels, strict=True)
-    ]
-    logp, old, A, mask = (
-        torch.cat(x) for x in (logp, batch["log_probs"], batch["advantages"], batch["loss_masks"])
-    )
-    bounds = reference.find_clip_bounds(logp, old, A, mask, config=BAPOConfig(target=0.62))
-    low, high = (bound.double() for bound in bounds)
-    r = (logp - old).exp()
-    expected = sum_of_sample_mean(-torch.min(r * A, r.clamp(low, high) * A))
-    expected.backward()
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
-    assert log["bapo_clip_high"] == bounds.upper * sum_of_sample_mean(torch.ones(11))
-    assert bounds.upper > 1.2 or bounds.lower > 0.6, "the case must need a search"
-    assert {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl"} <= set(log)
-    for name, value in (("use_tis", True), ("entropy_coef", 0.1), ("use_kl_loss", True)):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            bapo_loss_function(
-                Namespace(**(vars(args) | {name: value})), batch, logits, sum_of_sample_mean
-            )
-
-
 # Every surrogate at either level of the ratio, through each of the adapters.
 
 
@@ -386,43 +247,10 @@ def test_surrogates(framework, level, surrogate, monkeypatch):
     assert searched == (surrogate != "sapo" or framework == "OpenRLHF")  # which logs none itself
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
-def test_sequences_of_slime(surrogate, monkeypatch):
-    """The ratio of a sequence in packed rows, prompts between the responses."""
-    megatron = ModuleType("megatron.core")
-    megatron.mpu = Namespace(
-        get_context_parallel_world_size=lambda: 1, get_tensor_model_parallel_world_size=lambda: 1
-    )
-    stand_in(megatron, monkeypatch)
-    batch, logits, rows, labels = slime_batch()
-
-    def sum_of_sample_mean(x):
-        pieces = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
-        return sum((x_i * mask).sum() / mask.sum() for x_i, mask in pieces)
-
-    options = dict(surrogate=surrogate, ratio_level="sequence")
-    args = Namespace(use_rollout_logprobs=False, rollout_temperature=0.8, bapo_options=options)
-    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
-
-    logp = [
-        reference.log_probs(true[0, at], label, temperature=0.8)[0]
-        for at, label in zip(rows, labels, strict=True)
-    ]
-    of_sequences = logp, batch["log_probs"], batch["advantages"], batch["loss_masks"]
-    padded = [pad_sequence(values, batch_first=True) for values in of_sequences]
-    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", **options)
-    out = reference.bapo_loss_from_log_probs(*padded, config=config, global_batch_size=1)
-    check(loss, leaf, out, true)
-    assert ("bapo_clip_high" in log) == (surrogate != "sapo")
-
-
 def slime_with(options, monkeypatch):
-    megatron = ModuleType("megatron.core")
-    megatron.mpu = Namespace(get_context_parallel_world_size=lambda: 1)
-    stand_in(megatron, monkeypatch)
-    batch, logits, *_ = slime_batch()
-    args = Namespace(use_rollout_logprobs=False, bapo_options=options)
+    slime_case.megatron(monkeypatch)
+    batch, _, logits, *_ = slime_case.case()
+    args = slime_case.arguments(bapo_options=options)
     bapo_loss_function(args, batch, logits, torch.sum)
 
 

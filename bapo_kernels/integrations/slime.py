@@ -10,109 +10,175 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import require
-from ..config import IGNORE_INDEX
-from ..functional import bapo_loss
+from ..config import BAPOConfig
+from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from . import config_of, names_of_metrics
+from .slime_tokens import ResponseTokens, response_tokens
+from .slime_weights import Weights, corrects, weights_of
 
 _OWNERS = dict(
     loss_agg_mode="slime's reduction",
     loss_scale_factor="slime's reduction",
     clip_ratio_c="eps_clip_c",
     temperature="rollout_temperature",
-    kl_loss_coef="use_kl_loss, which must be False",
-    kl_loss_type="use_kl_loss, which must be False",
-    entropy_coef="slime's entropy_coef, which must be 0",
+    kl_loss_coef="slime's kl_loss_coef",
+    kl_loss_type="slime's kl_loss_type",
+    entropy_coef="slime's entropy_coef",
 )
-_METRICS = ("pg_clipfrac", "ppo_kl", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share")
+_METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share")
 
 
 def bapo_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of a micro-batch, in one pass over ``logits [1, T, V/TP]``.
+    """Loss and metrics of a micro-batch, from ``logits [1, T, V/TP]``.
 
     ``sum_of_sample_mean`` is linear in the values per token, so its gradient is the weight of every
-    response token. These weights replace slime's reduction. The search covers the tokens of this
-    rank alone, because slime's ranks may have different numbers of micro-batches.
+    response token. These weights replace slime's reduction. The search covers the micro-batch, on
+    all context-parallel ranks that share it; data-parallel ranks may have different numbers of
+    micro-batches, so each decides alone.
+
+    Loss and gradient are made in one pass, unless log-probs are needed before the loss (context
+    parallelism, KL, entropy, OPSM, a correction without ``log_probs`` in the batch or by a function
+    of the user, which may reject tokens). Backward then reads the logits a second time.
 
     Raises:
-        ValueError: context parallelism is on, an option of slime is set that would be ignored, or
-            ``bapo_options`` has an option that slime decides.
+        ValueError: the rollout was cut by top-p, or ``bapo_options`` has an option that slime
+            decides.
     """
-    from megatron.core import mpu
+    require(args.rollout_top_p == 1, "rollout_top_p", "be 1 with BAPO", args.rollout_top_p)
+    tokens = response_tokens(args, batch, logits.shape[1], logits.device)
+    values, config, group = _values(args, batch, tokens), _config(args), _tensor_group()
+    logp = entropy = None
+    if not _is_one_pass(args, batch, tokens):
+        logp, entropy = _log_probs(logits[0], tokens, config, group)
+    old = values.get("old_log_probs")
+    weights = weights_of(args, batch, tokens, sum_of_sample_mean, logp, old)
+    given = values | dict(response_mask=weights.mask, rollout_is_weights=weights.policy)
+    if logp is None:
+        rows = {name: tokens.spread(value) for name, value in given.items()}
+        options = _options(config, rows, batch["total_lengths"])
+        out = bapo_loss(logits[0], tokens.labels, vocab_group=group, **options)
+        logp = out.log_probs.detach()[tokens.rows]
+        entropy = None if out.entropy is None else out.entropy.detach()[tokens.rows]
+    else:
+        out = bapo_loss_from_log_probs(logp, **_options(config, given, tokens.lengths))
+    assert entropy is not None
 
-    _check_options(args, mpu.get_context_parallel_world_size())
-    T = logits.shape[1]
-    labels, index = _labels(batch, T, logits.device)
-    with torch.enable_grad():
-        ones = torch.ones(index.numel(), device=logits.device, requires_grad=True)
-        (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
+    entropy_loss = (weights.others * entropy).sum()
+    loss = out.loss - args.entropy_coef * entropy_loss
+    log = dict(pg_loss=out.metrics["pg_loss"], entropy_loss=entropy_loss)
+    if args.use_kl_loss:
+        log["kl_loss"] = (weights.others * _kl(args, logp, values)).sum()
+        loss = loss + args.kl_loss_coef * log["kl_loss"]
+    # slime divides what is logged by the number of samples, as it does with the loss.
+    scale = weights.logged.sum()
+    log |= {name: out.metrics[name] * scale for name in names_of_metrics(config, _METRICS)}
+    log |= _differences(args, batch, tokens, weights, values, config, logp.detach())
+    log |= dict(loss=loss, **weights.log)
+    return loss, {name: value.detach() for name, value in log.items()}
 
-    def spread(values: Tensor) -> Tensor:
-        return torch.zeros(T, device=logits.device).index_copy(0, index, values.float())
 
-    old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-    rollout = batch.get("rollout_log_probs")
-    config = config_of(
+def _config(args: Any) -> BAPOConfig:
+    """slime's estimators GSPO and CISPO are a level of the ratio and a surrogate here."""
+    return config_of(
         getattr(args, "bapo_preset", "paper"),
         getattr(args, "bapo_options", None),
         _OWNERS,
         "bapo_",
         loss_agg_mode="token-sum",
-        clip_ratio_c=getattr(args, "eps_clip_c", None),
-        temperature=getattr(args, "rollout_temperature", 1.0),
+        clip_ratio_c=args.eps_clip_c,
+        temperature=args.rollout_temperature,
+        surrogate="cispo" if args.advantage_estimator == "cispo" else None,
+        ratio_level="sequence" if args.advantage_estimator == "gspo" else None,
     )
-    cu_seqlens = None
+
+
+def _tensor_group() -> dist.ProcessGroup | None:
+    from megatron.core import mpu
+
+    if mpu.get_tensor_model_parallel_world_size() == 1:
+        return None
+    group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
+    return group
+
+
+def _is_one_pass(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> bool:
+    other_terms = args.use_kl_loss or args.entropy_coef or args.use_opsm
+    is_known = args.custom_tis_function_path is None and bool(batch.get("log_probs"))
+    return tokens.group is None and not other_terms and (is_known or not corrects(args))
+
+
+def _values(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> dict[str, Tensor]:
+    """What the batch has for every response token, each ``[R]``."""
+    rollout = batch.get("rollout_log_probs")
+    lists = dict(
+        advantages=batch["advantages"],
+        old_log_probs=rollout if args.use_rollout_logprobs else batch.get("log_probs"),
+        rollout_log_probs=rollout,
+        ref_log_probs=batch["ref_log_probs"] if args.use_kl_loss else None,
+    )
+    given = {name: torch.cat(list(value)).float() for name, value in lists.items() if value}
+    whole = tokens.whole(torch.stack(list(given.values())), tokens.listed)
+    return dict(zip(given, whole, strict=True))
+
+
+def _log_probs(
+    logits: Tensor, tokens: ResponseTokens, config: BAPOConfig, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all response tokens, each ``[R]``, with their gradients."""
+    of_rows = log_probs(logits, tokens.labels, temperature=config.temperature, vocab_group=group)
+    of_rank = torch.stack([value[tokens.rows] for value in of_rows if value is not None])
+    logp, entropy = tokens.whole(of_rank, tokens.predicted)
+    return logp, entropy
+
+
+def _options(config: BAPOConfig, given: dict[str, Tensor], lengths: list[int]) -> dict[str, Any]:
+    """Arguments of a loss of this package, for sequences of these lengths."""
+    starts = None
     if config.ratio_level == "sequence":
-        ends = torch.tensor([0, *batch["total_lengths"]]).cumsum(0)
-        cu_seqlens = ends.to(logits.device)
-    tensor_group = None
-    if mpu.get_tensor_model_parallel_world_size() > 1:
-        tensor_group = mpu.get_tensor_model_parallel_group()
-    out = bapo_loss(
-        logits[0],
-        labels,
-        spread(torch.cat(old)) if old else None,
-        spread(torch.cat(batch["advantages"])),
-        spread(torch.cat(list(batch["loss_masks"]))),
-        config=config,
-        cu_seqlens=cu_seqlens,
-        rollout_log_probs=spread(torch.cat(rollout)) if rollout else None,
-        rollout_is_weights=spread(weights),
-        vocab_group=tensor_group,
+        starts = torch.tensor([0, *lengths], device=given["advantages"].device).cumsum(0)
+    return dict(old_log_probs=None, config=config, cu_seqlens=starts) | given
+
+
+def _kl(args: Any, logp: Tensor, values: dict[str, Tensor]) -> Tensor:
+    from slime.utils.ppo_utils import compute_approx_kl
+
+    old = values.get("old_log_probs", logp.detach())
+    kl: Tensor = compute_approx_kl(
+        logp,
+        values["ref_log_probs"],
+        kl_loss_type=args.kl_loss_type,
+        importance_ratio=(logp - old).exp() if args.use_unbiased_kl else None,
     )
-    # slime divides what is logged by the number of samples, as it does with the loss.
-    scale = sum_of_sample_mean(torch.ones_like(ones.detach()))
-    entropy = torch.zeros((), device=logits.device)
-    if out.entropy is not None:
-        entropy = sum_of_sample_mean(out.entropy.detach()[index])
-    log = dict(loss=out.loss.detach(), pg_loss=out.metrics["pg_loss"], entropy_loss=entropy)
-    names = names_of_metrics(config, _METRICS)
-    return out.loss, log | {name: out.metrics[name] * scale for name in names}
+    return kl
 
 
-def _check_options(args: Any, context_parallel_size: int) -> None:
-    for name in ("use_kl_loss", "use_tis", "use_opsm"):
-        require(not getattr(args, name, False), name, "be False with BAPO", True)
-    entropy_coef = getattr(args, "entropy_coef", 0.0)
-    require(not entropy_coef, "entropy_coef", "be 0 with BAPO", entropy_coef)
-    name, rule = "context_parallel_size", "be 1 with BAPO"
-    require(context_parallel_size == 1, name, rule, context_parallel_size)
-
-
-def _labels(batch: dict[str, Any], T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Labels ``[T]`` of the packed rows, and the rows that predict response tokens."""
-    labels = torch.full((T,), IGNORE_INDEX, dtype=torch.long, device=device)
-    rows, end = [], 0
-    lengths = zip(
-        batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True
-    )
-    for tokens, total, response in lengths:
-        end += total
-        at = torch.arange(end - response - 1, end - 1, device=device)
-        labels[at] = tokens[-response:].to(labels)
-        rows.append(at)
-    return labels, torch.cat(rows)
+def _differences(
+    args: Any,
+    batch: dict[str, Any],
+    tokens: ResponseTokens,
+    weights: Weights,
+    values: dict[str, Tensor],
+    config: BAPOConfig,
+    logp: Tensor,
+) -> dict[str, Tensor]:
+    """What slime logs of the differences between log-probs."""
+    old, rollout = values.get("old_log_probs", logp), values.get("rollout_log_probs")
+    log_ratios = logp - old
+    if config.ratio_level == "sequence":
+        log_ratios = tokens.means(log_ratios, batch["loss_masks"])
+    log = dict(ppo_kl=-(weights.others * log_ratios).sum())
+    if corrects(args):
+        # Masked tokens have no log-prob in one pass, and their ratio may be infinite.
+        ratios = log_ratios.masked_fill(weights.logged == 0, 0.0).exp()
+        log["ois"] = (weights.logged * ratios).sum()
+    if rollout is not None:
+        trained = logp if args.use_rollout_logprobs else old
+        difference = (weights.others * (trained - rollout).abs()).sum()
+        log["train_rollout_logprob_abs_diff"] = difference
+    return log

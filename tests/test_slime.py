@@ -1,0 +1,335 @@
+"""slime's options through its adapter: against formulas in float64, and against slime itself.
+
+slime is not on PyPI: where it can be imported (624b824, 0.3.1), its own loss is run too.
+"""
+
+import pytest
+import slime_case
+import torch
+import torch.distributed as dist
+from helpers import needs_native
+from slime_case import DENOMINATORS, TEMPERATURE
+from torch.nn.utils.rnn import pad_sequence
+
+from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.integrations.slime import bapo_loss_function
+
+pytestmark = [needs_native, pytest.mark.xdist_group("world")]
+
+FIXED = dict(
+    ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28
+)
+KL = dict(use_kl_loss=True, kl_loss_coef=0.3)
+TIS = dict(use_tis=True, tis_clip=1.5, tis_clip_low=0.4)
+OPTIONS = {
+    "plain": {},
+    "entropy": dict(entropy_coef=0.1),
+    "k1": KL | dict(kl_loss_type="k1"),
+    "k2": KL | dict(kl_loss_type="k2"),
+    "k3": KL | dict(kl_loss_type="k3"),
+    "low_var_kl": KL | dict(kl_loss_type="low_var_kl"),
+    "unbiased KL": KL | dict(kl_loss_type="low_var_kl", use_unbiased_kl=True),
+    "TIS": TIS,
+    "TIS, on-policy": TIS | dict(on_policy=True),
+    "OPSM": dict(use_opsm=True, opsm_delta=0.25),
+    "GSPO": dict(advantage_estimator="gspo"),
+    "CISPO": dict(advantage_estimator="cispo"),
+    "rollout log-probs": dict(use_rollout_logprobs=True),
+    "all": KL
+    | TIS
+    | dict(kl_loss_type="k3", entropy_coef=0.1, use_opsm=True, opsm_delta=0.25)
+    | dict(advantage_estimator="gspo"),
+}
+
+
+def arguments(options, bapo_options=None):
+    """With targets that need a search."""
+    if bapo_options is None:
+        bapo_options = {"target": 0.4 if "gspo" in options.values() else 0.5}
+    return slime_case.arguments(bapo_options=bapo_options, **options)
+
+
+def reduction_of(own=None):
+    """``get_sum_of_sample_mean`` of a rank that has these tokens of every response."""
+
+    def made(total_lengths, response_lengths, loss_masks, denominators, per_token):
+        at = [slice(None)] * len(loss_masks) if own is None else own
+        masks = [mask[i] for mask, i in zip(loss_masks, at, strict=True)]
+        scales = [1.0 if per_token else n for n in denominators]
+
+        def reduction(x):
+            parts = zip(x.split([len(mask) for mask in masks]), masks, scales, strict=True)
+            return sum((x_i * mask).sum() / n for x_i, mask, n in parts)
+
+        return reduction
+
+    return made
+
+
+def batch_of(args):
+    batch, off_policy, logits, rows, labels = slime_case.case()
+    batch |= off_policy
+    if args.on_policy:
+        batch["log_probs"] = None
+    return batch, logits, rows, labels
+
+
+def expected(args, batch, logits, rows, labels):
+    """Loss and metrics in float64, term by term."""
+    made = [
+        reference.log_probs(logits[0, at], label, temperature=TEMPERATURE)
+        for at, label in zip(rows, labels, strict=True)
+    ]
+    lengths, masks = batch["response_lengths"], batch["loss_masks"]
+    logp, entropy = (torch.cat(x) for x in zip(*made, strict=True))
+    train = logp.detach() if args.on_policy else torch.cat(batch["log_probs"]).double()
+    rollout = torch.cat(batch["rollout_log_probs"]).double()
+    old = rollout if args.use_rollout_logprobs else train
+    A = torch.cat(batch["advantages"]).double()
+    kept = [mask.clone() for mask in masks]
+    if args.custom_tis_function_path == "rejecting":
+        for mask in kept:
+            mask[0] = 0
+    factors, log = torch.ones_like(A), {}
+    if args.use_tis:
+        factors = (train - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
+    if args.use_opsm:
+        kl = [
+            (x * mask).sum() / mask.sum()
+            for x, mask in zip((old - logp).split(lengths), masks, strict=True)
+        ]
+        dropped = torch.cat(
+            [(k > args.opsm_delta).expand(n) for k, n in zip(kl, lengths, strict=True)]
+        )
+        dropped &= A < 0
+        assert 0 < dropped.sum() < len(A), "the case must need the masking"
+        factors = factors.masked_fill(dropped, 0.0)
+
+    def split(values):
+        return [pad_sequence(x, batch_first=True) for x in values]
+
+    gspo, cispo = (args.advantage_estimator == name for name in ("gspo", "cispo"))
+    config = BAPOConfig(ratio_level="sequence" if gspo else "token", **args.bapo_options)
+    tokens = [x.split(lengths) for x in (logp.detach(), old, A)]
+    search = dict(config=config, rollout_log_probs=split([rollout.split(lengths)])[0])
+    low, high = reference.find_clip_bounds(*split([*tokens, kept]), **search)
+    assert low > 0.6 or high > 1.2 or args.custom_tis_function_path, "the case must need a search"
+    log |= dict(bapo_clip_low=low.item(), bapo_clip_high=high.item())
+    low, high = low.double(), high.double()
+    ratios = (logp - old).split(lengths)
+    if gspo:
+        means = [(x * mask).sum() / mask.sum() for x, mask in zip(ratios, kept, strict=True)]
+        ratios = [mean.expand(n) for mean, n in zip(means, lengths, strict=True)]
+    r = torch.cat(list(ratios)).exp()
+    policy = (
+        -r.clamp(low, high).detach() * A * logp
+        if cispo
+        else -torch.min(r * A, r.clamp(low, high) * A)
+    )
+    reduce = reduction_of()(None, None, kept, DENOMINATORS, args.calculate_per_token_loss)
+    if args.custom_pg_loss_reducer_function_path:
+        loss = (policy * factors * torch.cat(kept)).sum() / 7
+    else:
+        loss = reduce(policy * factors)
+    log["pg_loss"], log["entropy_loss"] = loss.item(), reduce(entropy).item()
+    loss = loss - args.entropy_coef * reduce(entropy)
+    if args.use_kl_loss:
+        ratio = (logp - old).exp() if args.use_unbiased_kl else None
+        ref = torch.cat(batch["ref_log_probs"])
+        kl = reduce(slime_case.approx_kl(logp, ref, args.kl_loss_type, ratio))
+        loss, log["kl_loss"] = loss + args.kl_loss_coef * kl, kl.item()
+    log["ppo_kl"] = reduce(old - logp).item()
+    given = reduction_of_batch(args, batch)
+    if args.use_tis:
+        log |= dict(ois=given(r).item(), tis=given((train - rollout).exp()).item())
+    if args.use_opsm:
+        shares = zip(dropped.split(lengths), masks, strict=True)
+        log["opsm_clipfrac"] = sum((x.sum() / mask.sum()).item() for x, mask in shares)
+    compared = logp if args.use_rollout_logprobs else old
+    log["train_rollout_logprob_abs_diff"] = reduce((compared - rollout).abs()).item()
+    return loss, log
+
+
+EVERY = OPTIONS | {
+    "rejection": TIS | dict(custom_tis_function_path="rejecting"),
+    "reducer": dict(custom_pg_loss_reducer_function_path="sums", entropy_coef=0.1),
+    "sums": TIS | dict(calculate_per_token_loss=True, entropy_coef=0.1),
+}
+
+
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
+def test_options(options, monkeypatch):
+    args = arguments(options)
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
+    batch, logits, rows, labels = batch_of(args)
+    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    reduction = reduction_of_batch(args, batch)
+    loss, log = bapo_loss_function(args, batch, leaf, reduction)
+    other, metrics = expected(args, batch, true, rows, labels)
+    assert_equal(loss, leaf, other, true)
+    scale = reduction(torch.ones(11)).item()
+    for name in ("bapo_clip_low", "bapo_clip_high"):
+        assert log[name].item() == pytest.approx(metrics.pop(name) * scale, rel=1e-6)
+    for name, value in metrics.items():
+        assert log[name].item() == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def assert_equal(loss, leaf, other, true):
+    loss.backward()
+    other.backward()
+    torch.testing.assert_close(loss.detach().double(), other.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), true.grad.double(), rtol=1e-5, atol=1e-7)
+
+
+def reduction_of_batch(args, batch, own=None):
+    per_token = args.calculate_per_token_loss
+    return reduction_of(own)(None, None, batch["loss_masks"], DENOMINATORS, per_token)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_as_slime_has_them(options, monkeypatch):
+    """With the bounds of slime's own clip, its own functions give the same loss and gradient."""
+    slime_case.megatron(monkeypatch)
+    slime = pytest.importorskip("slime.backends.megatron_utils.loss")
+    args = arguments(options, FIXED)
+    batch, logits, *_ = batch_of(args)
+    leaf, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    reduction = reduction_of_batch(args, batch)
+    loss, log = bapo_loss_function(args, batch, leaf, reduction)
+    other, metrics = slime.policy_loss_function(args, batch, true, reduction)
+    assert_equal(loss, leaf, other.double(), true)
+    same = set(metrics) - {"pg_clipfrac", "entropy_loss"}
+    assert set(metrics) <= set(log)
+    for name in same:
+        assert log[name].item() == pytest.approx(metrics[name].item(), rel=1e-4, abs=1e-5), name
+
+
+def rank_of_context(rank, size, options):
+    """Loss, log and gradient of a rank, with the rows of its logits among all."""
+    args = arguments(options)
+    batch, logits, *_ = batch_of(args)
+    totals, responses = batch["total_lengths"], batch["response_lengths"]
+    starts = [0, *torch.tensor(totals).cumsum(0).tolist()]
+    rows, own = [], []
+    for start, total, response in zip(starts, totals, responses, strict=False):
+        chunks = torch.arange(2 * size * -(-total // (2 * size))).view(2 * size, -1)
+        at = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+        rows.append(torch.where(at < total, start + at, -1))
+        of_response = at - (total - response - 1)
+        own.append(of_response[(of_response >= 0) & (of_response < response)])
+    rows = torch.cat(rows)
+    if args.allgather_cp:
+        padded = torch.arange(-(-sum(totals) // size) * size).view(size, -1)[rank]
+        rows = torch.where(padded < sum(totals), padded, -1)
+    for name in ("log_probs", "rollout_log_probs", "ref_log_probs", "advantages"):
+        if batch[name]:
+            batch[name] = [x[at] for x, at in zip(batch[name], own, strict=True)]
+    leaf = torch.where(rows[:, None] < 0, 7.0, logits[0, rows])[None].requires_grad_()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slime_case.megatron(monkeypatch, size, rank, dist.group.WORLD)
+        slime_case.slime(monkeypatch, reduction_of(own))
+        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch, own))
+    loss.backward()
+    return loss.detach(), log, rows, leaf.grad[0]
+
+
+@pytest.mark.parametrize("allgather_cp", [False, True], ids=["zigzag", "all-gather"])
+@pytest.mark.parametrize("name", ["plain", "TIS", "TIS, on-policy", "GSPO", "all", "rejection"])
+def test_context_parallelism(name, allgather_cp, worlds):
+    """The ranks' losses and metrics add up to those of the whole batch, and so the gradients."""
+    options = EVERY[name] | dict(allgather_cp=allgather_cp)
+    ranks = worlds(2).run(rank_of_context, 2, options)
+    args = arguments(options)
+    batch, logits, rows, labels = batch_of(args)
+    true = logits.double().requires_grad_()
+    other, metrics = expected(args, batch, true, rows, labels)
+    other.backward()
+    total = sum(loss for loss, *_ in ranks)
+    torch.testing.assert_close(total.double(), other.detach(), rtol=1e-5, atol=1e-6)
+    gradient = torch.zeros_like(logits[0])
+    for _, _, of_rank, part in ranks:
+        gradient.index_add_(0, of_rank[of_rank >= 0], part[of_rank >= 0])
+        assert not part[of_rank < 0].any()
+    torch.testing.assert_close(gradient.double(), true.grad[0], rtol=1e-5, atol=1e-7)
+    scale = reduction_of_batch(args, batch)(torch.ones(11)).item()
+    for name, value in metrics.items():
+        logged = sum(log[name] for _, log, *_ in ranks).item()
+        factor = scale if name.startswith("bapo_") else 1.0
+        assert logged == pytest.approx(value * factor, rel=1e-5, abs=1e-6), name
+
+
+def shard_of_vocabulary(rank, size, options):
+    """Loss, log and gradient of a rank's columns of the logits."""
+    args = arguments(options)
+    batch, logits, *_ = batch_of(args)
+    leaf = logits.tensor_split(size, -1)[rank].clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slime_case.megatron(monkeypatch, tensor_group=dist.group.WORLD)
+        slime_case.slime(monkeypatch, reduction_of())
+        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch))
+    loss.backward()
+    return loss.detach(), log, leaf.grad
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_tensor_parallelism(name, worlds):
+    """Every rank has the loss of the whole vocabulary, and the gradient of its columns."""
+    ranks = worlds(2).run(shard_of_vocabulary, 2, OPTIONS[name])
+    args = arguments(OPTIONS[name])
+    batch, logits, rows, labels = batch_of(args)
+    true = logits.double().requires_grad_()
+    other, metrics = expected(args, batch, true, rows, labels)
+    other.backward()
+    gradient = torch.cat([part for *_, part in ranks], -1)
+    torch.testing.assert_close(gradient.double(), true.grad, rtol=1e-5, atol=1e-7)
+    for loss, log, _ in ranks:
+        torch.testing.assert_close(loss.double(), other.detach(), rtol=1e-5, atol=1e-6)
+        assert log["entropy_loss"].item() == pytest.approx(metrics["entropy_loss"], rel=1e-5)
+
+
+def test_masked_tokens_are_not_logged(monkeypatch):
+    """Nothing is read of them, and ``0*inf`` is not 0."""
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
+    args, logs = arguments(TIS), []
+    for masked in (-1.0, -1000.0):
+        batch, logits, *_ = batch_of(args)
+        batch["log_probs"][2][1] = masked
+        logs.append(bapo_loss_function(args, batch, logits, reduction_of_batch(args, batch))[1])
+    assert logs[0] == logs[1]
+
+
+def test_rollouts_cut_by_top_p_are_refused(monkeypatch):
+    slime_case.megatron(monkeypatch)
+    args = arguments(dict(rollout_top_p=0.9))
+    batch, logits, *_ = batch_of(args)
+    with pytest.raises(ValueError, match="rollout_top_p must be 1 with BAPO, got 0.9"):
+        bapo_loss_function(args, batch, logits, torch.sum)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
+def test_sequences(surrogate, monkeypatch):
+    """The ratio of a sequence in packed rows, prompts between the responses."""
+    slime_case.megatron(monkeypatch)
+    batch, _, logits, rows, labels = slime_case.case()
+
+    def sum_of_sample_mean(x):
+        pieces = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
+        return sum((x_i * mask).sum() / mask.sum() for x_i, mask in pieces)
+
+    options = dict(surrogate=surrogate, ratio_level="sequence")
+    args = slime_case.arguments(bapo_options=options)
+    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
+
+    logp = [
+        reference.log_probs(true[0, at], label, temperature=0.8)[0]
+        for at, label in zip(rows, labels, strict=True)
+    ]
+    of_sequences = logp, batch["log_probs"], batch["advantages"], batch["loss_masks"]
+    padded = [pad_sequence(values, batch_first=True) for values in of_sequences]
+    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", **options)
+    out = reference.bapo_loss_from_log_probs(*padded, config=config, global_batch_size=1)
+    assert_equal(loss, leaf, out.loss, true)
+    assert ("bapo_clip_high" in log) == (surrogate != "sapo")
