@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checks import require
 from . import require_version
 
-require_version("megatron.core", "0.15")
+require_version("megatron.core", "0.16")
 
 from megatron.core.tensor_parallel import (  # noqa: E402
     ColumnParallelLinear,
@@ -26,11 +26,10 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 )
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-Output = TypeVar("Output")
 _WITHOUT_THE_HOOK = "be None for a model without output_processor"
 
 
-class FusedHead(Generic[Output]):
+class FusedHead:
     """The head of a micro-batch: a function of the model's hidden states and output weight.
 
     Tensor parallelism with and without sequence parallelism, tied embeddings, the bias of the
@@ -51,12 +50,12 @@ class FusedHead(Generic[Output]):
     """
 
     def __init__(
-        self, function: Callable[..., Output], labels: Tensor, *arguments: Any, **options: Any
+        self, function: Callable[..., Any], labels: Tensor, *arguments: Any, **options: Any
     ) -> None:
         self.function, self.labels = function, labels
         self.arguments, self.options = arguments, options
 
-    def forward(self, model: torch.nn.Module, *inputs: Any, **others: Any) -> Output | Any:
+    def forward(self, model: torch.nn.Module, *inputs: Any, **others: Any) -> Any:
         """Runs a ``GPTModel``, also within DDP and ``Float16Module``.
 
         Args:
@@ -72,10 +71,10 @@ class FusedHead(Generic[Output]):
         if not inner.post_process:
             return model(*inputs, **others)
         _check(inner.output_layer, inner.config, others.get("inference_context"))
-        outputs: list[Output] = []  # Float16Module would make a plain tuple of a named one
+        outputs: list[Any] = []  # Float16Module would make a plain tuple of a named one
         if "output_processor" in inspect.signature(inner.forward).parameters:
 
-            def processor(**of_model: Any) -> Output:
+            def processor(**of_model: Any) -> Any:
                 outputs.append(self(**of_model))
                 return outputs[0]
 
@@ -104,19 +103,18 @@ class FusedHead(Generic[Output]):
         config: Any,
         inference_context: Any = None,
         **_: Any,
-    ) -> Output:
+    ) -> Any:
         """As the model calls an ``output_processor``."""
         _check(output_layer, config, inference_context)
 
-        def instead(hidden_states: Tensor, weight: Tensor | None) -> Output:
+        def instead(hidden_states: Tensor, weight: Tensor | None) -> Any:
             return self._of(output_layer, hidden_states, weight)
 
         # Through the layer: its hooks wait for weights that are still being gathered.
         with _replaced(output_layer, instead):
-            output: Output = output_layer(hidden_states, output_weight)
-        return output
+            return output_layer(hidden_states, output_weight)
 
-    def _of(self, layer: Any, hidden: Tensor, weight: Tensor | None) -> Output:
+    def _of(self, layer: Any, hidden: Tensor, weight: Tensor | None) -> Any:
         """Of ``hidden [S, B, H]``, or this rank's part of S under sequence parallelism."""
         weight = layer.weight if weight is None else weight
         managed = hasattr(weight, "__fsdp_param__")
