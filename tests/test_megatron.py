@@ -79,23 +79,28 @@ class Attention(torch.nn.Module):
         return found.permute(2, 0, 1, 3).flatten(2)
 
 
+@functools.lru_cache(1)
+def make_groups(tensor, pipeline, context):
+    """Megatron's process groups, unless they are those of the call before."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
+
+
 @contextlib.contextmanager
 def layout(tensor=1, pipeline=1, context=1):
     """Megatron's process groups, without a GPU."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
+    make_groups(tensor, pipeline, context)
     # Its tracker for inference keeps no state of a GPU's generator.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    try:
-        with pytest.MonkeyPatch.context() as patch, _ForCuda():
-            patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-            for name in ("synchronize", "current_stream"):
-                patch.setattr(torch.cuda, name, lambda *_: None)
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
+    with pytest.MonkeyPatch.context() as patch, _ForCuda():
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        for name in ("synchronize", "current_stream"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        yield
 
 
 def config_of(**options):
