@@ -122,6 +122,20 @@ def not_run(page, source):
     return next((key for key in NOT_RUN if key[0] == page.name and key[1] in source), None)
 
 
+def openrlhf_args():
+    """Of the versions on both sides of the change of names."""
+    correction = SimpleNamespace(
+        is_correction_level="seq",
+        is_correction_mode="mask",
+        is_correction_gating="binary_kl",
+        is_correction_threshold=[0.0, 0.003],
+        is_correction_enable=True,
+        is_correction_type="tis",
+    )
+    actor = SimpleNamespace(dual_clip=None, loss_agg_mode="token-mean", policy_loss_type="ppo")
+    return SimpleNamespace(actor=actor, algo=SimpleNamespace(advantage=correction))
+
+
 def surroundings():
     """The names that the pages take as given: a batch of 2 x 3 tokens, groups of one rank."""
     model, tokens = CausalLM(), torch.randint(31, (2, 4))
@@ -168,7 +182,7 @@ OF_PAGES = {
     "distributed.md": dict(DistributedDataParallel=lambda module: module),  # test_ranks.py has it
     "frameworks.md": dict(
         actor_trainer=SimpleNamespace(),
-        args=SimpleNamespace(actor=SimpleNamespace(dual_clip=None)),
+        args=openrlhf_args(),
         pipeline_config=SimpleNamespace(loss_agg_mode="token-mean"),
         log_probs=torch.full((2, 3), -3.3, requires_grad=True),
         response_mask=torch.ones(2, 3),

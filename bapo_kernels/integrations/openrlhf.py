@@ -1,12 +1,14 @@
-"""OpenRLHF (signatures of 0.11.0 and 0.11.2): ``PolicyLoss`` with the BAPO loss.
+"""OpenRLHF (signatures of 0.11.0, 0.11.1 and 0.11.2): ``PolicyLoss`` with the BAPO loss.
 
-In a subclass of ``ActorPPOTrainer``, or on a trainer that already exists::
+In a subclass of ``ActorPPOTrainer``, or on a trainer that already exists, with the arguments that
+OpenRLHF itself passes::
 
-    trainer.actor_loss_fn = PolicyLoss(dual_clip=args.dual_clip)
+    trainer.actor_loss_fn = PolicyLoss(dual_clip=args.actor.dual_clip)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from ..checks import require
 from ..functional import bapo_loss_from_log_probs
 from . import config_of, left_to
+from .openrlhf_correction import Correction, masked_mean
 
 _OWNERS = left_to(
     "OpenRLHF",
@@ -35,11 +38,18 @@ class PolicyLoss(torch.nn.Module):
             the means over their tokens.
         policy_loss_type: ``"ppo"``, or ``"gspo"``, the ratio of a sequence, for which
             ``token_level_loss`` is ``False`` whatever is given, as in OpenRLHF.
+        is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold: the
+            importance sampling correction of 0.11.2. With ``"gspo"`` the ratio is then taken to the
+            rollout log-probs, and nothing is weighted, as in OpenRLHF.
+        enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type: that of
+            0.11.0 and 0.11.1. Whoever gives the first, ``True`` or ``False``, gets the four outputs
+            of these versions.
         preset, options: of the search, by the names of :class:`bapo_kernels.BAPOConfig`; an option
             that OpenRLHF decides raises.
         process_group: data-parallel ranks that decide together.
-        others: further arguments, whose names depend on the version of OpenRLHF. A correction by
-            importance sampling raises, because it would be ignored.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the corrections of two versions are given.
     """
 
     def __init__(
@@ -49,18 +59,32 @@ class PolicyLoss(torch.nn.Module):
         dual_clip: float | None = None,
         token_level_loss: bool = True,
         policy_loss_type: str = "ppo",
+        is_correction_level: str = "off",
+        is_correction_mode: str = "mask",
+        is_correction_gating: str = "ratio",
+        is_correction_threshold: Sequence[float] = (0.5, 5.0),
+        *,
+        enable_vllm_is_correction: bool | None = None,
+        vllm_is_truncated_threshold: Sequence[float] | None = None,
+        vllm_is_correction_type: str = "tis",
         preset: str = "paper",
         options: dict[str, Any] | None = None,
         process_group: Any = None,
-        **others: Any,
     ) -> None:
         super().__init__()
         kind, rule = policy_loss_type, "be 'ppo' or 'gspo'"
         require(kind in ("ppo", "gspo"), "policy_loss_type", rule, repr(kind))
-        level = others.get("is_correction_level", "off")
-        require(level == "off", "is_correction_level", "be 'off' with BAPO", repr(level))
-        correction = others.get("enable_vllm_is_correction", False)
-        require(not correction, "enable_vllm_is_correction", "be False with BAPO", correction)
+        self.correction = Correction.of(
+            is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold
+        )
+        self.four_outputs = enable_vllm_is_correction is not None
+        rule = "be 'off' with enable_vllm_is_correction"
+        level, of_one_version = is_correction_level, not (self.four_outputs and self.correction)
+        require(of_one_version, "is_correction_level", rule, repr(level))
+        if enable_vllm_is_correction:
+            self.correction = Correction.of_type(
+                vllm_is_correction_type, vllm_is_truncated_threshold
+            )
         per_token = kind == "ppo" and token_level_loss
         self.config = config_of(
             preset,
@@ -83,28 +107,40 @@ class PolicyLoss(torch.nn.Module):
         dp_size: int = 1,
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor | None, ...]:
         """``(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)`` of tensors ``[B, T]``.
 
-        OpenRLHF 0.11.0 unpacks the first four. ``self.metrics`` has all metrics of the loss.
+        Without the last for OpenRLHF 0.11.0 and 0.11.1. ``self.metrics`` has all metrics of the
+        loss.
         """
+        unmasked = torch.ones_like(log_probs) if action_mask is None else action_mask
+        unmasked = unmasked != 0
+        behaviour, weights, vllm_kl, filtered = old_log_probs, None, None, None
+        if self.correction is not None:
+            given, rule = rollout_log_probs is not None, "be given with a correction"
+            require(given, "rollout_log_probs", rule, rollout_log_probs)
+            assert rollout_log_probs is not None
+            if self.config.ratio_level == "sequence":
+                behaviour = rollout_log_probs
+            else:
+                weights, filtered = self.correction.weights(
+                    old_log_probs, rollout_log_probs, unmasked
+                )
+                vllm_kl = masked_mean(rollout_log_probs - old_log_probs, unmasked)
         out = bapo_loss_from_log_probs(
             log_probs,
-            old_log_probs,
+            behaviour,
             advantages,
-            action_mask,
+            unmasked,
             config=self.config,
             rollout_log_probs=rollout_log_probs,
+            rollout_is_weights=weights,
             dp_size=dp_size,
             batch_num_tokens=batch_num_tokens,
             global_batch_size=global_batch_size,
             process_group=self.process_group,
         )
         self.metrics = out.metrics
-        vllm_kl = None
-        if rollout_log_probs is not None:
-            unmasked = torch.ones_like(log_probs) if action_mask is None else action_mask
-            unmasked = unmasked != 0
-            difference = torch.where(unmasked, rollout_log_probs - old_log_probs, 0.0)
-            vllm_kl = difference.sum() / unmasked.sum().clamp(min=1)
-        return out.loss, out.metrics["pg_clipfrac"], out.metrics["ppo_kl"], vllm_kl, None
+        ppo_kl = masked_mean(old_log_probs - log_probs.detach(), unmasked)
+        outputs = out.loss, out.metrics["pg_clipfrac"], ppo_kl, vllm_kl, filtered
+        return outputs[:4] if self.four_outputs else outputs
