@@ -1,7 +1,8 @@
 """Adapters for frameworks that cannot be installed here, called as their sources call a loss.
 
-The sources: slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), ROLL 8eb27cc (0.3.0), Trinity-RFT
-221b0759. The authors' function: tests/data/authors_recipe.json. OpenRLHF: test_openrlhf.py.
+The sources: slime 624b824 (0.3.1), SkyRL 0.3.0, ROLL 8eb27cc (0.3.0), Trinity-RFT 0.6.0; their own
+losses: test_slime.py, test_own_losses.py. The authors' function: tests/data/authors_recipe.json.
+OpenRLHF: test_openrlhf.py.
 """
 
 import json
