@@ -40,7 +40,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 
 # Adapters are documented without their frameworks, which take a minute to import.
-autodoc_mock_imports = ["trl", "verl"]
+autodoc_mock_imports = ["megatron", "trl", "verl"]
 integrations.require_version = lambda package, oldest: SimpleNamespace(__version__=oldest)
 
 nitpick_ignore_regex = [

@@ -29,9 +29,11 @@ NOT_RUN = {
     ("trl.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has TRL's loss by it",
     ("migrating.md", "args = GRPOConfig("): "TRL's own trainer",
     ("migrating.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has DAPO by it",
+    ("megatron.md", ""): "test_megatron.py trains by them, with models of megatron-core",
     ("sampling_masks.md", ""): "test_integrations.py runs them all, with stand-ins for the engines",
 }
-FRAMEWORKS = {"trl", "verl", "skyrl", "trinity"}  # blocks that import an absent one are skipped
+# Blocks that import an absent one are skipped.
+FRAMEWORKS = {"trl", "verl", "skyrl", "trinity", "megatron"}
 
 
 def public(module):

@@ -398,7 +398,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def test_modules_that_the_pages_name_exist():
     """Also those in commands; test_doctests.py resolves the imports of the blocks of Python."""
-    pages = "".join((DOCS / f"{name}.md").read_text() for name in ("trl", "verl", "frameworks"))
+    names = "trl", "verl", "megatron", "frameworks"
+    pages = "".join((DOCS / f"{name}.md").read_text() for name in names)
     paths = re.findall(r"bapo_kernels\.integrations\.(\w+)", pages)
     assert len(set(paths)) >= 8
     folder = Path(config_of.__code__.co_filename).parent

@@ -1,0 +1,36 @@
+"""verl's ``use_fused_kernels`` in its Megatron engine, with ``linear_log_probs`` as its head.
+
+Set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl_megatron`` and
+``actor_rollout_ref.model.use_fused_kernels=True``. Importing this module replaces the
+``output_processor`` that verl passes to the models of megatron-core 0.18 and later. Log-probs and
+entropy stay the same up to rounding, and both are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..linear import linear_log_probs
+from . import require_version
+
+require_version("verl", "0.9")
+require_version("megatron.core", "0.18")  # verl patches the forward of earlier models
+
+from verl.models.mcore import model_forward_fused  # noqa: E402
+from verl.utils.model import CausalLMOutputForPPO  # noqa: E402
+
+from .megatron import FusedHead  # noqa: E402
+
+
+def fused_output_processor(
+    *, hidden_states: Tensor, labels: Tensor, context: Any, **of_model: Any
+) -> CausalLMOutputForPPO:
+    """Log-probs and entropy ``[1, T]`` of packed sequences, by a head of the temperature."""
+    head = FusedHead(linear_log_probs, labels, temperature=context.temperature)
+    log_probs, entropy = head(hidden_states=hidden_states, **of_model)
+    return CausalLMOutputForPPO(hidden_states=hidden_states, log_probs=log_probs, entropy=entropy)
+
+
+model_forward_fused.fused_output_processor = fused_output_processor

@@ -1,0 +1,691 @@
+"""The head inside the installed megatron-core: CPU processes, gloo."""
+# ruff: noqa: E402  # megatron-core is imported after a check that it is installed
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import EPS, assert_within_budget, needs_native
+from packaging.version import Version
+from torch.distributed.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from world import world
+
+megatron = pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from bapo_kernels import (
+    BAPOConfig,
+    bapo_linear_loss,
+    bapo_loss_from_log_probs,
+    linear_log_probs,
+    reference,
+)
+
+pytestmark = [
+    needs_native,
+    pytest.mark.xdist_group("megatron"),
+    pytest.mark.filterwarnings("ignore"),
+]
+B, S, V, H = 3, 8, 64, 32
+TEMPERATURE = 0.7
+HAS_HOOK = Version(megatron.__version__) >= Version("0.18")
+CONFIG = BAPOConfig.paper(target=0.6)
+SUMMED = BAPOConfig.paper(target=0.6, loss_agg_mode="token-sum")
+
+
+class _ForCuda(TorchFunctionMode):
+    """Makes on the CPU what megatron-core asks to make on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
+
+
+class Norm(torch.nn.LayerNorm):
+    """What a layer has from Apex or Transformer Engine, which need a GPU."""
+
+    def __init__(self, config, hidden_size, eps, **_):
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+class Attention(torch.nn.Module):
+    """Attention over the sequences of both context-parallel ranks; Megatron's needs a GPU."""
+
+    def __init__(self, *_, **__):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **_):
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+
+        def whole(x):
+            chunks = torch.cat(functional.all_gather(x, group)).chunk(4)
+            return torch.cat([chunks[i] for i in (0, 2, 3, 1)])  # rank 0 has the outer two
+
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, whole(key), whole(value)))
+        found = scaled_dot_product_attention(query, key, value, ~attention_mask)
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+@contextlib.contextmanager
+def layout(tensor=1, pipeline=1, context=1):
+    """Megatron's process groups, without a GPU."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
+    # Its tracker for inference keeps no state of a GPU's generator.
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch, _ForCuda():
+            patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+            for name in ("synchronize", "current_stream"):
+                patch.setattr(torch.cuda, name, lambda *_: None)
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def config_of(**options):
+    from megatron.core.transformer import TransformerConfig
+
+    given = dict(
+        num_layers=2,
+        hidden_size=H,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        init_method_std=0.2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        pipeline_dtype=torch.float32,
+    )
+    return TransformerConfig(**given | options)
+
+
+def layer_of(config):
+    """Megatron's layer, with what of this file stands in for classes that need a GPU."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    return layer
+
+
+def model_of(tied=False, dtype=torch.float32, first=True, last=True, **options):
+    """A tiny model, with the same parameters in every layout."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = config_of(**options)
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    block, further = TransformerBlockSubmodules([layer_of(config)] * layers, Norm), None
+    if config.mtp_num_layers:
+        further = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+        of_further = further.layer_specs[0].submodules
+        of_further.enorm = of_further.hnorm = of_further.layer_norm = Norm
+    torch.manual_seed(0)
+    model = GPTModel(
+        config,
+        block,
+        V,
+        S,
+        mtp_block_spec=further,
+        share_embeddings_and_output_weights=tied,
+        pre_process=first,
+        post_process=last,
+    )
+    return model.to(dtype)
+
+
+def batch():
+    """Tokens and their positions; labels, old log-probs, advantages and mask."""
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, V, (B, S + 1), generator=g)
+    advantages = torch.randn(B, S, generator=g)
+    mask = torch.rand(B, S, generator=g) < 0.8
+    old = -4 + 0.5 * torch.randn(B, S, generator=g)
+    positions = torch.arange(S).expand(B, S)
+    causal = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
+    return (tokens[:, :-1], positions, causal), (tokens[:, 1:], old, advantages, mask)
+
+
+def of_logits(model, inputs, arguments):
+    """The loss of the reference, of the whole logits in float64."""
+    return reference.bapo_loss(model(*inputs).double(), *arguments, config=CONFIG)
+
+
+def of_head(model, inputs, arguments):
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    return FusedHead(bapo_linear_loss, *arguments, config=CONFIG).forward(model, *inputs)
+
+
+def of_log_probs(model, inputs, arguments):
+    """The same loss, by the log-probs of the head."""
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    labels, *others = arguments
+    log_probs, _ = FusedHead(linear_log_probs, labels).forward(model, *inputs)
+    return bapo_loss_from_log_probs(log_probs, *others, config=CONFIG)
+
+
+def train(model, output):
+    """Losses of three optimizer steps, and the parameters."""
+    inputs, arguments = batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    losses, context = [], model.config.context_parallel_size > 1
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = output(model, inputs, arguments)
+        out.loss.backward()
+        for parameter in model.parameters():
+            if getattr(parameter, "sequence_parallel", False) or context:
+                dist.all_reduce(parameter.grad)  # as Megatron's finalize_model_grads does
+        if context:
+            dist.all_reduce(out.loss.detach())
+        optimizer.step()
+        losses.append(out.loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@functools.cache
+def plain_rank(rank, tied):
+    """Plain layers on one rank, in float64 and float32."""
+    with layout():
+        return [train(model_of(tied, dtype), of_logits) for dtype in (torch.float64, torch.float32)]
+
+
+def tensor_rank(rank, tied, sequence_parallel, output):
+    with layout(tensor=2):
+        model = model_of(tied, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+        dimension = {
+            name: parameter.partition_dim
+            for name, parameter in model.named_parameters()
+            if getattr(parameter, "tensor_model_parallel", False)
+        }
+        return *train(model, output), dimension
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with world(2, tmp_path_factory.mktemp("megatron")) as two:
+        yield two
+
+
+@pytest.mark.parametrize("output", [of_head, of_log_probs])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_three_steps(ranks, tied, sequence_parallel, output):
+    truth, plain = ranks.run(plain_rank, tied)[0]
+    results = ranks.run(tensor_rank, tied, sequence_parallel, output)
+    for losses, _, _ in results:
+        assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
+    assert max(abs(a - b) for a, b in itertools.pairwise(truth[0])) > 1e-3
+    dimension = results[0][2]
+    assert "embedding.word_embeddings.weight" in dimension
+    assert ("output_layer.weight" in dimension) != tied
+    for name, expected in truth[1].items():
+        shards = [parameters[name] for _, parameters, _ in results]
+        if name in dimension:
+            shards = [torch.cat(shards, dimension[name])]
+        for whole in shards:
+            # Three steps of two ranks round a few times where one process does once.
+            inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
+            assert_within_budget(name, whole, plain[1][name], expected, inherited=inherited)
+
+
+def of_part(model, inputs, arguments):
+    """The loss of this context-parallel rank's part of the sequences."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    names = "tokens", "positions", "attention_mask", "labels", "old", "advantages", "mask"
+    whole = {name: x.contiguous() for name, x in zip(names, inputs + arguments, strict=True)}
+    group = parallel_state.get_context_parallel_group()
+    one_size = {"is_hybrid_cp": False} if HAS_HOOK else {}
+    part = get_batch_on_this_cp_rank(whole, **one_size, cp_group=group)
+    tokens, positions, causal, *arguments = part.values()
+    counts = dict(process_group=group, batch_num_tokens=counted_tokens())
+    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG, **counts)
+    return head.forward(model, tokens, positions, causal)
+
+
+def context_rank(rank):
+    with layout(context=2):
+        model = model_of(context_parallel_size=2)
+        return train(model, of_part)
+
+
+def test_context_parallel(ranks):
+    """Megatron's function divides the sequences: rank 0 has their outer two quarters."""
+    truth, plain = ranks.run(plain_rank, False)[0]
+    for losses, parameters in ranks.run(context_rank):
+        assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
+        for name, expected in truth[1].items():
+            inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
+            assert_within_budget(
+                name, parameters[name], plain[1][name], expected, inherited=inherited
+            )
+
+
+class Collectives(TorchDispatchMode):
+    """Name and number of elements of every collective in forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            name = function._schema.name.removeprefix("c10d::").strip("_")
+            self.made.append((name, max(x.numel() for x in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+def of_cross_entropy(model, inputs, arguments):
+    """The same loss by the log-probs of megatron-core's vocab_parallel_cross_entropy."""
+    labels, *others = arguments
+    return bapo_loss_from_log_probs(-model(*inputs, labels=labels), *others, config=CONFIG)
+
+
+def collectives_rank(rank, sequence_parallel):
+    with layout(tensor=2):
+        found = []
+        for output in (of_cross_entropy, of_head):
+            model = model_of(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+            with Collectives() as collectives:
+                output(model, *batch()).loss.backward()
+            found.append(Counter(collectives.made))
+        return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_collectives_of_a_step(ranks, sequence_parallel):
+    """Those of the layers are the same, so what differs is the head's."""
+    _, (_, _, _, mask) = batch()
+    # Megatron gathers the hidden states a second time and scatters their summed gradient.
+    again = [("allgather_base", B * S * H), ("reduce_scatter_base", B * S * H)]
+    of_rows = [("allreduce", B * S)] * 3  # maximum, logit of the label, sum
+    sizes, statistics = ("allgather_base", 2), ("allgather_base", 2 * 4 * int(mask.sum()))
+    gradient = ("allreduce", B * S * H)
+    for theirs, ours in ranks.run(collectives_rank, sequence_parallel):
+        assert ours - theirs == Counter([sizes, statistics] + [gradient] * sequence_parallel)
+        assert theirs - ours == Counter(of_rows + again * sequence_parallel)
+        assert ours.total() < theirs.total()
+
+
+def gradients_rank(rank, tied, fusion):
+    """``main_grad`` of the head's weight after two micro-batches, which Megatron's DDP adds."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+
+    with layout(tensor=2):
+        model = model_of(tied, tensor_model_parallel_size=2)
+        model.output_layer.gradient_accumulation_fusion = fusion
+        wrapped = DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        for _ in range(2):
+            of_head(wrapped, *batch()).loss.backward()
+        weight = (model.embedding.word_embeddings if tied else model.output_layer).weight
+        return weight.main_grad.clone(), weight.grad, weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradient_accumulation_fusion(ranks, tied):
+    """The gradient is added to ``main_grad`` once, by the head or by DDP."""
+    by_ddp, by_head = (ranks.run(gradients_rank, tied, fusion) for fusion in (False, True))
+    for (expected, _, added), (got, left, added_by_head) in zip(by_ddp, by_head, strict=True):
+        assert (added, added_by_head, left) == (False, True, None)
+        assert expected.any(1).all()
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+
+
+LEARNING_RATE = 0.2
+
+
+def of_micro_batches(model):
+    """Three steps of Megatron's schedule, a micro-batch for each sequence; losses, parameters."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    def step(batches, model):
+        (tokens, positions, causal), arguments = next(batches)
+        head = FusedHead(bapo_linear_loss, *arguments, config=SUMMED)
+
+        def loss_of(output):
+            counted = arguments[3].sum().int()
+            return output.loss, counted, {"loss": output.loss.detach().clone()}
+
+        return head.forward(model, tokens, positions, causal), loss_of
+
+    model.config.finalize_model_grads_func = finalize_model_grads
+    losses = []
+    for _ in range(3):
+        model.zero_grad_buffer()
+        found = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(micro_batches()),
+            model=model,
+            num_microbatches=B,
+            seq_length=S,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        losses.append(sum(logged["loss"].item() for logged in found) / counted_tokens())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.main_grad
+    return losses, {name: p.detach() for name, p in model.module.named_parameters()}
+
+
+def micro_batches():
+    (tokens, positions, causal), arguments = batch()
+    return [
+        ((tokens[b : b + 1], positions[b : b + 1], causal), [x[b : b + 1] for x in arguments])
+        for b in range(B)
+    ]
+
+
+def counted_tokens():
+    return int(batch()[1][3].sum())
+
+
+def pipeline_rank(rank):
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+
+    with layout(pipeline=2):
+        model = model_of(
+            first=rank == 0,
+            last=rank == 1,
+            pipeline_model_parallel_size=2,
+            calculate_per_token_loss=True,
+        )
+        whole = model_of().state_dict()
+        of_stage = {
+            name: whole[name.replace("layers.0", f"layers.{rank}")] for name in model.state_dict()
+        }
+        model.load_state_dict(of_stage)
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return of_micro_batches(DistributedDataParallel(model.config, config, model))
+
+
+def summed_rank(rank):
+    """The same steps on one rank, of the reference's loss of the logits."""
+    with layout():
+        results = []
+        for dtype in (torch.float64, torch.float32):
+            model, losses = model_of(dtype=dtype), []
+            optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = sum(
+                    reference.bapo_loss(model(*inputs).double(), *arguments, config=SUMMED).loss
+                    for inputs, arguments in micro_batches()
+                )
+                loss = loss / counted_tokens()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            results.append((losses, {name: p.detach() for name, p in model.named_parameters()}))
+        return results
+
+
+def test_two_pipeline_stages(ranks):
+    """Megatron's own schedule; the first stage has no head and passes hidden states on."""
+    truth, plain = ranks.run(summed_rank)[0]
+    (none, first), (losses, last) = ranks.run(pipeline_rank)
+    assert none == [0.0] * 3
+    assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
+    found = first | {name.replace("layers.0", "layers.1"): p for name, p in last.items()}
+    assert found.keys() == truth[1].keys()
+    for name, expected in truth[1].items():
+        inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
+        assert_within_budget(name, found[name], plain[1][name], expected, inherited=inherited)
+
+
+def biased_rank(rank, skip_bias_add):
+    """Log-probs with gradients, by a head with a bias and by Megatron's functions."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    with layout(tensor=2):
+        config = config_of(tensor_model_parallel_size=2)
+        normal = torch.nn.init.normal_
+        layer = ColumnParallelLinear(
+            H, V, config=config, init_method=normal, skip_bias_add=skip_bias_add
+        )
+        layer.bias.data = torch.linspace(-1, 1, V).chunk(2)[rank].clone()
+        hidden = torch.linspace(-1, 1, S * B * H).sin().view(S, B, H).requires_grad_()
+        _, (labels, _, advantages, _) = batch()
+        of_model = dict(output_layer=layer, output_weight=None, config=config)
+        logits, _ = layer(hidden)
+        theirs = -vocab_parallel_cross_entropy(logits, labels.T.contiguous()).T
+        ours, _ = FusedHead(linear_log_probs, labels)(hidden_states=hidden, **of_model)
+        leaves = [hidden, layer.weight] if skip_bias_add else [hidden, layer.weight, layer.bias]
+        return [[x.detach(), *torch.autograd.grad(x, leaves, advantages)] for x in (theirs, ours)]
+
+
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+def test_bias_of_the_output_layer(ranks, skip_bias_add):
+    for theirs, ours in ranks.run(biased_rank, skip_bias_add):
+        for expected, got in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+UNSUPPORTED = {
+    "output_layer": "be a ColumnParallelLinear with its own forward, got ColumnParallelLinear",
+    "output_layer.weight": "not be managed by Megatron-FSDP, got a shard",
+    "use_mup": "be False, got True",
+    "defer_embedding_wgrad_compute": "be False, got True",
+    "disable_grad_reduce": "be False, got True",
+    "gtp_remat_size": "be 1, got 2",
+    "inference_context": "be None, got object",
+    "labels": "be None for a model without output_processor, got a tensor",
+    "mtp_num_layers": "be None for a model without output_processor, got 1",
+}
+
+
+def unsupported_rank(rank, name):
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    with layout():
+        model, others = model_of(), {}
+        inputs, arguments = batch()
+        layer = model.output_layer
+        if name == "output_layer":
+            layer.forward = layer.forward  # as an adapter of it does
+        elif name == "output_layer.weight":
+            layer.weight.__fsdp_param__ = True
+        elif name in ("disable_grad_reduce", "gtp_remat_size"):
+            setattr(layer, name, {"gtp_remat_size": 2}.get(name, True))
+        elif name in ("inference_context", "labels"):
+            others[name] = arguments[0] if name == "labels" else object()
+        else:
+            setattr(model.config, name, {"mtp_num_layers": 1}.get(name, True))
+        with pytest.raises(ValueError) as error:
+            FusedHead(bapo_linear_loss, *arguments).forward(model, *inputs, **others)
+        assert name == "output_layer" or "forward" not in vars(layer)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported(ranks, name):
+    if HAS_HOOK and name in ("labels", "mtp_num_layers"):
+        pytest.skip("supported by this megatron-core")
+    messages = ranks.run(unsupported_rank, name)
+    assert messages == [f"{name} must {UNSUPPORTED[name]}"] * 2
+
+
+def hybrid_of(**options):
+    """megatron-core's successor of the ``GPTModel``, which has no ``output_processor``."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    config = config_of(**options)
+    layers = HybridStackSubmodules(attention_layer=layer_of(config))
+    stack = ModuleSpec(HybridStack, {"post_layer_norm": False}, layers)
+    torch.manual_seed(0)
+    pattern = dict(hybrid_layer_pattern="**", position_embedding_type="learned_absolute")
+    return HybridModel(config, stack, V, S, **pattern)
+
+
+def of_head_with_labels(model, inputs, arguments):
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG)
+    return head.forward(model, *inputs, labels=arguments[0])
+
+
+def both_heads_rank(rank, model_of, output, **options):
+    """Gradients with Megatron's head and with this one."""
+    with layout(tensor=2):
+        found = []
+        for of_output in (of_cross_entropy, output):
+            model = model_of(tensor_model_parallel_size=2, sequence_parallel=True, **options)
+            of_output(model, *batch()).loss.backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        return found
+
+
+def assert_same_gradients(theirs, ours):
+    assert theirs.keys() == ours.keys()
+    for name, expected in theirs.items():
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6 * scale)
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
+@pytest.mark.parametrize("tied", [False, True])
+def test_multi_token_prediction(ranks, tied):
+    """The loss of the second head, for the token after next, stays Megatron's."""
+    options = dict(mtp_num_layers=1, tied=tied)
+    for theirs, ours in ranks.run(both_heads_rank, model_of, of_head_with_labels, **options):
+        assert theirs["mtp.layers.0.eh_proj.weight"].any()
+        assert_same_gradients(theirs, ours)
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
+def test_hybrid_model(ranks):
+    for theirs, ours in ranks.run(both_heads_rank, hybrid_of, of_head):
+        assert_same_gradients(theirs, ours)
+
+
+class Values(torch.nn.Module):
+    """In place of attention over packed sequences, for which Megatron needs a GPU."""
+
+    def forward(self, query, key, value, *_, **__):
+        return value.flatten(1)
+
+
+def packed_model():
+    model = model_of(tensor_model_parallel_size=2, sequence_parallel=True)
+    model.embedding.add_position_embedding = False
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention = Values()
+    return model
+
+
+def jagged(*sequences):
+    return torch.nested.as_nested_tensor(list(sequences), layout=torch.jagged)
+
+
+def verl_rank(rank):
+    """Log-probs, entropies and gradients by verl's own head of logits and by this one."""
+    from verl.models.mcore import model_forward, model_forward_fused
+    from verl.utils.megatron import tensor_parallel
+
+    from bapo_kernels.integrations import verl_megatron  # noqa: F401  # replaces verl's
+
+    def of_logits(logits, label):
+        scaled = logits / TEMPERATURE
+        entropy = tensor_parallel.vocab_parallel_entropy(scaled.clone())
+        log_probs = tensor_parallel.vocab_parallel_log_probs_from_logits(scaled, label)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    tokens = jagged(*(row[: S - 3 * b] for b, row in enumerate(batch()[0][0])))
+    found = []
+    with layout(tensor=2), torch.compiler.set_stance("force_eager"):
+        for fused in (False, True):
+            model = packed_model()
+            if fused:
+                model_forward_fused.patch_fused_forward(model)
+                forward = model_forward_fused.fused_forward_model_engine()
+                output = forward(model, tokens, tokens.clone(), {}, TEMPERATURE, True, 0)
+            else:
+                forward = model_forward.gptmodel_forward_model_engine
+                output = forward(model, tokens, {}, of_logits, {"label": tokens.clone()})
+            log_probs, entropy = (output[name].values() for name in ("log_probs", "entropy"))
+            (log_probs.square() + 0.3 * entropy).sum().backward()
+            found.append(
+                {"log_probs": log_probs.detach(), "entropy": entropy.detach()}
+                | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            )
+    return found
+
+
+@pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
+def test_verls_engine(ranks):
+    """verl's own functions for packed sequences, before and behind the head."""
+    pytest.importorskip("verl", reason="needs verl")
+    for theirs, ours in ranks.run(verl_rank):
+        assert len(theirs["log_probs"]) == 8 + 5 + 2
+        assert theirs["output_layer.weight"].any(1).all()
+        assert_same_gradients(theirs, ours)
+
+
+def measured_rank(rank, factor):
+    """The methods whose loss, times a factor, the benchmark refuses to time."""
+    from benchmarks import megatron_step
+    from benchmarks.gate import WrongAnswerError
+
+    def scaled(right):
+        return lambda *arguments: factor * right(*arguments)
+
+    wrong = {name: scaled(right) for name, right in megatron_step.METHODS.items()}
+    refused = []
+    with layout(tensor=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_step, "METHODS", wrong)
+        for name in wrong:
+            try:
+                assert megatron_step.measure(name, megatron_step.SMALL)["ms"] > 0
+            except WrongAnswerError:
+                refused.append(name)
+    return refused
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_the_benchmark_times_correct_methods(ranks, factor):
+    from benchmarks.megatron_step import METHODS
+
+    assert ranks.run(measured_rank, factor) == [[] if factor == 1 else list(METHODS)] * 2
