@@ -1,7 +1,8 @@
 """Adapters for frameworks that cannot be installed here, called as their sources call a loss.
 
-The sources: slime 624b824 (0.3.1), SkyRL a956457 (0.3.0), ROLL 8eb27cc (0.3.0), Trinity-RFT
-221b0759. The authors' function: tests/data/authors_recipe.json. OpenRLHF: test_openrlhf.py.
+The sources: slime 624b824 (0.3.1), SkyRL 0.3.0, ROLL 8eb27cc (0.3.0), Trinity-RFT 0.6.0; their own
+losses: test_slime.py, test_own_losses.py. The authors' function: tests/data/authors_recipe.json.
+OpenRLHF: test_openrlhf.py.
 """
 
 import json
@@ -118,6 +119,39 @@ def test_skyrl(dual_clip, monkeypatch):
     assert metrics["clip_ratio"] == pytest.approx(expected.metrics["pg_clipfrac"].item())
 
 
+def test_skyrl_corrections(monkeypatch):
+    """SkyRL's factors (one per sequence, or per token), and the tokens that it masks."""
+    logp, old, A, mask = tokens_of(6)
+    rollout, kept = old - 0.05, mask.clone()
+    kept[:, 1] = 0
+    factors = torch.tensor([[0.5], [1.0], [2.0], [0.3]])
+    module = ModuleType("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
+
+    def correction(old_log_probs, rollout_logprobs, loss_mask, config):
+        assert old_log_probs is old
+        assert rollout_logprobs is rollout
+        assert config == "correction"
+        return factors, {"is_ratio_mean": 1.5}, kept
+
+    module.compute_off_policy_correction = correction
+    stand_in(module, monkeypatch)
+    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    config = Namespace(off_policy_correction="correction")
+    loss, metrics = bapo_policy_loss(leaf, old, A, config, mask, rollout)
+    expected = reference.bapo_loss_from_log_probs(
+        true,
+        old,
+        A * kept,
+        mask,
+        config=BAPOConfig.paper(loss_agg_mode="token-sum"),
+        rollout_log_probs=rollout,
+        rollout_is_weights=factors.expand_as(A),
+    )
+    check(loss, leaf, expected, true)
+    assert metrics["is_ratio_mean"] == 1.5
+    assert not leaf.grad[:, 1].any()
+
+
 def roll_agg_loss(loss_mat, mask, mode, tokens, samples, weights):
     """ROLL's masked reduction, in its own terms."""
     loss_mat, of_sample = loss_mat * mask * weights[:, None], mask.sum(1).clamp(min=1)
@@ -175,7 +209,7 @@ def test_trinity(monkeypatch):
         def register_module(name):
             return lambda made: registry.setdefault(name, made)
 
-    module = ModuleType("trinity.algorithm.policy_loss_fn.policy_loss_fn")
+    module = ModuleType("trinity.algorithm.policy_loss_fn")
     module.POLICY_LOSS_FN, module.PolicyLossFn = Registry, PolicyLossFn
     stand_in(module, monkeypatch)
     from bapo_kernels.integrations import trinity
@@ -192,6 +226,27 @@ def test_trinity(monkeypatch):
     check(loss, leaf, expected, true)
     assert metrics["pg_loss"] == pytest.approx(loss.item())
     assert registry["bapo"].default_args() == {"preset": "paper", "loss_agg_mode": "token-mean"}
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_trinity_reductions(mode, monkeypatch):
+    """Means over sequences count one that is masked."""
+    logp, old, A, mask = tokens_of(3)
+    mask[1] = 0
+    fixed = dict(ratio_lower_start=0.8, ratio_lower_max=0.8)
+    fixed |= dict(ratio_upper_start=1.2, ratio_upper_max=1.2)
+    function = trinity_with(fixed, monkeypatch, loss_agg_mode=mode)
+    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    loss, _ = function(logprob=leaf, old_logprob=old, action_mask=mask.bool(), advantages=A)
+    r = (true - old).exp()
+    policy = -torch.min(r * A, r.clamp(0.8, 1.2) * A)
+    expected = roll_agg_loss(policy, mask, mode, mask.sum(), 4, torch.ones(4))
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
 
 
 # Every surrogate at either level of the ratio, through each of the adapters.
@@ -254,14 +309,14 @@ def slime_with(options, monkeypatch):
     bapo_loss_function(args, batch, logits, torch.sum)
 
 
-def trinity_with(options, monkeypatch):
-    module = ModuleType("trinity.algorithm.policy_loss_fn.policy_loss_fn")
+def trinity_with(options, monkeypatch, **arguments):
+    module = ModuleType("trinity.algorithm.policy_loss_fn")
     module.PolicyLossFn = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
     module.POLICY_LOSS_FN = Namespace(register_module=lambda name: lambda made: made)
     stand_in(module, monkeypatch)
     from bapo_kernels.integrations import trinity
 
-    return trinity.register()(options=options)
+    return trinity.register()(options=options, **arguments)
 
 
 WITH_OPTIONS = {

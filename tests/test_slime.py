@@ -39,6 +39,11 @@ OPTIONS = {
     | TIS
     | dict(kl_loss_type="k3", entropy_coef=0.1, use_opsm=True, opsm_delta=0.25)
     | dict(advantage_estimator="gspo"),
+    "rejection": TIS | dict(custom_tis_function_path="slime_case.rejecting"),
+    "rejection, GSPO": TIS
+    | dict(custom_tis_function_path="slime_case.rejecting", advantage_estimator="gspo"),
+    "reducer": dict(custom_pg_loss_reducer_function_path="slime_case.sums", entropy_coef=0.1),
+    "sums": TIS | dict(calculate_per_token_loss=True, entropy_coef=0.1),
 }
 
 
@@ -87,7 +92,7 @@ def expected(args, batch, logits, rows, labels):
     old = rollout if args.use_rollout_logprobs else train
     A = torch.cat(batch["advantages"]).double()
     kept = [mask.clone() for mask in masks]
-    if args.custom_tis_function_path == "rejecting":
+    if args.custom_tis_function_path:
         for mask in kept:
             mask[0] = 0
     factors, log = torch.ones_like(A), {}
@@ -110,15 +115,15 @@ def expected(args, batch, logits, rows, labels):
 
     gspo, cispo = (args.advantage_estimator == name for name in ("gspo", "cispo"))
     config = BAPOConfig(ratio_level="sequence" if gspo else "token", **args.bapo_options)
-    tokens = [x.split(lengths) for x in (logp.detach(), old, A)]
+    tokens = [x.split(lengths) for x in (logp.detach(), old, A * torch.cat(kept))]
     search = dict(config=config, rollout_log_probs=split([rollout.split(lengths)])[0])
-    low, high = reference.find_clip_bounds(*split([*tokens, kept]), **search)
+    low, high = reference.find_clip_bounds(*split([*tokens, masks]), **search)
     assert low > 0.6 or high > 1.2 or args.custom_tis_function_path, "the case must need a search"
     log |= dict(bapo_clip_low=low.item(), bapo_clip_high=high.item())
     low, high = low.double(), high.double()
     ratios = (logp - old).split(lengths)
     if gspo:
-        means = [(x * mask).sum() / mask.sum() for x, mask in zip(ratios, kept, strict=True)]
+        means = [(x * mask).sum() / mask.sum() for x, mask in zip(ratios, masks, strict=True)]
         ratios = [mean.expand(n) for mean, n in zip(means, lengths, strict=True)]
     r = torch.cat(list(ratios)).exp()
     policy = (
@@ -138,7 +143,7 @@ def expected(args, batch, logits, rows, labels):
         ref = torch.cat(batch["ref_log_probs"])
         kl = reduce(slime_case.approx_kl(logp, ref, args.kl_loss_type, ratio))
         loss, log["kl_loss"] = loss + args.kl_loss_coef * kl, kl.item()
-    log["ppo_kl"] = reduce(old - logp).item()
+    log["ppo_kl"] = -reduce(r.log()).item()
     given = reduction_of_batch(args, batch)
     if args.use_tis:
         log |= dict(ois=given(r).item(), tis=given((train - rollout).exp()).item())
@@ -150,14 +155,7 @@ def expected(args, batch, logits, rows, labels):
     return loss, log
 
 
-EVERY = OPTIONS | {
-    "rejection": TIS | dict(custom_tis_function_path="rejecting"),
-    "reducer": dict(custom_pg_loss_reducer_function_path="sums", entropy_coef=0.1),
-    "sums": TIS | dict(calculate_per_token_loss=True, entropy_coef=0.1),
-}
-
-
-@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options, monkeypatch):
     args = arguments(options)
     slime_case.megatron(monkeypatch)
@@ -238,7 +236,7 @@ def rank_of_context(rank, size, options):
 @pytest.mark.parametrize("name", ["plain", "TIS", "TIS, on-policy", "GSPO", "all", "rejection"])
 def test_context_parallelism(name, allgather_cp, worlds):
     """The ranks' losses and metrics add up to those of the whole batch, and so the gradients."""
-    options = EVERY[name] | dict(allgather_cp=allgather_cp)
+    options = OPTIONS[name] | dict(allgather_cp=allgather_cp)
     ranks = worlds(2).run(rank_of_context, 2, options)
     args = arguments(options)
     batch, logits, rows, labels = batch_of(args)

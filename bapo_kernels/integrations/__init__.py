@@ -86,6 +86,24 @@ def config_of(
     return config
 
 
+def masked_reduction(
+    loss_agg_mode: str,
+    mask: Tensor,
+    tokens: float | Tensor | None = None,
+    samples: float | Tensor | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """The mode and the normalisers here of a reduction of ROLL and Trinity, of values ``[B, T]``.
+
+    Without ``samples``, a mean over sequences counts also those without an unmasked token;
+    ``seq-mean-token-sum-norm`` divides the sum by the padded length alone.
+    """
+    if loss_agg_mode == "token-mean":
+        return loss_agg_mode, dict(batch_num_tokens=tokens)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        return "token-mean", dict(batch_num_tokens=mask.shape[-1])
+    return loss_agg_mode, dict(global_batch_size=mask.shape[0] if samples is None else samples)
+
+
 def names_of_metrics(config: BAPOConfig, names: Iterable[str]) -> list[str]:
     """Without those of the search where the surrogate has no bounds to search for."""
     return [name for name in names if config.has_bounds or not name.startswith("bapo_")]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to, names_of_metrics
+from . import config_of, left_to, masked_reduction, names_of_metrics
 
 _OWNERS = left_to("ROLL", loss_agg_mode="loss_agg_mode", loss_scale_factor="loss_agg_mode")
 
@@ -39,13 +39,9 @@ def bapo_pg_loss(
     ``weights`` are ROLL's weights ``[B]`` of the samples. ``options`` are those of the search and
     the dual clip, the surrogate and the level of the ratio; an option that ROLL decides raises.
     """
-    counts: dict[str, Any] = dict(batch_num_tokens=batch_num_tokens)
-    mode = loss_agg_mode
-    if mode == "seq-mean-token-sum-norm":
-        mode, counts = "token-mean", dict(batch_num_tokens=response_mask.shape[-1])
-    elif mode != "token-mean":
-        samples = response_mask.shape[0] if global_valid_samples is None else global_valid_samples
-        counts = dict(global_batch_size=samples)
+    mode, counts = masked_reduction(
+        loss_agg_mode, response_mask, batch_num_tokens, global_valid_samples
+    )
     is_weights = train_infer_is_weight
     if weights is not None:
         per_token = weights[:, None].expand(log_probs.shape)

@@ -31,6 +31,8 @@ def bapo_policy_loss(
 
     SkyRL has already divided the advantages by counts of tokens or sequences. A constant divisor
     changes no decision; with ``loss_reduction=sequence_mean`` long sequences weigh less in it.
+    ``config.off_policy_correction`` works as in SkyRL's own losses; tokens that it masks have
+    advantage 0 here.
 
     Args:
         bapo: options of the loss and the search; default: the paper's, with ``config.clip_ratio_c``
@@ -46,6 +48,18 @@ def bapo_policy_loss(
         value = getattr(bapo, name)
         is_default = value == getattr(BAPOConfig, name)
         require(is_default, f"bapo.{name}", f"be left to {owner}", repr(value))
+    weights, of_correction = None, {}
+    correction = getattr(config, "off_policy_correction", None)
+    if correction is not None and rollout_logprobs is not None:
+        from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import (
+            compute_off_policy_correction,
+        )
+
+        weights, of_correction, kept = compute_off_policy_correction(
+            old_log_probs, rollout_logprobs, loss_mask, correction
+        )
+        weights = None if weights is None else weights.expand_as(log_probs)
+        advantages = advantages * kept
     out = bapo_loss_from_log_probs(
         log_probs,
         old_log_probs,
@@ -53,9 +67,10 @@ def bapo_policy_loss(
         loss_mask,
         config=bapo,
         rollout_log_probs=rollout_logprobs,
+        rollout_is_weights=weights,
     )
     metrics = on_host(bapo, out.metrics, _METRICS)
-    return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics}
+    return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics, **of_correction}
 
 
 def register(name: str = "bapo") -> None:

@@ -43,8 +43,8 @@ def bapo_loss_function(
     micro-batches, so each decides alone.
 
     Loss and gradient are made in one pass, unless log-probs are needed before the loss (context
-    parallelism, KL, entropy, OPSM, a correction without ``log_probs`` in the batch or by a function
-    of the user, which may reject tokens). Backward then reads the logits a second time.
+    parallelism, KL, entropy, OPSM, a correction without ``log_probs`` in the batch). Backward then
+    reads the logits a second time.
 
     Raises:
         ValueError: the rollout was cut by top-p, or ``bapo_options`` has an option that slime
@@ -58,7 +58,11 @@ def bapo_loss_function(
         logp, entropy = _log_probs(logits[0], tokens, config, group)
     old = values.get("old_log_probs")
     weights = weights_of(args, batch, tokens, sum_of_sample_mean, logp, old)
-    given = values | dict(response_mask=weights.mask, rollout_is_weights=weights.policy)
+    given = values | dict(
+        advantages=values["advantages"] * weights.kept,
+        response_mask=torch.cat(list(batch["loss_masks"])).float(),
+        rollout_is_weights=weights.policy,
+    )
     if logp is None:
         rows = {name: tokens.spread(value) for name, value in given.items()}
         options = _options(config, rows, batch["total_lengths"])
@@ -109,8 +113,8 @@ def _tensor_group() -> dist.ProcessGroup | None:
 
 def _is_one_pass(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> bool:
     other_terms = args.use_kl_loss or args.entropy_coef or args.use_opsm
-    is_known = args.custom_tis_function_path is None and bool(batch.get("log_probs"))
-    return tokens.group is None and not other_terms and (is_known or not corrects(args))
+    knows_weights = not corrects(args) or bool(batch.get("log_probs"))
+    return tokens.group is None and not other_terms and knows_weights
 
 
 def _values(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> dict[str, Tensor]:

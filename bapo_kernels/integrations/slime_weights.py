@@ -18,14 +18,15 @@ class Weights(NamedTuple):
         policy: of the policy term, factors of OPSM and of a correction included.
         others: of the KL and entropy terms: zero where a correction rejects the token.
         logged: of what is logged of all tokens, rejected ones included.
-        mask: 1 for the tokens that count in the search; of all ranks.
+        kept: 0 for tokens that a correction rejects, of all ranks. Their advantages become 0, which
+            takes them out of the search, and leaves them in the ratio of a sequence as in slime.
         log: metrics of OPSM and of the correction.
     """
 
     policy: Tensor
     others: Tensor
     logged: Tensor
-    mask: Tensor
+    kept: Tensor
     log: dict[str, Tensor]
 
 

@@ -5,13 +5,14 @@ Load a module that calls :func:`register` as a plugin of Trinity.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to, on_host
+from . import config_of, left_to, masked_reduction, on_host
 
 _OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode")
 _METRICS = (
@@ -33,14 +34,22 @@ def bapo_policy_loss(
     advantages: Tensor,
     config: BAPOConfig,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss of tensors ``[B, T]``, and metrics; the arguments have Trinity's names."""
-    out = bapo_loss_from_log_probs(logprob, old_logprob, advantages, action_mask, config=config)
+    """Loss of tensors ``[B, T]``, and metrics; the arguments have Trinity's names.
+
+    ``config.loss_agg_mode`` is as in Trinity: ``seq-mean-token-sum-norm`` divides the sum by the
+    padded length alone, and a mean over sequences counts all of them.
+    """
+    mode, counts = masked_reduction(config.loss_agg_mode, action_mask)
+    config = replace(config, loss_agg_mode=mode)
+    out = bapo_loss_from_log_probs(
+        logprob, old_logprob, advantages, action_mask, config=config, **counts
+    )
     return out.loss, on_host(config, out.metrics, _METRICS)
 
 
 def register(name: str = "bapo") -> Any:
     """Adds a ``PolicyLossFn`` with this loss to Trinity's registry, and returns the class."""
-    from trinity.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
+    from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 
     class BAPOPolicyLossFn(PolicyLossFn):
         """``policy_loss_fn_args``: ``preset``, ``loss_agg_mode``, ``options`` of the search."""
