@@ -63,6 +63,7 @@ sanitize: .venv/built
 	  --ignore tests/test_cuda_build.py --ignore tests/test_cuda_on_host.py \
 	  --ignore tests/test_sets_on_host.py \
 	  --ignore tests/test_trl.py --ignore tests/test_verl.py --ignore tests/test_integrations.py \
+	  --ignore tests/test_verl_scopes.py \
 	  --ignore tests/test_policy_parity.py \
 	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
 	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
