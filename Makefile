@@ -50,7 +50,11 @@ lint: .venv/built
 	  .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 
-# Runs the tests with AddressSanitizer and UBSan, in a copy of the tree.
+# Runs the tests of the native CPU code with AddressSanitizer and UBSan, in a copy of the tree: not
+# those of frameworks, compilers, pages and processes of their own.
+UNSANITISED := benchmarks build cli cuda_build cuda_on_host docs hub instructions integrations \
+  megatron own_losses policy_parity ranks sets_on_host sharded_weights slime supply triton_compile \
+  trl verl verl_scopes workflows
 sanitize: .venv/built
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r bapo_kernels csrc docs fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
@@ -58,17 +62,8 @@ sanitize: .venv/built
 	  ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. BAPO_REQUIRE_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ../../$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not compile" \
-	  -k "not triton" --ignore tests/test_build.py --ignore tests/test_triton_compile.py \
-	  --ignore tests/test_cuda_build.py --ignore tests/test_cuda_on_host.py \
-	  --ignore tests/test_sets_on_host.py \
-	  --ignore tests/test_trl.py --ignore tests/test_verl.py --ignore tests/test_integrations.py \
-	  --ignore tests/test_slime.py --ignore tests/test_own_losses.py \
-	  --ignore tests/test_policy_parity.py \
-	  --ignore tests/test_ranks.py --ignore tests/test_sharded_weights.py \
-	  --ignore tests/test_benchmarks.py --ignore tests/test_cli.py --ignore tests/test_supply.py \
-	  --ignore tests/test_docs.py --ignore tests/test_instructions.py --ignore tests/test_hub.py \
-	  --ignore tests/test_workflows.py
+	  ../../$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not compile" -k "not triton" \
+	  $(UNSANITISED:%=--ignore tests/test_%.py)
 
 # Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1

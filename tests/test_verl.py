@@ -309,7 +309,7 @@ def test_config_from_yaml():
 @pytest.mark.parametrize(
     ("page", "count", "expected"),
     [
-        ("verl.md", 5, dict(preset="recipe", search_ranks="world", adv_ratio_target=0.5)),
+        ("verl.md", 5, dict(preset="recipe", scope="lagged", adv_ratio_target=0.5)),
         ("migrating.md", 8, dict(preset="recipe", ratio_lower_max=0.8, ratio_upper_max=1.28)),
     ],
 )

@@ -8,7 +8,7 @@ set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl``. Then select th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +17,8 @@ from ..bounds import TABLE_FIELDS
 from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, on_host, require_version
+from ..scopes import ClipBoundSearch, Scope
+from . import config_of, on_host, require_version, verl_scopes
 
 require_version("verl", "0.6.1")
 
@@ -57,6 +58,10 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
             group given to :func:`use_process_group`. ``"world"``: all ranks of the default group
             decide together, as in the authors' code; every rank must then have the same number of
             micro-batches.
+        scope: ``"call"``: a decision covers a micro-batch. ``"step"``: all micro-batches of the
+            optimizer step on all data-parallel ranks, for which the engine makes a forward without
+            gradients first. ``"lagged"``: those of the optimizer step before. The last two need the
+            engines of verl 0.8 or later (``"step"`` FSDP's), and ``search_ranks="own"``.
 
     The other fields are those of :class:`bapo_kernels.BAPOConfig`; ``None``: that of the preset.
     With fixed bounds (``ratio_lower_start=ratio_lower_max``, ``ratio_upper_start=ratio_upper_max``,
@@ -90,11 +95,21 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
     surrogate: str | None = None
     ratio_level: str | None = None
     search_ranks: str = "own"
+    scope: str = "call"
 
     def __post_init__(self) -> None:
         rule = "be 'bapo' with BAPOPolicyLossConfig"
         require(self.loss_mode == "bapo", "policy_loss.loss_mode", rule, repr(self.loss_mode))
         _deciding_ranks(self, _config(self))
+        if self.scope != "call":
+            self.search()
+            verl_scopes.install()
+
+    def search(
+        self, group: dist.ProcessGroup | None = None, device: str = "cpu"
+    ) -> ClipBoundSearch:
+        """The search of an engine, over the tokens of the data-parallel ranks ``group``."""
+        return ClipBoundSearch(_config(self), cast(Scope, self.scope), group, device)
 
 
 def use_process_group(group: dist.ProcessGroup | None) -> None:
@@ -138,6 +153,11 @@ def _deciding_ranks(loss: Any, config: BAPOConfig) -> dist.ProcessGroup | None:
     require(ranks in ("own", "world"), name, "be 'own' or 'world'", repr(ranks))
     rule = f"be 'own' with surrogate={config.surrogate!r}, which has no search"
     require(config.has_bounds or ranks == "own", name, rule, repr(ranks))
+    scope = loss.get("scope", "call")
+    rule = f"be 'own' with scope={scope!r}, whose decisions cover all data-parallel ranks"
+    require(scope == "call" or ranks == "own", name, rule, repr(ranks))
+    rule = "be 'call' after use_process_group(), whose ranks decide call by call"
+    require(scope == "call" or _group is None, "policy_loss.scope", rule, repr(scope))
     if ranks == "own":
         return _group
     rule = "be 'own' after use_process_group(), which gave the ranks"
@@ -179,6 +199,11 @@ def compute_policy_loss_bapo(
     the paper's search is exp of the old log-prob, because verl does not pass rollout log-probs to
     a policy loss.
     """
+    step = verl_scopes.running_step(config.policy_loss.get("scope", "call"))
+    tokens = log_prob, old_log_prob, advantages, response_mask
+    if step is not None and step.gathers:
+        step.search.update(*tokens)
+        return log_prob.new_zeros(()), {}
     info = getattr(config, "global_batch_info", None) or {}
     recipe = config.policy_loss.get("preset", "paper") == "recipe"
     made = _config(
@@ -191,17 +216,20 @@ def compute_policy_loss_bapo(
     )
     _warn_of_unused(config, made)
     out = bapo_loss_from_log_probs(
-        log_prob,
-        old_log_prob,
-        advantages,
-        response_mask,
+        *tokens,
         config=made,
+        bounds=None if step is None else step.search.bounds,
         rollout_is_weights=rollout_is_weights,
         batch_num_tokens=info.get("batch_num_tokens"),
         global_batch_size=info.get("global_batch_size"),
         dp_size=info.get("dp_size", 1),
         process_group=_deciding_ranks(config.policy_loss, made),
     )
+    metrics = out.metrics
+    if step is not None:
+        if step.search.scope == "lagged":
+            step.search.update(*tokens)
+        metrics = metrics | step.decision
     # verl itself would read the device once for each metric.
-    metrics = on_host(made, out.metrics, _METRICS)
-    return out.loss, {f"actor/{name}": value for name, value in metrics.items()}
+    numbers = on_host(made, metrics, _METRICS)
+    return out.loss, {f"actor/{name}": value for name, value in numbers.items()}

@@ -1,0 +1,181 @@
+"""The scopes of the search in verl's own engine, on two ranks, against plain PyTorch."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import needs_native
+
+pytest.importorskip("verl")
+
+import verl_engine
+from omegaconf import OmegaConf
+from test_verl import actor, batch
+from verl_engine import LR, B, rollout, tiny_model
+
+import bapo_kernels.integrations.verl as adapter
+from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
+
+pytestmark = [needs_native, pytest.mark.xdist_group("world")]
+SEARCH = dict(target=0.55, token_weight="uniform")
+EPOCHS = 2
+
+
+def plain_training(scope):
+    """Bounds of each optimizer step and the parameters after them, in float64."""
+    whole, model, config = rollout(), tiny_model().double(), BAPOConfig(**SEARCH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    bounds, previous = [], (0.6, 1.2)
+    for first in (0, 2) * EPOCHS:
+        rows = torch.tensor([first, first + 1, B // 2 + first, B // 2 + first + 1])
+        part = {name: values[rows] for name, values in whole.items()}
+        logp = verl_engine.log_probs(model, part)
+        tokens = logp, *(part[n] for n in ("old_log_probs", "advantages", "response_mask"))
+        found = reference.find_clip_bounds(*tokens, config=config)
+        found = tuple(float(bound) for bound in found)
+        bounds.append(found if scope == "step" else previous)
+        previous = found
+        out = reference.bapo_loss_from_log_probs(*tokens, config=config, bounds=bounds[-1])
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    return bounds, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("scope", ["step", "lagged"])
+def test_training(worlds, tmp_path, scope):
+    """Two epochs of two mini-batches, each of two micro-batches a rank."""
+    loss = dict(scope=scope, **SEARCH)
+    results = worlds(2).run(verl_engine.train, str(tmp_path), loss, EPOCHS)
+    bounds, parameters = plain_training(scope)
+    assert len(set(bounds)) > 2, "the decisions must differ"
+    before = dict(tiny_model().double().named_parameters())
+    for of_steps, full in results:
+        got = [(m["actor/bapo_clip_low"], m["actor/bapo_clip_high"]) for m in of_steps]
+        assert got == [pytest.approx(pair) for pair in bounds]
+        for name, true in parameters.items():
+            change = (true - before[name]).norm()
+            assert (full[name].double() - true).norm() <= 2e-4 * change, name
+    (ours, _), (theirs, _) = results
+    names = [name for name in ours[-1] if "bapo" in name]
+    assert len(names) == 6
+    for name in names:  # the decision's, so the same on both ranks
+        assert ours[-1][name] == theirs[-1][name]
+    assert all(value == value for metrics in ours for value in metrics.values()), "no NaN"
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr("verl.utils.device.get_device_name", lambda: "cpu")
+
+
+def engine_of(loss):
+    """An engine of verl that is not FSDP's, whose micro-batch is the log-probs of a test."""
+    from verl.workers.engine.base import BaseEngine
+
+    config = actor(loss)
+
+    class Engine(BaseEngine):
+        calls = 0
+
+        def get_data_parallel_group(self):
+            return None
+
+        def optimizer_zero_grad(self):
+            pass
+
+        def optimizer_step(self):
+            pass
+
+        def is_mp_src_rank_with_outputs(self):
+            return False
+
+        def forward_backward_batch(self, data, loss_function, forward_only=False):
+            self.calls += 1
+            return loss_function(**data)
+
+    def step(engine, seed=0):
+        function = partial(compute_policy_loss_bapo, config=config)
+        return engine.train_batch(batch(seed), function)
+
+    return Engine(), step
+
+
+def test_metrics_of_lagged_steps():
+    """Each call's own before the first decision, then the decision's."""
+    engine, step = engine_of(BAPOPolicyLossConfig(scope="lagged", **SEARCH))
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
+    previous = dict(bounds=(0.6, 1.2))
+    for seed in range(3):
+        tokens = [batch(seed)[name] for name in names]
+        loss, metrics = step(engine, seed)
+        config = BAPOConfig(**SEARCH)
+        true = reference.bapo_loss_from_log_probs(*tokens, config=config, bounds=previous["bounds"])
+        torch.testing.assert_close(loss, true.loss, rtol=1e-6, atol=1e-7)
+        expected = previous.get("metrics", true.metrics)
+        for name in ("bapo_clip_high", "bapo_pos_share", "bapo_pos_share_start", "bapo_saturated"):
+            assert metrics[f"actor/{name}"] == pytest.approx(expected[name].item(), rel=1e-6), name
+        assert metrics["actor/pg_clipfrac"] == pytest.approx(true.metrics["pg_clipfrac"].item())
+        out = reference.bapo_loss_from_log_probs(*tokens, config=config)
+        previous = dict(bounds=tuple(map(float, out.bounds)), metrics=out.metrics)
+    assert engine.calls == 3, "no forward but those of the losses"
+
+
+def test_engines_have_searches_of_their_own():
+    """Two actors in a process; a loss without a scope, and one of a critic, are left alone."""
+    loss = BAPOPolicyLossConfig(scope="lagged", **SEARCH)
+    (first, step), (second, other_step) = engine_of(loss), engine_of(loss)
+    step(first), step(first)
+    assert other_step(second)[1]["actor/bapo_clip_high"] == pytest.approx(1.2)
+    assert step(first)[1]["actor/bapo_clip_high"] > 1.2
+    plain, call = engine_of(BAPOPolicyLossConfig(**SEARCH))
+    assert (
+        call(plain)[1]
+        == compute_policy_loss_bapo(**batch(), config=actor(BAPOPolicyLossConfig(**SEARCH)))[1]
+    )
+    critic = lambda **data: (torch.ones(()), {})  # noqa: E731
+    assert plain.train_batch(batch(), critic)[1] == {}
+
+
+def test_a_failed_step_leaves_no_search_behind():
+    engine, _ = engine_of(BAPOPolicyLossConfig(scope="lagged"))
+    config = actor(BAPOPolicyLossConfig(scope="lagged"))
+
+    def fails(config, **data):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.train_batch(batch(), partial(fails, config=config))
+    with pytest.raises(ValueError, match="scope must be 'call' outside of the optimizer step"):
+        compute_policy_loss_bapo(**batch(), config=config)
+
+
+def test_scopes_that_an_engine_does_not_have_are_refused():
+    engine, step = engine_of(BAPOPolicyLossConfig(scope="step"))
+    message = "policy_loss.scope must be 'call' or 'lagged' with Engine, got 'step'"
+    with pytest.raises(ValueError, match=message):
+        step(engine)
+    other = OmegaConf.create(dict(scope="lagged"))  # not of our class: nothing opens its steps
+    engine, step = engine_of(other)
+    with pytest.raises(ValueError, match="scope must be 'call' outside of the optimizer step"):
+        step(engine)
+
+
+BAD = [
+    (dict(scope="epoch"), "scope must be call, step or lagged, got epoch"),
+    (dict(scope="lagged", surrogate="sapo"), "scope must be 'call' with surrogate='sapo'"),
+    (dict(scope="step", search_ranks="world"), "search_ranks must be 'own' with scope='step'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_bad_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BAPOPolicyLossConfig(**fields)
+
+
+def test_ranks_that_decide_call_by_call_are_refused(monkeypatch):
+    monkeypatch.setattr(adapter, "_group", object())
+    with pytest.raises(ValueError, match=r"scope must be 'call' after use_process_group\(\)"):
+        BAPOPolicyLossConfig(scope="lagged")
