@@ -85,7 +85,9 @@ def make_groups(tensor, pipeline, context):
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, context_parallel_size=context, distributed_timeout_minutes=1
+    )
 
 
 @contextlib.contextmanager
