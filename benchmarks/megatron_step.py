@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
@@ -37,6 +37,7 @@ from bapo_kernels import (
 
 from .gate import distance, raise_above, tolerance
 from .records import append, environment
+from .run import wide_console
 
 RESULTS = Path(__file__).parent / "results" / "megatron.jsonl"
 CONFIG = BAPOConfig.paper()
@@ -70,7 +71,7 @@ class Case:
         return hidden, (labels, old, torch.randn(self.B, self.S, generator=g))
 
 
-SMALL = Case(V=1_000, H=64, B=2, S=16)
+SMALL = Case(V=1_000, H=64, B=2)  # two chunks where they have 512 tokens
 
 
 def by_cross_entropy(layer: Any, hidden: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
@@ -82,10 +83,10 @@ def by_cross_entropy(layer: Any, hidden: Tensor, labels: Tensor, *others: Tensor
     return bapo_loss_from_log_probs(-losses.transpose(0, 1), *others, config=CONFIG).loss
 
 
-def by_head(layer: Any, hidden: Tensor, *arguments: Tensor) -> Tensor:
+def by_head(layer: Any, hidden: Tensor, *arguments: Tensor, **options: Any) -> Tensor:
     from bapo_kernels.integrations.megatron import FusedHead
 
-    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG)
+    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG, **options)
     return processed(head, layer, hidden).loss
 
 
@@ -104,6 +105,7 @@ def processed(head: Any, layer: Any, hidden: Tensor) -> Any:
 METHODS: dict[str, Callable[..., Tensor]] = {
     "vocab_parallel_cross_entropy": by_cross_entropy,
     "FusedHead, bapo_linear_loss": by_head,
+    "FusedHead, bapo_linear_loss, chunk_tokens=512": partial(by_head, chunk_tokens=512),
     "FusedHead, linear_log_probs": by_log_probs,
 }
 
@@ -227,14 +229,13 @@ def main(out: Path = RESULTS) -> None:
     records = [run(*pair) for pair in track(pairs, "methods")]
     size = f"{cases[0].B} x {cases[0].S} tokens, V = {cases[0].V:,}, H = {cases[0].H}"
     table = Table(title=f"Loss and gradients of {size}, {RANKS} ranks")
-    table.add_column("", no_wrap=True)
-    for column in ("dtype", "ms", "20 % .. 80 %", "peak MiB", "beyond inputs"):
-        table.add_column(column, justify="right")
+    for column in ("", "dtype", "ms", "20 % .. 80 %", "peak MiB", "beyond inputs"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for r in records:
         spread = f"{r['ms_20']:.0f} .. {r['ms_80']:.0f}"
         others = f"{r['peak_MiB']:.0f}", f"{r['grown_MiB']:.0f}"
         table.add_row(r["case"].split(": ")[1], r["dtype"], f"{r['ms']:.0f}", spread, *others)
-    Console().print(table)
+    wide_console().print(table)
     append(out, [{**environment(), **record} for record in records])
 
 
