@@ -1,6 +1,7 @@
 """The scopes of the search in verl's own engine, on two ranks, against plain PyTorch."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from verl_engine import LR, B, rollout, tiny_model
 
 import bapo_kernels.integrations.verl as adapter
 from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.integrations import verl_scopes
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 
 pytestmark = [needs_native, pytest.mark.xdist_group("world")]
@@ -65,19 +67,38 @@ def test_training(worlds, tmp_path, scope):
     assert all(value == value for metrics in ours for value in metrics.values()), "no NaN"
 
 
+def test_activation_offload_changes_nothing(worlds, tmp_path):
+    """Of four layers: verl offloads from three on, with gradient checkpointing of its own."""
+    loss = dict(scope="step", **SEARCH)
+    plain, offloaded = (
+        worlds(2).run(verl_engine.train, str(tmp_path), loss, 1, layers=4, offload=offload)
+        for offload in (False, True)
+    )
+    for (metrics, full), (of_offload, full_of_offload) in zip(plain, offloaded, strict=True):
+        assert of_offload == metrics
+        assert all(torch.equal(full_of_offload[name], full[name]) for name in full)
+
+
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr("verl.utils.device.get_device_name", lambda: "cpu")
 
 
 def engine_of(loss):
-    """An engine of verl that is not FSDP's, whose micro-batch is the log-probs of a test."""
+    """An engine of verl that is not FSDP's, whose micro-batch is the log-probs of a test.
+
+    With ``fails`` a step raises after its first loss.
+    """
     from verl.workers.engine.base import BaseEngine
 
     config = actor(loss)
 
     class Engine(BaseEngine):
-        calls = 0
+        calls, fails = 0, False
+        modes = ()  # of the module and the generator in each call
+
+        def __init__(self):
+            self.module = torch.nn.Dropout()
 
         def get_data_parallel_group(self):
             return None
@@ -93,7 +114,12 @@ def engine_of(loss):
 
         def forward_backward_batch(self, data, loss_function, forward_only=False):
             self.calls += 1
-            return loss_function(**data)
+            self.modes += ((self.module.training, torch.get_rng_state().tolist()),)
+            self.module(torch.ones(3))
+            outputs = loss_function(**data)
+            if self.fails:
+                raise RuntimeError("out of memory")
+            return outputs
 
     def step(engine, seed=0):
         function = partial(compute_policy_loss_bapo, config=config)
@@ -138,17 +164,46 @@ def test_engines_have_searches_of_their_own():
     assert plain.train_batch(batch(), critic)[1] == {}
 
 
-def test_a_failed_step_leaves_no_search_behind():
-    engine, _ = engine_of(BAPOPolicyLossConfig(scope="lagged"))
-    config = actor(BAPOPolicyLossConfig(scope="lagged"))
+@pytest.fixture
+def any_engine_is_fsdp(monkeypatch):
+    """Lets the scope ``step`` run on the engine of :func:`engine_of`."""
+    monkeypatch.setattr(verl_scopes, "_check_engine", lambda engine, scope: None)
 
-    def fails(config, **data):
-        raise RuntimeError("out of memory")
 
+@pytest.mark.usefixtures("any_engine_is_fsdp")
+@pytest.mark.parametrize("first_fails", [True, False])
+@pytest.mark.parametrize("scope", ["step", "lagged"])
+def test_a_failed_step_leaves_nothing_behind(scope, first_fails):
+    """Neither a step to be in, nor tokens for a later decision, nor bounds without metrics."""
+    loss = BAPOPolicyLossConfig(scope=scope, **SEARCH)
+    (failed, step), (clean, clean_step) = engine_of(loss), engine_of(loss)
+    if not first_fails:
+        assert step(failed, 0) == clean_step(clean, 0)
+    failed.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.train_batch(batch(), partial(fails, config=config))
+        step(failed, 1)
+    failed.fails = False
     with pytest.raises(ValueError, match="scope must be 'call' outside of the optimizer step"):
-        compute_policy_loss_bapo(**batch(), config=config)
+        compute_policy_loss_bapo(**batch(), config=actor(loss))
+    for seed in (2, 3):
+        got, expected = step(failed, seed), clean_step(clean, seed)
+        assert got == expected
+        assert all(value == value for value in got[1].values()), "no NaN"
+
+
+@pytest.mark.usefixtures("any_engine_is_fsdp")
+@pytest.mark.parametrize("training", [True, False])
+def test_the_extra_forward_is_in_eval_mode(training):
+    engine, step = engine_of(BAPOPolicyLossConfig(scope="step", **SEARCH))
+    engine.module.train(training)
+    step(engine)
+    (extra, before), (of_loss, after) = engine.modes
+    assert (extra, of_loss) == (False, training)
+    assert before == after, "dropout must not have drawn"
+    engine.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(engine)
+    assert engine.module.training is training
 
 
 def test_scopes_that_an_engine_does_not_have_are_refused():
@@ -156,6 +211,13 @@ def test_scopes_that_an_engine_does_not_have_are_refused():
     message = "policy_loss.scope must be 'call' or 'lagged' with Engine, got 'step'"
     with pytest.raises(ValueError, match=message):
         step(engine)
+    engine, step = engine_of(BAPOPolicyLossConfig(scope="lagged"))
+    engine.engine_config = SimpleNamespace(dynamic_context_parallel=True)
+    message = "policy_loss.scope must be 'call' with dynamic_context_parallel=True, got 'lagged'"
+    with pytest.raises(ValueError, match=message):
+        step(engine)
+    engine.engine_config.dynamic_context_parallel = False
+    step(engine)
     other = OmegaConf.create(dict(scope="lagged"))  # not of our class: nothing opens its steps
     engine, step = engine_of(other)
     with pytest.raises(ValueError, match="scope must be 'call' outside of the optimizer step"):

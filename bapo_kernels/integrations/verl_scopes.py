@@ -1,9 +1,9 @@
 """verl's optimizer step: the scopes ``step`` and ``lagged`` of the search.
 
-In verl 0.8 and later ``BaseEngine.train_batch`` is an optimizer step, of whichever engine: the
-gradients of all micro-batches, then the optimizer. It takes the loss function, which has the config
-of the actor. verl does not tell a policy loss which step it is called in, so the search of a step
-is kept here while the step runs.
+In verl 0.8 and later every engine makes an optimizer step in ``BaseEngine.train_batch``: first the
+gradients of all micro-batches, then the step of the optimizer. Its argument ``loss_function`` holds
+the config of the actor, and so the scope. verl does not tell a policy loss which step it is called
+in, so the search of a step is kept here while the step runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class OptimizerStep(NamedTuple):
     decision: dict[str, Tensor]  # its metrics
 
 
-_searches: WeakKeyDictionary[Any, ClipBoundSearch] = WeakKeyDictionary()  # of engines
+# Of the engines that have completed a decision.
+_searches: WeakKeyDictionary[Any, ClipBoundSearch] = WeakKeyDictionary()
 _running: OptimizerStep | None = None
 
 
@@ -56,21 +57,19 @@ def install() -> None:
 
     @functools.wraps(original)
     def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
-        is_first = self not in _searches
         search = _search_of(self, loss_function)
         if search is None:
             return original(self, data, loss_function)
         if search.scope == "step":
-            with _running_in(OptimizerStep(search, True, {})):
+            with _running_in(OptimizerStep(search, True, {})), _evaluating(self.module):
                 self.infer_batch(data, loss_function)
-            search.step()
-        # The first bounds of the scope "lagged" have no metrics: each call has its own.
-        nothing_decided = is_first and search.scope == "lagged"
-        decision = {} if nothing_decided else search.metrics
+            _decide(self, search)
+        # The starting bounds of the scope "lagged" have no metrics: each call has its own.
+        decision = search.metrics if self in _searches else {}
         with _running_in(OptimizerStep(search, False, decision)):
             outputs = original(self, data, loss_function)
         if search.scope == "lagged":
-            search.step()
+            _decide(self, search)
         return outputs
 
     BaseEngine.train_batch = train_batch
@@ -87,17 +86,41 @@ def _search_of(engine: Any, loss_function: Any) -> ClipBoundSearch | None:
         return None
     if engine not in _searches:
         _check_engine(engine, loss.scope)
-        _searches[engine] = loss.search(engine.get_data_parallel_group(), get_device_name())
-    return _searches[engine]
+        return loss.search(engine.get_data_parallel_group(), get_device_name())
+    search = _searches[engine]
+    if search.histogram is not None:
+        search.histogram.reset()  # of the tokens of a step that raised
+    return search
+
+
+def _decide(engine: Any, search: ClipBoundSearch) -> None:
+    search.step()
+    _searches[engine] = search
 
 
 def _check_engine(engine: Any, scope: str) -> None:
-    """The scope ``step`` makes a forward without gradients first, which FSDP's engine allows."""
+    """Refuses an engine that cannot make the forward of ``step``, or whose ranks cannot share."""
     from verl.workers.engine.fsdp import FSDPEngine
 
     is_fsdp = type(engine).forward_backward_batch is FSDPEngine.forward_backward_batch
     rule = f"be 'call' or 'lagged' with {type(engine).__name__}"
     require(scope == "lagged" or is_fsdp, "policy_loss.scope", rule, repr(scope))
+    # verl's group is then a single rank, though the batch is split over several.
+    config = getattr(engine, "engine_config", None)
+    splits = getattr(config, "dynamic_context_parallel", False)
+    rule = "be 'call' with dynamic_context_parallel=True"
+    require(not splits, "policy_loss.scope", rule, repr(scope))
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    """Eval mode: dropout draws nothing, and verl's activation offload expects no backward."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
 
 
 @contextmanager
