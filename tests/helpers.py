@@ -49,6 +49,13 @@ needs_native = pytest.mark.skipif(
 )
 
 
+def fixed_bounds(low: float, high: float) -> dict[str, float]:
+    """Options of a config by which the search can only return these."""
+    names = ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
+    config = BAPOConfig.fixed(low, high)
+    return {name: getattr(config, name) for name in (*names, "target")}
+
+
 def unmasked_tokens(case: Case) -> Tensor:
     unmasked = case.labels != IGNORE_INDEX
     return unmasked if case.response_mask is None else unmasked & (case.response_mask != 0)

@@ -9,6 +9,7 @@ import torch
 from bapo_kernels import reference
 
 V, TEMPERATURE = 33, 0.8
+PADDING = 5  # rows at the end: slime has multiples of 128
 DENOMINATORS = [3.0, 2.0, 9.0]  # of the rollouts, not of the samples
 
 
@@ -85,11 +86,15 @@ def approx_kl(log_probs, log_probs_base, kl_loss_type, importance_ratio=None):
 def opsm(args, full_log_probs, full_old_log_probs, advantages, loss_masks):
     samples = zip(full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True)
     drops = [
-        ((((old - logp) * mask).sum() / mask.sum() > args.opsm_delta) & (A < 0)).float()
+        ((mean(old - logp, mask) > args.opsm_delta) & (A < 0)).float()
         for logp, old, A, mask in samples
     ]
-    shares = [drop.sum() / mask.sum() for drop, mask in zip(drops, loss_masks, strict=True)]
-    return 1 - torch.cat(drops), sum(shares)
+    shares = zip(drops, loss_masks, strict=True)
+    return 1 - torch.cat(drops), sum(drop.sum() / mask.sum().clamp(min=1) for drop, mask in shares)
+
+
+def mean(values, mask):
+    return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
 def truncated(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **_):
@@ -105,7 +110,7 @@ def rejecting(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **_
     )
     kept = [mask.clone() for mask in masks]
     for mask in kept:
-        mask[0] = 0
+        mask[:1] = 0
     return pg_loss, kept, metrics
 
 
@@ -115,12 +120,14 @@ def sums(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda x: (x * mask).sum() / 7
 
 
-def case():
-    """Three samples packed: prompts of 3, 1, 2 and responses of 4, 2, 5."""
+def case(prompts=(3, 1, 2)):
+    """Three samples packed, with responses of 4, 2 and 5 tokens, and rows of padding."""
     g = torch.Generator().manual_seed(4)
-    totals, responses = [7, 3, 7], [4, 2, 5]
+    responses = [4, 2, 5]
+    totals = [sum(lengths) for lengths in zip(prompts, responses, strict=True)]
     tokens = [torch.randint(0, V, (n,), generator=g) for n in totals]
     logits = 3 * torch.randn(1, sum(totals), V, generator=g)
+    logits = torch.cat([logits, torch.full((1, PADDING, V), 7.0)], 1)
     ends = torch.tensor(totals).cumsum(0).tolist()
     rows = [torch.arange(e - r - 1, e - 1) for e, r in zip(ends, responses, strict=True)]
     labels = [t[-r:] for t, r in zip(tokens, responses, strict=True)]

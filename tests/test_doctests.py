@@ -29,7 +29,7 @@ NOT_RUN = {
     ("trl.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has TRL's loss by it",
     ("migrating.md", "args = GRPOConfig("): "TRL's own trainer",
     ("migrating.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has DAPO by it",
-    ("megatron.md", ""): "test_megatron.py trains by them, with models of megatron-core",
+    ("megatron.md", ""): "models of megatron-core, which test_megatron.py trains by the same head",
     ("sampling_masks.md", ""): "test_integrations.py runs them all, with stand-ins for the engines",
 }
 # Blocks that import an absent one are skipped.
@@ -134,7 +134,7 @@ def openrlhf_args():
         is_correction_enable=True,
         is_correction_type="tis",
     )
-    actor = SimpleNamespace(dual_clip=None, loss_agg_mode="token-mean", policy_loss_type="ppo")
+    actor = SimpleNamespace(dual_clip=2.5, loss_agg_mode="token-mean", policy_loss_type="gspo")
     return SimpleNamespace(actor=actor, algo=SimpleNamespace(advantage=correction))
 
 
@@ -183,8 +183,7 @@ def surroundings():
 OF_PAGES = {
     "distributed.md": dict(DistributedDataParallel=lambda module: module),  # test_ranks.py has it
     "frameworks.md": dict(
-        actor_trainer=SimpleNamespace(),
-        args=openrlhf_args(),
+        self=SimpleNamespace(args=openrlhf_args()),  # OpenRLHF's trainer
         pipeline_config=SimpleNamespace(loss_agg_mode="token-mean"),
         log_probs=torch.full((2, 3), -3.3, requires_grad=True),
         response_mask=torch.ones(2, 3),
@@ -225,6 +224,17 @@ def test_pages(page, sources):
         losses = [names[name] for name in ("loss", "out") if name in names]
         values = [getattr(value, "loss", value) for value in losses]
         assert all(value.isfinite() for value in values if isinstance(value, torch.Tensor))
+
+
+def test_openrlhf_blocks_pass_on_the_options_of_the_trainer():
+    page = ROOT / "docs/frameworks.md"
+    for source in sections(page)["OpenRLHF"]:
+        trainer = SimpleNamespace(args=openrlhf_args())
+        exec(source, NAMES | dict(self=trainer))
+        config = trainer.actor_loss_fn.config
+        options = config.ratio_level, config.clip_ratio_c, config.target
+        assert options == ("sequence", 2.5, 0.45)
+        assert trainer.actor_loss_fn.correction is not None
 
 
 def test_getting_started():

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import slime_case
 import torch
-from helpers import make_case, needs_native, unmasked_tokens
+from helpers import fixed_bounds, make_case, needs_native, unmasked_tokens
 from slime_case import stand_in
 
 from bapo_kernels import (
@@ -235,9 +235,7 @@ def test_trinity_reductions(mode, monkeypatch):
     """Means over sequences count one that is masked."""
     logp, old, A, mask = tokens_of(3)
     mask[1] = 0
-    fixed = dict(ratio_lower_start=0.8, ratio_lower_max=0.8)
-    fixed |= dict(ratio_upper_start=1.2, ratio_upper_max=1.2)
-    function = trinity_with(fixed, monkeypatch, loss_agg_mode=mode)
+    function = trinity_with(fixed_bounds(0.8, 1.2), monkeypatch, loss_agg_mode=mode)
     leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
     loss, _ = function(logprob=leaf, old_logprob=old, action_mask=mask.bool(), advantages=A)
     r = (true - old).exp()

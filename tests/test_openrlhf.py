@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_case, needs_native, unmasked_tokens
+from helpers import fixed_bounds, make_case, needs_native, unmasked_tokens
 
 from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.integrations.openrlhf import PolicyLoss
@@ -19,10 +19,7 @@ pytestmark = needs_native
 DATA = json.loads((Path(__file__).parent / "data/openrlhf.json").read_text())
 OUTPUTS = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
 CLIP = dict(clip_eps_low=0.2, clip_eps_high=0.28)
-FIXED = {
-    name: getattr(BAPOConfig.fixed(0.8, 1.28), name)
-    for name in ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
-} | {"target": 0.0}
+FIXED = fixed_bounds(0.8, 1.28)
 
 
 def tokens_of_data(dtype):

@@ -6,7 +6,7 @@ which is fetched from the framework's registry, as is the adapter's.
 
 import pytest
 import torch
-from helpers import needs_native
+from helpers import fixed_bounds, needs_native
 
 from bapo_kernels import BAPOConfig
 from bapo_kernels.integrations import skyrl, trinity
@@ -14,9 +14,7 @@ from bapo_kernels.integrations import skyrl, trinity
 pytestmark = needs_native
 
 LOW, HIGH = 0.2, 0.28
-FIXED = dict(ratio_lower_start=1 - LOW, ratio_lower_max=1 - LOW, ratio_upper_start=1 + HIGH) | dict(
-    ratio_upper_max=1 + HIGH
-)
+FIXED = fixed_bounds(1 - LOW, 1 + HIGH)
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 

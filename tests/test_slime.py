@@ -3,22 +3,28 @@
 slime is not on PyPI: where it can be imported (624b824, 0.3.1), its own loss is run too.
 """
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 import slime_case
 import torch
 import torch.distributed as dist
-from helpers import needs_native
-from slime_case import DENOMINATORS, TEMPERATURE
+from helpers import fixed_bounds, needs_native
+from slime_case import TEMPERATURE
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.integrations import slime
 from bapo_kernels.integrations.slime import bapo_loss_function
+from bapo_kernels.integrations.slime_tokens import response_tokens
 
 pytestmark = [needs_native, pytest.mark.xdist_group("world")]
 
-FIXED = dict(
-    ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28
-)
+FIXED = fixed_bounds(0.8, 1.28)
+OF_RESPONSES = ("loss_masks", "log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 KL = dict(use_kl_loss=True, kl_loss_coef=0.3)
 TIS = dict(use_tis=True, tis_clip=1.5, tis_clip_low=0.4)
 OPTIONS = {
@@ -60,7 +66,7 @@ def reduction_of(own=None):
     def made(total_lengths, response_lengths, loss_masks, denominators, per_token):
         at = [slice(None)] * len(loss_masks) if own is None else own
         masks = [mask[i] for mask, i in zip(loss_masks, at, strict=True)]
-        scales = [1.0 if per_token else n for n in denominators]
+        scales = [1.0 if per_token else torch.as_tensor(n).clamp(min=1) for n in denominators]
 
         def reduction(x):
             parts = zip(x.split([len(mask) for mask in masks]), masks, scales, strict=True)
@@ -71,9 +77,13 @@ def reduction_of(own=None):
     return made
 
 
-def batch_of(args):
-    batch, off_policy, logits, rows, labels = slime_case.case()
+def batch_of(args, masked=(), **options):
+    """With some rollouts masked as a whole, as slime's ``remove_sample`` does."""
+    batch, off_policy, logits, rows, labels = slime_case.case(**options)
     batch |= off_policy
+    for sample in masked:
+        batch["loss_masks"][sample].zero_()
+        batch["rollout_mask_sums"][sample].zero_()
     if args.on_policy:
         batch["log_probs"] = None
     return batch, logits, rows, labels
@@ -131,7 +141,7 @@ def expected(args, batch, logits, rows, labels):
         if cispo
         else -torch.min(r * A, r.clamp(low, high) * A)
     )
-    reduce = reduction_of()(None, None, kept, DENOMINATORS, args.calculate_per_token_loss)
+    reduce = reduction_of_batch(args, batch | dict(loss_masks=kept))
     if args.custom_pg_loss_reducer_function_path:
         loss = (policy * factors * torch.cat(kept)).sum() / 7
     else:
@@ -181,21 +191,21 @@ def assert_equal(loss, leaf, other, true):
 
 
 def reduction_of_batch(args, batch, own=None):
-    per_token = args.calculate_per_token_loss
-    return reduction_of(own)(None, None, batch["loss_masks"], DENOMINATORS, per_token)
+    masks, denominators = batch["loss_masks"], batch["rollout_mask_sums"]
+    return reduction_of(own)(None, None, masks, denominators, args.calculate_per_token_loss)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_as_slime_has_them(options, monkeypatch):
     """With the bounds of slime's own clip, its own functions give the same loss and gradient."""
     slime_case.megatron(monkeypatch)
-    slime = pytest.importorskip("slime.backends.megatron_utils.loss")
+    slimes = pytest.importorskip("slime.backends.megatron_utils.loss")
     args = arguments(options, FIXED)
     batch, logits, *_ = batch_of(args)
     leaf, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     reduction = reduction_of_batch(args, batch)
     loss, log = bapo_loss_function(args, batch, leaf, reduction)
-    other, metrics = slime.policy_loss_function(args, batch, true, reduction)
+    other, metrics = slimes.policy_loss_function(args, batch, true, reduction)
     assert_equal(loss, leaf, other.double(), true)
     same = set(metrics) - {"pg_clipfrac", "entropy_loss"}
     assert set(metrics) <= set(log)
@@ -203,10 +213,10 @@ def test_options_as_slime_has_them(options, monkeypatch):
         assert log[name].item() == pytest.approx(metrics[name].item(), rel=1e-4, abs=1e-5), name
 
 
-def rank_of_context(rank, size, options):
+def rank_of_context(rank, size, options, case):
     """Loss, log and gradient of a rank, with the rows of its logits among all."""
     args = arguments(options)
-    batch, logits, *_ = batch_of(args)
+    batch, logits, *_ = batch_of(args, **case)
     totals, responses = batch["total_lengths"], batch["response_lengths"]
     starts = [0, *torch.tensor(totals).cumsum(0).tolist()]
     rows, own = [], []
@@ -216,9 +226,9 @@ def rank_of_context(rank, size, options):
         rows.append(torch.where(at < total, start + at, -1))
         of_response = at - (total - response - 1)
         own.append(of_response[(of_response >= 0) & (of_response < response)])
-    rows = torch.cat(rows)
+    rows = torch.cat([*rows, torch.full((slime_case.PADDING,), -1)])
     if args.allgather_cp:
-        padded = torch.arange(-(-sum(totals) // size) * size).view(size, -1)[rank]
+        padded = torch.arange(-(-logits.shape[1] // size) * size).view(size, -1)[rank]
         rows = torch.where(padded < sum(totals), padded, -1)
     for name in ("log_probs", "rollout_log_probs", "ref_log_probs", "advantages"):
         if batch[name]:
@@ -236,10 +246,24 @@ def rank_of_context(rank, size, options):
 @pytest.mark.parametrize("name", ["plain", "TIS", "TIS, on-policy", "GSPO", "all", "rejection"])
 def test_context_parallelism(name, allgather_cp, worlds):
     """The ranks' losses and metrics add up to those of the whole batch, and so the gradients."""
-    options = OPTIONS[name] | dict(allgather_cp=allgather_cp)
-    ranks = worlds(2).run(rank_of_context, 2, options)
+    check_ranks_of_context(OPTIONS[name] | dict(allgather_cp=allgather_cp), {}, worlds)
+
+
+def test_context_rank_without_response_tokens(worlds):
+    """All responses are in the last chunks of their samples, which the first rank has."""
+    options = OPTIONS["all"] | dict(use_opsm=False)
+    ranks = check_ranks_of_context(options, dict(prompts=(30, 14, 40)), worlds)
+    assert not ranks[1][-1].any()
+
+
+def test_context_ranks_count_masked_rollouts_once(worlds):
+    check_ranks_of_context(OPTIONS["plain"], dict(masked=[2]), worlds)
+
+
+def check_ranks_of_context(options, case, worlds):
+    ranks = worlds(2).run(rank_of_context, 2, options, case)
     args = arguments(options)
-    batch, logits, rows, labels = batch_of(args)
+    batch, logits, rows, labels = batch_of(args, **case)
     true = logits.double().requires_grad_()
     other, metrics = expected(args, batch, true, rows, labels)
     other.backward()
@@ -250,11 +274,12 @@ def test_context_parallelism(name, allgather_cp, worlds):
         gradient.index_add_(0, of_rank[of_rank >= 0], part[of_rank >= 0])
         assert not part[of_rank < 0].any()
     torch.testing.assert_close(gradient.double(), true.grad[0], rtol=1e-5, atol=1e-7)
-    scale = reduction_of_batch(args, batch)(torch.ones(11)).item()
+    scale = reduction_of_batch(args, batch)(torch.ones(11)).item() + len(case.get("masked", ()))
     for name, value in metrics.items():
         logged = sum(log[name] for _, log, *_ in ranks).item()
         factor = scale if name.startswith("bapo_") else 1.0
         assert logged == pytest.approx(value * factor, rel=1e-5, abs=1e-6), name
+    return ranks
 
 
 def shard_of_vocabulary(rank, size, options):
@@ -296,6 +321,157 @@ def test_masked_tokens_are_not_logged(monkeypatch):
         batch["log_probs"][2][1] = masked
         logs.append(bapo_loss_function(args, batch, logits, reduction_of_batch(args, batch))[1])
     assert logs[0] == logs[1]
+
+
+MASKED = ["plain", "TIS", "all", "rejection", "reducer", "sums"]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_rollouts(name, monkeypatch):
+    """slime's divisor counts them, so what is logged must count them, too.
+
+    Without an unmasked token everything else is 0.
+    """
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
+    args = arguments(OPTIONS[name], FIXED)
+    for masked in range(1, 4):
+        batch, logits, *_ = batch_of(args, range(masked))
+        batch["rollout_mask_sums"] = counts = [mask.sum() for mask in batch["loss_masks"]]
+        leaf = logits.requires_grad_()
+        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch))
+        divisor = sum(n.clamp(min=1) for n in counts) if args.calculate_per_token_loss else 3
+        assert log["bapo_clip_low"].item() / divisor == pytest.approx(0.8)
+        assert log["bapo_clip_high"].item() / divisor == pytest.approx(1.28)
+    loss.backward()
+    assert not leaf.grad.any()
+    assert all(value.isfinite() for value in log.values())
+    assert log["pg_loss"] == log["entropy_loss"] == log["loss"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in MASKED if name != "sums"])
+def test_empty_response(name, monkeypatch):
+    """A sample that is a prompt alone changes nothing, unless slime counts tokens, at least one."""
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
+    args, results = arguments(OPTIONS[name]), []
+    for empty in (False, True):
+        batch, logits, *_ = batch_of(args)
+        if empty:
+            per_token = {key: [*batch[key], torch.empty(0)] for key in OF_RESPONSES if batch[key]}
+            batch |= per_token | dict(
+                unconcat_tokens=[*batch["unconcat_tokens"], torch.tensor([3, 1])],
+                total_lengths=[*batch["total_lengths"], 2],
+                response_lengths=[*batch["response_lengths"], 0],
+                rollout_mask_sums=[*batch["rollout_mask_sums"], torch.tensor(2.0)],
+            )
+        leaf = logits.requires_grad_()
+        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch))
+        loss.backward()
+        results.append((loss.detach(), log, leaf.grad))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs, and the copies to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = self.copies = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.ran += 1
+        if function is torch.ops.aten._to_copy.default:
+            self.copies += out.device != args[0].device
+        return out
+
+
+def operators_on_device(options, samples, monkeypatch):
+    """Those of the adapter, with stand-ins for the losses of this package.
+
+    Tensors of the device ``meta`` have no values, so what needs one on the host raises, as do
+    boolean indices: on a GPU each would make the host wait.
+    """
+
+    def made(*shape):
+        return torch.ones(*shape, device="meta", requires_grad=True)
+
+    def loss(values, *_, **options):
+        T, metrics = values.shape[0], defaultdict(lambda: made(()).detach())
+        return SimpleNamespace(loss=made(()), log_probs=made(T), entropy=made(T), metrics=metrics)
+
+    args = arguments(options)
+    batch, logits, *_ = batch_of(args)
+    for name, values in batch.items():
+        if values:
+            on_device = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in values]
+            batch[name] = on_device * samples
+    for name in ("bapo_loss", "bapo_loss_from_log_probs"):
+        monkeypatch.setattr(slime, name, loss)
+    monkeypatch.setattr(slime, "log_probs", lambda logits, *_, **__: made(2, len(logits)))
+    logits = made(1, samples * logits.shape[1], slime_case.V)
+    reduction = reduction_of_batch(args, batch)
+    with Operators() as operators:
+        bapo_loss_function(args, batch, logits, reduction)
+    return operators
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_host_never_waits_for_the_device(name, monkeypatch):
+    """Hundreds of samples share a micro-batch: waits for each of them would starve a GPU."""
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
+    few, many = (operators_on_device(OPTIONS[name], n, monkeypatch) for n in (1, 9))
+    assert few.copies == many.copies == (2 if "GSPO" in name or name == "all" else 1)
+
+
+@pytest.mark.parametrize("allgather_cp", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_positions_take_as_many_operators_for_any_number_of_samples(
+    size, allgather_cp, monkeypatch
+):
+    slime_case.megatron(monkeypatch, size)
+    args, counts = arguments(dict(allgather_cp=allgather_cp)), []
+    for samples in (1, 64):
+        tokens = [torch.zeros(9, dtype=torch.long, device="meta")] * samples
+        lengths = dict(total_lengths=[9] * samples, response_lengths=[5] * samples)
+        with Operators() as operators:
+            made = response_tokens(
+                args, dict(unconcat_tokens=tokens, **lengths), 640, torch.device("meta")
+            )
+        assert made.labels.device.type == "meta"
+        counts.append(operators.ran)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_recomputed_loss_function(name, monkeypatch):
+    """``--recompute-loss-function`` computes nothing twice in forward."""
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
+    calls = []
+    for function in ("bapo_loss", "log_probs"):
+        real = getattr(slime, function)
+
+        def counted(*args, real=real, **options):
+            calls.append(real)
+            return real(*args, **options)
+
+        monkeypatch.setattr(slime, function, counted)
+    args = arguments(OPTIONS[name])
+    batch, logits, *_ = batch_of(args)
+    reduction = reduction_of_batch(args, batch)
+    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss, _ = bapo_loss_function(args, batch, leaf, reduction)
+    calls.clear()
+    again, _ = checkpoint(bapo_loss_function, args, batch, other, reduction, use_reentrant=False)
+    assert len(calls) == 1
+    loss.backward()
+    again.backward()
+    assert len(calls) <= 2
+    torch.testing.assert_close(again, loss, rtol=0, atol=0)
+    torch.testing.assert_close(other.grad, leaf.grad, rtol=0, atol=0)
 
 
 def test_rollouts_cut_by_top_p_are_refused(monkeypatch):

@@ -1,9 +1,9 @@
 """OpenRLHF (signatures of 0.11.0, 0.11.1 and 0.11.2): ``PolicyLoss`` with the BAPO loss.
 
-In a subclass of ``ActorPPOTrainer``, or on a trainer that already exists, with the arguments that
-OpenRLHF itself passes::
+In ``ActorPPOTrainer.__init__`` (``openrlhf/trainer/ray/ppo_actor.py``), with the arguments that
+OpenRLHF itself passes there; docs/frameworks.md has all of them::
 
-    trainer.actor_loss_fn = PolicyLoss(dual_clip=args.actor.dual_clip)
+    self.actor_loss_fn = PolicyLoss(dual_clip=self.args.actor.dual_clip)
 """
 
 from __future__ import annotations

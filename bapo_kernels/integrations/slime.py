@@ -17,7 +17,7 @@ from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from . import config_of, names_of_metrics
-from .slime_tokens import ResponseTokens, response_tokens
+from .slime_tokens import ResponseTokens, on_device, response_tokens
 from .slime_weights import Weights, corrects, weights_of
 
 _OWNERS = dict(
@@ -79,8 +79,8 @@ def bapo_loss_function(
     if args.use_kl_loss:
         log["kl_loss"] = (weights.others * _kl(args, logp, values)).sum()
         loss = loss + args.kl_loss_coef * log["kl_loss"]
-    # slime divides what is logged by the number of samples, as it does with the loss.
-    scale = weights.logged.sum()
+    # slime divides what is logged by the number of rollouts or tokens, as it does with the loss.
+    scale = weights.logged.sum() + _without_tokens(args, batch, tokens)
     log |= {name: out.metrics[name] * scale for name in names_of_metrics(config, _METRICS)}
     log |= _differences(args, batch, tokens, weights, values, config, logp.detach())
     log |= dict(loss=loss, **weights.log)
@@ -141,11 +141,25 @@ def _log_probs(
     return logp, entropy
 
 
+def _without_tokens(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> Tensor:
+    """How many samples have no weights, but count in slime's number of rollouts or tokens.
+
+    Those of a rollout that is masked as a whole, for instance by ``remove_sample``. If it has
+    several samples, slime counts it once.
+    """
+    counts = batch["rollout_mask_sums"]
+    if args.calculate_per_token_loss or counts is None:
+        counts = [mask.sum() for mask in batch["loss_masks"]]
+    masked = (torch.stack(list(counts)) == 0).sum()
+    return masked if tokens.group is None else masked / dist.get_world_size(tokens.group)
+
+
 def _options(config: BAPOConfig, given: dict[str, Tensor], lengths: list[int]) -> dict[str, Any]:
     """Arguments of a loss of this package, for sequences of these lengths."""
     starts = None
     if config.ratio_level == "sequence":
-        starts = torch.tensor([0, *lengths], device=given["advantages"].device).cumsum(0)
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        starts = on_device(starts, given["advantages"].device)
     return dict(old_log_probs=None, config=config, cu_seqlens=starts) | given
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..config import IGNORE_INDEX
 
@@ -56,7 +57,10 @@ class ResponseTokens:
 
         Zero for the tokens of other ranks.
         """
-        with torch.enable_grad():
+        # Under slime's --recompute-loss-function, whose own hooks these replace, the gradient would
+        # otherwise recompute the loss function, inside its forward.
+        own_hooks = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with torch.enable_grad(), own_hooks:
             ones = torch.ones(len(self.listed), device=self.listed.device, requires_grad=True)
             (weights,) = torch.autograd.grad(reduction(ones), ones)
         empty = weights.new_zeros(sum(self.lengths))
@@ -71,41 +75,47 @@ def response_tokens(
     With context parallelism a rank has two chunks of every sample, mirror images of each other, and
     lists of the tokens that they predict. With ``allgather_cp`` it has one chunk of all samples
     together, while the lists stay as they are.
+
+    The positions are computed on the CPU, from lengths that it knows: boolean indices on the device
+    would make the host wait for it at every sample.
     """
     from megatron.core import mpu
 
     size, rank, group = mpu.get_context_parallel_world_size(), 0, None
     if size > 1:
         rank, group = mpu.get_context_parallel_rank(), mpu.get_context_parallel_group()
+    totals, responses = (torch.tensor(batch[f"{name}_lengths"]) for name in ("total", "response"))
+    chunks = -(-totals // (2 * size)) if size > 1 else totals
+    starts = totals.cumsum(0) - totals
+    row_starts = starts if size == 1 else 2 * (chunks.cumsum(0) - chunks)
+
+    sample = torch.repeat_interleave(responses)
+    before_response = totals - responses.cumsum(0) - 1
+    at = torch.arange(len(sample)) + before_response[sample]  # predicts the next token
+    chunk, offset = at // chunks[sample], at % chunks[sample]
+    mirrored = chunk == 2 * size - 1 - rank
+    of_rank = (chunk == rank) | mirrored
+    row = row_starts[sample] + offset + chunks[sample] * mirrored
+    listed = of_rank.nonzero().flatten()
+    if size > 1 and getattr(args, "allgather_cp", False):
+        row = starts[sample] + at - rank * T
+        of_rank = (row >= 0) & (row < T)
+    predicted = of_rank.nonzero().flatten()
+    label = (starts[sample] + at + 1)[predicted]
+
+    indices = (row[predicted], label, predicted, listed)
+    sizes = [len(index) for index in indices]
+    rows, label, predicted, listed = on_device(torch.cat(indices), device).split(sizes)
     labels = torch.full((T,), IGNORE_INDEX, dtype=torch.long, device=device)
-    rows, predicted, listed = [], [], []
-    start = row_start = position = 0
-    lengths = zip(
-        batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True
-    )
-    for tokens, total, response in lengths:
-        at = torch.arange(total - response - 1, total - 1, device=device)
-        chunk = -(-total // (2 * size)) if size > 1 else total
-        mirrored = at // chunk == 2 * size - 1 - rank
-        of_rank = (at // chunk == rank) | mirrored
-        row = row_start + at % chunk + chunk * mirrored
-        listed.append(position + of_rank.nonzero().flatten())
-        if size > 1 and getattr(args, "allgather_cp", False):
-            row = start + at - rank * T
-            of_rank = (row >= 0) & (row < T)
-        rows.append(row[of_rank])
-        predicted.append(position + of_rank.nonzero().flatten())
-        labels[rows[-1]] = tokens.to(labels)[at[of_rank] + 1]
-        start, position = start + total, position + response
-        row_start += 2 * chunk if size > 1 else total
-    return ResponseTokens(
-        batch["response_lengths"],
-        labels,
-        torch.cat(rows),
-        torch.cat(predicted),
-        torch.cat(listed),
-        group,
-    )
+    labels.index_copy_(0, rows, torch.cat(list(batch["unconcat_tokens"])).to(labels)[label])
+    return ResponseTokens(batch["response_lengths"], labels, rows, predicted, listed, group)
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the CPU, by a copy that the host does not wait for."""
+    if device.type == "cuda":
+        values = values.pin_memory()  # from pageable memory the copy would synchronise
+    return values.to(device, non_blocking=True)
 
 
 class _Sum(torch.autograd.Function):
