@@ -125,7 +125,7 @@ def config_of(**options):
 
 
 def layer_of(config):
-    """Megatron's layer, with what of this file stands in for classes that need a GPU."""
+    """Megatron's layer, with this file's stand-ins for classes that need a GPU."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     layer = get_gpt_layer_local_spec()
@@ -371,6 +371,85 @@ def test_gradient_accumulation_fusion(ranks, tied):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
+def without_main_grad_rank(rank, fusion):
+    """Log-probs without and with gradients, of a model that no DDP wraps."""
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    with layout(tensor=2):
+        model = model_of(tensor_model_parallel_size=2)
+        model.output_layer.gradient_accumulation_fusion = fusion
+        inputs, (labels, _, advantages, _) = batch()
+        head = FusedHead(linear_log_probs, labels)
+        with torch.no_grad():
+            log_probs, _ = head.forward(model, *inputs)
+        assert not log_probs.requires_grad
+        with_gradient, _ = head.forward(model, *inputs)
+        (with_gradient * advantages).sum().backward()
+        return log_probs, model.output_layer.weight.grad
+
+
+def test_fusion_without_main_grad(ranks):
+    """The gradient goes to ``grad``, as without the fusion."""
+    plain, fused = (ranks.run(without_main_grad_rank, fusion) for fusion in (False, True))
+    for expected, got in zip(plain, fused, strict=True):
+        assert expected[1].any(1).all()
+        assert all(map(torch.equal, got, expected))
+
+
+def bfloat16_rank(rank, fusion):
+    """Loss and ``main_grad`` of one sequence in Megatron's wrappers, with labels ``[S]``."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.transformer.module import Float16Module
+
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    with layout(tensor=2):
+        model = model_of(tensor_model_parallel_size=2, bf16=True)
+        model.output_layer.gradient_accumulation_fusion = fusion
+        wrapped = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            Float16Module(model.config, model),
+        )
+        inputs, arguments = micro_batches()[0]
+        head = FusedHead(bapo_linear_loss, *(x[0] for x in arguments), config=CONFIG)
+        out = head.forward(wrapped, *inputs)
+        out.loss.backward()
+        weight = model.output_layer.weight
+        assert (weight.dtype, weight.main_grad.dtype) == (torch.bfloat16, torch.float32)
+        assert (out.log_probs.shape, out.log_probs.dtype) == ((S,), torch.float32)
+        return out.loss.detach(), weight.main_grad.clone()
+
+
+def rounded_rank(rank):
+    """The same in float64 and bfloat16 on one rank, of the reference's loss of the logits."""
+    inputs, arguments = micro_batches()[0]
+    found = []
+    with layout():
+        for dtype in (torch.float64, torch.bfloat16):
+            model = model_of(dtype=torch.bfloat16).to(dtype)
+            loss = of_logits(model, inputs, arguments).loss
+            loss.backward()
+            found.append((loss.detach(), model.output_layer.weight.grad))
+    return found
+
+
+def test_bfloat16_in_megatrons_wrappers(ranks):
+    """``Float16Module`` would return a plain tuple; the head returns what its function does."""
+    truth, plain = ranks.run(rounded_rank)[0]
+    by_ddp, by_head = (ranks.run(bfloat16_rank, fusion) for fusion in (False, True))
+    inherited = EPS[torch.bfloat16] * truth[0].abs().item()  # of rounded hidden states
+    for loss, _ in by_ddp:
+        assert_within_budget("loss", loss, plain[0], truth[0], inherited=inherited)
+    gradient = torch.cat([main_grad for _, main_grad in by_ddp])
+    assert_within_budget("main_grad", gradient, plain[1], truth[1])
+    for expected, got in zip(by_ddp, by_head, strict=True):
+        assert all(map(torch.equal, got, expected))  # rounded to bfloat16 in both
+
+
 LEARNING_RATE = 0.2
 
 
@@ -523,26 +602,37 @@ UNSUPPORTED = {
 
 
 def unsupported_rank(rank, name):
+    """The message for every way to give the model what is not supported."""
     from bapo_kernels.integrations.megatron import FusedHead
 
     with layout():
-        model, others = model_of(), {}
+        model, calls = model_of(), [((), {})]
         inputs, arguments = batch()
-        layer = model.output_layer
+        layer, context = model.output_layer, object()
         if name == "output_layer":
             layer.forward = layer.forward  # as an adapter of it does
         elif name == "output_layer.weight":
             layer.weight.__fsdp_param__ = True
         elif name in ("disable_grad_reduce", "gtp_remat_size"):
             setattr(layer, name, {"gtp_remat_size": 2}.get(name, True))
-        elif name in ("inference_context", "labels"):
-            others[name] = arguments[0] if name == "labels" else object()
+        elif name == "inference_context":
+            deprecated = dict(inference_params=context)
+            calls = [((), {name: context}), ((None, None, context), {}), ((), deprecated)]
+        elif name == "labels":
+            calls = [((), {name: arguments[0]}), ((None, arguments[0]), {})]
         else:
             setattr(model.config, name, {"mtp_num_layers": 1}.get(name, True))
-        with pytest.raises(ValueError) as error:
-            FusedHead(bapo_linear_loss, *arguments).forward(model, *inputs, **others)
-        assert name == "output_layer" or "forward" not in vars(layer)
-        return str(error.value)
+        messages = set()
+        for further, keywords in calls:
+            head = FusedHead(bapo_linear_loss, *arguments)
+            try:
+                head.forward(model, *inputs, *further, **keywords)
+            except ValueError as error:
+                messages.add(str(error))
+            else:
+                messages.add("nothing raised")
+            assert name == "output_layer" or "forward" not in vars(layer)
+        return messages
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -550,7 +640,7 @@ def test_unsupported(ranks, name):
     if HAS_HOOK and name in ("labels", "mtp_num_layers"):
         pytest.skip("supported by this megatron-core")
     messages = ranks.run(unsupported_rank, name)
-    assert messages == [f"{name} must {UNSUPPORTED[name]}"] * 2
+    assert messages == [{f"{name} must {UNSUPPORTED[name]}"}] * 2
 
 
 def hybrid_of(**options):

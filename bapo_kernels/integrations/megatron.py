@@ -70,9 +70,13 @@ class FusedHead:
         inner = unwrap_model(model)
         if not inner.post_process:
             return model(*inputs, **others)
-        _check(inner.output_layer, inner.config, others.get("inference_context"))
+        signature = inspect.signature(inner.forward)
+        # The wrappers' own keywords are in `others` too, so only the positional ones are bound.
+        given = signature.bind_partial(*inputs).arguments | others
+        context = given.get("inference_context") or given.get("inference_params")
+        _check(inner.output_layer, inner.config, context)
         outputs: list[Any] = []  # Float16Module would make a plain tuple of a named one
-        if "output_processor" in inspect.signature(inner.forward).parameters:
+        if "output_processor" in signature.parameters:
 
             def processor(**of_model: Any) -> Any:
                 outputs.append(self(**of_model))
@@ -82,7 +86,7 @@ class FusedHead:
         else:
             layers = inner.config.mtp_num_layers
             require(layers is None, "mtp_num_layers", _WITHOUT_THE_HOOK, layers)
-            require(others.get("labels") is None, "labels", _WITHOUT_THE_HOOK, "a tensor")
+            require(given.get("labels") is None, "labels", _WITHOUT_THE_HOOK, "a tensor")
 
             def instead(
                 hidden_states: Tensor, weight: Tensor | None = None, **_: Any
@@ -128,7 +132,7 @@ class FusedHead:
         hidden = hidden.transpose(0, 1)
         if self.labels.ndim == 1 and hidden.shape[0] == 1:
             hidden = hidden[0]
-        if layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
+        if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad"):
             weight = _AddedToMainGrad.apply(weight)
         bias = None if layer.skip_bias_add else layer.bias
         of_model = dict(bias=bias, vocab_group=group)
@@ -138,7 +142,11 @@ class FusedHead:
 
 
 class _AddedToMainGrad(torch.autograd.Function):
-    """A weight whose gradient is added to its ``main_grad``, as Megatron's fused GEMM does."""
+    """A weight whose gradient is added to its ``main_grad``.
+
+    Megatron's fused GEMM accumulates in float32. This gradient is rounded to the dtype of the
+    weight first, as without the fusion.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Any:
@@ -151,7 +159,8 @@ class _AddedToMainGrad(torch.autograd.Function):
         if not hasattr(ctx.weight, "grad_added_to_main_grad"):
             return None
         ctx.weight.grad_added_to_main_grad = True
-        # DDP needs a gradient; it adds this one to that of a tied embedding, else it drops it.
+        # DDP needs a gradient, which it drops. Only with a tied embedding, to whose gradient
+        # autograd adds this one, does DDP add the sum to main_grad: hence the zeros.
         return gradient.zero_() if getattr(ctx.weight, "zero_out_wgrad", False) else gradient
 
 
