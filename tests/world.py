@@ -48,7 +48,7 @@ def _serve(rank, size, store, device, timeout, pipe):
         try:
             torch.manual_seed(0)
             pipe.send((True, _packed(function(rank, *args, **kwargs))))
-        except Exception:
+        except BaseException:  # that of pytest.fail is no Exception
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
     os._exit(0)  # Python takes a second to tear torch down
