@@ -95,6 +95,7 @@ def engine_of(folder, layers, offload):
             return model
 
     float32 = dict(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
+    folder = f"{folder}/{dist.get_rank()}"  # ranks that write one would read half of a file
     tiny_model(layers).save_pretrained(folder)
     options = dict(use_remove_padding=False, enable_activation_offload=offload)
     engine = Engine(
