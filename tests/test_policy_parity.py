@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import needs_native
+from helpers import fixed_bounds, needs_native
 
 from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_loss_from_log_probs
 
@@ -31,13 +31,7 @@ from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_
 
 LOW, HIGH = 0.25, 0.28125  # epsilons whose ratio bounds are float32 numbers, as ours are
 BOUNDS = (1 - LOW, 1 + HIGH)
-FIXED = dict(
-    ratio_lower_start=BOUNDS[0],
-    ratio_lower_max=BOUNDS[0],
-    ratio_upper_start=BOUNDS[1],
-    ratio_upper_max=BOUNDS[1],
-    target=0.0,
-)
+FIXED = fixed_bounds(*BOUNDS)
 B, T = 6, 9
 MODES = (
     "token-mean",

@@ -23,6 +23,7 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
+from verl_engine import padded
 
 from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.checks import warn_once
@@ -445,18 +446,8 @@ def data_with_sets(sets):
 
     g = torch.Generator().manual_seed(0)
     prompts, responses = torch.tensor([3, 1, 2, 3]), torch.tensor([8, 3, 6, 1])
-    at = torch.arange(P + R)
-    attention = ((at >= P - prompts[:, None]) & (at < P + responses[:, None])).long()
-    tokens = torch.randint(Engine.vocabulary, (B, P + R), generator=g)
     data = DataProto.from_dict(
-        tensors=dict(
-            input_ids=tokens,
-            prompts=tokens[:, :P],
-            responses=tokens[:, P:],
-            attention_mask=attention,
-            response_mask=attention[:, P:],
-            position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
-        ),
+        tensors=padded(prompts, responses, Engine.vocabulary, g),
         meta_info=dict(temperature=0.8),
     )
     made = sets(data.batch["responses"], responses)

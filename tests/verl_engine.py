@@ -27,21 +27,28 @@ def tiny_model(layers=1):
     return model
 
 
-def rollout():
-    """Prompts padded on the left, responses on the right, with log-probs of an older policy."""
-    g = torch.Generator().manual_seed(1)
-    prompts = torch.tensor([3, 1, 2, 3, 2, 2, 1, 3])
-    responses = torch.tensor([7, 3, 6, 1, 5, 7, 2, 4])
+def padded(prompts, responses, vocabulary, g):
+    """Random tokens of these lengths as verl has them: prompts padded on the left."""
+    P, R = prompts.max(), responses.max()
     at = torch.arange(P + R)
     attention = ((at >= P - prompts[:, None]) & (at < P + responses[:, None])).long()
-    tokens = torch.randint(V, (B, P + R), generator=g)
-    batch = dict(
+    tokens = torch.randint(vocabulary, attention.shape, generator=g)
+    return dict(
         input_ids=tokens,
         prompts=tokens[:, :P],
         responses=tokens[:, P:],
         attention_mask=attention,
         response_mask=attention[:, P:],
         position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
+    )
+
+
+def rollout():
+    """Prompts padded on the left, responses on the right, with log-probs of an older policy."""
+    g = torch.Generator().manual_seed(1)
+    prompts = torch.tensor([3, 1, 2, 3, 2, 2, 1, 3])
+    responses = torch.tensor([7, 3, 6, 1, 5, 7, 2, 4])
+    batch = padded(prompts, responses, V, g) | dict(
         advantages=torch.tensor([1.0, -1.2, 0.8, -1.0, 1.1, -0.9, 0.7, -1.3])[:, None]
         .expand(B, R)
         .clone(),
