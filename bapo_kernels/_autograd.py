@@ -106,8 +106,9 @@ class _PrecomputedGradient(torch.autograd.Function):
     """A loss whose gradients are known: backward multiplies them by the incoming gradient.
 
     They are scaled in place and handed over, so there is one backward; autograd then keeps a
-    gradient without a copy, because nothing else holds it. Gradients in float64 are per token, and
-    small: torch scales them. A backward through the values beside the loss raises.
+    gradient without a copy, because nothing else holds it. Torch scales those in float64, which are
+    per token and small, and those of the reference. A backward through the values beside the loss
+    raises.
     """
 
     @staticmethod
@@ -137,11 +138,14 @@ class _PrecomputedGradient(torch.autograd.Function):
         if ctx.overwritten is not None:
             ctx.overwritten.check()
         gradients, ctx.gradients, ctx.overwritten = ctx.gradients, None, None
+        factor = dloss.detach()
         for gradient in gradients:
-            if gradient is not None and gradient.dtype == torch.float64:
-                gradient.mul_(dloss.detach())
-            elif gradient is not None:
-                ops_of(ctx.backend).scale_(gradient, dloss.detach())
+            if gradient is None:
+                continue
+            if gradient.dtype == torch.float64 or ctx.backend == "reference":
+                gradient.mul_(factor)
+            else:
+                ops_of(ctx.backend).scale_(gradient, factor)
         made = (None if gradient is None else final(gradient) for gradient in gradients)
         return (None, None, None, None, *made, *(None for _ in gradients))
 
@@ -162,7 +166,7 @@ def output_with_gradients(
     loss, log_probs, entropy = _with_gradients(
         output.loss, beside, backend, inputs, gradients, overwritten
     )
-    return output._replace(loss=loss, log_probs=log_probs, entropy=entropy)
+    return BAPOOutput(loss, log_probs, entropy, output.bounds, output.metrics)
 
 
 def _with_gradients(

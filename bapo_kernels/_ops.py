@@ -8,10 +8,13 @@ second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_C: Any = torch._C
 
 # The package's own name: a copy of it under another name has operators of its own. Its library must
 # be built for them (BAPO_NAMESPACE in csrc/binding.h).
@@ -221,14 +224,42 @@ def register(namespace: str, name: str, kernel: Callable[..., object], keys: Ite
         _libraries[namespace].impl(name, kernel, key)
 
 
+def torch_ops_of(backend: str) -> Any:
+    """The operators of a backend as torch has them: anybody can call them, a trace records them."""
+    return getattr(torch.ops, TRITON if backend == "triton" else NATIVE)
+
+
+def ops_of(backend: str) -> Any:
+    """The operators of a backend, for arguments that the public functions have checked.
+
+    Those written in Python are functions here, because the dispatcher would take the host longer
+    than they do; but a trace, a mode, a function transform and a profiler see the operators.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _C._len_torch_dispatch_stack()
+        or _C._are_functorch_transforms_active()
+        or _C._autograd._profiler_enabled()
+    ):
+        return torch_ops_of(backend)
+    return _eager[backend]
+
+
+def in_python(backend: str, functions: dict[str, Callable[..., None]]) -> None:
+    """These operators of a backend are functions of Python; see :func:`ops_of`."""
+    operators = torch_ops_of(backend)
+    names = SCHEMAS.keys() - functions.keys()
+    _eager[backend] = SimpleNamespace(**{n: getattr(operators, n) for n in names}, **functions)
+
+
+_eager: dict[str, SimpleNamespace] = {}
+
+
 def _scale_cpu(x: Tensor, factor: Tensor) -> None:
     if factor.item() != 1:
         x.mul_(factor)
 
 
 register(NATIVE, "scale_", _scale_cpu, ["CPU"])
-
-
-def ops_of(backend: str) -> Any:
-    """The operators of a backend."""
-    return getattr(torch.ops, TRITON if backend == "triton" else NATIVE)
+in_python("cpu", {"scale_": _scale_cpu})
+in_python("cuda", {})

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import check_like, count, require
+from .checks import check_like, count, refuse
 from .config import (
     BAPOConfig,
     grids_of,
@@ -85,7 +85,7 @@ class LinearOptions(LossOptions, total=False):
     vocab_group: dist.ProcessGroup | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # nobody changes it; to freeze it would take as long as a kernel
 class Call:
     """A checked call of a loss, or of log-probs alone.
 
@@ -339,18 +339,14 @@ def _divisor(
 ) -> float | Tensor | None:
     """What the mean of ``config.loss_agg_mode`` divides by, if it is given."""
     check_aggregation(like, like_name, config, options.get("cu_seqlens"))
-    rule = "be given when config.kl_loss_coef is not 0"
-    ref = options.get("ref_log_probs")
-    require(ref is not None or not config.kl_loss_coef, "ref_log_probs", rule, None)
-    given = {
-        name: normaliser(name, options.get(name), like, like_name)
-        for name in ("batch_num_tokens", "global_batch_size")
-    }
+    if config.kl_loss_coef and options.get("ref_log_probs") is None:
+        refuse("ref_log_probs", "be given when config.kl_loss_coef is not 0", None)
+    needed, divisor = divisor_name(config.loss_agg_mode), None
+    for name in ("batch_num_tokens", "global_batch_size"):
+        given = normaliser(name, options.get(name), like, like_name)
+        divisor = given if name == needed else divisor
     dp_size = count("dp_size", options.get("dp_size", 1))
-    needed = divisor_name(config.loss_agg_mode)
-    if needed is None:
-        return None
-    if dp_size > 1:
+    if needed is not None and divisor is None and dp_size > 1:
         rule = f"be given when dp_size > 1 with loss_agg_mode={config.loss_agg_mode!r}"
-        require(given[needed] is not None, needed, rule, None)
-    return given[needed]
+        refuse(needed, rule, None)
+    return divisor

@@ -9,13 +9,15 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+_PLAIN = (Tensor, torch.nn.Parameter)  # no subclass, so no DTensor
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def runs_while_traced(function: F) -> F:
@@ -41,10 +43,20 @@ def require(
     broken: ``torch.compile`` cannot write the sizes of dynamic shapes.
     """
     if not ok:
-        if isinstance(rule, tuple):
-            template, *values = rule
-            rule = template.format(*map(_shown, values))
-        raise error(f"{name} must {rule}, got {_shown(got)}")
+        refuse(name, rule, got, error)
+
+
+def refuse(
+    name: str, rule: str | tuple[Any, ...], got: Any, error: type[Exception] = ValueError
+) -> NoReturn:
+    """What :func:`require` does where a rule is broken.
+
+    For checks of every call: its condition comes first, and what the message says is not computed.
+    """
+    if isinstance(rule, tuple):
+        template, *values = rule
+        rule = template.format(*map(_shown, values))
+    raise error(f"{name} must {rule}, got {_shown(got)}")
 
 
 def number(name: str, value: Any) -> float:
@@ -61,7 +73,7 @@ def count(name: str, value: Any, rule: str = "be an integer >= 1") -> int:
     """Converts an integer >= 1 of Python or numpy to ``int``; refuses bools."""
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < 1:
-        require(False, name, rule, value if is_integer else typed(value))
+        refuse(name, rule, value if is_integer else typed(value))
     return int(value)
 
 
@@ -80,6 +92,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
     """Requires a dense tensor, local to this rank unless it may be ``sharded`` over several."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return
     require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
     rule = "be a local tensor (.to_local() or .full_tensor())"
     require(sharded or not is_dtensor(tensor), name, rule, "a DTensor")
@@ -89,24 +103,23 @@ def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
 def check_floating(name: str, tensor: Any, sharded: bool = False) -> None:
     """Requires a dense floating-point tensor, local unless it may be ``sharded``."""
     check_tensor(name, tensor, sharded)
-    require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
-    rule = "be float64, float32, bfloat16 or float16"
-    require(tensor.dtype.itemsize > 1, name, rule, tensor.dtype)
+    if tensor.dtype not in _FLOATING:
+        require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
+        refuse(name, "be float64, float32, bfloat16 or float16", tensor.dtype)
 
 
 def check_like(name: str, tensor: Any, like: Tensor, like_name: str) -> None:
     """Requires a floating-point tensor with the shape and on the device of ``like``."""
     check_floating(name, tensor)
-    rule = ("have the shape of {} {}", like_name, like.shape)
-    require(tensor.shape == like.shape, name, rule, tensor.shape)
+    if tensor.shape != like.shape:
+        refuse(name, ("have the shape of {} {}", like_name, like.shape), tensor.shape)
     check_device(name, tensor, like, like_name)
 
 
 def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
     """Requires both tensors to be on the same device."""
     if tensor.device != like.device:
-        rule = f"be on the device of {like_name} ({like.device})"
-        require(False, name, rule, tensor.device)
+        refuse(name, f"be on the device of {like_name} ({like.device})", tensor.device)
 
 
 def check_group(name: str, group: Any) -> None:

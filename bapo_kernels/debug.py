@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._ops import ops_of
+from ._ops import torch_ops_of
 from .alignment import check_alignment
 from .backends import available_backends, choose, native
 from .call import LossOptions, loss_call
-from .checks import require
+from .checks import refuse, require
 from .config import IGNORE_INDEX
 from .distributed import whole_vocabulary
 from .functional import bapo_loss
@@ -214,7 +214,7 @@ def _raise_in_set(
         index = torch.unravel_index(rows[places[0]], shape)
         others = f" and {places.numel() - 1} more" if places.numel() > 1 else ""
         got = f"{values[places[0]].item()} at {tuple(int(i) for i in index)}{others}"
-        require(False, name, rule, got)
+        refuse(name, rule, got)
 
 
 def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
@@ -224,10 +224,10 @@ def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
         bad = ~(values < torch.inf)  # NaN too
         for n, column in bad.nonzero()[:1].tolist():
             got = f"{values[n, column].item()} at {(*places[n].tolist(), column)}"
-            require(False, "logits", "be finite or -inf", got)
+            refuse("logits", "be finite or -inf", got)
         for (n,) in (values == -torch.inf).all(-1).nonzero()[:1].tolist():
             got = f"-inf alone at {tuple(places[n].tolist())}"
-            require(False, "logits", "allow a token in every row", got)
+            refuse("logits", "allow a token in every row", got)
 
 
 def _check_not_probabilities(logits: Tensor, unmasked: Tensor) -> None:
@@ -240,12 +240,12 @@ def _check_not_probabilities(logits: Tensor, unmasked: Tensor) -> None:
         probabilities = (values >= 0).all(-1) & ((sums - 1).abs() < 0.01)
         if not probabilities.all():
             return
-    require(False, "logits", "be logits", "probabilities: every row adds up to 1")
+    refuse("logits", "be logits", "probabilities: every row adds up to 1")
 
 
 def _raise_first(name: str, rule: str, bad: Tensor, values: Tensor) -> None:
     for index in bad.nonzero()[:1].tolist():
-        require(False, name, rule, f"{values[tuple(index)].item()} at {tuple(index)}")
+        refuse(name, rule, f"{values[tuple(index)].item()} at {tuple(index)}")
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def instruction_set(name: str) -> Iterator[None]:
         ...     debug.environment()["cpu kernels"]
         'portable'
     """
-    ops = ops_of("cpu")
+    ops = torch_ops_of("cpu")
     in_use = ops.instruction_set("")
     ops.instruction_set(name)
     try:
@@ -291,7 +291,7 @@ def environment() -> dict[str, str]:
     if info:
         report["native build"] = ", ".join(f"{k}: {v}" for k, v in info.items() if v)
     if native.WHY_NO_CPU is None:
-        report["cpu kernels"] = ops_of("cpu").instruction_set("")
+        report["cpu kernels"] = torch_ops_of("cpu").instruction_set("")
     for name, reason in available_backends().items():
         report[f"backend {name}"] = "available" if reason is None else f"absent: {reason}"
     return report

@@ -18,7 +18,7 @@ from ._autograd import (
 )
 from .backends import choose
 from .call import LossOptions, Statistics, log_probs_call, loss_call
-from .checks import check_floating, check_group, check_like, require, typed
+from .checks import check_floating, check_group, check_like, refuse, require, typed
 from .config import BAPOConfig
 from .distributed import VocabShard
 from .fused import loss_of_logits
@@ -154,7 +154,7 @@ def bapo_loss(
     check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     if not isinstance(inplace, bool):
-        require(False, "inplace", "be a bool", typed(inplace))
+        refuse("inplace", "be a bool", typed(inplace))
     if inplace:
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask

@@ -15,6 +15,7 @@ from .checks import (
     check_tensor,
     count,
     number,
+    refuse,
     require,
 )
 from .config import BAPOConfig
@@ -27,21 +28,21 @@ _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-to
 def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> None:
     """``logits [..., V]`` and integer ``labels [...]``; a shard of the vocabulary may be empty."""
     check_floating("logits", logits)
-    require(logits.ndim >= 1, "logits", "have shape (..., V)", logits.shape)
-    some = logits.shape[-1] >= 1 or vocab_group is not None
-    require(some, "logits", "have V >= 1", logits.shape)
+    if logits.ndim == 0:
+        refuse("logits", "have shape (..., V)", logits.shape)
+    if logits.shape[-1] == 0 and vocab_group is None:
+        refuse("logits", "have V >= 1", logits.shape)
     check_labels(labels, logits, "logits")
 
 
 def check_labels(labels: Tensor, rows: Tensor, rows_name: str) -> None:
     """Integer ``labels`` of the rows of a tensor."""
     check_tensor("labels", labels)
-    is_integer = not (
-        labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
-    )
-    require(is_integer, "labels", "be integers", labels.dtype)
-    rule = ("have the leading shape of {} {}", rows_name, rows.shape[:-1])
-    require(labels.shape == rows.shape[:-1], "labels", rule, labels.shape)
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        refuse("labels", "be integers", labels.dtype)
+    shape = rows.shape[:-1]
+    if labels.shape != shape:
+        refuse("labels", ("have the leading shape of {} {}", rows_name, shape), labels.shape)
     check_device("labels", labels, rows, rows_name)
 
 
@@ -125,23 +126,24 @@ def as_rows(logits: Tensor) -> Tensor:
     """``[B, S, V]`` with stride 1 in the last dimension; a view wherever there is one."""
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
         logits = logits.contiguous()
-    if logits.ndim <= 3:
+    if logits.ndim < 3:
         return logits[(None,) * (3 - logits.ndim)]
-    return logits.flatten(0, -3)
+    return logits if logits.ndim == 3 else logits.flatten(0, -3)
 
 
 def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
     """``config``, or the paper's."""
     if config is None:
         return _PAPER
-    rule = "be a BAPOConfig or None"
-    require(isinstance(config, BAPOConfig), "config", rule, type(config).__name__)
+    if not isinstance(config, BAPOConfig):
+        refuse("config", "be a BAPOConfig or None", type(config).__name__)
     return config
 
 
 def check_options(statistics: str, process_group: Any = None, vocab_group: Any = None) -> None:
     """Options that are not tensors."""
-    require(statistics in ("all", "live"), "statistics", "be 'all' or 'live'", repr(statistics))
+    if statistics not in ("all", "live"):
+        refuse("statistics", "be 'all' or 'live'", repr(statistics))
     check_group("process_group", process_group)
     check_group("vocab_group", vocab_group)
 
@@ -224,11 +226,12 @@ def check_mask(like: Tensor, like_name: str, response_mask: Tensor | None) -> No
     if response_mask is None:
         return
     check_tensor("response_mask", response_mask)
-    rule = ("have the shape of {} {}", like_name, like.shape)
-    require(response_mask.shape == like.shape, "response_mask", rule, response_mask.shape)
+    if response_mask.shape != like.shape:
+        rule = "have the shape of {} {}", like_name, like.shape
+        refuse("response_mask", rule, response_mask.shape)
     check_device("response_mask", response_mask, like, like_name)
-    is_real = not response_mask.is_complex()
-    require(is_real, "response_mask", "be bool, int or float", response_mask.dtype)
+    if response_mask.is_complex():
+        refuse("response_mask", "be bool, int or float", response_mask.dtype)
 
 
 def checked_advantages(
@@ -271,7 +274,7 @@ def _per_token(
         require(ok, name, (*rule, (B,)), values.shape)
         return values
     if like.ndim < 2:
-        require(False, name, (*rule, "with cu_seqlens"), values.shape)
+        refuse(name, (*rule, "with cu_seqlens"), values.shape)
     ok = values.ndim == 1 and values.shape[0] == like.shape[0]
     require(ok, name, (*rule, like.shape[:1]), values.shape)
     return values.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)

@@ -81,27 +81,26 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
     ticket = torch.empty(1, dtype=torch.int32, device=device) if given.weighted else None
     on_device = isinstance(given.divisor, Tensor)
     config = given.config
-    with torch.no_grad():
-        ops_of(backend).prepare(
-            tokens,
-            _mask(given.response_mask, given.tokens),
-            [_matrix(value, given.tokens) for value in given.values.values()],
-            given.cu_seqlens,
-            _MODES.index(config.loss_agg_mode),
-            given.dp_size,
-            config.loss_scale_factor,
-            None if on_device else given.divisor,
-            given.divisor if on_device else None,
-            given.bounds,
-            given.own_bounds,
-            given.live,
-            unmasked,
-            counted,
-            labels,
-            weights,
-            flat,
-            ticket,
-        )
+    ops_of(backend).prepare(
+        tokens,
+        _mask(given.response_mask, given.tokens),
+        [_matrix(value, given.tokens) for value in given.values.values()],
+        given.cu_seqlens,
+        _MODES.index(config.loss_agg_mode),
+        given.dp_size,
+        config.loss_scale_factor,
+        None if on_device else given.divisor,
+        given.divisor if on_device else None,
+        given.bounds,
+        given.own_bounds,
+        given.live,
+        unmasked,
+        counted,
+        labels,
+        weights,
+        flat,
+        ticket,
+    )
     by_name, bounds = dict(zip(given.values, flat.unbind(), strict=True)), given.bounds
     if given.own_bounds:
         del by_name["lower"], by_name["upper"]
@@ -113,9 +112,9 @@ def _by_kernel(backend: str, given: Arguments) -> TokenInputs:
 def _matrix(values: Tensor, like: Tensor) -> Tensor:
     """``[rows, columns]`` as the operator takes it; a view of up to two dimensions.
 
-    Values of packed sequences that are not per token stay ``[B]``.
+    Values of packed sequences that are not per token stay ``[B]``. The operator has no derivative.
     """
-    values = as_numbers(values)
+    values = as_numbers(values.detach() if values.requires_grad else values)
     if values.ndim == 2 or values.shape != like.shape:
         return values
     columns = like.shape[-1] if like.ndim else 1

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_tensor, require
+from .checks import check_device, check_tensor, refuse, require
 
 _WIDTH = 2**32  # of a row in the keys of the sort, more than the ids it may have
 _LARGEST = 2**31 - 1  # id; larger ones are in no vocabulary, and neither is -1
@@ -206,7 +206,7 @@ class SamplingMask:
 def check_rise(offsets: Tensor, K: int) -> None:
     """Requires offsets that rise from 0 to ``K``. Reads the device."""
     for n in _wrong(offsets, K).nonzero()[:1, 0].tolist():
-        require(False, "offsets", f"rise from 0 to {K}", f"{offsets[n].item()} at ({n},)")
+        refuse("offsets", f"rise from 0 to {K}", f"{offsets[n].item()} at ({n},)")
 
 
 def _wrong(offsets: Tensor, K: int) -> Tensor:

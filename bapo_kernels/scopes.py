@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
-from .checks import check_group, require
+from .checks import check_group, refuse, require
 from .config import BAPOConfig, starting_bounds_of
 from .inputs import config_or_default
 from .output import ClipBounds
@@ -164,7 +164,7 @@ class ClipBoundSearch:
             if value != mine:
                 if self.histogram is not None:
                     self.histogram.reset()
-                require(False, f"config.{name}", f"be {mine!r} in the state too", repr(value))
+                refuse(f"config.{name}", f"be {mine!r} in the state too", repr(value))
         self._bounds = None if state["bounds"] is None else tuple(state["bounds"])
         known = state.get("metrics")
         self._metrics = self._all_metrics(known) if known else {}

@@ -23,7 +23,6 @@ import torch
 import triton
 from test_triton_compile import HEAD_KERNELS, ROW_KERNELS
 from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from bapo_kernels.backends.triton import (
@@ -99,7 +98,7 @@ class Compiled:
             return compiled
 
         JITFunction.run, Kernel.compile = compile_only, compile_anew
-        CompiledKernel.__getitem__ = lambda kernel, grid: lambda *arguments: None
+        Kernel.run = lambda *arguments: None
 
 
 def one_element_further(value: object) -> object:

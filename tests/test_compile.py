@@ -20,7 +20,7 @@ from bapo_kernels import (
     linear_log_probs,
     log_probs,
 )
-from bapo_kernels._ops import HEAD_SCHEMAS, SCHEMAS, ops_of
+from bapo_kernels._ops import HEAD_SCHEMAS, SCHEMAS, torch_ops_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(not KERNELS, reason="no kernels")]
 
@@ -329,17 +329,19 @@ def test_opcheck_of_the_head(name, frozen, masked):
     if name == "head_forward":
         arguments = (frozen, *arguments)
     else:
-        _, *statistics, _, values = ops_of("cpu").head_forward(frozen, *arguments)
+        _, *statistics, _, values = torch_ops_of("cpu").head_forward(frozen, *arguments)
         needs = [True, not frozen, not frozen]
         arguments = (-double(N), double(N), *statistics, values, needs, *arguments)
-    op = getattr(ops_of("cpu"), name).default
+    op = getattr(torch_ops_of("cpu"), name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 def test_opcheck(backend, device, name):
-    torch.library.opcheck(getattr(ops_of(backend), name).default, sample_arguments(device)[name])
+    torch.library.opcheck(
+        getattr(torch_ops_of(backend), name).default, sample_arguments(device)[name]
+    )
 
 
 def test_every_op_is_checked():
@@ -381,14 +383,14 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         arguments = list(sample_arguments(device)[name])
         arguments[position] = moved(bad, device)
         with pytest.raises(RuntimeError, match="must"):
-            getattr(ops_of(backend), name)(*arguments)
+            getattr(torch_ops_of(backend), name)(*arguments)
 
 
 @pytest.mark.parametrize("name", ["row_pass", "contributions", "search", "solve", "policy"])
 def test_ops_refuse_grids_of_five_numbers(backend, device, name):
     arguments = [GRIDS[:5] if isinstance(a, tuple) else a for a in sample_arguments(device)[name]]
     with pytest.raises(RuntimeError, match="grids must be 6 numbers, got 5"):
-        getattr(ops_of(backend), name)(*arguments)
+        getattr(torch_ops_of(backend), name)(*arguments)
 
 
 def test_module():

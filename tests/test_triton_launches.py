@@ -14,7 +14,7 @@ from launches import LAUNCHES, CountLaunches
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bapo_kernels import BAPOConfig, _ops, bapo_linear_loss, bapo_loss, linear_log_probs
-from bapo_kernels._ops import ops_of
+from bapo_kernels._ops import torch_ops_of
 from bapo_kernels.backends import triton as backend
 from bapo_kernels.config import SURROGATES
 
@@ -68,8 +68,8 @@ def test_every_operator(launches, monkeypatch):
     config = BAPOConfig(ratio_level="sequence")
     logits = case.logits.clone().requires_grad_()
     bapo_loss(logits, *case.arguments(), config=config, backend="triton")
-    ops_of("triton").contributions(*searched, 0, torch.empty(1, 54, dtype=torch.float64))
-    ops_of("triton").solve(torch.rand(2, 54).double(), GRIDS, 0.4, False, True, *found)
+    torch_ops_of("triton").contributions(*searched, 0, torch.empty(1, 54, dtype=torch.float64))
+    torch_ops_of("triton").solve(torch.rand(2, 54).double(), GRIDS, 0.4, False, True, *found)
     monkeypatch.setattr(prepare, "ALONE", 0)
     with torch.no_grad():
         bapo_loss(case.logits, *case.arguments(), backend="triton")
@@ -157,13 +157,13 @@ def test_search_of_many_tokens(few_programs, uniform, gradient, of_sequences):
     results, target = [], 0.5
     for name in ("cpu", "triton"):
         table = torch.full((3, 54), torch.nan, dtype=torch.float64)
-        ops_of(name).contributions(*searched, 1, table)
+        torch_ops_of(name).contributions(*searched, 1, table)
         assert not table[::2].any()
         if name == "cpu":  # reached between the third and the fourth upper point
             neg, pos = table[1, 0], table[1, 18:20]
             target = (pos / (neg + pos)).mean().item()
         bounds, masses = torch.empty(2), torch.empty(6, dtype=torch.float64)
-        ops_of(name).search(*searched, target, False, True, bounds, masses)
+        torch_ops_of(name).search(*searched, target, False, True, bounds, masses)
         results.append((table, bounds, masses))
     torch.testing.assert_close(*results, rtol=1e-13, atol=0)
     assert results[0][1][1].item() == pytest.approx(1.35)
@@ -188,7 +188,7 @@ def test_policy_of_many_tokens(few_programs, given_masses, surrogate, own_bounds
         ticket = torch.zeros(1, dtype=torch.int32)
         made = [torch.full((N,), torch.nan, dtype=torch.float64) for _ in range(2 + of_sequences)]
         report, outputs = torch.full((15,), torch.nan), torch.full((2, N), -1.0)
-        ops_of(name).policy(
+        torch_ops_of(name).policy(
             *(log_probs, entropy, counted, old, log_ratios, A, weights, None, ref, None),
             *(bounds, masses, GRIDS, False, False, 0.4, False),
             *(SURROGATES[surrogate], 2, [3.0, 0.7, 1.6, 0.1, 0.01]),
@@ -206,15 +206,15 @@ def test_policy_of_many_tokens(few_programs, given_masses, surrogate, own_bounds
 def test_arguments_are_checked_after_those_of_another_call():
     """Only what has passed is remembered."""
     x, factor = torch.ones(1, 2, 8), torch.tensor(2.0)
-    ops_of("triton").scale_(x, factor)
+    torch_ops_of("triton").scale_(x, factor)
     for wrong in (factor.double(), torch.ones(2)):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="factor must be"):
-                ops_of("triton").scale_(x, wrong)
+                torch_ops_of("triton").scale_(x, wrong)
     table, found = torch.rand(1, 54).double(), (torch.empty(2), torch.empty(6).double())
-    ops_of("triton").solve(table, GRIDS, 0.4, False, True, *found)
+    torch_ops_of("triton").solve(table, GRIDS, 0.4, False, True, *found)
     with pytest.raises(RuntimeError, match=r"table must have shape \(ranks, 55\)"):
-        ops_of("triton").solve(table, (0.6, 0.92, *GRIDS[2:]), 0.4, False, True, *found)
+        torch_ops_of("triton").solve(table, (0.6, 0.92, *GRIDS[2:]), 0.4, False, True, *found)
 
 
 def test_checked_calls_are_forgotten(monkeypatch):
@@ -222,7 +222,7 @@ def test_checked_calls_are_forgotten(monkeypatch):
 
     monkeypatch.setattr(checks, "_MAX_KNOWN", 4)
     for rows in range(1, 20):
-        ops_of("triton").scale_(torch.ones(1, rows, 2), torch.tensor(1.0))
+        torch_ops_of("triton").scale_(torch.ones(1, rows, 2), torch.tensor(1.0))
     assert len(checks._known) <= 4
 
 

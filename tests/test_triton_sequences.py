@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import DEVICES, KERNELS
 
-from bapo_kernels._ops import ops_of
+from bapo_kernels._ops import torch_ops_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
@@ -33,7 +33,7 @@ def log_ratios(log_probs, counted, old, length=0, cu_seqlens=None):
     out = torch.full(log_probs.shape, -7.0, dtype=torch.float64, device=DEVICE)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(DEVICE)
-    ops_of("triton").sequence_log_ratios(*given, length, cu_seqlens, out)
+    torch_ops_of("triton").sequence_log_ratios(*given, length, cu_seqlens, out)
     return out.cpu()
 
 
@@ -43,7 +43,7 @@ def with_means(dlog_ratios, counted, dlog_probs, length=0, cu_seqlens=None):
         cu_seqlens = cu_seqlens.to(DEVICE)
     out = dlog_probs.to(DEVICE, copy=True)
     given = dlog_ratios.to(DEVICE), counted.to(DEVICE)
-    ops_of("triton").add_sequence_means_(*given, length, cu_seqlens, out)
+    torch_ops_of("triton").add_sequence_means_(*given, length, cu_seqlens, out)
     return out.cpu()
 
 
@@ -123,8 +123,8 @@ def test_broken_offsets_touch_nothing_foreign(offsets):
     memory = torch.full((52,), -7.0, dtype=torch.float64, device=DEVICE)
     given = [x.to(DEVICE) for x in (log_probs, counted, old)]
     cu_seqlens = torch.tensor(offsets, device=DEVICE)
-    ops_of("triton").sequence_log_ratios(*given, 0, cu_seqlens, memory[20:32])
-    ops_of("triton").add_sequence_means_(given[0], given[1], 0, cu_seqlens, memory[20:32])
+    torch_ops_of("triton").sequence_log_ratios(*given, 0, cu_seqlens, memory[20:32])
+    torch_ops_of("triton").add_sequence_means_(given[0], given[1], 0, cu_seqlens, memory[20:32])
     assert (memory[:20] == -7).all()
     assert (memory[32:] == -7).all()
     assert (memory[20:32] != -7).all()

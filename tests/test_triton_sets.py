@@ -7,7 +7,7 @@ import torch
 from helpers import DEVICES, INTERPRETED, KERNELS
 from torch import nan
 
-from bapo_kernels._ops import ops_of
+from bapo_kernels._ops import torch_ops_of
 from bapo_kernels.config import SURROGATES
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
 
 
 def ops():
-    return ops_of("triton")
+    return torch_ops_of("triton")
 
 
 def rand(*shape, dtype=torch.float32, seed=0):

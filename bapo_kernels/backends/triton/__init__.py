@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..._ops import SCHEMAS, TRITON, register
+from ..._ops import SCHEMAS, TRITON, in_python, register
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -67,16 +67,31 @@ def _check() -> Callable[[str, tuple[Any, ...]], None]:
     return check
 
 
-def kernel(name: str) -> Callable[..., None]:
-    """An operator for the dispatcher: checks, then launches on the device of the arguments."""
+def unchecked(name: str) -> Callable[..., None]:
+    """An operator for arguments that were checked: launches on their device."""
 
     def run(*arguments: Any) -> None:
-        _check()(name, arguments)
-        with torch.cuda.device_of(arguments[0]):
+        device = arguments[0].device
+        if device.type == "cpu" or device.index == torch.cuda.current_device():
+            _operators()[name](*arguments)
+            return
+        with torch.cuda.device(device):
             _operators()[name](*arguments)
 
     return run
 
 
+def kernel(name: str) -> Callable[..., None]:
+    """An operator for the dispatcher, which anybody can call."""
+    launch = unchecked(name)
+
+    def run(*arguments: Any) -> None:
+        _check()(name, arguments)
+        launch(*arguments)
+
+    return run
+
+
+in_python("triton", {name: unchecked(name) for name in SCHEMAS})
 for _name in SCHEMAS:
     register(TRITON, _name, kernel(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))

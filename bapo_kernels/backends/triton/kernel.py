@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class Kernel:
         self._specialised = [self._names.index(name) for name in specialised]
         general = [name for name in self._names if name not in (*constants, *specialised)]
         self._function = triton.jit(function, do_not_specialize=general)
+        self._interpreted = not isinstance(self._function, triton.runtime.JITFunction)
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -44,16 +47,16 @@ class Kernel:
         maxnreg: int | None = None,
         **named: Any,
     ) -> None:
-        values = [*given, *[named[name] for name in self._names[len(given) :]]]
+        values = [*given, *map(named.__getitem__, self._names[len(given) :])]
         assert len(given) + len(named) == len(values), f"unknown options among {set(named)}"
-        if triton.knobs.runtime.interpret:
+        if self._interpreted:
             self._function[grid](*values)
             return
         key = (
             values[0].device,
             num_warps,
             maxnreg,
-            *[None if pointer is None else pointer.dtype for pointer in values[: self._pointers]],
+            *map(getattr, values[: self._pointers], repeat("dtype"), repeat(None)),
             *[_specialisation(values[index]) for index in self._specialised],
             *values[self._constants :],
         )
@@ -62,7 +65,7 @@ class Kernel:
             options = {} if maxnreg is None else {"maxnreg": maxnreg}
             compiled = self.compile(key, grid, values, {"num_warps": num_warps, **options})
         if compiled is not None:
-            compiled[grid](*values)
+            self.run(compiled, grid, values)
 
     def compile(
         self,
@@ -77,6 +80,20 @@ class Kernel:
             self.compiled[key] = compiled
         return compiled
 
+    @staticmethod
+    def run(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
+        """``compiled[grid](*values)``, which gathers what hooks could ask for."""
+        runtime, driver = triton.knobs.runtime, triton.runtime.driver.active
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if any(getattr(hook, "calls", hook) for hook in hooks):  # of late a list of functions each
+            compiled[grid](*values)
+            return
+        launch = compiled.run  # which loads it, before its function is there
+        stream = driver.get_current_stream(driver.get_current_device())
+        launch(
+            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values
+        )
+
 
 def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:
     """What Triton specialises on. Of a pointer: its alignment, and on AMD GPUs 32-bit addresses."""
@@ -84,4 +101,5 @@ def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:
         return None
     if isinstance(value, int):
         return value % 16 == 0, value == 1
-    return value.data_ptr() % 16 == 0, value.untyped_storage().nbytes() < 2**31
+    is_small = torch.version.hip is not None and value.untyped_storage().nbytes() < 2**31
+    return value.data_ptr() % 16 == 0, is_small

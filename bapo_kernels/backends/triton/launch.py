@@ -6,18 +6,20 @@ import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
 from ...config import bound_grid
 
+INTERPRETED: bool = triton.knobs.runtime.interpret
 MAX_VALUES = 8  # per token that a call of prepare takes: advantages and seven others
 MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
 
 
 def warp_size() -> int:
     """Threads of a warp; the interpreter has none, and cuts rows as on NVIDIA."""
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED:
         return 32
     return int(_target().warp_size)
 
@@ -32,15 +34,15 @@ def _target() -> Any:
 
 def resident_programs(rows: int, num_warps: int) -> int:
     """Programs that stride over ``rows`` rows: what runs at once with 64 registers per thread."""
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED:
         return min(rows, 3)
-    per_multiprocessor = 1024 // (num_warps * warp_size())
-    return min(rows, per_multiprocessor * _multiprocessors(_driver().get_current_device()))
+    return min(rows, _resident_programs(_driver().get_current_device(), num_warps))
 
 
 @cache
-def _multiprocessors(device: int) -> int:
-    return int(_driver().utils.get_device_properties(device)["multiprocessor_count"])
+def _resident_programs(device: int, num_warps: int) -> int:
+    properties = _driver().utils.get_device_properties(device)
+    return 1024 // (num_warps * warp_size()) * int(properties["multiprocessor_count"])
 
 
 @cache
@@ -49,7 +51,7 @@ def limits(num_warps: int, registers: int) -> dict[str, int]:
 
     Without a limit ptxas spills a few bytes to fit one more program.
     """
-    if triton.knobs.runtime.interpret or _target().backend != "cuda":
+    if INTERPRETED or _target().backend != "cuda":
         return dict(num_warps=num_warps)
     return dict(num_warps=num_warps, maxnreg=registers)
 
@@ -87,42 +89,51 @@ def set_shape() -> RowShape:
     return RowShape(4 * warp_size(), 2, 1)
 
 
-def alignment(*tensors: Tensor) -> int:
+@lru_cache
+def alignment(element_size: int, shape: torch.Size, *strides: tuple[int, ...]) -> int:
     """Elements, at most 16 bytes, of which the distances of all rows are a multiple."""
-    apart = [16 // tensors[0].element_size()]
-    for tensor in tensors:
-        sizes = zip(tensor.shape[:2], tensor.stride()[:2], strict=True)
-        apart += [stride for size, stride in sizes if size > 1]
-    return math.gcd(*apart)
+    apart = [stride[i] for stride in strides for i in (0, 1) if shape[i] > 1]
+    return math.gcd(16 // element_size, *apart)
 
 
 def row_arguments(logits: Tensor, dlogits: Tensor | None, offsets: Tensor | None) -> dict[str, int]:
     """Sizes and strides of the rows; of sets the device knows them."""
     if offsets is not None:
-        strides = ("batch_stride", "row_stride", "dbatch_stride", "drow_stride")
-        unused = dict.fromkeys(("rows_per_batch", "V", *strides), 0)
-        return unused | dict(ALIGN=1, K=logits.numel())
+        return _NOT_OF_SETS | dict(ALIGN=1, K=logits.numel())
     grad = logits if dlogits is None else dlogits
+    return _row_arguments(logits.element_size(), logits.shape, logits.stride(), grad.stride())
+
+
+_NOT_OF_SETS = dict.fromkeys(
+    ("rows_per_batch", "V", "batch_stride", "row_stride", "dbatch_stride", "drow_stride"), 0
+)
+
+
+@lru_cache
+def _row_arguments(
+    element_size: int, shape: torch.Size, stride: tuple[int, ...], dstride: tuple[int, ...]
+) -> dict[str, int]:
     return dict(
         K=0,
-        rows_per_batch=logits.shape[1],
-        V=logits.shape[2],
-        batch_stride=logits.stride(0),
-        row_stride=logits.stride(1),
-        dbatch_stride=grad.stride(0),
-        drow_stride=grad.stride(1),
-        ALIGN=alignment(logits, grad),
+        rows_per_batch=shape[1],
+        V=shape[2],
+        batch_stride=stride[0],
+        row_stride=stride[1],
+        dbatch_stride=dstride[0],
+        drow_stride=dstride[1],
+        ALIGN=alignment(element_size, shape, stride, dstride),
     )
 
 
+@lru_cache
 def transform_arguments(
-    temperature: float, logit_scale: float, softcap: float | None, temperatures: Tensor | None
+    temperature: float, logit_scale: float, softcap: float | None, of_rows: bool
 ) -> tuple[bool, dict[str, float]]:
     """x = scale*y with y = z, or y = tanh(inner*z) under softcap; dx/dz = slope*derivative(y).
 
-    Where rows have temperatures of their own, scale and slope are those at temperature 1.
+    ``of_rows``: rows have temperatures of their own; scale and slope are then those at 1.
     """
-    by = temperature if temperatures is None else 1.0
+    by = 1.0 if of_rows else temperature
     slope = logit_scale / by
     scale = slope if softcap is None else softcap / by
     inner = 1.0 if softcap is None else logit_scale / softcap

@@ -319,11 +319,12 @@ def prepare(
         new = torch.empty if alone else torch.zeros
         size = 2 + K if counts_sequences else 2
         counts = new(size, dtype=torch.int64, device=tokens.device)
-    per_token = [*values, *[None] * (MAX_VALUES - len(values))]
+    absent = MAX_VALUES - len(values)
     arguments = (
         tokens,
         response_mask,
-        *per_token,
+        *values,
+        *[None] * absent,
         cu_seqlens,
         device_divisor,
         bounds,
@@ -343,7 +344,8 @@ def prepare(
         math.nan if divisor is None else divisor,
         *tokens.stride(),
         *_strides(response_mask),
-        *[stride for one in per_token for stride in _strides(one)],
+        *[stride for one in values for stride in _strides(one)],
+        *[0, 0] * absent,
         offset_stride,
         sum((value.ndim == 1) << at for at, value in enumerate(values)),
         len(values) - 2 if own_bounds else 0,

@@ -220,7 +220,8 @@ def row_gradient(
     *,
     offsets: Tensor | None = None,
 ) -> None:
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
+    of_rows = temperatures is not None
+    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, of_rows)
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
     kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     rows = labels.numel()
@@ -262,7 +263,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         V=x.shape[2],
         batch_stride=x.stride(0),
         row_stride=x.stride(1),
-        ALIGN=alignment(x),
+        ALIGN=alignment(x.element_size(), x.shape, x.stride()),
         W=shape.W,
         UNROLL=shape.UNROLL,
         **limits(shape.num_warps, registers=64),

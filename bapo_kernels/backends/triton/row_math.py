@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import policy_math
+from . import launch, policy_math
 
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-160.0)  # of t as a factor of 2^t = 0
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that -inf - LOWEST is not NaN
 INF = tl.constexpr(float("inf"))
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(launch.INTERPRETED)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import triton.language as tl
@@ -169,9 +170,13 @@ _kernel_of_rows = Kernel(_row_pass_kernel, specialised=("logits", "dlogits", "V"
 _kernel_of_sets = Kernel(_row_pass_kernel)  # they begin anywhere
 
 
-def _float32(value: float) -> float:
-    """Bounds are applied as float32, and so are the ends of their ranges."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
+@lru_cache
+def _ends(grids: tuple[float, ...]) -> dict[str, float]:
+    """Of the ranges of the bounds, which are applied as float32."""
+    lower_start, lower_max, _, upper_start, upper_max, _ = grids
+    ends = lower_start, lower_max, upper_start, upper_max
+    names = "lower_start", "lower_max", "upper_start", "upper_max"
+    return dict(zip(names, struct.unpack("4f", struct.pack("4f", *ends)), strict=True))
 
 
 def row_statistics(
@@ -189,7 +194,8 @@ def row_statistics(
     offsets: Tensor | None = None,
 ) -> None:
     """The row pass without a gradient, which needs no input of the policy."""
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
+    of_rows = temperatures is not None
+    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, of_rows)
     shape = row_shape(logits, softcapped, threads=256) if offsets is None else set_shape()
     kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     kernel[(labels.numel(),)](
@@ -257,10 +263,10 @@ def row_pass(
     *,
     offsets: Tensor | None = None,
 ) -> None:
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, temperatures)
+    of_rows = temperatures is not None
+    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, of_rows)
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
     kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
-    lower_start, lower_max, _, upper_start, upper_max, _ = map(_float32, grids)
     clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef, entropy_coef = coefficients
     kernel[(labels.numel(),)](
         logits,
@@ -281,10 +287,7 @@ def row_pass(
         offsets,
         **row_arguments(logits, dlogits, offsets),
         **transform,
-        lower_start=lower_start,
-        lower_max=lower_max,
-        upper_start=upper_start,
-        upper_max=upper_max,
+        **_ends(tuple(grids)),
         clip_ratio_c=clip_ratio_c,
         sapo_tau_pos=sapo_tau_pos,
         sapo_tau_neg=sapo_tau_neg,
