@@ -31,11 +31,10 @@ class ClipBounds(NamedTuple):
 
     Each bound of the argument ``bounds`` may also be a number, or a tensor per token (``[...]``) or
     per sequence (``[B]``); where one is not the same for all tokens, the output has both per token.
-    They must satisfy
-    ``0 <= lower <= 1 <= upper``, so 0.8 and 1.2, not the epsilons 0.2 and 0.2. The values of
-    tensors are not read on the host: where they are NaN, negative or in the wrong order, the loss
-    of any counted token that has them is NaN; :func:`bapo_kernels.debug.check_inputs` also names
-    epsilons.
+    They must satisfy ``0 <= lower <= 1 <= upper``, so 0.8 and 1.2, not the epsilons 0.2 and 0.2: a
+    number that does not raises. The values of tensors are not read on the host: unless
+    ``0 <= lower <= upper``, the loss of any counted token that has them is NaN, and
+    :func:`bapo_kernels.debug.check_inputs` also finds epsilons among them.
 
     Examples:
         >>> bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2))

@@ -226,6 +226,25 @@ def test_checked_calls_are_forgotten(monkeypatch):
     assert len(checks._known) <= 4
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_launches_get_what_triton_gathers_for_them(name):
+    import triton
+
+    from bapo_kernels.backends.triton.kernel import Kernel
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *values: launched.append((grid, values))
+
+    launched, chain = [], getattr(triton.knobs.runtime, name)
+    chain.add(print)
+    try:
+        Kernel.run(Compiled(), (3, 1, 1), [2, 5])
+    finally:
+        chain.remove(print)
+    assert launched == [((3, 1, 1), (2, 5))]
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.skipif(sys.platform != "linux", reason="builds as on Linux")
 def test_launches_of_compiled_kernels():

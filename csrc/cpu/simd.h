@@ -243,7 +243,7 @@ inline VFloat vexp2(VFloat x) {
 #if defined(__AVX512F__)
     return (VFloat)_mm512_maskz_scalef_ps(0xffff, (__m512)e, (__m512)n);
 #else
-    e *= (VFloat)(((VInt)shifted << 23) + 0x3f800000);
+    e *= (VFloat)(((VUint)shifted << 23) + 0x3f800000);
     return x == kExp2Floor ? VFloat{} : e;
 #endif
 }

@@ -83,16 +83,16 @@ class Kernel:
     @staticmethod
     def run(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
         """``compiled[grid](*values)``, which gathers what hooks could ask for."""
-        runtime, driver = triton.knobs.runtime, triton.runtime.driver.active
-        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if any(getattr(hook, "calls", hook) for hook in hooks):  # of late a list of functions each
+        runtime = triton.knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # lists, of late
             compiled[grid](*values)
             return
         launch = compiled.run  # which loads it, before its function is there
+        driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        launch(
-            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values
-        )
+        of_kernel = stream, compiled.function, compiled.packed_metadata
+        launch(*grid, *of_kernel, None, None, None, *values)
 
 
 def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:
