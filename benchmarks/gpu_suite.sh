@@ -84,7 +84,7 @@ define_stages() {
   stage hidden_triton 45 "right:triton" "targets triton hidden" \
     "targets_triton_hidden.jsonl, records"
   stage tests 120 "right:any" "tests tests" "tests.xml"
-  stage training_step 200 "right:$native trl" "training_step" "training_step.jsonl"
+  stage training_step 240 "right:$native trl" "training_step" "training_step.jsonl"
   stage memcheck 30 "driver compute-sanitizer" "sanitizer memcheck" "-"
   stage synccheck 30 "driver compute-sanitizer" "sanitizer synccheck" "-"
   stage racecheck 30 "driver compute-sanitizer" "sanitizer racecheck" "-"

@@ -237,22 +237,34 @@ def failures(failed: pd.DataFrame) -> str:
 
 def others() -> Iterator[str]:
     """Benchmarks with records in a file of their own."""
-    trainer = pd.DataFrame(load(RESULTS / "trl.jsonl"))
-    if not trainer.empty:
-        yield "## A training step in TRL\n"
-        first = trainer.iloc[-1]
-        yield (
-            f"`python -m benchmarks.trl_trainer`: loss and backward of a micro-batch of {first.B} "
-            f"answers of {first['T']} tokens, V = {first.V:,}, H = {first.H}, one layer, "
-            f"{first['dtype']}, CPU.\n"
-        )
-        trainer = trainer.drop_duplicates("case", keep="last")
-        trainer["method"] = trainer.case.str.removeprefix("TRL micro-batch: ")
-        columns = {"ms": "ms", "ms_mean": "mean", "peak_MiB": "peak of the process, MiB"}
-        table = trainer.set_index("method")[list(columns)].map(number)
-        yield markdown(table.rename(columns=columns)) + "\n"
+    training = pd.DataFrame(load(RESULTS / "trl.jsonl"))
+    if not training.empty:
+        yield "## Training steps in TRL\n"
+        for device in ("cuda", "cpu"):
+            of_device = training[training.device == device]
+            if not of_device.empty:
+                yield from training_steps(device, of_device)
     yield "## The search over ranks\n"
     yield "See [distributed.md](distributed.md), and [scaling.md](scaling.md) for many GPUs.\n"
+
+
+def training_steps(device: str, frame: pd.DataFrame) -> Iterator[str]:
+    """What is trained on a device, and the last record of every trainer."""
+    last = frame.iloc[-1]
+    option = "" if device == "cpu" else f" --device {device}"
+    yield (
+        f"`python -m benchmarks.trl_trainer{option}`: a Qwen3 with random weights, V = {last.V:,}, "
+        f"H = {last.H:,}, layers: {last.layers}, {last['dtype']}; TRL {last.trl}, transformers "
+        f"{last.transformers}, torch {last.torch}, {last.machine}, commit {last.commit}. Given are "
+        f"{last.B} answers of {last['T'] // 2:,} to {last['T']:,} tokens per micro-batch, half of "
+        "them without advantage. A step is four micro-batches and the optimizer.\n"
+    )
+    peak = "peak of the process, MiB" if device == "cpu" else "peak of the step, MiB"
+    columns = {"step_ms": "step, ms", "ms": "loss and backward, ms", "ms_mean": "mean, ms"}
+    columns["peak_MiB"] = peak
+    frame = frame.drop_duplicates("case", keep="last")
+    frame = frame.set_index(frame.case.str.removeprefix("TRL micro-batch: ").rename("method"))
+    yield markdown(frame[list(columns)].map(number).rename(columns=columns)) + "\n"
 
 
 def readme_block() -> str:

@@ -115,8 +115,7 @@ class Stopwatch:
         self.began = self.now()
         if self.step_began is None:
             self.step_began = self.began
-            if self.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
+            self.reset_peak()
 
     def end(self) -> None:
         """Of a micro-batch."""
@@ -129,8 +128,13 @@ class Stopwatch:
         self.peaks.append(self.peak())
         self.step_began = None
 
+    def reset_peak(self) -> None:
+        """On a GPU, where that is possible."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
     def peak(self) -> float:
-        """In MiB: of the tensors on a GPU since the step began, or of the process."""
+        """In MiB: of the tensors on a GPU since the reset, or of the process."""
         if self.on_gpu:
             return torch.cuda.max_memory_allocated() / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -193,6 +197,7 @@ def run(name: str, case: Case, device: str) -> dict[str, Any]:
                 tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
             ),
         )
+        watch.reset_peak()
         before = watch.peak()
         trainer.train()
     times, steps = watch.micro_batches[MICRO_BATCHES:], watch.steps[1:]
