@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -788,6 +790,44 @@ def test_figures_are_drawn_from_records_alone(from_made_up_records, tmp_path):
         assert any("bapo_kernels cpu" in text for text in texts)
 
 
+def test_wheels_of_the_baselines_have_the_versions_of_the_cpu():
+    """Those of `make baselines`, which has neither QuACK nor flash-attn."""
+    pins = re.compile(r"^([\w.-]+)==([^ ;\\\n]+)", re.MULTILINE)
+    wheels, locked = (
+        dict(pins.findall((report.ROOT / f"requirements-{name}.txt").read_text()))
+        for name in ("baselines", "dev")
+    )
+    packages = {method.package for method in methods()} - {None, "quack-kernels", "flash-attn"}
+    assert len(packages) == 4
+    assert {name: wheels[name] for name in packages} == {name: locked[name] for name in packages}
+
+
+WITHOUT_RAY = """
+import sys, importlib.util
+
+class NoRay:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "ray" else find_spec(name, *rest)
+sys.meta_path.insert(0, NoRay())
+from benchmarks.cases import Batch, Case
+from benchmarks.methods import verl
+case = Case("logits", "log_probs", "any", 64, 40, 1, "float32")
+print(verl.logits(Batch(case, "cpu")).shape, "ray" in sys.modules)
+"""
+
+
+def test_verl_is_measured_without_ray():
+    pytest.importorskip("verl")
+    environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_RAY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "torch.Size([8, 8]) False", done.stderr
+
+
 def test_every_method_has_a_style():
     assert {method.name for method in methods() if method.level != "tokens"} <= set(plot.STYLES) | {
         f"bapo_kernels {backend}, {form}"
@@ -886,6 +926,35 @@ def test_a_later_record_replaces_an_earlier_one(tmp_path):
     frame = frames.latest("cpu", tmp_path)
     assert list(frame.status) == ["measured"]
     assert frames.latest("cuda", tmp_path).empty
+
+
+def training_step(name, device, **others):
+    sizes = {"B": 4, "T": 2_048, "V": 151_936, "H": 1_024, "layers": 28, "dtype": "bfloat16"}
+    versions = {"trl": "1.16.0", "transformers": "5.17.0", "torch": "2.11.0", "commit": "5eed5eed"}
+    times = {"ms": 151.0, "ms_mean": 152.0, "step_ms": 653.0, "peak_MiB": 7_654.0}
+    own = {"case": f"TRL micro-batch: {name}", "device": device, "machine": f"some {device}"}
+    return sizes | versions | times | own | others
+
+
+def test_training_steps_of_both_devices_have_a_table_each(tmp_path, monkeypatch):
+    made = [
+        training_step("TRL's GRPO", "cpu", ms=9_876.0, dtype="float32"),
+        training_step("TRL's GRPO", "cuda", ms=1.0),
+        training_step("BAPO, fused", "cuda", step_ms=321.0),
+        training_step("TRL's GRPO", "cuda"),  # measured again
+    ]
+    records.append(tmp_path / "trl.jsonl", made)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    gpu, cpu = "\n".join(report.others()).split("python -m benchmarks.trl_trainer")[1:]
+    assert gpu.startswith(" --device cuda`")
+    assert "some cuda, commit 5eed5eed" in gpu
+    assert "4 answers of 1,024 to 2,048 tokens" in gpu
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in gpu.splitlines()[2:]]
+    assert ["TRL's GRPO", "653", "151", "152", "7,654"] in rows
+    assert ["BAPO, fused", "321", "151", "152", "7,654"] in rows
+    assert len([row for row in rows if row]) == 4
+    assert "float32" in cpu
+    assert "9,876" in cpu
 
 
 @pytest.mark.parametrize("page", ["benchmarks", "scaling", "README"])
