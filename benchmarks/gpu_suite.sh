@@ -28,8 +28,9 @@ export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONUTF8=1
 NOW=$OUT/now
 RECORDS=$OUT/$DEVICE.jsonl
 DRIVERS=build/driver
-LOGITS="loss from logits, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
-HIDDEN="loss from hidden, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
+MODELS=("Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale" Llama-3-8B Gemma-3-12B)
+LOGITS=("${MODELS[@]/#/loss from logits, }")
+HIDDEN=("${MODELS[@]/#/loss from hidden, }")
 HEAD="head, Qwen3-8B" # trained and frozen
 MASK="sampling mask"  # and none
 TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_probs.py
@@ -43,9 +44,9 @@ TARGET_SIZES=()
 PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
 STEP_SIZES=()
 if [[ $DEVICE == cpu ]]; then
-  LOGITS="search from tokens, at the starting bounds, N = 8,192"
-  HIDDEN="search from tokens, at the maximum bounds, N = 8,192"
-  HEAD=$LOGITS MASK=$LOGITS
+  LOGITS=("search from tokens, at the starting bounds, N = 8,192")
+  HIDDEN=("search from tokens, at the maximum bounds, N = 8,192")
+  HEAD=${LOGITS[0]} MASK=${LOGITS[0]}
   TESTS=(tests/test_log_probs.py)
   OTHER_TESTS=(tests/test_prepare.py)
   WORKERS=0
@@ -85,6 +86,8 @@ define_stages() {
     "targets_triton_hidden.jsonl, records"
   stage tests 120 "right:any" "tests tests" "tests.xml"
   stage training_step 240 "right:$native trl" "training_step" "training_step.jsonl"
+  stage baselines_logits 140 "right:any" "baselines logits" "records"
+  stage baselines_hidden 140 "right:any" "baselines hidden" "records"
   stage memcheck 30 "driver compute-sanitizer" "sanitizer memcheck" "-"
   stage synccheck 30 "driver compute-sanitizer" "sanitizer synccheck" "-"
   stage racecheck 30 "driver compute-sanitizer" "sanitizer racecheck" "-"
@@ -95,8 +98,6 @@ define_stages() {
   stage "profile_$native" 30 "right:$native" "profile $native" "-"
   stage profile_triton 30 "right:triton" "profile triton" "-"
   stage tune 40 "right:triton" "tune" "tune.jsonl"
-  stage baselines_logits 70 "right:any" "baselines logits" "records"
-  stage baselines_hidden 70 "right:any" "baselines hidden" "records"
   stage forms_of_head 120 "right:any" "baselines head" "records"
   stage sampling_mask 200 "right:any" "baselines mask" "records"
   stage shapes 200 "right:any" "shapes" "records"
@@ -242,12 +243,15 @@ add_wheels() {
 }
 
 baselines() {
-  local case=$LOGITS
-  [[ $1 != hidden ]] || case=$HIDDEN
-  [[ $1 != head ]] || case=$HEAD
-  [[ $1 != mask ]] || case=$MASK
+  local cases
+  case $1 in
+    logits) cases=("${LOGITS[@]}") ;;
+    hidden) cases=("${HIDDEN[@]}") ;;
+    head) cases=("$HEAD") ;;
+    mask) cases=("$MASK") ;;
+  esac
   add_wheels
-  measure --case "$case"
+  measure "${cases[@]/#/--case=}"
 }
 
 shapes() { measure --only bapo_kernels --minutes 3; }

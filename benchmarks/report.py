@@ -128,9 +128,10 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
         of_level = half[half.level == level]
         if of_level.empty:
             continue
-        N = of_level[of_level.sweep.isna()].N.iloc[0]
-        yield f"### Loss and gradients {words}, {N:,} tokens\n"
         models = plain_losses(of_level[of_level.sweep.isna()])
+        if models.empty:
+            continue
+        yield f"### Loss and gradients {words}, {models.N.iloc[0]:,} tokens\n"
         yield "Milliseconds in bfloat16, by model:\n"
         yield pivot(models, "model", "ms", _heads(models)) + "\n"
         yield f"Rate relative to the {YARDSTICKS[level]}, in %:\n"
@@ -148,8 +149,9 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
         yield "Milliseconds by task (`log_probs` has no gradient):\n"
         yield pivot(tasks, "task", "ms") + "\n"
         single = done[(done.level == level) & (done["dtype"] == "float32") & (done.task == "loss")]
-        yield f"{first} in float32, and errors of both dtypes against float64:\n"
-        yield precision(pd.concat([single, models[models.model == first]])) + "\n"
+        if not single.empty:
+            yield f"{first} in float32, and errors of both dtypes against float64:\n"
+            yield precision(pd.concat([single, models[models.model == first]])) + "\n"
     many = done[done.sweep == "many tokens"]
     if not many.empty:
         first = many.iloc[0]
@@ -237,7 +239,8 @@ def failures(failed: pd.DataFrame) -> str:
 
 def others() -> Iterator[str]:
     """Benchmarks with records in a file of their own."""
-    training = pd.DataFrame(load(RESULTS / "trl.jsonl"))
+    # Older records have no steps, and are of data with hardly an advantage.
+    training = pd.DataFrame([r for r in load(RESULTS / "trl.jsonl") if "step_ms" in r])
     if not training.empty:
         yield "## Training steps in TRL\n"
         for device in ("cuda", "cpu"):
@@ -279,20 +282,25 @@ def readme_block() -> str:
         frame = plain_losses(frame[frame.sweep.isna()])
         for level, words in LEVELS.items():
             mine = frame[(frame.level == level) & frame.model.str.startswith("Qwen3")]
+            if mine.empty:
+                continue
             first = mine.iloc[0]
             H = f", H = {first.H:,}" if level == "hidden" else ""
             head = f"{words}, N = {first.N:,}, V = {first.V:,}{H}, ms"
             table = mine.pivot_table(index="method", columns="dtype", values="ms")
-            table = table[["float32", "bfloat16"]].sort_values("bfloat16").map(number)
+            dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in table]
+            table = table[dtypes].sort_values(dtypes[-1]).map(number)
             lines.append(markdown(table.rename_axis(f"Loss and gradients {head}")) + "\n")
         tokens = searches.N.max()
         longest = searches[searches.N.eq(tokens) & (searches.model == "at the maximum bounds")]
         times = longest.set_index("method").ms
-        ours, loop = (number(times[method]) for method in ("bapo_kernels", "the paper's loop"))
-        lines.append(
-            f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
-            f"[All benchmarks](docs/benchmarks.md).\n\n{of_machine}"
-        )
+        search = ""
+        if {"bapo_kernels", "the paper's loop"} <= set(times.index):
+            ours, loop = number(times["bapo_kernels"]), number(times["the paper's loop"])
+            search = (
+                f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
+            )
+        lines.append(f"{search}[All benchmarks](docs/benchmarks.md).\n\n{of_machine}")
     return "\n".join(lines)
 
 

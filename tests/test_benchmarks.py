@@ -733,12 +733,17 @@ def test_the_suites_cover_all_kinds_of_cases():
 @pytest.fixture
 def made_up_records(tmp_path):
     """Random times of every method on every case of the CPU suite, and a failure per case."""
+    records.append(tmp_path / "cpu.jsonl", made_up("cpu", cpu_suite()))
+    return tmp_path
+
+
+def made_up(device, cases):
     random.seed(0)
     lines, machine = [], records.environment()
-    for case in cpu_suite():
+    for case in cases:
         work = case.N * case.V * (case.H if case.level == "hidden" else 100)
         yardstick = plot.YARDSTICKS.get(case.level)
-        names = [yardstick, *(p.name for p in methods() if p.takes(case) and "cpu" in p.devices)]
+        names = [yardstick, *(p.name for p in methods() if p.takes(case) and device in p.devices)]
         if case.sweep == HEAD:
             names.append(f"{yardstick}, four chunks")
         if case.sweep == SAMPLING_MASK:
@@ -759,8 +764,7 @@ def made_up_records(tmp_path):
             lines.append(machine | case.fields() | line | rates | errors)
         failed = {"method": "QuACK cross entropy", "status": "failed", "why": "no kernel"}
         lines.append(machine | case.fields() | failed)
-    records.append(tmp_path / "cpu.jsonl", lines)
-    return tmp_path
+    return lines
 
 
 @pytest.fixture
@@ -775,6 +779,42 @@ def from_made_up_records(made_up_records, monkeypatch):
     masks = partial(frames.sampling_masks, folder=made_up_records)
     monkeypatch.setattr(report, "sampling_masks", masks)
     return made_up_records
+
+
+def of_baselines(record):
+    """The stages of the GPU suite with baselines from logits and from hidden states."""
+    models = ("Qwen3-8B", "Llama-3-8B", "Gemma-3-12B")
+    kind = record["task"], record["dtype"], record["layout"], record["data"]
+    plain = kind == ("loss", "bfloat16", "dense", "stale") and record["sweep"] is None
+    return plain and record["model"] in models and record["level"] != "tokens"
+
+
+@pytest.mark.parametrize(
+    ("kept", "figures"),
+    [
+        (lambda r: r["data"] == "on-policy" and "QuACK" not in r["method"], 0),
+        (lambda r: of_baselines(r) and r["level"] == "logits", 0),
+        (of_baselines, 5),
+        (lambda r: r["task"] == "search", 0),
+        (lambda r: "bapo" in r["method"] or r["method"] in plot.YARDSTICKS.values(), 0),
+        (lambda r: True, 5),
+    ],
+    ids=["on-policy", "logits", "baselines", "search", "ours", "all"],
+)
+def test_pages_and_figures_take_any_part_of_the_records(
+    from_made_up_records, tmp_path, kept, figures
+):
+    """As a session on a GPU leaves them that could not measure all."""
+    made = [record for record in made_up("cuda", gpu_suite()) if kept(record)]
+    records.append(from_made_up_records / "cuda.jsonl", made)
+    assert len(plot.plot("cuda", tmp_path / "figures")) == figures
+    on_gpu = report.page().split("## CPU\n")[0]
+    assert "## GPU" in on_gpu
+    assert "No GPU has been measured" not in on_gpu
+    shown = [r for r in made if of_baselines(r) and "bapo_kernels cuda" in r["method"]]
+    assert all(tables.number(record["ms"]) in on_gpu for record in shown)
+    readme = report.readme_block()
+    assert readme.count("Loss and gradients from") == 2 + len({r["level"] for r in shown})
 
 
 def test_figures_are_drawn_from_records_alone(from_made_up_records, tmp_path):
@@ -830,9 +870,7 @@ def test_verl_is_measured_without_ray():
 
 def test_every_method_has_a_style():
     assert {method.name for method in methods() if method.level != "tokens"} <= set(plot.STYLES) | {
-        f"bapo_kernels {backend}, {form}"
-        for backend in ("cuda", "triton")
-        for form in ("live", "one chunk")
+        f"bapo_kernels {backend}, {form}" for backend in ("cuda", "triton") for form in ("live",)
     } | {method.name for method in methods() if method.sweep}  # in no figure
 
 
@@ -942,6 +980,7 @@ def test_training_steps_of_both_devices_have_a_table_each(tmp_path, monkeypatch)
         training_step("TRL's GRPO", "cuda", ms=1.0),
         training_step("BAPO, fused", "cuda", step_ms=321.0),
         training_step("TRL's GRPO", "cuda"),  # measured again
+        {"case": "TRL micro-batch: BAPO, fused", "ms": 1.0},  # an old one
     ]
     records.append(tmp_path / "trl.jsonl", made)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
