@@ -7,8 +7,7 @@ OUT ?= out
 # package indices, so that no hash holds everywhere. The rest has hashes (requirements-dev.txt).
 TORCH ?= 2.13.0
 
-.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt baselines wheel \
-  clean
+.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt baselines wheel clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)

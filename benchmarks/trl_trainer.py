@@ -129,7 +129,7 @@ class Stopwatch:
         self.step_began = None
 
     def reset_peak(self) -> None:
-        """On a GPU, where that is possible."""
+        """Possible on a GPU only."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
