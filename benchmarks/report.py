@@ -239,8 +239,7 @@ def failures(failed: pd.DataFrame) -> str:
 
 def others() -> Iterator[str]:
     """Benchmarks with records in a file of their own."""
-    # Older records have no steps, and are of data with hardly an advantage.
-    training = pd.DataFrame([r for r in load(RESULTS / "trl.jsonl") if "step_ms" in r])
+    training = pd.DataFrame(load(RESULTS / "trl.jsonl"))
     if not training.empty:
         yield "## Training steps in TRL\n"
         for device in ("cuda", "cpu"):
@@ -265,7 +264,7 @@ def training_steps(device: str, frame: pd.DataFrame) -> Iterator[str]:
     peak = "peak of the process, MiB" if device == "cpu" else "peak of the step, MiB"
     columns = {"step_ms": "step, ms", "ms": "loss and backward, ms", "ms_mean": "mean, ms"}
     columns["peak_MiB"] = peak
-    frame = frame.drop_duplicates("case", keep="last")
+    frame = frame.drop_duplicates("case", keep="last").sort_values("step_ms")
     frame = frame.set_index(frame.case.str.removeprefix("TRL micro-batch: ").rename("method"))
     yield markdown(frame[list(columns)].map(number).rename(columns=columns)) + "\n"
 

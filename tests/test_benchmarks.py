@@ -980,7 +980,6 @@ def test_training_steps_of_both_devices_have_a_table_each(tmp_path, monkeypatch)
         training_step("TRL's GRPO", "cuda", ms=1.0),
         training_step("BAPO, fused", "cuda", step_ms=321.0),
         training_step("TRL's GRPO", "cuda"),  # measured again
-        {"case": "TRL micro-batch: BAPO, fused", "ms": 1.0},  # an old one
     ]
     records.append(tmp_path / "trl.jsonl", made)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
