@@ -7,7 +7,7 @@ OUT ?= out
 # package indices, so that no hash holds everywhere. The rest has hashes (requirements-dev.txt).
 TORCH ?= 2.13.0
 
-.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt wheel clean
+.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt baselines wheel clean
 
 demo: .venv/built
 	$(BIN)/python examples/before_after.py --out $(OUT)
@@ -91,6 +91,15 @@ prebuilt: .venv/installed
 	  > $(PREBUILT)/SOURCES
 	$(BIN)/python -c "from benchmarks.records import commit; print(commit())" > $(PREBUILT)/COMMIT
 
+# Downloads what benchmarks/gpu_suite.sh takes as WHEELS: the baselines, for Python 3.12.
+WHEELS := wheels
+baselines: .venv/installed
+	rm -rf $(WHEELS)
+	$(BIN)/pip download -q --disable-pip-version-check --no-deps --require-hashes \
+	  --only-binary=:all: --python-version 3.12 --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+	  -d $(WHEELS) -r requirements-baselines.txt
+
 # Builds the source distribution and the wheel of a release in dist/, in an environment of its own.
 # nvcc and the symbols of an old glibc come from PyPI; torch is there for its headers.
 WHEEL_ENV := build/wheel_env
@@ -104,14 +113,15 @@ $(WHEEL_ENV)/installed: requirements-wheel.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist out bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
+	rm -rf .venv build dist out $(WHEELS) bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
 
 # Writes requirements-*.txt from requirements-*.in; what an .in file still allows keeps its version.
+# The list of the baselines is complete without what they depend on.
 lock: .venv/installed
 	for name in $(basename $(wildcard requirements-*.in)); do \
 	  echo torch | $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
 	    --excludes /dev/stdin --annotation-style line --custom-compile-command "make lock" \
-	    $$name.in -o $$name.txt || exit 1; \
+	    $$([ $$name != requirements-baselines ] || echo --no-deps) $$name.in -o $$name.txt || exit 1; \
 	done
 
 # The locked list is complete, and --no-deps keeps pip from another torch.

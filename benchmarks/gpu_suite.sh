@@ -10,9 +10,9 @@
 # the benchmarks, and now/ while a stage runs.
 #
 # Needs torch >= 2.10, Triton, numpy, rich, typer, pytest, pytest-xdist and hypothesis, and nvcc
-# unless $BAPO_PREBUILT is the output of `make prebuilt` for the same sources. Baselines whose wheels
-# are in $WHEELS are installed without their dependencies. BAPO_SUITE_DEVICE=cpu is a rehearsal on
-# the CPU in small sizes.
+# unless $BAPO_PREBUILT is the output of `make prebuilt` for the same sources. The wheels in $WHEELS
+# (`make baselines`) are installed without their dependencies, for the stages with baselines alone.
+# BAPO_SUITE_DEVICE=cpu is a rehearsal on the CPU in small sizes.
 set -uo pipefail
 
 SELF=$(realpath "${BASH_SOURCE[0]}")
@@ -28,24 +28,31 @@ export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONUTF8=1
 NOW=$OUT/now
 RECORDS=$OUT/$DEVICE.jsonl
 DRIVERS=build/driver
-LOGITS="loss from logits, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
-HIDDEN="loss from hidden, Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale"
+MODELS=("Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale" Llama-3-8B Gemma-3-12B)
+LOGITS=("${MODELS[@]/#/loss from logits, }")
+HIDDEN=("${MODELS[@]/#/loss from hidden, }")
 HEAD="head, Qwen3-8B" # trained and frozen
 MASK="sampling mask"  # and none
 TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_probs.py
   tests/test_search.py tests/test_autograd.py tests/test_misuse.py tests/test_numerics.py
   tests/test_errors.py tests/test_benchmarks.py tests/test_cli.py tests/test_fuzz.py)
+OTHER_TESTS=(tests/test_sampling_mask.py tests/test_policies.py tests/test_prepare.py
+  tests/test_triton_rows.py tests/test_triton_sets.py tests/test_triton_sequences.py
+  tests/test_distributed.py tests/test_compile.py)
 WORKERS=6
 TARGET_SIZES=()
 PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
+STEP_SIZES=()
 if [[ $DEVICE == cpu ]]; then
-  LOGITS="search from tokens, at the starting bounds, N = 8,192"
-  HIDDEN="search from tokens, at the maximum bounds, N = 8,192"
-  HEAD=$LOGITS MASK=$LOGITS
+  LOGITS=("search from tokens, at the starting bounds, N = 8,192")
+  HIDDEN=("search from tokens, at the maximum bounds, N = 8,192")
+  HEAD=${LOGITS[0]} MASK=${LOGITS[0]}
   TESTS=(tests/test_log_probs.py)
+  OTHER_TESTS=(tests/test_prepare.py)
   WORKERS=0
   TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)
   PROFILE_SIZES=(--tokens 16 --vocab 500)
+  STEP_SIZES=(--tokens 16 --vocab 500)
 fi
 
 # --- Stages: name, limit in seconds, needs, command, files left next to its log ---
@@ -77,16 +84,20 @@ define_stages() {
     "targets_${native}_hidden.jsonl, records"
   stage hidden_triton 45 "right:triton" "targets triton hidden" \
     "targets_triton_hidden.jsonl, records"
-  stage tests 120 "right:any" "tests" "tests.xml"
+  stage tests 120 "right:any" "tests tests" "tests.xml"
+  stage training_step 240 "right:$native trl" "training_step" "training_step.jsonl"
+  stage baselines_logits 140 "right:any" "baselines logits" "records"
+  stage baselines_hidden 140 "right:any" "baselines hidden" "records"
   stage memcheck 30 "driver compute-sanitizer" "sanitizer memcheck" "-"
   stage synccheck 30 "driver compute-sanitizer" "sanitizer synccheck" "-"
   stage racecheck 30 "driver compute-sanitizer" "sanitizer racecheck" "-"
-  stage ncu 60 "right:any ncu" "counters" "ncu.csv"
+  stage memcheck_torch 120 "right:any compute-sanitizer" "sanitizer_of_operators" "-"
+  stage ncu 60 "right:any ncu" "counters ncu" "ncu.csv"
+  stage ncu_sets 60 "right:any ncu" "counters ncu_sets --sets" "ncu_sets.csv"
+  stage other_tests 200 "right:any" "tests other_tests" "other_tests.xml"
   stage "profile_$native" 30 "right:$native" "profile $native" "-"
   stage profile_triton 30 "right:triton" "profile triton" "-"
   stage tune 40 "right:triton" "tune" "tune.jsonl"
-  stage baselines_logits 70 "right:any" "baselines logits" "records"
-  stage baselines_hidden 70 "right:any" "baselines hidden" "records"
   stage forms_of_head 120 "right:any" "baselines head" "records"
   stage sampling_mask 200 "right:any" "baselines mask" "records"
   stage shapes 200 "right:any" "shapes" "records"
@@ -164,12 +175,13 @@ targets() {
 }
 
 tests() {
-  local chosen="gpu or $DEVICE or triton" backend
+  local chosen="gpu or $DEVICE or triton" backend files=("${TESTS[@]}")
+  [[ $1 == tests ]] || files=("${OTHER_TESTS[@]}")
   for backend in "$DEVICE" triton; do
     is_right "$backend" || chosen="($chosen) and not $backend"
   done
   $PYTHON -m pytest -v -n "$WORKERS" --maxfail 50 -p no:cacheprovider \
-    --junitxml "$NOW/tests.xml" -k "$chosen" "${TESTS[@]}"
+    --junitxml "$NOW/$1.xml" -k "$chosen" "${files[@]}"
 }
 
 sanitizer() {
@@ -178,7 +190,20 @@ sanitizer() {
   compute-sanitizer --tool "$1" --error-exitcode 9 "$DRIVERS/cuda_driver" "${options[@]}"
 }
 
+# The driver has no Triton kernel, and none of the rows with a sampling mask.
+sanitizer_of_operators() {
+  local backends sizes=(--N 96 --V 5000 --H 256) sets
+  read -ra backends <<<"--backend ${RIGHT// / --backend }"
+  for sets in "" --sets; do
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+      "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" "${sizes[@]}" \
+      ${sets:+"$sets"} || return
+  done
+}
+
 counters() {
+  local kernels="row_pass|row_gradient|prepare|policy|search|contributions|table|solve"
+  [[ $1 == ncu ]] || kernels="sets|find_labels"
   local backends launches metrics=(
     gpu__time_duration.sum dram__bytes_read.sum dram__bytes_write.sum
     dram__throughput.avg.pct_of_peak_sustained_elapsed lts__t_sector_hit_rate.pct
@@ -188,11 +213,11 @@ counters() {
     launch__registers_per_thread launch__grid_size launch__waves_per_multiprocessor
   )
   read -ra backends <<<"--backend ${RIGHT// / --backend }"
-  ncu --clock-control none --kernel-name "regex:row_pass|row_gradient" --page raw --csv \
-    --log-file "$NOW/ncu.csv" --metrics "$(IFS=, && echo "${metrics[*]}")" \
-    "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" || return
-  grep "^==ERROR==" "$NOW/ncu.csv"
-  launches=$(grep -cE '^"[0-9]+",.*row_(pass|gradient)' "$NOW/ncu.csv")
+  ncu --clock-control none --kernel-name "regex:$kernels" --page raw --csv \
+    --log-file "$NOW/$1.csv" --metrics "$(IFS=, && echo "${metrics[*]}")" \
+    "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" "${@:2}" || return
+  grep "^==ERROR==" "$NOW/$1.csv"
+  launches=$(grep -cE '^"[0-9]+",' "$NOW/$1.csv")
   echo "$launches launches measured"
   ((launches > 0))
 }
@@ -203,15 +228,30 @@ profile() {
 
 tune() { $PYTHON -m benchmarks.tune_triton --device "$DEVICE" --json "$NOW/tune.jsonl"; }
 
-baselines() {
-  local folder=$PWD/build/baselines case=$LOGITS
-  [[ $1 != hidden ]] || case=$HIDDEN
-  [[ $1 != head ]] || case=$HEAD
-  [[ $1 != mask ]] || case=$MASK
+training_step() {
+  add_wheels
+  $PYTHON -m benchmarks.trl_trainer --device "$DEVICE" "${STEP_SIZES[@]}" \
+    --out "$NOW/training_step.jsonl"
+}
+
+add_wheels() {
+  local folder=$PWD/build/baselines
   if compgen -G "$WHEELS/*.whl" >/dev/null && [[ ! -d $folder ]]; then
     $PYTHON -m pip install -q --no-index --no-deps --no-compile --target "$folder" "$WHEELS"/*.whl
   fi
-  PYTHONPATH=$PYTHONPATH:$folder measure --case "$case"
+  PYTHONPATH=$PYTHONPATH:$folder
+}
+
+baselines() {
+  local cases
+  case $1 in
+    logits) cases=("${LOGITS[@]}") ;;
+    hidden) cases=("${HIDDEN[@]}") ;;
+    head) cases=("$HEAD") ;;
+    mask) cases=("$MASK") ;;
+  esac
+  add_wheels
+  measure "${cases[@]/#/--case=}"
 }
 
 shapes() { measure --only bapo_kernels --minutes 3; }
@@ -243,6 +283,7 @@ why_not() {
       right:*) why_not_right "${need#right:}" ;;
       cuda | cpu | triton) why_not_here "$need" ;;
       gpu) [[ $DEVICE == cuda ]] || echo "needs a GPU" ;;
+      trl) has_trl || echo "TRL is neither installed nor in $WHEELS" ;;
       driver) [[ -x $DRIVERS/cuda_driver ]] || echo "the driver was not built" ;;
       *) command -v "$need" >/dev/null || echo "no $need on the path" ;;
     esac
@@ -260,6 +301,11 @@ why_not_right() {
   local answers=${STATUS[answers_$1]-ok}
   why_not_here "$1"
   [[ $answers == ok ]] || echo "answers_$1: $answers"
+}
+
+has_trl() {
+  compgen -G "$WHEELS/trl-*.whl" >/dev/null ||
+    $PYTHON -c "from importlib.metadata import version; version('trl')" &>/dev/null
 }
 
 right_backends() {

@@ -1,16 +1,18 @@
-"""``python -m benchmarks.launch_rows``: launches each row kernel twice, for a profiler.
+"""``python -m benchmarks.launch_rows``: launches each kernel twice, for a profiler or a sanitizer.
 
-The data is that of the targets with mixed rows, which include undecided ones.
+The data is that of the targets with mixed rows, which include undecided ones. With ``--sets`` every
+row has a sampling mask, from logits and from hidden states with a trained head.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 import typer
 
-from .cases import Batch, Case
+from .cases import SAMPLING_MASK, Batch, Case
 from .methods.ours import train
 
 
@@ -19,16 +21,23 @@ def main(
     device: str = "cuda",
     N: int = 8_192,
     V: int = 151_936,
+    H: int = 1_024,
     dtype: str = "bfloat16",
+    sets: Annotated[bool, typer.Option("--sets", help="rows with a sampling mask")] = False,
 ) -> None:
     """Computes loss and gradient twice per backend."""
-    case = Case("logits", "loss", "any", N, V, 1, dtype, layout="mixed", data="on-policy")
-    batch = Batch(case, device)
-    for name in backend:
-        for _ in range(2):
-            batch.release()
-            loss, _ = train(batch, backend=name)
-        print(f"{name}: loss {loss.item():.6f}", flush=True)
+    if sets:
+        case = Case("logits", "loss", "any", N, V, H, dtype, sweep=SAMPLING_MASK)
+        cases = [case, replace(case, level="hidden")]
+    else:
+        cases = [Case("logits", "loss", "any", N, V, H, dtype, layout="mixed", data="on-policy")]
+    for case in cases:
+        batch = Batch(case, device)
+        for name in backend:
+            for _ in range(2):
+                batch.release()
+                loss, _ = train(batch, backend=name)
+            print(f"{name}, {case.level}: loss {loss.item():.6f}", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -29,8 +29,10 @@ STYLES = {
     "bapo_kernels cpu, live": dict(color="#5aa9f2", marker="s"),
     "bapo_kernels cuda": dict(color="#0b5fc0", marker="o"),
     "bapo_kernels cuda, in place": dict(color="#5aa9f2", marker="s"),
+    "bapo_kernels cuda, one chunk": dict(color="#5aa9f2", marker="s"),
     "bapo_kernels triton": dict(color="#0a9fb3", marker="D"),
     "bapo_kernels triton, in place": dict(color="#6ed3e0", marker="d"),
+    "bapo_kernels triton, one chunk": dict(color="#6ed3e0", marker="d"),
     "PyTorch reference": dict(color="#7a3e00", marker="v"),
     "PyTorch reference, compiled": dict(color="#b06a1d", marker="^"),
     "PyTorch cross_entropy": dict(color="#e08a2e", marker="v"),
@@ -90,6 +92,8 @@ def figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     """Names and figures."""
     half = plain_losses(frame)
     half = half[half["dtype"] == "bfloat16"]
+    if not all(_comparable(half[half.level == level]) for level in LEVELS):
+        return
     model = half[half.sweep.isna() & half.model.str.startswith("Qwen3")]
     over_N = pd.concat([half[half.sweep == "N"], model])
     over_V = pd.concat([half[half.sweep == "V"], model])
@@ -100,6 +104,12 @@ def figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     models = half[half.sweep.isna()]
     yield "roofline", roofline(models)
     yield "speedup", speedup(models)
+
+
+def _comparable(of_level: pd.DataFrame) -> bool:
+    """Whether ours and something else have been measured."""
+    ours = of_level.method.str.startswith("bapo")
+    return bool(ours.any() and of_level.method[~ours].nunique() > 1)
 
 
 def over(frame: pd.DataFrame, x: str, y: str, x_label: str, y_label: str) -> Figure:

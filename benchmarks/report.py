@@ -128,9 +128,10 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
         of_level = half[half.level == level]
         if of_level.empty:
             continue
-        N = of_level[of_level.sweep.isna()].N.iloc[0]
-        yield f"### Loss and gradients {words}, {N:,} tokens\n"
         models = plain_losses(of_level[of_level.sweep.isna()])
+        if models.empty:
+            continue
+        yield f"### Loss and gradients {words}, {models.N.iloc[0]:,} tokens\n"
         yield "Milliseconds in bfloat16, by model:\n"
         yield pivot(models, "model", "ms", _heads(models)) + "\n"
         yield f"Rate relative to the {YARDSTICKS[level]}, in %:\n"
@@ -148,8 +149,9 @@ def of_device(device: str, frame: pd.DataFrame) -> Iterator[str]:
         yield "Milliseconds by task (`log_probs` has no gradient):\n"
         yield pivot(tasks, "task", "ms") + "\n"
         single = done[(done.level == level) & (done["dtype"] == "float32") & (done.task == "loss")]
-        yield f"{first} in float32, and errors of both dtypes against float64:\n"
-        yield precision(pd.concat([single, models[models.model == first]])) + "\n"
+        if not single.empty:
+            yield f"{first} in float32, and errors of both dtypes against float64:\n"
+            yield precision(pd.concat([single, models[models.model == first]])) + "\n"
     many = done[done.sweep == "many tokens"]
     if not many.empty:
         first = many.iloc[0]
@@ -237,22 +239,34 @@ def failures(failed: pd.DataFrame) -> str:
 
 def others() -> Iterator[str]:
     """Benchmarks with records in a file of their own."""
-    trainer = pd.DataFrame(load(RESULTS / "trl.jsonl"))
-    if not trainer.empty:
-        yield "## A training step in TRL\n"
-        first = trainer.iloc[-1]
-        yield (
-            f"`python -m benchmarks.trl_trainer`: loss and backward of a micro-batch of {first.B} "
-            f"answers of {first['T']} tokens, V = {first.V:,}, H = {first.H}, one layer, "
-            f"{first['dtype']}, CPU.\n"
-        )
-        trainer = trainer.drop_duplicates("case", keep="last")
-        trainer["method"] = trainer.case.str.removeprefix("TRL micro-batch: ")
-        columns = {"ms": "ms", "ms_mean": "mean", "peak_MiB": "peak of the process, MiB"}
-        table = trainer.set_index("method")[list(columns)].map(number)
-        yield markdown(table.rename(columns=columns)) + "\n"
+    training = pd.DataFrame(load(RESULTS / "trl.jsonl"))
+    if not training.empty:
+        yield "## Training steps in TRL\n"
+        for device in ("cuda", "cpu"):
+            of_device = training[training.device == device]
+            if not of_device.empty:
+                yield from training_steps(device, of_device)
     yield "## The search over ranks\n"
     yield "See [distributed.md](distributed.md), and [scaling.md](scaling.md) for many GPUs.\n"
+
+
+def training_steps(device: str, frame: pd.DataFrame) -> Iterator[str]:
+    """What is trained on a device, and the last record of every trainer."""
+    last = frame.iloc[-1]
+    option = "" if device == "cpu" else f" --device {device}"
+    yield (
+        f"`python -m benchmarks.trl_trainer{option}`: a Qwen3 with random weights, V = {last.V:,}, "
+        f"H = {last.H:,}, layers: {last.layers}, {last['dtype']}; TRL {last.trl}, transformers "
+        f"{last.transformers}, torch {last.torch}, {last.machine}, commit {last.commit}. Given are "
+        f"{last.B} answers of {last['T'] // 2:,} to {last['T']:,} tokens per micro-batch, half of "
+        "them without advantage. A step is four micro-batches and the optimizer.\n"
+    )
+    peak = "peak of the process, MiB" if device == "cpu" else "peak of the step, MiB"
+    columns = {"step_ms": "step, ms", "ms": "loss and backward, ms", "ms_mean": "mean, ms"}
+    columns["peak_MiB"] = peak
+    frame = frame.drop_duplicates("case", keep="last").sort_values("step_ms")
+    frame = frame.set_index(frame.case.str.removeprefix("TRL micro-batch: ").rename("method"))
+    yield markdown(frame[list(columns)].map(number).rename(columns=columns)) + "\n"
 
 
 def readme_block() -> str:
@@ -267,20 +281,25 @@ def readme_block() -> str:
         frame = plain_losses(frame[frame.sweep.isna()])
         for level, words in LEVELS.items():
             mine = frame[(frame.level == level) & frame.model.str.startswith("Qwen3")]
+            if mine.empty:
+                continue
             first = mine.iloc[0]
             H = f", H = {first.H:,}" if level == "hidden" else ""
             head = f"{words}, N = {first.N:,}, V = {first.V:,}{H}, ms"
             table = mine.pivot_table(index="method", columns="dtype", values="ms")
-            table = table[["float32", "bfloat16"]].sort_values("bfloat16").map(number)
+            dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in table]
+            table = table[dtypes].sort_values(dtypes[-1]).map(number)
             lines.append(markdown(table.rename_axis(f"Loss and gradients {head}")) + "\n")
         tokens = searches.N.max()
         longest = searches[searches.N.eq(tokens) & (searches.model == "at the maximum bounds")]
         times = longest.set_index("method").ms
-        ours, loop = (number(times[method]) for method in ("bapo_kernels", "the paper's loop"))
-        lines.append(
-            f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
-            f"[All benchmarks](docs/benchmarks.md).\n\n{of_machine}"
-        )
+        search = ""
+        if {"bapo_kernels", "the paper's loop"} <= set(times.index):
+            ours, loop = number(times["bapo_kernels"]), number(times["the paper's loop"])
+            search = (
+                f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
+            )
+        lines.append(f"{search}[All benchmarks](docs/benchmarks.md).\n\n{of_machine}")
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
-"""``BAPOTrainer`` against TRL's ``GRPOTrainer``: loss and backward of a micro-batch, peak memory.
+"""``BAPOTrainer`` against TRL's ``GRPOTrainer``: time and peak memory of training steps.
 
-``python -m benchmarks.trl_trainer`` trains the same tiny Qwen3 with a vocabulary of 151,936 on the
-same prompts with the same seed. Each trainer runs in a separate process, which gives its own peak
-memory.
+``python -m benchmarks.trl_trainer`` trains a tiny Qwen3 on the CPU, and with ``--device cuda`` one
+of the shapes of Qwen3-0.6B. Weights are random, and every trainer is given the same answers, so
+that none generates any. Each runs in a separate process, which gives its own peak memory.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from .records import append, environment
+from .run import wide_console
 
 RESULTS = Path(__file__).parent / "results" / "trl.jsonl"
-WORDS = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
-V, H, B, T = 151_936, 512, 8, 64
+GROUP = 4  # answers to a prompt
+MICRO_BATCHES = 4  # of a step, so that it has as many groups as a micro-batch has answers
 TRAINERS = {
     "TRL's GRPO": {},
     "BAPO, fused": dict(bapo_head="fused", bapo_scope="call"),
@@ -37,117 +39,215 @@ TRAINERS = {
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """A Qwen3, and its micro-batches of ``B`` answers of ``T/2`` to ``T`` tokens."""
+
+    dtype: str
+    B: int
+    T: int
+    V: int
+    H: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    steps: int  # the first is not timed
+
+    def model(self) -> Any:
+        """With random weights, on torch's default device."""
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        config = Qwen3Config(
+            vocab_size=self.V,
+            hidden_size=self.H,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            tie_word_embeddings=self.tied,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+
+    def rollout(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        """Random tokens, the same for every trainer, in the place of generated answers."""
+        g = torch.Generator().manual_seed(trainer.state.global_step)
+        lengths = torch.randint(self.T // 2, self.T + 1, (len(prompts),), generator=g)
+        answers = [torch.randint(2, self.V, (n,), generator=g).tolist() for n in lengths.tolist()]
+        prompt = list(range(2, 2 + self.T // 8))
+        return {"prompt_ids": [prompt] * len(prompts), "completion_ids": answers, "logprobs": None}
+
+
+CASES = {
+    "cpu": Case("float32", 8, 64, 151_936, 512, 1, 512, 4, 2, 64, tied=False, steps=4),
+    "cuda": Case("bfloat16", 4, 2_048, 151_936, 1_024, 28, 3_072, 16, 8, 128, tied=True, steps=8),
+}
+
+
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Half of the prompts have no correct answer, hence no advantage, as in practice."""
-    return [float(ids[0] % 2 == 0 and i < B // 2) for i, ids in enumerate(completion_ids)]
+    """Every other prompt has no correct answer, hence no advantage, as in practice."""
+    return [float(i % 2 == 0 and i // GROUP % 2 == 0) for i in range(len(completion_ids))]
 
 
-def run(name: str) -> dict[str, Any]:
-    """Trains for 4 optimizer steps, 12 micro-batches, and times loss and backward of each."""
+class Stopwatch:
+    """Times and memory of a training: a step begins with its first loss, not with its rollout."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
+        self.micro_batches: list[float] = []
+        self.steps: list[float] = []
+        self.peaks: list[float] = []
+        self.step_began: float | None = None
+
+    def now(self) -> float:
+        """Milliseconds, when all work so far is done."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return 1e3 * time.perf_counter()
+
+    def begin(self) -> None:
+        """Of a micro-batch."""
+        self.began = self.now()
+        if self.step_began is None:
+            self.step_began = self.began
+            self.reset_peak()
+
+    def end(self) -> None:
+        """Of a micro-batch."""
+        self.micro_batches.append(self.now() - self.began)
+
+    def end_step(self) -> None:
+        """After the optimizer."""
+        assert self.step_began is not None
+        self.steps.append(self.now() - self.step_began)
+        self.peaks.append(self.peak())
+        self.step_began = None
+
+    def reset_peak(self) -> None:
+        """Possible on a GPU only."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> float:
+        """In MiB: of the tensors on a GPU since the reset, or of the process."""
+        if self.on_gpu:
+            return torch.cuda.max_memory_allocated() / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def run(name: str, case: Case, device: str) -> dict[str, Any]:
+    """Trains, and returns the record of the steps after the first."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOTrainer
 
     from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
 
-    ours = name != "TRL's GRPO"
-    times: list[float] = []
+    watch = Stopwatch(device)
 
-    class Timed(BAPOTrainer if ours else GRPOTrainer):  # type: ignore[misc]
+    class Timed(GRPOTrainer if name == "TRL's GRPO" else BAPOTrainer):  # type: ignore[misc]
         def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.begin = time.perf_counter()
+            watch.begin()
             return super().compute_loss(*args, **kwargs)
 
         def training_step(self, *args: Any) -> torch.Tensor:
             result = super().training_step(*args)
-            times.append(1e3 * (time.perf_counter() - self.begin))
+            watch.end()
             return result
 
+    class EndOfStep(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            watch.end_step()
+
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=V,
-            hidden_size=H,
-            intermediate_size=H,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            tie_word_embeddings=False,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
-    with torch.no_grad():
-        model.lm_head.weight[: len(WORDS)].mul_(40)
-        model.lm_head.weight[1].zero_()  # answers of full length
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = Whitespace()
+    with torch.device(device):
+        model = case.model()
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Timed(
             model=model,
             reward_funcs=reward,
+            rollout_func=case.rollout,
+            callbacks=[EndOfStep()],
             args=BAPOTrainerConfig(
                 output_dir=folder,
-                per_device_train_batch_size=B,
-                gradient_accumulation_steps=3,
-                num_generations=4,
+                per_device_train_batch_size=case.B,
+                gradient_accumulation_steps=MICRO_BATCHES,
+                num_generations=GROUP,
                 num_iterations=2,
-                max_completion_length=T,
-                max_steps=4,
+                max_completion_length=case.T,
+                max_steps=case.steps,
                 learning_rate=1e-4,
-                use_cpu=True,
-                bf16=False,
+                use_cpu=device == "cpu",
+                bf16=case.dtype == "bfloat16",
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
                 **TRAINERS[name],
             ),
-            train_dataset=Dataset.from_dict({"prompt": ["a b", "k l m", "t u", "f g h"] * 16}),
+            train_dataset=Dataset.from_dict({"prompt": ["a prompt"] * 64}),
             processing_class=PreTrainedTokenizerFast(
                 tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
             ),
         )
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        watch.reset_peak()
+        before = watch.peak()
         trainer.train()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    low, _, high = (statistics.quantiles(times[2:], n=5)[i] for i in (0, 1, 3))
+    times, steps = watch.micro_batches[MICRO_BATCHES:], watch.steps[1:]
+    low, _, high = (statistics.quantiles(times, n=5)[i] for i in (0, 1, 3))
     return {
         "case": f"TRL micro-batch: {name}",
-        "B": B,
-        "T": T,
-        "V": V,
-        "H": H,
-        "dtype": "float32",
-        "ms": statistics.median(times[2:]),
-        "ms_mean": statistics.mean(times[2:]),  # includes the extra forward of scope "step"
+        **asdict(case),
+        "trl": version("trl"),
+        "transformers": version("transformers"),
+        "ms": statistics.median(times),
+        "ms_mean": statistics.mean(times),  # includes the extra forward of scope "step"
         "ms_20": low,
         "ms_80": high,
-        "repetitions": len(times) - 2,
-        "peak_MiB": peak / 1024,
-        "grown_MiB": (peak - before) / 1024,
+        "repetitions": len(times),
+        "step_ms": statistics.median(steps),
+        "peak_MiB": max(watch.peaks),
+        "grown_MiB": max(watch.peaks) - before,
     }
 
 
-def main(out: Path = RESULTS) -> None:
-    """Runs every trainer, prints a table, and appends records to a file of JSON lines."""
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    tokens: Annotated[int | None, typer.Option(help="of the longest answer")] = None,
+    vocab: int | None = None,
+    out: Annotated[Path, typer.Option(help="JSON lines file for the records")] = RESULTS,
+) -> None:
+    """Runs every trainer, appends its record to a file, and prints a table."""
+    case = CASES[device]
+    case = replace(case, T=tokens or case.T, V=vocab or case.V)
     context = multiprocessing.get_context("spawn")
-    records = []
-    for name in track(TRAINERS, "trainers"):
-        with ProcessPoolExecutor(1, mp_context=context) as alone:
-            records.append(alone.submit(run, name).result())
-    table = Table(title=f"Loss and backward of {B} x {T} tokens, V = {V:,}, H = {H}")
-    for column in ("", "ms", "20 % .. 80 %", "mean", "peak MiB"):
+    sizes = f"V = {case.V:,}, H = {case.H:,}, layers: {case.layers}"
+    table = Table(title=f"{MICRO_BATCHES} x {case.B} answers of up to {case.T} tokens, {sizes}")
+    for column in ("", "step, ms", "micro-batch, ms", "20 % .. 80 %", "mean", "peak MiB"):
         table.add_column(column, justify="right" if column else "left")
-    for r in records:
+    failed = 0
+    for name in track(TRAINERS, "trainers"):
+        try:
+            with ProcessPoolExecutor(1, mp_context=context) as alone:
+                r = alone.submit(run, name, case, device).result()
+        except Exception as error:  # which must not keep the others from running
+            failed += 1
+            table.add_row(name, f"{type(error).__name__}: {error}")
+            continue
+        append(out, [{**environment(device), **r}])
         spread = f"{r['ms_20']:.0f} .. {r['ms_80']:.0f}"
-        others = f"{r['ms_mean']:.0f}", f"{r['peak_MiB']:.0f}"
-        table.add_row(r["case"].split(": ")[1], f"{r['ms']:.0f}", spread, *others)
-    Console().print(table)
-    append(out, [{**environment(), **record} for record in records])
+        others = f"{r['ms_mean']:.0f}", f"{r['peak_MiB']:,.0f}"
+        table.add_row(name, f"{r['step_ms']:,.0f}", f"{r['ms']:,.0f}", spread, *others)
+    wide_console().print(table)
+    print(f"{len(TRAINERS) - failed} of {len(TRAINERS)} trainers measured")
+    raise typer.Exit(failed > 0)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -731,12 +733,17 @@ def test_the_suites_cover_all_kinds_of_cases():
 @pytest.fixture
 def made_up_records(tmp_path):
     """Random times of every method on every case of the CPU suite, and a failure per case."""
+    records.append(tmp_path / "cpu.jsonl", made_up("cpu", cpu_suite()))
+    return tmp_path
+
+
+def made_up(device, cases):
     random.seed(0)
     lines, machine = [], records.environment()
-    for case in cpu_suite():
+    for case in cases:
         work = case.N * case.V * (case.H if case.level == "hidden" else 100)
         yardstick = plot.YARDSTICKS.get(case.level)
-        names = [yardstick, *(p.name for p in methods() if p.takes(case) and "cpu" in p.devices)]
+        names = [yardstick, *(p.name for p in methods() if p.takes(case) and device in p.devices)]
         if case.sweep == HEAD:
             names.append(f"{yardstick}, four chunks")
         if case.sweep == SAMPLING_MASK:
@@ -757,8 +764,7 @@ def made_up_records(tmp_path):
             lines.append(machine | case.fields() | line | rates | errors)
         failed = {"method": "QuACK cross entropy", "status": "failed", "why": "no kernel"}
         lines.append(machine | case.fields() | failed)
-    records.append(tmp_path / "cpu.jsonl", lines)
-    return tmp_path
+    return lines
 
 
 @pytest.fixture
@@ -775,6 +781,42 @@ def from_made_up_records(made_up_records, monkeypatch):
     return made_up_records
 
 
+def of_baselines(record):
+    """The stages of the GPU suite with baselines from logits and from hidden states."""
+    models = ("Qwen3-8B", "Llama-3-8B", "Gemma-3-12B")
+    kind = record["task"], record["dtype"], record["layout"], record["data"]
+    plain = kind == ("loss", "bfloat16", "dense", "stale") and record["sweep"] is None
+    return plain and record["model"] in models and record["level"] != "tokens"
+
+
+@pytest.mark.parametrize(
+    ("kept", "figures"),
+    [
+        (lambda r: r["data"] == "on-policy" and "QuACK" not in r["method"], 0),
+        (lambda r: of_baselines(r) and r["level"] == "logits", 0),
+        (of_baselines, 5),
+        (lambda r: r["task"] == "search", 0),
+        (lambda r: "bapo" in r["method"] or r["method"] in plot.YARDSTICKS.values(), 0),
+        (lambda r: True, 5),
+    ],
+    ids=["on-policy", "logits", "baselines", "search", "ours", "all"],
+)
+def test_pages_and_figures_take_any_part_of_the_records(
+    from_made_up_records, tmp_path, kept, figures
+):
+    """As a session on a GPU leaves them that could not measure all."""
+    made = [record for record in made_up("cuda", gpu_suite()) if kept(record)]
+    records.append(from_made_up_records / "cuda.jsonl", made)
+    assert len(plot.plot("cuda", tmp_path / "figures")) == figures
+    on_gpu = report.page().split("## CPU\n")[0]
+    assert "## GPU" in on_gpu
+    assert "No GPU has been measured" not in on_gpu
+    shown = [r for r in made if of_baselines(r) and "bapo_kernels cuda" in r["method"]]
+    assert all(tables.number(record["ms"]) in on_gpu for record in shown)
+    readme = report.readme_block()
+    assert readme.count("Loss and gradients from") == 2 + len({r["level"] for r in shown})
+
+
 def test_figures_are_drawn_from_records_alone(from_made_up_records, tmp_path):
     first = plot.plot("cpu", tmp_path / "a")
     assert len(first) == 5
@@ -788,11 +830,47 @@ def test_figures_are_drawn_from_records_alone(from_made_up_records, tmp_path):
         assert any("bapo_kernels cpu" in text for text in texts)
 
 
+def test_wheels_of_the_baselines_have_the_versions_of_the_cpu():
+    """Those of `make baselines`, which has neither QuACK nor flash-attn."""
+    pins = re.compile(r"^([\w.-]+)==([^ ;\\\n]+)", re.MULTILINE)
+    wheels, locked = (
+        dict(pins.findall((report.ROOT / f"requirements-{name}.txt").read_text()))
+        for name in ("baselines", "dev")
+    )
+    packages = {method.package for method in methods()} - {None, "quack-kernels", "flash-attn"}
+    assert len(packages) == 4
+    assert {name: wheels[name] for name in packages} == {name: locked[name] for name in packages}
+
+
+WITHOUT_RAY = """
+import sys, importlib.util
+
+class NoRay:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "ray" else find_spec(name, *rest)
+sys.meta_path.insert(0, NoRay())
+from benchmarks.cases import Batch, Case
+from benchmarks.methods import verl
+case = Case("logits", "log_probs", "any", 64, 40, 1, "float32")
+print(verl.logits(Batch(case, "cpu")).shape, "ray" in sys.modules)
+"""
+
+
+def test_verl_is_measured_without_ray():
+    pytest.importorskip("verl")
+    environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_RAY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "torch.Size([8, 8]) False", done.stderr
+
+
 def test_every_method_has_a_style():
     assert {method.name for method in methods() if method.level != "tokens"} <= set(plot.STYLES) | {
-        f"bapo_kernels {backend}, {form}"
-        for backend in ("cuda", "triton")
-        for form in ("live", "one chunk")
+        f"bapo_kernels {backend}, {form}" for backend in ("cuda", "triton") for form in ("live",)
     } | {method.name for method in methods() if method.sweep}  # in no figure
 
 
@@ -886,6 +964,35 @@ def test_a_later_record_replaces_an_earlier_one(tmp_path):
     frame = frames.latest("cpu", tmp_path)
     assert list(frame.status) == ["measured"]
     assert frames.latest("cuda", tmp_path).empty
+
+
+def training_step(name, device, **others):
+    sizes = {"B": 4, "T": 2_048, "V": 151_936, "H": 1_024, "layers": 28, "dtype": "bfloat16"}
+    versions = {"trl": "1.16.0", "transformers": "5.17.0", "torch": "2.11.0", "commit": "5eed5eed"}
+    times = {"ms": 151.0, "ms_mean": 152.0, "step_ms": 653.0, "peak_MiB": 7_654.0}
+    own = {"case": f"TRL micro-batch: {name}", "device": device, "machine": f"some {device}"}
+    return sizes | versions | times | own | others
+
+
+def test_training_steps_of_both_devices_have_a_table_each(tmp_path, monkeypatch):
+    made = [
+        training_step("TRL's GRPO", "cpu", ms=9_876.0, dtype="float32"),
+        training_step("TRL's GRPO", "cuda", ms=1.0),
+        training_step("BAPO, fused", "cuda", step_ms=321.0),
+        training_step("TRL's GRPO", "cuda"),  # measured again
+    ]
+    records.append(tmp_path / "trl.jsonl", made)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    gpu, cpu = "\n".join(report.others()).split("python -m benchmarks.trl_trainer")[1:]
+    assert gpu.startswith(" --device cuda`")
+    assert "some cuda, commit 5eed5eed" in gpu
+    assert "4 answers of 1,024 to 2,048 tokens" in gpu
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in gpu.splitlines()[2:]]
+    assert ["TRL's GRPO", "653", "151", "152", "7,654"] in rows
+    assert ["BAPO, fused", "321", "151", "152", "7,654"] in rows
+    assert len([row for row in rows if row]) == 4
+    assert "float32" in cpu
+    assert "9,876" in cpu
 
 
 @pytest.mark.parametrize("page", ["benchmarks", "scaling", "README"])

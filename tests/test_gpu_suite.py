@@ -1,5 +1,6 @@
 """The suite for a GPU machine: its stages with fake tools, and its commands on the CPU."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -11,8 +12,10 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import typer
 from helpers import needs_native
 from typer.testing import CliRunner
@@ -20,8 +23,8 @@ from typer.testing import CliRunner
 from bapo_kernels.tools import cli as bapo_cli
 from bapo_kernels.tools import validate
 from benchmarks import __main__ as bench_cli
-from benchmarks import launch_rows, records, run, targets, timing, tune_triton
-from benchmarks.cases import Case
+from benchmarks import launch_rows, records, run, targets, timing, trl_trainer, tune_triton
+from benchmarks.cases import Case, gpu_suite
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = "benchmarks/gpu_suite.sh"
@@ -45,8 +48,10 @@ STAGES = [
     *("driver_debug", "driver"),
     *("answers_cuda", "answers_triton", "graphs_cuda", "graphs_triton"),
     *("targets_cuda", "targets_triton", "hidden_cuda", "hidden_triton"),
-    *("tests", "memcheck", "synccheck", "racecheck", "ncu"),
-    *("profile_cuda", "profile_triton", "tune", "baselines_logits", "baselines_hidden"),
+    *("tests", "training_step", "baselines_logits", "baselines_hidden"),
+    *("memcheck", "synccheck", "racecheck", "memcheck_torch"),
+    *("ncu", "ncu_sets", "other_tests"),
+    *("profile_cuda", "profile_triton", "tune"),
     *("forms_of_head", "sampling_mask", "shapes", "validate"),
 ]
 
@@ -70,9 +75,10 @@ class Suite:
         for name in ("cuda_driver", "cuda_driver_debug"):
             self.tool(self.prebuilt / name, "echo kernels are right")
         self.tool(self.fake / "bin/python3", PYTHON)
-        self.tool(self.fake / "bin/compute-sanitizer", "echo ========= ERROR SUMMARY: 0 errors")
-        ncu = """echo '"0","1","row_pass"' >"$OUT/now/ncu.csv" """
-        its_program = 'until [[ $1 == python3 ]]; do shift; done; "$@"'
+        summary = "echo ========= ERROR SUMMARY: 0 errors"
+        its_program = """while (($#)) && [[ $1 != python3 ]]; do shift; done; "$@" """
+        self.tool(self.fake / "bin/compute-sanitizer", f"{its_program}\n{summary}")
+        ncu = """echo '"0","1","row_pass"' >"$(grep -o '[^ ]*[.]csv' <<<"$*")" """
         self.tool(self.fake / "bin/ncu", f"{ncu}\n{its_program}")
         self.behaves()
         self.runs_here(*BACKENDS)
@@ -144,6 +150,7 @@ COMMANDS = {
     "bapo_kernels": bapo_cli.commands(),
     "benchmarks.tune_triton": one_command(tune_triton.main),
     "benchmarks.launch_rows": one_command(launch_rows.main),
+    "benchmarks.trl_trainer": one_command(trl_trainer.main),
 }
 
 
@@ -183,18 +190,37 @@ def test_all_stages_run_and_are_archived(suite):
     assert output == (suite.out / "summary.txt").read_text()
     assert summary["library"][1] == "prebuilt, 5eed5eed"
     assert summary["memcheck"][1] == "ERROR SUMMARY: 0 errors"
-    assert summary["ncu"][1] == "1 launches measured"
+    assert summary["ncu"][1] == summary["ncu_sets"][1] == "1 launches measured"
     archive = suite.archive()
     assert {f"{name}.log" for name in STAGES} <= set(archive)
     assert "commit 5eed5eed" in archive["environment.log"]  # there is no git in the tree
     assert archive["summary.txt"] == output
     assert {path.name for path in suite.out.iterdir()} == {"summary.txt", "gpu_suite.tar.gz"}
     ours = [call for call in suite.calls() if call[0] == "-m" and len(call) > 2]
+    cases = [word[7:] for call in ours for word in call if word.startswith("--case=")]
+    titles = [case.title for case in gpu_suite()]
+    of_each = [[title for title in titles if case in title] for case in cases]
+    assert [len(found) for found in of_each] == [1, 1, 1, 1, 1, 1, 5, 12]
+    assert len({re.search("V = [0-9,]+", title)[0] for (title,) in of_each[:6]}) == 3
     tests = [call for call in ours if call[1] == "pytest"]
     assert {call[1] for call in ours if parsed(call)} == COMMANDS.keys()
     files = [word for call in tests for word in call if word.startswith("tests/")]
-    assert len(tests) == 3
+    assert len(tests) == 4
     assert all((ROOT / file).exists() for file in files)
+    sanitized = [call for call in ours if call[1] == "benchmarks.launch_rows" and "96" in call]
+    assert ["--sets" in call for call in sanitized] == [False, True]
+
+
+def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
+    of_devices = re.compile(r"def test_\w+\([^)]*\bdevice\b|mark\.gpu\b|DEVICES\[")
+    files = {
+        path.name
+        for path in (ROOT / "tests").glob("test_*.py")
+        if of_devices.search(path.read_text())
+    }
+    not_there = {"test_cuda_driver.py", "test_cuda_on_host.py", "test_gpu_suite.py"}
+    assert not_there < files
+    assert files - not_there <= set(re.findall(r"tests/(\w+\.py)", (ROOT / SCRIPT).read_text()))
 
 
 def test_stages_beyond_the_budget_are_skipped(suite):
@@ -209,8 +235,8 @@ def test_stages_beyond_the_budget_are_skipped(suite):
 def test_only_and_from_choose_stages(suite):
     suite.run("--only", "tune,driver")
     assert list(suite.summary()) == [*BEFORE, "driver", "tune"]
-    suite.run("--from", "baselines_hidden")
-    last = ["baselines_hidden", "forms_of_head", "sampling_mask", "shapes", "validate"]
+    suite.run("--from", "tune")
+    last = ["tune", "forms_of_head", "sampling_mask", "shapes", "validate"]
     assert list(suite.summary()) == [*BEFORE, *last]
     for arguments in (["--only", "tune,tuna"], ["--from", "tuna"], ["--frm", "tune"]):
         status, output = suite.run(*arguments)
@@ -225,7 +251,8 @@ def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
     assert status == 1
     assert summary["answers_cuda"] == ("failed", "60 checks, 3 failed")
     skipped = [name for name, (word, _) in summary.items() if word == "skipped"]
-    assert skipped == ["graphs_cuda", "targets_cuda", "hidden_cuda", "profile_cuda"]
+    needed_it = ["graphs_cuda", "targets_cuda", "hidden_cuda", "training_step", "profile_cuda"]
+    assert skipped == needed_it
     assert summary["targets_cuda"][1] == "answers_cuda: failed"
     assert suite.called("-k", "(gpu or cuda or triton) and not cuda")
     runs = [call for call in suite.calls() if call[2:3] == ["run"]]
@@ -248,6 +275,28 @@ def test_without_cuda_the_other_stages_run(suite):
     assert summary["targets_triton"][0] == summary["tests"][0] == "ok"
     assert summary["driver"] == ("skipped", "the driver was not built")
     assert summary["ncu"] == ("skipped", "no ncu on the path")
+
+
+def test_wheels_are_installed_for_the_stages_that_need_them(suite, tmp_path):
+    """Once, into a folder of their own; without TRL no training is started."""
+    suite.behaves(version="exit 1")
+    chosen, wheels = ("--only", "training_step,baselines_logits"), tmp_path / "wheels"
+    suite.run(*chosen, WHEELS=wheels)
+    assert suite.summary()["training_step"] == (
+        "skipped",
+        f"TRL is neither installed nor in {wheels}",
+    )
+    assert suite.summary()["baselines_logits"][0] == "ok"
+    assert not suite.called("pip")
+    wheels.mkdir()
+    (wheels / "trl-1.16.0-py3-none-any.whl").touch()
+    suite.behaves(pip=f"mkdir -p {suite.tree}/build/baselines", version="exit 1")
+    suite.run(*chosen, WHEELS=wheels)
+    assert {word for word, _ in suite.summary().values()} == {"ok"}
+    assert [call[1] for call in suite.calls()].count("pip") == 1
+    assert suite.called(
+        "pip", "--no-index", "--no-deps", str(wheels / "trl-1.16.0-py3-none-any.whl")
+    )
 
 
 def test_a_hanging_stage_ends_at_its_limit_and_keeps_its_results(suite):
@@ -332,7 +381,7 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
             done = CliRunner().invoke(COMMANDS[call[1]], call[2:])
             assert done.exit_code == 0, (call, done.output, done.exception)
             ran.append(call[2])
-    assert ran == ["validate", "targets", "targets", "profile", *["run"] * 5, "validate"]
+    assert ran == ["validate", *["targets"] * 2, *["run"] * 2, "profile", *["run"] * 3, "validate"]
     now = suite.out / "now"
     results = [r for level in LEVELS for r in records.load(now / f"targets_cpu_{level}.jsonl")]
     goals = [t.name for t in targets.targets("logits", 16, 500, 16, "bfloat16")]
@@ -345,10 +394,87 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
     assert measured >= {"copy", "three matrix products", "the paper's loop", "bapo_kernels cpu"}
 
 
-def test_the_launches_for_a_profiler(backend, device, interpreted, capsys):
+@pytest.mark.parametrize("sets", [False, True])
+def test_the_launches_for_a_profiler(backend, device, interpreted, sets, capsys):
     N, V = (8, 40) if interpreted else (16, 300)
-    launch_rows.main([backend], device, N, V, "float32")
-    assert re.fullmatch(rf"{backend}: loss -?\d\.\d+\n", capsys.readouterr().out)
+    launch_rows.main([backend], device, N, V, 16, "float32", sets)
+    levels = LEVELS if sets else LEVELS[:1]
+    lines = [rf"{backend}, {level}: loss -?\d\.\d+\n" for level in levels]
+    assert re.fullmatch("".join(lines), capsys.readouterr().out)
+
+
+@pytest.fixture
+def trl():
+    for name in ("trl", "datasets"):
+        pytest.importorskip(name)
+
+
+@needs_native
+def test_the_training_step_runs_on_the_cpu(trl, suite, monkeypatch):
+    """As the suite calls it, for two of the trainers, one of which fails."""
+    suite.runs_here("cpu")
+    suite.run("--only", "training_step", BAPO_SUITE_DEVICE="cpu")
+    *_, call = suite.calls()
+    assert call[:2] == ["-m", "benchmarks.trl_trainer"]
+    (suite.out / "now").mkdir()
+    names = ["no trainer", "BAPO, fused, scope step"]
+    monkeypatch.setattr(trl_trainer, "TRAINERS", names)
+    done = CliRunner().invoke(COMMANDS[call[1]], call[2:])
+    assert done.exit_code == 1
+    assert "KeyError: 'no trainer'" in done.output
+    assert done.output.endswith("1 of 2 trainers measured\n")
+    (record,) = records.load(suite.out / "now/training_step.jsonl")
+    assert record["case"] == f"TRL micro-batch: {names[1]}"
+    assert (record["device"], record["T"], record["V"]) == ("cpu", 16, 500)
+    assert record["repetitions"] == 12
+
+
+def test_the_times_of_a_gpu_are_those_of_finished_work():
+    """Synchronised at both ends; the peak is that of the step."""
+    gpu = mock.Mock(**{"max_memory_allocated.return_value": 5 * 2**20})
+    names = "synchronize", "reset_peak_memory_stats", "max_memory_allocated"
+    watch = trl_trainer.Stopwatch("cuda")
+    with mock.patch.multiple(torch.cuda, **{name: getattr(gpu, name) for name in names}):
+        for _ in range(2):
+            watch.begin()
+            watch.end()
+        watch.end_step()
+        watch.begin()
+    done = [call[0] for call in gpu.method_calls]
+    assert done == [
+        *("synchronize", "reset_peak_memory_stats", *["synchronize"] * 3),
+        *("synchronize", "max_memory_allocated", "synchronize", "reset_peak_memory_stats"),
+    ]
+    assert watch.peaks == [5.0]
+    assert sum(watch.micro_batches) <= watch.steps[0]
+
+
+@pytest.mark.parametrize("name", ["TRL's GRPO", "BAPO, fused", "BAPO, fused, scope lagged"])
+def test_the_model_for_a_gpu_trains_in_a_small_size(trl, name):
+    sizes = {"T": 16, "V": 500, "H": 64, "layers": 2, "intermediate": 64, "head_dim": 16}
+    case = dataclasses.replace(trl_trainer.CASES["cuda"], steps=3, **sizes)
+    seen = []
+    rollout = trl_trainer.Case.rollout
+
+    def spy(*arguments):
+        made = rollout(*arguments)
+        seen.append(made["completion_ids"])
+        return made
+
+    with mock.patch.object(trl_trainer.Case, "rollout", spy):
+        record = trl_trainer.run(name, case, "cpu")
+    assert record["repetitions"] == 8
+    assert 0 < record["ms_20"] <= record["ms"] <= record["ms_80"]
+    assert record["step_ms"] > 0
+    assert record["peak_MiB"] > 0
+    first, second = seen  # of the steps 1 and 2, and of step 3
+    assert first != second
+    lengths = [len(answer) for answer in first + second]
+    assert len(first) == 16
+    assert min(lengths) >= 8
+    assert max(lengths) <= 16
+    rewards = trl_trainer.reward(first)
+    assert [sum(rewards[i : i + 4]) for i in range(0, 16, 4)] == [2, 0, 2, 0]
 
 
 def test_the_script_passes_shellcheck():

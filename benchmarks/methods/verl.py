@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+from unittest.mock import MagicMock
+
 from torch import Tensor
 
 from ..cases import Batch
 from .method import Method
 
 
+def _import_verl() -> None:
+    """Also without ray, which verl imports at once, and these functions do not need."""
+    if "verl" in sys.modules or find_spec("ray") is not None:
+        return
+    sys.modules["ray"] = MagicMock()
+    try:
+        import verl  # noqa: F401
+    finally:
+        del sys.modules["ray"]  # or other packages take it for the real one
+
+
 def logits(batch: Batch) -> Tensor:
     """``logprobs_from_logits``: flash-attn's kernel where it is installed."""
+    _import_verl()
     from verl.utils.torch_functional import logprobs_from_logits
 
     return logprobs_from_logits(batch.inputs[0], batch.labels, inplace_backward=False)
@@ -17,6 +33,7 @@ def logits(batch: Batch) -> Tensor:
 
 def chunked_head(batch: Batch) -> Tensor:
     """``FusedLinearForPPO``: what ``use_fused_kernels`` with the torch backend selects."""
+    _import_verl()
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     return FusedLinearForPPO()(*batch.inputs, batch.labels)[0]
@@ -24,6 +41,7 @@ def chunked_head(batch: Batch) -> Tensor:
 
 def triton_head(batch: Batch) -> Tensor:
     """``linear_cross_entropy``: what the Triton backend of the same option selects."""
+    _import_verl()
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     hidden, weight = batch.inputs
