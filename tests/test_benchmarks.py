@@ -804,7 +804,7 @@ def of_baselines(record):
 def test_pages_and_figures_take_any_part_of_the_records(
     from_made_up_records, tmp_path, kept, figures
 ):
-    """As a session on a GPU leaves them that could not measure all."""
+    """As a GPU suite leaves them that could not measure all."""
     made = [record for record in made_up("cuda", gpu_suite()) if kept(record)]
     records.append(from_made_up_records / "cuda.jsonl", made)
     assert len(plot.plot("cuda", tmp_path / "figures")) == figures
