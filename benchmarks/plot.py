@@ -37,6 +37,7 @@ STYLES = {
     "PyTorch reference, compiled": dict(color="#b06a1d", marker="^"),
     "PyTorch cross_entropy": dict(color="#e08a2e", marker="v"),
     "PyTorch cross_entropy, compiled": dict(color="#f2b872", marker="^"),
+    "PyTorch linear_cross_entropy": dict(color="#a04000", marker="<"),
     "TRL selective_log_softmax": dict(color="#2e8b57", marker="P"),
     "TRL chunked head": dict(color="#2e8b57", marker="P"),
     "TRL Triton": dict(color="#7cc49a", marker="P"),

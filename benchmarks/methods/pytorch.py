@@ -22,6 +22,13 @@ def cross_entropy(*inputs: Tensor) -> Tensor:
     return -F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
 
 
+def chunked_head(batch: Batch) -> Tensor:
+    """``linear_cross_entropy`` in its own choice of chunks; masked rows are skipped."""
+    hidden, weight = (leaf.flatten(0, -2) for leaf in batch.inputs)
+    labels, options = batch.ignored_labels.flatten(), torch.nn.LinearCrossEntropyOptions()
+    return -F.linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
+
+
 def reference_loss(*arguments: Any, **options: Any) -> Tensor:
     """The reference loss, from logits or from hidden states and weight."""
     hidden = arguments[1].is_floating_point()
@@ -78,4 +85,15 @@ def _methods(level: str) -> list[Method]:
     ]
 
 
-METHODS = [*_methods("logits"), *_methods("hidden"), Method("the paper's loop", "tokens", _search)]
+METHODS = [
+    *_methods("logits"),
+    *_methods("hidden"),
+    Method(
+        "PyTorch linear_cross_entropy",
+        "hidden",
+        log_probs=chunked_head,
+        module="torch.nn.modules.linear_cross_entropy_options",
+        everywhere=False,
+    ),
+    Method("the paper's loop", "tokens", _search),
+]
