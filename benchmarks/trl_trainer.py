@@ -232,7 +232,7 @@ def main(
     table = Table(title=f"{MICRO_BATCHES} x {case.B} answers of up to {case.T} tokens, {sizes}")
     for column in ("", "step, ms", "micro-batch, ms", "20 % .. 80 %", "mean", "peak MiB"):
         table.add_column(column, justify="right" if column else "left")
-    failed = 0
+    failed, here = 0, environment(device)  # the file of records may be in the repository
     for name in track(TRAINERS, "trainers"):
         try:
             with ProcessPoolExecutor(1, mp_context=context) as alone:
@@ -241,7 +241,7 @@ def main(
             failed += 1
             table.add_row(name, f"{type(error).__name__}: {error}")
             continue
-        append(out, [{**environment(device), **r}])
+        append(out, [{**here, **r}])
         spread = f"{r['ms_20']:.0f} .. {r['ms_80']:.0f}"
         others = f"{r['ms_mean']:.0f}", f"{r['peak_MiB']:,.0f}"
         table.add_row(name, f"{r['step_ms']:,.0f}", f"{r['ms']:,.0f}", spread, *others)
