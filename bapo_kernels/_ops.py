@@ -230,7 +230,7 @@ def torch_ops_of(backend: str) -> Any:
 
 
 def ops_of(backend: str) -> Any:
-    """The operators of a backend, for arguments that the public functions have checked.
+    """The operators of a backend, for the public functions, which have checked their arguments.
 
     Those written in Python are functions here, because the dispatcher would take the host longer
     than they do; but a trace, a mode, a function transform and a profiler see the operators.

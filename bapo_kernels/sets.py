@@ -209,7 +209,7 @@ def _operands(head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
         matrix if matrix.stride(1) == 1 else matrix.contiguous()
         for matrix in (head.hidden, head.weight)
     )
-    return hidden, weight, None if head.bias is None else head.bias.float()
+    return hidden, weight, None if head.bias is None else head.bias.float().contiguous()
 
 
 def sets_of(

@@ -412,6 +412,21 @@ def test_rows_of_the_head_that_no_set_has_are_never_read(backend, device):
     assert torch.equal(got[0].loss, expected[0].loss)
 
 
+def test_parameters_of_any_strides(backend, device):
+    """As views of other tensors; they are read as if they were contiguous."""
+    parameters, case, mask, _ = hidden_case(torch.float32, device, BAPOConfig())
+    hidden, weight, bias = parameters
+    strided = hidden.mT.contiguous().mT, weight.T.contiguous().T, bias.repeat_interleave(2)[::2]
+    options = dict(backend=backend, sampling_mask=mask)
+    expected, got = (
+        bapo_linear_loss(*given[:2], *case.arguments(), bias=given[2], **case.options, **options)
+        for given in (parameters, strided)
+    )
+    assert not any(p.is_contiguous() for p in strided)
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(got.log_probs, expected.log_probs)
+
+
 def test_autocast(backend, device):
     """float32 parameters, operands in bfloat16, gradients in float32."""
     parameters, case, mask, allowed = hidden_case(torch.float32, device, BAPOConfig())

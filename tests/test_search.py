@@ -183,6 +183,15 @@ def test_ratios_exactly_on_grid_points(contribution):
     assert histogram.table.tolist() == [4.0, 4.0, 4.0, 3.0, 3.0, 3.0]
 
 
+def test_a_table_that_was_tampered_with_is_refused(backend, device):
+    """It is an attribute, so anything can be in it."""
+    old = torch.zeros(4, device=device)
+    histogram = ContributionHistogram().update(torch.rand(4, device=device), old, old + 1)
+    histogram.table = histogram.table[::2]
+    with pytest.raises(RuntimeError, match="table"):
+        histogram.solve()
+
+
 def test_kernels_find_what_the_reference_finds(backend, device, interpreted):
     """In the table of contributions, and in its solution."""
     g = torch.Generator().manual_seed(0)

@@ -67,8 +67,8 @@ def _check() -> Callable[[str, tuple[Any, ...]], None]:
     return check
 
 
-def unchecked(name: str) -> Callable[..., None]:
-    """An operator for arguments that were checked: launches on their device."""
+def launcher(name: str) -> Callable[..., None]:
+    """An operator that launches on the device of its arguments, without checks."""
 
     def run(*arguments: Any) -> None:
         device = arguments[0].device
@@ -82,8 +82,8 @@ def unchecked(name: str) -> Callable[..., None]:
 
 
 def kernel(name: str) -> Callable[..., None]:
-    """An operator for the dispatcher, which anybody can call."""
-    launch = unchecked(name)
+    """An operator for anybody to call."""
+    launch = launcher(name)
 
     def run(*arguments: Any) -> None:
         _check()(name, arguments)
@@ -92,6 +92,11 @@ def kernel(name: str) -> Callable[..., None]:
     return run
 
 
-in_python("triton", {name: unchecked(name) for name in SCHEMAS})
+# Of every loss: the public functions check what they give to the first, and make the rest.
+_UNCHECKED = (
+    *("prepare", "row_statistics", "row_pass", "row_pass_", "search", "policy"),
+    *("row_gradient", "row_gradient_", "scale_"),
+)
+in_python("triton", {name: kernel(name) for name in SCHEMAS} | {n: launcher(n) for n in _UNCHECKED})
 for _name in SCHEMAS:
     register(TRITON, _name, kernel(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))
