@@ -142,6 +142,7 @@ class Stopwatch:
 
 def run(name: str, case: Case, device: str) -> dict[str, Any]:
     """Trains, and returns the record of the steps after the first."""
+    options = TRAINERS[name]
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -190,7 +191,7 @@ def run(name: str, case: Case, device: str) -> dict[str, Any]:
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
-                **TRAINERS[name],
+                **options,
             ),
             train_dataset=Dataset.from_dict({"prompt": ["a prompt"] * 64}),
             processing_class=PreTrainedTokenizerFast(
