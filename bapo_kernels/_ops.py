@@ -245,8 +245,8 @@ def ops_of(backend: str) -> Any:
     return _eager[backend]
 
 
-def in_python(backend: str, functions: dict[str, Callable[..., None]]) -> None:
-    """These operators of a backend are functions of Python; see :func:`ops_of`."""
+def without_dispatcher(backend: str, functions: dict[str, Callable[..., None]]) -> None:
+    """These operators of a backend are called as functions; see :func:`ops_of`."""
     operators = torch_ops_of(backend)
     names = SCHEMAS.keys() - functions.keys()
     _eager[backend] = SimpleNamespace(**{n: getattr(operators, n) for n in names}, **functions)
@@ -261,5 +261,5 @@ def _scale_cpu(x: Tensor, factor: Tensor) -> None:
 
 
 register(NATIVE, "scale_", _scale_cpu, ["CPU"])
-in_python("cpu", {"scale_": _scale_cpu})
-in_python("cuda", {})
+without_dispatcher("cpu", {"scale_": _scale_cpu})
+without_dispatcher("cuda", {})

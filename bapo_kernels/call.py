@@ -85,7 +85,7 @@ class LinearOptions(LossOptions, total=False):
     vocab_group: dist.ProcessGroup | None
 
 
-@dataclass(eq=False)  # nobody changes it; to freeze it would take as long as a kernel
+@dataclass(eq=False)  # nobody changes it; frozen, it would take three times as long to make
 class Call:
     """A checked call of a loss, or of log-probs alone.
 
@@ -344,7 +344,8 @@ def _divisor(
     needed, divisor = divisor_name(config.loss_agg_mode), None
     for name in ("batch_num_tokens", "global_batch_size"):
         given = normaliser(name, options.get(name), like, like_name)
-        divisor = given if name == needed else divisor
+        if name == needed:
+            divisor = given
     dp_size = count("dp_size", options.get("dp_size", 1))
     if needed is not None and divisor is None and dp_size > 1:
         rule = f"be given when dp_size > 1 with loss_agg_mode={config.loss_agg_mode!r}"

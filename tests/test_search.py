@@ -190,6 +190,8 @@ def test_a_table_that_was_tampered_with_is_refused(backend, device):
     histogram.table = histogram.table[::2]
     with pytest.raises(RuntimeError, match="table"):
         histogram.solve()
+    with pytest.raises(RuntimeError, match="table"):
+        solve(backend, histogram.table[None], histogram.config)
 
 
 def test_kernels_find_what_the_reference_finds(backend, device, interpreted):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..._ops import SCHEMAS, TRITON, in_python, register
+from ..._ops import SCHEMAS, TRITON, register, without_dispatcher
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -92,11 +92,13 @@ def kernel(name: str) -> Callable[..., None]:
     return run
 
 
-# Of every loss: the public functions check what they give to the first, and make the rest.
+# Of every loss: the public functions have checked what the caller gave, and make the rest.
 _UNCHECKED = (
     *("prepare", "row_statistics", "row_pass", "row_pass_", "search", "policy"),
     *("row_gradient", "row_gradient_", "scale_"),
 )
-in_python("triton", {name: kernel(name) for name in SCHEMAS} | {n: launcher(n) for n in _UNCHECKED})
+without_dispatcher(
+    "triton", {name: kernel(name) for name in SCHEMAS} | {n: launcher(n) for n in _UNCHECKED}
+)
 for _name in SCHEMAS:
     register(TRITON, _name, kernel(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))

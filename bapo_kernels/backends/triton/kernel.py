@@ -82,10 +82,11 @@ class Kernel:
 
     @staticmethod
     def run(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
-        """``compiled[grid](*values)``, which gathers what hooks could ask for."""
+        """As ``compiled[grid](*values)``, which gathers arguments of hooks that are not there."""
         runtime = triton.knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # lists, of late
+        # Each is a chain of functions, in older versions one function or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[grid](*values)
             return
         launch = compiled.run  # which loads it, before its function is there
