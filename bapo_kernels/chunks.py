@@ -161,8 +161,9 @@ class _Chunks:
             front = _Front.of(keep)
             rows, h, dlogits = rows[front.rows], h[front.rows], front.moved(dlogits)
             coefficients = coefficients.at(front.rows)
-        only = self.undecided[rows] if self.call.rows_decide else None
-        self._to_gradient(dlogits, rows, coefficients, only)
+        call, found = self.call.with_labels_of(rows), self.found.at(rows)
+        only = self.undecided[rows] if call.rows_decide else None
+        row_gradient(call, as_rows(dlogits), found, coefficients, None, only)
         self.gradients.add(rows, h, dlogits)
 
     def scale_undecided(self, of_all: Coefficients) -> None:
@@ -178,15 +179,7 @@ class _Chunks:
         """Makes the logits of undecided rows a second time and adds their gradients."""
         if rows.numel() == 0:
             return
-        h, logits = self.head.logits(rows, self.memory)
-        self._to_gradient(logits, rows, of_all.at(rows))
-        self.gradients.add(rows, h, logits)
-
-    def _to_gradient(
-        self, logits: Tensor, rows: Tensor, coefficients: Coefficients, only: Tensor | None = None
-    ) -> None:
-        call, found = self.call.with_labels_of(rows), self.found.at(rows)
-        row_gradient(call, as_rows(logits), found, coefficients, None, only)
+        _add_recomputed(self.call, self.gradients, rows, self.memory, self.found, of_all)
 
 
 class _HeldSets:
@@ -432,11 +425,32 @@ def _recomputed(
     chunks, memory = rows.split(size), head.chunk_memory(size)
     gradients = HeadGradients(head, needs, one_chunk=len(chunks) == 1 and call.sets is None)
     for chunk in chunks:
-        h, logits = head.logits(chunk, memory)
-        of_chunk = found.at(chunk), coefficients.at(chunk)
-        row_gradient(call.with_labels_of(chunk), as_rows(logits), *of_chunk, None)
-        gradients.add(chunk, h, logits)
+        _add_recomputed(call, gradients, chunk, memory, found, coefficients)
     return gradients
+
+
+def _add_recomputed(
+    call: Call,
+    gradients: HeadGradients,
+    rows: Tensor,
+    memory: Tensor,
+    found: RowStatistics,
+    coefficients: Coefficients,
+) -> None:
+    """Makes the logits of some rows a second time and adds their gradients.
+
+    A product of other rows may sum in another order, so that its logits are rounded differently:
+    their own statistics normalise them, or p would not add up to 1. With a shard these would take a
+    collective, and the first ones are kept.
+    """
+    h, logits = gradients.head.logits(rows, memory)
+    if call.shard is None:
+        of_rows = row_statistics(call.at(rows), as_rows(logits))
+    else:
+        of_rows = found.at(rows)
+    call, of_loss = call.with_labels_of(rows), coefficients.at(rows)
+    row_gradient(call, as_rows(logits), of_rows, of_loss, None)
+    gradients.add(rows, h, logits)
 
 
 register(NATIVE, "head_forward", _head_forward, ["CompositeExplicitAutograd"])

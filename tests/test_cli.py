@@ -30,7 +30,7 @@ def run(*arguments):
 
 
 def short(tasks):
-    return [task for task in tasks if task.case != f"V = {validate.VOCABULARY:,}"]
+    return [task for task in tasks if not task.case.endswith(f"V = {validate.VOCABULARY:,}")]
 
 
 def test_the_package_does_not_import_typer_or_rich():
@@ -238,12 +238,12 @@ def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path
     of_float16 = {check["case"] for check in failed if check["dtype"] == "float16"}
     assert of_float16 == ALL
     others = {check["case"] for check in failed if check["dtype"] != "float16"}
-    assert others == FRESH | LOG_PROBS
+    assert others == ALL - {"inplace"}
     for check in failed:
         assert check["note"] == "RuntimeError: out of [some] memory"
         assert check["quantity"] == "call"
         assert check["error"] == "nan"
-    assert {check["case"] for check in checks if check["passed"]} == {"inplace"} | HIDDEN | SEARCHES
+    assert {check["case"] for check in checks if check["passed"]} == {"inplace"} | SEARCHES
     last = f"{len(checks)} checks, {len(failed)} failed on cpu"
     assert done.stdout.splitlines()[-1] == last
     assert "cpu, V = 257, float16: RuntimeError: out of [some] memory" in done.stdout

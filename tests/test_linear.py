@@ -565,17 +565,14 @@ def test_linear_log_probs(backend, device, dtype, entropy, temperature):
     unmasked = unmasked_tokens(case)
     labels = torch.where(unmasked, case.labels, -100)
     weights = torch.where(torch.rand(B, S) < 0.4, 0.0, torch.randn(B, S)).to(device)
-    results = []
-    for function, kind, options in (
-        (linear_log_probs, None, dict(backend=backend, chunk_tokens=4)),
-        (reference.linear_log_probs, None, {}),
-        (reference.linear_log_probs, torch.float64, {}),
-    ):
-        leaves = [p.to(kind or dtype).clone().requires_grad_() for p in parameters]
+
+    def gradients(function, kind=dtype, order=slice(None), **options):
+        """``order``: in which the products add up the columns of hidden states and weight."""
+        leaves = [p.to(kind).clone().requires_grad_() for p in parameters]
         hidden = torch.where(unmasked[..., None], leaves[0], 0.0)
         logp, token_entropy = function(
-            hidden,
-            leaves[1],
+            hidden[..., order],
+            leaves[1][:, order],
             labels,
             bias=leaves[2],
             temperature=temperature,
@@ -588,9 +585,50 @@ def test_linear_log_probs(backend, device, dtype, entropy, temperature):
         else:
             assert token_entropy is None
         loss.backward()
-        results.append([leaf.grad for leaf in leaves])
-    for name, *gradients in zip(("hidden", "weight", "bias"), *results, strict=True):
-        assert_within_budget(f"gradient of {name}", *gradients)
+        return [leaf.grad for leaf in leaves]
+
+    got = gradients(linear_log_probs, backend=backend, chunk_tokens=4)
+    truth = gradients(reference.linear_log_probs, torch.float64)
+    orders = torch.arange(H), torch.arange(H).flip(0), torch.randperm(H)
+    same = [gradients(reference.linear_log_probs, order=order) for order in orders]
+    named = zip(("hidden", "weight", "bias"), got, truth, *same, strict=True)
+    for name, mine, exact, *theirs in named:
+        farthest = max(theirs, key=lambda gradient: (gradient - exact).abs().max())
+        assert_within_budget(f"gradient of {name}", mine, farthest, exact)
+
+
+def test_recomputed_logits_have_statistics_of_their_own(monkeypatch):
+    """Products of other rows may round a logit differently, but p has to add up to 1.
+
+    All logits of a row that are made again are higher by 0.01, which changes no softmax.
+    """
+    parameters, case = problem(torch.float32, "cpu", build("far"))
+    labels = torch.where(unmasked_tokens(case), case.labels, -100)
+    made = torch.zeros(B * S)
+
+    def logits(self, rows, memory, original=Head.logits):
+        h, of_rows = original(self, rows, memory)
+        of_rows += made[rows, None]
+        made[rows] = 0.01
+        return h, of_rows
+
+    def of_log_probs():
+        leaves = [p.clone().requires_grad_() for p in parameters]
+        logp, entropy = linear_log_probs(*leaves[:2], labels, bias=leaves[2], chunk_tokens=4)
+        (logp + 0.3 * entropy).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    def of_loss():
+        return run(bapo_linear_loss, parameters, case, chunk_tokens=4)[1]
+
+    for gradients in of_log_probs, of_loss:
+        expected = gradients()
+        with monkeypatch.context() as patch:
+            patch.setattr(Head, "logits", logits)
+            made.zero_()
+            got = gradients()
+        for mine, true in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

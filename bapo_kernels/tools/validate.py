@@ -138,7 +138,9 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         for case, (loss, options) in losses.items():
             call = partial(loss, backend=backend)
             yield Task(backend, case, dtype, partial(_loss, call, dtype, device, options))
-        yield Task(backend, "log_probs", dtype, partial(_log_probs, backend, dtype, device, V))
+        for columns, case in ((V, f"log_probs, V = {V:,}"), (257, "log_probs")):
+            measure = partial(_log_probs, backend, dtype, device, columns)
+            yield Task(backend, case, dtype, measure)
         yield Task(backend, "bapo_linear_loss", dtype, partial(_linear, backend, dtype, device))
     batches = 10 if interpreted else 200
     for preset in ("paper", "recipe"):
