@@ -1,20 +1,33 @@
-# Every target sets up .venv and builds the native library if necessary.
+# Every target sets up its environment and builds the native library if necessary. `demo`, `test` and
+# `wheel` have small environments in build/; the other targets share .venv, which has everything.
 PYTHON ?= python3
-BIN := .venv/bin
+BIN = .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 OUT ?= out
 # Installed by its version alone: its build for the CPU, for one CUDA or for another differs between
-# package indices, so that no hash holds everywhere. The rest has hashes (requirements-dev.txt).
+# package indices, so that no hash holds everywhere. The rest has hashes (requirements/*.txt).
 TORCH ?= 2.13.0
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
+LIBRARY := bapo_kernels/_build.json
 
-.PHONY: demo study test bench docs lint lock sanitize emulate fuzz prebuilt baselines wheel clean
+.PHONY: demo test test-all study bench docs lint lock sanitize emulate fuzz prebuilt baselines wheel \
+  clean
+.NOTPARALLEL:
+demo test: export PYTHONPATH = $(CURDIR)
 
-demo: .venv/built
+demo: BIN = build/demo_env/bin
+demo: build/demo_env/installed $(LIBRARY)
 	$(BIN)/python examples/before_after.py --out $(OUT)
 	$(BIN)/python -m study demo --out $(OUT)
 
-test: .venv/built
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
+# The mathematics on every backend that runs here, in a few minutes.
+test: BIN = build/test_env/bin
+test: build/test_env/installed $(LIBRARY)
+	$(PYTEST) -m "not slow" tests/test_*.py
+
+# Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging.
+test-all: .venv/built
+	$(PYTEST)
 
 # Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built
@@ -52,10 +65,8 @@ lint: .venv/built
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 
 # Runs the tests of the native CPU code with AddressSanitizer and UBSan, in a copy of the tree: not
-# those of frameworks, compilers, pages and processes of their own.
-UNSANITISED := benchmarks build cli cuda_build cuda_on_host docs hub instructions integrations \
-  megatron own_losses policy_parity ranks sets_on_host sharded_weights slime supply triton_compile \
-  trl verl verl_scopes workflows
+# those of compilers and of processes of their own.
+UNSANITISED := build cli cuda_on_host ranks sets_on_host sharded_weights triton_compile
 sanitize: .venv/built
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r bapo_kernels csrc docs fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
@@ -63,15 +74,15 @@ sanitize: .venv/built
 	  ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. BAPO_REQUIRE_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ../../$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not compile" -k "not triton" \
-	  $(UNSANITISED:%=--ignore tests/test_%.py)
+	  ../../$(PYTEST) -m "not compile" -k "not triton" \
+	  $(filter-out $(UNSANITISED:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 # Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1
 SEEDS ?= 200
 emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
-	  $(BIN)/python -m pytest -n 2 -q tests/test_cuda_on_host.py tests/test_sets_on_host.py
+	  $(PYTEST) tests/test_cuda_on_host.py tests/test_sets_on_host.py
 
 # Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).
 fuzz:
@@ -98,40 +109,47 @@ baselines: .venv/installed
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps --require-hashes \
 	  --only-binary=:all: --python-version 3.12 --implementation cp \
 	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
-	  -d $(WHEELS) -r requirements-baselines.txt
+	  -d $(WHEELS) -r requirements/baselines.txt
 
 # Builds the source distribution and the wheel of a release in dist/, in an environment of its own.
 # nvcc and the symbols of an old glibc come from PyPI; torch is there for its headers.
-WHEEL_ENV := build/wheel_env
-wheel: $(WHEEL_ENV)/installed
-	$(WHEEL_ENV)/bin/python -m release.wheel
-
-$(WHEEL_ENV)/installed: requirements-wheel.txt
-	$(PYTHON) -m venv $(WHEEL_ENV)
-	$(WHEEL_ENV)/bin/pip install -q --disable-pip-version-check torch==$(TORCH)
-	$(WHEEL_ENV)/bin/pip install -q --disable-pip-version-check --no-deps --require-hashes -r $<
-	touch $@
+wheel: build/wheel_env/installed
+	build/wheel_env/bin/python -m release.wheel
 
 clean:
 	rm -rf .venv build dist out $(WHEELS) bapo_kernels/_C.abi3.so bapo_kernels/_build.json *.egg-info
 
-# Writes requirements-*.txt from requirements-*.in; what an .in file still allows keeps its version.
-# The list of the baselines is complete without what they depend on.
+# Writes requirements/*.txt from the .in files; what an .in file still allows keeps its version. all.txt
+# comes first, as others take their versions from it. That of the baselines leaves out what they
+# depend on.
 lock: .venv/installed
-	for name in $(basename $(wildcard requirements-*.in)); do \
+	for name in all baselines demo test wheel; do \
 	  echo torch | $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
 	    --excludes /dev/stdin --annotation-style line --custom-compile-command "make lock" \
-	    $$([ $$name != requirements-baselines ] || echo --no-deps) $$name.in -o $$name.txt || exit 1; \
+	    $$([ $$name != baselines ] || echo --no-deps) requirements/$$name.in \
+	    -o requirements/$$name.txt || exit 1; \
 	done
 
-# The locked list is complete, and --no-deps keeps pip from another torch.
-.venv/installed: requirements-dev.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check torch==$(TORCH)
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps --require-hashes \
-	  -r requirements-dev.txt
+# The locked lists are complete, and --no-deps keeps pip from another torch. Python compiles at its
+# first import what pip does not.
+PIP_INSTALL = $(@D)/bin/pip install -q --disable-pip-version-check --no-compile
+define set_up
+	$(PYTHON) -m venv $(@D)
+	$(PIP_INSTALL) torch==$(TORCH)
+	$(PIP_INSTALL) --no-deps --require-hashes -r $<
 	touch $@
+endef
+
+build/%_env/installed: requirements/%.txt
+	$(set_up)
+
+.venv/installed: requirements/all.txt
+	$(set_up)
 
 .venv/built: .venv/installed $(SOURCES)
-	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	touch $@
+
+# In place, by the Python of the target that needs it.
+$(LIBRARY): $(SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 import bapo_kernels
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = ["bapo_kernels", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
 SOURCES += ["MANIFEST.in", "licenses", "tests"]
 BUILT = {"bapo_kernels/_C.abi3.so", "bapo_kernels/_build.json"}

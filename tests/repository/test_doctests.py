@@ -19,7 +19,7 @@ from bapo_kernels.backends import native
 # Examples import nothing: they see torch and the public names.
 NAMES = {"torch": torch, **{name: getattr(bapo_kernels, name) for name in bapo_kernels.__all__}}
 NEEDS_NATIVE = "instruction_set"
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 # Blocks that need more than these surroundings: page, a line of the block, and who runs it or why

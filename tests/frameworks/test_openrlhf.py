@@ -16,7 +16,7 @@ from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.integrations.openrlhf import PolicyLoss
 
 pytestmark = needs_native
-DATA = json.loads((Path(__file__).parent / "data/openrlhf.json").read_text())
+DATA = json.loads((Path(__file__).parents[1] / "data/openrlhf.json").read_text())
 OUTPUTS = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
 CLIP = dict(clip_eps_low=0.2, clip_eps_high=0.28)
 FIXED = fixed_bounds(0.8, 1.28)

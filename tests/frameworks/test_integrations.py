@@ -34,7 +34,7 @@ from bapo_kernels.integrations.skyrl import bapo_policy_loss
 from bapo_kernels.integrations.slime import bapo_loss_function
 
 pytestmark = needs_native
-AUTHORS = json.loads((Path(__file__).parent / "data/authors_recipe.json").read_text())
+AUTHORS = json.loads((Path(__file__).parents[1] / "data/authors_recipe.json").read_text())
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -391,7 +391,7 @@ def test_package_imports_no_framework_and_no_compiler():
     assert not {"bapo_kernels.integrations", "torch._dynamo"} & set(run.stdout.split())
 
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_modules_that_the_pages_name_exist():
@@ -487,7 +487,7 @@ def test_example_of_sampling_masks(capsys):
     """Before the first update every ratio is 1 with the sets; without, it is the mass kept."""
     for package in ("transformers", "typer", "rich"):
         pytest.importorskip(package)
-    path = Path(__file__).parent.parent / "examples/sampling_mask.py"
+    path = Path(__file__).parents[2] / "examples/sampling_mask.py"
     example = runpy.run_path(str(path), run_name="example")
     example["main"](seeds=1, rollouts=2)
     lines = capsys.readouterr().out.splitlines()

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from markdown_it import MarkdownIt
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LOADS = {"src", "srcset", "data", "poster", "action", "href"}
 
 

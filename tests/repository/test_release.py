@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("cyclonedx", reason="needs requirements-dev.txt")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "release").exists(), reason="not in the repository")
 REPORT = {
     "compiler": "g++ (Debian 12.2.0-14+deb12u1) 12.2.0",

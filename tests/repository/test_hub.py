@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIG = tomllib.loads((ROOT / "build.toml").read_text())
 SETUP = (ROOT / "setup.py").read_text()
 

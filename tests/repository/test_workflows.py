@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WORKFLOWS = {path.stem: path for path in (ROOT / ".github" / "workflows").glob("*.yml")}
 MAKEFILE = (ROOT / "Makefile").read_text()
 SETUP = (ROOT / "setup.py").read_text()

@@ -273,7 +273,7 @@ def test_trl_without_the_trainer(loss_type, level):
 )
 def test_fixed_bounds_of_the_docs(page, heading, expected):
     """The options that are TRL's CISPO with ``epsilon_high=5.0``, and DAPO's bounds."""
-    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
     block = re.search(r"```python\n(.*?)```", text.partition(heading)[2], re.DOTALL).group(1)
     code = block.replace("output_dir=folder", "output_dir='out', use_cpu=True, bf16=False")
     names = dict(BAPOTrainerConfig=BAPOTrainerConfig)

@@ -26,7 +26,7 @@ from benchmarks import __main__ as bench_cli
 from benchmarks import launch_rows, records, run, targets, timing, trl_trainer, tune_triton
 from benchmarks.cases import Case, gpu_suite
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = "benchmarks/gpu_suite.sh"
 LEVELS = ["logits", "hidden"]
 
@@ -215,12 +215,14 @@ def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
     of_devices = re.compile(r"def test_\w+\([^)]*\bdevice\b|mark\.gpu\b|DEVICES\[")
     files = {
         path.name
-        for path in (ROOT / "tests").glob("test_*.py")
+        for path in (ROOT / "tests").rglob("test_*.py")
         if of_devices.search(path.read_text())
     }
     not_there = {"test_cuda_driver.py", "test_cuda_on_host.py", "test_gpu_suite.py"}
     assert not_there < files
-    assert files - not_there <= set(re.findall(r"tests/(\w+\.py)", (ROOT / SCRIPT).read_text()))
+    assert files - not_there <= set(
+        re.findall(r"tests/(?:\w+/)?(\w+\.py)", (ROOT / SCRIPT).read_text())
+    )
 
 
 def test_stages_beyond_the_budget_are_skipped(suite):

@@ -330,7 +330,7 @@ def test_training(tmp_path, name):
 def test_two_processes(tmp_path):
     """The same under torchrun: DDP, and decisions over both processes."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests.parent}:{tests}"}
     run = subprocess.run(
         [sys.executable, *command, str(tmp_path), "dapo, lagged"],
@@ -396,7 +396,7 @@ def with_masks(folder, rollout_func=from_the_likely_tokens, **options):
 
 def test_rollouts_of_the_guide(tmp_path):
     """The block of docs/trl.md about sampling masks, with a stand-in for vLLM."""
-    guide = (Path(__file__).parent.parent / "docs/trl.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/trl.md").read_text()
     section = guide.partition("## Sampling masks")[2]
     block = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
     policy = model()
@@ -481,7 +481,7 @@ def in_double(rollouts):
 
 def test_guide_runs(tmp_path):
     """The first block of docs/trl.md, run as it stands."""
-    guide = (Path(__file__).parent.parent / "docs/trl.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/trl.md").read_text()
     block = re.search(r"```python\n(.*?)```", guide, re.DOTALL).group(1)
     policy = model()
     policy.save_pretrained(tmp_path / "policy")
@@ -691,7 +691,7 @@ def test_evaluation(tmp_path):
 
 
 def test_example(capsys):
-    path = Path(__file__).parent.parent / "examples/trl_bapo.py"
+    path = Path(__file__).parents[2] / "examples/trl_bapo.py"
     example = runpy.run_path(str(path), run_name="example")
     example["main"](scope="step", preset="recipe", steps=2)
     assert "BAPO in TRL, scope step, preset recipe" in capsys.readouterr().out

@@ -319,7 +319,7 @@ def test_commands_of_the_docs(page, count, expected):
     from hydra import compose, initialize_config_module
     from verl.utils.config import omega_conf_to_dataclass
 
-    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
     overrides = sorted(set(re.findall(r"^  (\S*policy_loss\.\S+)", text, re.MULTILINE)))
     assert len(overrides) == count
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -332,7 +332,7 @@ def test_commands_of_the_docs(page, count, expected):
 
 def run(code, **environment):
     command = [sys.executable, "-c", code]
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root} | environment
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -342,7 +342,7 @@ def run(code, **environment):
 def test_entry_point(tmp_path):
     """verl finds the loss by itself where the package is installed, and the head when told to."""
     tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     points = project["project"]["entry-points"]["verl.plugins"]
     installed = [
         p for p in importlib.metadata.entry_points(group="verl.plugins") if p.name == "bapo"
@@ -354,7 +354,7 @@ def test_entry_point(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bapo-kernels\nVersion: 0\n")
     lines = ["[verl.plugins]", *(f"{name} = {value}" for name, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines))
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     code = """
 import json, verl
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as losses
@@ -530,7 +530,7 @@ def test_sampling_masks_that_would_be_ignored_are_refused(monkeypatch):
 
 
 def test_example(capsys):
-    path = Path(__file__).parent.parent / "examples/verl_bapo.py"
+    path = Path(__file__).parents[2] / "examples/verl_bapo.py"
     example = runpy.run_path(str(path), run_name="example")
     example["main"](preset="recipe", staleness=0.3)
     lines = capsys.readouterr().out.splitlines()
