@@ -23,7 +23,7 @@ demo: build/demo_env/installed $(LIBRARY)
 # The mathematics on every backend that runs here, in a few minutes.
 test: BIN = build/test_env/bin
 test: build/test_env/installed $(LIBRARY)
-	$(PYTEST) -m "not slow" tests/test_*.py
+	EMULATE_SEEDS=1 $(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
 
 # Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging.
 test-all: .venv/built

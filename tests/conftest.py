@@ -15,6 +15,7 @@ from world import world
 from bapo_kernels import available_backends
 
 settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("default"), max_examples=20)
 settings.register_profile("deep", max_examples=3_000, deadline=None)
 settings.load_profile("default")
 
@@ -29,6 +30,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if "worlds" in item.fixturenames or interprets_again(item):
+            item.add_marker(pytest.mark.slow)
+
+
+def interprets_again(item):
+    """In other dtypes than bfloat16 what Triton's interpreter takes milliseconds per row for."""
+    case = item.callspec.params if hasattr(item, "callspec") else {}
+    other = case.get("dtype", torch.bfloat16) != torch.bfloat16
+    return other and INTERPRETED and case.get("backend") == "triton"
 
 
 def pytest_report_header():

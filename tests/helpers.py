@@ -9,16 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 import bapo_kernels
 from bapo_kernels import BAPOConfig, SamplingMask, reference
+from bapo_kernels._ops import torch_ops_of
 from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import Case, Result, error_and_budget, evaluate, quantities
 from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
 from bapo_kernels.tools.budget import make_case as make_case
 from bapo_kernels.tools.budget import per_token as per_token
+
+
+def examples(count: int) -> int:
+    """Of a property under the default profile of hypothesis; others make as many times more."""
+    return max(1, count * settings.default.max_examples // 100)
+
 
 # Backends that have their own kernels and can run here; the reference is what they are checked
 # against.
@@ -43,6 +51,10 @@ if "triton" in KERNELS and INTERPRETED:
     import interpreter
 
     interpreter.save_time()
+
+# The CPU kernels run as on a processor without wider instructions: in every process of the tests.
+if (chosen := os.environ.get("INSTRUCTION_SET", "widest")) != "widest":
+    torch_ops_of("cpu").instruction_set(chosen)
 
 needs_native = pytest.mark.skipif(
     bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"

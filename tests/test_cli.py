@@ -66,6 +66,7 @@ def test_help_lists_the_commands():
     assert "profile" in done.stdout
 
 
+@pytest.mark.slow
 @needs_native
 def test_validate_finds_no_error(tmp_path):
     """As a user runs it; the file has one line per check."""
@@ -81,6 +82,7 @@ def test_validate_finds_no_error(tmp_path):
     assert asked | {"second run"} <= {check["quantity"] for check in checks}
 
 
+@pytest.mark.slow
 def test_cases_pass_on_every_backend(backend, device, interpreted):
     """On the CPU in one dtype; test_validate_finds_no_error has all of them."""
     dtypes = [torch.float16] if device == "cpu" else validate.DTYPES
@@ -195,6 +197,7 @@ def test_profiles_know_every_kernel():
         assert profile._OURS.search(shown), name
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_kernel_is_found(monkeypatch, name):
@@ -207,6 +210,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, name):
     assert shown == {(c.case, c.dtype) for c in checks if c.case in cases_of[c.dtype]}
 
 
+@pytest.mark.slow
 @needs_native
 def test_different_bits_in_a_second_run_are_found(monkeypatch):
     """The fault changes the last bit of the loss on every second call."""
@@ -222,6 +226,7 @@ def test_different_bits_in_a_second_run_are_found(monkeypatch):
     assert {check.case for check in failed} >= LOSSES
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path):
     def out_of_memory(*arguments):
@@ -315,6 +320,7 @@ WORKLOADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_parts_of_a_profile_add_up(backend, device, interpreted, name):
     N, V = (3, 50) if interpreted else (12, 300)

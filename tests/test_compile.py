@@ -59,7 +59,9 @@ def compare(function, compiled, logits, *arguments):
         assert torch.equal(expected, got)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_loss_with_dynamic_shapes(backend, device, interpreted, dtype):
     loss_of = loss_by(backend)
     options = dict(dynamic=True, backend=compiler(interpreted))
@@ -70,6 +72,7 @@ def test_loss_with_dynamic_shapes(backend, device, interpreted, dtype):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_backward_copies_no_gradient():
     """A copy of the gradient takes as long as the whole loss."""
     case = make_case((4, 8), 65, poison=False)
@@ -80,6 +83,7 @@ def test_backward_copies_no_gradient():
     assert "clone" not in codes[-1]
 
 
+@pytest.mark.slow
 def test_new_bounds_do_not_recompile(backend, device):
     loss_of = loss_by(backend)
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -90,6 +94,7 @@ def test_new_bounds_do_not_recompile(backend, device):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_new_bounds_of_tokens_do_not_recompile(backend, device):
     """Per sequence and per token."""
     loss_of = loss_by(backend)
@@ -102,6 +107,7 @@ def test_new_bounds_of_tokens_do_not_recompile(backend, device):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_log_probs(backend, device, interpreted):
     def both(logits, labels):
         logp, entropy = log_probs(logits, labels, backend=backend)
@@ -115,6 +121,7 @@ def test_log_probs(backend, device, interpreted):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_linear_log_probs(backend, device):
     weight, bias = torch.randn(65, 16, device=device), torch.randn(65, device=device)
 
@@ -130,6 +137,7 @@ def test_linear_log_probs(backend, device):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["logits", "hidden states"])
 @pytest.mark.parametrize("per", ["call", "sequence", "token"])
 def test_temperatures(backend, device, level, per):
@@ -164,6 +172,7 @@ def test_temperatures(backend, device, level, per):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_linear_loss():
     """With Inductor; ``test_linear.py`` has the options."""
     weight = torch.randn(65, 16).bfloat16().requires_grad_()
@@ -179,6 +188,7 @@ def test_linear_loss():
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["logits", "hidden states", "log-probs"])
 def test_log_probs_of_a_compiled_loss_have_a_gradient(level):
     """Eager calls raise where they cannot compute it (``test_autograd.py``)."""
@@ -209,6 +219,7 @@ def test_log_probs_of_a_compiled_loss_have_a_gradient(level):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_loss_from_log_probs():
     def loss(logp, old, advantages):
         out = bapo_loss_from_log_probs(logp, old, advantages, config=BAPOConfig.recipe())
@@ -393,6 +404,7 @@ def test_ops_refuse_grids_of_five_numbers(backend, device, name):
         getattr(torch_ops_of(backend), name)(*arguments)
 
 
+@pytest.mark.slow
 def test_module():
     module = BAPOLoss(BAPOConfig.recipe(), statistics="live")
     case = make_case(poison=False)
@@ -404,6 +416,7 @@ def test_module():
     compare(loss, torch.compile(loss, fullgraph=True), case.logits, *case.arguments())
 
 
+@pytest.mark.slow
 def test_packed_with_all_terms():
     config = BAPOConfig(
         loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_loss_coef=0.1, clip_ratio_c=3.0
@@ -429,6 +442,7 @@ def test_packed_with_all_terms():
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_in_place_raises(fullgraph, dtype):
@@ -463,6 +477,7 @@ def test_log_probs_without_gradient_and_without_entropy():
     assert torch.equal(compiled(case.logits, case.labels), both(case.logits, case.labels))
 
 
+@pytest.mark.slow
 def test_lengths_as_normalisers_do_not_recompile():
     """Without a ``loss_scale_factor`` the padded length takes its place."""
     config = BAPOConfig(loss_agg_mode="seq-mean-token-sum-norm")
@@ -478,6 +493,7 @@ def test_lengths_as_normalisers_do_not_recompile():
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("level", ["logits", "hidden states"])
 def test_collectives_are_part_of_the_graph(tmp_path, level, shards):
@@ -505,6 +521,7 @@ def test_collectives_are_part_of_the_graph(tmp_path, level, shards):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_many_steps_do_not_recompile(backend, device, interpreted):
     """Bounds, advantages, masks and normalisers are values."""
 
@@ -531,6 +548,7 @@ def test_many_steps_do_not_recompile(backend, device, interpreted):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [bapo_loss, log_probs])
 def test_inside_activation_checkpointing(function):
     case = make_case((3, 8), 65, poison=False)
@@ -573,6 +591,7 @@ def tokens_and_arguments(shape=(4, 8), seed=0):
     return case.labels.clamp(min=0), *case.arguments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict):
     """The forward of a policy, for any number of tokens."""
@@ -681,6 +700,7 @@ BATCHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "dynamic"), BATCHES)
 def test_batch_sizes_do_not_recompile(name, layout, dynamic):
     """One graph, compiled at most twice: checks use sizes only in their messages."""
@@ -706,6 +726,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_a_call_may_be_dynamic(name):
     """Checks use the numbers only in their messages, whether the compiler knows them or not."""

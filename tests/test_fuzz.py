@@ -39,6 +39,8 @@ from bapo_kernels import (
 from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.tools.budget import Case, Result, make_case, quantities
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [1, 2, 3, 15, 16, 17, 31, 127, 257]  # one token, vectors and their neighbours, primes
 BLOCKS = [4095, 4096, 4097, 8191, 9001]

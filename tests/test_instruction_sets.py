@@ -68,6 +68,7 @@ def test_unknown_instruction_set_is_refused():
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_near_certain_labels(chosen, dtype):
     """A sum of many small terms and a large one loses no more than 16 float32 additions."""

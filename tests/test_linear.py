@@ -151,6 +151,7 @@ def test_stale_batches_in_chunks(backend, device, name, chunk_tokens):
     assert got[0].bounds.upper > 1.2 or got[0].bounds.lower > 0.6, "the case must need a search"
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("name", "frozen"),
@@ -410,7 +411,7 @@ def test_frozen_head_recomputes_nothing(monkeypatch, name, recomputed):
 @pytest.mark.parametrize(
     ("dtype", "compiled"),
     [(dtype, False) for dtype in DTYPES]
-    + [pytest.param(torch.bfloat16, True, marks=pytest.mark.compile)],
+    + [pytest.param(torch.bfloat16, True, marks=[pytest.mark.compile, pytest.mark.slow])],
 )
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, monkeypatch):

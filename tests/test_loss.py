@@ -10,6 +10,7 @@ from helpers import (
     KERNELS,
     assert_within_budget,
     check_against_reference,
+    examples,
     make_case,
     needs_native,
     per_token,
@@ -472,7 +473,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, phases=NO_EXPLANATION)
+@settings(max_examples=examples(150), phases=NO_EXPLANATION)
 @given(
     backend=st.sampled_from(KERNELS or ["none"]),
     config=CONFIGS,
@@ -618,7 +619,7 @@ def test_more_rows_than_16_bits_can_count(backend, device, interpreted):
 
 
 @needs_native
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
     mode=st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]),

@@ -761,6 +761,7 @@ class Losses(torch.utils.data.Dataset):
         return run.output.loss.detach(), run.gradient
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader(start):

@@ -36,7 +36,7 @@ from bapo_kernels import (
 from bapo_kernels.checks import warn_once
 from bapo_kernels.distributed import rows_of_ranks
 
-pytestmark = pytest.mark.xdist_group("world")
+pytestmark = [pytest.mark.xdist_group("world"), pytest.mark.slow]
 
 COLLECTIVES = ("all_reduce", "all_gather_single", "all_gather_into_tensor")
 MICRO_BATCHES = [2, 0, 1, 3]  # of each rank

@@ -18,6 +18,7 @@ from helpers import (
     case_with_sets,
     check_result_with_sets,
     check_with_sets,
+    examples,
     make_case,
     needs_native,
     per_token,
@@ -534,7 +535,7 @@ def set_of(kind, label, V, g):
     }[kind]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, phases=NO_EXPLANATION)
+@settings(max_examples=examples(40), phases=NO_EXPLANATION)
 @given(
     backend=st.sampled_from(KERNELS or ["none"]),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=7),
@@ -710,6 +711,7 @@ def test_errors(name):
 # Compilers, ranks.
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.compile
 @pytest.mark.parametrize(

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="needs Triton's compiler"
+    ),
+]
 ROW_KERNELS = ("_row_pass_kernel", "_row_gradient_kernel", "_scale_kernel")
 HEAD_KERNELS = ("_multiply_sets_kernel", "_sets_dhidden_kernel", "_sets_dweight_kernel")
 WIDE = (".128", "dwordx4")  # 16 bytes, as NVIDIA and AMD write it

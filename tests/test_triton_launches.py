@@ -245,6 +245,7 @@ def test_hooks_of_launches_get_what_triton_gathers_for_them(name):
     assert launched == [((3, 1, 1), (2, 5))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.skipif(sys.platform != "linux", reason="builds as on Linux")
 def test_launches_of_compiled_kernels():

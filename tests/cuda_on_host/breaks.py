@@ -111,7 +111,8 @@ class FirstFailure:
 
 
 def run_tests(library, tests, seeds, answer):
-    os.environ |= {"EMULATE_LIBRARY": str(library), "EMULATE_SEEDS": str(seeds)}
+    of_seeds = {"EMULATE_FIRST": "1", "EMULATE_SEEDS": str(seeds)}
+    os.environ |= {"EMULATE_LIBRARY": str(library), **of_seeds}
     failure = FirstFailure()
     options = ["-x", "-p", "no:terminal", "-p", "no:cacheprovider", "-k", "not breaks"]
     code = pytest.main([*options, str(ROOT / "tests" / tests)], plugins=[failure])
