@@ -3,13 +3,15 @@
 It does not use Python's C API: one binary serves every Python version, and every torch from TORCH
 on. Without a C++20 compiler or torch the install is pure Python: the wheel has the tag of a pure
 package, the first call warns, and ``python -m bapo_kernels`` prints the reason. If nvcc is missing
-or fails, only the CUDA backend is absent.
+or fails, or torch has no CUDA support, only the CUDA backend is absent.
 
 Environment variables:
     CXX, NVCC: the compilers, each a command of one or more words (``ccache g++``).
-    CXXFLAGS, LDFLAGS: additional flags. They override -O3, but not the flags that the code needs.
+    CXXFLAGS, LDFLAGS: additional flags. They override -O, but not the flags that the code needs.
+    TORCH_CUDA_ARCH_LIST: the GPUs that the CUDA backend is compiled for, as 8.0;9.0+PTX or all. The
+        default is those of this machine, or all where torch sees none.
     BAPO_REQUIRE_NATIVE=1, BAPO_REQUIRE_CUDA=1: the build fails if the library, or its CUDA backend,
-        cannot be built.
+        cannot be built. With the second the backend is built for a torch without CUDA too.
     BAPO_SANITIZE=1: builds with AddressSanitizer and UBSan.
 """
 
@@ -46,7 +48,7 @@ TORCH = (2, 10)  # the oldest supported; the library is built for its stable ABI
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 INSTRUCTION_SETS = {
-    "portable": [],
+    "portable": [],  # first: of an inline function, the linker takes the copy that comes first
     **(
         {
             "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -65,16 +67,16 @@ if sys.platform == "linux":
     LINK_LIBTORCH = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
 
 CUDA_ARCHITECTURES = {
-    # Clusters and bulk copies need sm_90. No code is specific to one architecture, so each binary
-    # serves its whole generation, and PTX serves later ones.
+    # The longest to compile come first. Clusters and bulk copies need sm_90. No code is specific to
+    # one architecture, so each binary serves its whole generation, and PTX serves later ones.
     "row_pass_cluster": ("90", "100", "120"),
     "row_pass": ("80", "90", "100", "120"),
+    "head_sets": ("80", "90", "100", "120"),
+    "sets": ("80", "90", "100", "120"),
     "prepare": ("80", "90", "100", "120"),
     "search": ("80", "90", "100", "120"),
     "policy": ("80", "90", "100", "120"),
     "sequences": ("80", "90", "100", "120"),
-    "sets": ("80", "90", "100", "120"),
-    "head_sets": ("80", "90", "100", "120"),
 }
 
 BUILD_ERRORS = (ImportError, OSError, subprocess.CalledProcessError)
@@ -134,8 +136,8 @@ def compiler(language: str, variable: str, *programs: str) -> list[str]:
     return command
 
 
-def compile_flags() -> list[str]:
-    flags = ["-O3", "-Wall", "-Wextra", *sanitize_flags(), *words("CXXFLAGS")]
+def compile_flags(optimise: str = "-O3") -> list[str]:
+    flags = [optimise, "-Wall", "-Wextra", *sanitize_flags(), *words("CXXFLAGS")]
     flags += ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"]
     flags += [f"-DTORCH_TARGET_VERSION=0x{TORCH[0]:02x}{TORCH[1]:02x}{0:012x}"]
     flags += ["-DBAPO_X86=1"] if X86 else []
@@ -149,13 +151,14 @@ def sanitize_flags() -> list[str]:
     return [*checks, "-O1", "-g", "-fno-omit-frame-pointer"]
 
 
-def torch_headers() -> list[str]:
+def binding(name: str) -> Unit:
     """Messages of the library name the places of checks, but not folders of this machine."""
     import torch
     from torch.utils.cpp_extension import include_paths
 
     names = f"-ffile-prefix-map={Path(torch.__file__).parent}=torch"
-    return [names, *(flag for path in include_paths() for flag in ("-isystem", path))]
+    flags = [names, *(flag for path in include_paths() for flag in ("-isystem", path))]
+    return Unit(name, f"csrc/{name}.cpp", flags)
 
 
 def units() -> list[Unit]:
@@ -168,16 +171,53 @@ def units() -> list[Unit]:
         *rows,
         Unit("dispatch", "csrc/cpu/dispatch.cpp", []),
         Unit("tokens", "csrc/cpu/tokens.cpp", []),
-        Unit("binding", "csrc/binding.cpp", torch_headers()),
     ]
 
 
-def cuda_units() -> list[Unit]:
+def cuda_architectures() -> list[str]:
+    """The requested ones: those of TORCH_CUDA_ARCH_LIST, or of the GPUs here, or all of ours."""
+    import torch
+
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if listed in ([], ["native"]) and torch.version.cuda and torch.cuda.is_available():
+        gpus = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+        return [f"{major}.{minor}" for major, minor in gpus]
+    if listed in ([], ["native"], ["all"]):
+        ours = [f"{a[:-1]}.{a[-1]}" for a in CUDA_ARCHITECTURES["policy"]]
+        return [*ours, f"{ours[-1]}+PTX"]
+    return listed
+
+
+def cuda_targets(requested: list[str]) -> list[str]:
+    """What serves them, of what we compile for: sm_80 is a binary, compute_80 is PTX."""
+    compiled = [int(a) for a in CUDA_ARCHITECTURES["policy"]]
+    binaries, ptx = set(), set()
+    for each in requested:
+        number = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", each)
+        if number is None:
+            syntax = "numbers such as 8.0;9.0+PTX, or all"
+            raise OSError(f"TORCH_CUDA_ARCH_LIST must be {syntax}, got {each!r}")
+        wanted = int(number[1] + number[2])
+        nearest = max((a for a in compiled if a <= wanted), default=None)
+        if nearest is None:
+            continue
+        same_generation = nearest // 10 == wanted // 10
+        if same_generation:
+            binaries.add(nearest)
+        if number[3] or not same_generation:
+            ptx.add(nearest)
+    if not binaries | ptx:
+        oldest, got = compiled[0] / 10, ", ".join(requested)
+        raise OSError(f"a GPU must have compute capability {oldest} or later, got {got}")
+    return [*(f"sm_{a}" for a in sorted(binaries)), *(f"compute_{a}" for a in sorted(ptx))]
+
+
+def cuda_units(targets: list[str]) -> list[Unit]:
+    """Where sm_80 is the only target, the kernels with clusters are empty ones, for the linker."""
     units = []
-    for name, architectures in CUDA_ARCHITECTURES.items():
-        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-        newest = architectures[-1]
-        codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+    for name, binaries in CUDA_ARCHITECTURES.items():
+        mine = [x for x in targets if x.startswith("compute") or x.removeprefix("sm_") in binaries]
+        codes = [f"-gencode=arch=compute_{x.split('_')[1]},code={x}" for x in mine or targets]
         units.append(Unit(f"cuda_{name}", f"csrc/cuda/{name}.cu", codes))
     return units
 
@@ -245,9 +285,11 @@ class NativeBuild(build_ext):
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
+            of_binding = [*cxx, *compile_flags("-O1")]  # no slower, and a third less to compile
+            last = pool.submit(build, of_binding, binding("binding"))
             command = [*cxx, *compile_flags()]
-            cpp = [pool.submit(build, command, unit) for unit in units()]
-            cuda_objects, cuda_libraries, cuda = build_cuda(pool, build, command)
+            cpp = [*(pool.submit(build, command, unit) for unit in units()), last]
+            cuda_objects, cuda_libraries, cuda = build_cuda(pool, build, of_binding)
             objects = [future.result() for future in cpp] + cuda_objects
         libraries = [f"-L{path}" for path in library_paths()]
         libraries += [*LINK_LIBTORCH, "-ltorch_cpu", *cuda_libraries]
@@ -266,21 +308,24 @@ class NativeBuild(build_ext):
 
 
 def build_cuda(
-    pool: ThreadPoolExecutor, build: Callable, cpp_command: list[str]
+    pool: ThreadPoolExecutor, build: Callable, of_binding: list[str]
 ) -> tuple[list[str], list[str], dict]:
     """Objects and libraries of the CUDA backend, and the report: what was built, or why not."""
+    import torch
+
+    if torch.version.cuda is None and not enabled("BAPO_REQUIRE_CUDA"):
+        why = f"torch was {torch.__version__}, which has no CUDA support"
+        return [], [], {"why no cuda": f"{why} (BAPO_REQUIRE_CUDA=1 builds it anyway)"}
     try:
-        toolkit = CudaToolkit.find()
+        toolkit, targets = CudaToolkit.find(), cuda_targets(cuda_architectures())
+        started = [pool.submit(build, of_binding, binding("binding_cuda"))]
         command = [*toolkit.nvcc, *cuda_flags()]
-        kernels = [pool.submit(build, command, unit) for unit in cuda_units()]
-        objects = [future.result() for future in kernels]
+        started += [pool.submit(build, command, unit) for unit in cuda_units(targets)]
+        objects = [future.result() for future in started]
     except BUILD_ERRORS as error:
         return [], [], {"why no cuda": explain("the CUDA backend", error)}
-    binding = Unit("binding_cuda", "csrc/binding_cuda.cpp", torch_headers())
-    objects.append(build(cpp_command, binding))
     libraries = [f"-L{toolkit.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    architectures = ", ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES["policy"])
-    return objects, libraries, {"cuda": f"{toolkit.version} for {architectures}"}
+    return objects, libraries, {"cuda": f"{toolkit.version} for {', '.join(targets)}"}
 
 
 def run(command: list[str]) -> str:

@@ -34,6 +34,7 @@ def main() -> None:
         raise SystemExit(f"the wheel is built on Linux on {MACHINE}, got {platform.platform()}")
     os.environ |= {
         "BAPO_REQUIRE_CUDA": "1",
+        "TORCH_CUDA_ARCH_LIST": "all",
         "NVCC": shlex.join([str(nvcc()), "--compress-mode=size"]),
         "CXXFLAGS": "",
         "LDFLAGS": shlex.join(link_flags()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 import bapo_kernels
 from bapo_kernels import BAPOConfig, SamplingMask, reference
 from bapo_kernels._ops import torch_ops_of
+from bapo_kernels.backends import native
 from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import Case, Result, error_and_budget, evaluate, quantities
@@ -59,6 +61,15 @@ if (chosen := os.environ.get("INSTRUCTION_SET", "widest")) != "widest":
 needs_native = pytest.mark.skipif(
     bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"
 )
+
+
+def needs_machine_code(target: str) -> None:
+    """Skips a test of the CUDA kernels as built for ``target``, such as sm_90; needs no GPU."""
+    built = native.build_info().get("cuda")
+    if built is None:
+        pytest.skip(str(native.WHY_NO_CUDA))
+    if not re.search(rf"\b{target}\b", built):
+        pytest.skip(f"the CUDA kernels are built for {built.split(' for ')[1]}, not for {target}")
 
 
 def fixed_bounds(low: float, high: float) -> dict[str, float]:

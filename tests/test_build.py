@@ -98,31 +98,47 @@ def test_an_older_torch_is_refused_with_a_reason(monkeypatch):
     assert native._load().startswith("torch must be 2.10 or later, got 2.9.1+cpu")
 
 
+ALL = "sm_80, sm_90, sm_100, sm_120, compute_120"
+OTHERS = "built for {}, the GPU is sm_"
+AGAIN = "build again with TORCH_CUDA_ARCH_LIST="
+
+
 @pytest.mark.parametrize(
-    ("gpu", "driver", "reason"),
+    ("targets", "gpu", "driver", "reason"),
     [
-        ((7, 5), 13, "built for sm_80, sm_90, sm_100, sm_120, the GPU is sm_75"),
-        ((8, 0), 13, None),
-        ((8, 9), 13, None),  # the binary for sm_80
-        ((9, 0), 13, None),
-        ((9, 0), 12, "built with CUDA 13.0, the driver knows CUDA 12"),
-        ((10, 3), 13, None),
-        ((11, 0), 13, "built for sm_80, sm_90, sm_100, sm_120, the GPU is sm_110"),
-        ((12, 1), 13, None),
-        ((13, 0), 14, None),  # compiled from PTX by the driver
+        (ALL, (7, 5), 13, f"{OTHERS}75"),  # no build has kernels for it
+        (ALL, (8, 0), 13, None),
+        (ALL, (8, 9), 13, None),  # the binary for sm_80
+        (ALL, (9, 0), 13, None),
+        (ALL, (9, 0), 12, "built with CUDA 13.0, the driver knows CUDA 12"),
+        (ALL, (10, 3), 13, None),
+        (ALL, (11, 0), 13, f"{OTHERS}110: {AGAIN}11.0"),
+        (ALL, (12, 1), 13, None),
+        (ALL, (13, 0), 14, None),  # compiled from PTX by the driver
+        ("sm_90", (8, 0), 13, f"{OTHERS}80: {AGAIN}8.0"),
+        ("sm_90", (9, 0), 13, None),
+        ("sm_90", (10, 0), 13, f"{OTHERS}100: {AGAIN}10.0"),
+        ("sm_100, sm_120", (13, 0), 13, f"{OTHERS}130: {AGAIN}13.0"),
+        ("sm_80, compute_80", (7, 5), 13, f"{OTHERS}75"),
+        ("sm_80, compute_80", (9, 0), 13, None),
+        ("sm_120, compute_100", (9, 0), 13, f"{OTHERS}90: {AGAIN}9.0"),
+        ("sm_120, compute_100", (11, 0), 13, None),
+        ("compute_120", (12, 0), 13, None),
+        ("compute_120", (11, 0), 13, f"{OTHERS}110: {AGAIN}11.0"),
+        ("sm_86", (8, 0), 13, f"{OTHERS}80: {AGAIN}8.0"),  # a binary of a later minor version
     ],
 )
 @pytest.mark.filterwarnings("ignore:bapo_kernels runs on the PyTorch reference")
-def test_reason_where_the_gpu_has_no_kernels(monkeypatch, gpu, driver, reason):
+def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, reason):
     """``backend=None`` then chooses the next backend instead of failing at the launch."""
     native = bapo_kernels.backends.native
     monkeypatch.setattr(native, "WHY_NO_CUDA", None)
-    build = {"cuda": "13.0 for sm_80, sm_90, sm_100, sm_120"}
-    monkeypatch.setattr(native, "build_info", lambda: build)
+    monkeypatch.setattr(native, "build_info", lambda: {"cuda": f"13.0 for {targets}"})
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: gpu)
     monkeypatch.setattr(native, "_cuda_of_driver", lambda: driver)
     native._not_built_for.cache_clear()
-    assert bapo_kernels.available_backends()["cuda"] == reason
+    expected = reason and reason.format(targets)
+    assert bapo_kernels.available_backends()["cuda"] == expected
     logits = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
     taken = bapo_kernels.backends.choose(None, logits, "logits")
     assert (taken == "cuda") == (reason is None)

@@ -60,6 +60,14 @@ def test_rows_lie_in_clusters_of_the_expected_size(on_host, library):
     assert library.last_cluster() == DEVICES[on_host][1]
 
 
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_code_for_gpus_without_clusters_runs_without_them(on_host, library):
+    """A library for ``8.0+PTX`` alone on a GPU that has clusters."""
+    library.device(*DEVICES[on_host][0], 80)
+    run_kernel(make_case((1, 2), 10_007), "cpu")
+    assert library.last_cluster() == 0
+
+
 def test_launches_are_on_the_current_stream(on_host, library):
     case = make_case((1, 3), 1_001)
     for handle in (0x1234, 0x5678):

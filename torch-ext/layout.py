@@ -77,7 +77,7 @@ def build_library(folder: Path, backend: str, namespace: str) -> dict[str, str]:
     required = "BAPO_REQUIRE_CUDA" if backend == "cuda" else "BAPO_REQUIRE_NATIVE"
     command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={folder}"]
     command += [f"--build-temp={folder / 'objects'}"]
-    environment = os.environ | {"CXXFLAGS": flags, required: "1"}
+    environment = os.environ | {"CXXFLAGS": flags, required: "1", "TORCH_CUDA_ARCH_LIST": "all"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return json.loads((folder / "bapo_kernels" / "_build.json").read_text())
 

@@ -64,16 +64,18 @@ def why_no_kernels(device: torch.device) -> str | None:
 
 @cache
 def _not_built_for(major: int, minor: int) -> str | None:
-    build = build_info()["cuda"]  # such as "13.0 for sm_80, sm_90"
-    toolkit, driver = build.split()[0], _cuda_of_driver()
+    toolkit, _, targets = build_info()["cuda"].split(maxsplit=2)  # "13.0 for sm_80, compute_80"
+    driver = _cuda_of_driver()
     if driver < int(toolkit.split(".")[0]):
         return f"built with CUDA {toolkit}, the driver knows CUDA {driver}"
-    built = [divmod(int(sm), 10) for sm in re.findall(r"sm_(\d+)", build)]
-    # A binary runs on GPUs of its generation, from its own version on. The newest one comes with
-    # PTX, which the driver compiles for later generations.
-    if any(sm[0] == major and sm[1] <= minor for sm in built) or (major, minor) > max(built):
-        return None
-    return f"built for {', '.join(f'sm_{x}{y}' for x, y in built)}, the GPU is sm_{major}{minor}"
+    # A binary (sm) runs on GPUs of its generation, and PTX (compute), which the driver compiles, on
+    # those of any; both from their own version on.
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", targets):
+        oldest = divmod(int(number), 10)
+        if oldest <= (major, minor) and (kind == "compute" or oldest[0] == major):
+            return None
+    cure = "" if major < 8 else f": build again with TORCH_CUDA_ARCH_LIST={major}.{minor}"
+    return f"built for {targets}, the GPU is sm_{major}{minor}{cure}"
 
 
 def _cuda_of_driver() -> int:

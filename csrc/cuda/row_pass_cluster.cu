@@ -384,6 +384,7 @@ template <typename T, bool kSoftcap, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     row_pass_cluster_kernel(const __grid_constant__ RowPassParams params, Scales scales,
                             int stages) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // max_active_clusters is 0 without a body
     uint8_t* const memory = dynamic_shared_memory();
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const uint32_t begin = shared_address(memory) + sizeof(Shared);
@@ -409,6 +410,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     __syncwarp();
     cluster_sync();  // no block leaves while another may still write into its memory
+#endif
 }
 
 // Occupancy by kernel, device, cluster and stages; the query takes longer than a launch.
@@ -430,6 +432,13 @@ cudaError_t max_active_clusters(Kernel kernel, const ClusterPlan& plan,
     const auto known = occupancy_cache.find(key);
     if (known != occupancy_cache.end()) {
         clusters = known->second;
+        return cudaSuccess;
+    }
+    cudaFuncAttributes attributes{};
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    if (attributes.ptxVersion < 90) {  // the driver compiled PTX of an older architecture
+        clusters = occupancy_cache[key] = 0;
         return cudaSuccess;
     }
     // As much as there may be, so that threads with other plans do not take it back.

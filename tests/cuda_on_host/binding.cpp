@@ -11,9 +11,10 @@ using namespace bapo;
 int64_t current_stream = 0;
 AOTITorchError stream_status = 0;
 
-void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters) {
+void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters,
+            int64_t ptx_version) {
     emulated::device = {(int)major, (int)bytes_per_multiprocessor,
-                        (int)bytes_per_multiprocessor - 1024, (int)clusters};
+                        (int)bytes_per_multiprocessor - 1024, (int)clusters, (int)ptx_version};
     emulated::launches = {};
     cuda::clear_occupancy_cache();
 }

@@ -34,6 +34,7 @@ struct Device {
     int bytes_per_multiprocessor = 228 << 10;
     int bytes_per_block = 227 << 10;
     int clusters = 3;  // that are active at once
+    int ptx_version = 90;
 };
 inline Device device;
 
@@ -180,7 +181,7 @@ enum cudaDeviceAttr {
 };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-    const auto& [major, per_multiprocessor, per_block, clusters] = emulated::device;
+    const auto& [major, per_multiprocessor, per_block, clusters, ptx_version] = emulated::device;
     *value = which == cudaDevAttrComputeCapabilityMajor             ? major
              : which == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? per_multiprocessor
              : which == cudaDevAttrMultiProcessorCount              ? 1
@@ -195,6 +196,14 @@ cudaError_t cudaFuncSetAttribute(Kernel, int which, int value) {
     const bool fits = which != cudaFuncAttributeMaxDynamicSharedMemorySize ||
                       value <= emulated::device.bytes_per_block;
     return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+    attributes->ptxVersion = emulated::device.ptx_version;
+    return cudaSuccess;
 }
 constexpr int cudaLaunchAttributeClusterDimension = 0,
               cudaLaunchAttributeClusterSchedulingPolicyPreference = 1,

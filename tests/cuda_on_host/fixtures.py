@@ -14,7 +14,7 @@ from .emulated import DEVICES, ROUNDING
 
 NAMESPACE = "bapo_kernels_cuda_on_host"
 CONTROLS = {
-    "device": "(int major, int bytes, int clusters) -> ()",
+    "device": "(int major, int bytes, int clusters, int ptx_version=90) -> ()",
     "schedule": "(int seed) -> ()",
     "rounding": "(int seed) -> ()",
     "stream": "(int handle, int status) -> ()",

@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers import needs_machine_code
 
 import bapo_kernels
-from bapo_kernels.backends import native
 
 
 def cuobjdump():
@@ -27,7 +27,6 @@ def cuobjdump():
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
 CUOBJDUMP = cuobjdump()
 pytestmark = [
-    pytest.mark.skipif("cuda" not in native.build_info(), reason="built without CUDA"),
     pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump"),
     pytest.mark.xdist_group("disassembly"),  # one worker makes it
 ]
@@ -51,6 +50,7 @@ def dump(*options):
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def usage(request):
     """(architecture, {mangled kernel: its resources})."""
+    needs_machine_code(request.param)
     text = dump("-res-usage", "-arch", request.param)
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return request.param, {name: tuple(map(int, numbers)) for name, *numbers in found}
@@ -60,7 +60,8 @@ def test_registers_are_as_planned_and_nothing_spills(usage):
     architecture, kernels = usage
     assert len(kernels) >= 60
     clusters = [name for name in kernels if "row_pass_cluster_kernel" in name]
-    assert len(clusters) == (0 if architecture == "sm_80" else 12)
+    # Empty ones, if the build is for sm_80 alone.
+    assert len(clusters) in ((0, 12) if architecture == "sm_80" else (12,))
     for name, (registers, stack, local) in kernels.items():
         assert stack == local == 0, f"{name} for {architecture}"
         for kernel, most in REGISTERS.items():
@@ -71,6 +72,7 @@ def test_registers_are_as_planned_and_nothing_spills(usage):
 @pytest.fixture(scope="module")
 def sass():
     """{mangled kernel: its instructions} for sm_90."""
+    needs_machine_code("sm_90")
     text = dump("-sass", "-arch", "sm_90")
     parts = re.split(r"Function : (\w+)", text)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

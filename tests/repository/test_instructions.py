@@ -5,12 +5,12 @@ from dataclasses import replace
 from textwrap import dedent
 
 import pytest
+from helpers import needs_machine_code
 
 pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
 pytest.importorskip("typer")
 
-from bapo_kernels.backends import native
 from benchmarks.instructions import page
 from benchmarks.instructions.gpus import GPUS
 from benchmarks.instructions.passes import (
@@ -245,16 +245,15 @@ def test_shares_of_a_copy():
 
 
 needs_kernels = pytest.mark.skipif(
-    "cuda" not in native.build_info()
-    or cuobjdump() is None
-    or importlib.util.find_spec("triton") is None,
-    reason="needs the CUDA kernels, cuobjdump and Triton",
+    cuobjdump() is None or importlib.util.find_spec("triton") is None,
+    reason="needs cuobjdump and Triton",
 )
 compiled = pytest.mark.xdist_group("instructions")  # one worker disassembles
 
 
 @pytest.fixture(scope="module")
 def records():
+    needs_machine_code("sm_90")
     return page.records("sm_90")
 
 

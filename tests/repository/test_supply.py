@@ -31,7 +31,7 @@ with_scripts = pytest.mark.skipif(sys.platform != "linux", reason="uses shell sc
 
 def run(*arguments, cwd, **env):
     """Runs this interpreter, by default without any compiler on the path."""
-    given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH")
+    given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH", "TORCH_CUDA_ARCH_LIST")
     own = {k: v for k, v in os.environ.items() if k not in given and not k.startswith("BAPO_")}
     command = [sys.executable, *map(str, arguments)]
     env = own | {"PATH": ""} | env
@@ -112,6 +112,17 @@ esac
 FAILING_NVCC = NVCC.replace("eval", "echo 'row_pass.cu(7): error: expected a ;' >&2; exit 2; eval")
 
 
+TORCH_FOR_CUDA = """
+__version__ = "2.13.0+cu130"
+class version: cuda = "13.0"
+class cuda: is_available = staticmethod(lambda: False)
+"""
+TORCH_FOR_CPUS = """
+__version__ = "2.13.0+cpu"
+class version: cuda = None
+"""
+
+
 @pytest.fixture
 def tools(tmp_path):
     """Scripts that stand in for compilers, and a torch that is quick to import."""
@@ -124,7 +135,7 @@ def tools(tmp_path):
     for toolkit in (folder, folder / "failing"):
         (toolkit / "lib64").mkdir()
         (toolkit / "lib64" / "libcudart_static.a").touch()
-    write_torch(folder, '__version__ = "2.13.0"')
+    write_torch(folder, TORCH_FOR_CUDA)
     return folder
 
 
@@ -244,18 +255,24 @@ def test_older_versions_of_torch_are_refused(wheel):
 
 @with_scripts
 @pytest.mark.parametrize(
-    ("nvcc", "reason"),
+    ("nvcc", "listed", "reason"),
     [
-        (None, "no CUDA compiler found (nvcc on the path, or NVCC)"),
-        ("failing/nvcc", "nvcc: row_pass.cu(7): error: expected a ;"),
-        ("old c++", "NVCC must be nvcc or call it, got "),
+        (None, "", "no CUDA compiler found (nvcc on the path, or NVCC)"),
+        ("failing/nvcc", "", "nvcc: row_pass.cu(7): error: expected a ;"),
+        ("old c++", "", "NVCC must be nvcc or call it, got "),
+        (
+            "nvcc",
+            "Hopper",
+            "TORCH_CUDA_ARCH_LIST must be numbers such as 8.0;9.0+PTX, or all, got ",
+        ),
     ],
 )
 @pytest.mark.parametrize("required", ["0", "1"])
-def test_a_build_without_cuda_warns_or_fails(tools, tmp_path, nvcc, reason, required):
+def test_a_build_without_cuda_warns_or_fails(tools, tmp_path, nvcc, listed, reason, required):
     """A GPU machine must not silently lose its backend."""
     env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "BAPO_REQUIRE_CUDA": required}
     env |= {"NVCC": f"'{tools / nvcc}'"} if nvcc else {}
+    env["TORCH_CUDA_ARCH_LIST"] = listed
     done = build_ext(tmp_path, **env)
     assert "WARNING: building without the CUDA backend: " in done.stderr
     assert (done.returncode != 0) == (required == "1"), done.stderr
@@ -296,7 +313,7 @@ def test_compilers_and_flags_come_from_the_environment(tools, tmp_path):
         tmp_path,
         PYTHONPATH=str(tools),
         CXX=f"'{tools / 'launcher'}' '{tools / 'c++'}' -m64",
-        CXXFLAGS="-DNAME='a b' -O1 -std=c++17",
+        CXXFLAGS="-DNAME='a b' -O2 -std=c++17",
         LDFLAGS="-Wl,-s '-L/a b'",
         NVCC=f"'{tools / 'launcher'}' '{tools / 'nvcc'}' -m64",
     )
@@ -306,13 +323,40 @@ def test_compilers_and_flags_come_from_the_environment(tools, tmp_path):
     assert version == "[-m64][--version]"
     assert len(compiled) > 5
     for line in compiled:  # flags override preferences, but not what the code needs
-        wanted = "[-m64]", "[-O3]", "[-DNAME=a b]", "[-O1]", "[-std=c++17]", "[-std=c++20]"
+        ours = "[-O1]" if "/binding" in line else "[-O3]"
+        wanted = "[-m64]", ours, "[-DNAME=a b]", "[-O2]", "[-std=c++17]", "[-std=c++20]"
         places = [line.index(flag) for flag in wanted]
         assert places == sorted(places)
     assert "[-Wl,-s][-L/a b]" in linked
     assert all(line.startswith("[-m64]") for line in (tools / "nvcc.log").read_text().splitlines())
     report = json.loads((tmp_path / "bapo_kernels" / "_build.json").read_text())
-    assert report["cuda"].startswith("13.0 for sm_80")
+    assert report["cuda"] == "13.0 for sm_80, sm_90, sm_100, sm_120, compute_120"
+
+
+@with_scripts
+def test_cuda_is_not_compiled_for_a_torch_for_cpus(tools, tmp_path):
+    """Unless it is required; a reason is no warning, since nothing could run."""
+    write_torch(tools, TORCH_FOR_CPUS)
+    env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "NVCC": f"'{tools / 'nvcc'}'"}
+    report = tmp_path / "bapo_kernels" / "_build.json"
+    assert build_ext(tmp_path, **env).stderr == ""
+    assert not (tools / "nvcc.log").exists()
+    assert json.loads(report.read_text())["why no cuda"] == (
+        "torch was 2.13.0+cpu, which has no CUDA support (BAPO_REQUIRE_CUDA=1 builds it anyway)"
+    )
+    assert build_ext(tmp_path, BAPO_REQUIRE_CUDA="1", **env).returncode == 0
+    assert json.loads(report.read_text())["cuda"].startswith("13.0 for sm_80, sm_90, ")
+
+
+@with_scripts
+def test_cuda_is_compiled_for_the_listed_gpus(tools, tmp_path):
+    env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "NVCC": f"'{tools / 'nvcc'}'"}
+    assert build_ext(tmp_path, TORCH_CUDA_ARCH_LIST="8.6;12.0+PTX", **env).returncode == 0
+    report = json.loads((tmp_path / "bapo_kernels" / "_build.json").read_text())
+    assert report["cuda"] == "13.0 for sm_80, sm_120, compute_120"
+    codes = [line for line in (tools / "nvcc.log").read_text().splitlines() if "[-c]" in line]
+    assert len(codes) > 5
+    assert not any("90" in line.partition("[-c]")[0] for line in codes)
 
 
 @with_scripts
