@@ -1,12 +1,19 @@
+import getpass
 import os
+import tempfile
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # Inductor's cache hands one capability the code of another, which writes past its tensors.
+    folder = Path(tempfile.gettempdir()) / f"inductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 from helpers import DEVICES, INTERPRETED, KERNELS
 from hypothesis import settings

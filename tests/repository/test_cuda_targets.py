@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ALL = ["sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 setuptools = pytest.importorskip("setuptools")
