@@ -37,13 +37,14 @@ its figures by `python -m benchmarks plot`; neither needs the machine of the rec
 your own machine:
 
 ```sh
-make bench                                     # or, in an environment with the baselines installed:
-python -m benchmarks run                       # every method on every case, on the CPU
-python -m benchmarks run --device cuda         # on a GPU
+make bench
+# Or, in an environment with the baselines installed:
+python -m benchmarks run                # every method on every case, on the CPU
+python -m benchmarks run --device cuda  # on a GPU
 python -m benchmarks run --only bapo_kernels --case "loss from logits, Qwen3"
-python -m benchmarks run --case head           # the forms of the head
+python -m benchmarks run --case head    # the forms of the head
 python -m benchmarks run --case "sampling mask"
-pytest benchmarks/test_cpu.py                  # our CPU cases as pytest-benchmark
+pytest benchmarks/test_cpu.py           # our CPU cases as pytest-benchmark
 ```
 
 **Every method computes the same quantity.** `loss` is BAPO's loss with the search for its bounds,

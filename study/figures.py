@@ -1,88 +1,23 @@
-"""Figures of the demo and of the study."""
+"""Figures of the study."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-
-mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.plot import FIGURES, RC, save
 
-from .arms import ARMS, DEMO, NO_CLIP
+from .arms import ARMS, DEMO
 from .compare import BASELINE, compared, paired
+from .curves import PANELS, STYLES, training
 from .runs import RULE_SCENARIO, WINDOW
-from .training import TARGET
 
-STYLES = {
-    "fixed 0.8/1.2": dict(color="#222222", linestyle="-"),
-    "clip-higher 0.8/1.28": dict(color="#888888", linestyle="--"),
-    "fixed 0.6/1.2": dict(color="#b8860b", linestyle="-"),
-    "fixed 0.6/3.0": dict(color="#e08a2e", linestyle="--"),
-    "fixed 0.9/3.0": dict(color="#2e8b57", linestyle="-."),
-    NO_CLIP: dict(color="#c0392b", linestyle=":"),
-    "BAPO": dict(color="#0b5fc0", linestyle="-"),
-    "BAPO, gradient": dict(color="#5aa9f2", linestyle="--"),
-    "BAPO, recipe": dict(color="#0a9fb3", linestyle="-."),
-}
-PANELS = {
-    "bapo_pos_share_start": "Share of positive tokens at the start",
-    "bapo_clip_high": "Upper clip bound",
-    "bapo_clip_low": "Lower clip bound",
-    "entropy": "Entropy of the policy, nats per token",
-    "clipped_positive": "Clipped, of tokens with A > 0",
-    "clipped_negative": "Clipped, of tokens with A < 0",
-    "held_out": "Held-out reward",
-    "grad_norm": "Gradient norm, before it is clipped to 1",
-}
 RULE_LIMITS = 0.1, 0.04
-Curves = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]  # by arm and name, one per seed
-
-
-def training(curves: Curves, every: Mapping[str, int], note: str) -> Figure:
-    """A panel per quantity: the mean over seeds, in a band from the least to the greatest.
-
-    Args:
-        every: how many updates lie between two points of a curve.
-    """
-    figure, axes = plt.subplots(2, 4, figsize=(17, 7.4), layout="constrained", sharex=True)
-    for ax, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
-        for arm, of_arm in curves.items():
-            runs = np.array(of_arm[name])
-            if arm == NO_CLIP and name.startswith("bapo_clip"):
-                continue  # there are no bounds to draw
-            updates = (np.arange(runs.shape[1]) + 1) * every[name]
-            ax.plot(updates, runs.mean(0), label=arm, linewidth=1.8, **STYLES[arm])
-            if len(runs) > 1:
-                band = runs.min(0), runs.max(0)
-                ax.fill_between(updates, *band, color=STYLES[arm]["color"], alpha=0.12, lw=0)
-        if "share" in name:
-            ax.axhline(TARGET, color="#c0392b", linewidth=1)
-            ax.text(1.0, TARGET, "target ", color="#c0392b", ha="right", va="bottom",
-                    transform=ax.get_yaxis_transform())  # fmt: skip
-        if name == "grad_norm":
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_minor_locator(NullLocator())
-            ax.yaxis.set_major_formatter("{x:g}")
-        if name == "entropy":  # without clipping it goes anywhere
-            others = [point for arm in set(curves) - {NO_CLIP} for run in curves[arm][name]
-                      for point in run]  # fmt: skip
-            ax.set_ylim(0.9 * min(others), 1.1 * max(others))
-        ax.set_title(title)
-    for ax in axes[1]:
-        ax.set_xlabel("update")
-    handles = axes.flat[-1].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=len(curves))
-    figure.supxlabel(note, fontsize=9)
-    return figure
 
 
 def differences(runs: pd.DataFrame) -> Figure:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,6 @@ from .compare import BASELINE, CONFIDENCE, LATE, Difference, compared, paired
 from .policy import build_policy
 from .runs import RULE_SCENARIO, WINDOW
 
-DOCS = Path(__file__).parents[1] / "docs"
 NAME = "study.md"
 SEARCHING = [arm for arm in ARMS if arm.startswith("BAPO")]
 

@@ -1,8 +1,10 @@
-"""The runs of a study, two at a time, and their records."""
+"""The runs of a study, some at a time, and their records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+import pickle
+from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +16,10 @@ from bapo_kernels.config import maximum_bounds_of, starting_bounds_of
 from benchmarks.records import Record, append, environment, load
 
 from .arms import ARMS, DEMO, SCENARIOS, SCOPES, Scenario
+from .policy import warm_policy
 from .training import train
 
-WORKERS = 2
+WORKERS = min(4, os.cpu_count() or 1)  # each has one thread
 WINDOW = 16  # updates that a point of a recorded curve is the mean of
 RULE_SCENARIO = "staleness 8"  # where every update measures the Entropy-Clip Rule
 RULE = ("rule", "entropy_change")
@@ -47,20 +50,41 @@ def planned(seeds: int, updates: int) -> list[Run]:
     return [Run(*pair, seed, updates) for seed in range(seeds) for pair in pairs]
 
 
-def execute(run: Run, measure_rule: bool) -> list[dict[str, float]]:
-    """The rows of a run, one per update, on one thread."""
+def warmed_up(seed: int) -> bytes:
+    """The policy that all runs of a seed start from."""
+    torch.set_num_threads(1)
+    return pickle.dumps(warm_policy(seed))  # processes would share the memory of its tensors
+
+
+def execute(
+    run: Run, policy: bytes, measure_rule: bool, made: MutableMapping[Run, int]
+) -> list[dict[str, float]]:
+    """The rows of a run, one per update, on one thread; ``made`` gets their number so far."""
     torch.set_num_threads(1)
     arm, scenario = (ARMS | SCOPES)[run.arm], SCENARIOS[run.scenario]
     measure_rule &= run.scenario == RULE_SCENARIO and run.arm in ARMS
-    return list(train(arm, scenario, run.seed, run.updates, measure_rule))
+    own, rows = pickle.loads(policy), []
+    for row in train(own, arm, scenario, run.seed, run.updates, measure_rule):
+        rows.append(row)
+        made[run] = len(rows)
+    return rows
 
 
 def execute_all(
-    runs: Iterable[Run], measure_rule: bool = False
+    runs: Sequence[Run], measure_rule: bool, made: MutableMapping[Run, int]
 ) -> Iterator[tuple[Run, list[dict[str, float]]]]:
-    """Runs and their rows, in the order in which they end."""
+    """Runs and their rows, in the order in which they end.
+
+    Args:
+        made: how many updates each run has made so far, if it is a dict of a manager.
+    """
     with ProcessPoolExecutor(WORKERS) as pool:
-        pending = {pool.submit(execute, run, measure_rule): run for run in runs}
+        seeds = dict.fromkeys(run.seed for run in runs)
+        policies = {seed: pool.submit(warmed_up, seed) for seed in seeds}
+        pending = {
+            pool.submit(execute, run, policies[run.seed].result(), measure_rule, made): run
+            for run in runs
+        }
         for future in as_completed(pending):
             yield pending[future], future.result()
 
@@ -109,6 +133,7 @@ def complete(path: Path, runs: list[Run]) -> Iterator[Run]:
     """Appends the records of all runs that the file lacks; yields each run once it is there."""
     known, facts = done(path), environment() | {"threads": 1}
     yield from (run for run in runs if run in known)
-    for run, rows in execute_all([run for run in runs if run not in known], measure_rule=True):
+    missing = [run for run in runs if run not in known]
+    for run, rows in execute_all(missing, measure_rule=True, made={}):
         append(path, [facts | record(run, rows)])
         yield run

@@ -16,7 +16,7 @@ from bapo_kernels.scopes import ClipBoundSearch
 from .arms import PAPER, Arm, Scenario
 from .board import Walks
 from .entropy_rule import predicted_change
-from .policy import held_out_prompts, move_logits, success, warm_policy
+from .policy import held_out_prompts, move_logits, success
 from .rollouts import GROUP, batches
 
 LR = 2e-3
@@ -37,15 +37,19 @@ METRICS = (
 
 
 def train(
-    arm: Arm, scenario: Scenario, seed: int, updates: int, measure_rule: bool = False
+    policy: PreTrainedModel,
+    arm: Arm,
+    scenario: Scenario,
+    seed: int,
+    updates: int,
+    measure_rule: bool = False,
 ) -> Iterator[dict[str, float]]:
-    """One row of numbers per update.
+    """One row of numbers per update, of a policy that has had its warm-up.
 
     Args:
         measure_rule: also the change of the entropy in each update, measured and predicted by the
             Entropy-Clip Rule of the paper.
     """
-    policy = warm_policy(seed)
     search = ClipBoundSearch(arm.config, scope=arm.scope)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.0)
     source = batches(policy, scenario, torch.Generator().manual_seed(1000 + seed))

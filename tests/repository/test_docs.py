@@ -119,6 +119,15 @@ def test_code_blocks(page):
 
 
 @OF_A_PAGE
+def test_lines_of_code_fit_a_page(page):
+    """The site shows this many columns at 1,280 pixels."""
+    for language, code, line in MARKDOWN[page].fences():
+        if not language.startswith("{"):  # a directive is no code
+            for number, text in enumerate(code.splitlines(), line + 1):
+                assert len(text) <= 88, f"{page}:{number} has {len(text)} columns"
+
+
+@OF_A_PAGE
 def test_commands_in_the_text(page):
     for code in MARKDOWN[page].codes():
         if re.match(r"(make|pip|pytest|python) [\w.'-]", code) and "..." not in code:

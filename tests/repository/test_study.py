@@ -2,6 +2,7 @@
 
 import copy
 import json
+from multiprocessing import Manager
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ study = pytest.importorskip("study")
 from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, log_probs  # noqa: E402
 from bapo_kernels.scopes import ClipBoundSearch  # noqa: E402
 from study import board, compare, demo, page, policy, rollouts, runs, training  # noqa: E402
-from study.__main__ import RESULTS, app  # noqa: E402
+from study.__main__ import DOCS, RESULTS, app  # noqa: E402
 from study.arms import ARMS, SCENARIOS, SCOPES, Arm, Scenario  # noqa: E402
 from study.entropy_rule import predicted_change  # noqa: E402
 from study.training import losses, train  # noqa: E402
@@ -93,7 +94,8 @@ def test_the_share_of_a_fresh_rollout_follows_from_lengths_and_probabilities(gen
 
 
 def test_the_search_acts():
-    rows = list(train(ARMS["BAPO"], SCENARIOS["staleness 8"], seed=0, updates=8))
+    start = policy.warm_policy(0)
+    rows = list(train(start, ARMS["BAPO"], SCENARIOS["staleness 8"], seed=0, updates=8))
     below = [row["bapo_pos_share_start"] < training.TARGET for row in rows]
     raised = [row["bapo_clip_high"] > 1.21 for row in rows]
     assert any(below)
@@ -105,7 +107,10 @@ def test_the_search_acts():
 
 def test_on_policy_the_arms_are_the_same():
     first, *others = (
-        [(row["entropy"], row["grad_norm"]) for row in train(arm, Scenario(), 0, updates=2)]
+        [
+            (row["entropy"], row["grad_norm"])
+            for row in train(policy.warm_policy(0), arm, Scenario(), 0, updates=2)
+        ]
         for arm in ARMS.values()
     )
     assert all(rows == first for rows in others)
@@ -276,7 +281,31 @@ def test_the_plan_has_every_arm_where_bounds_matter():
     assert {run.arm for run in plan} == {*ARMS, *SCOPES}
 
 
+def test_a_policy_is_warmed_up_once_and_every_run_has_its_own(monkeypatch, tmp_path):
+    """The same rows as of a run alone, and ``made`` counts them."""
+    warmed = tmp_path / "warmed"
+    monkeypatch.setattr(policy, "WARM_UP_STEPS", 2)
+    warm_up = runs.warm_policy
+
+    def noting(seed):
+        with warmed.open("a") as file:
+            file.write(f"{seed}\n")
+        return warm_up(seed)
+
+    monkeypatch.setattr(runs, "warm_policy", noting)
+    plan = [runs.Run("staleness 8", arm, seed, 2) for seed in (0, 1) for arm in ("BAPO", "no clip")]
+    with Manager() as manager:
+        made = manager.dict()
+        got = dict(runs.execute_all(plan, measure_rule=False, made=made))
+        assert dict(made) == dict.fromkeys(plan, 2)
+    assert sorted(warmed.read_text().split()) == ["0", "1"]
+    for run in plan:
+        start, scenario = policy.warm_policy(run.seed), SCENARIOS[run.scenario]
+        assert got[run] == list(train(start, ARMS[run.arm], scenario, run.seed, run.updates))
+
+
 def test_the_demo(tmp_path):
+    (tmp_path / "before_after.png").touch()
     result = CliRunner().invoke(
         app, ["demo", "--out", str(tmp_path), "--seeds", "1", "--updates", "8"]
     )
@@ -287,21 +316,26 @@ def test_the_demo(tmp_path):
     searched = rows[rows.arm == "BAPO"]
     assert (searched.bapo_pos_share_start < training.TARGET).any()
     assert searched.bapo_clip_high.nunique() > 1
-    assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
+    figures = [tmp_path / name for name in ("before_after.png", "offpolicy_rlvr.png")]
+    assert result.output.splitlines()[-2:] == list(map(str, figures))
+    assert figures[1].stat().st_size > 10_000
+    bars = [line for line in result.output.splitlines() if "8/8" in line]
+    assert [line.split("━")[0].strip() for line in bars] == list(demo.DEMO)
 
 
 def test_the_page_is_that_of_the_records():
     table = compare.frame(RESULTS)
-    assert (page.DOCS / page.NAME).read_text() == page.page(table)
+    assert (DOCS / page.NAME).read_text() == page.page(table)
     keys = table[["scenario", "arm", "seed", "updates"]].values
     assert {runs.Run(*key) for key in keys} == set(runs.planned(seeds=5, updates=160))
     for figure in ("study_training", "study_differences", "study_rule"):
-        assert (page.DOCS / "figures" / f"{figure}.png").exists()
+        assert (DOCS / "figures" / f"{figure}.png").exists()
 
 
 def test_decisions_are_counted_and_bounds_are_not_averaged_first():
     """A search that stops at either end is never inside, though the mean of its bounds is."""
-    rows = list(train(SCOPES["BAPO, scope call"], SCENARIOS["staleness 8"], seed=0, updates=8))
+    arm, scenario = SCOPES["BAPO, scope call"], SCENARIOS["staleness 8"]
+    rows = list(train(policy.warm_policy(0), arm, scenario, seed=0, updates=8))
     mixed = [row for row in rows if 0 < row["moved"] < 1]
     assert mixed
     assert any(row["interior"] == 0 and 1.3 < row["bapo_clip_high"] < 2.9 for row in mixed)

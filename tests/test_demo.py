@@ -1,0 +1,67 @@
+"""``make demo``: what it imports, and what it does with a baseline or a kernel that is inexact."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import needs_native
+from pages import ROOT
+
+for package in ("transformers", "matplotlib", "pandas", "rich", "typer"):
+    pytest.importorskip(package)
+EXAMPLES = ROOT / "examples"
+if not EXAMPLES.exists():
+    pytest.skip("the examples are in the repository only", allow_module_level=True)
+
+# Packages that the environment for everything has, and that of the demo lacks.
+ABSENT = "scipy tabulate triton trl verl megatron liger_kernel accelerate datasets pytest"
+IMPORTS = f"""
+import sys
+sys.modules.update(dict.fromkeys({ABSENT.split()}))  # importing them raises
+sys.path[:0] = {[str(ROOT), str(EXAMPLES)]}
+import before_after, study.__main__, study.demo
+"""
+
+
+def test_the_demo_imports_no_more_than_its_environment_has():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """``measure`` of the example at a small vocabulary, with gradients of a way that are off."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("before_after")
+    monkeypatch.setattr(example, "VOCABULARY", 1_003)
+    gradient = example.gradient
+
+    def measure(way, dtype, off_by):
+        def inexact(which, logits, *arguments):
+            got = gradient(which, logits, *arguments)
+            wrong = which == way and logits.dtype != torch.float64
+            return got + off_by * got.abs().max() if wrong else got
+
+        monkeypatch.setattr(example, "gradient", inexact)
+        return example.measure(way, dtype, tokens=8)
+
+    return measure
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("way", "off_by"), [("before", 0.1), ("after", 0), ("inplace", 0)])
+def test_an_inexact_baseline_is_timed_with_its_error(measure, way, off_by, dtype):
+    got = measure(way, dtype, off_by)
+    assert got["milliseconds"] > 0
+    assert got["largest_error"] == pytest.approx(off_by, abs=0.01)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", ["after", "inplace"])
+def test_a_wrong_kernel_is_not_timed(measure, way, dtype):
+    with pytest.raises(SystemExit, match=f"{way} torch.{dtype}: gradient is off by"):
+        measure(way, dtype, 0.02)
