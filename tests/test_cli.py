@@ -33,6 +33,7 @@ def short(tasks):
     return [task for task in tasks if not task.case.endswith(f"V = {validate.VOCABULARY:,}")]
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_typer_or_rich():
     code = "import sys, bapo_kernels; assert not {'typer', 'rich'} & set(sys.modules)"
     assert python("-c", code).returncode == 0
@@ -46,12 +47,14 @@ runpy.run_module("bapo_kernels", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_typer():
     done = python("-c", WITHOUT_TYPER)
     assert done.returncode == 0
     assert "backend reference available" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_command_without_typer_names_the_extra():
     done = python("-c", WITHOUT_TYPER, "validate")
     assert done.returncode == 1
@@ -59,6 +62,7 @@ def test_a_command_without_typer_names_the_extra():
     assert done.stderr == f"bapo_kernels: {told}\n"
 
 
+@pytest.mark.slow
 def test_help_lists_the_commands():
     done = python("-m", "bapo_kernels", "--help")
     assert done.returncode == 0

@@ -457,6 +457,7 @@ def test_in_place_raises(fullgraph, dtype):
         torch.compile(loss, fullgraph=fullgraph)(hidden).backward()
 
 
+@pytest.mark.slow
 def test_find_clip_bounds():
     def upper(logp, old, advantages):
         return find_clip_bounds(logp, old, advantages).upper
@@ -467,6 +468,7 @@ def test_find_clip_bounds():
     assert torch.compile(upper, fullgraph=True)(*arguments) == upper(*arguments)
 
 
+@pytest.mark.slow
 def test_log_probs_without_gradient_and_without_entropy():
     def both(logits, labels):
         with torch.no_grad():

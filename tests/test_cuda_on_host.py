@@ -49,6 +49,7 @@ from bapo_kernels.config import SURROGATES
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
     needs_native,
+    pytest.mark.xdist_group("on_host"),  # one worker builds the library
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(sys.platform != "linux", reason="its fibers need Linux"),
 ]
@@ -444,6 +445,7 @@ def test_prepare(on_host, library, mode):
         check_prepared(packed_arguments(10_000, long, mode, False), "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_launches(on_host, library):
     """Of every operator; test_launches.py adds those of ATen and of a process group."""

@@ -368,6 +368,7 @@ def test_environment_report():
         assert report[f"backend {name}"] == expected
 
 
+@pytest.mark.slow
 def test_command_line():
     run = subprocess.run(
         [sys.executable, "-m", "bapo_kernels"], capture_output=True, text=True, check=True

@@ -18,6 +18,7 @@ from bapo_kernels import BAPOConfig, ClipBounds
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
     needs_native,
+    pytest.mark.xdist_group("on_host"),  # one worker builds the library
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(sys.platform != "linux", reason="its fibers need Linux"),
     pytest.mark.parametrize("on_host", ["H100"], indirect=True),
