@@ -149,8 +149,8 @@ def test_versions_agree():
 def test_citation_names_the_authors_of_the_paper():
     (paper,) = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
     authors = [f"{one['family-names']}, {one['given-names']}" for one in paper["authors"]]
-    readme = re.search(r"author  = \{(.*) and others\}", (ROOT / "README.md").read_text())[1]
-    named = readme.split(" and ")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    named = re.search(r"author = \{(.*?) and others\}", readme)[1].split(" and ")
     assert authors[: len(named)] == named
 
 
