@@ -55,7 +55,7 @@ def nvcc() -> Path:
     places = spec.submodule_search_locations if spec else []
     found = [path for place in places or [] for path in Path(place).glob("cu*/bin/nvcc")]
     if not found:
-        raise SystemExit("nvcc must be installed (requirements-wheel.txt)")
+        raise SystemExit("nvcc must be installed (requirements/wheel.txt)")
     return found[0]
 
 

@@ -839,8 +839,8 @@ def test_wheels_of_the_baselines_have_the_versions_of_the_cpu():
     """Those of `make baselines`, which has neither QuACK nor flash-attn."""
     pins = re.compile(r"^([\w.-]+)==([^ ;\\\n]+)", re.MULTILINE)
     wheels, locked = (
-        dict(pins.findall((report.ROOT / f"requirements-{name}.txt").read_text()))
-        for name in ("baselines", "dev")
+        dict(pins.findall((report.ROOT / f"requirements/{name}.txt").read_text()))
+        for name in ("baselines", "all")
     )
     packages = {method.package for method in methods()} - {None, "quack-kernels", "flash-attn"}
     assert len(packages) == 4

@@ -157,7 +157,7 @@ def no_build(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="the wheel is built on Linux")
 def test_the_wheel_is_for_all(monkeypatch, tmp_path):
     """Whatever the machine that builds it has."""
-    pytest.importorskip("cyclonedx", reason="needs requirements-dev.txt")
+    pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
     from release import wheel
 
     monkeypatch.setattr(wheel, "BUILD", tmp_path / "wheel")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cyclonedx", reason="needs requirements-dev.txt")
+pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "release").exists(), reason="not in the repository")
 REPORT = {

@@ -174,6 +174,16 @@ def test_locked_requirements(path):
     assert "://" not in locked  # no index, which may be another elsewhere
 
 
+def test_locked_requirements_are_named_as_they_are():
+    texts = [MAKEFILE, (ROOT / "pyproject.toml").read_text()]
+    texts += [path.read_text() for path in WORKFLOWS.values()]
+    named = {
+        name for text in texts for name in re.findall(r"requirements[\w/-]+\.(?:in|txt)", text)
+    }
+    assert len(named) > 3
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("name", ["demo", "test"])
 def test_small_environments_have_the_versions_of_the_large_one(name):
     folder = ROOT / "requirements"
