@@ -261,7 +261,7 @@ def tokens_of(sets, values, options):
         uniform[:, 2] + 0.5 if options.per_row else None,
     )
     log_probs = statistics(sets, tokens, options, torch.float64)[0]
-    # Kept, undecided and clipped, of either sign.
+    # Kept, undecided and clipped, of either sign; none at a bound, where rounding decides.
     ratios = torch.tensor([1.0, 1.8, 0.7, 4.0, 0.3]).repeat(sets.N)[: sets.N]
     old = log_probs.nan_to_num(0.0, neginf=-20.0).float() - ratios.log()
     advantages = tokens.advantages.abs() * torch.where(ratios < 1, -1, 1)
