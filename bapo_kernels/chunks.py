@@ -35,7 +35,7 @@ from .fused import (
     row_pass,
     row_statistics,
 )
-from .gemm import Head, HeadGradients
+from .head import Head, HeadGradients
 from .inputs import as_rows, bounds_tensor
 from .output import BAPOOutput
 

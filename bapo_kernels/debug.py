@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import gemm
 from ._ops import torch_ops_of
 from .alignment import check_alignment
 from .backends import available_backends, choose, native
@@ -292,6 +293,12 @@ def environment() -> dict[str, str]:
         report["native build"] = ", ".join(f"{k}: {v}" for k, v in info.items() if v)
     if native.WHY_NO_CPU is None:
         report["cpu kernels"] = torch_ops_of("cpu").instruction_set("")
+    report["cpu products"] = ", ".join(map(_product, (torch.bfloat16, torch.float16)))
     for name, reason in available_backends().items():
         report[f"backend {name}"] = "available" if reason is None else f"absent: {reason}"
     return report
+
+
+def _product(dtype: torch.dtype) -> str:
+    name, reason = str(dtype).removeprefix("torch."), gemm.why_in_float32(dtype)
+    return f"{name} in {name}" if reason is None else f"{name} in float32 ({reason})"

@@ -1,285 +1,138 @@
-"""The products of a head with hidden states, and the dtypes in which they are summed."""
+"""The three matrix products of a head with hidden states, and the dtypes in which they are summed.
+
+PyTorch makes them in the dtype of their operands where the processor has instructions for it. On a
+CPU without them, products of half precision take twice (emulated with AVX-512) to a hundred times
+as long as those of float32. There, and where a result has more bits than the operands, a block of
+the head after the other is multiplied in float32.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import platform
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from . import sets
-from .distributed import VocabShard
-from .memory import OF_CHUNKS, OF_SUMS, OF_WEIGHTS
-
-if TYPE_CHECKING:
-    from .call import Call
-
-CHUNK_BYTES = 2**30
-SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks are added up
-_SUM_TERMS = 4096  # of a float32 sum over the vocabulary
-_COLUMNS = 1024  # of the vocabulary at once, where a product has to be converted: as caches hold
-_ALIGNED = 8  # logits of a row begin at a multiple of 16 bytes, as the fastest products ask for
-
-
-@dataclass(frozen=True)
-class Head:
-    """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs.
-
-    With a shard, ``weight`` and ``bias`` are those of its part of the vocabulary. Logits are of the
-    same dtype, or float32. Under autocast the weight that is trained may be float32
-    (``trains_float32``), and so its gradient.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    shard: VocabShard | None
-    logits_dtype: torch.dtype
-    trains_float32: bool
-
-    @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        shard: VocabShard | None = None,
-        logits_dtype: torch.dtype | None = None,
-    ) -> Head:
-        """Detached, rows flat, in the dtype of the GEMMs, the bias in that of the logits."""
-        rows = hidden.detach().reshape(-1, hidden.shape[-1])
-        logits_dtype = logits_dtype or dtype
-        bias = None if bias is None else bias.detach().to(logits_dtype)
-        trains_float32 = weight.dtype == torch.float32
-        of_gemms = rows.to(dtype), weight.detach().to(dtype)
-        return cls(*of_gemms, bias, shard, logits_dtype, trains_float32)
-
-    @property
-    def widens(self) -> bool:
-        """Whether logits have more bits than what they are made of."""
-        return self.logits_dtype != self.weight.dtype
-
-    def rows_per_chunk(self, rows: int, asked: int | None, sums_weight: bool) -> int:
-        """Rows of each chunk, for the fewest equal chunks; the same on every rank of a shard.
-
-        A chunk has at most the rows that were asked for, or 1 GiB of logits. Several chunks need a
-        float32 sum of the weight's gradient, ``sums_weight``, before that has half precision: if
-        all logits take no more memory than the sum would, they are one chunk.
-        """
-        halves = not self.trains_float32 and self.shard is None
-        of_logits, of_sum = rows * self._bytes_per_logit, SUM_BYTES * self.weight.shape[1]
-        if sums_weight and halves and of_logits <= of_sum:  # bytes per column
-            return max(1, rows)
-        if asked is None:
-            columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-            asked = max(1, CHUNK_BYTES // (columns * self._bytes_per_logit))
-        return max(1, math.ceil(rows / max(1, math.ceil(rows / asked))))
-
-    @property
-    def _bytes_per_logit(self) -> int:
-        narrow = self.weight.element_size()
-        return 4 + narrow if self.widens else narrow
-
-    def chunk_memory(self, rows: int) -> Tensor:
-        """Where :meth:`logits` puts those of up to ``rows`` rows, chunk after chunk."""
-        shape = rows, _aligned(self.weight.shape[0])
-        return OF_CHUNKS.empty(shape, self.logits_dtype, self.weight.device)
-
-    def logits(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
-        h = self.hidden[rows]
-        logits = memory[: rows.numel(), : self.weight.shape[0]]
-        with _without_autocast(h):
-            if not self.widens and self.bias is not None:
-                torch.addmm(self.bias, h, self.weight.T, out=logits)
-            elif not self.widens:
-                torch.mm(h, self.weight.T, out=logits)
-            else:
-                _widened_product(h, self.weight, logits)
-                if self.bias is not None:
-                    logits += self.bias
-        return h, logits
-
-
-class HeadGradients:
-    """Gradients of a head, added up chunk by chunk; only those that are needed are made.
-
-    Args:
-        needs: whether the hidden states, the weight and the bias need a gradient.
-        one_chunk: the weight's gradient is one product, which may be rounded to its dtype at once.
-    """
-
-    def __init__(self, head: Head, needs: tuple[bool, ...], one_chunk: bool) -> None:
-        self.head, self.one_chunk = head, one_chunk
-        # Parts of a sum over ranks are float32.
-        dtype = None if head.shard is None else torch.float32
-        self.hidden = _zeros_like(head.hidden, dtype) if needs[0] else None
-        self.weight: Tensor | None = None
-        self.needs_weight = needs[1]
-        V = head.weight.shape[0]
-        self.bias = torch.zeros(V, device=head.weight.device) if needs[2] else None
-
-    def add(self, rows: Tensor, h: Tensor, dlogits: Tensor) -> None:
-        """``dlogits [n, V]`` of rows that have had none so far."""
-        if rows.numel() == 0:
-            return
-        if self.bias is not None:
-            self.bias += dlogits.sum(0, dtype=torch.float32)
-        with _without_autocast(h):
-            if self.head.widens:
-                dlogits = _narrowed(dlogits, h.dtype)
-            if self.hidden is not None:
-                self.hidden[rows] = _dhidden(dlogits, self.head.weight, self.hidden.dtype)
-            if self.needs_weight:
-                self._add_weight(h, dlogits)
-
-    @property
-    def of_hidden_alone(self) -> bool:
-        """Whether the head is frozen: only hidden states need a gradient."""
-        return self.hidden is not None and not self.needs_weight and self.bias is None
-
-    def scale_hidden(self, factors: Tensor) -> None:
-        """Multiplies the gradient of each hidden state, ``[N, H]``, by its factor, ``[N]``.
-
-        With a factor of 0 it may hold anything before, and is 0 then.
-        """
-        assert self.hidden is not None
-        self.hidden.mul_(factors.float()[:, None]).masked_fill_((factors == 0)[:, None], 0.0)
-
-    def _add_weight(self, h: Tensor, dlogits: Tensor) -> None:
-        first = self.weight is None
-        if self.weight is None:
-            at_once = self.one_chunk and not self.head.trains_float32
-            dtype = h.dtype if at_once else torch.float32
-            memory = OF_WEIGHTS if dtype == h.dtype else OF_SUMS
-            self.weight = memory.empty(self.head.weight.shape, dtype, h.device)
-        if first and self.weight.dtype == h.dtype:
-            torch.mm(dlogits.T, h, out=self.weight)
-        elif h.dtype == torch.float32:
-            self.weight.addmm_(dlogits.T, h)
-        elif _adds_in_float32(dlogits):
-            _add_in_float32(self.weight, dlogits.T, h, first)
-        else:
-            self._add_weight_in_parts(h, dlogits, first)
-
-    def add_sets(self, call: Call, dvalues: Tensor) -> None:
-        """The gradients of weight and bias of the rows with a sampling mask."""
-        dweight, h = self.weight, self.head.hidden
-        if self.needs_weight and dweight is None:
-            dtype = torch.float32 if self.head.trains_float32 else h.dtype
-            dweight = OF_WEIGHTS.empty(self.head.weight.shape, dtype, h.device)
-        elif not self.needs_weight and self.bias is not None:
-            dweight = h.new_empty(self.bias.numel(), 0)  # the kernel of both makes the bias alone
-        if dweight is not None:
-            add = self.weight is not None
-            sets.weight_gradient(call, dvalues, self.head, add, dweight, self.bias)
-        if self.needs_weight:
-            self.weight = dweight
-
-    def _add_weight_in_parts(self, h: Tensor, dlogits: Tensor, first: bool) -> None:
-        """Where no product adds to float32: a part of it while it is in the cache.
-
-        In bfloat16 on a CPU each part is rounded, as the whole is that one product makes.
-        """
-        assert self.weight is not None
-        parts = dlogits.split(_COLUMNS, 1)
-        for dweight, of_part in zip(self.weight.split(_COLUMNS), parts, strict=True):
-            fast = h.dtype == torch.bfloat16 and not h.is_cuda
-            product = of_part.T @ h if fast else _float32_product(of_part.T, h)
-            if first:
-                dweight.copy_(product)
-            else:
-                dweight += product
-
-    def of(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-        """In the shapes and dtypes of hidden states, weight and bias; zeros without any row.
-
-        With a shard the hidden states' is summed over the ranks, by one all-reduce.
-        """
-        if self.head.shard is not None and self.hidden is not None:
-            dist.all_reduce(self.hidden, group=self.head.shard.group)
-        if self.needs_weight and self.weight is None:
-            self.weight = _zeros_like(self.head.weight)
-        if self.weight is not None and weight is not None and self.weight.dtype != weight.dtype:
-            memory = OF_WEIGHTS.empty(weight.shape, weight.dtype, weight.device)
-            self.weight = memory.copy_(self.weight)
-        made = ((self.hidden, hidden), (self.weight, weight), (self.bias, bias))
-        return [
-            None
-            if gradient is None or parameter is None
-            else gradient.to(parameter.dtype).reshape(parameter.shape)
-            for gradient, parameter in made
-        ]
-
-
-def _aligned(columns: int) -> int:
-    return -(-columns // _ALIGNED) * _ALIGNED
-
-
-def _narrowed(dlogits: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype, with aligned rows too."""
-    rows, columns = dlogits.shape
-    return dlogits.new_empty((rows, _aligned(columns)), dtype=dtype)[:, :columns].copy_(dlogits)
-
-
-def _zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous, as an operator that scales a gradient in place asks for."""
-    return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _without_autocast(operand: Tensor) -> torch.autocast:
-    """GEMMs in the dtype of their operands: autocast would round those that are float32."""
-    return torch.autocast(operand.device.type, enabled=False)
-
-
+_BLOCK = 1024  # rows of the head that are multiplied at once in float32: as caches hold
 # Up to torch 2.10 the sum must have the dtype of the operands.
 _SUM_MAY_BE_FLOAT32 = TorchVersion(torch.__version__) >= "2.11"
 
 
-def _adds_in_float32(operand: Tensor) -> bool:
+@cache
+def why_in_float32(dtype: torch.dtype) -> str | None:
+    """Why products of this dtype are made in float32 on this CPU; ``None`` if they are not.
+
+    It depends on the instructions that the CPU has and oneDNN may use (``ONEDNN_MAX_CPU_ISA``).
+    """
+    if dtype == torch.float32:
+        return None
+    ops = torch.ops.mkldnn
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    if not (
+        torch.backends.mkldnn.is_available() and getattr(ops, f"_is_mkldnn_{name}_supported")()
+    ):
+        return f"oneDNN finds no instructions for {name}"
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if x86 and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        return "oneDNN emulates bf16 with AVX-512"
+    return None
+
+
+def in_own_dtype(operand: Tensor) -> bool:
+    """Whether products of such operands are made, and rounded, in their dtype."""
+    return operand.is_cuda or why_in_float32(operand.dtype) is None
+
+
+def multiply(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = h @ weight.T + bias`` of ``[n, H]``, ``[V, H]``, ``[V]``; out may be float32."""
+    if out.dtype == h.dtype and in_own_dtype(h):
+        if bias is None:
+            torch.mm(h, weight.T, out=out)
+        else:
+            torch.addmm(bias, h, weight.T, out=out)
+    elif h.is_cuda:
+        torch.mm(h, weight.T, out_dtype=torch.float32, out=out)
+        if bias is not None:
+            out += bias
+    else:
+        h = h.float()
+        for columns, part in _in_float32(weight):
+            of_part = out[:, columns]
+            product = torch.mm(h, part.T, out=of_part if out.dtype == torch.float32 else None)
+            if bias is not None:
+                product += bias[columns]
+            of_part.copy_(product)
+
+
+def hidden_gradient(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dlogits @ weight`` in ``dtype``, that of the weight or float32.
+
+    In float32 on a CPU as a sum of parts: the libraries there add the terms of a few rows one after
+    the other, all of the vocabulary.
+    """
+    if weight.is_cuda and dtype != weight.dtype:
+        return torch.mm(dlogits, weight, out_dtype=dtype)
+    if weight.is_cuda or (dtype != torch.float32 and in_own_dtype(weight)):
+        return dlogits @ weight
+    total = dlogits.new_zeros(dlogits.shape[0], weight.shape[1], dtype=torch.float32)
+    for columns, part in _in_float32(weight):
+        total += dlogits[:, columns].float() @ part
+    return total.to(dtype)
+
+
+def add_weight_gradient(total: Tensor, dlogits: Tensor, h: Tensor, first: bool) -> None:
+    """``total += dlogits.T @ h``; the first product is written, and the total not read.
+
+    Args:
+        total: ``[V, H]``, float32, or of the dtype of ``h`` if this is the only product.
+    """
+    if total.dtype == h.dtype and in_own_dtype(h):
+        _add_product(total, dlogits.T, h, first)
+    elif adds_in_float32(h):
+        _add_product(total, dlogits.T, h, first, out_dtype=torch.float32)
+    else:
+        _add_in_blocks(total, dlogits, h, first)
+
+
+def adds_in_float32(operand: Tensor) -> bool:
     """Whether a product of half precision can add to a float32 sum."""
     return operand.is_cuda and _SUM_MAY_BE_FLOAT32
 
 
-def _add_in_float32(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total += a @ b`` by one GEMM; the first product is written, and the total not read."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, **options: Any) -> None:
     if first:
-        torch.mm(a, b, out_dtype=torch.float32, out=total)
+        torch.mm(a, b, **options, out=total)
     else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, b, **options, out=total)
 
 
-def _dhidden(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dlogits @ weight``; float32 on a CPU as a sum of parts.
+def _add_in_blocks(total: Tensor, dlogits: Tensor, h: Tensor, first: bool) -> None:
+    """A block of the sum after the other, while it is in the cache.
 
-    The libraries there add the terms of a few rows one after the other, all of the vocabulary.
+    Products that a CPU makes in bfloat16 are rounded to it, as the whole is that one makes.
     """
-    if dtype != torch.float32:
-        return dlogits @ weight
-    if dlogits.is_cuda:
-        return _float32_product(dlogits, weight)
-    total = dlogits.new_zeros(dlogits.shape[0], weight.shape[1], dtype=dtype)
-    for a, b in zip(dlogits.split(_SUM_TERMS, 1), weight.split(_SUM_TERMS), strict=True):
-        total += a.float() @ b.float()
-    return total
+    options: dict[str, Any] = dict(out_dtype=torch.float32) if h.is_cuda else {}
+    if not h.is_cuda and (h.dtype == torch.float16 or not in_own_dtype(h)):
+        h = h.float()
+    for begin in range(0, total.shape[0], _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        product = torch.mm(dlogits[:, block].to(h.dtype).T, h, **options)
+        if first:
+            total[block] = product
+        else:
+            total[block] += product
 
 
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
-
-
-def _widened_product(h: Tensor, weight: Tensor, logits: Tensor) -> None:
-    """``h @ weight.T`` summed and kept in float32."""
-    if h.is_cuda:
-        torch.mm(h, weight.T, out_dtype=torch.float32, out=logits)
-        return
-    h = h.float()
-    for part, of_part in zip(weight.split(_COLUMNS), logits.split(_COLUMNS, 1), strict=True):
-        torch.mm(h, part.float().T, out=of_part)
+def _in_float32(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Its blocks, in one memory: each is there until the next one."""
+    memory = weight.new_empty(min(_BLOCK, weight.shape[0]), weight.shape[1], dtype=torch.float32)
+    for begin in range(0, weight.shape[0], _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        part = weight[block]
+        if part.dtype != torch.float32:
+            part = memory[: part.shape[0]].copy_(part)
+        yield block, part

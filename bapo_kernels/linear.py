@@ -21,7 +21,7 @@ from .checks import check_group
 from .chunks import loss_of_hidden
 from .config import BAPOConfig
 from .distributed import VocabShard, local_parameter, warn_if_not_synchronised
-from .gemm import Head
+from .head import Head
 from .inputs import (
     check_head,
     check_logits_dtype,

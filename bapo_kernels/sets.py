@@ -19,7 +19,7 @@ from .sampling_mask import SamplingMask
 if TYPE_CHECKING:
     from .call import Call
     from .fused import Coefficients, RowStatistics
-    from .gemm import Head
+    from .head import Head
 
 _OUTSIDE = -1  # the position of a label that is not in its set
 

@@ -14,7 +14,7 @@ from unittest import mock
 from rich.console import Console
 
 from bapo_kernels import fused
-from bapo_kernels.gemm import CHUNK_BYTES
+from bapo_kernels.head import CHUNK_BYTES
 
 from .cases import Batch, Case, Level
 from .methods import Method, methods

@@ -26,7 +26,7 @@ from shards import (
 from world import grid
 
 import bapo_kernels
-from bapo_kernels import bapo_loss, gemm, reference
+from bapo_kernels import bapo_loss, reference
 
 pytestmark = pytest.mark.xdist_group("world")
 
@@ -149,7 +149,7 @@ def linear_rank(rank, name, dtype, backend, data, tensor, frozen=False):
     # Chunks of given rows or of given bytes: equally many on every rank, though shards are uneven.
     chunk_tokens = 5 if name == "paper" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm, "CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize)
+        patch.setattr("bapo_kernels.head.CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize)
         return linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens, frozen)
 
 

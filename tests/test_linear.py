@@ -24,7 +24,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.chunks import _Front
-from bapo_kernels.gemm import Head, HeadGradients
+from bapo_kernels.head import Head, HeadGradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193
@@ -33,7 +33,7 @@ B, S, H, V = 3, 7, 24, 193
 @pytest.fixture(autouse=True)
 def chunks_as_asked_for(monkeypatch):
     """Also where one would take less memory, because the sum of several does."""
-    monkeypatch.setattr(gemm, "SUM_BYTES", 0)
+    monkeypatch.setattr("bapo_kernels.head.SUM_BYTES", 0)
 
 
 CONFIGS = {
@@ -212,7 +212,7 @@ def test_rows_per_chunk(monkeypatch):
         return head.rows_per_chunk(count, asked, sums_weight)
 
     assert [rows(n, asked=5) for n in (0, 1, 5, 6, 11, 15, 16)] == [1, 1, 5, 3, 4, 5, 4]
-    monkeypatch.setattr(gemm, "SUM_BYTES", 4)
+    monkeypatch.setattr("bapo_kernels.head.SUM_BYTES", 4)
     assert [rows(n, asked=5) for n in (0, 6, 128, 129)] == [1, 6, 128, 5]
     assert rows(129, asked=5, sums_weight=False) == rows(129, asked=5, dtype=torch.float32) == 5
     assert rows(4096) == 4096  # 1 GiB
@@ -304,7 +304,7 @@ def test_products_that_add_to_float32(monkeypatch):
         assert out is total
         return out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
 
-    monkeypatch.setattr(gemm, "_adds_in_float32", lambda operand: True)
+    monkeypatch.setattr(gemm, "adds_in_float32", lambda operand: True)
     gradients = HeadGradients(
         Head.of(hidden, weight, None, torch.bfloat16), (False, True, False), one_chunk=False
     )

@@ -31,7 +31,7 @@ from bapo_kernels import (
 )
 from bapo_kernels.config import LossAggMode
 from bapo_kernels.debug import check_inputs
-from bapo_kernels.gemm import Head, HeadGradients
+from bapo_kernels.head import Head, HeadGradients
 
 V, H = 65, 8
 CONFIG = BAPOConfig(entropy_coef=0.1)

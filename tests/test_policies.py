@@ -33,11 +33,10 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     debug,
     find_clip_bounds,
-    gemm,
     linear_log_probs,
     reference,
 )
-from bapo_kernels.gemm import Head, HeadGradients
+from bapo_kernels.head import Head, HeadGradients
 
 SURROGATES = ["clip", "cispo", "sapo"]
 LEVELS = ["token", "sequence"]
@@ -436,7 +435,7 @@ def test_rows_of_a_head_that_are_recomputed(monkeypatch, surrogate, level, froze
         return original(self, of, memory)
 
     monkeypatch.setattr(Head, "logits", logits)
-    monkeypatch.setattr(gemm, "SUM_BYTES", 0)
+    monkeypatch.setattr("bapo_kernels.head.SUM_BYTES", 0)
     linear_gradients(policy(surrogate, level), 5, None, frozen=frozen)
     _, *made = rows  # the log-probs of the case are made first
     counted = int(unmasked_tokens(head_case(BAPOConfig())).sum())

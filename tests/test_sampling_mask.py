@@ -41,7 +41,6 @@ from bapo_kernels import (
     SamplingMask,
     bapo_linear_loss,
     bapo_loss,
-    gemm,
     linear_log_probs,
     log_probs,
     reference,
@@ -240,7 +239,7 @@ def test_no_ids_no_rows_and_all_masked(backend, device):
 @pytest.fixture(autouse=True)
 def chunks_as_asked_for(monkeypatch):
     """Also where one would take less memory, because the sum of several does."""
-    monkeypatch.setattr(gemm, "SUM_BYTES", 0)
+    monkeypatch.setattr("bapo_kernels.head.SUM_BYTES", 0)
 
 
 def masked_logits(hidden, weight, bias, allowed):

@@ -35,7 +35,7 @@ struct Float16 {
 
 inline VFloat splat(float x) { return x - VFloat{}; }
 
-// The larger of two; where b is NaN it is a.
+// The larger, and the smaller, of two; where either is NaN it is a.
 inline VFloat vmax(VFloat a, VFloat b) {
 #if defined(__AVX512F__)
     return (VFloat)_mm512_maskz_max_ps(0xffff, (__m512)b, (__m512)a);
@@ -43,6 +43,16 @@ inline VFloat vmax(VFloat a, VFloat b) {
     return (VFloat)_mm256_max_ps((__m256)b, (__m256)a);
 #else
     return b > a ? b : a;
+#endif
+}
+
+inline VFloat vmin(VFloat a, VFloat b) {
+#if defined(__AVX512F__)
+    return (VFloat)_mm512_maskz_min_ps(0xffff, (__m512)b, (__m512)a);
+#elif defined(__AVX2__)
+    return (VFloat)_mm256_min_ps((__m256)b, (__m256)a);
+#else
+    return b < a ? b : a;
 #endif
 }
 
@@ -75,6 +85,8 @@ struct CompensatedSum {
 inline VFloat widen(VHalf h, BFloat16) {
 #if defined(__AVX512F__)
     return (VFloat)((VUint)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)h) << 16);
+#elif defined(__AVX2__)
+    return (VFloat)((VUint)_mm256_cvtepu16_epi32((__m128i)h) << 16);
 #else
     return (VFloat)(__builtin_convertvector(h, VUint) << 16);
 #endif
@@ -158,17 +170,17 @@ inline void stream(float* p, F vector_at) {
 template <typename T, typename F>
 inline void stream(T* p, F vector_at) {
     const VHalf low = narrow(vector_at(0), T{}), high = narrow(vector_at(kLanes), T{});
-    const VHalf both[2] = {low, high};
 #if defined(__AVX512F__)
+    const VHalf both[2] = {low, high};
     __m512i line;
     std::memcpy(&line, both, sizeof line);
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), line);
 #elif defined(__AVX2__)
-    __m256i line;
-    std::memcpy(&line, both, sizeof line);
+    const __m256i line = _mm256_set_m128i((__m128i)high, (__m128i)low);  // not through memory
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), line);
 #else
-    std::memcpy(p, both, sizeof both);
+    std::memcpy(p, &low, sizeof low);
+    std::memcpy(p + kLanes, &high, sizeof high);
 #endif
 }
 
@@ -211,7 +223,7 @@ inline void store_scalar(T* p, float x) {
 #if defined(__AVX512F__)
 constexpr float kExp2Floor = -151.0f;
 #else
-constexpr float kExp2Floor = -125.0f;
+constexpr float kExp2Floor = -127.0f;
 #endif
 
 template <bool kPrecise = true>
@@ -221,8 +233,7 @@ inline VFloat vexp2(VFloat x) {
     const VFloat n = x - r;
 #else
     constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer in the low bits
-    x = x < kExp2Floor ? splat(kExp2Floor) : x;
-    x = x > 127.0f ? splat(127.0f) : x;
+    x = vmin(vmax(x, splat(kExp2Floor)), splat(127.0f));
     const VFloat shifted = x + kRound;
     const VFloat r = x - (shifted - kRound);
 #endif
@@ -243,8 +254,7 @@ inline VFloat vexp2(VFloat x) {
 #if defined(__AVX512F__)
     return (VFloat)_mm512_maskz_scalef_ps(0xffff, (__m512)e, (__m512)n);
 #else
-    e *= (VFloat)(((VUint)shifted << 23) + 0x3f800000);
-    return x == kExp2Floor ? VFloat{} : e;
+    return e * (VFloat)(((VUint)shifted << 23) + 0x3f800000);  // 2^n, and 0 at the floor
 #endif
 }
 
@@ -258,7 +268,7 @@ inline VFloat vtanh(VFloat x) {
     const VFloat small = x + x * (z * tail);
 
     const VFloat magnitude = (VFloat)((VUint)x & 0x7fffffff);
-    const VFloat held = magnitude > 10.0f ? splat(10.0f) : magnitude;
+    const VFloat held = vmin(magnitude, splat(10.0f));
     const VFloat q = vexp2<>(-2.88539008f * held);
     const VFloat large = (VFloat)((VUint)(1.0f - 2.0f * q / (1.0f + q)) | ((VUint)x & 0x80000000));
     return magnitude < 1.3f ? small : large;

@@ -1,0 +1,141 @@
+"""The products of a head: within a rounding of float64, whatever the processor multiplies."""
+
+import os
+
+import pytest
+import torch
+from helpers import assert_within_budget, needs_native
+from test_linear import check, problem
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bapo_kernels import BAPOConfig, debug, gemm, linear_log_probs
+
+HALVES = [torch.bfloat16, torch.float16]
+n, H, V = 9, 24, 193
+BLOCK = 50  # several, the last one smaller
+
+
+@pytest.fixture(params=["as such", "in float32"])
+def products(request, monkeypatch):
+    """Of half precision: what the CPU has instructions for, and what it has not."""
+    reason = None if request.param == "as such" else "a processor without instructions"
+    reasons = dict.fromkeys(HALVES, reason)
+    monkeypatch.setattr(gemm, "why_in_float32", reasons.get)  # None of float32
+    monkeypatch.setattr(gemm, "_BLOCK", BLOCK)
+    return request.param
+
+
+def operands(dtype):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(*size, generator=g).to(dtype) for size in ((n, H), (V, H), (V,), (n, V))]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_each_product(products, dtype):
+    """Of rounded operands, with results in their dtype and in float32."""
+    h, weight, bias, dlogits = operands(dtype)
+    exact_h, exact_weight, exact_bias, exact_dlogits = (x.double() for x in operands(dtype))
+
+    def compare(name, got, truth):
+        sums = 1e-6 * truth.abs().max().item()
+        assert_within_budget(name, got, truth.to(got.dtype), truth, inherited=sums)
+
+    for out_dtype in (dtype, torch.float32):
+        for b, exact_b in ((bias, exact_bias), (None, 0.0)):
+            out = torch.empty(n, V + 3, dtype=out_dtype)[:, :V]
+            gemm.multiply(h, weight, b, out)
+            compare("logits", out, exact_h @ exact_weight.T + exact_b)
+        got = gemm.hidden_gradient(dlogits, weight, out_dtype)
+        assert got.dtype == out_dtype
+        compare("gradient of hidden", got, exact_dlogits @ exact_weight)
+    dweight = torch.full((V, H), torch.nan, dtype=dtype)
+    gemm.add_weight_gradient(dweight, dlogits, h, first=True)
+    compare("gradient of weight", dweight, exact_dlogits.T @ exact_h)
+    total = torch.full((V, H), torch.nan)
+    for first in (True, False):
+        gemm.add_weight_gradient(total, dlogits, h, first)
+    truth = 2 * exact_dlogits.T @ exact_h
+    rounded = dtype == torch.bfloat16 and products == "as such"
+    compare("sum of two chunks", total.to(dtype) if rounded else total, truth)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_losses(products, dtype, logits_dtype, chunk_tokens, frozen):
+    parameters, case = problem(dtype, "cpu", BAPOConfig())
+    options = dict(chunk_tokens=chunk_tokens, logits_dtype=logits_dtype, frozen=frozen)
+    check(parameters, case, "cpu", **options)
+
+
+class Sizes(TorchDispatchMode):
+    """The elements of each float32 tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.found.append(result.untyped_storage().nbytes() // 4)
+        return result
+
+
+@pytest.mark.parametrize("products", ["in float32"], indirect=True)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_one_block_is_float32(products, dtype):
+    h, weight, bias, dlogits = operands(dtype)
+    with Sizes() as sizes:
+        gemm.multiply(h, weight, bias, torch.empty_like(dlogits))
+        gemm.hidden_gradient(dlogits, weight, dtype)
+        gemm.add_weight_gradient(torch.empty_like(weight), dlogits, h, first=True)
+    assert max(sizes.found) == BLOCK * H
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_same_bits_again(products, dtype):
+    results = []
+    for _ in range(2):
+        hidden, weight, bias = (x.requires_grad_() for x in operands(dtype)[:3])
+        logp, entropy = linear_log_probs(hidden, weight, torch.arange(n), bias=bias)
+        (logp + entropy).sum().backward()
+        results.append([logp, entropy, hidden.grad, weight.grad, bias.grad])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one_dnn", "avx512_bf16", "machine", "in_float32"),
+    [
+        (torch.float32, False, False, "x86_64", False),
+        (torch.bfloat16, False, False, "x86_64", True),  # AVX2
+        (torch.bfloat16, True, False, "x86_64", True),  # AVX-512, emulated
+        (torch.bfloat16, True, True, "x86_64", False),
+        (torch.bfloat16, False, True, "AMD64", True),  # ONEDNN_MAX_CPU_ISA=AVX2
+        (torch.bfloat16, True, False, "aarch64", False),
+        (torch.float16, False, True, "x86_64", True),
+        (torch.float16, True, True, "x86_64", False),
+    ],
+)
+def test_the_rule(monkeypatch, dtype, one_dnn, avx512_bf16, machine, in_float32):
+    for name in ("bf16", "fp16"):
+        name = f"_is_mkldnn_{name}_supported"
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: one_dnn, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(gemm.platform, "machine", lambda: machine)
+    reason = gemm.why_in_float32.__wrapped__(dtype)
+    assert (reason is not None) == in_float32
+    if in_float32:
+        name = str(dtype).removeprefix("torch.")
+        monkeypatch.setattr(gemm, "why_in_float32", lambda dtype: reason)
+        assert f"{name} in float32 ({reason})" in debug.environment()["cpu products"]
+
+
+@pytest.mark.skipif(os.environ.get("ONEDNN_MAX_CPU_ISA") != "AVX2", reason="as if with AVX2 alone")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_limit_of_onednn_counts(dtype):
+    assert gemm.why_in_float32(dtype) is not None
