@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .checks import is_dtensor, require
 
@@ -14,6 +16,7 @@ _RULE = (
     "have no adapter of its own but plain LoRA: "
     "merge it, disable it, or leave it out of target_modules" + OTHERWISE
 )
+_BLOCK = 1024  # rows of the head, as caches of a CPU hold
 _LORA = "peft.tuners.lora.layer.Linear"
 # Hooks from these modules move weights and activations, and do not change their values.
 _MOVERS = ("torch.distributed.", "deepspeed.", "trl.models.activation_offloading")
@@ -62,7 +65,40 @@ def adapted(layer: Any, weight: Tensor) -> Tensor:
     with torch.autocast(weight.device.type, enabled=False):
         scaled = [layer.scaling[name] * B.to(dtype) for name, B in zip(names, ups, strict=True)]
         A = torch.cat([down.to(dtype) for down in downs])
-        return torch.addmm(weight.to(dtype), torch.cat(scaled, 1), A).to(weight.dtype)
+        adapted: Tensor = _Adapted.apply(weight, torch.cat(scaled, 1), A)
+        return adapted
+
+
+class _Adapted(torch.autograd.Function):
+    """``weight + B @ A``, summed in the dtype of A and B and rounded once, block by block."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, B: Tensor, A: Tensor) -> Tensor:
+        ctx.save_for_backward(B, A)
+        result = torch.empty_like(weight)
+        for block in _blocks(weight):
+            result[block] = torch.addmm(weight[block].to(A.dtype), B[block], A)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, A = ctx.saved_tensors
+        dB, dA = torch.empty_like(B), torch.zeros_like(A)
+        with torch.autocast(dweight.device.type, enabled=False):
+            for block in _blocks(dweight):
+                of_block = dweight[block].to(A.dtype)
+                dB[block] = of_block @ A.T
+                dA += B[block].T @ of_block
+        return dweight, dB, dA
+
+
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    """Rows that are float32 at once; all where a compiler would unroll the loop."""
+    V = weight.shape[0]
+    size = V if torch.compiler.is_compiling() else _BLOCK * 16 if weight.is_cuda else _BLOCK
+    for begin in range(0, V, size):
+        yield slice(begin, begin + size)
 
 
 def _active(layer: Any) -> list[str]:

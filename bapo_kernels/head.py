@@ -91,8 +91,9 @@ class Head:
         """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
         h = self.hidden[rows]
         logits = memory[: rows.numel(), : self.weight.shape[0]]
-        with _without_autocast(h):
-            gemm.multiply(h, self.weight, self.bias, logits)
+        if rows.numel():
+            with _without_autocast(h):
+                gemm.multiply(h, self.weight, self.bias, logits)
         return h, logits
 
 

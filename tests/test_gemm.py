@@ -9,6 +9,7 @@ from test_linear import check, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_kernels import BAPOConfig, debug, gemm, linear_log_probs
+from bapo_kernels.head import Head
 
 HALVES = [torch.bfloat16, torch.float16]
 n, H, V = 9, 24, 193
@@ -93,6 +94,10 @@ def test_one_block_is_float32(products, dtype):
         gemm.hidden_gradient(dlogits, weight, dtype)
         gemm.add_weight_gradient(torch.empty_like(weight), dlogits, h, first=True)
     assert max(sizes.found) == BLOCK * H
+    with Sizes() as sizes:  # all other rows have a sampling mask
+        head = Head.of(h, weight, bias, dtype)
+        head.logits(torch.arange(0), head.chunk_memory(1))
+    assert not any(sizes.found)
 
 
 @needs_native

@@ -189,6 +189,11 @@ def test_copy_of_the_head_that_peft_trains():
         torch.testing.assert_close(log_probs_of(head), own_log_probs(model))
 
 
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+    monkeypatch.setattr("bapo_kernels.adapters._BLOCK", 7)
+
+
 def lora(**options):
     return adapted(target_modules=["lm_head"], **options)
 
