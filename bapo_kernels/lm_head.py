@@ -115,9 +115,9 @@ class LMHead:
 
         Of a head with LoRA ``base + sum scaling*(B @ A)`` over its active adapters, made at each
         use: summed in float32, rounded once to the dtype of the base (the model rounds the products
-        of each token instead), and differentiable. So read it once per loss. It costs
-        temporaries of 8 bytes per element of ``[V, H]``, and the product of the weight's gradient,
-        which a frozen head does without: 6NVH operations instead of 4NVH.
+        of each token instead), and differentiable. So read it once per loss. It costs its memory,
+        and the product of the weight's gradient, which a frozen head does without: 6NVH operations
+        instead of 4NVH.
         """
         layer = _layer(self.model)
         return adapted(layer, _linear(layer).weight)
