@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from bapo_kernels.debug import instruction_set
+
 from .cases import Level, cpu_suite, gpu_suite
-from .records import RESULTS, append, environment
+from .records import append, environment, file_of
 from .run import run as measure
 from .run import wide_console
 
@@ -48,9 +51,11 @@ def run(
     if not chosen:
         titles = "\n".join(c.title for c in suite)
         raise typer.BadParameter(f"no title has {case} in it; they are\n{titles}")
-    facts, path = environment(device), out or RESULTS / f"{device}.jsonl"
-    for records in measure(chosen, device, only or [], minutes, wide_console(), without or []):
-        append(path, [{**facts, **record} for record in records])
+    facts, path = environment(device), out or file_of(device)
+    limited = torch.backends.cpu.get_cpu_capability() == "AVX2"  # maybe by ATEN_CPU_CAPABILITY
+    with instruction_set("avx2") if limited else nullcontext():
+        for records in measure(chosen, device, only or [], minutes, wide_console(), without or []):
+            append(path, [{**facts, **record} for record in records])
 
 
 @app.command()
@@ -75,7 +80,7 @@ def targets(
     facts, found = environment(device), []
     sizes = tokens, vocab, hidden, dtype
     for records, results in run(level, backend, device, *sizes, wide_console()):
-        append(out or RESULTS / f"{device}.jsonl", [facts | record for record in records])
+        append(out or file_of(device), [facts | record for record in records])
         if json is not None:
             append(json, [facts | result for result in results])
         for result in results:

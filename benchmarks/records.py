@@ -16,6 +16,7 @@ import bapo_kernels
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+WITHOUT_AVX512 = "cpu_avx2"
 Record = dict[str, Any]
 
 
@@ -42,7 +43,15 @@ def processor() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     features = torch.backends.cpu.get_cpu_capability()
+    features += " by ATEN_CPU_CAPABILITY" if "ATEN_CPU_CAPABILITY" in os.environ else ""
     return f"{names[0] if names else platform.processor()}, {len(names)} cores, {features}"
+
+
+def file_of(device: str) -> Path:
+    """Where records of a device go; those of a processor without AVX-512 have their own file."""
+    if device == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        device = WITHOUT_AVX512
+    return RESULTS / f"{device}.jsonl"
 
 
 def commit() -> str:

@@ -14,7 +14,7 @@ from . import scaling
 from .frames import forms_of_the_head, latest, plain_losses, sampling_masks
 from .mask_tables import of_masks
 from .plot import FIGURES, LEVELS, YARDSTICKS
-from .records import RESULTS, load
+from .records import RESULTS, WITHOUT_AVX512, load
 from .tables import machine, markdown, number
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +84,11 @@ up to `2*H` rows are one chunk, whatever `chunk_tokens` is, because
 [that takes less memory](hidden_states.md#memory).
 """
 
+PROCESSORS = """{machine} The columns of AVX-512 are those above. Without instructions for a dtype
+of half precision, [our products are made in float32](hidden_states.md#rounding), those of others in
+the dtype.
+"""
+
 
 def write() -> list[Path]:
     """Writes the pages, the tables of the README, and the figure of the scaling page."""
@@ -108,6 +113,7 @@ def page() -> str:
         masks = sampling_masks(device)
         if not masks.empty:
             sections.append("\n".join(of_masks(NAMES[device], masks)))
+    sections.append("\n".join(of_processors()))
     sections.append("\n".join(others()))
     return "\n".join(sections).rstrip() + "\n"
 
@@ -203,6 +209,23 @@ def form_table(frame: pd.DataFrame) -> str:
         )
         parts.append(table.set_index(case.method).loc[case.sort_values("ms").method])
     return markdown(pd.concat(parts))
+
+
+def of_processors() -> Iterator[str]:
+    """The cases that were measured on both kinds of processor, side by side."""
+    kinds = {"AVX-512": latest("cpu"), "AVX2": latest(WITHOUT_AVX512)}
+    if kinds["AVX2"].empty:
+        return
+    yield "### With AVX2 alone, CPU\n"
+    yield PROCESSORS.format(machine=machine(kinds["AVX2"]))
+    frames = [f.assign(kind=f["dtype"] + ", " + kind) for kind, f in kinds.items()]
+    both = plain_losses(pd.concat(frames)).sort_values("kind")
+    for (level, N, V, H), case in both.groupby(["level", "N", "V", "H"], sort=False):
+        case = case[case["dtype"].isin(case[case.kind.str.endswith("AVX2")]["dtype"])]
+        if len(case):
+            of_head = f", H = {H:,}" if level == "hidden" else ""
+            yield f"Loss and gradients {LEVELS[level]}, N = {N:,}, V = {V:,}{of_head}, ms:\n"
+            yield pivot(case, "kind", "ms") + "\n"
 
 
 def pivot(frame: pd.DataFrame, column: str, value: str, heads: dict[Any, str] | None = None) -> str:
