@@ -735,6 +735,16 @@ def test_the_suites_cover_all_kinds_of_cases():
     assert {128_256, 151_936, 262_208} <= {c.V for c in gpu_suite()}
 
 
+@pytest.mark.parametrize(
+    ("device", "capability", "name"),
+    [("cpu", "AVX512", "cpu"), ("cpu", "AVX2", "cpu_avx2"), ("cuda", "AVX2", "cuda")],
+)
+def test_a_processor_without_avx512_has_records_of_its_own(monkeypatch, device, capability, name):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert records.file_of(device) == records.RESULTS / f"{name}.jsonl"
+    assert capability in records.processor()
+
+
 @pytest.fixture
 def made_up_records(tmp_path):
     """Random times of every method on every case of the CPU suite, and a failure per case."""
