@@ -38,7 +38,7 @@ def why_in_float32(dtype: torch.dtype) -> str | None:
         return f"oneDNN finds no instructions for {name}"
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     if x86 and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        return "oneDNN emulates bf16 with AVX-512"
+        return "the processor has no AVX512-BF16"  # oneDNN would emulate it
     return None
 
 
