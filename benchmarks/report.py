@@ -84,8 +84,10 @@ up to `2*H` rows are one chunk, whatever `chunk_tokens` is, because
 [that takes less memory](hidden_states.md#memory).
 """
 
-PROCESSORS = """{machine} The columns of AVX-512 are from the records above. Without instructions for
-half precision [our products are made in float32](hidden_states.md#rounding).
+PROCESSORS = """{machine}
+
+The columns of AVX-512 are from the records above. Without instructions for half precision
+[our products are made in float32](hidden_states.md#rounding).
 """
 
 
