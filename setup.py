@@ -48,7 +48,7 @@ TORCH = (2, 10)  # the oldest supported; the library is built for its stable ABI
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 INSTRUCTION_SETS = {
-    "portable": [],  # first: of an inline function, the linker takes the copy that comes first
+    "portable": [],
     **(
         {
             "avx2": ["-mavx2", "-mfma", "-mf16c"],

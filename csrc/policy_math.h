@@ -10,7 +10,8 @@
 #if defined(__CUDACC__)
 #define BAPO_HD __host__ __device__ inline
 #else
-#define BAPO_HD inline
+// Files that are compiled for an instruction set must not define what others could be linked to.
+#define BAPO_HD inline __attribute__((always_inline))
 #endif
 
 namespace bapo {

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import bapo_kernels
 from bapo_kernels import checks
 from bapo_kernels.output import REPORT
 
+ROOT = Path(__file__).parents[1]
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
 
 
@@ -32,6 +34,24 @@ def test_only_the_stable_abi_of_torch_is_used():
     of_torch = [s for s in symbols if "@" not in s and not s.startswith(("__", "_ITM"))]
     assert len(of_torch) > 10
     assert [s for s in of_torch if not s.startswith(("aoti_torch_", "torch_"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("nm")), reason="needs g++ and nm")
+@pytest.mark.parametrize("source", ["row_pass", "sets"])
+def test_an_instruction_set_has_its_functions_to_itself(tmp_path, monkeypatch, source):
+    """Of an inline function that several objects have, the linker takes one copy for all."""
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    isa = "avx512" if setup["X86"] else "portable"
+    unit = next(unit for unit in setup["units"]() if unit.name == f"{source}_{isa}")
+    compiled = tmp_path / "unit.o"
+    command = ["g++", *setup["compile_flags"](), *unit.flags, "-c", ROOT / unit.source]
+    subprocess.run([*command, "-o", compiled], check=True)
+    names = subprocess.check_output(["nm", "--defined-only", compiled], text=True)
+    assert re.findall(r"^\w+ ([^a-z]) (\S+)", names, re.MULTILINE)  # its tables, at least
+    assert re.findall(r"^\w+ ([WVu]) (\S+)", names, re.MULTILINE) == []
 
 
 @needs_native
