@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+from .. import gemm
 from .._ops import NATIVE, TRITON
 from ..backends import choose
 from ..call import Statistics
@@ -138,11 +139,12 @@ class Workload:
         return output
 
     def gemms(self) -> None:
-        """The three matrix products alone: the logits, and both gradients."""
+        """The three matrix products alone, as the loss makes them: logits, and both gradients."""
         states, weight = (leaf.detach() for leaf in self.leaves)
-        logits = states @ weight.T
-        logits @ weight
-        logits.T @ states
+        logits = torch.empty_like(self.logits)
+        gemm.multiply(states, weight, None, logits)
+        gemm.hidden_gradient(logits, weight, weight.dtype)
+        gemm.add_weight_gradient(torch.empty_like(weight), logits, states, first=True)
 
     def bytes_moved(self) -> dict[str, int]:
         """By the pass over all rows, and by the one that writes undecided rows."""
