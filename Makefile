@@ -10,7 +10,7 @@ TORCH ?= 2.13.0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
-.PHONY: demo test test-all study bench docs lint lock sanitize emulate fuzz prebuilt baselines wheel \
+.PHONY: demo test test-all study bench docs lint lock sanitize emulate ptx fuzz prebuilt baselines wheel \
   clean
 .NOTPARALLEL:
 demo test: export PYTHONPATH = $(CURDIR)
@@ -83,6 +83,15 @@ SEEDS ?= 200
 emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
 	  $(PYTEST) tests/test_cuda_on_host.py tests/test_sets_on_host.py
+
+# Executes the PTX of the Triton kernels on the CPU, for sm_80 and sm_90 (tests/ptx).
+PTX_TESTS := triton_rows triton_sequences triton_sets prepare search log_probs policies loss \
+  sampling_mask linear
+ptx: .venv/built
+	for capability in 80 90; do \
+	  TRITON_PTX=$$capability PTX_SEED=$(FIRST) $(PYTEST) -m "not slow" -k triton \
+	    $(PTX_TESTS:%=tests/test_%.py) || exit 1; \
+	done
 
 # Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).
 fuzz:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+if "TRITON_PTX" in os.environ:
+    from ptx import backend as ptx_backend
+elif not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Inductor's cache hands one capability the code of another, which writes past its tensors.
@@ -51,6 +53,11 @@ def interprets_again(item):
     return of_host or case.get("dtype", torch.bfloat16) != torch.bfloat16
 
 
+def pytest_terminal_summary(terminalreporter):
+    if "TRITON_PTX" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        terminalreporter.write_line("\n".join(ptx_backend.launches.report()))
+
+
 def pytest_report_header():
     reasons = available_backends().items()
     return [f"backend {name}: {reason or 'tested'}" for name, reason in reasons]
@@ -87,3 +94,11 @@ def worlds(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+if "TRITON_PTX" in os.environ:
+
+    @pytest.fixture(autouse=True)
+    def races(request, monkeypatch):
+        allowed = request.node.originalname in ptx_backend.MAY_RACE
+        monkeypatch.setattr(ptx_backend.launches, "races", not allowed)

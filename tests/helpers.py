@@ -49,7 +49,7 @@ LAYOUTS = {
     "every second row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
 }
 
-if "triton" in KERNELS and INTERPRETED:
+if "triton" in KERNELS and INTERPRETED and "TRITON_PTX" not in os.environ:
     import interpreter
 
     interpreter.save_time()

@@ -160,8 +160,10 @@ def _sets_dweight_kernel(
         dw = row_math.rounded(total.to(tl.float32), dweight.dtype.element_ty)
         tl.store(to, dw, h < H)
         if dbias is not None:
-            db = tl.load(dbias + column) + tl.sum(total_bias, 0)
-            tl.store(dbias + column, db.to(tl.float32), tl.program_id(1) == 0)
+            if tl.program_id(1) == 0:
+                db = tl.load(dbias + column) + tl.sum(total_bias, 0)
+                tl.debug_barrier()  # every warp loads, and one stores
+                tl.store(dbias + column, db.to(tl.float32))
 
 
 def multiply_sets(

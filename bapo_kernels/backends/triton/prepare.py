@@ -187,7 +187,7 @@ def _prepare_kernel(
             tl.debug_barrier()
     if WRITE:
         if ticket is not None:
-            tl.store(ticket, 0)
+            tl.store(ticket, 0, tl.program_id(0) == 0)
         for begin in range(first, N, stride):
             index = begin + lane
             inside = index < N
