@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import check_like, count, refuse
+from .checks import check_like, check_transforms, count, refuse
 from .config import (
     BAPOConfig,
     grids_of,
@@ -218,6 +218,7 @@ def log_probs_call(
     sampling_mask: SamplingMask | None = None,
 ) -> Call:
     """Log-probs and entropy of these labels, no loss; ``temperature`` in the shape of these."""
+    check_transforms(backend)
     given = {} if temperature is None else {"temperatures": temperature}
     per_token = token_inputs(backend, Arguments(labels, given))
     unmasked = per_token.unmasked
@@ -250,7 +251,8 @@ def loss_call(
 ) -> Call:
     """Checks and flattens the arguments of a loss.
 
-    Offsets and normalisers on a device are not read: those that break their rule make the loss NaN.
+    Offsets on a GPU and normalisers in a tensor are not read: those that break their rule make the
+    loss NaN.
 
     Args:
         like: the labels, or log-probs where those are given.
@@ -268,6 +270,7 @@ def loss_call(
     check_ratio_level(like, like_name, config, cu_seqlens)
     divisor = None
     if not for_search:
+        check_transforms(backend)
         divisor = _divisor(like, like_name, config, options)
     values = {"advantages": checked_advantages(advantages, like, like_name, cu_seqlens)}
     for name, value in (

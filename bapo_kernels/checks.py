@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_C: Any = torch._C
+
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (Tensor, torch.nn.Parameter)  # no subclass, so no DTensor
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -66,7 +68,10 @@ def number(name: str, value: Any) -> float:
         rule = "be a number (.item() of a tensor or array)" if is_array else "be a number"
         is_number = hasattr(value, "__float__") and not is_array and not isinstance(value, bool)
         require(is_number, name, rule, typed(value))
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        refuse(name, "be in the range of float64", f"a larger {type(value).__name__}")
 
 
 def count(name: str, value: Any, rule: str = "be an integer >= 1") -> int:
@@ -97,6 +102,8 @@ def check_tensor(name: str, tensor: Any, sharded: bool = False) -> None:
     require(isinstance(tensor, Tensor), name, "be a tensor", type(tensor).__name__)
     rule = "be a local tensor (.to_local() or .full_tensor())"
     require(sharded or not is_dtensor(tensor), name, rule, "a DTensor")
+    is_masked = isinstance(tensor, torch.masked.MaskedTensor)
+    require(not is_masked, name, "be an ordinary tensor (.to_tensor(value))", "a MaskedTensor")
     require(tensor.layout == torch.strided, name, "be a dense tensor", tensor.layout)
 
 
@@ -120,6 +127,19 @@ def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> Non
     """Requires both tensors to be on the same device."""
     if tensor.device != like.device:
         refuse(name, f"be on the device of {like_name} ({like.device})", tensor.device)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the host can read the values without a wait: on a CPU, where nothing is traced."""
+    traced = torch.compiler.is_compiling() or _C._len_torch_dispatch_stack()
+    return tensor.is_cpu and not traced
+
+
+def check_transforms(backend: str) -> None:
+    """Requires the reference inside of ``torch.func.grad``, ``vjp``, ``jvp`` and others."""
+    if backend != "reference" and not torch.compiler.is_compiling():
+        rule = "be 'reference' inside of torch.func (outside: loss.backward(), torch.autograd.grad)"
+        require(not _C._are_functorch_transforms_active(), "backend", rule, repr(backend))
 
 
 def check_group(name: str, group: Any) -> None:

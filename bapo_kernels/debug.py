@@ -101,8 +101,7 @@ def check_inputs(
     check_logits(logits, labels, vocab_group)
     check_sampling_mask(sampling_mask, labels)
     labels = labels.long()
-    if backend is not None:
-        choose(backend, logits, "logits")
+    choose(backend, logits, "logits")
     check_options(options.get("statistics", "all"), options.get("process_group"), vocab_group)
     logits = whole_vocabulary(logits, vocab_group, -1)
     for name in ("batch_num_tokens", "global_batch_size"):

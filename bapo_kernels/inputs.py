@@ -14,9 +14,11 @@ from .checks import (
     check_group,
     check_tensor,
     count,
+    is_readable,
     number,
     refuse,
     require,
+    typed,
 )
 from .config import BAPOConfig
 from .sampling_mask import SamplingMask
@@ -57,9 +59,10 @@ def check_head(
     """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``."""
     check_floating("hidden_states", hidden_states)
     check_floating("lm_head_weight", lm_head_weight, sharded=True)
-    require(hidden_states.ndim >= 1, "hidden_states", "have shape (..., H)", hidden_states.shape)
-    fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == hidden_states.shape[-1]
     shape = hidden_states.shape
+    some = hidden_states.ndim >= 1 and shape[-1] >= 1
+    require(some, "hidden_states", "have shape (..., H) with H >= 1", shape)
+    fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == shape[-1]
     rule = ("have shape (V, {}), as hidden_states {} ask for", shape[-1], shape)
     require(fits, "lm_head_weight", rule, lm_head_weight.shape)
     some = lm_head_weight.shape[0] >= 1 or vocab_group is not None
@@ -77,7 +80,8 @@ def check_head(
 
 def gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """The dtype of autocast where it is on; otherwise all three must have the same."""
-    if torch.is_autocast_enabled(hidden.device.type):
+    # Torch has no autocast of meta tensors; that they have no values is said later.
+    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     for name, tensor in (("lm_head_weight", weight), ("bias", bias)):
         rule = f"have the dtype of hidden_states {hidden.dtype}"
@@ -245,6 +249,8 @@ def checked_temperature(
     temperature: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """As :func:`checked_advantages`; a 0-dim tensor is the temperature of every token."""
+    if not isinstance(temperature, Tensor):
+        refuse("temperature", "be a tensor (a number is config.temperature)", typed(temperature))
     return _per_token("temperature", temperature, like, like_name, cu_seqlens, "be 0-dim, or ")
 
 
@@ -281,7 +287,7 @@ def _per_token(
 
 
 def check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
-    """``cu_seqlens [B + 1]`` of packed ``[N]`` tokens."""
+    """``cu_seqlens [B + 1]`` of packed ``[N]`` tokens, which on a CPU rise from 0 to at most N."""
     check_tensor("cu_seqlens", cu_seqlens)
     ok = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
     require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", cu_seqlens.shape)
@@ -289,6 +295,8 @@ def check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
     require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
     check_device("cu_seqlens", cu_seqlens, like, like_name)
     require(like.ndim == 1, like_name, "have packed shape (N,) with cu_seqlens", like.shape)
+    if is_readable(cu_seqlens):
+        rising_offsets(cu_seqlens, like.shape[0])
 
 
 def rising_offsets(cu_seqlens: Tensor, N: int) -> list[int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_tensor, refuse, require
+from .checks import check_device, check_tensor, is_readable, refuse, require
 
 _WIDTH = 2**32  # of a row in the keys of the sort, more than the ids it may have
 _LARGEST = 2**31 - 1  # id; larger ones are in no vocabulary, and neither is -1
@@ -23,6 +24,8 @@ class SamplingMask:
     the softmax over it, ``p_j = exp(x_j)/sum_{i in S_n} exp(x_i)``, as if every other logit were
     -inf (keep sampling mask, DeepSeek-V3.2, arXiv 2512.02556, section 3.1). An empty set stands for
     the whole vocabulary. vLLM and SGLang return this form of the sets they sampled from.
+
+    A mask has its own copies of what it is given: what is written there later changes no mask.
 
     The ids of a set are distinct, in any order. Ids that are repeated or outside of the vocabulary
     make the loss NaN, and :func:`bapo_kernels.debug.check_inputs` names them. Offsets on a GPU are
@@ -60,16 +63,22 @@ class SamplingMask:
         require(some, "offsets", "have shape (N + 1,)", self.offsets.shape)
         check_device("offsets", self.offsets, self.token_ids, "token_ids")
 
-        ids, offsets = self.token_ids.contiguous(), self.offsets.long().contiguous()
-        readable = offsets.is_cpu and not torch.compiler.is_compiling()
-        if readable:
+        given = [tensor.contiguous().clone() for tensor in (self.token_ids, self.offsets)]
+        ids, offsets = given[0], given[1].long()
+        if readable := is_readable(offsets):
             check_rise(offsets, len(ids))
         else:
             offsets = torch.where(_wrong(offsets, len(ids)).any(), -1, offsets)
         if not readable or not _ascend(ids, offsets):
             ids = _sorted(ids, offsets)
-        object.__setattr__(self, "_ids", _narrowed(ids))
-        object.__setattr__(self, "_offsets", offsets)
+        self._keep(*given, _narrowed(ids), offsets)
+
+    def _keep(self, *tensors: Tensor) -> None:
+        for name, tensor in zip(("token_ids", "offsets", "_ids", "_offsets"), tensors, strict=True):
+            object.__setattr__(self, name, tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.token_ids, self.offsets)  # so that files are checked, too
 
     @classmethod
     def from_lists(
@@ -81,11 +90,9 @@ class SamplingMask:
             >>> SamplingMask.from_lists([[7, 3], [], [5]])
             SamplingMask(token_ids=tensor([7, 3, 5]), offsets=tensor([0, 2, 2, 3]))
         """
-        ids = list(chain.from_iterable(sets))
-        # Without a dtype, so that ids that are no integers are refused.
-        token_ids = torch.tensor(ids) if ids else torch.empty(0, dtype=torch.int64)
-        counts = torch.tensor([len(ids) for ids in sets], dtype=torch.int64)
-        return cls.from_counts(token_ids, counts).to(device or "cpu")
+        rows = [_row_of(n, ids) for n, ids in enumerate(sets)]
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return cls.from_counts(torch.cat([counts[:0], *rows]), counts).to(device or "cpu")
 
     @classmethod
     def from_counts(cls, token_ids: Tensor, counts: Tensor) -> SamplingMask:
@@ -151,6 +158,8 @@ class SamplingMask:
             SamplingMask(token_ids=tensor([3, 7], dtype=torch.int32), offsets=tensor([0, 2, 2]))
         """
         require(len(masks) > 0, "masks", "be one or more", len(masks))
+        others = [type(mask).__name__ for mask in masks if not isinstance(mask, SamplingMask)]
+        require(not others, "masks", "be SamplingMasks", others)
         ends, before = [masks[0]._offsets[:1]], 0
         for mask in masks:
             check_device("masks", mask._ids, masks[0]._ids, "the first one")
@@ -163,10 +172,7 @@ class SamplingMask:
     def _of(cls, ids: Tensor, offsets: Tensor) -> SamplingMask:
         """Of what another mask has sorted and checked."""
         mask = object.__new__(cls)
-        for name, tensor in (("token_ids", ids), ("offsets", offsets)):
-            object.__setattr__(mask, name, tensor)
-        object.__setattr__(mask, "_ids", ids)
-        object.__setattr__(mask, "_offsets", offsets)
+        mask._keep(ids, offsets, ids, offsets)
         return mask
 
     def __len__(self) -> int:
@@ -201,6 +207,18 @@ class SamplingMask:
         ids = self._ids.to(device=device, non_blocking=non_blocking)
         offsets = self._offsets.to(device=device, non_blocking=non_blocking)
         return self if ids is self._ids else self._of(ids, offsets)
+
+
+def _row_of(n: int, ids: Any) -> Tensor:
+    """The ids of row ``n``."""
+    try:
+        row = torch.tensor(list(ids))  # without a dtype, so that others than integers are refused
+    except (TypeError, ValueError, RuntimeError):
+        row = torch.empty(())
+    if row.ndim != 1 or (len(row) and row.dtype not in (torch.int32, torch.int64)):
+        rule = "have a list of int64 ids for each row (of requests and their tokens: sum(sets, []))"
+        refuse("sets", rule, f"{reprlib.repr(ids)} at ({n},)")
+    return row.long()
 
 
 def check_rise(offsets: Tensor, K: int) -> None:
@@ -238,3 +256,6 @@ def _sorted(ids: Tensor, offsets: Tensor) -> Tensor:
 def _narrowed(ids: Tensor) -> Tensor:
     """As int32, where ids that are in no vocabulary stay so."""
     return ids if ids.dtype == torch.int32 else ids.clamp(-1, _LARGEST).int()
+
+
+torch.serialization.add_safe_globals([SamplingMask])  # for torch.load(weights_only=True)

@@ -14,6 +14,7 @@ from helpers import needs_native
 from torch.profiler import DeviceType
 from typer.testing import CliRunner
 
+import bapo_kernels
 from bapo_kernels import _autograd, available_backends, bounds, chunks, fused
 from bapo_kernels.tools import profile, validate
 from bapo_kernels.tools.cli import commands
@@ -52,6 +53,7 @@ def test_the_report_needs_no_typer():
     done = python("-c", WITHOUT_TYPER)
     assert done.returncode == 0
     assert "backend reference available" in done.stdout
+    assert python("-c", WITHOUT_TYPER, "--version").stdout == f"{bapo_kernels.__version__}\n"
 
 
 @pytest.mark.slow
@@ -64,10 +66,11 @@ def test_a_command_without_typer_names_the_extra():
 
 @pytest.mark.slow
 def test_help_lists_the_commands():
-    done = python("-m", "bapo_kernels", "--help")
-    assert done.returncode == 0
-    assert "validate" in done.stdout
-    assert "profile" in done.stdout
+    for option in ("-h", "--help"):
+        done = python("-m", "bapo_kernels", option)
+        assert done.returncode == 0
+        assert "validate" in done.stdout
+        assert "profile" in done.stdout
 
 
 @pytest.mark.slow
@@ -277,6 +280,24 @@ def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
     (check,) = map(json.loads, file.read_text().splitlines())
     assert check["passed"]
     assert check["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--tokens", "-5"), ("--vocab", "0"), ("--hidden", "0")),
+        *(("--masked", "2"), ("--idle", "-0.1")),
+        ("--trace", "absent/t.json"),
+        ("--json", "absent/x"),
+    ],
+)
+def test_values_of_options_are_checked_first(monkeypatch, tmp_path, option, value):
+    for module, name in ((validate, "run"), (profile, "Workload")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("has begun to work"))
+    monkeypatch.chdir(tmp_path)
+    done = run("validate" if option == "--json" else "profile", option, value)
+    assert done.exit_code == 2, done.output
+    assert f"Invalid value for '{option}': " in done.output
 
 
 @pytest.mark.parametrize("command", ["validate", "profile"])

@@ -130,6 +130,8 @@ def test_values_that_are_not_numbers_are_refused(name):
         r"be a number \(.item\(\) of a tensor or array\), got ndarray": np.array(1.0),
         r"be a number, got True \(bool\)": True,
         r"be a number, got '1' \(str\)": "1",
+        r"be in the range of float64, got a larger int": 10**400,
+        r"be in the range of float64, got a larger Fraction": Fraction(10**400),
         r"be a number, got \[1.0\] \(list\)": [1.0],
         r"be a number.*, got bool": np.bool_(True),
     }

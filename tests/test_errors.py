@@ -18,9 +18,11 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     checks,
     find_clip_bounds,
+    linear_log_probs,
     log_probs,
     reference,
 )
+from bapo_kernels.debug import check_inputs
 
 B, S, V = 2, 5, 11
 SEQ = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
@@ -251,6 +253,14 @@ CASES = {
         packed(cu_seqlens=CU.float()),
         "cu_seqlens must be int32 or int64, got torch.float32",
     ),
+    "cu_seqlens from 1": (
+        packed(cu_seqlens=torch.tensor([1, 5])),
+        r"cu_seqlens must rise from 0 to at most 5, got \[1, 5\]",
+    ),
+    "lengths for cu_seqlens": (
+        packed(cu_seqlens=torch.tensor([3, 2], dtype=torch.int32)),
+        r"cu_seqlens must rise from 0 to at most 5, got \[3, 2\]",
+    ),
     "cu_seqlens list": (packed(cu_seqlens=[0, 5]), "cu_seqlens must be a tensor"),
     "cu_seqlens device": (
         packed(cu_seqlens=CU.to("meta")),
@@ -273,7 +283,10 @@ def test_errors_of_bapo_loss(name):
 
 
 TEMPERATURES = {
-    "number": (arguments(temperature=0.7), "temperature must be a tensor, got float"),
+    "number": (
+        arguments(temperature=0.7),
+        r"temperature must be a tensor \(a number is config.temperature\), got 0.7 \(float\)",
+    ),
     "integers": (
         arguments(temperature=torch.ones(B, S, dtype=torch.long)),
         "temperature must be floating point, got torch.int64",
@@ -320,6 +333,44 @@ def test_errors_of_log_probs():
         log_probs(torch.randn(2, 3), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="vocab_group must be None"):
         log_probs(torch.randn(2, 3), torch.zeros(2, dtype=torch.long), vocab_group=1)
+
+
+@pytest.mark.parametrize("backend", [{}, {"backend": "reference"}])
+def test_tensors_without_values(backend):
+    x = torch.empty(B, S, V, device="meta")
+    A, labels = x[..., 0], torch.empty(B, S, dtype=torch.long, device="meta")
+    for name, function, *given in (
+        ("logits", bapo_loss, x, labels, None, A),
+        ("logits", log_probs, x, labels),
+        ("logits", check_inputs, x, labels, None, A),
+        ("hidden_states", bapo_linear_loss, x, x[0], labels, None, A),
+        ("hidden_states", linear_log_probs, x, x[0], labels),
+        ("log_probs", bapo_loss_from_log_probs, A, None, A),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must have values, got a tensor on the meta"):
+            function(*given, **backend)
+    with pytest.raises(ValueError, match="log_probs must have values, got a tensor on the meta"):
+        find_clip_bounds(A, None, A)
+
+
+@pytest.mark.filterwarnings("ignore:.*MaskedTensor:UserWarning")
+@pytest.mark.parametrize("name", ["logits", "advantages"])
+def test_masked_tensors(name):
+    given = arguments()
+    given[name] = torch.masked.masked_tensor(given[name], given[name] > 0)
+    rule = r"must be an ordinary tensor \(.to_tensor\(value\)\), got a MaskedTensor"
+    with pytest.raises(ValueError, match=f"{name} {rule}"):
+        bapo_loss(**given)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_hidden_states_without_columns(backend):
+    labels, *batch = list(arguments().values())[1:]
+    hidden, weight = torch.ones(B, S, 0), torch.ones(V, 0)
+    for function, *given in ((bapo_linear_loss, labels, *batch), (linear_log_probs, labels)):
+        rule = r"hidden_states must have shape \(..., H\) with H >= 1, got \(2, 5, 0\)"
+        with pytest.raises(ValueError, match=rule):
+            function(hidden, weight, *given, backend=backend)
 
 
 def test_errors_of_loss_from_log_probs():

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 import torch
 from helpers import assert_within_budget, make_case, needs_native, run_kernel
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -454,7 +455,9 @@ WRONG_OFFSETS = {
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("name", WRONG_OFFSETS)
-def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode):
+def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode, monkeypatch):
+    """On a GPU, where they are not read; here they are as unread."""
+    monkeypatch.setattr("bapo_kernels.inputs.is_readable", lambda offsets: False)
     offsets = torch.tensor(WRONG_OFFSETS[name], device=device)
     case = make_case((9,), V, device=device, poison=False)
     A = torch.ones(len(offsets) - 1, device=device)
@@ -468,6 +471,13 @@ def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode):
     assert logits.grad[case.labels != -100].isnan().any(-1).all()
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 9, got"):
         check_inputs(*arguments, cu_seqlens=offsets)
+
+
+def test_offsets_are_not_read_while_a_call_is_traced():
+    with FakeTensorMode():
+        tokens, offsets = torch.empty(9), torch.empty(4, dtype=torch.int64)
+        out = bapo_loss_from_log_probs(tokens, None, tokens, cu_seqlens=offsets)
+    assert out.log_probs.shape == (9,)
 
 
 def packed_problem(device):
@@ -672,8 +682,19 @@ TRANSFORMS = {
 def test_function_transforms_are_refused(backend, device, function, name):
     _, case = problem(device)
     f, x = as_function(function, case, backend)
-    with pytest.raises(RuntimeError, match=r"autograd.Function with functorch|[Bb]atching rule"):
+    with pytest.raises(ValueError, match=f"backend must be 'reference' inside .* got '{backend}'"):
         TRANSFORMS[name](f, x)
+
+
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_function_transforms_of_the_reference(function):
+    _, case = problem()
+    f, x = as_function(function, case, "reference")
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(f(leaf), leaf)
+    torch.testing.assert_close(TRANSFORMS["grad"](f, x), expected)
+    _, along = TRANSFORMS["jvp"](f, x)
+    torch.testing.assert_close(along, (x * expected).sum())
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

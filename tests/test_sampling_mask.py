@@ -1,6 +1,7 @@
 """Sampling masks: as if every logit outside of the sets were -inf, on every backend."""
 
 import copy
+import io
 import pickle
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
@@ -32,6 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linear import CONFIGS, build, problem
 from test_loss import NO_EXPLANATION, OPTIONS, build_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from world import grid
 
 from bapo_kernels import (
@@ -891,8 +893,9 @@ def test_constructors(kind):
         assert lists_of(mask) == SORTED
         assert len(mask) == 6
     given = SamplingMask(ids, offsets)
-    assert given.token_ids is ids
-    assert given.offsets is offsets
+    for got, expected in ((given.token_ids, ids), (given.offsets, offsets)):
+        assert torch.equal(got, expected)
+        assert got.dtype == kind
 
 
 def test_of_no_rows_and_of_no_ids():
@@ -911,12 +914,16 @@ def test_of_no_rows_and_of_no_ids():
     assert lists_of(SamplingMask.from_bool(torch.ones(2, 3, dtype=torch.bool))) == [[0, 1, 2]] * 2
 
 
-def test_sorted_ids_are_not_copied():
-    ids, offsets = torch.tensor([3, 7, 7, 0, 2, 5], dtype=torch.int32), torch.tensor([0, 3, 3, 6])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("of", [list, sorted])
+def test_later_writes_change_no_mask(of, kind):
+    """Whether or not the ids have to be sorted; the reference reads the ids as they were given."""
+    ids, offsets = torch.tensor(of([7, 3, 5]), dtype=kind), torch.tensor([0, 3, 3], dtype=kind)
     mask = SamplingMask(ids, offsets)
-    assert mask._ids is ids
-    assert mask._offsets is offsets
-    assert SamplingMask(ids.long(), offsets.int())._ids.tolist() == ids.tolist()
+    ids.zero_(), offsets.zero_()
+    assert lists_of(mask) == [[3, 5, 7], []]
+    assert mask.token_ids.tolist() == of([7, 3, 5])
+    assert mask.offsets.tolist() == [0, 3, 3]
 
 
 def test_ids_beyond_32_bits_stay_in_no_vocabulary():
@@ -942,6 +949,14 @@ def test_slices_and_their_concatenation(sets, cuts):
     assert torch.equal(whole.offsets, mask._offsets)
 
 
+def from_file(mask):
+    """As torch reads files by default, without the code of any class that it does not know."""
+    file = io.BytesIO()
+    torch.save({"mask": mask}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["mask"]
+
+
 def test_other_devices_copies_and_files():
     mask = SamplingMask.from_lists(SETS)
     assert mask.to("cpu") is mask.to(torch.device("cpu"), non_blocking=True) is mask
@@ -954,13 +969,19 @@ def test_other_devices_copies_and_files():
         assert torch.equal(copied.token_ids, mask.token_ids)
     with pytest.raises(FrozenInstanceError):
         mask.offsets = mask.offsets + 1
+    loaded = from_file(mask)
+    assert lists_of(loaded) == SORTED
+    assert torch.equal(loaded.token_ids, mask.token_ids)
+    with pytest.raises(ValueError, match=r"offsets must rise from 0 to 1, got 7 at \(1,\)"):
+        from_file(SamplingMask._of(torch.arange(1), torch.tensor([0, 7])))
 
 
-def test_values_on_a_device_are_not_read():
-    """Tensors without memory have none to read."""
-    ids = torch.empty(6, dtype=torch.int64, device="meta")
-    for kind in (torch.int32, torch.int64):
-        offsets = torch.empty(4, dtype=kind, device="meta")
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("without_memory", [lambda: torch.device("meta"), FakeTensorMode])
+def test_values_on_a_device_are_not_read(without_memory, kind):
+    """Tensors without memory have none to read; fake ones say that they are on a CPU."""
+    with without_memory():
+        ids, offsets = torch.empty(6, dtype=torch.int64), torch.empty(4, dtype=kind)
         mask = SamplingMask(ids.to(kind), offsets)
         assert (mask._ids.shape, mask._ids.dtype) == ((6,), torch.int32)
         assert len(SamplingMask.cat([mask, mask])) == 6
@@ -1005,10 +1026,22 @@ BAD = {
         lambda: SamplingMask.from_counts(torch.arange(3), torch.tensor([3.0])),
         "counts must be int32 or int64, got torch.float32",
     ),
-    "float ids": (
-        lambda: SamplingMask.from_lists([[1, 2.5]]),
-        "token_ids must be int32 or int64, got torch.float32",
-    ),
+    **{
+        f"sets {sets}": (
+            lambda sets=sets: SamplingMask.from_lists(sets),
+            f"sets must have a list of int64 ids for each row .*sum.sets, .*, got {shown}$",
+        )
+        for sets, shown in (
+            ([[1, 2.5]], r"\[1, 2.5\] at \(0,\)"),
+            ([[1], None], r"None at \(1,\)"),
+            ([1, 2, 3], r"1 at \(0,\)"),
+            ([[[1, 2], [3]], [[4], [5]]], r"\[\[1, 2\], \[3\]\] at \(0,\)"),
+            ([[[1], [2]]], r"\[\[1\], \[2\]\] at \(0,\)"),
+            ([[], ["a"]], r"\['a'\] at \(1,\)"),
+            ([[2**63]], r"\[9223372036854775808\] at \(0,\)"),
+            ([[3], [True]], r"\[True\] at \(1,\)"),
+        )
+    },
     "not padded": (
         lambda: SamplingMask.from_padded(torch.tensor(3)),
         r"token_ids must have shape \(..., M\), got \(\)",
@@ -1019,6 +1052,7 @@ BAD = {
     ),
     "row": (lambda: SamplingMask.from_lists([[1]])[0], "rows must be a slice, got 0"),
     "step": (lambda: SamplingMask.from_lists([[1]])[::2], "rows must have step 1, got 2"),
+    "no masks": (lambda: SamplingMask.cat([[[1]]]), r"masks must be SamplingMasks, got \['list'\]"),
     "nothing": (lambda: SamplingMask.cat([]), "masks must be one or more, got 0"),
     "devices": (
         lambda: SamplingMask.cat([SamplingMask.from_lists([[1]], d) for d in ("cpu", "meta")]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import runs_while_traced, warn_once
+from ..checks import refuse, runs_while_traced, warn_once
 from . import native, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -48,15 +48,15 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
         ValueError: the named backend is unknown or cannot run on this tensor.
     """
     if backend is None:
-        chosen = next(n for n in NAMES if n in _UNASKED and why_not(n, tensor, name) is None)
-        if chosen == "reference" and tensor.dtype in _DTYPES:
+        backend = next(n for n in NAMES if n in _UNASKED and why_not(n, tensor, name) is None)
+        if backend == "reference" and tensor.dtype in _DTYPES:
             _warn_of_reference(tensor.device)
-        return chosen
-    if backend not in NAMES:
+    elif backend not in NAMES:
         raise ValueError(f"backend must be None or one of {list(NAMES)}, got {backend!r}")
-    reason = why_not(backend, tensor, name)
-    if reason is not None:
+    elif (reason := why_not(backend, tensor, name)) is not None:
         raise ValueError(f"backend {backend!r} cannot run: {reason}")
+    if backend == "reference" and tensor.is_meta:
+        refuse(name, "have values", "a tensor on the meta device")
     return backend
 
 

@@ -1,56 +1,47 @@
-"""The command line, ``python -m bapo_kernels``.
-
-Without a command it reports versions and backends, and why a backend is absent. Only the commands
-import typer and rich.
-"""
+"""The commands of ``python -m bapo_kernels``. They need typer and rich, the package does not."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
-from importlib.util import find_spec
 from json import dumps
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-
-from ..debug import environment
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from typer import BadParameter, Option, Typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from typer import Typer
-
     from .profile import Profile
     from .validate import Check, Task
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Size = Annotated[int, Option(min=1)]
+Share = Annotated[float, Option(min=0, max=1)]
 
 
-def main() -> None:
-    """Prints the report of the environment, or runs a command."""
-    if len(sys.argv) == 1:
-        for name, value in environment().items():
-            print(f"{name:<18}{value}")
-        return
-    if not all(find_spec(name) for name in ("typer", "rich")):
-        needed = "the commands need typer and rich: pip install 'bapo-kernels[cli]'"
-        raise SystemExit(f"bapo_kernels: {needed}")
-    commands()()
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Click's own checks are of files that exist."""
+    if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise BadParameter(f"no file can be made in {path.parent}")
+    return path
+
+
+File = Annotated[Path | None, Option(dir_okay=False, writable=True, callback=_in_a_folder)]
 
 
 def commands() -> Typer:
     """The application of all commands."""
-    from typer import Typer
-
-    about = "Without a command: versions, the backends that run here, and why others do not."
-    app = Typer(help=about, add_completion=False)
+    about = "Without a command: versions, and which backends run here. --version: its own alone."
+    names = {"help_option_names": ["-h", "--help"]}
+    app = Typer(help=about, add_completion=False, context_settings=names)
     app.command()(validate)
     app.command()(profile)
     return app
@@ -60,7 +51,7 @@ def validate(
     device: Device | None = None,
     backend: list[str] | None = None,
     dtype: Dtype | None = None,
-    json: Path | None = None,
+    json: File = None,
 ) -> None:
     """Checks the kernels of this machine against the reference in float64.
 
@@ -82,8 +73,7 @@ def validate(
             numbers = f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
             print(f"{where}: {check.note or numbers}", flush=True)
 
-    with ExitStack() as stack:
-        file = stack.enter_context(json.open("w")) if json is not None else None
+    with nullcontext() if json is None else json.open("w") as file:
         try:
             checks = run(_device(device), backend, selected, tell)
         except ValueError as error:
@@ -99,15 +89,15 @@ def validate(
 def profile(
     device: Device | None = None,
     backend: str | None = None,
-    tokens: int = 256,
-    vocab: int = 151_936,
-    hidden: int | None = None,
+    tokens: Size = 256,
+    vocab: Size = 151_936,
+    hidden: Annotated[int | None, Option(min=1)] = None,
     dtype: Dtype = "bfloat16",
-    masked: float = 0.0,
-    idle: float = 0.0,
+    masked: Share = 0.0,
+    idle: Share = 0.0,
     statistics: Literal["all", "live"] = "all",
     inplace: bool = False,
-    trace: Path | None = None,
+    trace: File = None,
 ) -> None:
     """Shows where the time of a loss with gradients goes, from logits or from hidden states.
 
@@ -149,21 +139,14 @@ def _device(name: Device | None) -> str:
 
 
 def _console() -> Console:
-    from rich.console import Console
-
     return Console(markup=False, highlight=False)
 
 
 def _with_progress(tasks: Sequence[Task]) -> Iterable[Task]:
-    from rich.console import Console
-    from rich.progress import track
-
     return track(tasks, "cases", console=Console(stderr=True), transient=True)
 
 
 def _checks_table(backend: str, checks: list[Check]) -> Table:
-    from rich.table import Table
-
     table = Table(title=f"{backend} against float64")
     for column in ("case", "dtype", "quantity", "error", "budget", "verdict"):
         table.add_column(column, justify="right" if column in ("error", "budget") else "left")
@@ -184,8 +167,6 @@ def _json(check: Check) -> str:
 
 
 def _profile_table(profile: Profile) -> Table:
-    from rich.table import Table
-
     table = Table(show_footer=True)
     table.add_column("part", "a call under the profiler")
     footers = {"ms": f"{profile.profiled:,.2f}", "share": "100.0%", "MB": "", "GB/s": ""}
