@@ -10,6 +10,7 @@ import torch
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("ptx"),  # one worker builds the machine
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(sys.platform != "linux", reason="builds as on Linux"),
 ]
