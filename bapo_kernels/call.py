@@ -341,13 +341,18 @@ def _divisor(
     check_aggregation(like, like_name, config, options.get("cu_seqlens"))
     if config.kl_loss_coef and options.get("ref_log_probs") is None:
         refuse("ref_log_probs", "be given when config.kl_loss_coef is not 0", None)
-    needed, divisor = divisor_name(config.loss_agg_mode), None
+    mode = config.loss_agg_mode
+    needed, divisor, ignored = divisor_name(mode), None, []
     for name in ("batch_num_tokens", "global_batch_size"):
         given = normaliser(name, options.get(name), like, like_name)
         if name == needed:
             divisor = given
+        elif given is not None:
+            ignored.append(name)
     dp_size = count("dp_size", options.get("dp_size", 1))
     if needed is not None and divisor is None and dp_size > 1:
-        rule = f"be given when dp_size > 1 with loss_agg_mode={config.loss_agg_mode!r}"
-        refuse(needed, rule, None)
+        refuse(needed, f"be given when dp_size > 1 with loss_agg_mode={mode!r}", None)
+    if divisor is None and len(ignored) == 1:  # frameworks give both, whatever the mode
+        rule = f"be None with loss_agg_mode={mode!r}, which divides by {needed or 'neither count'}"
+        refuse(ignored[0], rule, options[ignored[0]])
     return divisor

@@ -103,7 +103,8 @@ def bapo_loss(
         batch_num_tokens: as in verl, the divisor of the mean over tokens; default: the number of
             unmasked tokens of this call.
         global_batch_size: as in verl, the divisor of the mean over sequences; default: the number
-            of sequences of this call that have an unmasked token.
+            of sequences of this call that have an unmasked token. Of both counts, one may be given
+            alone only if the mode divides by it.
         dp_size: as in verl, a factor of the loss. With the counts of all ranks above and the number
             of ranks here, the mean of the ranks' gradients is the gradient of the whole batch.
         process_group: the search covers the tokens of all its ranks, by one all-reduce (with
