@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -104,13 +104,15 @@ def check_inputs(
     if backend is not None:
         choose(backend, logits, "logits")
     check_options(options.get("statistics", "all"), options.get("process_group"), vocab_group)
-    logits = whole_vocabulary(logits, vocab_group, -1)
     for name in ("batch_num_tokens", "global_batch_size"):
         normaliser = options.get(name)
         if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
             options[name] = normaliser.item()
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(labels, "reference", *batch, temperature=temperature, **options)
+    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
+    of_logits |= dict(sampling_mask=sampling_mask, made_by=("check_inputs",))
+    call = loss_call(labels, "reference", *batch, **of_logits, **options)
+    logits = whole_vocabulary(logits, vocab_group, -1)
     cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)

@@ -20,7 +20,6 @@ from .backends import choose
 from .call import LossOptions, Statistics, log_probs_call, loss_call
 from .checks import check_floating, check_group, check_like, refuse, require, typed
 from .config import BAPOConfig
-from .distributed import VocabShard
 from .fused import loss_of_logits
 from .inputs import (
     as_rows,
@@ -163,7 +162,9 @@ def bapo_loss(
     of_logits: Any = dict(
         temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
     )
-    call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
+    call = loss_call(
+        labels, backend, *batch, made_by=("bapo_loss",), columns=columns, **of_logits, **options
+    )
     if backend == "reference" and not inplace:
         return reference.bapo_loss(logits, labels, *batch, **of_logits, **options)
 
@@ -246,7 +247,7 @@ def bapo_loss_from_log_probs(
         check_like("entropy", entropy, log_probs, "log_probs")
     backend = choose(backend, log_probs, "log_probs")
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(log_probs, backend, *batch, **options)
+    call = loss_call(log_probs, backend, *batch, made_by=("bapo_loss_from_log_probs",), **options)
     if backend == "reference":
         return reference.bapo_loss_from_log_probs(log_probs, *batch, entropy=entropy, **options)
     flat_entropy = None if entropy is None else entropy.double().reshape(-1).contiguous()
@@ -301,6 +302,8 @@ def log_probs(
         of_tokens = checked_temperature(temperature, labels, "labels")
     check_group("vocab_group", vocab_group)
     backend = choose(backend, logits, "logits")
+    of_ranks = ("log_probs",), logits.shape[-1], vocab_group
+    call = log_probs_call(labels, config, backend, of_tokens, *of_ranks, sampling_mask)
     if backend == "reference":
         return reference.log_probs(
             logits,
@@ -312,10 +315,6 @@ def log_probs(
             return_entropy=return_entropy,
             vocab_group=vocab_group,
         )
-    columns = logits.shape[-1]
-    shard = VocabShard.of(columns, logits, vocab_group)
-    of_logits: Any = dict(columns=columns, sampling_mask=sampling_mask)
-    call = log_probs_call(labels, config, backend, shard, of_tokens, **of_logits)
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy

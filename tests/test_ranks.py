@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def collectives_rank(rank, backend):
             patch.setattr(dist, name, counting(name))
 
         def count(name, call):
+            call()  # the first one compares the ranks
             made.clear()
             out = call()
             forward = list(made)
@@ -122,6 +124,78 @@ def test_collectives_of_every_kind_of_call(worlds):
         chunks = [combine(1)] * unmasked
         assert results["chunks"] == ([sizes, *chunks, search, dhidden], [])
         assert results["log-probs"] == ([sizes, combine(labelled)], [dhidden])
+
+
+B, S = 6, 5
+
+
+def differing_rank(rank, function, changes):
+    """What calls raise whose arguments differ on rank 1, each with new groups; then the loss."""
+    case, columns = whole_case("paper", torch.float32), part(COLUMNS[2], rank)
+    hidden, weight, _ = head(torch.float32)
+    sources = {"bapo_loss": case.logits[..., columns], "check_inputs": case.logits[..., columns]}
+    messages = []
+    for change in changes:
+        names = "labels", "old_log_probs", "advantages", "response_mask"
+        given = dict(zip(names, case.arguments(), strict=True)) | case.options
+        given["vocab_group"] = dist.new_group()
+        good = dict(given)
+        x = sources.get(function, hidden)
+        if rank == 1:
+            x, given = CHANGES[change](x, given)
+        more = () if function in sources else (weight[columns],)
+        call = getattr(bapo_kernels.debug if function == "check_inputs" else bapo_kernels, function)
+        with pytest.raises(ValueError) as raised:
+            call(x, *more, **given)
+        messages.append(str(raised.value))
+        loss = bapo_loss(case.logits[..., columns], **good).loss
+    return messages, loss
+
+
+def with_changed(name, change):
+    return lambda x, given: (x, given | {name: change(given.get(name))})
+
+
+def with_fewer_rows(x, given):
+    rows = {k: v[:5] for k, v in given.items() if isinstance(v, torch.Tensor) and v.ndim}
+    return x[:5], given | rows
+
+
+SETS = bapo_kernels.SamplingMask.from_lists([[]] * (B * S))
+CHANGES = {
+    "labels": with_changed("labels", lambda y: y.where(y < 0, (y + 1) % 67)),
+    "labels of the shard": with_changed("labels", lambda y: y.where(y < 0, y - 40)),
+    "shape": with_fewer_rows,
+    "the unmasked tokens": with_changed("response_mask", torch.ones_like),
+    "advantages": with_changed("advantages", lambda A: A.roll(1)),
+    "old_log_probs": with_changed("old_log_probs", lambda old: old - 0.01),
+    "ref_log_probs": with_changed("ref_log_probs", lambda _: torch.zeros(B, S)),
+    "temperatures": with_changed("temperature", lambda _: torch.full((B,), 0.7)),
+    "the normalisers": with_changed("batch_num_tokens", lambda count: count + 1),
+    "bounds": with_changed("bounds", lambda _: (0.8, 1.2)),
+    "statistics": with_changed("statistics", lambda _: "live"),
+    "sampling_mask": with_changed("sampling_mask", lambda _: SETS),
+    "config.target": with_changed("config", lambda config: replace(config, target=0.3)),
+    "config.surrogate": with_changed("config", lambda config: replace(config, surrogate="cispo")),
+}
+OF_HEAD = {
+    "the call": with_changed("chunk_tokens", lambda _: 7),
+    "shape": with_fewer_rows,
+}
+
+
+@pytest.mark.parametrize("function", ["bapo_loss", "bapo_linear_loss", "check_inputs"])
+def test_shards_of_different_calls(worlds, function):
+    """Every rank of a vocab_group says what differs, and can go on."""
+    results = worlds(2).run(differing_rank, function, list(CHANGES))
+    for rank, (messages, loss) in enumerate(results):
+        assert loss == results[0][1]
+        for change, message in zip(CHANGES, messages, strict=True):
+            name = change.removesuffix(" of the shard")
+            rule = f"{name} must be the same on all ranks of vocab_group, got another on ranks [1]"
+            assert message.startswith(rule)
+            if name == "config.target":
+                assert message.endswith(f"than on rank 0 ({(0.6, 0.3)[rank]} on this rank)")
 
 
 def rank_order_rank(rank):
