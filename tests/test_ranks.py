@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import EPS, assert_within_budget, run_reference, unmasked_tokens
-from shards import COLUMNS, SEQUENCES, head, part, whole_case
+from shards import COLUMNS, SEQUENCES, head, of_rank, part, whole_case
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -31,6 +32,7 @@ from bapo_kernels import (
     ClipBoundSearch,
     LMHead,
     bapo_loss,
+    distributed,
     find_clip_bounds,
     linear_log_probs,
 )
@@ -69,11 +71,15 @@ def collectives_rank(rank, backend):
         for name in real:
             patch.setattr(dist, name, counting(name))
 
-        def count(name, call):
-            call()  # the first one compares the ranks
+        def count(name, call, groups):
+            distributed._AGREED.clear()
+            made.clear()
+            call()
+            first = list(made)
             made.clear()
             out = call()
             forward = list(made)
+            assert first == [("all_gather", 2 * 64 * 2)] * groups + forward, "ranks are compared"
             made.clear()
             (
                 out[0].sum() if out[0].requires_grad else torch.zeros((), requires_grad=True)
@@ -81,26 +87,26 @@ def collectives_rank(rank, backend):
             results[name] = forward, list(made)
 
         options = dict(backend=backend)
-        count("alone", lambda: bapo_loss(logits, *arguments, **options))
-        count("search", lambda: bapo_loss(logits, *arguments, process_group=data, **options))
+        count("alone", lambda: bapo_loss(logits, *arguments, **options), 0)
+        count("search", lambda: bapo_loss(logits, *arguments, process_group=data, **options), 1)
         bounds = dict(process_group=data, bounds=(0.7, 1.3))
-        count("bounds", lambda: bapo_loss(logits, *arguments, **bounds, **options))
+        count("bounds", lambda: bapo_loss(logits, *arguments, **bounds, **options), 0)
         own = dict(process_group=data, bounds=(torch.full((len(logits),), 0.7), 1.3))
-        count("own bounds", lambda: bapo_loss(logits, *arguments, **own, **options))
+        count("own bounds", lambda: bapo_loss(logits, *arguments, **own, **options), 0)
         empty = tuple(x[:0] for x in arguments)
         some = empty if rank == 0 else arguments
         x = logits[:0] if rank == 0 else logits
-        count("a rank without rows", lambda: bapo_loss(x, *some, process_group=data, **options))
+        count("a rank without rows", lambda: bapo_loss(x, *some, process_group=data, **options), 1)
         both = dict(process_group=data, vocab_group=tensor, **options)
         leaf = case.logits[rows, :, columns].clone().requires_grad_()
-        count("shards", lambda: bapo_loss(leaf, *arguments, **both))
+        count("shards", lambda: bapo_loss(leaf, *arguments, **both), 2)
         linear = bapo_kernels.bapo_linear_loss
-        count("linear", lambda: linear(hidden, weight, *arguments, **both))
+        count("linear", lambda: linear(hidden, weight, *arguments, **both), 2)
         of_chunks = dict(chunk_tokens=1, **both)
-        count("chunks", lambda: linear(hidden, weight, *arguments, **of_chunks))
+        count("chunks", lambda: linear(hidden, weight, *arguments, **of_chunks), 2)
         logp = bapo_kernels.linear_log_probs
         sharded = dict(vocab_group=tensor, backend=backend)
-        count("log-probs", lambda: logp(hidden, weight, arguments[0], **sharded))
+        count("log-probs", lambda: logp(hidden, weight, arguments[0], **sharded), 1)
     labelled = arguments[0] != -100
     unmasked = int(((arguments[3] != 0) & labelled).sum())
     return results, labelled.numel(), unmasked, int(labelled.sum()), hidden.numel()
@@ -178,10 +184,6 @@ CHANGES = {
     "config.target": with_changed("config", lambda config: replace(config, target=0.3)),
     "config.surrogate": with_changed("config", lambda config: replace(config, surrogate="cispo")),
 }
-OF_HEAD = {
-    "the call": with_changed("chunk_tokens", lambda _: 7),
-    "shape": with_fewer_rows,
-}
 
 
 @pytest.mark.parametrize("function", ["bapo_loss", "bapo_linear_loss", "check_inputs"])
@@ -196,6 +198,73 @@ def test_shards_of_different_calls(worlds, function):
             assert message.startswith(rule)
             if name == "config.target":
                 assert message.endswith(f"than on rank 0 ({(0.6, 0.3)[rank]} on this rank)")
+
+
+def search_rank(rank):
+    """What the calls of a process_group raise that differ on rank 1; the groups that are left."""
+    case, messages = whole_case("paper", torch.float32), []
+    logp = bapo_kernels.log_probs(case.logits, case.labels)[0]
+    rest = case.old_log_probs, case.advantages, case.response_mask
+    logp, *batch = (x[rank:] for x in (logp, *rest))  # its own number of rows is fine
+
+    def loss(**options):
+        bapo_kernels.bapo_loss_from_log_probs(logp, *batch, batch_num_tokens=9 + rank, **options)
+
+    def find(**options):
+        find_clip_bounds(logp, *batch, **options)
+
+    def lagged(**options):
+        search = ClipBoundSearch(scope="lagged", **options)
+        search.update(logp, *batch)
+        search.step()
+
+    grids = dict(config=BAPOConfig(ratio_upper_max=3.0 - rank))
+    for call, options in ((loss, grids), (find, grids), (lagged, grids), ((loss, find)[rank], {})):
+        group = dist.new_group()
+        with pytest.raises(ValueError) as raised:
+            call(process_group=group, **options)
+        messages.append(str(raised.value))
+        loss(process_group=group)  # both can go on
+        dist.destroy_process_group(group)
+    del group, raised
+    gc.collect()
+    known = dist.distributed_c10d._world.pg_map
+    return messages, [group for group in distributed._AGREED if group not in known]
+
+
+def test_searches_of_different_calls(worlds):
+    for rank, (messages, left) in enumerate(worlds(2).run(search_rank)):
+        assert left == []
+        for message in messages[:3]:
+            rule = "config.ratio_upper_max must be the same on all ranks of process_group, got"
+            got = f"another on ranks [1] than on rank 0 ({3.0 - rank} on this rank)"
+            assert message == f"{rule} {got}"
+        assert messages[3].startswith("function and backend must be the same on all ranks of")
+
+
+def grid_rank(rank, changed):
+    """A config of its own on rank 1 of a grid: ranks that do not share a group with it say so."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data", "tensor"))
+    case = whole_case("paper", torch.float32)
+    d, t = divmod(rank, 2)
+    _, _, arguments, options = of_rank(case, 2, 2, d, t, mesh)
+    logits = case.logits[part(SEQUENCES[2], d), :, part(COLUMNS[2], t)]
+    target = 0.3 if rank == 1 and changed == "config" else 0.6
+    if rank == 1 and changed == "labels":
+        arguments = arguments[0].roll(1), *arguments[1:]
+    with pytest.raises(ValueError) as raised:
+        bapo_loss(logits, *arguments, **options | dict(config=BAPOConfig(target=target)))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("changed", ["config", "labels"])
+def test_every_rank_of_a_grid_raises(worlds, changed):
+    first, second, *others = worlds(4).run(grid_rank, changed)
+    fact = "config.target" if changed == "config" else "the unmasked tokens"
+    for message in (first, second):
+        assert message.startswith(f"{fact} must be the same on all ranks of vocab_group, got")
+    for message in others:
+        assert message.startswith("agreement in vocab_group must be the same on all ranks of pro")
 
 
 def rank_order_rank(rank):
