@@ -62,8 +62,8 @@ def check_inputs(
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
-    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that raises. With
-    ``vocab_group`` every rank of it must call; indices refer to the whole vocabulary.
+    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that raises. With a
+    group all its ranks must call, and are compared. Indices refer to the whole vocabulary.
 
     Values that make the loss NaN are bad: labels outside ``[0, V)``, NaN or +inf logits, rows in
     which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers and

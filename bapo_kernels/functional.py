@@ -121,10 +121,10 @@ def bapo_loss(
         supported elsewhere.
 
     Raises:
-        ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
-            the device knows (a label outside the vocabulary, NaN logits, a non-finite old
-            log-prob, a temperature that is not finite and > 0) make the loss NaN;
-            :func:`bapo_kernels.debug.check_inputs` finds them.
+        ValueError: an argument breaks its rule, the named backend cannot run, or the ranks of a
+            group differ in its first call. Values that only the device knows (a label outside the
+            vocabulary, NaN logits, a non-finite old log-prob, a temperature that is not finite and
+            > 0) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
 
     Examples:
         >>> logits, labels = torch.zeros(3, 4, requires_grad=True), torch.tensor([0, 1, -100])
