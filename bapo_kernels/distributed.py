@@ -54,12 +54,12 @@ _NAMES = {"unmasked": "the unmasked tokens", "weights": "the normalisers"}  # in
 def check_ranks(
     made_by: tuple[Any, ...], call: dict[str, Any], like: Tensor, search: Any, shards: Any = None
 ) -> None:
-    """Raises on every rank of a group if its ranks make different calls. Once; later calls pass.
+    """Raises on every rank of a group if its ranks differ in their first call; later ones pass.
 
     One collective of a fixed size, before any other, and a read of the device. The ranks of a
     search must have function and config in common, those of a vocabulary everything.
     """
-    traced = torch.compiler.is_compiling() or type(like) is not Tensor  # but a fake
+    traced = torch.compiler.is_compiling() or type(like) is not Tensor  # or fake
     if traced or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     function, problem = made_by[0], ""
@@ -109,7 +109,7 @@ def _fingerprint(value: Any, unmasked: Tensor | None) -> tuple[float, float]:
     place = torch.arange(1, len(value) + 1, device=value.device)
     if not value.is_floating_point():
         return float((value.long() * (place * place % 65521)).sum() & (2**52 - 1)), 0.0
-    value = value.double().nan_to_num(0.0, 1e38, -1e38)
+    value = value.double().nan_to_num(0.0, 1e4, -1e4)
     return float((value * (1 + place.cos())).sum()), 1e-5 * float(value.abs().sum())
 
 
