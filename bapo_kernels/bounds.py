@@ -19,7 +19,7 @@ from .backends import choose
 from .call import Call, loss_call
 from .checks import check_group, require
 from .config import GRID_FIELDS, BAPOConfig, grids_of
-from .distributed import rows_of_ranks
+from .distributed import check_ranks, rows_of_ranks
 from .inputs import check_search, config_or_default
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table
@@ -112,6 +112,7 @@ class ContributionHistogram:
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
         table = self.table[None]
         if process_group is not None:
+            check_ranks(("solve",), dict(config=config), self.table, process_group)
             table = rows_of_ranks(self.table, process_group)
         bounds, masses = solve(backend, table, config)
         self._solved = bounds, masses, config

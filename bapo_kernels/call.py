@@ -17,7 +17,7 @@ from .config import (
     starting_bounds_of,
     transform_of,
 )
-from .distributed import RowTransform, VocabShard
+from .distributed import RowTransform, VocabShard, check_ranks
 from .inputs import (
     bounds_tensor,
     check_aggregation,
@@ -131,6 +131,21 @@ class Call:
     shard: VocabShard | None = None
     sets: Sets | None = None
 
+    def on_ranks(
+        self, made_by: tuple[Any, ...], columns: int, vocab_group: Any, sampling_mask: Any
+    ) -> Call:
+        """With shard and sets, once the ranks are known to make the same call."""
+        searching = self.process_group if self.bounds is None else None
+        if vocab_group is not None or searching is not None:
+            ids = getattr(sampling_mask, "token_ids", None)
+            offsets = getattr(self.sequences, "cu_seqlens", None)
+            others = dict(sampling_mask=ids, sequences=offsets, counted=None, process_group=None)
+            check_ranks(made_by, vars(self) | others, self.unmasked, searching, vocab_group)
+        if self.backend != "reference":  # which gathers the whole vocabulary itself
+            self.shard = VocabShard.of(columns, self.unmasked, vocab_group)
+            self.sets = sets_of(sampling_mask, self.labels, self.backend, self.shard or columns)
+        return self
+
     def without_sets(self) -> Call:
         """The same call, in which only the rows that have no set are counted."""
         if self.sets is None:
@@ -211,10 +226,10 @@ def log_probs_call(
     labels: Tensor,
     config: BAPOConfig,
     backend: str,
-    shard: VocabShard | None,
-    temperature: Tensor | None = None,
-    *,
+    temperature: Tensor | None,
+    made_by: tuple[Any, ...],
     columns: int,
+    vocab_group: dist.ProcessGroup | None = None,
     sampling_mask: SamplingMask | None = None,
 ) -> Call:
     """Log-probs and entropy of these labels, no loss; ``temperature`` in the shape of these."""
@@ -222,7 +237,7 @@ def log_probs_call(
     given = {} if temperature is None else {"temperatures": temperature}
     per_token = token_inputs(backend, Arguments(labels, given))
     unmasked = per_token.unmasked
-    return Call(
+    call = Call(
         config,
         backend,
         labels.shape,
@@ -230,9 +245,8 @@ def log_probs_call(
         unmasked,
         labels=per_token.labels,
         temperatures=per_token.values.get("temperatures"),
-        shard=shard,
-        sets=sets_of(sampling_mask, per_token.labels, backend, shard or columns),
     )
+    return call.on_ranks(made_by, columns, vocab_group, sampling_mask)
 
 
 def loss_call(
@@ -247,6 +261,7 @@ def loss_call(
     columns: int = 0,
     vocab_group: dist.ProcessGroup | None = None,
     for_search: bool = False,
+    made_by: tuple[Any, ...] = ("",),
     **options: Unpack[LossOptions],
 ) -> Call:
     """Checks and flattens the arguments of a loss.
@@ -259,6 +274,7 @@ def loss_call(
         temperature: per token or per sequence, or 0-dim.
         columns: of the vocabulary, on this rank; ``vocab_group``: the ranks that share out all.
         for_search: only contributions to the search are needed, no loss.
+        made_by: the function, and more that the ranks of ``vocab_group`` must have in common.
     """
     like_name = "log_probs" if like.is_floating_point() else "labels"
     config = config_or_default(options.get("config"))
@@ -314,11 +330,7 @@ def loss_call(
         sequences = Sequences(like.shape[-1], cu_seqlens)
         if live:
             counted = per_token.unmasked & sequences.with_any(counted)
-    shard = sets = None
-    if backend != "reference":  # which gathers the whole vocabulary itself
-        shard = VocabShard.of(columns, like, vocab_group)
-        sets = sets_of(sampling_mask, per_token.labels, backend, shard or columns)
-    return Call(
+    call = Call(
         config=config,
         backend=backend,
         shape=like.shape,
@@ -331,10 +343,9 @@ def loss_call(
         bounds=per_token.bounds,
         sequences=sequences,
         process_group=options.get("process_group"),
-        shard=shard,
-        sets=sets,
-        **per_token.values,
+        **per_token.values,  # type: ignore[arg-type]
     )
+    return call.on_ranks(made_by, columns, vocab_group, sampling_mask)
 
 
 def _divisor(
@@ -344,13 +355,15 @@ def _divisor(
     check_aggregation(like, like_name, config, options.get("cu_seqlens"))
     if config.kl_loss_coef and options.get("ref_log_probs") is None:
         refuse("ref_log_probs", "be given when config.kl_loss_coef is not 0", None)
-    needed, divisor = divisor_name(config.loss_agg_mode), None
-    for name in ("batch_num_tokens", "global_batch_size"):
-        given = normaliser(name, options.get(name), like, like_name)
-        if name == needed:
-            divisor = given
+    mode = config.loss_agg_mode
+    needed, names = divisor_name(mode), ("batch_num_tokens", "global_batch_size")
+    given = {name: normaliser(name, options.get(name), like, like_name) for name in names}
+    divisor = None if needed is None else given.pop(needed)
+    ignored = [name for name, value in given.items() if value is not None]
     dp_size = count("dp_size", options.get("dp_size", 1))
     if needed is not None and divisor is None and dp_size > 1:
-        rule = f"be given when dp_size > 1 with loss_agg_mode={config.loss_agg_mode!r}"
-        refuse(needed, rule, None)
+        refuse(needed, f"be given when dp_size > 1 with loss_agg_mode={mode!r}", None)
+    if divisor is None and len(ignored) == 1:  # frameworks give both, whatever the mode
+        rule = f"be None with loss_agg_mode={mode!r}, which divides by {needed or 'neither count'}"
+        refuse(ignored[0], rule, options[ignored[0]])
     return divisor

@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,8 @@ def check_inputs(
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
-    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that raises. With
-    ``vocab_group`` every rank of it must call; indices refer to the whole vocabulary.
+    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that raises. With a
+    group all its ranks must call, and are compared. Indices refer to the whole vocabulary.
 
     Values that make the loss NaN are bad: labels outside ``[0, V)``, NaN or +inf logits, rows in
     which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers and
@@ -103,13 +103,15 @@ def check_inputs(
     labels = labels.long()
     choose(backend, logits, "logits")
     check_options(options.get("statistics", "all"), options.get("process_group"), vocab_group)
-    logits = whole_vocabulary(logits, vocab_group, -1)
     for name in ("batch_num_tokens", "global_batch_size"):
         normaliser = options.get(name)
         if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
             options[name] = normaliser.item()
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(labels, "reference", *batch, temperature=temperature, **options)
+    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
+    of_logits |= dict(sampling_mask=sampling_mask, made_by=("check_inputs",))
+    call = loss_call(labels, "reference", *batch, **of_logits, **options)
+    logits = whole_vocabulary(logits, vocab_group, -1)
     cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)

@@ -20,7 +20,6 @@ from .backends import choose
 from .call import LossOptions, Statistics, log_probs_call, loss_call
 from .checks import check_floating, check_group, check_like, refuse, require, typed
 from .config import BAPOConfig
-from .distributed import VocabShard
 from .fused import loss_of_logits
 from .inputs import (
     as_rows,
@@ -103,7 +102,8 @@ def bapo_loss(
         batch_num_tokens: as in verl, the divisor of the mean over tokens; default: the number of
             unmasked tokens of this call.
         global_batch_size: as in verl, the divisor of the mean over sequences; default: the number
-            of sequences of this call that have an unmasked token.
+            of sequences of this call that have an unmasked token. Of both counts, one may be given
+            alone only if the mode divides by it.
         dp_size: as in verl, a factor of the loss. With the counts of all ranks above and the number
             of ranks here, the mean of the ranks' gradients is the gradient of the whole batch.
         process_group: the search covers the tokens of all its ranks, by one all-reduce (with
@@ -121,10 +121,10 @@ def bapo_loss(
         supported elsewhere.
 
     Raises:
-        ValueError: an argument breaks its rule, or the named backend cannot run. Values that only
-            the device knows (a label outside the vocabulary, NaN logits, a non-finite old
-            log-prob, a temperature that is not finite and > 0) make the loss NaN;
-            :func:`bapo_kernels.debug.check_inputs` finds them.
+        ValueError: an argument breaks its rule, the named backend cannot run, or the ranks of a
+            group differ in its first call. Values that only the device knows (a label outside the
+            vocabulary, NaN logits, a non-finite old log-prob, a temperature that is not finite and
+            > 0) make the loss NaN; :func:`bapo_kernels.debug.check_inputs` finds them.
 
     Examples:
         >>> logits, labels = torch.zeros(3, 4, requires_grad=True), torch.tensor([0, 1, -100])
@@ -162,7 +162,9 @@ def bapo_loss(
     of_logits: Any = dict(
         temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
     )
-    call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
+    call = loss_call(
+        labels, backend, *batch, made_by=("bapo_loss",), columns=columns, **of_logits, **options
+    )
     if backend == "reference" and not inplace:
         return reference.bapo_loss(logits, labels, *batch, **of_logits, **options)
 
@@ -245,7 +247,7 @@ def bapo_loss_from_log_probs(
         check_like("entropy", entropy, log_probs, "log_probs")
     backend = choose(backend, log_probs, "log_probs")
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(log_probs, backend, *batch, **options)
+    call = loss_call(log_probs, backend, *batch, made_by=("bapo_loss_from_log_probs",), **options)
     if backend == "reference":
         return reference.bapo_loss_from_log_probs(log_probs, *batch, entropy=entropy, **options)
     flat_entropy = None if entropy is None else entropy.double().reshape(-1).contiguous()
@@ -300,6 +302,8 @@ def log_probs(
         of_tokens = checked_temperature(temperature, labels, "labels")
     check_group("vocab_group", vocab_group)
     backend = choose(backend, logits, "logits")
+    of_ranks = ("log_probs",), logits.shape[-1], vocab_group
+    call = log_probs_call(labels, config, backend, of_tokens, *of_ranks, sampling_mask)
     if backend == "reference":
         return reference.log_probs(
             logits,
@@ -311,10 +315,6 @@ def log_probs(
             return_entropy=return_entropy,
             vocab_group=vocab_group,
         )
-    columns = logits.shape[-1]
-    shard = VocabShard.of(columns, logits, vocab_group)
-    of_logits: Any = dict(columns=columns, sampling_mask=sampling_mask)
-    call = log_probs_call(labels, config, backend, shard, of_tokens, **of_logits)
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy

@@ -20,7 +20,7 @@ from .call import LossOptions, Statistics, log_probs_call, loss_call
 from .checks import check_group
 from .chunks import loss_of_hidden
 from .config import BAPOConfig
-from .distributed import VocabShard, local_parameter, warn_if_not_synchronised
+from .distributed import local_parameter, warn_if_not_synchronised
 from .head import Head
 from .inputs import (
     check_head,
@@ -132,7 +132,12 @@ def bapo_linear_loss(
     of_logits: Any = dict(
         temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
     )
-    call = loss_call(labels, backend, *batch, columns=columns, **of_logits, **options)
+    parameters = hidden_states, weight, bias
+    needs = _needs(*parameters)
+    made_by = "bapo_linear_loss", dtype, logits_dtype, chunk_tokens, needs
+    call = loss_call(
+        labels, backend, *batch, made_by=made_by, columns=columns, **of_logits, **options
+    )
     if backend == "reference":
         return reference.bapo_linear_loss(
             hidden_states.to(dtype),
@@ -145,8 +150,6 @@ def bapo_linear_loss(
             **options,
         )
 
-    parameters = hidden_states, weight, bias
-    needs = _needs(*parameters)
     # A compiler cannot trace the loop over chunks; it is inside an operator there.
     if (any(needs) or torch.compiler.is_compiling()) and in_backward(dtype):
         of_log_probs = _makes_of_log_probs(needs, dtype) and not call.config.entropy_coef
@@ -209,6 +212,11 @@ def linear_log_probs(
     weight, bias, dtype, logits_dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
+    parameters = hidden_states, weight, bias
+    needs = _needs(*parameters)
+    made_by = "linear_log_probs", dtype, logits_dtype, chunk_tokens, needs
+    of_ranks = made_by, weight.shape[0], vocab_group
+    call = log_probs_call(labels, config, backend, of_tokens, *of_ranks, sampling_mask)
     if backend == "reference":
         return reference.linear_log_probs(
             hidden_states.to(dtype),
@@ -223,12 +231,7 @@ def linear_log_probs(
             vocab_group=vocab_group,
             logits_dtype=logits_dtype,
         )
-    columns = weight.shape[0]
-    shard = VocabShard.of(columns, labels, vocab_group)
-    of_logits: Any = dict(columns=columns, sampling_mask=sampling_mask)
-    call = log_probs_call(labels, config, backend, shard, of_tokens, **of_logits)
-    parameters = hidden_states, weight, bias
-    of_log_probs = _makes_of_log_probs(_needs(*parameters), dtype)
+    of_log_probs = _makes_of_log_probs(needs, dtype)
     logp, entropy = LinearLogProbs.apply(
         *parameters, call, of_log_probs, dtype, logits_dtype, chunk_tokens
     )

@@ -70,9 +70,9 @@ class LMHead:
         Raises:
             ValueError: the head is not a plain linear layer (it has an adapter that is neither
                 merged nor disabled nor plain LoRA, is quantised, has a hook or another forward),
-                the model does anything else between tokens and logits, or ``model`` is a wrapper
-                such as DDP. Plain LoRA has no bias, no dropout in training mode, and no variant
-                such as DoRA.
+                the model does anything else between tokens and logits or has a hook, or ``model``
+                is a wrapper such as DDP. Plain LoRA has no bias, no dropout in training mode, and
+                no variant such as DoRA.
         """
         whole: Any = getattr(model, "_orig_mod", model)  # torch.compile's
         wrapper = {kind.__name__ for kind in type(whole).__mro__} & _WRAPPERS
@@ -85,6 +85,9 @@ class LMHead:
         rule = "be a causal language model, or its head"
         require(isinstance(_layer(base), torch.nn.Module), "model", rule, type(base).__name__)
         _linear(_layer(base))
+        tuner = getattr(whole, "base_model", base) if whole is not base else base  # PEFT's
+        hooks = [hook for module in {model, whole, tuner, base} for hook in hooks_of(module)]
+        require(not hooks, "model", "have no hooks" + OTHERWISE, f"{type(whole).__name__} {hooks}")
         if not hasattr(base, "get_output_embeddings"):
             return cls(base)
         failures: list[Exception] = []
@@ -214,9 +217,12 @@ def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | 
     T = len(_PROBES)
     tokens = torch.zeros(1, T, dtype=torch.int64)
     hidden = (torch.arange(float(T * H)) % 17 - 8).view(1, T, H)  # exact in any dtype
-    signs = 1 - 2.0 * (torch.arange(V) % 2)
-    z = (torch.tensor(_PROBES, dtype=torch.float64)[:, None] * signs)[None]
-    for_decoder, for_head = _StandIn(decoder, _Hidden([hidden])), _StandIn(layer, z)
+    # Each column has its own probes, the first all of them in order: its digits to the base T.
+    t, v = torch.arange(T)[:, None], torch.arange(V)
+    probes = torch.tensor(_PROBES, dtype=torch.float64)[(t + v // T**t) % T]
+    z = (probes * (1 - 2 * ((t + v) % 2)))[None]
+    # Copies, which the model may write into.
+    for_decoder, for_head = _StandIn(decoder, _Hidden([hidden.clone()])), _StandIn(layer, z.clone())
     # Without this a compiled forward would be compiled again.
     dynamo = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if dynamo else nullcontext()

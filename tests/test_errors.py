@@ -200,6 +200,20 @@ CASES = {
         arguments(dp_size=2, config=SEQ, batch_num_tokens=3),
         "global_batch_size must be given when dp_size > 1 with loss_agg_mode='seq-mean-token-mean'",
     ),
+    "tokens for sequences": (
+        arguments(config=SEQ, batch_num_tokens=7),
+        "batch_num_tokens must be None with loss_agg_mode='seq-mean-token-mean', which divides by "
+        "global_batch_size, got 7",
+    ),
+    "sequences for tokens": (
+        arguments(global_batch_size=torch.tensor(7)),
+        "global_batch_size must be None with loss_agg_mode='token-mean', which divides by "
+        "batch_num_tokens, got 7",
+    ),
+    "a count for a sum": (
+        arguments(config=BAPOConfig(loss_agg_mode="token-sum"), batch_num_tokens=7),
+        "batch_num_tokens must be None with loss_agg_mode='token-sum', which divides by neither",
+    ),
     "batch_num_tokens": (
         arguments(batch_num_tokens=0),
         "batch_num_tokens must be finite and > 0, got 0",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import EPS, assert_within_budget, run_reference, unmasked_tokens
-from shards import COLUMNS, SEQUENCES, head, part, whole_case
+from shards import COLUMNS, SEQUENCES, head, of_rank, part, whole_case
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -30,6 +32,7 @@ from bapo_kernels import (
     ClipBoundSearch,
     LMHead,
     bapo_loss,
+    distributed,
     find_clip_bounds,
     linear_log_probs,
 )
@@ -68,10 +71,15 @@ def collectives_rank(rank, backend):
         for name in real:
             patch.setattr(dist, name, counting(name))
 
-        def count(name, call):
+        def count(name, call, groups):
+            distributed._AGREED.clear()
+            made.clear()
+            call()
+            first = list(made)
             made.clear()
             out = call()
             forward = list(made)
+            assert first == [("all_gather", 2 * 64 * 2)] * groups + forward, "ranks are compared"
             made.clear()
             (
                 out[0].sum() if out[0].requires_grad else torch.zeros((), requires_grad=True)
@@ -79,26 +87,26 @@ def collectives_rank(rank, backend):
             results[name] = forward, list(made)
 
         options = dict(backend=backend)
-        count("alone", lambda: bapo_loss(logits, *arguments, **options))
-        count("search", lambda: bapo_loss(logits, *arguments, process_group=data, **options))
+        count("alone", lambda: bapo_loss(logits, *arguments, **options), 0)
+        count("search", lambda: bapo_loss(logits, *arguments, process_group=data, **options), 1)
         bounds = dict(process_group=data, bounds=(0.7, 1.3))
-        count("bounds", lambda: bapo_loss(logits, *arguments, **bounds, **options))
+        count("bounds", lambda: bapo_loss(logits, *arguments, **bounds, **options), 0)
         own = dict(process_group=data, bounds=(torch.full((len(logits),), 0.7), 1.3))
-        count("own bounds", lambda: bapo_loss(logits, *arguments, **own, **options))
+        count("own bounds", lambda: bapo_loss(logits, *arguments, **own, **options), 0)
         empty = tuple(x[:0] for x in arguments)
         some = empty if rank == 0 else arguments
         x = logits[:0] if rank == 0 else logits
-        count("a rank without rows", lambda: bapo_loss(x, *some, process_group=data, **options))
+        count("a rank without rows", lambda: bapo_loss(x, *some, process_group=data, **options), 1)
         both = dict(process_group=data, vocab_group=tensor, **options)
         leaf = case.logits[rows, :, columns].clone().requires_grad_()
-        count("shards", lambda: bapo_loss(leaf, *arguments, **both))
+        count("shards", lambda: bapo_loss(leaf, *arguments, **both), 2)
         linear = bapo_kernels.bapo_linear_loss
-        count("linear", lambda: linear(hidden, weight, *arguments, **both))
+        count("linear", lambda: linear(hidden, weight, *arguments, **both), 2)
         of_chunks = dict(chunk_tokens=1, **both)
-        count("chunks", lambda: linear(hidden, weight, *arguments, **of_chunks))
+        count("chunks", lambda: linear(hidden, weight, *arguments, **of_chunks), 2)
         logp = bapo_kernels.linear_log_probs
         sharded = dict(vocab_group=tensor, backend=backend)
-        count("log-probs", lambda: logp(hidden, weight, arguments[0], **sharded))
+        count("log-probs", lambda: logp(hidden, weight, arguments[0], **sharded), 1)
     labelled = arguments[0] != -100
     unmasked = int(((arguments[3] != 0) & labelled).sum())
     return results, labelled.numel(), unmasked, int(labelled.sum()), hidden.numel()
@@ -122,6 +130,141 @@ def test_collectives_of_every_kind_of_call(worlds):
         chunks = [combine(1)] * unmasked
         assert results["chunks"] == ([sizes, *chunks, search, dhidden], [])
         assert results["log-probs"] == ([sizes, combine(labelled)], [dhidden])
+
+
+B, S = 6, 5
+
+
+def differing_rank(rank, function, changes):
+    """What calls raise whose arguments differ on rank 1, each with new groups; then the loss."""
+    case, columns = whole_case("paper", torch.float32), part(COLUMNS[2], rank)
+    hidden, weight, _ = head(torch.float32)
+    sources = {"bapo_loss": case.logits[..., columns], "check_inputs": case.logits[..., columns]}
+    messages = []
+    for change in changes:
+        names = "labels", "old_log_probs", "advantages", "response_mask"
+        given = dict(zip(names, case.arguments(), strict=True)) | case.options
+        given["vocab_group"] = dist.new_group()
+        good = dict(given)
+        x = sources.get(function, hidden)
+        if rank == 1:
+            x, given = CHANGES[change](x, given)
+        more = () if function in sources else (weight[columns],)
+        call = getattr(bapo_kernels.debug if function == "check_inputs" else bapo_kernels, function)
+        with pytest.raises(ValueError) as raised:
+            call(x, *more, **given)
+        messages.append(str(raised.value))
+        loss = bapo_loss(case.logits[..., columns], **good).loss
+    return messages, loss
+
+
+def with_changed(name, change):
+    return lambda x, given: (x, given | {name: change(given.get(name))})
+
+
+def with_fewer_rows(x, given):
+    rows = {k: v[:5] for k, v in given.items() if isinstance(v, torch.Tensor) and v.ndim}
+    return x[:5], given | rows
+
+
+SETS = bapo_kernels.SamplingMask.from_lists([[]] * (B * S))
+CHANGES = {
+    "labels": with_changed("labels", lambda y: y.where(y < 0, (y + 1) % 67)),
+    "labels of the shard": with_changed("labels", lambda y: y.where(y < 0, y - 40)),
+    "shape": with_fewer_rows,
+    "the unmasked tokens": with_changed("response_mask", torch.ones_like),
+    "advantages": with_changed("advantages", lambda A: A.roll(1)),
+    "old_log_probs": with_changed("old_log_probs", lambda old: old - 0.01),
+    "ref_log_probs": with_changed("ref_log_probs", lambda _: torch.zeros(B, S)),
+    "temperatures": with_changed("temperature", lambda _: torch.full((B,), 0.7)),
+    "the normalisers": with_changed("batch_num_tokens", lambda count: count + 1),
+    "bounds": with_changed("bounds", lambda _: (0.8, 1.2)),
+    "statistics": with_changed("statistics", lambda _: "live"),
+    "sampling_mask": with_changed("sampling_mask", lambda _: SETS),
+    "config.target": with_changed("config", lambda config: replace(config, target=0.3)),
+    "config.surrogate": with_changed("config", lambda config: replace(config, surrogate="cispo")),
+}
+
+
+@pytest.mark.parametrize("function", ["bapo_loss", "bapo_linear_loss", "check_inputs"])
+def test_shards_of_different_calls(worlds, function):
+    """Every rank of a vocab_group says what differs, and can go on."""
+    results = worlds(2).run(differing_rank, function, list(CHANGES))
+    for rank, (messages, loss) in enumerate(results):
+        assert loss == results[0][1]
+        for change, message in zip(CHANGES, messages, strict=True):
+            name = change.removesuffix(" of the shard")
+            rule = f"{name} must be the same on all ranks of vocab_group, got another on ranks [1]"
+            assert message.startswith(rule)
+            if name == "config.target":
+                assert message.endswith(f"than on rank 0 ({(0.6, 0.3)[rank]} on this rank)")
+
+
+def search_rank(rank):
+    """What the calls of a process_group raise that differ on rank 1; the groups that are left."""
+    case, messages = whole_case("paper", torch.float32), []
+    logp = bapo_kernels.log_probs(case.logits, case.labels)[0]
+    rest = case.old_log_probs, case.advantages, case.response_mask
+    logp, *batch = (x[rank:] for x in (logp, *rest))  # its own number of rows is fine
+
+    def loss(**options):
+        bapo_kernels.bapo_loss_from_log_probs(logp, *batch, batch_num_tokens=9 + rank, **options)
+
+    def find(**options):
+        find_clip_bounds(logp, *batch, **options)
+
+    def lagged(**options):
+        search = ClipBoundSearch(scope="lagged", **options)
+        search.update(logp, *batch)
+        search.step()
+
+    grids = dict(config=BAPOConfig(ratio_upper_max=3.0 - rank))
+    for call, options in ((loss, grids), (find, grids), (lagged, grids), ((loss, find)[rank], {})):
+        group = dist.new_group()
+        with pytest.raises(ValueError) as raised:
+            call(process_group=group, **options)
+        messages.append(str(raised.value))
+        loss(process_group=group)  # both can go on
+        dist.destroy_process_group(group)
+    del group, raised
+    gc.collect()
+    known = dist.distributed_c10d._world.pg_map
+    return messages, [group for group in distributed._AGREED if group not in known]
+
+
+def test_searches_of_different_calls(worlds):
+    for rank, (messages, left) in enumerate(worlds(2).run(search_rank)):
+        assert left == []
+        for message in messages[:3]:
+            rule = "config.ratio_upper_max must be the same on all ranks of process_group, got"
+            got = f"another on ranks [1] than on rank 0 ({3.0 - rank} on this rank)"
+            assert message == f"{rule} {got}"
+        assert messages[3].startswith("function and backend must be the same on all ranks of")
+
+
+def grid_rank(rank, changed):
+    """A config of its own on rank 1 of a grid: ranks that do not share a group with it say so."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data", "tensor"))
+    case = whole_case("paper", torch.float32)
+    d, t = divmod(rank, 2)
+    _, _, arguments, options = of_rank(case, 2, 2, d, t, mesh)
+    logits = case.logits[part(SEQUENCES[2], d), :, part(COLUMNS[2], t)]
+    target = 0.3 if rank == 1 and changed == "config" else 0.6
+    if rank == 1 and changed == "labels":
+        arguments = arguments[0].roll(1), *arguments[1:]
+    with pytest.raises(ValueError) as raised:
+        bapo_loss(logits, *arguments, **options | dict(config=BAPOConfig(target=target)))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("changed", ["config", "labels"])
+def test_every_rank_of_a_grid_raises(worlds, changed):
+    first, second, *others = worlds(4).run(grid_rank, changed)
+    fact = "config.target" if changed == "config" else "the unmasked tokens"
+    for message in (first, second):
+        assert message.startswith(f"{fact} must be the same on all ranks of vocab_group, got")
+    for message in others:
+        assert message.startswith("agreement in vocab_group must be the same on all ranks of pro")
 
 
 def rank_order_rank(rank):

@@ -150,7 +150,7 @@ def pool() -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
             z, suffix = logits.to(dtype), f", {str(dtype).removeprefix('torch.')} logits"
             ours = log_probs(z, labels, return_entropy=False, backend="cpu")[0]
             found.setdefault("bapo_kernels cpu" + suffix, []).append(ours)
-            call = log_probs_call(labels, BAPOConfig(), "cpu", None)
+            call = log_probs_call(labels, BAPOConfig(), "cpu", None, ("",), POOL_V)
             inside = LogProbs.apply(as_rows(z), call, None)[0]
             found.setdefault("bapo_kernels cpu in bapo_loss" + suffix, []).append(inside)
             for method, function in others.items():

@@ -460,6 +460,14 @@ def test_heads_that_are_not_plain_raise(kind):
             LMHead.of(given)
 
 
+COLUMN = torch.tensor([3])
+CHANGES = (
+    *("a bias", "one column", "log-softmax", "other cap", "negative scale", "cap, then scale"),
+    *("a bias in place", "one column in place", "one scaled column", "one clamped column"),
+    "a column twice",
+)
+
+
 class Other(CausalLM):
     """Something other than decoder, head, scale and soft cap."""
 
@@ -480,6 +488,8 @@ class Other(CausalLM):
         hidden = self.model(*inputs).last_hidden_state
         if kind == "scaled hidden states":
             hidden = hidden / 12
+        if kind == "scaled hidden states in place":
+            hidden.div_(12)
         if kind == "the last token":
             hidden = hidden[:, -1:]
         if kind == "two decoders":
@@ -498,6 +508,11 @@ class Other(CausalLM):
             "trained scale": lambda z: z * self.scale,
             "fewer columns": lambda z: z[..., :-1],
             "cap, then scale": lambda z: z.clamp(-30, 30),
+            "a bias in place": lambda z: z.add_(0.01),
+            "one column in place": lambda z: z.index_fill_(-1, torch.tensor(3), -1e9),
+            "one scaled column": lambda z: z.index_copy_(-1, COLUMN, 2 * z[..., 3:4]),
+            "one clamped column": lambda z: z.index_copy_(-1, COLUMN, z[..., 3:4].clamp(max=99)),
+            "a column twice": lambda z: z.index_copy_(-1, COLUMN, z[..., 13:14]),
         }.get(kind, lambda z: z)
         return Logits(change(logits))
 
@@ -509,16 +524,12 @@ class Other(CausalLM):
         "other tokens": "model gets other than the tokens alone: [0]",
         "tokens twice": "model gets other than the tokens alone: [0, 1]",
         "scaled hidden states": "the head takes other than the output of model",
+        "scaled hidden states in place": "the head takes other than the output of model",
         "the last token": "the head takes other than the output of model",
         "two decoders": "model and head are called (2, 1) times",
         "two heads": "model and head are called (1, 2) times",
         "no head": "model and head are called (1, 0) times",
-        "a bias": "logits are more than scaled and capped",
-        "one column": "logits are more than scaled and capped",
-        "log-softmax": "logits are more than scaled and capped",
-        "other cap": "logits are more than scaled and capped",
-        "negative scale": "logits are more than scaled and capped",
-        "cap, then scale": "logits are more than scaled and capped",
+        **dict.fromkeys(CHANGES, "logits are more than scaled and capped"),
         "trained scale": "parameters outside of decoder and head have a gradient",
         "fewer columns": "logits of shape (1, 9, 30), not (1, 9, 31)",
     }.items(),
@@ -529,6 +540,34 @@ def test_models_that_do_something_else_raise(kind, got):
     with pytest.raises(ValueError, match=re.escape(f"got Other: {got}")):
         LMHead.of(model)
     assert dict(model.named_modules()) == modules, "the stand-ins are gone"
+
+
+def test_chameleon_raises():
+    """Its forward forbids the tokens of images, in place."""
+    kind = transformers.ChameleonForConditionalGeneration
+    vocabulary = {"<image>": 8, "IMGIMGBSZ": 9}
+    vision = dict(
+        resolution=32, num_embeddings=8, embed_dim=8, latent_channels=8, base_channels=32,
+        channel_multiplier=[1], num_res_blocks=1,
+    )  # fmt: skip
+    model = kind(kind.config_class(**TEXT, vq_config=vision, vocabulary_map=vocabulary))
+    with pytest.raises(ValueError, match="Chameleon.*: logits are more than scaled and capped"):
+        LMHead.of(model)
+
+
+@pytest.mark.parametrize("where", ["model", "compiled", "PeftModel", "LoraModel", "within PEFT"])
+def test_hooks_on_the_model_raise(where):
+    whole = family("LlamaForCausalLM") if where in ("model", "compiled") else adapted()
+    hooked = whole
+    if where == "compiled":
+        hooked = whole = torch.compile(whole)
+    if where in ("LoraModel", "within PEFT"):
+        hooked = whole.base_model if where == "LoraModel" else whole.get_base_model()
+    handle = hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"model must have no hooks; otherwise .* got .*lambda"):
+        LMHead.of(whole)
+    handle.remove()
+    LMHead.of(whole)
 
 
 def test_models_without_a_decoder_raise(monkeypatch):
@@ -549,6 +588,7 @@ def test_transforms_are_measured_exactly():
         head = LMHead.of(CausalLM(tail=tail))
         assert head.logit_scale == pytest.approx(scale, rel=1e-11)
         assert head.final_logit_softcapping == cap
+    assert LMHead.of(CausalLM(tail=lambda z: z.mul_(3))).logit_scale == 3, "in place"
 
 
 def test_layers_are_looked_up_at_every_use():
