@@ -252,7 +252,9 @@ def test_half_precision(kind, half):
     same(evaluate(f"cvt.f32.{kind}", [F32], h)[0], h.float())
     same(evaluate(f"cvt.f64.{kind}", [F64], h)[0], h.double())
     other = torch.where(torch.arange(256) % 2 == 0, h, values(half, 1))
-    same(evaluate(f"setp.eq.{kind}", [B], h, other)[0], h == other)
+    for name in ("lt", "le", "gt", "ge", "eq", "neu"):
+        expected = getattr(torch, name.removesuffix("u"))(h, other)
+        same(evaluate(f"setp.{name}.{kind}", [B], h, other)[0], expected)
     ones, zeros = torch.ones_like(pair), pair
     low_equal, high_equal = evaluate(f"setp.eq.{kind}x2", [B, B], zeros, zeros ^ ones)
     assert torch.equal(high_equal, ~high.isnan())

@@ -38,6 +38,10 @@ uint64_t bits_of(T value) {
     return bits;
 }
 
+template <typename T>
+T widened(T x) {
+    return x;
+}
 inline float widened(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
 inline float widened(Float16 x) { return float(std::bit_cast<_Float16>(x.bits)); }
 

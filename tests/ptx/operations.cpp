@@ -164,6 +164,29 @@ void bits(const std::string& width) {
 }
 
 template <typename F>
+void comparisons(const std::string& t) {
+    const auto compare = [&](const std::string& name, auto f) {
+        define("setp." + name + "." + t,
+               [](F a, F b) { return decltype(f){}(widened(a), widened(b)); });
+    };
+    compare("lt", [](auto a, auto b) { return a < b; });
+    compare("le", [](auto a, auto b) { return a <= b; });
+    compare("gt", [](auto a, auto b) { return a > b; });
+    compare("ge", [](auto a, auto b) { return a >= b; });
+    compare("eq", [](auto a, auto b) { return a == b; });
+    compare("ne", [](auto a, auto b) { return a < b || a > b; });
+    // Unordered: true where one is NaN.
+    compare("ltu", [](auto a, auto b) { return !(a >= b); });
+    compare("leu", [](auto a, auto b) { return !(a > b); });
+    compare("gtu", [](auto a, auto b) { return !(a <= b); });
+    compare("geu", [](auto a, auto b) { return !(a < b); });
+    compare("equ", [](auto a, auto b) { return !(a < b || a > b); });
+    compare("neu", [](auto a, auto b) { return a != b; });
+    compare("num", [](auto a, auto b) { return a == a && b == b; });
+    compare("nan", [](auto a, auto b) { return a != a || b != b; });
+}
+
+template <typename F>
 void floats(const std::string& t) {
     for (const std::string rounding : {".", ".rn."}) {
         define("add" + rounding + t, [](F a, F b) { return a + b; });
@@ -178,21 +201,7 @@ void floats(const std::string& t) {
     define("abs." + t, [](F a) { return std::abs(a); });
     define("min." + t, [](F a, F b) { return smaller(a, b); });
     define("max." + t, [](F a, F b) { return larger(a, b); });
-    define("setp.lt." + t, [](F a, F b) { return a < b; });
-    define("setp.le." + t, [](F a, F b) { return a <= b; });
-    define("setp.gt." + t, [](F a, F b) { return a > b; });
-    define("setp.ge." + t, [](F a, F b) { return a >= b; });
-    define("setp.eq." + t, [](F a, F b) { return a == b; });
-    define("setp.ne." + t, [](F a, F b) { return a < b || a > b; });
-    // Unordered: true where one is NaN.
-    define("setp.ltu." + t, [](F a, F b) { return !(a >= b); });
-    define("setp.leu." + t, [](F a, F b) { return !(a > b); });
-    define("setp.gtu." + t, [](F a, F b) { return !(a <= b); });
-    define("setp.geu." + t, [](F a, F b) { return !(a < b); });
-    define("setp.equ." + t, [](F a, F b) { return !(a < b || a > b); });
-    define("setp.neu." + t, [](F a, F b) { return a != b; });
-    define("setp.num." + t, [](F a, F b) { return a == a && b == b; });
-    define("setp.nan." + t, [](F a, F b) { return a != a || b != b; });
+    comparisons<F>(t);
 }
 
 template <typename Half>
@@ -203,7 +212,7 @@ void halves(const std::string& t) {
     define("cvt.rn." + t + "x2.f32", [](float high, float low) -> uint32_t {
         return uint32_t{narrowed<Half>(high).bits} << 16 | narrowed<Half>(low).bits;
     });
-    define("setp.eq." + t, [](Half a, Half b) { return widened(a) == widened(b); });
+    comparisons<Half>(t);
     define("setp.eq." + t + "x2", Kind::kElementwise,
            [](Machine&, Warp& warp, const Instruction& instruction, Mask lanes) {
                const uint64_t* const a = known(warp, instruction.from[0], lanes, "source");
