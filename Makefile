@@ -25,9 +25,11 @@ test: BIN = build/test_env/bin
 test: build/test_env/installed $(LIBRARY)
 	EMULATE_SEEDS=1 $(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
 
-# Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging.
+# Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging; and every
+# Triton kernel as PTX (`ptx`).
 test-all: .venv/built
 	$(PYTEST)
+	TRITON_PTX=90 $(PYTEST) -m "not slow" -k "triton and not any_type" $(PTX_KERNELS:%=tests/test_%.py)
 
 # Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built
@@ -84,13 +86,14 @@ emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
 	  $(PYTEST) tests/test_cuda_on_host.py tests/test_sets_on_host.py
 
-# Executes the PTX of the Triton kernels on the CPU, for sm_80 and sm_90 (tests/ptx).
-PTX_TESTS := triton_rows triton_sequences triton_sets prepare search log_probs policies loss \
-  sampling_mask linear
+# Executes the PTX of the Triton kernels on the CPU (tests/ptx), for sm_80 and sm_90, under the
+# schedule FIRST.
+PTX_KERNELS := triton_rows triton_sequences triton_sets prepare search log_probs policies
 ptx: .venv/built
 	for capability in 80 90; do \
 	  TRITON_PTX=$$capability PTX_SEED=$(FIRST) $(PYTEST) -m "not slow" -k triton \
-	    $(PTX_TESTS:%=tests/test_%.py) || exit 1; \
+	    $(PTX_KERNELS:%=tests/test_%.py) tests/test_loss.py tests/test_sampling_mask.py \
+	    tests/test_linear.py || exit 1; \
 	done
 
 # Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).

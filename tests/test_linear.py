@@ -706,17 +706,24 @@ def test_errors_of_the_head(name):
 
 @needs_native
 def test_few_rows_of_a_large_vocabulary():
-    """Three of twenty rows have a gradient: their sums over 151,936 terms must be as accurate."""
+    """Three of twenty rows have a gradient: their sums over 151,936 terms must be as accurate.
+
+    Of four draws together, because the order of the reference's sums may be exact for one.
+    """
     large = 151_936
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(1, 20, 16), 0.3 * torch.randn(large, 16)
     case = make_case((1, 20), large, masked=0, idle=0, poison=False)
     case.advantages[0, 3:] = 0.0
     case.old_log_probs = None
-    results = []
-    for function, kind in ((bapo_linear_loss, torch.float32), (reference.bapo_linear_loss, None)):
-        for dtype in (kind,) if kind else (torch.float32, torch.float64):
+    results = [], [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        hidden, weight = torch.randn(1, 20, 16), 0.3 * torch.randn(large, 16)
+        for gradients, function, dtype in (
+            (results[0], bapo_linear_loss, torch.float32),
+            (results[1], reference.bapo_linear_loss, torch.float32),
+            (results[2], reference.bapo_linear_loss, torch.float64),
+        ):
             leaf = hidden.to(dtype, copy=True).requires_grad_()
             function(leaf, weight.to(dtype), *case.arguments()).loss.backward()
-            results.append(leaf.grad)
-    assert_within_budget("gradient of hidden", *results)
+            gradients.append(leaf.grad)
+    assert_within_budget("gradient of hidden", *map(torch.stack, results))
