@@ -360,9 +360,9 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         file = Path(checkpoint) / _SEARCH_FILE
         try:
             self.search.load_state_dict(torch.load(file, map_location=self.accelerator.device))
-        except (FileNotFoundError, ValueError) as reason:
-            bounds = starting_bounds_of(self.bapo_config)
-            warn_once(f"the search starts anew, from the bounds {bounds}: {reason} ({file})")
+        except (FileNotFoundError, ValueError) as error:
+            bounds, why = starting_bounds_of(self.bapo_config), getattr(error, "strerror", error)
+            warn_once(f"the search starts anew, from the bounds {bounds}: {why} ({file})")
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
         if self._known is None:
