@@ -78,7 +78,7 @@ _PAPER = {
 }
 
 """
-    + GRPOTrainer._paper["citation"],
+    + str(GRPOTrainer._paper["citation"]),
 }
 
 

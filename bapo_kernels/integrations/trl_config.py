@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..checks import require, warn_once
 from ..config import BAPOConfig
@@ -72,7 +72,7 @@ class BAPOTrainerConfig(GRPOConfig):
             rule or is one that TRL decides.
     """
 
-    _VALID_DICT_FIELDS: ClassVar = [*GRPOConfig._VALID_DICT_FIELDS, "bapo_options"]
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "bapo_options"]  # noqa: RUF012
 
     bapo_preset: str = field(default="paper", metadata={"help": "'paper' or 'recipe'"})
     bapo_options: dict[str, Any] | str | None = field(
