@@ -230,10 +230,11 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         inputs: dict[str, Any],
     ) -> Tensor:
         """What TRL adds to the loss: the KL times the ratio, the entropy bonus, router losses."""
-        terms = log_probs.new_zeros(())
+        dtype = torch.promote_types(log_probs.dtype, torch.float32)
+        terms = log_probs.new_zeros((), dtype=dtype)
         accumulation = self._accumulation_steps
         if self._corrected_kl:
-            terms = terms + self.beta * self._kl_with_ratio(log_probs, inputs).to(terms.dtype)
+            terms = terms + self.beta * self._kl_with_ratio(log_probs, inputs).to(dtype)
         if self._entropy_bonus_enabled and entropies is not None:
             bonus = (entropies * chosen).sum() / chosen.sum().clamp(min=1)
             entropy = self._last_world_entropy if self.use_adaptive_entropy else -torch.inf

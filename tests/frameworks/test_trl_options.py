@@ -126,7 +126,11 @@ OPTIONS = {
     # With a higher rate the KL reaches the 10 at which it is clamped here.
     "KL": dict(beta=0.1, use_bias_correction_kl=False, learning_rate=0.003),
     "KL with ratio, reference updated": dict(
-        beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5
+        beta=0.1,
+        use_bias_correction_kl=True,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        ref_model_mixup_alpha=0.5,
     ),
     "entropy": dict(entropy_coef=0.1),
     "adaptive entropy": dict(
@@ -289,6 +293,7 @@ def test_without_args(tmp_path, monkeypatch):
 def test_liger_is_refused_where_it_replaces_the_loss(monkeypatch):
     """Before TRL 1.14; since then it replaces layers."""
     options = dict(output_dir="out", use_cpu=True, bf16=False, use_liger_kernel=True)
+    monkeypatch.delattr(GRPOTrainer, "compute_liger_loss", raising=False)
     BAPOTrainerConfig(**options)
     monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
     with pytest.raises(ValueError, match="use_liger_kernel must be False, because before TRL 1.14"):
