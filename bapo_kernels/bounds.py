@@ -17,7 +17,7 @@ from torch import Tensor
 from ._ops import ops_of
 from .backends import choose
 from .call import Call, loss_call
-from .checks import check_group, require
+from .checks import check_device, check_group, check_tensor, require
 from .config import GRID_FIELDS, BAPOConfig, grids_of
 from .distributed import check_ranks, rows_of_ranks
 from .inputs import check_search, config_or_default
@@ -86,6 +86,7 @@ class ContributionHistogram:
         )
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)
+        check_device("log_probs", log_probs, self.table, "the histogram")
         flat = log_probs.detach().double().reshape(-1)
         self.table += contributions(with_log_ratios(call, flat), flat)[0]
         return self
@@ -144,11 +145,19 @@ class ContributionHistogram:
             self.table.zero_()
 
     def load(self, table: Tensor) -> None:
-        """Takes over the sums of another histogram with the same grids (its ``table``)."""
-        mine = self.table if self.table is not None else empty_table(self.config, table.device)
-        rule = f"have shape {tuple(mine.shape)}, as the grids of config ask for"
-        require(table.shape == mine.shape, "table", rule, tuple(table.shape))
-        self.table = mine.copy_(table)
+        """Takes over the sums of another histogram with the same grids (its ``table``).
+
+        Raises:
+            ValueError: the table has another shape, or sums that are not finite and >= 0. Nothing
+                is changed then.
+        """
+        check_tensor("table", table)
+        empty = empty_table(self.config, table.device)
+        rule = f"have shape {tuple(empty.shape)}, as the grids of config ask for"
+        require(table.shape == empty.shape, "table", rule, tuple(table.shape))
+        bad = table[~((table >= 0) & (table < torch.inf))].tolist()
+        require(not bad, "table", "have sums that are finite and >= 0", bad[:1])
+        self.table = (empty if self.table is None else self.table).copy_(table)
 
 
 def find_clip_bounds(
@@ -204,6 +213,8 @@ def find_clip_bounds(
 
 def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
     """Zeros, float64: a negative mass per point of the lower grid, then a positive per upper."""
+    kind = torch.device(device).type
+    require(kind != "meta", "the device of a histogram", "have memory", kind)
     return torch.zeros(_points(config), dtype=torch.float64, device=device)
 
 

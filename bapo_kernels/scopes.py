@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
-from .checks import check_group, refuse, require
+from .checks import check_group, require
 from .config import BAPOConfig, starting_bounds_of
 from .inputs import config_or_default
 from .output import ClipBounds
@@ -151,22 +152,25 @@ class ClipBoundSearch:
         """Continues where :meth:`state_dict` was taken.
 
         Raises:
-            ValueError: the state was taken in another scope, or its sums belong to other grids.
+            ValueError: it is not such a state, it was taken in another scope or with other options
+                of the table, or its sums are not finite and >= 0. Nothing is changed then.
         """
-        require(state["scope"] == self.scope, "scope", f"be {self.scope!r}", repr(state["scope"]))
-        if self.histogram is not None:
-            self.histogram.reset()
-            if state["table"] is not None:
-                self.histogram.load(state["table"])
+        got = list(state) if isinstance(state, Mapping) else type(state).__name__
+        is_state = {"scope", "bounds", "table"} <= set(got)
+        require(is_state, "state", "be what state_dict() returned", got)
+        rule = "be {!r} in the state too"
+        require(state["scope"] == self.scope, "scope", (rule, self.scope), repr(state["scope"]))
         of_tokens = {"ratio_level": "token"}  # what states do not name that are older than it
         for name, value in (of_tokens | state.get("config", {})).items():
             mine = getattr(self.config, name)
-            if value != mine:
-                if self.histogram is not None:
-                    self.histogram.reset()
-                refuse(f"config.{name}", f"be {mine!r} in the state too", repr(value))
-        self._bounds = None if state["bounds"] is None else tuple(state["bounds"])
-        known = state.get("metrics")
+            require(value == mine, f"config.{name}", (rule, mine), repr(value))
+        bounds, known = state["bounds"], state.get("metrics")
+        bounds = None if bounds is None else tuple(bounds)
+        if self.histogram is not None and state["table"] is not None:
+            self.histogram.load(state["table"])
+        elif self.histogram is not None:
+            self.histogram.reset()
+        self._bounds = bounds
         self._metrics = self._all_metrics(known) if known else {}
 
     @property

@@ -637,11 +637,79 @@ def test_metrics_of_two_ranks(two_ranks, rank, name):
         assert got[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
 
 
-def test_state_of_other_grids_is_refused():
+def of_other_grids():
     """Even grids of as many points, whose sums mean something else."""
-    state = ClipBoundSearch(scope="lagged", device="cpu").state_dict()
     other = BAPOConfig(ratio_upper_start=1.4, ratio_upper_max=3.2)
-    search = ClipBoundSearch(other, scope="lagged")
     assert len(other.upper_grid) == len(BAPOConfig().upper_grid)
-    with pytest.raises(ValueError, match=r"config.ratio_upper_start must be 1.4 in the state too"):
-        search.load_state_dict(state)
+    return ClipBoundSearch(other, "lagged").state_dict()
+
+
+BAD_TABLES = {
+    "nan": (
+        torch.full((54,), torch.nan),
+        r"table must have sums that are finite and >= 0, got \[nan",
+    ),
+    "negative": (-torch.ones(54), r"table must have sums that are finite and >= 0, got \[-1.0\]"),
+    "short": (torch.zeros(2), r"table must have shape \(54,\), as the grids .*, got \(2,\)"),
+    "list": ([0.0] * 54, "table must be a tensor, got list"),
+    "meta": (torch.zeros(54, device="meta"), "device of a histogram must have memory, got meta"),
+}
+BAD_STATES = {
+    "none": (lambda state: None, "state must be what state_dict.. returned, got NoneType"),
+    "empty": (lambda state: {}, r"state must be what state_dict.. returned, got \[\]"),
+    "scope": (
+        lambda state: state | {"scope": "step"},
+        "scope must be 'lagged' in the state too, got",
+    ),
+    "grids": (
+        lambda state: of_other_grids(),
+        "config.ratio_upper_start must be 1.2 in the state too",
+    ),
+    "weights": (
+        lambda state: state | {"config": {"token_weight": "uniform"}},
+        "config.token_weight must be 'rollout_prob' in the state too, got 'uniform'",
+    ),
+    **{
+        name: (lambda state, table=table: state | {"table": table}, message)
+        for name, (table, message) in BAD_TABLES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_a_state_that_is_refused_changes_nothing(name):
+    change, message = BAD_STATES[name]
+    search = ClipBoundSearch(scope="lagged")
+    tokens = torch.tensor([1.5, 1.0]).log(), torch.zeros(2), torch.tensor([2.0, -3.0])
+    search.update(*tokens)
+    search.step()
+    search.update(*tokens)
+    before = search.state_dict()
+    assert before["table"].any()
+    with pytest.raises(ValueError, match=message):
+        search.load_state_dict(change(search.state_dict()))
+    after = search.state_dict()
+    assert torch.equal(before.pop("table"), after.pop("table"))
+    assert before == after
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_a_table_that_is_refused_is_not_kept(name):
+    histogram = ContributionHistogram()
+    table, message = BAD_TABLES[name]
+    with pytest.raises(ValueError, match=message):
+        histogram.load(table)
+    assert histogram.table is None
+
+
+def test_tokens_without_memory_are_refused():
+    """They would be lost without a word."""
+    tokens = torch.zeros(3, device="meta"), None, torch.ones(3, device="meta")
+    memory = "the device of a histogram must have memory, got meta"
+    with pytest.raises(ValueError, match=memory):
+        ContributionHistogram().update(*tokens)
+    with pytest.raises(ValueError, match=memory):
+        ClipBoundSearch(scope="step", device="meta")
+    message = r"log_probs must be on the device of the histogram \(cpu\), got meta"
+    with pytest.raises(ValueError, match=message):
+        ContributionHistogram(device="cpu").update(*tokens)

@@ -2,10 +2,11 @@
 
 The model's forward stops at the hidden states, and :func:`bapo_kernels.bapo_linear_loss` computes
 the rest. Where TRL adds a term that this loss does not have (an entropy bonus with a normaliser of
-its own, a KL term multiplied by the ratio, router losses) or where there are images, log-probs and
-loss are computed in two steps. Normalisation, masks, KL, importance sampling correction and metric
-names are TRL's. Where a ``rollout_func`` returns the sets that its tokens were drawn from, as
-``sampling_mask``, all log-probs are those over them.
+its own, a KL term multiplied by the ratio, router losses), where it drops the policy term of tokens
+by their log-probs or entropies, or where there are images, log-probs and loss are computed in two
+steps. Normalisation, masks, KL and importance sampling correction are TRL's, and TRL's own loss at
+the bounds in use logs its metrics. Where a ``rollout_func`` returns the sets that its tokens were
+drawn from, as ``sampling_mask``, all log-probs are those over them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,22 @@ from ..functional import bapo_loss_from_log_probs
 from ..linear import bapo_linear_loss, linear_log_probs
 from ..lm_head import LMHead
 from ..output import BAPOOutput
-from ..reference.tokens import clipped, sequence_mean
+from ..reference.tokens import sequence_mean
 from ..scopes import ClipBoundSearch
 from . import require_version
 
 require_version("trl", "1.9")
 
-from .trl_config import BAPOTrainerConfig, bapo_config, check, corrects_kl  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+from trl.trainer.utils import get_config_model_id  # noqa: E402
+
+from .trl_config import (  # noqa: E402
+    BAPOTrainerConfig,
+    bapo_config,
+    check,
+    corrects_kl,
+    needs_log_probs,
+)
 from .trl_sampling_mask import KEY, TrainerWithSamplingMasks, mask_of  # noqa: E402
 
 __all__ = ["BAPOTrainer", "BAPOTrainerConfig"]
@@ -52,22 +62,48 @@ _IMAGES = (
     "mm_token_type_ids",
     "image_position_ids",
 )
+# Of the model card that TRL writes.
+_PAPER = {
+    "id": "2510.18927",
+    "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy "
+    "Optimization with Adaptive Clipping",
+    "citation": """\
+@article{xi2025bapo,
+    title   = {{BAPO}: Stabilizing Off-Policy Reinforcement Learning for {LLMs} via Balanced Policy
+               Optimization with Adaptive Clipping},
+    author  = {Xi, Zhiheng and Guo, Xin and Nan, Yang and Zhou, Enyu and Shen, Junrui and Chen,
+               Wenxiang and others},
+    journal = {arXiv preprint arXiv:2510.18927},
+    year    = {2025}
+}
+
+"""
+    + str(GRPOTrainer._paper["citation"]),
+}
 
 
 class BAPOTrainer(TrainerWithSamplingMasks):
     """``GRPOTrainer`` with the loss of :func:`bapo_kernels.bapo_loss`.
 
     Raises:
-        ValueError: ``args`` is not a :class:`BAPOTrainerConfig`, or has since been changed to
-            values that it refuses.
+        ValueError: ``args`` is neither ``None`` nor a :class:`BAPOTrainerConfig`, or has since
+            been changed to values that it refuses.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = kwargs.get("args", args[2] if len(args) > 2 else None)
-        rule = "be a BAPOTrainerConfig"
-        require(isinstance(given, BAPOTrainerConfig), "args", rule, type(given).__name__)
-        check(given)  # before a model is loaded
-        super().__init__(*args, **kwargs)
+    _tag_names: ClassVar = [*GRPOTrainer._tag_names, "bapo"]
+    _name = "BAPO"
+    _paper = _PAPER
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **options: Any
+    ) -> None:
+        if args is None:  # named as TRL names it
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = BAPOTrainerConfig(f"{name.split('/')[-1]}-BAPO")
+        rule = "be None or a BAPOTrainerConfig"
+        require(isinstance(args, BAPOTrainerConfig), "args", rule, type(args).__name__)
+        check(args)  # before a model is loaded
+        super().__init__(model, reward_funcs, args, *others, **options)
         self._corrected_kl = corrects_kl(self.args)
         self._lm_head = _lm_head(self.model, self.args)
         transform = {} if self._lm_head is None else self._lm_head.transform
@@ -76,6 +112,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         self.search = ClipBoundSearch(
             self.bapo_config, self.args.bapo_scope, ranks, self.accelerator.device
         )
+        self._known: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._calls_left = 0  # micro-batches of the optimizer step that are still to be computed
         if self._lm_head is not None:
             _add_head(self._lm_head, self.args.cast_lm_head_to_fp32)
@@ -90,24 +127,20 @@ class BAPOTrainer(TrainerWithSamplingMasks):
                 if scope == "step":
                     self._search_step(model)
             self._calls_left -= 1
-        out, log_probs, entropies, aux_loss = self._loss(model, inputs)
-        loss = out.loss
-        accumulation = self._accumulation_steps
-        mask = _mask(inputs)
-        if self._corrected_kl and log_probs is not None:
-            kl = self.beta * self._kl_with_ratio(log_probs, inputs)
-            loss = loss + kl.to(loss.dtype)
-        if entropies is not None and self.entropy_coef:
-            bonus = (entropies * mask).sum() / mask.sum().clamp(min=1)
-            windows = 1 if self.loss_type in ("dapo", "cispo") else accumulation  # as TRL logs it
-            self._log("policy_loss", self.accelerator.gather(loss.detach()).nanmean() * windows)
-            loss = loss - self.entropy_coef * bonus / accumulation
-        if aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * aux_loss / accumulation
-            self._log("aux_loss", self.accelerator.gather_for_metrics(aux_loss.detach()).mean())
-        self._log_metrics(out, inputs, mask)
+        counted, aux_loss = inputs, None
+        if self._head(inputs) == "fused":
+            out = self._fused_loss(model, inputs)
+            loss = out.loss
+        else:
+            log_probs, entropies, aux_loss = self._log_probs(model, inputs)
+            counted, chosen = self._counted(log_probs, entropies, inputs)
+            detached = None if entropies is None else entropies.detach()
+            arguments = self._arguments(counted)
+            out = bapo_loss_from_log_probs(log_probs, entropy=detached, **arguments)
+            loss = out.loss + self._terms_of_trl(log_probs, entropies, aux_loss, chosen, inputs)
+        self._log_metrics(out, model, inputs, aux_loss)
         if training and scope == "lagged":
-            self._gather(out.log_probs, inputs)
+            self._gather(out.log_probs, counted)
             if self._calls_left == 0:
                 self.search.step()
         return loss
@@ -123,8 +156,8 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         for i in range(self._calls_left):
             inputs = self._buffered_inputs[(self._step + i) % count]
             with torch.no_grad():
-                log_probs, _, _ = self._log_probs(model, inputs)
-            self._gather(log_probs, inputs)
+                log_probs, entropies, _ = self._log_probs(model, inputs)
+            self._gather(log_probs, self._counted(log_probs, entropies, inputs)[0])
         self.search.step()
 
     def _gather(self, log_probs: Tensor, inputs: dict[str, Any]) -> None:
@@ -150,40 +183,78 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             return "trl"
         if asked is not None:
             return str(asked)
-        return "log_probs" if self._corrected_kl or self.entropy_coef else "fused"
+        return "log_probs" if any(needs_log_probs(self.args)) else "fused"
 
-    def _loss(
-        self, model: Any, inputs: dict[str, Any]
-    ) -> tuple[BAPOOutput, Tensor | None, Tensor | None, Tensor | None]:
-        """The output; log-probs and entropies with a gradient, if the head has any; router loss."""
-        arguments = self._arguments(inputs)
-        if self._head(inputs) == "fused":
-            tokens = dict(labels=inputs["completion_ids"], sampling_mask=mask_of(inputs))
+    def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> BAPOOutput:
+        options = dict(
+            **self._arguments(inputs),
+            labels=inputs["completion_ids"],
+            sampling_mask=mask_of(inputs),
+        )
 
-            def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> BAPOOutput:
-                return bapo_linear_loss(hidden, weight, **arguments, **tokens, bias=bias)
+        def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> BAPOOutput:
+            return bapo_linear_loss(hidden, weight, **options, bias=bias)
 
-            return self._forward(model, inputs, loss), None, None, None
-        log_probs, entropies, aux_loss = self._log_probs(model, inputs)
-        detached = None if entropies is None else entropies.detach()
-        out = bapo_loss_from_log_probs(log_probs, entropy=detached, **arguments)
-        return out, log_probs, entropies, aux_loss
+        out: BAPOOutput = self._forward(model, inputs, loss)
+        return out
+
+    def _counted(
+        self, log_probs: Tensor, entropies: Tensor | None, inputs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Inputs with advantages of 0 where TRL drops the policy term, and the entropy bonus' mask.
+
+        So neither the loss nor the search counts these tokens; their other terms stay.
+        """
+        mask = chosen = _mask(inputs)
+        A = inputs["advantages"]
+        A = A.unsqueeze(1) if A.ndim == 1 else A
+        if self.top_entropy_quantile < 1.0:
+            assert entropies is not None, "of the heads that these options leave"
+            least = 1 - self.top_entropy_quantile
+            chosen = self.get_high_entropy_mask(entropies.detach(), mask, least)
+        kept = chosen
+        if self.off_policy_mask_threshold is not None:
+            log_probs = log_probs.detach()
+            old = inputs.get("old_per_token_logps")
+            sampled = inputs.get("sampling_per_token_logps", log_probs if old is None else old)
+            threshold = self.off_policy_mask_threshold
+            kept = kept * self.get_off_policy_mask(A, log_probs, sampled, mask, threshold)
+        return inputs | {"advantages": A * kept}, chosen
+
+    def _terms_of_trl(
+        self,
+        log_probs: Tensor,
+        entropies: Tensor | None,
+        aux_loss: Tensor | None,
+        chosen: Tensor,
+        inputs: dict[str, Any],
+    ) -> Tensor:
+        """What TRL adds to the loss: the KL times the ratio, the entropy bonus, router losses."""
+        dtype = torch.promote_types(log_probs.dtype, torch.float32)
+        terms = log_probs.new_zeros((), dtype=dtype)
+        accumulation = self._accumulation_steps
+        if self._corrected_kl:
+            terms = terms + self.beta * self._kl_with_ratio(log_probs, inputs).to(dtype)
+        if self._entropy_bonus_enabled and entropies is not None:
+            bonus = (entropies * chosen).sum() / chosen.sum().clamp(min=1)
+            entropy = self._last_world_entropy if self.use_adaptive_entropy else -torch.inf
+            coefficient = self.entropy_coef if entropy <= self.args.entropy_target else 0.0
+            terms = terms - coefficient * bonus / accumulation
+        if aux_loss is not None:
+            terms = terms + self.router_aux_loss_coef * aux_loss / accumulation
+        return terms
 
     def _kl_with_ratio(self, log_probs: Tensor, inputs: dict[str, Any]) -> Tensor:
         """``r*(exp(d) - d - 1)`` with ``d = ref - log_prob``, aggregated like the loss."""
         mask = _mask(inputs)
         weights = token_weights(mask != 0, self.bapo_config, **self._counts(mask, inputs))
-        r = self._ratios(log_probs, inputs)
-        d = inputs["ref_per_token_logps"] - log_probs
-        return torch.where(mask != 0, weights * r * (d.exp() - d - 1), 0.0).sum()
-
-    def _ratios(self, log_probs: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """``[B, T]``, or ``[B, 1]`` of the sequences."""
         old = inputs.get("old_per_token_logps")
         log_ratio = log_probs - (log_probs.detach() if old is None else old)
         if self.bapo_config.ratio_level == "sequence":
-            log_ratio = sequence_mean(log_ratio, _mask(inputs) != 0, None)[:, :1]
-        return log_ratio.exp()
+            log_ratio = sequence_mean(log_ratio, mask != 0, None)
+        d = inputs["ref_per_token_logps"] - log_probs
+        kl = log_ratio.exp() * (d.exp() - d - 1)
+        return torch.where(mask != 0, weights * kl, 0.0).sum()
 
     def _log_probs(
         self, model: Any, inputs: dict[str, Any]
@@ -285,38 +356,40 @@ class BAPOTrainer(TrainerWithSamplingMasks):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        file = Path(checkpoint or "") / _SEARCH_FILE
-        if checkpoint is not None and file.exists():
+        if checkpoint is None or not self.bapo_config.has_bounds:
+            return
+        file = Path(checkpoint) / _SEARCH_FILE
+        try:
             self.search.load_state_dict(torch.load(file, map_location=self.accelerator.device))
+        except (FileNotFoundError, ValueError) as error:
+            bounds, why = starting_bounds_of(self.bapo_config), getattr(error, "strerror", error)
+            warn_once(f"the search starts anew, from the bounds {bounds}: {why} ({file})")
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+        if self._known is None:
+            return super()._get_per_token_logps_and_entropies(*args, **options)
+        known, self._known = self._known, None
+        return known
 
     def _log(self, name: str, value: Tensor) -> None:
         self._metrics["train" if self.model.training else "eval"][name].append(value.item())
 
     @torch.no_grad()
-    def _log_metrics(self, out: BAPOOutput, inputs: dict[str, Any], mask: Tensor) -> None:
-        """Logs TRL's metrics, over all processes, and ``bapo/...``."""
-        A = inputs["advantages"]
-        A = A.unsqueeze(1) if A.ndim == 1 else A
-        ratio = self._ratios(out.log_probs, inputs)
-        entropy = out.entropy if out.entropy is not None else torch.zeros_like(out.log_probs)
-        values = {"entropy": entropy}
+    def _log_metrics(
+        self, out: BAPOOutput, model: Any, inputs: dict[str, Any], aux_loss: Tensor | None
+    ) -> None:
+        """Has TRL's loss log its metrics, over all processes, and logs ``bapo/...``.
+
+        With adaptive entropy it also updates the coefficient for the next step.
+        """
+        self._known = out.log_probs, out.entropy, aux_loss
         if self.bapo_config.has_bounds:
-            low, high = (side.float() for side in clipped(ratio, A, *out.bounds))
-            if self.bapo_config.surrogate == "cispo":
-                values["cispo_clip_ratio"] = high
-            else:
-                names = ("low_mean", "high_mean", "region_mean")
-                means = zip(names, (low, high, low + high), strict=True)
-                values |= {f"clip_ratio/{name}": flags for name, flags in means}
-                self._log_extremes(low, high, mask)
-        if self.beta:
-            kl = inputs["ref_per_token_logps"] - out.log_probs
-            values["kl"] = (kl.exp() - kl - 1) * (ratio if self._corrected_kl else 1.0)
-        totals = torch.stack([_total_and_count(x, mask) for x in values.values()])
-        for name, (total, count) in zip(values, self.accelerator.reduce(totals), strict=True):
-            self._log(name, total / count.clamp(min=1))
+            lower, upper = (bound.double() for bound in out.bounds)  # exactly these at 1 - epsilon
+            self.epsilon_low = 1 - lower
+            self.epsilon_high = upper if self.loss_type == "cispo" else upper - 1
+        super()._compute_loss(model, inputs)
         if inputs.get(KEY) is not None:
-            outside = (mask != 0) & (out.log_probs == -torch.inf)
+            outside = (_mask(inputs) != 0) & (out.log_probs == -torch.inf)
             count = self.accelerator.reduce(outside.sum().float(), "sum")
             self._log("bapo/label_outside_mask", count)
         if not self.bapo_config.has_bounds:
@@ -328,30 +401,6 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             value = decision[f"bapo_{name}"]
             if not value.isnan():  # as it is before the first decision
                 self._log(f"bapo/{name}", value)
-
-    def _log_extremes(self, low: Tensor, high: Tensor, mask: Tensor) -> None:
-        """Of the clipped fractions of the sequences."""
-        gathered = self.accelerator.gather(
-            torch.stack([_means_of_sequences(side, mask) for side in (low, high)], 1)
-        )
-        empty = gathered.isnan()
-        self._log("clip_ratio/low_min", gathered.masked_fill(empty, torch.inf)[:, 0].amin())
-        self._log("clip_ratio/high_max", gathered.masked_fill(empty, -torch.inf)[:, 1].amax())
-
-
-# As in TRL, where values [B, 1] of the sequences are not weighted by the mask.
-
-
-def _total_and_count(values: Tensor, mask: Tensor) -> Tensor:
-    if values.shape != mask.shape:
-        return torch.stack([values.sum(), values.new_tensor(values.numel())]).float()
-    return torch.stack([(values * mask).sum(), mask.sum()]).float()
-
-
-def _means_of_sequences(values: Tensor, mask: Tensor) -> Tensor:
-    if values.shape != mask.shape:
-        return values.squeeze(1)
-    return (values * mask).sum(1) / mask.sum(1)
 
 
 def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

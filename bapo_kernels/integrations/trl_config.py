@@ -12,7 +12,7 @@ from . import config_of, require_version
 
 require_version("trl", "1.9")
 
-from trl import GRPOConfig  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 # With fewer sequences a decision is noise: the share of n random sequences is off by 0.5/sqrt(n),
 # which is 0.09 at 32, and the paper's target is 0.1 away from balance.
@@ -50,7 +50,8 @@ class BAPOTrainerConfig(GRPOConfig):
     Args:
         bapo_preset: ``"paper"`` or ``"recipe"``.
         bapo_options: options of the search that differ from the preset, by the names of
-            :class:`bapo_kernels.BAPOConfig`: bounds, target, order, weights. TRL decides the other
+            :class:`bapo_kernels.BAPOConfig`: bounds, target, order, weights; a dict, or JSON on a
+            command line that ``TrlParser`` reads. TRL decides the other
             options: ``delta`` is the dual clip (``None``: that of the preset), ``beta`` the weight
             of the KL term, ``importance_sampling_level`` the level of the ratio, and ``loss_type``
             the surrogate (``"cispo"``, ``"sapo"``, otherwise the clip) and its aggregation.
@@ -71,8 +72,10 @@ class BAPOTrainerConfig(GRPOConfig):
             rule or is one that TRL decides.
     """
 
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "bapo_options"]  # noqa: RUF012
+
     bapo_preset: str = field(default="paper", metadata={"help": "'paper' or 'recipe'"})
-    bapo_options: dict[str, Any] | None = field(
+    bapo_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "options of BAPOConfig that differ from the preset"}
     )
     bapo_scope: str | None = field(
@@ -95,22 +98,28 @@ def check(args: Any) -> None:
     """Raises ``ValueError`` for the first option that has no exact meaning for BAPO."""
     heads: tuple[str | None, ...] = (None, "fused", "log_probs", "trl")
     because, scopes = "", ("lagged", "step", "call")
-    if args.entropy_coef or corrects_kl(args):
-        heads, because = (None, "log_probs", "trl"), " with entropy_coef or use_bias_correction_kl"
+    if first := next(needs_log_probs(args), None):
+        heads, because = (None, "log_probs", "trl"), f" with {first}"
+    no_bounds = ""
+    if args.loss_type == "vespo":
+        no_bounds = " (the weights of VESPO are smooth, without bounds to search for: GRPOTrainer)"
     levels, of_type = ("token", "sequence"), f" for loss_type={args.loss_type!r}"
     searches, clips = _surrogate(args) != "sapo", _surrogate(args) == "clip"
     dual_clip = args.delta is None or (clips and args.delta > 1)
     whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
     rules = {
-        "loss_type": (args.loss_type in _AGGREGATION, f"be one of {sorted(_AGGREGATION)}"),
+        "loss_type": (
+            args.loss_type in _AGGREGATION,
+            f"be one of {sorted(_AGGREGATION)}{no_bounds}",
+        ),
         "importance_sampling_level": (
             args.importance_sampling_level in levels,
             f"be one of {levels}",
         ),
-        "top_entropy_quantile": (args.top_entropy_quantile == 1.0, "be 1.0"),
-        "off_policy_mask_threshold": (args.off_policy_mask_threshold is None, "be None"),
-        "use_adaptive_entropy": (not args.use_adaptive_entropy, "be False"),
-        "use_liger_kernel": (not args.use_liger_kernel, "be False: the loss is fused already"),
+        "use_liger_kernel": (
+            not (args.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss")),
+            "be False, because before TRL 1.14 it replaces the loss,",
+        ),
         "delta": (dual_clip, "be None or > 1" if clips else f"be None{of_type}"),
         "bapo_head": (args.bapo_head in heads, f"be one of {heads}{because}"),
         "bapo_scope": (
@@ -158,6 +167,20 @@ def _surrogate(args: Any) -> str:
 def corrects_kl(args: Any) -> bool:
     """Whether the KL is multiplied by the ratio: both have a gradient, so it is a separate term."""
     return bool(args.beta and args.use_bias_correction_kl)
+
+
+def needs_log_probs(args: Any) -> Iterator[str]:
+    """Options with terms, or masks of the policy term, that are made of log-probs or entropies."""
+    if args.entropy_coef:
+        yield "entropy_coef"
+    if corrects_kl(args):
+        yield "use_bias_correction_kl"
+    if args.use_adaptive_entropy:
+        yield "use_adaptive_entropy"
+    if args.top_entropy_quantile < 1.0:
+        yield "top_entropy_quantile"
+    if args.off_policy_mask_threshold is not None:
+        yield "off_policy_mask_threshold"
 
 
 def _warnings(args: Any) -> Iterator[str]:
