@@ -55,7 +55,7 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
         raise ValueError(f"backend must be None or one of {list(NAMES)}, got {backend!r}")
     elif (reason := why_not(backend, tensor, name)) is not None:
         raise ValueError(f"backend {backend!r} cannot run: {reason}")
-    if backend == "reference" and tensor.is_meta:
+    if backend == "reference" and tensor.device.type == "meta":
         refuse(name, "have values", "a tensor on the meta device")
     return backend
 

@@ -554,9 +554,14 @@ def test_two_pipeline_stages(ranks):
     assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
     found = first | {name.replace("layers.0", "layers.1"): p for name, p in last.items()}
     assert found.keys() == truth[1].keys()
-    for name, expected in truth[1].items():
-        inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
-        assert_within_budget(name, found[name], plain[1][name], expected, inherited=inherited)
+
+    def relative(parameters):
+        """Together, because rounding may be small in any one: to powers of two, which are exact."""
+        scales = {name: 2.0 ** p.abs().max().log2().floor() for name, p in truth[1].items()}
+        return torch.cat([(parameters[name] / by).flatten() for name, by in scales.items()])
+
+    numbers = relative(found), relative(plain[1]), relative(truth[1])
+    assert_within_budget("parameters", *numbers, inherited=16 * EPS[torch.float32])
 
 
 def biased_rank(rank, skip_bias_add):

@@ -203,6 +203,7 @@ def test_all_stages_run_and_are_archived(suite):
     assert [len(found) for found in of_each] == [1, 1, 1, 1, 1, 1, 5, 12]
     assert len({re.search("V = [0-9,]+", title)[0] for (title,) in of_each[:6]}) == 3
     tests = [call for call in ours if call[1] == "pytest"]
+    (suite.out / "now").mkdir()  # where each stage wrote
     assert {call[1] for call in ours if parsed(call)} == COMMANDS.keys()
     files = [word for call in tests for word in call if word.startswith("tests/")]
     assert len(tests) == 4
