@@ -27,6 +27,8 @@ from triton.backends.compiler import GPUTarget
 triton.knobs.runtime.interpret = False
 os.environ["TRITON_INTERPRET"] = "1"  # what the tests go by
 
+from absent_gpu import AbsentGPU  # noqa: E402
+
 from . import executor  # noqa: E402
 
 CAPABILITY = int(os.environ["TRITON_PTX"])
@@ -42,29 +44,7 @@ BROKEN_OFFSETS = {
 TOO_LARGE = {"test_offsets_beyond_32_bits"}  # the shadow of a byte takes up to 28
 
 
-class AbsentGPU:
-    """The answers that Triton and the launchers need from a driver."""
-
-    target = GPUTarget("cuda", CAPABILITY, 32)
-
-    @property
-    def utils(self) -> AbsentGPU:
-        return self
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"multiprocessor_count": MULTIPROCESSORS}
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-triton.runtime.driver.set_active(AbsentGPU())
+triton.runtime.driver.set_active(AbsentGPU(GPUTarget("cuda", CAPABILITY, 32), MULTIPROCESSORS))
 
 from bapo_kernels.backends.triton import launch  # noqa: E402
 from bapo_kernels.backends.triton.kernel import Kernel  # noqa: E402

@@ -159,7 +159,7 @@ def _sets_dweight_kernel(
             total += tl.load(to, h < H, other=0.0).to(tl.float32)
         dw = row_math.rounded(total.to(tl.float32), dweight.dtype.element_ty)
         tl.store(to, dw, h < H)
-        if dbias is not None:
+        if dbias is not None:  # noqa: SIM102 (decided when it is compiled)
             if tl.program_id(1) == 0:
                 db = tl.load(dbias + column) + tl.sum(total_bias, 0)
                 tl.debug_barrier()  # every warp loads, and one stores
