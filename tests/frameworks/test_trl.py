@@ -43,21 +43,22 @@ def tokenizer():
     )
 
 
+SIZES = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    tie_word_embeddings=False,
+    pad_token_id=0,
+    eos_token_id=1,
+)
+
+
 def model(dtype=torch.float32):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    made = Qwen3ForCausalLM(config)
+    made = Qwen3ForCausalLM(Qwen3Config(vocab_size=V, **SIZES))
     with torch.no_grad():  # a head that prefers the known words, and some of these to others
         made.lm_head.weight.mul_(20)
         made.lm_head.weight[len(WORDS) :].mul_(0.1)

@@ -10,7 +10,7 @@ from helpers import EPS, needs_native
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from test_trl import STANDARD, WORDS, reward, tokenizer
+from test_trl import SIZES, STANDARD, WORDS, reward, tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -26,18 +26,7 @@ PROMPTS = Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4})
 
 def model(experts=False):
     torch.manual_seed(0)
-    options = dict(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
+    options = dict(vocab_size=len(WORDS), **SIZES)
     if experts:
         few = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, **few, router_aux_loss_coef=0.1))

@@ -89,7 +89,7 @@ struct Block {
 struct Machine;
 using Execute = void (*)(Machine&, Warp&, const Instruction&, Mask);
 
-enum class Kind { kElementwise, kMemory, kCollective, kFence, kBranch, kBarrier, kReturn };
+enum class Kind { kPlain, kCollective, kBranch, kBarrier, kReturn };
 
 // What the name of an instruction, with its types, stands for.
 struct Operation {

@@ -108,7 +108,7 @@ struct Atomic {
 };
 template <typename T, typename F>
 void atomic(const std::string& name, F) {
-    define("atom." + name, Kind::kMemory, Atomic<T, F>::execute);
+    define("atom." + name, Kind::kPlain, Atomic<T, F>::execute);
 }
 
 template <typename T>
@@ -190,9 +190,9 @@ void fence(Machine& machine, Warp& warp, const Instruction& instruction, Mask) {
 }
 
 const bool defined = [] {
-    define("ld", Kind::kMemory, load);
-    define("st", Kind::kMemory, store);
-    define("fence", Kind::kFence, fence);
+    define("ld", Kind::kPlain, load);
+    define("st", Kind::kPlain, store);
+    define("fence", Kind::kPlain, fence);
     integer_atomics<uint32_t>("u32"), integer_atomics<int32_t>("s32");
     integer_atomics<uint64_t>("u64"), integer_atomics<int64_t>("s64");
     bit_atomics<uint32_t>("b32"), bit_atomics<uint64_t>("b64");

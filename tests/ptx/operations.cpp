@@ -51,7 +51,7 @@ struct Elementwise<F, R (F::*)(Arguments...) const> {
 
 template <typename F>
 void define(const std::string& name, F) {
-    operations().push_back({name, Kind::kElementwise, Elementwise<F>::execute});
+    operations().push_back({name, Kind::kPlain, Elementwise<F>::execute});
 }
 
 void define(const std::string& name, Kind kind, Execute execute) {
@@ -159,7 +159,7 @@ void bits(const std::string& width) {
     define("setp.ne.b" + width, [](U a, U b) { return a != b; });
     for (const char* const type : {"b", "u", "s", "f"}) {
         define("mov." + (type + width), [](U a) { return a; });
-        define("selp." + (type + width), Kind::kElementwise, select);
+        define("selp." + (type + width), Kind::kPlain, select);
     }
 }
 
@@ -213,7 +213,7 @@ void halves(const std::string& t) {
         return uint32_t{narrowed<Half>(high).bits} << 16 | narrowed<Half>(low).bits;
     });
     comparisons<Half>(t);
-    define("setp.eq." + t + "x2", Kind::kElementwise,
+    define("setp.eq." + t + "x2", Kind::kPlain,
            [](Machine&, Warp& warp, const Instruction& instruction, Mask lanes) {
                const uint64_t* const a = known(warp, instruction.from[0], lanes, "source");
                const uint64_t* const b = known(warp, instruction.from[1], lanes, "source");
@@ -323,9 +323,9 @@ void all_elementwise() {
     define("mov.pred", [](uint8_t a) { return a; });
     define("not.pred", [](uint8_t a) { return uint8_t(~a & 1); });
     define("xor.pred", [](uint8_t a, uint8_t b) { return uint8_t(a ^ b); });
-    define("and.pred", Kind::kElementwise, combine_predicates<true>);
-    define("or.pred", Kind::kElementwise, combine_predicates<false>);
-    define("unpack", Kind::kElementwise, unpack);
+    define("and.pred", Kind::kPlain, combine_predicates<true>);
+    define("or.pred", Kind::kPlain, combine_predicates<false>);
+    define("unpack", Kind::kPlain, unpack);
     define("pack.b32", [](uint16_t low, uint16_t high) { return uint32_t{high} << 16 | low; });
     define("pack.b64", [](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; });
     define("createpolicy", [](uint32_t) { return uint64_t{0}; });
