@@ -29,7 +29,7 @@ test: build/test_env/installed $(LIBRARY)
 # Triton kernel as PTX (`ptx`).
 test-all: .venv/built
 	$(PYTEST)
-	TRITON_PTX=90 $(PYTEST) -m "not slow" -k "triton and not any_type" $(PTX_KERNELS:%=tests/test_%.py)
+	TRITON_PTX=90 $(PTX)
 
 # Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built
@@ -56,7 +56,7 @@ lint: .venv/built
 	$(BIN)/shellcheck .ci/run .github/*.sh benchmarks/*.sh
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
 	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/* \
-	  tests/cuda_driver/*.h tests/cuda_driver/*.cpp
+	  tests/cuda_driver/*.h tests/cuda_driver/*.cpp tests/ptx/*.h tests/ptx/*.cpp
 	$(BIN)/zizmor -q --offline .github
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
@@ -86,15 +86,17 @@ emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
 	  $(PYTEST) tests/test_cuda_on_host.py tests/test_sets_on_host.py
 
-# Executes the PTX of the Triton kernels on the CPU (tests/ptx), for sm_80 and sm_90, under the
-# schedule FIRST.
-PTX_KERNELS := triton_rows triton_sequences triton_sets prepare search log_probs policies
+# Executes the PTX of the Triton kernels on the CPU (tests/ptx), for sm_80 and sm_90, under a race
+# detector: every kernel, with every tensor and every flag. PTX_SEEDS are schedules; those after the
+# first have approximate instructions as inexact as they may be.
+PTX_SEEDS ?= 1 2 3
+PTX_TESTS := triton_rows triton_sequences triton_sets prepare search log_probs policies loss \
+  sampling_mask linear
+PTX = PTX_COMPLETE=1 $(PYTEST) -m "not slow" -k triton $(PTX_TESTS:%=tests/test_%.py)
 ptx: .venv/built
-	for capability in 80 90; do \
-	  TRITON_PTX=$$capability PTX_SEED=$(FIRST) $(PYTEST) -m "not slow" -k triton \
-	    $(PTX_KERNELS:%=tests/test_%.py) tests/test_loss.py tests/test_sampling_mask.py \
-	    tests/test_linear.py || exit 1; \
-	done
+	for capability in 80 90; do for seed in $(PTX_SEEDS); do \
+	  TRITON_PTX=$$capability PTX_SEED=$$seed PTX_ERRORS=$$((seed - 1)) $(PTX) || exit 1; \
+	done; done
 
 # Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).
 fuzz:

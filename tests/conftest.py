@@ -53,9 +53,9 @@ def interprets_again(item):
     return of_host or case.get("dtype", torch.bfloat16) != torch.bfloat16
 
 
-def pytest_terminal_summary(terminalreporter):
-    if "TRITON_PTX" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
-        terminalreporter.write_line("\n".join(ptx_backend.launches.report()))
+def pytest_configure(config):
+    if "TRITON_PTX" in os.environ:
+        config.pluginmanager.register(ptx_backend)
 
 
 def pytest_report_header():
@@ -77,7 +77,7 @@ def device(backend):
 @pytest.fixture
 def interpreted(backend):
     """Whether kernels run in Triton's interpreter, where a row takes milliseconds."""
-    return backend == "triton" and INTERPRETED
+    return backend == "triton" and INTERPRETED and "TRITON_PTX" not in os.environ
 
 
 @pytest.fixture(scope="session")
@@ -94,13 +94,3 @@ def worlds(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-if "TRITON_PTX" in os.environ:
-
-    @pytest.fixture(autouse=True)
-    def strict(request, monkeypatch):
-        name = request.node.originalname
-        if name in ptx_backend.TOO_LARGE:
-            pytest.skip("too large for the executor of PTX")
-        monkeypatch.setattr(ptx_backend.launches, "strict", name not in ptx_backend.BROKEN_OFFSETS)

@@ -85,7 +85,7 @@ def test_as_many_values_as_there_may_be(backend, device):
     """Those per sequence at both ends of them."""
     arguments = packed_arguments(300, (0, 3, 3, 64, 290), "token-mean", True)
     A, temperatures = (arguments.values[name] for name in ("advantages", "temperatures"))
-    per_token = {f"values {k}": torch.randn(300, dtype=torch.float64) for k in range(4)}
+    per_token = {f"values {k}": torch.randn(300, dtype=torch.float64) for k in range(6)}
     values = {"advantages": A, **per_token, "temperatures": temperatures}
     check_prepared(arguments._replace(values=values), backend, device)
 
@@ -142,7 +142,7 @@ def test_bounds_on_the_device(backend, device, bounds, valid):
 @pytest.mark.parametrize("mode", MODES)
 def test_many_tokens(backend, device, mode, interpreted):
     """More than one launch counts, in more programs than one."""
-    rows = 3 if interpreted else 120
+    rows = 3 if interpreted else 40
     check_prepared(padded_arguments((rows, 8_200), mode, True), backend, device)
     offsets = (0, 1, 4, 5, 5, 37, 8_000, 8_001, 8_033, 16_300)
     check_prepared(packed_arguments(16_384, offsets, mode, True), backend, device)

@@ -2,68 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 
-from . import executor
+from . import executor, parser
 
-# Registers by the bytes of an element; those of one byte are predicates.
+# Registers by the bytes of a value; those of one byte are predicates.
 _REGISTERS = {1: "%p", 2: "%rs", 4: "%r", 8: "%rd"}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def kernel(statements: str, parameters: int) -> str:
-    """PTX that has the addresses of its tensors in ``%rd0``, ``%rd1``, ... and ``%r0 = %tid.x``."""
-    declared = ", ".join(f".param .u64 p{i}" for i in range(parameters))
-    loads = "".join(f"ld.param.b64 %rd{i}, [p{i}];\n" for i in range(parameters))
-    head = f".extern .shared .align 16 .b8 memory[];\n.entry test({declared})\n{{\n"
-    return f"{head}mov.u32 %r0, %tid.x;\n{loads}{statements}\nret;\n}}\n"
+def run(statements: str, *tensors: torch.Tensor, **options: Any) -> None:
+    """Executes statements.
 
-
-def run(
-    statements: str,
-    *tensors: torch.Tensor,
-    threads: int = 32,
-    blocks: int = 1,
-    shared_bytes: int = 0,
-    **options: Any,
-) -> executor.Outcome:
-    loaded = executor.load(kernel(statements, len(tensors)))
-    grid = blocks, 1, 1
-    return executor.launch(loaded, grid, threads, tensors, shared_bytes=shared_bytes, **options)
+    ``%r0`` is ``%tid.x``, ``%rd0`` the address of the first tensor, ``%rd20`` that of its row %r0.
+    """
+    declared = ", ".join(f".param .u64 p{i}" for i in range(len(tensors)))
+    text = f".extern .shared .align 16 .b8 memory[];\n.entry test({declared})\n{{\n"
+    text += "mov.u32 %r0, %tid.x;\n"
+    for i, tensor in enumerate(tensors):
+        text += f"ld.param.b64 %rd{i}, [p{i}];\n"
+        text += f"mad.wide.u32 %rd{20 + i}, %r0, {tensor[0].nbytes}, %rd{i};\n"
+    loaded = executor.load(f"{text}{statements}\nret;\n}}\n")
+    executor.launch(loaded, arguments=tensors, **{"grid": (1, 1, 1), "threads": 32, **options})
 
 
 def evaluate(
-    name: str, dtypes: Sequence[torch.dtype], *sources: torch.Tensor, suffix: str = ""
-) -> list[torch.Tensor]:
-    """What an instruction makes of its sources, one element per thread; bool is a predicate."""
-    lines, operands = [], []
-    results = [torch.empty(len(sources[0]), dtype=dtype) for dtype in dtypes]
-    tensors = [*results, *sources]
-    for index, tensor in enumerate(tensors):
-        size, at = tensor.element_size(), 10 + index
-        lines.append(f"mad.wide.u32 %rd{at}, %r0, {size}, %rd{index};")
-        register = _register(tensor, at + 100)
-        operands.append(register)
-        if index < len(results):
-            continue
-        if tensor.dtype == torch.bool:
-            lines += [f"ld.global.u8 %r{at}, [%rd{at}];", f"setp.ne.b32 {register}, %r{at}, 0;"]
+    statement: str, results: list[torch.Tensor], sources: list[torch.Tensor], **options: Any
+) -> None:
+    """What an instruction, or a statement of {0}, {1}, ..., makes of rows; bool is a predicate."""
+    registers, loads, stores = [], [], []
+    for i, tensor in enumerate([*results, *sources]):
+        size = tensor[0].nbytes
+        register, place = f"{_REGISTERS[size]}{40 + i}", f"[%rd{20 + i}]"
+        registers.append(register)
+        if size == 1:
+            loads.append(f"ld.global.b8 %rs1, {place}; setp.ne.b16 {register}, %rs1, 0;")
+            stores.append(f"selp.b16 %rs1, 1, 0, {register}; st.global.b8 {place}, %rs1;")
         else:
-            lines.append(f"ld.global.b{8 * size} {register}, [%rd{at}];")
-    to = "|".join(operands[: len(results)])
-    lines.append(f"{name} {', '.join([to, *operands[len(results) :]])}{suffix};")
-    for index, result in enumerate(results):
-        register, at = operands[index], 10 + index
-        if result.dtype == torch.bool:
-            lines.append(f"selp.b32 %r{at}, 1, 0, {register};")
-            register = f"%r{at}"
-        lines.append(f"st.global.b{8 * result.element_size()} [%rd{at}], {register};")
-    run("\n".join(lines), *tensors, threads=len(sources[0]))
-    return results
+            loads.append(f"ld.global.b{8 * size} {register}, {place};")
+            stores.append(f"st.global.b{8 * size} {place}, {register};")
+    if "{" not in statement:
+        statement = f"{statement} {', '.join(registers)};"
+    lines = [*loads[len(results) :], statement.format(*registers), *stores[: len(results)]]
+    run("\n".join(lines), *results, *sources, threads=len(results[0]), **options)
 
 
-def _register(tensor: torch.Tensor, number: int) -> str:
-    return f"{_REGISTERS[tensor.element_size()]}{number}"
+def check(match: str, statements: str, *tensors: torch.Tensor, seeds=range(1, 9), **options):
+    """What is left in copies of tensors, with each seed; all have no fault, or all the same."""
+    copies = [[tensor.clone() for tensor in tensors] for _ in seeds]
+    faults = executor.ExecutionError, parser.UnknownError
+    for seed, given in zip(seeds, copies, strict=True):
+        with pytest.raises(faults, match=match) if match else nullcontext():
+            run(statements, *given, seed=seed, shared_bytes=256, **options)
+    return copies

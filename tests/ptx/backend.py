@@ -1,19 +1,24 @@
-"""Triton's kernels compiled for a GPU that is not there, and their PTX executed on CPU tensors.
+"""A plugin of pytest: Triton's kernels are compiled for a GPU that is not there, and their PTX is
+executed on CPU tensors.
 
 With the environment variable TRITON_PTX, 80 or 90, tests of the backend ``triton`` run so instead
 of in Triton's interpreter. PTX_SEED is the seed of the schedules, PTX_ERRORS that of the errors of
-approximate instructions (0: none).
+approximate instructions (0: none). With PTX_COMPLETE=1 tests fail that leave out a kernel, a tensor
+that a kernel may be given, or a value of a flag.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -46,6 +51,7 @@ TOO_LARGE = {"test_offsets_beyond_32_bits"}  # the shadow of a byte takes up to 
 
 triton.runtime.driver.set_active(AbsentGPU(GPUTarget("cuda", CAPABILITY, 32), MULTIPROCESSORS))
 
+import bapo_kernels.backends.triton as package  # noqa: E402
 from bapo_kernels.backends.triton import launch  # noqa: E402
 from bapo_kernels.backends.triton.kernel import Kernel  # noqa: E402
 
@@ -53,12 +59,13 @@ assert not launch.INTERPRETED
 
 
 class Executed(NamedTuple):
-    """One launch."""
+    """One launch; of constants and of tensors that are not given their values, by name."""
 
     kernel: str
     variant: str
     instructions: int
     seconds: float
+    values: dict[str, Any]
 
 
 class Launches:
@@ -70,14 +77,15 @@ class Launches:
         self.executed: list[Executed] = []
 
     def run(self, compiled: Any, grid: tuple[int, int, int], values: list[Any]) -> None:
-        arguments = [
-            float(value) if kind in ("fp32", "fp64") else value
-            for kind, value in zip(compiled.src.signature.values(), values, strict=True)
-            if kind != "constexpr"
-        ]
+        arguments, constants = [], {}
+        for (name, kind), value in zip(compiled.src.signature.items(), values, strict=True):
+            if kind == "constexpr":
+                constants[name] = value
+            else:
+                arguments.append(float(value) if kind in ("fp32", "fp64") else value)
         loaded = executor.load(compiled.asm["ptx"])
         begin = time.process_time()
-        outcome = executor.launch(
+        instructions = executor.launch(
             loaded,
             grid,
             32 * compiled.metadata.num_warps,
@@ -88,22 +96,40 @@ class Launches:
             races=self.strict,
         )
         seconds = time.process_time() - begin
-        done = Executed(loaded.kernel.name, compiled.hash, outcome.lane_instructions, seconds)
+        done = Executed(loaded.kernel.name, compiled.hash, instructions, seconds, constants)
         self.executed.append(done)
 
-    def report(self) -> list[str]:
-        """A line for each kernel: variants, launches, instructions of lanes, and what one took."""
-        lines = []
+    def report(self) -> Iterator[str]:
+        """A line for each kernel: variants, launches, instructions of threads, and their time."""
         for name in sorted({each.kernel for each in self.executed}):
             of_kernel = [each for each in self.executed if each.kernel == name]
             variants = len({each.variant for each in of_kernel})
             instructions = sum(each.instructions for each in of_kernel)
             ns = 1e9 * sum(each.seconds for each in of_kernel) / max(1, instructions)
-            lines.append(
+            yield (
                 f"{name}: {variants} variants, {len(of_kernel)} launches, "
                 f"{instructions:,} instructions of threads, {ns:.1f} ns each"
             )
-        return lines
+
+    def missing(self) -> Iterator[str]:
+        """Kernels that were not executed, tensors that none had, and flags that had one value."""
+        for kernel, names in kernels().items():
+            launches = [each.values for each in self.executed if each.kernel == kernel]
+            for name in names:
+                values = {each.get(name, "given") for each in launches}
+                only = values.pop() if len(values) == 1 else ...
+                if not launches or only is None or isinstance(only, bool):
+                    yield f"{kernel}: {name} other than {only}" if launches else kernel
+
+
+def kernels() -> dict[str, list[str]]:
+    """All of this backend, and their parameters."""
+    modules = [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    ]
+    found = [each for module in modules for each in vars(module).values()]
+    return {each._function.fn.__name__: each._names for each in found if isinstance(each, Kernel)}
 
 
 launches = Launches()
@@ -124,3 +150,31 @@ def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
     setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def strict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = request.node.originalname
+    if name in TOO_LARGE:
+        pytest.skip("too large for the executor of PTX")
+    monkeypatch.setattr(launches, "strict", name not in BROKEN_OFFSETS)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["executed"] = [tuple(each) for each in launches.executed]
+    elif "PTX_COMPLETE" in os.environ and any(launches.missing()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker of xdist has executed."""
+    launches.executed += [Executed(*each) for each in node.workeroutput["executed"]]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = list(launches.report())
+    if "PTX_COMPLETE" in os.environ:
+        lines += [f"never executed: {each}" for each in launches.missing()]
+    terminalreporter.write_line("\n".join(lines))

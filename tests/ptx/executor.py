@@ -13,6 +13,7 @@ import os
 import struct
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,67 +23,12 @@ import torch
 from . import parser
 
 HERE = Path(__file__).parent
-UNITS = ("operations", "memory_operations", "machine")
 # Bytes of memory that nobody has written, by address modulo 8: NaN in every format.
 POISON = torch.tensor([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF], dtype=torch.uint8)
 
 
 class ExecutionError(Exception):
     """What a kernel must not do. Names instruction, block and warp."""
-
-
-class _Instruction(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_int32) for name in ("operation", "predicate", "negated", "target")],
-        *[(name, ctypes.c_int32 * 8) for name in ("to", "sources")],
-        *[(name, ctypes.c_int32) for name in ("to_count", "source_count", "space", "bytes")],
-        *[(name, ctypes.c_int32) for name in ("vector", "flags", "scope", "padding")],
-        ("offset", ctypes.c_int64),
-    ]
-
-
-class _Range(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_uint64) for name in ("begin", "bytes")],
-        *[(name, ctypes.c_uint32) for name in ("granule", "padding")],
-        ("shadow", ctypes.c_void_p),
-    ]
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = [
-        ("code", ctypes.POINTER(_Instruction)),
-        *[(name, ctypes.c_int32) for name in ("instructions", "registers", "constants", "special")],
-        ("values", ctypes.POINTER(ctypes.c_uint64)),
-        ("parameters", ctypes.c_char_p),
-        ("ranges", ctypes.POINTER(_Range)),
-        *[(name, ctypes.c_int32) for name in ("parameter_bytes", "range_count")],
-        ("grid", ctypes.c_uint32 * 3),
-        *[(name, ctypes.c_uint32) for name in ("threads", "shared_bytes", "resident")],
-        *[(name, ctypes.c_uint64) for name in ("seed", "error_seed", "most_instructions")],
-        *[(name, ctypes.c_int32) for name in ("finds_races", "padding")],
-    ]
-
-
-class Outcome(ctypes.Structure):
-    """Executed instructions, and where a fault was."""
-
-    _fields_ = [
-        *[(name, ctypes.c_uint64) for name in ("warp_instructions", "lane_instructions")],
-        *[(name, ctypes.c_int32) for name in ("instruction", "block", "warp", "padding")],
-        ("message", ctypes.c_char * 400),
-    ]
-
-
-def build(folder: Path) -> Path:
-    """Compiles the machine; with several processes, each for itself and the last one stays."""
-    library = folder / "ptx_machine.so"
-    part = folder / f"ptx_machine.{os.getpid()}.so"
-    flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
-    sources = [str(HERE / f"{unit}.cpp") for unit in UNITS]
-    subprocess.run(["g++", *flags, *sources, "-o", str(part)], check=True)
-    os.replace(part, library)
-    return library
 
 
 @cache
@@ -93,56 +39,55 @@ def machine() -> ctypes.CDLL:
     library = folder / "ptx_machine.so"
     newest = max(file.stat().st_mtime for file in HERE.iterdir() if file.suffix in (".cpp", ".h"))
     if not library.exists() or library.stat().st_mtime < newest:
-        build(folder)
-    return ctypes.CDLL(str(library))
+        part = folder / f"ptx_machine.{os.getpid()}.so"  # of several processes the last one stays
+        flags = ["-std=c++20", "-O2", "-march=native", "-fwrapv", "-ffp-contract=off"]
+        made = ["-shared", "-fPIC", "-o", str(part), *map(str, HERE.glob("*.cpp"))]
+        subprocess.run(["g++", *flags, *made], check=True)
+        os.replace(part, library)
+    loaded = ctypes.CDLL(str(library))
+    loaded.ptx_operation.restype = ctypes.c_void_p
+    return loaded
 
 
+@dataclass(frozen=True)
 class Loaded:
     """A kernel as the machine takes it."""
 
-    def __init__(self, ptx: str) -> None:
-        self.kernel = parser.parse(ptx)
-        self.code = (_Instruction * len(self.kernel.code))()
-        unknown = set()
-        for packed, each in zip(self.code, self.kernel.code, strict=True):
-            packed.operation = machine().ptx_operation(each.operation.encode())
-            if packed.operation < 0:
-                unknown.add(each.operation)
-            packed.predicate, packed.negated, packed.target = each[3:6]
-            packed.to_count, packed.source_count = len(each.to), len(each.sources)
-            packed.to[:] = (*each.to, *[-1] * (8 - len(each.to)))
-            packed.sources[:] = (*each.sources, *[-1] * (8 - len(each.sources)))
-            for name in ("space", "bytes", "vector", "flags", "scope", "offset"):
-                setattr(packed, name, getattr(each, name))
-        if unknown:
-            raise parser.UnknownError(f"{self.kernel.name}: {', '.join(sorted(unknown))}")
-        constants = self.kernel.constants
-        self.constants = (ctypes.c_uint64 * max(1, len(constants)))(*constants)
+    kernel: parser.Kernel
+    code: torch.Tensor
+    initial: torch.Tensor
 
 
 @cache
 def load(ptx: str) -> Loaded:
-    return Loaded(ptx)
+    """Raises :class:`parser.UnknownError` for what cannot be executed."""
+    kernel = parser.parse(ptx)
+    rows = []
+    for each, text in zip(kernel.code, kernel.text, strict=True):
+        operation = machine().ptx_operation(each.operation.encode())
+        if operation is None:
+            raise parser.UnknownError(f"{kernel.name}: {text}")
+        operands = [(*numbers, *[-1] * (8 - len(numbers))) for numbers in (each.to, each.sources)]
+        rows.append((operation, *each[3:], *operands[0], *operands[1]))
+    return Loaded(kernel, torch.tensor(rows), torch.tensor(kernel.initial or [(0, 0)]))
 
 
 def _packed(value: Any, size: int) -> bytes:
     if isinstance(value, torch.Tensor):
         return struct.pack("<Q", value.data_ptr())
-    if value is None:
-        return bytes(size)
     if isinstance(value, float):
         return struct.pack("<f" if size == 4 else "<d", value)
-    return int(value).to_bytes(size, "little", signed=value < 0)
+    return int(value or 0).to_bytes(size, "little", signed=(value or 0) < 0)
 
 
-def _ranges(tensors: Sequence[torch.Tensor]) -> list[_Range]:
+def _ranges(arguments: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Of storages; the granule of each is the smallest element of those that share it."""
     granules: dict[tuple[int, int], int] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr(), storage.nbytes()
-        granules[key] = min(tensor.element_size(), 8, granules.get(key, 8))
-    return [_Range(*key, granule, 0, None) for key, granule in granules.items() if key[1]]
+    for tensor in arguments:
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
+            key = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+            granules[key] = min(tensor.element_size(), 8, granules.get(key, 8))
+    return [(*key, granule) for key, granule in granules.items()]
 
 
 def launch(
@@ -157,8 +102,8 @@ def launch(
     resident: int = 3,
     races: bool = True,
     most_instructions: int = 10**10,
-) -> Outcome:
-    """Executes a grid.
+) -> int:
+    """Executes a grid, and returns the number of instructions of its threads.
 
     Args:
         arguments: tensors, numbers, None for a null pointer; parameters behind them are zero.
@@ -172,39 +117,23 @@ def launch(
             written; lanes or warps that miss a barrier; no end.
     """
     kernel = loaded.kernel
-    parameters = bytearray(kernel.parameter_bytes)
+    parameters = bytearray(kernel.parameter_bytes + 1)
     for (offset, size), value in zip(kernel.parameters, arguments, strict=False):
         parameters[offset : offset + size] = _packed(value, size)
-    ranges = _ranges([value for value in arguments if isinstance(value, torch.Tensor)])
-    request = _Launch(
-        code=loaded.code,
-        instructions=len(loaded.code),
-        registers=kernel.registers,
-        constants=len(kernel.constants),
-        special=kernel.registers + len(kernel.constants),
-        values=loaded.constants,
-        parameters=bytes(parameters),
-        ranges=(_Range * max(1, len(ranges)))(*ranges),
-        parameter_bytes=len(parameters),
-        range_count=len(ranges),
-        grid=(ctypes.c_uint32 * 3)(*grid),
-        threads=threads,
-        shared_bytes=shared_bytes,
-        resident=resident,
-        seed=seed,
-        error_seed=error_seed,
-        most_instructions=most_instructions,
-        finds_races=races,
-    )
-    outcome = Outcome()
-    if machine().ptx_run(ctypes.byref(request), ctypes.byref(outcome)):
-        where = f"{kernel.name}, block {outcome.block}, warp {outcome.warp}"
-        text = kernel.text[outcome.instruction]
-        message = outcome.message.decode()
-        raise ExecutionError(
-            f"{message}\n  at instruction {outcome.instruction} `{text}` of {where}"
-        )
-    return outcome
+    ranges = _ranges(arguments)
+    message = ctypes.create_string_buffer(400)
+    read = [loaded.code, loaded.initial, torch.tensor(ranges)]
+    read += [torch.frombuffer(parameters, dtype=torch.uint8), POISON]
+    request = [*(tensor.data_ptr() for tensor in read), ctypes.addressof(message)]
+    request += [len(kernel.code), len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
+    request += [threads, shared_bytes, resident, seed, error_seed, most_instructions, races]
+    answer = torch.tensor([*request, 0, 0, 0, 0])
+    failed = machine().ptx_run(ctypes.c_void_p(answer.data_ptr()))
+    instructions, at, block, warp = answer[-4:].tolist()
+    if failed:
+        where = f"instruction {at} `{kernel.text[at]}` of {kernel.name}, block {block}, warp {warp}"
+        raise ExecutionError(f"{message.value.decode()}\n  at {where}")
+    return instructions
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

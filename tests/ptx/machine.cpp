@@ -1,119 +1,100 @@
 // Runs a grid: which warp goes on, and which of its lanes, is drawn from a seed.
-#include <memory>
+#include <set>
 
-#include "machine_state.h"
-#include "numbers.h"
+#include "memory.h"
 
 namespace ptx {
 
-// As ctypes lays it out (executor.py).
+// As executor.launch fills it; of ranges there are begin, bytes and granule of each.
 struct Launch {
     const Instruction* code;
-    int32_t instructions, registers, constants, first_special;
-    const uint64_t* values;  // of the constants
-    const uint8_t* parameters;
-    const Range* ranges;
-    int32_t parameter_bytes, range_count;
-    uint32_t grid[3], threads, shared_bytes, resident;
-    uint64_t seed, error_seed, most_instructions;
-    int32_t finds_races, padding;
-};
-
-struct Outcome {
-    uint64_t warp_instructions, lane_instructions;
-    int32_t instruction, block, warp, padding;
-    char message[400];
+    const int64_t *initial, *ranges;
+    uint8_t* parameters;
+    const uint8_t* poison;
+    char* message;
+    int64_t instructions, registers, range_count, parameter_bytes, grid[3], threads, shared_bytes;
+    int64_t resident, seed, error_seed, most_instructions, finds_races;
+    int64_t executed, at, block, warp;  // what came of it: instructions of threads, and where
 };
 
 namespace {
 
-// Registers of the kernel, then constants, then these, in the order of executor.SPECIAL.
-constexpr int kSpecials = 10;
+// What a register holds at first, by parser.Kernel.initial: nothing, a constant or one of these.
+enum Initial : int64_t { kNothing, kConstant, kThread, kLane, kThreads, kBlockIndex, kGrid = 8 };
 
 class Grid {
   public:
-    Grid(const Launch& launch, Outcome& outcome) : launch_(launch), outcome_(outcome) {
-        machine_.code = {launch.code, size_t(launch.instructions)};
-        machine_.random.seed(launch.seed);
-        machine_.memory.random.seed(launch.seed + 1);
-        machine_.memory.finds_races = launch.finds_races;
-        machine_.memory.delays_stores = launch.seed != 0;
-        machine_.memory.parameters = {launch.parameters, size_t(launch.parameter_bytes)};
-        warps_per_block_ = (launch.threads + kLanes - 1) / kLanes;
-        machine_.memory.warps_per_block = warps_per_block_;
-        machine_.memory.map({launch.ranges, size_t(launch.range_count)});
-        errors.seed = launch.error_seed;
+    explicit Grid(Launch& launch)
+        : launch_(launch), warps_per_block_(uint32_t((launch.threads + kLanes - 1) / kLanes)) {
+        error_seed = uint64_t(launch.error_seed);
+        memory_.random.seed(uint64_t(launch.seed));
+        memory_.warps_per_block = warps_per_block_;
+        memory_.finds_races = launch.finds_races;
+        memory_.delays_stores = launch.seed != 0;
+        memory_.parameters = {0, uint64_t(launch.parameter_bytes), 1, launch.parameters, {}};
+        for (int64_t i = 0; i < launch.range_count; ++i) {
+            const int64_t* const range = launch.ranges + 3 * i;
+            memory_.map(uint64_t(range[0]), uint64_t(range[1]), uint64_t(range[2]), launch.poison);
+        }
     }
 
     void run() {
-        std::vector<uint32_t> order(launch_.grid[0] * launch_.grid[1] * launch_.grid[2]);
+        std::vector<uint32_t> order(size_t(launch_.grid[0] * launch_.grid[1] * launch_.grid[2]));
         for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
-        if (launch_.seed) std::shuffle(order.begin(), order.end(), machine_.random);
+        if (launch_.seed) std::shuffle(order.begin(), order.end(), memory_.random);
         all_warps_ = uint32_t(order.size()) * warps_per_block_;
-        size_t started = 0;
-        while (started < order.size() || !resident_.empty()) {
-            while (started < order.size() && resident_.size() < launch_.resident) {
+        for (size_t started = 0; started < order.size() || !resident_.empty();) {
+            while (started < order.size() && resident_.size() < size_t(launch_.resident)) {
                 start(order[started++]);
             }
-            const size_t chosen = draw(resident_.size());
-            Block& block = *resident_[chosen];
-            if (machine_.memory.delays_stores) machine_.memory.settle(block, false);
-            if (Warp* const warp = runnable(block)) {
-                step(*warp);
-            } else if (!open_barrier(block)) {
-                machine_.memory.settle(block, true);
-                std::swap(resident_[chosen], resident_.back());
+            auto& chosen = resident_[draw(resident_.size())];
+            if (memory_.delays_stores) memory_.settle(*chosen, false);
+            if (Warp* const warp = runnable(*chosen)) {
+                run_for_a_while(*warp);
+            } else if (!open_barrier(*chosen)) {
+                memory_.settle(*chosen, true);
+                std::swap(chosen, resident_.back());
                 resident_.pop_back();
             }
         }
     }
 
   private:
-    size_t draw(size_t n) { return launch_.seed ? machine_.random() % n : 0; }
+    size_t draw(size_t n) { return launch_.seed ? memory_.random() % n : 0; }
 
     void start(uint32_t index) {
-        auto& block = *resident_.emplace_back(std::make_unique<Block>());
-        block.x = index % launch_.grid[0];
-        block.y = index / launch_.grid[0] % launch_.grid[1];
-        block.z = index / launch_.grid[0] / launch_.grid[1];
-        block.shared.resize(launch_.shared_bytes);
-        for (size_t i = 0; i < block.shared.size(); ++i) block.shared[i] = kPoison[i % 8];
-        block.shadow.resize(launch_.shared_bytes);
+        Block& block = *resident_.emplace_back(std::make_unique<Block>());
+        const auto x = uint32_t(launch_.grid[0]), y = uint32_t(launch_.grid[1]);
+        block.index[0] = index % x, block.index[1] = index / x % y, block.index[2] = index / x / y;
+        const auto bytes = size_t(launch_.shared_bytes);
+        block.bytes.resize(bytes);
+        block.shared = {0, bytes, 1, block.bytes.data(), std::vector<Cell>(bytes)};
         block.warps.resize(warps_per_block_);
-        for (uint32_t i = 0; i < warps_per_block_; ++i) {
-            start(block.warps[i], block, index * warps_per_block_ + i, i * kLanes);
-        }
+        for (uint32_t i = 0; i < warps_per_block_; ++i) start(block, i, index);
     }
 
-    void start(Warp& warp, Block& block, uint32_t number, uint32_t first_thread) {
-        const uint32_t lanes = std::min<uint32_t>(kLanes, launch_.threads - first_thread);
+    void start(Block& block, uint32_t index, uint32_t block_index) {
+        Warp& warp = block.warps[index];
+        const int64_t first = index * kLanes;
         warp.block = &block;
-        warp.number = number;
-        warp.alive = lanes == kLanes ? kAllLanes : (Mask{1} << lanes) - 1;
-        warp.groups = {{0, warp.alive}};
+        warp.number = block_index * warps_per_block_ + index;
         warp.clock.assign(all_warps_, 0);
-        warp.clock[number] = 1;
-        const int known = launch_.first_special + kSpecials - launch_.registers;
-        warp.values.resize(size_t(launch_.registers + known) * kLanes);
-        warp.written.assign(size_t(launch_.registers), 0);
-        warp.written.resize(size_t(launch_.registers + known), kAllLanes);
-        for (int i = 0; i < launch_.constants; ++i) {
-            std::fill_n(warp.lanes_of(launch_.registers + i), kLanes, launch_.values[i]);
-        }
-        const uint32_t* const grid = launch_.grid;
+        warp.alive = launch_.threads - first < kLanes ? (1u << (launch_.threads - first)) - 1 : ~0u;
         for (int lane = 0; lane < kLanes; ++lane) {
-            const uint32_t special[kSpecials] = {first_thread + uint32_t(lane),
-                                                 block.x,
-                                                 block.y,
-                                                 block.z,
-                                                 grid[0],
-                                                 grid[1],
-                                                 grid[2],
-                                                 launch_.threads,
-                                                 uint32_t(lane),
-                                                 first_thread / kLanes};
-            for (int i = 0; i < kSpecials; ++i) {
-                warp.lanes_of(launch_.first_special + i)[lane] = special[i];
+            warp.next[lane] = warp.alive >> lane & 1 ? 0 : kReturned;
+        }
+        warp.values.resize(size_t(launch_.registers) * kLanes);
+        warp.written.assign(size_t(launch_.registers), kAllLanes);
+        for (int64_t i = 0; i < launch_.registers; ++i) {
+            const int64_t kind = launch_.initial[2 * i];
+            int64_t value = launch_.initial[2 * i + 1];
+            if (kind == kNothing) warp.written[size_t(i)] = 0;
+            if (kind == kThreads) value = launch_.threads;
+            if (kind >= kBlockIndex) value = block.index[(kind - kBlockIndex) % 3];
+            if (kind >= kGrid) value = launch_.grid[kind - kGrid];
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const int64_t offset = kind == kThread ? first + lane : kind == kLane ? lane : 0;
+                warp.lanes_of(i)[lane] = uint64_t(value + offset);
             }
         }
     }
@@ -122,7 +103,7 @@ class Grid {
         const size_t first = draw(block.warps.size());
         for (size_t i = 0; i < block.warps.size(); ++i) {
             Warp& warp = block.warps[(first + i) % block.warps.size()];
-            if (!warp.groups.empty() && !warp.at_barrier) return &warp;
+            if (warp.alive && !warp.at_barrier) return &warp;
         }
         return nullptr;
     }
@@ -130,183 +111,156 @@ class Grid {
     // No warp can go on: all are at the barrier, or have returned.
     bool open_barrier(Block& block) {
         Clock all;
-        size_t waiting = 0;
-        for (Warp& warp : block.warps) {
-            if (!warp.at_barrier) continue;
-            ++waiting;
-            join(all, warp.clock);
+        for (const Warp& warp : block.warps) {
+            if (warp.at_barrier) join(all, warp.clock);
         }
-        if (waiting == 0) return false;
+        if (all.empty()) return false;
         for (Warp& warp : block.warps) {
-            current_ = &warp;
+            locate(warp);
             if (!warp.at_barrier) fail("has returned while other warps wait at a barrier");
             warp.at_barrier = false;
             warp.clock = all;
-            warp.synchronised = warp.tick();
+            warp.synchronised = warp.time();
         }
         return true;
     }
 
-    // Runs some instructions of a warp; a few, or many, so that warps overtake each other.
-    void step(Warp& warp) {
-        current_ = &warp;
+    // A few instructions of a warp, or many, so that warps overtake each other.
+    void run_for_a_while(Warp& warp) {
+        locate(warp);
         const size_t most = launch_.seed ? 1 + draw(draw(4) ? 16 : 400) : ~size_t{0};
-        for (size_t i = 0; i < most && !warp.groups.empty() && !warp.at_barrier; ++i) {
+        for (size_t i = 0; i < most && warp.alive && !warp.at_barrier; ++i) {
             execute(warp, choose(warp));
         }
     }
 
+    static Mask lanes_at(const Warp& warp, uint32_t place) {
+        Mask lanes = 0;
+        for (int lane = 0; lane < kLanes; ++lane) {
+            lanes |= Mask(warp.next[lane] == place) << lane;
+        }
+        return lanes;
+    }
+
     // Of the lanes that have diverged, mostly those that are furthest behind go on. Lanes at a
     // collective instruction wait for the others.
-    size_t choose(Warp& warp) {
-        auto& groups = warp.groups;
-        if (groups.size() == 1) return 0;
-        std::sort(groups.begin(), groups.end(),
-                  [](const Group& a, const Group& b) { return a.pc < b.pc; });
-        const size_t first = draw(8) ? 0 : draw(groups.size());
-        for (size_t i = 0; i < groups.size(); ++i) {
-            const size_t index = (first + i) % groups.size();
-            if (missing(warp, groups[index]) == 0) return index;
+    Mask choose(Warp& warp) {
+        const uint32_t behind = *std::min_element(warp.next, warp.next + kLanes);
+        if (const Mask lanes = lanes_at(warp, behind); lanes == warp.alive) return lanes;
+        std::set<uint32_t> places(warp.next, warp.next + kLanes);
+        places.erase(kReturned);
+        std::vector<uint32_t> order(places.begin(), places.end());
+        const auto first = long(draw(8) ? 0 : draw(order.size()));
+        std::rotate(order.begin(), order.begin() + first, order.end());
+        for (const uint32_t place : order) {
+            const Mask lanes = lanes_at(warp, place);
+            if ((needed(warp, at(place), lanes) & ~lanes) == 0) return lanes;
         }
-        const Group& group = groups[0];
-        outcome_.instruction = group.pc;
-        fail("waits for lanes that wait elsewhere, at instruction " + std::to_string(groups[1].pc));
+        launch_.at = order[0];
+        fail("waits for lanes that wait elsewhere, at instruction " + std::to_string(order[1]));
     }
 
-    // Lanes that an instruction needs and that are not there.
-    Mask missing(Warp& warp, const Group& group) {
-        const Instruction& instruction = at(group.pc);
-        const Kind kind = operations()[size_t(instruction.operation)].kind;
-        if (kind == Kind::kBarrier) return warp.alive & ~group.lanes;
-        if (kind != Kind::kCollective) return 0;
-        return participants(warp, instruction, group.lanes) & ~group.lanes;
+    // Lanes without which an instruction does not begin.
+    static Mask needed(Warp& warp, const Instruction& instruction, Mask lanes) {
+        const Kind kind = instruction.operation->kind;
+        if (kind == Kind::kPlain || kind == Kind::kBranch || kind == Kind::kReturn) return 0;
+        if (instruction.participants < 0) return warp.alive;  // barriers, matrices
+        const uint64_t* const masks =
+            warp.known(instruction.participants, lanes, "a mask of lanes");
+        return Mask(masks[std::countr_zero(lanes)]);
     }
 
-    static Mask participants(Warp& warp, const Instruction& instruction, Mask lanes) {
-        if (instruction.space == kShared) return warp.alive;  // matrices
-        const int32_t last = instruction.from[instruction.from_count - 1];
-        return Mask(known(warp, last, lanes, "a mask of lanes")[std::countr_zero(lanes)]);
+    const Instruction& at(uint32_t place) {
+        if (place >= launch_.instructions) fail("runs past the end");
+        return launch_.code[place];
     }
 
-    const Instruction& at(int pc) {
-        if (size_t(pc) >= machine_.code.size()) fail("runs past the end");
-        return machine_.code[size_t(pc)];
-    }
-
-    void execute(Warp& warp, size_t index) {
-        const Group group = warp.groups[index];
-        const Instruction& instruction = at(group.pc);
-        outcome_.instruction = group.pc;
-        Mask lanes = group.lanes;
+    void execute(Warp& warp, Mask lanes) {
+        const uint32_t place = warp.next[std::countr_zero(lanes)];
+        const Instruction& instruction = at(place);
+        launch_.at = place;
+        for_lanes(lanes, [&](int lane) { warp.next[lane] = place + 1; });
         if (instruction.predicate >= 0) lanes &= predicated(warp, instruction, lanes);
-        ++outcome_.warp_instructions;
-        ++warp.executed;
-        outcome_.lane_instructions += uint64_t(std::popcount(lanes));
-        if (outcome_.warp_instructions > launch_.most_instructions) fail("does not end");
-        ++warp.groups[index].pc;
-        const Operation& operation = operations()[size_t(instruction.operation)];
-        switch (operation.kind) {
-            case Kind::kBranch: branch(warp, index, instruction.target, lanes); break;
+        ++warp.clock[warp.number];
+        launch_.executed += std::popcount(lanes);
+        if (++executed_ > launch_.most_instructions) fail("does not end");
+        if (lanes == 0) return;
+        switch (instruction.operation->kind) {
+            case Kind::kPlain:
+                return instruction.operation->execute(memory_, warp, instruction, lanes);
+            case Kind::kCollective: return collect(warp, instruction, lanes);
+            case Kind::kBranch:
+                return for_lanes(lanes,
+                                 [&](int lane) { warp.next[lane] = uint32_t(instruction.target); });
             case Kind::kReturn:
+                for_lanes(lanes, [&](int lane) { warp.next[lane] = kReturned; });
                 warp.alive &= ~lanes;
-                warp.groups[index].lanes &= ~lanes;
-                if (warp.groups[index].lanes == 0)
-                    warp.groups.erase(warp.groups.begin() + long(index));
-                break;
+                return;
             case Kind::kBarrier:
-                if (lanes == 0) break;  // skipped by the whole warp
                 if (lanes != warp.alive) fail("some lanes of the warp do not reach the barrier");
                 warp.at_barrier = true;
-                break;
-            case Kind::kCollective: collect(warp, operation, instruction, lanes); break;
-            default:
-                if (lanes != 0) operation.execute(machine_, warp, instruction, lanes);
         }
-        if (warp.groups.size() > 1) merge(warp);
     }
 
     static Mask predicated(Warp& warp, const Instruction& instruction, Mask lanes) {
-        const uint64_t* const values = known(warp, instruction.predicate, lanes, "a predicate");
+        const uint64_t* const values = warp.known(instruction.predicate, lanes, "a predicate");
         Mask mask = 0;
         for_lanes(lanes, [&](int lane) { mask |= Mask(values[lane] & 1) << lane; });
         return instruction.negated ? ~mask : mask;
     }
 
     // Lanes exchange registers, or meet (bar.warp.sync, which executes nothing).
-    void collect(Warp& warp, const Operation& operation, const Instruction& instruction,
-                 Mask lanes) {
-        if (lanes == 0) return;
-        const Mask wanted = participants(warp, instruction, lanes);
-        if (lanes & ~wanted) fail("executed by lanes that its mask does not name");
-        if (wanted & ~warp.alive) fail("its mask names lanes that have returned, or are none");
-        if (wanted & ~lanes) fail("its mask names lanes that do not execute it");
-        if (operation.execute) operation.execute(machine_, warp, instruction, lanes);
-        if (lanes != warp.alive || instruction.space == kShared) return;
-        warp.exchanged = warp.tick();
-        if (!operation.execute) warp.synchronised = warp.exchanged;
+    void collect(Warp& warp, const Instruction& instruction, Mask lanes) {
+        const Mask named = needed(warp, instruction, lanes);
+        if (lanes & ~named) fail("executed by lanes that its mask does not name");
+        if (named & ~warp.alive) fail("its mask names lanes that have returned, or are none");
+        if (named & ~lanes) fail("its mask names lanes that do not execute it");
+        const auto execute = instruction.operation->execute;
+        if (execute) execute(memory_, warp, instruction, lanes);
+        if (lanes != warp.alive || instruction.participants < 0) return;
+        warp.exchanged = warp.time();
+        if (!execute) warp.synchronised = warp.time();
     }
 
-    static void branch(Warp& warp, size_t index, int target, Mask taken) {
-        Group& group = warp.groups[index];
-        if (taken == group.lanes) {
-            group.pc = target;
-        } else if (taken != 0) {
-            group.lanes &= ~taken;
-            warp.groups.push_back({target, taken});
-        }
+    // For messages: the warp that runs.
+    void locate(const Warp& warp) {
+        launch_.block = warp.number / warps_per_block_;
+        launch_.warp = warp.number % warps_per_block_;
     }
 
-    static void merge(Warp& warp) {
-        auto& groups = warp.groups;
-        for (size_t i = 0; i < groups.size(); ++i) {
-            for (size_t j = groups.size() - 1; j > i; --j) {
-                if (groups[j].pc != groups[i].pc) continue;
-                groups[i].lanes |= groups[j].lanes;
-                groups.erase(groups.begin() + long(j));
-            }
-        }
-    }
-
-  public:
-    // For messages: the warp that ran last.
-    void locate() {
-        if (current_ == nullptr) return;
-        outcome_.block = int32_t(current_->number / warps_per_block_);
-        outcome_.warp = int32_t(current_->number % warps_per_block_);
-    }
-
-  private:
-    const Launch& launch_;
-    Outcome& outcome_;
-    Machine machine_;
-    uint32_t warps_per_block_ = 1, all_warps_ = 0;
+    Launch& launch_;
+    Memory memory_;
+    uint32_t warps_per_block_, all_warps_ = 0;
+    int64_t executed_ = 0;
     std::vector<std::unique_ptr<Block>> resident_;
-    Warp* current_ = nullptr;
 };
-
-const bool defined = [] {
-    operations().push_back({"bra", Kind::kBranch, nullptr});
-    operations().push_back({"bar.sync", Kind::kBarrier, nullptr});
-    operations().push_back({"bar.warp.sync", Kind::kCollective, nullptr});
-    operations().push_back({"ret", Kind::kReturn, nullptr});
-    return true;
-}();
 
 }  // namespace
 }  // namespace ptx
 
 extern "C" {
 
-int ptx_operation(const char* name) { return ptx::find_operation(name); }
+// The address of an operation, 0 for an unknown one.
+const void* ptx_operation(const char* name) {
+    auto& all = ptx::operations();
+    if (all.empty()) {
+        ptx::define_arithmetic(), ptx::define_memory_operations();
+        all["bra"] = {ptx::Kind::kBranch, nullptr};
+        all["ret"] = {ptx::Kind::kReturn, nullptr};
+        all["bar.sync"] = {ptx::Kind::kBarrier, nullptr};
+        all["bar.warp.sync"] = {ptx::Kind::kCollective, nullptr};
+    }
+    const auto found = all.find(name);
+    return found == all.end() ? nullptr : &found->second;
+}
 
-int ptx_run(const ptx::Launch* launch, ptx::Outcome* outcome) {
-    ptx::Grid grid(*launch, *outcome);
+// Returns whether the message says what went wrong.
+int ptx_run(ptx::Launch* launch) {
     try {
-        grid.run();
+        ptx::Grid(*launch).run();
         return 0;
     } catch (const std::exception& failure) {
-        grid.locate();
-        std::snprintf(outcome->message, sizeof outcome->message, "%s", failure.what());
+        std::snprintf(launch->message, 400, "%s", failure.what());
         return 1;
     }
 }

@@ -1,9 +1,9 @@
-// What executes: warps of 32 lanes in blocks, their registers and clocks, and decoded instructions.
+// What executes: blocks of warps of 32 lanes, their registers and clocks, and decoded instructions.
 #pragma once
 
 #include <bit>
 #include <cstdint>
-#include <random>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -11,95 +11,11 @@
 namespace ptx {
 
 constexpr int kLanes = 32;
-using Mask = uint32_t;  // of lanes
+constexpr uint32_t kReturned = ~uint32_t{0};  // instead of an instruction
+using Mask = uint32_t;                        // of lanes
 constexpr Mask kAllLanes = ~Mask{0};
 
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
-
-enum Space : int32_t { kGlobal, kShared, kParameter };
-enum Scope : int32_t { kBlockScope, kDeviceScope };
-enum Flags : int32_t { kStrong = 1, kAcquire = 2, kRelease = 4, kSigned = 8 };
-
-// Operands are numbers of registers; -1 is none. Constants and %tid.x are registers too. Of memory
-// instructions the first source is the address.
-struct Instruction {
-    int32_t operation, predicate, negated, target;
-    int32_t to[8], from[8], to_count, from_count;
-    int32_t space, bytes, vector, flags, scope, padding;
-    int64_t offset;
-};
-
-// How often each warp had passed on what it did, as far as somebody knows (a vector clock).
-using Clock = std::vector<uint32_t>;
-
-inline void join(Clock& into, const Clock& other) {
-    if (into.size() < other.size()) into.resize(other.size());
-    for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
-}
-
-// Lanes of a warp that are at the same instruction.
-struct Group {
-    int pc;
-    Mask lanes;
-};
-
-struct Block;
-
-struct Warp {
-    Block* block;
-    uint32_t number;  // in the grid
-    uint32_t first_thread;
-    Mask alive;
-    bool at_barrier = false;
-    std::vector<Group> groups;
-    uint64_t executed = 0;
-
-    // Lane by lane; which lanes of a register have been written.
-    std::vector<uint64_t> values;
-    std::vector<Mask> written;
-
-    Clock clock;      // what happened before whatever this warp does now
-    Clock published;  // the clock at the last fence: what its relaxed stores and atomics pass on
-    Clock observed;   // from relaxed loads and atomics: what the next fence adds to the clock
-    // Since these times of its own clock its lanes have met in a barrier, or exchanged registers.
-    uint32_t synchronised = 1, exchanged = 1;
-
-    uint64_t* lanes_of(int32_t index) { return &values[size_t(index) * kLanes]; }
-    uint32_t time() const { return clock[number]; }
-    uint32_t tick() { return ++clock[number]; }
-};
-
-// A store to global memory that other blocks do not see yet.
-struct Pending {
-    uint64_t address;
-    uint32_t bytes;
-    uint8_t data[16];
-};
-
-struct Cell;  // of shadow memory
-
-struct Block {
-    uint32_t x, y, z;
-    std::vector<Warp> warps;
-    std::vector<uint8_t> shared;
-    std::vector<Cell> shadow;
-    std::vector<Pending> pending;
-};
-
-struct Machine;
-using Execute = void (*)(Machine&, Warp&, const Instruction&, Mask);
-
-enum class Kind { kPlain, kCollective, kBranch, kBarrier, kReturn };
-
-// What the name of an instruction, with its types, stands for.
-struct Operation {
-    std::string name;
-    Kind kind;
-    Execute execute;
-};
-
-std::vector<Operation>& operations();
-int find_operation(const std::string& name);  // -1 if unknown
 
 // Calls f(lane) for the lanes of a mask.
 template <typename F>
@@ -111,13 +27,80 @@ inline void for_lanes(Mask lanes, F f) {
     for (; lanes != 0; lanes &= lanes - 1) f(std::countr_zero(lanes));
 }
 
-// Of a source whose lanes must all have been written.
-inline const uint64_t* known(Warp& warp, int32_t index, Mask lanes, const char* use) {
-    if (const Mask missing = lanes & ~warp.written[size_t(index)]) {
-        fail("lane " + std::to_string(std::countr_zero(missing)) + " uses as " + use +
-             " a register that was never written");
-    }
-    return warp.lanes_of(index);
+class Memory;
+struct Warp;
+struct Instruction;
+
+enum class Kind { kPlain, kCollective, kBranch, kBarrier, kReturn };
+
+// What the name of an instruction, with its types, stands for.
+struct Operation {
+    Kind kind;
+    void (*execute)(Memory&, Warp&, const Instruction&, Mask lanes);
+};
+std::map<std::string, Operation>& operations();
+void define_arithmetic();
+void define_memory_operations();
+
+enum Space : int64_t { kGlobal, kShared, kParameter };
+enum Flags : int64_t { kStrong = 1, kAcquire = 2, kRelease = 4, kDevice = 8, kSigned = 16 };
+
+// As parser.Instruction. Operands are numbers of registers, -1 for none; constants and %tid.x are
+// registers too. Of memory instructions the first source is the address.
+struct Instruction {
+    const Operation* operation;
+    int64_t predicate, negated, target, participants, space, bytes, vector, flags, offset;
+    int64_t to[8], from[8];
+};
+
+// How many instructions each warp had executed, as far as somebody knows (a vector clock).
+using Clock = std::vector<uint32_t>;
+
+inline void join(Clock& into, const Clock& other) {
+    if (into.size() < other.size()) into.resize(other.size());
+    for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
 }
+
+struct Block;
+
+struct Warp {
+    Block* block;
+    uint32_t number;        // in the grid
+    uint32_t next[kLanes];  // the instruction of each lane
+    Mask alive;
+    bool at_barrier = false;
+
+    // Lane by lane; which lanes of a register have been written.
+    std::vector<uint64_t> values;
+    std::vector<Mask> written;
+
+    Clock clock;      // what happened before whatever this warp does now
+    Clock published;  // the clock at the last fence: what its relaxed stores and atomics pass on
+    Clock observed;   // from relaxed loads and atomics: what the next fence adds to the clock
+    // When its lanes last met in a barrier, and when they last exchanged registers.
+    uint32_t synchronised = 0, exchanged = 0;
+
+    uint64_t* lanes_of(int64_t index) { return &values[size_t(index) * kLanes]; }
+    uint32_t time() const { return clock[number]; }
+    // Values of lanes, f(lane); those that are not known count as never written.
+    template <typename F>
+    void write(int64_t index, Mask lanes, Mask known, F f) {
+        uint64_t* const to = lanes_of(index);
+        for_lanes(lanes, [&](int lane) { to[lane] = f(lane); });
+        mark(index, lanes, known);
+    }
+    void mark(int64_t index, Mask lanes, Mask known) {
+        Mask& mask = written[size_t(index)];
+        mask = (mask & ~lanes) | (known & lanes);
+    }
+    // Of a source whose lanes must all have been written.
+    const uint64_t* known(int64_t index, Mask lanes, const char* use) {
+        if (const Mask missing = lanes & ~written[size_t(index)]) {
+            fail("lane " + std::to_string(std::countr_zero(missing)) + " uses as " + use +
+                 " a register that was never written");
+        }
+        return lanes_of(index);
+    }
+};
 
 }  // namespace ptx

@@ -1,0 +1,145 @@
+// Instructions that access memory.
+#include "memory.h"
+
+namespace ptx {
+namespace {
+
+// The sources behind the address.
+struct Values {
+    Values(Warp& warp, const Instruction& in, Mask lanes) {
+        for (int i = 0; i < 7 && in.from[1 + i] >= 0; ++i) {
+            of[i] = warp.known(in.from[1 + i], lanes, "a value to store");
+        }
+    }
+    const uint64_t* of[8] = {};
+};
+
+Access atomic_access(const Instruction& in) { return in.flags & kDevice ? kAtomic : kBlockAtomic; }
+
+void load(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
+    const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
+    const auto bytes = size_t(in.bytes), vector = size_t(in.vector);
+    const auto unused = int(64 - 8 * bytes);
+    const Access kind = in.flags & kStrong ? kStrongRead : kRead;
+    for_lanes(lanes, [&](int lane) {
+        const uint64_t address = base[lane] + uint64_t(in.offset);  // before base is overwritten
+        const uint8_t* const place =
+            memory.access(warp, lane, in.space, address, bytes * vector, kind);
+        for (size_t i = 0; i < vector; ++i) {
+            if (in.to[i] < 0) continue;
+            uint64_t value = 0;
+            std::memcpy(&value, place + i * bytes, bytes);
+            if (in.flags & kSigned) value = uint64_t(int64_t(value << unused) >> unused);
+            warp.lanes_of(in.to[i])[lane] = value;
+        }
+        if (kind == kStrongRead) memory.synchronise(warp, address, in.flags, true, false);
+    });
+    for (size_t i = 0; i < vector; ++i) {
+        if (in.to[i] >= 0) warp.mark(in.to[i], lanes, kAllLanes);
+    }
+}
+
+void store(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
+    const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
+    const Values from(warp, in, lanes);
+    const auto bytes = size_t(in.bytes), vector = size_t(in.vector);
+    const Access kind = in.flags & kStrong ? atomic_access(in) : kWrite;
+    for_lanes(lanes, [&](int lane) {
+        const uint64_t address = base[lane] + uint64_t(in.offset);
+        uint8_t data[16];
+        for (size_t i = 0; i < vector; ++i) {
+            std::memcpy(data + i * bytes, &from.of[i][lane], bytes);
+        }
+        if (kind != kWrite) memory.synchronise(warp, address, in.flags, false, true);
+        memory.store(warp, lane, in.space, address, bytes * vector, kind, data);
+    });
+}
+
+void fence(Memory& memory, Warp& warp, const Instruction& in, Mask) {
+    if (in.flags & kDevice) memory.fence(warp);
+}
+
+// One lane after the other, in an order of its own.
+template <typename T, typename F>
+void define_atomic(const std::string& name, F) {
+    const auto execute = [](Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
+        const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
+        const Values from(warp, in, lanes);
+        const int turn = int(memory.random() % kLanes);
+        uint64_t found[kLanes] = {};
+        for_lanes(std::rotl(lanes, turn), [&](int turned) {
+            const int lane = (turned - turn) & (kLanes - 1);
+            const uint64_t address = base[lane] + uint64_t(in.offset);
+            uint8_t* const place =
+                memory.access(warp, lane, in.space, address, sizeof(T), atomic_access(in));
+            memory.synchronise(warp, address, in.flags, true, true);
+            T old, operands[2] = {};
+            std::memcpy(&old, place, sizeof old);
+            for (int i = 0; i < 2 && from.of[i]; ++i) {
+                std::memcpy(&operands[i], &from.of[i][lane], sizeof old);
+            }
+            const T value = F{}(old, operands[0], operands[1]);
+            std::memcpy(place, &value, sizeof value);
+            std::memcpy(&found[lane], &old, sizeof old);
+        });
+        if (in.to[0] < 0) return;
+        warp.write(in.to[0], lanes, kAllLanes, [&](int lane) { return found[lane]; });
+    };
+    operations()["atom." + name] = {Kind::kPlain, execute};
+}
+template <typename T>
+void define_atomics(const std::string& numbers, const std::string& bits) {
+    define_atomic<T>("add." + numbers, [](T old, T a, T) { return T(old + a); });
+    define_atomic<T>("min." + numbers, [](T old, T a, T) { return std::min(old, a); });
+    define_atomic<T>("max." + numbers, [](T old, T a, T) { return std::max(old, a); });
+    define_atomic<T>("exch." + bits, [](T, T a, T) { return a; });
+    define_atomic<T>("cas." + bits, [](T old, T a, T b) { return old == a ? b : old; });
+}
+
+// Matrices of 8 rows of 16 bytes. Lanes 8*i to 8*i + 7 give the addresses of the rows of matrix i,
+// and lane 4*r + c holds columns 2*c and 2*c + 1 of row r, or of column r of the transposed one.
+template <bool kStores, bool kTransposed>
+void move_matrices(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
+    if (lanes != kAllLanes) fail("lanes of the warp are missing");
+    const uint64_t* const rows = warp.known(in.from[0], lanes, "an address");
+    const Values from(warp, in, lanes);  // none to load
+    uint64_t results[4][kLanes] = {};
+    for (int i = 0; i < in.vector * 64; ++i) {
+        const int matrix = i / 64, lane = i / 2 % kLanes, half = i % 2;
+        int row = lane / 4, column = 2 * (lane % 4) + half;
+        if (kTransposed) std::swap(row, column);
+        const uint64_t begin = rows[8 * matrix + row] + uint64_t(in.offset);
+        if (begin % 16 != 0) fail("a row of a matrix is misaligned");
+        const uint64_t address = begin + uint64_t(2 * column);
+        uint8_t element[2];
+        if (kStores) {
+            const auto value = uint16_t(from.of[matrix][lane] >> 16 * half);
+            std::memcpy(element, &value, sizeof value);
+            memory.store(warp, lane, kShared, address, 2, kWrite, element);
+        } else {
+            std::memcpy(element, memory.access(warp, lane, kShared, address, 2, kRead), 2);
+            results[matrix][lane] |= uint64_t(element[0] | element[1] << 8) << 16 * half;
+        }
+    }
+    for (int i = 0; !kStores && i < in.vector; ++i) {
+        warp.write(in.to[i], lanes, kAllLanes, [&](int lane) { return results[i][lane]; });
+    }
+}
+
+}  // namespace
+
+void define_memory_operations() {
+    operations()["ld"] = {Kind::kPlain, load};
+    operations()["st"] = {Kind::kPlain, store};
+    operations()["fence"] = {Kind::kPlain, fence};
+    define_atomics<uint32_t>("u32", "b32"), define_atomics<uint64_t>("u64", "b64");
+    define_atomics<int32_t>("s32", "b32"), define_atomics<int64_t>("s64", "b64");
+    define_atomic<float>("add.f32", [](float old, float a, float) { return old + a; });
+    define_atomic<double>("add.f64", [](double old, double a, double) { return old + a; });
+    operations()["ldmatrix"] = {Kind::kCollective, move_matrices<false, false>};
+    operations()["ldmatrix.trans"] = {Kind::kCollective, move_matrices<false, true>};
+    operations()["stmatrix"] = {Kind::kCollective, move_matrices<true, false>};
+    operations()["stmatrix.trans"] = {Kind::kCollective, move_matrices<true, true>};
+}
+
+}  // namespace ptx
