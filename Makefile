@@ -29,7 +29,7 @@ test: build/test_env/installed $(LIBRARY)
 # Triton kernel as PTX (`ptx`).
 test-all: .venv/built
 	$(PYTEST)
-	TRITON_PTX=90 $(PTX)
+	TRITON_PTX=90 $(PTX) -m "not slow"
 
 # Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built
@@ -90,12 +90,11 @@ emulate: .venv/built
 # detector: every kernel, with every tensor and every flag. PTX_SEEDS are schedules; those after the
 # first have approximate instructions as inexact as they may be.
 PTX_SEEDS ?= 1 2 3
-PTX_TESTS := triton_rows triton_sequences triton_sets prepare search log_probs policies loss \
-  sampling_mask linear
-PTX = PTX_COMPLETE=1 $(PYTEST) -m "not slow" -k triton $(PTX_TESTS:%=tests/test_%.py)
+PTX = PTX_COMPLETE=1 $(PYTEST) -k triton tests/test_*.py
 ptx: .venv/built
 	for capability in 80 90; do for seed in $(PTX_SEEDS); do \
-	  TRITON_PTX=$$capability PTX_SEED=$$seed PTX_ERRORS=$$((seed - 1)) $(PTX) || exit 1; \
+	  TRITON_PTX=$$capability PTX_SEED=$$seed PTX_ERRORS=$$((seed - 1)) \
+	    $(PTX) -m "not slow or repeated" || exit 1; \
 	done; done
 
 # Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).

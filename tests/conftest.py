@@ -17,7 +17,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     folder = Path(tempfile.gettempdir()) / f"inductor_{getpass.getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
-from helpers import DEVICES, INTERPRETED, KERNELS
+from helpers import DEVICES, INTERPRETED, KERNELS, PTX
 from hypothesis import settings
 from world import world
 
@@ -33,28 +33,39 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if "worlds" in item.fixturenames or interprets_again(item):
+        if "worlds" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
+    left_out = set(shorten_triton(items))
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
-def interprets_again(item):
-    """In the interpreter, where a row takes milliseconds: another dtype than bfloat16, or what the
-    host does alike for every backend."""
-    case = item.callspec.params if hasattr(item, "callspec") else {}
-    if not INTERPRETED or case.get("backend") != "triton":
-        return False
-    of_host = item.path.stem in ("test_autograd", "test_misuse")
-    return of_host or case.get("dtype", torch.bfloat16) != torch.bfloat16
+def shorten_triton(items):
+    """Without a GPU: what is the same for another dtype, or for every backend, is slow. Yields what
+    the interpreter, where a row takes milliseconds, leaves to compiled kernels (tests/ptx): all but
+    the first case of a test."""
+    seen = set()
+    for item in items:
+        case = item.callspec.params if hasattr(item, "callspec") else {}
+        if case.get("backend") != "triton":
+            continue
+        dtype = case.get("dtype", torch.bfloat16)
+        if dtype != torch.bfloat16 or item.path.stem in ("test_autograd", "test_misuse"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.repeated)
+        if INTERPRETED and (item.function, dtype) in seen:
+            yield item
+        seen.add((item.function, dtype))
 
 
 def pytest_configure(config):
-    if "TRITON_PTX" in os.environ:
+    if PTX:
         config.pluginmanager.register(ptx_backend)
 
 
@@ -63,7 +74,10 @@ def pytest_report_header():
     return [f"backend {name}: {reason or 'tested'}" for name, reason in reasons]
 
 
-@pytest.fixture(params=KERNELS or [pytest.param("none", marks=pytest.mark.skip("no kernels"))])
+@pytest.fixture(
+    params=KERNELS or [pytest.param("none", marks=pytest.mark.skip("no kernels"))],
+    ids=lambda name: "triton-ptx" if PTX and name == "triton" else name,
+)
 def backend(request):
     """Every backend that has its own kernels and can run here."""
     return request.param
@@ -77,7 +91,7 @@ def device(backend):
 @pytest.fixture
 def interpreted(backend):
     """Whether kernels run in Triton's interpreter, where a row takes milliseconds."""
-    return backend == "triton" and INTERPRETED and "TRITON_PTX" not in os.environ
+    return backend == "triton" and INTERPRETED
 
 
 @pytest.fixture(scope="session")

@@ -37,8 +37,9 @@ KERNELS = [
     for name, reason in bapo_kernels.available_backends().items()
     if reason is None and name != "reference"
 ]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = {"cpu": "cpu", "triton": "cpu" if INTERPRETED else "cuda", "cuda": "cuda"}
+PTX = "TRITON_PTX" in os.environ  # compiled Triton kernels run on the CPU (tests/ptx)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not PTX
+DEVICES = {"cpu": "cpu", "triton": "cpu" if INTERPRETED or PTX else "cuda", "cuda": "cuda"}
 
 # Logits of the same values with unusual strides and offsets.
 LAYOUTS = {
@@ -49,7 +50,7 @@ LAYOUTS = {
     "every second row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
 }
 
-if "triton" in KERNELS and INTERPRETED and "TRITON_PTX" not in os.environ:
+if "triton" in KERNELS and INTERPRETED:
     import interpreter
 
     interpreter.save_time()

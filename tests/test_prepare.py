@@ -36,6 +36,12 @@ def test_packed(backend, device, offsets, mode):
         check_prepared(packed_arguments(300, offsets, mode, per_sequence), backend, device)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_many_sequences(backend, device, mode):
+    """More than one program counts at once."""
+    check_prepared(packed_arguments(4_500, range(0, 4_500, 2), mode, True), backend, device)
+
+
 @pytest.mark.parametrize("offsets", [(0, 5, 3), (1, 300), (0, 301), (-1, 7), (0, -5), (0, 400, 9)])
 def test_offsets_that_break_their_rule_make_everything_nan(backend, device, offsets):
     for mode in MODES:
@@ -83,9 +89,9 @@ def test_strides(backend, device):
 
 def test_as_many_values_as_there_may_be(backend, device):
     """Those per sequence at both ends of them."""
-    arguments = packed_arguments(300, (0, 3, 3, 64, 290), "token-mean", True)
+    arguments = packed_arguments(700, (0, 3, 3, 64, 690), "token-mean", True)
     A, temperatures = (arguments.values[name] for name in ("advantages", "temperatures"))
-    per_token = {f"values {k}": torch.randn(300, dtype=torch.float64) for k in range(6)}
+    per_token = {f"values {k}": torch.randn(700, dtype=torch.float64) for k in range(6)}
     values = {"advantages": A, **per_token, "temperatures": temperatures}
     check_prepared(arguments._replace(values=values), backend, device)
 

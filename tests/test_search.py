@@ -194,13 +194,17 @@ def test_a_table_that_was_tampered_with_is_refused(backend, device):
         solve(backend, histogram.table[None], histogram.config)
 
 
-def test_kernels_find_what_the_reference_finds(backend, device, interpreted):
-    """In the table of contributions, and in its solution."""
+@pytest.mark.parametrize("copies", [1, 2_000])
+def test_kernels_find_what_the_reference_finds(backend, device, interpreted, copies):
+    """In the table of contributions, and in its solution; also of tens of thousands of tokens."""
+    if interpreted and copies > 1:
+        pytest.skip("takes half a minute in the interpreter")
     g = torch.Generator().manual_seed(0)
-    for _ in range(2 if interpreted else 20):
-        for variant in VARIANTS:
+    for _ in range(1 if copies > 1 else 2 if interpreted else 20):
+        for variant in VARIANTS[:4] if copies > 1 else VARIANTS:
             config = BAPOConfig(**variant)
-            logp, old, A, mask = (t.to(device) for t in random_case(g))
+            case = [t.repeat(copies).to(device) for t in random_case(g)]
+            logp, old, A, mask = case
             calls = [
                 loss_call(logp, name, old, A, mask, config=config, for_search=True)
                 for name in (backend, "reference")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import KERNELS, case_with_sets, make_case
+from helpers import INTERPRETED, KERNELS, case_with_sets, make_case
 from launches import LAUNCHES, CountLaunches
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,7 +19,7 @@ from bapo_kernels.backends import triton as backend
 from bapo_kernels.config import SURROGATES
 
 pytestmark = pytest.mark.skipif(
-    "triton" not in KERNELS or not backend.INTERPRETED, reason="needs Triton's interpreter"
+    "triton" not in KERNELS or not INTERPRETED, reason="needs Triton's interpreter"
 )
 OF_SETS = {name for name in LAUNCHES if "sets" in name or name == "find_labels"}
 GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DEVICES, INTERPRETED, KERNELS
+from helpers import DEVICES, INTERPRETED, KERNELS, PTX
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
@@ -11,6 +11,7 @@ DEVICE = DEVICES["triton"]
 TRANSFORM = (1.0, 1.0, None, None)
 # Each of the interpreter's three programs reads 64 flags, then a few more.
 N = 3 * (64 + 2) - 1 if INTERPRETED else 40_000
+SHAPES = [(N, 5)] if INTERPRETED else [(N, 5), (600 if PTX else N, 2_100)]  # of one warp, of two
 
 
 def rows_and_labels(n, V, dtype=torch.float32):
@@ -41,12 +42,13 @@ def gradient(logits, labels, found, dlog_probs, only):
 
 
 @pytest.mark.parametrize("wanted", ["none", "first", "last", "some"])
-def test_programs_that_stride_over_rows_find_every_wanted_one(wanted):
-    logits, labels = rows_and_labels(N, 5)
-    only = torch.zeros(N, dtype=torch.uint8, device=DEVICE)
-    at = {"none": [], "first": [0], "last": [N - 1], "some": [1, 2, 191, 192, N - 2]}
+@pytest.mark.parametrize(("n", "V"), SHAPES)
+def test_programs_that_stride_over_rows_find_every_wanted_one(n, V, wanted):
+    logits, labels = rows_and_labels(n, V)
+    only = torch.zeros(n, dtype=torch.uint8, device=DEVICE)
+    at = {"none": [], "first": [0], "last": [n - 1], "some": [1, 2, 191, 192, n - 2]}
     only[at[wanted]] = 1
-    dlog_probs = torch.randn(N, dtype=torch.float64, device=DEVICE)
+    dlog_probs = torch.randn(n, dtype=torch.float64, device=DEVICE)
     found = statistics(logits, labels)
     some = gradient(logits, labels, found, dlog_probs, only)
     everything = gradient(logits, labels, found, dlog_probs, None)

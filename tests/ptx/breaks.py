@@ -1,158 +1,129 @@
-"""Breaks the compiled Triton kernels, one place at a time, and reports what notices.
+"""Breaks the compiled Triton kernels, one place at a time, and reports which check notices.
 
-    TRITON_PTX=80 python tests/ptx/breaks.py [--only KERNELS] [--kinds BREAKS]
+    TRITON_PTX=80 python tests/ptx/breaks.py [--only KERNELS] [--kinds KINDS] [--most N]
 
-A break is a change of one statement of PTX: a barrier that is left out, an atomic that orders
-nothing, a comparison that is off by one, a warp that returns at once. One that survives shows that
-the tests miss something, or that nothing depends on it, as on many comparisons with a rounded size.
+The tests run once unbroken. Then each break runs those that execute what it changes, the fastest
+first, until one fails. Its place is the n-th statement of a kind that Triton makes of one place in
+the source, in all variants of the kernel. There are no fences to weaken: Triton emits none. What
+survives shows that the tests lack a case, or that nothing depends on the statement.
 """
-
-from __future__ import annotations
 
 import argparse
 import multiprocessing
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent.parent
 sys.path.insert(0, str(TESTS))
 
 from ptx import backend, executor  # noqa: E402, F401  (the first has Triton's tests use it)
 
-MOST_SECONDS = 300
-# What runs each kernel.
-RUNS = {
-    "_row_pass_kernel": "test_triton_rows.py",
-    "_row_gradient_kernel": "test_triton_rows.py",
-    "_scale_kernel": "test_triton_rows.py",
-    "_sequence_mean_kernel": "test_triton_sequences.py",
-    "_prepare_kernel": "test_prepare.py",
-    "_policy_kernel": "test_policies.py",
-    "_contributions_kernel": "test_search.py",
-    "_table_kernel": "test_search.py",
-    "_solve_kernel": "test_search.py",
-    "_multiply_sets_kernel": "test_triton_sets.py",
-    "_sets_dhidden_kernel": "test_triton_sets.py",
-    "_sets_dweight_kernel": "test_triton_sets.py",
-}
+NAMES = "test_(triton_[rs].*|prepare|search|log_probs|policies|loss|sampling_mask|linear)"
+FILES = [str(file) for file in TESTS.glob("*.py") if re.fullmatch(NAMES, file.stem)]
+FORK = multiprocessing.get_context("fork")  # which has all that was compiled
+LABEL = "label's load behind the sums"  # moved in the source of the row pass
+MOVED = r"(\n *z = row_math\.label_logit.*)(\n *origin, .*row_math\.row_sums.*)", r"\2\1"
 # Patterns of statements, and what takes their place.
 BREAKS = {
     "barrier left out": (r"\bbar\.sync\s+0;", ""),
-    "atomic that orders nothing": (r"(\batom\.global\.gpu\.)acq_rel", r"\1relaxed"),
-    "comparison off by one": (r"(\bsetp\.)(lt|le|gt|ge)(\.[su]\d\d)", None),
-    "warp that returns at once": (r"\$L__func_begin0:", "setp.ge.u32 %p0, %tid.x, 32; @%p0 ret;"),
+    "atomic orders nothing": (r"(\batom\.\S*)acq_rel", r"\1relaxed"),
+    "atomic only releases": (r"(\batom\.\S*)acq_rel", r"\1release"),
+    "atomic only acquires": (r"(\batom\.\S*)acq_rel", r"\1acquire"),
+    "atomic of its block alone": (r"(\batom\.global\.)gpu", r"\1cta"),
+    "warp returns": (r"reqntid (?!32\b)[^$]*\S+:", r"\g<0> setp.lt.u32 %p0, %tid.x, 32; @%p0 ret;"),
+    LABEL: (r"\A(?=[\s\S]*\.entry _row_pass_kernel\()", ""),
+    "load without its mask": (r"@!?%p\d+ (ld\.global)", r"\1"),
+    "store without its mask": (r"@!?%p\d+ (st\.global)", r"\1"),
+    "store left out": (r"(?:@!?%p\d+ )?\bst\.global[^;]*;", ""),
+    "comparison, or equal": (r"(\bsetp\.[lg])t(\.[su]\d\d)", r"\1e\2"),
+    "comparison, not equal": (r"(\bsetp\.[lg])e(\.[su]\d\d)", r"\1t\2"),
 }
-OFF_BY_ONE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+CHECKS = r"ExecutionError: .*?(race|never written|no tensor|bounds|misaligned|wait|mask|end)"
 
 
-class Break(NamedTuple):
-    kernel: str
-    kind: str
-    index: int  # of the statement among those of the kind
+class Breaks:
+    """A plugin of pytest, in the place of its loop over tests."""
 
-    def applied(self, ptx: str) -> str | None:
-        """The broken text; None if it has no such statement."""
-        pattern, by = BREAKS[self.kind]
-        found = list(re.finditer(pattern, ptx))
-        if self.index >= len(found):
-            return None
-        place = found[self.index]
-        if by is None:
-            by = rf"\g<1>{OFF_BY_ONE[place[2]]}\g<3>"
-        return ptx[: place.start()] + place.expand(by) + ptx[place.end() :]
+    def __init__(self, options):
+        self.options, self.failure = options, ""
+        self.texts, self.changed, load = set(), {}, executor.load
+        executor.load = lambda text: self.texts.add(text) or load(self.changed.get(text, text))
 
+    def pytest_runtest_logreport(self, report):
+        if report.failed and not self.failure:
+            first = re.search(r"^E +(.*)", report.longreprtext, re.MULTILINE)[1]
+            self.failure = f"{report.nodeid.split('::')[-1]}: {first}"
 
-class FirstFailure:
-    """A plugin of pytest."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        self.tests = sorted(map(self.unbroken, session.items), key=lambda test: test[0])
+        kernels = defaultdict(set)
+        for text in set().union(*[texts for _, _, texts in self.tests]):
+            kernels[re.search(r"\.entry\s+(\w+)\(", text)[1]].add(text)
+        for kernel in filter(re.compile(self.options.only).search, sorted(kernels)):
+            for kind in filter(re.compile(self.options.kinds).search, BREAKS):
+                self.break_all(kernel, kind, kernels[kernel])
+        return True
 
-    text: str | None = None
+    def unbroken(self, item):
+        """The seconds of a test, the test, and the texts of the kernels that it executes."""
+        self.texts, begin = set(), time.perf_counter()
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        assert not self.failure, f"unbroken: {self.failure}"
+        return time.perf_counter() - begin, item, frozenset(self.texts)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and self.text is None:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            self.text = (crash.message if crash else str(report.longrepr)).splitlines()[0]
+    def break_all(self, kernel, kind, texts):
+        places, checks = defaultdict(list), Counter()
+        for text in texts:
+            counts = Counter()
+            for at in re.finditer(BREAKS[kind][0], text):
+                source = text[: at.start()].rpartition(".loc")[2].partition("// ")[2].split("\n")[0]
+                counts[source] += 1
+                places[f"{source} {counts[source]}"].append(at)
+        tried = min(len(places), self.options.most or len(places))
+        for i in range(tried):  # spread evenly
+            place = sorted(places)[(2 * i + 1) * len(places) // (2 * tried)]
+            answer, begin = FORK.SimpleQueue(), time.perf_counter()
+            process = FORK.Process(target=self.run, args=(kind, places[place], answer))
+            process.start()
+            process.join(600)
+            process.kill()
+            failure = "ExecutionError: does not end, or crashes" if answer.empty() else answer.get()
+            check = re.search(CHECKS, failure) or [..., "wrong numbers" if failure else "SURVIVED"]
+            checks[check[1]] += 1
+            where = f"{kernel}, {kind}, {place}, {time.perf_counter() - begin:.1f} s"
+            print(f"{where}: {check[1]}: {failure}", flush=True)
+        print(f"= {kernel}, {kind}, {tried} of {len(places)}: {dict(checks)}", flush=True)
 
+    def run(self, kind, places, answer):
+        for place in places:
+            text, begin, end = place.string, *place.span()
+            self.changed[text] = text[:begin] + place.expand(BREAKS[kind][1]) + text[end:]
+        if kind == LABEL:
+            from bapo_kernels.backends.triton import row_pass
 
-def run_tests(
-    each: Break | None, tests: str, answer: multiprocessing.connection.Connection
-) -> None:
-    """Answers with the message of the first failure, and how often the break was in place."""
-    load, applied = executor.load, 0
-
-    def load_broken(ptx: str) -> executor.Loaded:
-        nonlocal applied
-        if each is not None and re.search(rf"\.entry\s+{each.kernel}\(", ptx):
-            broken = each.applied(ptx)
-            applied += broken is not None
-            ptx = broken or ptx
-        return load(ptx)
-
-    executor.load = load_broken
-    failure = FirstFailure()
-    options = [
-        "-x",
-        "-p",
-        "no:terminal",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "triton",
-        "-m",
-        "not slow",
-    ]
-    pytest.main([*options, str(TESTS / tests)], plugins=[failure])
-    answer.send((failure.text, applied))
-
-
-def verdict(each: Break | None, tests: str) -> tuple[str | None, int]:
-    """Of a fork, which has all imports."""
-    context = multiprocessing.get_context("fork")
-    receives, sends = context.Pipe(duplex=False)
-    process = context.Process(target=run_tests, args=(each, tests, sends))
-    process.start()
-    sends.close()
-    try:
-        return receives.recv() if receives.poll(MOST_SECONDS) else ("does not end", 1)
-    except EOFError:
-        return "takes the process with it", 1
-    finally:
-        process.kill()
-
-
-def breaks_of(kernel: str, kinds: str) -> Iterator[tuple[Break, str | None]]:
-    """With what notices each; the variants of a kernel are broken at the same place together."""
-    for kind in filter(re.compile(kinds).search, BREAKS):
-        for index in range(1_000):
-            each = Break(kernel, kind, index)
-            failure, applied = verdict(each, RUNS[kernel])
-            if not applied:
-                break
-            yield each, failure
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="a pattern of kernels")
-    parser.add_argument("--kinds", default="", help="a pattern of breaks")
-    options = parser.parse_args()
-    chosen = [kernel for kernel in RUNS if re.search(options.only, kernel)]
-    for tests in sorted({RUNS[kernel] for kernel in chosen}):
-        if (failure := verdict(None, tests)[0]) is not None:
-            sys.exit(f"unbroken: {tests}: {failure}")
-    for kernel in chosen:
-        counts: dict[str, Counter[str]] = {}
-        for each, failure in breaks_of(kernel, options.kinds):
-            print(f"{kernel}, {each.kind} {each.index}: {failure or 'SURVIVED'}", flush=True)
-            counts.setdefault(each.kind, Counter())["died" if failure else "survived"] += 1
-        for kind, count in counts.items():
-            print(f"{kernel}, {kind}: {dict(count)}", flush=True)
+            for kernel in (row_pass._kernel_of_rows, row_pass._kernel_of_sets):
+                kernel._function._unsafe_update_src(re.sub(*MOVED, kernel._function.src))
+                kernel._function.device_caches.clear()
+                kernel.compiled.clear()
+        for _, item, texts in self.tests:
+            if texts & self.changed.keys() and not self.failure:
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        answer.put(self.failure)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="a pattern of kernels")
+    parser.add_argument("--kinds", default="", help="a pattern of kinds")
+    parser.add_argument("--most", type=int, help="places of a kernel and kind, else all")
+    breaks = Breaks(parser.parse_args())
+    torch.set_num_threads(1)  # threads do not outlive a fork
+    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider"]
+    sys.exit(pytest.main([*quiet, "-k", "triton", "-m", "not slow", *FILES], [breaks]))

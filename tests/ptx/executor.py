@@ -138,7 +138,8 @@ def launch(
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Marks the memory of a tensor as never written."""
-    storage = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
-    count = storage.numel()
-    storage.copy_(POISON.repeat(count // 8 + 1)[:count])
+    storage = torch.tensor([], dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
+    words = storage[: len(storage) // 8 * 8].view(-1, 8)
+    words.copy_(POISON)
+    storage[words.numel() :] = POISON[: len(storage) % 8]
     return tensor

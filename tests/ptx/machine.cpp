@@ -178,7 +178,7 @@ class Grid {
     void execute(Warp& warp, Mask lanes) {
         const uint32_t place = warp.next[std::countr_zero(lanes)];
         const Instruction& instruction = at(place);
-        launch_.at = place;
+        launch_.at = warp.instruction = place;
         for_lanes(lanes, [&](int lane) { warp.next[lane] = place + 1; });
         if (instruction.predicate >= 0) lanes &= predicated(warp, instruction, lanes);
         ++warp.clock[warp.number];
@@ -215,11 +215,11 @@ class Grid {
         if (lanes & ~named) fail("executed by lanes that its mask does not name");
         if (named & ~warp.alive) fail("its mask names lanes that have returned, or are none");
         if (named & ~lanes) fail("its mask names lanes that do not execute it");
-        const auto execute = instruction.operation->execute;
-        if (execute) execute(memory_, warp, instruction, lanes);
-        if (lanes != warp.alive || instruction.participants < 0) return;
-        warp.exchanged = warp.time();
-        if (!execute) warp.synchronised = warp.time();
+        if (instruction.operation->execute) {
+            instruction.operation->execute(memory_, warp, instruction, lanes);
+        } else if (lanes == warp.alive) {
+            warp.synchronised = warp.time();
+        }
     }
 
     // For messages: the warp that runs.

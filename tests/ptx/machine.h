@@ -77,8 +77,8 @@ struct Warp {
     Clock clock;      // what happened before whatever this warp does now
     Clock published;  // the clock at the last fence: what its relaxed stores and atomics pass on
     Clock observed;   // from relaxed loads and atomics: what the next fence adds to the clock
-    // When its lanes last met in a barrier, and when they last exchanged registers.
-    uint32_t synchronised = 0, exchanged = 0;
+    uint32_t synchronised = 0;  // when its lanes last met in a barrier
+    uint32_t instruction = 0;   // that it executes
 
     uint64_t* lanes_of(int64_t index) { return &values[size_t(index) * kLanes]; }
     uint32_t time() const { return clock[number]; }

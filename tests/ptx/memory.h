@@ -24,7 +24,7 @@ inline bool exclude(Access a, Access b) {
 
 // One access of one lane, or of several lanes of a warp.
 struct Record {
-    uint32_t warp = 0, time = 0;
+    uint32_t warp = 0, time = 0, instruction = 0;
     uint8_t lane = 0;
     Access access = kNone;
 };
@@ -109,12 +109,14 @@ class Memory {
             Cell& cell = range.cells[(offset + i) / range.granule];
             const bool written = cell.write.access != kNone;
             if (kind != kWrite && !written) fault("reads what was never written");
-            // Where warps hold copies of a value they all store it to shared memory: to store what
-            // is there changes nothing, but has to come before what is stored next.
+            const Record now{warp.number, warp.time(), warp.instruction, uint8_t(lane), kind};
             const bool same = stored && !std::memcmp(place + i, stored + i, range.granule);
-            const bool copies = same && written && space == kShared;
-            check(cell, warp, {warp.number, warp.time(), uint8_t(lane), copies ? kRead : kind},
-                  same, copies);
+            // Warps that hold copies of a value all store it to shared memory: the second of these
+            // stores changes nothing, but has to come before what is stored next.
+            const bool copies = same && written && space == kShared &&
+                                cell.write.instruction == warp.instruction &&
+                                !before(cell.write, warp, lane);
+            check(cell, warp, now, same, copies);
         }
         return place;
     }
@@ -189,18 +191,18 @@ class Memory {
     // Whether what is recorded happened before what a lane does now.
     static bool before(const Record& record, const Warp& warp, int lane) {
         if (record.warp != warp.number) return record.time <= warp.clock[record.warp];
-        if (record.lane == lane || record.time <= warp.synchronised) return true;
-        // A load is complete before the warp exchanges registers, as lanes that diverged meet there
-        // and accesses of a warp are issued in order.
-        return record.access == kRead && record.time <= warp.exchanged;
+        return record.lane == lane || record.time <= warp.synchronised;
     }
 
-    void check(Cell& cell, Warp& warp, const Record& now, bool same_value, bool changes_nothing) {
+    void check(Cell& cell, Warp& warp, Record now, bool same_value, bool changes_nothing) {
         if (!finds_races) {
             if (now.access >= kWrite) cell.write.access = kWrite;
             return;
         }
-        if (changes_nothing) return add(cell, now, warp);
+        if (changes_nothing) {
+            now.access = kRead;
+            return add(cell, now, warp);
+        }
         const auto require_before = [&](const Record& record) {
             if (record.access == kNone || before(record, warp, now.lane)) return;
             const bool together = record.warp == now.warp && record.time == now.time;

@@ -105,12 +105,12 @@ def _row_pass_kernel(
         if offsets is not None:
             # NaN where the sum is, so that a broken id always shows.
             logp = tl.where(label == set_math.OUTSIDE, -sum_2t - row_math.INF, logp)
-            tl.debug_barrier()  # one warp sums without
         tl.store(log_probs + index, logp)
         tl.store(entropies + index, entropy)
         tl.store(stats + 2 * index, origin.to(tl.float64))
         tl.store(stats + 2 * index + 1, sum_2t)
         if dlogits is not None:
+            tl.debug_barrier()  # before the row is overwritten: one warp sums without
             lower_first, upper_first = lower_start, upper_start
             lower_last, upper_last = lower_max, upper_max
             if bounds is not None:
