@@ -230,6 +230,7 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 32 1 st.shared.b32 [%r1+132], %r0; -> lane 31: out of bounds: 4 bytes at shared address 0x100
 32 1 ld.param.b64 %rd2, [p0+8]; -> out of bounds: 8 bytes at parameter address 0x8
 32 1 ld.shared.b32 %r2, [%r1]; -> lane 0: reads what was never written
+32 1 st.relaxed.cta.shared.b32 [%r1], 7; ld.shared.b32 %r2, [%r1]; ->
 32 1 st.global.b32 [%rd20], %r60; -> lane 0 uses as a value
 32 1 ld.global.b32 %r3, [%rd60]; -> lane 0 uses as an address
 32 1 @%p60 st.global.b32 [%rd20], 0; -> lane 0 uses as a predicate

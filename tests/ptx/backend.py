@@ -169,8 +169,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """What a worker of xdist has executed."""
-    launches.executed += [Executed(*each) for each in node.workeroutput["executed"]]
+    """What a worker of xdist has executed, unless it crashed."""
+    output = getattr(node, "workeroutput", {"executed": []})
+    launches.executed += [Executed(*each) for each in output["executed"]]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,13 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import parser
 
 HERE = Path(__file__).parent
 # Bytes of memory that nobody has written, by address modulo 8: NaN in every format.
-POISON = torch.tensor([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF], dtype=torch.uint8)
+POISON = np.array([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF], dtype=np.uint8)
 
 
 class ExecutionError(Exception):
@@ -54,8 +55,8 @@ class Loaded:
     """A kernel as the machine takes it."""
 
     kernel: parser.Kernel
-    code: torch.Tensor
-    initial: torch.Tensor
+    code: np.ndarray
+    initial: np.ndarray
 
 
 @cache
@@ -69,7 +70,7 @@ def load(ptx: str) -> Loaded:
             raise parser.UnknownError(f"{kernel.name}: {text}")
         operands = [(*numbers, *[-1] * (8 - len(numbers))) for numbers in (each.to, each.sources)]
         rows.append((operation, *each[3:], *operands[0], *operands[1]))
-    return Loaded(kernel, torch.tensor(rows), torch.tensor(kernel.initial or [(0, 0)]))
+    return Loaded(kernel, np.array(rows), np.array(kernel.initial))
 
 
 def _packed(value: Any, size: int) -> bytes:
@@ -122,13 +123,12 @@ def launch(
         parameters[offset : offset + size] = _packed(value, size)
     ranges = _ranges(arguments)
     message = ctypes.create_string_buffer(400)
-    read = [loaded.code, loaded.initial, torch.tensor(ranges)]
-    read += [torch.frombuffer(parameters, dtype=torch.uint8), POISON]
-    request = [*(tensor.data_ptr() for tensor in read), ctypes.addressof(message)]
+    read = [loaded.code, loaded.initial, np.array(ranges), np.frombuffer(parameters, np.uint8)]
+    request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
     request += [len(kernel.code), len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
     request += [threads, shared_bytes, resident, seed, error_seed, most_instructions, races]
-    answer = torch.tensor([*request, 0, 0, 0, 0])
-    failed = machine().ptx_run(ctypes.c_void_p(answer.data_ptr()))
+    answer = np.array([*request, 0, 0, 0, 0])
+    failed = machine().ptx_run(ctypes.c_void_p(answer.ctypes.data))
     instructions, at, block, warp = answer[-4:].tolist()
     if failed:
         where = f"instruction {at} `{kernel.text[at]}` of {kernel.name}, block {block}, warp {warp}"
@@ -139,7 +139,7 @@ def launch(
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Marks the memory of a tensor as never written."""
     storage = torch.tensor([], dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
-    words = storage[: len(storage) // 8 * 8].view(-1, 8)
-    words.copy_(POISON)
-    storage[words.numel() :] = POISON[: len(storage) % 8]
+    array = storage.numpy()
+    array[: len(array) // 8 * 8].reshape(-1, 8)[:] = POISON
+    array[len(array) // 8 * 8 :] = POISON[: len(array) % 8]
     return tensor

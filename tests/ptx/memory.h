@@ -108,7 +108,7 @@ class Memory {
         for (uint64_t i = 0; i < bytes; i += range.granule) {
             Cell& cell = range.cells[(offset + i) / range.granule];
             const bool written = cell.write.access != kNone;
-            if (kind != kWrite && !written) fault("reads what was never written");
+            if (!stored && !written) fault("reads what was never written");
             const Record now{warp.number, warp.time(), warp.instruction, uint8_t(lane), kind};
             const bool same = stored && !std::memcmp(place + i, stored + i, range.granule);
             // Warps that hold copies of a value all store it to shared memory: the second of these
@@ -213,6 +213,7 @@ class Memory {
         };
         require_before(cell.write);
         for (const Record& record : lists_[cell.list]) require_before(record);
+        if (cell.write.access == kNone) cell.write.access = kWrite;
         if (now.access != kWrite) return add(cell, now, warp);
         cell.write = now;
         lists_[cell.list].clear();
