@@ -134,9 +134,9 @@ found the function of torch that tells the current stream, the only one that it 
 
 **No kernel has run on a GPU yet.** Compiled means: every kernel in every variant, and how many of
 them spill registers to memory or use the stack (for sm_80 and sm_100 Triton compiles the smallest
-and the largest variants). Emulated means: run on a CPU, the CUDA kernels thread by thread under
-adversarial schedules, the Triton kernels in Triton's interpreter, and compared with the reference
-in float64.
+and the largest variants). Emulated means: run on a CPU and compared with the reference in float64,
+the CUDA kernels thread by thread under adversarial schedules, the Triton kernels in Triton's
+interpreter and, for sm_80 and sm_90, as PTX under a race detector.
 
 {compiled}
 

@@ -462,33 +462,7 @@ def resources(kernel: object, in_loops: bool) -> dict[str, object]:
         "stack": stack + local,  # spills are on the stack
         "in_loops": loops,
         "limited": kernel.metadata.maxnreg is not None,
-        "label_in_order": label_in_order(kernel.asm["ptx"]),
     }
-
-
-def label_in_order(ptx: str) -> bool | None:
-    """Whether all threads have the label's logit before any of them writes a gradient over it.
-
-    Follows the code from that load to the next barriers; with 16-bit logits it is the only narrow
-    load. None where it cannot be distinguished, or where nothing is written.
-    """
-    lines = ptx.splitlines()
-    place = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$")}
-    writes = {at for at, line in enumerate(lines) if re.search(r"st\.global\.\S*v4", line)}
-    todo = [at + 1 for at, line in enumerate(lines) if "ld.global.b16" in line]
-    if not todo or not writes:
-        return None
-    seen = set()
-    while todo:
-        at = todo.pop()
-        line = lines[at]
-        if at in seen or re.search(r"bar\.sync|\bret;", line):
-            continue
-        seen.add(at)
-        goal = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
-        todo += [place[goal[1]]] if goal else []
-        todo += [at + 1] if goal is None or "@" in line else []
-    return seen.isdisjoint(writes)
 
 
 def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:

@@ -65,14 +65,6 @@ def test_rows_of_a_matrix_are_read_in_wide_loads(compiled):
         assert any("load" in name or "LDG" in name for name in wide), what
 
 
-def test_all_threads_have_the_label_before_a_gradient_in_place(compiled):
-    target, report = compiled
-    orders = [kernel.get("label_in_order") for kernel in report["kernels"]]
-    assert False not in orders
-    if target.startswith("cuda"):
-        assert orders.count(True) >= 10, "the loads of labels were not found"
-
-
 def test_registers_are_limited(compiled):
     """Without a limit some versions of ptxas spill to fit one more program."""
     assert all(kernel.get("limited", True) for kernel in compiled[1]["kernels"])

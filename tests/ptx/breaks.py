@@ -27,8 +27,8 @@ from ptx import backend, executor  # noqa: E402, F401  (the first has Triton's t
 NAMES = "test_(triton_[rs].*|prepare|search|log_probs|policies|loss|sampling_mask|linear)"
 FILES = [str(file) for file in TESTS.glob("*.py") if re.fullmatch(NAMES, file.stem)]
 FORK = multiprocessing.get_context("fork")  # which has all that was compiled
-LABEL = "label's load behind the sums"  # moved in the source of the row pass
-MOVED = r"(\n *z = row_math\.label_logit.*)(\n *origin, .*row_math\.row_sums.*)", r"\2\1"
+LABEL = "label's load behind the barrier"  # in the source of the row pass
+MOVED = r"(\n +)(tl\.debug_barrier.*)", r"\1\2\1z = row_math.label_logit(row, label, V)"
 # Patterns of statements, and what takes their place.
 BREAKS = {
     "barrier left out": (r"\bbar\.sync\s+0;", ""),

@@ -97,7 +97,7 @@ def _row_pass_kernel(
         again = (A != 0.0) | BONUS | (ref_log_probs is not None)  # else the gradient is zero
         lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, W, UNROLL)
         label = tl.load(labels + index)
-        z = row_math.label_logit(row, label, V)  # before the sums, which synchronise all threads
+        z = row_math.label_logit(row, label, V)
         origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, V)
         log_sum = tl.log(sum_2t)
         entropy = log_sum - row_math.LN2 * weighted / sum_2t
