@@ -26,21 +26,35 @@ from bapo_kernels._ops import SCHEMAS, TRITON, register
 from bapo_kernels.backends import triton as triton_backend
 
 B, S, V = 2, 8, 64
-# What Triton's launcher calls. An attribute of a device or kernel is 1024: threads, bytes.
+# What Triton's launcher calls. A device has two multiprocessors, and of everything else enough.
 _LIBCUDA = """
 #define OK(name) int name(void) { return 0; }
 OK(cuCtxGetCurrent) OK(cuCtxGetLimit) OK(cuCtxSetCurrent) OK(cuCtxSetLimit) OK(cuDeviceGet)
 OK(cuDevicePrimaryCtxRetain) OK(cuDriverGetVersion) OK(cuFuncSetAttribute)
-OK(cuFuncSetCacheConfig) OK(cuGetErrorString) OK(cuLaunchKernelEx) OK(cuModuleGetFunction)
-OK(cuModuleLoadData) OK(cuOccupancyMaxActiveClusters) OK(cuPointerGetAttribute)
-OK(cuTensorMapEncodeIm2col) OK(cuTensorMapEncodeTiled)
-int cuDeviceGetAttribute(int *value) { *value = 1 << 20; return 0; }
+OK(cuFuncSetCacheConfig) OK(cuGetErrorString) OK(cuModuleGetFunction) OK(cuModuleLoadData)
+OK(cuOccupancyMaxActiveClusters) OK(cuTensorMapEncodeIm2col) OK(cuTensorMapEncodeTiled)
+int cuDeviceGetAttribute(int *value, int attribute) {
+    *value = attribute == 16 ? 2 : 1 << 20;
+    return 0;
+}
 int cuFuncGetAttribute(int *value) { *value = 1024; return 0; }
+int cuPointerGetAttribute(void **value, int attribute, void *pointer) {
+    *value = pointer;
+    return 0;
+}
+int (*launched)(const unsigned *config, void **parameters);
+int cuLaunchKernelEx(const unsigned *config, void *function, void **parameters) {
+    return launched ? launched(config, parameters) : 0;
+}
 """
 
 
-def install_absent_gpu() -> None:
-    """Lets Triton launch on CPU tensors; nothing runs, so that results hold anything."""
+def absent_gpu(capability: int = 90) -> ctypes.CDLL:
+    """Lets Triton launch on CPU tensors, for a GPU of which only the driver library is there.
+
+    Nothing runs, so that results hold anything; or what ``launched`` of the library points to,
+    which takes the configuration of the launch and the addresses of the parameters.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -52,15 +66,21 @@ def install_absent_gpu() -> None:
             self.get_current_stream = lambda device: 0
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
     folder = tempfile.mkdtemp()
     library = Path(folder, "libcuda.so.1")
     command = ["gcc", "-shared", "-fPIC", "-w", "-xc", "-", f"-Wl,-soname,{library.name}"]
     subprocess.run([*command, "-o", library], input=_LIBCUDA, text=True, check=True)
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     os.environ["TRITON_LIBCUDA_PATH"] = folder
     triton.runtime.driver.set_active(AbsentGPU())
+    return loaded
+
+
+def install_absent_gpu() -> None:
+    """The same for the operators of this package."""
+    absent_gpu()
     triton_backend.WHY_NOT, triton_backend.INTERPRETED = None, True  # takes CPU tensors
     for name in SCHEMAS:
         register(TRITON, name, triton_backend.kernel(name), ["CPU"])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICES, INTERPRETED, KERNELS
+from helpers import DEVICES, INTERPRETED, KERNELS, PTX
 from torch import nan
 
 from bapo_kernels._ops import torch_ops_of
@@ -387,6 +387,20 @@ def test_products(dtype, H, bias, shard):
         dz = sets.rows(dvalues)[row][here].double()
         for dhidden in (flagged, everywhere) if only[row] else (everywhere,):
             check_sum(dhidden[row], dz @ rows, dz.abs() @ rows.abs())
+
+
+def test_programs_that_stride_over_rows_find_every_wanted_one():
+    n = 200 if INTERPRETED else 1_100 if PTX else 70_000  # programs read 64 flags, then the others
+    sets = Sets((2,) * n)
+    _, weight, _ = matrices(sets, torch.float32, 5)
+    only = torch.zeros(n, dtype=torch.uint8, device=DEVICE)
+    only[[0, 7, n // 2, n - 1]] = 1
+    some, everywhere = poison(n, 5), poison(n, 5)
+    dvalues = rand(sets.K)
+    ops().sets_dhidden(dvalues, weight, *sets.csr, None, only, some)
+    ops().sets_dhidden(dvalues, weight, *sets.csr, None, None, everywhere)
+    assert some[only == 0].isnan().all()
+    assert torch.equal(some[only != 0], everywhere[only != 0])
 
 
 def test_rows_of_the_head_times_zero_are_not_read():

@@ -1,5 +1,7 @@
-"""A plugin of pytest: Triton's kernels are compiled for a GPU that is not there, and their PTX is
-executed on CPU tensors.
+"""A plugin of pytest that executes the PTX of Triton's kernels on CPU tensors.
+
+Triton compiles for a GPU that is not there, and launches. Below its launcher, in the place of the
+driver, the PTX is executed.
 
 With the environment variable TRITON_PTX, 80 or 90, tests of the backend ``triton`` run so instead
 of in Triton's interpreter. PTX_SEED is the seed of the schedules, PTX_ERRORS that of the errors of
@@ -9,10 +11,12 @@ that a kernel may be given, or a value of a flag.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pkgutil
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -27,18 +31,16 @@ import bapo_kernels  # noqa: F401  (registers operators for CPU tensors)
 # Triton itself must not be interpreted, and decides that when it is imported.
 os.environ["TRITON_INTERPRET"] = "0"
 import triton
-from triton.backends.compiler import GPUTarget
 
 triton.knobs.runtime.interpret = False
 os.environ["TRITON_INTERPRET"] = "1"  # what the tests go by
 
-from absent_gpu import AbsentGPU  # noqa: E402
+from benchmarks.host_time import absent_gpu  # noqa: E402
 
 from . import executor  # noqa: E402
 
 CAPABILITY = int(os.environ["TRITON_PTX"])
 ERRORS = int(os.environ.get("PTX_ERRORS", "0"))
-MULTIPROCESSORS = 2  # so that programs stride over rows
 # Tests with offsets that are broken: programs may write one place, or leave a place unwritten that
 # others read, as the results mean nothing then. That nothing else is touched is still checked.
 BROKEN_OFFSETS = {
@@ -49,7 +51,7 @@ BROKEN_OFFSETS = {
 TOO_LARGE = {"test_offsets_beyond_32_bits"}  # the shadow of a byte takes up to 28
 
 
-triton.runtime.driver.set_active(AbsentGPU(GPUTarget("cuda", CAPABILITY, 32), MULTIPROCESSORS))
+LIBCUDA = absent_gpu(CAPABILITY)  # of two multiprocessors, so that programs stride over rows
 
 import bapo_kernels.backends.triton as package  # noqa: E402
 from bapo_kernels.backends.triton import launch  # noqa: E402
@@ -68,36 +70,61 @@ class Executed(NamedTuple):
     values: dict[str, Any]
 
 
+LAUNCHED = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p)
+)
+
+
 class Launches:
-    """Takes the place of ``Kernel.run``, and keeps count."""
+    """Executes what Triton's launcher hands to the driver, and keeps count."""
 
     def __init__(self) -> None:
         self.schedules = random.Random(int(os.environ.get("PTX_SEED", "1")))
         self.strict = True
         self.executed: list[Executed] = []
+        self.current = threading.local()
+        self.launch, self.launched = Kernel.run, LAUNCHED(self.execute)
+        address = ctypes.cast(self.launched, ctypes.c_void_p).value
+        ctypes.c_void_p.in_dll(LIBCUDA, "launched").value = address
 
     def run(self, compiled: Any, grid: tuple[int, int, int], values: list[Any]) -> None:
-        arguments, constants = [], {}
-        for (name, kind), value in zip(compiled.src.signature.items(), values, strict=True):
-            if kind == "constexpr":
-                constants[name] = value
-            else:
-                arguments.append(float(value) if kind in ("fp32", "fp64") else value)
-        loaded = executor.load(compiled.asm["ptx"])
-        begin = time.process_time()
-        instructions = executor.launch(
-            loaded,
-            grid,
-            32 * compiled.metadata.num_warps,
-            arguments,
-            shared_bytes=compiled.metadata.shared,
-            seed=self.schedules.getrandbits(60) | 1,
-            error_seed=ERRORS,
-            races=self.strict,
-        )
-        seconds = time.process_time() - begin
-        done = Executed(loaded.kernel.name, compiled.hash, instructions, seconds, constants)
-        self.executed.append(done)
+        """As Kernel.run; raises what was wrong."""
+        self.current.compiled, self.current.values, self.current.failure = compiled, values, None
+        self.launch(compiled, grid, values)
+        if self.current.failure is not None:
+            raise self.current.failure
+
+    def execute(self, config: Any, parameters: Any) -> int:
+        """Called by the driver library; ``config`` is a CUlaunchConfig."""
+        try:
+            compiled, values = self.current.compiled, self.current.values
+            loaded = executor.load(compiled.asm["ptx"])
+            sizes = [size for _, size in loaded.kernel.parameters]
+            packed = [ctypes.string_at(parameters[i], size) for i, size in enumerate(sizes)]
+            begin = time.process_time()
+            instructions = executor.launch(
+                loaded,
+                tuple(config[:3]),
+                config[3] * config[4] * config[5],
+                packed,
+                tensors=[value for value in values if isinstance(value, torch.Tensor)],
+                shared_bytes=config[6],
+                seed=self.schedules.getrandbits(60) | 1,
+                error_seed=ERRORS,
+                races=self.strict,
+            )
+            seconds = time.process_time() - begin
+            kinds = compiled.src.signature.items()
+            constants = {
+                name: value
+                for (name, kind), value in zip(kinds, values, strict=True)
+                if kind == "constexpr"
+            }
+            done = Executed(loaded.kernel.name, compiled.hash, instructions, seconds, constants)
+            self.executed.append(done)
+        except Exception as failure:
+            self.current.failure = failure
+        return 0
 
     def report(self) -> Iterator[str]:
         """A line for each kernel: variants, launches, instructions of threads, and their time."""

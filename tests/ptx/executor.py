@@ -74,6 +74,8 @@ def load(ptx: str) -> Loaded:
 
 
 def _packed(value: Any, size: int) -> bytes:
+    if isinstance(value, bytes):
+        return value
     if isinstance(value, torch.Tensor):
         return struct.pack("<Q", value.data_ptr())
     if isinstance(value, float):
@@ -81,10 +83,10 @@ def _packed(value: Any, size: int) -> bytes:
     return int(value or 0).to_bytes(size, "little", signed=(value or 0) < 0)
 
 
-def _ranges(arguments: Sequence[Any]) -> list[tuple[int, int, int]]:
+def _ranges(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Of storages; the granule of each is the smallest element of those that share it."""
     granules: dict[tuple[int, int], int] = {}
-    for tensor in arguments:
+    for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
             key = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
             granules[key] = min(tensor.element_size(), 8, granules.get(key, 8))
@@ -97,6 +99,7 @@ def launch(
     threads: int,
     arguments: Sequence[Any],
     *,
+    tensors: Sequence[torch.Tensor] = (),
     shared_bytes: int = 0,
     seed: int = 1,
     error_seed: int = 0,
@@ -107,7 +110,8 @@ def launch(
     """Executes a grid, and returns the number of instructions of its threads.
 
     Args:
-        arguments: tensors, numbers, None for a null pointer; parameters behind them are zero.
+        arguments: tensors, numbers, bytes, None for a null pointer; what is missing is zero.
+        tensors: that may be accessed too, where arguments have their addresses.
         seed: of the schedule; 0 runs one warp after the other, and stores are visible at once.
         error_seed: of the errors of approximate instructions, 0 for none.
         resident: blocks that run at once.
@@ -121,7 +125,7 @@ def launch(
     parameters = bytearray(kernel.parameter_bytes + 1)
     for (offset, size), value in zip(kernel.parameters, arguments, strict=False):
         parameters[offset : offset + size] = _packed(value, size)
-    ranges = _ranges(arguments)
+    ranges = _ranges([*arguments, *tensors])
     message = ctypes.create_string_buffer(400)
     read = [loaded.code, loaded.initial, np.array(ranges), np.frombuffer(parameters, np.uint8)]
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
