@@ -561,6 +561,22 @@ def test_broken_ids():
     assert dhidden.isfinite().all(1).tolist() == [False] * 4 + [True]
 
 
+def test_broken_ids_at_every_place():
+    """The first id that is no token, and one that stands twice."""
+    n = 34 if INTERPRETED else 130
+    sets = Sets((n,) * 2 * n)
+    beyond, twice = ids = sets.token_ids.view(2, n, n)
+    beyond.fill_diagonal_(V)
+    twice.diagonal()[1:] = twice.diagonal(-1)
+    before = torch.nn.functional.pad(ids[..., :-1], (1, 0), value=-1)
+    broken = ((ids >= V) | (ids <= before)).flatten()
+    gathered, products = poison(sets.K), poison(sets.K)
+    ops().gather_sets(rand(1, sets.N, V), sets.counted, *sets.csr, None, gathered)
+    assert torch.equal(gathered.isnan(), broken)
+    ops().multiply_sets(rand(sets.N, 5), rand(V, 5), None, sets.counted, *sets.csr, None, products)
+    assert torch.equal(products.isnan(), broken)
+
+
 def test_gradient_of_the_bias_alone():
     sets = Sets((2, 3), 6)
     nothing, dbias, dvalues = rand(2, 0), torch.zeros(6, device=DEVICE), rand(5)
