@@ -68,7 +68,7 @@ def test_scaling_strides_over_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("V", [5, 129, 1_025, 17_000])
+@pytest.mark.parametrize("V", [5, 129, 1_025, 16_399, 17_000])
 def test_what_fills_the_last_tile_does_not_change_the_bits(V, dtype):
     """The end of a row is a masked tile: the same as forbidden tokens up to the end of the tile."""
     logits, labels = rows_and_labels(4, V, dtype)
