@@ -26,15 +26,18 @@ from bapo_kernels._ops import SCHEMAS, TRITON, register
 from bapo_kernels.backends import triton as triton_backend
 
 B, S, V = 2, 8, 64
-# What Triton's launcher calls. A device has two multiprocessors, and of everything else enough.
+# What Triton calls. The device has two multiprocessors.
 _LIBCUDA = """
 #define OK(name) int name(void) { return 0; }
 OK(cuCtxGetCurrent) OK(cuCtxGetLimit) OK(cuCtxSetCurrent) OK(cuCtxSetLimit) OK(cuDeviceGet)
-OK(cuDevicePrimaryCtxRetain) OK(cuDriverGetVersion) OK(cuFuncSetAttribute)
-OK(cuFuncSetCacheConfig) OK(cuGetErrorString) OK(cuModuleGetFunction) OK(cuModuleLoadData)
-OK(cuOccupancyMaxActiveClusters) OK(cuTensorMapEncodeIm2col) OK(cuTensorMapEncodeTiled)
+OK(cuDeviceGetCount) OK(cuDevicePrimaryCtxRetain) OK(cuDriverGetVersion) OK(cuFuncSetAttribute)
+OK(cuFuncSetCacheConfig) OK(cuGetErrorString) OK(cuInit) OK(cuModuleGetFunction)
+OK(cuModuleLoadData) OK(cuModuleUnload) OK(cuOccupancyMaxActiveClusters)
+OK(cuPointerGetAttributes) OK(cuTensorMapEncodeIm2col) OK(cuTensorMapEncodeTiled)
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute) {
-    *value = attribute == 16 ? 2 : 1 << 20;
+    *value = attribute == 16 ? 2 : 232448;  // bytes of shared memory, and enough of the rest
     return 0;
 }
 int cuFuncGetAttribute(int *value) { *value = 1024; return 0; }
