@@ -143,8 +143,9 @@ def tokens(N, of_sequences=False):
 @pytest.fixture
 def few_programs(monkeypatch):
     """So that each of them takes several steps, the last of them in part."""
-    from bapo_kernels.backends.triton import launch
+    from bapo_kernels.backends.triton import launch, policy
 
+    assert policy.MAX_PROGRAMS == launch.MAX_PROGRAMS  # imported before the change
     monkeypatch.setattr(launch, "MAX_PROGRAMS", 3)
 
 
