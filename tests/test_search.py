@@ -203,8 +203,7 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted, cop
     for _ in range(1 if copies > 1 else 2 if interpreted else 20):
         for variant in VARIANTS[:4] if copies > 1 else VARIANTS:
             config = BAPOConfig(**variant)
-            case = [t.repeat(copies).to(device) for t in random_case(g)]
-            logp, old, A, mask = case
+            logp, old, A, mask = (t.repeat(copies).to(device) for t in random_case(g))
             calls = [
                 loss_call(logp, name, old, A, mask, config=config, for_search=True)
                 for name in (backend, "reference")

@@ -48,7 +48,7 @@ BROKEN_OFFSETS = {
     "test_broken_offsets_of_sequences",
     "test_broken_offsets_touch_nothing_foreign",
 }
-TOO_LARGE = {"test_offsets_beyond_32_bits"}  # the shadow of a byte takes up to 28
+TOO_LARGE = {"test_offsets_beyond_32_bits"}  # the shadow of a byte takes 20
 
 
 LIBCUDA = absent_gpu(CAPABILITY)  # of two multiprocessors, so that programs stride over rows
