@@ -87,11 +87,12 @@ def test_strides(backend, device):
     check_prepared(arguments, backend, device)
 
 
-def test_as_many_values_as_there_may_be(backend, device):
+@pytest.mark.parametrize("N", [700, 2_047])  # of the tokens of a program few, or all but one
+def test_as_many_values_as_there_may_be(backend, device, N):
     """Those per sequence at both ends of them."""
-    arguments = packed_arguments(700, (0, 3, 3, 64, 690), "token-mean", True)
+    arguments = packed_arguments(N, (0, 3, 3, 64, N - 10), "token-mean", True)
     A, temperatures = (arguments.values[name] for name in ("advantages", "temperatures"))
-    per_token = {f"values {k}": torch.randn(700, dtype=torch.float64) for k in range(6)}
+    per_token = {f"values {k}": torch.randn(N, dtype=torch.float64) for k in range(6)}
     values = {"advantages": A, **per_token, "temperatures": temperatures}
     check_prepared(arguments._replace(values=values), backend, device)
 

@@ -83,6 +83,22 @@ def test_what_fills_the_last_tile_does_not_change_the_bits(V, dtype):
     assert not expected[..., V:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [32_767, 32_752, 32_769, 32_784])
+def test_ends_of_rows(V, dtype):
+    """A tile that is full but for a number or a vector, and one of nothing else."""
+    logits, labels = rows_and_labels(3, V, dtype)
+    dlog_probs = torch.tensor([0.0, -2.0, 3.0], dtype=torch.float64, device=DEVICE)
+    got = gradient(logits, labels, statistics(logits, labels), dlog_probs, None)
+    expected = -logits.double().softmax(-1)
+    expected[0, range(3), labels] += 1
+    expected *= dlog_probs[:, None]
+    torch.testing.assert_close(got, expected.to(dtype), rtol=torch.finfo(dtype).eps * 64, atol=0)
+    scaled = logits.double() * 0.5
+    torch.ops.bapo_kernels_triton.scale_(logits, torch.tensor(0.5, device=DEVICE))
+    assert torch.equal(logits, scaled.to(dtype))
+
+
 def test_rows_of_nothing_but_forbidden_tokens_and_of_the_lowest_numbers():
     """The running maximum starts at the lowest finite number, which is a legal logit too."""
     lowest = torch.finfo(torch.float32).min

@@ -18,58 +18,18 @@ std::map<std::string, Operation>& operations() {
 
 namespace {
 
+using Wide = __int128;  // holds every integer
+using Float16 = _Float16;
 struct BFloat16 {
     uint16_t bits;
-};
-struct Float16 {
-    uint16_t bits;
-};
-
-template <typename T>
-T widened(T x) {
-    return x;
-}
-float widened(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
-float widened(Float16 x) { return float(std::bit_cast<_Float16>(x.bits)); }
-
-// To the nearest, ties to even.
-template <typename Half>
-Half narrowed(float x) {
-    if (x != x) return {0x7fff};
-    if constexpr (std::is_same_v<Half, Float16>) return {std::bit_cast<uint16_t>(_Float16(x))};
-    const auto bits = std::bit_cast<uint32_t>(x);
-    return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-
-// Subnormal numbers are zero.
-float flushed(float x) {
-    return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
-}
-
-// Of a number and NaN, the number; -0 is less than +0.
-template <typename T>
-T least(T a, T b) {
-    if constexpr (std::is_floating_point_v<T>) {
-        if (a != a || b != b) return a != a ? b : a;
-        if (a == b) return std::signbit(a) ? a : b;
+    BFloat16() = default;
+    // To the nearest, ties to even.
+    explicit BFloat16(float x) {
+        const auto wide = std::bit_cast<uint32_t>(x);
+        bits = x != x ? 0x7fff : uint16_t((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
     }
-    return a < b ? a : b;
-}
-template <typename T>
-T greatest(T a, T b) {
-    if constexpr (std::is_floating_point_v<T>) return -least(-a, -b);
-    return a < b ? b : a;
-}
-
-// Towards zero, held in the range of the integer; NaN is 0.
-template <typename I, typename F>
-I truncated(F x) {
-    constexpr auto kEnd = F(uint64_t{1} << (std::numeric_limits<I>::digits - 1)) * 2;
-    if (x != x) return 0;
-    if (x >= kEnd) return std::numeric_limits<I>::max();
-    if (x <= (std::is_signed_v<I> ? -kEnd : F(0))) return std::numeric_limits<I>::min();
-    return I(x);
-}
+    operator float() const { return std::bit_cast<float>(uint32_t{bits} << 16); }
+};
 
 // The low bits of a register as a value, and back. A NaN that is computed has one pattern.
 template <typename T>
@@ -80,9 +40,7 @@ T of_bits(uint64_t bits) {
 }
 template <typename T>
 uint64_t bits_of(T value) {
-    if constexpr (std::is_floating_point_v<T>) {
-        if (value != value) return sizeof value == 4 ? 0x7fffffff : 0x7fffffffffffffff;
-    }
+    if (value != value) return ~uint64_t{0} >> (65 - 8 * sizeof value);
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof value);
     return bits;
@@ -100,11 +58,12 @@ T argument(uint64_t bits, bool known) {
     return of_bits<T>(bits);
 }
 
-// One value per lane, of as many sources as the function has arguments; an array is two results.
-template <typename F, typename Member = decltype(&F::operator())>
+// Of each lane one value of type R, or an array of two, made of as many sources as there are
+// arguments.
+template <typename F, typename Signature>
 struct Elementwise;
 template <typename F, typename R, typename... Arguments>
-struct Elementwise<F, R (F::*)(Arguments...) const> {
+struct Elementwise<F, R(Arguments...)> {
     template <size_t... I>
     static void run(Warp& warp, const Instruction& in, Mask lanes, std::index_sequence<I...>) {
         const uint64_t* const from[] = {warp.lanes_of(in.from[I])..., nullptr};
@@ -113,7 +72,7 @@ struct Elementwise<F, R (F::*)(Arguments...) const> {
         for (int i = 0; i < 2; ++i) to[i] = in.to[i] < 0 ? nullptr : warp.lanes_of(in.to[i]);
         Mask known = 0;
         for_lanes(lanes, [&](int lane) {
-            const R result = F{}(argument<Arguments>(from[I][lane], masks[I] >> lane & 1)...);
+            const auto result = R(F{}(argument<Arguments>(from[I][lane], masks[I] >> lane & 1)...));
             if constexpr (std::is_same_v<R, Value>) {
                 to[0][lane] = result.bits;
                 known |= Mask(result.known) << lane;
@@ -134,9 +93,9 @@ struct Elementwise<F, R (F::*)(Arguments...) const> {
     }
 };
 
-template <typename F>
+template <typename Signature, typename F>
 void define(const std::string& name, F) {
-    operations()[name] = {Kind::kPlain, Elementwise<F>::execute};
+    operations()[name] = {Kind::kPlain, Elementwise<F, Signature>::execute};
 }
 
 // Types of an instruction, by which its name ends; kind is that of all where they are bare bits.
@@ -147,8 +106,7 @@ struct Types {
 template <typename T>
 std::string type(const char* kind = nullptr) {
     if (std::is_same_v<T, BFloat16>) return ".bf16";
-    const bool floats = std::is_floating_point_v<T> || std::is_class_v<T>;
-    if (kind == nullptr) kind = floats ? ".f" : std::is_signed_v<T> ? ".s" : ".u";
+    if (kind == nullptr) kind = T(0.5f) != T(0) ? ".f" : std::is_signed_v<T> ? ".s" : ".u";
     return kind + std::to_string(8 * sizeof(T));
 }
 
@@ -158,113 +116,109 @@ constexpr Types<float, double> kFloats;
 constexpr Types<uint32_t, int32_t, uint64_t, int64_t, float, double> kNumbers;
 constexpr Types<uint32_t, int32_t, uint64_t, int64_t, float, double, Float16, BFloat16> kCompared;
 
-template <typename F, typename... T>
-void unary(const std::string& name, Types<T...> types, F) {
-    (define(name + type<T>(types.kind), [](T a) -> T { return T(F{}(a)); }), ...);
+// What each instruction makes of its type.
+template <typename T>
+using Unary = T(T);
+template <typename T>
+using Binary = T(T, T);
+template <typename T>
+using Ternary = T(T, T, T);
+template <typename T>
+using Shift = T(T, uint32_t);
+template <typename T>
+using Comparison = bool(T, T);
+template <typename T>
+using Field = T(T, uint32_t, uint32_t);
+template <template <typename> typename Signature, typename F, typename... T>
+void define(const std::string& name, Types<T...> types, F function) {
+    (define<Signature<T>>(name + type<T>(types.kind), function), ...);
 }
-template <typename F, typename... T>
-void binary(const std::string& name, Types<T...> types, F) {
-    (define(name + type<T>(types.kind), [](T a, T b) -> T { return T(F{}(a, b)); }), ...);
-}
-template <typename F, typename... T>
-void ternary(const std::string& name, Types<T...> types, F) {
-    (define(name + type<T>(types.kind), [](T a, T b, T c) -> T { return T(F{}(a, b, c)); }), ...);
-}
-template <typename F, typename... T>
-void shift(const std::string& name, Types<T...> types, F) {
-    (define(name + type<T>(types.kind), [](T a, uint32_t b) -> T { return T(F{}(a, b)); }), ...);
-}
-template <typename F, typename... T>
-void compare(const std::string& name, Types<T...> types, F) {
-    (define("setp." + name + type<T>(types.kind),
-            [](T a, T b) -> bool { return F{}(widened(a), widened(b)); }),
-     ...);
-}
+
 // And the unordered one, which is true where one is NaN.
-template <typename F, typename... T>
-void compare_both(const std::string& name, Types<T...> types, F) {
-    compare(name, types, [](auto a, auto b) { return F{}(a, b) && a == a && b == b; });
-    compare(name + "u", types, [](auto a, auto b) { return F{}(a, b) || a != a || b != b; });
+template <typename F>
+void compare(const std::string& name, F) {
+    define<Comparison>("setp." + name, kCompared,
+                       [](auto a, auto b) { return F{}(a, b) && a == a && b == b; });
+    define<Comparison>("setp." + name + "u", kCompared,
+                       [](auto a, auto b) { return F{}(a, b) || a != a || b != b; });
 }
 
-template <typename Wide, typename Narrow>
-void widening() {
-    define("mul.wide" + type<Narrow>(), [](Narrow a, Narrow b) { return Wide(Wide(a) * Wide(b)); });
-    define("mad.wide" + type<Narrow>(),
-           [](Narrow a, Narrow b, Wide c) { return Wide(Wide(a) * Wide(b) + c); });
+// Of a number and NaN, the number; -0 is less than +0.
+template <typename T>
+T least(T a, T b) {
+    if (a != a || b != b) return a != a ? b : a;
+    return a < b || (a == b && std::signbit(double(a))) ? a : b;
+}
+template <typename T>
+T greatest(T a, T b) {
+    if (a != a || b != b) return a != a ? b : a;
+    return a > b || (a == b && std::signbit(double(b))) ? a : b;
 }
 
-template <typename From, typename... To>
+constexpr auto kConvert = [](auto a) { return a; };
+
+template <typename Integer, typename... To>
 void conversions(Types<To...>) {
-    (define("cvt" + type<To>() + type<From>(), [](From a) { return To(a); }), ...);
-    define("cvt.rn.f32" + type<From>(), [](From a) { return float(a); });
-    define("cvt.rn.f64" + type<From>(), [](From a) { return double(a); });
-    define("cvt.rzi" + type<From>() + ".f32", [](float a) { return truncated<From>(a); });
-    define("cvt.rzi" + type<From>() + ".f64", [](double a) { return truncated<From>(a); });
+    const std::string t = type<Integer>();
+    (define<To(Integer)>("cvt" + type<To>() + t, kConvert), ...);
+    define<float(Integer)>("cvt.rn.f32" + t, kConvert);
+    define<double(Integer)>("cvt.rn.f64" + t, kConvert);
+    // Towards zero, held in the range of the integer; NaN is 0. A long double holds every integer.
+    const auto truncate = [](long double a) {
+        using Limits = std::numeric_limits<Integer>;
+        return a != a ? 0 : std::clamp<long double>(a, Limits::min(), Limits::max());
+    };
+    define<Integer(float)>("cvt.rzi" + t + ".f32", truncate);
+    define<Integer(double)>("cvt.rzi" + t + ".f64", truncate);
 }
 
 template <typename Half>
 void halves() {
     const std::string t = type<Half>();
-    define("cvt.f32" + t, [](Half a) { return widened(a); });
-    define("cvt.f64" + t, [](Half a) { return double(widened(a)); });
-    define("cvt.rn" + t + ".f32", [](float a) { return narrowed<Half>(a); });
-    define("cvt.rn" + t + "x2.f32", [](float high, float low) {
-        return std::bit_cast<uint32_t>(std::array{narrowed<Half>(low), narrowed<Half>(high)});
+    define<float(Half)>("cvt.f32" + t, kConvert);
+    define<double(Half)>("cvt.f64" + t, kConvert);
+    define<Half(float)>("cvt.rn" + t + ".f32", kConvert);
+    define<uint32_t(float, float)>("cvt.rn" + t + "x2.f32", [](float high, float low) {
+        return bits_of(Half(high)) << 16 | bits_of(Half(low));
     });
-    define("setp.eq" + t + "x2", [](std::array<Half, 2> a, std::array<Half, 2> b) {
-        return std::array{widened(a[0]) == widened(b[0]), widened(a[1]) == widened(b[1])};
+    using Pair = std::array<Half, 2>;
+    define<std::array<bool, 2>(Pair, Pair)>("setp.eq" + t + "x2", [](Pair a, Pair b) {
+        return std::array{a[0] == b[0], a[1] == b[1]};
     });
 }
 
-// Exact where errors.seed is 0. Otherwise a relative error may be `most`, as the manual states it;
-// equal arguments have equal errors.
-double error(double most, uint64_t argument) {
-    if (error_seed == 0) return 0.0;
-    uint64_t x = argument * 0x9e3779b97f4a7c15 + error_seed;
+// Subnormal numbers are zero.
+float flushed(float x) {
+    return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
+}
+
+// Exact where error_seed is 0. Otherwise the relative error may be `most`, as the manual states it;
+// it is the same whenever the exact result is.
+double inexact(double exact, double most) {
+    if (error_seed == 0) return exact;
+    uint64_t x = bits_of(exact) * 0x9e3779b97f4a7c15 + error_seed;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
     x = (x ^ x >> 27) * 0x94d049bb133111eb;
-    return most * double(int64_t(x ^ x >> 31)) * 0x1p-63;
+    return exact * (1.0 + most * double(int64_t(x ^ x >> 31)) * 0x1p-63);
 }
 template <typename F>
 void approximate(const std::string& name, F) {
-    define(name, [](float a) {
-        a = flushed(a);
-        return flushed(float(F{}(double(a), bits_of(a))));
-    });
+    define<float(float)>(name + ".approx.ftz.f32",
+                         [](float a) { return flushed(float(F{}(double(flushed(a))))); });
 }
 void approximations() {
-    approximate("ex2.approx.ftz.f32", [](double a, uint64_t bits) {
-        return a == 0.0 ? 1.0 : std::exp2(a) * (1.0 + error(0x1p-22, bits));
+    approximate("ex2", [](double a) { return a == 0 ? 1 : inexact(std::exp2(a), 0x1p-22); });
+    approximate("rcp", [](double a) { return inexact(1 / a, 0x1p-23); });
+    approximate("sqrt", [](double a) { return inexact(std::sqrt(a), 0x1p-23); });
+    define<float(float)>("tanh.approx.f32",
+                         [](double a) { return inexact(std::tanh(a), 0x1p-11); });
+    define<float(float, float)>("div.full.f32",
+                                [](double a, double b) { return inexact(a / b, 0x1p-22); });
+    define<double(double)>("rcp.approx.ftz.f64", [](double a) {
+        constexpr uint64_t kUpper = 0xffffffff00000000;  // halves of argument and result
+        const double exact = 1 / of_bits<double>(bits_of(a) & kUpper);
+        return of_bits<double>(bits_of(inexact(exact, 0x1p-21)) & kUpper);
     });
-    approximate("rcp.approx.ftz.f32",
-                [](double a, uint64_t bits) { return (1.0 + error(0x1p-23, bits)) / a; });
-    approximate("sqrt.approx.ftz.f32", [](double a, uint64_t bits) {
-        return std::sqrt(a) * (1.0 + error(0x1p-23, bits));
-    });
-    define("tanh.approx.f32", [](float a) {
-        return float(std::tanh(double(a)) * (1.0 + error(0x1p-11, bits_of(a))));
-    });
-    define("div.full.f32", [](float a, float b) {
-        const double off = error(0x1p-22, bits_of(a) ^ bits_of(b) << 32);
-        return float(double(a) / double(b) * (1.0 + off));
-    });
-    constexpr uint64_t kUpper = 0xffffffff00000000;  // halves of argument and result
-    define("rcp.approx.ftz.f64", [](double a) {
-        const double exact = 1.0 / of_bits<double>(bits_of(a) & kUpper);
-        return of_bits<double>(bits_of(exact * (1.0 + error(0x1p-21, bits_of(a)))) & kUpper);
-    });
-}
-
-// A field of bits, of which the upper ones repeat the sign.
-template <typename T>
-T field(T a, uint32_t position, uint32_t length) {
-    position &= 255, length &= 255;
-    if (length == 0) return 0;
-    const int64_t shifted = int64_t{a} >> std::min(position, 63u);
-    const int unused = 64 - int(std::min(length, 64u));
-    if constexpr (std::is_signed_v<T>) return T(int64_t(uint64_t(shifted) << unused) >> unused);
-    return T(uint64_t(shifted) << unused >> unused);
 }
 
 // Lanes read the register of another lane, or their own where that is outside of the segment.
@@ -315,84 +269,84 @@ void define_arithmetic() {
     const auto multiply = [](auto a, auto b) { return a * b; };
     const auto minimum = [](auto a, auto b) { return least(a, b); };
     const auto maximum = [](auto a, auto b) { return greatest(a, b); };
-    binary("add", kNumbers, add), binary("add.rn", kFloats, add);
-    binary("sub", kNumbers, subtract), binary("sub.rn", kFloats, subtract);
-    binary("mul", kFloats, multiply), binary("mul.rn", kFloats, multiply);
-    binary("mul.lo", kIntegers, multiply);
-    binary("min", kNumbers, minimum);
-    binary("max", kNumbers, maximum);
-    ternary("mad.lo", kIntegers, [](auto a, auto b, auto c) { return a * b + c; });
-    ternary("fma.rn", kFloats, [](auto a, auto b, auto c) { return std::fma(a, b, c); });
-    unary("neg", kNumbers, [](auto a) { return -a; });
-    unary("abs", Types<int32_t, int64_t, float, double>{}, [](auto a) { return std::abs(a); });
-    // By zero, and of the least number by -1, as GPUs do it: PTX does not say.
-    binary("div", kIntegers, [](auto a, auto b) {
-        if (b == 0) return decltype(a)(-1);
-        return decltype(a)(std::is_signed_v<decltype(a)> && b == decltype(b)(-1) ? -a : a / b);
-    });
-    binary("rem", kIntegers, [](auto a, auto b) {
-        if (b == 0) return a;
-        return decltype(a)(std::is_signed_v<decltype(a)> && b == decltype(b)(-1) ? 0 : a % b);
-    });
-    binary("div.rn", kFloats, [](auto a, auto b) { return a / b; });
-    define("abs.ftz.f32", [](float a) { return flushed(std::abs(a)); });
+    define<Binary>("add", kNumbers, add), define<Binary>("add.rn", kFloats, add);
+    define<Binary>("sub", kNumbers, subtract), define<Binary>("sub.rn", kFloats, subtract);
+    define<Binary>("mul", kFloats, multiply), define<Binary>("mul.rn", kFloats, multiply);
+    define<Binary>("mul.lo", kIntegers, multiply);
+    define<Binary>("min", kNumbers, minimum), define<Binary>("max", kNumbers, maximum);
+    define<Binary>("div.rn", kFloats, [](auto a, auto b) { return a / b; });
+    define<Ternary>("mad.lo", kIntegers, [](auto a, auto b, auto c) { return a * b + c; });
+    define<Ternary>("fma.rn", kFloats, [](auto a, auto b, auto c) { return std::fma(a, b, c); });
+    define<Unary>("neg", kNumbers, [](auto a) { return -a; });
+    define<Unary>("abs", kFloats, [](auto a) { return std::abs(a); });
+    define<Unary>("abs.ftz", Types<float>{}, [](float a) { return flushed(std::abs(a)); });
+    // By zero as GPUs do it: PTX does not say.
+    define<Binary>("div", kIntegers, [](Wide a, Wide b) { return b == 0 ? -1 : a / b; });
+    define<Binary>("rem", kIntegers, [](Wide a, Wide b) { return b == 0 ? a : a % b; });
 
-    compare_both("lt", kCompared, [](auto a, auto b) { return a < b; });
-    compare_both("le", kCompared, [](auto a, auto b) { return a <= b; });
-    compare_both("gt", kCompared, [](auto a, auto b) { return a > b; });
-    compare_both("ge", kCompared, [](auto a, auto b) { return a >= b; });
-    compare_both("eq", kCompared, [](auto a, auto b) { return a == b; });
-    compare_both("ne", kCompared, [](auto a, auto b) { return a != b; });
-    compare("eq", kBits, [](auto a, auto b) { return a == b; });
-    compare("ne", kBits, [](auto a, auto b) { return a != b; });
-    compare("num", kFloats, [](auto a, auto b) { return a == a && b == b; });
-    compare("nan", kFloats, [](auto a, auto b) { return a != a || b != b; });
+    compare("lt", [](auto a, auto b) { return a < b; });
+    compare("le", [](auto a, auto b) { return a <= b; });
+    compare("gt", [](auto a, auto b) { return a > b; });
+    compare("ge", [](auto a, auto b) { return a >= b; });
+    compare("eq", [](auto a, auto b) { return a == b; });
+    compare("ne", [](auto a, auto b) { return a != b; });
+    define<Comparison>("setp.eq", kBits, [](auto a, auto b) { return a == b; });
+    define<Comparison>("setp.ne", kBits, [](auto a, auto b) { return a != b; });
+    define<Comparison>("setp.num", kFloats, [](auto a, auto b) { return a == a && b == b; });
+    define<Comparison>("setp.nan", kFloats, [](auto a, auto b) { return a != a || b != b; });
 
-    binary("and", kBits, [](auto a, auto b) { return a & b; });
-    binary("or", kBits, [](auto a, auto b) { return a | b; });
-    binary("xor", kBits, [](auto a, auto b) { return a ^ b; });
-    unary("not", kBits, [](auto a) { return ~a; });
+    define<Binary>("and", kBits, [](auto a, auto b) { return a & b; });
+    define<Binary>("or", kBits, [](auto a, auto b) { return a | b; });
+    define<Binary>("xor", kBits, [](auto a, auto b) { return a ^ b; });
+    define<Unary>("not", kBits, [](auto a) { return ~a; });
     // A shift by the width or more leaves nothing, or the sign.
-    const auto left = [](auto a, uint32_t b) { return b < 8 * sizeof a ? a << b : 0; };
-    const auto right = [](auto a, uint32_t b) {
-        const uint32_t end = 8 * sizeof a;
-        return b < end || std::is_signed_v<decltype(a)> ? a >> std::min(b, end - 1) : 0;
-    };
-    shift("shl", kBits, left);
-    shift("shr", kBits, right), shift("shr", kIntegers, right);
+    const auto right = [](Wide a, uint32_t b) { return a >> std::min(b, 64u); };
+    define<Shift>("shl", kBits, [](Wide a, uint32_t b) { return a << std::min(b, 64u); });
+    define<Shift>("shr", kBits, right), define<Shift>("shr", kIntegers, right);
     for (const std::string t : {"b16", "b32", "b64", "u16", "u32", "u64", "f32", "f64", "pred"}) {
-        define("mov." + t, [](Value a) { return a; });
-        define("selp." + t, [](Value a, Value b, Value choice) {
+        define<Value(Value)>("mov." + t, kConvert);
+        define<Value(Value, Value, Value)>("selp." + t, [](Value a, Value b, Value choice) {
             const Value chosen = choice.bits & 1 ? a : b;
             return Value{chosen.bits, chosen.known && choice.known};
         });
     }
-    widening<uint64_t, uint32_t>(), widening<int64_t, int32_t>();
+    const auto product = [](int64_t a, int64_t b) { return a * b; };
+    const auto sum = [](int64_t a, int64_t b, int64_t c) { return a * b + c; };
+    define<int64_t(int32_t, int32_t)>("mul.wide.s32", product);
+    define<int64_t(uint32_t, uint32_t)>("mul.wide.u32", product);
+    define<int64_t(int32_t, int32_t, int64_t)>("mad.wide.s32", sum);
+    define<int64_t(uint32_t, uint32_t, int64_t)>("mad.wide.u32", sum);
     conversions<uint8_t>(kIntegers), conversions<int8_t>(kIntegers);
     conversions<uint16_t>(kIntegers), conversions<int16_t>(kIntegers);
     conversions<uint32_t>(kIntegers), conversions<int32_t>(kIntegers);
     conversions<uint64_t>(kIntegers), conversions<int64_t>(kIntegers);
     halves<Float16>(), halves<BFloat16>();
     approximations();
-    define("cvt.f64.f32", [](float a) { return double(a); });
-    define("cvt.rn.f32.f64", [](double a) { return float(a); });
-    define("popc.b32", [](uint32_t a) { return uint32_t(std::popcount(a)); });
-    define("bfe.u32", [](uint32_t a, uint32_t b, uint32_t c) { return field(a, b, c); });
-    define("bfe.s32", [](int32_t a, uint32_t b, uint32_t c) { return field(a, b, c); });
-    define("createpolicy", [] { return uint64_t{0}; });
-    define("pack.b32", [](uint16_t low, uint16_t high) { return uint32_t{high} << 16 | low; });
-    define("pack.b64", [](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; });
-    define("unpack.b32", [](uint32_t a) { return std::array{uint16_t(a), uint16_t(a >> 16)}; });
-    define("unpack.b64", [](uint64_t a) { return std::array{uint32_t(a), uint32_t(a >> 32)}; });
+    define<double(float)>("cvt.f64.f32", kConvert);
+    define<float(double)>("cvt.rn.f32.f64", kConvert);
+    define<uint32_t(uint32_t)>("popc.b32", [](uint32_t a) { return std::popcount(a); });
+    // A field of bits, of which the upper ones repeat the sign.
+    define<Field>("bfe", Types<uint32_t, int32_t>{}, [](auto a, uint32_t from, uint32_t length) {
+        const Wide mask = (Wide{1} << std::min(length & 255, 64u)) - 1;
+        const Wide sign = std::is_signed_v<decltype(a)> ? (mask >> 1) + 1 : 0;
+        return ((Wide{a} >> std::min(from & 255, 64u) & mask) ^ sign) - sign;
+    });
+    define<uint64_t()>("createpolicy", [] { return 0; });
+    using Halves = std::array<uint16_t, 2>;
+    using Words = std::array<uint32_t, 2>;
+    define<uint32_t(uint16_t, uint16_t)>("pack.b32", [](Wide a, Wide b) { return b << 16 | a; });
+    define<uint64_t(uint32_t, uint32_t)>("pack.b64", [](Wide a, Wide b) { return b << 32 | a; });
+    define<Halves(uint32_t)>("unpack.b32", [](auto a) { return std::bit_cast<Halves>(a); });
+    define<Words(uint64_t)>("unpack.b64", [](auto a) { return std::bit_cast<Words>(a); });
 
-    define("not.pred", [](uint8_t a) { return uint8_t(~a & 1); });
-    define("xor.pred", [](uint8_t a, uint8_t b) { return uint8_t(a ^ b); });
+    define<uint8_t(uint8_t)>("not.pred", [](uint8_t a) { return ~a & 1; });
+    define<uint8_t(uint8_t, uint8_t)>("xor.pred", [](uint8_t a, uint8_t b) { return a ^ b; });
     // Where one source decides, the other need not be known.
-    define("and.pred", [](Value a, Value b) {
+    define<Value(Value, Value)>("and.pred", [](Value a, Value b) {
         const bool zero = (a.known && !a.bits) || (b.known && !b.bits);
         return Value{a.bits & b.bits, zero || (a.known && b.known)};
     });
-    define("or.pred", [](Value a, Value b) {
+    define<Value(Value, Value)>("or.pred", [](Value a, Value b) {
         const bool one = (a.known && a.bits) || (b.known && b.bits);
         return Value{a.bits | b.bits, one || (a.known && b.known)};
     });
