@@ -86,7 +86,7 @@ def fused(*abc):
 FTZ = "(np.float64(a) * (abs(a) >= 2.0**-126))"  # subnormal numbers are zero
 define("s32 s64 f32 f64", add="a + b", sub="a - b", neg="-a")
 define("f64", add_rn="a + b", sub_rn="a - b")
-define("s32 f32 f64", abs="abs(a)")
+define("f32 f64", abs="abs(a)")
 define("f32", abs_ftz=f"abs({FTZ})")
 define("f32 f64", mul="a * b", div_rn="a / b", fma_rn="fused(a, b, c)")
 define("s32 s64", mul_lo="a * b", mad_lo="a * b + c")
@@ -257,11 +257,11 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 64 1 red.global.gpu.relaxed.add.u32 [%rd0], 1; bar.sync 0; ld.global.b32 %r3, [%rd0]; ->
 64 1 red.global.gpu.relaxed.add.u32 [%rd0], 1; ld.global.b32 %r3, [%rd0]; -> race:
 32 2 red.global.cta.relaxed.add.u32 [%rd0], 1; -> race: atomic of the block
-32 1 @%p1 bar.sync 0; -> some lanes of the warp do not reach
+32 1 @%p1 bar.sync 0; -> lanes that take part do not execute it
 32 1 @%p1 bra $on; bar.sync 0; $on: bar.warp.sync -1; -> waits for lanes that wait elsewhere
 64 1 setp.lt.s32 %p3, %r0, 32; @%p3 bar.sync 0; -> has returned while other warps wait
 32 1 @%p1 ret; bar.warp.sync -1; -> names lanes that have returned
-32 1 @%p1 SHUFFLE, -1; -> names lanes that do not execute it
+32 1 @%p1 SHUFFLE, -1; -> lanes that take part do not execute it
 32 1 SHUFFLE, 255; -> by lanes that its mask does not name
 32 1 @%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1]; -> lanes
 32 1 $again: bra $again; -> does not end

@@ -145,14 +145,10 @@ void compare(const std::string& name, F) {
 
 // Of a number and NaN, the number; -0 is less than +0.
 template <typename T>
-T least(T a, T b) {
+T extreme(T a, T b, bool least) {
     if (a != a || b != b) return a != a ? b : a;
-    return a < b || (a == b && std::signbit(double(a))) ? a : b;
-}
-template <typename T>
-T greatest(T a, T b) {
-    if (a != a || b != b) return a != a ? b : a;
-    return a > b || (a == b && std::signbit(double(b))) ? a : b;
+    const bool less = a < b || (a == b && std::signbit(double(a)));
+    return less == least ? a : b;
 }
 
 constexpr auto kConvert = [](auto a) { return a; };
@@ -267,8 +263,8 @@ void define_arithmetic() {
     const auto add = [](auto a, auto b) { return a + b; };
     const auto subtract = [](auto a, auto b) { return a - b; };
     const auto multiply = [](auto a, auto b) { return a * b; };
-    const auto minimum = [](auto a, auto b) { return least(a, b); };
-    const auto maximum = [](auto a, auto b) { return greatest(a, b); };
+    const auto minimum = [](auto a, auto b) { return extreme(a, b, true); };
+    const auto maximum = [](auto a, auto b) { return extreme(a, b, false); };
     define<Binary>("add", kNumbers, add), define<Binary>("add.rn", kFloats, add);
     define<Binary>("sub", kNumbers, subtract), define<Binary>("sub.rn", kFloats, subtract);
     define<Binary>("mul", kFloats, multiply), define<Binary>("mul.rn", kFloats, multiply);

@@ -1,7 +1,7 @@
 """Executes PTX on the CPU: compiles the machine, hands it a kernel, and says what went wrong.
 
     kernel = executor.load(ptx)
-    executor.launch(kernel, grid=(4, 1, 1), threads=128, arguments=[tensor, 3.0, 7], seed=1)
+    executor.launch(kernel, grid=(4, 1, 1), threads=128, arguments=[tensor, other], seed=1)
 
 Tensors are CPU tensors; of each its storage may be accessed, and nothing else.
 """
@@ -25,7 +25,7 @@ from . import parser
 
 HERE = Path(__file__).parent
 # Bytes of memory that nobody has written, by address modulo 8: NaN in every format.
-POISON = np.array([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF], dtype=np.uint8)
+POISON = np.array([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF] * 2, dtype=np.uint8)
 
 
 class ExecutionError(Exception):
@@ -73,23 +73,13 @@ def load(ptx: str) -> Loaded:
     return Loaded(kernel, np.array(rows), np.array(kernel.initial))
 
 
-def _packed(value: Any, size: int) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, torch.Tensor):
-        return struct.pack("<Q", value.data_ptr())
-    if isinstance(value, float):
-        return struct.pack("<f" if size == 4 else "<d", value)
-    return int(value or 0).to_bytes(size, "little", signed=(value or 0) < 0)
-
-
 def _ranges(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Of storages; the granule of each is the smallest element of those that share it."""
     granules: dict[tuple[int, int], int] = {}
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
-            key = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-            granules[key] = min(tensor.element_size(), 8, granules.get(key, 8))
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes()
+        granules[key] = min(tensor.element_size(), 8, granules.get(key, 8))
     return [(*key, granule) for key, granule in granules.items()]
 
 
@@ -103,18 +93,16 @@ def launch(
     shared_bytes: int = 0,
     seed: int = 1,
     error_seed: int = 0,
-    resident: int = 3,
     races: bool = True,
-    most_instructions: int = 10**10,
+    most_instructions: int = 10**11,
 ) -> int:
     """Executes a grid, and returns the number of instructions of its threads.
 
     Args:
-        arguments: tensors, numbers, bytes, None for a null pointer; what is missing is zero.
+        arguments: tensors, or the bytes of others, such as ``struct.pack("<f", 3.0)``.
         tensors: that may be accessed too, where arguments have their addresses.
         seed: of the schedule; 0 runs one warp after the other, and stores are visible at once.
         error_seed: of the errors of approximate instructions, 0 for none.
-        resident: blocks that run at once.
         races: whether they are looked for.
 
     Raises:
@@ -124,13 +112,14 @@ def launch(
     kernel = loaded.kernel
     parameters = bytearray(kernel.parameter_bytes + 1)
     for (offset, size), value in zip(kernel.parameters, arguments, strict=False):
-        parameters[offset : offset + size] = _packed(value, size)
-    ranges = _ranges([*arguments, *tensors])
+        address = struct.pack("<Q", value.data_ptr()) if isinstance(value, torch.Tensor) else value
+        parameters[offset : offset + size] = address
+    ranges = _ranges([x for x in (*arguments, *tensors) if isinstance(x, torch.Tensor)])
     message = ctypes.create_string_buffer(400)
     read = [loaded.code, loaded.initial, np.array(ranges), np.frombuffer(parameters, np.uint8)]
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
-    request += [len(kernel.code), len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
-    request += [threads, shared_bytes, resident, seed, error_seed, most_instructions, races]
+    request += [len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
+    request += [threads, shared_bytes, seed, error_seed, most_instructions, races]
     answer = np.array([*request, 0, 0, 0, 0])
     failed = machine().ptx_run(ctypes.c_void_p(answer.ctypes.data))
     instructions, at, block, warp = answer[-4:].tolist()
@@ -143,7 +132,5 @@ def launch(
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Marks the memory of a tensor as never written."""
     storage = torch.tensor([], dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
-    array = storage.numpy()
-    array[: len(array) // 8 * 8].reshape(-1, 8)[:] = POISON
-    array[len(array) // 8 * 8 :] = POISON[: len(array) % 8]
+    storage.numpy()[:] = np.resize(POISON, len(storage))
     return tensor

@@ -12,8 +12,8 @@ struct Launch {
     uint8_t* parameters;
     const uint8_t* poison;
     char* message;
-    int64_t instructions, registers, range_count, parameter_bytes, grid[3], threads, shared_bytes;
-    int64_t resident, seed, error_seed, most_instructions, finds_races;
+    int64_t registers, range_count, parameter_bytes, grid[3], threads, shared_bytes;
+    int64_t seed, error_seed, most_instructions, finds_races;
     int64_t executed, at, block, warp;  // what came of it: instructions of threads, and where
 };
 
@@ -44,7 +44,7 @@ class Grid {
         if (launch_.seed) std::shuffle(order.begin(), order.end(), memory_.random);
         all_warps_ = uint32_t(order.size()) * warps_per_block_;
         for (size_t started = 0; started < order.size() || !resident_.empty();) {
-            while (started < order.size() && resident_.size() < size_t(launch_.resident)) {
+            while (started < order.size() && resident_.size() < kResident) {
                 start(order[started++]);
             }
             auto& chosen = resident_[draw(resident_.size())];
@@ -70,18 +70,19 @@ class Grid {
         block.bytes.resize(bytes);
         block.shared = {0, bytes, 1, block.bytes.data(), std::vector<Cell>(bytes)};
         block.warps.resize(warps_per_block_);
-        for (uint32_t i = 0; i < warps_per_block_; ++i) start(block, i, index);
+        for (uint32_t i = 0; i < warps_per_block_; ++i) {
+            block.warps[i].number = index * warps_per_block_ + i;
+            start(block, block.warps[i], i * kLanes);
+        }
     }
 
-    void start(Block& block, uint32_t index, uint32_t block_index) {
-        Warp& warp = block.warps[index];
-        const int64_t first = index * kLanes;
+    void start(Block& block, Warp& warp, int64_t first) {
         warp.block = &block;
-        warp.number = block_index * warps_per_block_ + index;
         warp.clock.assign(all_warps_, 0);
-        warp.alive = launch_.threads - first < kLanes ? (1u << (launch_.threads - first)) - 1 : ~0u;
         for (int lane = 0; lane < kLanes; ++lane) {
-            warp.next[lane] = warp.alive >> lane & 1 ? 0 : kReturned;
+            const bool exists = first + lane < launch_.threads;
+            warp.next[lane] = exists ? 0 : kReturned;
+            warp.alive |= Mask(exists) << lane;
         }
         warp.values.resize(size_t(launch_.registers) * kLanes);
         warp.written.assign(size_t(launch_.registers), kAllLanes);
@@ -136,90 +137,60 @@ class Grid {
 
     static Mask lanes_at(const Warp& warp, uint32_t place) {
         Mask lanes = 0;
-        for (int lane = 0; lane < kLanes; ++lane) {
-            lanes |= Mask(warp.next[lane] == place) << lane;
-        }
+        for_lanes(kAllLanes, [&](int i) { lanes |= Mask(warp.next[i] == place) << i; });
         return lanes;
     }
 
-    // Of the lanes that have diverged, mostly those that are furthest behind go on. Lanes at a
+    // Of lanes that have diverged, mostly those that are furthest behind go on. Lanes at a
     // collective instruction wait for the others.
     Mask choose(Warp& warp) {
         const uint32_t behind = *std::min_element(warp.next, warp.next + kLanes);
         if (const Mask lanes = lanes_at(warp, behind); lanes == warp.alive) return lanes;
-        std::set<uint32_t> places(warp.next, warp.next + kLanes);
-        places.erase(kReturned);
-        std::vector<uint32_t> order(places.begin(), places.end());
-        const auto first = long(draw(8) ? 0 : draw(order.size()));
-        std::rotate(order.begin(), order.begin() + first, order.end());
-        for (const uint32_t place : order) {
+        std::set<uint32_t> set(warp.next, warp.next + kLanes);
+        set.erase(kReturned);
+        const std::vector<uint32_t> places(set.begin(), set.end());
+        const size_t first = draw(8) ? 0 : draw(places.size());
+        for (size_t i = 0; i < places.size(); ++i) {
+            const uint32_t place = places[(first + i) % places.size()];
             const Mask lanes = lanes_at(warp, place);
-            if ((needed(warp, at(place), lanes) & ~lanes) == 0) return lanes;
+            if ((needed(warp, launch_.code[place], lanes) & ~lanes) == 0) return lanes;
         }
-        launch_.at = order[0];
-        fail("waits for lanes that wait elsewhere, at instruction " + std::to_string(order[1]));
+        launch_.at = places[0];
+        fail("waits for lanes that wait elsewhere, at instruction " + std::to_string(places[1]));
     }
 
     // Lanes without which an instruction does not begin.
-    static Mask needed(Warp& warp, const Instruction& instruction, Mask lanes) {
-        const Kind kind = instruction.operation->kind;
-        if (kind == Kind::kPlain || kind == Kind::kBranch || kind == Kind::kReturn) return 0;
-        if (instruction.participants < 0) return warp.alive;  // barriers, matrices
-        const uint64_t* const masks =
-            warp.known(instruction.participants, lanes, "a mask of lanes");
-        return Mask(masks[std::countr_zero(lanes)]);
-    }
-
-    const Instruction& at(uint32_t place) {
-        if (place >= launch_.instructions) fail("runs past the end");
-        return launch_.code[place];
+    static Mask needed(Warp& warp, const Instruction& in, Mask lanes) {
+        if (in.operation->kind != Kind::kCollective) return 0;
+        if (in.participants < 0) return warp.alive;
+        return Mask(warp.known(in.participants, lanes, "a mask of lanes")[std::countr_zero(lanes)]);
     }
 
     void execute(Warp& warp, Mask lanes) {
         const uint32_t place = warp.next[std::countr_zero(lanes)];
-        const Instruction& instruction = at(place);
+        const Instruction& in = launch_.code[place];
         launch_.at = warp.instruction = place;
         for_lanes(lanes, [&](int lane) { warp.next[lane] = place + 1; });
-        if (instruction.predicate >= 0) lanes &= predicated(warp, instruction, lanes);
+        if (in.predicate >= 0) {
+            const uint64_t* const values = warp.known(in.predicate, lanes, "a predicate");
+            Mask mask = 0;
+            for_lanes(lanes, [&](int lane) { mask |= Mask(values[lane] & 1) << lane; });
+            lanes &= in.negated ? ~mask : mask;
+        }
         ++warp.clock[warp.number];
         launch_.executed += std::popcount(lanes);
-        if (++executed_ > launch_.most_instructions) fail("does not end");
+        if (launch_.executed > launch_.most_instructions) fail("does not end");
         if (lanes == 0) return;
-        switch (instruction.operation->kind) {
-            case Kind::kPlain:
-                return instruction.operation->execute(memory_, warp, instruction, lanes);
-            case Kind::kCollective: return collect(warp, instruction, lanes);
-            case Kind::kBranch:
-                return for_lanes(lanes,
-                                 [&](int lane) { warp.next[lane] = uint32_t(instruction.target); });
-            case Kind::kReturn:
-                for_lanes(lanes, [&](int lane) { warp.next[lane] = kReturned; });
-                warp.alive &= ~lanes;
-                return;
-            case Kind::kBarrier:
-                if (lanes != warp.alive) fail("some lanes of the warp do not reach the barrier");
-                warp.at_barrier = true;
+        if (in.operation->kind == Kind::kBranch) {
+            for_lanes(lanes, [&](int lane) { warp.next[lane] = uint32_t(in.target); });
+            if (uint32_t(in.target) == kReturned) warp.alive &= ~lanes;
+            return;
         }
-    }
-
-    static Mask predicated(Warp& warp, const Instruction& instruction, Mask lanes) {
-        const uint64_t* const values = warp.known(instruction.predicate, lanes, "a predicate");
-        Mask mask = 0;
-        for_lanes(lanes, [&](int lane) { mask |= Mask(values[lane] & 1) << lane; });
-        return instruction.negated ? ~mask : mask;
-    }
-
-    // Lanes exchange registers, or meet (bar.warp.sync, which executes nothing).
-    void collect(Warp& warp, const Instruction& instruction, Mask lanes) {
-        const Mask named = needed(warp, instruction, lanes);
-        if (lanes & ~named) fail("executed by lanes that its mask does not name");
+        const Mask named = needed(warp, in, lanes);
         if (named & ~warp.alive) fail("its mask names lanes that have returned, or are none");
-        if (named & ~lanes) fail("its mask names lanes that do not execute it");
-        if (instruction.operation->execute) {
-            instruction.operation->execute(memory_, warp, instruction, lanes);
-        } else if (lanes == warp.alive) {
-            warp.synchronised = warp.time();
-        }
+        if (named & ~lanes) fail("lanes that take part do not execute it");
+        if (named && lanes & ~named) fail("executed by lanes that its mask does not name");
+        in.operation->execute(memory_, warp, in, lanes);
     }
 
     // For messages: the warp that runs.
@@ -228,12 +199,19 @@ class Grid {
         launch_.warp = warp.number % warps_per_block_;
     }
 
+    static constexpr size_t kResident = 3;  // blocks at once
     Launch& launch_;
     Memory memory_;
     uint32_t warps_per_block_, all_warps_ = 0;
-    int64_t executed_ = 0;
     std::vector<std::unique_ptr<Block>> resident_;
 };
+
+// All warps of the block wait for each other.
+void meet_block(Memory&, Warp& warp, const Instruction&, Mask) { warp.at_barrier = true; }
+
+void meet_warp(Memory&, Warp& warp, const Instruction&, Mask lanes) {
+    if (lanes == warp.alive) warp.synchronised = warp.time();
+}
 
 }  // namespace
 }  // namespace ptx
@@ -246,9 +224,8 @@ const void* ptx_operation(const char* name) {
     if (all.empty()) {
         ptx::define_arithmetic(), ptx::define_memory_operations();
         all["bra"] = {ptx::Kind::kBranch, nullptr};
-        all["ret"] = {ptx::Kind::kReturn, nullptr};
-        all["bar.sync"] = {ptx::Kind::kBarrier, nullptr};
-        all["bar.warp.sync"] = {ptx::Kind::kCollective, nullptr};
+        all["bar.sync"] = {ptx::Kind::kCollective, ptx::meet_block};
+        all["bar.warp.sync"] = {ptx::Kind::kCollective, ptx::meet_warp};
     }
     const auto found = all.find(name);
     return found == all.end() ? nullptr : &found->second;

@@ -11,7 +11,7 @@
 namespace ptx {
 
 constexpr int kLanes = 32;
-constexpr uint32_t kReturned = ~uint32_t{0};  // instead of an instruction
+constexpr uint32_t kReturned = ~uint32_t{0};  // the target of `ret`
 using Mask = uint32_t;                        // of lanes
 constexpr Mask kAllLanes = ~Mask{0};
 
@@ -31,7 +31,7 @@ class Memory;
 struct Warp;
 struct Instruction;
 
-enum class Kind { kPlain, kCollective, kBranch, kBarrier, kReturn };
+enum class Kind { kPlain, kCollective, kBranch };  // the second is executed by lanes together
 
 // What the name of an instruction, with its types, stands for.
 struct Operation {
@@ -67,7 +67,7 @@ struct Warp {
     Block* block;
     uint32_t number;        // in the grid
     uint32_t next[kLanes];  // the instruction of each lane
-    Mask alive;
+    Mask alive = 0;
     bool at_barrier = false;
 
     // Lane by lane; which lanes of a register have been written.

@@ -38,9 +38,10 @@ struct Cell {
 
 // Storage of a tensor, shared memory of a block, or parameters.
 struct Range {
-    uint64_t begin, bytes, granule;  // bytes of an element, of which every access covers whole ones
-    uint8_t* data;
-    std::vector<Cell> cells;
+    uint64_t begin = 0, bytes = 0,
+             granule = 1;  // bytes of an element, of which every access covers whole ones
+    uint8_t* data = nullptr;
+    std::vector<Cell> cells{};
 };
 
 // A store to global memory that other blocks do not see yet.
@@ -64,23 +65,18 @@ class Memory {
     std::mt19937_64 random;
     Range parameters;
 
-    // Memory that holds the pattern of 8 bytes at `poison` was never written.
+    // Memory that holds the pattern of 8 bytes at `poison`, given twice, was never written.
     void map(uint64_t begin, uint64_t bytes, uint64_t granule, const uint8_t* poison) {
-        uint8_t pattern[16];
-        std::memcpy(pattern, poison, 8), std::memcpy(pattern + 8, poison, 8);
         auto* const data = reinterpret_cast<uint8_t*>(begin);
-        ranges_.push_back({begin, bytes, granule, data, std::vector<Cell>(bytes / granule)});
+        std::vector<Cell> cells(bytes / granule);
         // Any byte may be a value: of bytes the whole word counts.
-        const uint64_t step = std::max<uint64_t>(granule, granule == 1 ? 8 : 1);
+        const uint64_t step = granule == 1 ? 8 : granule;
         for (uint64_t i = 0; i < bytes; i += step) {
             const uint64_t end = std::min(i + step, bytes);
-            if (!std::memcmp(data + i, pattern + (begin + i) % 8, end - i)) continue;
-            for (uint64_t j = i; j < end; j += granule) {
-                ranges_.back().cells[j / granule].write.access = kWrite;
-            }
+            if (!std::memcmp(data + i, poison + (begin + i) % 8, end - i)) continue;
+            for (uint64_t j = i; j < end; j += granule) cells[j / granule].write.access = kWrite;
         }
-        std::sort(ranges_.begin(), ranges_.end(),
-                  [](const Range& a, const Range& b) { return a.begin < b.begin; });
+        ranges_[begin] = {begin, bytes, granule, data, std::move(cells)};
     }
 
     // The bytes at an address, after all checks of one lane's access.
@@ -162,13 +158,10 @@ class Memory {
 
     // The one that begins last before an address.
     Range& range_of(uint64_t address) {
-        if (ranges_.empty()) fail("accesses global memory without a tensor");
-        if (address - ranges_[last_].begin < ranges_[last_].bytes) return ranges_[last_];
-        const auto after = std::upper_bound(
-            ranges_.begin(), ranges_.end(), address,
-            [](uint64_t value, const Range& range) { return value < range.begin; });
-        last_ = size_t(std::max<int64_t>(after - ranges_.begin(), 1)) - 1;
-        return ranges_[last_];
+        if (address - last_->begin >= last_->bytes) {
+            last_ = &std::prev(ranges_.upper_bound(address))->second;
+        }
+        return *last_;
     }
 
     // Before the block itself accesses these bytes; so pending stores never overlap.
@@ -249,10 +242,10 @@ class Memory {
         fail("race: " + text(now) + " with an earlier " + text(record));
     }
 
-    std::vector<Range> ranges_;
+    std::map<uint64_t, Range> ranges_{{0, {}}};  // by where they begin; the first is empty
+    Range* last_ = &ranges_[0];
     std::vector<std::vector<Record>> lists_{1};  // the first stays empty
     std::unordered_map<uint64_t, Clock> clocks_;
-    size_t last_ = 0;
 };
 
 }  // namespace ptx

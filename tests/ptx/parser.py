@@ -30,7 +30,7 @@ _HINTS = dict.fromkeys(["ca", "cg", "cs", "nc", "L1::evict_first", "L1::evict_la
 _HINTS |= dict.fromkeys(["L1::no_allocate", "L2::cache_hint", "sync", "aligned", "m8n8"])
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*\.(?:loc|section|file)\b[^\n]*$", re.DOTALL | re.M)
-_ENTRY = re.compile(r"\.entry\s+(\S+?)\s*\((.*?)\)(.*?)\n\{(.*?)\n\}", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+(\S+?)\s*\((.*?)\).*?\n\{(.*?)\n\}", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+\.[bufs](\d+)\b.*?([\w$]+)\s*(?:,|$)")
 _SHARED = re.compile(r"\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)")
@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
     sources: tuple[int, ...] = ()
     predicate: int = -1
     negated: bool = False
-    target: int = -1  # of a branch
+    target: int = -1  # of a branch; -1 returns
     participants: int = -1  # the mask of the lanes that take part
     space: int = GLOBAL
     bytes: int = 0  # of an element
@@ -81,7 +81,13 @@ def parse(text: str) -> Kernel:
     found = _ENTRY.search(text)
     if found is None:
         raise UnknownError("no .entry")
-    return _Decoder(found[1], found[2], found[4], _SHARED.findall(text)).kernel
+    return _Decoder(*found.groups(), _SHARED.findall(text)).kernel
+
+
+def _parts(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
+    if found := pattern.fullmatch(text):
+        return found.groups()
+    raise ValueError(text)
 
 
 def _statements(body: str) -> Iterator[str]:
@@ -105,26 +111,19 @@ class _Decoder:
             size = int(bits) // 8
             self.symbols[symbol] = -(-self.kernel.parameter_bytes // size) * size
             self.kernel.parameters.append((self.symbols[symbol], size))
-        for statement in _statements(body):
+        for statement in [*_statements(body), "ret"]:
             if statement.endswith(":"):
                 self.labels[statement[:-1]] = len(self.kernel.text)
             else:
                 self.kernel.text.append(statement)
         for statement in self.kernel.text:
             try:
-                self.kernel.code.append(self.decoded(statement))
+                negated, predicate, opcode, rest = _parts(_STATEMENT, statement)
+                decoded = self.instruction(opcode, [x.strip() for x in _OPERAND.findall(rest)])
+                predicates = dict(predicate=self.operand(predicate), negated=bool(negated))
+                self.kernel.code.append(decoded._replace(**predicates))
             except (KeyError, IndexError, ValueError) as failure:
                 raise UnknownError(f"{name}: {statement}") from failure
-
-    def decoded(self, statement: str) -> Instruction:
-        found = _STATEMENT.fullmatch(statement)
-        if found is None:
-            raise ValueError(statement)
-        negated, predicate, name, rest = found.groups()
-        instruction = self.instruction(name, [part.strip() for part in _OPERAND.findall(rest)])
-        if predicate is None:
-            return instruction
-        return instruction._replace(predicate=self.operand(predicate), negated=bool(negated))
 
     def instruction(self, name: str, operands: list[str]) -> Instruction:
         base, *parts = name.split(".")
@@ -132,10 +131,8 @@ class _Decoder:
             case "bra":
                 return Instruction("bra", target=self.labels[operands[0]])
             case "ret" | "exit":
-                return Instruction("ret")
-            case "bar" if name != "bar.warp.sync":
-                if operands != ["0"]:
-                    raise ValueError(operands)
+                return Instruction("bra")
+            case "bar" if parts[0] != "warp" and operands == ["0"]:
                 return Instruction("bar.sync")
             case "fence" | "membar":
                 return Instruction("fence", flags=_FLAGS[parts[-1]])
@@ -159,36 +156,30 @@ class _Decoder:
         self, base: str, parts: list[str], to: list[str], address: str, *sources: str
     ) -> Instruction:
         *parts, kind = parts
+        rest = [part for part in parts if part not in _SPACES | _VECTORS | _FLAGS | _HINTS]
+        name = ".".join([base, *rest, *([kind] if base == "atom" else [])])
+        size = int(kind.lstrip("bufs")) // 8
         space, vector, flags = GLOBAL, 1, SIGNED * kind.startswith("s")
         if base == "atom":
             flags |= STRONG | (0 if "cta" in parts else DEVICE)
         for part in parts:
             space, vector = _SPACES.get(part, space), _VECTORS.get(part, vector)
             flags |= _FLAGS.get(part, 0)
-        rest = [part for part in parts if part not in _SPACES | _VECTORS | _FLAGS | _HINTS]
-        size = int(kind.lstrip("bufs")) // 8
-        found = _ADDRESS.fullmatch(address)
-        if found is None or vector * size > 16:
-            raise ValueError(address)
-        return Instruction(
-            ".".join([base, *rest, *([kind] if base == "atom" else [])]),
-            self.operands(to),
-            self.operands([found[1], *sources]),
-            space=space,
-            bytes=size,
-            vector=vector,
-            flags=flags,
-            offset=int(found[2] or "0", 0),
-        )
+        if vector * size > 16:
+            raise ValueError(vector)
+        register, offset = _parts(_ADDRESS, address)
+        decoded = Instruction(name, self.operands(to), self.operands([register, *sources]))
+        where = dict(space=space, bytes=size, vector=vector, offset=int(offset or "0", 0))
+        return decoded._replace(flags=flags, **where)
 
     def operands(self, texts: list[str]) -> tuple[int, ...]:
         """Of operands, which may be vectors, or two results."""
         parts = re.split(r"[{},|\s]+", ",".join(texts))
         return tuple(self.operand(part) for part in parts if part)
 
-    def operand(self, text: str) -> int:
+    def operand(self, text: str | None) -> int:
         """The number of a register; constants are registers too."""
-        if text == "_":
+        if text in (None, "_"):
             return -1
         if text not in self.numbers:
             self.numbers[text] = len(self.numbers)
@@ -202,8 +193,6 @@ class _Decoder:
             return CONSTANT, self.symbols[text]
         if re.fullmatch(r"%[a-z]+\d+|tmp", text):
             return NOTHING, 0
-        found = _NUMBER.fullmatch(text)
-        if found is None:
-            raise ValueError(text)
-        value = int(found[1], 16) if found[1] else int(text, 0)
+        (pattern,) = _parts(_NUMBER, text)
+        value = int(pattern, 16) if pattern else int(text, 0)
         return CONSTANT, (value + 2**63) % 2**64 - 2**63
