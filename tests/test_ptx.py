@@ -12,18 +12,18 @@ import torch
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("ptx"),  # one worker builds the machine
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(sys.platform != "linux", reason="builds as on Linux"),
+    pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs g++"),
 ]
 
 from ptx import executor  # noqa: E402
 from ptx.assemble import check, evaluate, run  # noqa: E402
 
 F32, F64, S32, PRED = torch.float32, torch.float64, torch.int32, torch.bool
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": F32, "f64": F64}
-DTYPES |= {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
-DTYPES |= {1: PRED, 8: torch.int8, 16: torch.int16, 32: S32, 64: torch.int64}
-WIDTHS = {"pred": 1} | {f"{kind}{n}": n for kind in "bsu" for n in (8, 16, 32, 64)}
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": F32, "f64": F64, "pred": PRED}
+DTYPES |= {f"{t}x2": DTYPES[t] for t in ("f16", "bf16")}
+for n in (8, 16, 32, 64):
+    signed, unsigned = getattr(torch, f"int{n}"), getattr(torch, f"uint{n}")
+    DTYPES |= {f"s{n}": signed, f"u{n}": unsigned, f"b{n}": unsigned}
 # Where rules change: widths, limits, ties, and an integer that must not be rounded twice.
 INTEGERS = [*range(-3, 4), 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 2**60 + 2**36 + 1]
 INTEGERS += [2**n + i for n in (15, 31, 63) for i in (0, -1)]
@@ -34,22 +34,20 @@ FLOATS += [1 + i * 2.0**-n for n in (8, 11, 24) for i in (1, 3)]
 
 def encode(numbers, t):
     """A tensor of numbers, or of pairs of halves; of integers the low bits."""
-    if t in DTYPES:
+    if DTYPES[t].is_floating_point:
         return torch.tensor(np.array(numbers, float)).to(DTYPES[t])
-    low = [int(x) % 2 ** WIDTHS[t] for x in numbers]
-    return torch.tensor(low, dtype=torch.uint64).to(DTYPES[WIDTHS[t]])
+    low = [int(x) % (2 if t == "pred" else 2**64) for x in numbers]
+    return torch.tensor(low, dtype=torch.uint64).to(DTYPES[t])
 
 
 def decode(tensor, t):
     """Python's integers, which have no width, and NumPy's floats; halves as float32."""
-    if t in DTYPES:
-        return list(tensor.to(F64 if t == "f64" else F32).numpy())
-    return [x if t[0] == "s" else x % 2 ** WIDTHS[t] for x in tensor.tolist()]
+    return list(tensor.to(F64 if t == "f64" else F32).numpy()) if "f" in t else tensor.tolist()
 
 
 def values(t):
     rng, n = np.random.default_rng(0), 1024
-    if t in DTYPES:
+    if "f" in t:
         return encode([*FLOATS, *rng.standard_normal(n) * 10.0 ** rng.integers(-6, 6, n)][:n], t)
     return encode([*INTEGERS, *rng.integers(-(2**63), 2**63, n).tolist()][:n], t)
 
@@ -117,8 +115,8 @@ CONVERSIONS = {"f32": "f16 bf16", "f64": "f16 bf16 f32", "rn_f32": "f64", "rn_f1
 CONVERSIONS |= {"rn_bf16": "f32", "rn_f64": "s32 u32 s64 u64"}
 for t in ("s16", "u16", "s32", "u32", "s64", "u64"):
     CONVERSIONS[t] = "s16 u16 s32 u32 s64 u64".replace(t, "")
-    low, number = -(2 ** (WIDTHS[t] - 1)) if t[0] == "s" else 0, "" if "16" in t else "f32 f64"
-    held = f"int(max({low}, min({low + 2 ** WIDTHS[t] - 1}, float(a))))"
+    low, high = torch.iinfo(DTYPES[t]).min, torch.iinfo(DTYPES[t]).max
+    number, held = "" if "16" in t else "f32 f64", f"int(max({low}, min({high}, float(a))))"
     define(number, t, **{f"cvt_rzi_{t}": f"0 if a != a else {held}"})
 for to, types in CONVERSIONS.items():
     define(types, to.removeprefix("rn_"), **{f"cvt_{to}": "a"})
@@ -180,7 +178,7 @@ def test_parts_of_registers_and_signs():
         equal = torch.zeros(2, 32, dtype=PRED)
         evaluate(f"setp.eq.{half}x2 {{0}}|{{1}}, {{2}}, {{3}};", [*equal], [a, b])
         assert torch.equal(equal.T, a == b)
-    for t in ("b8", "s8", "u8", "b16", "s16", "u16", "b32", "s32", "u32"):
+    for t in ("b8", "u8", "b16", "u16", "b32", "u32"):
         x, got = values(t)[:32], torch.zeros(32, dtype=torch.int64)
         run(f"ld.global.{t} %rd30, [%rd20]; st.global.b64 [%rd21], %rd30;", x, got)
         assert got.tolist() == decode(x, t)
@@ -228,8 +226,8 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 32 1 ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd0+4]; -> misaligned: 16 bytes
 32 1 ld.global.b16 %rs2, [%rd20]; -> part of an element
 32 1 st.shared.b32 [%r1], %r0; ld.shared.b32 %r2, [%r0]; -> lane 1: misaligned
-32 1 st.shared.b32 [%r1+132], %r0; -> lane 31: out of bounds: 4 bytes at shared address 0x100
-32 1 ld.param.b64 %rd2, [p0+8]; -> out of bounds: 8 bytes at parameter address 0x8
+32 1 st.shared.b32 [%r1+132], %r0; -> lane 31: out of bounds: 4 bytes at shared address 256
+32 1 ld.param.b64 %rd2, [p0+8]; -> out of bounds: 8 bytes at parameter address 8
 32 1 ld.shared.b32 %r2, [%r1]; -> lane 0: reads what was never written
 32 1 st.relaxed.cta.shared.b32 [%r1], 7; ld.shared.b32 %r2, [%r1]; ->
 32 1 st.global.b32 [%rd20], %r60; -> lane 0 uses as a value

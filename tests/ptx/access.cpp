@@ -19,7 +19,6 @@ Access atomic_access(const Instruction& in) { return in.flags & kDevice ? kAtomi
 void load(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
     const auto bytes = size_t(in.bytes), vector = size_t(in.vector);
-    const auto unused = int(64 - 8 * bytes);
     const Access kind = in.flags & kStrong ? kStrongRead : kRead;
     for_lanes(lanes, [&](int lane) {
         const uint64_t address = base[lane] + uint64_t(in.offset);  // before base is overwritten
@@ -29,7 +28,6 @@ void load(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
             if (in.to[i] < 0) continue;
             uint64_t value = 0;
             std::memcpy(&value, place + i * bytes, bytes);
-            if (in.flags & kSigned) value = uint64_t(int64_t(value << unused) >> unused);
             warp.lanes_of(in.to[i])[lane] = value;
         }
         if (kind == kStrongRead) memory.synchronise(warp, address, in.flags, true, false);
@@ -111,14 +109,13 @@ void move_matrices(Memory& memory, Warp& warp, const Instruction& in, Mask lanes
         const uint64_t begin = rows[8 * matrix + row] + uint64_t(in.offset);
         if (begin % 16 != 0) fail("a row of a matrix is misaligned");
         const uint64_t address = begin + uint64_t(2 * column);
-        uint8_t element[2];
         if (kStores) {
-            const auto value = uint16_t(from.of[matrix][lane] >> 16 * half);
-            std::memcpy(element, &value, sizeof value);
-            memory.store(warp, lane, kShared, address, 2, kWrite, element);
+            const uint64_t value = from.of[matrix][lane] >> 16 * half;
+            memory.store(warp, lane, kShared, address, 2, kWrite, &value);
         } else {
-            std::memcpy(element, memory.access(warp, lane, kShared, address, 2, kRead), 2);
-            results[matrix][lane] |= uint64_t(element[0] | element[1] << 8) << 16 * half;
+            uint64_t value = 0;
+            std::memcpy(&value, memory.access(warp, lane, kShared, address, 2, kRead), 2);
+            results[matrix][lane] |= value << 16 * half;
         }
     }
     for (int i = 0; !kStores && i < in.vector; ++i) {

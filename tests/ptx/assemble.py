@@ -25,8 +25,8 @@ def run(statements: str, *tensors: torch.Tensor, **options: Any) -> None:
     for i, tensor in enumerate(tensors):
         text += f"ld.param.b64 %rd{i}, [p{i}];\n"
         text += f"mad.wide.u32 %rd{20 + i}, %r0, {tensor[0].nbytes}, %rd{i};\n"
-    loaded = executor.load(f"{text}{statements}\n}}\n")
-    executor.launch(loaded, arguments=tensors, **{"grid": (1, 1, 1), "threads": 32, **options})
+    kernel = executor.load(f"{text}{statements}\n}}\n")
+    executor.launch(kernel, arguments=tensors, **{"grid": (1, 1, 1), "threads": 32, **options})
 
 
 def evaluate(

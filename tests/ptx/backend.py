@@ -100,12 +100,12 @@ class Launches:
         """Called by the driver library; ``config`` is a CUlaunchConfig."""
         try:
             compiled, values = self.current.compiled, self.current.values
-            loaded = executor.load(compiled.asm["ptx"])
-            sizes = [size for _, size in loaded.kernel.parameters]
+            kernel = executor.load(compiled.asm["ptx"])
+            sizes = [size for _, size in kernel.parameters]
             packed = [ctypes.string_at(parameters[i], size) for i, size in enumerate(sizes)]
             begin = time.process_time()
             instructions = executor.launch(
-                loaded,
+                kernel,
                 tuple(config[:3]),
                 config[3] * config[4] * config[5],
                 packed,
@@ -122,7 +122,7 @@ class Launches:
                 for (name, kind), value in zip(kinds, values, strict=True)
                 if kind == "constexpr"
             }
-            done = Executed(loaded.kernel.name, compiled.hash, instructions, seconds, constants)
+            done = Executed(kernel.name, compiled.hash, instructions, seconds, constants)
             self.executed.append(done)
         except Exception as failure:
             self.current.failure = failure

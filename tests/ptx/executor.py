@@ -13,7 +13,6 @@ import os
 import struct
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,8 @@ def machine() -> ctypes.CDLL:
     return loaded
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A kernel as the machine takes it."""
-
-    kernel: parser.Kernel
-    code: np.ndarray
-    initial: np.ndarray
-
-
 @cache
-def load(ptx: str) -> Loaded:
+def load(ptx: str) -> parser.Kernel:
     """Raises :class:`parser.UnknownError` for what cannot be executed."""
     kernel = parser.parse(ptx)
     rows = []
@@ -70,7 +60,8 @@ def load(ptx: str) -> Loaded:
             raise parser.UnknownError(f"{kernel.name}: {text}")
         operands = [(*numbers, *[-1] * (8 - len(numbers))) for numbers in (each.to, each.sources)]
         rows.append((operation, *each[3:], *operands[0], *operands[1]))
-    return Loaded(kernel, np.array(rows), np.array(kernel.initial))
+    kernel.arrays = np.array(rows), np.array(kernel.initial)
+    return kernel
 
 
 def _ranges(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
@@ -84,7 +75,7 @@ def _ranges(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
 
 
 def launch(
-    loaded: Loaded,
+    kernel: parser.Kernel,
     grid: tuple[int, int, int],
     threads: int,
     arguments: Sequence[Any],
@@ -109,14 +100,13 @@ def launch(
         ExecutionError: an access out of bounds, misaligned, in a race, or of what was never
             written; lanes or warps that miss a barrier; no end.
     """
-    kernel = loaded.kernel
     parameters = bytearray(kernel.parameter_bytes + 1)
     for (offset, size), value in zip(kernel.parameters, arguments, strict=False):
         address = struct.pack("<Q", value.data_ptr()) if isinstance(value, torch.Tensor) else value
         parameters[offset : offset + size] = address
     ranges = _ranges([x for x in (*arguments, *tensors) if isinstance(x, torch.Tensor)])
     message = ctypes.create_string_buffer(400)
-    read = [loaded.code, loaded.initial, np.array(ranges), np.frombuffer(parameters, np.uint8)]
+    read = [*kernel.arrays, np.array(ranges), np.frombuffer(parameters, np.uint8)]
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
     request += [len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
     request += [threads, shared_bytes, seed, error_seed, most_instructions, races]

@@ -20,7 +20,7 @@ struct Launch {
 namespace {
 
 // What a register holds at first, by parser.Kernel.initial: nothing, a constant or one of these.
-enum Initial : int64_t { kNothing, kConstant, kThread, kLane, kThreads, kBlockIndex, kGrid = 8 };
+enum Initial : int64_t { kNothing, kConstant, kThread, kBlockIndex, kGrid = 6 };
 
 class Grid {
   public:
@@ -90,12 +90,10 @@ class Grid {
             const int64_t kind = launch_.initial[2 * i];
             int64_t value = launch_.initial[2 * i + 1];
             if (kind == kNothing) warp.written[size_t(i)] = 0;
-            if (kind == kThreads) value = launch_.threads;
             if (kind >= kBlockIndex) value = block.index[(kind - kBlockIndex) % 3];
             if (kind >= kGrid) value = launch_.grid[kind - kGrid];
             for (int lane = 0; lane < kLanes; ++lane) {
-                const int64_t offset = kind == kThread ? first + lane : kind == kLane ? lane : 0;
-                warp.lanes_of(i)[lane] = uint64_t(value + offset);
+                warp.lanes_of(i)[lane] = uint64_t(kind == kThread ? first + lane : value);
             }
         }
     }

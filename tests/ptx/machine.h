@@ -43,7 +43,7 @@ void define_arithmetic();
 void define_memory_operations();
 
 enum Space : int64_t { kGlobal, kShared, kParameter };
-enum Flags : int64_t { kStrong = 1, kAcquire = 2, kRelease = 4, kDevice = 8, kSigned = 16 };
+enum Flags : int64_t { kStrong = 1, kAcquire = 2, kRelease = 4, kDevice = 8 };
 
 // As parser.Instruction. Operands are numbers of registers, -1 for none; constants and %tid.x are
 // registers too. Of memory instructions the first source is the address.

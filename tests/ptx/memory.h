@@ -81,13 +81,11 @@ class Memory {
 
     // The bytes at an address, after all checks of one lane's access.
     uint8_t* access(Warp& warp, int lane, int64_t space, uint64_t address, uint64_t bytes,
-                    Access kind, const uint8_t* stored = nullptr) {
+                    Access kind, const void* stored = nullptr) {
         const auto fault = [&](const char* what) {
             const char* const names[] = {"global", "shared", "parameter"};
-            char text[200];
-            std::snprintf(text, sizeof text, "lane %d: %s: %u bytes at %s address 0x%llx", lane,
-                          what, unsigned(bytes), names[space], (unsigned long long)address);
-            fail(text);
+            fail("lane " + std::to_string(lane) + ": " + what + ": " + std::to_string(bytes) +
+                 " bytes at " + names[space] + " address " + std::to_string(address));
         };
         if (address % bytes != 0) fault("misaligned");
         Range& range = space == kGlobal   ? range_of(address)
@@ -106,7 +104,9 @@ class Memory {
             const bool written = cell.write.access != kNone;
             if (!stored && !written) fault("reads what was never written");
             const Record now{warp.number, warp.time(), warp.instruction, uint8_t(lane), kind};
-            const bool same = stored && !std::memcmp(place + i, stored + i, range.granule);
+            const bool same =
+                stored &&
+                !std::memcmp(place + i, static_cast<const uint8_t*>(stored) + i, range.granule);
             // Warps that hold copies of a value all store it to shared memory: the second of these
             // stores changes nothing, but has to come before what is stored next.
             const bool copies = same && written && space == kShared &&
@@ -118,7 +118,7 @@ class Memory {
     }
 
     void store(Warp& warp, int lane, int64_t space, uint64_t address, uint64_t bytes, Access kind,
-               const uint8_t* data) {
+               const void* data) {
         uint8_t* const place = access(warp, lane, space, address, bytes, kind, data);
         if (space != kGlobal || !delays_stores || kind != kWrite) {
             std::memcpy(place, data, bytes);

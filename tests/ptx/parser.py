@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-GLOBAL, SHARED, PARAMETER = range(3)
-STRONG, ACQUIRE, RELEASE, DEVICE, SIGNED = 1, 2, 4, 8, 16
-NOTHING, CONSTANT, THREAD, LANE, THREADS, BLOCK_INDEX = range(6)
-GRID = 8  # behind the three axes of BLOCK_INDEX
+import numpy as np
 
-SPECIAL = {"%tid.x": THREAD, "%laneid": LANE, "%ntid.x": THREADS}
+GLOBAL, SHARED, PARAMETER = range(3)
+STRONG, ACQUIRE, RELEASE, DEVICE = 1, 2, 4, 8
+NOTHING, CONSTANT, THREAD, BLOCK_INDEX, GRID = 0, 1, 2, 3, 6  # of three axes the last two
+
+SPECIAL = {"%tid.x": THREAD}
 SPECIAL |= {f"%ctaid.{axis}": BLOCK_INDEX + i for i, axis in enumerate("xyz")}
 SPECIAL |= {f"%nctaid.{axis}": GRID + i for i, axis in enumerate("xyz")}
 
@@ -69,6 +70,7 @@ class Kernel:
     code: list[Instruction] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # of each instruction
     initial: list[tuple[int, int]] = field(default_factory=list)
+    arrays: tuple[np.ndarray, ...] = ()  # code and initial values, as the machine takes them
 
     @property
     def parameter_bytes(self) -> int:
@@ -157,11 +159,11 @@ class _Decoder:
     ) -> Instruction:
         *parts, kind = parts
         rest = [part for part in parts if part not in _SPACES | _VECTORS | _FLAGS | _HINTS]
-        name = ".".join([base, *rest, *([kind] if base == "atom" else [])])
+        name = ".".join([base, *rest, *([kind] if base == "atom" or kind[0] == "s" else [])])
         size = int(kind.lstrip("bufs")) // 8
-        space, vector, flags = GLOBAL, 1, SIGNED * kind.startswith("s")
+        space, vector, flags = GLOBAL, 1, 0
         if base == "atom":
-            flags |= STRONG | (0 if "cta" in parts else DEVICE)
+            flags = STRONG if "cta" in parts else STRONG | DEVICE
         for part in parts:
             space, vector = _SPACES.get(part, space), _VECTORS.get(part, vector)
             flags |= _FLAGS.get(part, 0)
