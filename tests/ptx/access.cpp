@@ -58,40 +58,24 @@ void fence(Memory& memory, Warp& warp, const Instruction& in, Mask) {
 }
 
 // One lane after the other, in an order of its own.
-template <typename T, typename F>
-void define_atomic(const std::string& name, F) {
-    const auto execute = [](Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
-        const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
-        const Values from(warp, in, lanes);
-        const int turn = int(memory.random() % kLanes);
-        uint64_t found[kLanes] = {};
-        for_lanes(std::rotl(lanes, turn), [&](int turned) {
-            const int lane = (turned - turn) & (kLanes - 1);
-            const uint64_t address = base[lane] + uint64_t(in.offset);
-            uint8_t* const place =
-                memory.access(warp, lane, in.space, address, sizeof(T), atomic_access(in));
-            memory.synchronise(warp, address, in.flags, true, true);
-            T old, operands[2] = {};
-            std::memcpy(&old, place, sizeof old);
-            for (int i = 0; i < 2 && from.of[i]; ++i) {
-                std::memcpy(&operands[i], &from.of[i][lane], sizeof old);
-            }
-            const T value = F{}(old, operands[0], operands[1]);
-            std::memcpy(place, &value, sizeof value);
-            std::memcpy(&found[lane], &old, sizeof old);
-        });
-        if (in.to[0] < 0) return;
-        warp.write(in.to[0], lanes, kAllLanes, [&](int lane) { return found[lane]; });
-    };
-    operations()["atom." + name] = {Kind::kPlain, execute};
-}
 template <typename T>
-void define_atomics(const std::string& numbers, const std::string& bits) {
-    define_atomic<T>("add." + numbers, [](T old, T a, T) { return T(old + a); });
-    define_atomic<T>("min." + numbers, [](T old, T a, T) { return std::min(old, a); });
-    define_atomic<T>("max." + numbers, [](T old, T a, T) { return std::max(old, a); });
-    define_atomic<T>("exch." + bits, [](T, T a, T) { return a; });
-    define_atomic<T>("cas." + bits, [](T old, T a, T b) { return old == a ? b : old; });
+void atomic_add(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
+    const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
+    const uint64_t* const added = warp.known(in.from[1], lanes, "a value to store");
+    const int turn = int(memory.random() % kLanes);
+    uint64_t found[kLanes] = {};
+    for_lanes(std::rotl(lanes, turn), [&](int turned) {
+        const int lane = (turned - turn) & (kLanes - 1);
+        const uint64_t address = base[lane] + uint64_t(in.offset);
+        uint8_t* const place =
+            memory.access(warp, lane, in.space, address, sizeof(T), atomic_access(in));
+        memory.synchronise(warp, address, in.flags, true, true);
+        std::memcpy(&found[lane], place, sizeof(T));
+        const T sum = T(found[lane] + added[lane]);
+        std::memcpy(place, &sum, sizeof sum);
+    });
+    if (in.to[0] < 0) return;
+    warp.write(in.to[0], lanes, kAllLanes, [&](int lane) { return found[lane]; });
 }
 
 // Matrices of 8 rows of 16 bytes. Lanes 8*i to 8*i + 7 give the addresses of the rows of matrix i,
@@ -129,10 +113,8 @@ void define_memory_operations() {
     operations()["ld"] = {Kind::kPlain, load};
     operations()["st"] = {Kind::kPlain, store};
     operations()["fence"] = {Kind::kPlain, fence};
-    define_atomics<uint32_t>("u32", "b32"), define_atomics<uint64_t>("u64", "b64");
-    define_atomics<int32_t>("s32", "b32"), define_atomics<int64_t>("s64", "b64");
-    define_atomic<float>("add.f32", [](float old, float a, float) { return old + a; });
-    define_atomic<double>("add.f64", [](double old, double a, double) { return old + a; });
+    operations()["atom.add.u32"] = {Kind::kPlain, atomic_add<uint32_t>};
+    operations()["atom.add.u64"] = {Kind::kPlain, atomic_add<uint64_t>};
     operations()["ldmatrix"] = {Kind::kCollective, move_matrices<false, false>};
     operations()["ldmatrix.trans"] = {Kind::kCollective, move_matrices<false, true>};
     operations()["stmatrix"] = {Kind::kCollective, move_matrices<true, false>};

@@ -31,9 +31,16 @@ struct BFloat16 {
     operator float() const { return std::bit_cast<float>(uint32_t{bits} << 16); }
 };
 
+// For instructions whose result need not depend on all of their sources.
+struct Value {
+    uint64_t bits;
+    bool known;
+};
+
 // The low bits of a register as a value, and back. A NaN that is computed has one pattern.
 template <typename T>
-T of_bits(uint64_t bits) {
+T of_bits(uint64_t bits, bool known = true) {
+    if constexpr (std::is_same_v<T, Value>) return {bits, known};
     T value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
@@ -44,18 +51,6 @@ uint64_t bits_of(T value) {
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof value);
     return bits;
-}
-
-// For instructions whose result need not depend on all of their sources.
-struct Value {
-    uint64_t bits;
-    bool known;
-};
-
-template <typename T>
-T argument(uint64_t bits, bool known) {
-    if constexpr (std::is_same_v<T, Value>) return {bits, known};
-    return of_bits<T>(bits);
 }
 
 // Of each lane one value of type R, or an array of two, made of as many sources as there are
@@ -72,7 +67,7 @@ struct Elementwise<F, R(Arguments...)> {
         for (int i = 0; i < 2; ++i) to[i] = in.to[i] < 0 ? nullptr : warp.lanes_of(in.to[i]);
         Mask known = 0;
         for_lanes(lanes, [&](int lane) {
-            const auto result = R(F{}(argument<Arguments>(from[I][lane], masks[I] >> lane & 1)...));
+            const auto result = R(F{}(of_bits<Arguments>(from[I][lane], masks[I] >> lane & 1)...));
             if constexpr (std::is_same_v<R, Value>) {
                 to[0][lane] = result.bits;
                 known |= Mask(result.known) << lane;
@@ -228,7 +223,7 @@ void shuffle(const std::string& mode, F) {
         for_lanes(lanes, [&](int lane) {
             const int segment = int(limits[lane]) >> 8 & 31;
             const int last = (lane & segment) | (int(limits[lane]) & 31 & ~segment);
-            const int other = F{}(lane, int(distances[lane] & 31), segment);
+            const int other = F{}(lane, int(distances[lane] & 31));
             const bool valid = kUp ? other >= last : other <= last;
             const int source = valid ? other : lane;
             if (~lanes >> source & 1) fail("reads the register of a lane that does not take part");
@@ -336,7 +331,6 @@ void define_arithmetic() {
     define<Words(uint64_t)>("unpack.b64", [](auto a) { return std::bit_cast<Words>(a); });
 
     define<uint8_t(uint8_t)>("not.pred", [](uint8_t a) { return ~a & 1; });
-    define<uint8_t(uint8_t, uint8_t)>("xor.pred", [](uint8_t a, uint8_t b) { return a ^ b; });
     // Where one source decides, the other need not be known.
     define<Value(Value, Value)>("and.pred", [](Value a, Value b) {
         const bool zero = (a.known && !a.bits) || (b.known && !b.bits);
@@ -347,10 +341,9 @@ void define_arithmetic() {
         return Value{a.bits | b.bits, one || (a.known && b.known)};
     });
 
-    shuffle<true>("up", [](int lane, int b, int) { return lane - b; });
-    shuffle<false>("down", [](int lane, int b, int) { return lane + b; });
-    shuffle<false>("bfly", [](int lane, int b, int) { return lane ^ b; });
-    shuffle<false>("idx", [](int lane, int b, int same) { return (lane & same) | (b & ~same); });
+    shuffle<true>("up", [](int lane, int b) { return lane - b; });
+    shuffle<false>("down", [](int lane, int b) { return lane + b; });
+    shuffle<false>("bfly", [](int lane, int b) { return lane ^ b; });
     reduce("add", add), reduce("min", minimum), reduce("max", maximum);
 }
 
