@@ -59,32 +59,31 @@ template <typename F, typename Signature>
 struct Elementwise;
 template <typename F, typename R, typename... Arguments>
 struct Elementwise<F, R(Arguments...)> {
-    template <size_t... I>
-    static void run(Warp& warp, const Instruction& in, Mask lanes, std::index_sequence<I...>) {
-        const uint64_t* const from[] = {warp.lanes_of(in.from[I])..., nullptr};
-        const Mask masks[] = {warp.written[size_t(in.from[I])]..., kAllLanes};
-        uint64_t* to[2];
-        for (int i = 0; i < 2; ++i) to[i] = in.to[i] < 0 ? nullptr : warp.lanes_of(in.to[i]);
-        Mask known = 0;
-        for_lanes(lanes, [&](int lane) {
-            const auto result = R(F{}(of_bits<Arguments>(from[I][lane], masks[I] >> lane & 1)...));
-            if constexpr (std::is_same_v<R, Value>) {
-                to[0][lane] = result.bits;
-                known |= Mask(result.known) << lane;
-            } else if constexpr (requires { result[1]; }) {
-                if (to[0]) to[0][lane] = bits_of(result[0]);
-                if (to[1]) to[1][lane] = bits_of(result[1]);
-            } else {
-                to[0][lane] = bits_of(result);
-            }
-        });
-        if constexpr (!std::is_same_v<R, Value>) known = (masks[I] & ... & kAllLanes);
-        for (int i = 0; i < 2; ++i) {
-            if (to[i]) warp.mark(in.to[i], lanes, known);
-        }
-    }
     static void execute(Memory&, Warp& warp, const Instruction& in, Mask lanes) {
-        run(warp, in, lanes, std::index_sequence_for<Arguments...>{});
+        [&]<size_t... I>(std::index_sequence<I...>) {
+            const uint64_t* const from[] = {warp.lanes_of(in.from[I])..., nullptr};
+            const Mask masks[] = {warp.written[size_t(in.from[I])]..., kAllLanes};
+            uint64_t* to[2];
+            for (int i = 0; i < 2; ++i) to[i] = in.to[i] < 0 ? nullptr : warp.lanes_of(in.to[i]);
+            Mask known = 0;
+            for_lanes(lanes, [&](int lane) {
+                const auto result =
+                    R(F{}(of_bits<Arguments>(from[I][lane], masks[I] >> lane & 1)...));
+                if constexpr (std::is_same_v<R, Value>) {
+                    to[0][lane] = result.bits;
+                    known |= Mask(result.known) << lane;
+                } else if constexpr (requires { result[1]; }) {
+                    if (to[0]) to[0][lane] = bits_of(result[0]);
+                    if (to[1]) to[1][lane] = bits_of(result[1]);
+                } else {
+                    to[0][lane] = bits_of(result);
+                }
+            });
+            if constexpr (!std::is_same_v<R, Value>) known = (masks[I] & ... & kAllLanes);
+            for (int i = 0; i < 2; ++i) {
+                if (to[i]) warp.mark(in.to[i], lanes, known);
+            }
+        }(std::index_sequence_for<Arguments...>{});
     }
 };
 
@@ -197,21 +196,6 @@ void approximate(const std::string& name, F) {
     define<float(float)>(name + ".approx.ftz.f32",
                          [](float a) { return flushed(float(F{}(double(flushed(a))))); });
 }
-void approximations() {
-    approximate("ex2", [](double a) { return a == 0 ? 1 : inexact(std::exp2(a), 0x1p-22); });
-    approximate("rcp", [](double a) { return inexact(1 / a, 0x1p-23); });
-    approximate("sqrt", [](double a) { return inexact(std::sqrt(a), 0x1p-23); });
-    define<float(float)>("tanh.approx.f32",
-                         [](double a) { return inexact(std::tanh(a), 0x1p-11); });
-    define<float(float, float)>("div.full.f32",
-                                [](double a, double b) { return inexact(a / b, 0x1p-22); });
-    define<double(double)>("rcp.approx.ftz.f64", [](double a) {
-        constexpr uint64_t kUpper = 0xffffffff00000000;  // halves of argument and result
-        const double exact = 1 / of_bits<double>(bits_of(a) & kUpper);
-        return of_bits<double>(bits_of(inexact(exact, 0x1p-21)) & kUpper);
-    });
-}
-
 // Lanes read the register of another lane, or their own where that is outside of the segment.
 template <bool kUp, typename F>
 void shuffle(const std::string& mode, F) {
@@ -312,7 +296,6 @@ void define_arithmetic() {
     conversions<uint32_t>(kIntegers), conversions<int32_t>(kIntegers);
     conversions<uint64_t>(kIntegers), conversions<int64_t>(kIntegers);
     halves<Float16>(), halves<BFloat16>();
-    approximations();
     define<double(float)>("cvt.f64.f32", kConvert);
     define<float(double)>("cvt.rn.f32.f64", kConvert);
     define<uint32_t(uint32_t)>("popc.b32", [](uint32_t a) { return std::popcount(a); });
@@ -339,6 +322,19 @@ void define_arithmetic() {
     define<Value(Value, Value)>("or.pred", [](Value a, Value b) {
         const bool one = (a.known && a.bits) || (b.known && b.bits);
         return Value{a.bits | b.bits, one || (a.known && b.known)};
+    });
+
+    approximate("ex2", [](double a) { return a == 0 ? 1 : inexact(std::exp2(a), 0x1p-22); });
+    approximate("rcp", [](double a) { return inexact(1 / a, 0x1p-23); });
+    approximate("sqrt", [](double a) { return inexact(std::sqrt(a), 0x1p-23); });
+    define<float(float)>("tanh.approx.f32",
+                         [](double a) { return inexact(std::tanh(a), 0x1p-11); });
+    define<float(float, float)>("div.full.f32",
+                                [](double a, double b) { return inexact(a / b, 0x1p-22); });
+    define<double(double)>("rcp.approx.ftz.f64", [](double a) {
+        constexpr uint64_t kUpper = 0xffffffff00000000;  // halves of argument and result
+        const double exact = 1 / of_bits<double>(bits_of(a) & kUpper);
+        return of_bits<double>(bits_of(inexact(exact, 0x1p-21)) & kUpper);
     });
 
     shuffle<true>("up", [](int lane, int b) { return lane - b; });

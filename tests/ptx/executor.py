@@ -110,10 +110,11 @@ def launch(
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
     request += [len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
     request += [threads, shared_bytes, seed, error_seed, most_instructions, races]
-    answer = np.array([*request, 0, 0, 0, 0])
+    answer = np.array([*request, 0, 0, 0])
     failed = machine().ptx_run(ctypes.c_void_p(answer.ctypes.data))
-    instructions, at, block, warp = answer[-4:].tolist()
+    instructions, at, warp = answer[-3:].tolist()
     if failed:
+        block, warp = divmod(warp, -(-threads // 32))
         where = f"instruction {at} `{kernel.text[at]}` of {kernel.name}, block {block}, warp {warp}"
         raise ExecutionError(f"{message.value.decode()}\n  at {where}")
     return instructions

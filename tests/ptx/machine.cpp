@@ -14,7 +14,7 @@ struct Launch {
     char* message;
     int64_t registers, range_count, parameter_bytes, grid[3], threads, shared_bytes;
     int64_t seed, error_seed, most_instructions, finds_races;
-    int64_t executed, at, block, warp;  // what came of it: instructions of threads, and where
+    int64_t executed, at, warp;  // what came of it: instructions of threads, and where
 };
 
 namespace {
@@ -115,7 +115,7 @@ class Grid {
         }
         if (all.empty()) return false;
         for (Warp& warp : block.warps) {
-            locate(warp);
+            launch_.warp = warp.number;
             if (!warp.at_barrier) fail("has returned while other warps wait at a barrier");
             warp.at_barrier = false;
             warp.clock = all;
@@ -126,7 +126,7 @@ class Grid {
 
     // A few instructions of a warp, or many, so that warps overtake each other.
     void run_for_a_while(Warp& warp) {
-        locate(warp);
+        launch_.warp = warp.number;
         const size_t most = launch_.seed ? 1 + draw(draw(4) ? 16 : 400) : ~size_t{0};
         for (size_t i = 0; i < most && warp.alive && !warp.at_barrier; ++i) {
             execute(warp, choose(warp));
@@ -189,12 +189,6 @@ class Grid {
         if (named & ~lanes) fail("lanes that take part do not execute it");
         if (named && lanes & ~named) fail("executed by lanes that its mask does not name");
         in.operation->execute(memory_, warp, in, lanes);
-    }
-
-    // For messages: the warp that runs.
-    void locate(const Warp& warp) {
-        launch_.block = warp.number / warps_per_block_;
-        launch_.warp = warp.number % warps_per_block_;
     }
 
     static constexpr size_t kResident = 3;  // blocks at once

@@ -17,9 +17,8 @@ inline uint64_t error_seed = 0;  // of the errors of approximate instructions; 0
 enum Access : uint8_t { kNone, kRead, kStrongRead, kWrite, kBlockAtomic, kAtomic };
 
 inline bool exclude(Access a, Access b) {
-    const bool reads_a = a <= kStrongRead, reads_b = b <= kStrongRead;
-    if (reads_a && reads_b) return false;
-    return a == kRead || b == kRead || a == kWrite || b == kWrite;
+    const bool plain = a == kRead || b == kRead || a == kWrite || b == kWrite;
+    return plain && (a >= kWrite || b >= kWrite);
 }
 
 // One access of one lane, or of several lanes of a warp.
