@@ -4,16 +4,6 @@
 namespace ptx {
 namespace {
 
-// The sources behind the address.
-struct Values {
-    Values(Warp& warp, const Instruction& in, Mask lanes) {
-        for (int i = 0; i < 7 && in.from[1 + i] >= 0; ++i) {
-            of[i] = warp.known(in.from[1 + i], lanes, "a value to store");
-        }
-    }
-    const uint64_t* of[8] = {};
-};
-
 Access atomic_access(const Instruction& in) { return in.flags & kDevice ? kAtomic : kBlockAtomic; }
 
 void load(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
@@ -39,17 +29,18 @@ void load(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
 
 void store(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
-    const Values from(warp, in, lanes);
     const auto bytes = size_t(in.bytes), vector = size_t(in.vector);
     const Access kind = in.flags & kStrong ? atomic_access(in) : kWrite;
+    uint8_t data[kLanes][16];
+    for (size_t i = 0; i < vector; ++i) {
+        const uint64_t* const from = warp.known(in.from[1 + i], lanes, "a value to store");
+        for_lanes(lanes,
+                  [&](int lane) { std::memcpy(data[lane] + i * bytes, &from[lane], bytes); });
+    }
     for_lanes(lanes, [&](int lane) {
         const uint64_t address = base[lane] + uint64_t(in.offset);
-        uint8_t data[16];
-        for (size_t i = 0; i < vector; ++i) {
-            std::memcpy(data + i * bytes, &from.of[i][lane], bytes);
-        }
         if (kind != kWrite) memory.synchronise(warp, address, in.flags, false, true);
-        memory.store(warp, lane, in.space, address, bytes * vector, kind, data);
+        memory.store(warp, lane, in.space, address, bytes * vector, kind, data[lane]);
     });
 }
 
@@ -84,8 +75,10 @@ template <bool kStores, bool kTransposed>
 void move_matrices(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     if (lanes != kAllLanes) fail("lanes of the warp are missing");
     const uint64_t* const rows = warp.known(in.from[0], lanes, "an address");
-    const Values from(warp, in, lanes);  // none to load
-    uint64_t results[4][kLanes] = {};
+    uint64_t values[4][kLanes] = {};
+    for (int i = 0; kStores && i < in.vector; ++i) {
+        std::copy_n(warp.known(in.from[1 + i], lanes, "a value to store"), kLanes, values[i]);
+    }
     for (int i = 0; i < in.vector * 64; ++i) {
         const int matrix = i / 64, lane = i / 2 % kLanes, half = i % 2;
         int row = lane / 4, column = 2 * (lane % 4) + half;
@@ -94,16 +87,16 @@ void move_matrices(Memory& memory, Warp& warp, const Instruction& in, Mask lanes
         if (begin % 16 != 0) fail("a row of a matrix is misaligned");
         const uint64_t address = begin + uint64_t(2 * column);
         if (kStores) {
-            const uint64_t value = from.of[matrix][lane] >> 16 * half;
+            const uint64_t value = values[matrix][lane] >> 16 * half;
             memory.store(warp, lane, kShared, address, 2, kWrite, &value);
         } else {
             uint64_t value = 0;
             std::memcpy(&value, memory.access(warp, lane, kShared, address, 2, kRead), 2);
-            results[matrix][lane] |= value << 16 * half;
+            values[matrix][lane] |= value << 16 * half;
         }
     }
     for (int i = 0; !kStores && i < in.vector; ++i) {
-        warp.write(in.to[i], lanes, kAllLanes, [&](int lane) { return results[i][lane]; });
+        warp.write(in.to[i], lanes, kAllLanes, [&](int lane) { return values[i][lane]; });
     }
 }
 

@@ -1,12 +1,9 @@
 // Instructions that access registers alone, as PTX defines them where C++ does not. Compiled with
 // -fwrapv: integers wrap.
-#include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
-#include "machine.h"
 #include "memory.h"
 
 namespace ptx {
@@ -19,7 +16,6 @@ std::map<std::string, Operation>& operations() {
 namespace {
 
 using Wide = __int128;  // holds every integer
-using Float16 = _Float16;
 struct BFloat16 {
     uint16_t bits;
     BFloat16() = default;
@@ -108,7 +104,7 @@ constexpr Types<uint16_t, uint32_t, uint64_t> kBits{".b"};
 constexpr Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t> kIntegers;
 constexpr Types<float, double> kFloats;
 constexpr Types<uint32_t, int32_t, uint64_t, int64_t, float, double> kNumbers;
-constexpr Types<uint32_t, int32_t, uint64_t, int64_t, float, double, Float16, BFloat16> kCompared;
+constexpr Types<uint32_t, int32_t, uint64_t, int64_t, float, double, _Float16, BFloat16> kCompared;
 
 // What each instruction makes of its type.
 template <typename T>
@@ -295,7 +291,7 @@ void define_arithmetic() {
     conversions<uint16_t>(kIntegers), conversions<int16_t>(kIntegers);
     conversions<uint32_t>(kIntegers), conversions<int32_t>(kIntegers);
     conversions<uint64_t>(kIntegers), conversions<int64_t>(kIntegers);
-    halves<Float16>(), halves<BFloat16>();
+    halves<_Float16>(), halves<BFloat16>();
     define<double(float)>("cvt.f64.f32", kConvert);
     define<float(double)>("cvt.rn.f32.f64", kConvert);
     define<uint32_t(uint32_t)>("popc.b32", [](uint32_t a) { return std::popcount(a); });
@@ -305,7 +301,6 @@ void define_arithmetic() {
         const Wide sign = std::is_signed_v<decltype(a)> ? (mask >> 1) + 1 : 0;
         return ((Wide{a} >> std::min(from & 255, 64u) & mask) ^ sign) - sign;
     });
-    define<uint64_t()>("createpolicy", [] { return 0; });
     using Halves = std::array<uint16_t, 2>;
     using Words = std::array<uint32_t, 2>;
     define<uint32_t(uint16_t, uint16_t)>("pack.b32", [](Wide a, Wide b) { return b << 16 | a; });

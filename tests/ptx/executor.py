@@ -64,16 +64,6 @@ def load(ptx: str) -> parser.Kernel:
     return kernel
 
 
-def _ranges(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Of storages; the granule of each is the smallest element of those that share it."""
-    granules: dict[tuple[int, int], int] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr(), storage.nbytes()
-        granules[key] = min(tensor.element_size(), 8, granules.get(key, 8))
-    return [(*key, granule) for key, granule in granules.items()]
-
-
 def launch(
     kernel: parser.Kernel,
     grid: tuple[int, int, int],
@@ -104,7 +94,13 @@ def launch(
     for (offset, size), value in zip(kernel.parameters, arguments, strict=False):
         address = struct.pack("<Q", value.data_ptr()) if isinstance(value, torch.Tensor) else value
         parameters[offset : offset + size] = address
-    ranges = _ranges([x for x in (*arguments, *tensors) if isinstance(x, torch.Tensor)])
+    granules: dict[tuple[int, int], int] = {}  # of storages, the smallest element that they hold
+    for tensor in (*arguments, *tensors):
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr(), storage.nbytes()
+            granules[key] = min(tensor.element_size(), granules.get(key, 8))
+    ranges = [(*key, granule) for key, granule in granules.items()]
     message = ctypes.create_string_buffer(400)
     read = [*kernel.arrays, np.array(ranges), np.frombuffer(parameters, np.uint8)]
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]

@@ -125,7 +125,7 @@ class Memory {
         }
         auto& pending = warp.block->pending;
         std::memcpy(pending.emplace_back(Pending{address, bytes, {}}).data, data, bytes);
-        if (pending.size() > kMostPending) settle(*warp.block, random() % pending.size());
+        if (pending.size() > 64) settle(*warp.block, random() % pending.size());
     }
 
     // Some stores of a block, or all, become visible to the others.
@@ -153,8 +153,6 @@ class Memory {
     }
 
   private:
-    static constexpr size_t kMostPending = 64;
-
     // The one that begins last before an address.
     Range& range_of(uint64_t address) {
         if (address - last_->begin >= last_->bytes) {

@@ -70,11 +70,8 @@ class Kernel:
     code: list[Instruction] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # of each instruction
     initial: list[tuple[int, int]] = field(default_factory=list)
+    parameter_bytes: int = 0
     arrays: tuple[np.ndarray, ...] = ()  # code and initial values, as the machine takes them
-
-    @property
-    def parameter_bytes(self) -> int:
-        return max((offset + size for offset, size in self.parameters), default=0)
 
 
 def parse(text: str) -> Kernel:
@@ -113,6 +110,7 @@ class _Decoder:
             size = int(bits) // 8
             self.symbols[symbol] = -(-self.kernel.parameter_bytes // size) * size
             self.kernel.parameters.append((self.symbols[symbol], size))
+            self.kernel.parameter_bytes = self.symbols[symbol] + size
         for statement in [*_statements(body), "ret"]:
             if statement.endswith(":"):
                 self.labels[statement[:-1]] = len(self.kernel.text)
@@ -139,7 +137,7 @@ class _Decoder:
             case "fence" | "membar":
                 return Instruction("fence", flags=_FLAGS[parts[-1]])
             case "createpolicy":
-                return Instruction(base, self.operands(operands[:1]))
+                return Instruction("mov.b64", self.operands(operands[:1]), self.operands(["0"]))
             case "ld" | "ldmatrix" | "atom":
                 return self.memory(base, parts, operands[:1], *operands[1:])
             case "st" | "stmatrix":
