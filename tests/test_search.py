@@ -194,16 +194,17 @@ def test_a_table_that_was_tampered_with_is_refused(backend, device):
         solve(backend, histogram.table[None], histogram.config)
 
 
-@pytest.mark.parametrize("copies", [1, 2_000])
-def test_kernels_find_what_the_reference_finds(backend, device, interpreted, copies):
+@pytest.mark.parametrize("most", [40, 16_400, 36_000])
+def test_kernels_find_what_the_reference_finds(backend, device, interpreted, most):
     """In the table of contributions, and in its solution; also of tens of thousands of tokens."""
+    copies = 1 if most == 40 else 4_000
     if interpreted and copies > 1:
         pytest.skip("takes half a minute in the interpreter")
     g = torch.Generator().manual_seed(0)
     for _ in range(1 if copies > 1 else 2 if interpreted else 20):
         for variant in VARIANTS[:4] if copies > 1 else VARIANTS:
             config = BAPOConfig(**variant)
-            logp, old, A, mask = (t.repeat(copies).to(device) for t in random_case(g))
+            logp, old, A, mask = (t.repeat(copies)[:most].to(device) for t in random_case(g))
             calls = [
                 loss_call(logp, name, old, A, mask, config=config, for_search=True)
                 for name in (backend, "reference")
