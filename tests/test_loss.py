@@ -143,16 +143,6 @@ def test_vocabulary_sizes(backend, device, dtype, V):
     check_against_reference(case, backend)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("V", [32_767, 32_752, 32_769, 32_784])
-def test_ends_of_rows(backend, device, dtype, V):
-    """A tile that is full but for a number or a vector, and one of nothing else.
-
-    In rows with a gradient, of masked tokens and of clipped ones.
-    """
-    check_against_reference(make_case((2, 5), V, dtype, device, staleness=3.0), backend)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("V", [151_936, 262_208])  # Qwen3 and Gemma 3
 def test_real_vocabularies(backend, device, dtype, V):

@@ -38,8 +38,10 @@ def test_packed(backend, device, offsets, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_many_sequences(backend, device, mode):
-    """More than one program counts at once."""
+    """More than one program counts at once, or one whose threads have up to four."""
     check_prepared(packed_arguments(4_500, range(0, 4_500, 2), mode, True), backend, device)
+    for K in (600, 1_100, 1_700):  # tokens behind the last
+        check_prepared(packed_arguments(1_800, range(K + 1), mode, True), backend, device)
 
 
 @pytest.mark.parametrize("offsets", [(0, 5, 3), (1, 300), (0, 301), (-1, 7), (0, -5), (0, 400, 9)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DEVICES, INTERPRETED, KERNELS, PTX
+from helpers import DEVICES, INTERPRETED, KERNELS, PTX, check_against_reference, make_case
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(
 DEVICE = DEVICES["triton"]
 TRANSFORM = (1.0, 1.0, None, None)
 # Each of the interpreter's three programs reads 64 flags, then a few more.
-N = 3 * (64 + 2) - 1 if INTERPRETED else 40_000
+N = 3 * (64 + 2) - 1 if INTERPRETED else 4_500 if PTX else 40_000
 SHAPES = [(N, 5)] if INTERPRETED else [(N, 5), (600 if PTX else N, 2_100)]  # of one warp, of two
 
 
@@ -83,20 +83,26 @@ def test_what_fills_the_last_tile_does_not_change_the_bits(V, dtype):
     assert not expected[..., V:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("V", [32_767, 32_752, 32_769, 32_784])
-def test_ends_of_rows(V, dtype):
-    """A tile that is full but for a number or a vector, and one of nothing else."""
-    logits, labels = rows_and_labels(3, V, dtype)
-    dlog_probs = torch.tensor([0.0, -2.0, 3.0], dtype=torch.float64, device=DEVICE)
-    got = gradient(logits, labels, statistics(logits, labels), dlog_probs, None)
-    expected = -logits.double().softmax(-1)
-    expected[0, range(3), labels] += 1
-    expected *= dlog_probs[:, None]
-    torch.testing.assert_close(got, expected.to(dtype), rtol=torch.finfo(dtype).eps * 64, atol=0)
-    scaled = logits.double() * 0.5
-    torch.ops.bapo_kernels_triton.scale_(logits, torch.tensor(0.5, device=DEVICE))
-    assert torch.equal(logits, scaled.to(dtype))
+@pytest.mark.parametrize(("dtype", "vector"), [(torch.float32, 4), (torch.bfloat16, 8)])
+def test_rows_end_at_every_place_of_a_vector(dtype, vector):
+    """Also where a tile is full but for a number or a vector, and where it is one of these."""
+    tile = 512 * vector
+    ends = [8 * tile - 1, 8 * tile - 16, 4 * tile + 1, 4 * tile + 16]
+    ends += [k * tile + i + 1 for k in range(4, 8) for i in range(vector)]
+    for V in ends[:4] if INTERPRETED else ends:
+        # With a gradient, masked, clipped.
+        check_against_reference(make_case((2, 4), V, dtype, DEVICE, staleness=3.0), "triton")
+        logits, labels = rows_and_labels(2, V, dtype)
+        dlog_probs = torch.tensor([0.0, 3.0], dtype=torch.float64, device=DEVICE)
+        got = gradient(logits, labels, statistics(logits, labels), dlog_probs, None)
+        expected = -logits.double().softmax(-1)
+        expected[0, range(2), labels] += 1
+        expected *= dlog_probs[:, None]
+        rtol = 64 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got, expected.to(dtype), rtol=rtol, atol=0)
+        scaled = logits.double() * 0.5
+        torch.ops.bapo_kernels_triton.scale_(logits, torch.tensor(0.5, device=DEVICE))
+        assert torch.equal(logits, scaled.to(dtype))
 
 
 def test_rows_of_nothing_but_forbidden_tokens_and_of_the_lowest_numbers():

@@ -577,6 +577,53 @@ def test_broken_ids_at_every_place():
     assert torch.equal(products.isnan(), broken)
 
 
+def test_the_last_token_at_every_place():
+    sets = Sets(range(1, 35 if INTERPRETED else 131))
+    sets.token_ids[sets.offsets[1:] - 1] = V - 1
+    gathered, products = poison(sets.K), poison(sets.K)
+    ops().gather_sets(rand(1, sets.N, V), sets.counted, *sets.csr, None, gathered)
+    ops().multiply_sets(rand(sets.N, 5), rand(V, 5), None, sets.counted, *sets.csr, None, products)
+    assert gathered.isfinite().all()
+    assert products.isfinite().all()
+
+
+def test_products_of_every_length():
+    """The last number of a row of the head, and of the last hidden state, at every place."""
+    for H in [128 * k + i for k in range(4) for i in range(1, 5)]:
+        sets = Sets((1,), 1)
+        hidden, weight, dvalues, values = rand(1, H), rand(1, H, seed=1), rand(1), poison(1)
+        ops().multiply_sets(hidden, weight, None, sets.counted, *sets.csr, None, values)
+        torch.testing.assert_close(values, (hidden * weight).sum(1))
+        dhidden, dweight = poison(1, H), poison(1, H)
+        ops().sets_dhidden(dvalues, weight, *sets.csr, None, None, dhidden)
+        torch.testing.assert_close(dhidden, dvalues * weight)
+        ops().sets_dweight(dvalues, hidden, *by_columns(sets, 1), False, dweight, None)
+        torch.testing.assert_close(dweight, dvalues * hidden)
+
+
+def test_the_columns_of_a_rank_begin_and_end_at_every_place():
+    n = 34 if INTERPRETED else 130
+    sets, shard = Sets((n,) * 2 * n), torch.tensor([n, 3 * n], device=DEVICE)
+    place = torch.arange(n, device=DEVICE)
+    columns = torch.cat((place - place[:, None], place - place[:, None] + n))
+    sets.token_ids.copy_((columns + n).flatten())
+    here, columns = (columns >= 0) & (columns < n), columns.clamp(0, n - 1)
+    logits, values = rand(1, 2 * n, n), poison(2 * n, n)
+    dvalues, dlogits = rand(2 * n, n), torch.zeros_like(logits)
+    ops().gather_sets(logits, sets.counted, *sets.csr, shard, values.view(-1))
+    ops().scatter_sets(dvalues.view(-1), sets.counted, *sets.csr, shard, dlogits)
+    assert torch.equal(values, torch.where(here, logits[0].gather(1, columns), -math.inf))
+    added = torch.zeros_like(dlogits[0]).scatter_add(1, columns, torch.where(here, dvalues, 0.0))
+    assert torch.equal(dlogits[0], added)
+    hidden, weight, dhidden = rand(2 * n, 5), rand(n, 5), poison(2 * n, 5)
+    some = torch.cat((place, place)) < 34  # places at once
+    ops().multiply_sets(hidden, weight, None, some, *sets.csr, shard, values.view(-1))
+    ops().sets_dhidden(dvalues.view(-1), weight, *sets.csr, shard, some.to(torch.uint8), dhidden)
+    products = torch.where(here, (hidden @ weight.T).gather(1, columns), -math.inf)
+    torch.testing.assert_close(values[some], products[some])
+    torch.testing.assert_close(dhidden[some], (dlogits[0] @ weight)[some])
+
+
 def test_gradient_of_the_bias_alone():
     sets = Sets((2, 3), 6)
     nothing, dbias, dvalues = rand(2, 0), torch.zeros(6, device=DEVICE), rand(5)
