@@ -134,9 +134,9 @@ def test_options(backend, device, dtype, statistics, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "V",
-    # one token, less than a vector, primes, a vector and a block and their neighbours, a shard of a
-    # large vocabulary
-    [1, 2, 3, 15, 16, 17, 31, 33, 127, 1009, 4095, 4096, 4097, 8191, 18992],
+    # one token, less than a vector, primes, a vector and a block and their neighbours, unaligned
+    # rows of several tiles, a shard of a large vocabulary
+    [1, 2, 3, 15, 16, 17, 31, 33, 127, 1009, 4095, 4096, 4097, 8191, 16399, 18992],
 )
 def test_vocabulary_sizes(backend, device, dtype, V):
     case = make_case((2, 3), V, dtype, device, masked=0.0, config=BAPOConfig(entropy_coef=0.01))
