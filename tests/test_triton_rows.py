@@ -90,9 +90,12 @@ def test_rows_end_at_every_place_of_a_vector(dtype, vector):
     ends = [8 * tile - 1, 8 * tile - 16, 4 * tile + 1, 4 * tile + 16]
     ends += [k * tile + i + 1 for k in range(4, 8) for i in range(vector)]
     for V in ends[:4] if INTERPRETED else ends:
-        # With a gradient, masked, clipped.
-        check_against_reference(make_case((2, 4), V, dtype, DEVICE, staleness=3.0), "triton")
-        logits, labels = rows_and_labels(2, V, dtype)
+        case = make_case((1, 4), V, dtype, DEVICE, staleness=0.0, masked=0.0, poison=False)
+        case.advantages.fill_(1.0)
+        case.response_mask[0, 1], case.old_log_probs[0, 2] = False, -99.0  # masked, clipped
+        check_against_reference(case, "triton")
+        logits, labels = rows_and_labels(2, V + 1 - V % 2, dtype)
+        logits, labels = logits[..., :V], labels.clamp(max=V - 1)  # rows that are not aligned
         dlog_probs = torch.tensor([0.0, 3.0], dtype=torch.float64, device=DEVICE)
         got = gradient(logits, labels, statistics(logits, labels), dlog_probs, None)
         expected = -logits.double().softmax(-1)

@@ -587,18 +587,40 @@ def test_the_last_token_at_every_place():
     assert products.isfinite().all()
 
 
-def test_products_of_every_length():
+def test_sets_of_every_size():
+    """Behind each comes a higher id, of the next."""
+    sets, (hidden, weight) = Sets(range(1, 35)), (rand(34, 5), rand(V, 5))
+    sets.token_ids.copy_(torch.arange(sets.K))
+    place = (
+        torch.repeat_interleave(torch.arange(34), sets.offsets.diff().cpu()),
+        torch.arange(sets.K),
+    )
+    logits, values, dvalues = rand(1, 34, V), poison(sets.K), rand(sets.K)
+    dlogits, dhidden = torch.zeros_like(logits), poison(34, 5)
+    ops().gather_sets(logits, sets.counted, *sets.csr, None, values)
+    assert torch.equal(values, logits[0][place])
+    ops().scatter_sets(dvalues, sets.counted, *sets.csr, None, dlogits)
+    expected = torch.zeros_like(dlogits[0])
+    expected[place] = dvalues
+    assert torch.equal(dlogits[0], expected)
+    ops().multiply_sets(hidden, weight, None, sets.counted, *sets.csr, None, values)
+    torch.testing.assert_close(values, (hidden @ weight.T)[place])
+    ops().sets_dhidden(dvalues, weight, *sets.csr, None, None, dhidden)
+    torch.testing.assert_close(dhidden, expected @ weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_every_length(dtype):
     """The last number of a row of the head, and of the last hidden state, at every place."""
-    for H in [128 * k + i for k in range(4) for i in range(1, 5)]:
-        sets = Sets((1,), 1)
-        hidden, weight, dvalues, values = rand(1, H), rand(1, H, seed=1), rand(1), poison(1)
-        ops().multiply_sets(hidden, weight, None, sets.counted, *sets.csr, None, values)
-        torch.testing.assert_close(values, (hidden * weight).sum(1))
-        dhidden, dweight = poison(1, H), poison(1, H)
-        ops().sets_dhidden(dvalues, weight, *sets.csr, None, None, dhidden)
-        torch.testing.assert_close(dhidden, dvalues * weight)
-        ops().sets_dweight(dvalues, hidden, *by_columns(sets, 1), False, dweight, None)
-        torch.testing.assert_close(dweight, dvalues * hidden)
+    for H in [128 * k + i for k in range(4) for i in range(1, 9)]:
+        sets, x = Sets((1,), 1), rand(2, 1, H, dtype=dtype)
+        dvalues, values, dhidden, dweight = rand(1), poison(1), poison(1, H), poison(1, H)
+        ops().multiply_sets(*x, None, sets.counted, *sets.csr, None, values)
+        ops().sets_dhidden(dvalues, x[1], *sets.csr, None, None, dhidden)
+        ops().sets_dweight(dvalues, x[0], *by_columns(sets, 1), False, dweight, None)
+        torch.testing.assert_close(values, x.float().prod(0).sum(1))
+        torch.testing.assert_close(dhidden, dvalues * x[1])
+        torch.testing.assert_close(dweight, dvalues * x[0])
 
 
 def test_the_columns_of_a_rank_begin_and_end_at_every_place():
