@@ -108,6 +108,17 @@ def test_rows_end_at_every_place_of_a_vector(dtype, vector):
         assert torch.equal(logits, scaled.to(dtype))
 
 
+def test_labels_before_the_first_row_and_behind_the_last():
+    """Are not read; the log-prob is NaN, and every column has a gradient."""
+    logits, _ = rows_and_labels(2, 130)
+    labels = torch.tensor([-1, 130], device=DEVICE)
+    found = statistics(logits, labels)
+    assert found[0].isnan().all()
+    dlog_probs = torch.ones(2, dtype=torch.float64, device=DEVICE)
+    got = gradient(logits, labels, found, dlog_probs, None)
+    torch.testing.assert_close(got, -logits.softmax(-1))
+
+
 def test_rows_of_nothing_but_forbidden_tokens_and_of_the_lowest_numbers():
     """The running maximum starts at the lowest finite number, which is a legal logit too."""
     lowest = torch.finfo(torch.float32).min
