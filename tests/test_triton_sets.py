@@ -621,6 +621,8 @@ def test_products_of_every_length(dtype):
         torch.testing.assert_close(values, x.float().prod(0).sum(1))
         torch.testing.assert_close(dhidden, dvalues * x[1])
         torch.testing.assert_close(dweight, dvalues * x[0])
+        ops().sets_dweight(dvalues, x[0], *by_columns(sets, 1), True, dweight, None)
+        torch.testing.assert_close(dweight, 2 * dvalues * x[0])
 
 
 def test_the_columns_of_a_rank_begin_and_end_at_every_place():
@@ -655,9 +657,9 @@ def test_gradient_of_the_bias_alone():
 
 
 def test_broken_segments_are_cut():
-    dvalues, hidden = poison(20)[8:12].copy_(rand(4)), rand(3, 5)
-    order = torch.tensor([0, 9, -1, 3], device=DEVICE)
-    rows = torch.tensor([1, 1, 1, 5], dtype=torch.int32, device=DEVICE)
+    dvalues, hidden = poison(60)[20:40].copy_(rand(20)), rand(3, 5)
+    order = torch.tensor([0, 99, -1, *[20] * 17], device=DEVICE)
+    rows = torch.tensor([1, 1, 1, 5, *[3] * 16], dtype=torch.int32, device=DEVICE)
     segments = torch.tensor([-7, 99, 2, 4], device=DEVICE)
     dweight, dbias = poison(3, 5), torch.zeros(3, device=DEVICE)
     ops().sets_dweight(dvalues, hidden, order, rows, segments, False, dweight, dbias)
