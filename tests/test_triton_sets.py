@@ -640,7 +640,7 @@ def test_the_columns_of_a_rank_begin_and_end_at_every_place():
     added = torch.zeros_like(dlogits[0]).scatter_add(1, columns, torch.where(here, dvalues, 0.0))
     assert torch.equal(dlogits[0], added)
     hidden, weight, dhidden = rand(2 * n, 5), rand(n, 5), poison(2 * n, 5)
-    some = torch.cat((place, place)) < 34  # places at once
+    some = torch.cat((place, place)) < 34  # products take eight ids at once
     ops().multiply_sets(hidden, weight, None, some, *sets.csr, shard, values.view(-1))
     ops().sets_dhidden(dvalues.view(-1), weight, *sets.csr, shard, some.to(torch.uint8), dhidden)
     products = torch.where(here, (hidden @ weight.T).gather(1, columns), -math.inf)
