@@ -12,6 +12,7 @@ from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
 from .sampling_mask import SamplingMask
 from .scopes import ClipBoundSearch
+from .warmup import warm_up
 
 __version__ = "0.1.0"
 
@@ -35,4 +36,5 @@ __all__ = [
     "linear_log_probs",
     "log_probs",
     "reference",
+    "warm_up",
 ]

@@ -233,7 +233,8 @@ def ops_of(backend: str) -> Any:
     """The operators of a backend, for the public functions, which have checked their arguments.
 
     Those written in Python are functions here, because the dispatcher would take the host longer
-    than they do; but a trace, a mode, a function transform and a profiler see the operators.
+    than they do; but a trace, a mode, a function transform, a profiler and a subclass of tensors
+    see the operators.
     """
     if (
         torch.compiler.is_compiling()
@@ -247,9 +248,24 @@ def ops_of(backend: str) -> Any:
 
 def without_dispatcher(backend: str, functions: dict[str, Callable[..., None]]) -> None:
     """These operators of a backend are called as functions; see :func:`ops_of`."""
-    operators = torch_ops_of(backend)
-    names = SCHEMAS.keys() - functions.keys()
-    _eager[backend] = SimpleNamespace(**{n: getattr(operators, n) for n in names}, **functions)
+    operators = {name: getattr(torch_ops_of(backend), name) for name in SCHEMAS}
+    of_plain = {name: _of_plain(f, operators[name]) for name, f in functions.items()}
+    _eager[backend] = SimpleNamespace(**operators | of_plain)
+
+
+def _of_plain(function: Callable[..., None], operator: Callable[..., None]) -> Callable[..., None]:
+    """The function, but the operator where a tensor is of a subclass, which may have no memory."""
+
+    def run(*arguments: Any) -> None:
+        types = set(map(type, arguments))
+        if list in types:
+            types.update(*(map(type, given) for given in arguments if type(given) is list))
+        (function if types <= _PLAIN else operator)(*arguments)
+
+    return run
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, list, tuple}
 
 
 _eager: dict[str, SimpleNamespace] = {}

@@ -19,7 +19,7 @@ from .backends import choose
 from .call import Call, loss_call
 from .checks import check_device, check_group, check_tensor, require
 from .config import GRID_FIELDS, BAPOConfig, grids_of
-from .distributed import check_ranks, rows_of_ranks
+from .distributed import check_ranks, device_of_tables, rows_of_ranks
 from .inputs import check_search, config_or_default
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table
@@ -109,7 +109,7 @@ class ContributionHistogram:
                     f"config.{name} must be that of the histogram ({mine!r}), got {other!r}"
                 )
         if self.table is None:
-            self.table = empty_table(self.config, torch.get_default_device())
+            self.table = empty_table(self.config, device_of_tables(process_group))
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
         table = self.table[None]
         if process_group is not None:

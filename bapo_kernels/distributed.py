@@ -36,6 +36,13 @@ def rows_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows
 
 
+def device_of_tables(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a rank that had no tokens has its table: NCCL adds those of GPUs alone."""
+    if group is not None and "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.get_default_device()
+
+
 def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[ranks, ...]`` of equal shapes."""
     ranks = dist.get_world_size(group)

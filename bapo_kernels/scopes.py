@@ -42,7 +42,7 @@ class ClipBoundSearch:
         scope: which tokens a decision covers, see above.
         process_group: data-parallel ranks that decide together; ``None``: this rank alone.
         device: where the tokens are; default: the device of the first update. Needed where a rank
-            may reach its first :meth:`step` without an update.
+            may reach its first :meth:`step` without an update, unless the group is one of NCCL.
 
     Examples:
         >>> config = BAPOConfig(token_weight="uniform", target=0.48)

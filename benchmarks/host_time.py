@@ -28,11 +28,12 @@ from bapo_kernels.backends import triton as triton_backend
 B, S, V = 2, 8, 64
 # What Triton calls. The device has two multiprocessors.
 _LIBCUDA = """
+#include <unistd.h>
 #define OK(name) int name(void) { return 0; }
 OK(cuCtxGetCurrent) OK(cuCtxGetLimit) OK(cuCtxSetCurrent) OK(cuCtxSetLimit) OK(cuDeviceGet)
 OK(cuDeviceGetCount) OK(cuDevicePrimaryCtxRetain) OK(cuDriverGetVersion) OK(cuFuncSetAttribute)
-OK(cuFuncSetCacheConfig) OK(cuGetErrorString) OK(cuInit) OK(cuModuleGetFunction)
-OK(cuModuleLoadData) OK(cuModuleUnload) OK(cuOccupancyMaxActiveClusters)
+OK(cuFuncSetCacheConfig) OK(cuInit) OK(cuModuleGetFunction) OK(cuModuleUnload)
+OK(cuOccupancyMaxActiveClusters)
 OK(cuPointerGetAttributes) OK(cuTensorMapEncodeIm2col) OK(cuTensorMapEncodeTiled)
 int cuCtxGetDevice(int *device) { *device = 0; return 0; }
 int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
@@ -45,6 +46,13 @@ int cuPointerGetAttribute(void **value, int attribute, void *pointer) {
     *value = pointer;
     return 0;
 }
+int loads, load_error, load_milliseconds;
+int cuModuleLoadData(void) {
+    ++loads;
+    usleep(1000 * load_milliseconds);
+    return load_error;
+}
+int cuGetErrorString(int error, const char **text) { *text = "an error"; return 0; }
 int (*launched)(const unsigned *config, void **parameters);
 int cuLaunchKernelEx(const unsigned *config, void *function, void **parameters) {
     return launched ? launched(config, parameters) : 0;
@@ -56,7 +64,9 @@ def absent_gpu(capability: int = 90) -> ctypes.CDLL:
     """Lets Triton launch on CPU tensors, for a GPU of which only the driver library is there.
 
     Nothing runs, so that results hold anything; or what ``launched`` of the library points to,
-    which takes the configuration of the launch and the addresses of the parameters.
+    which takes the configuration of the launch and the addresses of the parameters. The library
+    also counts ``loads`` of modules, each of which takes ``load_milliseconds`` and returns
+    ``load_error``.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -84,7 +94,7 @@ def absent_gpu(capability: int = 90) -> ctypes.CDLL:
 def install_absent_gpu() -> None:
     """The same for the operators of this package."""
     absent_gpu()
-    triton_backend.WHY_NOT, triton_backend.INTERPRETED = None, True  # takes CPU tensors
+    triton_backend.why_not, triton_backend.INTERPRETED = lambda: None, True  # takes CPU tensors
     for name in SCHEMAS:
         register(TRITON, name, triton_backend.kernel(name), ["CPU"])
 

@@ -68,7 +68,7 @@ def needs_machine_code(target: str) -> None:
     """Skips a test of the CUDA kernels as built for ``target``, such as sm_90; needs no GPU."""
     built = native.build_info().get("cuda")
     if built is None:
-        pytest.skip(str(native.WHY_NO_CUDA))
+        pytest.skip(str(native.why_no_cuda()))
     if not re.search(rf"\b{target}\b", built):
         pytest.skip(f"the CUDA kernels are built for {built.split(' for ')[1]}, not for {target}")
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import os
 import re
 import runpy
 import shutil
@@ -152,7 +153,7 @@ AGAIN = "build again with TORCH_CUDA_ARCH_LIST="
 def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, reason):
     """``backend=None`` then chooses the next backend instead of failing at the launch."""
     native = bapo_kernels.backends.native
-    monkeypatch.setattr(native, "WHY_NO_CUDA", None)
+    monkeypatch.setattr(native, "why_no_cuda", lambda: None)
     monkeypatch.setattr(native, "build_info", lambda: {"cuda": f"13.0 for {targets}"})
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: gpu)
     monkeypatch.setattr(native, "_cuda_of_driver", lambda: driver)
@@ -170,8 +171,8 @@ def hidden(monkeypatch):
     """No kernels can run, and no warning has been given yet."""
     backends = bapo_kernels.backends
     monkeypatch.setattr(backends.native, "WHY_NO_CPU", "no library")
-    monkeypatch.setattr(backends.native, "WHY_NO_CUDA", "no CUDA")
-    monkeypatch.setattr(backends.triton, "WHY_NOT", "no Triton")
+    monkeypatch.setattr(backends.native, "why_no_cuda", lambda: "no CUDA")
+    monkeypatch.setattr(backends.triton, "why_not", lambda: "no Triton")
     checks.warn_once.cache_clear()
     yield
     checks.warn_once.cache_clear()
@@ -198,7 +199,7 @@ def test_fallback_to_the_reference_warns_once():
 def test_fallback_to_the_reference_on_a_gpu_warns_once(monkeypatch, why_not_this_gpu):
     native, choose = bapo_kernels.backends.native, bapo_kernels.backends.choose
     if why_not_this_gpu:
-        monkeypatch.setattr(native, "WHY_NO_CUDA", None)
+        monkeypatch.setattr(native, "why_no_cuda", lambda: None)
         monkeypatch.setattr(native, "why_no_kernels", lambda device: why_not_this_gpu)
     logits = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
     reasons = rf"\(cuda: {why_not_this_gpu or 'no CUDA'}; triton: no Triton\).* pip install triton"
@@ -262,6 +263,18 @@ def fields_of(struct):
     sources = "".join(path.read_text() for path in (csrc / "params.h", csrc / "tokens.h"))
     body = re.search(rf"^struct {struct} {{\n(.*?)^}};", sources, re.DOTALL | re.MULTILINE)[1]
     return tuple(re.findall(r"(\w+)[,;]", body))
+
+
+def test_import_asks_for_no_gpu():
+    """It may initialise the driver, after which a process cannot fork; and a launcher of workers
+    chooses their GPU later."""
+    program = """
+import torch
+torch.cuda.device_count = torch.cuda.is_available = lambda: 1 / 0
+import bapo_kernels
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_the_report_has_the_same_entries_in_the_same_order_everywhere():

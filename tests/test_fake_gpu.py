@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bapo_kernels import (
     BAPOConfig,
+    ClipBoundSearch,
     SamplingMask,
     bapo_linear_loss,
     bapo_loss,
@@ -56,9 +59,9 @@ def guard(tmp_path_factory):
 
 @pytest.fixture(params=["cuda", "triton"])
 def backend(request, monkeypatch):
-    monkeypatch.setattr(native, "WHY_NO_CUDA", None)
+    monkeypatch.setattr(native, "why_no_cuda", lambda: None)
     monkeypatch.setattr(native, "why_no_kernels", lambda device: None)
-    monkeypatch.setattr(triton, "WHY_NOT", None)
+    monkeypatch.setattr(triton, "why_not", lambda: None)
     monkeypatch.setattr(triton, "INTERPRETED", False)
     with FakeTensorMode(), torch.no_grad():
         yield request.param
@@ -146,6 +149,22 @@ def test_log_probs_and_search(backend):
         for result in log_probs(logits, labels, temperature=temperature, backend=backend):
             assert result.device.type == "cuda"
     assert find_clip_bounds(old, old, A, mask).upper.device.type == "cuda"
+
+
+def test_first_decision_of_a_rank_without_tokens(backend, monkeypatch):
+    """Its table is where NCCL can add it to those of the other ranks."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        on = {}
+        for backends in ("cpu:gloo,cuda:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl"):
+            monkeypatch.setattr(dist, "get_backend_config", lambda group, of=backends: of)
+            search = ClipBoundSearch(scope="step", process_group=dist.group.WORLD)
+            search.step()
+            on[backends] = search.bounds.upper.device.type
+    finally:
+        dist.destroy_process_group()
+    assert on == {"cpu:gloo,cuda:gloo": "cpu", "cuda:nccl": "cuda", "cpu:gloo,cuda:nccl": "cuda"}
 
 
 def test_sampling_mask(backend):

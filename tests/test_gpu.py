@@ -14,7 +14,7 @@ from helpers import (
 )
 from torch.profiler import DeviceType
 
-from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs
+from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs, warm_up
 
 pytestmark = pytest.mark.gpu
 GPU_KERNELS = [name for name in KERNELS if name != "cpu"]
@@ -152,21 +152,11 @@ def test_graph_capture(backend, dtype, masked):
     fixed = [t.clone() for t in (cases[0].logits, *cases[0].arguments())]
     x = fixed[0].requires_grad_()
 
-    def step():
-        x.grad = None
-        out = bapo_loss(x, *fixed[1:], backend=backend, **options)
-        (0.5 * out.loss).backward()
-        return out
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(bapo_loss, x, *fixed[1:], backend=backend, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step()
+        out = bapo_loss(x, *fixed[1:], backend=backend, **options)
+        (0.5 * out.loss).backward()
     uppers = set()
     for case in cases:
         with torch.no_grad():

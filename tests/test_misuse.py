@@ -13,6 +13,7 @@ import torch
 from helpers import assert_within_budget, make_case, needs_native, run_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -29,6 +30,7 @@ from bapo_kernels import (
     linear_log_probs,
     log_probs,
     reference,
+    warm_up,
 )
 from bapo_kernels.config import LossAggMode
 from bapo_kernels.debug import check_inputs
@@ -859,22 +861,46 @@ class Named(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("kind", [Named, torch.nn.Parameter])
+@pytest.mark.parametrize("kind", [Named, torch.nn.Parameter, AsyncCollectiveTensor])
 @pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
 def test_subclasses(backend, device, function, kind):
+    """The last kind has no memory of its own: it is the result of a collective that may run."""
     x, case = problem(device)
     x = {name: leaf.detach().as_subclass(torch.Tensor) for name, leaf in x.items()}
     if kind is Named:
-        x = {name: leaf.as_subclass(Named).requires_grad_() for name, leaf in x.items()}
-        for name in ("labels", "old_log_probs", "advantages", "response_mask"):
-            setattr(case, name, getattr(case, name).as_subclass(Named))
-    else:
+        x = {name: leaf.as_subclass(Named) for name, leaf in x.items()}
+    elif kind is torch.nn.Parameter:
         x = {name: torch.nn.Parameter(leaf) for name, leaf in x.items()}
+    if kind is not torch.nn.Parameter:
+        for name in ("labels", "old_log_probs", "advantages", "response_mask"):
+            values = getattr(case, name)
+            wrapped = values.as_subclass(Named) if kind is Named else kind(values)
+            setattr(case, name, wrapped)
+    x = {name: leaf.requires_grad_() for name, leaf in x.items()}
     value = function(x, case, backend)
     value.sum().backward()
     expected = expected_gradients(function, backend, device)
     for got, same in zip([value, *(leaf.grad for leaf in x.values())], expected, strict=True):
         assert same is None or torch.equal(got, same)
+
+
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
+def test_warm_up(backend, device, function):
+    """It runs both passes and leaves nothing behind."""
+    x, case = problem(device)
+    before, passed = {name: leaf.detach().clone() for name, leaf in x.items()}, []
+
+    def observed(x):
+        for leaf in x.values():
+            leaf.register_hook(lambda gradient: passed.append(gradient.shape))
+        return function(x, case, backend)
+
+    warm_up(observed, x)
+    assert passed
+    for name, leaf in x.items():
+        assert torch.equal(leaf, before[name])
+        assert leaf.grad is None
+        assert not leaf._backward_hooks
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0), (1,), (1, 1)])

@@ -81,6 +81,11 @@ def fused(*abc):
     return float(exact) if exact else a * b + c
 
 
+def permuted(a, b, c):
+    chosen = [(b << 32 | a) >> 8 * (c >> 4 * i & 7) & 255 for i in range(4)]
+    return bytes(255 * (x >> 7) if c >> 4 * i & 8 else x for i, x in enumerate(chosen))
+
+
 FTZ = "(np.float64(a) * (abs(a) >= 2.0**-126))"  # subnormal numbers are zero
 define("s32 s64 f32 f64", add="a + b", sub="a - b", neg="-a")
 define("f64", add_rn="a + b", sub_rn="a - b")
@@ -104,7 +109,7 @@ define("u32", "", "t u32 u32", bfe="a >> (b & 255) & (1 << (c & 255)) - 1")
 define(
     "s32", "", "t u32 u32", bfe="((a >> (b & 255)) + (h := 1 << (c & 255) >> 1)) % (h * 2 or 1) - h"
 )
-define("b32", popc="a.bit_count()")
+define("b32", popc="a.bit_count()", prmt="int.from_bytes(permuted(a, b, c), 'little')")
 define("b16 b32 b64 f32 f64 pred", mov="a")
 define("b16 b32 b64 f32 f64", "", "t t pred", selp="a if c else b")
 define("f32 f64", "pred", setp_num="a == a and b == b", setp_nan="a != a or b != b")

@@ -11,7 +11,9 @@ import pytest
 import torch
 from helpers import INTERPRETED, KERNELS, case_with_sets, make_case
 from launches import LAUNCHES, CountLaunches
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from bapo_kernels import BAPOConfig, _ops, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels._ops import torch_ops_of
@@ -218,6 +220,27 @@ def test_arguments_are_checked_after_those_of_another_call():
         torch_ops_of("triton").solve(table, (0.6, 0.92, *GRIDS[2:]), 0.4, False, True, *found)
 
 
+def test_what_has_no_memory_is_waited_for(monkeypatch):
+    """The result of a collective that may still run has no address that a kernel could take."""
+    taken = []
+
+    def recorded(operator):
+        def run(*arguments):
+            taken.extend(tree_leaves(arguments))
+            operator(*arguments)
+
+        return run
+
+    for name, operator in backend._operators().items():
+        monkeypatch.setitem(backend._operators(), name, recorded(operator))
+    case = make_case((2, 6), 33, staleness=0.4)
+    wrapped = [AsyncCollectiveTensor(values) for values in (case.logits, *case.arguments())]
+    assert {values.data_ptr() for values in wrapped} == {0}
+    out = bapo_loss(*wrapped, backend="triton")
+    assert torch.equal(out.loss, bapo_loss(case.logits, *case.arguments(), backend="triton").loss)
+    assert {type(each) for each in taken if isinstance(each, torch.Tensor)} == {torch.Tensor}
+
+
 def test_checked_calls_are_forgotten(monkeypatch):
     from bapo_kernels.backends.triton import checks
 
@@ -244,6 +267,20 @@ def test_hooks_of_launches_get_what_triton_gathers_for_them(name):
     finally:
         chain.remove(print)
     assert launched == [((3, 1, 1), (2, 5))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "interprets"), [("true", True), ("on", True), ("0", False)])
+def test_what_the_variable_of_triton_means(value, interprets):
+    """As for Triton: the backend then takes tensors of the CPU."""
+    program = """
+from bapo_kernels.backends import triton
+from bapo_kernels.backends.triton import launch
+print(triton.INTERPRETED, launch.INTERPRETED)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": value}
+    output = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert output.split() == [str(interprets)] * 2
 
 
 @pytest.mark.slow

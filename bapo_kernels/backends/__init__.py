@@ -26,19 +26,20 @@ def available_backends() -> dict[str, str | None]:
         cpu ...
         reference runs here
     """
-    reasons = _why_not_on_this_machine()
+    reasons = {name: _why_not_here(name) for name in NAMES}
     if reasons["cuda"] is None:
         reasons["cuda"] = native.why_no_kernels(torch.device("cuda"))
     return reasons
 
 
-def _why_not_on_this_machine() -> dict[str, str | None]:
-    return {
-        "cuda": native.WHY_NO_CUDA,
-        "triton": triton.WHY_NOT,
-        "cpu": native.WHY_NO_CPU,
-        "reference": None,
-    }
+@runs_while_traced
+def _why_not_here(backend: str) -> str | None:
+    """Why a backend cannot run on this machine, or ``None``."""
+    if backend == "cuda":
+        return native.why_no_cuda()
+    if backend == "triton":
+        return triton.why_not()
+    return native.WHY_NO_CPU if backend == "cpu" else None
 
 
 def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
@@ -62,10 +63,8 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
 
 def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
     """Why a backend cannot run on ``tensor``, or ``None``."""
-    if backend == "reference":
-        return None
-    reason = _why_not_on_this_machine()[backend]
-    if reason is not None:
+    reason = _why_not_here(backend)
+    if reason is not None or backend == "reference":
         return reason
     on_cpu = backend == "cpu" or (backend == "triton" and triton.INTERPRETED)
     device = "cpu" if on_cpu else "cuda"
@@ -86,8 +85,8 @@ def _warn_of_reference(device: torch.device) -> None:
         if not native.build_info():  # these are sources, and the built package is elsewhere
             cure = "work in another folder, or build here"
     else:
-        cuda = native.WHY_NO_CUDA or native.why_no_kernels(device)
-        absent = f"cuda: {cuda}; triton: {triton.WHY_NOT or 'TRITON_INTERPRET=1 is for the CPU'}"
+        cuda = native.why_no_cuda() or native.why_no_kernels(device)
+        absent = f"cuda: {cuda}; triton: {triton.why_not() or 'TRITON_INTERPRET=1 is for the CPU'}"
         cure = "pip install triton, or build again with nvcc on the path"
     warn_once(
         "bapo_kernels runs on the PyTorch reference, many times slower than its kernels, because "

@@ -45,7 +45,11 @@ def _load() -> str | None:
     return None
 
 
-def _why_no_cuda() -> str | None:
+@cache
+def why_no_cuda() -> str | None:
+    """Why the CUDA backend cannot run on this machine, or ``None``; asks for GPUs."""
+    if WHY_NO_CPU is not None:
+        return WHY_NO_CPU
     info = build_info()
     if "cuda" not in info:
         return f"built without CUDA: {info.get('why no cuda', 'unknown build')}"
@@ -85,9 +89,8 @@ def _cuda_of_driver() -> int:
     return version.value // 1000
 
 
-# Why a backend cannot run on this machine; None if it can.
+# Why the CPU backend cannot run on this machine; None if it can.
 WHY_NO_CPU = _load()
-WHY_NO_CUDA = WHY_NO_CPU or _why_no_cuda()
 
 if WHY_NO_CPU is not None and os.environ.get("BAPO_REQUIRE_NATIVE", "") not in ("", "0"):
     raise ImportError(f"BAPO_REQUIRE_NATIVE is set, and {WHY_NO_CPU}")

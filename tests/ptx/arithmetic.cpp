@@ -301,6 +301,15 @@ void define_arithmetic() {
         const Wide sign = std::is_signed_v<decltype(a)> ? (mask >> 1) + 1 : 0;
         return ((Wide{a} >> std::min(from & 255, 64u) & mask) ^ sign) - sign;
     });
+    // Bytes of two registers, or their signs.
+    define<uint32_t(uint32_t, uint32_t, uint32_t)>("prmt.b32", [](Wide a, Wide b, Wide choice) {
+        uint32_t result = 0;
+        for (int i = 4; i-- > 0;) {
+            const auto byte = int8_t((b << 32 | a) >> 8 * int(choice >> 4 * i & 7));
+            result = result << 8 | uint8_t(choice >> 4 * i & 8 ? byte >> 7 : byte);
+        }
+        return result;
+    });
     using Halves = std::array<uint16_t, 2>;
     using Words = std::array<uint32_t, 2>;
     define<uint32_t(uint16_t, uint16_t)>("pack.b32", [](Wide a, Wide b) { return b << 16 | a; });

@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"
-import bapo_kernels  # noqa: F401  (registers operators for CPU tensors)
-
-# Triton itself must not be interpreted, and decides that when it is imported.
+# Triton's own functions are not interpreted, which it decides when it is imported. This package
+# takes CPU tensors; its kernels, imported at the first call, are not interpreted either.
 os.environ["TRITON_INTERPRET"] = "0"
 import triton
 
+os.environ["TRITON_INTERPRET"] = "1"
+import bapo_kernels  # noqa: F401
+
 triton.knobs.runtime.interpret = False
-os.environ["TRITON_INTERPRET"] = "1"  # what the tests go by
 
 from benchmarks.host_time import absent_gpu  # noqa: E402
 
@@ -142,7 +142,8 @@ class Launches:
 
     def missing(self) -> Iterator[str]:
         """Kernels that were not executed, tensors that none had, and flags that had one value."""
-        for kernel, names in kernels().items():
+        parameters = {each._function.fn.__name__: each._names for each in kernels()}
+        for kernel, names in parameters.items():
             launches = [each.values for each in self.executed if each.kernel == kernel]
             for name in names:
                 values = {each.get(name, "given") for each in launches}
@@ -151,14 +152,14 @@ class Launches:
                     yield f"{kernel}: {name} other than {only}" if launches else kernel
 
 
-def kernels() -> dict[str, list[str]]:
-    """All of this backend, and their parameters."""
+def kernels() -> list[Kernel]:
+    """All of this backend."""
     modules = [
         importlib.import_module(f"{package.__name__}.{module.name}")
         for module in pkgutil.iter_modules(package.__path__)
     ]
     found = [each for module in modules for each in vars(module).values()]
-    return {each._function.fn.__name__: each._names for each in found if isinstance(each, Kernel)}
+    return [each for each in found if isinstance(each, Kernel)]
 
 
 launches = Launches()

@@ -37,7 +37,7 @@ _SHARED = re.compile(r"\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)")
 _OPERAND = re.compile(r"(?:\{[^}]*\}|[^,{])+")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+)\s*)?\]")
-_NUMBER = re.compile(r"0[fFdD]([0-9a-fA-F]{8,16})|-?(?:0[xX][0-9a-fA-F]+|\d+)")
+_NUMBER = re.compile(r"0[fFdD]([0-9a-fA-F]{8,16})|(-?(?:0[xX][0-9a-fA-F]+|\d+))U?")
 
 
 class UnknownError(Exception):
@@ -193,6 +193,6 @@ class _Decoder:
             return CONSTANT, self.symbols[text]
         if re.fullmatch(r"%[a-z]+\d+|tmp", text):
             return NOTHING, 0
-        (pattern,) = _parts(_NUMBER, text)
-        value = int(pattern, 16) if pattern else int(text, 0)
+        pattern, number = _parts(_NUMBER, text)
+        value = int(pattern, 16) if pattern else int(number, 0)
         return CONSTANT, (value + 2**63) % 2**64 - 2**63

@@ -79,8 +79,8 @@ def test_what_must_have_an_example():
 def test_docstring(name, reference_alone, monkeypatch):
     if reference_alone:
         monkeypatch.setattr(native, "WHY_NO_CPU", "hidden by the test")
-        monkeypatch.setattr(native, "WHY_NO_CUDA", "hidden by the test")
-        monkeypatch.setattr(backends.triton, "WHY_NOT", "hidden by the test")
+        monkeypatch.setattr(native, "why_no_cuda", lambda: "hidden by the test")
+        monkeypatch.setattr(backends.triton, "why_not", lambda: "hidden by the test")
     if name.endswith(NEEDS_NATIVE) and native.WHY_NO_CPU is not None:
         pytest.skip("needs the native library")
     tests = examples(documented()[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,19 +13,29 @@ import torch
 
 from ..._ops import SCHEMAS, TRITON, register, without_dispatcher
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+def _is_interpreted() -> bool:
+    """By Triton's own rule, for which its import, which takes long, is rarely needed."""
+    if "triton" not in sys.modules:
+        installed = importlib.util.find_spec("triton") is not None
+        if not installed or "TRITON_INTERPRET" not in os.environ:
+            return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
 
 
-def _why_not() -> str | None:
+INTERPRETED = _is_interpreted()
+
+
+@cache
+def why_not() -> str | None:
+    """Why the backend cannot run on this machine, or ``None``; asks for GPUs."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not INTERPRETED and torch.cuda.device_count() == 0:
         return "no GPU that torch can use, and TRITON_INTERPRET is not 1"
     return None
-
-
-# Why the backend cannot run on this machine; None if it can.
-WHY_NOT = _why_not()
 
 
 @cache

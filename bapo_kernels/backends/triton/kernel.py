@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
@@ -34,6 +35,7 @@ class Kernel:
         general = [name for name in self._names if name not in (*constants, *specialised)]
         self._function = triton.jit(function, do_not_specialize=general)
         self._interpreted = not isinstance(self._function, triton.runtime.JITFunction)
+        self._loading = threading.RLock()
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -72,13 +74,32 @@ class Kernel:
         key: tuple[Any, ...],
         grid: tuple[int, ...],
         values: list[Any],
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> Any:
-        """By Triton, for these arguments and all that have the same key."""
-        compiled = self._function.warmup(*values, grid=grid, **options)
-        if compiled is not None:  # a hook of the user may keep Triton from compiling
-            self.compiled[key] = compiled
+        """By Triton, for these arguments and all that have the same key, and loads it.
+
+        A load may fail, and another thread may wait for it: ``self.compiled`` has what is loaded.
+        """
+        if is_capturing():
+            raise RuntimeError(
+                f"{self._function.fn.__name__} is not loaded yet, which the capture of a CUDA "
+                "graph does not allow: call bapo_kernels.warm_up(function, ...) before the capture"
+            )
+        with self._loading:
+            compiled = self.compiled.get(key)
+            if compiled is None:
+                # Versions of Triton differ in whether they fuse by default.
+                options["enable_fp_fusion"] = True
+                compiled = self._function.warmup(*values, grid=grid, **options)
+                if compiled is not None:  # a hook of the user may keep Triton from compiling
+                    self.load(compiled)
+                    self.compiled[key] = compiled
         return compiled
+
+    @staticmethod
+    def load(compiled: Any) -> None:
+        """On the current device; launches nothing."""
+        compiled[1, 1, 1]
 
     @staticmethod
     def run(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
@@ -89,11 +110,15 @@ class Kernel:
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[grid](*values)
             return
-        launch = compiled.run  # which loads it, before its function is there
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
         of_kernel = stream, compiled.function, compiled.packed_metadata
-        launch(*grid, *of_kernel, None, None, None, *values)
+        compiled.run(*grid, *of_kernel, None, None, None, *values)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is captured in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:

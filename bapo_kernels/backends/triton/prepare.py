@@ -16,9 +16,9 @@ from ...config import IGNORE_INDEX
 from .kernel import Kernel
 from .launch import MAX_VALUES, ceil_div, limits
 
-TOKENS = 512  # of a program
-ALONE = 2_048  # at once, of a program that takes all of them: one launch in place of three
-_COUNT, _WRITE, _COUNT_AND_WRITE = (True, False), (False, True), (True, True)
+TOKENS = 2_048  # of a program at once
+ALONE = 4 * TOKENS  # that one program takes: one launch in place of three
+_COUNT, _WRITE, _COUNT_AND_WRITE = (1, 0), (0, 1), (1, 1)
 _IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
 # Modes of aggregation by number, in the order of LossAggMode.
 _TOKEN_MEAN, _TOKEN_SUM, _SEQ_MEAN_TOKEN_SUM_NORM, _SEQ_MEAN_TOKEN_MEAN = 0, 1, 3, 4
@@ -56,6 +56,8 @@ def _label_and_unmasked(tokens, mask, index, N, S, token_row, token_column, mask
         unmasked = unmasked & (label != _IGNORE_INDEX)
     if mask is not None:
         given = tl.load(mask + row * mask_row + column * mask_column, inside, other=0)
+        if given.dtype == tl.bfloat16:
+            given = given.to(tl.float32)  # the interpreter of Triton 3.9 compares bits, so not -0.0
         unmasked = unmasked & (given != 0)
     return label, unmasked
 
@@ -120,6 +122,8 @@ def _prepare_kernel(
     S: tl.int64,
     K: tl.int64,
     steps: tl.int32,
+    count: tl.int32,
+    write: tl.int32,
     scale: tl.float64,
     length: tl.float64,
     divisor: tl.float64,
@@ -152,40 +156,39 @@ def _prepare_kernel(
     MEAN_OF_SEQUENCE: tl.constexpr,
     NORM: tl.constexpr,
     SEQUENCES: tl.constexpr,
-    COUNT: tl.constexpr,
-    WRITE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Counts, or writes by what was counted, or both in one program."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
     stride = tl.num_programs(0).to(tl.int64) * TOKENS
     lane = tl.arange(0, TOKENS)
-    if COUNT:
-        if WRITE:
-            for begin in range(0, 2 + K if SEQUENCES else 2, TOKENS):
-                tl.store(counts + begin + lane, 0, begin + lane < (2 + K if SEQUENCES else 2))
-            tl.debug_barrier()
-        if cu_seqlens is not None:
-            for begin in range(first, K + 1, stride):
-                _count_broken(cu_seqlens, offset_stride, begin + lane, K, N, counts)
-        for begin in range(first, N, stride):
-            index = begin + lane
-            _, is_unmasked = _label_and_unmasked(
-                tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column
-            )
+    if counts is not None:  # noqa: SIM102 (decided when it is compiled)
+        if count:
+            if write:
+                for begin in range(0, 2 + K if SEQUENCES else 2, TOKENS):
+                    tl.store(counts + begin + lane, 0, begin + lane < (2 + K if SEQUENCES else 2))
+                tl.debug_barrier()
             if cu_seqlens is not None:
-                sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
-                is_unmasked = is_unmasked & (sequence < K)
-                start = offset_at(cu_seqlens, offset_stride, sequence, index < N, N)
-                end = offset_at(cu_seqlens, offset_stride, sequence + 1, sequence < K, N)
-            else:
-                sequence = index // S
-                start = sequence * S
-                end = start + S
-            _count(is_unmasked, index, begin, start, end, sequence, K, N, counts, SEQUENCES)
-        if WRITE:
-            tl.debug_barrier()
-    if WRITE:
+                for begin in range(first, K + 1, stride):
+                    _count_broken(cu_seqlens, offset_stride, begin + lane, K, N, counts)
+            for begin in range(first, N, stride):
+                index = begin + lane
+                _, is_unmasked = _label_and_unmasked(
+                    tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column
+                )
+                if cu_seqlens is not None:
+                    sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
+                    is_unmasked = is_unmasked & (sequence < K)
+                    start = offset_at(cu_seqlens, offset_stride, sequence, index < N, N)
+                    end = offset_at(cu_seqlens, offset_stride, sequence + 1, sequence < K, N)
+                else:
+                    sequence = index // S
+                    start = sequence * S
+                    end = start + S
+                _count(is_unmasked, index, begin, start, end, sequence, K, N, counts, SEQUENCES)
+            if write:
+                tl.debug_barrier()
+    if write:
         if ticket is not None:
             tl.store(ticket, 0, tl.program_id(0) == 0)
         for begin in range(first, N, stride):
@@ -199,7 +202,7 @@ def _prepare_kernel(
             if cu_seqlens is not None:
                 sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
                 is_broken = tl.load(counts) > 0
-                is_unmasked = is_unmasked & ((sequence < K) | is_broken)
+                is_unmasked = is_unmasked & (sequence < tl.where(is_broken, K + 1, K))
             tl.store(unmasked + index, is_unmasked, inside)
             if labels is not None:
                 tl.store(labels + index, label, inside)
@@ -314,13 +317,13 @@ def prepare(
 
     counts, phases = None, [_WRITE]
     if counts_tokens or counts_sequences or cu_seqlens is not None:
-        alone = places <= 4 * ALONE
+        alone = places <= ALONE
         phases = [_COUNT_AND_WRITE] if alone else [_COUNT, _WRITE]
         new = torch.empty if alone else torch.zeros
         size = 2 + K if counts_sequences else 2
         counts = new(size, dtype=torch.int64, device=tokens.device)
     absent = MAX_VALUES - len(values)
-    arguments = (
+    inputs = (
         tokens,
         response_mask,
         *values,
@@ -339,6 +342,8 @@ def prepare(
         S,
         K,
         K.bit_length(),
+    )
+    options = (
         scale,
         float(S) if length is None else length,
         math.nan if divisor is None else divisor,
@@ -355,12 +360,11 @@ def prepare(
         aggregation == _SEQ_MEAN_TOKEN_MEAN,
         aggregation == _SEQ_MEAN_TOKEN_SUM_NORM,
         counts_sequences,
+        TOKENS,
     )
     for phase in phases:
-        step = ALONE if phase == _COUNT_AND_WRITE else TOKENS
-        programs = 1 if phase == _COUNT_AND_WRITE else max(1, ceil_div(places, step))
-        warps = step // 128
-        _prepare_kernel[(programs,)](*arguments, *phase, step, **limits(warps, registers=128))
+        programs = 1 if phase == _COUNT_AND_WRITE else max(1, ceil_div(places, TOKENS))
+        _prepare_kernel[(programs,)](*inputs, *phase, *options, **limits(16, registers=128))
 
 
 def _strides(values: Tensor | None) -> tuple[int, ...]:

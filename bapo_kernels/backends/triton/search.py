@@ -216,7 +216,7 @@ def contributions(
     tokens = log_probs, counted, old_log_probs, log_ratios, advantages, rollout_log_probs
     partials = _partial_table(*tokens, grids, uniform_weight, gradient)
     programs, points = partials.shape
-    rows, padded = _tile(programs, points)
+    rows, padded = _tile(points)
     _table_kernel[(1,)](
         partials,
         table,
@@ -240,7 +240,7 @@ def solve(
     masses: Tensor,
 ) -> None:
     # One row at a time, for the same sum as on the CPU.
-    padded = _tile(*table.shape)[1]
+    padded = _tile(table.shape[1])[1]
     _solve(table, 1, padded, grids, target, ratio_target, upper_first, bounds, masses)
 
 
@@ -262,9 +262,8 @@ def search(
 ) -> None:
     tokens = log_probs, counted, old_log_probs, log_ratios, advantages, rollout_log_probs
     partials = _partial_table(*tokens, grids, uniform_weight, gradient)
-    _solve(
-        partials, *_tile(*partials.shape), grids, target, ratio_target, upper_first, bounds, masses
-    )
+    tile = _tile(partials.shape[1])
+    _solve(partials, *tile, grids, target, ratio_target, upper_first, bounds, masses)
 
 
 def _partial_table(
@@ -304,10 +303,10 @@ def _partial_table(
 
 
 @lru_cache
-def _tile(rows: int, points: int) -> tuple[int, int]:
+def _tile(points: int) -> tuple[int, int]:
     """How many rows of a table are added at once, and the points of a row with padding."""
     padded = triton.next_power_of_2(points)
-    return min(triton.next_power_of_2(rows), max(1, 8_192 // padded)), padded
+    return max(1, 8_192 // padded), padded
 
 
 def _solve(

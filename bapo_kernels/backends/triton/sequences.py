@@ -19,8 +19,8 @@ TOKENS = 2_048  # at once, so that a single long sequence takes few steps
 
 
 @triton.jit
-def _is_counted(counted, index, end, is_sequence):
-    inside = (index < end) & is_sequence
+def _is_counted(counted, index, end):
+    inside = index < end
     return inside & (tl.load(counted + index, inside, other=0) != 0)
 
 
@@ -41,18 +41,19 @@ def _sequence_mean_kernel(
     """Writes the means of log-ratios, or adds means of gradients."""
     program = tl.program_id(0).to(tl.int64)
     if cu_seqlens is None:
-        begin, end, is_sequence = program * length, (program + 1) * length, True
+        begin, end = program * length, (program + 1) * length
+        last = end
     else:
         # The first program has the tokens before all sequences, the last one those behind.
         begin = offset_at(cu_seqlens, offset_stride, program - 1, program > 0, N)
         end = offset_at(cu_seqlens, offset_stride, program, program <= K, N)
         end = tl.where(program <= K, end, N)
-        is_sequence = (program > 0) & (program <= K)
+        last = tl.where((program > 0) & (program <= K), end, begin)  # none is counted elsewhere
     sums = tl.zeros((TOKENS,), tl.float64)
     counts = tl.zeros((TOKENS,), tl.int32)
     for first in range(begin, end, TOKENS):
         index = first + tl.arange(0, TOKENS)
-        mask = _is_counted(counted, index, end, is_sequence)
+        mask = _is_counted(counted, index, last)
         value = tl.load(values + index, mask, other=0.0)
         if OF_LOG_PROBS:
             old = policy_math.old_log_prob(old_log_probs, index, mask, value)
@@ -62,7 +63,7 @@ def _sequence_mean_kernel(
     mean = tl.sum(sums, 0) / tl.maximum(tl.sum(counts, 0), 1).to(tl.float64)
     for first in range(begin, end, TOKENS):
         index = first + tl.arange(0, TOKENS)
-        mask = _is_counted(counted, index, end, is_sequence)
+        mask = _is_counted(counted, index, last)
         if OF_LOG_PROBS:
             tl.store(out + index, tl.where(mask, mean, 0.0), index < end)
         else:

@@ -20,10 +20,10 @@ MAX_SIZE = tl.constexpr(2**30)  # of a set: places in it are int32
 @triton.jit
 def set_of(offsets, index, mask, rows, K):
     """Begin and size of sets, and whether their offsets break the rule; then the set is empty."""
-    begin = tl.load(offsets + index, mask, other=0)
+    spans_all = (tl.load(offsets) == 0) & (tl.load(offsets + rows) == K)
+    begin = tl.where(spans_all, tl.load(offsets + index, mask, other=0), -1)
     end = tl.load(offsets + index + 1, mask, other=0)
-    is_broken = (tl.load(offsets) != 0) | (tl.load(offsets + rows) != K)
-    is_broken = is_broken | (begin < 0) | (begin > end) | (end > K) | (end - begin > MAX_SIZE)
+    is_broken = (begin < 0) | (begin > end) | (end > K) | (end - begin > MAX_SIZE)
     return (
         tl.where(is_broken, 0, begin),
         tl.where(is_broken, 0, end - begin).to(tl.int32),

@@ -1,0 +1,147 @@
+"""When kernels of the Triton backend are compiled and loaded, by Triton's own launcher.
+
+Needs compiled kernels without a GPU (tests/ptx): there the driver is a stand-in.
+"""
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from helpers import PTX, make_case
+
+from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs, warm_up
+
+pytestmark = pytest.mark.skipif(not PTX, reason="needs the stand-in for the driver (TRITON_PTX)")
+if PTX:
+    import triton.language as tl
+    from ptx.backend import LIBCUDA, kernels
+
+    from bapo_kernels.backends.triton import kernel as module
+    from bapo_kernels.backends.triton.kernel import Kernel
+
+
+@pytest.fixture
+def driver():
+    """Sets variables of the stand-in, and reads how many modules were loaded since."""
+    values = {name: ctypes.c_int.in_dll(LIBCUDA, name) for name in _VARIABLES}
+    yield values
+    for value in values.values():
+        value.value = 0
+
+
+_VARIABLES = "loads", "load_error", "load_milliseconds"
+
+
+@pytest.fixture
+def fill(driver):
+    """A launch of a kernel that nobody has loaded yet; returns what it has written."""
+
+    def fill_kernel(x, value: tl.float32, SIZE: tl.constexpr):
+        tl.store(x + tl.arange(0, SIZE), value)
+
+    kernel = Kernel(fill_kernel)
+
+    def launch(value):
+        x = torch.zeros(32)
+        kernel[(1,)](x, value, SIZE=32, num_warps=1)
+        return x.unique().tolist()
+
+    driver["loads"].value = 0
+    return launch
+
+
+@pytest.fixture
+def none_loaded(monkeypatch):
+    """No variant of the package's kernels is known; returns the kernels."""
+    for kernel in kernels():
+        monkeypatch.setattr(kernel, "compiled", {})
+    return kernels()
+
+
+def test_a_load_that_fails_is_tried_again(driver, fill):
+    driver["load_error"].value = 2
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Triton Error.*an error"):
+            fill(1.0)
+    driver["load_error"].value = 0
+    assert fill(2.0) == [2.0]
+    assert fill(3.0) == [3.0]
+    assert driver["loads"].value == 3
+
+
+def test_other_threads_wait_for_a_load(driver, fill):
+    fill_of_thread, results = lambda i: results.update({i: fill(float(i))}), {}
+    driver["load_milliseconds"].value = 300
+    threads = [threading.Thread(target=fill_of_thread, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: [float(i)] for i in range(4)}
+    assert driver["loads"].value == 1
+
+
+def test_products_and_sums_are_fused(monkeypatch, none_loaded):
+    """Whatever the default of a version of Triton is: the bits of a result depend on it."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    log_probs(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long), backend="triton")
+    compiled = [each for kernel in none_loaded for each in kernel.compiled.values()]
+    assert {each.metadata.enable_fp_fusion for each in compiled} == {True}
+
+
+def batch(N, V, packed, masked):
+    """A call of a loss of N tokens."""
+    case = make_case((1, N) if not packed else (N,), V, torch.bfloat16)
+    options = {}
+    if masked:
+        ids, counts = torch.tensor([1, 3]).repeat(N), torch.full((N,), 2)
+        options["sampling_mask"] = SamplingMask.from_counts(ids, counts)
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, N // 2, N])
+    config = BAPOConfig(ratio_level="sequence" if packed else "token", entropy_coef=0.1)
+    logits = case.logits.requires_grad_()
+    return (logits, *case.arguments()), dict(config=config, backend="triton", **options)
+
+
+SIZES = 1, 2, 129, 300, 700, 1_500, 3_000, 6_000, 9_000, 20_000
+
+
+@pytest.mark.parametrize("V", [8, 13])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_other_numbers_of_tokens_compile_nothing(monkeypatch, none_loaded, V, packed, masked):
+    monkeypatch.setattr(Kernel, "run", staticmethod(lambda *arguments: None))
+    variants = []
+    for N in SIZES:
+        arguments, options = batch(N, V, packed, masked)
+        bapo_loss(*arguments, **options).loss.backward()
+        variants.append([len(kernel.compiled) for kernel in none_loaded])
+    assert sum(variants[0]) >= 7
+    assert variants == [variants[0]] * len(SIZES)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_first_call_in_a_graph(monkeypatch, none_loaded, dtype, inplace):
+    """It needs a warm-up, of which the error tells; whatever the number of tokens was in that."""
+    case, other = (make_case((2, n), 40, dtype, staleness=0.4) for n in (3, 7))
+
+    def loss_of(logits, *others):
+        return bapo_loss(logits, *others, backend="triton", inplace=inplace)
+
+    def step(case):
+        logits = case.logits.clone().requires_grad_()
+        loss_of(logits * 1 if inplace else logits, *case.arguments()).loss.backward()
+        return logits.grad
+
+    expected = step(other)
+    for kernel in none_loaded:
+        kernel.compiled.clear()
+    monkeypatch.setattr(module, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"_kernel is not loaded yet.* bapo_kernels.warm_up\("):
+        step(other)
+    monkeypatch.setattr(module, "is_capturing", lambda: False)
+    warm_up(loss_of, case.logits.clone().requires_grad_(), *case.arguments())
+    monkeypatch.setattr(module, "is_capturing", lambda: True)
+    assert torch.equal(step(other), expected)
