@@ -193,6 +193,11 @@ def test_the_driver_is_for_the_same_gpus(monkeypatch, tmp_path, gpu, codes):
         assert has == (codes[1:] if clusters else codes)
 
 
+def test_the_compiler_of_the_driver_may_be_of_several_words(monkeypatch):
+    monkeypatch.setenv("NVCC", "ccache '/a b/nvcc'")
+    assert runpy.run_path(driver.__file__)["NVCC"] == ["ccache", "/a b/nvcc"]
+
+
 class BuildError(Exception):
     """Raised in place of a build, with its list of architectures."""
 
