@@ -81,7 +81,9 @@ def needs_gpu_memory(gigabytes: float) -> None:
     torch.cuda.empty_cache()  # of earlier tests
     free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
     if free < gigabytes:
-        pytest.skip(f"needs {gigabytes:.1f} GB of GPU memory, {free:.1f} of {total:.1f} GB are free")
+        pytest.skip(
+            f"needs {gigabytes:.1f} GB of GPU memory, {free:.1f} of {total:.1f} GB are free"
+        )
 
 
 def needs_machine_code(target: str) -> None:
