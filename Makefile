@@ -111,7 +111,7 @@ prebuilt: .venv/installed
 	  $(BIN)/python setup.py -q build_ext --build-lib $(PREBUILT)/lib \
 	  --build-temp $(PREBUILT)/objects
 	mv $(PREBUILT)/lib/bapo_kernels/* $(PREBUILT)
-	$(BIN)/python tests/cuda_driver/build.py $(PREBUILT)
+	TORCH_CUDA_ARCH_LIST=all $(BIN)/python tests/cuda_driver/build.py $(PREBUILT)
 	rm -rf $(PREBUILT)/lib $(PREBUILT)/objects $(PREBUILT)/*.o
 	find csrc setup.py tests/cuda_driver -type f ! -name '*.pyc' | sort | xargs sha256sum \
 	  > $(PREBUILT)/SOURCES

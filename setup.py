@@ -109,7 +109,8 @@ class CudaToolkit(NamedTuple):
         if top is None or release is None:
             raise OSError(f"NVCC must be nvcc or call it, got {shlex.join(nvcc)}")
         root = Path(top[1].strip())
-        places = [root / "lib64", root / "targets/x86_64-linux/lib", root / "lib"]
+        target = "targets/x86_64-linux/lib" if X86 else "targets/sbsa-linux/lib"
+        places = [root / "lib64", root / target, root / "lib"]
         libraries = [path for path in places if (path / "libcudart_static.a").exists()]
         if not libraries:
             raise OSError(f"libcudart_static.a not found under {root}")

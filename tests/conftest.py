@@ -1,3 +1,4 @@
+import gc
 import getpass
 import os
 import tempfile
@@ -17,7 +18,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     folder = Path(tempfile.gettempdir()) / f"inductor_{getpass.getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
-from helpers import DEVICES, INTERPRETED, KERNELS, PTX
+from helpers import DEVICES, INTERPRETED, KERNELS, PTX, needs_gpu_memory, not_tested_on_the_gpu
 from hypothesis import settings
 from world import world
 
@@ -66,6 +67,9 @@ def shorten_triton(items):
 
 
 def pytest_configure(config):
+    missing = not_tested_on_the_gpu()
+    if "cuda" in missing and os.environ.get("BAPO_REQUIRE_CUDA", "0") not in ("", "0"):
+        raise pytest.UsageError(f"BAPO_REQUIRE_CUDA is set, and no CUDA backend: {missing['cuda']}")
     if PTX:
         config.pluginmanager.register(ptx_backend)
 
@@ -73,6 +77,18 @@ def pytest_configure(config):
 def pytest_report_header():
     reasons = available_backends().items()
     return [f"backend {name}: {reason or 'tested'}" for name, reason in reasons]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after the list of failures
+def pytest_terminal_summary(terminalreporter):
+    result = yield
+    if missing := not_tested_on_the_gpu():
+        terminalreporter.section("NOT TESTED ON THE GPU OF THIS MACHINE", red=True, bold=True)
+        for name, reason in missing.items():
+            terminalreporter.line(f"backend {name}: {reason}")
+        terminalreporter.line("To have it: docs/install.md, CUDA and Triton; then build again")
+        terminalreporter.line("(`make test` does after `rm bapo_kernels/_build.json`).")
+    return result
 
 
 @pytest.fixture(
@@ -93,6 +109,14 @@ def device(backend):
 def interpreted(backend):
     """Whether kernels run in Triton's interpreter, where a row takes milliseconds."""
     return backend == "triton" and INTERPRETED
+
+
+@pytest.fixture
+def gpu_memory():
+    """:func:`needs_gpu_memory`, after which the memory is given back to the other workers."""
+    yield needs_gpu_memory
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,18 @@ PTX = "TRITON_PTX" in os.environ  # compiled Triton kernels run on the CPU (test
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not PTX
 DEVICES = {"cpu": "cpu", "triton": "cpu" if INTERPRETED or PTX else "cuda", "cuda": "cuda"}
 
+
+def not_tested_on_the_gpu() -> dict[str, str]:
+    """Of a machine with a GPU: the backends for it that cannot run, and why."""
+    names = ["cuda", "triton"] if torch.version.cuda else ["triton"]
+    if PTX or torch.cuda.device_count() == 0:
+        return {}
+    if not torch.cuda.is_available():  # NVML sees a GPU for which CUDA does not start
+        return dict.fromkeys(names, f"CUDA of torch {torch.__version__} does not start")
+    reasons = bapo_kernels.available_backends()
+    return {name: str(reasons[name]) for name in names if reasons[name] is not None}
+
+
 # Logits of the same values with unusual strides and offsets.
 LAYOUTS = {
     "shifted": lambda x: torch.cat([x, x[..., :1, :]], -2)[..., :-1, :],
@@ -62,6 +74,16 @@ if (chosen := os.environ.get("INSTRUCTION_SET", "widest")) != "widest":
 needs_native = pytest.mark.skipif(
     bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"
 )
+
+
+def needs_gpu_memory(gigabytes: float) -> None:
+    """Skips a test that takes this much; other processes may hold a part of the GPU."""
+    torch.cuda.empty_cache()  # of earlier tests
+    free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
+    if free < gigabytes:
+        pytest.skip(
+            f"needs {gigabytes:.1f} GB of GPU memory, {free:.1f} of {total:.1f} GB are free"
+        )
 
 
 def needs_machine_code(target: str) -> None:

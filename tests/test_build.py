@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import needs_native
+from helpers import needs_gpu_memory, needs_native, not_tested_on_the_gpu
 
 import bapo_kernels
 from bapo_kernels import checks
@@ -22,6 +23,7 @@ from bapo_kernels.output import REPORT
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
+NOT_STARTED = f"CUDA of torch {torch.__version__} does not start"
 
 
 @needs_native
@@ -284,3 +286,58 @@ def test_the_report_has_the_same_entries_in_the_same_order_everywhere():
 def test_the_sums_of_triton_are_those_of_the_native_kernels():
     policy = pytest.importorskip("bapo_kernels.backends.triton.policy")
     assert fields_of("PolicySums") == policy.SUMS
+
+
+@pytest.mark.parametrize(
+    ("starts", "cuda", "triton", "missing"),
+    [
+        (True, None, None, {}),
+        (True, "no nvcc", None, {"cuda": "no nvcc"}),
+        (True, "no nvcc", "no Triton", {"cuda": "no nvcc", "triton": "no Triton"}),
+        (False, None, None, dict.fromkeys(["cuda", "triton"], NOT_STARTED)),
+    ],
+)
+def test_backends_that_are_not_tested_on_the_gpu(monkeypatch, starts, cuda, triton, missing):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: starts)
+    monkeypatch.setattr(bapo_kernels.backends.native, "WHY_NO_CUDA", cuda)
+    monkeypatch.setattr(bapo_kernels.backends.native, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(bapo_kernels.backends.triton, "WHY_NOT", triton)
+    assert not_tested_on_the_gpu() == missing
+
+
+GPU = """
+import torch
+from bapo_kernels.backends import native
+torch.version.cuda, native.WHY_NO_CUDA = "13.0", "no nvcc"
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+"""
+
+
+@pytest.mark.slow
+def test_the_tests_say_last_what_was_not_tested(tmp_path):
+    """With BAPO_REQUIRE_CUDA they refuse to run."""
+    (tmp_path / "gpu.py").write_text(GPU)  # a plugin of pytest
+    (tmp_path / "test_any.py").write_text("def test_any():\n    assert not 'right'\n")
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))
+
+    def run(required):
+        env = os.environ | {"PYTHONPATH": paths, "BAPO_REQUIRE_CUDA": required}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu", "-p", "conftest", tmp_path]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    done, refused = run("0"), run("1")
+    failures, _, end = done.stdout.partition("NOT TESTED ON THE GPU OF THIS MACHINE")
+    assert "FAILED test_any.py" in failures
+    assert "backend cuda: no nvcc\n" in end
+    assert end.count("\n") <= 5
+    assert refused.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "BAPO_REQUIRE_CUDA is set, and no CUDA backend: no nvcc" in refused.stderr
+
+
+@pytest.mark.parametrize(("free", "reason"), [(16, None), (15, "needs 15.5 GB .* 15.0 of 24.0 GB")])
+def test_a_test_of_more_memory_than_is_free_is_skipped(monkeypatch, free, reason):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 1e9), int(24e9)))
+    with nullcontext() if reason is None else pytest.raises(pytest.skip.Exception, match=reason):
+        needs_gpu_memory(15.5)

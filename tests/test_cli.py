@@ -436,6 +436,7 @@ def test_profile_refuses_inplace_from_hidden_states():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("gpu memory")
 def test_the_commands_run_on_a_gpu():
     assert run("validate", "--device", "cuda").exit_code == 0
     assert run("profile", "--tokens", "512").exit_code == 0

@@ -1,6 +1,7 @@
 """What only a GPU can show: real sizes, graphs, streams, no synchronisation, the same bits."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers import (
     run_kernel,
     run_reference,
 )
+from launches import LAUNCHES
 from torch.profiler import DeviceType
 
 from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs, warm_up
@@ -55,9 +57,11 @@ def test_softcap_at_real_size(backend):
     check_against_reference(case, backend)
 
 
-def test_more_elements_than_32_bits_can_count(backend):
+@pytest.mark.xdist_group("gpu memory")
+def test_more_elements_than_32_bits_can_count(backend, gpu_memory):
     """2.5e9 logits; the last rows are those whose offsets overflow."""
     N, V = 16_640, 151_936
+    gpu_memory(3 * N * V * 2 / 1e9 + 1)  # logits, a copy, and its gradient
     logits = torch.empty(N, V, dtype=torch.bfloat16, device="cuda")
     for rows in logits.split(1024):
         rows.normal_().mul_(3)
@@ -124,7 +128,7 @@ def test_no_synchronisation(backend, dtype, given):
 
 @pytest.mark.parametrize("shape", [(2, 512), (16, 1_024)])
 def test_launches_that_a_profiler_sees(backend, shape):
-    """As many as ``test_launches.py`` counts by the operators, memsets included."""
+    """Of ours as many as in the table by which ``test_launches.py`` counts."""
     case = make_case(shape, 1_000, torch.bfloat16, "cuda", staleness=0.3)
     run_kernel(case, backend)  # compiles
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -133,7 +137,11 @@ def test_launches_that_a_profiler_sees(backend, shape):
         bapo_loss(logits, *case.arguments(), backend=backend).loss.backward()
         torch.cuda.synchronize()
     names = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-    assert 5 <= len(names) <= 10, names
+    ours = [name for name in names if re.search(r"bapo|^_\w+_kernel", name)]
+    operators = "prepare", "row_pass", "search", "policy", "row_gradient", "scale_"
+    assert 5 <= len(ours) <= sum(LAUNCHES[name] for name in operators), names
+    # Zeros for the counts of tokens, the incoming gradient, and two that another torch may add.
+    assert len(names) - len(ours) <= 4, names
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -1,34 +1,35 @@
 """Builds the driver, which runs without torch and Python, and one whose endless waits trap.
 
-    python tests/cuda_driver/build.py FOLDER [--all]
+    python tests/cuda_driver/build.py FOLDER
 
-``cuda_driver`` and ``cuda_driver_debug`` are for sm_90, with ``--all`` for every architecture of
-setup.py.
+``cuda_driver`` and ``cuda_driver_debug`` are for the GPUs that setup.py builds the library for.
 """
 
 from __future__ import annotations
 
-import ast
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-NVCC = os.environ.get("NVCC", "nvcc")
+NVCC = shlex.split(os.environ.get("NVCC", "nvcc"))
 KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "policy"]
 SOURCES = sorted(HERE.glob("*.cpp"))
 DEBUG = "-DBAPO_TRAP_WAITS"  # a wait without an end says which one it is, and traps
 
 
-def architectures() -> dict[str, tuple[str, ...]]:
-    """By kernel file, as setup.py has them."""
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "CUDA_ARCHITECTURES":
-            return ast.literal_eval(node.value)
-    raise LookupError("no CUDA_ARCHITECTURES in setup.py")
+def targets() -> dict[str, list[str]]:
+    """Flags of nvcc by kernel file, as setup.py has them."""
+    with mock.patch("setuptools.setup"):
+        setup = runpy.run_path(str(ROOT / "setup.py"))
+    units = setup["cuda_units"](setup["cuda_targets"](setup["cuda_architectures"]()))
+    return {unit.name.removeprefix("cuda_"): unit.flags for unit in units}
 
 
 def nvcc_flags() -> list[str]:
@@ -36,24 +37,24 @@ def nvcc_flags() -> list[str]:
 
 
 def compile_object(source: Path, target: Path, *flags: str) -> Path:
-    subprocess.run([NVCC, *nvcc_flags(), *flags, "-c", str(source), "-o", str(target)], check=True)
+    command = [*NVCC, *nvcc_flags(), *flags, "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
     return target
 
 
-def build(folder: Path, every_architecture: bool = False) -> tuple[Path, Path]:
+def build(folder: Path) -> tuple[Path, Path]:
     """The driver, and the one with traps."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    of_kernel = architectures() if every_architecture else dict.fromkeys(KERNELS, ("90",))
+    of_kernel = targets()
 
     def kernel(name: str, *flags: str) -> Path:
-        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in of_kernel[name]]
         target = folder / f"{name}{'_debug' if flags else ''}.o"
-        return compile_object(ROOT / f"csrc/cuda/{name}.cu", target, *codes, *flags)
+        return compile_object(ROOT / f"csrc/cuda/{name}.cu", target, *of_kernel[name], *flags)
 
     def link(name: str, objects: list[Future[Path]]) -> Path:
         flags = ["-Xcompiler=-static-libstdc++,-static-libgcc,-pthread", "-o", str(folder / name)]
-        subprocess.run([NVCC, *(str(o.result()) for o in objects), *flags], check=True)
+        subprocess.run([*NVCC, *(str(o.result()) for o in objects), *flags], check=True)
         return folder / name
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -64,4 +65,4 @@ def build(folder: Path, every_architecture: bool = False) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    print(*build(Path(sys.argv[1]), "--all" in sys.argv[2:]), sep="\n")
+    print(*build(Path(sys.argv[1])), sep="\n")

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(sys.platform != "linux", reason="its fibers need Linux"),
 ]
-needs_nvcc = pytest.mark.skipif(shutil.which(NVCC) is None, reason="needs nvcc")
+needs_nvcc = pytest.mark.skipif(shutil.which(NVCC[0]) is None, reason="needs nvcc")
 # Changes to row_pass_cluster.cu, a case that must fail with each, and a part of its message.
 BREAKS = {
     "another sign": (
@@ -109,7 +109,7 @@ def test_options_of_the_driver(folder):
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_nvcc_accepts_the_sources(source):
-    command = [NVCC, *nvcc_flags(), "-Xcompiler=-Werror,-fsyntax-only", "-c", source]
+    command = [*NVCC, *nvcc_flags(), "-Xcompiler=-Werror,-fsyntax-only", "-c", source]
     subprocess.run([*command, "-o", os.devnull], check=True)
 
 

@@ -2,12 +2,14 @@
 
 import os
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_driver import build as driver
 
 ROOT = Path(__file__).parents[2]
 ALL = ["sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -138,6 +140,62 @@ def test_kernels_with_clusters_are_compiled_where_they_run(setup, monkeypatch, l
         for flag in unit.flags:
             architecture, code = flag.removeprefix("-gencode=arch=").split(",code=")
             assert architecture.split("_")[1] == code.split("_")[1]
+
+
+NVCC = """#!/bin/sh
+case "$*" in
+  *--dryrun*) echo "#$ TOP=${0%/*}" >&2 ;;
+  *) echo "release 13.0, V13.0.88" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "target"), [("x86_64", "x86_64-linux"), ("aarch64", "sbsa-linux")]
+)
+def test_the_toolkit_of_a_package_is_found(monkeypatch, tmp_path, machine, target):
+    """Without the folder lib64 of an installer, and with the libraries of other machines."""
+    (tmp_path / "nvcc").write_text(NVCC)
+    (tmp_path / "nvcc").chmod(0o755)
+    for folder in ("x86_64-linux", "sbsa-linux"):
+        (tmp_path / "targets" / folder / "lib").mkdir(parents=True)
+        (tmp_path / "targets" / folder / "lib" / "libcudart_static.a").touch()
+    monkeypatch.setenv("NVCC", shlex.quote(str(tmp_path / "nvcc")))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    toolkit = runpy.run_path(str(ROOT / "setup.py"))["CudaToolkit"].find()
+    assert toolkit.libraries == tmp_path / "targets" / target / "lib"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "codes"),
+    [
+        ((8, 0), ["sm_80"]),
+        ((8, 9), ["sm_80"]),
+        ((9, 0), ["sm_90"]),
+        ((10, 0), ["sm_100"]),
+        ((10, 3), ["sm_100"]),
+        ((12, 0), ["sm_120"]),
+        (None, ALL),  # to be taken to any GPU
+    ],
+)
+def test_the_driver_is_for_the_same_gpus(monkeypatch, tmp_path, gpu, codes):
+    commands = []
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    see_gpus(monkeypatch, *[gpu] if gpu else [])
+    monkeypatch.setattr(driver.subprocess, "run", lambda command, **_: commands.append(command))
+    driver.build(tmp_path)
+    of_kernels = [command for command in commands if any(".cu" in word for word in command)]
+    assert len(of_kernels) == len(driver.KERNELS) + 1  # and the one with traps
+    for command in of_kernels:
+        has = [word.rpartition("=")[2] for word in command if "-gencode" in word]
+        clusters = "row_pass_cluster" in " ".join(command) and len(codes) > 1
+        assert has == (codes[1:] if clusters else codes)
+
+
+def test_the_compiler_of_the_driver_may_be_of_several_words(monkeypatch):
+    monkeypatch.setenv("NVCC", "ccache '/a b/nvcc'")
+    assert runpy.run_path(driver.__file__)["NVCC"] == ["ccache", "/a b/nvcc"]
 
 
 class BuildError(Exception):

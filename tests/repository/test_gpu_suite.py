@@ -207,6 +207,7 @@ def test_all_stages_run_and_are_archived(suite):
     assert {call[1] for call in ours if parsed(call)} == COMMANDS.keys()
     files = [word for call in tests for word in call if word.startswith("tests/")]
     assert len(tests) == 4
+    assert ["loadgroup" in call for call in tests] == ["-n" in call for call in tests]
     assert all((ROOT / file).exists() for file in files)
     sanitized = [call for call in ours if call[1] == "benchmarks.launch_rows" and "96" in call]
     assert ["--sets" in call for call in sanitized] == [False, True]
@@ -348,7 +349,7 @@ def test_an_unusable_prebuilt_library_is_built_again(suite, fault):
     if fault == "other sources":
         (suite.tree / "csrc/kernel.cu").write_text("another kernel\n")
     elif fault == "does not load":
-        suite.behaves(**{"'the library has'": "exit 1"})
+        suite.behaves(**{"native.WHY_NO_CUDA": "exit 1"})
     else:
         shutil.rmtree(suite.prebuilt)
     suite.run("--only", "driver")
@@ -360,6 +361,39 @@ def test_an_unusable_prebuilt_library_is_built_again(suite, fault):
     else:
         assert suite.called("tests/cuda_driver/build.py", "build/driver")
         assert suite.summary()["library"] == ("ok", "built here")
+
+
+def test_the_driver_of_a_library_in_place_is_built(suite):
+    """Once, and again where its sources have changed."""
+
+    def builds():
+        suite.run("--only", "driver", BAPO_PREBUILT="")
+        assert suite.summary()["library"] == ("ok", "in place, newer than its sources")
+        return len([call for call in suite.calls() if "tests/cuda_driver/build.py" in call])
+
+    (suite.tree / "bapo_kernels/_C.abi3.so").touch()
+    (suite.tree / "tests/cuda_driver").mkdir()
+    driver = suite.tree / "build/driver/cuda_driver"
+    suite.behaves(
+        **{"cuda_driver/build.py": f"install -D -m 755 /bin/true {driver}; touch {driver}"}
+    )
+    assert [builds(), builds()] == [1, 1]
+    assert suite.summary()["driver"][0] == "ok"
+    os.utime(driver, (0, 0))
+    assert builds() == 2
+
+
+def test_without_nvcc_the_library_has_the_kernels_for_the_cpu(suite):
+    """The stage fails and says why; the build is not one that removes the library."""
+    suite.behaves(
+        **{
+            "setup.py": "[[ -z ${BAPO_REQUIRE_CUDA-} ]] && touch bapo_kernels/_C.abi3.so",
+            "native.WHY_NO_CUDA": "echo no CUDA compiler found; exit 1",
+        }
+    )
+    suite.run("--only", "tests", BAPO_PREBUILT="")
+    assert suite.summary()["library"] == ("failed", "no CUDA compiler found")
+    assert (suite.tree / "bapo_kernels/_C.abi3.so").exists()
 
 
 @needs_native
