@@ -146,7 +146,7 @@ take_prebuilt() {
 
 library_loads() {
   local absent=None
-  [[ $DEVICE == cpu ]] || absent="None if 'cuda' in native.build_info() else native.WHY_NO_CUDA"
+  [[ $DEVICE == cpu ]] || absent="None if 'cuda' in native.build_info() else native.why_no_cuda()"
   $PYTHON -c "from bapo_kernels.backends import native
 raise SystemExit(native.WHY_NO_CPU or ($absent))"
 }

@@ -159,6 +159,7 @@ def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, 
     monkeypatch.setattr(native, "build_info", lambda: {"cuda": f"13.0 for {targets}"})
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: gpu)
     monkeypatch.setattr(native, "_cuda_of_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     native._not_built_for.cache_clear()
     expected = reason and reason.format(targets)
     assert bapo_kernels.available_backends()["cuda"] == expected
@@ -301,16 +302,17 @@ def test_backends_that_are_not_tested_on_the_gpu(monkeypatch, starts, cuda, trit
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: starts)
-    monkeypatch.setattr(bapo_kernels.backends.native, "WHY_NO_CUDA", cuda)
+    monkeypatch.setattr(bapo_kernels.backends.native, "why_no_cuda", lambda: cuda)
     monkeypatch.setattr(bapo_kernels.backends.native, "why_no_kernels", lambda device: None)
-    monkeypatch.setattr(bapo_kernels.backends.triton, "WHY_NOT", triton)
+    monkeypatch.setattr(bapo_kernels.backends.triton, "why_not", lambda: triton)
+    monkeypatch.setattr(bapo_kernels.backends.triton, "INTERPRETED", False)
     assert not_tested_on_the_gpu() == missing
 
 
 GPU = """
 import torch
 from bapo_kernels.backends import native
-torch.version.cuda, native.WHY_NO_CUDA = "13.0", "no nvcc"
+torch.version.cuda, native.why_no_cuda = "13.0", lambda: "no nvcc"
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 """
 

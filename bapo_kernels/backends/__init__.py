@@ -27,6 +27,11 @@ def available_backends() -> dict[str, str | None]:
         reference runs here
     """
     reasons = {name: _why_not_here(name) for name in NAMES}
+    for name in ("cuda", "triton"):
+        interpreted = name == "triton" and triton.INTERPRETED
+        if reasons[name] is None and not interpreted and not torch.cuda.is_available():
+            # A GPU was counted without its driver, which may be too old for this torch.
+            reasons[name] = f"CUDA of torch {torch.__version__} does not start"
     if reasons["cuda"] is None:
         reasons["cuda"] = native.why_no_kernels(torch.device("cuda"))
     return reasons

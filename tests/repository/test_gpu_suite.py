@@ -349,7 +349,7 @@ def test_an_unusable_prebuilt_library_is_built_again(suite, fault):
     if fault == "other sources":
         (suite.tree / "csrc/kernel.cu").write_text("another kernel\n")
     elif fault == "does not load":
-        suite.behaves(**{"native.WHY_NO_CUDA": "exit 1"})
+        suite.behaves(**{"native.why_no_cuda": "exit 1"})
     else:
         shutil.rmtree(suite.prebuilt)
     suite.run("--only", "driver")
@@ -388,7 +388,7 @@ def test_without_nvcc_the_library_has_the_kernels_for_the_cpu(suite):
     suite.behaves(
         **{
             "setup.py": "[[ -z ${BAPO_REQUIRE_CUDA-} ]] && touch bapo_kernels/_C.abi3.so",
-            "native.WHY_NO_CUDA": "echo no CUDA compiler found; exit 1",
+            "native.why_no_cuda": "echo no CUDA compiler found; exit 1",
         }
     )
     suite.run("--only", "tests", BAPO_PREBUILT="")
