@@ -216,7 +216,7 @@ def row_of_install(record: Record) -> dict[str, str]:
 
 def row_of_triton(record: Record) -> dict[str, str]:
     targets = record["targets"]
-    names = ", ".join(target.partition(":")[2] for target in targets)
+    names = ", ".join(target.replace("cuda:", "sm_").removeprefix("hip:") for target in targets)
     return {
         "Triton": record["compiler"].removeprefix("Triton "),
         "torch": record["torch"],
