@@ -25,11 +25,12 @@ test: BIN = build/test_env/bin
 test: build/test_env/installed $(LIBRARY)
 	EMULATE_SEEDS=1 $(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
 
-# Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging; and every
-# Triton kernel as PTX (`ptx`).
-test-all: .venv/built
+# Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging; every Triton
+# kernel as PTX (`ptx`), and in the interpreter of a newer Triton.
+test-all: .venv/built build/triton_3.9/installed
 	$(PYTEST)
 	TRITON_PTX=90 $(PTX) -m "not slow"
+	PYTHONPATH=$(CURDIR)/build/triton_3.9 $(PYTEST) -m "not slow" -k triton tests/test_*.py
 
 # Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built
@@ -138,7 +139,7 @@ clean:
 # comes first, as others take their versions from it. That of the baselines leaves out what they
 # depend on.
 lock: .venv/installed
-	for name in all baselines demo test wheel; do \
+	for name in all baselines demo test triton_3.9 wheel; do \
 	  echo torch | $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
 	    --excludes /dev/stdin --annotation-style line --custom-compile-command "make lock" \
 	    $$([ $$name != baselines ] || echo --no-deps) requirements/$$name.in \
@@ -147,11 +148,11 @@ lock: .venv/installed
 
 # The locked lists are complete, and --no-deps keeps pip from another torch. Python compiles at its
 # first import what pip does not.
-PIP_INSTALL = $(@D)/bin/pip install -q --disable-pip-version-check --no-compile
+PIP_INSTALL = pip install -q --disable-pip-version-check --no-compile
 define set_up
 	$(PYTHON) -m venv $(@D)
-	$(PIP_INSTALL) torch==$(TORCH)
-	$(PIP_INSTALL) --no-deps --require-hashes -r $<
+	$(@D)/bin/$(PIP_INSTALL) torch==$(TORCH)
+	$(@D)/bin/$(PIP_INSTALL) --no-deps --require-hashes -r $<
 	touch $@
 endef
 
@@ -161,10 +162,16 @@ build/%_env/installed: requirements/%.txt
 .venv/installed: requirements/all.txt
 	$(set_up)
 
+# A newer Triton than that of .venv, which it replaces where PYTHONPATH has this folder.
+build/triton_%/installed: requirements/triton_%.txt | .venv/installed
+	rm -rf $(@D)
+	.venv/bin/$(PIP_INSTALL) --no-deps --require-hashes --target $(@D) -r $<
+	touch $@
+
 # For all GPUs where there is a compiler, because tests read the machine code of their kernels.
 .venv/built: .venv/installed $(SOURCES)
 	$(if $(shell command -v $(or $(NVCC),nvcc)),BAPO_REQUIRE_CUDA=1) TORCH_CUDA_ARCH_LIST=all \
-	  $(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	  $(@D)/bin/$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	touch $@
 
 # In place, by the Python of the target that needs it.

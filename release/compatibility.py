@@ -1,4 +1,4 @@
-"""On what the wheel has been installed, and for which GPUs the kernels were compiled and emulated.
+"""On what the wheel was installed, and with what the kernels were compiled and emulated.
 
 ``python -m release.compatibility`` has one command per kind of test; each appends a record to
 ``release/compatibility.jsonl``, from which ``page`` writes ``docs/compatibility.md``.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pandas as pd
 import triton
 import typer
@@ -27,10 +29,8 @@ ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "release" / "compatibility.jsonl"
 PAGE = ROOT / "docs" / "compatibility.md"
 TRITON_TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
-EMULATED = {
-    "cuda": ["tests/test_cuda_on_host.py", "tests/test_sets_on_host.py"],
-    "triton": ["tests/test_loss.py", "tests/test_linear.py", "tests/test_policies.py", "-k=triton"],
-}
+ON_HOST = ("tests/test_cuda_on_host.py", "tests/test_sets_on_host.py")
+INTERPRETED = ("-m=not slow", "-k=triton", *map(str, sorted(ROOT.glob("tests/test_*.py"))))
 Record = dict[str, Any]
 app = typer.Typer(help=__doc__, add_completion=False)
 
@@ -38,6 +38,8 @@ app = typer.Typer(help=__doc__, add_completion=False)
 @app.command()
 def install(
     wheel: Path,
+    others: Annotated[list[str] | None, typer.Argument(help="as typer==0.19.0")] = None,
+    *,
     torch: Annotated[str, typer.Option(help="version of torch")],
     python: Annotated[str, typer.Option(help="an interpreter")] = sys.executable,
     folder: Annotated[Path | None, typer.Option(help="an environment to keep and to reuse")] = None,
@@ -50,7 +52,7 @@ def install(
         pip = [str(place / "bin" / "python"), "-m", "pip", "install", "-q"]
         run(*pip, f"torch=={torch}")
         run(*pip, "--force-reinstall", "--no-deps", str(wheel))
-        run(*pip, f"{wheel}[cli]")
+        run(*pip, f"{wheel}[cli]", *(others or []))
         probe = [str(place / "bin" / "python"), str(ROOT / "release" / "probe.py")]
         facts = json.loads(run(*probe, cwd=temporary, env={"PATH": "", "HOME": temporary}))
     content = wheel.read_bytes()
@@ -59,41 +61,50 @@ def install(
 
 
 @app.command()
-def compiled() -> None:
-    """Compiles every Triton kernel for each target; reads what nvcc made of the CUDA kernels."""
-    for target in TRITON_TARGETS:
-        kernels = json.loads(run(sys.executable, "tests/compile_triton.py", target))["kernels"]
-        stacks = [kernel["stack"] for kernel in kernels]
-        append_compiled("triton", target, stacks, f"Triton {triton.__version__}")
+def cuda() -> None:
+    """Reads what nvcc made of the CUDA kernels, and runs them on this CPU, thread by thread."""
     usage = run(str(cuobjdump()), "-res-usage", "bapo_kernels/_C.abi3.so")
     report = json.loads((ROOT / "bapo_kernels" / "_build.json").read_text())
-    nvcc = f"nvcc {report['cuda'].partition(' ')[0]}"
-    of_targets = defaultdict(list)
+    stacks = defaultdict(list)
     for target, part in re.findall(r"arch = sm_(\d+)\n(.*?)(?=^arch = |\Z)", usage, re.M | re.S):
         kernels = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", part)
-        of_targets[target] += [int(stack) + int(local) for stack, local in kernels]
-    for target, stacks in of_targets.items():
-        append_compiled("cuda", f"cuda:{target}", stacks, nvcc)
-
-
-def append_compiled(backend: str, target: str, stacks: list[int], compiler: str) -> None:
-    """``stacks``: bytes of stack and spills of each kernel."""
-    facts = {"backend": backend, "target": target, "compiler": compiler}
-    spilling = sum(stack > 0 for stack in stacks)
-    append({"kind": "compiled", **facts, "kernels": len(stacks), "spilling": spilling})
+        stacks[f"cuda:{target}"] += [int(stack) + int(local) for stack, local in kernels]
+    facts = {"compiler": f"nvcc {report['cuda'].partition(' ')[0]}", "passed": tests(*ON_HOST)}
+    append({"kind": "cuda", **facts, "targets": {k: counted(v) for k, v in stacks.items()}})
 
 
 def cuobjdump() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-@app.command()
-def emulated() -> None:
-    """Runs the kernels on this CPU: CUDA thread by thread, Triton in its interpreter."""
-    for backend, tests in EMULATED.items():
-        output = run(sys.executable, "-m", "pytest", "-q", "-n2", "--dist=loadgroup", *tests)
-        passed = int(re.search(r"(\d+) passed", output)[1])
-        append({"kind": "emulated", "backend": backend, "tests": tests, "passed": passed})
+@app.command(name="triton")
+def of_triton(
+    version: str,
+    numpy: Annotated[str, typer.Option(help="version of NumPy")] = np.__version__,
+) -> None:
+    """Runs the Triton kernels in the interpreter of a version, and compiles all for each target."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", f"--target={folder}"]
+        run(*pip, f"triton=={version}", f"numpy=={numpy}")
+        env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+        facts = {"numpy": numpy, "passed": tests(*INTERPRETED, env=env), "targets": {}}
+        for target in TRITON_TARGETS:
+            output = run(sys.executable, "tests/compile_triton.py", target, env=env)
+            stacks = [kernel["stack"] for kernel in json.loads(output)["kernels"]]
+            facts["targets"][target] = counted(stacks)
+    torch = environment()["torch"]
+    append({"kind": "triton", "compiler": f"Triton {version}", "torch": torch, **facts})
+
+
+def tests(*arguments: str, **options: Any) -> int:
+    """How many have passed, if none has failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n2", "--dist=loadgroup"]
+    return int(re.search(r"(\d+) passed", run(*command, *arguments, **options))[1])
+
+
+def counted(stacks: list[int]) -> dict[str, int]:
+    """``stacks``: bytes of stack and spills of each kernel."""
+    return {"kernels": len(stacks), "spilling": sum(stack > 0 for stack in stacks)}
 
 
 @app.command()
@@ -130,17 +141,23 @@ found the function of torch that tells the current stream, the only one that it 
 
 {installed}
 
+## Triton
+
+Each row is a version that torch 2.10 or a later one brings along: tests in its interpreter, and
+kernels that it has compiled. The interpreter is for tests alone; that of Triton 3.6 fails with
+NumPy 2.4 and later.
+
+{triton}
+
 ## GPUs
 
 **No kernel has run on a GPU yet.** Compiled means: every kernel in every variant, and how many of
 them spill registers to memory or use the stack (for sm_80 and sm_100 Triton compiles the smallest
 and the largest variants). Emulated means: run on a CPU and compared with the reference in float64,
-the CUDA kernels thread by thread under adversarial schedules, the Triton kernels in Triton's
-interpreter and, for sm_80 and sm_90, as PTX under a race detector.
+the CUDA kernels thread by thread under adversarial schedules, which {emulated:,} tests have passed,
+the Triton kernels in Triton's interpreter and, for sm_80 and sm_90, as PTX under a race detector.
 
 {compiled}
-
-{emulated}
 
 The CUDA kernels come with CUDA {cuda}, which needs NVIDIA's driver 580 or later, whatever the
 CUDA version of torch. PTX of the newest architecture is in the wheel too, for GPUs that are
@@ -152,18 +169,17 @@ newer. Triton compiles for the GPU it finds, and comes with torch.
 
 def page_of(records: list[Record]) -> str:
     installed = last(records, "installed", "python", "torch")
-    compiled = last(records, "compiled", "backend", "target")
-    passed = {r["backend"]: r["passed"] for r in last(records, "emulated", "backend")}
-    (nvcc,) = {r["compiler"] for r in compiled if r["backend"] == "cuda"}
+    (cuda,) = last(records, "cuda", "compiler")
+    of_triton = last(records, "triton", "compiler")
     return TEXT.format(
         wheel=installed[-1]["bytes"] / 1e6,
         library=installed[-1]["bytes of the library"] / 1e6,
         installed=table(map(row_of_install, installed)),
-        compiled=table(row_of_target(target, compiled) for target in GPUS),
-        emulated=f"{passed['cuda']:,} tests of the CUDA kernels and {passed['triton']:,} of the "
-        "Triton kernels passed emulated.",
-        cuda=nvcc.removeprefix("nvcc "),
-        sources=sources(installed, compiled, last(records, "emulated", "backend")),
+        triton=table(map(row_of_triton, of_triton)),
+        compiled=table(row_of_target(target, cuda, of_triton[-1]) for target in GPUS),
+        emulated=cuda["passed"],
+        cuda=cuda["compiler"].removeprefix("nvcc "),
+        sources=sources(installed, [cuda], of_triton),
     )
 
 
@@ -188,6 +204,8 @@ def row_of_install(record: Record) -> dict[str, str]:
     return {
         "Python": record["python"],
         "torch": record["torch"],
+        "Triton": record.get("triton", ""),
+        "typer": record.get("typer", ""),
         "system": record["libc"],
         "CPU kernels": report.get("cpu kernels", "absent"),
         "`validate`": f"{checks['checks']} checks, {'FAILED' if failed else 'passed'}",
@@ -196,16 +214,30 @@ def row_of_install(record: Record) -> dict[str, str]:
     }
 
 
-def row_of_target(target: str, compiled: list[Record]) -> dict[str, str]:
-    made = {r["backend"]: r for r in compiled if r["target"] == target}
+def row_of_triton(record: Record) -> dict[str, str]:
+    targets = record["targets"]
+    names = ", ".join(target.replace("cuda:", "sm_").removeprefix("hip:") for target in targets)
+    return {
+        "Triton": record["compiler"].removeprefix("Triton "),
+        "torch": record["torch"],
+        "NumPy": record["numpy"],
+        "interpreted": f"{record['passed']} tests passed",
+        "compiled": f"{names}: {described(*targets.values())}",
+    }
+
+
+def row_of_target(target: str, *records: Record) -> dict[str, str]:
     row = {"GPU": GPUS[target]}
-    for backend, name in (("cuda", "CUDA"), ("triton", "Triton")):
-        if found := made.get(backend):
-            spills = f"{found['spilling']} spill" if found["spilling"] else "no spill"
-            row[name] = f"{found['compiler']}: {found['kernels']} kernels, {spills}"
-        else:
-            row[name] = "not compiled here"
+    for record, name in zip(records, ("CUDA", "Triton"), strict=True):
+        made = record["targets"].get(target)
+        row[name] = f"{record['compiler']}: {described(made)}" if made else "not compiled here"
     return row
+
+
+def described(*made: dict[str, int]) -> str:
+    spilling = sum(one["spilling"] for one in made)
+    spills = f"{spilling} spill" if spilling else "no spill"
+    return f"{sum(one['kernels'] for one in made)} kernels, {spills}"
 
 
 def sources(*of_kinds: list[Record]) -> str:

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from bapo_kernels.debug import environment
 
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
 STREAM = "aoti_torch_get_current_cuda_stream"
+BESIDE = "triton", "typer"  # what torch brings along, if it does; what the extra cli does
 
 
 def validate() -> dict[str, int]:
@@ -38,6 +40,7 @@ def main() -> None:
         "python": platform.python_version(),
         "libc": " ".join(platform.libc_ver()),
         "torch": torch.__version__,
+        **{found.name: found.version for name in BESIDE for found in distributions(name=name)},
         "cuda of torch": torch.version.cuda,
         # Looked up where the library's own reference to it is: in what it is linked to.
         "finds the stream": hasattr(ctypes.CDLL(str(LIBRARY)), STREAM),

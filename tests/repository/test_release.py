@@ -66,6 +66,15 @@ def test_the_page_of_compatibility_has_the_records():
     assert all(record["loss"] == -0.25 for record in installed)
 
 
+def test_the_oldest_versions_that_are_allowed_have_been_run():
+    from release import compatibility
+
+    project = (ROOT / "pyproject.toml").read_text()
+    for name in ("requires-python = ", "torch", "triton"):
+        (oldest,) = re.findall(rf'{name}"?>=([\d.]+)"', project)
+        assert re.search(rf"\| {re.escape(oldest)}\.\d", compatibility.PAGE.read_text()), name
+
+
 def test_a_failed_installation_is_shown():
     from release import compatibility
 

@@ -92,8 +92,10 @@ def test_core_suite_runs_on_the_oldest_and_the_newest():
     oldest, newest = matrix[0], matrix[-1]
     assert f"TORCH = ({oldest['torch'].replace('.', ', ').removesuffix(', 0')})" in SETUP
     assert PYPROJECT["project"]["dependencies"] == [f"torch>={oldest['torch'].removesuffix('.0')}"]
+    (triton,) = PYPROJECT["project"]["optional-dependencies"]["triton"]
+    assert triton == oldest["triton"].replace("==", ">=").removesuffix(".0")
     assert PYPROJECT["project"]["requires-python"] == f">={oldest['python']}"
-    assert newest["torch"] == "newest"
+    assert (newest["torch"], newest["triton"]) == ("newest", "triton")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -165,7 +167,7 @@ def test_locked_requirements(path):
     pins = PIN.findall(locked)
     names = {name for name, _ in pins}
     asked = [(name, version) for name, version in PIN.findall(path.read_text()) if name[0] != "-"]
-    assert len(asked) > 5
+    assert asked
     for name, version in asked:
         assert (name, version) in pins if version else name in names
     assert "torch" not in names
