@@ -140,7 +140,9 @@ class Call:
             ids = getattr(sampling_mask, "token_ids", None)
             offsets = getattr(self.sequences, "cu_seqlens", None)
             others = dict(sampling_mask=ids, sequences=offsets, counted=None, process_group=None)
-            check_ranks(made_by, vars(self) | others, self.unmasked, searching, vocab_group)
+            # torch.compile traces vars() in some versions only.
+            mine = {name: getattr(self, name) for name in Call.__annotations__}
+            check_ranks(made_by, mine | others, self.unmasked, searching, vocab_group)
         if self.backend != "reference":  # which gathers the whole vocabulary itself
             self.shard = VocabShard.of(columns, self.unmasked, vocab_group)
             self.sets = sets_of(sampling_mask, self.labels, self.backend, self.shard or columns)
@@ -235,7 +237,7 @@ def log_probs_call(
     """Log-probs and entropy of these labels, no loss; ``temperature`` in the shape of these."""
     check_transforms(backend)
     given = {} if temperature is None else {"temperatures": temperature}
-    per_token = token_inputs(backend, Arguments(labels, given))
+    per_token = token_inputs(backend, Arguments(labels, given, config=config))
     unmasked = per_token.unmasked
     call = Call(
         config,

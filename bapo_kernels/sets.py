@@ -55,7 +55,6 @@ class Sets(NamedTuple):
         ops_of(backend).find_labels(labels, ids, offsets, V, positions)
         return cls(ids, offsets, offsets[1:] != offsets[:-1], positions, span)
 
-    @property
     def of_columns(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """What operators take that look for the ids among the columns of this rank."""
         return self.token_ids, self.offsets, self.span
@@ -74,7 +73,7 @@ def gathered(call: Call, logits: Tensor) -> Tensor:
     """The values of the counted rows, of logits ``[B, S, V]``."""
     sets = _of(call)
     values = sets.values()
-    ops_of(call.backend).gather_sets(logits, call.counted, *sets.of_columns, values)
+    ops_of(call.backend).gather_sets(logits, call.counted, *sets.of_columns(), values)
     return values
 
 
@@ -82,7 +81,7 @@ def multiplied(call: Call, head: Head) -> Tensor:
     """The values of the counted rows: products of hidden states and rows of the head."""
     sets = _of(call)
     values = sets.values()
-    ops_of(call.backend).multiply_sets(*_operands(head), call.counted, *sets.of_columns, values)
+    ops_of(call.backend).multiply_sets(*_operands(head), call.counted, *sets.of_columns(), values)
     return values
 
 
@@ -149,7 +148,7 @@ def gradient(
 def scatter(call: Call, dvalues: Tensor, dlogits: Tensor) -> None:
     """Puts the gradients of the values into ``dlogits [B, S, V]``, 0 so far in these rows."""
     sets = _of(call)
-    ops_of(call.backend).scatter_sets(dvalues, call.counted, *sets.of_columns, dlogits)
+    ops_of(call.backend).scatter_sets(dvalues, call.counted, *sets.of_columns(), dlogits)
 
 
 def hidden_gradient(
@@ -158,7 +157,7 @@ def hidden_gradient(
     """Writes the gradient of the hidden states of rows with a set; ``only``: of those rows."""
     sets = _of(call)
     _, weight, _ = _operands(head)
-    ops_of(call.backend).sets_dhidden(dvalues, weight, *sets.of_columns, only, dhidden)
+    ops_of(call.backend).sets_dhidden(dvalues, weight, *sets.of_columns(), only, dhidden)
 
 
 def weight_gradient(
