@@ -8,6 +8,7 @@ second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,10 +258,8 @@ def _of_plain(function: Callable[..., None], operator: Callable[..., None]) -> C
     """The function, but the operator where a tensor is of a subclass, which may have no memory."""
 
     def run(*arguments: Any) -> None:
-        types = set(map(type, arguments))
-        if list in types:
-            types.update(*(map(type, given) for given in arguments if type(given) is list))
-        (function if types <= _PLAIN else operator)(*arguments)
+        given = chain(arguments, *(each for each in arguments if type(each) is list))
+        (function if _PLAIN.issuperset(map(type, given)) else operator)(*arguments)
 
     return run
 

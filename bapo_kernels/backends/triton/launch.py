@@ -91,10 +91,8 @@ def set_shape() -> RowShape:
 
 @lru_cache
 def alignment(element_size: int, shape: torch.Size, *strides: tuple[int, ...]) -> int:
-    """Elements, at most 16 bytes, of which the distances of all rows are a multiple.
-
-    One row counts as several, so that a batch of one token is no kernel of its own.
-    """
+    """Elements, at most 16 bytes, of which the distances of all rows are a multiple."""
+    # Of one row too, or a batch of one token would be a kernel of its own.
     apart = [stride[i] for stride in strides for i in (0, 1) if i == 1 or shape[i] > 1]
     return math.gcd(16 // element_size, *apart)
 
