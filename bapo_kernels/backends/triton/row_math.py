@@ -81,9 +81,12 @@ def derivative(y):
 
 
 @triton.jit
-def tile(R: tl.constexpr, W: tl.constexpr):
-    """Offsets of R*W consecutive elements, one column per lane."""
-    return tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+def tile(first, R: tl.constexpr, W: tl.constexpr):
+    """Pointers to R*W consecutive elements, one column per lane.
+
+    Lanes first, so that one address serves a thread: the rest is a constant of the instruction.
+    """
+    return (first + tl.arange(0, W))[None, :] + tl.arange(0, R)[:, None] * W
 
 
 @triton.jit
@@ -140,14 +143,14 @@ def lane_sums(
     whole = V // step * step
     kept = tl.where(again, whole, 0)
     for begin in range(0, kept, step):
-        z = tl.load(row + begin + tile(UNROLL, W), eviction_policy="evict_last")
+        z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_last")
         origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
     for begin in range(kept, whole, step):
-        z = tl.load(row + begin + tile(UNROLL, W), eviction_policy="evict_first")
+        z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
         origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
-        z = tl.load(row + whole + tile(UNROLL, W), inside, other=-INF)
+        z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF)
         origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
     return origin, total, weighted
 
@@ -238,17 +241,17 @@ def write_gradient(
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
         z = tl.load(
-            row + whole + tile(UNROLL, W), inside, other=-INF, eviction_policy="evict_first"
+            tile(row + whole, UNROLL, W), inside, other=-INF, eviction_policy="evict_first"
         )
         dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
         dz = rounded(dz, grad.dtype.element_ty)
-        tl.store(grad + whole + tile(UNROLL, W), dz, inside, eviction_policy="evict_first")
+        tl.store(tile(grad + whole, UNROLL, W), dz, inside, eviction_policy="evict_first")
     for done in range(0, V // step):
-        index = (V // step - 1 - done) * step + tile(UNROLL, W)
-        z = tl.load(row + index, eviction_policy="evict_first")
+        begin = (V // step - 1 - done) * step
+        z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
         dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
         dz = rounded(dz, grad.dtype.element_ty)
-        tl.store(grad + index, dz, eviction_policy="evict_first")
+        tl.store(tile(grad + begin, UNROLL, W), dz, eviction_policy="evict_first")
     tl.debug_barrier()  # after the thread that wrote the label's tile
     label_grad = rounded(label_grad.to(tl.float32), grad.dtype.element_ty)
     tl.store(grad + label, label_grad, (label >= 0) & (label < V))
@@ -275,10 +278,10 @@ def write_zeros(grad, V, W: tl.constexpr, UNROLL: tl.constexpr):
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
     for begin in range(0, whole, step):
-        tl.store(grad + begin + tile(UNROLL, W), zeros, eviction_policy="evict_first")
+        tl.store(tile(grad + begin, UNROLL, W), zeros, eviction_policy="evict_first")
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
-        tl.store(grad + whole + tile(UNROLL, W), zeros, inside, eviction_policy="evict_first")
+        tl.store(tile(grad + whole, UNROLL, W), zeros, inside, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -287,13 +290,13 @@ def scale_row(row, V, by, W: tl.constexpr, UNROLL: tl.constexpr):
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
     for begin in range(0, whole, step):
-        index = begin + tile(UNROLL, W)
-        z = tl.load(row + index, eviction_policy="evict_first")
+        place = tile(row + begin, UNROLL, W)
+        z = tl.load(place, eviction_policy="evict_first")
         z = rounded(widened(z) * by, row.dtype.element_ty)
-        tl.store(row + index, z, eviction_policy="evict_first")
+        tl.store(place, z, eviction_policy="evict_first")
     if whole < V:
-        index = whole + tile(UNROLL, W)
+        place = tile(row + whole, UNROLL, W)
         inside = is_inside(V - whole, UNROLL, W)
-        z = tl.load(row + index, inside, eviction_policy="evict_first")
+        z = tl.load(place, inside, eviction_policy="evict_first")
         z = rounded(widened(z) * by, row.dtype.element_ty)
-        tl.store(row + index, z, inside, eviction_policy="evict_first")
+        tl.store(place, z, inside, eviction_policy="evict_first")
