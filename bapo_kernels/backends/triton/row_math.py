@@ -116,19 +116,30 @@ def scale2_at(scale, temperature):
 
 
 @triton.jit
-def add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
-    """Adds ``[R, W]`` logits to the sums of the lanes, of 2^t and of t*2^t; -inf adds nothing."""
+def add_to_lanes(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
+    """Adds ``[R, lanes]`` logits to the sums, of 2^t and of t*2^t; -inf adds nothing."""
     y = transformed(widened(z), inner, SOFTCAP)
     top = tl.maximum(origin, tl.max(y, 0))
+    t = (y - top[None, :]) * scale2
     shift = (origin - top) * scale2
     factor = tl.exp2(shift)
-    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total)
-    total = factor * total
-    t = (y - top[None, :]) * scale2
     e = tl.exp2(t)
-    weighted += tl.sum(e * tl.maximum(t, FLOOR), 0)
-    total += tl.sum(e, 0)
+    weighted_of_tile = tl.sum(e * tl.maximum(t, FLOOR), 0)
+    total_of_tile = tl.sum(e, 0)
+    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total) + weighted_of_tile
+    total = factor * total + total_of_tile
     return top, total, weighted
+
+
+@triton.jit
+def add_tile(z, inner, scale2, even, odd, SOFTCAP: tl.constexpr):
+    """Adds ``[R, W]`` logits to the even lanes, then to the odd ones.
+
+    All at once would need more registers than there are.
+    """
+    z_even, z_odd = tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
+    even = add_to_lanes(z_even, inner, scale2, *even, SOFTCAP)
+    return even, add_to_lanes(z_odd, inner, scale2, *odd, SOFTCAP)
 
 
 @triton.jit
@@ -136,23 +147,27 @@ def lane_sums(
     row, V, inner, scale2, again, SOFTCAP: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr
 ):
     """Maximum of y, sum of 2^t and of t*2^t per lane. Rows read ``again`` stay cached."""
-    origin = tl.full((W,), LOWEST, tl.float32)
-    total = tl.zeros((W,), tl.float32)
-    weighted = tl.zeros((W,), tl.float32)
+    zeros = tl.zeros((W // 2,), tl.float32)
+    even, odd = (zeros + LOWEST, zeros, zeros), (zeros + LOWEST, zeros, zeros)
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
-    kept = tl.where(again, whole, 0)
-    for begin in range(0, kept, step):
-        z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_last")
-        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
-    for begin in range(kept, whole, step):
-        z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
-        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
+    if again:
+        for begin in range(0, whole, step):
+            z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_last")
+            even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
+    else:
+        for begin in range(0, whole, step):
+            z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
+            even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
         z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF)
-        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
-    return origin, total, weighted
+        even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
+    return (
+        tl.join(even[0], odd[0]).reshape(W),
+        tl.join(even[1], odd[1]).reshape(W),
+        tl.join(even[2], odd[2]).reshape(W),
+    )
 
 
 @triton.jit
