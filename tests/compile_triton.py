@@ -491,7 +491,9 @@ def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
     """Loads and stores of innermost loops."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass)
     instructions = [instruction for _, instruction in lines]
-    loops = nvidia_loops(instructions, {int(at, 16): number for number, (at, _) in enumerate(lines)})
+    loops = nvidia_loops(
+        instructions, {int(at, 16): number for number, (at, _) in enumerate(lines)}
+    )
     innermost = [loop for loop in loops if not any(other < loop for other in loops)]
     for number in set().union(*innermost):
         if found := re.search(r"\b(?:LDG|STG|LDL|STL)\b[\w.]*", instructions[number]):

@@ -23,8 +23,8 @@ WIDE = (".128", "dwordx4")  # 16 bytes, as NVIDIA and AMD write it
 REGISTERS = {"cuda": 96, "hip": 256}
 
 
-# Once per row and thread: the latency of one load from the cache.
-STACK = 16
+# Outside of innermost loops, so once per row, most of it where a float64 division is not ordinary.
+STACK = 64
 # The environment's version for all variants of one target of each vendor, and of the others for the
 # extremes. A newer one, which `make` installs, has another ptxas.
 FOLDERS = {"locked": None, "3.9": Path(__file__).parent.parent / "build/triton_3.9"}

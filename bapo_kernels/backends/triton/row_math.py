@@ -255,9 +255,7 @@ def write_gradient(
     whole = V // step * step
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
-        z = tl.load(
-            tile(row + whole, UNROLL, W), inside, other=-INF, eviction_policy="evict_first"
-        )
+        z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF, eviction_policy="evict_first")
         dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
         dz = rounded(dz, grad.dtype.element_ty)
         tl.store(tile(grad + whole, UNROLL, W), dz, inside, eviction_policy="evict_first")
