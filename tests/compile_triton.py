@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -501,12 +501,12 @@ def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
 
 
 def nvidia_loops(instructions: list[str], at: dict[int, int]) -> list[set[int]]:
-    """Of every backward branch: its target, and what leads to the branch without passing that.
+    """Of every target of backward branches: it, and what leads to them without passing it.
 
     If the entry does, the branch returns from code out of line.
     """
     before = [set(), *({number} for number in range(len(instructions)))]
-    backwards = []
+    backwards = defaultdict(set)
     for number, instruction in enumerate(instructions):
         if re.match(r"(BRA 0x|EXIT|RET)", instruction):  # unconditional
             before[number + 1].discard(number)
@@ -514,13 +514,13 @@ def nvidia_loops(instructions: list[str], at: dict[int, int]) -> list[set[int]]:
             target = at[int(found[1], 16)]
             before[target].add(number)
             if target < number:
-                backwards.append((number, target))
+                backwards[target].add(number)
     loops = []
-    for number, target in backwards:
-        loop, leading = {target}, {number}
+    for target, leading in backwards.items():
+        loop = {target}
         while leading:
             loop |= leading
-            leading = set().union(*(before[one] for one in leading - {target})) - loop
+            leading = set().union(*(before[one] for one in leading)) - loop
         if 0 not in loop:
             loops.append(loop)
     return loops
