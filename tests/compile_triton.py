@@ -488,16 +488,17 @@ def resources(kernel: object, in_loops: bool) -> dict[str, object]:
 
 
 def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
-    """Loads and stores of innermost loops."""
+    """Loads and stores of innermost loops, but for those that pass over rows: they read flags."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass)
     instructions = [instruction for _, instruction in lines]
     loops = nvidia_loops(
         instructions, {int(at, 16): number for number, (at, _) in enumerate(lines)}
     )
     innermost = [loop for loop in loops if not any(other < loop for other in loops)]
-    for number in set().union(*innermost):
-        if found := re.search(r"\b(?:LDG|STG|LDL|STL)\b[\w.]*", instructions[number]):
-            yield found[0]
+    for loop in innermost:
+        text = "\n".join(instructions[number] for number in loop)
+        if not set(re.findall(r"\b(?:LDG|STG)\b[\w.]*", text)) <= {"LDG.E.U8"}:
+            yield from re.findall(r"\b(?:LDG|STG|LDL|STL)\b[\w.]*", text)
 
 
 def nvidia_loops(instructions: list[str], at: dict[int, int]) -> list[set[int]]:

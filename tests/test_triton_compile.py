@@ -73,8 +73,7 @@ def test_kernels(compiled):
         assert kernel["registers"] <= REGISTERS[target.split(":")[0]], what
         loads_and_stores = kernel["in_loops"]
         assert sum(loads_and_stores.values()) >= 2, f"{what}: no loop was found"
-        # Flags of rows are bytes: ptxas makes a loop of the rows that are passed over.
-        narrow = [name for name in loads_and_stores if not any(w in name for w in (*WIDE, ".U8"))]
+        narrow = [name for name in loads_and_stores if not any(w in name for w in WIDE)]
         assert narrow == [], f"{what}: narrow accesses in a loop"
 
 
