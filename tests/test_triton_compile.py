@@ -24,7 +24,7 @@ REGISTERS = {"cuda": 96, "hip": 256}
 
 
 # Outside of innermost loops, so once per row, most of it where a float64 division is not ordinary.
-STACK = 64
+STACK = {"cuda": 56, "hip": 0}
 # The environment's version for all variants of one target of each vendor, and of the others for the
 # extremes. A newer one, which `make` installs, has another ptxas.
 FOLDERS = {"locked": None, "3.9": Path(__file__).parent.parent / "build/triton_3.9"}
@@ -64,7 +64,7 @@ def test_kernels(compiled):
     assert names > {*ROW_KERNELS, *HEAD_KERNELS}, "the launchers were not called"
     for kernel in report["kernels"]:
         what = f"{kernel['kernel']} for {kernel['variant']}"
-        assert kernel["stack"] <= STACK, f"{what}: spills or stack"
+        assert kernel["stack"] <= STACK[target.split(":")[0]], f"{what}: spills or stack"
         local = [name for name in kernel["in_loops"] if name.startswith(("LDL", "STL"))]
         assert local == [], f"{what}: spills in a loop"
         # Sets begin anywhere, so that accesses to their values are narrow.
