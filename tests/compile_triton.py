@@ -1,7 +1,8 @@
 """Compiles every Triton kernel for a GPU that need not be there, through its launcher.
 
 Run by test_triton_compile.py in a process of its own, because pytest's interprets the kernels:
-``python compile_triton.py cuda:90`` prints what the disassembly says, as JSON.
+``python compile_triton.py cuda:90`` prints what the disassembly says, as JSON; with ``extremes``
+of fewer variants.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -40,8 +41,11 @@ from bapo_kernels.output import REPORT
 
 TARGETS = {
     "cuda:80": GPUTarget("cuda", 80, 32),
+    "cuda:89": GPUTarget("cuda", 89, 32),
     "cuda:90": GPUTarget("cuda", 90, 32),
     "cuda:100": GPUTarget("cuda", 100, 32),
+    "cuda:103": GPUTarget("cuda", 103, 32),
+    "cuda:120": GPUTarget("cuda", 120, 32),
     "hip:gfx942": GPUTarget("hip", "gfx942", 64),
 }
 V, H = 151_936, 4_096
@@ -350,7 +354,7 @@ def one_head_of_sets(dtype, out, everything=False, n=N):
 
 
 class Variants(NamedTuple):
-    """What is compiled: all of it for one target of each vendor, the extremes for the others."""
+    """What is compiled: all, or the extremes."""
 
     dtypes: list[torch.dtype]
     options: list[tuple[float | None, bool]]  # softcap, everything
@@ -358,8 +362,8 @@ class Variants(NamedTuple):
     aggregations: list[int]
 
     @classmethod
-    def of(cls, target: GPUTarget) -> Variants:
-        if target.arch in (90, "gfx942"):
+    def of(cls, extremes: bool) -> Variants:
+        if not extremes:
             dtypes = [torch.bfloat16, torch.float16, torch.float32]
             return cls(dtypes, [*product((None, 30.0), (False, True))], [None, 30.0], [*range(5)])
         dtypes = [torch.bfloat16, torch.float32]
@@ -471,34 +475,56 @@ def resources(kernel: object, in_loops: bool) -> dict[str, object]:
             command = [tools / "cuobjdump", flag, file.name]
             return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
 
-        usage = listed("-res-usage")
+        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listed("-res-usage"))
+        registers, stack, local = map(int, found.groups())
         # The disassembler takes 0.4 s per kernel.
-        loops = Counter(nvidia_accesses_in_loops(listed("-sass"))) if in_loops else None
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    registers, stack, local = map(int, found.groups())
+        text = listed("-sass") if in_loops or stack + local else ""
     return {
         "registers": registers,
         "stack": stack + local,  # spills are on the stack
-        "in_loops": loops,
+        "in_loops": Counter(nvidia_accesses_in_loops(text)),
         "limited": kernel.metadata.maxnreg is not None,
     }
 
 
 def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
-    """Loads and stores of innermost loops: between a backward branch and its target."""
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
-    at = {address.lstrip("0"): number for number, (address, _) in enumerate(lines)}
+    """Loads and stores of innermost loops, but for those that pass over rows: they read flags."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass)
+    instructions = [instruction for _, instruction in lines]
+    loops = nvidia_loops(
+        instructions, {int(at, 16): number for number, (at, _) in enumerate(lines)}
+    )
+    innermost = [loop for loop in loops if not any(other < loop for other in loops)]
+    for loop in innermost:
+        text = "\n".join(instructions[number] for number in loop)
+        if not set(re.findall(r"\b(?:LDG|STG)\b[\w.]*", text)) <= {"LDG.E.U8"}:
+            yield from re.findall(r"\b(?:LDG|STG|LDL|STL)\b[\w.]*", text)
+
+
+def nvidia_loops(instructions: list[str], at: dict[int, int]) -> list[set[int]]:
+    """Of every target of backward branches: it, and what leads to them without passing it.
+
+    If the entry does, the branch returns from code out of line.
+    """
+    before = [set(), *({number} for number in range(len(instructions)))]
+    backwards = defaultdict(set)
+    for number, instruction in enumerate(instructions):
+        if re.match(r"(BRA 0x|EXIT|RET)", instruction):  # unconditional
+            before[number + 1].discard(number)
+        if found := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", instruction):
+            target = at[int(found[1], 16)]
+            before[target].add(number)
+            if target < number:
+                backwards[target].add(number)
     loops = []
-    for number, (_, instruction) in enumerate(lines):
-        if found := re.search(r"\bBRA\b.*0x0*([0-9a-f]+)", instruction):
-            loops.append(range(at[found[1]], number))
-    loops = [loop for loop in loops if len(loop) > 0]  # else a branch forwards
-    for loop in loops:
-        if any(other != loop and other[0] in loop and other[-1] in loop for other in loops):
-            continue
-        for _, instruction in lines[loop.start : loop.stop]:
-            if found := re.search(r"\b(?:LDG|STG)\.[\w.]+", instruction):
-                yield found[0]
+    for target, leading in backwards.items():
+        loop = {target}
+        while leading:
+            loop |= leading
+            leading = set().union(*(before[one] for one in leading)) - loop
+        if 0 not in loop:
+            loops.append(loop)
+    return loops
 
 
 def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
@@ -513,9 +539,8 @@ def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
 
 
 def main() -> None:
-    target = TARGETS[sys.argv[1]]
-    triton.runtime.driver.set_active(AbsentGPU(target))
-    compiled, variants = Compiled(), Variants.of(target)
+    triton.runtime.driver.set_active(AbsentGPU(TARGETS[sys.argv[1]]))
+    compiled, variants = Compiled(), Variants.of(extremes="extremes" in sys.argv)
     compile_variants(compiled, variants)
     again = compile_other_values(compiled, variants)
     report = [

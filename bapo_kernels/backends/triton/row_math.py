@@ -81,9 +81,12 @@ def derivative(y):
 
 
 @triton.jit
-def tile(R: tl.constexpr, W: tl.constexpr):
-    """Offsets of R*W consecutive elements, one column per lane."""
-    return tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+def tile(first, R: tl.constexpr, W: tl.constexpr):
+    """Pointers to R*W consecutive elements, one column per lane.
+
+    Lanes first, so that one address serves a thread: the rest is a constant of the instruction.
+    """
+    return (first + tl.arange(0, W))[None, :] + tl.arange(0, R)[:, None] * W
 
 
 @triton.jit
@@ -113,19 +116,30 @@ def scale2_at(scale, temperature):
 
 
 @triton.jit
-def add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
-    """Adds ``[R, W]`` logits to the sums of the lanes, of 2^t and of t*2^t; -inf adds nothing."""
+def add_to_lanes(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
+    """Adds ``[R, lanes]`` logits to the sums, of 2^t and of t*2^t; -inf adds nothing."""
     y = transformed(widened(z), inner, SOFTCAP)
     top = tl.maximum(origin, tl.max(y, 0))
+    t = (y - top[None, :]) * scale2
     shift = (origin - top) * scale2
     factor = tl.exp2(shift)
-    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total)
-    total = factor * total
-    t = (y - top[None, :]) * scale2
     e = tl.exp2(t)
-    weighted += tl.sum(e * tl.maximum(t, FLOOR), 0)
-    total += tl.sum(e, 0)
+    weighted_of_tile = tl.sum(e * tl.maximum(t, FLOOR), 0)
+    total_of_tile = tl.sum(e, 0)
+    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total) + weighted_of_tile
+    total = factor * total + total_of_tile
     return top, total, weighted
+
+
+@triton.jit
+def add_tile(z, inner, scale2, even, odd, SOFTCAP: tl.constexpr):
+    """Adds ``[R, W]`` logits to the even lanes, then to the odd ones.
+
+    All at once would need more registers than there are.
+    """
+    z_even, z_odd = tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
+    even = add_to_lanes(z_even, inner, scale2, *even, SOFTCAP)
+    return even, add_to_lanes(z_odd, inner, scale2, *odd, SOFTCAP)
 
 
 @triton.jit
@@ -133,23 +147,27 @@ def lane_sums(
     row, V, inner, scale2, again, SOFTCAP: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr
 ):
     """Maximum of y, sum of 2^t and of t*2^t per lane. Rows read ``again`` stay cached."""
-    origin = tl.full((W,), LOWEST, tl.float32)
-    total = tl.zeros((W,), tl.float32)
-    weighted = tl.zeros((W,), tl.float32)
+    zeros = tl.zeros((W // 2,), tl.float32)
+    even, odd = (zeros + LOWEST, zeros, zeros), (zeros + LOWEST, zeros, zeros)
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
-    kept = tl.where(again, whole, 0)
-    for begin in range(0, kept, step):
-        z = tl.load(row + begin + tile(UNROLL, W), eviction_policy="evict_last")
-        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
-    for begin in range(kept, whole, step):
-        z = tl.load(row + begin + tile(UNROLL, W), eviction_policy="evict_first")
-        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
+    if again:
+        for begin in range(0, whole, step):
+            z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_last")
+            even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
+    else:
+        for begin in range(0, whole, step):
+            z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
+            even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
-        z = tl.load(row + whole + tile(UNROLL, W), inside, other=-INF)
-        origin, total, weighted = add_tile(z, inner, scale2, origin, total, weighted, SOFTCAP)
-    return origin, total, weighted
+        z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF)
+        even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
+    return (
+        tl.join(even[0], odd[0]).reshape(W),
+        tl.join(even[1], odd[1]).reshape(W),
+        tl.join(even[2], odd[2]).reshape(W),
+    )
 
 
 @triton.jit
@@ -237,18 +255,16 @@ def write_gradient(
     whole = V // step * step
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
-        z = tl.load(
-            row + whole + tile(UNROLL, W), inside, other=-INF, eviction_policy="evict_first"
-        )
+        z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF, eviction_policy="evict_first")
         dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
         dz = rounded(dz, grad.dtype.element_ty)
-        tl.store(grad + whole + tile(UNROLL, W), dz, inside, eviction_policy="evict_first")
+        tl.store(tile(grad + whole, UNROLL, W), dz, inside, eviction_policy="evict_first")
     for done in range(0, V // step):
-        index = (V // step - 1 - done) * step + tile(UNROLL, W)
-        z = tl.load(row + index, eviction_policy="evict_first")
+        begin = (V // step - 1 - done) * step
+        z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
         dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
         dz = rounded(dz, grad.dtype.element_ty)
-        tl.store(grad + index, dz, eviction_policy="evict_first")
+        tl.store(tile(grad + begin, UNROLL, W), dz, eviction_policy="evict_first")
     tl.debug_barrier()  # after the thread that wrote the label's tile
     label_grad = rounded(label_grad.to(tl.float32), grad.dtype.element_ty)
     tl.store(grad + label, label_grad, (label >= 0) & (label < V))
@@ -275,10 +291,10 @@ def write_zeros(grad, V, W: tl.constexpr, UNROLL: tl.constexpr):
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
     for begin in range(0, whole, step):
-        tl.store(grad + begin + tile(UNROLL, W), zeros, eviction_policy="evict_first")
+        tl.store(tile(grad + begin, UNROLL, W), zeros, eviction_policy="evict_first")
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
-        tl.store(grad + whole + tile(UNROLL, W), zeros, inside, eviction_policy="evict_first")
+        tl.store(tile(grad + whole, UNROLL, W), zeros, inside, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -287,13 +303,13 @@ def scale_row(row, V, by, W: tl.constexpr, UNROLL: tl.constexpr):
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
     for begin in range(0, whole, step):
-        index = begin + tile(UNROLL, W)
-        z = tl.load(row + index, eviction_policy="evict_first")
+        place = tile(row + begin, UNROLL, W)
+        z = tl.load(place, eviction_policy="evict_first")
         z = rounded(widened(z) * by, row.dtype.element_ty)
-        tl.store(row + index, z, eviction_policy="evict_first")
+        tl.store(place, z, eviction_policy="evict_first")
     if whole < V:
-        index = whole + tile(UNROLL, W)
+        place = tile(row + whole, UNROLL, W)
         inside = is_inside(V - whole, UNROLL, W)
-        z = tl.load(row + index, inside, eviction_policy="evict_first")
+        z = tl.load(place, inside, eviction_policy="evict_first")
         z = rounded(widened(z) * by, row.dtype.element_ty)
-        tl.store(row + index, z, inside, eviction_policy="evict_first")
+        tl.store(place, z, inside, eviction_policy="evict_first")

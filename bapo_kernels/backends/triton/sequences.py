@@ -119,5 +119,5 @@ def _launch(
         stride,
         OF_LOG_PROBS=of_log_probs,
         TOKENS=TOKENS,
-        **limits(8, registers=80),
+        **limits(8, registers=128),
     )
