@@ -18,8 +18,9 @@ def warm_up(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     The Triton backend compiles a kernel at its first launch and loads it then, which the capture of
     a CUDA graph does not allow: there a first call raises an error that names this function. What
     is compiled depends on the device, on the dtypes, on which arguments are given, on the options
-    of the config, on V, and on the strides and the alignment of the logits; not on the number of
-    tokens or on any value, so that one call with few tokens is enough for all.
+    of the config, on V, and on the strides and the alignment of the logits (on AMD GPUs also on
+    whether they take 2 GB); not on the number of tokens or on any value, so that one call with few
+    tokens is enough for all.
 
     Args:
         function: a loss or :func:`log_probs` of this package, a module of it, or a function that

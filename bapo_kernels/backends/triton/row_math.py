@@ -82,10 +82,8 @@ def derivative(y):
 
 @triton.jit
 def tile(first, R: tl.constexpr, W: tl.constexpr):
-    """Pointers to R*W consecutive elements, one column per lane.
-
-    Lanes first, so that one address serves a thread: the rest is a constant of the instruction.
-    """
+    """Pointers to R*W consecutive elements, one column per lane."""
+    # Lanes first, so that one address serves a thread: the rest is a constant of the instruction.
     return (first + tl.arange(0, W))[None, :] + tl.arange(0, R)[:, None] * W
 
 
@@ -133,10 +131,7 @@ def add_to_lanes(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexp
 
 @triton.jit
 def add_tile(z, inner, scale2, even, odd, SOFTCAP: tl.constexpr):
-    """Adds ``[R, W]`` logits to the even lanes, then to the odd ones.
-
-    All at once would need more registers than there are.
-    """
+    """Adds ``[R, W]`` logits, to the even lanes and then to the odd ones: saves registers."""
     z_even, z_odd = tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
     even = add_to_lanes(z_even, inner, scale2, *even, SOFTCAP)
     return even, add_to_lanes(z_odd, inner, scale2, *odd, SOFTCAP)
