@@ -15,12 +15,11 @@ from .output import BAPOOutput
 def warm_up(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Calls ``function`` and its backward once, so that later calls compile and load no kernel.
 
-    The Triton backend compiles a kernel at its first launch and loads it then, which the capture of
-    a CUDA graph does not allow: there a first call raises an error that names this function. What
-    is compiled depends on the device, on the dtypes, on which arguments are given, on the options
-    of the config, on V, and on the strides and the alignment of the logits (on AMD GPUs also on
-    whether they take 2 GB); not on the number of tokens or on any value, so that one call with few
-    tokens is enough for all.
+    The Triton backend compiles and loads a kernel at its first launch. The capture of a CUDA graph
+    does not allow that: a first call there raises an error that names this function. What is
+    compiled depends on the device, dtypes, the arguments that are given, options of the config, V,
+    and strides and alignment of the logits (on AMD GPUs also on whether they take 2 GB), not on the
+    number of tokens nor on values: one call with few tokens is enough.
 
     Args:
         function: a loss or :func:`log_probs` of this package, a module of it, or a function that

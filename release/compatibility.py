@@ -28,7 +28,6 @@ from benchmarks.records import environment
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "release" / "compatibility.jsonl"
 PAGE = ROOT / "docs" / "compatibility.md"
-TRITON_TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 ON_HOST = ("tests/test_cuda_on_host.py", "tests/test_sets_on_host.py")
 INTERPRETED = ("-m=not slow", "-k=triton", *map(str, sorted(ROOT.glob("tests/test_*.py"))))
 Record = dict[str, Any]
@@ -82,16 +81,18 @@ def of_triton(
     version: str,
     numpy: Annotated[str, typer.Option(help="version of NumPy")] = np.__version__,
 ) -> None:
-    """Runs the Triton kernels in the interpreter of a version, and compiles all for each target."""
+    """Runs the Triton kernels in the interpreter of a version, and compiles them for each GPU."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", f"--target={folder}"]
         run(*pip, f"triton=={version}", f"numpy=={numpy}")
         env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
         facts = {"numpy": numpy, "passed": tests(*INTERPRETED, env=env), "targets": {}}
-        for target in TRITON_TARGETS:
-            output = run(sys.executable, "tests/compile_triton.py", target, env=env)
-            stacks = [kernel["stack"] for kernel in json.loads(output)["kernels"]]
-            facts["targets"][target] = counted(stacks)
+        for target in GPUS:
+            output = run(sys.executable, "tests/compile_triton.py", target, "extremes", env=env)
+            kernels = json.loads(output)["kernels"]
+            in_loops = ["LDL" in str(k["in_loops"]) or "STL" in str(k["in_loops"]) for k in kernels]
+            made = counted([kernel["stack"] for kernel in kernels])
+            facts["targets"][target] = made | {"spilling in loops": sum(in_loops)}
     torch = environment()["torch"]
     append({"kind": "triton", "compiler": f"Triton {version}", "torch": torch, **facts})
 
@@ -114,12 +115,15 @@ def page() -> None:
 
 
 GPUS = {
-    "cuda:80": "NVIDIA sm_80: A100; also sm_86 and sm_89 (A10, L4, L40S, RTX 30 and 40)",
+    "cuda:80": "NVIDIA sm_80: A100; also sm_86 (A10, RTX 30)",
+    "cuda:89": "NVIDIA sm_89: L4, L40S, RTX 40",
     "cuda:90": "NVIDIA sm_90: H100, H200",
-    "cuda:100": "NVIDIA sm_100: B200, B300",
+    "cuda:100": "NVIDIA sm_100: B200",
+    "cuda:103": "NVIDIA sm_103: B300",
     "cuda:120": "NVIDIA sm_120: RTX 50, RTX PRO 6000",
     "hip:gfx942": "AMD gfx942: MI300X",
 }
+SERVED_BY = {"cuda:89": "cuda:80", "cuda:103": "cuda:100"}  # by binaries of their generation
 TEXT = """# Compatibility
 
 On what the wheel has been installed and run, and for which GPUs the kernels have been compiled
@@ -151,11 +155,11 @@ NumPy 2.4 and later.
 
 ## GPUs
 
-**No kernel has run on a GPU yet.** Compiled means: every kernel in every variant, and how many of
-them spill registers to memory or use the stack (for sm_80 and sm_100 Triton compiles the smallest
-and the largest variants). Emulated means: run on a CPU and compared with the reference in float64,
-the CUDA kernels thread by thread under adversarial schedules, which {emulated:,} tests have passed,
-the Triton kernels in Triton's interpreter and, for sm_80 and sm_90, as PTX under a race detector.
+**No kernel has run on a GPU yet.** Compiled means: every kernel, of Triton's the smallest and the
+largest variants, and how many of them spill registers to memory or use the stack. Emulated means:
+run on a CPU and compared with the reference in float64, the CUDA kernels thread by thread under
+adversarial schedules, which {emulated:,} tests have passed, the Triton kernels in Triton's
+interpreter and, for sm_80 and sm_90, as PTX under a race detector.
 
 {compiled}
 
@@ -216,7 +220,7 @@ def row_of_install(record: Record) -> dict[str, str]:
 
 def row_of_triton(record: Record) -> dict[str, str]:
     targets = record["targets"]
-    names = ", ".join(target.replace("cuda:", "sm_").removeprefix("hip:") for target in targets)
+    names = ", ".join(map(architecture, targets))
     return {
         "Triton": record["compiler"].removeprefix("Triton "),
         "torch": record["torch"],
@@ -229,14 +233,21 @@ def row_of_triton(record: Record) -> dict[str, str]:
 def row_of_target(target: str, *records: Record) -> dict[str, str]:
     row = {"GPU": GPUS[target]}
     for record, name in zip(records, ("CUDA", "Triton"), strict=True):
-        made = record["targets"].get(target)
-        row[name] = f"{record['compiler']}: {described(made)}" if made else "not compiled here"
+        made, by = record["targets"].get(target), SERVED_BY.get(target)
+        row[name] = f"the binary for {architecture(by)}" if by else "not compiled here"
+        if made:
+            row[name] = f"{record['compiler']}: {described(made)}"
     return row
+
+
+def architecture(target: str) -> str:
+    return target.replace("cuda:", "sm_").removeprefix("hip:")
 
 
 def described(*made: dict[str, int]) -> str:
     spilling = sum(one["spilling"] for one in made)
-    spills = f"{spilling} spill" if spilling else "no spill"
+    in_loops = sum(one.get("spilling in loops", 0) for one in made)
+    spills = f"{spilling} spill, {in_loops or 'none'} in a loop" if spilling else "no spill"
     return f"{sum(one['kernels'] for one in made)} kernels, {spills}"
 
 

@@ -55,6 +55,7 @@ N = 9_000
 LOWER, UPPER_START, UPPER_STEP = (0.6, 0.9, 0.02), 1.2, 0.05
 GRIDS = (*LOWER, UPPER_START, 3.0, UPPER_STEP)
 CLIP, CISPO, SAPO = range(3)
+OF_ROWS = (*ROW_KERNELS, *HEAD_KERNELS)  # of logits or of a matrix
 
 
 class AbsentGPU:
@@ -454,11 +455,6 @@ def compile_other_values(compiled: Compiled, variants: Variants) -> list[str]:
     return [name for key, (name, _, _) in compiled.kernels.items() if key not in before]
 
 
-def is_wide(name: str, variant: str) -> bool:
-    """Whether a kernel must read and write 16 bytes per thread; sets begin anywhere."""
-    return name in HEAD_KERNELS or (name in ROW_KERNELS and not variant.startswith("sets"))
-
-
 def resources(kernel: object, in_loops: bool) -> dict[str, object]:
     """Registers, bytes of stack and spills, and memory instructions inside loops, if wanted."""
     if "amdgcn" in kernel.asm:
@@ -491,7 +487,7 @@ def resources(kernel: object, in_loops: bool) -> dict[str, object]:
 
 
 def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
-    """Loads and stores of innermost loops, but for those that pass over rows: they read flags."""
+    """Loads, stores and exchanges of innermost loops, but for loops over rows, which read flags."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass)
     instructions = [instruction for _, instruction in lines]
     loops = nvidia_loops(
@@ -501,7 +497,7 @@ def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
     for loop in innermost:
         text = "\n".join(instructions[number] for number in loop)
         if not set(re.findall(r"\b(?:LDG|STG)\b[\w.]*", text)) <= {"LDG.E.U8"}:
-            yield from re.findall(r"\b(?:LDG|STG|LDL|STL)\b[\w.]*", text)
+            yield from re.findall(r"\b(?:LDG|STG|LDL|STL|LDS|STS|SHFL|BAR)\b[\w.]*", text)
 
 
 def nvidia_loops(instructions: list[str], at: dict[int, int]) -> list[set[int]]:
@@ -547,7 +543,7 @@ def main() -> None:
     compile_variants(compiled, variants)
     again = compile_other_values(compiled, variants)
     report = [
-        {"kernel": name, "variant": variant, **resources(kernel, is_wide(name, variant))}
+        {"kernel": name, "variant": variant, **resources(kernel, name in OF_ROWS)}
         for name, variant, kernel in compiled.kernels.values()
     ]
     print(json.dumps({"kernels": report, "compiled_again": again}))

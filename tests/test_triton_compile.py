@@ -65,15 +65,18 @@ def test_kernels(compiled):
     for kernel in compiled["kernels"]:
         what = f"{kernel['kernel']} for {kernel['variant']}"
         assert kernel["stack"] <= STACK[vendor, compiled["version"]], f"{what}: spills or stack"
-        local = [name for name in kernel["in_loops"] if name.startswith(("LDL", "STL"))]
+        in_loops = kernel["in_loops"]
+        local = [name for name in in_loops if name.startswith(("LDL", "STL"))]
         assert local == [], f"{what}: spills in a loop"
-        # Sets begin anywhere, so that accesses to their values are narrow.
-        if kernel["kernel"] not in ROW_KERNELS or kernel["variant"].startswith("sets"):
+        if kernel["kernel"] not in ROW_KERNELS:
+            continue
+        exchanged = [name for name in in_loops if name.startswith(("LDS", "STS", "SHFL", "BAR"))]
+        assert exchanged == [], f"{what}: lanes are exchanged in a loop"
+        if kernel["variant"].startswith("sets"):  # they begin anywhere: narrow accesses
             continue
         assert kernel["registers"] <= REGISTERS[vendor], what
-        loads_and_stores = kernel["in_loops"]
-        assert sum(loads_and_stores.values()) >= 2, f"{what}: no loop was found"
-        narrow = [name for name in loads_and_stores if not any(w in name for w in WIDE)]
+        assert sum(in_loops.values()) >= 2, f"{what}: no loop was found"
+        narrow = [name for name in in_loops if not any(w in name for w in WIDE)]
         assert narrow == [], f"{what}: narrow accesses in a loop"
 
 

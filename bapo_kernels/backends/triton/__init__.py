@@ -16,10 +16,9 @@ from ..._ops import SCHEMAS, TRITON, register, without_dispatcher
 
 def _is_interpreted() -> bool:
     """By Triton's own rule, for which its import, which takes long, is rarely needed."""
-    if "triton" not in sys.modules:
-        installed = importlib.util.find_spec("triton") is not None
-        if not installed or "TRITON_INTERPRET" not in os.environ:
-            return False
+    may_be = "TRITON_INTERPRET" in os.environ or "triton" in sys.modules
+    if not may_be or importlib.util.find_spec("triton") is None:
+        return False
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

@@ -80,7 +80,7 @@ class Kernel:
 
         A load may fail, and another thread may wait for it: ``self.compiled`` has what is loaded.
         """
-        if is_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._function.fn.__name__} is not loaded yet, which the capture of a CUDA "
                 "graph does not allow: call bapo_kernels.warm_up(function, ...) before the capture"
@@ -114,11 +114,6 @@ class Kernel:
         stream = driver.get_current_stream(driver.get_current_device())
         of_kernel = stream, compiled.function, compiled.packed_metadata
         compiled.run(*grid, *of_kernel, None, None, None, *values)
-
-
-def is_capturing() -> bool:
-    """Whether the current stream is captured in a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:

@@ -130,39 +130,48 @@ def add_to_lanes(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexp
 
 
 @triton.jit
-def add_tile(z, inner, scale2, even, odd, SOFTCAP: tl.constexpr):
-    """Adds ``[R, W]`` logits, to the even lanes and then to the odd ones: saves registers."""
-    z_even, z_odd = tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
-    even = add_to_lanes(z_even, inner, scale2, *even, SOFTCAP)
-    return even, add_to_lanes(z_odd, inner, scale2, *odd, SOFTCAP)
+def add_tile(z, inner, scale2, some, others, SOFTCAP: tl.constexpr, ALIGN: tl.constexpr):
+    """Adds ``[R, W]`` logits to half of the lanes and then to the others: saves registers."""
+    if ALIGN > 1:  # even and odd lanes, since a thread has lanes side by side
+        pairs = tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2))
+    else:
+        pairs = tl.permute(tl.reshape(z, (z.shape[0], 2, z.shape[1] // 2)), (0, 2, 1))
+    z_some, z_others = tl.split(pairs)
+    some = add_to_lanes(z_some, inner, scale2, *some, SOFTCAP)
+    return some, add_to_lanes(z_others, inner, scale2, *others, SOFTCAP)
 
 
 @triton.jit
 def lane_sums(
-    row, V, inner, scale2, again, SOFTCAP: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr
+    row,
+    V,
+    inner,
+    scale2,
+    again,
+    SOFTCAP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    W: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Maximum of y, sum of 2^t and of t*2^t per lane. Rows read ``again`` stay cached."""
     zeros = tl.zeros((W // 2,), tl.float32)
-    even, odd = (zeros + LOWEST, zeros, zeros), (zeros + LOWEST, zeros, zeros)
+    some, others = (zeros + LOWEST, zeros, zeros), (zeros + LOWEST, zeros, zeros)
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
     if again:
         for begin in range(0, whole, step):
             z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_last")
-            even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
+            some, others = add_tile(z, inner, scale2, some, others, SOFTCAP, ALIGN)
     else:
         for begin in range(0, whole, step):
             z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
-            even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
+            some, others = add_tile(z, inner, scale2, some, others, SOFTCAP, ALIGN)
     if whole < V:
         inside = is_inside(V - whole, UNROLL, W)
         z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF)
-        even, odd = add_tile(z, inner, scale2, even, odd, SOFTCAP)
-    return (
-        tl.join(even[0], odd[0]).reshape(W),
-        tl.join(even[1], odd[1]).reshape(W),
-        tl.join(even[2], odd[2]).reshape(W),
-    )
+        some, others = add_tile(z, inner, scale2, some, others, SOFTCAP, ALIGN)
+    total, weighted = tl.join(some[1], others[1]), tl.join(some[2], others[2])
+    return tl.join(some[0], others[0]), total, weighted
 
 
 @triton.jit
@@ -177,13 +186,13 @@ def row_sums(origin, total, weighted, scale2, V):
     """Maximum of y, sum of 2^t and of t*2^t (float64) of one row; NaN sums for NaN or +inf."""
     fixed = fixed_point(V)
     bad = total != total
-    top = tl.max(tl.where(bad, INF, origin), 0)
+    top = tl.max(tl.where(bad, INF, origin))
     start = tl.where(top == INF, 0.0, top)
     shift = (origin - start) * scale2
     factor = tl.where(bad, 0.0, tl.exp2(shift))
     weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total)
-    sums = tl.sum((tl.where(bad, 0.0, factor * total) * fixed).to(tl.int64), 0)
-    weighted_sums = tl.sum((tl.where(bad, 0.0, weighted) * fixed).to(tl.int64), 0)
+    sums = tl.sum((tl.where(bad, 0.0, factor * total) * fixed).to(tl.int64))
+    weighted_sums = tl.sum((tl.where(bad, 0.0, weighted) * fixed).to(tl.int64))
     sum_2t = tl.where(top == INF, float("nan"), sums.to(tl.float64) / fixed)
     top = tl.where((sums == 0) & (top != INF), -INF, top)  # of a row of nothing but -inf
     return top, sum_2t, weighted_sums.to(tl.float64) / fixed

@@ -95,7 +95,7 @@ def _row_pass_kernel(
             scale = row_math.at_temperature(scale, temperature)
             slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
         again = (A != 0.0) | BONUS | (ref_log_probs is not None)  # else the gradient is zero
-        lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, W, UNROLL)
+        lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, ALIGN, W, UNROLL)
         label = tl.load(labels + index)
         z = row_math.label_logit(row, label, V)
         origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, V)
