@@ -12,6 +12,7 @@ import math
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -465,7 +466,8 @@ def resources(kernel: object, in_loops: bool) -> dict[str, object]:
             "stack": number["private_segment_fixed_size"] + number["vgpr_spill_count"],
             "in_loops": Counter(amd_accesses_in_loops(text)),
         }
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    # Of the environment, whatever version compiles: that of Triton 3.6 does not know sm_103.
+    tools = Path(sysconfig.get_path("purelib"), "triton/backends/nvidia/bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
