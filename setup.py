@@ -71,11 +71,11 @@ CUDA_ARCHITECTURES = {
     # one architecture, so each binary serves its whole generation, and PTX serves later ones.
     "row_pass_cluster": ("90", "100", "120"),
     "row_pass": ("80", "90", "100", "120"),
-    "head_sets": ("80", "90", "100", "120"),
-    "sets": ("80", "90", "100", "120"),
+    "head_sampling_sets": ("80", "90", "100", "120"),
+    "sampling_sets": ("80", "90", "100", "120"),
     "prepare": ("80", "90", "100", "120"),
     "search": ("80", "90", "100", "120"),
-    "policy": ("80", "90", "100", "120"),
+    "token_loss": ("80", "90", "100", "120"),
     "sequences": ("80", "90", "100", "120"),
 }
 
@@ -165,7 +165,7 @@ def binding(name: str) -> Unit:
 def units() -> list[Unit]:
     rows = [
         Unit(f"{name}_{isa}", f"csrc/cpu/{name}.cpp", [f"-DBAPO_ISA={isa}", *flags])
-        for name in ("row_pass", "sets")
+        for name in ("row_pass", "sampling_sets")
         for isa, flags in INSTRUCTION_SETS.items()
     ]
     return [
@@ -184,14 +184,14 @@ def cuda_architectures() -> list[str]:
         gpus = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
         return [f"{major}.{minor}" for major, minor in gpus]
     if listed in ([], ["native"], ["all"]):
-        ours = [f"{a[:-1]}.{a[-1]}" for a in CUDA_ARCHITECTURES["policy"]]
+        ours = [f"{a[:-1]}.{a[-1]}" for a in CUDA_ARCHITECTURES["token_loss"]]
         return [*ours, f"{ours[-1]}+PTX"]
     return listed
 
 
 def cuda_targets(requested: list[str]) -> list[str]:
     """What serves them, of what we compile for: sm_80 is a binary, compute_80 is PTX."""
-    compiled = [int(a) for a in CUDA_ARCHITECTURES["policy"]]
+    compiled = [int(a) for a in CUDA_ARCHITECTURES["token_loss"]]
     binaries, ptx = set(), set()
     for each in requested:
         number = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", each)

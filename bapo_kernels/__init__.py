@@ -4,10 +4,10 @@ from . import debug, reference
 from .backends import available_backends
 from .bounds import ContributionHistogram, find_clip_bounds
 from .config import BAPOConfig
+from .core.memory import empty_cache
 from .functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from .linear import bapo_linear_loss, linear_log_probs
 from .lm_head import LMHead
-from .memory import empty_cache
 from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
 from .sampling_mask import SamplingMask

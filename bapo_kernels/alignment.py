@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .aggregation import sequence_index
-from .checks import refuse, require
 from .config import BAPOConfig
+from .core.call import Sequences
+from .core.checks import refuse, require
 
 FAR = 0.2  # nats; in a correct first step the mean of |log_prob - old_log_prob| is 0
 BETTER = 4  # a mistake is reported if correcting it makes that mean this many times smaller
@@ -90,9 +90,7 @@ def check_alignment(
     """
     N, V = labels.numel(), logits.shape[-1]
     length = labels.shape[-1] if labels.ndim >= 2 else N
-    sequence = torch.arange(N, device=labels.device) // (length or 1)
-    if cu_seqlens is not None:
-        sequence = sequence_index(cu_seqlens, N)
+    sequence = Sequences(length, cu_seqlens).sequence_ids(N).to(labels.device)
     unmasked = unmasked.reshape(N)
     at = unmasked.nonzero().squeeze(1)
     at = at[:: math.ceil(at.numel() / _MOST) or 1]

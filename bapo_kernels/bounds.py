@@ -8,22 +8,20 @@ maximum).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._ops import ops_of
 from .backends import choose
-from .call import Call, loss_call
-from .checks import check_device, check_group, check_tensor, require
-from .config import GRID_FIELDS, BAPOConfig, grids_of
-from .distributed import check_ranks, device_of_tables, rows_of_ranks
-from .inputs import check_search, config_or_default
+from .config import GRID_FIELDS, BAPOConfig
+from .core.arguments import TokenOptions, loss_arguments
+from .core.checks import check_device, check_group, check_tensor, require
+from .core.distributed import check_ranks, device_of_tables, rows_of_ranks
+from .core.inputs import check_search, config_or_default
+from .core.prepare import prepared
+from .core.tokens import contributions, solve, with_log_ratios
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table
-from .sequences import with_log_ratios
 
 SEARCH_METRICS = tuple(name for name in REPORT if name.startswith("bapo_"))
 
@@ -73,22 +71,22 @@ class ContributionHistogram:
 
         Tokens behind the last of ``cu_seqlens`` are masked; float64 runs on the reference.
         """
-        call = loss_call(
-            log_probs,
-            choose(None, log_probs, "log_probs"),
-            old_log_probs,
-            advantages,
-            response_mask,
-            config=self.config,
-            rollout_log_probs=rollout_log_probs,
-            cu_seqlens=cu_seqlens,
-            for_search=True,
+        backend = choose(None, log_probs, "log_probs")
+        batch = old_log_probs, advantages, response_mask
+        options: TokenOptions = dict(rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens)
+        arguments = loss_arguments(
+            log_probs, *batch, config=self.config, for_search=True, **options
         )
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)
         check_device("log_probs", log_probs, self.table, "the histogram")
-        flat = log_probs.detach().double().reshape(-1)
-        self.table += contributions(with_log_ratios(call, flat), flat)[0]
+        if backend == "reference":
+            tokens = *batch, rollout_log_probs, None, cu_seqlens
+            self.table += contribution_table(self.config, log_probs, *tokens)
+        else:
+            call = prepared(backend, arguments)
+            flat = log_probs.detach().double().reshape(-1)
+            self.table += contributions(with_log_ratios(call, flat), flat)[0]
         return self
 
     def solve(
@@ -113,9 +111,12 @@ class ContributionHistogram:
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
         table = self.table[None]
         if process_group is not None:
-            check_ranks(("solve",), dict(config=config), self.table, process_group)
+            check_ranks(("solve",), None, config, self.table, process_group)
             table = rows_of_ranks(self.table, process_group)
-        bounds, masses = solve(backend, table, config)
+        if backend == "reference":
+            bounds, masses = solve_table(config, table.sum(0))
+        else:
+            bounds, masses = solve(backend, table, config.options)
         self._solved = bounds, masses, config
         return ClipBounds(*bounds.unbind())
 
@@ -215,89 +216,4 @@ def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
     """Zeros, float64: a negative mass per point of the lower grid, then a positive per upper."""
     kind = torch.device(device).type
     require(kind != "meta", "the device of a histogram", "have memory", kind)
-    return torch.zeros(_points(config), dtype=torch.float64, device=device)
-
-
-def search_of_call(call: Call, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`solve` for the tokens of a call, whose flat float64 log-probs these are.
-
-    With ``call.process_group`` for those of all its ranks.
-    """
-    group = call.process_group
-    if group is None and call.backend != "reference":
-        bounds, masses = _result(log_probs.device)
-        searched = _searched(call, log_probs)
-        ops_of(call.backend).search(*searched, *_target(call.config), bounds, masses)
-        return bounds, masses
-    table = contributions(call, log_probs, group)
-    if group is not None:
-        dist.all_reduce(table, group=group)
-    return solve(call.backend, table, call.config)
-
-
-def contributions(call: Call, log_probs: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The table of the tokens of a call, float64 ``[ranks, points]``: zeros but in this rank's row.
-
-    The sum over the ranks then rounds nothing, in whatever order an all-reduce adds.
-    """
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    shape = ranks, _points(call.config)
-    if call.backend == "reference":
-        table = torch.zeros(shape, dtype=torch.float64, device=log_probs.device)
-        per_token = (
-            log_probs,
-            call.old_log_probs,
-            call.advantages,
-            call.counted,
-            call.rollout_log_probs,
-        )
-        tokens = (None if values is None else values.view(call.shape) for values in per_token)
-        cu_seqlens = None if call.sequences is None else call.sequences.cu_seqlens
-        table[rank] = contribution_table(call.config, *tokens, None, cu_seqlens)
-        return table
-    table = torch.empty(shape, dtype=torch.float64, device=log_probs.device)
-    ops_of(call.backend).contributions(*_searched(call, log_probs), rank, table)
-    return table
-
-
-def solve(backend: str, table: Tensor, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """Where Algorithm 1 stops on the sum of the rows of a table.
-
-    Returns:
-        Bounds, float32 ``[2]``; masses, float64 ``[6]``: the positive and the negative mass at the
-        bounds, then both at the starting bounds, then both at the last points of the grids.
-    """
-    if backend == "reference":
-        return solve_table(config, table.sum(0))
-    result = _result(table.device)
-    ops_of(backend).solve(table, grids_of(config), *_target(config), *result)
-    return result
-
-
-def _points(config: BAPOConfig) -> int:
-    return len(config.lower_grid) + len(config.upper_grid)
-
-
-def _searched(call: Call, log_probs: Tensor) -> tuple[Any, ...]:
-    """What the operators of the search read."""
-    config = call.config
-    return (
-        log_probs,
-        call.counted,
-        call.old_log_probs,
-        call.log_ratios,
-        call.advantages,
-        call.rollout_log_probs,
-        grids_of(config),
-        config.token_weight == "uniform",
-        config.contribution == "gradient",
-    )
-
-
-def _target(config: BAPOConfig) -> tuple[float, bool, bool]:
-    return config.target, config.target_kind == "ratio", config.raise_first == "upper"
-
-
-def _result(device: torch.device) -> tuple[Tensor, Tensor]:
-    bounds = torch.empty(2, dtype=torch.float32, device=device)
-    return bounds, torch.empty(6, dtype=torch.float64, device=device)
+    return torch.zeros(config.options.points, dtype=torch.float64, device=device)

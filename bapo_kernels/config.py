@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from .checks import number, require
+from .core.checks import number, require
 
 IGNORE_INDEX = -100
 LOG_RATIO_LIMIT = 20.0
@@ -17,7 +17,6 @@ MAX_GRID_POINTS = 1024
 KL_LOSS_TYPES = {"k1": 0, "k2": 1, "k3": 2, "low_var_kl": 2}
 SURROGATES = {"clip": 0, "cispo": 1, "sapo": 2}
 
-Transform = tuple[float, float, float | None]  # temperature, logit_scale, softcap
 TargetKind = Literal["share", "ratio"]
 RaiseFirst = Literal["upper", "lower"]
 TokenWeight = Literal["rollout_prob", "uniform"]
@@ -81,6 +80,87 @@ def bound_grid(start: float, maximum: float, step: float) -> list[float]:
     while step > 0 and points[-1] < maximum:
         points.append(min(points[-1] + step, maximum))
     return points
+
+
+class Options(NamedTuple):
+    """The numbers of a config as the kernels take them, in this order.
+
+    Without bounds (SAPO) both grids are a point that clips nothing, and every share reaches the
+    target. Choices are their numbers (``SURROGATES``, ``KL_LOSS_TYPES``, ``LossAggMode``), flags 0
+    or 1; a soft cap or dual clip that is absent is infinite, and a scale factor that is absent 0.
+    """
+
+    lower_start: float
+    lower_max: float
+    lower_step: float
+    upper_start: float
+    upper_max: float
+    upper_step: float
+    target: float
+    target_is_ratio: float
+    upper_first: float
+    uniform_weight: float
+    unclipped_only: float
+    surrogate: float
+    clip_ratio_c: float
+    sapo_tau_pos: float
+    sapo_tau_neg: float
+    kl_loss_coef: float
+    kl_loss_type: float
+    entropy_coef: float
+    temperature: float
+    logit_scale: float
+    softcap: float
+    loss_agg_mode: float
+    loss_scale_factor: float
+
+    @classmethod
+    def of(cls, config: BAPOConfig) -> Options:
+        """Of a config whose rules have been checked."""
+        grids = 0.0, 0.0, 0.0, math.inf, math.inf, 0.0
+        if config.has_bounds:
+            grids = tuple(getattr(config, name) for name in GRID_FIELDS)
+        numbers = (
+            *grids,
+            config.target if config.has_bounds else 0.0,
+            config.target_kind == "ratio",
+            config.raise_first == "upper",
+            config.token_weight == "uniform",
+            config.contribution == "gradient",
+            SURROGATES[config.surrogate],
+            math.inf if config.clip_ratio_c is None else config.clip_ratio_c,
+            config.sapo_tau_pos,
+            config.sapo_tau_neg,
+            config.kl_loss_coef,
+            KL_LOSS_TYPES[config.kl_loss_type],
+            config.entropy_coef,
+            config.temperature,
+            config.logit_scale,
+            config.final_logit_softcapping or math.inf,
+            get_args(LossAggMode).index(config.loss_agg_mode),
+            config.loss_scale_factor or 0.0,
+        )
+        return cls(*map(float, numbers))
+
+    @property
+    def differentiates_ratio(self) -> bool:
+        """Whether the gradient flows through the ratio, which CISPO holds constant."""
+        return self.surrogate != SURROGATES["cispo"]
+
+    @property
+    def points(self) -> int:
+        """Of both grids."""
+        return len(bound_grid(*self[:3])) + len(bound_grid(*self[3:6]))
+
+    @property
+    def start(self) -> tuple[float, float]:
+        """The first points of the two grids, where the search starts."""
+        return self.lower_start, self.upper_start
+
+    @property
+    def maximum(self) -> tuple[float, float]:
+        """The maxima of the bounds: no search goes past them."""
+        return self.lower_max, self.upper_max
 
 
 @dataclass(frozen=True)
@@ -178,6 +258,7 @@ class BAPOConfig:
     temperature: float = 1.0
     logit_scale: float = 1.0
     final_logit_softcapping: float | None = None
+    options: ClassVar[Options]  # of each config, made once; a field would be part of its repr
 
     @classmethod
     def paper(cls, **options: Any) -> BAPOConfig:
@@ -229,19 +310,14 @@ class BAPOConfig:
         return self.surrogate != "sapo"
 
     @property
-    def differentiates_ratio(self) -> bool:
-        """Whether the gradient flows through the ratio, which CISPO holds constant."""
-        return self.surrogate != "cispo"
-
-    @property
     def lower_grid(self) -> list[float]:
         """Values that the lower bound can take, ascending; without bounds 0."""
-        return bound_grid(*grids_of(self)[:3])
+        return bound_grid(*self.options[:3])
 
     @property
     def upper_grid(self) -> list[float]:
         """Values that the upper bound can take, ascending; without bounds infinity."""
-        return bound_grid(*grids_of(self)[3:])
+        return bound_grid(*self.options[3:6])
 
     def __post_init__(self) -> None:
         for name, literal in _CHOICES.items():
@@ -256,6 +332,7 @@ class BAPOConfig:
             require(value is None or least < value < math.inf, name, rule, value)
         self._check_search()
         self._check_surrogate()
+        object.__setattr__(self, "options", Options.of(self))
 
     def _check_search(self) -> None:
         for side in ("lower", "upper"):
@@ -286,49 +363,3 @@ class BAPOConfig:
         rule = f"be 'surrogate' {because}, which clips no gradient away"
         counted = self.contribution
         require(counted == "surrogate", "contribution", rule, repr(counted))
-
-
-_NO_GRIDS = 0.0, 0.0, 0.0, math.inf, math.inf, 0.0  # a point each, which clips nothing
-
-# The parts of a config that operators take, in the order of their schemas.
-
-
-def grids_of(config: BAPOConfig) -> tuple[float, ...]:
-    """Start, maximum and step of the lower grid, then of the upper grid."""
-    if not config.has_bounds:
-        return _NO_GRIDS
-    lower = config.ratio_lower_start, config.ratio_lower_max, config.ratio_lower_step
-    return *lower, config.ratio_upper_start, config.ratio_upper_max, config.ratio_upper_step
-
-
-def starting_bounds_of(config: BAPOConfig) -> tuple[float, float]:
-    """The first points of the two grids, where the search starts."""
-    lower_start, _, _, upper_start, _, _ = grids_of(config)
-    return lower_start, upper_start
-
-
-def maximum_bounds_of(config: BAPOConfig) -> tuple[float, float]:
-    """The maxima of the bounds: no search goes past them."""
-    _, lower_max, _, _, upper_max, _ = grids_of(config)
-    return lower_max, upper_max
-
-
-def target_of(config: BAPOConfig) -> float:
-    """Of the search; without bounds 0, which every quantity reaches."""
-    return config.target if config.has_bounds else 0.0
-
-
-def policy_options_of(config: BAPOConfig) -> tuple[int, int, tuple[float, ...]]:
-    """Numbers of the surrogate and of the KL estimator, and the coefficients of the loss.
-
-    These are the dual clip, both taus, and the weights of the KL penalty and the entropy bonus.
-    """
-    cap = math.inf if config.clip_ratio_c is None else config.clip_ratio_c
-    taus = config.sapo_tau_pos, config.sapo_tau_neg
-    coefficients = cap, *taus, config.kl_loss_coef, config.entropy_coef
-    return SURROGATES[config.surrogate], KL_LOSS_TYPES[config.kl_loss_type], coefficients
-
-
-def transform_of(config: BAPOConfig) -> Transform:
-    """Temperature, scale and soft cap of the logits."""
-    return config.temperature, config.logit_scale, config.final_logit_softcapping

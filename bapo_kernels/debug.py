@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import gemm
-from ._ops import torch_ops_of
 from .alignment import check_alignment
 from .backends import available_backends, choose, native
-from .call import LossOptions, loss_call
-from .checks import refuse, require
 from .config import IGNORE_INDEX
-from .distributed import whole_vocabulary
-from .functional import bapo_loss
-from .inputs import (
+from .core import gemm
+from .core.arguments import LossOptions, loss_arguments
+from .core.checks import refuse, require
+from .core.distributed import whole_vocabulary
+from .core.inputs import (
     LIMITS_OF_BOUNDS,
     check_logits,
-    check_options,
-    check_sampling_mask,
     config_or_default,
     rising_offsets,
 )
-from .reference.sets import allowed_tokens, outside_of_sets
+from .core.operators import FIELDS, torch_ops_of
+from .functional import bapo_loss
+from .reference.sampling_sets import allowed_tokens, outside_of_sets
 from .sampling_mask import SamplingMask, check_rise
 
 if TYPE_CHECKING:
@@ -99,34 +97,38 @@ def check_inputs(
         raise TypeError(f"check_inputs() got an unexpected keyword argument {unknown!r}")
     config = config_or_default(options.get("config"))
     check_logits(logits, labels, vocab_group)
-    check_sampling_mask(sampling_mask, labels)
     labels = labels.long()
     choose(backend, logits, "logits")
-    check_options(options.get("statistics", "all"), options.get("process_group"), vocab_group)
     for name in ("batch_num_tokens", "global_batch_size"):
         normaliser = options.get(name)
         if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
             options[name] = normaliser.item()
     batch = old_log_probs, advantages, response_mask
-    of_logits: Any = dict(temperature=temperature, vocab_group=vocab_group)
-    of_logits |= dict(sampling_mask=sampling_mask, made_by=("check_inputs",))
-    call = loss_call(labels, "reference", *batch, **of_logits, **options)
+    of_logits: Any = dict(
+        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
+    )
+    arguments = loss_arguments(labels, *batch, **of_logits, **options)
+    arguments.check_ranks(("check_inputs",), "reference")
     logits = whole_vocabulary(logits, vocab_group, -1)
     cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)
     _check_offsets(labels, response_mask, cu_seqlens)
-    unmasked = call.unmasked.view(labels.shape)
+    unmasked = arguments.unmasked()
+    given = {name: arguments.field(name) for name in FIELDS}
+    # As the kernels see them, to whom 1e300 is infinite.
+    fields = {name: values.float() for name, values in given.items() if values is not None}
     outside = unmasked & ((labels < 0) | (labels >= V))
     _raise_first("labels", f"be in [0, {V}) or {IGNORE_INDEX}", outside, labels)
     for name in _CHECKED:
-        flat = getattr(call, name)
-        if flat is not None:
-            _check_values(name, flat.view(labels.shape), unmasked)
-    if options.get("bounds") is not None and call.bounds is not None:
-        _check_bounds(call.bounds, unmasked)
-    if call.temperatures is not None:
-        T = call.temperatures.view(labels.shape)
+        if (values := fields.get(name)) is not None:
+            _check_values(name, values, unmasked)
+    if arguments.bounds is not None:
+        _check_bounds(arguments.bounds.unbind(), unmasked)
+    if "lower" in fields:
+        _check_bounds((fields["lower"], fields["upper"]), unmasked)
+    T = fields.get("temperatures")
+    if T is not None:
         bad = unmasked & ~((T > 0) & T.isfinite())
         _raise_first("temperature", "be finite and > 0", bad, T)
     _check_not_probabilities(logits, unmasked)
@@ -134,9 +136,9 @@ def check_inputs(
         allowed = _checked_sets(sampling_mask, labels, unmasked, V)
         logits = logits.masked_fill(~allowed, -torch.inf)
     _check_rows(logits, unmasked)
-    if call.old_log_probs is not None:
-        given = call.old_log_probs, call.temperatures
-        check_alignment(logits, labels, *given, unmasked, cu_seqlens, config)
+    if (old := fields.get("old_log_probs")) is not None:
+        T = None if T is None else T.reshape(-1)
+        check_alignment(logits, labels, old, T, unmasked, cu_seqlens, config)
 
 
 # So that help and editors show the options by name.
@@ -179,14 +181,13 @@ def _check_values(name: str, values: Tensor, unmasked: Tensor) -> None:
         _raise_first(name, "be >= 0", unmasked & (values < 0), values)
 
 
-def _check_bounds(bounds: Tensor, unmasked: Tensor) -> None:
-    """float32 ``[2]``, or ``[2, N]`` where each token has its own."""
+def _check_bounds(bounds: Sequence[Tensor], unmasked: Tensor) -> None:
+    """0-dim, of all tokens, or in the shape of the tokens."""
     for (side, (rule, least, most)), values in zip(LIMITS_OF_BOUNDS.items(), bounds, strict=True):
         bad = ~((values >= least) & (values <= most))
         if bad.ndim == 0:
             require(not bad, f"bounds.{side}", rule, values.item())
         else:
-            values, bad = values.view(unmasked.shape), bad.view(unmasked.shape)
             _raise_first(f"bounds.{side}", rule, unmasked & bad, values)
 
 
@@ -281,10 +282,8 @@ def environment() -> dict[str, str]:
         >>> debug.environment()["backend reference"]
         'available'
     """
-    from . import __version__
-
     report = {
-        "bapo_kernels": __version__,
+        "bapo_kernels": sys.modules[__package__].__version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",

@@ -1,4 +1,8 @@
-"""The public functions of logits and log-probs: check, run the kernels, attach the gradient."""
+"""The public functions of logits and log-probs: check, run the kernels, attach the gradient.
+
+Names, order and defaults of the arguments here are what users call; they import core, the backends
+and the reference, which is asked before anything is made for the kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import reference
-from ._autograd import (
+from .backends import choose
+from .config import BAPOConfig
+from .core.arguments import LossOptions, log_probs_arguments, loss_arguments
+from .core.autograd import (
     LogProbs,
     OverwrittenLogits,
     differentiable_loss,
     in_backward,
     output_with_gradients,
 )
-from .backends import choose
-from .call import LossOptions, Statistics, log_probs_call, loss_call
-from .checks import check_floating, check_group, check_like, refuse, require, typed
-from .config import BAPOConfig
-from .fused import loss_of_logits
-from .inputs import (
-    as_rows,
+from .core.call import Statistics
+from .core.checks import check_floating, check_like, refuse, require, typed
+from .core.inputs import (
     check_inplace,
     check_logits,
-    check_options,
-    check_sampling_mask,
-    checked_temperature,
     config_or_default,
 )
+from .core.logits import loss_of_logits
+from .core.operators import as_rows
+from .core.prepare import prepared
 from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 
@@ -136,11 +139,14 @@ def bapo_loss(
         >>> (logits.grad != 0).any(-1)  # kept, clipped, masked
         tensor([ True, False, False])
     """
-    options: LossOptions = dict(
+    options: Any = dict(
         config=config_or_default(config),
         bounds=bounds,
+        temperature=temperature,
+        sampling_mask=sampling_mask,
         statistics=statistics,
         process_group=process_group,
+        vocab_group=vocab_group,
         cu_seqlens=cu_seqlens,
         rollout_log_probs=rollout_log_probs,
         rollout_is_weights=rollout_is_weights,
@@ -150,36 +156,31 @@ def bapo_loss(
         dp_size=dp_size,
     )
     check_logits(logits, labels, vocab_group)
-    check_sampling_mask(sampling_mask, labels)
-    check_options(statistics, process_group, vocab_group)
     backend = choose(backend, logits, "logits")
     if not isinstance(inplace, bool):
         refuse("inplace", "be a bool", typed(inplace))
     if inplace:
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask
-    columns = logits.shape[-1]
-    of_logits: Any = dict(
-        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
-    )
-    call = loss_call(
-        labels, backend, *batch, made_by=("bapo_loss",), columns=columns, **of_logits, **options
-    )
+    arguments = loss_arguments(labels, *batch, **options)
+    arguments.check_ranks(("bapo_loss",), backend)
     if backend == "reference" and not inplace:
-        return reference.bapo_loss(logits, labels, *batch, **of_logits, **options)
+        return reference.bapo_loss(logits, labels, *batch, **options)
 
     overwritten = OverwrittenLogits() if inplace else None
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if backend == "reference":
-        output, dlogits = _reference_in_place(logits, labels, *batch, **of_logits, **options)
+        output, dlogits = _reference_in_place(logits, labels, *batch, **options)
         output = output_with_gradients(output, backend, (logits,), (dlogits,), overwritten)
-    elif needs_gradient and in_backward(logits.dtype):
-        logp, entropy = LogProbs.apply(as_rows(logits), call, overwritten)
-        output = differentiable_loss(call, logp, entropy)
     else:
-        with torch.no_grad():
-            output, dlogits = loss_of_logits(call, logits.detach(), needs_gradient, inplace)
-        output = output_with_gradients(output, backend, (logits,), (dlogits,), overwritten)
+        call = prepared(backend, arguments, logits.shape[-1])
+        if needs_gradient and in_backward(logits.dtype):
+            logp, entropy = LogProbs.apply(as_rows(logits), call, overwritten)
+            output = differentiable_loss(call, logp, entropy)
+        else:
+            with torch.no_grad():
+                output, dlogits = loss_of_logits(call, logits.detach(), needs_gradient, inplace)
+            output = output_with_gradients(output, backend, (logits,), (dlogits,), overwritten)
     if overwritten is not None and not logits.is_inference():
         overwritten.mark(logits)
     return output
@@ -240,16 +241,17 @@ def bapo_loss_from_log_probs(
         dp_size=dp_size,
     )
     check_floating("log_probs", log_probs)
-    check_options(statistics, process_group)
     rule = "be given when config.entropy_coef is not 0"
     require(entropy is not None or not config.entropy_coef, "entropy", rule, None)
     if entropy is not None:
         check_like("entropy", entropy, log_probs, "log_probs")
     backend = choose(backend, log_probs, "log_probs")
     batch = old_log_probs, advantages, response_mask
-    call = loss_call(log_probs, backend, *batch, made_by=("bapo_loss_from_log_probs",), **options)
+    arguments = loss_arguments(log_probs, *batch, **options)
+    arguments.check_ranks(("bapo_loss_from_log_probs",), backend)
     if backend == "reference":
         return reference.bapo_loss_from_log_probs(log_probs, *batch, entropy=entropy, **options)
+    call = prepared(backend, arguments)
     flat_entropy = None if entropy is None else entropy.double().reshape(-1).contiguous()
     return differentiable_loss(call, log_probs.double().reshape(-1).contiguous(), flat_entropy)
 
@@ -290,20 +292,11 @@ def log_probs(
         >>> log_probs(logits, torch.tensor([0, 2]), temperature=0.7)
         (tensor([-0.6931, -1.0986]), tensor([0.6931, 1.0986]))
     """
-    config = BAPOConfig(
-        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        logit_scale=logit_scale,
-        final_logit_softcapping=final_logit_softcapping,
-    )
     check_logits(logits, labels, vocab_group)
-    check_sampling_mask(sampling_mask, labels)
-    of_tokens = None
-    if isinstance(temperature, Tensor):
-        of_tokens = checked_temperature(temperature, labels, "labels")
-    check_group("vocab_group", vocab_group)
+    transform = temperature, logit_scale, final_logit_softcapping
+    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask)
     backend = choose(backend, logits, "logits")
-    of_ranks = ("log_probs",), logits.shape[-1], vocab_group
-    call = log_probs_call(labels, config, backend, of_tokens, *of_ranks, sampling_mask)
+    arguments.check_ranks(("log_probs",), backend)
     if backend == "reference":
         return reference.log_probs(
             logits,
@@ -315,6 +308,7 @@ def log_probs(
             return_entropy=return_entropy,
             vocab_group=vocab_group,
         )
+    call = prepared(backend, arguments, logits.shape[-1])
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy

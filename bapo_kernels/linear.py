@@ -1,4 +1,7 @@
-"""The public functions of hidden states: check, run the chunks, attach the gradients."""
+"""The public functions of hidden states: check, run the chunks, attach the gradients.
+
+As ``functional`` for logits: what users call, above core, the backends and the reference.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import reference
-from ._autograd import (
+from .backends import choose
+from .config import BAPOConfig
+from .core import head_operators as head_operators  # registers what autograd calls
+from .core.arguments import log_probs_arguments, loss_arguments
+from .core.autograd import (
     LinearLogProbs,
     differentiable_loss,
     in_backward,
     output_with_gradients,
 )
-from .backends import choose
-from .call import LossOptions, Statistics, log_probs_call, loss_call
-from .checks import check_group
-from .chunks import loss_of_hidden
-from .config import BAPOConfig
-from .distributed import local_parameter, warn_if_not_synchronised
-from .head import Head
-from .inputs import (
+from .core.call import Statistics
+from .core.distributed import local_parameter, warn_if_not_synchronised
+from .core.head import Head
+from .core.hidden import loss_of_hidden
+from .core.inputs import (
     check_head,
     check_logits_dtype,
-    check_options,
-    check_sampling_mask,
-    checked_temperature,
     config_or_default,
     gemm_dtype,
 )
+from .core.prepare import prepared
 from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 
@@ -108,11 +110,14 @@ def bapo_linear_loss(
         >>> (hidden.grad != 0).any(-1)
         tensor([ True, False, False])
     """
-    options: LossOptions = dict(
+    options: Any = dict(
         config=config_or_default(config),
         bounds=bounds,
+        temperature=temperature,
+        sampling_mask=sampling_mask,
         statistics=statistics,
         process_group=process_group,
+        vocab_group=vocab_group,
         cu_seqlens=cu_seqlens,
         rollout_log_probs=rollout_log_probs,
         rollout_is_weights=rollout_is_weights,
@@ -122,22 +127,15 @@ def bapo_linear_loss(
         dp_size=dp_size,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
-    check_sampling_mask(sampling_mask, labels)
-    check_options(statistics, process_group, vocab_group)
     weight, bias, dtype, logits_dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
     batch = old_log_probs, advantages, response_mask
-    columns = weight.shape[0]
-    of_logits: Any = dict(
-        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
-    )
     parameters = hidden_states, weight, bias
     needs = _needs(*parameters)
     made_by = "bapo_linear_loss", dtype, logits_dtype, chunk_tokens, needs
-    call = loss_call(
-        labels, backend, *batch, made_by=made_by, columns=columns, **of_logits, **options
-    )
+    arguments = loss_arguments(labels, *batch, **options)
+    arguments.check_ranks(made_by, backend)
     if backend == "reference":
         return reference.bapo_linear_loss(
             hidden_states.to(dtype),
@@ -146,15 +144,15 @@ def bapo_linear_loss(
             *batch,
             bias=bias,
             logits_dtype=logits_dtype,
-            **of_logits,
             **options,
         )
 
+    call = prepared(backend, arguments, weight.shape[0])
     # A compiler cannot trace the loop over chunks; it is inside an operator there.
     if (any(needs) or torch.compiler.is_compiling()) and in_backward(dtype):
-        of_log_probs = _makes_of_log_probs(needs, dtype) and not call.config.entropy_coef
+        unscaled = _leaves_unscaled(needs, dtype) and not call.options.entropy_coef
         logp, entropy = LinearLogProbs.apply(
-            *parameters, call, of_log_probs, dtype, logits_dtype, chunk_tokens
+            *parameters, call, unscaled, dtype, logits_dtype, chunk_tokens
         )
         return differentiable_loss(call, logp, entropy)
     with torch.no_grad():
@@ -198,25 +196,16 @@ def linear_log_probs(
         >>> linear_log_probs(hidden, weight, torch.tensor([3, -100]), chunk_tokens=1)
         (tensor([-2.3026,  0.0000]), tensor([2.3026, 0.0000]))
     """
-    config = BAPOConfig(
-        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        logit_scale=logit_scale,
-        final_logit_softcapping=final_logit_softcapping,
-    )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
-    check_sampling_mask(sampling_mask, labels)
-    check_group("vocab_group", vocab_group)
-    of_tokens = None
-    if isinstance(temperature, Tensor):
-        of_tokens = checked_temperature(temperature, labels, "labels")
+    transform = temperature, logit_scale, final_logit_softcapping
+    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask)
     weight, bias, dtype, logits_dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
     parameters = hidden_states, weight, bias
     needs = _needs(*parameters)
     made_by = "linear_log_probs", dtype, logits_dtype, chunk_tokens, needs
-    of_ranks = made_by, weight.shape[0], vocab_group
-    call = log_probs_call(labels, config, backend, of_tokens, *of_ranks, sampling_mask)
+    arguments.check_ranks(made_by, backend)
     if backend == "reference":
         return reference.linear_log_probs(
             hidden_states.to(dtype),
@@ -231,9 +220,10 @@ def linear_log_probs(
             vocab_group=vocab_group,
             logits_dtype=logits_dtype,
         )
-    of_log_probs = _makes_of_log_probs(needs, dtype)
+    call = prepared(backend, arguments, weight.shape[0])
+    unscaled = _leaves_unscaled(needs, dtype)
     logp, entropy = LinearLogProbs.apply(
-        *parameters, call, of_log_probs, dtype, logits_dtype, chunk_tokens
+        *parameters, call, unscaled, dtype, logits_dtype, chunk_tokens
     )
     entropy = entropy.float().view(labels.shape) if return_entropy else None
     return logp.float().view(labels.shape), entropy
@@ -247,7 +237,7 @@ def _needs(*parameters: Tensor | None) -> tuple[bool, ...]:
     )
 
 
-def _makes_of_log_probs(needs: tuple[bool, ...], dtype: torch.dtype) -> bool:
+def _leaves_unscaled(needs: tuple[bool, ...], dtype: torch.dtype) -> bool:
     """Whether forward makes the gradients of log-probs, to be scaled in backward.
 
     In float16 that would lose small probabilities, which a gradient times a loss scale keeps.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapters import OTHERWISE, adapted, hooks_of, kind_of, without_adapters
-from .checks import is_dtensor, require
+from .core.checks import is_dtensor, require
+from .lora import OTHERWISE, adapted, hooks_of, kind_of, without_adapters
 
 # These wrappers synchronise gradients in a forward of their own.
 _WRAPPERS = {

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from .call import LinearOptions, LogitsOptions, Statistics
 from .config import BAPOConfig
+from .core.arguments import LinearOptions, LogitsOptions
+from .core.call import Statistics
+from .core.inputs import config_or_default
 from .functional import bapo_loss
-from .inputs import config_or_default
 from .linear import bapo_linear_loss
 from .output import BAPOOutput
 

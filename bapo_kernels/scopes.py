@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
-from .checks import check_group, require
-from .config import BAPOConfig, starting_bounds_of
-from .inputs import config_or_default
+from .config import BAPOConfig
+from .core.checks import check_group, require
+from .core.inputs import config_or_default
 from .output import ClipBounds
 
 Scope = Literal["call", "step", "lagged"]
@@ -77,7 +77,7 @@ class ClipBoundSearch:
         self._bounds: ClipBounds | tuple[float, float] | None = None
         self._metrics: dict[str, Tensor] = {}
         if scope == "lagged":
-            self._bounds = starting_bounds_of(self.config)
+            self._bounds = self.config.options.start
             self._metrics = self._all_metrics(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
 
     @property

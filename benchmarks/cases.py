@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, SamplingMask, reference
-from bapo_kernels.row_classes import row_classes
+from bapo_kernels.tools.row_classes import row_classes
 
 from .sets import Places, labels_in, sampling_mask
 

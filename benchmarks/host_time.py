@@ -22,8 +22,8 @@ import torch
 import typer
 
 from bapo_kernels import bapo_loss
-from bapo_kernels._ops import SCHEMAS, TRITON, register
 from bapo_kernels.backends import triton as triton_backend
+from bapo_kernels.core.operators import SCHEMAS, TRITON, register
 
 B, S, V = 2, 8, 64
 # What Triton calls. The device has two multiprocessors.
@@ -96,7 +96,7 @@ def install_absent_gpu() -> None:
     absent_gpu()
     triton_backend.why_not, triton_backend.INTERPRETED = lambda: None, True  # takes CPU tensors
     for name in SCHEMAS:
-        register(TRITON, name, triton_backend.kernel(name), ["CPU"])
+        register(TRITON, name, triton_backend.operator(name), ["CPU"])
 
 
 def tiny_call(backend: str) -> Callable[[], tuple[float, float]]:

@@ -13,8 +13,8 @@ from unittest import mock
 
 from rich.console import Console
 
-from bapo_kernels import fused
-from bapo_kernels.head import CHUNK_BYTES
+from bapo_kernels.core import rows as passes
+from bapo_kernels.core.head import CHUNK_BYTES
 
 from .cases import Batch, Case, Level
 from .methods import Method, methods
@@ -140,8 +140,8 @@ def _row_pass_of(method: Method, batch: Batch) -> Call:
 
             return recorded
 
-    ops_of = fused.ops_of
-    with mock.patch.object(fused, "ops_of", lambda backend: Recorder(ops_of(backend))):
+    ops_of = passes.ops_of
+    with mock.patch.object(passes, "ops_of", lambda backend: Recorder(ops_of(backend))):
         method.step(batch)
     return seen[0]
 

@@ -1,13 +1,14 @@
-// Registers the CPU kernels.
+// Registers the CPU kernels, on the threads of torch. May include everything but CUDA.
+// Which thread takes a piece of work must not matter, or results would change from run to run.
 
 #include <atomic>
 #include <string>
 #include <vector>
 
-#include "binding_sets.h"
+#include "binding_sampling_sets.h"
 #include "launch.h"
+#include "sampling_sets.h"
 #include "sequences.h"
-#include "sets.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -43,7 +44,7 @@ void advise_large_pages([[maybe_unused]] void* gradient, [[maybe_unused]] int64_
 #endif
 }
 void advise_large_pages(const LogitRows& rows) {
-    if (rows.grad == nullptr || rows.grad == rows.logits) return;
+    if (rows.grad == nullptr || rows.grad == rows.logits || rows.are_sets()) return;
     advise_large_pages(rows.grad, rows.count() * rows.vocab, rows.dtype);
 }
 
@@ -57,12 +58,8 @@ void run_queue(int64_t count, const Params& params, void (*kernel)(const Params&
     torch::stable::parallel_for(0, threads < count ? threads : count, 1,
                                 [&](int64_t, int64_t) { kernel(params, queue); });
 }
-template <typename Params>
-void run_rows(const Params& params,
-              void (*cpu::RowKernels::*kernel)(const Params&, cpu::RowQueue&)) {
-    run_queue(params.rows.count(), params, kernels_in_use.load()->*kernel);
-}
-const cpu::SetKernels& set_kernels() { return kernels_in_use.load()->sets; }
+const cpu::RowKernels& row_kernels() { return *kernels_in_use.load(); }
+const cpu::SetKernels& set_kernels() { return row_kernels().sets; }
 
 int64_t chunks_of(int64_t count) {
     return (count + cpu::kTokensPerChunk - 1) / cpu::kTokensPerChunk;
@@ -77,11 +74,13 @@ void run_chunks(int64_t count, Chunk chunk) {
 struct Cpu {
     static void row_pass(const RowPassParams& params, const Tensor&) {
         advise_large_pages(params.rows);
-        run_rows(params, &cpu::RowKernels::row_pass);
+        run_queue(params.rows.count(), params,
+                  params.rows.are_sets() ? set_kernels().pass : row_kernels().row_pass);
     }
     static void row_gradient(const RowGradientParams& params, const Tensor&) {
         if (params.only == nullptr) advise_large_pages(params.rows);
-        run_rows(params, &cpu::RowKernels::row_gradient);
+        run_queue(params.rows.count(), params,
+                  params.rows.are_sets() ? set_kernels().gradient : row_kernels().row_gradient);
     }
     static void prepare(const PrepareParams& params, const Tensor&) {
         TokenCounts counts{};
@@ -111,19 +110,19 @@ struct Cpu {
         cpu::contributions_reduce(params, partials.data(), chunks);
     }
     static void solve(const SolveParams& params, const Tensor&) { cpu::solve(params); }
-    static void search(ContributionParams params, const TargetParams& target,
-                       const SearchResult& result, const Tensor& like) {
+    static void search(ContributionParams params, const Target& target, const SearchResult& result,
+                       const Tensor& like) {
         std::vector<double> table(cpu::contribution_bins(params) - 2);
         params.table = table.data();
         contributions(params, like);
-        cpu::solve({table.data(), 1, params.lower, params.upper, target, result});
+        cpu::solve({table.data(), 1, params.grids, target, result});
     }
-    static void policy(const PolicyParams& params, const Tensor&) {
+    static void token_loss(const TokenLossParams& params, const Tensor&) {
         const int64_t chunks = chunks_of(params.count);
-        std::vector<PolicySums> partials(chunks);
+        std::vector<TokenLossSums> partials(chunks);
         run_chunks(params.count,
-                   [&](int64_t chunk) { cpu::policy_chunk(params, chunk, partials[chunk]); });
-        cpu::policy_reduce(params, partials.data(), chunks);
+                   [&](int64_t chunk) { cpu::token_loss_chunk(params, chunk, partials[chunk]); });
+        cpu::token_loss_reduce(params, partials.data(), chunks);
     }
 
     static void find_labels(const FindLabelsParams& params, const Tensor&) {
@@ -138,14 +137,8 @@ struct Cpu {
     static void multiply_sets(const MultiplySetsParams& params, const Tensor&) {
         run_queue(params.sets.rows, params, set_kernels().multiply);
     }
-    static void sets_pass(const SetPassParams& params, const Tensor&) {
-        run_queue(params.sets.rows, params, set_kernels().pass);
-    }
     static void head_sets_pass(const HeadSetPassParams& params, const Tensor&) {
-        run_queue(params.sets.sets.rows, params, set_kernels().head_pass);
-    }
-    static void sets_gradient(const SetGradientParams& params, const Tensor&) {
-        run_queue(params.sets.rows, params, set_kernels().gradient);
+        run_queue(params.pass.rows.rows, params, set_kernels().head_pass);
     }
     static void sets_dhidden(const SetHiddenGradientParams& params, const Tensor&) {
         run_queue(params.sets.rows, params, set_kernels().dhidden);

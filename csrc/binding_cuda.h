@@ -1,9 +1,10 @@
-// The CUDA kernels as a backend of binding.h, on torch's current stream.
+// The CUDA kernels as a backend of binding.h. May include torch's stable ABI and launch_cuda.h.
+// All launches of a call are on torch's current stream: on another, they would race with torch.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
 
-#include "binding_sets.h"
+#include "binding_sampling_sets.h"
 #include "cuda/launch_cuda.h"
 #include "tokens.h"
 
@@ -41,36 +42,40 @@ T* scratch(const Tensor& like, int64_t count, Tensor& memory) {
     return static_cast<T*>(memory.data_ptr());
 }
 
+// A kernel that needs no memory but its operands.
+template <typename Params>
+void launch(const char* (*kernel)(const Params&, void*), const Params& params, const Tensor& like) {
+    const Launch launch(like);
+    launch.check(kernel(params, launch.stream()));
+}
+template <typename Params, const char* (*kernel)(const Params&, void*)>
+void launched(const Params& params, const Tensor& like) {
+    launch(kernel, params, like);
+}
+
 struct Cuda {
     static void check_columns(const LogitRows& rows) {
         constexpr int64_t kMost = 1 << 30;  // an index of 32 bits, and a step beyond
         STD_TORCH_CHECK(rows.vocab <= kMost, "logits must have at most ", kMost, " columns, got ",
                         rows.vocab);
     }
-    static void row_pass(const RowPassParams& params, const Tensor& logits) {
+    static void row_pass(const RowPassParams& params, const Tensor& like) {
         check_columns(params.rows);
-        const Launch launch(logits);
-        launch.check(cuda::row_pass(params, launch.stream()));
+        launch(params.rows.are_sets() ? cuda::sets_pass : cuda::row_pass, params, like);
     }
-    static void row_gradient(const RowGradientParams& params, const Tensor& logits) {
+    static void row_gradient(const RowGradientParams& params, const Tensor& like) {
         check_columns(params.rows);
-        const Launch launch(logits);
-        launch.check(cuda::row_gradient(params, launch.stream()));
+        launch(params.rows.are_sets() ? cuda::sets_gradient : cuda::row_gradient, params, like);
     }
-    static void prepare(const PrepareParams& params, const Tensor& tokens) {
-        const Launch launch(tokens);
+    static void prepare(const PrepareParams& params, const Tensor& like) {
+        const Launch launch(like);
         Tensor memory;
         cuda::CountedTokens* counted = nullptr;
         if (needs_counts(params)) {
             const int64_t words = cuda::counted_words(params);
-            counted =
-                reinterpret_cast<cuda::CountedTokens*>(scratch<int64_t>(tokens, words, memory));
+            counted = reinterpret_cast<cuda::CountedTokens*>(scratch<int64_t>(like, words, memory));
         }
         launch.check(cuda::prepare(params, counted, launch.stream()));
-    }
-    static void sequence_mean(const SequenceMeanParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::sequence_mean(params, launch.stream()));
     }
     static void contributions(const ContributionParams& params, const Tensor& like) {
         const Launch launch(like);
@@ -78,66 +83,56 @@ struct Cuda {
         auto* const partials = scratch<Moments>(like, cuda::search_partials(params), memory);
         launch.check(cuda::contributions(params, partials, launch.stream()));
     }
-    static void search(const ContributionParams& params, const TargetParams& target,
+    static void search(const ContributionParams& params, const Target& target,
                        const SearchResult& result, const Tensor& like) {
         const Launch launch(like);
         Tensor memory;
         auto* const partials = scratch<Moments>(like, cuda::search_partials(params), memory);
         launch.check(cuda::search(params, target, result, partials, launch.stream()));
     }
-    static void solve(const SolveParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::solve(params, launch.stream()));
-    }
-    static void policy(const PolicyParams& params, const Tensor& like) {
+    static void token_loss(const TokenLossParams& params, const Tensor& like) {
         const Launch launch(like);
         Tensor memory;
-        auto* const partials = scratch<double>(like, cuda::policy_partials(params.count), memory);
-        launch.check(cuda::policy(params, partials, launch.stream()));
+        const int64_t words = cuda::token_loss_partials(params.count);
+        auto* const partials = scratch<double>(like, words, memory);
+        launch.check(cuda::token_loss(params, partials, launch.stream()));
     }
-    static void find_labels(const FindLabelsParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::find_labels(params, launch.stream()));
-    }
-    static void gather_sets(const MoveSetsParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::gather_sets(params, launch.stream()));
-    }
-    static void scatter_sets(const MoveSetsParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::scatter_sets(params, launch.stream()));
-    }
-    static void sets_pass(const SetPassParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::sets_pass(params, launch.stream()));
-    }
-    static void sets_gradient(const SetGradientParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::sets_gradient(params, launch.stream()));
-    }
-    static void multiply_sets(const MultiplySetsParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::multiply_sets(params, launch.stream()));
-    }
-    static void head_sets_pass(const HeadSetPassParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::head_sets_pass(params, launch.stream()));
-    }
-    static void sets_dhidden(const SetHiddenGradientParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::sets_dhidden(params, launch.stream()));
-    }
-    static void sets_dweight(const SetWeightGradientParams& params, const Tensor& like) {
-        const Launch launch(like);
-        launch.check(cuda::sets_dweight(params, launch.stream()));
-    }
+    static constexpr auto sequence_mean = launched<SequenceMeanParams, cuda::sequence_mean>;
+    static constexpr auto solve = launched<SolveParams, cuda::solve>;
+    static constexpr auto find_labels = launched<FindLabelsParams, cuda::find_labels>;
+    static constexpr auto gather_sets = launched<MoveSetsParams, cuda::gather_sets>;
+    static constexpr auto scatter_sets = launched<MoveSetsParams, cuda::scatter_sets>;
+    static constexpr auto multiply_sets = launched<MultiplySetsParams, cuda::multiply_sets>;
+    static constexpr auto head_sets_pass = launched<HeadSetPassParams, cuda::head_sets_pass>;
+    static constexpr auto sets_dhidden = launched<SetHiddenGradientParams, cuda::sets_dhidden>;
+    static constexpr auto sets_dweight = launched<SetWeightGradientParams, cuda::sets_dweight>;
 };
+
+// A tensor to change in place: rows of its last dimension, with any strides up to three dimensions,
+// contiguous beyond.
+inline LogitRows rows_in_place(const Tensor& x) {
+    const int64_t dims = x.dim();
+    STD_TORCH_CHECK(x.is_contiguous() || (dims <= 3 && x.stride(dims - 1) == 1),
+                    "x must be contiguous, or have at most 3 dimensions and last stride 1");
+    LogitRows rows{};
+    rows.dtype = row_dtype(x, "x");
+    rows.vocab = dims >= 1 ? x.size(dims - 1) : 1;
+    rows.rows = dims >= 2 ? x.size(dims - 2) : 1;
+    rows.batches = rows.vocab * rows.rows == 0 ? 0 : x.numel() / (rows.vocab * rows.rows);
+    // Of a contiguous tensor, dimensions of size 1 may have any stride.
+    const bool packed = x.is_contiguous();
+    rows.row_stride = packed || dims < 2 ? rows.vocab : x.stride(dims - 2);
+    rows.batch_stride = packed || dims < 3 ? rows.rows * rows.vocab : x.stride(dims - 3);
+    rows.grad_row_stride = rows.row_stride;
+    rows.grad_batch_stride = rows.batch_stride;
+    rows.logits = rows.grad = x.data_ptr();
+    return rows;
+}
 
 inline void scale(Tensor x, Tensor factor) {
     const Launch launch(x);
-    const Arguments args(x);
-    const LogitRows rows = args.rows_of(x);
-    launch.check(cuda::scale(rows, args.data<float>(factor, 1, "factor"), launch.stream()));
+    const float* const by = Reader(x).data<float>(factor, 1, "factor");
+    launch.check(cuda::scale(rows_in_place(x), by, launch.stream()));
 }
 
 }  // namespace bapo::binding

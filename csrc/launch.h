@@ -1,5 +1,6 @@
-// Entry points of the CPU kernels. A launch is cut into pieces of work that any thread may take in
-// any order; results do not depend on which thread took which piece.
+// Entry points of the CPU kernels, on params.h and tokens.h; no torch, so that the fuzzer has them.
+// A launch is cut into pieces of work that any thread may take in any order; results do not depend
+// on which thread took which piece.
 #pragma once
 
 #include <atomic>
@@ -23,9 +24,9 @@ struct SetKernels {
     void (*gather)(const MoveSetsParams&, RowQueue&);
     void (*scatter)(const MoveSetsParams&, RowQueue&);
     void (*multiply)(const MultiplySetsParams&, RowQueue&);
-    void (*pass)(const SetPassParams&, RowQueue&);
+    void (*pass)(const RowPassParams&, RowQueue&);
     void (*head_pass)(const HeadSetPassParams&, RowQueue&);
-    void (*gradient)(const SetGradientParams&, RowQueue&);
+    void (*gradient)(const RowGradientParams&, RowQueue&);
     void (*dhidden)(const SetHiddenGradientParams&, RowQueue&);
     void (*dweight)(const SetWeightGradientParams&, RowQueue&);
 };
@@ -59,7 +60,8 @@ void contributions_reduce(const ContributionParams& params, const Moments* parti
                           int64_t chunks);
 void solve(const SolveParams& params);
 
-void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums);
-void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64_t chunks);
+void token_loss_chunk(const TokenLossParams& params, int64_t chunk, TokenLossSums& sums);
+void token_loss_reduce(const TokenLossParams& params, const TokenLossSums* partials,
+                       int64_t chunks);
 
 }  // namespace bapo::cpu

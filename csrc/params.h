@@ -1,4 +1,7 @@
-// Plain descriptions of a launch, by value; no torch. Optional pointers are null.
+// What crosses into a kernel, by value: tokens, options and rows, and what each launch takes of
+// them. Optional pointers are null. Includes policy_math.h alone, so that every compiler has it.
+// Fields and options are in the order of core/operators.py and config.py: in another, numbers would
+// be taken for one another.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +10,30 @@
 
 namespace bapo {
 
-enum class DType : int64_t { kFloat32, kBFloat16, kFloat16 };
+// A row of the tokens of a call.
+enum Field : int {
+    kAdvantages,
+    kOldLogProbs,
+    kRolloutLogProbs,
+    kRolloutIsWeights,
+    kRefLogProbs,
+    kTemperatures,
+    kLower,
+    kUpper,
+    kFields
+};
+
+enum class DType : int64_t {
+    kUInt8,
+    kInt8,
+    kInt16,
+    kInt32,
+    kInt64,
+    kFloat16,
+    kBFloat16,
+    kFloat32,
+    kFloat64,
+};
 
 // x = scale*y with y = z, or y = tanh(logit_scale*z/softcap); dx/dz = slope, times 1 - y^2 under
 // softcap. Where every row has a temperature of its own, scale and slope are those at
@@ -21,21 +47,88 @@ struct Transform {
     const float* temperatures;  // one per row; null: one for all, which scale and slope contain
 
     BAPO_HD Transform at(float temperature) const {
-        Transform of_row = *this;
-        if (temperatures == nullptr) return of_row;
+        Transform here = *this;
+        if (temperatures == nullptr) return here;
         // Any other would still give numbers.
         const double by = temperature > 0.0f && temperature < INFINITY ? temperature : NAN;
-        of_row.scale /= by;
-        of_row.slope /= by;
-        return of_row;
+        here.scale /= by;
+        here.slope /= by;
+        return here;
     }
-    BAPO_HD float temperature(int64_t row) const { return temperatures ? temperatures[row] : 1.0f; }
-    BAPO_HD Transform of_row(int64_t row) const { return at(temperature(row)); }
+    BAPO_HD Transform of_row(int64_t row) const {
+        return at(temperatures ? temperatures[row] : 1.0f);
+    }
+};
+
+// loss_agg_mode.
+enum class LossAggMode : int64_t {
+    kTokenMean,
+    kTokenSum,
+    kSeqMeanTokenSum,
+    kSeqMeanTokenSumNorm,
+    kSeqMeanTokenMean,
+};
+
+struct Grids {
+    Grid lower;
+    Grid upper;
+
+    BAPO_HD Bounds start() const { return {lower.start, upper.start}; }
+    BAPO_HD Bounds maximum() const { return {lower.maximum, upper.maximum}; }
+    BAPO_HD Bounds last() const { return {lower.last(), upper.last()}; }
+};
+
+// Of the search.
+struct Target {
+    double value;
+    bool is_ratio;
+    bool upper_first;
+};
+
+// The options of a call, and in its methods what the kernels take of them.
+struct Options {
+    double lower_start, lower_max, lower_step;
+    double upper_start, upper_max, upper_step;
+    double target, target_is_ratio, upper_first, uniform_weight, unclipped_only;
+    double surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg;
+    double kl_loss_coef, kl_loss_type, entropy_coef;
+    double temperature, logit_scale;
+    double softcap;  // infinite: none
+    double loss_agg_mode;
+    double loss_scale_factor;  // 0: none
+
+    BAPO_HD Grids grids() const {
+        return {{lower_start, lower_max, lower_step}, {upper_start, upper_max, upper_step}};
+    }
+    BAPO_HD Target search_target() const {
+        return {target, target_is_ratio != 0.0, upper_first != 0.0};
+    }
+    BAPO_HD PolicyOptions policy() const {
+        return {(int64_t)surrogate, clip_ratio_c,          sapo_tau_pos, sapo_tau_neg,
+                kl_loss_coef,       (int64_t)kl_loss_type, entropy_coef};
+    }
+    BAPO_HD Transform transform(const float* temperatures) const {
+        const bool softcapped = softcap < INFINITY;
+        const double by = temperatures ? 1.0 : temperature, slope = logit_scale / by;
+        return {softcapped, logit_scale, softcap, softcapped ? softcap / by : slope,
+                slope,      temperatures};
+    }
+};
+constexpr int kOptions = sizeof(Options) / sizeof(double);
+
+// Sampling masks (CSR): the ids of row n are token_ids[offsets[n], offsets[n + 1]), ascending. A
+// row without ids has the whole vocabulary. Nothing is known of the values before they are read.
+struct Sets {
+    int64_t rows;
+    int64_t count;             // of ids, in all rows
+    const int64_t* offsets;    // [rows + 1]
+    const int32_t* token_ids;  // [count]; null where only the sizes matter
 };
 
 // Rows of logits [batches, rows, vocab] with unit stride in the last dimension, and where their
 // gradient is written (null: it is not computed; equal to logits: in place). Strides count
-// elements.
+// elements. Rows that are sets have no vocabulary and strides: both are float32 vectors of values,
+// and labels are positions in the sets.
 struct LogitRows {
     DType dtype;
     int64_t batches;
@@ -48,37 +141,30 @@ struct LogitRows {
     int64_t grad_batch_stride;
     int64_t grad_row_stride;
     Transform transform;
+    Sets sets;
 
     BAPO_HD int64_t count() const { return batches * rows; }
+    template <typename T>
+    BAPO_HD const T* logits_at(int64_t row) const {
+        const int64_t batch = row / rows;
+        return static_cast<const T*>(logits) + batch * batch_stride + row % rows * row_stride;
+    }
+    template <typename T>
+    BAPO_HD T* grad_at(int64_t row) const {
+        const int64_t batch = row / rows;
+        return static_cast<T*>(grad) + batch * grad_batch_stride + row % rows * grad_row_stride;
+    }
+    BAPO_HD bool are_sets() const { return sets.offsets != nullptr; }
+    BAPO_HD const float* values() const { return static_cast<const float*>(logits); }
+    BAPO_HD float* dvalues() const { return static_cast<float*>(grad); }
 };
 
-enum class NumberType : int64_t {
-    kUInt8,
-    kInt8,
-    kInt16,
-    kInt32,
-    kInt64,
-    kFloat16,
-    kBFloat16,
-    kFloat32,
-    kFloat64,
-};
-
-// A matrix of numbers of any type; data is null where it is not given.
+// A matrix of any dtype; data is null where it is not given.
 struct Numbers {
     const void* data;
-    NumberType type;
+    DType dtype;
     int64_t row_stride;
     int64_t stride;
-};
-
-// loss_agg_mode, in the order of config.py.
-enum class Aggregation : int64_t {
-    kTokenMean,
-    kTokenSum,
-    kSeqMeanTokenSum,
-    kSeqMeanTokenSumNorm,
-    kSeqMeanTokenMean,
 };
 
 // Of the unmasked tokens of a call.
@@ -90,48 +176,46 @@ struct TokenCounts {
 
 // From the arguments of the caller, [rows, columns], to flat inputs of every kernel.
 struct PrepareParams {
-    static constexpr int kMostValues = 8;
-
     int64_t rows;
     int64_t columns;
-    Numbers tokens;  // labels, or log-probs, whose values are not read
+    Numbers labels_or_log_probs;  // the values of log-probs are not read
     bool labels_given;
-    Numbers mask;
-    Numbers values[kMostValues];  // the advantages first
-    int value_count;
-    bool per_sequence[kMostValues];  // of packed tokens
-    Numbers offsets;                 // of packed sequences; otherwise every row is a sequence
+    Numbers response_mask;
+    Numbers fields[kFields];
+    bool per_sequence[kFields];  // of packed tokens
+    Numbers offsets;             // of packed sequences; otherwise every row is a sequence
     int64_t sequences;
-    Aggregation aggregation;
+    LossAggMode loss_agg_mode;
     double scale;
-    double length;   // of a sequence; NaN: columns
+    double length;   // by which the mode with a norm divides
     double divisor;  // of a mean; NaN: device_divisor, or counted here
     Numbers device_divisor;
     const float* bounds;
-    bool own_bounds;  // of each token: the last two values
     bool live;
     bool* unmasked;
     bool* counted;
     int64_t* labels;
     double* weights;
-    float* flat;  // [value_count, rows*columns]
+    float* tokens;  // [kFields, rows*columns], of which given fields are written
     int32_t* ticket;
 
     BAPO_HD int64_t count() const { return rows * columns; }
 };
 
-// One entry per token, all contiguous. Inputs of the caller are float32; values passed from kernel
-// to kernel are double, so that only the exp of the logits is rounded to float32.
+// One entry per token, all contiguous: fields and other inputs. Those of the caller are float32;
+// values passed from kernel to kernel are double, so that only the exp of the logits is rounded to
+// float32.
 struct TokenInputs {
     const bool* counted;
-    const float* old_log_probs;
-    const float* advantages;
     const double* weights;
-    const float* is_weights;
+    const double* log_ratios;  // in the place of log_prob - old_log_prob
+    const float* advantages;
+    const float* old_log_probs;
+    const float* rollout_log_probs;
+    const float* rollout_is_weights;
     const float* ref_log_probs;
     const float* lower;  // bounds of each token; null: the same for all
     const float* upper;
-    const double* log_ratios;  // in the place of log_prob - old_log_prob
 };
 
 // Without rows.grad this is row_statistics: the first pass alone, for which counted is the only
@@ -142,8 +226,8 @@ struct RowPassParams {
     TokenInputs tokens;
     PolicyOptions options;
     const float* bounds;  // (lower, upper) of all; null: tokens have their own, or they are not
-    Bounds first;         // known yet, between first and last
-    Bounds last;
+    Bounds start;         // known yet, between start and maximum
+    Bounds maximum;
     double* log_probs;
     double* entropy;
     double* stats;       // (origin, sum) of every row, which the second pass of this backend needs
@@ -158,15 +242,6 @@ struct RowGradientParams {
     const double* dlog_probs;
     const double* dentropy;
     const uint8_t* only;  // rows to write; null: all
-};
-
-// Sampling masks (CSR): the ids of row n are token_ids[offsets[n], offsets[n + 1]), ascending. A
-// row without ids has the whole vocabulary. Nothing is known of the values before they are read.
-struct Sets {
-    int64_t rows;
-    int64_t count;             // of ids, in all rows
-    const int64_t* offsets;    // [rows + 1]
-    const int32_t* token_ids;  // [count]; null where only the sizes matter
 };
 
 // The columns of the vocabulary that are here: all, or [first, first + count) of a total that only
@@ -216,21 +291,6 @@ struct MultiplySetsParams {
     float* values;
 };
 
-// As of whole rows; pass.rows has the transform alone, and labels are positions in the sets.
-// Gradients take the place of the values where pass.undecided is given.
-struct SetPassParams {
-    RowPassParams pass;
-    Sets sets;
-    float* values;
-};
-
-struct SetGradientParams {
-    RowGradientParams gradient;
-    Sets sets;
-    const float* values;
-    float* dvalues;
-};
-
 struct SetHiddenGradientParams {
     Matrix weight;
     Sets sets;
@@ -242,7 +302,7 @@ struct SetHiddenGradientParams {
 
 // multiply, pass and, of decided rows, the gradient of the hidden state.
 struct HeadSetPassParams {
-    SetPassParams sets;
+    RowPassParams pass;
     SetHead head;
     Matrix dhidden;
 };
@@ -272,32 +332,24 @@ struct Sequences {
 struct SequenceMeanParams {
     Sequences sequences;
     const bool* counted;
-    const double* values;  // log-probs, or gradients of log-ratios
+    bool forward;  // log-probs to log-ratios; else gradients of these to gradients of those
+    const double* in;
     const float* old_log_probs;
-    bool of_log_probs;
-    double* out;  // log-ratios, or gradients of log-probs, to which the means are added
+    double* out;  // which the means replace, or to which gradients are added
 };
 
 struct ContributionParams {
     int64_t count;
     const double* log_probs;
     TokenInputs tokens;
-    const float* rollout_log_probs;
-    Grid lower;
-    Grid upper;
+    Grids grids;
     bool uniform_weight;
-    bool gradient;
+    bool unclipped_only;
     // [ranks, points]: negative mass at every point of the lower grid, then positive mass at every
     // point of the upper grid. This rank's row is written, and the others become 0.
     double* table;
     int64_t ranks;
     int64_t rank;
-};
-
-struct TargetParams {
-    double target;
-    bool ratio;
-    bool upper_first;
 };
 
 // Where Algorithm 1 stops.
@@ -311,44 +363,31 @@ constexpr int kMasses = 6;
 struct SolveParams {
     const double* table;  // [ranks, points], whose rows are added in order
     int64_t ranks;
-    Grid lower;
-    Grid upper;
-    TargetParams target;
+    Grids grids;
+    Target target;
     SearchResult result;
 };
 
 // What a loss reports, in the order of output.py.
 struct Report {
-    float loss;
-    float pg_loss;
-    float pg_clipfrac;
-    float pg_clipfrac_lower;
-    float ppo_kl;
-    float entropy;
-    float kl_loss;
-    float bapo_clip_low;
-    float bapo_clip_high;
-    float bapo_pos_share;
-    float bapo_pos_share_start;
-    float bapo_pos_share_max;
-    float bapo_pos_neg_ratio;
-    float bapo_saturated;
-    float live_tokens;
+    float loss, pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, kl_loss;
+    float bapo_clip_low, bapo_clip_high;
+    float bapo_pos_share, bapo_pos_share_start, bapo_pos_share_max, bapo_pos_neg_ratio;
+    float bapo_saturated, live_tokens;
 };
 constexpr int kReportSize = sizeof(Report) / sizeof(float);
 
-struct PolicyParams {
+struct TokenLossParams {
     int64_t count;
     const double* log_probs;
     const double* entropy;
     TokenInputs tokens;
-    const float* rollout_log_probs;
     PolicyOptions options;
     bool uniform_weight;
-    bool gradient;
-    Bounds first;
+    bool unclipped_only;
+    Bounds start;  // of the grids
     Bounds last;
-    TargetParams target;
+    Target target;
     const float* bounds;  // (lower, upper) of all; null: tokens have their own
     // Those of the search; null: those of these tokens.
     const double* masses;

@@ -1,7 +1,7 @@
 // The policy mathematics of BAPO, one token at a time: the loss of Algorithm 1, line 20, and the
-// sums of Eq. 8 (arXiv 2510.18927). Shared by the CPU and the CUDA kernels. Everything is double:
-// it costs a few operations per token, and decisions (clipped or not, which bounds) then agree with
-// the float64 reference.
+// sums of Eq. 8 (arXiv 2510.18927), for CPU and CUDA. Includes nothing of ours. Everything is
+// double: it costs a few operations per token, and decisions (clipped or not, which bounds) then
+// agree with the float64 reference.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ constexpr double kLowestFloat = -3.4028234663852886e38;
 constexpr int kMaxGridPoints = 1024;
 
 // As in config.py.
-enum KlType : int64_t { kK1 = 0, kK2 = 1, kK3 = 2 };
+enum KlLossType : int64_t { kK1 = 0, kK2 = 1, kK3 = 2 };
 enum Surrogate : int64_t { kClip = 0, kCispo = 1, kSapo = 2 };
 
 struct Bounds {
@@ -33,23 +33,23 @@ struct Bounds {
 
 // Options of the loss per token; clip_ratio_c is infinite without a dual clip.
 struct PolicyOptions {
-    int64_t surrogate;
-    double clip_ratio_c;
-    double sapo_tau_pos;
-    double sapo_tau_neg;
-    double kl_loss_coef;
-    int64_t kl_loss_type;
-    double entropy_coef;
+    int64_t surrogate = kClip;
+    double clip_ratio_c = INFINITY;
+    double sapo_tau_pos = 1.0;
+    double sapo_tau_neg = 1.0;
+    double kl_loss_coef = 0.0;
+    int64_t kl_loss_type = kK1;
+    double entropy_coef = 0.0;
 };
 
-// The inputs of a token's loss. Where they are absent, is_weight is 1 and ref_log_prob is
+// The inputs of a token's loss. Where they are absent, rollout_is_weight is 1 and ref_log_prob is
 // log_prob.
 struct Token {
     double log_prob;
     double old_log_prob;
     double ref_log_prob;
     double advantage;
-    double is_weight;
+    double rollout_is_weight;
 };
 
 struct Ratio {
@@ -137,8 +137,8 @@ BAPO_HD PolicyTerm policy_term(const Token& token, const Ratio& ratio, Bounds bo
             break;
         default: term = clip_term(A, ratio, bounds, options.clip_ratio_c);
     }
-    term.loss *= token.is_weight;
-    term.grad *= token.is_weight;
+    term.loss *= token.rollout_is_weight;
+    term.grad *= token.rollout_is_weight;
     return term;
 }
 
@@ -167,12 +167,12 @@ BAPO_HD double kl_grad(const Token& token, const PolicyOptions& options) {
 }
 
 // What a token adds to the positive mass (A > 0) or the negative mass (A < 0), without its weight.
-BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool gradient) {
+BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool unclipped_only) {
     if (advantage > 0.0) {
-        if (gradient) return r > bounds.upper ? 0.0 : advantage * r;
+        if (unclipped_only) return r > bounds.upper ? 0.0 : advantage * r;
         return advantage * (r > bounds.upper ? bounds.upper : r);
     }
-    if (gradient) return r < bounds.lower ? 0.0 : -advantage * r;
+    if (unclipped_only) return r < bounds.lower ? 0.0 : -advantage * r;
     return -advantage * (r < bounds.lower ? bounds.lower : r);
 }
 
@@ -233,14 +233,14 @@ struct Moments {
 
 // Adds the positive mass at every point of the upper grid, from tokens with A > 0. Bin b holds the
 // ratios that b points are below, so r <= c_j where b <= j.
-BAPO_HD void add_positive(const Moments* bins, const double* points, int count, bool gradient,
+BAPO_HD void add_positive(const Moments* bins, const double* points, int count, bool unclipped_only,
                           double* pos) {
     double kept = 0.0;
     for (int j = 0; j < count; ++j) {
         kept += bins[j].ratio_mass;
         pos[j] += kept;
     }
-    if (gradient) return;
+    if (unclipped_only) return;
     double above = 0.0;
     for (int j = count - 1; j >= 0; --j) {
         above += bins[j + 1].mass;
@@ -250,14 +250,14 @@ BAPO_HD void add_positive(const Moments* bins, const double* points, int count, 
 
 // Adds the negative mass at every point of the lower grid, from tokens with A < 0. Bin b holds the
 // ratios that b points are not above, so r >= c_i where b > i.
-BAPO_HD void add_negative(const Moments* bins, const double* points, int count, bool gradient,
+BAPO_HD void add_negative(const Moments* bins, const double* points, int count, bool unclipped_only,
                           double* neg) {
     double kept = 0.0;
     for (int i = count - 1; i >= 0; --i) {
         kept += bins[i + 1].ratio_mass;
         neg[i] += kept;
     }
-    if (gradient) return;
+    if (unclipped_only) return;
     double below = 0.0;
     for (int i = 0; i < count; ++i) {
         below += bins[i].mass;

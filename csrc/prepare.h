@@ -1,5 +1,6 @@
-// What every kernel takes per token, made from the arguments as the caller has them: any number
-// type, any strides, per token or per sequence. Shared by the CPU and the CUDA kernels.
+// What every kernel takes per token, made from the arguments as the caller has them: any dtype, any
+// strides, per token or per sequence; for CPU and CUDA, on params.h. The host does not see values
+// on the device: those that break a rule become NaN here, or nobody notices them.
 #pragma once
 
 #include <cstring>
@@ -26,16 +27,16 @@ template <typename To>
 BAPO_HD To number_at(const Numbers& numbers, int64_t row, int64_t column) {
     const int64_t at = row * numbers.row_stride + column * numbers.stride;
     const void* const data = numbers.data;
-    switch (numbers.type) {
-        case NumberType::kUInt8: return (To) static_cast<const uint8_t*>(data)[at];
-        case NumberType::kInt8: return (To) static_cast<const int8_t*>(data)[at];
-        case NumberType::kInt16: return (To) static_cast<const int16_t*>(data)[at];
-        case NumberType::kInt32: return (To) static_cast<const int32_t*>(data)[at];
-        case NumberType::kInt64: return (To) static_cast<const int64_t*>(data)[at];
-        case NumberType::kFloat16: return (To)float_of_half(static_cast<const uint16_t*>(data)[at]);
-        case NumberType::kBFloat16:
+    switch (numbers.dtype) {
+        case DType::kUInt8: return (To) static_cast<const uint8_t*>(data)[at];
+        case DType::kInt8: return (To) static_cast<const int8_t*>(data)[at];
+        case DType::kInt16: return (To) static_cast<const int16_t*>(data)[at];
+        case DType::kInt32: return (To) static_cast<const int32_t*>(data)[at];
+        case DType::kInt64: return (To) static_cast<const int64_t*>(data)[at];
+        case DType::kFloat16: return (To)float_of_half(static_cast<const uint16_t*>(data)[at]);
+        case DType::kBFloat16:
             return (To)float_of_bits((uint32_t)static_cast<const uint16_t*>(data)[at] << 16);
-        case NumberType::kFloat32: return (To) static_cast<const float*>(data)[at];
+        case DType::kFloat32: return (To) static_cast<const float*>(data)[at];
         default: return (To) static_cast<const double*>(data)[at];
     }
 }
@@ -74,10 +75,11 @@ BAPO_HD Position position_of(const PrepareParams& params, int64_t i) {
 
 BAPO_HD bool is_unmasked(const PrepareParams& params, Position at) {
     if (params.labels_given &&
-        number_at<int64_t>(params.tokens, at.row, at.column) == kIgnoredLabel) {
+        number_at<int64_t>(params.labels_or_log_probs, at.row, at.column) == kIgnoredLabel) {
         return false;
     }
-    return params.mask.data == nullptr || number_at<double>(params.mask, at.row, at.column) != 0.0;
+    return params.response_mask.data == nullptr ||
+           number_at<double>(params.response_mask, at.row, at.column) != 0.0;
 }
 BAPO_HD bool is_unmasked_and_inside(const PrepareParams& params, Position at) {
     return at.sequence < params.sequences && is_unmasked(params, at);
@@ -99,23 +101,23 @@ BAPO_HD bool bounds_are_valid(float lower, float upper) { return 0.0f <= lower &
 BAPO_HD double shared_weight(const PrepareParams& params, const TokenCounts& counts) {
     const bool valid = !params.bounds || bounds_are_valid(params.bounds[0], params.bounds[1]);
     if (!valid || counts.bad_offsets) return NAN;
-    switch (params.aggregation) {
-        case Aggregation::kTokenSum: return params.scale;
-        case Aggregation::kTokenMean: return params.scale / divisor_of(params, counts.tokens);
+    switch (params.loss_agg_mode) {
+        case LossAggMode::kTokenSum: return params.scale;
+        case LossAggMode::kTokenMean: return params.scale / divisor_of(params, counts.tokens);
         default: return params.scale / divisor_of(params, counts.sequences);
     }
 }
 
 // Whether the weights depend on the sequences of the tokens.
 BAPO_HD bool counts_sequences(const PrepareParams& params) {
-    return params.weights != nullptr && params.aggregation != Aggregation::kTokenMean &&
-           params.aggregation != Aggregation::kTokenSum;
+    return params.weights != nullptr && params.loss_agg_mode != LossAggMode::kTokenMean &&
+           params.loss_agg_mode != LossAggMode::kTokenSum;
 }
 // Whether the weights depend on counts of unmasked tokens, or the offsets have to be checked.
 inline bool needs_counts(const PrepareParams& params) {
     if (params.offsets.data != nullptr) return true;
-    if (params.weights == nullptr || params.aggregation == Aggregation::kTokenSum) return false;
-    if (params.aggregation == Aggregation::kSeqMeanTokenMean) return true;
+    if (params.weights == nullptr || params.loss_agg_mode == LossAggMode::kTokenSum) return false;
+    if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenMean) return true;
     return params.device_divisor.data == nullptr && params.divisor != params.divisor;
 }
 
@@ -128,29 +130,35 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
     const bool unmasked =
         counts.bad_offsets ? is_unmasked(params, at) : is_unmasked_and_inside(params, at);
     params.unmasked[i] = unmasked;
-    if (params.labels) params.labels[i] = number_at<int64_t>(params.tokens, at.row, at.column);
-    const int64_t N = params.count();
-    for (int k = 0; k < params.value_count; ++k) {
-        const Numbers& values = params.values[k];
-        const int64_t last = params.sequences - 1;
-        float value = params.per_sequence[k]
-                          ? number_at<float>(values, 0, at.sequence < last ? at.sequence : last)
-                          : number_at<float>(values, at.row, at.column);
-        if (k == 0 && counts.bad_offsets) value = NAN;
-        params.flat[k * N + i] = value;
+    if (params.labels) {
+        params.labels[i] = number_at<int64_t>(params.labels_or_log_probs, at.row, at.column);
     }
-    if (params.counted) params.counted[i] = unmasked && (!params.live || params.flat[i] != 0.0f);
+    const int64_t N = params.count(), last = params.sequences - 1;
+    for (int k = 0; k < kFields; ++k) {
+        const Numbers& field = params.fields[k];
+        if (field.data == nullptr) continue;
+        float value = params.per_sequence[k]
+                          ? number_at<float>(field, 0, at.sequence < last ? at.sequence : last)
+                          : number_at<float>(field, at.row, at.column);
+        if (k == kAdvantages && counts.bad_offsets) value = NAN;
+        params.tokens[k * N + i] = value;
+    }
+    if (params.counted) {
+        params.counted[i] =
+            unmasked && (!params.live || params.tokens[kAdvantages * N + i] != 0.0f);
+    }
     if (params.weights == nullptr) return;
-    if (params.aggregation == Aggregation::kSeqMeanTokenMean && at.sequence < params.sequences) {
+    if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenMean && at.sequence < params.sequences) {
         const int64_t tokens = of_sequences[at.sequence];
         weight /= tokens > 1 ? (double)tokens : 1.0;
     }
-    if (params.aggregation == Aggregation::kSeqMeanTokenSumNorm) {
-        weight /= params.length == params.length ? params.length : (double)params.columns;
+    if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenSumNorm) {
+        weight /= params.length;
     }
-    if (params.own_bounds) {
-        const float* const lower = params.flat + (params.value_count - 2) * N + i;
-        if (!bounds_are_valid(lower[0], lower[N])) weight = NAN;
+    const bool own_bounds = params.fields[kLower].data && params.fields[kUpper].data;
+    if (own_bounds &&
+        !bounds_are_valid(params.tokens[kLower * N + i], params.tokens[kUpper * N + i])) {
+        weight = NAN;
     }
     params.weights[i] = unmasked ? weight : 0.0;
 }

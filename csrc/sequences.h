@@ -1,5 +1,5 @@
 // The ratio of a sequence: the mean of the log-ratios of its counted tokens. Its gradient is spread
-// over them in the same way. Shared by the CPU and the CUDA kernels.
+// over them in the same way. For CPU and CUDA, on prepare.h, whose offsets both must cut alike.
 #pragma once
 
 #include "prepare.h"
@@ -31,8 +31,8 @@ struct SequenceSum {
     BAPO_HD void add(const SequenceMeanParams& params, int64_t i) {
         if (!params.counted[i]) return;
         count += 1.0;
-        double value = params.values[i];
-        if (params.of_log_probs) {
+        double value = params.in[i];
+        if (params.forward) {
             const double old =
                 params.old_log_probs ? params.old_log_probs[i] : on_policy_old(value);
             value = old - old == 0.0 ? value - old : NAN;
@@ -44,7 +44,7 @@ struct SequenceSum {
 
 BAPO_HD void write_mean(const SequenceMeanParams& params, int64_t i, double mean) {
     const double mine = params.counted[i] ? mean : 0.0;
-    params.out[i] = params.of_log_probs ? mine : params.out[i] + mine;
+    params.out[i] = params.forward ? mine : params.out[i] + mine;
 }
 
 }  // namespace bapo

@@ -1,5 +1,6 @@
 // What the kernels of every device do with one token: read it, decide on its row's gradient, add it
-// to the sums, and report these.
+// to the sums, and report these; on params.h. The row passes decide and the loss sums with the same
+// functions: otherwise a gradient would be written that the loss does not have.
 #pragma once
 
 #include "params.h"
@@ -11,38 +12,38 @@ BAPO_HD double old_log_prob(const TokenInputs& tokens, int64_t i, double log_pro
 }
 
 // The inputs of a token, which are known before its log-prob. Absent ones are 0.
-struct alignas(16) TokenValues {
+struct alignas(16) TokenFields {
     double weight;
     float advantage;
     float old_log_prob;
     float ref_log_prob;
-    float is_weight;
+    float rollout_is_weight;
     float lower;
     float upper;
 };
-BAPO_HD TokenValues values_at(const TokenInputs& tokens, int64_t i) {
+BAPO_HD TokenFields fields_at(const TokenInputs& tokens, int64_t i) {
     return {
         tokens.weights[i],
         tokens.advantages[i],
         tokens.old_log_probs ? tokens.old_log_probs[i] : 0.0f,
         tokens.ref_log_probs ? tokens.ref_log_probs[i] : 0.0f,
-        tokens.is_weights ? tokens.is_weights[i] : 0.0f,
+        tokens.rollout_is_weights ? tokens.rollout_is_weights[i] : 0.0f,
         tokens.lower ? tokens.lower[i] : 0.0f,
         tokens.upper ? tokens.upper[i] : 0.0f,
     };
 }
 
-BAPO_HD Token token_of(const TokenInputs& tokens, const TokenValues& values, double log_prob) {
+BAPO_HD Token token_of(const TokenInputs& tokens, const TokenFields& fields, double log_prob) {
     return {
         log_prob,
-        tokens.old_log_probs ? values.old_log_prob : on_policy_old(log_prob),
-        tokens.ref_log_probs ? values.ref_log_prob : log_prob,
-        values.advantage,
-        tokens.is_weights ? values.is_weight : 1.0,
+        tokens.old_log_probs ? fields.old_log_prob : on_policy_old(log_prob),
+        tokens.ref_log_probs ? fields.ref_log_prob : log_prob,
+        fields.advantage,
+        tokens.rollout_is_weights ? fields.rollout_is_weight : 1.0,
     };
 }
 BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
-    return token_of(tokens, values_at(tokens, i), log_prob);
+    return token_of(tokens, fields_at(tokens, i), log_prob);
 }
 
 BAPO_HD Ratio ratio_at(const TokenInputs& tokens, int64_t i, double log_prob, double old) {
@@ -94,28 +95,29 @@ struct alignas(16) BoundsRange {
 };
 BAPO_HD BoundsRange bounds_range(const RowPassParams& params) {
     if (params.bounds) return BoundsRange::at(params.bounds[0], params.bounds[1]);
-    return {(float)params.first.lower, (float)params.first.upper, (float)params.last.lower,
-            (float)params.last.upper};
+    return {(float)params.start.lower, (float)params.start.upper, (float)params.maximum.lower,
+            (float)params.maximum.upper};
 }
-BAPO_HD Decision decide(const RowPassParams& params, BoundsRange range, const TokenValues& values,
+BAPO_HD Decision decide(const RowPassParams& params, BoundsRange range, const TokenFields& fields,
                         double log_prob) {
     const PolicyOptions& options = params.options;
-    if (params.tokens.lower) range = BoundsRange::at(values.lower, values.upper);
-    const Token token = token_of(params.tokens, values, log_prob);
+    if (params.tokens.lower) range = BoundsRange::at(fields.lower, fields.upper);
+    const Token token = token_of(params.tokens, fields, log_prob);
     const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
     const double of_kl = kl_grad(token, options);
     const double grad = policy_term(token, ratio, range.first(), options).grad + of_kl;
     const double grad_last = policy_term(token, ratio, range.last(), options).grad + of_kl;
-    return {{values.weight * grad, values.weight * options.entropy_coef},
+    return {{fields.weight * grad, fields.weight * options.entropy_coef},
             grad != grad_last && grad == grad};
 }
 BAPO_HD Decision decide(const RowPassParams& params, int64_t i, double log_prob) {
-    return decide(params, bounds_range(params), values_at(params.tokens, i), log_prob);
+    return decide(params, bounds_range(params), fields_at(params.tokens, i), log_prob);
 }
 
 // Weight of a token in the positive and the negative mass.
-BAPO_HD double search_weight(bool uniform, const float* rollout_log_probs, int64_t i, double old) {
-    return uniform ? 1.0 : exp(rollout_log_probs ? (double)rollout_log_probs[i] : old);
+BAPO_HD double search_weight(const TokenInputs& tokens, bool uniform, int64_t i, double old) {
+    return uniform ? 1.0
+                   : exp(tokens.rollout_log_probs ? (double)tokens.rollout_log_probs[i] : old);
 }
 
 // A token of the search; its advantage is 0 where it is not counted.
@@ -129,7 +131,7 @@ BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
     if (!(A > 0.0 || A < 0.0)) return {1.0, 0.0, 0.0};
     const double log_prob = params.log_probs[i], old = old_log_prob(params.tokens, i, log_prob);
     return {ratio_at(params.tokens, i, log_prob, old).value, A,
-            search_weight(params.uniform_weight, params.rollout_log_probs, i, old)};
+            search_weight(params.tokens, params.uniform_weight, i, old)};
 }
 
 // The points of both grids.
@@ -139,9 +141,9 @@ struct GridPoints {
     int lower_count;
     int upper_count;
 
-    BAPO_HD void fill(const Grid& lower_grid, const Grid& upper_grid) {
-        lower_count = fill_grid(lower_grid, lower);
-        upper_count = fill_grid(upper_grid, upper);
+    BAPO_HD void fill(const Grids& grids) {
+        lower_count = fill_grid(grids.lower, lower);
+        upper_count = fill_grid(grids.upper, upper);
     }
     BAPO_HD int points() const { return lower_count + upper_count; }
     // Of the ratio: one more than points, on each side.
@@ -168,10 +170,10 @@ BAPO_HD GridStep step_of_search(const GridPoints& grids, bool upper_first, int k
     const int first_side = k < last ? k : last, second_side = k - first_side;
     return upper_first ? GridStep{second_side, first_side} : GridStep{first_side, second_side};
 }
-BAPO_HD bool goes_on(const double* table, const GridPoints& grids, const TargetParams& target,
+BAPO_HD bool goes_on(const double* table, const GridPoints& grids, const Target& target,
                      GridStep at) {
     const double neg = table[at.lower], pos = table[grids.lower_count + at.upper];
-    return tested_quantity(pos, neg, target.ratio) < target.target;
+    return tested_quantity(pos, neg, target.is_ratio) < target.value;
 }
 BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep at,
                           const SearchResult& result) {
@@ -186,21 +188,21 @@ BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep
     result.masses[5] = neg[grids.lower_count - 1];
 }
 
-struct PolicySums {
+struct TokenLossSums {
     double loss, pg_loss, kl_loss, count, clipped, dual_clipped, log_ratio, entropy;
     double pos, neg, pos_start, neg_start, pos_last, neg_last;
     double lower, upper;
 };
-constexpr int kPolicySums = sizeof(PolicySums) / sizeof(double);
+constexpr int kTokenLossSums = sizeof(TokenLossSums) / sizeof(double);
 
 // A value of the caller's output: 0 where masked, NaN where unmasked and not counted.
-BAPO_HD float output_value(const PolicyParams& params, int64_t i, double value) {
+BAPO_HD float output_value(const TokenLossParams& params, int64_t i, double value) {
     if (params.tokens.counted[i]) return (float)value;
     return params.unmasked && params.unmasked[i] ? NAN : 0.0f;
 }
 
 // Adds a token to the sums; writes the gradients of its log-prob and entropy, and its outputs.
-BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) {
+BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& sums) {
     const TokenInputs& tokens = params.tokens;
     const PolicyOptions& options = params.options;
     if (params.dlog_probs) params.dlog_probs[i] = 0.0;
@@ -243,11 +245,11 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
         sums.upper += bounds.upper;
     }
     if (A > 0.0 || A < 0.0) {
-        const double w =
-            search_weight(params.uniform_weight, params.rollout_log_probs, i, token.old_log_prob);
-        const double at_bounds = w * contribution(ratio.value, A, bounds, params.gradient);
-        const double at_start = w * contribution(ratio.value, A, params.first, params.gradient);
-        const double at_last = w * contribution(ratio.value, A, params.last, params.gradient);
+        const double w = search_weight(tokens, params.uniform_weight, i, token.old_log_prob);
+        const double at_bounds = w * contribution(ratio.value, A, bounds, params.unclipped_only);
+        const double at_start =
+            w * contribution(ratio.value, A, params.start, params.unclipped_only);
+        const double at_last = w * contribution(ratio.value, A, params.last, params.unclipped_only);
         if (A > 0.0) {
             sums.pos += at_bounds;
             sums.pos_start += at_start;
@@ -271,12 +273,12 @@ BAPO_HD void add_token(const PolicyParams& params, int64_t i, PolicySums& sums) 
 BAPO_HD double share_of(double value, double total) { return total == 0.0 ? 0.0 : value / total; }
 
 // The smallest negative mass on the lower grid, where it is monotonic.
-BAPO_HD double smallest_negative(const PolicySums& total) {
+BAPO_HD double smallest_negative(const TokenLossSums& total) {
     const double first = total.neg_start, last = total.neg_last;
     return first < last || first != first ? first : last;
 }
 
-BAPO_HD void report(const PolicyParams& params, PolicySums total) {
+BAPO_HD void report(const TokenLossParams& params, TokenLossSums total) {
     if (params.masses) {
         total.pos = params.masses[0];
         total.neg = params.masses[1];
@@ -285,7 +287,7 @@ BAPO_HD void report(const PolicyParams& params, PolicySums total) {
         total.pos_last = params.masses[4];
         total.neg_last = params.masses[5];
     }
-    const double quantity = tested_quantity(total.pos, total.neg, params.target.ratio);
+    const double quantity = tested_quantity(total.pos, total.neg, params.target.is_ratio);
     const double count = total.count > 0.0 ? total.count : 1.0;
     Report& out = *params.report;
     out.loss = (float)total.loss;
@@ -302,7 +304,7 @@ BAPO_HD void report(const PolicyParams& params, PolicySums total) {
     out.bapo_pos_share_max =
         (float)share_of(total.pos_last, total.pos_last + smallest_negative(total));
     out.bapo_pos_neg_ratio = (float)tested_quantity(total.pos, total.neg, true);
-    out.bapo_saturated = quantity < params.target.target ? 1.0f : 0.0f;
+    out.bapo_saturated = quantity < params.target.value ? 1.0f : 0.0f;
     out.live_tokens = (float)total.count;
 }
 

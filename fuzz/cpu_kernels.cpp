@@ -170,7 +170,8 @@ struct Problem {
     Floats logits;  // [count, vocab], in the values of the dtype
     std::vector<int64_t> labels;
     Flags counted;
-    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs, temperatures;
+    std::optional<Floats> old_log_probs, rollout_is_weights, ref_log_probs, rollout_log_probs,
+        temperatures;
     Floats advantages;
     Doubles weights;
     std::optional<Floats> bounds;
@@ -180,9 +181,9 @@ struct Problem {
     std::optional<std::vector<int64_t>> offsets;
     Transform transform;
     PolicyOptions options;
-    Grid lower, upper;
-    bool uniform_weight, gradient;
-    TargetParams target;
+    Grids grids;
+    bool uniform_weight, unclipped_only;
+    Target target;
 
     explicit Problem(Bytes& bytes) {
         std::minstd_rand noise(1 + bytes.ConsumeIntegral<uint8_t>());
@@ -246,10 +247,10 @@ struct Problem {
         options.kl_loss_coef = pick(bytes, {0.0, 0.1, 1e3});
         options.kl_loss_type = pick(bytes, {(int64_t)kK1, (int64_t)kK2, (int64_t)kK3});
         options.entropy_coef = pick(bytes, {0.0, 0.01, -0.5});
-        lower = {0.6, pick(bytes, {0.9, 0.6, 0.8}), pick(bytes, {0.02, 0.0, 1e-4, 5.0})};
-        upper = {1.2, pick(bytes, {3.0, 1.2, 2.0}), pick(bytes, {0.05, 0.0, 1e-4, 5.0})};
+        grids.lower = {0.6, pick(bytes, {0.9, 0.6, 0.8}), pick(bytes, {0.02, 0.0, 1e-4, 5.0})};
+        grids.upper = {1.2, pick(bytes, {3.0, 1.2, 2.0}), pick(bytes, {0.05, 0.0, 1e-4, 5.0})};
         uniform_weight = bytes.ConsumeBool();
-        gradient = bytes.ConsumeBool();
+        unclipped_only = bytes.ConsumeBool();
         target = {pick(bytes, {0.4, 0.0, 0.9, 1.0}), bytes.ConsumeBool(), bytes.ConsumeBool()};
         if (bytes.ConsumeBool()) bounds = Floats{0.8f, 1.3f};
     }
@@ -276,7 +277,7 @@ struct Problem {
         advantages = numbers(bytes, noise, count);
         old_log_probs = maybe_numbers(bytes, noise, count);
         if (old_log_probs && bytes.ConsumeBool()) near_the_policy();
-        is_weights = maybe_numbers(bytes, noise, count);
+        rollout_is_weights = maybe_numbers(bytes, noise, count);
         ref_log_probs = maybe_numbers(bytes, noise, count);
         rollout_log_probs = maybe_numbers(bytes, noise, count);
         const Floats weight = numbers(bytes, noise, count);
@@ -369,7 +370,7 @@ class Run {
           labels(masked(p.labels)),
           advantages(masked(p.advantages)),
           old_log_probs(masked(p.old_log_probs)),
-          is_weights(masked(p.is_weights)),
+          rollout_is_weights(masked(p.rollout_is_weights)),
           ref_log_probs(masked(p.ref_log_probs)),
           rollout_log_probs(masked(p.rollout_log_probs)),
           temperatures(masked(p.temperatures)),
@@ -382,22 +383,21 @@ class Run {
 
     Outcome operator()() {
         const Flags before = logits.bytes;
-        tokens = {reinterpret_cast<const bool*>(p.counted.data()),
-                  data(old_log_probs),
-                  advantages.data(),
-                  p.weights.data(),
-                  data(is_weights),
-                  data(ref_log_probs),
-                  nullptr,
-                  nullptr,
-                  nullptr};
-        tokens.lower = data(lower);
-        tokens.upper = data(upper);
+        tokens = {.counted = reinterpret_cast<const bool*>(p.counted.data()),
+                  .weights = p.weights.data(),
+                  .log_ratios = nullptr,
+                  .advantages = advantages.data(),
+                  .old_log_probs = data(old_log_probs),
+                  .rollout_log_probs = data(rollout_log_probs),
+                  .rollout_is_weights = data(rollout_is_weights),
+                  .ref_log_probs = data(ref_log_probs),
+                  .lower = data(lower),
+                  .upper = data(upper)};
         row_pass();
         if (p.by_sequence) sequence_log_ratios();
         contributions();
         solve();
-        policy();
+        token_loss();
         if (p.by_sequence) add_sequence_means();
         if (!p.rows_decide() || !(p.bounds || p.own_bounds)) row_gradient();
         read_gradient();
@@ -446,7 +446,8 @@ class Run {
                 with_grad ? target.data() : nullptr,
                 target.layout.batch_stride,
                 target.layout.row_stride,
-                transform};
+                transform,
+                {}};
     }
 
     void row_pass() {
@@ -460,8 +461,8 @@ class Run {
         params.tokens = tokens;
         params.options = p.options;
         params.bounds = p.own_bounds ? nullptr : data(p.bounds);
-        params.first = {(float)p.lower.start, (float)p.upper.start};
-        params.last = {(float)p.lower.maximum, (float)p.upper.maximum};
+        params.start = p.grids.start();
+        params.maximum = p.grids.maximum();
         params.log_probs = out.log_probs.data();
         params.entropy = out.entropy.data();
         params.stats = stats.data();
@@ -471,19 +472,19 @@ class Run {
     }
 
     // Means over the sequences, forwards or backwards.
-    void sequence_means(const double* values, bool of_log_probs, double* means) {
+    void sequence_means(const double* in, bool forward, double* out) {
         SequenceMeanParams params{};
         params.sequences = {p.count, p.row_length, {}, p.batches};
         if (p.offsets) {
             const int64_t count = (int64_t)p.offsets->size() - 1;
-            params.sequences.offsets = {p.offsets->data(), NumberType::kInt64, 0, 1};
+            params.sequences.offsets = {p.offsets->data(), DType::kInt64, 0, 1};
             params.sequences.count = count;
         }
         params.counted = tokens.counted;
-        params.values = values;
-        params.old_log_probs = of_log_probs ? tokens.old_log_probs : nullptr;
-        params.of_log_probs = of_log_probs;
-        params.out = means;
+        params.forward = forward;
+        params.in = in;
+        params.old_log_probs = forward ? tokens.old_log_probs : nullptr;
+        params.out = out;
         const int64_t spans = span_count(params.sequences);
         const bool backwards = threads > 1 && p.sequences_are_apart();
         for (int64_t k = 0; k < spans; ++k) {
@@ -505,11 +506,9 @@ class Run {
         params.count = p.count;
         params.log_probs = out.log_probs.data();
         params.tokens = tokens;
-        params.rollout_log_probs = data(rollout_log_probs);
-        params.lower = p.lower;
-        params.upper = p.upper;
+        params.grids = p.grids;
         params.uniform_weight = p.uniform_weight;
-        params.gradient = p.gradient;
+        params.unclipped_only = p.unclipped_only;
         const int64_t bins = cpu::contribution_bins(params);
         out.table = poisoned<double>(bins - 2);
         params.table = out.table.data();
@@ -524,17 +523,17 @@ class Run {
     // Compares every entry of the table with the sum over the tokens.
     void check_table(const ContributionParams& params) const {
         double points[kMaxGridPoints];
-        const int lower_count = fill_grid(p.lower, points);
+        const int lower_count = fill_grid(p.grids.lower, points);
         const int points_checked = std::min<int64_t>(out.table.size(), 20'000 / (p.count + 1));
         for (int k = 0; k < points_checked; ++k) {
-            if (k == lower_count) fill_grid(p.upper, points);
+            if (k == lower_count) fill_grid(p.grids.upper, points);
             const bool positive = k >= lower_count;
             const double bound = points[positive ? k - lower_count : k];
             double sum = 0.0;
             for (int64_t i = 0; i < p.count; ++i) {
                 const auto [r, A, w] = candidate(params, i);
                 if (positive ? A > 0.0 : A < 0.0) {
-                    sum += w * contribution(r, A, {bound, bound}, p.gradient);
+                    sum += w * contribution(r, A, {bound, bound}, p.unclipped_only);
                 }
             }
             if (!std::isfinite(sum) || sum > 1e300) continue;
@@ -543,9 +542,11 @@ class Run {
     }
 
     void solve() {
-        cpu::solve({out.table.data(), 1, p.lower, p.upper, p.target, {bounds, masses}});
-        require(bounds[0] >= (float)p.lower.start && bounds[0] <= (float)p.lower.maximum &&
-                    bounds[1] >= (float)p.upper.start && bounds[1] <= (float)p.upper.maximum,
+        cpu::solve({out.table.data(), 1, p.grids, p.target, {bounds, masses}});
+        require(bounds[0] >= (float)p.grids.lower.start &&
+                    bounds[0] <= (float)p.grids.lower.maximum &&
+                    bounds[1] >= (float)p.grids.upper.start &&
+                    bounds[1] <= (float)p.grids.upper.maximum,
                 "bounds are on their grids");
         out.others = {bounds[0], bounds[1]};
         out.others.insert(out.others.end(), masses, masses + kMasses);
@@ -553,21 +554,20 @@ class Run {
         std::copy_n(bounds, 2, out.bounds);
     }
 
-    void policy() {
+    void token_loss() {
         out.dlog_probs = poisoned<double>(p.count);
         out.dentropy = poisoned<double>(p.count);
         Floats report = poisoned<float>(kReportSize);
-        PolicyParams params{};
+        TokenLossParams params{};
         params.count = p.count;
         params.log_probs = out.log_probs.data();
         params.entropy = out.entropy.data();
         params.tokens = tokens;
-        params.rollout_log_probs = data(rollout_log_probs);
         params.options = p.options;
         params.uniform_weight = p.uniform_weight;
-        params.gradient = p.gradient;
-        params.first = {p.lower.start, p.upper.start};
-        params.last = {p.lower.last(), p.upper.last()};
+        params.unclipped_only = p.unclipped_only;
+        params.start = p.grids.start();
+        params.last = p.grids.last();
         params.target = p.target;
         params.bounds = p.own_bounds ? nullptr : bounds;
         params.masses = p.bounds || p.own_bounds ? nullptr : masses;
@@ -580,10 +580,10 @@ class Run {
         }
         Floats outputs = poisoned<float>(2 * p.count);
         params.outputs = outputs.data();
-        const auto partials = run_chunks<PolicySums>(
+        const auto partials = run_chunks<TokenLossSums>(
             p.count, 1, threads > 1,
-            [&](int64_t k, PolicySums* sums) { cpu::policy_chunk(params, k, *sums); });
-        cpu::policy_reduce(params, partials.data(), (int64_t)partials.size());
+            [&](int64_t k, TokenLossSums* sums) { cpu::token_loss_chunk(params, k, *sums); });
+        cpu::token_loss_reduce(params, partials.data(), (int64_t)partials.size());
         out.others.insert(out.others.end(), report.begin(), report.end());
         out.others.insert(out.others.end(), outputs.begin(), outputs.end());
     }
@@ -620,8 +620,8 @@ class Run {
     Memory logits, grad;
     std::vector<int64_t> labels;
     Floats advantages;
-    std::optional<Floats> old_log_probs, is_weights, ref_log_probs, rollout_log_probs, temperatures,
-        lower, upper;
+    std::optional<Floats> old_log_probs, rollout_is_weights, ref_log_probs, rollout_log_probs,
+        temperatures, lower, upper;
     TokenInputs tokens{};
     Doubles stats;
     Flags undecided;
@@ -733,17 +733,19 @@ void check_tokens(const Problem& p, const Outcome& got) {
         const long double log_prob = got.log_probs[i], A = p.advantages[i];
         const long double old = old_log_prob_of(p, i, log_prob);
         const long double log_ratio = p.by_sequence ? got.log_ratios[i] : log_prob - old;
-        const long double is_weight = p.is_weights ? (*p.is_weights)[i] : 1.0L;
+        const long double rollout_is_weight =
+            p.rollout_is_weights ? (*p.rollout_is_weights)[i] : 1.0L;
         const long double lower = p.own_bounds ? (*p.own_bounds)[i] : got.bounds[0];
         const long double upper = p.own_bounds ? (*p.own_bounds)[p.count + i] : got.bounds[1];
         const long double r = std::exp(std::fmin(std::fmax(log_ratio, -20.0L), 20.0L));
         const long double of_policy =
-            p.weights[i] * is_weight * policy_gradient(p, log_ratio, A, lower, upper);
+            p.weights[i] * rollout_is_weight * policy_gradient(p, log_ratio, A, lower, upper);
         const long double of_kl = p.weights[i] * kl_gradient(p, i, log_prob);
         // 1 - sigmoid cancels.
-        const long double operand = p.options.surrogate == kSapo
-                                        ? std::fabs(p.weights[i] * is_weight * A * r) * 1e-6L
-                                        : 0.0L;
+        const long double operand =
+            p.options.surrogate == kSapo
+                ? std::fabs(p.weights[i] * rollout_is_weight * A * r) * 1e-6L
+                : 0.0L;
         const long double size = std::fabs(of_policy) + std::fabs(of_kl) + operand;
         if (!(size < 1e290L)) continue;
         const bool has_ref = !p.ref_log_probs || std::isfinite((*p.ref_log_probs)[i]);

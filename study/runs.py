@@ -12,7 +12,6 @@ from statistics import fmean
 
 import torch
 
-from bapo_kernels.config import maximum_bounds_of, starting_bounds_of
 from benchmarks.records import Record, append, environment, load
 
 from .arms import ARMS, DEMO, SCENARIOS, SCOPES, Scenario
@@ -106,7 +105,7 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
             name: means([row[name] for row in rows]) for name in rows[0] if name not in RULE
         },
     }
-    if starting_bounds_of(config) != maximum_bounds_of(config):
+    if config.options.start != config.options.maximum:
         sides = "bapo_clip_low", "bapo_clip_high"
         result["bounds"] = [[rounded(row[side]) for side in sides] for row in rows]
     result["curves"]["held_out"] = [row["held_out"] for row in rows if "held_out" in row]

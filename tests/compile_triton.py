@@ -8,7 +8,6 @@ of fewer variants.
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import sysconfig
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -28,16 +26,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from bapo_kernels.backends.triton import (
-    head_sets,
-    policy,
+    head_sampling_sets,
     prepare,
     row_gradient,
     row_pass,
+    sampling_sets,
     search,
     sequences,
-    sets,
+    token_loss,
 )
 from bapo_kernels.backends.triton.kernel import Kernel
+from bapo_kernels.config import BAPOConfig, Options
+from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.output import REPORT
 
 TARGETS = {
@@ -53,8 +53,7 @@ V, H = 151_936, 4_096
 # More than 2 GB, as real logits are: AMD GPUs address smaller tensors in another way. The memory is
 # never touched.
 N = 9_000
-LOWER, UPPER_START, UPPER_STEP = (0.6, 0.9, 0.02), 1.2, 0.05
-GRIDS = (*LOWER, UPPER_START, 3.0, UPPER_STEP)
+PAPER = BAPOConfig().options
 CLIP, CISPO, SAPO = range(3)
 OF_ROWS = (*ROW_KERNELS, *HEAD_KERNELS)  # of logits or of a matrix
 
@@ -114,271 +113,194 @@ def one_element_further(value: object) -> object:
     return torch.empty(value.numel() + 1, dtype=value.dtype)[1:]
 
 
-def f32(n: int = N) -> torch.Tensor:
+def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def f32(n: int) -> torch.Tensor:
     return torch.zeros(n)
-
-
-def f64(*shape: int) -> torch.Tensor:
-    return torch.zeros(*(shape or (N,)), dtype=torch.float64)
-
-
-def one_row_statistics(dtype, softcap=None):
-    row_pass.row_statistics(
-        torch.empty(1, N, V, dtype=dtype),
-        torch.zeros(N, dtype=torch.long),
-        torch.ones(N, dtype=torch.bool),
-        *(1.0, 1.0, softcap, None),
-        f64(),
-        f64(),
-        f64(N, 2),
-    )
-
-
-def bounds_of(everything, own, n):
-    """Of the tokens, of all, or not known yet."""
-    if own:
-        return torch.zeros(2, n)
-    return None if everything else f32(2)
-
-
-def one_row_pass(
-    dtype,
-    softcap=None,
-    everything=False,
-    kl=0,
-    n=N,
-    temperature=1.0,
-    clip=3.0,
-    per_row=False,
-    surrogate=CLIP,
-    own=False,
-):
-    """``per_row``: with a temperature of each row; ``own``: with bounds of each."""
-    logits = torch.empty(1, n, V, dtype=dtype)
-    on = (lambda: f32(n)) if everything else (lambda: None)
-    row_pass.row_pass(
-        logits,
-        torch.zeros(n, dtype=torch.long),
-        torch.ones(n, dtype=torch.bool),
-        on(),
-        f32(n),
-        f64(n),
-        on(),
-        on(),
-        bounds_of(everything, own, n),
-        (*LOWER, UPPER_START, clip, UPPER_STEP),
-        surrogate,
-        kl,
-        (clip if everything else math.inf, temperature, 1.05, 0.1 * everything, 0.01 * everything),
-        *(temperature, 1.0, softcap, f32(n) if per_row else None),
-        f64(n),
-        f64(n),
-        f64(n, 2),
-        torch.zeros(n, dtype=torch.uint8),
-        torch.empty_like(logits),
-    )
-
-
-def one_row_gradient(
-    dtype, softcap=None, entropy=False, only=True, n=N, temperature=1.0, per_row=False
-):
-    logits = torch.empty(1, n, V, dtype=dtype)
-    row_gradient.row_gradient(
-        logits,
-        torch.zeros(n, dtype=torch.long),
-        f64(n, 2),
-        f64(n),
-        f64(n),
-        f64(n) if entropy else None,
-        torch.zeros(n, dtype=torch.uint8) if only else None,
-        *(temperature, 1.0, softcap, f32(n) if per_row else None),
-        torch.empty_like(logits),
-    )
-
-
-def one_search(uniform=False, gradient=False, n=N, target=0.4, start=0, of_sequences=False):
-    """``start``: of the tokens in their memory, which need not be aligned."""
-    tokens = (
-        f64(n + start)[start:],
-        torch.ones(n, dtype=torch.bool),
-        None if uniform else f32(n + start)[start:],
-        f64(n) if of_sequences else None,
-        f32(n + start)[start:],
-        None if gradient else f32(n + start)[start:],
-        GRIDS,
-        uniform,
-        gradient,
-    )
-    table, goal = f64(2, 54), (target, uniform, not uniform)
-    search.contributions(*tokens, 1, table)
-    search.solve(table, GRIDS, *goal, f32(2), f64(4))
-    search.search(*tokens, *goal, f32(2), f64(4))
-
-
-def one_policy(
-    everything=False,
-    kl=0,
-    n=N,
-    target=0.4,
-    kl_coef=0.1,
-    start=0,
-    surrogate=CLIP,
-    own=False,
-    of_sequences=False,
-):
-    def given(wanted=True):
-        return f32(n + start)[start:] if wanted else None
-
-    policy.policy(
-        f64(n),
-        f64(n) if everything else None,
-        torch.ones(n, dtype=torch.bool),
-        given(everything),
-        f64(n) if of_sequences else None,
-        given(),
-        f64(n),
-        given(everything),
-        given(everything),
-        given(everything),
-        bounds_of(False, own, n),
-        None if everything else f64(6),
-        GRIDS,
-        *(not everything, everything, target, everything),
-        surrogate,
-        kl,
-        (3.0 if everything else math.inf, target, 1.05, kl_coef * everything, 0.01 * everything),
-        torch.ones(n, dtype=torch.bool) if everything else None,
-        torch.zeros(1, dtype=torch.int32),
-        f32(len(REPORT)),
-        f64(n),
-        f64(n) if everything else None,
-        torch.zeros(1 + everything, n),
-        f64(n) if of_sequences else None,
-    )
-
-
-def one_mean_of_sequences(packed=False, on_policy=False, n=N):
-    """Of log-ratios, and added to gradients."""
-    tokens = f64(n), torch.ones(n, dtype=torch.bool)
-    of = n, torch.tensor([0, 5, n], dtype=torch.int32) if packed else None
-    sequences.sequence_log_ratios(*tokens, None if on_policy else f32(n), *of, f64(n))
-    sequences.add_sequence_means_(*tokens, *of, f64(n))
-
-
-def one_prepare(mode=0, packed=False, given=None, n=N, scale=1.0, own=False):
-    shape = (1, n) if packed else (2, n // 2)
-    tokens = torch.zeros(shape, dtype=torch.int64 if given is None else torch.bfloat16)
-    N = tokens.numel()
-    flag = partial(torch.zeros, N, dtype=torch.bool)
-    prepare.prepare(
-        tokens,
-        torch.zeros(shape, dtype=torch.int64) if packed else torch.zeros(shape[::-1]).t(),
-        [
-            torch.zeros(3 if packed else shape),
-            torch.zeros(shape, dtype=torch.float16),
-            *([torch.zeros(3)] if packed else []),
-            *([torch.zeros(shape)] * 2 if own else []),
-        ],
-        torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
-        mode,
-        scale,
-        scale + 1,
-        given,
-        None,
-        None if packed else f32(2),
-        own,
-        packed,
-        flag(),
-        flag() if packed else None,
-        torch.zeros(N, dtype=torch.int64) if given is None else None,
-        f64(N),
-        f32((2 + packed + 2 * own) * N),
-        torch.zeros(1, dtype=torch.int32),
-    )
 
 
 def i64(n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=torch.long)
 
 
-def one_pass_over_sets(
-    softcap=None,
-    everything=False,
-    kl=0,
-    n=N,
-    temperature=1.0,
-    clip=3.0,
-    per_row=False,
-    surrogate=CLIP,
-    own=False,
-):
-    """Statistics, pass and gradient; the last as in ``one_row_pass``."""
-    values, offsets, positions = f32(8 * n), i64(n + 1), i64(n)
-    counted, results = torch.ones(n, dtype=torch.bool), (f64(n), f64(n), f64(n, 2))
-    transform = temperature, 1.0, softcap, f32(n) if per_row else None
-    on = (lambda: f32(n)) if everything else (lambda: None)
-    undecided = torch.zeros(n, dtype=torch.uint8)
-    sets.sets_statistics(values, offsets, positions, counted, *transform, *results)
-    sets.sets_pass_(
-        *(values, offsets, positions, counted, on(), f32(n), f64(n), on(), on()),
-        *(bounds_of(everything, own, n), (*LOWER, UPPER_START, clip, UPPER_STEP)),
-        *(surrogate, kl),
-        (clip if everything else math.inf, temperature, 1.05, 0.1 * everything, 0.01 * everything),
-        *(*transform, *results, undecided),
+def flags(n: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    return torch.ones(n, dtype=dtype)
+
+
+def tokens(n: int, *names: str, start: int = 0) -> tuple[torch.Tensor, int]:
+    """With these fields; ``start``: in their memory, which need not be aligned."""
+    rows = f32(len(FIELDS) * n + start)[start:].view(len(FIELDS), n)
+    return rows, sum(1 << FIELDS.index(name) for name in names)
+
+
+def fields(everything: bool, per_row: bool = False, own: bool = False) -> list[str]:
+    """``per_row``: with a temperature of each row; ``own``: with bounds of each."""
+    policy = "old_log_probs", "rollout_log_probs", "rollout_is_weights", "ref_log_probs"
+    names = [*policy] * everything + ["temperatures"] * per_row + ["lower", "upper"] * own
+    return ["advantages", *names]
+
+
+def options(everything: bool = False, kl: int = 0, value: float = 1.0, **others: float) -> Options:
+    """With a dual clip, KL and entropy if ``everything``; of ``value`` no kernel may depend."""
+    if everything:
+        others |= dict(clip_ratio_c=2 + value, kl_loss_coef=value / 10, entropy_coef=0.01)
+    others |= dict(temperature=value, sapo_tau_pos=value, target=value / 3)
+    return PAPER._replace(kl_loss_type=kl, **others)
+
+
+def one_row_statistics(dtype, **others):
+    logits, results = torch.empty(1, N, V, dtype=dtype), (zeros(N), zeros(N), zeros(N, 2))
+    others = options(**others)
+    row_pass.row_statistics(logits, None, i64(N), flags(N), None, 0, others, *results)
+
+
+def pass_arguments(n, everything=False, per_row=False, own=False, value=1.0, **others):
+    """From the labels on; of ``row_pass`` and of that over sets."""
+    bounds = None if everything or own else f32(2)
+    present = tokens(n, *fields(everything, per_row, own))
+    chosen = options(everything, value=value, upper_max=2 + value, **others)
+    inputs = i64(n), flags(n), zeros(n), *present, bounds, chosen
+    return *inputs, zeros(n), zeros(n), zeros(n, 2), flags(n, torch.uint8)
+
+
+def one_row_pass(dtype, n=N, **others):
+    logits = torch.empty(1, n, V, dtype=dtype)
+    row_pass.row_pass(logits, None, *pass_arguments(n, **others), torch.empty_like(logits))
+
+
+def gradient_arguments(n, entropy=False, only=True, per_row=False, **others):
+    """From the labels on, as above."""
+    dlog_probs, dentropy = zeros(n), zeros(n) if entropy else None
+    wanted = flags(n, torch.uint8) if only else None
+    known = i64(n), zeros(n, 2), zeros(n), dlog_probs, dentropy, wanted
+    return *known, *tokens(n, *fields(False, per_row)), options(**others)
+
+
+def one_row_gradient(dtype, n=N, **others):
+    logits = torch.empty(1, n, V, dtype=dtype)
+    row_gradient.row_gradient(logits, None, *gradient_arguments(n, **others), logits)
+
+
+def one_pass_over_sets(n=N, softcap=PAPER.softcap, everything=False, per_row=False, **others):
+    """Statistics, pass and gradient."""
+    values, offsets, given = f32(8 * n), i64(n + 1), dict(softcap=softcap, per_row=per_row)
+    labels, counted, _, *inputs = pass_arguments(n, everything=everything, **given, **others)
+    present, results = inputs[:2], inputs[4:-1]
+    row_pass.row_statistics(values, offsets, labels, counted, *present, inputs[3], *results)
+    row_pass.row_pass_(values, offsets, labels, counted, zeros(n), *inputs)
+    known = gradient_arguments(n, entropy=everything, only=everything, **given)
+    row_gradient.row_gradient_(values, offsets, *known)
+
+
+def one_search(uniform=False, unclipped=False, n=N, start=0, of_sequences=False, **others):
+    names = ["old_log_probs"] * (not uniform) + ["rollout_log_probs"] * (not unclipped)
+    present = tokens(n, "advantages", *names, start=start)
+    chosen = options(
+        **others,
+        uniform_weight=uniform,
+        unclipped_only=unclipped,
+        target_is_ratio=uniform,
+        upper_first=not uniform,
     )
-    sets.sets_gradient_(
-        *(values, offsets, positions, f64(n, 2), f64(n), f64(n)),
-        *(f64(n) if everything else None, undecided if everything else None, *transform),
+    log_ratios, table = zeros(n) if of_sequences else None, zeros(2, 54)
+    searched = zeros(n + start)[start:], flags(n), log_ratios, *present, chosen
+    search.contributions(*searched, 1, table)
+    search.solve(table, chosen, f32(2), zeros(6))
+    search.search(*searched, f32(2), zeros(6))
+
+
+def one_token_loss(everything=False, n=N, start=0, own=False, of_sequences=False, **others):
+    """With everything from all tensors that it takes, but for the masses."""
+    flag = dict.fromkeys(("unclipped_only", "target_is_ratio"), everything)
+    log_ratios = [zeros(n) if of_sequences else None for _ in range(2)]
+    on = (lambda made: made) if everything else (lambda made: None)
+    token_loss.token_loss(
+        *(zeros(n), on(zeros(n)), flags(n), on(flags(n)), zeros(n), log_ratios[0]),
+        *tokens(n, *fields(everything, own=own), start=start),
+        *(None if own else f32(2), None if everything else zeros(6)),
+        options(everything, uniform_weight=not everything, **flag, **others),
+        *(flags(1, torch.int32), f32(len(REPORT)), zeros(n), on(zeros(n))),
+        *(torch.zeros(1 + everything, n), log_ratios[1]),
+    )
+
+
+def one_mean_of_sequences(packed=False, on_policy=False, n=N):
+    """Of log-ratios, and added to gradients."""
+    given = zeros(n), flags(n)
+    of = n, torch.tensor([0, 5, n], dtype=torch.int32) if packed else None
+    present = tokens(n, *[] if on_policy else ["old_log_probs"])
+    sequences.sequence_log_ratios(*given, *present, *of, zeros(n))
+    sequences.add_sequence_means_(*given, *of, zeros(n))
+
+
+def one_prepare(mode=0, packed=False, divisor=None, n=N, value=1.0, own=False):
+    shape = (1, n) if packed else (2, n // 2)
+    has_labels, N = divisor is None, shape[0] * shape[1]
+    given = {
+        "advantages": torch.zeros(3 if packed else shape),
+        "old_log_probs": torch.zeros(shape, dtype=torch.float16),
+        **({"temperatures": torch.zeros(3)} if packed else {}),
+        **(dict.fromkeys(("lower", "upper"), torch.zeros(shape)) if own else {}),
+    }
+    prepare.prepare(
+        torch.zeros(shape, dtype=torch.int64 if has_labels else torch.bfloat16),
+        torch.zeros(shape, dtype=torch.int64) if packed else torch.zeros(shape[::-1]).t(),
+        [given.get(name) for name in FIELDS],
+        torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
+        *(value, divisor, None, None if packed else f32(2), packed),
+        PAPER._replace(loss_agg_mode=mode, loss_scale_factor=value + 1),
+        *(flags(N), flags(N) if packed else None, i64(N) if has_labels else None, zeros(N)),
+        *(tokens(N)[0], flags(1, torch.int32)),
     )
 
 
 def one_move_of_sets(dtype, shard=False, n=N):
-    logits, counted = torch.empty(1, n, V, dtype=dtype), torch.ones(n, dtype=torch.bool)
-    token_ids, offsets = torch.zeros(8 * n, dtype=torch.int32), i64(n + 1)
-    others = counted, token_ids, offsets, i64(2) if shard else None
-    sets.find_labels(i64(n), token_ids, offsets, V, i64(n))
-    sets.gather_sets(logits, *others, f32(8 * n))
-    sets.scatter_sets(f32(8 * n), *others, logits)
+    logits, token_ids = torch.empty(1, n, V, dtype=dtype), zeros(8 * n, dtype=torch.int32)
+    others = flags(n), token_ids, i64(n + 1), i64(2) if shard else None
+    sampling_sets.find_labels(i64(n), *others[1:3], V, i64(n))
+    sampling_sets.gather_sets(logits, *others, f32(8 * n))
+    sampling_sets.scatter_sets(f32(8 * n), *others, logits)
 
 
 def one_head_of_sets(dtype, out, everything=False, n=N):
     hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
-    token_ids, offsets = torch.zeros(8 * n, dtype=torch.int32), i64(n + 1)
-    values, counted = f32(8 * n), torch.ones(n, dtype=torch.bool)
-    bias, shard = (f32(V), i64(2)) if everything else (None, None)
-    only = torch.zeros(n, dtype=torch.uint8) if everything else None
+    ids, values = (zeros(8 * n, dtype=torch.int32), i64(n + 1)), f32(8 * n)
+    bias, shard, dbias = (f32(V), i64(2), f32(V)) if everything else (None, None, None)
+    only = flags(n, torch.uint8) if everything else None
     dhidden, dweight = torch.empty(n, H, dtype=out), torch.empty(V, H, dtype=out)
-    head_sets.multiply_sets(hidden, weight, bias, counted, token_ids, offsets, shard, values)
-    head_sets.sets_dhidden(values, weight, token_ids, offsets, shard, only, dhidden)
-    rows, segments = torch.zeros(8 * n, dtype=torch.int32), i64(V + 1)
-    dbias = f32(V) if everything else None
-    head_sets.sets_dweight(values, hidden, i64(8 * n), rows, segments, everything, dweight, dbias)
+    head_sampling_sets.multiply_sets(hidden, weight, bias, flags(n), *ids, shard, values)
+    head_sampling_sets.sets_dhidden(values, weight, *ids, shard, only, dhidden)
+    order = i64(8 * n), ids[0], i64(V + 1)
+    head_sampling_sets.sets_dweight(values, hidden, *order, everything, dweight, dbias)
 
 
 class Variants(NamedTuple):
     """What is compiled: all, or the extremes."""
 
     dtypes: list[torch.dtype]
-    options: list[tuple[float | None, bool]]  # softcap, everything
-    softcaps: list[float | None]  # with a temperature per row
-    aggregations: list[int]
+    options: list[tuple[float, bool]]  # softcap, everything
+    softcaps: list[float]  # with a temperature per row
+    modes: list[int]  # of aggregation
 
     @classmethod
     def of(cls, extremes: bool) -> Variants:
+        softcaps = [PAPER.softcap, 30.0]
         if not extremes:
             dtypes = [torch.bfloat16, torch.float16, torch.float32]
-            return cls(dtypes, [*product((None, 30.0), (False, True))], [None, 30.0], [*range(5)])
+            return cls(dtypes, [*product(softcaps, (False, True))], softcaps, [*range(5)])
         dtypes = [torch.bfloat16, torch.float32]
-        return cls(dtypes, [(None, False), (30.0, True)], [30.0], [4])
+        return cls(dtypes, [*zip(softcaps, (False, True), strict=True)], [30.0], [4])
 
 
 def compile_sets(compiled: Compiled, variants: Variants) -> None:
     for softcap, everything in variants.options:
         compiled.variant = f"sets, softcap {softcap}, everything {everything}"
-        one_pass_over_sets(softcap, everything, kl=2)
+        one_pass_over_sets(softcap=softcap, everything=everything, kl=2)
     for softcap in variants.softcaps:
         compiled.variant = f"sets, softcap {softcap}, a temperature per row"
-        one_pass_over_sets(softcap, kl=2, per_row=True)
+        one_pass_over_sets(softcap=softcap, kl=2, per_row=True)
     for dtype in variants.dtypes:
         for everything in (False, True):
             compiled.variant = f"sets, {dtype}, everything {everything}"
@@ -392,7 +314,7 @@ def compile_policies(compiled: Compiled) -> None:
         given = dict(everything=True, kl=2, surrogate=surrogate, own=own)
         compiled.variant = f"surrogate {surrogate}, own bounds {own}"
         one_row_pass(torch.bfloat16, **given)
-        one_policy(**given, of_sequences=True)
+        one_token_loss(**given, of_sequences=True)
         compiled.variant = f"sets, surrogate {surrogate}, own bounds {own}"
         one_pass_over_sets(**given)
     compiled.variant = "sequences"
@@ -407,29 +329,27 @@ def compile_variants(compiled: Compiled, variants: Variants) -> None:
     for dtype in variants.dtypes:
         for softcap, everything in variants.options:
             compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
-            one_row_pass(dtype, softcap, everything, kl=2)
-            one_row_gradient(dtype, softcap, entropy=everything, only=not everything)
+            one_row_pass(dtype, softcap=softcap, everything=everything, kl=2)
+            one_row_gradient(dtype, softcap=softcap, entropy=everything, only=not everything)
         for softcap in variants.softcaps:
             compiled.variant = f"{dtype}, softcap {softcap}, a temperature per row"
-            one_row_pass(dtype, softcap, kl=2, per_row=True)
-            one_row_gradient(dtype, softcap, per_row=True)
+            one_row_pass(dtype, softcap=softcap, kl=2, per_row=True)
+            one_row_gradient(dtype, softcap=softcap, per_row=True)
         compiled.variant = f"{dtype}"
         one_row_statistics(dtype)
         row_gradient.scale_(torch.empty(N, V, dtype=dtype), f32(1))
     for kl in (0, 1, 2):
         compiled.variant = f"kl {kl}"
         one_row_pass(torch.bfloat16, everything=True, kl=kl)
-        one_policy(everything=True, kl=kl)
+        one_token_loss(everything=True, kl=kl)
     compiled.variant = "tokens"
-    one_policy()
-    for uniform in (False, True):
-        for gradient in (False, True):
-            one_search(uniform, gradient)
+    one_token_loss()
+    for uniform, unclipped in product((False, True), repeat=2):
+        one_search(uniform, unclipped)
     for packed in (False, True):
-        for mode in variants.aggregations:
-            for n in (N, 100):  # the second in one program
-                one_prepare(mode, packed, n=n)
-        one_prepare(packed=packed, given=7.0)
+        for mode, n in product(variants.modes, (N, 100)):  # the second in one program
+            one_prepare(mode, packed, n=n)
+        one_prepare(packed=packed, divisor=7.0)
     compile_sets(compiled, variants)
     compile_policies(compiled)
 
@@ -440,14 +360,14 @@ def compile_other_values(compiled: Compiled, variants: Variants) -> list[str]:
     # On AMD GPUs logits of less than 2 GB have other kernels, with addresses of 32 bits.
     least = N - 1 if triton.runtime.driver.active.get_current_target().backend == "hip" else 1
     for n, value in ((N - 1, 0.7), (2 * N, 2.5), (2, 1.3), (1, 1.0)):
-        of_rows = dict(n=max(n, least), temperature=value)
-        one_row_pass(torch.bfloat16, 30.0, True, kl=2, clip=2 + value, **of_rows)
-        one_row_gradient(torch.bfloat16, 30.0, True, False, **of_rows)
-        one_search(n=n, target=value / 3, start=1)
-        one_policy(everything=True, kl=2, n=n, target=value, kl_coef=value, start=1)
-        one_prepare(4, packed=True, n=n, scale=value)
-        one_prepare(4, n=n, scale=value)
-        one_pass_over_sets(30.0, True, kl=2, n=n, temperature=value, clip=2 + value)
+        of_rows = dict(n=max(n, least), value=value, softcap=30.0)
+        one_row_pass(torch.bfloat16, everything=True, kl=2, **of_rows)
+        one_row_gradient(torch.bfloat16, entropy=True, only=False, **of_rows)
+        one_search(n=n, value=value, start=1)
+        one_token_loss(everything=True, kl=2, n=n, value=value, start=1)
+        for packed in (False, True):
+            one_prepare(4, packed=packed, n=n, value=value)
+        one_pass_over_sets(everything=True, kl=2, n=n, value=value, softcap=30.0)
         one_move_of_sets(torch.bfloat16, n=n)
         one_head_of_sets(torch.bfloat16, torch.bfloat16, n=n)
         one_mean_of_sequences(n=n)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import bapo_kernels
 from bapo_kernels import BAPOConfig, SamplingMask, reference
-from bapo_kernels._ops import torch_ops_of
 from bapo_kernels.backends import native
 from bapo_kernels.config import IGNORE_INDEX
+from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import Case, Result, error_and_budget, evaluate, quantities
 from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity

@@ -1,15 +1,23 @@
-"""Arguments of a call as ``prepare`` takes them, and the check of what it makes of them."""
+"""Arguments of a call, and the oracle in PyTorch of what the operator ``prepare`` makes of them."""
 
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from bapo_kernels import BAPOConfig, prepare
+from bapo_kernels import BAPOConfig
 from bapo_kernels.config import IGNORE_INDEX, LossAggMode
-from bapo_kernels.prepare import Arguments
+from bapo_kernels.core.arguments import Arguments
+from bapo_kernels.core.operators import FIELDS
+from bapo_kernels.core.prepare import prepared
 
 MODES = get_args(LossAggMode)
+
+
+def arguments_of(labels, fields, mask=None, config=None, **options):
+    config = BAPOConfig() if config is None else config
+    return Arguments(labels, fields, config, mask, weighted=True, **options)
 
 
 def padded_arguments(shape, mode, live):
@@ -20,11 +28,11 @@ def padded_arguments(shape, mode, live):
     mask = torch.rand(shape, generator=g) < 0.6
     if len(shape) >= 2:
         mask[::3] = False
-    values = {name: torch.randn(shape, generator=g) for name in ("advantages", "old_log_probs")}
-    values["advantages"] *= torch.rand(shape, generator=g) < 0.7
+    fields = {name: torch.randn(shape, generator=g) for name in ("advantages", "old_log_probs")}
+    fields["advantages"] *= torch.rand(shape, generator=g) < 0.7
     scale = 5.0 if mode == "seq-mean-token-sum-norm" else None
     config = BAPOConfig(loss_agg_mode=mode, loss_scale_factor=scale)
-    return Arguments(labels, values, mask, live=live, weighted=True, config=config)
+    return arguments_of(labels, fields, mask, config, statistics="live" if live else "all")
 
 
 def packed_arguments(N, offsets, mode, per_sequence):
@@ -34,30 +42,96 @@ def packed_arguments(N, offsets, mode, per_sequence):
     if per_sequence:
         g = torch.Generator().manual_seed(N)
         for name in ("advantages", "temperatures"):
-            given.values[name] = torch.randn(offsets.numel() - 1, generator=g)
+            given.fields[name] = torch.randn(offsets.numel() - 1, generator=g)
     return given._replace(cu_seqlens=offsets)
 
 
+@dataclass
+class Expected:
+    """As a :class:`bapo_kernels.core.call.Call` has them."""
+
+    unmasked: Tensor
+    counted: Tensor
+    labels: Tensor | None
+    weights: Tensor
+    fields: dict[str, Tensor]
+
+
+def expected_of(given):
+    """Plain PyTorch; the sequences one after the other."""
+    like, config = given.labels_or_log_probs, given.config
+    N, K = like.numel(), like.shape[:-1].numel()
+    columns = like.shape[-1] if like.ndim else 1
+    sequence, valid = torch.arange(N) // max(columns, 1), True
+    if given.cu_seqlens is not None:
+        offsets = given.cu_seqlens.tolist()
+        valid = offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= N
+        K = len(offsets) - 1
+        sequence = torch.bucketize(torch.arange(N), given.cu_seqlens[1:].clamp(0, N), right=True)
+    has_labels = not like.is_floating_point()
+    unmasked = torch.ones(N, dtype=torch.bool)
+    if has_labels:
+        unmasked = like.reshape(N) != IGNORE_INDEX
+    if given.response_mask is not None:
+        unmasked = unmasked & (given.response_mask.reshape(N) != 0)
+    if valid:
+        unmasked = unmasked & (sequence < K)
+
+    fields = {}
+    for name, values in given.fields.items():
+        if values.shape == like.shape:
+            fields[name] = values.float().reshape(N)
+        else:
+            fields[name] = values.float()[sequence.clamp(max=K - 1)]
+    if not valid:
+        fields["advantages"] = torch.full((N,), torch.nan)
+    counted = unmasked & (fields["advantages"] != 0) if given.is_live else unmasked
+
+    counts = torch.zeros(K + 1, dtype=torch.int64).index_add_(0, sequence, unmasked.long())[:K]
+    mode, divisor = config.loss_agg_mode, given.divisor
+    counted_here = unmasked.sum() if mode == "token-mean" else (counts > 0).sum()
+    if divisor is None:
+        divisor = counted_here.clamp(min=1)
+    elif isinstance(divisor, Tensor):
+        divisor = torch.where(divisor > 0, divisor.double(), torch.nan)
+    weights = torch.full((N,), float(given.dp_size), dtype=torch.float64)
+    if mode != "token-sum":
+        weights = weights / divisor
+    if mode == "seq-mean-token-mean":
+        weights = weights / torch.cat([counts, counts.new_ones(1)])[sequence].clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        weights = weights / (config.loss_scale_factor or columns)
+    bounds = given.bounds
+    if "lower" in fields:
+        bounds = fields["lower"], fields["upper"]
+    if bounds is not None:
+        weights = torch.where((bounds[0] >= 0) & (bounds[0] <= bounds[1]), weights, torch.nan)
+    weights = torch.where(unmasked, weights if valid else weights * torch.nan, 0.0)
+    labels = like.long().reshape(N) if has_labels else None
+    return Expected(unmasked, counted, labels, weights, fields)
+
+
 def check_prepared(given, backend, device="cpu"):
-    """The kernel's flat inputs are those of plain PyTorch, to the bit; returns them."""
-    expected = prepare._in_pytorch(given)
-    values = {name: value.to(device) for name, value in given.values.items()}
+    """What the operator makes is the oracle's, to the bit; returns the call."""
+    expected = expected_of(given)
+    fields = {name: values.to(device) for name, values in given.fields.items()}
     moved = {
         name: value.to(device)
         for name, value in given._asdict().items()
         if isinstance(value, Tensor)
     }
-    got = prepare.token_inputs(backend, given._replace(**moved, values=values))
-    assert got.ticket.item() == 0
+    call = prepared(backend, given._replace(**moved, fields=fields))
+    assert call.ticket.item() == 0
     for name in ("unmasked", "counted", "labels", "weights"):
-        mine, true = getattr(got, name), getattr(expected, name)
+        mine, true = getattr(call, name), getattr(expected, name)
         assert (mine is None) == (true is None)
         if mine is not None:
             assert mine.dtype == true.dtype
             torch.testing.assert_close(mine.cpu(), true, rtol=0, atol=0, equal_nan=True)
-    assert list(got.values) == list(given.values)
-    for name, mine in got.values.items():
-        mine, true = mine.cpu(), expected.values[name].float()
-        torch.testing.assert_close(mine, true, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(mine.signbit()[mine == 0], true.signbit()[true == 0])
-    return got
+    for name in FIELDS:
+        mine, true = call.field(name), expected.fields.get(name)
+        assert (mine is None) == (true is None)
+        if mine is not None:
+            torch.testing.assert_close(mine.cpu(), true, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(mine.cpu().signbit()[true == 0], true.signbit()[true == 0])
+    return call

@@ -1,6 +1,6 @@
 """The operators on sampling masks: cases, what each must make of them in float64, and the checks.
 
-``ops`` has the operators of ``_ops.SCHEMAS`` for CPU tensors.
+``ops`` has the operators of ``operators.SCHEMAS`` for CPU tensors.
 """
 
 import math
@@ -10,17 +10,14 @@ import torch
 from helpers import assert_within_budget
 from torch import Tensor
 
-from bapo_kernels.config import SURROGATES
+from bapo_kernels.config import SURROGATES, BAPOConfig
+from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.tools.budget import largest
 
 OPERATORS = {
     "find_labels",
     "gather_sets",
     "multiply_sets",
-    "sets_statistics",
-    "sets_pass_",
-    "sets_gradient",
-    "sets_gradient_",
     "scatter_sets",
     "head_sets_pass",
     "sets_dhidden",
@@ -220,6 +217,19 @@ class Options(NamedTuple):
     clip_ratio_c: float | None = None
     surrogate: int = SURROGATES["clip"]
 
+    def numbers(self):
+        """As the operators take them."""
+        options = BAPOConfig().options._replace(
+            surrogate=float(self.surrogate),
+            clip_ratio_c=self.clip_ratio_c or math.inf,
+            kl_loss_coef=0.1 if self.per_row else 0.0,
+            entropy_coef=self.entropy_coef,
+            temperature=self.temperature,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap or math.inf,
+        )
+        return [*GRIDS, *options[len(GRIDS) :]]
+
 
 PLAIN = Options()
 ALL = Options(9.0, 0.8, 1.1, True, 0.01, 3.0)
@@ -240,9 +250,20 @@ class Tokens(NamedTuple):
     ref_log_probs: Tensor | None
     temperatures: Tensor | None
 
-    def transform(self, options):
-        T = 1.0 if self.temperatures is not None else options.temperature
-        return T, options.logit_scale, options.softcap, self.temperatures
+    def fields(self):
+        """The tensor of fields, NaN where they are absent, and the bits of those present."""
+        given = {
+            "advantages": self.advantages,
+            "old_log_probs": self.old_log_probs,
+            "rollout_is_weights": self.is_weights,
+            "ref_log_probs": self.ref_log_probs,
+            "temperatures": self.temperatures,
+        }
+        present = [name for name, values in given.items() if values is not None]
+        tokens = torch.full((len(FIELDS), self.counted.numel()), torch.nan)
+        for name in present:
+            tokens[FIELDS.index(name)] = given[name]
+        return tokens, sum(1 << FIELDS.index(name) for name in present)
 
 
 def tokens_of(sets, values, options):
@@ -315,10 +336,12 @@ class Row(NamedTuple):
 
 def row_of(sets, tokens, options, n, dtype):
     begin, end = sets.of_row(n) or (0, 0)
-    T, scale, softcap, temperatures = tokens.transform(options)
+    T, temperatures = options.temperature, tokens.temperatures
     T = T if temperatures is None else temperatures[n].to(dtype)
     position = tokens.positions[n].item() if sets.of_row(n) else NO_TOKEN
-    return Row.of(tokens.values[begin:end], position, T, scale, softcap, dtype)
+    return Row.of(
+        tokens.values[begin:end], position, T, options.logit_scale, options.softcap, dtype
+    )
 
 
 def statistics(sets, tokens, options, dtype):
@@ -421,24 +444,17 @@ def largest_log_p(sets, tokens, options):
 
 
 def run_pass(ops, name, sets, tokens, options, inputs, outputs, bounds=None, more=()):
-    """``sets_pass_`` or ``head_sets_pass``; returns ``undecided``."""
+    """``row_pass_`` or ``head_sets_pass``; returns ``undecided``."""
     undecided = torch.full((sets.N,), 9, dtype=torch.uint8)
-    kl_loss_coef = 0.1 if options.per_row else 0.0
     getattr(ops, name)(
         *inputs,
+        sets.offsets,
         tokens.positions,
         tokens.counted,
-        tokens.old_log_probs,
-        tokens.advantages,
         tokens.weights,
-        tokens.is_weights,
-        tokens.ref_log_probs,
+        *tokens.fields(),
         None if bounds is None else torch.tensor(bounds),
-        GRIDS,
-        options.surrogate,
-        2,
-        [options.clip_ratio_c or math.inf, 1.0, 1.05, kl_loss_coef, options.entropy_coef],
-        *tokens.transform(options),
+        options.numbers(),
         *outputs,
         undecided,
         *more,
@@ -448,9 +464,8 @@ def run_pass(ops, name, sets, tokens, options, inputs, outputs, bounds=None, mor
 
 def check_statistics(ops, sets, values, options):
     tokens, outputs = tokens_of(sets, values, options), Outputs.empty(sets.N)
-    ops.sets_statistics(
-        values, sets.offsets, tokens.positions, tokens.counted, *tokens.transform(options), *outputs
-    )
+    arguments = tokens.positions, tokens.counted, *tokens.fields(), options.numbers()
+    ops.row_statistics(values, sets.offsets, *arguments, *outputs)
     outputs.check(sets, tokens, options)
     return tokens, outputs
 
@@ -459,9 +474,7 @@ def check_pass(ops, sets, values, options, bounds=None):
     """Both passes, then the gradient of some rows with coefficients that are known by then."""
     tokens, alone = check_statistics(ops, sets, values, options)
     outputs, got = Outputs.empty(sets.N), values.clone()
-    undecided = run_pass(
-        ops, "sets_pass_", sets, tokens, options, (got, sets.offsets), outputs, bounds
-    )
+    undecided = run_pass(ops, "row_pass_", sets, tokens, options, (got,), outputs, bounds)
     for one, both in zip(alone, outputs, strict=True):
         assert torch.equal(one.nan_to_num(9), both.nan_to_num(9))
     expected, *coefficients = decisions(sets, tokens, options, torch.float64, bounds)
@@ -498,12 +511,13 @@ def check_pass(ops, sets, values, options, bounds=None):
             outputs.entropy,
             *coefficients,
             only.to(torch.uint8),
-            *tokens.transform(options),
+            *tokens.fields(),
+            options.numbers(),
         )
         if inplace:
-            ops.sets_gradient_(dvalues, *arguments)
+            ops.row_gradient_(dvalues, *arguments)
         else:
-            ops.sets_gradient(values, *arguments, dvalues)
+            ops.row_gradient(values, *arguments, dvalues)
         check_gradient("gradient of some", some, dvalues, lambda dtype: coefficients)
     return undecided
 
@@ -656,9 +670,7 @@ def check_head_pass(ops, sets, head, options, dtype):
     tokens = tokens_of(sets, values, options)
     outputs, expected_outputs = Outputs.empty(sets.N), Outputs.empty(sets.N)
     dvalues = values.clone()
-    expected = run_pass(
-        ops, "sets_pass_", sets, tokens, options, (dvalues, sets.offsets), expected_outputs
-    )
+    expected = run_pass(ops, "row_pass_", sets, tokens, options, (dvalues,), expected_outputs)
     dhidden, expected_dhidden = (torch.full(head.hidden.shape, LEFT, dtype=dtype) for _ in "12")
     decided = (expected == 0).to(torch.uint8)
     ops.sets_dhidden(dvalues, head.weight, *sets.csr, None, decided, expected_dhidden)
@@ -670,7 +682,7 @@ def check_head_pass(ops, sets, head, options, dtype):
         sets,
         tokens,
         options,
-        (*head, *sets.csr),
+        (*head, sets.token_ids),
         outputs,
         more=(got, dhidden),
     )

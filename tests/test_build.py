@@ -19,7 +19,9 @@ import torch
 from helpers import needs_gpu_memory, needs_native, not_tested_on_the_gpu
 
 import bapo_kernels
-from bapo_kernels import checks
+from bapo_kernels.config import Options
+from bapo_kernels.core import checks
+from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.output import REPORT
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +44,7 @@ def test_only_the_stable_abi_of_torch_is_used():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("nm")), reason="needs g++ and nm")
-@pytest.mark.parametrize("source", ["row_pass", "sets"])
+@pytest.mark.parametrize("source", ["row_pass", "sampling_sets"])
 def test_an_instruction_set_has_its_functions_to_itself(tmp_path, monkeypatch, source):
     """Of an inline function that several objects have, the linker takes one copy for all."""
     setuptools = pytest.importorskip("setuptools")
@@ -266,7 +268,8 @@ def fields_of(struct):
     csrc = Path(__file__).parent.parent / "csrc"
     sources = "".join(path.read_text() for path in (csrc / "params.h", csrc / "tokens.h"))
     body = re.search(rf"^struct {struct} {{\n(.*?)^}};", sources, re.DOTALL | re.MULTILINE)[1]
-    return tuple(re.findall(r"(\w+)[,;]", body))
+    members, _, _ = body.partition("\n\n")  # methods follow
+    return tuple(re.findall(r"(\w+)[,;]", members))
 
 
 def test_import_asks_for_no_gpu():
@@ -285,9 +288,18 @@ def test_the_report_has_the_same_entries_in_the_same_order_everywhere():
     assert fields_of("Report") == REPORT
 
 
+def test_options_and_fields_have_the_same_order_everywhere():
+    assert fields_of("Options") == Options._fields
+    text = (ROOT / "csrc/params.h").read_text()
+    body = re.search(r"^enum Field : int {(.*?)^};", text, re.DOTALL | re.MULTILINE)
+    *fields, count = body[1].split()
+    assert fields == [f"k{name.title().replace('_', '')}," for name in FIELDS]
+    assert count == "kFields"
+
+
 def test_the_sums_of_triton_are_those_of_the_native_kernels():
-    policy = pytest.importorskip("bapo_kernels.backends.triton.policy")
-    assert fields_of("PolicySums") == policy.SUMS
+    policy = pytest.importorskip("bapo_kernels.backends.triton.token_loss")
+    assert fields_of("TokenLossSums") == policy.SUMS
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from torch.profiler import DeviceType
 from typer.testing import CliRunner
 
 import bapo_kernels
-from bapo_kernels import _autograd, available_backends, bounds, chunks, fused
+from bapo_kernels import available_backends
+from bapo_kernels.core import autograd, hidden, rows, tokens
 from bapo_kernels.tools import profile, validate
 from bapo_kernels.tools.cli import commands
 
@@ -109,8 +110,8 @@ def test_the_linear_case_has_several_chunks_and_recomputed_rows(monkeypatch):
         return lambda self, rows, *others: (seen[name].append(rows), method(self, rows, *others))[1]
 
     for name in seen:
-        method = getattr(chunks._Chunks, name)
-        monkeypatch.setattr(chunks._Chunks, name, noted(method, name))
+        method = getattr(hidden.Chunks, name)
+        monkeypatch.setattr(hidden.Chunks, name, noted(method, name))
     backend = next(name for name in validate.CANDIDATES if available_backends()[name] is None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     list(validate._linear(backend, torch.float32, device))
@@ -131,7 +132,7 @@ def wrong_operators(monkeypatch, **faults):
                 return op
             return lambda *arguments: (op(*arguments), faults[asked](*arguments))
 
-    for module in (fused, bounds, _autograd):
+    for module in (rows, tokens, autograd):
         ops_of = module.ops_of
         monkeypatch.setattr(module, "ops_of", lambda backend, ops_of=ops_of: Wrong(ops_of(backend)))
 
@@ -184,9 +185,9 @@ FAULTS = {
         "bounds",
         (LOSSES - KNOWN) | HIDDEN | SEARCHES,
     ),
-    "loss": (dict(policy=add_to_first(-5, 1e-4)), "loss", LOSSES | HIDDEN),
+    "loss": (dict(token_loss=add_to_first(-5, 1e-4)), "loss", LOSSES | HIDDEN),
     "metric": (
-        dict(policy=lambda *arguments: arguments[-5][2].add_(1e-3)),
+        dict(token_loss=lambda *arguments: arguments[-5][2].add_(1e-3)),
         *("metric pg_clipfrac", LOSSES | HIDDEN),
     ),
 }
@@ -227,7 +228,7 @@ def test_different_bits_in_a_second_run_are_found(monkeypatch):
         if next(calls) % 2:
             arguments[-5][0] *= 1 + 2.0**-23
 
-    wrong_operators(monkeypatch, policy=fault)
+    wrong_operators(monkeypatch, token_loss=fault)
     failed = [check for check in validate.run("cpu", ["cpu"], short) if not check.passed]
     assert {check.quantity for check in failed} == {"second run"}
     assert {check.case for check in failed} >= LOSSES
@@ -357,7 +358,7 @@ def test_the_parts_of_a_profile_add_up(backend, device, interpreted, name):
     assert min(found.wall, found.copy, found.profiled) > 0
     assert (found.gemms is None) == (name != "hidden")
     names = {part.name.strip("_").removesuffix("_kernel") for part in found.parts}
-    assert {"prepare", "search", "policy"} <= names
+    assert {"prepare", "search", "token_loss"} <= names
     assert (profile.PRODUCTS in names) == (name == "hidden")
     (row_pass,) = [part for part in found.parts if "row_pass" in part.name]
     assert 0 < row_pass.bytes <= 2 * N * V * workload.logits.element_size()
@@ -422,7 +423,7 @@ def test_profile_prints_its_parts(tmp_path, hidden):
     sizes = ("--tokens", "8", "--vocab", "1000", "--device", "cpu")
     done = run("profile", *sizes, *hidden, "--masked", "0.25", "--trace", str(trace))
     assert done.exit_code == 0, done.output
-    for line in ("policy", profile.OUTSIDE, "a call under the profiler", "100.0%"):
+    for line in ("token_loss", profile.OUTSIDE, "a call under the profiler", "100.0%"):
         assert line in done.output
     assert "copying a tensor of the logits' size" in done.output
     assert ("the three matrix products alone" in done.output) == bool(hidden)

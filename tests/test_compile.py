@@ -20,7 +20,8 @@ from bapo_kernels import (
     linear_log_probs,
     log_probs,
 )
-from bapo_kernels._ops import HEAD_SCHEMAS, SCHEMAS, torch_ops_of
+from bapo_kernels.config import Options
+from bapo_kernels.core.operators import FIELDS, HEAD_SCHEMAS, SCHEMAS, torch_ops_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(not KERNELS, reason="no kernels")]
 
@@ -233,9 +234,16 @@ def test_loss_from_log_probs():
 
 
 N, V = 6, 40
-TRANSFORM = (0.9, 1.1, 30.0, torch.linspace(0.5, 2.0, 6))
-POLICY = (0, 2, [3.0, 1.0, 1.05, 0.1, 0.01])
-GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+OPTIONS = BAPOConfig(
+    clip_ratio_c=3.0,
+    kl_loss_coef=0.1,
+    entropy_coef=0.01,
+    logit_scale=1.1,
+    final_logit_softcapping=30.0,
+).options
+GIVEN = [name for name in FIELDS if name not in ("rollout_log_probs", "lower", "upper")]
+PRESENT = sum(1 << FIELDS.index(name) for name in GIVEN)
+OWN_BOUNDS = 3 << FIELDS.index("lower")
 
 
 def double(*shape):
@@ -256,66 +264,50 @@ def on_cpu():
     labels = torch.randint(0, V, (N,))
     counted = torch.ones(N, dtype=torch.bool)
     flags = torch.ones(N, dtype=torch.uint8)
-    old, A, ref = -torch.rand(N), torch.randn(N), -torch.rand(N)
     logp, entropy, stats = -double(N), double(N), double(N, 2) + 1
-    tokens = (counted, old, A, double(N), torch.rand(N), ref)
-    row_pass = (
-        labels,
-        *tokens,
-        None,
-        GRIDS,
-        *POLICY,
-        *TRANSFORM,
-        logp,
-        entropy,
-        stats,
-        flags,
-    )
-    row_gradient = (labels, stats, entropy, double(N), double(N), flags, *TRANSFORM)
+    tokens, weights = torch.rand(len(FIELDS), N) + 0.5, double(N)
+    of_tokens = tokens, PRESENT, OPTIONS
+    statistics = logp, entropy, stats
     table, bounds, masses = double(2, 54), torch.tensor([0.8, 1.2]), double(6)
+    row_pass = (counted, weights, tokens, PRESENT, None, OPTIONS, *statistics, flags)
+    row_gradient = (stats, entropy, double(N), double(N), flags, *of_tokens)
     log_ratios = double(N)
-    searched = (logp, counted, old, log_ratios, A, None, GRIDS, False, False)
-    flat, ticket = torch.empty(2, N), torch.zeros(1, dtype=torch.int32)
+    searched = (logp, counted, log_ratios, *of_tokens)
+    ticket = torch.zeros(1, dtype=torch.int32)
     ids, offsets = torch.arange(0, 36, 3, dtype=torch.int32), torch.arange(0, 14, 2)[: N + 1]
     values, shard = torch.randn(len(ids)), torch.tensor([0, V])
     hidden, weight, bias = torch.randn(N, 8), torch.randn(V, 8), torch.randn(V)
     where = counted, ids, offsets, shard
-    positions = (labels % 2, *row_pass[1:])
-    gradient = offsets, labels % 2, *row_gradient[1:]
     order, segments = torch.arange(len(ids)), torch.arange(V + 1).clamp(max=len(ids))
     masks = torch.empty_like(counted), torch.empty_like(counted)
+    fields = [tokens[k].view(2, 3) if k < 2 else None for k in range(len(FIELDS))]
+    rows, sets = (logits, None, labels), (values, offsets, labels % 2)
     return {
-        "row_statistics": (logits, labels, counted, *TRANSFORM, logp, entropy, stats),
-        "row_pass": (logits, *row_pass, torch.empty_like(logits)),
-        "row_pass_": (logits, *row_pass),
-        "row_gradient": (logits, *row_gradient, torch.empty_like(logits)),
-        "row_gradient_": (logits, *row_gradient),
+        "row_statistics": (*rows, counted, *of_tokens, *statistics),
+        "row_pass": (*rows, *row_pass, torch.empty_like(logits)),
+        "row_pass_": (*sets, *row_pass),
+        "row_gradient": (*rows, *row_gradient, torch.empty_like(logits)),
+        "row_gradient_": (*sets, *row_gradient),
         "prepare": (
-            *(labels.view(2, 3), counted.view(2, 3), [A.view(2, 3), old.view(2, 3)], None),
-            *(4, 1.0, None, None, None, bounds, False, True, *masks, labels.clone(), double(N)),
-            *(flat, ticket),
+            *(labels.view(2, 3), counted.view(2, 3), fields, None, 1.0, None, None, bounds, True),
+            *(OPTIONS, *masks, labels.clone(), weights, torch.empty_like(tokens), ticket),
         ),
         "contributions": (*searched, 1, table),
-        "search": (*searched, 0.4, False, True, bounds, masses),
-        "solve": (table, GRIDS, 0.4, False, True, bounds, masses),
-        "policy": (
-            *(logp, entropy, counted, old, log_ratios, *tokens[2:], None, bounds, masses, GRIDS),
-            *(False, False, 0.4, False),
-            *(*POLICY, counted, ticket, torch.empty(15), double(N), double(N)),
+        "search": (*searched, bounds, masses),
+        "solve": (table, OPTIONS, bounds, masses),
+        "token_loss": (
+            *(logp, entropy, counted, counted, weights, log_ratios, tokens, PRESENT, bounds),
+            *(masses, OPTIONS, ticket, torch.empty(15), double(N), double(N)),
             *(torch.empty(2, N), double(N)),
         ),
-        "sequence_log_ratios": (logp, counted, old, 3, None, double(N)),
+        "sequence_log_ratios": (logp, counted, tokens, PRESENT, 3, None, double(N)),
         "add_sequence_means_": (logp, counted, 0, torch.tensor([0, 4, 6]), double(N)),
         "find_labels": (labels, ids, offsets, V, labels.clone()),
         "gather_sets": (logits, *where, values),
         "multiply_sets": (hidden, weight, bias, *where, values),
-        "sets_statistics": (values, offsets, labels, counted, *TRANSFORM, logp, entropy, stats),
-        "sets_pass_": (values, offsets, *positions),
-        "sets_gradient": (values, *gradient, torch.empty_like(values)),
-        "sets_gradient_": (values, *gradient),
         "scatter_sets": (values, *where, logits),
         "head_sets_pass": (
-            *(hidden, weight, bias, ids, offsets, *positions, values, torch.zeros_like(hidden)),
+            *(hidden, weight, bias, ids, *sets[1:], *row_pass, values, torch.zeros_like(hidden)),
         ),
         "sets_dhidden": (values, weight, *where[1:], flags, torch.zeros_like(hidden)),
         "sets_dweight": (
@@ -334,10 +326,10 @@ def test_opcheck_of_the_head(name, frozen, masked):
     bias = None if frozen else torch.randn(V)
     # The values of rows that are not counted may be anything.
     tokens = torch.randint(0, V, (N,)), (torch.arange(N) % 3 != 0) | masked
-    dtypes = torch.float32, torch.float32
+    options = torch.rand(len(FIELDS), N) + 0.5, PRESENT, OPTIONS, torch.float32, torch.float32
     ids, offsets = torch.arange(12, dtype=torch.int32), torch.tensor([0, 4, 4, 8, 12, 12, 12])
     mask = (ids, offsets) if masked else (None, None)
-    arguments = (hidden, weight, bias, *tokens, *dtypes, *TRANSFORM, "cpu", 4, None, None, *mask)
+    arguments = (hidden, weight, bias, *tokens, *options, "cpu", 4, None, None, *mask)
     if name == "head_forward":
         arguments = (frozen, *arguments)
     else:
@@ -362,23 +354,34 @@ def test_every_op_is_checked():
 
 def test_ops_refuse_what_would_corrupt_memory(backend, device):
     for name, position, bad in (
-        ("row_pass", 1, torch.zeros(N - 1, dtype=torch.long)),  # too few labels
-        ("row_pass", 1, torch.zeros(N)),  # labels of another dtype
-        ("row_statistics", -1, double(N)),  # too few statistics
+        ("row_pass", 2, torch.zeros(N - 1, dtype=torch.long)),  # too few labels
+        ("row_pass", 2, torch.zeros(N)),  # labels of another dtype
+        ("row_pass", 5, torch.ones(len(FIELDS), N + 1)),  # fields of too many tokens
+        ("row_pass", 5, torch.ones(len(FIELDS) - 1, N)),  # too few fields
+        ("row_pass", 6, 0),  # no advantages
+        ("row_pass", 6, PRESENT | 1 << FIELDS.index("lower")),  # one of both bounds
+        ("row_pass", 7, torch.ones(2, N)),  # bounds of tokens in the place of those of all
         ("row_pass", -1, torch.empty(2, 3, V - 1)),  # another gradient shape
-        ("row_gradient", 2, double(N)),  # too few statistics
+        ("row_statistics", -1, double(N)),  # too few statistics
+        ("row_statistics", 4, None),  # no temperatures
+        ("row_gradient", 3, double(N)),  # too few statistics
+        ("row_pass_", 1, torch.arange(N + 1).int()),  # offsets of another dtype
+        ("row_pass_", 1, torch.arange(N)),  # too few offsets
+        ("row_gradient_", 0, torch.empty(12).double()),  # values of another dtype
         ("prepare", 1, torch.zeros(2, 2)),  # a mask of another shape
+        ("prepare", 2, [torch.zeros(2, 3)]),  # too few fields
+        ("prepare", 2, [None] * len(FIELDS)),  # no advantages to tell what is live
         ("prepare", -5, torch.zeros(N, dtype=torch.int32)),  # a mask of another dtype
-        ("prepare", -2, torch.zeros(1, N)),  # room for one of two values
+        ("prepare", -2, torch.zeros(1, N)),  # room for one field
+        ("prepare", -2, None),  # room for none
         ("prepare", 3, torch.tensor([0, 6])),  # offsets of padded tokens
         ("contributions", -1, double(2, 53)),  # another grid's table
         ("contributions", -2, 2),  # a rank beyond the table
         ("search", -1, double(5)),  # too few masses
-        ("policy", -5, torch.empty(14)),  # a report of another version
-        ("policy", -2, torch.empty(1, N)),  # no room for the entropies
-        ("policy", 10, torch.ones(2, N - 1)),  # bounds of too few tokens
-        ("row_pass", 8, torch.ones(2, N + 1)),  # bounds of too many tokens
-        ("sequence_log_ratios", 3, 4),  # no number of sequences
+        ("token_loss", -5, torch.empty(14)),  # a report of another version
+        ("token_loss", -2, torch.empty(1, N)),  # no room for the entropies
+        ("token_loss", 8, None),  # no bounds
+        ("sequence_log_ratios", 4, 4),  # no number of sequences
         ("sequence_log_ratios", -1, double(N - 1)),  # room for too few ratios
         ("add_sequence_means_", 3, torch.tensor([0])),  # no sequence
         ("add_sequence_means_", 3, torch.tensor([0.0, 6.0])),  # offsets that are no integers
@@ -386,8 +389,6 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         ("gather_sets", 2, torch.arange(12)),  # ids of another dtype
         ("gather_sets", -1, torch.empty(11)),  # too few values
         ("multiply_sets", 1, torch.randn(V, 7)),  # a head of another width
-        ("sets_pass_", 1, torch.arange(N + 1).int()),  # offsets of another dtype
-        ("sets_gradient", -1, torch.empty(11)),  # room for too few gradients
         ("head_sets_pass", -1, torch.zeros(N, 8).bfloat16()),  # gradients of fewer bits
         ("sets_dhidden", -1, torch.zeros(N - 1, 8)),  # room for too few rows
         ("sets_dweight", 4, torch.arange(V)),  # too few segments
@@ -398,10 +399,11 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
             getattr(torch_ops_of(backend), name)(*arguments)
 
 
-@pytest.mark.parametrize("name", ["row_pass", "contributions", "search", "solve", "policy"])
-def test_ops_refuse_grids_of_five_numbers(backend, device, name):
-    arguments = [GRIDS[:5] if isinstance(a, tuple) else a for a in sample_arguments(device)[name]]
-    with pytest.raises(RuntimeError, match="grids must be 6 numbers, got 5"):
+@pytest.mark.parametrize("name", [n for n in SCHEMAS if "float[] options" in SCHEMAS[n]])
+def test_ops_refuse_options_of_another_version(backend, device, name):
+    arguments = sample_arguments(device)[name]
+    arguments = [list(a[:5]) if isinstance(a, Options) else a for a in arguments]
+    with pytest.raises(RuntimeError, match="options must be 23 numbers, got 5"):
         getattr(torch_ops_of(backend), name)(*arguments)
 
 

@@ -18,7 +18,7 @@ import set_operators
 import torch
 from cuda_on_host.breaks import all_breaks
 from cuda_on_host.build import ROOT
-from cuda_on_host.emulated import DEVICES, SEEDS
+from cuda_on_host.emulated import CALLERS, DEVICES, SEEDS
 from helpers import (
     check_against_reference,
     make_case,
@@ -33,18 +33,19 @@ from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 from bapo_kernels import (
     BAPOConfig,
     ClipBounds,
-    _autograd,
     bapo_loss,
     bapo_loss_from_log_probs,
-    bounds,
-    fused,
     log_probs,
-    prepare,
     reference,
-    sequences,
 )
-from bapo_kernels.call import Call, loss_call
 from bapo_kernels.config import SURROGATES
+from bapo_kernels.core import rows
+from bapo_kernels.core.arguments import loss_arguments
+from bapo_kernels.core.call import Call
+from bapo_kernels.core.operators import FIELDS
+from bapo_kernels.core.prepare import prepared
+from bapo_kernels.core.tokens import contributions, loss_of_log_probs, solve
+from bapo_kernels.reference.search import solve_table
 
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
@@ -391,11 +392,12 @@ def test_more_sequences_than_blocks(on_host, library):
     lengths = torch.tensor([512] * 40 + [1] * 1_024)
     N = int(lengths.sum())
     cu_seqlens = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
-    old, logp = torch.rand(N), torch.randn(N).double()
+    tokens, logp = torch.rand(len(FIELDS), N), torch.randn(N).double()
+    k = FIELDS.index("old_log_probs")
     out, counted = torch.empty_like(logp), torch.ones(N, dtype=torch.bool)
     library.schedule(SEEDS[0])
-    library.sequence_log_ratios(logp, counted, old, 0, cu_seqlens, out)
-    pieces = (logp - old).split(lengths.tolist())
+    library.sequence_log_ratios(logp, counted, tokens, 1 << k, 0, cu_seqlens, out)
+    pieces = (logp - tokens[k]).split(lengths.tolist())
     expected = torch.cat([piece.mean().expand(piece.shape) for piece in pieces])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
@@ -406,7 +408,9 @@ def test_more_sequences_than_blocks(on_host, library):
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_offsets_that_break_their_rule(on_host, library, offsets, monkeypatch):
     """The loss is NaN; nothing is read or written outside of the tokens."""
-    monkeypatch.setattr("bapo_kernels.inputs.is_readable", lambda offsets: False)  # as on a GPU
+    monkeypatch.setattr(
+        "bapo_kernels.core.inputs.is_readable", lambda offsets: False
+    )  # as on a GPU
     N, cu_seqlens = 1_100, torch.tensor(offsets)
     old, A = -3 * torch.rand(N), torch.randn(N)
     config = BAPOConfig(ratio_level="sequence")
@@ -422,8 +426,10 @@ def test_offsets_that_break_their_rule(on_host, library, offsets, monkeypatch):
         return memory, memory[N : 2 * N]
 
     counted = guarded(torch.ones(N, dtype=torch.bool), True)[1]
-    values, old = guarded(logp.detach().double())[1], guarded(old)[1]
-    for name, more in ("sequence_log_ratios", (old,)), ("add_sequence_means_", ()):
+    values = guarded(logp.detach().double())[1]
+    tokens, k = torch.full((len(FIELDS), N), torch.nan), FIELDS.index("old_log_probs")
+    tokens[k] = old
+    for name, more in ("sequence_log_ratios", (tokens, 1 << k)), ("add_sequence_means_", ()):
         memory, out = guarded(torch.zeros(N).double())
         getattr(library, name)(values, counted, *more, 0, cu_seqlens, out)
         assert out.isfinite().all(), name
@@ -463,14 +469,14 @@ def test_launches(on_host, library):
             return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_autograd, bounds, fused, prepare, sequences):
+        for module in CALLERS:
             patch.setattr(module, "ops_of", lambda backend: Counted())
         run_kernel(make_case((1, 3), 3), "cpu", config=BAPOConfig(ratio_level="sequence"))
         for N in (3, 8_200):
             case = make_case((1, N), 3, staleness=0.4)
             run_kernel(case, "cpu")
-            call = loss_call(case.labels, "cpu", *case.arguments()[1:])
-            bounds.solve("cpu", bounds.contributions(call, torch.zeros(N).double()), call.config)
+            call = prepared("cpu", loss_arguments(case.labels, *case.arguments()[1:]))
+            solve("cpu", contributions(call, torch.zeros(N).double()), call.options)
             logp, _ = log_probs(case.logits.requires_grad_(), case.labels, backend="cpu")
             logp.sum().backward()
             bapo_loss(case.logits.detach(), *case.arguments(), inplace=True, backend="cpu")
@@ -483,11 +489,11 @@ def test_masses_have_the_same_bits_in_any_schedule(on_host, library):
     """Terms of all sizes, so that another order of additions shows."""
     logp = -torch.rand(1_100, dtype=torch.float64)
     A = torch.randn(1_100) * 10.0 ** torch.randint(-6, 6, (1_100,))
-    call = loss_call(logp.float(), "cpu", None, A, None, config=BAPOConfig())
+    call = prepared("cpu", loss_arguments(logp.float(), None, A, None, config=BAPOConfig()))
     tables = []
     for seed in range(4):
         library.schedule(seed)
-        tables.append(bounds.contributions(call, logp))
+        tables.append(contributions(call, logp))
     assert all(torch.equal(table, tables[0]) for table in tables)
 
 
@@ -496,23 +502,24 @@ def test_solution_in_any_schedule(on_host, library):
     old = -3 * torch.rand(1_100)
     logp = old + 0.4 * torch.randn(1_100)
     A = torch.where(torch.rand(1_100) < 0.4, 1.0, -1.0)
-    call = loss_call(logp, "cpu", old, A, None, config=BAPOConfig())
-    table = bounds.contributions(call, logp.double()).repeat(3, 1)
+    call = prepared("cpu", loss_arguments(logp, old, A, None, config=BAPOConfig()))
+    table = contributions(call, logp.double()).repeat(3, 1)
     uppers = set()
     for target in (0.3, 0.35, 0.4, 0.45, 0.9):
         config = BAPOConfig(target=target)
-        expected = bounds.solve("reference", table, config)
+        expected = solve_table(config, table.sum(0))
         uppers.add(expected[0][1].item())
         for seed in range(4):
             library.schedule(seed)
-            assert all(map(torch.equal, bounds.solve("cpu", table, config), expected)), target
+            found = solve("cpu", table, config.options)
+            assert all(map(torch.equal, found, expected)), target
     assert len(uppers) >= 3, uppers
 
 
 def test_ticket_is_ready_for_the_next_call(on_host):
     logp, A = -torch.rand(1_100), torch.randn(1_100)
-    call = loss_call(logp, "cpu", None, A, None)
-    fused.loss_of_log_probs(call, logp.double(), None)
+    call = prepared("cpu", loss_arguments(logp, None, A, None))
+    loss_of_log_probs(call, logp.double(), None)
     assert call.ticket.item() == 0
 
 
@@ -547,17 +554,17 @@ def test_every_token_is_masked(on_host):
     assert not got.gradient.any()
 
 
-def test_empty_shard(on_host):
+def test_empty_shard(on_host, library):
     """Rows without columns: there is nothing to sum and nothing to write."""
-    rows, labels = torch.zeros(1, 3, 0), torch.full((3,), -1)
+    logits, labels = torch.zeros(1, 3, 0), torch.full((3,), -1)
     counted = torch.tensor([True, False, True])
-    call = Call(BAPOConfig(), "cpu", labels.shape, counted, counted, labels=labels)
-    results = fused.row_statistics(call, rows)
+    options = BAPOConfig().options
+    call = Call(options, "cpu", labels.shape, counted, counted, labels=labels)
+    results = rows.row_statistics(call, rows.Rows.of_logits(call, logits))
     assert results.stats[counted].tolist() == [[-torch.inf, 0.0]] * 2
     nothing = torch.zeros(3, dtype=torch.float64)
-    ops = fused.ops_of("cpu")
-    coefficients = nothing, nothing + 1
-    ops.row_gradient_(rows, labels, results.stats, *coefficients, None, None, *call.transform)
+    given = None, labels, results.stats, nothing, nothing + 1
+    library.row_gradient_(logits, *given, None, None, None, 0, options)
 
 
 @pytest.mark.parametrize("each", all_breaks(), ids=lambda each: each.name)

@@ -149,7 +149,9 @@ def linear_rank(rank, name, dtype, backend, data, tensor, frozen=False):
     # Chunks of given rows or of given bytes: equally many on every rank, though shards are uneven.
     chunk_tokens = 5 if name == "paper" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bapo_kernels.head.CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize)
+        patch.setattr(
+            "bapo_kernels.core.head.CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize
+        )
         return linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens, frozen)
 
 

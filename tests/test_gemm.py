@@ -8,8 +8,9 @@ from helpers import assert_within_budget, needs_native
 from test_linear import check, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bapo_kernels import BAPOConfig, debug, gemm, linear_log_probs
-from bapo_kernels.head import Head
+from bapo_kernels import BAPOConfig, debug, linear_log_probs
+from bapo_kernels.core import gemm
+from bapo_kernels.core.head import Head
 
 HALVES = [torch.bfloat16, torch.float16]
 n, H, V = 9, 24, 193

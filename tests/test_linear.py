@@ -19,12 +19,12 @@ from bapo_kernels import (
     BAPOConfig,
     BAPOLinearLoss,
     bapo_linear_loss,
-    gemm,
     linear_log_probs,
     reference,
 )
-from bapo_kernels.chunks import _Front
-from bapo_kernels.head import Head, HeadGradients
+from bapo_kernels.core import gemm
+from bapo_kernels.core.head import Head, HeadGradients
+from bapo_kernels.core.hidden import Compaction
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193
@@ -33,7 +33,7 @@ B, S, H, V = 3, 7, 24, 193
 @pytest.fixture(autouse=True)
 def chunks_as_asked_for(monkeypatch):
     """Also where one would take less memory, because the sum of several does."""
-    monkeypatch.setattr("bapo_kernels.head.SUM_BYTES", 0)
+    monkeypatch.setattr("bapo_kernels.core.head.SUM_BYTES", 0)
 
 
 CONFIGS = {
@@ -212,7 +212,7 @@ def test_rows_per_chunk(monkeypatch):
         return head.rows_per_chunk(count, asked, sums_weight)
 
     assert [rows(n, asked=5) for n in (0, 1, 5, 6, 11, 15, 16)] == [1, 1, 5, 3, 4, 5, 4]
-    monkeypatch.setattr("bapo_kernels.head.SUM_BYTES", 4)
+    monkeypatch.setattr("bapo_kernels.core.head.SUM_BYTES", 4)
     assert [rows(n, asked=5) for n in (0, 6, 128, 129)] == [1, 6, 128, 5]
     assert rows(129, asked=5, sums_weight=False) == rows(129, asked=5, dtype=torch.float32) == 5
     assert rows(4096) == 4096  # 1 GiB
@@ -236,7 +236,7 @@ def test_rows_that_stay_are_moved_to_the_front(share):
     for n in (0, 1, 7, 100):
         keep = torch.rand(n) < share
         values = torch.arange(float(n))[:, None].repeat(1, 3)
-        front = _Front.of(keep)
+        front = Compaction.of(keep)
         moved = front.moved(values)
         assert moved.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
         assert torch.equal(moved[:, 0], front.rows.float())

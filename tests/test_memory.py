@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, bapo_loss, log_probs, memory
-from bapo_kernels.memory import empty_gradient
+from bapo_kernels import BAPOConfig, bapo_loss, log_probs
+from bapo_kernels.core import memory
+from bapo_kernels.core.memory import empty_gradient
 
 LOGITS = torch.zeros(6, 8)
 
@@ -152,9 +153,9 @@ def test_moved_memory_is_not_used_again(holder, monkeypatch):
     read = HOLDERS[holder](gradient)
     del gradient
     monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda _: 1)
-    assert not memory.OF_LOGITS.last[0].is_free()
+    assert not memory.LOGITS.last[0].is_free()
     monkeypatch.undo()
-    assert memory.OF_LOGITS.last[0].address == address
+    assert memory.LOGITS.last[0].address == address
     assert (read() == 1).all()
 
 
@@ -186,7 +187,7 @@ def test_memory_of_another_size(rows, again):
 
 def test_memory_of_one_gradient_is_kept():
     first, second = ones(), ones()
-    blocks = [weakref.ref(block.memory) for block in memory.OF_LOGITS.last]
+    blocks = [weakref.ref(block.memory) for block in memory.LOGITS.last]
     assert len(blocks) == 1
     address = second.data_ptr()
     del first, second
@@ -209,10 +210,10 @@ def test_what_is_not_kept(monkeypatch):
     empty_gradient(LOGITS.to("meta"))
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes + 1)
     ones()
-    assert not memory.OF_LOGITS.last
+    assert not memory.LOGITS.last
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes)
     ones()
-    assert memory.OF_LOGITS.last
+    assert memory.LOGITS.last
 
 
 @pytest.fixture
@@ -242,7 +243,7 @@ def test_threads(switching):
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(memory.OF_LOGITS.last) == 1
+    assert len(memory.LOGITS.last) == 1
 
 
 def test_a_thread_in_between(monkeypatch):
@@ -354,7 +355,7 @@ def test_accumulated_gradients_of_a_head(monkeypatch, dtype, chunk_tokens):
         return made
 
     again = gradients()
-    chunk = memory.OF_CHUNKS.last[0].address
+    chunk = memory.CHUNKS.last[0].address
     values = [gradient.clone() for gradient in again]
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 2**60)
     for held, copied, expected in zip(again, values, gradients(), strict=True):
@@ -362,7 +363,7 @@ def test_accumulated_gradients_of_a_head(monkeypatch, dtype, chunk_tokens):
         assert torch.equal(held, expected)
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 0)
     gradients()
-    assert memory.OF_CHUNKS.last[0].address == chunk
+    assert memory.CHUNKS.last[0].address == chunk
     bapo_kernels.empty_cache()
-    assert not memory.OF_CHUNKS.last
-    assert not memory.OF_WEIGHTS.last
+    assert not memory.CHUNKS.last
+    assert not memory.WEIGHTS.last

@@ -33,8 +33,8 @@ from bapo_kernels import (
     warm_up,
 )
 from bapo_kernels.config import LossAggMode
+from bapo_kernels.core.head import Head, HeadGradients
 from bapo_kernels.debug import check_inputs
-from bapo_kernels.head import Head, HeadGradients
 
 V, H = 65, 8
 CONFIG = BAPOConfig(entropy_coef=0.1)
@@ -459,7 +459,7 @@ WRONG_OFFSETS = {
 @pytest.mark.parametrize("name", WRONG_OFFSETS)
 def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode, monkeypatch):
     """On a GPU, where they are not read; here they are as unread."""
-    monkeypatch.setattr("bapo_kernels.inputs.is_readable", lambda offsets: False)
+    monkeypatch.setattr("bapo_kernels.core.inputs.is_readable", lambda offsets: False)
     offsets = torch.tensor(WRONG_OFFSETS[name], device=device)
     case = make_case((9,), V, device=device, poison=False)
     A = torch.ones(len(offsets) - 1, device=device)

@@ -36,7 +36,7 @@ from bapo_kernels import (
     linear_log_probs,
     reference,
 )
-from bapo_kernels.head import Head, HeadGradients
+from bapo_kernels.core.head import Head, HeadGradients
 
 SURROGATES = ["clip", "cispo", "sapo"]
 LEVELS = ["token", "sequence"]
@@ -251,7 +251,7 @@ def test_sequences_alone_and_together_have_the_same_bits(backend, device):
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 12], [2, 6, 12], [0, 6, 40], [0, -9, 12]])
 def test_broken_offsets_of_sequences(backend, device, offsets, monkeypatch):
     """They do not rise from 0 to at most 12. As on a GPU, where only the reference reads them."""
-    monkeypatch.setattr("bapo_kernels.inputs.is_readable", lambda offsets: False)
+    monkeypatch.setattr("bapo_kernels.core.inputs.is_readable", lambda offsets: False)
     logp, old, A, _ = (t.float().to(device) for t in tokens((12,)))
     options = dict(cu_seqlens=torch.tensor(offsets, device=device), config=policy(level="sequence"))
     if backend == "reference":
@@ -436,7 +436,7 @@ def test_rows_of_a_head_that_are_recomputed(monkeypatch, surrogate, level, froze
         return original(self, of, memory)
 
     monkeypatch.setattr(Head, "logits", logits)
-    monkeypatch.setattr("bapo_kernels.head.SUM_BYTES", 0)
+    monkeypatch.setattr("bapo_kernels.core.head.SUM_BYTES", 0)
     linear_gradients(policy(surrogate, level), 5, None, frozen=frozen)
     _, *made = rows  # the log-probs of the case are made first
     counted = int(unmasked_tokens(head_case(BAPOConfig())).sum())
@@ -449,9 +449,9 @@ def test_rows_of_a_head_that_are_recomputed(monkeypatch, surrogate, level, froze
 @needs_native
 def test_bounds_of_tokens_need_no_second_pass_over_undecided_rows(monkeypatch):
     """The row pass makes every gradient."""
-    from bapo_kernels import fused
+    from bapo_kernels.core import logits
 
-    monkeypatch.setattr(fused, "row_gradient", None)
+    monkeypatch.setattr(logits, "second_pass", None)
     for options in (dict(bounds=OWN), dict(config=policy("sapo"))):
         case = make_case((4, 6), 61, poison=False, **options)
         assert run_kernel(case, "cpu").gradient.any()

@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
-from prepared import MODES, check_prepared, packed_arguments, padded_arguments
+from prepared import MODES, arguments_of, check_prepared, packed_arguments, padded_arguments
 
 from bapo_kernels import BAPOConfig
-from bapo_kernels.call import loss_call
-from bapo_kernels.inputs import as_numbers
-from bapo_kernels.prepare import Arguments
+from bapo_kernels.core.arguments import loss_arguments
+from bapo_kernels.core.inputs import as_numbers
+from bapo_kernels.core.operators import FIELDS
+from bapo_kernels.core.prepare import prepared
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,7 +50,7 @@ def test_offsets_that_break_their_rule_make_everything_nan(backend, device, offs
     for mode in MODES:
         got = check_prepared(packed_arguments(300, offsets, mode, True), backend, device)
         assert got.weights[got.unmasked].isnan().all()
-        assert got.values["advantages"].isnan().all()
+        assert got.field("advantages").isnan().all()
         assert got.unmasked.any()
 
 
@@ -62,11 +63,10 @@ def test_any_type_of_number(backend, device, dtype):
         tokens = torch.randint(0, 100, (100,), generator=g).to(labels)
         if labels in (torch.int16, torch.int32, torch.int64, torch.int8):
             tokens[::7] = -100
-        arguments = Arguments(
+        arguments = arguments_of(
             tokens,
             {"advantages": values, "old_log_probs": values.flip(0)},
             torch.cat([special[:7], torch.randint(0, 2, (93,), generator=g)]).to(mask),
-            weighted=True,
         )
         check_prepared(arguments, backend, device)
 
@@ -76,27 +76,24 @@ def test_strides(backend, device):
     g = torch.Generator().manual_seed(0)
     wide = torch.randint(-1, 50, (6, 41), generator=g)
     values = torch.randn(41, 6, generator=g)
-    arguments = Arguments(
+    arguments = arguments_of(
         wide[:, 1:],
         {
             "advantages": torch.randn(6, 1, generator=g).expand(6, 40),
             "old_log_probs": values.T[:, :40],
         },
         (wide > 9)[:, 1:],
-        weighted=True,
-        config=BAPOConfig(loss_agg_mode="seq-mean-token-mean"),
+        BAPOConfig(loss_agg_mode="seq-mean-token-mean"),
     )
     check_prepared(arguments, backend, device)
 
 
 @pytest.mark.parametrize("N", [30, 2_047])  # of the tokens of a program few, or all but one
-def test_as_many_values_as_there_may_be(backend, device, N):
-    """Those per sequence at both ends of them. Most tokens are behind the last sequence."""
+def test_every_field(backend, device, N):
+    """Some are per sequence. Most tokens are behind the last sequence."""
     arguments = packed_arguments(N, (0, 3, 3, N // 5, N // 4), "token-mean", True)
-    A, temperatures = (arguments.values[name] for name in ("advantages", "temperatures"))
-    per_token = {f"values {k}": torch.randn(N, dtype=torch.float64) for k in range(6)}
-    values = {"advantages": A, **per_token, "temperatures": temperatures}
-    check_prepared(arguments._replace(values=values), backend, device)
+    per_token = {name: torch.randn(N, dtype=torch.float64) for name in FIELDS}
+    check_prepared(arguments._replace(fields=per_token | arguments.fields), backend, device)
 
 
 def test_masks_of_eight_bits(backend, device):
@@ -104,9 +101,8 @@ def test_masks_of_eight_bits(backend, device):
     values = torch.tensor([[0.0, 0.5, -0.0, 1.0]])
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         mask = values.to(dtype).to(device)
-        call = loss_call(
-            torch.arange(4, device=device)[None], backend, None, values.to(device), mask
-        )
+        labels = torch.arange(4, device=device)[None]
+        call = prepared(backend, loss_arguments(labels, None, values.to(device), mask))
         assert call.unmasked.tolist() == [False, True, False, True]
 
 
@@ -160,8 +156,8 @@ def test_many_tokens(backend, device, mode, interpreted):
 def test_inputs_are_copied(backend, device):
     """Kernels of a later backward must not see what the caller writes in between."""
     labels, A = torch.arange(4, device=device), torch.ones(4, device=device)
-    call = loss_call(labels, backend, None, A, None)
+    call = prepared(backend, loss_arguments(labels, None, A, None))
     labels.zero_()
     A.zero_()
     assert call.labels.tolist() == [0, 1, 2, 3]
-    assert call.advantages.tolist() == [1.0] * 4
+    assert call.field("advantages").tolist() == [1.0] * 4

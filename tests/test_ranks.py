@@ -32,12 +32,12 @@ from bapo_kernels import (
     ClipBoundSearch,
     LMHead,
     bapo_loss,
-    distributed,
     find_clip_bounds,
     linear_log_probs,
 )
-from bapo_kernels.checks import warn_once
-from bapo_kernels.distributed import rows_of_ranks
+from bapo_kernels.core import distributed
+from bapo_kernels.core.checks import warn_once
+from bapo_kernels.core.distributed import rows_of_ranks
 
 pytestmark = [pytest.mark.xdist_group("world"), pytest.mark.slow]
 
@@ -674,7 +674,7 @@ def test_one_process_and_a_compiler_scan_nothing(monkeypatch):
     linear_log_probs(hidden, weight, torch.zeros(3, dtype=torch.int64))
     monkeypatch.setattr(dist, "is_initialized", pytest.fail)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    bapo_kernels.distributed.warn_if_not_synchronised(hidden, weight)
+    bapo_kernels.core.distributed.warn_if_not_synchronised(hidden, weight)
 
 
 def placed_rank(rank):

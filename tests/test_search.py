@@ -19,10 +19,11 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels.bounds import contributions, search_of_call, solve
-from bapo_kernels.call import loss_call
-from bapo_kernels.config import bound_grid, grids_of
-from bapo_kernels.reference.search import algorithm_1
+from bapo_kernels.config import bound_grid
+from bapo_kernels.core.arguments import loss_arguments
+from bapo_kernels.core.prepare import prepared
+from bapo_kernels.core.tokens import contributions, search, solve
+from bapo_kernels.reference.search import algorithm_1, contribution_table, solve_table
 
 VARIANTS = [
     dict(),
@@ -82,7 +83,7 @@ def test_bounds_equal_the_loop(seed):
 def printed_loop(config, quantity, exact=float):
     """Algorithm 1 as the paper prints it, lines 9 to 17: a step past the maximum is refused."""
     low, low_max, low_step, high, high_max, high_step = (
-        exact(str(value)) for value in grids_of(config)
+        exact(str(value)) for value in config.options[:6]
     )
     while quantity(low, high) < config.target and low + low_step <= low_max:
         if high + high_step <= high_max:
@@ -191,7 +192,7 @@ def test_a_table_that_was_tampered_with_is_refused(backend, device):
     with pytest.raises(RuntimeError, match="table"):
         histogram.solve()
     with pytest.raises(RuntimeError, match="table"):
-        solve(backend, histogram.table[None], histogram.config)
+        solve(backend, histogram.table[None], histogram.config.options)
 
 
 @pytest.mark.parametrize("most", [40, 16_400, 36_000])
@@ -205,17 +206,13 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted, mos
         for variant in VARIANTS[:4] if copies > 1 else VARIANTS:
             config = BAPOConfig(**variant)
             logp, old, A, mask = (t.repeat(copies)[:most].to(device) for t in random_case(g))
-            calls = [
-                loss_call(logp, name, old, A, mask, config=config, for_search=True)
-                for name in (backend, "reference")
-            ]
-            tables = [contributions(call, logp.double()) for call in calls]
-            torch.testing.assert_close(*tables, rtol=1e-12, atol=0)
-            found = solve(backend, tables[0], config)
-            for other in (
-                solve("reference", tables[0], config),
-                search_of_call(calls[0], logp.double()),
-            ):
+            arguments = loss_arguments(logp, old, A, mask, config=config, for_search=True)
+            call = prepared(backend, arguments)
+            table = contributions(call, logp.double())
+            expected = contribution_table(config, logp, old, A, mask)
+            torch.testing.assert_close(table[0], expected, rtol=1e-12, atol=0)
+            found = solve(backend, table, config.options)
+            for other in (solve_table(config, table[0]), search(call, logp.double())):
                 for mine, same in zip(found, other, strict=True):
                     assert torch.equal(mine, same)
 
@@ -290,7 +287,7 @@ def test_the_rows_of_a_table_are_added_in_order(backend, device):
     config = BAPOConfig(token_weight="uniform")
     rows = torch.zeros(3, len(config.lower_grid) + len(config.upper_grid), dtype=torch.float64)
     rows[:, -len(config.upper_grid) :] = torch.tensor([[1e16], [1.0], [-1e16]])
-    _, masses = solve(backend, rows.to(device), config)
+    _, masses = solve(backend, rows.to(device), config.options)
     assert masses.tolist() == [0.0] * 6
 
 

@@ -82,7 +82,8 @@ def test_sets_in_shards(on_host, library, options):
     gradients = [torch.full((whole.K,), cases.LEFT) for _ in "12"]
     for given, dvalues in zip((values, parts), gradients, strict=True):
         arguments = whole.offsets, tokens.positions, outputs.stats, outputs.entropy, *coefficients
-        library.sets_gradient(given, *arguments, None, *tokens.transform(options), dvalues)
+        numbers = options.numbers()
+        library.row_gradient(given, *arguments, None, *tokens.fields(), numbers, dvalues)
     finite = torch.stack(gradients).isfinite().all(0)
     assert finite[here].any()
     expected = torch.where(here, gradients[0], 0.0)
@@ -107,7 +108,7 @@ def test_gradient_at_a_likely_label_of_a_set(on_host, library, size, gap):
         *[None] * 3,
     )
     got = values.clone()
-    cases.run_pass(library, "sets_pass_", sets, tokens, cases.PLAIN, (got, sets.offsets), outputs)
+    cases.run_pass(library, "row_pass_", sets, tokens, cases.PLAIN, (got,), outputs)
     p = values.double().softmax(0)
     expected = p.clone()
     expected[size // 2] = -p[size // 2 - 1]
@@ -211,7 +212,8 @@ def test_launches_of_sets(on_host, library):
     cases.check_pass(ops, sets, cases.values_of(sets), cases.PLAIN)
     cases.check_dweight(ops, sets, head, torch.float32)
     cases.check_head_pass(ops, sets, head, cases.PLAIN, torch.float32)
-    assert launches == {name: LAUNCHES[name] for name in cases.OPERATORS}
+    assert launches.keys() >= cases.OPERATORS
+    assert launches == {name: LAUNCHES[name] for name in launches}
 
 
 def test_no_rows_no_sets(on_host, library):

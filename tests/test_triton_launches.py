@@ -11,20 +11,21 @@ import pytest
 import torch
 from helpers import INTERPRETED, KERNELS, case_with_sets, make_case
 from launches import LAUNCHES, CountLaunches
+from operands import options_of, tokens_of
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from bapo_kernels import BAPOConfig, _ops, bapo_linear_loss, bapo_loss, linear_log_probs
-from bapo_kernels._ops import torch_ops_of
+from bapo_kernels import BAPOConfig, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels.backends import triton as backend
 from bapo_kernels.config import SURROGATES
+from bapo_kernels.core import operators as operators
+from bapo_kernels.core.operators import torch_ops_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS or not INTERPRETED, reason="needs Triton's interpreter"
 )
 OF_SETS = {name for name in LAUNCHES if "sets" in name or name == "find_labels"}
-GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_every_operator(launches, monkeypatch):
     from bapo_kernels.backends.triton import prepare
 
     case = make_case((2, 6), 33, staleness=0.4)
-    searched = (*tokens(12), GRIDS, False, False)
+    searched = (*searched_tokens(12), options_of())
     found = torch.empty(2), torch.empty(6, dtype=torch.float64)
     for inplace in (False, True):
         logits = case.logits.clone().requires_grad_()
@@ -71,13 +72,13 @@ def test_every_operator(launches, monkeypatch):
     logits = case.logits.clone().requires_grad_()
     bapo_loss(logits, *case.arguments(), config=config, backend="triton")
     torch_ops_of("triton").contributions(*searched, 0, torch.empty(1, 54, dtype=torch.float64))
-    torch_ops_of("triton").solve(torch.rand(2, 54).double(), GRIDS, 0.4, False, True, *found)
+    torch_ops_of("triton").solve(torch.rand(2, 54).double(), options_of(), *found)
     monkeypatch.setattr(prepare, "ALONE", 0)
     with torch.no_grad():
         bapo_loss(case.logits, *case.arguments(), backend="triton")
 
     assert launches["prepare"] == [1, 1, 1, 1, 3]
-    assert launches.keys() <= LAUNCHES.keys() == _ops.SCHEMAS.keys()
+    assert launches.keys() <= LAUNCHES.keys() == operators.SCHEMAS.keys()
     most = {name: max(counts) for name, counts in launches.items()}
     assert most == {name: LAUNCHES[name] for name in most}
     assert LAUNCHES.keys() - most.keys() <= {"row_gradient_", *OF_SETS}
@@ -129,8 +130,8 @@ def test_nothing_is_counted_where_the_divisor_is_given(launches, monkeypatch):
     assert counts == {key: [1] if key in alone else [3] for key in counts}
 
 
-def tokens(N, of_sequences=False):
-    """Log-probs, counted, old log-probs, log-ratios, advantages, and no rollout log-probs."""
+def searched_tokens(N, of_sequences=False):
+    """Log-probs, counted, log-ratios, and the fields of advantages and old log-probs."""
     g = torch.Generator().manual_seed(N)
     log_probs = -3 * torch.rand(N, generator=g, dtype=torch.float64)
     old = log_probs.float() + 0.4 * torch.randn(N, generator=g)
@@ -139,34 +140,37 @@ def tokens(N, of_sequences=False):
     if of_sequences:
         log_ratios = torch.randn(N, generator=g, dtype=torch.float64) * 0.3
         log_ratios[::50], log_ratios[1::50] = -30.0, 21.0
-    return log_probs, counted, old, log_ratios, torch.randn(N, generator=g), None
+    fields = dict(advantages=torch.randn(N, generator=g), old_log_probs=old)
+    return log_probs, counted, log_ratios, *tokens_of(N, **fields)
 
 
 @pytest.fixture
 def few_programs(monkeypatch):
     """So that each of them takes several steps, the last of them in part."""
-    from bapo_kernels.backends.triton import launch, policy
+    from bapo_kernels.backends.triton import launch, token_loss
 
-    assert policy.MAX_PROGRAMS == launch.MAX_PROGRAMS  # imported before the change
+    assert token_loss.MAX_PROGRAMS == launch.MAX_PROGRAMS  # imported before the change
     monkeypatch.setattr(launch, "MAX_PROGRAMS", 3)
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("unclipped_only", [False, True])
 @pytest.mark.parametrize("of_sequences", [False, True])
-def test_search_of_many_tokens(few_programs, uniform, gradient, of_sequences):
+def test_search_of_many_tokens(few_programs, uniform, unclipped_only, of_sequences):
     """As on the CPU, and the other ranks' rows of the table are 0."""
-    searched = (*tokens(1_000, of_sequences), GRIDS, uniform, gradient)
+    searched = searched_tokens(1_000, of_sequences)
+    chosen = dict(uniform_weight=uniform, unclipped_only=unclipped_only)
     results, target = [], 0.5
     for name in ("cpu", "triton"):
         table = torch.full((3, 54), torch.nan, dtype=torch.float64)
-        torch_ops_of(name).contributions(*searched, 1, table)
+        torch_ops_of(name).contributions(*searched, options_of(**chosen), 1, table)
         assert not table[::2].any()
         if name == "cpu":  # reached between the third and the fourth upper point
             neg, pos = table[1, 0], table[1, 18:20]
             target = (pos / (neg + pos)).mean().item()
         bounds, masses = torch.empty(2), torch.empty(6, dtype=torch.float64)
-        torch_ops_of(name).search(*searched, target, False, True, bounds, masses)
+        options = options_of(**chosen, target=target)
+        torch_ops_of(name).search(*searched, options, bounds, masses)
         results.append((table, bounds, masses))
     torch.testing.assert_close(*results, rtol=1e-13, atol=0)
     assert results[0][1][1].item() == pytest.approx(1.35)
@@ -176,27 +180,34 @@ def test_search_of_many_tokens(few_programs, uniform, gradient, of_sequences):
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("own_bounds", [False, True])
 @pytest.mark.parametrize("of_sequences", [False, True])
-def test_policy_of_many_tokens(few_programs, given_masses, surrogate, own_bounds, of_sequences):
+def test_loss_of_many_tokens(few_programs, given_masses, surrogate, own_bounds, of_sequences):
     """The last program to finish reports for all, and leaves the ticket at 0 for the next call."""
     N = 1_000
-    log_probs, counted, old, log_ratios, A, _ = tokens(N, of_sequences)
-    ref, entropy, weights = old + 0.1, -log_probs, torch.rand(N, dtype=torch.float64)
+    log_probs, counted, log_ratios, tokens, _ = searched_tokens(N, of_sequences)
+    entropy, weights = -log_probs, torch.rand(N, dtype=torch.float64)
+    fields = dict(advantages=tokens[0], old_log_probs=tokens[1], ref_log_probs=tokens[1] + 0.1)
     masses = torch.rand(6, dtype=torch.float64) if given_masses else None
     bounds = torch.tensor([0.8, 1.3])
     if own_bounds:
-        bounds = bounds[:, None] + 0.4 * torch.rand(2, N) - 0.2
-        bounds[:, ~counted] = torch.nan
+        own = (bounds[:, None] + 0.4 * torch.rand(2, N) - 0.2).where(counted, torch.nan)
+        fields |= dict(lower=own[0], upper=own[1])
+    options = options_of(
+        surrogate=SURROGATES[surrogate],
+        clip_ratio_c=3.0,
+        sapo_tau_pos=0.7,
+        sapo_tau_neg=1.6,
+        kl_loss_coef=0.1,
+        entropy_coef=0.01,
+    )
     results = []
     for name in ("triton", "triton", "cpu"):
         ticket = torch.zeros(1, dtype=torch.int32)
         made = [torch.full((N,), torch.nan, dtype=torch.float64) for _ in range(2 + of_sequences)]
         report, outputs = torch.full((15,), torch.nan), torch.full((2, N), -1.0)
-        torch_ops_of(name).policy(
-            *(log_probs, entropy, counted, old, log_ratios, A, weights, None, ref, None),
-            *(bounds, masses, GRIDS, False, False, 0.4, False),
-            *(SURROGATES[surrogate], 2, [3.0, 0.7, 1.6, 0.1, 0.01]),
-            *(torch.ones_like(counted), ticket, report, *made[:2], outputs),
-            made[2] if of_sequences else None,
+        torch_ops_of(name).token_loss(
+            *(log_probs, entropy, counted, torch.ones_like(counted), weights, log_ratios),
+            *(*tokens_of(N, **fields), None if own_bounds else bounds, masses, options),
+            *(ticket, report, *made[:2], outputs, made[2] if of_sequences else None),
         )
         assert ticket.item() == 0
         results.append((report, *made, outputs))
@@ -215,9 +226,9 @@ def test_arguments_are_checked_after_those_of_another_call():
             with pytest.raises(RuntimeError, match="factor must be"):
                 torch_ops_of("triton").scale_(x, wrong)
     table, found = torch.rand(1, 54).double(), (torch.empty(2), torch.empty(6).double())
-    torch_ops_of("triton").solve(table, GRIDS, 0.4, False, True, *found)
+    torch_ops_of("triton").solve(table, options_of(), *found)
     with pytest.raises(RuntimeError, match=r"table must have shape \(ranks, 55\)"):
-        torch_ops_of("triton").solve(table, (0.6, 0.92, *GRIDS[2:]), 0.4, False, True, *found)
+        torch_ops_of("triton").solve(table, options_of(lower_max=0.92), *found)
 
 
 def test_what_has_no_memory_is_waited_for(monkeypatch):

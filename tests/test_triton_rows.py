@@ -3,12 +3,13 @@
 import pytest
 import torch
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX, check_against_reference, make_case
+from operands import options_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
 )
 DEVICE = DEVICES["triton"]
-TRANSFORM = (1.0, 1.0, None, None)
+WITHOUT_FIELDS = (None, 0, options_of())  # of the tokens
 # Each of the interpreter's three programs reads 64 flags, then a few more.
 N = 3 * (64 + 2) - 1 if INTERPRETED else 4_500 if PTX else 40_000
 SHAPES = [(N, 5)] if INTERPRETED else [(N, 5), (600 if PTX else N, 2_100)]  # of one warp, of two
@@ -28,7 +29,9 @@ def statistics(logits, labels):
     n = labels.numel()
     results = double(n), double(n), double(n, 2)
     counted = torch.ones(n, dtype=torch.bool, device=DEVICE)
-    torch.ops.bapo_kernels_triton.row_statistics(logits, labels, counted, *TRANSFORM, *results)
+    torch.ops.bapo_kernels_triton.row_statistics(
+        logits, None, labels, counted, *WITHOUT_FIELDS, *results
+    )
     return results
 
 
@@ -36,7 +39,8 @@ def gradient(logits, labels, found, dlog_probs, only):
     _, entropy, stats = found
     dlogits = torch.full_like(logits, float("nan"))
     torch.ops.bapo_kernels_triton.row_gradient(
-        logits, labels, stats, entropy, dlog_probs, None, only, *TRANSFORM, dlogits
+        *(logits, None, labels, stats, entropy, dlog_probs, None, only),
+        *(*WITHOUT_FIELDS, dlogits),
     )
     return dlogits
 

@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import DEVICES, KERNELS
+from operands import tokens_of
 
-from bapo_kernels._ops import torch_ops_of
+from bapo_kernels.core.operators import torch_ops_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
@@ -19,7 +20,7 @@ def offsets_of(lengths):
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def tokens_of(N):
+def log_probs_of(N):
     """Log-probs, which tokens count, and old log-probs; the others hold NaN."""
     g = torch.Generator().manual_seed(N)
     log_probs = -3 * torch.rand(N, generator=g, dtype=torch.float64)
@@ -29,7 +30,8 @@ def tokens_of(N):
 
 
 def log_ratios(log_probs, counted, old, length=0, cu_seqlens=None):
-    given = [x if x is None else x.to(DEVICE) for x in (log_probs, counted, old)]
+    tokens, present = tokens_of(log_probs.numel(), DEVICE, old_log_probs=old)
+    given = log_probs.to(DEVICE), counted.to(DEVICE), tokens, present
     out = torch.full(log_probs.shape, -7.0, dtype=torch.float64, device=DEVICE)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(DEVICE)
@@ -61,7 +63,7 @@ def expected_means(values, counted, offsets):
 def test_packed_sequences(on_policy, dtype):
     """Tokens behind the last one are left alone; offsets may be strided."""
     offsets, N = offsets_of(LENGTHS), sum(LENGTHS) + 9
-    log_probs, counted, old = tokens_of(N)
+    log_probs, counted, old = log_probs_of(N)
     log_probs[:1], old[:1], counted[:1] = -1.0, -1.5, True
     cu_seqlens = offsets.to(dtype).repeat_interleave(2)[::2]
     got = log_ratios(log_probs, counted, None if on_policy else old, cu_seqlens=cu_seqlens)
@@ -80,7 +82,7 @@ def test_packed_sequences(on_policy, dtype):
 @pytest.mark.parametrize("length", [1, 7, 2_500])
 def test_rows_have_the_bits_of_packed_sequences(length):
     """A mean depends on its sequence alone, not on what lies beside it."""
-    log_probs, counted, old = tokens_of(4 * length)
+    log_probs, counted, old = log_probs_of(4 * length)
     rows = log_ratios(log_probs, counted, old, length)
     offsets = torch.arange(0, 4 * length + 1, length)
     packed = log_ratios(log_probs, counted, old, cu_seqlens=offsets)
@@ -100,7 +102,7 @@ def test_rows_have_the_bits_of_packed_sequences(length):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_an_old_log_prob_that_is_not_finite_shows_in_its_sequence_alone(bad):
-    log_probs, counted, old = tokens_of(40)
+    log_probs, counted, old = log_probs_of(40)
     old[15], counted[15], log_probs[15] = bad, True, -1.0
     got = log_ratios(log_probs, counted, old, 10)
     assert got.view(4, 10)[1][counted.view(4, 10)[1]].isnan().all()
@@ -119,12 +121,15 @@ def test_a_forbidden_label_on_policy_makes_the_mean_minus_infinity():
 )
 def test_broken_offsets_touch_nothing_foreign(offsets):
     """Every token gets a number, and the memory around them keeps its own."""
-    log_probs, counted, old = tokens_of(12)
+    log_probs, counted, old = log_probs_of(12)
     memory = torch.full((52,), -7.0, dtype=torch.float64, device=DEVICE)
-    given = [x.to(DEVICE) for x in (log_probs, counted, old)]
-    cu_seqlens = torch.tensor(offsets, device=DEVICE)
-    torch_ops_of("triton").sequence_log_ratios(*given, 0, cu_seqlens, memory[20:32])
-    torch_ops_of("triton").add_sequence_means_(given[0], given[1], 0, cu_seqlens, memory[20:32])
+    given, tokens = (
+        (log_probs.to(DEVICE), counted.to(DEVICE)),
+        tokens_of(12, DEVICE, old_log_probs=old),
+    )
+    of = 0, torch.tensor(offsets, device=DEVICE), memory[20:32]
+    torch_ops_of("triton").sequence_log_ratios(*given, *tokens, *of)
+    torch_ops_of("triton").add_sequence_means_(*given, *of)
     assert (memory[:20] == -7).all()
     assert (memory[32:] == -7).all()
     assert (memory[20:32] != -7).all()
@@ -140,7 +145,7 @@ def test_no_tokens():
 
 
 def test_wrong_sequences_are_refused():
-    log_probs, counted, old = tokens_of(12)
+    log_probs, counted, old = log_probs_of(12)
     for length in (0, -1, 5, 13):
         with pytest.raises(RuntimeError, match="length must divide the 12 tokens"):
             log_ratios(log_probs, counted, old, length)

@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX
+from operands import options_of, tokens_of
 from torch import nan
 
-from bapo_kernels._ops import torch_ops_of
+from bapo_kernels import BAPOConfig
 from bapo_kernels.config import SURROGATES
+from bapo_kernels.core.operators import torch_ops_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
@@ -19,7 +21,7 @@ V = 700
 SIZES = (1, 0, 2, 31, 32, 33, 600, V)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = torch.finfo(torch.float32).eps
-GRIDS = (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+PAPER = BAPOConfig().options
 
 
 def ops():
@@ -76,10 +78,14 @@ def check_row(got, expected, size=1.0):
     )
 
 
-def statistics(sets, values, transform=(1.0, 1.0, None, None)):
+WITHOUT_FIELDS = (None, 0, options_of())  # of the tokens
+
+
+def statistics(sets, values, tokens_and_options=WITHOUT_FIELDS):
     results = poison(sets.N, dtype=torch.float64), poison(sets.N, dtype=torch.float64)
     results = *results, poison(sets.N, 2, dtype=torch.float64)
-    ops().sets_statistics(values, sets.offsets, sets.positions, sets.counted, *transform, *results)
+    rows = values, sets.offsets, sets.positions, sets.counted
+    ops().row_statistics(*rows, *tokens_and_options, *results)
     return results
 
 
@@ -149,15 +155,16 @@ def test_statistics_and_gradient(name):
     values = 4 * rand(sets.K)
     values[[5, 40]] = -math.inf
     T = 0.5 + rand(sets.N).abs() if per_row else None
-    transform = temperature, scale, softcap, T
-    logp, entropy, stats = statistics(sets, values, transform)
+    options = options_of(temperature=temperature, logit_scale=scale, softcap=softcap or math.inf)
+    given = *tokens_of(sets.N, DEVICE, temperatures=T), options
+    logp, entropy, stats = statistics(sets, values, given)
     g, bonus = rand(2, sets.N).double()
     for dentropy in (None, -bonus):
         dvalues = poison(sets.K)
-        of_gradient = sets.positions, stats, entropy, g, dentropy, None, *transform
-        ops().sets_gradient(values, sets.offsets, *of_gradient, dvalues)
+        arguments = sets.offsets, sets.positions, stats, entropy, g, dentropy, None, *given
+        ops().row_gradient(values, *arguments, dvalues)
         in_place = values.clone()
-        ops().sets_gradient_(in_place, sets.offsets, *of_gradient)
+        ops().row_gradient_(in_place, *arguments)
         assert torch.equal(in_place, dvalues)
         for row, (z, dz) in enumerate(zip(sets.rows(values), sets.rows(dvalues), strict=True)):
             if len(z) == 0:
@@ -190,15 +197,13 @@ def test_only_flagged_rows_get_a_gradient():
     g = rand(sets.N).double()
     g[1] = 0.0
     dvalues = poison(sets.K)
-    ops().sets_gradient(
-        values, sets.offsets, sets.positions, stats, entropy, g, None, only, *TRANSFORM, dvalues
-    )
+    known = sets.positions, stats, entropy, g, None, only
+    ops().row_gradient(values, sets.offsets, *known, *WITHOUT_FIELDS, dvalues)
     for row, dz in enumerate(sets.rows(dvalues)):
         assert dz.isfinite().all() if only[row] else dz.isnan().all()
     assert not sets.rows(dvalues)[1].any()
 
 
-TRANSFORM = (1.0, 1.0, None, None)
 # ratio, advantage -> coefficient of the advantage's gradient, undecided
 CLASSES = {
     (1.0, 1.0): (-1.0, False),
@@ -251,16 +256,35 @@ class Pass:
         self.is_weights = rand(N).abs() if everything else None
         self.ref = self.old - 0.5 if everything else None
         self.kl, self.bonus = (0.1, 0.02) if everything else (0.0, 0.0)
-        self.given = (*(self.old, self.A, self.weights, self.is_weights, self.ref),)
-        coefficients = 3.0, TAU[True], TAU[False], self.kl, self.bonus
-        self.options = SURROGATES[surrogate], 0, coefficients, *TRANSFORM
+        self.options = options_of(
+            surrogate=SURROGATES[surrogate],
+            clip_ratio_c=3.0,
+            sapo_tau_pos=TAU[True],
+            sapo_tau_neg=TAU[False],
+            kl_loss_coef=self.kl,
+            kl_loss_type=0,
+            entropy_coef=self.bonus,
+        )
         self.results = [poison(N, dtype=torch.float64) for _ in range(2)]
         self.results += [poison(N, 2, dtype=torch.float64)]
         self.undecided = torch.full((N,), 7, dtype=torch.uint8, device=DEVICE)
 
     def arguments(self, bounds=None):
-        tokens = self.sets.positions, self.sets.counted, *self.given
-        return *tokens, bounds, GRIDS, *self.options, *self.results, self.undecided
+        """From the offsets on; bounds of all rows, or ``[2, N]`` of each."""
+        own = (None, None) if bounds is None or bounds.ndim == 1 else bounds
+        tokens = tokens_of(
+            self.sets.N,
+            DEVICE,
+            advantages=self.A,
+            old_log_probs=self.old,
+            rollout_is_weights=self.is_weights,
+            ref_log_probs=self.ref,
+            lower=own[0],
+            upper=own[1],
+        )
+        sets = self.sets.offsets, self.sets.positions, self.sets.counted, self.weights
+        bounds = None if own[0] is not None else bounds
+        return *sets, *tokens, bounds, self.options, *self.results, self.undecided
 
     def expected(self, row, bounds):
         """Coefficient of the policy term, and whether it is undecided."""
@@ -272,7 +296,7 @@ class Pass:
             return factor if at_label else 0.0, undecided
         if not at_label:
             r = math.exp(-20.0)
-        ends = [(GRIDS[0], GRIDS[3]), (GRIDS[1], GRIDS[4])]
+        ends = [PAPER.start, PAPER.maximum]
         if bounds is not None:
             ends = [bounds[:, row].tolist()]
         found = [derivative(self.surrogate, r, A, *end) for end in ends]
@@ -312,7 +336,7 @@ def test_pass(everything, bounds):
     case = Pass(everything)
     values = case.values.clone()
     given = None if bounds is None else torch.tensor(bounds, device=DEVICE)
-    ops().sets_pass_(values, case.sets.offsets, *case.arguments(given))
+    ops().row_pass_(values, *case.arguments(given))
     case.check(values, bounds)
 
 
@@ -326,7 +350,7 @@ def test_pass_of_surrogates(surrogate, own, everything):
     if own:
         odd = torch.arange(case.sets.N, device=DEVICE) % 2
         bounds = torch.stack([0.75 - 0.3 * odd, 4.5 - 3.0 * odd])
-    ops().sets_pass_(values, case.sets.offsets, *case.arguments(bounds))
+    ops().row_pass_(values, *case.arguments(bounds))
     case.check(values, bounds)
     found = [case.expected(row, bounds)[1] for row in range(case.sets.N)]
     assert any(found) == (surrogate != "sapo" and not own)
@@ -470,11 +494,12 @@ def test_head_pass(dtype, everything):
     hidden, weight, W = matrices(sets, dtype, H)
     bias = rand(V) if everything else None
     values, dhidden = poison(sets.K), poison(sets.N, H, dtype=dtype)
-    ops().head_sets_pass(hidden, weight, bias, *sets.csr, *case.arguments(), values, dhidden)
+    given = hidden, weight, bias, sets.token_ids
+    ops().head_sets_pass(*given, *case.arguments(), values, dhidden)
     alone = poison(sets.K)
     ops().multiply_sets(hidden, weight, bias, sets.counted, *sets.csr, None, alone)
     again = Pass(everything)
-    ops().sets_pass_(alone, sets.offsets, *again.arguments())
+    ops().row_pass_(alone, *again.arguments())
     assert torch.equal(values, alone)
     assert torch.equal(case.undecided, again.undecided)
     for row, dz in enumerate(sets.rows(values)):
@@ -517,18 +542,10 @@ def test_broken_offsets(name):
     ops().multiply_sets(hidden, weight, None, sets.counted, *sets.csr, None, values)
     results = [torch.full((3, n), 7.0, dtype=torch.float64, device=DEVICE) for n in (1, 1, 2)]
     undecided = torch.full((3,), 7, dtype=torch.uint8, device=DEVICE)
-    tokens = torch.zeros_like(found), sets.counted, None, hidden[:, 0].contiguous()
-    tokens = *tokens, torch.ones(3, dtype=torch.float64, device=DEVICE), None, None, None
-    ops().sets_pass_(
-        values,
-        offsets,
-        *tokens,
-        GRIDS,
-        *(0, 0, (torch.inf, 1.0, 1.0, 0.0, 0.0)),
-        *TRANSFORM,
-        *results,
-        undecided,
-    )
+    weights = torch.ones(3, dtype=torch.float64, device=DEVICE)
+    inputs = torch.zeros_like(found), sets.counted, weights
+    tokens = tokens_of(3, DEVICE, advantages=hidden[:, 0])
+    ops().row_pass_(values, offsets, *inputs, *tokens, None, options_of(), *results, undecided)
     ops().scatter_sets(values, sets.counted, *sets.csr, None, logits)
     ops().sets_dhidden(values, weight, *sets.csr, None, None, dhidden)
     is_broken = torch.tensor(broken, device=DEVICE)

@@ -1,10 +1,14 @@
-"""The backends: which can run here, why the others cannot, and the choice between them."""
+"""The backends: which can run here, why the others cannot, and the choice between them.
+
+Imports its files and ``core.checks``. To know what runs here must not import Triton or initialise
+CUDA, because ``import bapo_kernels`` would do so too.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from ..checks import refuse, runs_while_traced, warn_once
+from ..core.checks import refuse, runs_while_traced, warn_once
 from . import native, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")

@@ -1,4 +1,8 @@
-"""Adapters, one file per framework; none of them is imported with ``bapo_kernels``."""
+"""Adapters, one per framework, and what they share; ``import bapo_kernels`` imports none of them.
+
+This file may import public modules and the package's checks, no framework and no adapter. An option
+missing from ``_OF_THE_FRAMEWORK`` would be applied twice, by the framework and by the loss.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import require
+from ..bounds import SEARCH_METRICS
 from ..config import BAPOConfig
+from ..core.checks import require
 
+# Without the ratio of the masses, which may be infinite: frameworks average what they log.
+DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name != "bapo_pos_neg_ratio")
 _OPTIONS = {field.name for field in fields(BAPOConfig)}
 # What a framework decides that computes log-probs itself, and adds KL and entropy itself.
 _OF_THE_FRAMEWORK = (

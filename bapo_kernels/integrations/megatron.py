@@ -2,7 +2,8 @@
 
 :class:`FusedHead` is an ``output_processor``, which megatron-core has from 0.18 on.
 :meth:`FusedHead.forward` also runs models of earlier versions, and those inside Megatron's
-wrappers.
+wrappers. May import Megatron and the package's checks: the function of the head is the caller's.
+What ``_check`` lets through by mistake trains on other logits than the model's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import require
+from ..core.checks import require
 from . import require_version
 
 require_version("megatron.core", "0.16")

@@ -2,7 +2,8 @@
 
 In a subclass of ``roll.pipeline.rlvr.actor_worker.ActorWorker`` (``actor_train.worker_cls``),
 :func:`bapo_pg_loss` replaces the ratio, the clipping and their ``agg_loss`` in ``loss_func``. The
-KL and entropy terms remain ROLL's.
+KL and entropy terms remain ROLL's. May import public modules; with another divisor than that of
+``agg_loss`` these terms would have another weight against the policy's.
 """
 
 from __future__ import annotations

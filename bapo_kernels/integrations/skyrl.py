@@ -1,7 +1,8 @@
 """SkyRL 0.3: a registered policy loss.
 
 Call :func:`register` where the trainer is set up (SkyRL passes registered losses to its workers),
-and set ``trainer.algorithm.policy_loss_type=bapo``.
+and set ``trainer.algorithm.policy_loss_type=bapo``. May import public modules, the package's
+checks, and SkyRL inside of functions. SkyRL expects a sum: a mean would be divided twice.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import require
 from ..config import BAPOConfig
+from ..core.checks import require
 from ..functional import bapo_loss_from_log_probs
 from . import config_of, left_to, on_host
 

@@ -1,7 +1,9 @@
 """slime 0.3: ``--loss-type custom_loss`` on the raw, packed, vocabulary-parallel logits.
 
 Set ``--custom-loss-function-path bapo_kernels.integrations.slime.bapo_loss_function``. The options
-``bapo_preset`` and ``bapo_options`` belong in the file of ``--custom-config-path``.
+``bapo_preset`` and ``bapo_options`` belong in the file of ``--custom-config-path``. May import
+public modules, the package's checks, ``slime_tokens``, and slime and Megatron inside of functions.
+A host read here would make every micro-batch wait for the device.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import require
 from ..config import BAPOConfig
+from ..core.checks import require
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from . import config_of, names_of_metrics
-from .slime_tokens import ResponseTokens, on_device, response_tokens
-from .slime_weights import Weights, corrects, weights_of
+from .slime_tokens import (
+    ResponseTokens,
+    Weights,
+    corrects,
+    on_device,
+    response_tokens,
+    weights_of,
+)
 
 _OWNERS = dict(
     loss_agg_mode="slime's reduction",
@@ -102,13 +110,11 @@ def _config(args: Any) -> BAPOConfig:
     )
 
 
-def _tensor_group() -> dist.ProcessGroup | None:
+def _tensor_group() -> Any:
     from megatron.core import mpu
 
-    if mpu.get_tensor_model_parallel_world_size() == 1:
-        return None
-    group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
-    return group
+    several = mpu.get_tensor_model_parallel_world_size() > 1
+    return mpu.get_tensor_model_parallel_group() if several else None
 
 
 def _is_one_pass(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> bool:

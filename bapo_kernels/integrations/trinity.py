@@ -1,6 +1,7 @@
 """Trinity-RFT: a policy loss of its registry (``algorithm.policy_loss_fn: bapo``).
 
-Load a module that calls :func:`register` as a plugin of Trinity.
+Load a module that calls :func:`register` as a plugin of Trinity. May import public modules, and
+Trinity inside of functions. Trinity finds arguments by their names, so these must stay.
 """
 
 from __future__ import annotations

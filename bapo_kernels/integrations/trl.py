@@ -7,14 +7,15 @@ by their log-probs or entropies, or where there are images, log-probs and loss a
 steps. Normalisation, masks, KL and importance sampling correction are TRL's, and TRL's own loss at
 the bounds in use logs its metrics. Where a ``rollout_func`` returns the sets that its tokens were
 drawn from, as ``sampling_mask``, all log-probs are those over them.
+
+May import public modules, the package's checks and the ``trl_...`` files, which do not import this
+one. Private methods of TRL are overridden here; one that changes its meaning changes the loss.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,16 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..aggregation import token_weights
-from ..checks import require, warn_once
-from ..config import IGNORE_INDEX, starting_bounds_of
+from ..config import IGNORE_INDEX
+from ..core.checks import require, warn_once
 from ..functional import bapo_loss_from_log_probs
 from ..linear import bapo_linear_loss, linear_log_probs
-from ..lm_head import LMHead
 from ..output import BAPOOutput
+from ..reference.loss import aggregated
 from ..reference.tokens import sequence_mean
 from ..scopes import ClipBoundSearch
-from . import require_version
+from . import DECISION_METRICS, require_version
 
 require_version("trl", "1.9")
 
@@ -45,6 +45,7 @@ from .trl_config import (  # noqa: E402
     corrects_kl,
     needs_log_probs,
 )
+from .trl_head import add_head  # noqa: E402
 from .trl_sampling_mask import KEY, TrainerWithSamplingMasks, mask_of  # noqa: E402
 
 __all__ = ["BAPOTrainer", "BAPOTrainerConfig"]
@@ -105,7 +106,9 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         check(args)  # before a model is loaded
         super().__init__(model, reward_funcs, args, *others, **options)
         self._corrected_kl = corrects_kl(self.args)
-        self._lm_head = _lm_head(self.model, self.args)
+        self._lm_head = add_head(self.model, self.args)
+        if self._lm_head is not None and self.ref_model is not None:
+            add_head(self.accelerator.unwrap_model(self.ref_model), self.args)
         transform = {} if self._lm_head is None else self._lm_head.transform
         self.bapo_config = bapo_config(self.args, **transform)
         ranks = dist.group.WORLD if self.accelerator.num_processes > 1 else None
@@ -114,13 +117,9 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         )
         self._known: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._calls_left = 0  # micro-batches of the optimizer step that are still to be computed
-        if self._lm_head is not None:
-            _add_head(self._lm_head, self.args.cast_lm_head_to_fp32)
-        self._reference_has_head = False
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        training = self.model.training
-        scope = self.args.bapo_scope
+        training, scope = self.model.training, self.args.bapo_scope
         if training:
             if self._calls_left == 0:
                 self._calls_left = self.current_gradient_accumulation_steps
@@ -129,7 +128,9 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             self._calls_left -= 1
         counted, aux_loss = inputs, None
         if self._head(inputs) == "fused":
-            out = self._fused_loss(model, inputs)
+            tokens = dict(labels=inputs["completion_ids"], sampling_mask=mask_of(inputs))
+            head = partial(bapo_linear_loss, **tokens, **self._arguments(inputs))
+            out: BAPOOutput = self._forward(model, inputs, head)
             loss = out.loss
         else:
             log_probs, entropies, aux_loss = self._log_probs(model, inputs)
@@ -140,7 +141,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             loss = out.loss + self._terms_of_trl(log_probs, entropies, aux_loss, chosen, inputs)
         self._log_metrics(out, model, inputs, aux_loss)
         if training and scope == "lagged":
-            self._gather(out.log_probs, counted)
+            self.search.update(out.log_probs, **_tokens(counted))
             if self._calls_left == 0:
                 self.search.step()
         return loss
@@ -157,46 +158,21 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             inputs = self._buffered_inputs[(self._step + i) % count]
             with torch.no_grad():
                 log_probs, entropies, _ = self._log_probs(model, inputs)
-            self._gather(log_probs, self._counted(log_probs, entropies, inputs)[0])
+            counted, _ = self._counted(log_probs, entropies, inputs)
+            self.search.update(log_probs, **_tokens(counted))
         self.search.step()
-
-    def _gather(self, log_probs: Tensor, inputs: dict[str, Any]) -> None:
-        self.search.update(
-            log_probs,
-            inputs.get("old_per_token_logps"),
-            inputs["advantages"],
-            _mask(inputs),
-            rollout_log_probs=inputs.get("sampling_per_token_logps"),
-        )
 
     def _head(self, inputs: dict[str, Any]) -> str:
         """The head that the user asked for, or the fastest that is exact for these inputs."""
         asked = self.args.bapo_head
-        needs_trl = self._lm_head is None
         if self.aux_loss_enabled or any(inputs.get(name) is not None for name in _IMAGES):
             rule = "be None or 'trl' with images or router losses"
             require(asked in (None, "trl"), "bapo_head", rule, repr(asked))
-            needs_trl = True
-        if needs_trl:
-            rule = "not be given with TRL's head (bapo_head='trl', images, router losses)"
-            require(inputs.get(KEY) is None, KEY, rule, "one")
-            return "trl"
-        if asked is not None:
-            return str(asked)
-        return "log_probs" if any(needs_log_probs(self.args)) else "fused"
-
-    def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> BAPOOutput:
-        options = dict(
-            **self._arguments(inputs),
-            labels=inputs["completion_ids"],
-            sampling_mask=mask_of(inputs),
-        )
-
-        def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> BAPOOutput:
-            return bapo_linear_loss(hidden, weight, **options, bias=bias)
-
-        out: BAPOOutput = self._forward(model, inputs, loss)
-        return out
+        elif self._lm_head is not None:
+            return str(asked or ("log_probs" if any(needs_log_probs(self.args)) else "fused"))
+        rule = "not be given with TRL's head (bapo_head='trl', images, router losses)"
+        require(inputs.get(KEY) is None, KEY, rule, "one")
+        return "trl"
 
     def _counted(
         self, log_probs: Tensor, entropies: Tensor | None, inputs: dict[str, Any]
@@ -246,15 +222,14 @@ class BAPOTrainer(TrainerWithSamplingMasks):
 
     def _kl_with_ratio(self, log_probs: Tensor, inputs: dict[str, Any]) -> Tensor:
         """``r*(exp(d) - d - 1)`` with ``d = ref - log_prob``, aggregated like the loss."""
-        mask = _mask(inputs)
-        weights = token_weights(mask != 0, self.bapo_config, **self._counts(mask, inputs))
+        unmasked = _mask(inputs) != 0
         old = inputs.get("old_per_token_logps")
         log_ratio = log_probs - (log_probs.detach() if old is None else old)
         if self.bapo_config.ratio_level == "sequence":
-            log_ratio = sequence_mean(log_ratio, mask != 0, None)
+            log_ratio = sequence_mean(log_ratio, unmasked, None)
         d = inputs["ref_per_token_logps"] - log_probs
         kl = log_ratio.exp() * (d.exp() - d - 1)
-        return torch.where(mask != 0, weights * kl, 0.0).sum()
+        return aggregated(kl.double(), unmasked, self.bapo_config, **self._counts(inputs))
 
     def _log_probs(
         self, model: Any, inputs: dict[str, Any]
@@ -272,34 +247,18 @@ class BAPOTrainer(TrainerWithSamplingMasks):
                 **{name: inputs.get(name) for name in _IMAGES},
             )
             return log_probs, entropies, aux_loss
-        config = self.bapo_config
-        labels = inputs["completion_ids"].masked_fill(_mask(inputs) == 0, IGNORE_INDEX)
-        sampling_mask = mask_of(inputs)
-
-        def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-            return linear_log_probs(
-                hidden,
-                weight,
-                labels,
-                bias=bias,
-                temperature=config.temperature,
-                logit_scale=config.logit_scale,
-                final_logit_softcapping=config.final_logit_softcapping,
-                sampling_mask=sampling_mask,
-            )
-
+        head = partial(
+            linear_log_probs,
+            labels=inputs["completion_ids"].masked_fill(_mask(inputs) == 0, IGNORE_INDEX),
+            temperature=self.bapo_config.temperature,
+            logit_scale=self.bapo_config.logit_scale,
+            final_logit_softcapping=self.bapo_config.final_logit_softcapping,
+            sampling_mask=mask_of(inputs),
+        )
         return *self._forward(model, inputs, head), None
 
     def _forward(self, model: Any, inputs: dict[str, Any], head: Callable[..., Any]) -> Any:
-        """``head(hidden states of the completions, weight, bias)``, called in the model's forward.
-
-        Only there do wrappers (DDP, FSDP, autocast) have the weights ready.
-        """
-        if model is self.ref_model and not self._reference_has_head:
-            reference = _lm_head(self.accelerator.unwrap_model(model), self.args)
-            assert reference is not None, "LMHead takes the policy, so it takes its reference"
-            _add_head(reference, self.args.cast_lm_head_to_fp32)
-            self._reference_has_head = True
+        """``head(hidden states of the completions, weight, bias=bias)``, in the model's forward."""
         ids, attention = _sequences(inputs)
         with self.accelerator.autocast():
             return model(
@@ -311,34 +270,30 @@ class BAPOTrainer(TrainerWithSamplingMasks):
 
     def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of both losses other than log-probs or hidden states."""
-        mask = _mask(inputs)
         is_weights = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            is_weights = inputs["importance_sampling_ratio"].expand(mask.shape)
+            is_weights = inputs["importance_sampling_ratio"].expand_as(inputs["completion_mask"])
         return dict(
-            old_log_probs=inputs.get("old_per_token_logps"),
-            advantages=inputs["advantages"],
-            response_mask=mask,
-            rollout_log_probs=inputs.get("sampling_per_token_logps"),
+            **_tokens(inputs),
             rollout_is_weights=is_weights,
             ref_log_probs=inputs["ref_per_token_logps"] if self.beta else None,
             config=self.bapo_config,
             bounds=self._bounds(),
             process_group=self.search.process_group,
-            **self._counts(mask, inputs),
+            **self._counts(inputs),
         )
 
     def _bounds(self) -> Any:
         """The bounds in use; in an evaluation before the first decision, the starting bounds."""
         if self.search.scope == "step" and not self.search.metrics and not self.model.training:
-            return starting_bounds_of(self.bapo_config)
+            return self.bapo_config.options.start
         return self.search.bounds
 
-    def _counts(self, mask: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _counts(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The normaliser that TRL uses for its loss type."""
-        B, accumulation = mask.shape[0], self._accumulation_steps
+        B, accumulation = len(inputs["completion_ids"]), self._accumulation_steps
         if self.loss_type == "bnpo":
-            return dict(batch_num_tokens=mask.sum().clamp(min=1) * accumulation)
+            return dict(batch_num_tokens=_mask(inputs).sum().clamp(min=1) * accumulation)
         if self.loss_type == "dr_grpo":
             return dict(batch_num_tokens=B * self.max_completion_length * accumulation)
         if self.loss_type in ("dapo", "cispo"):  # num_items_in_batch is the count of a generation
@@ -362,7 +317,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         try:
             self.search.load_state_dict(torch.load(file, map_location=self.accelerator.device))
         except (FileNotFoundError, ValueError) as error:
-            bounds, why = starting_bounds_of(self.bapo_config), getattr(error, "strerror", error)
+            bounds, why = self.bapo_config.options.start, getattr(error, "strerror", error)
             warn_once(f"the search starts anew, from the bounds {bounds}: {why} ({file})")
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
@@ -396,11 +351,9 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             return
         # Those of the decision in use; an evaluation, or a micro-batch that decides, has its own.
         decision = (self.model.training and self.search.metrics) or out.metrics
-        shares = "pos_share", "pos_share_start", "pos_share_max"
-        for name in ("clip_low", "clip_high", *shares, "saturated"):
-            value = decision[f"bapo_{name}"]
-            if not value.isnan():  # as it is before the first decision
-                self._log(f"bapo/{name}", value)
+        for name in DECISION_METRICS:
+            if not decision[name].isnan():  # as it is before the first decision
+                self._log(name.replace("bapo_", "bapo/"), decision[name])
 
 
 def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -409,50 +362,16 @@ def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
 
 
+def _tokens(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What loss and search take of the completions, besides their log-probs."""
+    return dict(
+        old_log_probs=inputs.get("old_per_token_logps"),
+        advantages=inputs["advantages"],
+        response_mask=_mask(inputs),
+        rollout_log_probs=inputs.get("sampling_per_token_logps"),
+    )
+
+
 def _mask(inputs: dict[str, Any]) -> Tensor:
     mask: Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
-def _lm_head(model: Any, args: Any) -> LMHead | None:
-    """The head of the model; ``None`` where TRL's own head computes the log-probs."""
-    if args.bapo_head == "trl":
-        return None
-    layer = model.get_output_embeddings()
-    # TRL's forward, which multiplies in float32; _add_head does the same.
-    cast = vars(layer).pop("forward", None) if args.cast_lm_head_to_fp32 else None
-    try:
-        return LMHead.of(model)
-    except ValueError as refusal:
-        if args.bapo_head is not None:
-            raise
-        warn_once(f"bapo_head is 'trl', which is slower: {refusal}")
-        return None
-    finally:
-        if cast is not None:
-            layer.forward = cast
-
-
-def _add_head(head: LMHead, float32: bool) -> None:
-    """Lets ``model(..., bapo_head=f, bapo_tokens=T)`` return ``f(hidden states, weight, bias)``."""
-    model: Any = head.model
-    original = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward(
-        self: Any, *inputs: Any, bapo_head: Any = None, bapo_tokens: int = 0, **options: Any
-    ) -> Any:
-        if bapo_head is None:
-            return original(*inputs, **options)
-        states = head.decoder(*inputs, use_cache=False, **options).last_hidden_state
-        layer = self.get_output_embeddings() if float32 else head
-        weight, bias = layer.weight, layer.bias  # of a head with LoRA: summed at each use
-        hidden = states[:, -bapo_tokens - 1 : -1].to(weight.device)
-        context = nullcontext()
-        if float32:
-            hidden = hidden.float()
-            context = torch.autocast(hidden.device.type, enabled=False)  # type: ignore[assignment]
-        with context:
-            return bapo_head(hidden, weight, bias)
-
-    model.forward = types.MethodType(forward, model)

@@ -1,4 +1,8 @@
-"""TRL: the options of ``BAPOTrainer``, checked before a model is loaded."""
+"""TRL: the options of ``BAPOTrainer``, checked before a model is loaded.
+
+May import public modules, the package's checks and TRL. An option of TRL that ``check`` does not
+know is ignored by the loss, so each new one belongs there or in ``bapo_config``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import require, warn_once
 from ..config import BAPOConfig
+from ..core.checks import require, warn_once
 from . import config_of, require_version
 
 require_version("trl", "1.9")
@@ -18,12 +22,8 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 # which is 0.09 at 32, and the paper's target is 0.1 away from balance.
 MIN_SEQUENCES = 32
 _AGGREGATION = {
-    "dapo": "token-mean",
-    "bnpo": "token-mean",
-    "dr_grpo": "token-mean",
-    "cispo": "token-mean",
-    "grpo": "seq-mean-token-mean",
-    "sapo": "seq-mean-token-mean",
+    **dict.fromkeys(("dapo", "bnpo", "dr_grpo", "cispo"), "token-mean"),
+    **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
     "luspo": "seq-mean-token-sum",
 }
 _OWNERS = {
@@ -96,47 +96,37 @@ class BAPOTrainerConfig(GRPOConfig):
 
 def check(args: Any) -> None:
     """Raises ``ValueError`` for the first option that has no exact meaning for BAPO."""
-    heads: tuple[str | None, ...] = (None, "fused", "log_probs", "trl")
-    because, scopes = "", ("lagged", "step", "call")
-    if first := next(needs_log_probs(args), None):
-        heads, because = (None, "log_probs", "trl"), f" with {first}"
-    no_bounds = ""
-    if args.loss_type == "vespo":
-        no_bounds = " (the weights of VESPO are smooth, without bounds to search for: GRPOTrainer)"
-    levels, of_type = ("token", "sequence"), f" for loss_type={args.loss_type!r}"
-    searches, clips = _surrogate(args) != "sapo", _surrogate(args) == "clip"
-    dual_clip = args.delta is None or (clips and args.delta > 1)
-    whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
-    rules = {
-        "loss_type": (
-            args.loss_type in _AGGREGATION,
-            f"be one of {sorted(_AGGREGATION)}{no_bounds}",
-        ),
-        "importance_sampling_level": (
-            args.importance_sampling_level in levels,
-            f"be one of {levels}",
-        ),
-        "use_liger_kernel": (
-            not (args.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss")),
-            "be False, because before TRL 1.14 it replaces the loss,",
-        ),
-        "delta": (dual_clip, "be None or > 1" if clips else f"be None{of_type}"),
-        "bapo_head": (args.bapo_head in heads, f"be one of {heads}{because}"),
-        "bapo_scope": (
-            args.bapo_scope in (scopes if searches else ("call",)),
-            f"be one of {scopes}" if searches else f"be 'call'{of_type} (it has no search)",
-        ),
-        "bapo_options": (
-            searches or not args.bapo_options,
-            f"be None{of_type} (it has no search)",
-        ),
-        "steps_per_generation": (
-            whole_steps or args.bapo_scope != "step",
-            "be a multiple of gradient_accumulation_steps with bapo_scope='step'",
-        ),
-    }
-    for name, (ok, rule) in rules.items():
+
+    def check_option(ok: bool, name: str, rule: str) -> None:
         require(ok, name, f"{rule} with BAPO", repr(getattr(args, name)))
+
+    surrogate, of_type = _surrogate(args), f" for loss_type={args.loss_type!r}"
+    searches, clips = surrogate != "sapo", surrogate == "clip"
+    rule = f"be one of {sorted(_AGGREGATION)}"
+    if args.loss_type == "vespo":
+        rule += " (the weights of VESPO are smooth, without bounds to search for: GRPOTrainer)"
+    check_option(args.loss_type in _AGGREGATION, "loss_type", rule)
+    levels, level = ("token", "sequence"), args.importance_sampling_level
+    check_option(level in levels, "importance_sampling_level", f"be one of {levels}")
+    replaces_loss = args.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss")
+    rule = "be False, because before TRL 1.14 it replaces the loss,"
+    check_option(not replaces_loss, "use_liger_kernel", rule)
+    ok = args.delta is None or (clips and args.delta > 1)
+    check_option(ok, "delta", "be None or > 1" if clips else f"be None{of_type}")
+    heads: tuple[str | None, ...] = (None, "fused", "log_probs", "trl")
+    rule = f"be one of {heads}"
+    if first := next(needs_log_probs(args), None):
+        heads = (None, "log_probs", "trl")
+        rule = f"be one of {heads} with {first}"
+    check_option(args.bapo_head in heads, "bapo_head", rule)
+    scopes = ("lagged", "step", "call") if searches else ("call",)
+    rule = f"be one of {scopes}" if searches else f"be 'call'{of_type} (it has no search)"
+    check_option(args.bapo_scope in scopes, "bapo_scope", rule)
+    ok = searches or not args.bapo_options
+    check_option(ok, "bapo_options", f"be None{of_type} (it has no search)")
+    ok = args.steps_per_generation % args.gradient_accumulation_steps == 0
+    rule = "be a multiple of gradient_accumulation_steps with bapo_scope='step'"
+    check_option(ok or args.bapo_scope != "step", "steps_per_generation", rule)
     bapo_config(args)
 
 

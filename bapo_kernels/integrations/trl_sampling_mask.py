@@ -2,7 +2,8 @@
 
 TRL itself asks no sampler for them and hands on only what it knows, so the trainer takes them from
 the output of ``rollout_func``, scores the completions over them, and adds them to the inputs of the
-loss: a mask for each completion, as TRL shuffles and splits lists as it does tensors.
+loss: a mask for each completion, as TRL shuffles and splits lists as it does tensors; a single one
+would stay behind. May import public modules, the package's checks and TRL.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..checks import require
+from ..core.checks import require
 from ..sampling_mask import SamplingMask
 
 KEY = "sampling_mask"  # of the output of rollout_func, and of the inputs of the loss
@@ -25,18 +26,13 @@ class TrainerWithSamplingMasks(GRPOTrainer):
     """Old and reference log-probs over the sets that the rollouts were sampled from."""
 
     rollout_func: Any
+    _log_probs: Callable[..., Any]  # of the completions of a micro-batch, over its sets
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._masks: list[SamplingMask] | None = None  # of the completions that are being scored
         if self.rollout_func is not None:
             self.rollout_func = functools.partial(self._rollout, self.rollout_func)
-
-    def _log_probs(
-        self, model: Any, inputs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs of the completions of a micro-batch, over its sets."""
-        raise NotImplementedError
 
     def _rollout(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> Any:
         """The user's rollout without its sets, which are kept here."""

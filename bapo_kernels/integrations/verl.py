@@ -2,7 +2,8 @@
 
 verl 0.9 and later load this module by themselves (entry point ``verl.plugins``); for older versions
 set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl``. Then select the loss with
-``actor_rollout_ref.actor.policy_loss.loss_mode=bapo``.
+``actor_rollout_ref.actor.policy_loss.loss_mode=bapo``. May import public modules, the package's
+checks and ``verl_scopes``, which does not import this one. Users' configs have its names.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..bounds import TABLE_FIELDS
-from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
+from ..core.checks import check_group, require, warn_once
 from ..functional import bapo_loss_from_log_probs
 from ..scopes import ClipBoundSearch, Scope
-from . import config_of, on_host, require_version, verl_scopes
+from . import DECISION_METRICS, config_of, on_host, require_version, verl_scopes
 
 require_version("verl", "0.6.1")
 
@@ -26,18 +27,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
 _SEARCH = (*TABLE_FIELDS, "target", "target_kind", "raise_first")
-# verl averages a metric over micro-batches and ranks, so none is a ratio that may be infinite.
-_METRICS = (
-    "pg_clipfrac",
-    "pg_clipfrac_lower",
-    "ppo_kl",
-    "bapo_clip_low",
-    "bapo_clip_high",
-    "bapo_pos_share",
-    "bapo_pos_share_start",
-    "bapo_pos_share_max",
-    "bapo_saturated",
-)
+_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", *DECISION_METRICS)
 _group: dist.ProcessGroup | None = None
 
 
@@ -103,7 +93,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
         _deciding_ranks(self, _config(self))
         if self.scope != "call":
             self.search()
-            verl_scopes.install()
+            verl_scopes.install(BAPOPolicyLossConfig)
 
     def search(
         self, group: dist.ProcessGroup | None = None, device: str = "cpu"
@@ -130,14 +120,6 @@ def _config(loss: Any, **decided: Any) -> BAPOConfig:
         rule = "be 'ratio' with adv_ratio_target"
         require(kind in (None, "ratio"), "policy_loss.target_kind", rule, repr(kind))
         options.update(target=ratio, target_kind="ratio")
-    options.update(_policy(loss))
-    if options["surrogate"] != "clip":
-        decided["clip_ratio_c"] = None
-    return config_of(loss.get("preset", "paper"), **options, **decided)
-
-
-def _policy(loss: Any) -> dict[str, str]:
-    """Surrogate and level of the ratio, of this package's names or verl's."""
     surrogate, level = (loss.get(name, None) for name in ("surrogate", "ratio_level"))
     if surrogate == "gspo":
         rule = "be 'sequence' with surrogate='gspo'"
@@ -145,7 +127,10 @@ def _policy(loss: Any) -> dict[str, str]:
         level = "sequence"
     if surrogate in (None, "vanilla", "gspo"):
         surrogate = "clip"
-    return dict(surrogate=surrogate, ratio_level="token" if level is None else level)
+    if surrogate != "clip":
+        decided["clip_ratio_c"] = None
+    options.update(surrogate=surrogate, ratio_level="token" if level is None else level)
+    return config_of(loss.get("preset", "paper"), **options, **decided)
 
 
 def _deciding_ranks(loss: Any, config: BAPOConfig) -> dist.ProcessGroup | None:

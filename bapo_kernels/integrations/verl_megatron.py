@@ -3,7 +3,8 @@
 Set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl_megatron`` and
 ``actor_rollout_ref.model.use_fused_kernels=True``. Importing this module replaces the
 ``output_processor`` that verl passes to the models of megatron-core 0.18 and later. Log-probs and
-entropy stay the same up to rounding, and both are float32.
+entropy stay the same up to rounding, and both are float32. May import public modules and the
+adapter ``megatron``. verl passes the arguments of ``fused_output_processor`` by their names.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 In verl 0.8 and later every engine makes an optimizer step in ``BaseEngine.train_batch``: first the
 gradients of all micro-batches, then the step of the optimizer. Its argument ``loss_function`` holds
 the config of the actor, and so the scope. verl does not tell a policy loss which step it is called
-in, so the search of a step is kept here while the step runs.
+in, so the search of a step is kept here while the step runs; left behind, it would decide for the
+losses of another engine. May import public modules, the package's checks, and verl inside of
+functions, but not the adapter ``verl``, which imports this one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ..checks import require
+from ..core.checks import require
 from ..scopes import ClipBoundSearch
 from . import require_version
 
@@ -48,8 +50,11 @@ def running_step(scope: str) -> OptimizerStep | None:
 
 
 @functools.cache
-def install() -> None:
-    """Lets ``train_batch`` decide for its micro-batches, over all data-parallel ranks."""
+def install(kind: Any) -> None:
+    """Lets ``train_batch`` decide for its micro-batches, over all data-parallel ranks.
+
+    It does so where the ``policy_loss`` is of the class ``kind``, which has the search.
+    """
     require_version("verl", "0.8")  # whose actors run on these engines
     from verl.workers.engine.base import BaseEngine
 
@@ -57,7 +62,7 @@ def install() -> None:
 
     @functools.wraps(original)
     def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
-        search = _search_of(self, loss_function)
+        search = _search_of(self, loss_function, kind)
         if search is None:
             return original(self, data, loss_function)
         if search.scope == "step":
@@ -75,20 +80,18 @@ def install() -> None:
     BaseEngine.train_batch = train_batch
 
 
-def _search_of(engine: Any, loss_function: Any) -> ClipBoundSearch | None:
+def _search_of(engine: Any, loss_function: Any, kind: Any) -> ClipBoundSearch | None:
     from verl.utils.device import get_device_name
-
-    from .verl import BAPOPolicyLossConfig
 
     config = getattr(loss_function, "keywords", {}).get("config")  # verl's is a partial
     loss = getattr(config, "policy_loss", None)
-    if not isinstance(loss, BAPOPolicyLossConfig) or loss.scope == "call":
+    if not isinstance(loss, kind) or loss.scope == "call":
         return None
-    if engine not in _searches:
+    search = _searches.get(engine)
+    if search is None:
         _check_engine(engine, loss.scope)
-        return loss.search(engine.get_data_parallel_group(), get_device_name())
-    search = _searches[engine]
-    if search.histogram is not None:
+        search = loss.search(engine.get_data_parallel_group(), get_device_name())
+    elif search.histogram is not None:
         search.histogram.reset()  # of the tokens of a step that raised
     return search
 

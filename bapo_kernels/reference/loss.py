@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import IGNORE_INDEX, BAPOConfig, starting_bounds_of
-from ..distributed import whole_vocabulary
-from ..inputs import (
+from ..config import IGNORE_INDEX, BAPOConfig
+from ..core.distributed import whole_vocabulary
+from ..core.inputs import (
     bounds_are_valid,
     bounds_tensor,
     check_ratio_level,
@@ -21,8 +21,8 @@ from ..inputs import (
 )
 from ..output import BAPOOutput, ClipBounds, GivenBounds
 from ..sampling_mask import SamplingMask
+from .sampling_sets import outside_of_sets
 from .search import Contributions, find_clip_bounds, search_metrics
-from .sets import outside_of_sets
 from .softmax import head_logits, log_probs
 from .tokens import (
     behaviour_log_probs,
@@ -37,7 +37,7 @@ from .tokens import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..call import LossOptions
+    from ..core.arguments import LossOptions
 
 
 def bapo_loss_from_log_probs(
@@ -106,7 +106,7 @@ def bapo_loss_from_log_probs(
             process_group=process_group,
         )
     elif bounds is None:
-        bounds = at = ClipBounds(*bounds_tensor(starting_bounds_of(config), log_probs).unbind())
+        bounds = at = ClipBounds(*bounds_tensor(config.options.start, log_probs).unbind())
     else:
         given = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
         bounds = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in given))
@@ -125,9 +125,8 @@ def bapo_loss_from_log_probs(
 
     def aggregate(values: Tensor) -> Tensor:
         values = torch.where(counted, values * valid, 0.0)
-        return _aggregate(
-            values, unmasked, config, cu_seqlens, batch_num_tokens, global_batch_size, dp_size
-        )
+        counts = batch_num_tokens, global_batch_size
+        return aggregated(values, unmasked, config, cu_seqlens, *counts, dp_size)
 
     counted = unmasked
     if statistics == "live" and not config.kl_loss_coef and not config.entropy_coef:
@@ -306,14 +305,14 @@ def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
     return torch.clamp(delta.exp() - delta - 1.0, -10.0, 10.0)
 
 
-def _aggregate(
+def aggregated(
     values: Tensor,
     unmasked: Tensor,
     config: BAPOConfig,
-    cu_seqlens: Tensor | None,
-    batch_num_tokens: float | Tensor | None,
-    global_batch_size: float | Tensor | None,
-    dp_size: int,
+    cu_seqlens: Tensor | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    dp_size: int = 1,
 ) -> Tensor:
     """verl's ``agg_loss``, for padded ``[B, S]`` or packed ``[N]`` values."""
     mode = config.loss_agg_mode
@@ -361,7 +360,7 @@ def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
     if searched:
         lower, upper = _on_grid(lower, config.lower_grid), _on_grid(upper, config.upper_grid)
     last = config.lower_grid[-1], config.upper_grid[-1]
-    at = (lower, upper), starting_bounds_of(config), last
+    at = (lower, upper), config.options.start, last
     return torch.cat([probe.masses(*each) for each in at])
 
 

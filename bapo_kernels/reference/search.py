@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import RATIO_EPS, BAPOConfig, TargetKind, starting_bounds_of, target_of
-from ..inputs import check_ratio_level, check_search, config_or_default
+from ..config import RATIO_EPS, BAPOConfig, TargetKind
+from ..core.inputs import check_ratio_level, check_search, config_or_default
 from ..output import ClipBounds
 from .tokens import behaviour_log_probs, check_shapes, per_token, ratios, unmasked_tokens
 
@@ -173,7 +173,7 @@ def search_metrics(bounds: ClipBounds, masses: Tensor, config: BAPOConfig) -> di
         # the lower bound: it rises, or falls with the contribution "gradient".
         "bapo_pos_share_max": _share(pos_last, torch.minimum(neg_start, neg_last)),
         "bapo_pos_neg_ratio": tested_quantity(pos, neg, "ratio"),
-        "bapo_saturated": tested_quantity(pos, neg, config.target_kind) < target_of(config),
+        "bapo_saturated": tested_quantity(pos, neg, config.target_kind) < config.options.target,
     }
 
 
@@ -204,5 +204,5 @@ def solve_table(config: BAPOConfig, table: Tensor) -> tuple[Tensor, Tensor]:
 
     bounds = algorithm_1(config, quantity)
     found = torch.tensor(bounds, dtype=torch.float32, device=table.device)
-    at = bounds, starting_bounds_of(config), (lower[-1], upper[-1])
+    at = bounds, config.options.start, (lower[-1], upper[-1])
     return found, torch.stack([mass for each in at for mass in masses(*each)])

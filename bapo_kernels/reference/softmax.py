@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import IGNORE_INDEX
-from ..distributed import whole_vocabulary
+from ..core.distributed import whole_vocabulary
 from ..sampling_mask import SamplingMask
-from .sets import allowed_tokens
+from .sampling_sets import allowed_tokens
 from .tokens import per_token
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..checks import require
 from ..config import LOG_RATIO_LIMIT, RatioLevel
-from ..inputs import rising_offsets
+from ..core.checks import require
+from ..core.inputs import rising_offsets
 
 
 def check_shapes(log_probs: Tensor, **given: Tensor | None) -> None:

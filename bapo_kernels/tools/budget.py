@@ -1,7 +1,8 @@
 """A test case, its results, and the error budget of a kernel.
 
 The budget is computed, never tuned: twice the error of the reference in the kernel's dtype, plus
-one rounding.
+one rounding. May import public modules and the reference, never a kernel: a wider budget hides
+wrong kernels from ``validate`` and from the tests, which take it from here.
 """
 
 from __future__ import annotations

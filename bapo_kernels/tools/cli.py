@@ -1,4 +1,8 @@
-"""The commands of ``python -m bapo_kernels``. They need typer and rich, the package does not."""
+"""The commands of ``python -m bapo_kernels``. They need typer and rich, the package does not.
+
+May import these two and, inside of a command, its tool. Options and exit statuses are used by
+scripts: a failed check that exits with 0 would pass there.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Checks the kernels that run on this machine against the reference in float64.
 
-``python -m bapo_kernels validate`` prints the checks of :func:`run`.
+``python -m bapo_kernels validate`` prints the checks of :func:`run`. May import public modules, the
+reference, the table of backends and ``budget``. A backend or an option that has no case here is one
+that users cannot check on their machine.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from .. import reference
 from ..backends import NAMES, choose, triton, why_not
 from ..bounds import find_clip_bounds
-from ..config import BAPOConfig, maximum_bounds_of, starting_bounds_of
+from ..config import BAPOConfig
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from ..linear import bapo_linear_loss
 from ..output import BAPOOutput, ClipBounds
@@ -254,8 +256,8 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iter
         target = config.target
         if i % 2:
             probe = reference.Contributions(config, logp, old, A, None)
-            start = probe.quantity(*starting_bounds_of(config))
-            end = probe.quantity(*maximum_bounds_of(config))
+            start = probe.quantity(*config.options.start)
+            end = probe.quantity(*config.options.maximum)
             target = start + share * (end - start)
         tokens = [t.to(device) for t in (logp, old, A)]
         found, expected = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,13 +31,13 @@ def triton_counts(arch: str) -> Iterator[Count]:
     compiled = Compiled()
     for name in BYTES:
         dtype = getattr(torch, name)
-        for softcap in (None, 30.0):
-            variant = Variant("Triton", arch, name, softcap is not None)
-            one_row_pass(dtype, softcap, kl=2)
+        for softcap in (math.inf, 30.0):
+            variant = Variant("Triton", arch, name, softcap < math.inf)
+            one_row_pass(dtype, softcap=softcap, kl=2)
             yield from _of(variant, compiled, {FIRST: FIRST, SECOND: SECOND})
-            one_row_pass(dtype, softcap, everything=True, kl=2)
+            one_row_pass(dtype, softcap=softcap, everything=True, kl=2)
             yield from _of(variant, compiled, {SECOND: ENTROPY})
-            one_row_statistics(dtype, softcap)
+            one_row_statistics(dtype, softcap=softcap)
             yield from _of(variant, compiled, {LOG_PROBS: LOG_PROBS})
 
 

@@ -33,7 +33,7 @@ class Part:
 # On-policy, with a search, by the CUDA backend: nothing is undecided, the incoming gradient is 1.
 _PARTS = (
     Part("search", 2, 12, 17),
-    Part("policy", 1, 8, 61),
+    Part("token_loss", 1, 8, 61),
     Part("row_gradient, no row undecided", 1, 2, 1),
     Part("1 as the incoming gradient", 1, 1, 0),
     Part("scale_ by 1", 1, 2, 0),

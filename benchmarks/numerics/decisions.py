@@ -15,10 +15,11 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels._autograd import LogProbs
-from bapo_kernels.call import log_probs_call
 from bapo_kernels.config import LOG_RATIO_LIMIT, RATIO_EPS
-from bapo_kernels.inputs import as_rows
+from bapo_kernels.core.arguments import log_probs_arguments
+from bapo_kernels.core.autograd import LogProbs
+from bapo_kernels.core.operators import as_rows
+from bapo_kernels.core.prepare import prepared
 
 from ..records import Record
 from .errors import Rows, known
@@ -150,7 +151,8 @@ def pool() -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
             z, suffix = logits.to(dtype), f", {str(dtype).removeprefix('torch.')} logits"
             ours = log_probs(z, labels, return_entropy=False, backend="cpu")[0]
             found.setdefault("bapo_kernels cpu" + suffix, []).append(ours)
-            call = log_probs_call(labels, BAPOConfig(), "cpu", None, ("",), POOL_V)
+            arguments = log_probs_arguments(labels, 1.0, 1.0, None, None, None)
+            call = prepared("cpu", arguments, POOL_V)
             inside = LogProbs.apply(as_rows(z), call, None)[0]
             found.setdefault("bapo_kernels cpu in bapo_loss" + suffix, []).append(inside)
             for method, function in others.items():

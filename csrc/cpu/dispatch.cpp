@@ -1,4 +1,5 @@
-// Chooses the row kernels for this processor at run time.
+// Chooses the row kernels for this processor at run time; includes launch.h alone. Compiled for any
+// processor: instructions of a newer one here would end the process before the choice.
 
 #include <cstring>
 

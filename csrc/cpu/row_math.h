@@ -1,5 +1,6 @@
 // The two passes over a row: the first reads its statistics from memory; the second writes its
-// gradient and finds the row, or its exp, in the cache. Internal linkage, as in simd.h.
+// gradient and finds the row, or its exp, in the cache. On simd.h and tokens.h, no launch. Internal
+// linkage, as in simd.h. The order of the sums is that of the tests' error budget.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,6 @@
 // The row pass: log-prob, entropy and, where it is decided, the gradient of one row after the
-// other. Compiled once per instruction set (BAPO_ISA).
+// other, by row_pass.h. Compiled once per instruction set (BAPO_ISA), with internal linkage, as in
+// simd.h.
 
 #include "row_pass.h"
 

@@ -1,4 +1,5 @@
-// Both passes over one row. Internal linkage, as in simd.h.
+// Both passes over one row, whole or a set, on row_math.h. Internal linkage, as in simd.h.
+// The decision is that of tokens.h: with another here, the search and the gradient would disagree.
 #pragma once
 
 #include "launch.h"
@@ -11,14 +12,9 @@ struct Row {
     const T* logits;
     T* grad;
 
-    Row(const LogitRows& rows, int64_t index) {
-        const int64_t batch = index / rows.rows, row = index % rows.rows;
-        logits =
-            static_cast<const T*>(rows.logits) + batch * rows.batch_stride + row * rows.row_stride;
-        grad = rows.grad == nullptr ? nullptr
-                                    : static_cast<T*>(rows.grad) + batch * rows.grad_batch_stride +
-                                          row * rows.grad_row_stride;
-    }
+    Row(const LogitRows& rows, int64_t index)
+        : logits(rows.logits_at<T>(index)),
+          grad(rows.grad == nullptr ? nullptr : rows.grad_at<T>(index)) {}
     // just_read: the row is in the cache, and so is a gradient in place.
     void zero_grad(int64_t vocab, bool just_read) const {
         if (grad == nullptr) return;
@@ -101,9 +97,9 @@ void with_row_type(const LogitRows& rows, F f) {
                                   : f.template operator()<T, false>();
     };
     switch (rows.dtype) {
-        case DType::kFloat32: return with_softcap(float{});
         case DType::kBFloat16: return with_softcap(BFloat16{});
         case DType::kFloat16: return with_softcap(Float16{});
+        default: return with_softcap(float{});
     }
 }
 

@@ -1,23 +1,23 @@
-// Kernels over tokens: their flat inputs, contributions to the search, the search, the loss.
-// Sums are of chunks of fixed size, then of the chunks in order: the same bits for any number of
-// threads.
+// Kernels over tokens: their flat inputs, contributions to the search, the search, the loss, on the
+// mathematics shared with CUDA. Sums are of chunks of fixed size, then of the chunks in order: with
+// chunks that depend on the number of threads, so would the bits.
 
 #include <algorithm>
 #include <cmath>
 
 #include "launch.h"
 #include "prepare.h"
+#include "sampling_sets.h"
 #include "sequences.h"
-#include "sets.h"
 
 namespace bapo::cpu {
 
 namespace {
 
-GridPoints points_of(const Grid& lower, const Grid& upper) {
-    GridPoints grids;
-    grids.fill(lower, upper);
-    return grids;
+GridPoints points_of(const Grids& grids) {
+    GridPoints points;
+    points.fill(grids);
+    return points;
 }
 
 int64_t chunk_end(int64_t chunk, int64_t count) {
@@ -63,11 +63,11 @@ void sequence_mean(const SequenceMeanParams& params, int64_t k) {
 }
 
 int64_t contribution_bins(const ContributionParams& params) {
-    return points_of(params.lower, params.upper).bins();
+    return points_of(params.grids).bins();
 }
 
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins) {
-    const GridPoints grids = points_of(params.lower, params.upper);
+    const GridPoints grids = points_of(params.grids);
     const int64_t end = chunk_end(chunk, params.count);
     for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
         const Candidate token = candidate(params, i);
@@ -77,7 +77,7 @@ void contributions_chunk(const ContributionParams& params, int64_t chunk, Moment
 
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
                           int64_t chunks) {
-    const GridPoints grids = points_of(params.lower, params.upper);
+    const GridPoints grids = points_of(params.grids);
     const int64_t bins = grids.bins(), points = grids.points();
     Moments total[2 * (kMaxGridPoints + 1)] = {};
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -85,13 +85,13 @@ void contributions_reduce(const ContributionParams& params, const Moments* parti
     }
     std::fill(params.table, params.table + params.ranks * points, 0.0);
     double* const neg = params.table + params.rank * points;
-    add_negative(total, grids.lower, grids.lower_count, params.gradient, neg);
-    add_positive(total + grids.lower_count + 1, grids.upper, grids.upper_count, params.gradient,
-                 neg + grids.lower_count);
+    add_negative(total, grids.lower, grids.lower_count, params.unclipped_only, neg);
+    add_positive(total + grids.lower_count + 1, grids.upper, grids.upper_count,
+                 params.unclipped_only, neg + grids.lower_count);
 }
 
 void solve(const SolveParams& params) {
-    const GridPoints grids = points_of(params.lower, params.upper);
+    const GridPoints grids = points_of(params.grids);
     double table[2 * kMaxGridPoints] = {};
     const int points = grids.points();
     for (int64_t rank = 0; rank < params.ranks; ++rank) {
@@ -103,18 +103,19 @@ void solve(const SolveParams& params) {
     write_result(table, grids, step(k), params.result);
 }
 
-void policy_chunk(const PolicyParams& params, int64_t chunk, PolicySums& sums) {
+void token_loss_chunk(const TokenLossParams& params, int64_t chunk, TokenLossSums& sums) {
     const int64_t end = chunk_end(chunk, params.count);
     sums = {};
     for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) add_token(params, i, sums);
 }
 
-void policy_reduce(const PolicyParams& params, const PolicySums* partials, int64_t chunks) {
-    PolicySums total{};
+void token_loss_reduce(const TokenLossParams& params, const TokenLossSums* partials,
+                       int64_t chunks) {
+    TokenLossSums total{};
     auto* const out = reinterpret_cast<double*>(&total);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const auto* const part = reinterpret_cast<const double*>(partials + chunk);
-        for (int k = 0; k < kPolicySums; ++k) out[k] += part[k];
+        for (int k = 0; k < kTokenLossSums; ++k) out[k] += part[k];
     }
     report(params, total);
 }

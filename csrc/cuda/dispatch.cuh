@@ -1,4 +1,5 @@
-// Turns the run-time properties of a launch into template arguments of a kernel, and launches it.
+// Turns the run-time properties of a launch into template arguments of a kernel, and launches it,
+// on row_math.cuh. kAligned for a row that is not aligned would be a misaligned access.
 #pragma once
 
 #include <cuda_runtime.h>

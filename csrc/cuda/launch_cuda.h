@@ -1,5 +1,5 @@
-// Entry points of the CUDA kernels; no torch. `stream` is a cudaStream_t. Each returns null or the
-// message of an error. None of them waits for the device.
+// Entry points of the CUDA kernels, on prepare.h; no torch. `stream` is a cudaStream_t. Each
+// returns null or the message of an error. None waits for the device: no graph could capture it.
 #pragma once
 
 #include "prepare.h"
@@ -27,20 +27,20 @@ const char* sequence_mean(const SequenceMeanParams& params, void* stream);
 
 // Numbers of partial sums, for which the kernels of the search and of the loss need memory.
 int64_t search_partials(const ContributionParams& params);
-int64_t policy_partials(int64_t count);
+int64_t token_loss_partials(int64_t count);
 
 const char* contributions(const ContributionParams& params, Moments* partials, void* stream);
-const char* search(const ContributionParams& params, const TargetParams& target,
+const char* search(const ContributionParams& params, const Target& target,
                    const SearchResult& result, Moments* partials, void* stream);
 const char* solve(const SolveParams& params, void* stream);
-const char* policy(const PolicyParams& params, double* partials, void* stream);
+const char* token_loss(const TokenLossParams& params, double* partials, void* stream);
 
 // Of sampling masks.
 const char* find_labels(const FindLabelsParams& params, void* stream);
 const char* gather_sets(const MoveSetsParams& params, void* stream);
 const char* scatter_sets(const MoveSetsParams& params, void* stream);
-const char* sets_pass(const SetPassParams& params, void* stream);
-const char* sets_gradient(const SetGradientParams& params, void* stream);
+const char* sets_pass(const RowPassParams& params, void* stream);
+const char* sets_gradient(const RowGradientParams& params, void* stream);
 const char* multiply_sets(const MultiplySetsParams& params, void* stream);
 const char* head_sets_pass(const HeadSetPassParams& params, void* stream);
 const char* sets_dhidden(const SetHiddenGradientParams& params, void* stream);

@@ -1,5 +1,6 @@
-// The mathematics of a row for threads, warps and blocks. Everything is in base 2:
-// t = (y - origin)*scale2 and p = 2^t/sum, with scale2 = scale/ln 2.
+// The mathematics of a row for threads, warps and blocks, on ptx.cuh and tokens.h. Everything is in
+// base 2: t = (y - origin)*scale2 and p = 2^t/sum, with scale2 = scale/ln 2. Registers decide how
+// many blocks fit; tests/repository/test_cuda_build.py has their limits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -379,6 +380,18 @@ __device__ inline double label_log_prob(const Label& label, float origin, double
     return ((double)label.y - origin) * transform.scale - log_sum;
 }
 
+// Those of a row whose first pass was another launch.
+__device__ inline RowStatistics statistics_at(const RowGradientParams& params, int64_t index,
+                                              const Label& label, const Transform& transform) {
+    const auto origin = (float)params.stats[2 * index];
+    const double sum = params.stats[2 * index + 1], log_sum = log(sum);
+    return {origin, 1.0 / sum, log_sum, params.entropy[index],
+            label_log_prob(label, origin, log_sum, transform)};
+}
+__device__ inline RowCoefficients coefficients_at(const RowGradientParams& params, int64_t index) {
+    return {params.dlog_probs[index], params.dentropy ? -params.dentropy[index] : 0.0};
+}
+
 // Statistics of a row from the sums without its label, computed by one warp; the lane with `first`
 // writes them.
 __device__ inline RowStatistics row_statistics(const RowPassParams& params, int64_t index,
@@ -401,10 +414,10 @@ __device__ inline RowStatistics row_statistics(const RowPassParams& params, int6
 // What the second pass over a row writes, if that is known; the lane with `first` writes whether it
 // is.
 __device__ inline SecondPass decided_pass(const RowPassParams& params, int64_t index,
-                                          const BoundsRange& range, const TokenValues& values,
+                                          const BoundsRange& range, const TokenFields& fields,
                                           const RowStatistics& row, const Label& label,
                                           const Transform& transform, bool first) {
-    const Decision decision = decide(params, range, values, row.log_prob);
+    const Decision decision = decide(params, range, fields, row.log_prob);
     if (first) params.undecided[index] = decision.undecided;
     if (decision.undecided) return SecondPass::without_gradient(SecondPass::kNothing);
     return gradient_pass(row, label, decision.coefficients, transform.slope);
@@ -440,13 +453,10 @@ struct Row {
     int head;
     int vectors;
 
-    __device__ Row(const LogitRows& rows, int64_t index) : vocab((int)rows.vocab) {
-        const int64_t batch = index / rows.rows, row = index % rows.rows;
-        logits =
-            static_cast<const T*>(rows.logits) + batch * rows.batch_stride + row * rows.row_stride;
-        grad = rows.grad == nullptr ? nullptr
-                                    : static_cast<T*>(rows.grad) + batch * rows.grad_batch_stride +
-                                          row * rows.grad_row_stride;
+    __device__ Row(const LogitRows& rows, int64_t index)
+        : logits(rows.logits_at<T>(index)),
+          grad(rows.grad == nullptr ? nullptr : rows.grad_at<T>(index)),
+          vocab((int)rows.vocab) {
         const auto past = [](const void* p) {
             return (uint32_t)reinterpret_cast<uintptr_t>(p) % 16;
         };

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
         if (row.grad != nullptr) {
             pass =
-                decided_pass(params, index, bounds_range(params), values_at(params.tokens, index),
+                decided_pass(params, index, bounds_range(params), fields_at(params.tokens, index),
                              statistics, about_label, transform, first);
         }
         if (first) shared_store(&shared_pass, pass);
@@ -151,16 +151,12 @@ __global__ void __launch_bounds__(kThreads, 2)
         const Transform transform = params.rows.transform.of_row(index);
         const Scales of_row = scales_at(transform, scales);
         if (threadIdx.x == 0) {
-            const RowCoefficients coefficients{params.dlog_probs[index],
-                                               params.dentropy ? -params.dentropy[index] : 0.0};
             const Label about_label =
                 label_of<kSoftcap>(label, row.label_logit(label), transform, of_row);
-            const auto origin = (float)params.stats[2 * index];
-            const double sum = params.stats[2 * index + 1], log_sum = log(sum);
-            const RowStatistics statistics{origin, 1.0 / sum, log_sum, params.entropy[index],
-                                           label_log_prob(about_label, origin, log_sum, transform)};
+            const auto statistics = statistics_at(params, index, about_label, transform);
             shared_store(&shared_pass,
-                         gradient_pass(statistics, about_label, coefficients, transform.slope));
+                         gradient_pass(statistics, about_label, coefficients_at(params, index),
+                                       transform.slope));
         }
         __syncthreads();
         run_second_pass<T, kSoftcap>(&shared_pass, row, label, of_row);

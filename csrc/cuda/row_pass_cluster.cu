@@ -34,7 +34,7 @@ struct alignas(128) Shared {
     RowSums sums[2][kMaxCluster * kComputeWarps];
     BoundsRange range;
     // Of the cluster's next 32 rows, for the warp that decides.
-    TokenValues tokens[kWarp];
+    TokenFields fields[kWarp];
     SecondPass pass;
     float z_label;
 };
@@ -298,7 +298,7 @@ struct Block {
                             own ? scale2_of(transform.at(temperature)) : scales.scale2};
         if (threadIdx.x < kWarp) {
             if (mine && gradients) {
-                shared_store(&shared.tokens[lane], values_at(params.tokens, row));
+                shared_store(&shared.fields[lane], fields_at(params.tokens, row));
             }
             __syncwarp();  // the barrier of each row's decision is after the reads
         }
@@ -314,7 +314,7 @@ struct Block {
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
         if (params.rows.grad != nullptr) {
             pass = decided_pass(params, index, shared_load(&shared.range),
-                                shared_load(&shared.tokens[k]), row, label, transform, first);
+                                shared_load(&shared.fields[k]), row, label, transform, first);
         }
         if (threadIdx.x == 0) shared_store(&shared.pass, pass);
     }

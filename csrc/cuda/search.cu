@@ -1,5 +1,6 @@
 // The search for the clip bounds: tokens into bins of the ratio, bins into the masses at every grid
-// point, and the point at which Algorithm 1 stops.
+// point, and the point at which Algorithm 1 stops. Everything is added in a fixed order: atomic
+// additions could end the search one step apart on two ranks.
 
 #include <algorithm>
 
@@ -26,7 +27,7 @@ struct BinPlan {
 
     explicit BinPlan(const ContributionParams& params) {
         GridPoints grids;
-        grids.fill(params.lower, params.upper);
+        grids.fill(params.grids);
         bins = grids.bins();
         warps = std::clamp(kBinBytes / (int)(bins * sizeof(Moments)), 1, kMostWarps);
         const int64_t threads = warps * kWarp, full = (params.count + threads - 1) / threads;
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
     __shared__ GridPoints grids;
     Moments* const bins = dynamic_bins();
     const int threads = warps * kWarp;
-    if (threadIdx.x == 0) grids.fill(params.lower, params.upper);
+    if (threadIdx.x == 0) grids.fill(params.grids);
     __syncthreads();
     const int count = grids.bins();
     for (int i = threadIdx.x; i < warps * count; i += threads) bins[i] = {0.0, 0.0};
@@ -75,8 +76,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
 
 // The end of the search on a table in shared memory; every thread of the block takes part. It may
 // have written its part of the table just before.
-__device__ void solve_in_block(const double* table, const GridPoints& grids,
-                               const TargetParams& target, const SearchResult& result) {
+__device__ void solve_in_block(const double* table, const GridPoints& grids, const Target& target,
+                               const SearchResult& result) {
     __shared__ int stop;
     const int last = grids.points() - 2;
     if (threadIdx.x == 0) stop = last;
@@ -94,11 +95,11 @@ __device__ void solve_in_block(const double* table, const GridPoints& grids,
 // asked for.
 __global__ void __launch_bounds__(kTableThreads)
     search_table_kernel(const __grid_constant__ ContributionParams params, const Moments* partials,
-                        int blocks, int groups, TargetParams target, SearchResult result) {
+                        int blocks, int groups, Target target, SearchResult result) {
     __shared__ GridPoints grids;
     __shared__ double table[2 * kMaxGridPoints];
     Moments* const sums = dynamic_bins();  // [groups, bins]
-    if (threadIdx.x == 0) grids.fill(params.lower, params.upper);
+    if (threadIdx.x == 0) grids.fill(params.grids);
     __syncthreads();
     const int bins = grids.bins(), points = grids.points(), lower_bins = grids.lower_count + 1;
     for (int slot = threadIdx.x; slot < groups * bins; slot += kTableThreads) {
@@ -117,9 +118,9 @@ __global__ void __launch_bounds__(kTableThreads)
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        add_negative(sums, grids.lower, grids.lower_count, params.gradient, table);
+        add_negative(sums, grids.lower, grids.lower_count, params.unclipped_only, table);
     } else if (threadIdx.x == kWarp) {
-        add_positive(sums + lower_bins, grids.upper, grids.upper_count, params.gradient,
+        add_positive(sums + lower_bins, grids.upper, grids.upper_count, params.unclipped_only,
                      table + grids.lower_count);
     }
     __syncthreads();
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kTableThreads)
     solve_kernel(const __grid_constant__ SolveParams params) {
     __shared__ GridPoints grids;
     __shared__ double table[2 * kMaxGridPoints];
-    if (threadIdx.x == 0) grids.fill(params.lower, params.upper);
+    if (threadIdx.x == 0) grids.fill(params.grids);
     __syncthreads();
     const int points = grids.points();
     for (int i = threadIdx.x; i < points; i += kTableThreads) {
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(kTableThreads)
     solve_in_block(table, grids, params.target, params.result);
 }
 
-const char* run(const ContributionParams& params, const TargetParams& target,
-                const SearchResult& result, Moments* partials, void* stream) {
+const char* run(const ContributionParams& params, const Target& target, const SearchResult& result,
+                Moments* partials, void* stream) {
     const BinPlan plan(params);
     const char* error = launch_with_memory(search_bins_kernel, plan.blocks, plan.warps * kWarp,
                                            plan.bin_bytes(), stream, params, plan.warps, partials);
@@ -171,7 +172,7 @@ const char* contributions(const ContributionParams& params, Moments* partials, v
     return run(params, {}, {nullptr, nullptr}, partials, stream);
 }
 
-const char* search(const ContributionParams& params, const TargetParams& target,
+const char* search(const ContributionParams& params, const Target& target,
                    const SearchResult& result, Moments* partials, void* stream) {
     return run(params, target, result, partials, stream);
 }

@@ -19,7 +19,7 @@ from unittest import mock
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 NVCC = shlex.split(os.environ.get("NVCC", "nvcc"))
-KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "policy"]
+KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "token_loss"]
 SOURCES = sorted(HERE.glob("*.cpp"))
 DEBUG = "-DBAPO_TRAP_WAITS"  # a wait without an end says which one it is, and traps
 

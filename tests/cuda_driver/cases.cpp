@@ -133,8 +133,10 @@ RowCase real_size(DType dtype, Output output) {
 }  // namespace
 
 std::string RowCase::name() const {
-    const char* const dtypes[] = {"fp32", "bf16", "fp16"};
-    std::string text = std::string(dtypes[(int)dtype]) + " V=" + std::to_string(vocab) +
+    const char* const of_dtype = dtype == DType::kFloat32    ? "fp32"
+                                 : dtype == DType::kBFloat16 ? "bf16"
+                                                             : "fp16";
+    std::string text = std::string(of_dtype) + " V=" + std::to_string(vocab) +
                        " rows=" + (batches > 1 ? std::to_string(batches) + "x" : "") +
                        std::to_string(rows);
     text += cluster ? " cluster=" + std::to_string(cluster) : " generic";
@@ -169,7 +171,7 @@ std::vector<RowCase> row_cases(bool quick) {
                              .output = Output::kSeparate,
                              .entropy = true});
         }
-        int turn = (int)dtype;
+        int turn = dtype == DType::kFloat32 ? 0 : dtype == DType::kBFloat16 ? 1 : 2;
         std::vector<int> seen;
         for (const Lengths& alike : lengths) {
             // Quick runs use the shortest rows of each cluster size.
@@ -200,8 +202,8 @@ std::vector<TokenCase> token_cases(bool quick) {
         for (int which = 0; which < (quick ? 2 : 4); ++which) {
             cases.push_back({.count = count,
                              .uniform_weight = which == 1,
-                             .gradient = which >= 2,
-                             .ratio = which == 2,
+                             .unclipped_only = which >= 2,
+                             .target_is_ratio = which == 2,
                              .upper_first = which % 2 == 1,
                              .all_inputs = which != 2});
         }

@@ -54,7 +54,7 @@ class Rows {
     struct Tokens {
         Array<int64_t> labels;
         Array<uint8_t> counted;
-        Array<float> old_log_probs, advantages, is_weights, ref_log_probs, temperatures;
+        Array<float> old_log_probs, advantages, rollout_is_weights, ref_log_probs, temperatures;
         Array<double> weights;
     };
     const Tokens tokens_;
@@ -78,7 +78,7 @@ Rows<T>::Rows(const RowCase& of, Verdict& verdict)
               {"counted", in_.counted},
               {"old_log_probs", in_.old_log_probs},
               {"advantages", in_.advantages},
-              {"is_weights", in_.is_weights},
+              {"rollout_is_weights", in_.rollout_is_weights},
               {"ref_log_probs", in_.ref_log_probs},
               {"temperatures", in_.temperatures},
               {"weights", in_.weights}} {
@@ -103,6 +103,7 @@ LogitRows Rows<T>::rows(int64_t first, int64_t batches, int64_t count) const {
         .grad_batch_stride = to.batch_stride,
         .grad_row_stride = to.row_stride,
         .transform = transform,
+        .sets = {},
     };
 }
 
@@ -123,14 +124,14 @@ typename Rows<T>::Outputs Rows<T>::pass(int64_t first, int64_t batches, int64_t 
         params.tokens.old_log_probs = tokens_.old_log_probs.data() + first;
         params.tokens.advantages = tokens_.advantages.data() + first;
         params.tokens.weights = tokens_.weights.data() + first;
-        params.tokens.is_weights = tokens_.is_weights.data() + first;
+        params.tokens.rollout_is_weights = tokens_.rollout_is_weights.data() + first;
         params.tokens.ref_log_probs = tokens_.ref_log_probs.data() + first;
         params.undecided = undecided_.data() + first;
     }
     params.options = in_.options;
     params.bounds = case_.known_bounds ? known_.data() : nullptr;
-    params.first = kFirst;
-    params.last = kLast;
+    params.start = kStart;
+    params.maximum = kMaximum;
     params.log_probs = log_probs_.data() + first;
     params.entropy = entropy_.data() + first;
     params.stats = stats_.data() + 2 * first;
@@ -165,7 +166,7 @@ void Rows<T>::check_statistics(const Outputs& got) {
 // Every element of every row's gradient. Undecided rows are unchanged until they are finished.
 template <typename T>
 void Rows<T>::check_gradient(const char* what, const std::vector<T>& got, bool finished) {
-    const Bounds bounds = case_.known_bounds || finished ? Bounds{kKnown[0], kKnown[1]} : kFirst;
+    const Bounds bounds = case_.known_bounds || finished ? Bounds{kKnown[0], kKnown[1]} : kStart;
     parallel(in_.count, [&](int64_t i) {
         const T* const row = got.data() + grad_layout().start(i);
         const T* const logits = host_.image.data() + layout_.start(i);
@@ -311,7 +312,7 @@ void run(const RowCase& row_case, Verdict& verdict) {
     switch (row_case.dtype) {
         case DType::kFloat32: return Rows<float>(row_case, verdict).run();
         case DType::kBFloat16: return Rows<BFloat16>(row_case, verdict).run();
-        case DType::kFloat16: return Rows<Half>(row_case, verdict).run();
+        default: return Rows<Half>(row_case, verdict).run();
     }
 }
 

@@ -43,7 +43,7 @@ constexpr Kind kKinds[] = {
     {12.0, -0.5},       // beyond the dual clip
     {0.3, -1.0},        // clipped
 };
-constexpr bapo::Bounds kFirst{0.6f, 1.2f}, kLast{0.9f, 3.0f};
+constexpr bapo::Bounds kStart{0.6f, 1.2f}, kMaximum{0.9f, 3.0f};
 constexpr float kKnown[2] = {0.7f, 2.5f};
 constexpr double kDualClip = 10.0;
 
@@ -54,11 +54,11 @@ struct RowInputs {
     bapo::PolicyOptions options;
     std::vector<int64_t> labels;
     std::vector<uint8_t> counted;
-    std::vector<float> old_log_probs, advantages, is_weights, ref_log_probs;
+    std::vector<float> old_log_probs, advantages, rollout_is_weights, ref_log_probs;
     std::vector<double> weights;
 
     bapo::Token token(int64_t i, double log_prob) const {
-        return {log_prob, old_log_probs[i], ref_log_probs[i], advantages[i], is_weights[i]};
+        return {log_prob, old_log_probs[i], ref_log_probs[i], advantages[i], rollout_is_weights[i]};
     }
     double dlog_prob(int64_t i, double log_prob, bapo::Bounds bounds) const {
         const bapo::Token of = token(i, log_prob);
@@ -77,8 +77,8 @@ struct RowInputs {
     }
     bool undecided(int64_t i, double log_prob, bool known_bounds) const {
         if (!counted[i] || known_bounds) return false;
-        const double first = dlog_prob(i, log_prob, kFirst);
-        return first == first && first != dlog_prob(i, log_prob, kLast);
+        const double first = dlog_prob(i, log_prob, kStart);
+        return first == first && first != dlog_prob(i, log_prob, kMaximum);
     }
 };
 
@@ -161,7 +161,7 @@ struct HostRows {
         in.counted.push_back(kind.counted);
         in.old_log_probs.push_back((float)(near - std::log(kind.ratio) + poison));
         in.advantages.push_back((float)(kind.advantage + poison));
-        in.is_weights.push_back((float)draw(1, 0.5, 2.0));
+        in.rollout_is_weights.push_back((float)draw(1, 0.5, 2.0));
         in.ref_log_probs.push_back((float)(near + draw(2, -1.0, 1.0)));
         in.weights.push_back(draw(3, 8.0, 24.0));
     }

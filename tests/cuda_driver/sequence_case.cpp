@@ -35,10 +35,10 @@ std::vector<int64_t> offsets_of(const SequenceCase& of) {
 class Sequences {
   public:
     Sequences(const SequenceCase& of, Verdict& verdict);
-    void run(bool of_log_probs);
+    void run(bool forward);
 
   private:
-    std::vector<double> launch(bool of_log_probs) const;
+    std::vector<double> launch(bool forward) const;
 
     const SequenceCase case_;
     Verdict& verdict_;
@@ -59,46 +59,46 @@ Sequences::Sequences(const SequenceCase& of, Verdict& verdict)
     }
 }
 
-std::vector<double> Sequences::launch(bool of_log_probs) const {
+std::vector<double> Sequences::launch(bool forward) const {
     const Array<int64_t> offsets("offsets", offsets_);
     const Array<uint8_t> counted("counted", counted_);
     const Array<double> values("values", values_), out("out", before_);
     const Array<float> old("old_log_probs", old_);
     SequenceMeanParams params{};
     params.sequences = {case_.tokens, offsets_[1], {}, (int64_t)offsets_.size() - 1};
-    if (case_.packed) params.sequences.offsets = {offsets.data(), NumberType::kInt64, 0, 1};
+    if (case_.packed) params.sequences.offsets = {offsets.data(), DType::kInt64, 0, 1};
     params.counted = (const bool*)counted.data();
-    params.values = values.data();
-    params.old_log_probs = of_log_probs ? old.data() : nullptr;
-    params.of_log_probs = of_log_probs;
+    params.in = values.data();
+    params.old_log_probs = forward ? old.data() : nullptr;
+    params.forward = forward;
     params.out = out.data();
     finish(cuda::sequence_mean(params, nullptr));
     verdict_.guards();
     return out.values();
 }
 
-void Sequences::run(bool of_log_probs) {
+void Sequences::run(bool forward) {
     std::vector<double> sums(offsets_.size()), sizes(offsets_.size()), counts(offsets_.size());
     const auto sequence = [&](int64_t i) {
         return std::upper_bound(offsets_.begin(), offsets_.end(), i) - offsets_.begin() - 1;
     };
     for (int64_t i = 0; i < case_.tokens; ++i) {
         if (!counted_[i]) continue;
-        const double value = of_log_probs ? values_[i] - old_[i] : values_[i];
+        const double value = forward ? values_[i] - old_[i] : values_[i];
         sums[sequence(i)] += value;
         sizes[sequence(i)] += std::fabs(value);
         counts[sequence(i)] += 1.0;
     }
-    const std::vector<double> got = launch(of_log_probs);
+    const std::vector<double> got = launch(forward);
     for (int64_t i = 0; i < case_.tokens; ++i) {
         const int64_t k = sequence(i);
-        const double before = of_log_probs ? 0.0 : before_[i];
+        const double before = forward ? 0.0 : before_[i];
         const double mean = counted_[i] ? sums[k] / counts[k] : 0.0;
         const double size = counted_[i] ? sizes[k] / counts[k] : 0.0;
-        verdict_.compare(of_log_probs ? "log-ratio of token" : "gradient of token", i, got[i],
+        verdict_.compare(forward ? "log-ratio of token" : "gradient of token", i, got[i],
                          before + mean, kDouble * (size + std::fabs(before)));
     }
-    const std::vector<double> again = launch(of_log_probs);
+    const std::vector<double> again = launch(forward);
     if (!same_bits(got.data(), again.data(), case_.tokens)) {
         verdict_.fail(0, "other bits in a second run");
     }
@@ -108,7 +108,7 @@ void Sequences::run(bool of_log_probs) {
 
 void run(const SequenceCase& sequence_case, Verdict& verdict) {
     Sequences of(sequence_case, verdict);
-    for (const bool of_log_probs : {true, false}) of.run(of_log_probs);
+    for (const bool forward : {true, false}) of.run(forward);
 }
 
 }  // namespace driver

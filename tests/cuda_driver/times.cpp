@@ -42,7 +42,8 @@ std::string times_of(RowCase of) {
                    nullptr,
                    0,
                    of.vocab,
-                   {false, 1.0, 1.0, 1.0, 1.0, nullptr}};
+                   {false, 1.0, 1.0, 1.0, 1.0, nullptr},
+                   {}};
     if (of.output != Output::kNone) {
         params.rows.grad = of.output == Output::kInPlace ? logits.data() : grad.data();
         params.tokens.advantages = advantages.data();
@@ -52,8 +53,8 @@ std::string times_of(RowCase of) {
     params.labels = labels.data();
     params.tokens.counted = (const bool*)counted.data();
     params.options.clip_ratio_c = INFINITY;
-    params.first = kFirst;
-    params.last = kLast;
+    params.start = kStart;
+    params.maximum = kMaximum;
     params.log_probs = log_probs.data();
     params.entropy = entropy.data();
     params.stats = stats.data();

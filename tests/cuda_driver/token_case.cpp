@@ -15,8 +15,8 @@ std::string TokenCase::name() const {
     std::string text = "tokens=" + std::to_string(count);
     text += upper_first ? " upper first" : " lower first";
     for (const auto& [on, word] : {std::pair{uniform_weight, " uniform weight"},
-                                   {gradient, " gradient"},
-                                   {ratio, " ratio"},
+                                   {unclipped_only, " unclipped only"},
+                                   {target_is_ratio, " ratio"},
                                    {all_inputs, " all inputs"},
                                    {surrogate == kCispo, " cispo"},
                                    {surrogate == kSapo, " sapo"},
@@ -29,7 +29,7 @@ std::string TokenCase::name() const {
 
 namespace {
 
-constexpr Grid kLower{0.6f, 0.9f, 0.02}, kUpper{1.2f, 3.0f, 0.05};
+constexpr Grids kGrids{{0.6f, 0.9f, 0.02}, {1.2f, 3.0f, 0.05}};
 // For sums in double in another order, whose terms may differ in the last bits of the exp.
 constexpr double kDouble = 1e-13;
 
@@ -61,7 +61,7 @@ class Tokens {
     Token token(int64_t i) const {
         const double log_prob = log_probs_[i];
         if (!case_.all_inputs) return {log_prob, log_prob, log_prob, advantages_[i], 1.0};
-        return {log_prob, old_[i], ref_[i], advantages_[i], is_weights_[i]};
+        return {log_prob, old_[i], ref_[i], advantages_[i], rollout_is_weights_[i]};
     }
     Ratio ratio(int64_t i) const {
         if (case_.log_ratios) return ratio_of(log_ratios_[i]);
@@ -78,27 +78,28 @@ class Tokens {
     }
     double quantity(size_t lower, size_t upper) const {
         return tested_quantity(table_[lower_.size() + upper].value, table_[lower].value,
-                               case_.ratio);
+                               case_.target_is_ratio);
     }
     void search();
     Outputs launch() const;
-    void check_policy(const Outputs& got);
+    void check_loss(const Outputs& got);
 
     const TokenCase case_;
     Verdict& verdict_;
-    const std::vector<double> lower_ = grid_points(kLower), upper_ = grid_points(kUpper);
+    const std::vector<double> lower_ = grid_points(kGrids.lower),
+                              upper_ = grid_points(kGrids.upper);
     PolicyOptions options_{kClip, 3.0, 0.7, 1.5, 0.1, kK1, 0.01};
-    TargetParams target_;
+    Target target_;
     std::vector<uint8_t> counted_;
     std::vector<double> log_probs_, entropy_, weights_, log_ratios_;
-    std::vector<float> old_, ref_, rollout_, advantages_, is_weights_, own_bounds_;
+    std::vector<float> old_, ref_, rollout_, advantages_, rollout_is_weights_, own_bounds_;
 
     std::vector<Sum> table_;
     size_t at_lower_ = 0, at_upper_ = 0;
 };
 
 Tokens::Tokens(const TokenCase& of, Verdict& verdict)
-    : case_(of), verdict_(verdict), target_{0.0, of.ratio, of.upper_first} {
+    : case_(of), verdict_(verdict), target_{0.0, of.target_is_ratio, of.upper_first} {
     options_.surrogate = of.surrogate;
     options_.kl_loss_type = of.count % 3;
     own_bounds_.resize(2 * of.count);
@@ -117,7 +118,7 @@ Tokens::Tokens(const TokenCase& of, Verdict& verdict)
         ref_.push_back((float)(log_prob + draw(4, -1.0, 1.0) + poison));
         rollout_.push_back((float)(log_prob + draw(5, -0.5, 0.5) + poison));
         advantages_.push_back(i % 7 == 5 ? 0.0f : (float)(draw(6, -1.0, 1.0) + poison));
-        is_weights_.push_back((float)(draw(7, 0.5, 2.0) + poison));
+        rollout_is_weights_.push_back((float)(draw(7, 0.5, 2.0) + poison));
         log_ratios_.push_back(draw(8, -1.5, 1.5) + poison);
         own_bounds_[i] = (float)(draw(9, 0.6, 1.0) + poison);
         own_bounds_[of.count + i] = (float)(draw(10, 1.0, 2.0) + poison);
@@ -134,17 +135,17 @@ void Tokens::search() {
         for (int64_t i = 0; i < case_.count; ++i) {
             const double A = advantages_[i];
             if (!counted_[i] || A == 0.0 || (A > 0.0) != is_upper) continue;
-            table_[point].add(search_weight(i) *
-                              contribution(ratio(i).value, A, {bound, bound}, case_.gradient));
+            table_[point].add(search_weight(i) * contribution(ratio(i).value, A, {bound, bound},
+                                                              case_.unclipped_only));
         }
     });
     const size_t last_lower = lower_.size() - 1, last_upper = upper_.size() - 1;
     const double middle = case_.upper_first ? quantity(last_lower / 2, last_upper)
                                             : quantity(last_lower, last_upper / 2);
-    target_.target = std::isfinite(middle) ? middle * (1.0 + 1e-6) : 0.5;
+    target_.value = std::isfinite(middle) ? middle * (1.0 + 1e-6) : 0.5;
 
     const auto climb = [&](size_t& at, size_t last) {
-        while (at < last && quantity(at_lower_, at_upper_) < target_.target) ++at;
+        while (at < last && quantity(at_lower_, at_upper_) < target_.value) ++at;
     };
     if (case_.upper_first) climb(at_upper_, last_upper);
     climb(at_lower_, last_lower);
@@ -158,9 +159,10 @@ Tokens::Outputs Tokens::launch() const {
         weights("weights", weights_), log_ratios("log_ratios", log_ratios_);
     const Array<float> old("old_log_probs", old_), ref("ref_log_probs", ref_),
         rollout("rollout_log_probs", rollout_), advantages("advantages", advantages_),
-        is_weights("is_weights", is_weights_), own_bounds("own bounds", own_bounds_);
+        rollout_is_weights("rollout_is_weights", rollout_is_weights_),
+        own_bounds("own bounds", own_bounds_);
     const Array<double> table("table", std::vector(points, 0.0)), masses("masses", kMasses),
-        policy_partials("partials of policy", cuda::policy_partials(case_.count)),
+        loss_partials("partials of the loss", cuda::token_loss_partials(case_.count)),
         dlog_probs("dlog_probs", case_.count), dlog_ratios("dlog_ratios", case_.count),
         dentropy("dentropy", case_.count);
     const Array<float> bounds("bounds", 2), report("report", kReportSize),
@@ -172,72 +174,71 @@ Tokens::Outputs Tokens::launch() const {
     search.log_probs = log_probs.data();
     search.tokens.counted = (const bool*)counted.data();
     search.tokens.advantages = advantages.data();
-    search.lower = kLower;
-    search.upper = kUpper;
+    search.grids = kGrids;
     search.uniform_weight = case_.uniform_weight;
-    search.gradient = case_.gradient;
+    search.unclipped_only = case_.unclipped_only;
     search.table = table.data();
     search.ranks = 1;
     const Array<double> search_partials(
         "partials of the search",
         cuda::search_partials(search) * (int64_t)(sizeof(Moments) / sizeof(double)));
-    PolicyParams policy{};
-    policy.tokens.weights = weights.data();
+    TokenLossParams loss{};
+    loss.tokens.weights = weights.data();
     if (case_.all_inputs) {
         search.tokens.old_log_probs = old.data();
-        search.rollout_log_probs = rollout.data();
-        policy.tokens.is_weights = is_weights.data();
-        policy.tokens.ref_log_probs = ref.data();
-        policy.masses = masses.data();
+        search.tokens.rollout_log_probs = rollout.data();
+        loss.tokens.rollout_is_weights = rollout_is_weights.data();
+        loss.tokens.ref_log_probs = ref.data();
+        loss.masses = masses.data();
     }
     if (case_.log_ratios) {
-        search.tokens.log_ratios = policy.tokens.log_ratios = log_ratios.data();
-        policy.dlog_ratios = dlog_ratios.data();
+        search.tokens.log_ratios = loss.tokens.log_ratios = log_ratios.data();
+        loss.dlog_ratios = dlog_ratios.data();
     }
     if (case_.own_bounds) {
-        policy.tokens.lower = own_bounds.data();
-        policy.tokens.upper = policy.tokens.lower + case_.count;
+        loss.tokens.lower = own_bounds.data();
+        loss.tokens.upper = loss.tokens.lower + case_.count;
     }
-    policy.count = case_.count;
-    policy.log_probs = search.log_probs;
-    policy.entropy = entropy.data();
-    policy.tokens.counted = search.tokens.counted;
-    policy.tokens.old_log_probs = search.tokens.old_log_probs;
-    policy.tokens.advantages = search.tokens.advantages;
-    policy.rollout_log_probs = search.rollout_log_probs;
-    policy.options = options_;
-    policy.uniform_weight = case_.uniform_weight;
-    policy.gradient = case_.gradient;
-    policy.first = {kLower.start, kUpper.start};
-    policy.last = {kLower.maximum, kUpper.maximum};
-    policy.target = target_;
-    policy.bounds = case_.own_bounds ? nullptr : bounds.data();
-    policy.report = reinterpret_cast<Report*>(report.data());
-    policy.dlog_probs = dlog_probs.data();
-    policy.dentropy = dentropy.data();
-    policy.ticket = ticket.data();
-    policy.outputs = outputs.data();
+    loss.count = case_.count;
+    loss.log_probs = search.log_probs;
+    loss.entropy = entropy.data();
+    loss.tokens.counted = search.tokens.counted;
+    loss.tokens.old_log_probs = search.tokens.old_log_probs;
+    loss.tokens.advantages = search.tokens.advantages;
+    loss.tokens.rollout_log_probs = search.tokens.rollout_log_probs;
+    loss.options = options_;
+    loss.uniform_weight = case_.uniform_weight;
+    loss.unclipped_only = case_.unclipped_only;
+    loss.start = kGrids.start();
+    loss.last = kGrids.last();
+    loss.target = target_;
+    loss.bounds = case_.own_bounds ? nullptr : bounds.data();
+    loss.report = reinterpret_cast<Report*>(report.data());
+    loss.dlog_probs = dlog_probs.data();
+    loss.dentropy = dentropy.data();
+    loss.ticket = ticket.data();
+    loss.outputs = outputs.data();
 
     auto* const partials = reinterpret_cast<Moments*>(search_partials.data());
     const SearchResult result{bounds.data(), masses.data()};
     finish(cuda::contributions(search, partials, nullptr));
-    finish(cuda::solve({table.data(), 1, kLower, kUpper, target_, result}, nullptr));
+    finish(cuda::solve({table.data(), 1, kGrids, target_, result}, nullptr));
     const auto bounds_of_table = bounds.values();
     const auto masses_of_table = masses.values();
     finish(cuda::search(search, target_, result, partials, nullptr));
     if (bounds.values() != bounds_of_table || masses.values() != masses_of_table) {
         verdict_.fail(0, "search is not contributions and solve");
     }
-    finish(cuda::policy(policy, policy_partials.data(), nullptr));
-    if (ticket.values()[0] != 0) verdict_.fail(0, "the ticket of policy is not 0");
+    finish(cuda::token_loss(loss, loss_partials.data(), nullptr));
+    if (ticket.values()[0] != 0) verdict_.fail(0, "the ticket of the loss is not 0");
     const Outputs got{table.values(),    masses.values(), dlog_probs.values(), dlog_ratios.values(),
                       dentropy.values(), bounds.values(), report.values(),     outputs.values()};
     verdict_.guards();
     return got;
 }
 
-void Tokens::check_policy(const Outputs& got) {
-    const Bounds start{kLower.start, kUpper.start}, last{kLower.maximum, kUpper.maximum};
+void Tokens::check_loss(const Outputs& got) {
+    const Bounds start = kGrids.start(), last = kGrids.last();
     Sum loss, pg_loss, kl_loss, log_ratio, entropy, lower, upper;
     Sum pos, neg, pos_start, neg_start, pos_last, neg_last;
     double count = 0.0, clipped = 0.0, dual_clipped = 0.0;
@@ -262,11 +263,12 @@ void Tokens::check_policy(const Outputs& got) {
             dual_clipped += term.dual_clipped;
             const double A = of.advantage, w = search_weight(i);
             if (A != 0.0) {
-                (A > 0.0 ? pos : neg).add(w * contribution(ratio.value, A, bounds, case_.gradient));
+                (A > 0.0 ? pos : neg)
+                    .add(w * contribution(ratio.value, A, bounds, case_.unclipped_only));
                 (A > 0.0 ? pos_start : neg_start)
-                    .add(w * contribution(ratio.value, A, start, case_.gradient));
+                    .add(w * contribution(ratio.value, A, start, case_.unclipped_only));
                 (A > 0.0 ? pos_last : neg_last)
-                    .add(w * contribution(ratio.value, A, last, case_.gradient));
+                    .add(w * contribution(ratio.value, A, last, case_.unclipped_only));
             }
             of_policy = weights_[i] * term.grad;
             of_kl = weights_[i] * kl_grad(of, options_);
@@ -294,7 +296,7 @@ void Tokens::check_policy(const Outputs& got) {
     }
     const double tokens = std::max(count, 1.0);
     const auto share = [](double p, double n) { return p + n == 0.0 ? 0.0 : p / (p + n); };
-    const double reached = tested_quantity(pos.value, neg.value, case_.ratio);
+    const double reached = tested_quantity(pos.value, neg.value, case_.target_is_ratio);
     const struct {
         double value, size;
     } expected[kReportSize] = {
@@ -309,9 +311,9 @@ void Tokens::check_policy(const Outputs& got) {
         {upper.value / tokens, upper.size / tokens},
         {share(pos.value, neg.value), 1.0},
         {share(pos_start.value, neg_start.value), 1.0},
-        {share(pos_last.value, (case_.gradient ? neg_last : neg_start).value), 1.0},
+        {share(pos_last.value, (case_.unclipped_only ? neg_last : neg_start).value), 1.0},
         {tested_quantity(pos.value, neg.value, true), 1.0},
-        {reached < target_.target ? 1.0 : 0.0, 0.0},
+        {reached < target_.value ? 1.0 : 0.0, 0.0},
         {count, 0.0},
     };
     for (int k = 0; k < kReportSize; ++k) {
@@ -338,7 +340,7 @@ void Tokens::run() {
     for (int k = 0; k < kMasses; ++k) {
         verdict_.compare("share", k, got.masses[k], masses[k].value, kDouble * masses[k].size);
     }
-    check_policy(got);
+    check_loss(got);
 
     const Outputs again = launch();
     const bool same = same_bits(got.table.data(), again.table.data(), (int64_t)got.table.size()) &&

@@ -12,8 +12,8 @@ namespace driver {
 struct TokenCase {
     int64_t count = 0;
     bool uniform_weight = false;
-    bool gradient = false;  // contributions of the gradient, else of the loss
-    bool ratio = false;     // target of pos/neg, else of pos/(pos + neg)
+    bool unclipped_only = false;   // contributions, else all that are held at the bounds
+    bool target_is_ratio = false;  // pos/neg, else pos/(pos + neg)
     bool upper_first = false;
     bool all_inputs = false;  // old, reference and rollout log-probs, importance weights
     int64_t surrogate = bapo::kClip;

@@ -26,16 +26,16 @@ import helpers  # noqa: F401  (slow, so once for all breaks)
 from cuda_on_host.build import HOST, KERNELS, ROOT, build, compile_object, link
 
 TESTS = {
-    "sets.cu": "test_sets_on_host.py",
-    "head_sets.cu": "test_sets_on_host.py",
-    "set_row.cuh": "test_sets_on_host.py",
+    "sampling_sets.cu": "test_sets_on_host.py",
+    "head_sampling_sets.cu": "test_sets_on_host.py",
+    "sampling_set_row.cuh": "test_sets_on_host.py",
 }
 MOST_SECONDS = 1_200  # of the tests under a break
 # The units to compile again where a break is in a header.
 INCLUDED_BY = {
     "row_math.cuh": ["row_pass_cluster.cu"],
     "cluster_plan.h": ["row_pass_cluster.cu"],
-    "set_row.cuh": ["sets.cu", "head_sets.cu"],
+    "sampling_set_row.cuh": ["sampling_sets.cu", "head_sampling_sets.cu"],
     "../sequences.h": ["sequences.cu"],
     "../tokens.h": [f"{unit}.cu" for unit in KERNELS],
     "../policy_math.h": [f"{unit}.cu" for unit in KERNELS],

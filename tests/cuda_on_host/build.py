@@ -13,9 +13,9 @@ KERNELS = [
     "prepare",
     "sequences",
     "search",
-    "policy",
-    "sets",
-    "head_sets",
+    "token_loss",
+    "sampling_sets",
+    "head_sampling_sets",
 ]
 
 

@@ -2,6 +2,9 @@
 
 import os
 
+from bapo_kernels.core import autograd, call, prepare, rows, tokens
+
+CALLERS = (autograd, call, prepare, rows, tokens)  # of operators
 # Compute capability, shared memory per multiprocessor, clusters that are active at once; and the
 # number of blocks that hold a row of 40 KB, 0 for the generic row pass.
 DEVICES = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from bapo_kernels import _autograd, _ops, bounds, fused, prepare, sequences, sets
+from bapo_kernels.core import operators
 
 from .build import build
-from .emulated import DEVICES, ROUNDING
+from .emulated import CALLERS, DEVICES, ROUNDING
 
 NAMESPACE = "bapo_kernels_cuda_on_host"
 CONTROLS = {
@@ -34,7 +34,7 @@ def library(tmp_path_factory):
         if not built.exists():
             build(folder)
     definitions = torch.library.Library(NAMESPACE, "DEF")
-    for name, schema in _ops.SCHEMAS.items():
+    for name, schema in operators.SCHEMAS.items():
         definitions.define(f"{name}({schema}) -> ()")
     for name, schema in CONTROLS.items():
         definitions.define(name + schema)
@@ -50,6 +50,6 @@ def on_host(request, library, monkeypatch):
     library.schedule(0)
     library.rounding(ROUNDING)
     library.stream(1, 0)
-    for module in (_autograd, bounds, fused, prepare, sequences, sets):
+    for module in CALLERS:
         monkeypatch.setattr(module, "ops_of", lambda backend: library)
     return request.param

@@ -191,7 +191,7 @@ def test_copy_of_the_head_that_peft_trains():
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    monkeypatch.setattr("bapo_kernels.adapters._BLOCK", 7)
+    monkeypatch.setattr("bapo_kernels.lora._BLOCK", 7)
 
 
 def lora(**options):
@@ -352,7 +352,7 @@ def test_other_adapters_on_the_head_raise(kind):
 
 
 def test_lora_with_sharded_weights_raises(monkeypatch):
-    monkeypatch.setattr("bapo_kernels.adapters.is_dtensor", lambda weight: True)
+    monkeypatch.setattr("bapo_kernels.lora.is_dtensor", lambda weight: True)
     with pytest.raises(ValueError, match="got .*Linear with sharded weights"):
         LMHead.of(lora())
 

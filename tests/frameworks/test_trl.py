@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_kernels import BAPOConfig, ClipBoundSearch, linear_log_probs, reference
-from bapo_kernels.checks import warn_once
-from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig, _add_head, _lm_head
+from bapo_kernels.core.checks import warn_once
+from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
 from bapo_kernels.integrations.trl_config import bapo_config
+from bapo_kernels.integrations.trl_head import add_head
 
 pytestmark = needs_native
 
@@ -748,7 +749,7 @@ class TestHeads:
     def test_adapters_elsewhere(self):
         adapted = self.adapted("q_proj")
         expected = self.expected(adapted)
-        _add_head(_lm_head(adapted, self.arguments()), False)
+        add_head(adapted, self.arguments())
         got = self.log_probs(adapted)
         torch.testing.assert_close(got, expected)
         got.sum().backward()
@@ -760,7 +761,7 @@ class TestHeads:
         adapted = self.adapted("lm_head")
         exact = copy.deepcopy(adapted).double()
         expected = self.expected(exact)
-        _add_head(_lm_head(adapted, self.arguments()), False)
+        add_head(adapted, self.arguments())
         got = self.log_probs(adapted)
         torch.testing.assert_close(got, expected.float())
         got.sum().backward()
@@ -774,9 +775,9 @@ class TestHeads:
     def test_another_adapter_of_the_head_is_left_to_trl(self):
         adapted = self.adapted("lm_head", lora_dropout=0.1)
         with pytest.warns(UserWarning, match=r"bapo_head is 'trl', .*adapter.*a dropout of 0\.1"):
-            assert _lm_head(adapted, self.arguments()) is None
+            assert add_head(adapted, self.arguments()) is None
         with pytest.raises(ValueError, match="adapter"):
-            _lm_head(adapted, self.arguments("fused"))
+            add_head(adapted, self.arguments("fused"))
 
     def test_a_head_in_float32(self):
         made = model(torch.bfloat16)
@@ -787,6 +788,6 @@ class TestHeads:
 
         made.lm_head.forward = product
         expected = self.expected(made)
-        _add_head(_lm_head(made, self.arguments(float32=True)), True)
+        add_head(made, self.arguments(float32=True))
         torch.testing.assert_close(self.log_probs(made), expected)
         assert made.lm_head.forward is product

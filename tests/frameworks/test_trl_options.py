@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from bapo_kernels import reference
-from bapo_kernels.checks import warn_once
+from bapo_kernels.core.checks import warn_once
 from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
 from bapo_kernels.integrations.trl_config import bapo_config
 

@@ -26,7 +26,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_engine import padded
 
 from bapo_kernels import BAPOConfig, reference
-from bapo_kernels.checks import warn_once
+from bapo_kernels.core.checks import warn_once
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 
 pytestmark = needs_native

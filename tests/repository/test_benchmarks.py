@@ -22,8 +22,9 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.text import Text
 
-from bapo_kernels import _autograd, bapo_loss, bounds, empty_cache, fused, memory, reference
+from bapo_kernels import bapo_loss, empty_cache, reference
 from bapo_kernels.backends.triton import row_pass
+from bapo_kernels.core import autograd, memory, prepare, rows, tokens
 from benchmarks import (
     frames,
     gate,
@@ -460,7 +461,7 @@ def test_methods_can_be_left_out(quick):
 
 def test_the_data_does_not_come_from_the_kernels_under_test(monkeypatch):
     """Kernels that are wrong, or hang, do not compute the data."""
-    for module in (fused, bounds, _autograd):
+    for module in (prepare, rows, tokens, autograd):
         monkeypatch.setattr(module, "ops_of", None)
     for level, sweep in itertools.product(("logits", "hidden"), (None, SAMPLING_MASK)):
         batch = Batch(small(level, sweep=sweep), "cpu")
@@ -621,7 +622,7 @@ def test_peak_memory_of_a_later_call():
         bapo_loss(leaf, labels, None, advantages, backend="cpu").loss.backward()
 
     call()
-    assert memory.OF_LOGITS.last
+    assert memory.LOGITS.last
     assert timing.CPUClock().costs(call).peak_bytes >= logits.nbytes
     empty_cache()
 

@@ -35,7 +35,7 @@ ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 REGISTERS = {"row_pass_cluster_kernel": 96, "row_pass_kernel": 64, "row_gradient_kernel": 64}
 REGISTERS["sequence_mean_kernel"] = 64
 # With which four blocks of 4 warps fit, all that there are on a large GPU.
-REGISTERS["policy_kernel"] = 128
+REGISTERS["token_loss_kernel"] = 128
 # With which six blocks of 4 warps fit.
 HEAD_KERNELS = ["multiply_sets", "head_sets_pass", "sets_dhidden", "sets_dweight"]
 REGISTERS |= {f"{name}_kernel": 80 for name in HEAD_KERNELS}

@@ -13,7 +13,7 @@ import torch
 from causal_lm import CausalLM
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, aggregation, backends, config, reference
+from bapo_kernels import BAPOConfig, backends, config, reference
 from bapo_kernels.backends import native
 
 # Examples import nothing: they see torch and the public names.
@@ -56,7 +56,6 @@ def documented():
         elif value is not torch:
             found[name] = value
     found["bound_grid"] = config.bound_grid
-    found["token_weights"] = aggregation.token_weights
     return found
 
 

@@ -1,7 +1,14 @@
-"""Kernels in Triton for NVIDIA and AMD GPUs, or interpreted on the CPU (TRITON_INTERPRET=1)."""
+"""Kernels in Triton for NVIDIA and AMD GPUs, or interpreted on the CPU (TRITON_INTERPRET=1).
+
+Registers the operators. Files here import ``core.operators``, ``core.checks``, ``config`` and
+``output``, and each other downwards: the launchers of kernels, then ``row_math``, then the
+mathematics of tokens and sets, then ``tokens``, ``launch`` and ``kernel``. None may import Triton
+before the first call: that takes longer than the import of the package.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -11,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..._ops import SCHEMAS, TRITON, register, without_dispatcher
+from ...core.operators import SCHEMAS, TRITON, call_directly, register
 
 
 def _is_interpreted() -> bool:
@@ -39,35 +46,13 @@ def why_not() -> str | None:
 
 @cache
 def _operators() -> dict[str, Callable[..., None]]:
-    """Made at the first call, because the import of Triton takes long."""
-    from . import head_sets, policy, prepare, row_gradient, row_pass, search, sequences, sets
-
-    return {
-        "row_statistics": row_pass.row_statistics,
-        "row_pass": row_pass.row_pass,
-        "row_pass_": row_pass.row_pass_,
-        "row_gradient": row_gradient.row_gradient,
-        "row_gradient_": row_gradient.row_gradient_,
-        "prepare": prepare.prepare,
-        "sequence_log_ratios": sequences.sequence_log_ratios,
-        "add_sequence_means_": sequences.add_sequence_means_,
-        "contributions": search.contributions,
-        "solve": search.solve,
-        "search": search.search,
-        "policy": policy.policy,
-        "find_labels": sets.find_labels,
-        "gather_sets": sets.gather_sets,
-        "multiply_sets": head_sets.multiply_sets,
-        "sets_statistics": sets.sets_statistics,
-        "sets_pass_": sets.sets_pass_,
-        "sets_gradient": sets.sets_gradient,
-        "sets_gradient_": sets.sets_gradient_,
-        "scatter_sets": sets.scatter_sets,
-        "head_sets_pass": head_sets.head_sets_pass,
-        "sets_dhidden": head_sets.sets_dhidden,
-        "sets_dweight": head_sets.sets_dweight,
-        "scale_": row_gradient.scale_,
-    }
+    """The launchers, each in a module as the function of its name."""
+    names = [
+        *("prepare", "row_pass", "row_gradient", "search", "sequences", "token_loss"),
+        *("sampling_sets", "head_sampling_sets"),
+    ]
+    modules = [importlib.import_module(f".{name}", __name__) for name in names]
+    return {name: f for module in modules for name, f in vars(module).items() if name in SCHEMAS}
 
 
 @cache
@@ -91,7 +76,7 @@ def launcher(name: str) -> Callable[..., None]:
     return run
 
 
-def kernel(name: str) -> Callable[..., None]:
+def operator(name: str) -> Callable[..., None]:
     """An operator for anybody to call."""
     launch = launcher(name)
 
@@ -104,11 +89,11 @@ def kernel(name: str) -> Callable[..., None]:
 
 # Of every loss: the public functions have checked what the caller gave, and make the rest.
 _UNCHECKED = (
-    *("prepare", "row_statistics", "row_pass", "row_pass_", "search", "policy"),
+    *("prepare", "row_statistics", "row_pass", "row_pass_", "search", "token_loss"),
     *("row_gradient", "row_gradient_", "scale_"),
 )
-without_dispatcher(
-    "triton", {name: kernel(name) for name in SCHEMAS} | {n: launcher(n) for n in _UNCHECKED}
+call_directly(
+    "triton", {name: operator(name) for name in SCHEMAS} | {n: launcher(n) for n in _UNCHECKED}
 )
 for _name in SCHEMAS:
-    register(TRITON, _name, kernel(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))
+    register(TRITON, _name, operator(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))

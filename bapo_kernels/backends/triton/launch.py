@@ -1,19 +1,24 @@
-"""What a launch needs to know about the device, and how rows and tokens are cut into programs."""
+"""What a launch needs to know about the device, and how rows and tokens are cut into programs.
+
+Imports ``config`` alone, and every launcher imports it. How rows and tokens are cut decides the
+bits of their sums: it must not depend on the device or on what else is in a call.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
-from ...config import bound_grid
+from ...config import Options, bound_grid
 
+Result = TypeVar("Result")
 INTERPRETED: bool = triton.knobs.runtime.interpret
-MAX_VALUES = 8  # per token that a call of prepare takes: advantages and seven others
 MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
 
 
@@ -97,50 +102,50 @@ def alignment(element_size: int, shape: torch.Size, *strides: tuple[int, ...]) -
     return math.gcd(16 // element_size, *apart)
 
 
-def row_arguments(logits: Tensor, dlogits: Tensor | None, offsets: Tensor | None) -> dict[str, int]:
-    """Sizes and strides of the rows; of sets the device knows them."""
-    if offsets is not None:
-        return _NOT_OF_SETS | dict(ALIGN=1, K=logits.numel())
-    grad = logits if dlogits is None else dlogits
-    return _row_arguments(logits.element_size(), logits.shape, logits.stride(), grad.stride())
+def row_sizes(
+    logits: Tensor, dlogits: Tensor | None, offsets: Tensor | None
+) -> tuple[tuple[int, ...], int]:
+    """(K, rows per batch, V, strides of batches and rows of both), and the alignment of rows.
 
-
-_NOT_OF_SETS = dict.fromkeys(
-    ("rows_per_batch", "V", "batch_stride", "row_stride", "dbatch_stride", "drow_stride"), 0
-)
-
-
-@lru_cache
-def _row_arguments(
-    element_size: int, shape: torch.Size, stride: tuple[int, ...], dstride: tuple[int, ...]
-) -> dict[str, int]:
-    return dict(
-        K=0,
-        rows_per_batch=shape[1],
-        V=shape[2],
-        batch_stride=stride[0],
-        row_stride=stride[1],
-        dbatch_stride=dstride[0],
-        drow_stride=dstride[1],
-        ALIGN=alignment(element_size, shape, stride, dstride),
-    )
-
-
-@lru_cache
-def transform_arguments(
-    temperature: float, logit_scale: float, softcap: float | None, of_rows: bool
-) -> tuple[bool, dict[str, float]]:
-    """x = scale*y with y = z, or y = tanh(inner*z) under softcap; dx/dz = slope*derivative(y).
-
-    ``of_rows``: rows have temperatures of their own; scale and slope are then those at 1.
+    Of sets the device knows all but K, the number of their values.
     """
-    by = 1.0 if of_rows else temperature
-    slope = logit_scale / by
-    scale = slope if softcap is None else softcap / by
-    inner = 1.0 if softcap is None else logit_scale / softcap
-    return softcap is not None, dict(
-        inner=inner, scale2=scale / math.log(2), scale=scale, slope=slope
-    )
+    if offsets is not None:
+        return (logits.numel(), 0, 0, 0, 0, 0, 0), 1
+    grad = logits if dlogits is None else dlogits
+    return _row_sizes(logits.element_size(), logits.shape, logits.stride(), grad.stride())
+
+
+@lru_cache
+def _row_sizes(
+    element_size: int, shape: torch.Size, stride: tuple[int, ...], dstride: tuple[int, ...]
+) -> tuple[tuple[int, ...], int]:
+    sizes = 0, shape[1], shape[2], *stride[:2], *dstride[:2]
+    return sizes, alignment(element_size, shape, stride, dstride)
+
+
+def per_options(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Caches what a launcher makes of options, which the dispatcher hands over as a list."""
+    known = lru_cache(function)
+
+    def find(options: Sequence[float], *others: int) -> Result:
+        given = options if isinstance(options, Options) else Options._make(options)
+        return known(given, *others)
+
+    return find
+
+
+def transform(options: Options, per_row: bool) -> tuple[bool, tuple[float, ...]]:
+    """Whether there is a soft cap, and (inner, scale/ln 2, scale, slope) of logits z.
+
+    These become x = scale*y with y = z, or y = tanh(inner*z) under softcap; dx/dz =
+    slope*derivative(y). ``per_row``: rows have their temperatures; scale and slope are those at 1.
+    """
+    temperature = 1.0 if per_row else options.temperature
+    softcapped = options.softcap < math.inf
+    slope = options.logit_scale / temperature
+    scale = options.softcap / temperature if softcapped else slope
+    inner = options.logit_scale / options.softcap if softcapped else 1.0
+    return softcapped, (inner, scale / math.log(2), scale, slope)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -156,7 +161,7 @@ def token_programs(N: int, tokens: int) -> int:
     return max(1, min(MAX_PROGRAMS, ceil_div(N, tokens)))
 
 
-@lru_cache
-def grid_sizes(grids: tuple[float, ...]) -> tuple[int, int]:
+@per_options
+def grid_sizes(options: Options) -> tuple[int, int]:
     """How many points the lower and the upper grid have."""
-    return len(bound_grid(*grids[:3])), len(bound_grid(*grids[3:]))
+    return len(bound_grid(*options[:3])), len(bound_grid(*options[3:6]))

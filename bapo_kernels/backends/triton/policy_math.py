@@ -1,16 +1,17 @@
-"""The policy mathematics of BAPO for Triton kernels.
+"""The policy mathematics of BAPO for Triton kernels, of one token or a block of them.
 
 The loss of Algorithm 1, line 20, the surrogates in its place, and the sums of Eq. 8 (arXiv
-2510.18927).
-
-For one token or a block of them, in float64 as in ``csrc/policy_math.h``: it costs a few operations
-per token, and decisions (clipped or not, which bounds) then agree with the float64 reference.
+2510.18927), in float64 as in ``csrc/policy_math.h``: it costs a few operations per token, and
+decisions (clipped or not, which bounds) then agree with the float64 reference. Imports ``tokens``
+alone. A formula that changes here and not there gives the backends different losses.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .tokens import LOWER, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, UPPER, has, load_field
 
 LOG_RATIO_LIMIT = tl.constexpr(20.0)
 KL_LIMIT = tl.constexpr(10.0)
@@ -37,24 +38,23 @@ def expm1(x):
 
 
 @triton.jit
-def old_log_prob(old_log_probs, index, mask, log_prob):
+def old_log_prob(token, log_prob, PRESENT: tl.constexpr):
     """The given one; on-policy that of the policy itself, kept finite at forbidden labels."""
-    if old_log_probs is None:
-        old = tl.where(log_prob < LOWEST_FLOAT, LOWEST_FLOAT, log_prob)
+    if has(OLD_LOG_PROBS, PRESENT):
+        old = load_field(token, OLD_LOG_PROBS)
     else:
-        old = tl.load(old_log_probs + index, mask).to(tl.float64)
+        old = tl.where(log_prob < LOWEST_FLOAT, LOWEST_FLOAT, log_prob)
     return old
 
 
 @triton.jit
-def load_bounds(bounds, index, mask, N, OWN_BOUNDS: tl.constexpr):
-    """Lower and upper bound: of all tokens, or of each one its own."""
-    if OWN_BOUNDS:
-        lower = tl.load(bounds + index, mask, other=0.0)
-        upper = tl.load(bounds + N + index, mask, other=0.0)
+def load_bounds(bounds, token, PRESENT: tl.constexpr):
+    """Lower and upper bound: a token's own, or those of all."""
+    if has(LOWER, PRESENT):
+        lower, upper = load_field(token, LOWER), load_field(token, UPPER)
     else:
-        lower, upper = tl.load(bounds), tl.load(bounds + 1)
-    return lower.to(tl.float64), upper.to(tl.float64)
+        lower, upper = tl.load(bounds).to(tl.float64), tl.load(bounds + 1).to(tl.float64)
+    return lower, upper
 
 
 @triton.jit
@@ -123,12 +123,13 @@ def sapo_term(r, saturated, A, tau_pos, tau_neg):
 
 
 @triton.jit
-def policy_term(r, saturated, A, log_prob, lower, upper, options, SURROGATE: tl.constexpr):
+def policy_term(r, saturated, A, log_prob, clip, options, SURROGATE: tl.constexpr):
     """Loss, its derivative by log_prob, and whether the clip and the dual clip applied.
 
-    Of a sequence's ratio the derivative is by the logarithm of that. ``options``: clip_ratio_c,
-    sapo_tau_pos and sapo_tau_neg.
+    Of a sequence's ratio the derivative is by the logarithm of that. ``clip``: lower and upper
+    bound; ``options``: clip_ratio_c, sapo_tau_pos and sapo_tau_neg.
     """
+    lower, upper = clip
     if SURROGATE == CISPO:
         term = cispo_term(r, A, log_prob, lower, upper)
     elif SURROGATE == SAPO:
@@ -139,12 +140,12 @@ def policy_term(r, saturated, A, log_prob, lower, upper, options, SURROGATE: tl.
 
 
 @triton.jit
-def kl_term(log_prob, ref_log_prob, KL_TYPE: tl.constexpr):
+def kl_term(log_prob, ref_log_prob, KL_LOSS_TYPE: tl.constexpr):
     """Estimator of http://joschu.net/blog/kl-approx.html and its derivative; k3 as verl clamps."""
     delta = ref_log_prob - log_prob
-    if KL_TYPE == K1:
+    if KL_LOSS_TYPE == K1:
         kl, grad = -delta, tl.zeros_like(delta) + 1.0
-    elif KL_TYPE == K2:
+    elif KL_LOSS_TYPE == K2:
         kl, grad = 0.5 * delta * delta, -delta
     else:
         d = clamp(delta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -157,21 +158,22 @@ def kl_term(log_prob, ref_log_prob, KL_TYPE: tl.constexpr):
 
 
 @triton.jit
-def search_weight(rollout_log_probs, index, mask, old, UNIFORM: tl.constexpr):
+def search_weight(token, old, UNIFORM_WEIGHT: tl.constexpr, PRESENT: tl.constexpr):
     """Weight of a token in both masses: its probability under the rollout policy, or 1."""
-    if UNIFORM:
+    if UNIFORM_WEIGHT:
         w = tl.zeros_like(old) + 1.0
-    elif rollout_log_probs is not None:
-        w = tl.exp(tl.load(rollout_log_probs + index, mask, other=0.0).to(tl.float64))
+    elif has(ROLLOUT_LOG_PROBS, PRESENT):
+        w = tl.exp(load_field(token, ROLLOUT_LOG_PROBS))
     else:
         w = tl.exp(old)
     return w
 
 
 @triton.jit
-def contribution(r, A, lower, upper, GRADIENT: tl.constexpr):
+def contribution(r, A, clip, UNCLIPPED_ONLY: tl.constexpr):
     """What a token adds to the positive (A > 0) or negative (A < 0) mass, without its weight."""
-    if GRADIENT:
+    lower, upper = clip
+    if UNCLIPPED_ONLY:
         positive, negative = tl.where(r > upper, 0.0, r), tl.where(r < lower, 0.0, r)
     else:
         positive, negative = tl.where(r > upper, upper, r), tl.where(r < lower, lower, r)
@@ -179,23 +181,23 @@ def contribution(r, A, lower, upper, GRADIENT: tl.constexpr):
 
 
 @triton.jit
-def contributions_at(r, A, w, points, is_upper, GRADIENT: tl.constexpr):
+def contributions_at(r, A, w, points, is_upper, UNCLIPPED_ONLY: tl.constexpr):
     """``[tokens, points]``: what tokens add to the masses at points of both grids.
 
     A lower point bounds r from below, so -r from above: the same operations for both.
     """
     x = tl.where(A > 0.0, r, -r)[:, None]
     limit = tl.where(is_upper, points, -points)[None, :]
-    held = tl.where(x > limit, 0.0 if GRADIENT else limit, x)
+    held = tl.where(x > limit, 0.0 if UNCLIPPED_ONLY else limit, x)
     side = tl.where(A > 0.0, 1, tl.where(A < 0.0, -1, 0))[:, None]
     adds = side == tl.where(is_upper, 1, -1)[None, :]
     return tl.where(adds, (w * A)[:, None] * held, 0.0)
 
 
 @triton.jit
-def tested_quantity(pos, neg, RATIO_TARGET: tl.constexpr):
+def tested_quantity(pos, neg, TARGET_IS_RATIO: tl.constexpr):
     """What the search compares with its target; infinite where there is nothing to balance."""
-    if RATIO_TARGET:
+    if TARGET_IS_RATIO:
         nothing, divisor = neg <= 0.0, neg + RATIO_EPS
     else:
         nothing, divisor = pos + neg == 0.0, pos + neg

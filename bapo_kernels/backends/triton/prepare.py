@@ -1,26 +1,32 @@
 """What the kernels take per token, from the arguments as the caller has them.
 
-All sums are of integers, so that the order of the atomics does not matter.
+All sums are of integers, so that the order of the atomics does not matter. Imports ``config``,
+``tokens`` and ``launch``. Nothing else reads the caller's dtypes and strides, and nothing else
+checks values on the device: what breaks a rule must make the weights NaN here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import IGNORE_INDEX
+from ...config import IGNORE_INDEX, Options
 from .kernel import Kernel
-from .launch import MAX_VALUES, ceil_div, limits
+from .launch import ceil_div, limits
+from .tokens import ADVANTAGES, LOWER, UPPER
 
 TOKENS = 2_048  # of a program at once
 ALONE = 4 * TOKENS  # that one program takes: one launch in place of three
 _COUNT, _WRITE, _COUNT_AND_WRITE = (1, 0), (0, 1), (1, 1)
 _IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
 # Modes of aggregation by number, in the order of LossAggMode.
+_MODE = Options._fields.index("loss_agg_mode")
+_SCALE_FACTOR = Options._fields.index("loss_scale_factor")
 _TOKEN_MEAN, _TOKEN_SUM, _SEQ_MEAN_TOKEN_SUM_NORM, _SEQ_MEAN_TOKEN_MEAN = 0, 1, 3, 4
 
 
@@ -46,12 +52,15 @@ def _sequence_of(cu_seqlens, stride, K, steps, index, N):
 
 
 @triton.jit
-def _label_and_unmasked(tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column):
+def _label_and_unmasked(labels, mask, index, N, S):
+    """Of matrices ``(pointer, row stride, column stride)``; log-probs have no labels."""
+    labels, label_row, label_column = labels
+    mask, mask_row, mask_column = mask
     inside = index < N
     row, column = index // S, index % S
     label, unmasked = index, inside
-    if not tokens.dtype.element_ty.is_floating():
-        label = tl.load(tokens + row * token_row + column * token_column, inside, other=0)
+    if not labels.dtype.element_ty.is_floating():
+        label = tl.load(labels + row * label_row + column * label_column, inside, other=0)
         label = label.to(tl.int64)
         unmasked = unmasked & (label != _IGNORE_INDEX)
     if mask is not None:
@@ -98,16 +107,16 @@ def _count_broken(cu_seqlens, stride, index, K, N, counts):
 
 @Kernel
 def _prepare_kernel(
-    tokens,
+    labels_or_log_probs,
     mask,
-    values0,
-    values1,
-    values2,
-    values3,
-    values4,
-    values5,
-    values6,
-    values7,
+    field0,
+    field1,
+    field2,
+    field3,
+    field4,
+    field5,
+    field6,
+    field7,
     cu_seqlens,
     device_divisor,
     bounds,
@@ -116,7 +125,7 @@ def _prepare_kernel(
     counted,
     labels,
     weights,
-    flat,
+    tokens,
     ticket,
     N: tl.int64,
     S: tl.int64,
@@ -127,8 +136,8 @@ def _prepare_kernel(
     scale: tl.float64,
     length: tl.float64,
     divisor: tl.float64,
-    token_row: tl.int64,
-    token_column: tl.int64,
+    label_row: tl.int64,
+    label_column: tl.int64,
     mask_row: tl.int64,
     mask_column: tl.int64,
     row0: tl.int64,
@@ -148,8 +157,7 @@ def _prepare_kernel(
     row7: tl.int64,
     column7: tl.int64,
     offset_stride: tl.int64,
-    PER_SEQUENCE: tl.constexpr,  # one bit per value
-    LOWER: tl.constexpr,  # index of the own lower bounds, before the upper ones; 0: none
+    PER_SEQUENCE: tl.constexpr,  # one bit per field
     LIVE: tl.constexpr,
     MEAN: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -162,6 +170,8 @@ def _prepare_kernel(
     first = tl.program_id(0).to(tl.int64) * TOKENS
     stride = tl.num_programs(0).to(tl.int64) * TOKENS
     lane = tl.arange(0, TOKENS)
+    label_matrix = labels_or_log_probs, label_row, label_column
+    mask_matrix = mask, mask_row, mask_column
     if counts is not None:  # noqa: SIM102 (decided when it is compiled)
         if count:
             if write:
@@ -173,9 +183,7 @@ def _prepare_kernel(
                     _count_broken(cu_seqlens, offset_stride, begin + lane, K, N, counts)
             for begin in range(first, N, stride):
                 index = begin + lane
-                _, is_unmasked = _label_and_unmasked(
-                    tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column
-                )
+                _, is_unmasked = _label_and_unmasked(label_matrix, mask_matrix, index, N, S)
                 if cu_seqlens is not None:
                     sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
                     is_unmasked = is_unmasked & (sequence < K)
@@ -191,14 +199,22 @@ def _prepare_kernel(
     if write:
         if ticket is not None:
             tl.store(ticket, 0, tl.program_id(0) == 0)
+        fields = (
+            (field0, row0, column0),
+            (field1, row1, column1),
+            (field2, row2, column2),
+            (field3, row3, column3),
+            (field4, row4, column4),
+            (field5, row5, column5),
+            (field6, row6, column6),
+            (field7, row7, column7),
+        )
         for begin in range(first, N, stride):
             index = begin + lane
             inside = index < N
             row, column = index // S, index % S
-            label, is_unmasked = _label_and_unmasked(
-                tokens, mask, index, N, S, token_row, token_column, mask_row, mask_column
-            )
             sequence, is_broken = row, False
+            label, is_unmasked = _label_and_unmasked(label_matrix, mask_matrix, index, N, S)
             if cu_seqlens is not None:
                 sequence = _sequence_of(cu_seqlens, offset_stride, K, steps, index, N)
                 is_broken = tl.load(counts) > 0
@@ -208,30 +224,26 @@ def _prepare_kernel(
                 tl.store(labels + index, label, inside)
 
             is_counted = is_unmasked
-            if values0 is not None:
-                place = _place(row, column, sequence, row0, column0, K, PER_SEQUENCE & 1)
-                advantage = tl.load(values0 + place, inside, other=0).to(tl.float32)
-                if cu_seqlens is not None:
-                    advantage = tl.where(is_broken, float("nan"), advantage)
-                tl.store(flat + index, advantage, inside)
-                if LIVE:
-                    is_counted = is_counted & (advantage != 0.0)
+            for i in tl.static_range(8):
+                field, row_stride, column_stride = fields[i]
+                if field is not None:
+                    if PER_SEQUENCE >> i & 1:  # tokens behind the last sequence take its
+                        place = tl.minimum(sequence, K - 1) * column_stride
+                    else:
+                        place = row * row_stride + column * column_stride
+                    value = tl.load(field + place, inside, other=0).to(tl.float32)
+                    if i == ADVANTAGES:
+                        if cu_seqlens is not None:
+                            value = tl.where(is_broken, float("nan"), value)
+                        if LIVE:
+                            is_counted = is_counted & (value != 0.0)
+                    tl.store(tokens + i * N + index, value, inside)
+                    if i == LOWER:
+                        lower = value
+                    if i == UPPER:
+                        upper = value
             if counted is not None:
                 tl.store(counted + index, is_counted, inside)
-            place = _place(row, column, sequence, row1, column1, K, PER_SEQUENCE & 2)
-            copied1 = _copy(values1, place, flat + N, index, inside)
-            place = _place(row, column, sequence, row2, column2, K, PER_SEQUENCE & 4)
-            copied2 = _copy(values2, place, flat + 2 * N, index, inside)
-            place = _place(row, column, sequence, row3, column3, K, PER_SEQUENCE & 8)
-            copied3 = _copy(values3, place, flat + 3 * N, index, inside)
-            place = _place(row, column, sequence, row4, column4, K, PER_SEQUENCE & 16)
-            copied4 = _copy(values4, place, flat + 4 * N, index, inside)
-            place = _place(row, column, sequence, row5, column5, K, PER_SEQUENCE & 32)
-            copied5 = _copy(values5, place, flat + 5 * N, index, inside)
-            place = _place(row, column, sequence, row6, column6, K, PER_SEQUENCE & 64)
-            copied6 = _copy(values6, place, flat + 6 * N, index, inside)
-            place = _place(row, column, sequence, row7, column7, K, PER_SEQUENCE & 128)
-            copied7 = _copy(values7, place, flat + 7 * N, index, inside)
 
             if weights is not None:
                 weight = tl.zeros((TOKENS,), tl.float64) + scale
@@ -244,38 +256,18 @@ def _prepare_kernel(
                     else:
                         weight = weight / tl.maximum(tl.load(counts + 1), 1).to(tl.float64)
                 if MEAN_OF_SEQUENCE:
-                    of_sequence = tl.load(counts + 2 + sequence, inside & (sequence < K), other=1)
-                    weight = weight / tl.maximum(of_sequence, 1).to(tl.float64)
+                    tokens_there = tl.load(counts + 2 + sequence, inside & (sequence < K), other=1)
+                    weight = weight / tl.maximum(tokens_there, 1).to(tl.float64)
                 if NORM:
                     weight = weight / length
                 if bounds is not None:
                     weight = _where_valid(tl.load(bounds), tl.load(bounds + 1), weight)
-                if LOWER:
-                    copied = copied1, copied2, copied3, copied4, copied5, copied6, copied7
-                    weight = _where_valid(copied[LOWER - 1], copied[LOWER], weight)
+                own_lower, _, _ = fields[LOWER]
+                if own_lower is not None:
+                    weight = _where_valid(lower, upper, weight)
                 if cu_seqlens is not None:
                     weight = tl.where(is_broken, float("nan"), weight)
                 tl.store(weights + index, tl.where(is_unmasked, weight, 0.0), inside)
-
-
-@triton.jit
-def _place(row, column, sequence, row_stride, column_stride, K, PER_SEQUENCE: tl.constexpr):
-    """Where the value of a token lies; of those per sequence, tokens behind the last take its."""
-    if PER_SEQUENCE:
-        place = tl.minimum(sequence, K - 1) * column_stride
-    else:
-        place = row * row_stride + column * column_stride
-    return place
-
-
-@triton.jit
-def _copy(values, place, flat, index, inside):
-    """Also returns what it copies, 0 where there is nothing."""
-    copied = 0.0
-    if values is not None:
-        copied = tl.load(values + place, inside, other=0).to(tl.float32)
-        tl.store(flat + index, copied, inside)
-    return copied
 
 
 @triton.jit
@@ -285,34 +277,33 @@ def _where_valid(lower, upper, weight):
 
 
 def prepare(
-    tokens: Tensor,
+    labels_or_log_probs: Tensor,
     response_mask: Tensor | None,
-    values: list[Tensor],
+    fields: list[Tensor | None],
     cu_seqlens: Tensor | None,
-    aggregation: int,
     scale: float,
-    length: float | None,
     divisor: float | None,
     device_divisor: Tensor | None,
     bounds: Tensor | None,
-    own_bounds: bool,
     live: bool,
+    options: Sequence[float],
     unmasked: Tensor,
     counted: Tensor | None,
     labels: Tensor | None,
     weights: Tensor | None,
-    flat: Tensor,
+    tokens: Tensor | None,
     ticket: Tensor | None,
 ) -> None:
-    R, S = tokens.shape
+    R, S = labels_or_log_probs.shape
     N, K, offset_stride = R * S, R, 0
     if cu_seqlens is not None:
         K, offset_stride = cu_seqlens.numel() - 1, cu_seqlens.stride(0)
     places = N if cu_seqlens is None else max(N, K + 1)
+    mode, scale_factor = options[_MODE], options[_SCALE_FACTOR]
     given = divisor is not None or device_divisor is not None
-    counts_tokens = weights is not None and aggregation == _TOKEN_MEAN and not given
+    counts_tokens = weights is not None and mode == _TOKEN_MEAN and not given
     counts_sequences = weights is not None and (
-        aggregation == _SEQ_MEAN_TOKEN_MEAN or (aggregation > _TOKEN_SUM and not given)
+        mode == _SEQ_MEAN_TOKEN_MEAN or (mode > _TOKEN_SUM and not given)
     )
 
     counts, phases = None, [_WRITE]
@@ -321,53 +312,36 @@ def prepare(
         phases = [_COUNT_AND_WRITE] if alone else [_COUNT, _WRITE]
         new = torch.empty if alone else torch.zeros
         size = 2 + K if counts_sequences else 2
-        counts = new(size, dtype=torch.int64, device=tokens.device)
-    absent = MAX_VALUES - len(values)
-    inputs = (
-        tokens,
-        response_mask,
-        *values,
-        *[None] * absent,
-        cu_seqlens,
-        device_divisor,
-        bounds,
-        counts,
-        unmasked,
-        counted,
-        labels,
-        weights,
-        flat,
-        ticket,
-        N,
-        S,
-        K,
-        K.bit_length(),
-    )
-    options = (
+        counts = new(size, dtype=torch.int64, device=unmasked.device)
+    inputs = labels_or_log_probs, response_mask, *fields, cu_seqlens, device_divisor, bounds
+    outputs = counts, unmasked, counted, labels, weights, tokens, ticket
+    numbers = (
         scale,
-        float(S) if length is None else length,
+        scale_factor or float(S),
         math.nan if divisor is None else divisor,
-        *tokens.stride(),
+        *labels_or_log_probs.stride(),
         *_strides(response_mask),
-        *[stride for one in values for stride in _strides(one)],
-        *[0, 0] * absent,
+        *[stride for field in fields for stride in _strides(field)],
         offset_stride,
-        sum((value.ndim == 1) << at for at, value in enumerate(values)),
-        len(values) - 2 if own_bounds else 0,
+    )
+    flags = (
+        sum((field is not None and field.ndim == 1) << i for i, field in enumerate(fields)),
         live,
-        aggregation != _TOKEN_SUM,
+        mode != _TOKEN_SUM,
         divisor is not None,
-        aggregation == _SEQ_MEAN_TOKEN_MEAN,
-        aggregation == _SEQ_MEAN_TOKEN_SUM_NORM,
+        mode == _SEQ_MEAN_TOKEN_MEAN,
+        mode == _SEQ_MEAN_TOKEN_SUM_NORM,
         counts_sequences,
-        TOKENS,
     )
     for phase in phases:
         programs = 1 if phase == _COUNT_AND_WRITE else max(1, ceil_div(places, TOKENS))
-        _prepare_kernel[(programs,)](*inputs, *phase, *options, **limits(16, registers=128))
+        _prepare_kernel[(programs,)](
+            *(*inputs, *outputs, N, S, K, K.bit_length(), *phase, *numbers, *flags, TOKENS),
+            **limits(16, registers=128),
+        )
 
 
-def _strides(values: Tensor | None) -> tuple[int, ...]:
-    if values is None:
+def _strides(matrix: Tensor | None) -> tuple[int, ...]:
+    if matrix is None:
         return 0, 0
-    return values.stride() if values.ndim == 2 else (0, *values.stride())
+    return matrix.stride() if matrix.ndim == 2 else (0, *matrix.stride())

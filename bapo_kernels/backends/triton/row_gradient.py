@@ -1,7 +1,9 @@
 """The gradient of known rows, and its scaling; each program strides over the rows.
 
 Often there is nothing to do, because no row was undecided or the factor is 1: few programs find
-that out sooner than one per row. With ``offsets`` rows are the values of sets, as in ``row_pass``.
+that out sooner than one per row. With ``offsets`` rows are the values of sampling sets, as in
+``row_pass``, and imports are as there. Both must write the same gradient of a row: which one does
+depends on what the search finds.
 """
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...inputs import as_rows
-from . import row_math, set_math
+from ...config import Options
+from ...core.operators import as_rows
+from . import row_math
 from .kernel import Kernel
 from .launch import (
-    alignment,
     limits,
+    per_options,
     resident_programs,
-    row_arguments,
     row_shape,
+    row_sizes,
     set_shape,
-    transform_arguments,
+    transform,
 )
+from .tokens import TEMPERATURES, bits
 
 FLAGS = 64  # rows of a program whose flags it reads at once
 
@@ -46,24 +50,24 @@ def any_wanted(flags, begin, end, step, FLAGS: tl.constexpr, WANTED: tl.constexp
         wanted = True
     else:
         index = begin + tl.arange(0, FLAGS) * step
-        of_rows = (tl.load(flags + index, index < end, other=0) != 0) == WANTED
-        wanted = tl.max((of_rows & (index < end)).to(tl.int32), 0) != 0
+        flagged = (tl.load(flags + index, index < end, other=0) != 0) == WANTED
+        wanted = tl.max((flagged & (index < end)).to(tl.int32), 0) != 0
     return wanted
 
 
 def _row_gradient_kernel(
     logits,
     dlogits,
+    offsets,
     labels,
     stats,
     entropies,
     dlog_probs,
     dentropies,
-    temperatures,
     only,
-    offsets,
-    K: tl.int64,
+    tokens,
     rows: tl.int64,
+    K: tl.int64,
     rows_per_batch: tl.int64,
     V: tl.int32,
     batch_stride: tl.int64,
@@ -75,45 +79,27 @@ def _row_gradient_kernel(
     scale: tl.float64,
     slope: tl.float64,
     SOFTCAP: tl.constexpr,
+    PRESENT: tl.constexpr,
     ALIGN: tl.constexpr,
     W: tl.constexpr,
     UNROLL: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
+    sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
+    transform = inner, scale2, scale, slope
+    known = labels, stats, entropies, dlog_probs, dentropies
     programs = tl.num_programs(0).to(tl.int64)
     for begin in range(tl.program_id(0).to(tl.int64), rows, FLAGS * programs):
         end = tl.minimum(rows, begin + FLAGS * programs)
         if any_wanted(only, begin, end, programs, FLAGS):
             for index in range(begin, end, programs):
                 if is_wanted(only, index):
-                    if offsets is None:
-                        row = row_math.row_pointer(
-                            logits, index, rows_per_batch, batch_stride, row_stride, ALIGN
-                        )
-                        grad = row_math.row_pointer(
-                            dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN
-                        )
-                    else:
-                        first, V, _ = set_math.set_of(offsets, index, True, rows, K)
-                        row, grad = logits + first, dlogits + first
+                    row, grad, length, _ = row_math.row_of(
+                        logits, dlogits, offsets, index, rows, sizes, ALIGN
+                    )
+                    token = tokens, rows, index, True
                     _gradient_of_row(
-                        row,
-                        grad,
-                        labels,
-                        stats,
-                        entropies,
-                        dlog_probs,
-                        dentropies,
-                        temperatures,
-                        index,
-                        V,
-                        inner,
-                        scale2,
-                        scale,
-                        slope,
-                        SOFTCAP,
-                        W,
-                        UNROLL,
+                        row, grad, length, known, token, transform, SOFTCAP, PRESENT, W, UNROLL
                     )
 
 
@@ -121,22 +107,17 @@ def _row_gradient_kernel(
 def _gradient_of_row(
     row,
     grad,
-    labels,
-    stats,
-    entropies,
-    dlog_probs,
-    dentropies,
-    temperatures,
-    index,
     V,
-    inner,
-    scale2,
-    scale,
-    slope,
+    known,
+    token,
+    transform,
     SOFTCAP: tl.constexpr,
+    PRESENT: tl.constexpr,
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    labels, stats, entropies, dlog_probs, dentropies = known
+    index = token[2]
     g = tl.load(dlog_probs + index)
     bonus = g * 0.0
     if dentropies is not None:
@@ -144,38 +125,19 @@ def _gradient_of_row(
     if (g == 0.0) & (bonus == 0.0):
         row_math.write_zeros(grad, V, W, UNROLL)
     else:
-        if temperatures is not None:
-            temperature = tl.load(temperatures + index)
-            scale2 = row_math.scale2_at(scale, temperature)
-            scale = row_math.at_temperature(scale, temperature)
-            slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
+        transform = row_math.transform_of(token, transform, SOFTCAP, PRESENT)
         origin = tl.load(stats + 2 * index).to(tl.float32)
         sum_2t = tl.load(stats + 2 * index + 1)
         log_sum = tl.log(sum_2t)
-        entropy = tl.load(entropies + index)
+        statistics = origin, sum_2t, log_sum, tl.load(entropies + index)
         label = tl.load(labels + index)
         z = row_math.label_logit(row, label, V)
-        logp = row_math.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
+        logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
+        at_label, coefficients = (label, z, logp), (g, bonus)
+        BONUS: tl.constexpr = dentropies is not None
         tl.debug_barrier()
         row_math.write_gradient(
-            row,
-            grad,
-            V,
-            label,
-            row_math.label_gradient(z, logp, entropy, g, bonus, inner, slope, SOFTCAP),
-            origin,
-            sum_2t,
-            log_sum,
-            entropy,
-            g,
-            bonus,
-            inner,
-            scale2,
-            slope,
-            SOFTCAP,
-            dentropies is not None,
-            W,
-            UNROLL,
+            row, grad, V, at_label, statistics, coefficients, transform, SOFTCAP, BONUS, W, UNROLL
         )
 
 
@@ -204,45 +166,51 @@ def _scale_kernel(
             row_math.scale_row(row, V, by, W, UNROLL)
 
 
+@per_options
+def _from_options(options: Options, present: int) -> tuple[bool, tuple[float, ...]]:
+    return transform(options, bool(present))
+
+
 def row_gradient(
     logits: Tensor,
+    offsets: Tensor | None,
     labels: Tensor,
     stats: Tensor,
     entropy: Tensor,
     dlog_probs: Tensor,
     dentropy: Tensor | None,
     only: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    temperatures: Tensor | None,
+    tokens: Tensor | None,
+    present: int,
+    options: list[float],
     dlogits: Tensor,
-    *,
-    offsets: Tensor | None = None,
 ) -> None:
-    of_rows = temperatures is not None
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, of_rows)
+    present &= bits(TEMPERATURES)
+    softcapped, numbers = _from_options(options, present)
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
     kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
+    sizes, ALIGN = row_sizes(logits, dlogits, offsets)
     rows = labels.numel()
     kernel[(resident_programs(rows, shape.num_warps),)](
         logits,
         dlogits,
+        offsets,
         labels,
         stats,
         entropy,
         dlog_probs,
         dentropy,
-        temperatures,
         only,
-        offsets,
-        rows=rows,
-        **row_arguments(logits, dlogits, offsets),
-        **transform,
-        SOFTCAP=softcapped,
-        W=shape.W,
-        UNROLL=shape.UNROLL,
-        FLAGS=FLAGS,
+        tokens if present else None,
+        rows,
+        *sizes,
+        *numbers,
+        softcapped,
+        present,
+        ALIGN,
+        shape.W,
+        shape.UNROLL,
+        FLAGS,
         **limits(shape.num_warps, registers=64 if offsets is None else 72),
     )
 
@@ -254,17 +222,9 @@ def row_gradient_(logits: Tensor, *arguments: Any) -> None:
 def scale_(x: Tensor, factor: Tensor) -> None:
     x = as_rows(x)
     shape = row_shape(x)
+    (_, *sizes), ALIGN = row_sizes(x, None, None)
     rows = x.shape[0] * x.shape[1]
     _scale_kernel[(resident_programs(rows, shape.num_warps),)](
-        x,
-        factor,
-        rows=rows,
-        rows_per_batch=x.shape[1],
-        V=x.shape[2],
-        batch_stride=x.stride(0),
-        row_stride=x.stride(1),
-        ALIGN=alignment(x.element_size(), x.shape, x.stride()),
-        W=shape.W,
-        UNROLL=shape.UNROLL,
+        *(x, factor, rows, *sizes[:4], ALIGN, shape.W, shape.UNROLL),
         **limits(shape.num_warps, registers=64),
     )

@@ -5,6 +5,13 @@ Everything is in base 2: with ``x = scale*y``, ``t = (y - origin)*scale/ln 2`` a
 Element ``j`` belongs to lane ``j % W``, whatever the alignment or the layout that the compiler
 chooses; every lane adds its elements in order, and lanes are added as integers, in any order. The
 bits of a row therefore depend on the row alone.
+
+Imports the mathematics of tokens and sets, and ``launch``. ptxas has few registers to spare here:
+after any change tests/test_triton_compile.py shows whether a loop spills.
+
+What belongs together comes as a tuple: ``transform`` is (inner, scale2, scale, slope) of
+``launch.transform``, ``statistics`` (origin, sum_2t, log_sum, entropy), ``at_label`` (label, its
+logit, its log-prob), and ``coefficients`` has the gradients of log-prob and negative entropy.
 """
 
 from __future__ import annotations
@@ -12,7 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import launch, policy_math
+from . import launch, policy_math, sampling_set_math
+from .tokens import TEMPERATURES, has, load_field
 
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-160.0)  # of t as a factor of 2^t = 0
@@ -101,16 +109,40 @@ def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl
 
 
 @triton.jit
-def at_temperature(value, temperature):
-    """A scale or slope at temperature 1, at that of a row; NaN unless it is finite and > 0."""
-    is_valid = (temperature > 0.0) & (temperature < INF)
-    return value / tl.where(is_valid, temperature, float("nan")).to(tl.float64)
+def row_of(logits, dlogits, offsets, index, rows, sizes, ALIGN: tl.constexpr):
+    """Row ``index`` of logits and of the gradient, its length, and whether it is there.
+
+    With ``offsets`` the values of a set; ``sizes`` are those of ``launch.row_sizes``.
+    """
+    K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride = sizes
+    exists = True
+    if offsets is None:
+        row = row_pointer(logits, index, rows_per_batch, batch_stride, row_stride, ALIGN)
+        grad = row
+        if dlogits is not None:
+            grad = row_pointer(dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN)
+    else:
+        begin, V, is_broken = sampling_set_math.set_of(offsets, index, True, rows, K)
+        exists = (V > 0) | is_broken
+        row = logits + begin
+        grad = row
+        if dlogits is not None:
+            grad = dlogits + begin
+    return row, grad, V, exists
 
 
 @triton.jit
-def scale2_at(scale, temperature):
-    """The same of the scale in base 2."""
-    return (at_temperature(scale, temperature) / LN2).to(tl.float32)
+def transform_of(token, transform, SOFTCAP: tl.constexpr, PRESENT: tl.constexpr):
+    """At the temperature of a row, if it has its own: NaN unless that is finite and > 0."""
+    inner, scale2, scale, slope = transform
+    if has(TEMPERATURES, PRESENT):
+        temperature = load_field(token, TEMPERATURES)
+        is_valid = (temperature > 0.0) & (temperature < INF)
+        temperature = tl.where(is_valid, temperature, float("nan"))
+        scale = scale / temperature
+        scale2 = (scale / LN2).to(tl.float32)
+        slope = slope / temperature if SOFTCAP else scale
+    return inner, scale2, scale, slope
 
 
 @triton.jit
@@ -208,15 +240,17 @@ def label_logit(row, label, V):
 
 
 @triton.jit
-def label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP: tl.constexpr):
+def label_log_prob(z, origin, log_sum, transform, SOFTCAP: tl.constexpr):
     """The log-prob of the label in float64."""
+    inner, _, scale, _ = transform
     y = transformed(z, inner, SOFTCAP)
     return (y.to(tl.float64) - origin) * scale - log_sum
 
 
 @triton.jit
-def label_gradient(z, log_p, entropy, dlog_prob, bonus, inner, slope, SOFTCAP: tl.constexpr):
+def label_gradient(z, log_p, entropy, dlog_prob, bonus, transform, SOFTCAP: tl.constexpr):
     """d l/d z of the label, without the cancellation in 1 - p."""
+    inner, _, _, slope = transform
     dz = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy_math.expm1(log_p)
     dz *= slope
     if SOFTCAP:
@@ -231,17 +265,10 @@ def write_gradient(
     row,
     grad,
     V,
-    label,
-    label_grad,
-    origin,
-    sum_2t,
-    log_sum,
-    entropy,
-    dlog_prob,
-    bonus,
-    inner,
-    scale2,
-    slope,
+    at_label,
+    statistics,
+    coefficients,
+    transform,
     SOFTCAP: tl.constexpr,
     BONUS: tl.constexpr,
     W: tl.constexpr,
@@ -252,8 +279,13 @@ def write_gradient(
     That is 2^t_j*(a*t_j + b) times the derivative; the label's entry is computed separately. Reads
     backwards from the end of the row, which was read last and is still in the cache.
     """
+    label, z_label, log_prob = at_label
+    origin, sum_2t, log_sum, entropy = statistics
+    dlog_prob, bonus = coefficients
+    inner, scale2, _, slope = transform
     a = (bonus * LN2 / sum_2t * slope).to(tl.float32)
     b = ((bonus * (entropy - log_sum) - dlog_prob) / sum_2t * slope).to(tl.float32)
+    label_grad = label_gradient(z_label, log_prob, entropy, dlog_prob, bonus, transform, SOFTCAP)
 
     step: tl.constexpr = UNROLL * W
     whole = V // step * step

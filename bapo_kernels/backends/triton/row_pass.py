@@ -1,41 +1,49 @@
 """The row pass, with one program per row, and the statistics of rows, which are a part of it.
 
-With ``offsets`` rows are the values of sets, and labels are positions in these.
+With ``offsets`` rows are the values of sampling sets, and labels are positions in these. Imports
+the mathematics below it and ``launch``. The two launchers share a kernel, so that the statistics of
+a row have the same bits with and without its gradient.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Sequence
-from functools import lru_cache
+from ctypes import c_float
 from typing import Any
 
 import triton.language as tl
 from torch import Tensor
 
-from . import policy_math, row_math, set_math
+from ...config import Options
+from . import policy_math, row_math, sampling_set_math
 from .kernel import Kernel
-from .launch import limits, row_arguments, row_shape, set_shape, transform_arguments
+from .launch import limits, per_options, row_shape, row_sizes, set_shape, transform
+from .tokens import (
+    ADVANTAGES,
+    LOWER,
+    REF_LOG_PROBS,
+    ROLLOUT_IS_WEIGHTS,
+    ROLLOUT_LOG_PROBS,
+    TEMPERATURES,
+    bits,
+    has,
+    load_field,
+)
 
 
 def _row_pass_kernel(
     logits,
     dlogits,
+    offsets,
     labels,
     counted,
-    old_log_probs,
-    advantages,
     weights,
-    is_weights,
-    ref_log_probs,
-    temperatures,
+    tokens,
     bounds,
     log_probs,
     entropies,
     stats,
     undecided,
-    offsets,
     K: tl.int64,
     rows_per_batch: tl.int64,
     V: tl.int32,
@@ -57,28 +65,17 @@ def _row_pass_kernel(
     kl_loss_coef: tl.float64,
     entropy_coef: tl.float64,
     SOFTCAP: tl.constexpr,
+    PRESENT: tl.constexpr,
     SURROGATE: tl.constexpr,
-    OWN_BOUNDS: tl.constexpr,
-    KL_TYPE: tl.constexpr,
+    KL_LOSS_TYPE: tl.constexpr,
     BONUS: tl.constexpr,
     ALIGN: tl.constexpr,
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64)
-    exists = True
-    if offsets is None:
-        row = row_math.row_pointer(logits, index, rows_per_batch, batch_stride, row_stride, ALIGN)
-        if dlogits is not None:
-            grad = row_math.row_pointer(
-                dlogits, index, rows_per_batch, dbatch_stride, drow_stride, ALIGN
-            )
-    else:
-        begin, V, is_broken = set_math.set_of(offsets, index, True, tl.num_programs(0), K)
-        exists = (V > 0) | is_broken
-        row = logits + begin
-        if dlogits is not None:
-            grad = dlogits + begin
+    index, N = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
+    row, grad, V, exists = row_math.row_of(logits, dlogits, offsets, index, N, sizes, ALIGN)
     if (tl.load(counted + index) == 0) | (not exists):
         tl.store(log_probs + index, 0.0, exists)
         tl.store(entropies + index, 0.0, exists)
@@ -88,221 +85,153 @@ def _row_pass_kernel(
             tl.store(undecided + index, 0)
             row_math.write_zeros(grad, V, W, UNROLL)
     else:
-        A = tl.load(advantages + index) if dlogits is not None else 0.0
-        if temperatures is not None:
-            temperature = tl.load(temperatures + index)
-            scale2 = row_math.scale2_at(scale, temperature)
-            scale = row_math.at_temperature(scale, temperature)
-            slope = row_math.at_temperature(slope, temperature) if SOFTCAP else scale
-        again = (A != 0.0) | BONUS | (ref_log_probs is not None)  # else the gradient is zero
+        token = tokens, N, index, True
+        A = load_field(token, ADVANTAGES).to(tl.float32) if dlogits is not None else 0.0
+        transform = inner, scale2, scale, slope
+        transform = row_math.transform_of(token, transform, SOFTCAP, PRESENT)
+        again = (A != 0.0) | BONUS | has(REF_LOG_PROBS, PRESENT)  # else the gradient is zero
+        scale2 = transform[1]
         lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, ALIGN, W, UNROLL)
         label = tl.load(labels + index)
         z = row_math.label_logit(row, label, V)
         origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, V)
         log_sum = tl.log(sum_2t)
         entropy = log_sum - row_math.LN2 * weighted / sum_2t
-        logp = row_math.label_log_prob(z, origin, log_sum, inner, scale, SOFTCAP)
+        logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
         if offsets is not None:
             # NaN where the sum is, so that a broken id always shows.
-            logp = tl.where(label == set_math.OUTSIDE, -sum_2t - row_math.INF, logp)
+            logp = tl.where(label == sampling_set_math.OUTSIDE, -sum_2t - row_math.INF, logp)
         tl.store(log_probs + index, logp)
         tl.store(entropies + index, entropy)
         tl.store(stats + 2 * index, origin.to(tl.float64))
         tl.store(stats + 2 * index + 1, sum_2t)
         if dlogits is not None:
             tl.debug_barrier()  # before the row is overwritten: one warp sums without
-            lower_first, upper_first = lower_start, upper_start
-            lower_last, upper_last = lower_max, upper_max
-            if bounds is not None:
-                lower_first, upper_first = policy_math.load_bounds(
-                    bounds, index, True, tl.num_programs(0), OWN_BOUNDS
-                )
-                lower_last, upper_last = lower_first, upper_first
-            old = policy_math.old_log_prob(old_log_probs, index, None, logp)
+            clip, last_clip = (lower_start, upper_start), (lower_max, upper_max)
+            if (bounds is not None) | has(LOWER, PRESENT):
+                clip = policy_math.load_bounds(bounds, token, PRESENT)
+                last_clip = clip
+            old = policy_math.old_log_prob(token, logp, PRESENT)
             r, _, saturated = policy_math.policy_ratio(logp, old)
             A = tl.cast(A, tl.float64)
             options = clip_ratio_c, sapo_tau_pos, sapo_tau_neg
-            g = policy_math.policy_term(
-                r, saturated, A, logp, lower_first, upper_first, options, SURROGATE
-            )[1]
-            g_last = policy_math.policy_term(
-                r, saturated, A, logp, lower_last, upper_last, options, SURROGATE
-            )[1]
-            if is_weights is not None:
-                is_weight = tl.load(is_weights + index).to(tl.float64)
+            term = policy_math.policy_term(r, saturated, A, logp, clip, options, SURROGATE)
+            last = policy_math.policy_term(r, saturated, A, logp, last_clip, options, SURROGATE)
+            g, g_last = term[1], last[1]
+            if has(ROLLOUT_IS_WEIGHTS, PRESENT):
+                is_weight = load_field(token, ROLLOUT_IS_WEIGHTS)
                 g *= is_weight
                 g_last *= is_weight
             is_undecided = (g != g_last) & (g == g)
-            if ref_log_probs is not None:
-                ref = tl.load(ref_log_probs + index).to(tl.float64)
-                g += kl_loss_coef * policy_math.kl_term(logp, ref, KL_TYPE)[1]
+            if has(REF_LOG_PROBS, PRESENT):
+                ref = load_field(token, REF_LOG_PROBS)
+                g += kl_loss_coef * policy_math.kl_term(logp, ref, KL_LOSS_TYPE)[1]
             weight = tl.load(weights + index)
             g *= weight
             bonus = weight * entropy_coef
             tl.store(undecided + index, is_undecided.to(tl.uint8))
-            if not is_undecided:
-                if (g == 0.0) & (bonus == 0.0):
-                    row_math.write_zeros(grad, V, W, UNROLL)
-                else:
-                    row_math.write_gradient(
-                        row,
-                        grad,
-                        V,
-                        label,
-                        row_math.label_gradient(z, logp, entropy, g, bonus, inner, slope, SOFTCAP),
-                        origin,
-                        sum_2t,
-                        log_sum,
-                        entropy,
-                        g,
-                        bonus,
-                        inner,
-                        scale2,
-                        slope,
-                        SOFTCAP,
-                        BONUS,
-                        W,
-                        UNROLL,
-                    )
+            if (g == 0.0) & (bonus == 0.0) & (not is_undecided):
+                row_math.write_zeros(grad, V, W, UNROLL)
+            elif not is_undecided:
+                at_label, coefficients = (label, z, logp), (g, bonus)
+                statistics = origin, sum_2t, log_sum, entropy
+                row_math.write_gradient(
+                    *(row, grad, V, at_label, statistics, coefficients, transform),
+                    *(SOFTCAP, BONUS, W, UNROLL),
+                )
 
 
 _kernel_of_rows = Kernel(_row_pass_kernel, specialised=("logits", "dlogits", "V"))
 _kernel_of_sets = Kernel(_row_pass_kernel)  # they begin anywhere
 
 
-@lru_cache
-def _ends(grids: tuple[float, ...]) -> dict[str, float]:
-    """Of the ranges of the bounds, which are applied as float32."""
-    lower_start, lower_max, _, upper_start, upper_max, _ = grids
-    ends = lower_start, lower_max, upper_start, upper_max
-    names = "lower_start", "lower_max", "upper_start", "upper_max"
-    return dict(zip(names, struct.unpack("4f", struct.pack("4f", *ends)), strict=True))
+@per_options
+def _from_options(
+    options: Options, present: int, gradient: bool
+) -> tuple[bool, int, tuple[float, ...], tuple[int, ...]]:
+    """Soft cap, the fields that are read, and the kernel's numbers and flags of the options."""
+    softcapped, transformed = transform(options, bool(present & bits(TEMPERATURES)))
+    ends = options.lower_start, options.lower_max, options.upper_start, options.upper_max
+    numbers = (
+        *transformed,
+        *(c_float(end).value for end in ends),  # as the bounds are applied
+        *(options.clip_ratio_c, options.sapo_tau_pos, options.sapo_tau_neg),
+        *(options.kl_loss_coef, options.entropy_coef),
+    )
+    if not gradient:
+        return softcapped, present & bits(TEMPERATURES), numbers, (0, 0, False)
+    unread = bits(ROLLOUT_LOG_PROBS, *[] if options.kl_loss_coef else [REF_LOG_PROBS])
+    flags = int(options.surrogate), int(options.kl_loss_type), options.entropy_coef != 0
+    return softcapped, present & ~unread, numbers, flags
 
 
 def row_statistics(
     logits: Tensor,
+    offsets: Tensor | None,
     labels: Tensor,
     counted: Tensor,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    temperatures: Tensor | None,
-    log_probs: Tensor,
-    entropy: Tensor,
-    stats: Tensor,
-    *,
-    offsets: Tensor | None = None,
+    tokens: Tensor | None,
+    present: int,
+    options: list[float],
+    *statistics: Tensor,
 ) -> None:
     """The row pass without a gradient, which needs no input of the policy."""
-    of_rows = temperatures is not None
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, of_rows)
-    shape = row_shape(logits, softcapped, threads=256) if offsets is None else set_shape()
-    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
-    kernel[(labels.numel(),)](
-        logits,
-        None,
-        labels,
-        counted,
-        old_log_probs=None,
-        advantages=None,
-        weights=None,
-        is_weights=None,
-        ref_log_probs=None,
-        temperatures=temperatures,
-        bounds=None,
-        log_probs=log_probs,
-        entropies=entropy,
-        stats=stats,
-        undecided=None,
-        offsets=offsets,
-        **row_arguments(logits, None, offsets),
-        **transform,
-        lower_start=0.0,
-        lower_max=0.0,
-        upper_start=0.0,
-        upper_max=0.0,
-        clip_ratio_c=math.inf,
-        sapo_tau_pos=1.0,
-        sapo_tau_neg=1.0,
-        kl_loss_coef=0.0,
-        entropy_coef=0.0,
-        SOFTCAP=softcapped,
-        SURROGATE=0,
-        OWN_BOUNDS=False,
-        KL_TYPE=0,
-        BONUS=False,
-        W=shape.W,
-        UNROLL=shape.UNROLL,
-        **limits(shape.num_warps, registers=96),
-    )
+    rows = logits, None, offsets, labels, counted
+    _launch(rows, (None, tokens, None), present, options, (*statistics, None))
 
 
 def row_pass(
     logits: Tensor,
+    offsets: Tensor | None,
     labels: Tensor,
     counted: Tensor,
-    old_log_probs: Tensor | None,
-    advantages: Tensor,
     weights: Tensor,
-    rollout_is_weights: Tensor | None,
-    ref_log_probs: Tensor | None,
+    tokens: Tensor,
+    present: int,
     bounds: Tensor | None,
-    grids: Sequence[float],
-    surrogate: int,
-    kl_loss_type: int,
-    coefficients: Sequence[float],
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    temperatures: Tensor | None,
-    log_probs: Tensor,
-    entropy: Tensor,
-    stats: Tensor,
-    undecided: Tensor,
-    dlogits: Tensor,
-    *,
-    offsets: Tensor | None = None,
+    options: list[float],
+    *results: Tensor,
 ) -> None:
-    of_rows = temperatures is not None
-    softcapped, transform = transform_arguments(temperature, logit_scale, softcap, of_rows)
-    shape = row_shape(logits, softcapped) if offsets is None else set_shape()
-    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
-    clip_ratio_c, sapo_tau_pos, sapo_tau_neg, kl_loss_coef, entropy_coef = coefficients
-    kernel[(labels.numel(),)](
-        logits,
-        dlogits,
-        labels,
-        counted,
-        old_log_probs,
-        advantages,
-        weights,
-        rollout_is_weights,
-        ref_log_probs if kl_loss_coef else None,
-        temperatures,
-        bounds,
-        log_probs,
-        entropy,
-        stats,
-        undecided,
-        offsets,
-        **row_arguments(logits, dlogits, offsets),
-        **transform,
-        **_ends(tuple(grids)),
-        clip_ratio_c=clip_ratio_c,
-        sapo_tau_pos=sapo_tau_pos,
-        sapo_tau_neg=sapo_tau_neg,
-        kl_loss_coef=kl_loss_coef,
-        entropy_coef=entropy_coef,
-        SOFTCAP=softcapped,
-        SURROGATE=surrogate,
-        OWN_BOUNDS=bounds is not None and bounds.ndim == 2,
-        KL_TYPE=kl_loss_type,
-        BONUS=entropy_coef != 0,
-        W=shape.W,
-        UNROLL=shape.UNROLL,
-        **limits(shape.num_warps, registers=64 if offsets is None else 72),
-    )
+    """``results``: log_probs, entropy, stats, undecided and dlogits."""
+    *statistics, dlogits = results
+    rows = logits, dlogits, offsets, labels, counted
+    _launch(rows, (weights, tokens, bounds), present, options, statistics)
 
 
 def row_pass_(logits: Tensor, *arguments: Any) -> None:
     row_pass(*[logits, *arguments, logits])
+
+
+def _launch(
+    rows: tuple[Any, ...],
+    inputs: tuple[Any, ...],
+    present: int,
+    options: list[float],
+    results: Sequence[Any],
+) -> None:
+    logits, dlogits, offsets, labels, _ = rows
+    weights, tokens, bounds = inputs
+    gradient = dlogits is not None
+    softcapped, present, numbers, flags = _from_options(options, present, gradient)
+    if offsets is None:
+        shape, registers = row_shape(logits, softcapped, 512 if gradient else 256), 64
+    else:
+        shape, registers = set_shape(), 72
+    sizes, ALIGN = row_sizes(logits, dlogits, offsets)
+    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
+    kernel[(labels.numel(),)](
+        *rows,
+        weights,
+        tokens if present else None,
+        bounds,
+        *results,
+        *sizes,
+        *numbers,
+        softcapped,
+        present,
+        *flags,
+        ALIGN,
+        shape.W,
+        shape.UNROLL,
+        **limits(shape.num_warps, registers if gradient else 96),
+    )

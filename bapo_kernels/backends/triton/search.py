@@ -1,38 +1,32 @@
 """The contributions of tokens to the search for the clip bounds, and the search.
 
 Every program sums its share of the tokens into a row of a table; then the rows are added in order:
-the same bits in every run.
+the same bits in every run. Imports ``policy_math``, ``tokens`` and ``launch``. The points of the
+grids must be those of ``config.bound_grid`` to the bit, as every rank and backend has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...config import Options
 from . import policy_math
 from .kernel import Kernel
-from .launch import ceil_div, grid_sizes, limits, token_programs
+from .launch import ceil_div, grid_sizes, limits, per_options, token_programs
+from .tokens import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, bits, load_field
 
 TOKENS, POINTS = 128, 64  # of a program at once, their products in registers
 
 
 @triton.jit
-def _grid_points(
-    place,
-    lower_count,
-    upper_count,
-    lower_start,
-    lower_max,
-    lower_step,
-    upper_start,
-    upper_max,
-    upper_step,
-):
+def _grid_points(place, lower_count, upper_count, grids):
     """The points at these places of a table, by the same repeated addition as in Algorithm 1."""
+    lower_start, lower_max, lower_step, upper_start, upper_max, upper_step = grids
     is_upper = place >= lower_count
     index = tl.where(is_upper, place - lower_count, place)
     zeros = tl.zeros_like(place).to(tl.float64)
@@ -48,10 +42,8 @@ def _grid_points(
 def _contributions_kernel(
     log_probs,
     counted,
-    old_log_probs,
     log_ratios,
-    advantages,
-    rollout_log_probs,
+    tokens,
     table,
     N: tl.int64,
     lower_count: tl.int32,
@@ -62,38 +54,32 @@ def _contributions_kernel(
     upper_start: tl.float64,
     upper_max: tl.float64,
     upper_step: tl.float64,
-    UNIFORM: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    UNIFORM_WEIGHT: tl.constexpr,
+    UNCLIPPED_ONLY: tl.constexpr,
+    PRESENT: tl.constexpr,
     TOKENS: tl.constexpr,
     POINTS: tl.constexpr,
 ):
     place = tl.program_id(1) * POINTS + tl.arange(0, POINTS)
     is_upper = place >= lower_count
-    points = _grid_points(
-        place,
-        lower_count,
-        upper_count,
-        lower_start,
-        lower_max,
-        lower_step,
-        upper_start,
-        upper_max,
-        upper_step,
-    )
+    grids = lower_start, lower_max, lower_step, upper_start, upper_max, upper_step
+    points = _grid_points(place, lower_count, upper_count, grids)
     sums = tl.zeros((POINTS,), tl.float64)
     first = tl.program_id(0).to(tl.int64) * TOKENS
     for begin in range(first, N, tl.num_programs(0) * TOKENS):
         index = begin + tl.arange(0, TOKENS)
         inside = index < N
         inside = inside & (tl.load(counted + index, inside, other=0) != 0)
-        A = tl.load(advantages + index, inside, other=0.0).to(tl.float64)
+        A = load_field((tokens, N, index, inside), ADVANTAGES)
         inside = inside & ((A > 0.0) | (A < 0.0))
+        token = tokens, N, index, inside
         logp = tl.load(log_probs + index, inside, other=0.0)
-        old = policy_math.old_log_prob(old_log_probs, index, inside, logp)
+        old = policy_math.old_log_prob(token, logp, PRESENT)
         r, _, _ = policy_math.ratio_at(log_ratios, index, inside, logp, old)
-        w = policy_math.search_weight(rollout_log_probs, index, inside, old, UNIFORM)
+        w = policy_math.search_weight(token, old, UNIFORM_WEIGHT, PRESENT)
         A = tl.where(inside, A, 0.0)
-        sums += tl.sum(policy_math.contributions_at(r, A, w, points, is_upper, GRADIENT), 0)
+        adds = policy_math.contributions_at(r, A, w, points, is_upper, UNCLIPPED_ONLY)
+        sums += tl.sum(adds, 0)
     count = lower_count + upper_count
     tl.store(table + tl.program_id(0) * count + place, sums, place < count)
 
@@ -143,7 +129,7 @@ def _solve_kernel(
     upper_max: tl.float64,
     upper_step: tl.float64,
     target: tl.float64,
-    RATIO_TARGET: tl.constexpr,
+    TARGET_IS_RATIO: tl.constexpr,
     UPPER_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     POINTS: tl.constexpr,
@@ -163,7 +149,7 @@ def _solve_kernel(
         lower_meanwhile, upper_meanwhile = lower_count - 1, lower_count
     neg = tl.where(is_upper, _at(sums, place, lower_meanwhile), sums)
     pos = tl.where(is_upper, sums, _at(sums, place, upper_meanwhile))
-    goes_on = policy_math.tested_quantity(pos, neg, RATIO_TARGET) < target
+    goes_on = policy_math.tested_quantity(pos, neg, TARGET_IS_RATIO) < target
     last = lower_count + upper_count - 2
     stop = tl.min(tl.where(goes_on | (not inside), last, step), 0)
     if UPPER_FIRST:
@@ -174,17 +160,8 @@ def _solve_kernel(
         at_upper = stop - at_lower
     at_upper += lower_count
 
-    points = _grid_points(
-        place,
-        lower_count,
-        upper_count,
-        lower_start,
-        lower_max,
-        lower_step,
-        upper_start,
-        upper_max,
-        upper_step,
-    )
+    grids = lower_start, lower_max, lower_step, upper_start, upper_max, upper_step
+    points = _grid_points(place, lower_count, upper_count, grids)
     tl.store(bounds, _at(points, place, at_lower).to(tl.float32))
     tl.store(bounds + 1, _at(points, place, at_upper).to(tl.float32))
     tl.store(masses, _at(sums, place, at_upper))
@@ -203,100 +180,69 @@ def _at(values, place, wanted):
 def contributions(
     log_probs: Tensor,
     counted: Tensor,
-    old_log_probs: Tensor | None,
     log_ratios: Tensor | None,
-    advantages: Tensor,
-    rollout_log_probs: Tensor | None,
-    grids: Sequence[float],
-    uniform_weight: bool,
-    gradient: bool,
+    tokens: Tensor,
+    present: int,
+    options: list[float],
     rank: int,
     table: Tensor,
 ) -> None:
-    tokens = log_probs, counted, old_log_probs, log_ratios, advantages, rollout_log_probs
-    partials = _partial_table(*tokens, grids, uniform_weight, gradient)
+    partials = _partial_table(log_probs, counted, log_ratios, tokens, present, options)
     programs, points = partials.shape
     rows, padded = _tile(points)
     _table_kernel[(1,)](
-        partials,
-        table,
-        programs,
-        points,
-        rank,
-        table.shape[0],
-        ROWS=rows,
-        POINTS=padded,
+        *(partials, table, programs, points, rank, table.shape[0], rows, padded),
         **limits(8, registers=128),
     )
 
 
-def solve(
-    table: Tensor,
-    grids: Sequence[float],
-    target: float,
-    ratio_target: bool,
-    upper_first: bool,
-    bounds: Tensor,
-    masses: Tensor,
-) -> None:
-    # One row at a time, for the same sum as on the CPU.
+def solve(table: Tensor, options: list[float], bounds: Tensor, masses: Tensor) -> None:
     padded = _tile(table.shape[1])[1]
-    _solve(table, 1, padded, grids, target, ratio_target, upper_first, bounds, masses)
+    # One row at a time, for the same sum as on the CPU.
+    _launch_solve(table, options, bounds, masses, (1, padded))
 
 
 def search(
     log_probs: Tensor,
     counted: Tensor,
-    old_log_probs: Tensor | None,
     log_ratios: Tensor | None,
-    advantages: Tensor,
-    rollout_log_probs: Tensor | None,
-    grids: Sequence[float],
-    uniform_weight: bool,
-    gradient: bool,
-    target: float,
-    ratio_target: bool,
-    upper_first: bool,
+    tokens: Tensor,
+    present: int,
+    options: list[float],
     bounds: Tensor,
     masses: Tensor,
 ) -> None:
-    tokens = log_probs, counted, old_log_probs, log_ratios, advantages, rollout_log_probs
-    partials = _partial_table(*tokens, grids, uniform_weight, gradient)
-    tile = _tile(partials.shape[1])
-    _solve(partials, *tile, grids, target, ratio_target, upper_first, bounds, masses)
+    partials = _partial_table(log_probs, counted, log_ratios, tokens, present, options)
+    _launch_solve(partials, options, bounds, masses, _tile(partials.shape[1]))
+
+
+@per_options
+def _contributions_options(
+    options: Options, present: int
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The kernel's numbers and flags of the options, and the fields that are read."""
+    reads = bits(ADVANTAGES, OLD_LOG_PROBS)
+    if not options.uniform_weight:
+        reads |= bits(ROLLOUT_LOG_PROBS)
+    flags = bool(options.uniform_weight), bool(options.unclipped_only), present & reads
+    return (*grid_sizes(options), *options[:6]), flags
 
 
 def _partial_table(
     log_probs: Tensor,
     counted: Tensor,
-    old_log_probs: Tensor | None,
     log_ratios: Tensor | None,
-    advantages: Tensor,
-    rollout_log_probs: Tensor | None,
-    grids: Sequence[float],
-    uniform_weight: bool,
-    gradient: bool,
+    tokens: Tensor,
+    present: int,
+    options: list[float],
 ) -> Tensor:
     """A row of the table from each program."""
-    N = log_probs.numel()
-    sizes = grid_sizes(tuple(grids))
-    points, programs = sum(sizes), token_programs(N, TOKENS)
+    numbers, flags = _contributions_options(options, present)
+    N, points = log_probs.numel(), numbers[0] + numbers[1]
+    programs = token_programs(N, TOKENS)
     partials = log_probs.new_empty((programs, points))
     _contributions_kernel[(programs, ceil_div(points, POINTS))](
-        log_probs,
-        counted,
-        old_log_probs,
-        log_ratios,
-        advantages,
-        rollout_log_probs,
-        partials,
-        N,
-        *sizes,
-        *grids,
-        uniform_weight,
-        gradient,
-        TOKENS=TOKENS,
-        POINTS=POINTS,
+        *(log_probs, counted, log_ratios, tokens, partials, N, *numbers, *flags, TOKENS, POINTS),
         **limits(4, registers=255),
     )
     return partials
@@ -309,28 +255,17 @@ def _tile(points: int) -> tuple[int, int]:
     return max(1, 8_192 // padded), padded
 
 
-def _solve(
-    table: Tensor,
-    rows: int,
-    padded: int,
-    grids: Sequence[float],
-    target: float,
-    ratio_target: bool,
-    upper_first: bool,
-    bounds: Tensor,
-    masses: Tensor,
+@per_options
+def _solve_options(options: Options) -> tuple[float, ...]:
+    """The numbers and flags of its kernel."""
+    flags = bool(options.target_is_ratio), bool(options.upper_first)
+    return *grid_sizes(options), *options[:6], options.target, *flags
+
+
+def _launch_solve(
+    table: Tensor, options: list[float], bounds: Tensor, masses: Tensor, tile: tuple[int, int]
 ) -> None:
     _solve_kernel[(1,)](
-        table,
-        bounds,
-        masses,
-        table.shape[0],
-        *grid_sizes(tuple(grids)),
-        *grids,
-        target,
-        ratio_target,
-        upper_first,
-        ROWS=rows,
-        POINTS=padded,
+        *(table, bounds, masses, table.shape[0], *_solve_options(options), *tile),
         **limits(8, registers=128),
     )

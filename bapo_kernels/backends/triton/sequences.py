@@ -1,7 +1,8 @@
 """Means over the counted tokens of each sequence, with one program per sequence.
 
 Lane ``j % TOKENS`` adds the ``j``-th token of the sequence, then the lanes are added: the bits of a
-mean depend on its sequence alone.
+mean depend on its sequence alone, not on what it is packed with. Imports ``policy_math``,
+``tokens`` and, for offsets that may be broken, ``prepare``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from . import policy_math
 from .kernel import Kernel
 from .launch import limits
 from .prepare import offset_at
+from .tokens import OLD_LOG_PROBS, bits
 
 TOKENS = 2_048  # at once, so that a single long sequence takes few steps
 
@@ -28,14 +30,15 @@ def _is_counted(counted, index, end):
 def _sequence_mean_kernel(
     values,
     counted,
-    old_log_probs,
+    tokens,
     cu_seqlens,
     out,
     N: tl.int64,
     length: tl.int64,
     K: tl.int64,
     offset_stride: tl.int64,
-    OF_LOG_PROBS: tl.constexpr,
+    LOG_RATIOS: tl.constexpr,
+    PRESENT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Writes the means of log-ratios, or adds means of gradients."""
@@ -55,8 +58,8 @@ def _sequence_mean_kernel(
         index = first + tl.arange(0, TOKENS)
         mask = _is_counted(counted, index, last)
         value = tl.load(values + index, mask, other=0.0)
-        if OF_LOG_PROBS:
-            old = policy_math.old_log_prob(old_log_probs, index, mask, value)
+        if LOG_RATIOS:
+            old = policy_math.old_log_prob((tokens, N, index, mask), value, PRESENT)
             value = tl.where(old - old == 0.0, value - old, float("nan"))
         sums += tl.where(mask, value, 0.0)
         counts += mask.to(tl.int32)
@@ -64,7 +67,7 @@ def _sequence_mean_kernel(
     for first in range(begin, end, TOKENS):
         index = first + tl.arange(0, TOKENS)
         mask = _is_counted(counted, index, last)
-        if OF_LOG_PROBS:
+        if LOG_RATIOS:
             tl.store(out + index, tl.where(mask, mean, 0.0), index < end)
         else:
             tl.store(out + index, tl.load(out + index, mask, other=0.0) + mean, mask)
@@ -73,12 +76,14 @@ def _sequence_mean_kernel(
 def sequence_log_ratios(
     log_probs: Tensor,
     counted: Tensor,
-    old_log_probs: Tensor | None,
+    tokens: Tensor,
+    present: int,
     length: int,
     cu_seqlens: Tensor | None,
     log_ratios: Tensor,
 ) -> None:
-    _launch(log_probs, counted, old_log_probs, length, cu_seqlens, log_ratios, True)
+    present &= bits(OLD_LOG_PROBS)
+    _launch(log_probs, counted, tokens, length, cu_seqlens, log_ratios, True, present)
 
 
 def add_sequence_means_(
@@ -88,17 +93,17 @@ def add_sequence_means_(
     cu_seqlens: Tensor | None,
     dlog_probs: Tensor,
 ) -> None:
-    _launch(dlog_ratios, counted, None, length, cu_seqlens, dlog_probs, False)
+    _launch(dlog_ratios, counted, None, length, cu_seqlens, dlog_probs, False, 0)
 
 
 def _launch(
     values: Tensor,
     counted: Tensor,
-    old_log_probs: Tensor | None,
+    tokens: Tensor | None,
     length: int,
     cu_seqlens: Tensor | None,
     out: Tensor,
-    of_log_probs: bool,
+    *flags: int,
 ) -> None:
     N = values.numel()
     if cu_seqlens is None:
@@ -108,16 +113,6 @@ def _launch(
         K, stride = cu_seqlens.numel() - 1, cu_seqlens.stride(0)
         programs = K + 2
     _sequence_mean_kernel[(programs,)](
-        values,
-        counted,
-        old_log_probs,
-        cu_seqlens,
-        out,
-        N,
-        length,
-        K,
-        stride,
-        OF_LOG_PROBS=of_log_probs,
-        TOKENS=TOKENS,
+        *(values, counted, tokens, cu_seqlens, out, N, length, K, stride, *flags, TOKENS),
         **limits(8, registers=128),
     )

@@ -1,0 +1,248 @@
+"""Products of the sets' rows of the head: with hidden states, and with the gradients of values.
+
+Sums are of float32 products: few terms in every place of a block, then over the block, and in
+float64 from block to block. Rows of the head are read where they matter: neither those of broken
+ids nor those times a zero. Imports what ``sampling_sets`` does, ``row_pass`` and ``row_gradient``.
+Another order of terms changes bits that must not depend on what else is in a call.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import row_math, sampling_set_math
+from .kernel import Kernel
+from .launch import ceil_div, limits, resident_programs
+from .row_gradient import FLAGS, any_wanted, is_wanted
+from .row_pass import row_pass_
+
+# Rows and columns of a block, which is in registers, and steps until it is summed. Few rows,
+# because sets are often short and most columns are in few sets.
+TERMS, WIDTH, STEPS = 8, 512, 8
+WARPS = 4
+
+
+@partial(Kernel, specialised=("weight", "H", "weight_stride"))
+def _multiply_sets_kernel(
+    weight,
+    hidden,
+    bias,
+    counted,
+    token_ids,
+    offsets,
+    shard,
+    values,
+    K: tl.int64,
+    V: tl.int64,
+    H: tl.int32,
+    weight_stride: tl.int64,
+    hidden_stride: tl.int64,
+    TERMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    if tl.load(counted + index) != 0:
+        begin, size, _ = sampling_set_math.set_of(offsets, index, True, tl.num_programs(0), K)
+        row = hidden + index * hidden_stride
+        for first in range(0, size, TERMS):
+            at = first + tl.arange(0, TERMS)
+            column = sampling_set_math.columns_of(token_ids, begin, size, at, shard, V)
+            products = tl.zeros((TERMS, WIDTH), tl.float32)
+            for left in range(0, H, WIDTH):
+                h = left + tl.arange(0, WIDTH)
+                x = row_math.widened(tl.load(row + h, h < H, other=0.0))
+                products += _rows(weight, weight_stride, column, h, H) * x[None, :]
+            z = tl.sum(products, 1)
+            if bias is not None:
+                z += tl.load(bias + column, column >= 0, other=0.0)
+            z = tl.where(column >= 0, z, sampling_set_math.value_without_column(column))
+            tl.store(values + begin + at, z, at < size)
+
+
+@triton.jit
+def _rows(matrix, stride, row, h, H):
+    """These columns of rows, as float32; zeros for negative rows."""
+    mask = (row >= 0)[:, None] & (h < H)[None, :]
+    return row_math.widened(tl.load(matrix + (row * stride)[:, None] + h[None, :], mask, other=0.0))
+
+
+@triton.jit
+def _scaled_rows(matrix, stride, row, factor, h, H):
+    """The same times factors; nothing is read for a factor of 0."""
+    return _rows(matrix, stride, tl.where(factor == 0.0, -1, row), h, H) * factor[:, None]
+
+
+@partial(Kernel, specialised=("weight", "dhidden", "H", "weight_stride", "dhidden_stride"))
+def _sets_dhidden_kernel(
+    weight,
+    dvalues,
+    token_ids,
+    offsets,
+    shard,
+    flags,
+    dhidden,
+    rows: tl.int64,
+    K: tl.int64,
+    V: tl.int64,
+    H: tl.int32,
+    weight_stride: tl.int64,
+    dhidden_stride: tl.int64,
+    WANTED: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    programs = tl.num_programs(0).to(tl.int64)
+    for start in range(tl.program_id(0).to(tl.int64), rows, FLAGS * programs):
+        stop = tl.minimum(rows, start + FLAGS * programs)
+        if any_wanted(flags, start, stop, programs, FLAGS, WANTED):
+            for index in range(start, stop, programs):
+                begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
+                if is_wanted(flags, index, WANTED) & (size > 0):
+                    total = tl.zeros((WIDTH,), tl.float64)
+                    for group in range(0, size, STEPS * TERMS):
+                        block = tl.zeros((TERMS, WIDTH), tl.float32)
+                        for first in range(group, tl.minimum(size, group + STEPS * TERMS), TERMS):
+                            at = first + tl.arange(0, TERMS)
+                            column = sampling_set_math.columns_of(
+                                token_ids, begin, size, at, shard, V
+                            )
+                            dz = tl.load(dvalues + begin + at, at < size, other=0.0)
+                            block += _scaled_rows(weight, weight_stride, column, dz, h, H)
+                        total += tl.sum(block, 0)
+                    dh = row_math.rounded(total.to(tl.float32), dhidden.dtype.element_ty)
+                    tl.store(dhidden + index * dhidden_stride + h, dh, h < H)
+
+
+@partial(Kernel, specialised=("hidden", "dweight", "H", "hidden_stride", "dweight_stride"))
+def _sets_dweight_kernel(
+    hidden,
+    dvalues,
+    order,
+    rows,
+    segments,
+    dweight,
+    dbias,
+    N: tl.int64,
+    K: tl.int64,
+    H: tl.int32,
+    hidden_stride: tl.int64,
+    dweight_stride: tl.int64,
+    ADD: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    column = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    begin = tl.maximum(tl.load(segments + column), 0)
+    end = tl.minimum(tl.load(segments + column + 1), K)
+    if (not ADD) | (begin < end):
+        total = tl.zeros((WIDTH,), tl.float64)
+        total_bias = tl.zeros((TERMS,), tl.float64)
+        for group in range(begin, end, STEPS * TERMS):
+            block = tl.zeros((TERMS, WIDTH), tl.float32)
+            for first in range(group, tl.minimum(end, group + STEPS * TERMS), TERMS):
+                i = first + tl.arange(0, TERMS)
+                k = tl.load(order + i, i < end, other=-1)
+                dz = tl.load(dvalues + k, (k >= 0) & (k < K), other=0.0)
+                row = tl.load(rows + i, i < end, other=-1).to(tl.int64)
+                row = tl.where(row < N, row, -1)
+                block += _scaled_rows(hidden, hidden_stride, row, dz, h, H)
+                total_bias += dz
+            total += tl.sum(block, 0)
+        to = dweight + column * dweight_stride + h
+        if ADD:
+            total += tl.load(to, h < H, other=0.0).to(tl.float32)
+        dw = row_math.rounded(total.to(tl.float32), dweight.dtype.element_ty)
+        tl.store(to, dw, h < H)
+        if dbias is not None:  # noqa: SIM102 (decided when it is compiled)
+            if tl.program_id(1) == 0:
+                db = tl.load(dbias + column) + tl.sum(total_bias, 0)
+                tl.debug_barrier()  # every warp loads, and one stores
+                tl.store(dbias + column, db.to(tl.float32))
+
+
+def multiply_sets(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counted: Tensor,
+    token_ids: Tensor,
+    offsets: Tensor,
+    shard: Tensor | None,
+    values: Tensor,
+) -> None:
+    sizes = values.numel(), *weight.shape, weight.stride(0), hidden.stride(0)
+    _multiply_sets_kernel[(counted.numel(),)](
+        *(weight, hidden, bias, counted, token_ids, offsets, shard, values, *sizes, TERMS, WIDTH),
+        **limits(WARPS, registers=128),
+    )
+
+
+def head_sets_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    offsets: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    *arguments: Any,
+) -> None:
+    """One operator after the other: more rows are in work than whose part of the head is cached."""
+    *inputs, undecided, values, dhidden = arguments
+    multiply_sets(hidden, weight, bias, counted, token_ids, offsets, None, values)
+    row_pass_(values, offsets, labels, counted, *inputs, undecided)
+    _launch_dhidden(values, weight, (token_ids, offsets, None, undecided), dhidden, wanted=False)
+
+
+def sets_dhidden(
+    dvalues: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    offsets: Tensor,
+    shard: Tensor | None,
+    only: Tensor | None,
+    dhidden: Tensor,
+) -> None:
+    _launch_dhidden(dvalues, weight, (token_ids, offsets, shard, only), dhidden, wanted=True)
+
+
+def _launch_dhidden(
+    dvalues: Tensor, weight: Tensor, sets: tuple[Any, ...], dhidden: Tensor, wanted: bool
+) -> None:
+    """In the rows whose flag is ``wanted``; each slice of H has programs that stride over rows."""
+    rows, H = dhidden.shape
+    slices = ceil_div(H, WIDTH)
+    programs = ceil_div(resident_programs(rows * slices, WARPS), slices)
+    sizes = rows, dvalues.numel(), *weight.shape, weight.stride(0), dhidden.stride(0)
+    _sets_dhidden_kernel[(programs, slices)](
+        *(weight, dvalues, *sets, dhidden, *sizes, wanted, TERMS, WIDTH, STEPS, FLAGS),
+        **limits(WARPS, registers=128),
+    )
+
+
+def sets_dweight(
+    dvalues: Tensor,
+    hidden: Tensor,
+    order: Tensor,
+    rows: Tensor,
+    segments: Tensor,
+    add: bool,
+    dweight: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    V, H = dweight.shape  # without columns where the bias alone has a gradient
+    tensors = hidden, dvalues, order, rows, segments, dweight, dbias
+    sizes = hidden.shape[0], dvalues.numel(), H, hidden.stride(0), dweight.stride(0)
+    _sets_dweight_kernel[(V, max(1, ceil_div(H, WIDTH)))](
+        *(*tensors, *sizes, add, TERMS, WIDTH, STEPS), **limits(WARPS, registers=128)
+    )

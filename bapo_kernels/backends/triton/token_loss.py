@@ -1,0 +1,308 @@
+"""Loss and metrics of tokens whose log-probs are known, and the gradients of their loss.
+
+Every program sums its share of the tokens; the last to finish adds up the sums in order: the same
+bits in every run. Imports ``policy_math``, ``tokens``, ``launch`` and ``output``. The derivatives
+must be those of ``row_pass`` to the bit: a decided row has its gradient from there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...config import Options
+from ...output import REPORT
+from . import policy_math
+from .kernel import Kernel
+from .launch import MAX_PROGRAMS, limits, per_options, token_programs
+from .tokens import (
+    ADVANTAGES,
+    LOWER,
+    REF_LOG_PROBS,
+    ROLLOUT_IS_WEIGHTS,
+    ROLLOUT_LOG_PROBS,
+    TEMPERATURES,
+    bits,
+    has,
+    load_field,
+)
+
+TOKENS = 256  # of a program at once
+# Of each program's tokens, in the order of csrc/tokens.h.
+SUMS = (
+    *("loss", "pg_loss", "kl_loss", "count", "clipped", "dual_clipped", "log_ratio", "entropy"),
+    *("pos", "neg", "pos_start", "neg_start", "pos_last", "neg_last", "lower", "upper"),
+)
+_SUM_INDEX = {name: index for index, name in enumerate(SUMS)}
+_REPORT_INDEX = {name: index for index, name in enumerate(REPORT)}
+
+
+@triton.constexpr_function
+def _sum_index(name):
+    return _SUM_INDEX[name]
+
+
+@triton.constexpr_function
+def _report_index(name):
+    return _REPORT_INDEX[name]
+
+
+@Kernel
+def _token_loss_kernel(
+    log_probs,
+    entropies,
+    counted,
+    unmasked,
+    weights,
+    log_ratios,
+    tokens,
+    bounds,
+    masses,
+    ticket,
+    partials,
+    report,
+    dlog_probs,
+    dentropies,
+    outputs,
+    dlog_ratios,
+    N: tl.int64,
+    lower_start: tl.float64,
+    upper_start: tl.float64,
+    lower_last: tl.float64,
+    upper_last: tl.float64,
+    target: tl.float64,
+    clip_ratio_c: tl.float64,
+    sapo_tau_pos: tl.float64,
+    sapo_tau_neg: tl.float64,
+    kl_loss_coef: tl.float64,
+    entropy_coef: tl.float64,
+    SURROGATE: tl.constexpr,
+    KL_LOSS_TYPE: tl.constexpr,
+    UNIFORM_WEIGHT: tl.constexpr,
+    UNCLIPPED_ONLY: tl.constexpr,
+    TARGET_IS_RATIO: tl.constexpr,
+    PRESENT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    zeros = tl.zeros((TOKENS,), tl.float64)
+    loss_sum, pg_loss_sum, kl_loss_sum, count = zeros, zeros, zeros, zeros
+    clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum = zeros, zeros, zeros, zeros
+    at_bounds, at_start, at_last = (zeros, zeros), (zeros, zeros), (zeros, zeros)
+    if has(LOWER, PRESENT):
+        lower_sum, upper_sum = zeros, zeros
+    else:
+        clip = policy_math.load_bounds(bounds, None, PRESENT)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for begin in range(program.to(tl.int64) * TOKENS, N, programs * TOKENS):
+        index = begin + tl.arange(0, TOKENS)
+        inside = index < N
+        mask = inside & (tl.load(counted + index, inside, other=0) != 0)
+        token = tokens, N, index, mask
+        logp = tl.load(log_probs + index, mask, other=0.0)
+        old = policy_math.old_log_prob(token, logp, PRESENT)
+        A = load_field(token, ADVANTAGES)
+        weight = tl.load(weights + index, mask, other=0.0)
+        r, log_ratio, saturated = policy_math.ratio_at(log_ratios, index, mask, logp, old)
+        if has(LOWER, PRESENT):
+            clip = policy_math.load_bounds(bounds, token, PRESENT)
+            lower_sum += clip[0]
+            upper_sum += clip[1]
+        options = clip_ratio_c, sapo_tau_pos, sapo_tau_neg
+        pg_loss, grad, clipped, dual_clipped = policy_math.policy_term(
+            r, saturated, A, logp, clip, options, SURROGATE
+        )
+        if has(ROLLOUT_IS_WEIGHTS, PRESENT):
+            is_weight = load_field(token, ROLLOUT_IS_WEIGHTS)
+            pg_loss *= is_weight
+            grad *= is_weight
+        if dlog_ratios is not None:
+            tl.store(dlog_ratios + index, tl.where(mask, weight * grad, 0.0), inside)
+            grad = zeros
+        loss, kl, entropy = pg_loss, zeros, zeros
+        if has(REF_LOG_PROBS, PRESENT):
+            ref = load_field(token, REF_LOG_PROBS)
+            kl, kl_grad = policy_math.kl_term(logp, ref, KL_LOSS_TYPE)
+            if kl_loss_coef != 0.0:
+                loss += kl_loss_coef * kl
+                grad += kl_loss_coef * kl_grad
+        if entropies is not None:
+            entropy = tl.load(entropies + index, mask, other=0.0)
+            if entropy_coef != 0.0:
+                loss -= entropy_coef * entropy
+        tl.store(dlog_probs + index, tl.where(mask, weight * grad, 0.0), inside)
+        if dentropies is not None:
+            tl.store(dentropies + index, tl.where(mask, -weight * entropy_coef, 0.0), inside)
+        if outputs is not None:
+            absent = tl.zeros((TOKENS,), tl.float32)
+            if unmasked is not None:
+                is_unmasked = tl.load(unmasked + index, inside, other=0) != 0
+                absent = tl.where(is_unmasked, float("nan"), absent)
+            tl.store(outputs + index, tl.where(mask, logp.to(tl.float32), absent), inside)
+            if entropies is not None:
+                output = tl.where(mask, entropy.to(tl.float32), absent)
+                tl.store(outputs + N + index, output, inside)
+
+        loss_sum += tl.where(mask, weight * loss, 0.0)
+        pg_loss_sum += tl.where(mask, weight * pg_loss, 0.0)
+        kl_loss_sum += tl.where(mask, weight * kl, 0.0)
+        count += tl.where(mask, 1.0, 0.0)
+        clipped_sum += tl.where(mask & clipped, 1.0, 0.0)
+        dual_clipped_sum += tl.where(mask & dual_clipped, 1.0, 0.0)
+        log_ratio_sum += tl.where(mask, log_ratio, 0.0)
+        entropy_sum += tl.where(mask, entropy, 0.0)
+        if masses is None:
+            w = policy_math.search_weight(token, old, UNIFORM_WEIGHT, PRESENT)
+            terms = r, A, w, mask
+            at_bounds = _add_masses(at_bounds, terms, clip, UNCLIPPED_ONLY)
+            at_start = _add_masses(at_start, terms, (lower_start, upper_start), UNCLIPPED_ONLY)
+            at_last = _add_masses(at_last, terms, (lower_last, upper_last), UNCLIPPED_ONLY)
+
+    _store_sums(partials, "loss", (loss_sum, pg_loss_sum, kl_loss_sum, count))
+    _store_sums(partials, "clipped", (clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum))
+    if masses is None:
+        _store_sums(partials, "pos", at_bounds)
+        _store_sums(partials, "pos_start", at_start)
+        _store_sums(partials, "pos_last", at_last)
+    if has(LOWER, PRESENT):
+        _store_sums(partials, "lower", (lower_sum, upper_sum))
+    # The barrier orders the stores of all threads before the atomic of one of them. It releases
+    # them, and in the last program acquires those of the other programs, whose sums are then read
+    # past the L1 cache, which is not coherent.
+    tl.debug_barrier()
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1:
+        tl.store(ticket, 0)
+        _report(partials, bounds, masses, report, target, TARGET_IS_RATIO, PRESENT, PROGRAMS)
+
+
+@triton.jit
+def _add_masses(sums, terms, clip, UNCLIPPED_ONLY: tl.constexpr):
+    """Adds what tokens contribute at these bounds to the positive and the negative mass."""
+    r, A, w, mask = terms
+    mass = w * policy_math.contribution(r, A, clip, UNCLIPPED_ONLY)
+    positive = sums[0] + tl.where(mask & (A > 0.0), mass, 0.0)
+    return positive, sums[1] + tl.where(mask & (A < 0.0), mass, 0.0)
+
+
+@triton.jit
+def _store_sums(partials, first: tl.constexpr, sums):
+    """From the sum of this name on, in the order of SUMS."""
+    programs = tl.num_programs(0)
+    place = _sum_index(first) * programs + tl.program_id(0)
+    for i in tl.static_range(len(sums)):
+        tl.store(partials + place + i * programs, tl.sum(sums[i], 0))
+
+
+@triton.jit
+def _sum_of(partials, name: tl.constexpr, PROGRAMS: tl.constexpr):
+    programs = tl.num_programs(0)
+    program = tl.arange(0, PROGRAMS)
+    place = _sum_index(name) * programs + program
+    sums = tl.load(partials + place, program < programs, other=0.0, cache_modifier=".cg")
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _share(value, total):
+    return tl.where(total == 0.0, 0.0, value / tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _report(
+    partials,
+    bounds,
+    masses,
+    report,
+    target,
+    TARGET_IS_RATIO: tl.constexpr,
+    PRESENT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    live_tokens = _sum_of(partials, "count", PROGRAMS)
+    count = tl.where(live_tokens > 0.0, live_tokens, 1.0)
+    if masses is not None:
+        pos, neg = tl.load(masses), tl.load(masses + 1)
+        pos_start, neg_start = tl.load(masses + 2), tl.load(masses + 3)
+        pos_last, neg_last = tl.load(masses + 4), tl.load(masses + 5)
+    else:
+        pos, neg = _sum_of(partials, "pos", PROGRAMS), _sum_of(partials, "neg", PROGRAMS)
+        pos_start = _sum_of(partials, "pos_start", PROGRAMS)
+        neg_start = _sum_of(partials, "neg_start", PROGRAMS)
+        pos_last = _sum_of(partials, "pos_last", PROGRAMS)
+        neg_last = _sum_of(partials, "neg_last", PROGRAMS)
+    saturated = policy_math.tested_quantity(pos, neg, TARGET_IS_RATIO) < target
+    neg_min = tl.minimum(neg_start, neg_last)
+    clipped = _sum_of(partials, "clipped", PROGRAMS)
+    dual_clipped = _sum_of(partials, "dual_clipped", PROGRAMS)
+    _store_entry(report, "loss", _sum_of(partials, "loss", PROGRAMS))
+    _store_entry(report, "pg_loss", _sum_of(partials, "pg_loss", PROGRAMS))
+    _store_entry(report, "pg_clipfrac", clipped / count)
+    _store_entry(report, "pg_clipfrac_lower", dual_clipped / count)
+    _store_entry(report, "ppo_kl", -_sum_of(partials, "log_ratio", PROGRAMS) / count)
+    _store_entry(report, "entropy", _sum_of(partials, "entropy", PROGRAMS) / count)
+    _store_entry(report, "kl_loss", _sum_of(partials, "kl_loss", PROGRAMS))
+    if has(LOWER, PRESENT):
+        _store_entry(report, "bapo_clip_low", _sum_of(partials, "lower", PROGRAMS) / count)
+        _store_entry(report, "bapo_clip_high", _sum_of(partials, "upper", PROGRAMS) / count)
+    else:
+        _store_entry(report, "bapo_clip_low", tl.load(bounds))
+        _store_entry(report, "bapo_clip_high", tl.load(bounds + 1))
+    _store_entry(report, "bapo_pos_share", _share(pos, pos + neg))
+    _store_entry(report, "bapo_pos_share_start", _share(pos_start, pos_start + neg_start))
+    _store_entry(report, "bapo_pos_share_max", _share(pos_last, pos_last + neg_min))
+    _store_entry(report, "bapo_pos_neg_ratio", policy_math.tested_quantity(pos, neg, True))
+    _store_entry(report, "bapo_saturated", saturated)
+    _store_entry(report, "live_tokens", live_tokens)
+
+
+@triton.jit
+def _store_entry(report, name: tl.constexpr, value):
+    tl.store(report + _report_index(name), value.to(tl.float32))
+
+
+@per_options
+def _from_options(
+    options: Options, present: int, searched: bool
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The kernel's numbers and flags of the options, and the fields that are read."""
+    last = (
+        options.lower_max if options.lower_step else options.lower_start,
+        options.upper_max if options.upper_step else options.upper_start,
+    )
+    policy = options.clip_ratio_c, options.sapo_tau_pos, options.sapo_tau_neg
+    coefs = options.kl_loss_coef, options.entropy_coef
+    without_weight = searched or options.uniform_weight
+    unread = bits(TEMPERATURES, *[ROLLOUT_LOG_PROBS] if without_weight else [])
+    flags = (
+        *(int(options.surrogate), int(options.kl_loss_type), bool(options.uniform_weight)),
+        *(bool(options.unclipped_only), bool(options.target_is_ratio), present & ~unread),
+    )
+    return (*options.start, *last, options.target, *policy, *coefs), flags
+
+
+def token_loss(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    counted: Tensor,
+    unmasked: Tensor | None,
+    weights: Tensor,
+    log_ratios: Tensor | None,
+    tokens: Tensor,
+    present: int,
+    bounds: Tensor | None,
+    masses: Tensor | None,
+    options: list[float],
+    ticket: Tensor,
+    *results: Tensor | None,
+) -> None:
+    """``results``: report, dlog_probs, dentropy, outputs and dlog_ratios."""
+    N = log_probs.numel()
+    programs = token_programs(N, TOKENS)
+    partials = log_probs.new_empty((len(SUMS), programs))
+    given = log_probs, entropy, counted, unmasked, weights, log_ratios, tokens, bounds, masses
+    numbers, flags = _from_options(options, present, masses is not None)
+    _token_loss_kernel[(programs,)](
+        *(*given, ticket, partials, *results, N, *numbers, *flags, TOKENS, MAX_PROGRAMS),
+        **limits(8, registers=128),
+    )

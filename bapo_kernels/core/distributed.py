@@ -1,0 +1,305 @@
+"""Many ranks: sums in rank order, shards of the vocabulary, sharded weights.
+
+All communication is by ``torch.distributed``, and nothing is read on the host except where a
+function says so. The kernels know nothing of ranks: to them a shard is a short row. Imports the
+checks and the config. Every rank must make the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..config import BAPOConfig, Options
+from .checks import is_dtensor, require, warn_once
+
+
+def rows_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The values of all ranks of a group, ``[ranks, ...]``, to be added in order on each of them.
+
+    One all-reduce of this rank's own row and zeros elsewhere, which rounds nothing.
+    """
+    rows = values.new_zeros(dist.get_world_size(group), *values.shape)
+    rows[dist.get_rank(group)] = values
+    dist.all_reduce(rows, group=group)
+    return rows
+
+
+def device_of_tables(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a rank that had no tokens has its table: NCCL adds those of GPUs alone."""
+    if group is not None and "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.get_default_device()
+
+
+def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[ranks, ...]`` of equal shapes."""
+    ranks = dist.get_world_size(group)
+    gathered = values.new_empty(ranks * values.numel())
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name
+    all_gather(gathered, values.reshape(-1).contiguous(), group=group)
+    return gathered.view(ranks, *values.shape)
+
+
+# Groups whose ranks have been compared: in a search, and over shards in each function.
+_AGREED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+_FACTS = 64  # more than there are: ranks that make different calls exchange as much
+
+
+def check_ranks(
+    made_by: tuple[Any, ...],
+    backend: str | None,
+    config: BAPOConfig,
+    like: Tensor,
+    search: Any,
+    shards: Any = None,
+    of_call: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Raises on every rank of a group if its ranks differ in their first call; later ones pass.
+
+    One collective of a fixed size, before any other, and a read of the device. The ranks of a
+    search must have function and config in common, those of a vocabulary everything.
+
+    Args:
+        made_by: the function, and more that the ranks of ``shards`` must have in common.
+        of_call: what these must have in common besides, by name.
+    """
+    traced = torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter)
+    if traced or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    function, problem = made_by[0], ""
+    for name, group, kind in (("vocab_group", shards, function), ("process_group", search, "")):
+        if group is None or (kind in _AGREED.get(group, ()) and function != "check_inputs"):
+            continue
+        facts: dict[str, Any] = {"function and backend": (function, backend)}
+        facts["agreement in vocab_group"] = not problem
+        facts |= {f"config.{field.name}": getattr(config, field.name) for field in fields(config)}
+        if name == "vocab_group":
+            facts |= {"the call": made_by} | of_call()
+        differs = _difference(facts, name, group, like.device)
+        if not differs:
+            _AGREED.setdefault(group, set()).add(kind)
+        problem = problem or differs
+    if problem:
+        raise ValueError(problem)
+
+
+def _difference(facts: dict[str, Any], name: str, group: Any, device: torch.device) -> str:
+    """The message about the first fact that differs between the ranks of a group, if one does."""
+    unmasked = facts.get("the unmasked tokens")
+    mine = [_fingerprint(value, unmasked) for value in facts.values()]
+    mine += [(0.0, 0.0)] * (_FACTS - len(mine))
+    table = gather(torch.tensor(mine, dtype=torch.float64, device=device), group).cpu()
+    apart, slack = (table - table[0]).abs()[..., 0], (table + table[0])[..., 1]
+    differs = (table != table[0])[..., 0] & ~(apart <= slack)
+    ranks = dist.get_process_group_ranks(group)
+    for (fact, value), of_ranks in zip(facts.items(), differs.T.tolist(), strict=False):
+        if others := [rank for rank, other in zip(ranks, of_ranks, strict=True) if other]:
+            here = "" if isinstance(value, Tensor) else f" ({value!r} on this rank)"
+            got = f"another on ranks {others} than on rank {ranks[0]}{here}"
+            return f"{fact} must be the same on all ranks of {name}, got {got}"
+    return ""
+
+
+def _fingerprint(value: Any, unmasked: Tensor | None) -> tuple[float, float]:
+    """A number that differs where values do, and how far rounding may move it."""
+    if value is None:
+        return math.inf, 0.0
+    if not isinstance(value, Tensor):
+        return float(zlib.crc32(repr(value).encode())), 0.0
+    if unmasked is not None and value.shape == unmasked.shape:
+        value = value.where(unmasked, 0)
+    value = value.flatten()
+    place = torch.arange(1, len(value) + 1, device=value.device)
+    if not value.is_floating_point():
+        return float((value.long() * (place * place % 65521)).sum() & (2**52 - 1)), 0.0
+    value = value.double().nan_to_num(0.0, 1e4, -1e4)
+    return float((value * (1 + place.cos())).sum()), 1e-5 * float(value.abs().sum())
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns ``[first, first + columns)`` of a vocabulary that is sharded over a group.
+
+    Shards are in rank order and may differ in size; the sizes stay on the device.
+    """
+
+    group: dist.ProcessGroup
+    columns: int
+    sizes: Tensor  # int64 [ranks]
+
+    @classmethod
+    def of(cls, columns: int, like: Tensor, group: dist.ProcessGroup | None) -> VocabShard | None:
+        """The shard of this rank; ``None`` without a group. One collective, 8 bytes per rank."""
+        if group is None:
+            return None
+        mine = torch.full((), columns, dtype=torch.int64, device=like.device)
+        return cls(group, columns, gather(mine, group))
+
+    @classmethod
+    def named(cls, columns: int, sizes: Tensor | None, name: str | None) -> VocabShard | None:
+        """The shard of a group known by its name, as operators take it; sizes as of :meth:`of`."""
+        if sizes is None or name is None:
+            return None
+        c10d: Any = dist.distributed_c10d  # untyped, and without a public name for this
+        return cls(c10d._resolve_process_group(name), columns, sizes)
+
+    def span(self) -> Tensor:
+        """int64 ``[2]``: the first column of this shard, and the columns of all."""
+        return torch.stack([self.sizes[: dist.get_rank(self.group)].sum(), self.sizes.sum()])
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """Labels as columns of this shard; -1 where another shard has them."""
+        first = self.sizes[: dist.get_rank(self.group)].sum()
+        here = labels - first
+        return torch.where((here >= 0) & (here < self.columns), here, -1)
+
+    def combine(
+        self,
+        labels: Tensor,
+        here: Tensor,
+        counted: Tensor,
+        log_probs: Tensor,
+        entropy: Tensor,
+        stats: Tensor,
+        options: Options,
+        temperatures: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """From the statistics of every rank's shard to those of the whole rows.
+
+        With ``q_k`` the probability of shard ``k``, ``logp = logp_k + log q_k`` for the shard that
+        has the label, and ``entropy = sum_k q_k*(entropy_k - log q_k)``.
+
+        Args:
+            labels: ``[N]``, of the whole vocabulary; here: what :meth:`labels` makes of them.
+            counted: bool ``[N]``; the other rows become 0.
+            log_probs, entropy: float64 ``[N]`` inside the shard.
+            stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
+        """
+        of_label = torch.where(here >= 0, log_probs, -torch.inf)
+        mine = torch.stack([stats[:, 0], stats[:, 1], entropy, of_label])
+        origin, total, of_shard, logp = gather(mine, self.group).unbind(1)
+        by = options.temperature if temperatures is None else temperatures.double()
+        scale = options.logit_scale if options.softcap == math.inf else options.softcap
+        top = origin.amax(0)
+        log_q = total.log() + (origin - top) * (scale / by)
+        q = log_q.exp()
+        whole = q.sum(0)
+        log_q, q = log_q - whole.log(), q / whole
+        logp = torch.where(total == 0, log_q, logp + log_q).amax(0)  # 0: -inf logits alone
+        known = (labels >= 0) & (labels < self.sizes.sum())
+        entropy = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
+        # New tensors: Dynamo of torch 2.11 gives no gradient to outputs that were written into.
+        logp = torch.where(counted, torch.where(known, logp, torch.nan), 0.0)
+        return logp, torch.where(counted, entropy, 0.0), torch.stack([top, whole], 1)
+
+    def widest(self) -> int:
+        """Columns of the largest shard. Reads the device."""
+        return int(self.sizes.max())
+
+
+def whole_vocabulary(shard: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+    """The shards of all ranks, concatenated; only this rank's own shard gets a gradient."""
+    if group is None:
+        return shard
+    mine = torch.tensor(shard.shape[dim], device=shard.device)
+    sizes = gather(mine, group).tolist()
+    padded = shard.detach().movedim(dim, 0)
+    padded = torch.cat([padded, padded.new_zeros(max(sizes) - len(padded), *padded.shape[1:])])
+    parts = [
+        part[:size].movedim(0, dim) for part, size in zip(gather(padded, group), sizes, strict=True)
+    ]
+    parts[dist.get_rank(group)] = shard
+    return torch.cat(parts, dim)
+
+
+class _MeanGradient(torch.autograd.Function):
+    """A parameter whose gradient, a sum over ranks, is divided by their number."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
+    """The part of a DTensor that a rank computes with: all of it, or its shard of ``vocab_group``.
+
+    The gradient returns to the placement of the parameter. Over the mesh dimensions that are
+    gathered it is the mean of the ranks, as with FSDP.
+    """
+    if not is_dtensor(parameter):
+        return parameter
+    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+    weight: Any = parameter
+    mesh = weight.device_mesh
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    gradients: list[Placement] = [Partial()] * mesh.ndim
+    if vocab_group is not None:
+        ranks = dist.get_process_group_ranks(vocab_group)
+        over = [
+            d for d in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(d)) == ranks
+        ]
+        sharded = bool(over) and weight.placements[over[-1]].is_shard(0)
+        rule = "be sharded along dimension 0 over vocab_group"
+        require(sharded, name, rule, f"placements {weight.placements} on {mesh}")
+        placements[over[-1]] = gradients[over[-1]] = Shard(0)
+    ranks_averaged = math.prod(
+        [mesh.size(d) for d, placement in enumerate(placements) if placement.is_replicate()]
+    )
+    averaged = _MeanGradient.apply(weight, ranks_averaged)
+    local: Tensor = averaged.redistribute(placements=placements).to_local(grad_placements=gradients)
+    return local
+
+
+_SEEN = WeakTensorKeyDictionary()  # weights that have been checked
+
+
+def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
+    """Warns once if DDP will not average the gradients of this loss.
+
+    DDP averages the gradients of a backward that follows a forward of its own with gradients
+    enabled, and silently ignores any other. Costs nothing on one rank or without a gradient; each
+    weight is checked once, in 0.2 s.
+    """
+    if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
+        return
+    needed = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+    if not needed or dist.get_world_size() == 1 or not isinstance(weight, torch.nn.Parameter):
+        return
+    if is_dtensor(weight) or weight in _SEEN:
+        return
+    _SEEN[weight] = True
+    # A parameter does not know its DDP; isinstance would run code of arbitrary objects.
+    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    idle = [wrapper for wrapper in wrappers if _averages_nothing(wrapper)]
+    if any(parameter is weight for wrapper in idle for parameter in wrapper.parameters()):
+        warn_once(
+            "the loss is computed beside the forward of DistributedDataParallel, so that gradients "
+            "are not averaged over the ranks. Compute hidden states and loss in the forward of the "
+            "module that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states)."
+        )
+
+
+def _averages_nothing(wrapper: Any) -> bool:
+    """Whether its forward is not running now, and the last one, if any, was without gradients."""
+    if wrapper is DistributedDataParallel._get_active_ddp_module():
+        return False
+    prepared = wrapper._lazy_init_ran and wrapper.require_forward_param_sync
+    return bool(wrapper.require_backward_grad_sync and not prepared)  # False under no_sync()

@@ -1,0 +1,219 @@
+"""A head: its logits, a chunk of rows at a time, and the sums of its gradients.
+
+Imports the matrix products, rows and the data of a call. How much memory a loss of hidden states
+takes, and in which dtype the gradient of the weight is summed, is decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import gemm
+from .call import Call
+from .distributed import VocabShard
+from .memory import CHUNKS, SUMS, WEIGHTS
+from .rows import weight_gradient
+
+CHUNK_BYTES = 2**30
+SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks are added up
+_ALIGNED = 8  # logits of a row begin at a multiple of 16 bytes, as the fastest products ask for
+
+
+@dataclass(frozen=True)
+class Head:
+    """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs.
+
+    With a shard, ``weight`` and ``bias`` are those of its part of the vocabulary. Logits are of the
+    same dtype, or float32. Under autocast the weight that is trained may be float32
+    (``trains_float32``), and so its gradient.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    shard: VocabShard | None
+    logits_dtype: torch.dtype
+    trains_float32: bool
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        shard: VocabShard | None = None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> Head:
+        """Detached, rows flat, in the dtype of the GEMMs, the bias in that of the logits."""
+        rows = hidden.detach().reshape(-1, hidden.shape[-1])
+        logits_dtype = logits_dtype or dtype
+        bias = None if bias is None else bias.detach().to(logits_dtype)
+        trains_float32 = weight.dtype == torch.float32
+        of_gemms = rows.to(dtype), weight.detach().to(dtype)
+        return cls(*of_gemms, bias, shard, logits_dtype, trains_float32)
+
+    @property
+    def widens(self) -> bool:
+        """Whether logits have more bits than what they are made of."""
+        return self.logits_dtype != self.weight.dtype
+
+    @property
+    def set_operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of products of sets: matrices with unit stride along their rows, the bias in float32."""
+        hidden, weight = (
+            matrix if matrix.stride(1) == 1 else matrix.contiguous()
+            for matrix in (self.hidden, self.weight)
+        )
+        return hidden, weight, None if self.bias is None else self.bias.float().contiguous()
+
+    def rows_per_chunk(self, rows: int, asked: int | None, sums_weight: bool) -> int:
+        """Rows of each chunk, for the fewest equal chunks; the same on every rank of a shard.
+
+        A chunk has at most the rows that were asked for, or 1 GiB of logits. Several chunks need a
+        float32 sum of the weight's gradient, ``sums_weight``, before that has half precision: if
+        all logits take no more memory than the sum would, they are one chunk.
+        """
+        halves = not self.trains_float32 and self.shard is None
+        of_logits, of_sum = rows * self._bytes_per_logit, SUM_BYTES * self.weight.shape[1]
+        if sums_weight and halves and of_logits <= of_sum:  # bytes per column
+            return max(1, rows)
+        if asked is None:
+            columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
+            asked = max(1, CHUNK_BYTES // (columns * self._bytes_per_logit))
+        return max(1, math.ceil(rows / max(1, math.ceil(rows / asked))))
+
+    @property
+    def _bytes_per_logit(self) -> int:
+        narrow = self.weight.element_size()
+        return 4 + narrow if self.widens else narrow
+
+    def chunk_memory(self, rows: int) -> Tensor:
+        """Where :meth:`logits` puts those of up to ``rows`` rows, chunk after chunk."""
+        shape = rows, _aligned(self.weight.shape[0])
+        return CHUNKS.empty(shape, self.logits_dtype, self.weight.device)
+
+    def logits(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
+        h = self.hidden[rows]
+        logits = memory[: rows.numel(), : self.weight.shape[0]]
+        if rows.numel():
+            with _without_autocast(h):
+                gemm.multiply(h, self.weight, self.bias, logits)
+        return h, logits
+
+
+class HeadGradients:
+    """Gradients of a head, added up chunk by chunk; only those that are needed are made.
+
+    Args:
+        needs: whether the hidden states, the weight and the bias need a gradient.
+        one_chunk: the weight's gradient is one product, which may be rounded to its dtype at once.
+    """
+
+    def __init__(self, head: Head, needs: tuple[bool, ...], one_chunk: bool) -> None:
+        self.head, self.one_chunk = head, one_chunk
+        # Parts of a sum over ranks are float32.
+        dtype = None if head.shard is None else torch.float32
+        self.hidden = _zeros_like(head.hidden, dtype) if needs[0] else None
+        self.weight: Tensor | None = None
+        self.needs_weight = needs[1]
+        V = head.weight.shape[0]
+        self.bias = torch.zeros(V, device=head.weight.device) if needs[2] else None
+
+    def add(self, rows: Tensor, h: Tensor, dlogits: Tensor) -> None:
+        """``dlogits [n, V]`` of rows that have had none so far."""
+        if rows.numel() == 0:
+            return
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=torch.float32)
+        with _without_autocast(h):
+            if self.head.widens and gemm.in_own_dtype(h):
+                dlogits = _narrowed(dlogits, h.dtype)
+            if self.hidden is not None:
+                dtype = self.hidden.dtype
+                self.hidden[rows] = gemm.hidden_gradient(dlogits, self.head.weight, dtype)
+            if self.needs_weight:
+                self._add_weight(h, dlogits)
+
+    @property
+    def of_hidden_alone(self) -> bool:
+        """Whether the head is frozen: only hidden states need a gradient."""
+        return self.hidden is not None and not self.needs_weight and self.bias is None
+
+    def scale_hidden(self, factors: Tensor) -> None:
+        """Multiplies the gradient of each hidden state, ``[N, H]``, by its factor, ``[N]``.
+
+        With a factor of 0 it may hold anything before, and is 0 then.
+        """
+        assert self.hidden is not None
+        self.hidden.mul_(factors.float()[:, None]).masked_fill_((factors == 0)[:, None], 0.0)
+
+    def _add_weight(self, h: Tensor, dlogits: Tensor) -> None:
+        first = self.weight is None
+        if self.weight is None:
+            at_once = self.one_chunk and not self.head.trains_float32
+            dtype = h.dtype if at_once else torch.float32
+            memory = WEIGHTS if dtype == h.dtype else SUMS
+            self.weight = memory.empty(self.head.weight.shape, dtype, h.device)
+        gemm.add_weight_gradient(self.weight, dlogits, h, first)
+
+    def add_sets(self, call: Call, dvalues: Tensor) -> None:
+        """The gradients of weight and bias of the rows with a sampling mask."""
+        dweight, h = self.weight, self.head.hidden
+        if self.needs_weight and dweight is None:
+            dtype = torch.float32 if self.head.trains_float32 else h.dtype
+            dweight = WEIGHTS.empty(self.head.weight.shape, dtype, h.device)
+        elif not self.needs_weight and self.bias is not None:
+            dweight = h.new_empty(self.bias.numel(), 0)  # the kernel of both makes the bias alone
+        if dweight is not None:
+            add = self.weight is not None
+            hidden, _, _ = self.head.set_operands
+            weight_gradient(call, dvalues, hidden, add, dweight, self.bias)
+        if self.needs_weight:
+            self.weight = dweight
+
+    def of(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
+        """In the shapes and dtypes of hidden states, weight and bias; zeros without any row.
+
+        With a shard the hidden states' is summed over the ranks, by one all-reduce.
+        """
+        if self.head.shard is not None and self.hidden is not None:
+            dist.all_reduce(self.hidden, group=self.head.shard.group)
+        if self.needs_weight and self.weight is None:
+            self.weight = _zeros_like(self.head.weight)
+        if self.weight is not None and weight is not None and self.weight.dtype != weight.dtype:
+            memory = WEIGHTS.empty(weight.shape, weight.dtype, weight.device)
+            self.weight = memory.copy_(self.weight)
+        made = ((self.hidden, hidden), (self.weight, weight), (self.bias, bias))
+        return [
+            None
+            if gradient is None or parameter is None
+            else gradient.to(parameter.dtype).reshape(parameter.shape)
+            for gradient, parameter in made
+        ]
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // _ALIGNED) * _ALIGNED
+
+
+def _narrowed(dlogits: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype, with aligned rows too."""
+    rows, columns = dlogits.shape
+    return dlogits.new_empty((rows, _aligned(columns)), dtype=dtype)[:, :columns].copy_(dlogits)
+
+
+def _zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, as an operator that scales a gradient in place asks for."""
+    return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _without_autocast(operand: Tensor) -> torch.autocast:
+    """GEMMs in the dtype of their operands: autocast would round those that are float32."""
+    return torch.autocast(operand.device.type, enabled=False)

@@ -1,0 +1,309 @@
+"""From hidden states: the rows of a call through the head, a chunk of logits at a time.
+
+Gradients are made in forward; of float16, and under ``torch.compile``, in backward, by
+``head_operators``. Three sets of rows are kept apart: those that are counted (the
+others are skipped), those of them whose gradient is not surely zero (the others need no gradient
+GEMM), and the undecided ones. Of the last chunk the logits are held until the bounds are known;
+those of the others are recomputed then, or with a frozen head the gradients of their log-probs are
+scaled. What is kept until backward are the gradients of the hidden states, in their dtype, and of
+the weight, in float32 while several chunks are added up and in the weight's dtype then; never
+logits. Imports head, rows and tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..output import BAPOOutput
+from .call import Call, Coefficients, RowStatistics
+from .head import Head, HeadGradients
+from .inputs import bounds_tensor
+from .rows import (
+    Rows,
+    both_passes,
+    first_pass,
+    head_set_pass,
+    hidden_gradient,
+    multiplied,
+    of_all_ranks,
+    row_statistics,
+    second_pass,
+)
+from .tokens import loss_of_log_probs, token_loss
+
+
+def loss_of_hidden(
+    call: Call, head: Head, needs: tuple[bool, ...], chunk_tokens: int | None
+) -> tuple[BAPOOutput, HeadGradients | None]:
+    """Forward GEMM, row pass and gradient GEMMs of every chunk; search and loss; undecided rows.
+
+    The last chunk is held until the bounds are known, so that none of its rows is recomputed, and
+    so are the values of the rows with a sampling mask, which are in no chunk.
+    """
+    counted = call.without_sets().counted.nonzero().squeeze(1)
+    size = head.rows_per_chunk(counted.numel(), chunk_tokens, sums_weight=needs[1])
+    *earlier, last = counted.split(size)
+    memory = head.chunk_memory(size)
+    if not any(needs):
+        found = chunk_statistics(call, head, [*earlier, last], memory)
+        if call.sets is not None:
+            add_set_statistics(call, head, found)
+        output, _ = loss_of_log_probs(call, found.log_probs, found.entropy)
+        return output, None
+    one_chunk = not earlier and call.sets is None
+    chunks = Chunks(call, head, HeadGradients(head, needs, one_chunk), memory)
+    for rows in earlier:
+        chunks.add_decided(chunks.forward(rows))
+    held = chunks.forward(last)
+    of_sets = None if call.sets is None else HeldSets(call, head, chunks.gradients, chunks.found)
+    output, coefficients = loss_of_log_probs(call, chunks.found.log_probs, chunks.found.entropy)
+    chunks.add_held(held, coefficients)
+    if earlier and chunks.unscaled:
+        chunks.scale_undecided(coefficients)
+    elif earlier:
+        for rows in chunks.undecided_rows(earlier, coefficients).split(size):
+            chunks.add_recomputed(rows, coefficients)
+    if of_sets is not None:
+        of_sets.add(coefficients)
+    return output, chunks.gradients
+
+
+class _Chunk(NamedTuple):
+    """Rows of a call, their part of it, and their hidden states and logits."""
+
+    rows: Tensor
+    call: Call
+    h: Tensor
+    logits: Tensor
+
+
+class Chunks:
+    """The rows of a call that needs gradients, as they go through the head.
+
+    Attributes:
+        unscaled: only hidden states need a gradient, and that of a row is the gradient of its
+            log-prob times a number. So undecided rows get the former at once, and the number later.
+    """
+
+    def __init__(self, call: Call, head: Head, gradients: HeadGradients, memory: Tensor) -> None:
+        self.call, self.head, self.gradients, self.memory = call, head, gradients, memory
+        self.unscaled = gradients.of_hidden_alone and not call.options.entropy_coef
+        self.found = RowStatistics.zeros(call.counted.numel(), call.counted.device)
+        self.undecided = torch.zeros_like(call.counted, dtype=torch.uint8)
+
+    def forward(self, rows: Tensor) -> _Chunk:
+        """A chunk whose logits have become gradients where a row is decided."""
+        h, logits = self.head.logits(rows, self.memory)
+        call = self.call.at(rows)
+        if call.rows_decide:
+            found = RowStatistics.empty(rows.numel(), rows.device)
+            self.undecided[rows] = both_passes(call, Rows.of_logits(call, logits), found)
+        else:
+            found = row_statistics(call, Rows.of_logits(call, logits))
+        self.found.put(rows, found)
+        return _Chunk(rows, call, h, logits)
+
+    def add_decided(self, chunk: _Chunk) -> None:
+        """Adds the rows that no admissible bounds could change; the others follow later."""
+        rows, call, _, _ = chunk
+        if call.sequences is not None:
+            self.undecided[rows] = 1
+            if self.unscaled:
+                ones = torch.ones_like(self.found.log_probs[rows])
+                self.add(chunk, Coefficients(ones, None), self._may_have_gradient[rows])
+            return
+        log_probs, entropy, _ = self.found.at(rows)
+        first, last = _ends_of_the_search(call)
+        _, coefficients = token_loss(call, log_probs, entropy, first)
+        if self.head.shard is not None:
+            at_last = token_loss(call, log_probs, entropy, last)[1].dlog_probs
+            differs = (coefficients.dlog_probs != at_last) & ~coefficients.dlog_probs.isnan()
+            self.undecided[rows] = differs.to(torch.uint8)
+        undecided = self.undecided[rows] != 0
+        if self.unscaled:
+            of_undecided = torch.where(undecided, 1.0, coefficients.dlog_probs)
+            coefficients = Coefficients(of_undecided, None)
+            self.add(chunk, coefficients, coefficients.has_gradient())
+        else:
+            self.add(chunk, coefficients, coefficients.has_gradient() & ~undecided)
+
+    @cached_property
+    def _may_have_gradient(self) -> Tensor:
+        """bool ``[N]``: the rows of sequences with an advantage; with a KL term all."""
+        call, advantages = self.call, self.call.field("advantages")
+        assert call.sequences is not None
+        assert advantages is not None
+        if call.options.kl_loss_coef:
+            return call.counted
+        return call.sequences.with_any(call.counted & (advantages != 0))
+
+    def add_held(self, chunk: _Chunk, of_all: Coefficients) -> None:
+        """Adds all rows of a chunk that was held until the bounds were known."""
+        coefficients = of_all.at(chunk.rows)
+        self.add(chunk, coefficients, coefficients.has_gradient())
+        self.undecided[chunk.rows] = 0
+
+    def add(self, chunk: _Chunk, coefficients: Coefficients, keep: Tensor | None = None) -> None:
+        """Adds some rows, by default all.
+
+        Undecided rows among them get the gradient of these coefficients, and where the row pass
+        can decide none all do.
+        """
+        rows, _, h, dlogits = chunk
+        if keep is not None:
+            kept = Compaction.of(keep)
+            rows, h, dlogits = rows[kept.rows], h[kept.rows], kept.moved(dlogits)
+            coefficients = coefficients.at(kept.rows)
+        call, found = self.call.with_labels_of(rows), self.found.at(rows)
+        only = self.undecided[rows] if call.rows_decide else None
+        z = Rows.of_logits(call, dlogits)
+        second_pass(call, z, found, coefficients, only=only)
+        self.gradients.add(rows, h, dlogits)
+
+    def scale_undecided(self, of_all: Coefficients) -> None:
+        """From the gradients of the undecided rows' log-probs to those of the loss."""
+        self.gradients.scale_hidden(torch.where(self.undecided != 0, of_all.dlog_probs, 1.0))
+
+    def undecided_rows(self, chunks: Sequence[Tensor], of_all: Coefficients) -> Tensor:
+        """Those rows of some chunks that were undecided and have a gradient."""
+        rows = torch.cat(list(chunks))
+        return rows[(self.undecided[rows] != 0) & of_all.at(rows).has_gradient()]
+
+    def add_recomputed(self, rows: Tensor, of_all: Coefficients) -> None:
+        """Makes the logits of undecided rows a second time and adds their gradients."""
+        if rows.numel() == 0:
+            return
+        add_recomputed(self.call, self.gradients, rows, self.memory, self.found, of_all)
+
+
+class HeldSets:
+    """The rows of a call that have a sampling mask: their values, until the bounds are known.
+
+    The hidden states' gradients of decided rows are made while the head's rows are in the cache.
+    """
+
+    def __init__(
+        self, call: Call, head: Head, gradients: HeadGradients, found: RowStatistics
+    ) -> None:
+        self.call, self.head, self.gradients, self.found = call, head, gradients, found
+        self.undecided: Tensor | None = None
+        if not call.rows_decide:
+            self.values = add_set_statistics(call, head, found)
+        elif gradients.hidden is not None:
+            self.values, self.undecided = head_set_pass(
+                call, head.set_operands, found, gradients.hidden
+            )
+        else:
+            self.values = multiplied(call, head.set_operands)
+            self.undecided = both_passes(call, Rows.of_values(call, self.values), found)
+
+    def add(self, coefficients: Coefficients) -> None:
+        """Adds the gradients of all these rows, which no bounds change any more."""
+        call, values, dhidden = self.call, self.values, self.gradients.hidden
+        if call.searches or not call.rows_decide:
+            sets = Rows.of_values(call, values)
+            second_pass(call, sets, self.found, coefficients, only=self.undecided)
+            if dhidden is not None:
+                _, weight, _ = self.head.set_operands
+                hidden_gradient(call, values, weight, dhidden, self.undecided)
+        self.gradients.add_sets(call, values)
+
+
+def add_set_statistics(call: Call, head: Head, found: RowStatistics) -> Tensor:
+    """The values of the rows that have a sampling mask, and what the first pass finds in them."""
+    assert call.sets is not None
+    values = multiplied(call, head.set_operands)
+    sets = Rows.of_values(call, values)
+    if call.shard is None:
+        first_pass(call, sets, found)
+        return values
+    of_sets = RowStatistics.zeros(call.counted.numel(), values.device)
+    first_pass(call, sets, of_sets)
+    rows = call.sets.present.nonzero().squeeze(1)
+    found.put(rows, of_all_ranks(call, of_sets).at(rows))
+    return values
+
+
+class Compaction(NamedTuple):
+    """Where the rows of a chunk go that stay when others are dropped: to its front, in its memory.
+
+    The last of those that stay take the places of those that are dropped; no other row moves.
+
+    Attributes:
+        rows: of each place, the row that it gets.
+        places, fillers: of the rows that move, to and from.
+    """
+
+    rows: Tensor
+    places: Tensor
+    fillers: Tensor
+
+    @classmethod
+    def of(cls, keep: Tensor) -> Compaction:
+        """For bool ``keep [n]``. Reads two counts on the host, at once."""
+        order = (~keep).argsort(stable=True)  # rows that stay, then the others, both ascending
+        index = torch.arange(keep.numel(), device=keep.device)
+        staying = keep.sum()
+        moving = (keep & (index >= staying)).sum()
+        count, moves = torch.stack([staying, moving]).tolist()
+        fillers, places = order[:count][count - moves :], order[count : count + moves]
+        rows = index[:count]
+        rows[places] = fillers
+        return cls(rows, places, fillers)
+
+    def moved(self, values: Tensor) -> Tensor:
+        """``values[rows]``, in the memory of ``values``; a 32nd of them is copied at once."""
+        size = max(1, values.shape[0] // 32)
+        for to, by in zip(self.places.split(size), self.fillers.split(size), strict=True):
+            values[to] = values[by]
+        return values[: self.rows.numel()]
+
+
+def _ends_of_the_search(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """First and last bounds; a decided row has the same gradient at both."""
+    if not call.searches:
+        return call.bounds, call.bounds
+    first = bounds_tensor(call.options.start, call.counted)
+    return first, bounds_tensor(call.options.maximum, call.counted)
+
+
+def chunk_statistics(
+    call: Call, head: Head, chunks: Sequence[Tensor], memory: Tensor
+) -> RowStatistics:
+    """First pass over the rows of some chunks; zeros in the others."""
+    found = RowStatistics.zeros(call.counted.numel(), call.counted.device)
+    for rows in chunks:
+        _, logits = head.logits(rows, memory)
+        at_rows = call.at(rows)
+        found.put(rows, row_statistics(at_rows, Rows.of_logits(at_rows, logits)))
+    return found
+
+
+def add_recomputed(
+    call: Call,
+    gradients: HeadGradients,
+    rows: Tensor,
+    memory: Tensor,
+    found: RowStatistics,
+    coefficients: Coefficients,
+) -> None:
+    """Makes the logits of some rows a second time and adds their gradients.
+
+    A product of other rows may sum in another order, so that its logits are rounded differently:
+    their own statistics normalise them, or p would not add up to 1. With a shard these would take a
+    collective, and the first ones are kept.
+    """
+    h, logits = gradients.head.logits(rows, memory)
+    if call.shard is None:
+        at_rows = call.at(rows)
+        of_rows = row_statistics(at_rows, Rows.of_logits(at_rows, logits))
+    else:
+        of_rows = found.at(rows)
+    call, of_loss = call.with_labels_of(rows), coefficients.at(rows)
+    second_pass(call, Rows.of_logits(call, logits), of_rows, of_loss)
+    gradients.add(rows, h, logits)

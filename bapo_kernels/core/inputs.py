@@ -1,0 +1,355 @@
+"""Checks and forms of the arguments that several public functions take.
+
+Imports the checks of single arguments and the public data classes. Every message here is seen by
+users and tested word for word; a check that reads values would make every call wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import BAPOConfig
+from ..sampling_mask import SamplingMask
+from .checks import (
+    check_device,
+    check_floating,
+    check_group,
+    check_tensor,
+    count,
+    is_readable,
+    number,
+    refuse,
+    require,
+    typed,
+)
+
+_PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
+_SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+
+def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> None:
+    """``logits [..., V]`` and integer ``labels [...]``; a shard of the vocabulary may be empty."""
+    check_floating("logits", logits)
+    if logits.ndim == 0:
+        refuse("logits", "have shape (..., V)", logits.shape)
+    if logits.shape[-1] == 0 and vocab_group is None:
+        refuse("logits", "have V >= 1", logits.shape)
+    check_labels(labels, logits, "logits")
+
+
+def check_labels(labels: Tensor, rows: Tensor, rows_name: str) -> None:
+    """Integer ``labels`` of the rows of a tensor."""
+    check_tensor("labels", labels)
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        refuse("labels", "be integers", labels.dtype)
+    shape = rows.shape[:-1]
+    if labels.shape != shape:
+        refuse("labels", ("have the leading shape of {} {}", rows_name, shape), labels.shape)
+    check_device("labels", labels, rows, rows_name)
+
+
+def check_head(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk_tokens: int | None,
+    vocab_group: Any = None,
+) -> None:
+    """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``."""
+    check_floating("hidden_states", hidden_states)
+    check_floating("lm_head_weight", lm_head_weight, sharded=True)
+    shape = hidden_states.shape
+    some = hidden_states.ndim >= 1 and shape[-1] >= 1
+    require(some, "hidden_states", "have shape (..., H) with H >= 1", shape)
+    fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == shape[-1]
+    rule = ("have shape (V, {}), as hidden_states {} ask for", shape[-1], shape)
+    require(fits, "lm_head_weight", rule, lm_head_weight.shape)
+    some = lm_head_weight.shape[0] >= 1 or vocab_group is not None
+    require(some, "lm_head_weight", "have V >= 1", lm_head_weight.shape)
+    if bias is not None:
+        check_floating("bias", bias, sharded=True)
+        V = lm_head_weight.shape[:1]
+        require(bias.shape == V, "bias", ("have shape {}", V), bias.shape)
+        check_device("bias", bias, hidden_states, "hidden_states")
+    check_device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
+    check_labels(labels, hidden_states, "hidden_states")
+    if chunk_tokens is not None:
+        count("chunk_tokens", chunk_tokens, "be None or an integer >= 1")
+
+
+def gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The dtype of autocast where it is on; otherwise all three must have the same."""
+    # Torch has no autocast of meta tensors; that they have no values is said later.
+    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    for name, tensor in (("lm_head_weight", weight), ("bias", bias)):
+        rule = f"have the dtype of hidden_states {hidden.dtype}"
+        same = tensor is None or tensor.dtype == hidden.dtype
+        require(same, name, rule, getattr(tensor, "dtype", None))
+    return hidden.dtype
+
+
+def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits that are made of products in ``dtype``: the same, or float32."""
+    rule = f"be None, or torch.float32 for hidden states of half precision ({dtype})"
+    widens = logits_dtype == torch.float32 and dtype != torch.float64
+    require(logits_dtype in (None, dtype) or widens, "logits_dtype", rule, logits_dtype)
+    return logits_dtype or dtype
+
+
+def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:
+    """``None``, or a set for each of the labels, on their device."""
+    if mask is None:
+        return
+    rule = "be None or a SamplingMask"
+    require(isinstance(mask, SamplingMask), "sampling_mask", rule, type(mask).__name__)
+    template = "have {} rows, as many as labels {} have entries"
+    rule_of_rows = template, labels.numel(), labels.shape
+    require(len(mask) == labels.numel(), "sampling_mask", rule_of_rows, len(mask))
+    check_device("sampling_mask", mask.token_ids, labels, "labels")
+
+
+def check_inplace(logits: Tensor) -> None:
+    """``logits`` may be overwritten with their gradient."""
+    base = logits if logits._base is None else logits._base
+    rule = "not be a leaf that requires grad, or a view of one, with inplace=True"
+    is_leaf = torch.is_grad_enabled() and base.requires_grad and base.is_leaf
+    require(not is_leaf, "logits", rule, "such a leaf" if base is logits else "such a view")
+    sizes_and_strides = list(zip(logits.shape, logits.stride(), strict=True))
+    plain = all(stride > 0 or size <= 1 for size, stride in sizes_and_strides)
+    plain = plain and (logits.stride(-1) == 1 or logits.shape[-1] == 1)
+    if plain and logits.ndim > 3:
+        plain = logits.is_contiguous()
+    rule = "have rows without overlap, stride 1 along them, and be contiguous beyond 3 dimensions"
+    got = f"shape {tuple(logits.shape)}, strides {logits.stride()}"
+    require(plain, "logits", f"{rule} with inplace=True", got)
+
+
+def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
+    """``config``, or the paper's."""
+    if config is None:
+        return _PAPER
+    if not isinstance(config, BAPOConfig):
+        refuse("config", "be a BAPOConfig or None", type(config).__name__)
+    return config
+
+
+def check_options(statistics: str, process_group: Any = None, vocab_group: Any = None) -> None:
+    """Options that are not tensors."""
+    if statistics not in ("all", "live"):
+        refuse("statistics", "be 'all' or 'live'", repr(statistics))
+    check_group("process_group", process_group)
+    check_group("vocab_group", vocab_group)
+
+
+# Of the sides of given bounds: their rule, the least and the most.
+LIMITS_OF_BOUNDS = {
+    "lower": ("be in [0, 1], a bound of the ratio, not an epsilon", 0.0, 1.0),
+    "upper": ("be >= 1, a bound of the ratio, not an epsilon", 1.0, math.inf),
+}
+
+
+def checked_bounds(
+    bounds: Any,
+    like: Tensor,
+    like_name: str,
+    config: BAPOConfig,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Given bounds: both 0-dim and float32, or both as :func:`checked_advantages` makes them.
+
+    Numbers must keep ``0 <= lower <= 1 <= upper``. The values of tensors are not read.
+    """
+    is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+    require(is_pair, "bounds", "be a pair (lower, upper)", bounds)
+    rule = f"be None with surrogate={config.surrogate!r}, which has no bounds"
+    require(config.has_bounds, "bounds", rule, type(bounds).__name__)
+    parts = []
+    for bound, (side, (rule, least, most)) in zip(bounds, LIMITS_OF_BOUNDS.items(), strict=True):
+        name = f"bounds.{side}"
+        if not isinstance(bound, Tensor):
+            value = number(name, bound)
+            require(least <= value <= most, name, rule, value)
+            parts.append(torch.full((), value, dtype=torch.float32, device=like.device))
+        elif bound.numel() == 1:
+            _check_scalar(name, bound)
+            check_device(name, bound, like, "the tokens")
+            parts.append(bound.detach().float().reshape(()))
+        else:
+            single = "have one element, or "
+            parts.append(_per_token(name, bound, like, like_name, cu_seqlens, single).detach())
+    lower, upper = parts
+    if lower.ndim or upper.ndim:
+        lower, upper = (part if part.ndim else part.expand(like.shape) for part in parts)
+    return lower, upper
+
+
+def bounds_tensor(bounds: tuple[float, float], like: Tensor) -> Tensor:
+    """The same bounds for all tokens, float32 ``[2]`` on the device of ``like``."""
+    parts = [torch.full((), bound, dtype=torch.float32, device=like.device) for bound in bounds]
+    return torch.stack(parts)
+
+
+def bounds_are_valid(lower: Tensor, upper: Tensor) -> Tensor:
+    """Whether ``0 <= lower <= upper``, of tensors whose values the host does not read."""
+    return (lower >= 0) & (lower <= upper)
+
+
+_NUMBERS = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
+
+
+def as_numbers(values: Tensor) -> Tensor:
+    """In a dtype that the kernels read; the others are unsigned, or have fewer than 16 bits."""
+    if values.dtype in _NUMBERS:
+        return values
+    return values.double() if values.is_floating_point() else values.long()
+
+
+def _check_scalar(name: str, tensor: Tensor) -> None:
+    check_tensor(name, tensor)
+    is_real = not tensor.is_complex() and tensor.dtype != torch.bool
+    require(is_real, name, "be a real number", tensor.dtype)
+    require(tensor.numel() == 1, name, "have one element", tensor.shape)
+
+
+def check_mask(like: Tensor, like_name: str, response_mask: Tensor | None) -> None:
+    """Real ``response_mask`` with the shape and on the device of ``like``."""
+    if response_mask is None:
+        return
+    check_tensor("response_mask", response_mask)
+    if response_mask.shape != like.shape:
+        rule = "have the shape of {} {}", like_name, like.shape
+        refuse("response_mask", rule, response_mask.shape)
+    check_device("response_mask", response_mask, like, like_name)
+    if response_mask.is_complex():
+        refuse("response_mask", "be bool, int or float", response_mask.dtype)
+
+
+def checked_advantages(
+    advantages: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None
+) -> Tensor:
+    """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence."""
+    return _per_token("advantages", advantages, like, like_name, cu_seqlens)
+
+
+def checked_temperature(
+    temperature: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """As :func:`checked_advantages`; a 0-dim tensor is the temperature of every token."""
+    if not isinstance(temperature, Tensor):
+        refuse("temperature", "be a tensor (a number is config.temperature)", typed(temperature))
+    return _per_token("temperature", temperature, like, like_name, cu_seqlens, "be 0-dim, or ")
+
+
+def _per_token(
+    name: str,
+    values: Tensor,
+    like: Tensor,
+    like_name: str,
+    cu_seqlens: Tensor | None = None,
+    single: str = "",
+) -> Tensor:
+    """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence.
+
+    Args:
+        single: what the rule begins with where one value, then 0-dim, may stand for all tokens.
+    """
+    check_floating(name, values)
+    check_device(name, values, like, like_name)
+    if single and values.ndim == 0:
+        return values.expand(like.shape)
+    if values.shape == like.shape:
+        return values
+    rule = (single + "have the shape of {} {} or one entry a sequence {}", like_name, like.shape)
+    if cu_seqlens is not None:
+        B = cu_seqlens.shape[0] - 1
+        ok = values.ndim == 1 and values.shape[0] == B
+        require(ok, name, (*rule, (B,)), values.shape)
+        return values
+    if like.ndim < 2:
+        refuse(name, (*rule, "with cu_seqlens"), values.shape)
+    ok = values.ndim == 1 and values.shape[0] == like.shape[0]
+    require(ok, name, (*rule, like.shape[:1]), values.shape)
+    return values.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
+
+
+def check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
+    """``cu_seqlens [B + 1]`` of packed ``[N]`` tokens, which on a CPU rise from 0 to at most N."""
+    check_tensor("cu_seqlens", cu_seqlens)
+    ok = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
+    require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", cu_seqlens.shape)
+    is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
+    require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
+    check_device("cu_seqlens", cu_seqlens, like, like_name)
+    require(like.ndim == 1, like_name, "have packed shape (N,) with cu_seqlens", like.shape)
+    if is_readable(cu_seqlens):
+        rising_offsets(cu_seqlens, like.shape[0])
+
+
+def rising_offsets(cu_seqlens: Tensor, N: int) -> list[int]:
+    """Offsets that rise from 0 to at most ``N``. Reads the device."""
+    offsets: list[int] = cu_seqlens.tolist()
+    rising = offsets[0] == 0 and offsets[-1] <= N and offsets == sorted(offsets)
+    require(rising, "cu_seqlens", f"rise from 0 to at most {N}", offsets)
+    return offsets
+
+
+def check_aggregation(
+    like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
+) -> None:
+    """The sequences of a mode that is about sequences are known."""
+    mode = config.loss_agg_mode
+    if mode not in _SEQUENCE_MODES:
+        return
+    rule = (
+        "be given for packed {} of shape {} with loss_agg_mode={!r}",
+        like_name,
+        like.shape,
+        mode,
+    )
+    require(like.ndim >= 2 or cu_seqlens is not None, "cu_seqlens", rule, None)
+    if mode == "seq-mean-token-sum-norm" and cu_seqlens is not None:
+        of_length = "be given for packed input: there is no padded length to take its place"
+        require(config.loss_scale_factor is not None, "config.loss_scale_factor", of_length, None)
+
+
+def check_search(config: BAPOConfig) -> None:
+    """The surrogate has bounds."""
+    name, rule = "config.surrogate", "have bounds to search for"
+    require(config.has_bounds, name, rule, repr(config.surrogate))
+
+
+def check_ratio_level(
+    like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
+) -> None:
+    """The sequences are known where the ratio is that of a sequence."""
+    if config.ratio_level == "sequence":
+        rule = "be given for packed {} of shape {} with ratio_level='sequence'"
+        known = like.ndim >= 2 or cu_seqlens is not None
+        require(known, "cu_seqlens", (rule, like_name, like.shape), None)
+
+
+def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | Tensor | None:
+    """A count of tokens or sequences: a number, or a 0-dim tensor, whose value is not read."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor):
+        value = number(name, given)
+        require(0 < value < math.inf, name, "be finite and > 0", given)
+        return value
+    _check_scalar(name, given)
+    if given.is_cpu and not like.is_cpu:  # a number in host memory goes with tensors of any device
+        if torch.compiler.is_compiling():
+            return as_numbers(given.detach()).to(like.device, non_blocking=True)
+        # A copy would wait for the device.
+        return torch.full((), float(given), dtype=torch.float64, device=like.device)
+    check_device(name, given, like, like_name)
+    return as_numbers(given.detach()).reshape(())

@@ -1,0 +1,293 @@
+"""Schemas and fake implementations of all operators, for the native and the Triton kernels alike.
+
+The kernels write into tensors that the caller allocated, so their fakes have nothing to compute.
+The native library registers its kernels under the first namespace, ``backends/triton`` under the
+second. Imports the config alone. A schema stands here, in ``csrc/binding*.h`` and in the
+launchers of ``backends/triton``: the three must change together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Options
+
+_C: Any = torch._C
+
+# The package's own name: a copy of it under another name has operators of its own. Its library must
+# be built for them (BAPO_NAMESPACE in csrc/binding.h).
+NATIVE = __name__.partition(".")[0]
+TRITON = f"{NATIVE}_triton"
+
+# What crosses into the kernels, besides what they write:
+#
+# rows: Tensor logits [batches, rows, V]; with offsets the values of sampling sets, float32 [K], of
+#     which row n has values[offsets[n]:offsets[n + 1]]. Rows without a set are then not touched.
+# tokens: float32 [len(FIELDS), N], what is known of each token. Field k is given if bit k of
+#     present is set, and may hold anything otherwise. Apart from it: counted, bool, and weights,
+#     float64.
+# options: the numbers of a config, in the order of config.Options.
+FIELDS = (
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "ref_log_probs",
+    "temperatures",  # each in the place of that of the options
+    "lower",  # bounds of each token, both or none, in the place of those of all tokens
+    "upper",
+)
+_TOKENS = "Tensor tokens, int present"
+_TEMPERATURES = "Tensor? tokens, int present"  # of which no other field is read
+_OPTIONS = "float[] options"
+_ROWS = "Tensor? offsets, Tensor labels"  # labels are positions in the sets, where rows are sets
+_STATISTICS = "Tensor(a!) log_probs, Tensor(b!) entropy, Tensor(c!) stats"
+# bounds: float32 [2], of all tokens.
+_ROW_PASS = (
+    f"{_ROWS}, Tensor counted, Tensor weights, {_TOKENS}, Tensor? bounds, {_OPTIONS}, "
+    f"{_STATISTICS}, Tensor(d!) undecided"
+)
+_ROW_GRADIENT = (
+    f"{_ROWS}, Tensor stats, Tensor entropy, Tensor dlog_probs, Tensor? dentropy, Tensor? only, "
+    f"{_TEMPERATURES}, {_OPTIONS}"
+)
+# log_ratios: float64 [N], in the place of log_probs - old_log_probs.
+_SEARCHED = f"Tensor log_probs, Tensor counted, Tensor? log_ratios, {_TOKENS}, {_OPTIONS}"
+# Each row of tokens is one sequence of `length`, or packed tokens are of those of cu_seqlens.
+_SEQUENCES = "SymInt length, Tensor? cu_seqlens"
+
+# Sampling masks (CSR): the ids of row n are token_ids[offsets[n]:offsets[n + 1]], ascending; a row
+# without ids has the whole vocabulary, and no operator on sets touches it. The values of a set are
+# float32 logits, or their gradients. shard: int64 (first column, columns of all ranks).
+_SETS = "Tensor token_ids, Tensor offsets"
+_HEAD_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias"
+
+SCHEMAS = {
+    # The first pass over each counted row: its log-prob, entropy and (maximum, sum).
+    "row_statistics": (
+        f"Tensor logits, {_ROWS}, Tensor counted, {_TEMPERATURES}, {_OPTIONS}, {_STATISTICS}"
+    ),
+    # The same, and the second pass over each decided row, which writes its gradient; rows whose
+    # gradient depends on the bounds that the search will find are marked undecided.
+    "row_pass": f"Tensor logits, {_ROW_PASS}, Tensor(e!) dlogits",
+    "row_pass_": f"Tensor(e!) logits, {_ROW_PASS}",
+    # Gradient of the logits from the gradients of log-probs and entropy, in all rows or in some.
+    "row_gradient": f"Tensor logits, {_ROW_GRADIENT}, Tensor(a!) dlogits",
+    "row_gradient_": f"Tensor(a!) logits, {_ROW_GRADIENT}",
+    # What the other operators take per token: masks, labels, weights and fields, flat. The given
+    # ones are matrices of any dtype and strides, with cu_seqlens also vectors of one per sequence.
+    "prepare": (
+        "Tensor labels_or_log_probs, Tensor? response_mask, Tensor?[] fields, Tensor? cu_seqlens, "
+        f"float scale, float? divisor, Tensor? device_divisor, Tensor? bounds, bool live, "
+        f"{_OPTIONS}, Tensor(a!) unmasked, Tensor(b!)? counted, Tensor(c!)? labels, "
+        "Tensor(d!)? weights, Tensor(e!)? tokens, Tensor(f!)? ticket"
+    ),
+    # Of each counted token the mean of log_probs - old_log_probs over those of its sequence; the
+    # others get 0.
+    "sequence_log_ratios": (
+        f"Tensor log_probs, Tensor counted, {_TOKENS}, {_SEQUENCES}, Tensor(a!) log_ratios"
+    ),
+    # The reverse: adds to each counted token's gradient the mean of dlog_ratios over its sequence.
+    "add_sequence_means_": (
+        f"Tensor dlog_ratios, Tensor counted, {_SEQUENCES}, Tensor(a!) dlog_probs"
+    ),
+    # Writes row `rank` of the table, and zeros into the others: the negative mass at every point of
+    # the lower grid, then the positive mass at every point of the upper grid.
+    "contributions": f"{_SEARCHED}, int rank, Tensor(a!) table",
+    # Of the sum of the rows of the table: the bounds at which Algorithm 1 stops; masses = positive
+    # and negative mass at these, then at the starting bounds, then at the last points of the grids.
+    "solve": f"Tensor table, {_OPTIONS}, Tensor(a!) bounds, Tensor(b!) masses",
+    # Both, for tokens that are searched alone.
+    "search": f"{_SEARCHED}, Tensor(a!) bounds, Tensor(b!) masses",
+    # Loss and metrics of tokens, the gradients of log-probs and entropy, and both as the
+    # caller gets them. The ticket counts finished blocks; before and after it is 0. With
+    # dlog_ratios the gradient of the policy term goes there, and dlog_probs has the others.
+    "token_loss": (
+        "Tensor log_probs, Tensor? entropy, Tensor counted, Tensor? unmasked, Tensor weights, "
+        f"Tensor? log_ratios, {_TOKENS}, Tensor? bounds, Tensor? masses, {_OPTIONS}, "
+        "Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, Tensor(d!)? dentropy, "
+        "Tensor(e!)? outputs, Tensor(f!)? dlog_ratios"
+    ),
+    # Where each label is in the set of its row: -1 if nowhere, -2 if it is no token.
+    "find_labels": f"Tensor labels, {_SETS}, int vocab, Tensor(a!) positions",
+    # The logits of the sets of counted rows; NaN for an id that is no token or not above the one
+    # before, -inf for one of another rank.
+    "gather_sets": f"Tensor logits, Tensor counted, {_SETS}, Tensor? shard, Tensor(a!) values",
+    "multiply_sets": (
+        f"{_HEAD_OPERANDS}, Tensor counted, {_SETS}, Tensor? shard, Tensor(a!) values"
+    ),
+    # Gradients of the sets of counted rows into rows of zeros.
+    "scatter_sets": f"Tensor dvalues, Tensor counted, {_SETS}, Tensor? shard, Tensor(a!) dlogits",
+    # multiply_sets, row_pass_ of the values, and sets_dhidden of decided rows while the head is in
+    # the cache.
+    "head_sets_pass": (
+        f"{_HEAD_OPERANDS}, Tensor token_ids, {_ROW_PASS}, Tensor(e!) values, Tensor(f!) dhidden"
+    ),
+    # dhidden[n] = sum of dvalues[k]*weight[id_k] over the set of row n, where it has one.
+    "sets_dhidden": (
+        f"Tensor dvalues, Tensor weight, {_SETS}, Tensor? shard, Tensor? only, Tensor(a!) dhidden"
+    ),
+    # dweight[v] = sum of dvalues[order[i]]*hidden[rows[i]] for i in segments[v]:segments[v + 1], in
+    # this order, in float32; or added to dweight. dbias likewise, always added.
+    "sets_dweight": (
+        "Tensor dvalues, Tensor hidden, Tensor order, Tensor rows, Tensor segments, bool add, "
+        "Tensor(a!) dweight, Tensor(b!)? dbias"
+    ),
+    # x *= factor; a factor of 1 returns at once.
+    "scale_": "Tensor(a!) x, Tensor factor",
+}
+
+_libraries = {name: torch.library.Library(name, "DEF") for name in (NATIVE, TRITON)}
+
+
+def _fake(*args: object) -> None:
+    return None
+
+
+for _namespace, _library in _libraries.items():
+    for _name, _arguments in SCHEMAS.items():
+        _library.define(f"{_name}({_arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{_namespace}::{_name}", _fake, lib=_library)
+
+_HEAD = (
+    f"{_HEAD_OPERANDS}, Tensor labels, Tensor counted, {_TEMPERATURES}, {_OPTIONS}, "
+    "ScalarType dtype, ScalarType logits_dtype, str backend, int? chunk_tokens, "
+    "Tensor? shard_sizes, str? group, Tensor? token_ids, Tensor? offsets"
+)
+
+# The loops over chunks in ``hidden``, for all backends. They read from the device how many rows
+# of a chunk are counted, which a compiler cannot trace.
+HEAD_SCHEMAS = {
+    # Log-probs, entropy and stats, as of row_statistics; the gradient of the log-probs with respect
+    # to the hidden states, empty where it is not asked for, and otherwise the values of the sets.
+    "head_forward": f"(bool unscaled, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # Gradients of hidden, weight and bias, of those that need one.
+    "head_backward": (
+        "(Tensor? dlog_probs, Tensor? dentropy, Tensor entropy, Tensor stats, Tensor values, "
+        f"bool[] needs, {_HEAD}) -> Tensor[]"
+    ),
+}
+
+
+def _fake_head_forward(
+    unscaled: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    log_probs = torch.empty_like(labels, dtype=torch.float64)
+    stats = log_probs.new_empty((labels.numel(), 2))
+    gradient = hidden.new_empty(hidden.shape if unscaled else 0)
+    token_ids = args[-2]
+    keeps = token_ids is not None and not unscaled
+    values = stats.new_empty(token_ids.shape if keeps else 0, dtype=torch.float32)
+    return log_probs, torch.empty_like(log_probs), stats, gradient, values
+
+
+def _fake_head_backward(
+    dlog_probs: Tensor | None,
+    dentropy: Tensor | None,
+    entropy: Tensor,
+    stats: Tensor,
+    values: Tensor,
+    needs: list[bool],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *args: object,
+) -> list[Tensor]:
+    return [
+        parameter.new_empty(parameter.shape)
+        for parameter, needed in zip((hidden, weight, bias), needs, strict=True)
+        if needed and parameter is not None
+    ]
+
+
+_HOST_READS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+for _name, _arguments in HEAD_SCHEMAS.items():
+    _libraries[NATIVE].define(_name + _arguments, tags=_HOST_READS)
+torch.library.register_fake(f"{NATIVE}::head_forward", _fake_head_forward, lib=_libraries[NATIVE])
+torch.library.register_fake(f"{NATIVE}::head_backward", _fake_head_backward, lib=_libraries[NATIVE])
+
+# The instruction set of the CPU kernels in use; a name selects another, "" does not.
+_libraries[NATIVE].define("instruction_set(str name) -> str")
+
+
+def as_rows(logits: Tensor) -> Tensor:
+    """``[B, S, V]`` with stride 1 in the last dimension; a view wherever there is one."""
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        logits = logits.contiguous()
+    if logits.ndim < 3:
+        return logits[(None,) * (3 - logits.ndim)]
+    return logits if logits.ndim == 3 else logits.flatten(0, -3)
+
+
+def register(namespace: str, name: str, kernel: Callable[..., object], keys: Iterable[str]) -> None:
+    """``kernel`` implements operator ``name`` for tensors of these dispatch keys."""
+    for key in keys:
+        _libraries[namespace].impl(name, kernel, key)
+
+
+def torch_ops_of(backend: str) -> Any:
+    """The operators of a backend as torch has them: anybody can call them, a trace records them."""
+    return getattr(torch.ops, TRITON if backend == "triton" else NATIVE)
+
+
+def ops_of(backend: str) -> Any:
+    """The operators of a backend, for the public functions, which have checked their arguments.
+
+    Those written in Python are functions here, because the dispatcher would take the host longer
+    than they do; but a trace, a mode, a function transform, a profiler and a subclass of tensors
+    see the operators.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _C._len_torch_dispatch_stack()
+        or _C._are_functorch_transforms_active()
+        or _C._autograd._profiler_enabled()
+    ):
+        return torch_ops_of(backend)
+    return _eager[backend]
+
+
+def call_directly(backend: str, functions: dict[str, Callable[..., None]]) -> None:
+    """These operators of a backend are called as functions; see :func:`ops_of`."""
+    operators = {name: getattr(torch_ops_of(backend), name) for name in SCHEMAS}
+    direct = {name: _on_plain_tensors(f, operators[name]) for name, f in functions.items()}
+    _eager[backend] = SimpleNamespace(**operators | direct)
+
+
+def _on_plain_tensors(
+    function: Callable[..., None], operator: Callable[..., None]
+) -> Callable[..., None]:
+    """The function, but the operator where a tensor is of a subclass, which may have no memory."""
+
+    def run(*arguments: Any) -> None:
+        given = chain(arguments, *(each for each in arguments if type(each) is list))
+        (function if _PLAIN.issuperset(map(type, given)) else operator)(*arguments)
+
+    return run
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, list, tuple, Options}
+
+
+_eager: dict[str, SimpleNamespace] = {}
+
+
+def _scale_cpu(x: Tensor, factor: Tensor) -> None:
+    if factor.item() != 1:
+        x.mul_(factor)
+
+
+register(NATIVE, "scale_", _scale_cpu, ["CPU"])
+call_directly("cpu", {"scale_": _scale_cpu})
+call_directly("cuda", {})

@@ -1,0 +1,104 @@
+"""From the arguments of a caller to a call: flat, of one dtype, weighted, by one operator.
+
+Imports the arguments, the data of a call and the operators. At most three launches; a second read
+of the arguments anywhere else would cost every call of a small batch. Masked entries may hold
+anything, before and after. What only the device knows to be wrong makes weights or advantages NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .arguments import Arguments
+from .call import Call, SamplingSets
+from .checks import check_no_transform
+from .distributed import VocabShard
+from .inputs import as_numbers
+from .operators import FIELDS, ops_of
+
+
+def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
+    """The call that a backend takes.
+
+    Args:
+        columns: of the vocabulary, on this rank.
+    """
+    if given.weighted or columns:
+        check_no_transform(backend)
+    like, config = given.labels_or_log_probs, given.config
+    matrix = _matrix(like, like)
+    N, device = matrix.numel(), matrix.device
+    unmasked = torch.empty(N, dtype=torch.bool, device=device)
+    counted = torch.empty_like(unmasked) if given.is_live else None
+    has_labels = not like.is_floating_point()
+    labels = torch.empty(N, dtype=torch.int64, device=device) if has_labels else None
+    weights = torch.empty(N, dtype=torch.float64, device=device) if given.weighted else None
+    ticket = torch.empty(1, dtype=torch.int32, device=device) if given.weighted else None
+    tokens, on_device = None, isinstance(given.divisor, Tensor)
+    if given.fields:
+        tokens = torch.empty((len(FIELDS), N), dtype=torch.float32, device=device)
+    fields = [given.fields.get(name) for name in FIELDS]
+    ops_of(backend).prepare(
+        matrix,
+        _mask(given.response_mask, like),
+        [None if field is None else _matrix(field, like) for field in fields],
+        given.cu_seqlens,
+        given.dp_size,
+        None if on_device else given.divisor,
+        given.divisor if on_device else None,
+        given.bounds,
+        given.is_live,
+        config.options,
+        unmasked,
+        counted,
+        labels,
+        weights,
+        tokens,
+        ticket,
+    )
+    call = Call(
+        config.options,
+        backend,
+        like.shape,
+        unmasked,
+        unmasked if counted is None else counted,
+        tokens,
+        sum(1 << k for k, field in enumerate(fields) if field is not None),
+        given.statistics,
+        labels,
+        weights,
+        ticket,
+        given.bounds,
+        process_group=given.process_group,
+    )
+    if config.ratio_level == "sequence":
+        call.sequences = given.sequences
+        if given.is_live:
+            call.counted = unmasked & given.sequences.with_any(call.counted)
+    call.shard = VocabShard.of(columns, unmasked, given.vocab_group)
+    if (mask := given.sampling_mask) is not None:
+        assert labels is not None
+        row_ids = mask._ids, mask._offsets, labels
+        call.sets = SamplingSets.of(*row_ids, backend, call.shard or columns)
+    return call
+
+
+def _matrix(values: Tensor, like: Tensor) -> Tensor:
+    """``[rows, columns]`` as the operator takes it; a view of up to two dimensions.
+
+    Values of packed sequences that are not per token stay ``[B]``. The operator has no derivative.
+    """
+    values = as_numbers(values.detach() if values.requires_grad else values)
+    if values.ndim == 2 or values.shape != like.shape:
+        return values
+    columns = like.shape[-1] if like.ndim else 1
+    return values.reshape(like.shape[:-1].numel(), columns)
+
+
+def _mask(response_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    if response_mask is None:
+        return None
+    if as_numbers(response_mask) is not response_mask:  # converted, 0.5 would be 0
+        response_mask = response_mask != 0
+    return _matrix(response_mask, like)

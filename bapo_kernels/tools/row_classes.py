@@ -1,0 +1,64 @@
+"""Classes of rows: what the loss makes of a token, decided by its ratio and its advantage.
+
+The kernels decide the same for each token (``docs/derivation.md``); this is the one statement of it
+in Python, for metrics, benchmarks and profiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..config import BAPOConfig
+from ..reference.tokens import clipped
+
+Bounds = tuple[float | Tensor, float | Tensor]
+
+
+class RowClasses(NamedTuple):
+    """Boolean masks, shaped like the tokens; every token is in exactly one.
+
+    Attributes:
+        skipped: not counted; the logits are never read.
+        idle: counted, without advantage; the gradient is zero.
+        kept: decided, with a gradient.
+        clipped: decided, without a gradient.
+        undecided: the gradient depends on where in its range the search puts the bounds.
+    """
+
+    skipped: Tensor
+    idle: Tensor
+    kept: Tensor
+    clipped: Tensor
+    undecided: Tensor
+
+
+def row_classes(
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    counted: Tensor | None,
+    config: BAPOConfig,
+    bounds: Bounds | None = None,
+) -> RowClasses:
+    """The class of each token, with the clip of its own ratio and no KL, entropy or dual clip term.
+
+    Args:
+        counted: the tokens that are computed; ``None``: all.
+        bounds: fixed bounds, at which no row is undecided.
+    """
+    tokens = reference.Contributions(config, log_probs, old_log_probs, advantages, counted)
+    start, last = bounds or config.options.start, bounds or config.options.maximum
+    at_start, at_last = (torch.logical_or(*clipped(tokens.r, tokens.A, *b)) for b in (start, last))
+    skipped = torch.zeros_like(at_start) if counted is None else counted == 0
+    active = tokens.A != 0
+    return RowClasses(
+        skipped=skipped,
+        idle=~skipped & ~active,
+        kept=active & ~at_start & ~at_last,
+        clipped=at_start & at_last,
+        undecided=at_start != at_last,
+    )

@@ -1,0 +1,346 @@
+// Rows with a sampling mask: the values of their sets, the passes over these short rows, and the
+// products with the head that they need; on row_pass.h and ../sampling_sets.h. Compiled once per
+// instruction set (BAPO_ISA), with internal linkage, as in simd.h.
+
+#include "sampling_sets.h"
+
+#include "row_pass.h"
+
+namespace {
+
+// Terms that are summed in float32 before they are added to the sum of the others.
+constexpr int64_t kTerms = 64;
+// A block of a row of the head, which stays in registers.
+constexpr int kVectors = 8;
+constexpr int64_t kWidth = kVectors * kLanes;
+
+template <typename T>
+T* row_at(const Matrix& matrix, int64_t row) {
+    return static_cast<T*>(matrix.data) + row * matrix.row_stride;
+}
+
+template <typename F>
+void with_dtype(DType dtype, F f) {
+    switch (dtype) {
+        case DType::kBFloat16: return f(BFloat16{});
+        case DType::kFloat16: return f(Float16{});
+        default: return f(float{});
+    }
+}
+// What is read, and what is written: in the same dtype, or in float32.
+template <typename F>
+void with_dtypes(DType in, DType out, F f) {
+    with_dtype(in, [&]<typename T>(T) { out == in ? f(T{}, T{}) : f(T{}, float{}); });
+}
+template <typename F>
+void with_softcap(const Transform& transform, F f) {
+    transform.softcapped ? f.template operator()<true>() : f.template operator()<false>();
+}
+
+template <typename T>
+VFloat load_or_zero(const T* p, int64_t count) {
+    if (count >= kLanes) return load(p);
+    T buffer[kLanes] = {};
+    std::memcpy(buffer, p, (count > 0 ? count : 0) * sizeof(T));
+    return load(buffer);
+}
+
+// ---- between rows of logits and values of sets -----------------------------------------------
+
+template <typename T>
+void gather_row(const MoveSetsParams& params, int64_t index) {
+    if (!params.counted[index]) return;
+    const SetOfRow set = set_of(params.sets, index);
+    const T* const logits = params.rows.logits_at<T>(index);
+    for (int64_t k = set.begin; k < set.begin + set.size; ++k) {
+        const int64_t column = column_of(params.sets, params.columns, set, k);
+        params.values[k] = column < 0 ? value_without_column(column) : load_scalar(logits + column);
+    }
+}
+
+template <typename T>
+void scatter_row(const MoveSetsParams& params, int64_t index) {
+    if (!params.counted[index]) return;
+    const SetOfRow set = set_of(params.sets, index);
+    T* const grad = params.rows.grad_at<T>(index);
+    for (int64_t k = set.begin; k < set.begin + set.size; ++k) {
+        const int64_t column = column_of(params.sets, params.columns, set, k);
+        if (column >= 0) store_scalar(grad + column, params.values[k]);
+    }
+}
+
+// ---- passes over the values ------------------------------------------------------------------
+
+LogitRows row_of_set(const LogitRows& rows, const SetOfRow& set) {
+    LogitRows row = rows;  // without strides, so that every index is this row
+    row.vocab = set.size;
+    row.logits = rows.values() + set.begin;
+    row.grad = rows.grad == nullptr ? nullptr : rows.dvalues() + set.begin;
+    return row;
+}
+
+template <bool kSoftcap>
+void pass_set(const RowPassParams& params, int64_t index) {
+    const SetOfRow set = set_of(params.rows.sets, index);
+    if (params.undecided) params.undecided[index] = 0;
+    if (set.absent()) return;
+    RowPassParams row = params;
+    row.rows = row_of_set(params.rows, set);
+    pass_row<float, kSoftcap>(row, index, log_prob_without_position(params.labels[index]));
+}
+
+template <bool kSoftcap>
+void finish_set(const RowGradientParams& params, int64_t index) {
+    const SetOfRow set = set_of(params.rows.sets, index);
+    if (set.absent()) return;
+    RowGradientParams row = params;
+    row.rows = row_of_set(params.rows, set);
+    finish_row<float, kSoftcap>(row, index);
+}
+
+// ---- products with the head ------------------------------------------------------------------
+
+// Products of a hidden state with some rows of the head, while those that follow are fetched.
+constexpr int kTogether = 4;
+template <typename T>
+void multiply_rows(const T* hidden, const T* const (&rows)[kTogether],
+                   const T* const (&next)[kTogether], int64_t H, float (&products)[kTogether]) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    VFloat even[kTogether] = {}, odd[kTogether] = {};
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= H; i += 2 * kLanes) {
+        const VFloat h0 = load(hidden + i), h1 = load(hidden + i + kLanes);
+        for (int r = 0; r < kTogether; ++r) {
+            for (int64_t line = 0; line < 2 * kLanes; line += kLine) {
+                __builtin_prefetch(next[r] + i + line);
+            }
+            even[r] += h0 * load(rows[r] + i);
+            odd[r] += h1 * load(rows[r] + i + kLanes);
+        }
+    }
+    for (; i < H; i += kLanes) {
+        const VFloat h = load_or_zero(hidden + i, H - i);
+        for (int r = 0; r < kTogether; ++r) even[r] += h * load_or_zero(rows[r] + i, H - i);
+    }
+    for (int r = 0; r < kTogether; ++r) {
+        products[r] = (float)(reduce_add(even[r]) + reduce_add(odd[r]));
+    }
+}
+
+template <typename T>
+void multiply_set(const SetHead& head, const Sets& sets, const Columns& columns, float* values,
+                  int64_t index) {
+    const SetOfRow set = set_of(sets, index);
+    const int64_t H = head.hidden.columns, end = set.begin + set.size;
+    const T* const hidden = row_at<const T>(head.hidden, index);
+    struct Group {
+        int64_t column[kTogether];
+        const T* row[kTogether];
+    };
+    // Without a column, any readable row takes the place of the head's.
+    const auto group_at = [&](int64_t begin) {
+        Group group;
+        for (int r = 0; r < kTogether; ++r) {
+            const int64_t k = begin + r;
+            group.column[r] = k < end ? column_of(sets, columns, set, k) : kElsewhere;
+            group.row[r] =
+                group.column[r] < 0 ? hidden : row_at<const T>(head.weight, group.column[r]);
+        }
+        return group;
+    };
+    Group group = group_at(set.begin);
+    for (int64_t begin = set.begin; begin < end; begin += kTogether) {
+        const Group next = group_at(begin + kTogether);
+        float products[kTogether];
+        multiply_rows(hidden, group.row, next.row, H, products);
+        for (int r = 0; r < kTogether && begin + r < end; ++r) {
+            const int64_t column = group.column[r];
+            const float bias = column >= 0 && head.bias ? head.bias[column] : 0.0f;
+            values[begin + r] = column < 0 ? value_without_column(column) : products[r] + bias;
+        }
+        group = next;
+    }
+}
+
+template <typename T>
+void multiply_row(const MultiplySetsParams& params, int64_t index) {
+    if (!params.counted[index]) return;
+    multiply_set<T>(params.head, params.sets, params.columns, params.values, index);
+}
+
+// How a sum goes to memory: that which is not read again soon goes past the cache.
+enum class Store { kWritten, kStreamed, kAdded };
+
+// out += or = sum over terms of factor*row, a block of columns after the other. term(i) gives the
+// factor and the row of term i, whose row may be anything where the factor is 0.
+template <typename Out, typename Term>
+void weighted_sum(Out* out, int64_t width, int64_t terms, Store how, Term term) {
+    constexpr uintptr_t kBytes = kStreamed<Out> * sizeof(Out);
+    const bool streamed = how == Store::kStreamed && reinterpret_cast<uintptr_t>(out) % kBytes == 0;
+    for (int64_t at = 0; at < width; at += kWidth) {
+        VFloat total[kVectors] = {};
+        for (int64_t begin = 0; begin < terms; begin += kTerms) {
+            VFloat sum[kVectors] = {};
+            for (int64_t i = begin; i < terms && i < begin + kTerms; ++i) {
+                const auto [factor, row] = term(i);
+                if (factor == 0.0f) continue;
+                for (int v = 0; v < kVectors; ++v) {
+                    const int64_t column = at + v * kLanes;
+                    if (column >= width) break;
+                    sum[v] += factor * load_or_zero(row + column, width - column);
+                }
+            }
+            for (int v = 0; v < kVectors; ++v) total[v] += sum[v];
+        }
+        if (streamed && at + kWidth <= width) {
+            for (int64_t i = 0; i < kWidth; i += kStreamed<Out>) {
+                stream(out + at + i, [&](int64_t next) { return total[(i + next) / kLanes]; });
+            }
+            continue;
+        }
+        for (int v = 0; v < kVectors; ++v) {
+            const int64_t column = at + v * kLanes, left = width - column;
+            if (left <= 0) break;
+            if (how == Store::kAdded) total[v] += load_or_zero(out + column, left);
+            left >= kLanes ? store(out + column, total[v])
+                           : store_partial(out + column, total[v], left);
+        }
+    }
+}
+
+template <typename T>
+struct Term {
+    float factor;
+    const T* row;
+};
+
+template <typename T, typename Out>
+void dhidden_of_set(const Matrix& weight, const Sets& sets, const Columns& columns,
+                    const float* dvalues, const Matrix& dhidden, int64_t index) {
+    const SetOfRow set = set_of(sets, index);
+    if (set.size == 0) return;
+    weighted_sum(row_at<Out>(dhidden, index), dhidden.columns, set.size, Store::kWritten,
+                 [&](int64_t i) {
+                     const int64_t k = set.begin + i, column = column_of(sets, columns, set, k);
+                     if (column < 0) return Term<T>{0.0f, nullptr};
+                     return Term<T>{dvalues[k], row_at<const T>(weight, column)};
+                 });
+}
+
+template <typename T, typename Out>
+void dhidden_of_row(const SetHiddenGradientParams& params, int64_t index) {
+    if (params.only && !params.only[index]) return;
+    dhidden_of_set<T, Out>(params.weight, params.sets, params.columns, params.dvalues,
+                           params.dhidden, index);
+}
+
+template <typename T, typename Out, bool kSoftcap>
+void pass_head_row(const HeadSetPassParams& params, int64_t index) {
+    const RowPassParams& pass = params.pass;
+    const Columns columns{params.head.weight.rows, nullptr};
+    if (pass.tokens.counted[index]) {
+        multiply_set<T>(params.head, pass.rows.sets, columns, pass.rows.dvalues(), index);
+    }
+    pass_set<kSoftcap>(pass, index);
+    if (pass.undecided[index]) return;
+    dhidden_of_set<T, Out>(params.head.weight, pass.rows.sets, columns, pass.rows.dvalues(),
+                           params.dhidden, index);
+}
+
+// The columns of a queue's grain: those without a value are filled with zeros at once.
+template <typename T, typename Out>
+void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, int64_t end) {
+    const auto start_of = [&](int64_t column) {
+        const int64_t start = params.segments[column];
+        return start < 0 ? 0 : (start > params.count ? params.count : start);
+    };
+    const Matrix& dweight = params.dweight;
+    for (int64_t column = begin, empty = begin; column <= end; ++column) {
+        const int64_t start = column < end ? start_of(column) : 0;
+        const int64_t terms = column < end ? start_of(column + 1) - start : 0;
+        if (column < end && terms <= 0) continue;
+        for (int64_t at = empty; at < column && !params.add; ++at) {
+            const bool packed = dweight.row_stride == dweight.columns;
+            const int64_t rows = packed ? column - at : 1;
+            fill_row(row_at<Out>(dweight, at), rows * dweight.columns, true,
+                     [](int64_t, int64_t) { return VFloat{}; });
+            at += rows - 1;
+        }
+        empty = column + 1;
+        if (column == end) break;
+        const auto place = [&](int64_t i) {
+            const int64_t at = params.order[start + i];
+            return at < 0 || at >= params.count ? nullptr : params.dvalues + at;
+        };
+        weighted_sum(row_at<Out>(dweight, column), dweight.columns, terms,
+                     params.add ? Store::kAdded : Store::kStreamed, [&](int64_t i) {
+                         const float* const factor = place(i);
+                         const int64_t row = params.rows[start + i];
+                         const bool known = factor && row >= 0 && row < params.hidden.rows;
+                         if (!known) return Term<T>{0.0f, nullptr};
+                         return Term<T>{*factor, row_at<const T>(params.hidden, row)};
+                     });
+        if (params.dbias == nullptr) continue;
+        double sum = 0.0;
+        for (int64_t i = 0; i < terms; ++i) sum += place(i) ? *place(i) : 0.0f;
+        params.dbias[column] += (float)sum;
+    }
+    stream_fence();
+}
+
+// ---- launches --------------------------------------------------------------------------------
+
+void gather(const MoveSetsParams& params, cpu::RowQueue& queue) {
+    with_dtype(params.rows.dtype, [&]<typename T>(T) { take_rows(params, queue, gather_row<T>); });
+}
+
+void scatter(const MoveSetsParams& params, cpu::RowQueue& queue) {
+    with_dtype(params.rows.dtype, [&]<typename T>(T) { take_rows(params, queue, scatter_row<T>); });
+}
+
+void multiply(const MultiplySetsParams& params, cpu::RowQueue& queue) {
+    with_dtype(params.head.hidden.dtype,
+               [&]<typename T>(T) { take_rows(params, queue, multiply_row<T>); });
+}
+
+void pass(const RowPassParams& params, cpu::RowQueue& queue) {
+    with_softcap(params.rows.transform,
+                 [&]<bool kSoftcap>() { take_rows(params, queue, pass_set<kSoftcap>); });
+}
+
+void head_pass(const HeadSetPassParams& params, cpu::RowQueue& queue) {
+    with_dtypes(params.head.hidden.dtype, params.dhidden.dtype,
+                [&]<typename T, typename Out>(T, Out) {
+                    with_softcap(params.pass.rows.transform, [&]<bool kSoftcap>() {
+                        take_rows(params, queue, pass_head_row<T, Out, kSoftcap>);
+                    });
+                });
+}
+
+void gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
+    with_softcap(params.rows.transform,
+                 [&]<bool kSoftcap>() { take_rows(params, queue, finish_set<kSoftcap>); });
+}
+
+void dhidden(const SetHiddenGradientParams& params, cpu::RowQueue& queue) {
+    with_dtypes(params.weight.dtype, params.dhidden.dtype, [&]<typename T, typename Out>(T, Out) {
+        take_rows(params, queue, dhidden_of_row<T, Out>);
+    });
+}
+
+void dweight(const SetWeightGradientParams& params, cpu::RowQueue& queue) {
+    with_dtypes(params.hidden.dtype, params.dweight.dtype, [&]<typename T, typename Out>(T, Out) {
+        for (int64_t begin; (begin = queue.next.fetch_add(queue.grain)) < queue.count;) {
+            const int64_t end = begin + queue.grain;
+            dweight_of_columns<T, Out>(params, begin, end < queue.count ? end : queue.count);
+        }
+    });
+}
+
+}  // namespace
+
+namespace bapo::cpu {
+extern const SetKernels BAPO_CONCAT(kSetKernels_, BAPO_ISA);
+const SetKernels BAPO_CONCAT(kSetKernels_, BAPO_ISA){
+    ::gather, ::scatter, ::multiply, ::pass, ::head_pass, ::gradient, ::dhidden, ::dweight};
+}  // namespace bapo::cpu

@@ -1,0 +1,164 @@
+// Both passes of one warp over the values of a row's set, with the mathematics of whole rows, for
+// sets alone and with a head: two copies would differ in their bits.
+#pragma once
+
+#include "row_math.cuh"
+#include "sampling_sets.h"
+
+namespace bapo::cuda {
+
+// The part of a set that a warp holds in registers. Element i of vector v of a lane is element
+// (4v + i)*32 + lane of the group, so that a warp reads neighbours.
+struct Group {
+    static constexpr int kVectors = 4;
+    static constexpr int kPerVector = kVec<float> * kWarp;
+    static constexpr int kSize = kVectors * kPerVector;
+
+    uint4 vectors[kVectors];
+
+    __device__ static int index(int vector, int element) {
+        return (vector * kVec<float> + element) * kWarp + (int)(threadIdx.x % kWarp);
+    }
+    // -inf beyond the end of the set.
+    __device__ void load(const float* values, int64_t count) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            float z[kVec<float>];
+#pragma unroll
+            for (int i = 0; i < kVec<float>; ++i) {
+                z[i] = index(v, i) < count ? values[index(v, i)] : -kInf;
+            }
+            vectors[v] = pack(z, 0.0f);
+        }
+    }
+    // Of the elements of this lane, without the label at `label` of the group, if it is in there.
+    template <bool kSoftcap>
+    __device__ RowSums sums(int64_t count, int64_t label, Scales scales) const {
+        const bool mine = label >= 0 && label < kSize && label % kWarp == threadIdx.x % kWarp;
+        const int at = mine ? (int)label / kPerVector : -1;
+        const int element = (int)(label / kWarp % kVec<float>);
+        Lane<float, kSoftcap> lane;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            uint4 raw[1] = {vectors[v]};
+            if (v * kPerVector < count) lane.add(raw, at - v, element, scales);
+        }
+        return RowSums::of(lane);
+    }
+};
+
+// A row with a set, or with broken offsets, whose set is then empty.
+template <bool kSoftcap>
+class SetRow {
+  public:
+    __device__ SetRow(const float* values, const SetOfRow& set, int64_t position,
+                      const Transform& transform, Scales scales)
+        : values_(values + set.begin),
+          size_(set.size),
+          position_(set.broken ? kNoToken : position),
+          transform_(transform),
+          scales_(scales_at(transform, scales)) {
+        const bool found = position_ >= 0 && position_ < size_;
+        const float z = found ? values_[position_] : (float)log_prob_without_position(position_);
+        label_ = label_of<kSoftcap>(found ? (int)position_ : -1, z, transform_, scales_);
+    }
+
+    __device__ RowStatistics first_pass(const RowPassParams& params, int64_t row) {
+        RowSums mine{-kInf, 0.0, 0.0};
+        for (int64_t first = 0; first < size_; first += Group::kSize) {
+            last_.load(values_ + first, size_ - first);
+            RowSums part =
+                last_.template sums<kSoftcap>(size_ - first, label_.index - first, scales_);
+            const float origin = fmaxf(mine.origin, part.origin);
+            mine.move_to(origin, scales_.scale2);
+            part.move_to(origin, scales_.scale2);
+            mine.add(part);
+        }
+        const RowSums total = warp_total(mine, scales_.scale2);
+        const bool first = threadIdx.x % kWarp == 0;
+        RowStatistics statistics =
+            row_statistics(params, row, total, label_, transform_, scales_, first);
+        if (label_.index < 0) {
+            // A row with a value that is NaN has no log-prob either.
+            const double none = total.sum - total.sum;
+            statistics.log_prob = log_prob_without_position(position_) + none;
+            if (first) params.log_probs[row] = statistics.log_prob;
+        }
+        return statistics;
+    }
+
+    __device__ SecondPass decided(const RowPassParams& params, int64_t row,
+                                  const RowStatistics& statistics) const {
+        return decided_pass(params, row, bounds_range(params), fields_at(params.tokens, row),
+                            statistics, label_, transform_, threadIdx.x % kWarp == 0);
+    }
+    __device__ SecondPass gradient(const RowGradientParams& params, int64_t row) {
+        if (size_ > 0) last_.load(values_ + last_group(), size_ - last_group());
+        return gradient_pass(statistics_at(params, row, label_, transform_), label_,
+                             coefficients_at(params, row), transform_.slope);
+    }
+
+    // Gradients, perhaps in the place of the values. Backwards, because the last group is still in
+    // registers.
+    __device__ void second_pass(const SecondPass& pass, float* to) {
+        if (pass.action == SecondPass::kNothing) return;
+        __syncwarp();  // after every lane has read the label's value
+        for (int64_t first = last_group(); first >= 0; first -= Group::kSize) {
+            if (first != last_group()) last_.load(values_ + first, size_ - first);
+            write(pass, first, to);
+        }
+    }
+
+  private:
+    __device__ int64_t last_group() const { return (size_ - 1) / Group::kSize * Group::kSize; }
+
+    __device__ void write(const SecondPass& pass, int64_t first, float* to) const {
+#pragma unroll
+        for (int v = 0; v < Group::kVectors; ++v) {
+            float z[kVec<float>];
+            unpack(last_.vectors[v], z, 0.0f);
+#pragma unroll
+            for (int i = 0; i < kVec<float>; ++i) {
+                const int64_t at = first + Group::index(v, i);
+                float dz = 0.0f;
+                if (pass.action == SecondPass::kGradient) {
+                    dz = at == label_.index ? pass.label_grad
+                                            : gradient_of<kSoftcap, true>(z[i], pass, scales_);
+                }
+                if (at < size_) to[at] = dz;
+            }
+        }
+    }
+
+    const float* values_;
+    int64_t size_;
+    int64_t position_;
+    Transform transform_;
+    Scales scales_;
+    Label label_;
+    Group last_;
+};
+
+// The passes over one row by one warp. Rows without a set are left alone.
+template <bool kSoftcap>
+__device__ void pass_over_set(const RowPassParams& params, int64_t row, Scales scales) {
+    const LogitRows& rows = params.rows;
+    const bool first = threadIdx.x % kWarp == 0;
+    const SetOfRow set = set_of(rows.sets, row);
+    if (set.absent()) {
+        if (first && params.undecided) params.undecided[row] = 0;
+    } else if (!params.tokens.counted[row]) {
+        if (first) finish_skipped(params, row);
+        if (rows.grad == nullptr) return;
+        float* const grad = rows.dvalues() + set.begin;
+        for (int64_t k = threadIdx.x % kWarp; k < set.size; k += kWarp) grad[k] = 0.0f;
+    } else {
+        SetRow<kSoftcap> of_set(rows.values(), set, params.labels[row], rows.transform.of_row(row),
+                                scales);
+        const RowStatistics statistics = of_set.first_pass(params, row);
+        if (rows.grad == nullptr) return;
+        of_set.second_pass(of_set.decided(params, row, statistics), rows.dvalues() + set.begin);
+    }
+}
+
+}  // namespace bapo::cuda
