@@ -1,4 +1,8 @@
-"""Finds the mistake that explains why log-probs of the labels are far from ``old_log_probs``."""
+"""Finds the mistake that explains why log-probs of the labels are far from ``old_log_probs``.
+
+Imports the reference and the data of a call; ``debug`` alone calls it. A hint that is wrong
+costs its reader more than none: only what explains the distance far better is reported.
+"""
 
 from __future__ import annotations
 

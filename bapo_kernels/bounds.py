@@ -4,6 +4,9 @@ The masses matter only at the points of two grids known beforehand. The table of
 at every lower point and the positive mass at every upper point adds up over chunks, micro-batches
 and ranks, and tells at which point Algorithm 1 of the paper stops (its last step cut at the
 maximum).
+
+Imports core and the reference, which takes the place of the kernels where none can run. The order
+of the table is that of the kernels: a saved one must mean the same later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The options of the loss and of the search, validated when a config is made."""
+"""The options of the loss and of the search, validated when a config is made.
+
+Imports the checks of arguments alone. :class:`Options` is in the order of ``Options`` in
+``csrc/params.h``: a number in another place would be taken for another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Debugging aids: checks that read values, a report of the environment, the instruction set."""
+"""Debugging aids: checks that read values, a report of the environment, the instruction set.
+
+Imports everything below the public functions, and ``bapo_loss``. It may read values, which the
+functions that it checks must not.
+"""
 
 from __future__ import annotations
 

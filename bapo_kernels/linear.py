@@ -1,6 +1,6 @@
 """The public functions of hidden states: check, run the chunks, attach the gradients.
 
-As ``functional`` for logits: what users call, above core, the backends and the reference.
+As ``functional`` for logits: what users call. Imports core, the backends and the reference.
 """
 
 from __future__ import annotations

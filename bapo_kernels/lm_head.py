@@ -1,4 +1,8 @@
-"""The head of a language model, verified to be what the losses from hidden states compute."""
+"""The head of a language model, verified to be what the losses from hidden states compute.
+
+Imports ``lora`` and the checks. A head that is taken for a plain one without a measurement would
+train another model than the one that samples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The head of a language model within PEFT: copied, merged, disabled, or with LoRA."""
+"""The head of a language model within PEFT: copied, merged, disabled, or with LoRA.
+
+Imports the checks alone. An adapter that is not refused must be exactly what is computed here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The losses as ``nn.Module``."""
+"""The losses as ``nn.Module``.
+
+Imports the public functions, whose arguments and defaults these have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the public functions return."""
+"""What the public functions return.
+
+Imports nothing of the package. REPORT is in the order of ``Report`` in ``csrc/params.h``: in
+another, one metric would be shown as another.
+"""
 
 from __future__ import annotations
 

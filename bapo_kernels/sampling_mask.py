@@ -1,4 +1,8 @@
-"""The tokens that could have been drawn for each row: sets of ids in CSR form."""
+"""The tokens that could have been drawn for each row: sets of ids in CSR form.
+
+Imports the checks alone. What the kernels read of a mask is sorted and copied here: they rely on it
+for their results, and on nothing for memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The search of a trainer, over the tokens of a call, of a step or of the previous step."""
+"""The search of a trainer, over the tokens of a call, of a step or of the previous step.
+
+Imports ``bounds`` and the config. Only ``step`` makes a collective: one more, and ranks with other
+numbers of micro-batches would wait for each other.
+"""
 
 from __future__ import annotations
 

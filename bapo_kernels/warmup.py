@@ -1,4 +1,7 @@
-"""Compiling and loading the kernels of a call before the first one that counts."""
+"""Compiling and loading the kernels of a call before the first one that counts.
+
+Imports the output alone, and calls what it is given.
+"""
 
 from __future__ import annotations
 

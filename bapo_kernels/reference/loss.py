@@ -1,4 +1,7 @@
-"""The loss of a token (Algorithm 1, line 20) and its aggregation, with verl's extra terms."""
+"""The loss of a token (Algorithm 1, line 20) and its aggregation, with verl's extra terms.
+
+Imports the other files of the reference and the checks; nothing of the kernels, whose truth it is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The tokens that a sampling mask allows, as a bool for each logit."""
+"""The tokens that a sampling mask allows, as a bool for each logit.
+
+Imports the mask and the checks; nothing of the kernels, whose truth it is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The contributions of the tokens, and the search for the clip bounds (Algorithm 1)."""
+"""The contributions of the tokens, and the search for the clip bounds (Algorithm 1).
+
+Imports ``tokens`` and the checks; nothing of the kernels, whose truth it is.
+"""
 
 from __future__ import annotations
 

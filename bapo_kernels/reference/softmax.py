@@ -1,4 +1,7 @@
-"""Log-probabilities of the labels, and the entropy of their rows."""
+"""Log-probabilities of the labels, and the entropy of their rows.
+
+Imports ``tokens``, ``sampling_sets`` and the checks; nothing of the kernels, whose truth it is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What log-probs, search and loss share of one token: mask, advantage, ratio."""
+"""What log-probs, search and loss share of one token: mask, advantage, ratio.
+
+Imports the config and the checks; nothing of the kernels, whose truth it is.
+"""
 
 from __future__ import annotations
 

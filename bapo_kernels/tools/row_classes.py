@@ -2,6 +2,8 @@
 
 The kernels decide the same for each token (``docs/derivation.md``); this is the one statement of it
 in Python, for metrics, benchmarks and profiles.
+
+Imports the reference and the config.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Launching a kernel with little work on the host."""
+"""Launching a kernel with little work on the host.
+
+Imports nothing of the package. Which arguments specialise a kernel is decided here: one more, and
+a training compiles in the middle of a run.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The sets of rows, and the columns of their ids, as ``csrc/sampling_sets.h`` has them.
 
-Values that break a rule are found here, so that nothing foreign is read or written.
+Values that break a rule are found here, so that nothing foreign is read or written. Imports nothing
+of the package.
 """
 
 from __future__ import annotations
