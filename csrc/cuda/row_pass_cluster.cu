@@ -5,7 +5,7 @@
 // the cluster take in turn. A chunk stays in its stage of shared memory until the second pass has
 // read it; the stage is then filled with a chunk of a later row, so that loads are in flight while
 // gradients are written. The warps send their sums to every block, and every block takes the same
-// decision.
+// decision. Includes the headers of devices alone; a wait that is lost shows in tests/cuda_on_host.
 
 #include <map>
 #include <mutex>
