@@ -194,21 +194,28 @@ class Call:
     shard: VocabShard | None = None
     sets: SamplingSets | None = None
 
+    def has(self, name: str) -> bool:
+        """Whether a field is given."""
+        return bool(self.present >> FIELDS.index(name) & 1)
+
     def field(self, name: str) -> Tensor | None:
         """float32 ``[N]``, if it is given."""
-        k = FIELDS.index(name)
-        return self.tokens[k] if self.tokens is not None and self.present >> k & 1 else None
+        if self.tokens is None or not self.has(name):
+            return None
+        return self.tokens[FIELDS.index(name)]
 
     @property
     def own_bounds(self) -> Tensor | None:
         """float32 ``[2, N]``, where tokens have their own."""
+        if self.tokens is None or not self.has("lower"):
+            return None
         k = FIELDS.index("lower")  # the upper ones follow
-        return None if self.field("lower") is None else self.tokens[k : k + 2]  # type: ignore[index]
+        return self.tokens[k : k + 2]
 
     @property
     def searches(self) -> bool:
         """Whether no bounds are given."""
-        return self.bounds is None and self.own_bounds is None
+        return self.bounds is None and not self.has("lower")
 
     @property
     def temperatures(self) -> tuple[Tensor | None, int]:
@@ -216,11 +223,10 @@ class Call:
         present = self.present & TEMPERATURES
         return (self.tokens if present else None), present
 
-    def without_sets(self) -> Call:
-        """The same call, in which only the rows that have no set are counted."""
-        if self.sets is None:
-            return self
-        return replace(self, counted=self.counted > self.sets.present, sets=None)
+    @property
+    def counted_logits(self) -> Tensor:
+        """bool ``[N]``: the counted rows that have no set, so that all their logits matter."""
+        return self.counted if self.sets is None else self.counted > self.sets.present
 
     def at(self, rows: Tensor) -> Call:
         """The same call of some of its tokens that have no set."""

@@ -75,7 +75,7 @@ def _head_forward(
     """
     given = _HeadCall(*others)
     call, head = given.made(hidden, weight, bias)
-    rows = call.without_sets().counted.nonzero().squeeze(1)
+    rows = call.counted_logits.nonzero().squeeze(1)
     size = head.rows_per_chunk(rows.numel(), given.chunk_tokens, sums_weight=False)
     chunks, memory = rows.split(size), head.chunk_memory(size)
     no_gradient = hidden.new_empty(0)
@@ -151,7 +151,7 @@ def _recomputed(
     found: RowStatistics,
     coefficients: Coefficients,
 ) -> HeadGradients:
-    counted = call.without_sets().counted
+    counted = call.counted_logits
     rows = (counted & coefficients.has_gradient()).nonzero().squeeze(1)
     size = head.rows_per_chunk(rows.numel(), chunk_tokens, sums_weight=needs[1])
     chunks, memory = rows.split(size), head.chunk_memory(size)

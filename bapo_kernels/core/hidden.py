@@ -45,7 +45,7 @@ def loss_of_hidden(
     The last chunk is held until the bounds are known, so that none of its rows is recomputed, and
     so are the values of the rows with a sampling mask, which are in no chunk.
     """
-    counted = call.without_sets().counted.nonzero().squeeze(1)
+    counted = call.counted_logits.nonzero().squeeze(1)
     size = head.rows_per_chunk(counted.numel(), chunk_tokens, sums_weight=needs[1])
     *earlier, last = counted.split(size)
     memory = head.chunk_memory(size)

@@ -46,8 +46,7 @@ def first_pass(call: Call, rows: Rows, found: RowStatistics) -> None:
 
 
 def _counted(call: Call, rows: Rows) -> Tensor:
-    """bool ``[N]``; of logits, those that have no set."""
-    return call.counted if rows.offsets is not None else call.without_sets().counted
+    return call.counted_logits if rows.offsets is None else call.counted
 
 
 def row_statistics(call: Call, *rows: Rows | None) -> RowStatistics:
