@@ -286,11 +286,9 @@ class Variants(NamedTuple):
 
     @classmethod
     def of(cls, extremes: bool) -> Variants:
-        softcaps = [PAPER.softcap, 30.0]
+        softcaps, dtypes = [PAPER.softcap, 30.0], [torch.bfloat16, torch.float16, torch.float32]
         if not extremes:
-            dtypes = [torch.bfloat16, torch.float16, torch.float32]
             return cls(dtypes, [*product(softcaps, (False, True))], softcaps, [*range(5)])
-        dtypes = [torch.bfloat16, torch.float32]
         return cls(dtypes, [*zip(softcaps, (False, True), strict=True)], [30.0], [4])
 
 

@@ -1,7 +1,7 @@
 """What a launch needs to know about the device, and how rows and tokens are cut into programs.
 
 Imports ``config`` alone, and every launcher imports it. How rows and tokens are cut decides the
-bits of their sums: it must not depend on the device or on what else is in a call.
+bits of their sums: it must not depend on what else is in a call.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def row_shape(rows: Tensor, softcapped: bool = False, threads: int = 512) -> Row
     """16 bytes per thread and load; wide programs, so that few rows at once share the L2 cache.
 
     Two programs of 512 threads and 64 registers fill a multiprocessor: one loads while the other
-    writes. Without a second pass, two of 256 threads and 96 registers do. Depends on V and dtype
-    alone, because the bits of a row do.
+    writes. Without a second pass, two of 256 threads and 96 registers do. Depends on V, dtype
+    and architecture alone, because the bits of a row do.
     """
     return _row_shape(rows.shape[-1], rows.element_size(), softcapped, threads)
 
@@ -85,8 +85,15 @@ def _row_shape(V: int, element_size: int, softcapped: bool, threads: int) -> Row
     V = max(1, V)  # a shard may be empty
     num_warps = min(threads // warp, triton.next_power_of_2(triton.cdiv(V, 4 * vector * warp)))
     W = vector * warp * num_warps
-    unroll = 8 // vector if softcapped else 4  # tanh of more elements would not fit
-    return RowShape(W, unroll, num_warps)
+    return RowShape(W, min(4, _elements(softcapped) // vector), num_warps)
+
+
+def _elements(softcapped: bool) -> int:
+    """Elements per thread and step, so that ptxas does not spill."""
+    if softcapped:
+        return 8
+    is_geforce = not INTERPRETED and _target().arch in (120, 121)  # its code needs more registers
+    return 16 if is_geforce else 32
 
 
 def set_shape() -> RowShape:
