@@ -187,11 +187,11 @@ struct Grid {
 
 // Fills points by the same repeated addition as the search's loop and returns their number.
 BAPO_HD int fill_grid(const Grid& grid, double* points) {
+    double point = points[0] = grid.start;
     int count = 1;
-    points[0] = grid.start;
-    while (grid.step > 0.0 && points[count - 1] < grid.maximum && count < kMaxGridPoints) {
-        const double next = points[count - 1] + grid.step;
-        points[count++] = next < grid.maximum ? next : grid.maximum;
+    while (grid.step > 0.0 && point < grid.maximum && count < kMaxGridPoints) {
+        point += grid.step;
+        points[count++] = point < grid.maximum ? point : grid.maximum;
     }
     return count;
 }
@@ -221,7 +221,7 @@ BAPO_HD int count_not_above(const double* points, int count, double x) {
 }
 
 // Sums of the tokens of one bin of the ratio.
-struct Moments {
+struct alignas(16) Moments {
     double ratio_mass;  // sum of w*|A|*r
     double mass;        // sum of w*|A|
 

@@ -14,6 +14,7 @@ namespace {
 constexpr int kMostWarps = 4;  // of a block that fills bins
 constexpr int kMostBlocks = 256;
 constexpr int kTableThreads = 512;
+constexpr int kTableLoads = 16;  // in flight
 constexpr int kBinBytes = 32 << 10;  // of a block, unless one warp needs more
 static_assert(2 * (kMaxGridPoints + 1) * sizeof(Moments) <= kMostDynamicBytes);
 
@@ -40,6 +41,13 @@ struct BinPlan {
 
 __device__ Moments* dynamic_bins() { return reinterpret_cast<Moments*>(dynamic_shared_memory()); }
 
+// The first thread fills one grid and the last the other, in another warp if there are two.
+__device__ void fill(GridPoints& points, const Grids& grids, int threads) {
+    if (threadIdx.x == 0) points.lower_count = fill_grid(grids.lower, points.lower);
+    if (threadIdx.x == threads - 1) points.upper_count = fill_grid(grids.upper, points.upper);
+    __syncthreads();
+}
+
 // Every warp has bins of its own, to which its lanes add in their order.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
     search_bins_kernel(const __grid_constant__ ContributionParams params, int warps,
@@ -47,8 +55,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
     __shared__ GridPoints grids;
     Moments* const bins = dynamic_bins();
     const int threads = warps * kWarp;
-    if (threadIdx.x == 0) grids.fill(params.grids);
-    __syncthreads();
+    fill(grids, params.grids, threads);
     const int count = grids.bins();
     for (int i = threadIdx.x; i < warps * count; i += threads) bins[i] = {0.0, 0.0};
     __syncthreads();
@@ -93,21 +100,26 @@ __device__ void solve_in_block(const double* table, const GridPoints& grids, con
 
 // From the bins of all blocks to the masses at the grid points, and to the bounds where these are
 // asked for.
-__global__ void __launch_bounds__(kTableThreads)
+__global__ void __launch_bounds__(kTableThreads, 1)  // or ptxas saves registers, not round trips
     search_table_kernel(const __grid_constant__ ContributionParams params, const Moments* partials,
                         int blocks, int groups, Target target, SearchResult result) {
     __shared__ GridPoints grids;
     __shared__ double table[2 * kMaxGridPoints];
     Moments* const sums = dynamic_bins();  // [groups, bins]
-    if (threadIdx.x == 0) grids.fill(params.grids);
-    __syncthreads();
+    fill(grids, params.grids, kTableThreads);
     const int bins = grids.bins(), points = grids.points(), lower_bins = grids.lower_count + 1;
     for (int slot = threadIdx.x; slot < groups * bins; slot += kTableThreads) {
         const int group = slot / bins, bin = slot % bins;
         Moments sum{0.0, 0.0};
-#pragma unroll 8
-        for (int block = group; block < blocks; block += groups) {
-            sum.add(partials[(int64_t)block * bins + bin]);
+        for (int first = group; first < blocks; first += kTableLoads * groups) {
+            Moments some[kTableLoads];
+#pragma unroll
+            for (int i = 0; i < kTableLoads; ++i) {
+                const int block = first + i * groups;
+                some[i] = block < blocks ? partials[block * bins + bin] : Moments{0.0, 0.0};
+            }
+#pragma unroll
+            for (const Moments& each : some) sum.add(each);
         }
         sums[slot] = sum;
     }
@@ -136,8 +148,7 @@ __global__ void __launch_bounds__(kTableThreads)
     solve_kernel(const __grid_constant__ SolveParams params) {
     __shared__ GridPoints grids;
     __shared__ double table[2 * kMaxGridPoints];
-    if (threadIdx.x == 0) grids.fill(params.grids);
-    __syncthreads();
+    fill(grids, params.grids, kTableThreads);
     const int points = grids.points();
     for (int i = threadIdx.x; i < points; i += kTableThreads) {
         double sum = 0.0;
