@@ -470,10 +470,14 @@ struct Row {
     __device__ int vector_of(int element) const {
         return element < head ? -1 : (element - head) / kVec<T>;
     }
-    __device__ float label_logit(int label) const {
-        return label >= 0 ? to_float(logits[label]) : NAN;
-    }
+    // As it is stored, since a conversion would wait for the load.
+    __device__ T stored_label(int label) const { return label >= 0 ? logits[label] : T{}; }
 };
+
+template <typename T>
+__device__ inline float label_logit(int label, T stored) {
+    return label >= 0 ? to_float(stored) : NAN;
+}
 
 // Writes the first elements of a vector one by one.
 template <typename T>

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         return;
     }
     const int label = label_index(params.labels[index], row.vocab);
-    const float z_label = row.label_logit(label);
+    const T stored = row.stored_label(label);
     const Transform transform = params.rows.transform.of_row(index);
     scales = scales_at(transform, scales);
 
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (threadIdx.x < kWarp) {
         const RowSums total = total_of(partials, kWarps, scales.scale2);
         const bool first = threadIdx.x == 0;
-        const auto about_label = label_of<kSoftcap>(label, z_label, transform, scales);
+        const auto about_label = label_of<kSoftcap>(label, label_logit(label, stored), transform, scales);
         const RowStatistics statistics =
             row_statistics(params, index, total, about_label, transform, scales, first);
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const Scales of_row = scales_at(transform, scales);
         if (threadIdx.x == 0) {
             const Label about_label =
-                label_of<kSoftcap>(label, row.label_logit(label), transform, of_row);
+                label_of<kSoftcap>(label, label_logit(label, row.stored_label(label)), transform, of_row);
             const auto statistics = statistics_at(params, index, about_label, transform);
             shared_store(&shared_pass,
                          gradient_pass(statistics, about_label, coefficients_at(params, index),

@@ -51,6 +51,7 @@ struct Place {
     uint32_t stage;
     uint32_t parity = 0;
 
+    bool operator==(const Place&) const = default;
     __device__ void advance(const Ring& ring) {
         stage += kStageBytes;
         if (stage == ring.end) {
@@ -169,8 +170,8 @@ struct Block {
         for (int i = 0; i < k; ++i) barrier_arrive(group.stages[i] + kEmpty);
     }
 
-    // The first pass: the sums of this warp.
-    __device__ RowSums first_pass(const Row<T, kAligned>& row, int label, Place place,
+    // The first pass: the sums of this warp. `place` becomes that of the next row.
+    __device__ RowSums first_pass(const Row<T, kAligned>& row, int label, Place& place,
                                   bool keep) const {
         Lane<T, kSoftcap> lane;
         const int whole = dealt(vocab / kChunk);
@@ -338,12 +339,14 @@ struct Block {
             scales.scale2 = __shfl_sync(kAllLanes, next.scale2, k);
             // In a register: a constant would be loaded again for every element.
             if (kSoftcap) scales.inner = __shfl_sync(kAllLanes, scales.inner, 0);
-            const float z_label = first_warp ? row.label_logit(label) : 0.0f;
+            const T stored = first_warp ? row.stored_label(label) : T{};
             if (threadIdx.x == 0) {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
                 barrier_expect(shared_address(&shared.sums_arrived[turn]), bytes);
             }
-            const RowSums sums = first_pass(row, label, place, keep);
+            Place end = place;
+            const RowSums sums = first_pass(row, label, end, keep);
+            const float z_label = label_logit(label, stored);
             // Completes the load of the label's logit before the sums are sent: after that, a
             // gradient in place may overwrite it.
             if (threadIdx.x == 0) shared_settle(&shared.z_label, z_label);
@@ -370,10 +373,10 @@ struct Block {
             } else if (pass.action == SecondPass::kZeros) {
                 fill(row, 0.0f);
             }
-            for (int i = 0; i < chunks; ++i) {
-                if (keep && !reads_again) release(Group<1>{{place.stage}, {}});
-                place.advance(ring);
+            if (keep && !reads_again) {
+                for (; place != end; place.advance(ring)) release(Group<1>{{place.stage}, {}});
             }
+            place = end;
             turn_parity ^= turn;
             turn ^= 1;
         }
