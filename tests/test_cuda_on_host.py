@@ -145,6 +145,15 @@ def test_against_reference(on_host, dtype, V):
     check_against_reference(make_case((2, 6), V, dtype, staleness=0.4), "cpu")
 
 
+@pytest.mark.parametrize("on_host", ["A100"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_more_than_128_KB_have_wider_blocks(on_host, dtype):
+    V = 140_000 // dtype.itemsize + 3
+    ref = dict(ref_log_probs=per_token((1, 4)))
+    case = make_case((1, 4), V, dtype, staleness=0.4, config=ALL_OPTIONS, **ref)
+    check_against_reference(case, "cpu")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_options_together(on_host, dtype):
     config = BAPOConfig.recipe(
