@@ -51,11 +51,18 @@ struct Place {
     uint32_t stage;
     uint32_t parity = 0;
 
-    bool operator==(const Place&) const = default;
     __device__ void advance(const Ring& ring) {
         stage += kStageBytes;
         if (stage == ring.end) {
             stage = ring.begin;
+            parity ^= 1;
+        }
+    }
+    // By the chunks of a row, of which there are fewer than stages.
+    __device__ void advance(const Ring& ring, int chunks) {
+        stage += chunks * kStageBytes;
+        if (stage >= ring.end) {
+            stage -= ring.end - ring.begin;
             parity ^= 1;
         }
     }
@@ -170,8 +177,8 @@ struct Block {
         for (int i = 0; i < k; ++i) barrier_arrive(group.stages[i] + kEmpty);
     }
 
-    // The first pass: the sums of this warp. `place` becomes that of the next row.
-    __device__ RowSums first_pass(const Row<T, kAligned>& row, int label, Place& place,
+    // The first pass: the sums of this warp.
+    __device__ RowSums first_pass(const Row<T, kAligned>& row, int label, Place place,
                                   bool keep) const {
         Lane<T, kSoftcap> lane;
         const int whole = dealt(vocab / kChunk);
@@ -344,8 +351,7 @@ struct Block {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
                 barrier_expect(shared_address(&shared.sums_arrived[turn]), bytes);
             }
-            Place end = place;
-            const RowSums sums = first_pass(row, label, end, keep);
+            const RowSums sums = first_pass(row, label, place, keep);
             const float z_label = label_logit(label, stored);
             // Completes the load of the label's logit before the sums are sent: after that, a
             // gradient in place may overwrite it.
@@ -374,9 +380,12 @@ struct Block {
                 fill(row, 0.0f);
             }
             if (keep && !reads_again) {
-                for (; place != end; place.advance(ring)) release(Group<1>{{place.stage}, {}});
+                Place idle = place;
+                for (int i = 0; i < chunks; ++i, idle.advance(ring)) {
+                    release(Group<1>{{idle.stage}, {}});
+                }
             }
-            place = end;
+            place.advance(ring, chunks);
             turn_parity ^= turn;
             turn ^= 1;
         }
