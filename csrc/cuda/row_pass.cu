@@ -10,8 +10,9 @@ namespace bapo::cuda {
 
 namespace {
 
-constexpr int kThreads = 512;       // two blocks a multiprocessor: one loads while the other decides
-constexpr int kMostThreads = 1024;  // of the row pass, one block a multiprocessor
+// Two blocks fill a multiprocessor, so that one loads while the other decides; of the row pass, one
+// of kMostThreads does where rows are long.
+constexpr int kThreads = 512, kMostThreads = 1024;
 
 template <typename T, bool kSoftcap, bool kAligned>
 __device__ Lane<T, kSoftcap> first_pass(const T* row, int vocab, int label, Scales scales,
@@ -110,14 +111,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const Transform transform = params.rows.transform.of_row(index);
     scales = scales_at(transform, scales);
 
-    const auto lane = first_pass<T, kSoftcap, kAligned>(row.logits, row.vocab, label, scales, threads);
+    const auto lane =
+        first_pass<T, kSoftcap, kAligned>(row.logits, row.vocab, label, scales, threads);
     const RowSums warp = warp_total(RowSums::of(lane), scales.scale2);
     if (threadIdx.x % kWarp == 0) partials[threadIdx.x / kWarp] = warp;
     __syncthreads();
     if (threadIdx.x < kWarp) {
         const RowSums total = total_of(partials, threads / kWarp, scales.scale2);
         const bool first = threadIdx.x == 0;
-        const auto about_label = label_of<kSoftcap>(label, label_logit(label, stored), transform, scales);
+        const auto about_label =
+            label_of<kSoftcap>(label, label_logit(label, stored), transform, scales);
         const RowStatistics statistics =
             row_statistics(params, index, total, about_label, transform, scales, first);
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
@@ -154,8 +157,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         const Transform transform = params.rows.transform.of_row(index);
         const Scales of_row = scales_at(transform, scales);
         if (threadIdx.x == 0) {
-            const Label about_label =
-                label_of<kSoftcap>(label, label_logit(label, row.stored_label(label)), transform, of_row);
+            const Label about_label = label_of<kSoftcap>(
+                label, label_logit(label, row.stored_label(label)), transform, of_row);
             const auto statistics = statistics_at(params, index, about_label, transform);
             shared_store(&shared_pass,
                          gradient_pass(statistics, about_label, coefficients_at(params, index),

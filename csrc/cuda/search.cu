@@ -14,7 +14,7 @@ namespace {
 constexpr int kMostWarps = 4;  // of a block that fills bins
 constexpr int kMostBlocks = 256;
 constexpr int kTableThreads = 512;
-constexpr int kTableLoads = 16;  // in flight
+constexpr int kTableLoads = 16;      // in flight
 constexpr int kBinBytes = 32 << 10;  // of a block, unless one warp needs more
 static_assert(2 * (kMaxGridPoints + 1) * sizeof(Moments) <= kMostDynamicBytes);
 
