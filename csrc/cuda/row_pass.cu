@@ -10,8 +10,8 @@ namespace bapo::cuda {
 
 namespace {
 
-// Two blocks fill a multiprocessor, so that one loads while the other decides; of the row pass, one
-// of kMostThreads does where rows are long.
+// Two blocks of kThreads fill a multiprocessor: one loads while the other decides. In the row pass
+// over long rows, one block of kMostThreads does.
 constexpr int kThreads = 512, kMostThreads = 1024;
 
 template <typename T, bool kSoftcap, bool kAligned>
@@ -190,9 +190,9 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-// Of the row pass. With half as many rows between their two passes, the L2 cache keeps those of V =
-// 151,936: 33 instead of 66 MB in bfloat16 on an A100, which has 40. Depends on the length alone,
-// as the bits of a row do.
+// Threads per block of the row pass. With half as many rows between their two passes, the L2 cache
+// keeps those of V = 151,936: 33 instead of 66 MB in bfloat16 on an A100, which has 40. Depends on
+// the length alone, because the bits of a row do.
 int threads_of_rows(int64_t bytes) { return bytes > (128 << 10) ? kMostThreads : kThreads; }
 
 // Blocks that are resident at once, each of which takes several rows: a launch that finds nothing

@@ -92,8 +92,8 @@ def _elements(softcapped: bool) -> int:
     """Elements per thread and step, so that ptxas does not spill."""
     if softcapped:
         return 8
-    is_geforce = not INTERPRETED and _target().arch in (120, 121)  # its code needs more registers
-    return 16 if is_geforce else 32
+    is_sm_120 = not INTERPRETED and _target().arch in (120, 121)  # its code needs more registers
+    return 16 if is_sm_120 else 32
 
 
 def set_shape() -> RowShape:
