@@ -101,7 +101,7 @@ struct Cpu {
         torch::stable::parallel_for(0, span_count(params.sequences), 1, some);
     }
     static void contributions(const ContributionParams& params, const Tensor&) {
-        const int64_t bins = cpu::contribution_bins(params);
+        const int64_t bins = params.grids.bins();
         const int64_t chunks = chunks_of(params.count);
         std::vector<Moments> partials(chunks * bins);
         run_chunks(params.count, [&](int64_t chunk) {
@@ -112,7 +112,7 @@ struct Cpu {
     static void solve(const SolveParams& params, const Tensor&) { cpu::solve(params); }
     static void search(ContributionParams params, const Target& target, const SearchResult& result,
                        const Tensor& like) {
-        std::vector<double> table(cpu::contribution_bins(params) - 2);
+        std::vector<double> table(params.grids.points());
         params.table = table.data();
         contributions(params, like);
         cpu::solve({table.data(), 1, params.grids, target, result});

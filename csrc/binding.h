@@ -232,11 +232,6 @@ class Reader {
     int32_t index_;
 };
 
-inline int64_t points_of(const Grids& grids) {
-    double points[kMaxGridPoints];
-    return fill_grid(grids.lower, points) + fill_grid(grids.upper, points);
-}
-
 // The rows of a table of contributions.
 inline int64_t ranks_of(const Tensor& table) {
     STD_TORCH_CHECK(table.dim() == 2, "table must have shape [ranks, points]");
@@ -446,7 +441,7 @@ void contributions(Tensor log_probs, Tensor counted, OptionalTensor log_ratios, 
     params.rank = rank;
     params.ranks = ranks_of(table);
     STD_TORCH_CHECK(rank >= 0 && rank < params.ranks, "rank must be a row of table, got ", rank);
-    params.table = read.data<double>(table, params.ranks * points_of(params.grids), "table");
+    params.table = read.data<double>(table, params.ranks * params.grids.points(), "table");
     Backend::contributions(params, log_probs);
 }
 
@@ -466,7 +461,7 @@ void solve(Tensor table, std::vector<double> numbers, Tensor bounds, Tensor mass
     const Options options = options_of(numbers);
     const Grids grids = options.grids();
     const int64_t ranks = ranks_of(table);
-    Backend::solve({read.data<double>(table, ranks * points_of(grids), "table"), ranks, grids,
+    Backend::solve({read.data<double>(table, ranks * grids.points(), "table"), ranks, grids,
                     options.search_target(), search_result(read, bounds, masses)},
                    table);
 }

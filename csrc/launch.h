@@ -53,8 +53,7 @@ void find_labels_chunk(const FindLabelsParams& params, int64_t chunk);
 // Of one of the span_count(sequences) sequences.
 void sequence_mean(const SequenceMeanParams& params, int64_t k);
 
-// Bins of both grids of one chunk of tokens, lower side first.
-int64_t contribution_bins(const ContributionParams& params);
+// bins: of both grids, of one chunk of tokens, lower side first.
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins);
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
                           int64_t chunks);

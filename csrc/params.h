@@ -73,6 +73,9 @@ struct Grids {
     Grid lower;
     Grid upper;
 
+    BAPO_HD int points() const { return lower.count + upper.count; }
+    // Of the ratio: one more than points, on each side.
+    BAPO_HD int bins() const { return points() + 2; }
     BAPO_HD Bounds start() const { return {lower.start, upper.start}; }
     BAPO_HD Bounds maximum() const { return {lower.maximum, upper.maximum}; }
     BAPO_HD Bounds last() const { return {lower.last(), upper.last()}; }
@@ -98,7 +101,8 @@ struct Options {
     double loss_scale_factor;  // 0: none
 
     BAPO_HD Grids grids() const {
-        return {{lower_start, lower_max, lower_step}, {upper_start, upper_max, upper_step}};
+        return {Grid::of(lower_start, lower_max, lower_step),
+                Grid::of(upper_start, upper_max, upper_step)};
     }
     BAPO_HD Target search_target() const {
         return {target, target_is_ratio != 0.0, upper_first != 0.0};

@@ -176,46 +176,38 @@ BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool uncl
     return -advantage * (r < bounds.lower ? bounds.lower : r);
 }
 
-// The values that the search tries for a bound. The last step ends at the maximum; with a step of 0
-// there is one value.
+// The values that the search tries for a bound, by the repeated addition of its loop. The last step
+// ends at the maximum; with a step of 0 there is one value.
 struct Grid {
     double start;
     double maximum;
     double step;
+    int count;  // of the points
+
+    static BAPO_HD Grid of(double start, double maximum, double step) {
+        int count = 1;
+        for (double point = start; step > 0.0 && point < maximum && count < kMaxGridPoints;) {
+            point += step;
+            ++count;
+        }
+        return {start, maximum, step, count};
+    }
     BAPO_HD double last() const { return step > 0.0 ? maximum : start; }
+    // The k-th point, whose sum is the start with k steps added.
+    BAPO_HD double point(int k, double sum) const {
+        return k == 0 || sum < maximum ? sum : maximum;
+    }
 };
 
-// Fills points by the same repeated addition as the search's loop and returns their number.
-BAPO_HD int fill_grid(const Grid& grid, double* points) {
-    double point = points[0] = grid.start;
-    int count = 1;
-    while (grid.step > 0.0 && point < grid.maximum && count < kMaxGridPoints) {
-        point += grid.step;
-        points[count++] = point < grid.maximum ? point : grid.maximum;
-    }
-    return count;
-}
-
-// Number of ascending points below x; 0 for NaN.
-BAPO_HD int count_below(const double* points, int count, double x) {
+// Number of ascending points below x, or not above x; of NaN none is below, and all are not above.
+BAPO_HD int count_points(const double* points, int count, double x, bool not_above) {
     int low = 0;
     while (count > 0) {
         const int half = count / 2;
-        const bool below = points[low + half] < x;
-        low = below ? low + half + 1 : low;
-        count = below ? count - half - 1 : half;
-    }
-    return low;
-}
-
-// Number of ascending points not above x; all of them for NaN.
-BAPO_HD int count_not_above(const double* points, int count, double x) {
-    int low = 0;
-    while (count > 0) {
-        const int half = count / 2;
-        const bool above = points[low + half] > x;
-        low = above ? low : low + half + 1;
-        count = above ? half : count - half - 1;
+        const double point = points[low + half];
+        const bool counts = not_above ? !(point > x) : point < x;
+        low = counts ? low + half + 1 : low;
+        count = counts ? count - half - 1 : half;
     }
     return low;
 }
@@ -225,44 +217,33 @@ struct alignas(16) Moments {
     double ratio_mass;  // sum of w*|A|*r
     double mass;        // sum of w*|A|
 
-    BAPO_HD void add(const Moments& other) {
+    BAPO_HD Moments& operator+=(const Moments& other) {
         ratio_mass += other.ratio_mass;
         mass += other.mass;
+        return *this;
     }
 };
 
-// Adds the positive mass at every point of the upper grid, from tokens with A > 0. Bin b holds the
-// ratios that b points are below, so r <= c_j where b <= j.
-BAPO_HD void add_positive(const Moments* bins, const double* points, int count, bool unclipped_only,
-                          double* pos) {
-    double kept = 0.0;
-    for (int j = 0; j < count; ++j) {
-        kept += bins[j].ratio_mass;
-        pos[j] += kept;
-    }
-    if (unclipped_only) return;
-    double above = 0.0;
-    for (int j = count - 1; j >= 0; --j) {
-        above += bins[j + 1].mass;
-        pos[j] += points[j] * above;
-    }
+// The positive mass at point j of the upper grid, from tokens with A > 0. Bin b holds the ratios
+// that b points are below, so r <= c_j where b <= j.
+BAPO_HD double positive_mass(const Moments* bins, const double* points, int count, int j,
+                             bool unclipped_only) {
+    double kept = 0.0, above = 0.0;
+    for (int b = 0; b <= j; ++b) kept += bins[b].ratio_mass;
+    if (unclipped_only) return kept;
+    for (int b = count; b > j; --b) above += bins[b].mass;
+    return kept + points[j] * above;
 }
 
-// Adds the negative mass at every point of the lower grid, from tokens with A < 0. Bin b holds the
-// ratios that b points are not above, so r >= c_i where b > i.
-BAPO_HD void add_negative(const Moments* bins, const double* points, int count, bool unclipped_only,
-                          double* neg) {
-    double kept = 0.0;
-    for (int i = count - 1; i >= 0; --i) {
-        kept += bins[i + 1].ratio_mass;
-        neg[i] += kept;
-    }
-    if (unclipped_only) return;
-    double below = 0.0;
-    for (int i = 0; i < count; ++i) {
-        below += bins[i].mass;
-        neg[i] += points[i] * below;
-    }
+// The negative mass at point i of the lower grid, from tokens with A < 0. Bin b holds the ratios
+// that b points are not above, so r >= c_i where b > i.
+BAPO_HD double negative_mass(const Moments* bins, const double* points, int count, int i,
+                             bool unclipped_only) {
+    double kept = 0.0, below = 0.0;
+    for (int b = count; b > i; --b) kept += bins[b].ratio_mass;
+    if (unclipped_only) return kept;
+    for (int b = 0; b <= i; ++b) below += bins[b].mass;
+    return kept + points[i] * below;
 }
 
 // What the search compares with its target; infinite where there is nothing to balance.

@@ -127,9 +127,11 @@ struct Candidate {
     double weight;
 };
 BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
-    const double A = params.tokens.counted[i] ? params.tokens.advantages[i] : 0.0;
-    if (!(A > 0.0 || A < 0.0)) return {1.0, 0.0, 0.0};
-    const double log_prob = params.log_probs[i], old = old_log_prob(params.tokens, i, log_prob);
+    // All are loaded at once: one latency, not three.
+    const bool counted = params.tokens.counted[i];
+    const double A = params.tokens.advantages[i], log_prob = params.log_probs[i];
+    const double old = old_log_prob(params.tokens, i, log_prob);
+    if (!counted || !(A > 0.0 || A < 0.0)) return {1.0, 0.0, 0.0};
     return {ratio_at(params.tokens, i, log_prob, old).value, A,
             search_weight(params.tokens, params.uniform_weight, i, old)};
 }
@@ -140,24 +142,19 @@ struct GridPoints {
     double upper[kMaxGridPoints];
     int lower_count;
     int upper_count;
-
-    BAPO_HD void fill(const Grids& grids) {
-        lower_count = fill_grid(grids.lower, lower);
-        upper_count = fill_grid(grids.upper, upper);
-    }
-    BAPO_HD int points() const { return lower_count + upper_count; }
-    // Of the ratio: one more than points, on each side.
-    BAPO_HD int bins() const { return points() + 2; }
 };
 
 // The bin of a candidate: those of negative advantages first.
 BAPO_HD int bin_of(const GridPoints& grids, const Candidate& token) {
-    if (token.advantage < 0.0) return count_not_above(grids.lower, grids.lower_count, token.ratio);
-    return grids.lower_count + 1 + count_below(grids.upper, grids.upper_count, token.ratio);
+    const bool negative = token.advantage < 0.0;
+    const double* const points = negative ? grids.lower : grids.upper;
+    const int count = negative ? grids.lower_count : grids.upper_count;
+    const int before = negative ? 0 : grids.lower_count + 1;
+    return before + count_points(points, count, token.ratio, negative);
 }
 BAPO_HD void add_to_bin(const Candidate& token, Moments& bin) {
     const double mass = token.weight * fabs(token.advantage);
-    bin.add({mass * token.ratio, mass});
+    bin += {mass * token.ratio, mass};
 }
 
 // Algorithm 1 raises one bound up to its maximum, then the other: the points of its k-th step.
@@ -169,6 +166,13 @@ BAPO_HD GridStep step_of_search(const GridPoints& grids, bool upper_first, int k
     const int last = (upper_first ? grids.upper_count : grids.lower_count) - 1;
     const int first_side = k < last ? k : last, second_side = k - first_side;
     return upper_first ? GridStep{second_side, first_side} : GridStep{first_side, second_side};
+}
+// The mass at the k-th place of a table.
+BAPO_HD double mass_at(const GridPoints& grids, const Moments* bins, int k, bool unclipped_only) {
+    const int lower = grids.lower_count, upper = grids.upper_count;
+    return k < lower
+               ? negative_mass(bins, grids.lower, lower, k, unclipped_only)
+               : positive_mass(bins + lower + 1, grids.upper, upper, k - lower, unclipped_only);
 }
 BAPO_HD bool goes_on(const double* table, const GridPoints& grids, const Target& target,
                      GridStep at) {

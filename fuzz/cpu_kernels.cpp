@@ -247,8 +247,10 @@ struct Problem {
         options.kl_loss_coef = pick(bytes, {0.0, 0.1, 1e3});
         options.kl_loss_type = pick(bytes, {(int64_t)kK1, (int64_t)kK2, (int64_t)kK3});
         options.entropy_coef = pick(bytes, {0.0, 0.01, -0.5});
-        grids.lower = {0.6, pick(bytes, {0.9, 0.6, 0.8}), pick(bytes, {0.02, 0.0, 1e-4, 5.0})};
-        grids.upper = {1.2, pick(bytes, {3.0, 1.2, 2.0}), pick(bytes, {0.05, 0.0, 1e-4, 5.0})};
+        grids.lower =
+            Grid::of(0.6, pick(bytes, {0.9, 0.6, 0.8}), pick(bytes, {0.02, 0.0, 1e-4, 5.0}));
+        grids.upper =
+            Grid::of(1.2, pick(bytes, {3.0, 1.2, 2.0}), pick(bytes, {0.05, 0.0, 1e-4, 5.0}));
         uniform_weight = bytes.ConsumeBool();
         unclipped_only = bytes.ConsumeBool();
         target = {pick(bytes, {0.4, 0.0, 0.9, 1.0}), bytes.ConsumeBool(), bytes.ConsumeBool()};
@@ -509,7 +511,7 @@ class Run {
         params.grids = p.grids;
         params.uniform_weight = p.uniform_weight;
         params.unclipped_only = p.unclipped_only;
-        const int64_t bins = cpu::contribution_bins(params);
+        const int64_t bins = params.grids.bins();
         out.table = poisoned<double>(bins - 2);
         params.table = out.table.data();
         params.ranks = 1;
@@ -522,13 +524,14 @@ class Run {
 
     // Compares every entry of the table with the sum over the tokens.
     void check_table(const ContributionParams& params) const {
-        double points[kMaxGridPoints];
-        const int lower_count = fill_grid(p.grids.lower, points);
         const int points_checked = std::min<int64_t>(out.table.size(), 20'000 / (p.count + 1));
+        double steps = 0.0;
         for (int k = 0; k < points_checked; ++k) {
-            if (k == lower_count) fill_grid(p.grids.upper, points);
-            const bool positive = k >= lower_count;
-            const double bound = points[positive ? k - lower_count : k];
+            const bool positive = k >= p.grids.lower.count;
+            const Grid& grid = positive ? p.grids.upper : p.grids.lower;
+            const int place = positive ? k - p.grids.lower.count : k;
+            steps = place == 0 ? grid.start : steps + grid.step;
+            const double bound = grid.point(place, steps);
             double sum = 0.0;
             for (int64_t i = 0; i < p.count; ++i) {
                 const auto [r, A, w] = candidate(params, i);

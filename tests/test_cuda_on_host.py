@@ -45,7 +45,7 @@ from bapo_kernels.core.call import Call
 from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.core.prepare import prepared
 from bapo_kernels.core.tokens import contributions, loss_of_log_probs, solve
-from bapo_kernels.reference.search import solve_table
+from bapo_kernels.reference.search import contribution_table, solve_table
 
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
@@ -493,17 +493,30 @@ def test_launches(on_host, library):
     assert launches == {name: n for name, n in LAUNCHES.items() if name not in of_sets}
 
 
+FINE_GRIDS = BAPOConfig(ratio_lower_step=0.0005, ratio_upper_step=0.002)
+
+
+@pytest.mark.parametrize(
+    ("N", "config"),
+    [
+        (1_100, BAPOConfig()),
+        (8_300, BAPOConfig()),  # two warps in a block
+        (8_300, FINE_GRIDS),  # all lanes of a warp share their bins; some take two tokens
+    ],
+)
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
-def test_masses_have_the_same_bits_in_any_schedule(on_host, library):
+def test_masses_have_the_same_bits_in_any_schedule(on_host, library, N, config):
     """Terms of all sizes, so that another order of additions shows."""
-    logp = -torch.rand(1_100, dtype=torch.float64)
-    A = torch.randn(1_100) * 10.0 ** torch.randint(-6, 6, (1_100,))
-    call = prepared("cpu", loss_arguments(logp.float(), None, A, None, config=BAPOConfig()))
+    logp, old = -torch.rand(N, dtype=torch.float64), -torch.rand(N)
+    A = torch.randn(N) * 10.0 ** torch.randint(-6, 6, (N,))
+    call = prepared("cpu", loss_arguments(logp.float(), old, A, None, config=config))
     tables = []
     for seed in range(4):
         library.schedule(seed)
         tables.append(contributions(call, logp))
     assert all(torch.equal(table, tables[0]) for table in tables)
+    expected = contribution_table(config, logp, old, A, None)
+    torch.testing.assert_close(tables[0].flatten(), expected.flatten(), rtol=1e-11, atol=0.0)
 
 
 def test_solution_in_any_schedule(on_host, library):

@@ -14,9 +14,15 @@ namespace bapo::cpu {
 
 namespace {
 
+int fill_grid(const Grid& grid, double* points) {
+    double sum = grid.start;
+    for (int k = 0; k < grid.count; ++k, sum += grid.step) points[k] = grid.point(k, sum);
+    return grid.count;
+}
 GridPoints points_of(const Grids& grids) {
     GridPoints points;
-    points.fill(grids);
+    points.lower_count = fill_grid(grids.lower, points.lower);
+    points.upper_count = fill_grid(grids.upper, points.upper);
     return points;
 }
 
@@ -62,10 +68,6 @@ void sequence_mean(const SequenceMeanParams& params, int64_t k) {
     for (int64_t i = span.begin; i < span.end; ++i) write_mean(params, i, total.mean());
 }
 
-int64_t contribution_bins(const ContributionParams& params) {
-    return points_of(params.grids).bins();
-}
-
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins) {
     const GridPoints grids = points_of(params.grids);
     const int64_t end = chunk_end(chunk, params.count);
@@ -78,22 +80,21 @@ void contributions_chunk(const ContributionParams& params, int64_t chunk, Moment
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
                           int64_t chunks) {
     const GridPoints grids = points_of(params.grids);
-    const int64_t bins = grids.bins(), points = grids.points();
+    const int bins = params.grids.bins(), points = params.grids.points();
     Moments total[2 * (kMaxGridPoints + 1)] = {};
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        for (int64_t b = 0; b < bins; ++b) total[b].add(partials[chunk * bins + b]);
+        for (int b = 0; b < bins; ++b) total[b] += partials[chunk * bins + b];
     }
     std::fill(params.table, params.table + params.ranks * points, 0.0);
-    double* const neg = params.table + params.rank * points;
-    add_negative(total, grids.lower, grids.lower_count, params.unclipped_only, neg);
-    add_positive(total + grids.lower_count + 1, grids.upper, grids.upper_count,
-                 params.unclipped_only, neg + grids.lower_count);
+    for (int k = 0; k < points; ++k) {
+        params.table[params.rank * points + k] = mass_at(grids, total, k, params.unclipped_only);
+    }
 }
 
 void solve(const SolveParams& params) {
     const GridPoints grids = points_of(params.grids);
     double table[2 * kMaxGridPoints] = {};
-    const int points = grids.points();
+    const int points = params.grids.points();
     for (int64_t rank = 0; rank < params.ranks; ++rank) {
         for (int i = 0; i < points; ++i) table[i] += params.table[rank * points + i];
     }

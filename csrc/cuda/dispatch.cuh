@@ -57,7 +57,7 @@ inline const char* message_of(cudaError_t error) {
 }
 
 // Dynamic shared memory that fits beside any declared memory, and the most that a launch takes.
-constexpr int kUnaskedBytes = 8 << 10, kMostDynamicBytes = 33 << 10;
+constexpr int kUnaskedBytes = 8 << 10, kMostDynamicBytes = 64 << 10;
 
 // Launches kernel(arguments...) on this many blocks, each with dynamic shared memory; without
 // blocks nothing is launched.

@@ -11,56 +11,84 @@ namespace bapo::cuda {
 
 namespace {
 
-constexpr int kMostWarps = 4;  // of a block that fills bins
-constexpr int kMostBlocks = 256;
+constexpr int kMostWarps = 32;  // of a block that fills bins
+constexpr int kMostBlocks = 128;
 constexpr int kTableThreads = 512;
-constexpr int kTableLoads = 16;      // in flight
-constexpr int kBinBytes = 32 << 10;  // of a block, unless one warp needs more
-static_assert(2 * (kMaxGridPoints + 1) * sizeof(Moments) <= kMostDynamicBytes);
+constexpr int kLoads = 16;  // in flight, of a thread that adds up
+constexpr int kBinBytes = kMostDynamicBytes;
 
 // How tokens are distributed over blocks: by their number and by that of the bins, so that sums
 // have the same bits in every run.
 struct BinPlan {
     int bins;
     int warps;
+    int sharing;  // lanes that add to the same bins, a power of two
     int blocks;
     int groups;  // of blocks whose partial sums are added side by side
 
-    explicit BinPlan(const ContributionParams& params) {
-        GridPoints grids;
-        grids.fill(params.grids);
-        bins = grids.bins();
-        warps = std::clamp(kBinBytes / (int)(bins * sizeof(Moments)), 1, kMostWarps);
-        const int64_t threads = warps * kWarp, full = (params.count + threads - 1) / threads;
-        blocks = (int)std::min<int64_t>(full, kMostBlocks);
+    explicit BinPlan(const ContributionParams& params) : bins(params.grids.bins()) {
+        const int64_t all_warps = (params.count + kWarp - 1) / kWarp;
+        const int copies = kBinBytes / (bins * (int)sizeof(Moments));  // at least one
+        warps = (int)std::clamp<int64_t>(all_warps / kMostBlocks, 1, std::min(copies, kMostWarps));
+        sharing = kWarp;
+        while (sharing > 4 && warps * kWarp / (sharing / 2) <= copies) sharing /= 2;
+        blocks = (int)std::min<int64_t>((all_warps + warps - 1) / warps, kMostBlocks);
         groups = std::max(1, kTableThreads / bins);
     }
-    int bin_bytes() const { return warps * bins * (int)sizeof(Moments); }
+    int bin_bytes() const { return warps * kWarp / sharing * bins * (int)sizeof(Moments); }
     int group_bytes() const { return groups * bins * (int)sizeof(Moments); }
 };
+static_assert(2 * (kMaxGridPoints + 1) * sizeof(Moments) <= kBinBytes);
 
 __device__ Moments* dynamic_bins() { return reinterpret_cast<Moments*>(dynamic_shared_memory()); }
 
-// The first thread fills one grid and the last the other, in another warp if there are two.
+// Every thread adds up points of its own.
+__device__ void fill_grid(double* points, const Grid& grid, int threads) {
+    for (int k = threadIdx.x; k < grid.count; k += threads) {
+        double sum = grid.start;
+        for (int i = 0; i < k; ++i) sum += grid.step;
+        points[k] = grid.point(k, sum);
+    }
+}
 __device__ void fill(GridPoints& points, const Grids& grids, int threads) {
-    if (threadIdx.x == 0) points.lower_count = fill_grid(grids.lower, points.lower);
-    if (threadIdx.x == threads - 1) points.upper_count = fill_grid(grids.upper, points.upper);
+    fill_grid(points.lower, grids.lower, threads);
+    fill_grid(points.upper, grids.upper, threads);
+    if (threadIdx.x == 0) {
+        points.lower_count = grids.lower.count;
+        points.upper_count = grids.upper.count;
+    }
     __syncthreads();
 }
 
-// Every warp has bins of its own, to which its lanes add in their order.
+// The sum of values[first], values[first + step], ..., in this order.
+template <typename T>
+__device__ T sum_of(const T* values, int first, int step, int end) {
+    T sum{};
+    for (; first < end; first += kLoads * step) {
+        T some[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            const int k = first + i * step;
+            some[i] = k < end ? values[k] : T{};
+        }
+#pragma unroll
+        for (const T& each : some) sum += each;
+    }
+    return sum;
+}
+
+// Lanes that share bins add to them in their order.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
-    search_bins_kernel(const __grid_constant__ ContributionParams params, int warps,
+    search_bins_kernel(const __grid_constant__ ContributionParams params, int warps, int sharing,
                        Moments* partials) {
     __shared__ GridPoints grids;
     Moments* const bins = dynamic_bins();
-    const int threads = warps * kWarp;
+    const int threads = warps * kWarp, count = params.grids.bins();
+    const int all_bins = threads / sharing * count;
     fill(grids, params.grids, threads);
-    const int count = grids.bins();
-    for (int i = threadIdx.x; i < warps * count; i += threads) bins[i] = {0.0, 0.0};
+    for (int i = threadIdx.x; i < all_bins; i += threads) bins[i] = {0.0, 0.0};
     __syncthreads();
-    const int lane = threadIdx.x % kWarp;
-    Moments* const of_warp = bins + threadIdx.x / kWarp * count;
+    Moments* const mine = bins + threadIdx.x / sharing * count;
     const int64_t step = (int64_t)gridDim.x * threads;
     for (int64_t first = (int64_t)blockIdx.x * threads; first < params.count; first += step) {
         const int64_t i = first + threadIdx.x;
@@ -68,16 +96,15 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
         if (i < params.count) token = candidate(params, i);
         const bool counts = token.advantage != 0.0;
         const int bin = counts ? bin_of(grids, token) : 0;
-        for (unsigned lanes = __ballot_sync(kAllLanes, counts); lanes; lanes &= lanes - 1) {
-            if (lane == __ffs(lanes) - 1) add_to_bin(token, of_warp[bin]);
+        const int my_turn = counts ? threadIdx.x & (sharing - 1) : kWarp;
+        for (int turn = 0; turn < sharing; ++turn) {
+            if (turn == my_turn) add_to_bin(token, mine[bin]);
             __syncwarp();
         }
     }
     __syncthreads();
     for (int bin = threadIdx.x; bin < count; bin += threads) {
-        Moments sum{0.0, 0.0};
-        for (int warp = 0; warp < warps; ++warp) sum.add(bins[warp * count + bin]);
-        partials[(int64_t)blockIdx.x * count + bin] = sum;
+        partials[(int64_t)blockIdx.x * count + bin] = sum_of(bins, bin, count, all_bins);
     }
 }
 
@@ -86,7 +113,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
 __device__ void solve_in_block(const double* table, const GridPoints& grids, const Target& target,
                                const SearchResult& result) {
     __shared__ int stop;
-    const int last = grids.points() - 2;
+    const int last = grids.lower_count + grids.upper_count - 2;
     if (threadIdx.x == 0) stop = last;
     __syncthreads();
     for (int k = threadIdx.x; k < last; k += kTableThreads) {
@@ -106,57 +133,33 @@ __global__ void __launch_bounds__(kTableThreads, 1)  // or ptxas saves registers
     __shared__ GridPoints grids;
     __shared__ double table[2 * kMaxGridPoints];
     Moments* const sums = dynamic_bins();  // [groups, bins]
-    fill(grids, params.grids, kTableThreads);
-    const int bins = grids.bins(), points = grids.points(), lower_bins = grids.lower_count + 1;
+    const int bins = params.grids.bins(), points = params.grids.points();
     for (int slot = threadIdx.x; slot < groups * bins; slot += kTableThreads) {
-        const int group = slot / bins, bin = slot % bins;
-        Moments sum{0.0, 0.0};
-        for (int first = group; first < blocks; first += kTableLoads * groups) {
-            Moments some[kTableLoads];
-#pragma unroll
-            for (int i = 0; i < kTableLoads; ++i) {
-                const int block = first + i * groups;
-                some[i] = block < blocks ? partials[block * bins + bin] : Moments{0.0, 0.0};
-            }
-#pragma unroll
-            for (const Moments& each : some) sum.add(each);
-        }
-        sums[slot] = sum;
+        sums[slot] = sum_of(partials, slot, groups * bins, blocks * bins);
     }
-    for (int i = threadIdx.x; i < points; i += kTableThreads) table[i] = 0.0;
-    __syncthreads();
+    fill(grids, params.grids, kTableThreads);
     for (int bin = threadIdx.x; bin < bins; bin += kTableThreads) {
-        for (int group = 1; group < groups; ++group) sums[bin].add(sums[group * bins + bin]);
+        sums[bin] = sum_of(sums, bin, bins, groups * bins);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        add_negative(sums, grids.lower, grids.lower_count, params.unclipped_only, table);
-    } else if (threadIdx.x == kWarp) {
-        add_positive(sums + lower_bins, grids.upper, grids.upper_count, params.unclipped_only,
-                     table + grids.lower_count);
-    }
-    __syncthreads();
-    if (params.table != nullptr) {
-        for (int64_t i = threadIdx.x; i < params.ranks * points; i += kTableThreads) {
-            params.table[i] = i / points == params.rank ? table[i % points] : 0.0;
+    for (int k = threadIdx.x; k < points; k += kTableThreads) {
+        table[k] = mass_at(grids, sums, k, params.unclipped_only);
+        if (params.table == nullptr) continue;
+        for (int64_t rank = 0; rank < params.ranks; ++rank) {
+            params.table[rank * points + k] = rank == params.rank ? table[k] : 0.0;
         }
     }
     if (result.bounds != nullptr) solve_in_block(table, grids, target, result);
 }
 
-__global__ void __launch_bounds__(kTableThreads)
+__global__ void __launch_bounds__(kTableThreads, 1)
     solve_kernel(const __grid_constant__ SolveParams params) {
     __shared__ GridPoints grids;
     __shared__ double table[2 * kMaxGridPoints];
     fill(grids, params.grids, kTableThreads);
-    const int points = grids.points();
+    const int points = params.grids.points();
     for (int i = threadIdx.x; i < points; i += kTableThreads) {
-        double sum = 0.0;
-#pragma unroll 8
-        for (int64_t rank = 0; rank < params.ranks; ++rank) {
-            sum += params.table[rank * points + i];
-        }
-        table[i] = sum;
+        table[i] = sum_of(params.table, i, points, (int)params.ranks * points);
     }
     solve_in_block(table, grids, params.target, params.result);
 }
@@ -164,8 +167,9 @@ __global__ void __launch_bounds__(kTableThreads)
 const char* run(const ContributionParams& params, const Target& target, const SearchResult& result,
                 Moments* partials, void* stream) {
     const BinPlan plan(params);
-    const char* error = launch_with_memory(search_bins_kernel, plan.blocks, plan.warps * kWarp,
-                                           plan.bin_bytes(), stream, params, plan.warps, partials);
+    const char* error =
+        launch_with_memory(search_bins_kernel, plan.blocks, plan.warps * kWarp, plan.bin_bytes(),
+                           stream, params, plan.warps, plan.sharing, partials);
     if (error != nullptr) return error;
     return launch_with_memory(search_table_kernel, 1, kTableThreads, plan.group_bytes(), stream,
                               params, static_cast<const Moments*>(partials), plan.blocks,
