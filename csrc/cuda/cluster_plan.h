@@ -32,12 +32,17 @@ struct ClusterPlan {
     int stages = 0;   // of every block
 };
 
+// Of shorter rows more are in flight with a small block for each: the latency of a decision counts
+// more than that the cache is read a second time.
+constexpr int kShortRowBytes = 16 << 10;
+
 // The smallest cluster that holds a row and enough loads of later rows to hide the latency of
 // memory: with most_blocks per multiprocessor, so that one decides while the other moves data, else
 // with one. Of the shared memory of a block, head_bytes are not for stages.
 inline ClusterPlan plan_for(int64_t row_bytes, int most_blocks, int head_bytes,
                             int bytes_per_multiprocessor, int bytes_per_block) {
     constexpr int kAhead = 6, kReserved = 1024;
+    if (row_bytes <= kShortRowBytes) return {};
     const int64_t chunks = (row_bytes + kChunkBytes - 1) / kChunkBytes;
     for (int blocks = most_blocks; blocks >= 1; --blocks) {
         const int room = std::min(bytes_per_multiprocessor / blocks - kReserved, bytes_per_block);

@@ -1,6 +1,8 @@
 // Kernels with one block per row, whose second pass reads from L2: the row pass for GPUs without
-// clusters and for rows that no cluster holds, the gradient of rows whose statistics are known, and
-// the scaling of a gradient.
+// clusters, for short rows and for rows that no cluster holds, the gradient of rows whose statistics
+// are known, and the scaling of a gradient.
+
+#include <bit>
 
 #include "cluster_plan.h"
 #include "dispatch.cuh"
@@ -11,7 +13,7 @@ namespace bapo::cuda {
 namespace {
 
 // Two blocks of kThreads fill a multiprocessor: one loads while the other decides. In the row pass
-// over long rows, one block of kMostThreads does.
+// over long rows, one block of kMostThreads does, and over short rows smaller blocks do.
 constexpr int kThreads = 512, kMostThreads = 1024;
 
 template <typename T, bool kSoftcap, bool kAligned>
@@ -190,10 +192,14 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-// Threads per block of the row pass. With half as many rows between their two passes, the L2 cache
+// Threads per block of the row pass. Of short rows many are in flight, so that their latencies
+// overlap, and L1 keeps them between their two passes. With half as many long rows in flight, L2
 // keeps those of V = 151,936: 33 instead of 66 MB in bfloat16 on an A100, which has 40. Depends on
 // the length alone, because the bits of a row do.
-int threads_of_rows(int64_t bytes) { return bytes > (128 << 10) ? kMostThreads : kThreads; }
+int threads_of_rows(int64_t bytes) {
+    if (bytes > (128 << 10)) return kMostThreads;
+    return std::clamp((int)std::bit_floor((uint64_t)bytes / 128), kWarp, kThreads);
+}
 
 // Blocks that are resident at once, each of which takes several rows: a launch that finds nothing
 // to do then ends soon.

@@ -37,7 +37,7 @@ std::vector<Lengths> lengths_by_cluster() {
         const int cluster = planned_cluster(DType::kFloat32, chunks * kChunkBytes / 4);
         if (all.empty() || all.back().cluster != cluster) all.push_back({cluster, chunks, chunks});
         all.back().longest = chunks;
-        if (cluster == 0) break;
+        if (cluster == 0 && all.size() > 1) break;  // short rows have none either
     }
     return all;
 }

@@ -101,7 +101,7 @@ def tests_of(each):
 class FirstFailure:
     """A plugin of pytest."""
 
-    text = None
+    text = "no test has run"
 
     def pytest_runtest_logreport(self, report):
         if report.failed and self.text is None:
