@@ -150,13 +150,15 @@ struct LogitRows {
     BAPO_HD int64_t count() const { return batches * rows; }
     template <typename T>
     BAPO_HD const T* logits_at(int64_t row) const {
-        const int64_t batch = row / rows;
-        return static_cast<const T*>(logits) + batch * batch_stride + row % rows * row_stride;
+        return static_cast<const T*>(logits) + offset(row, batch_stride, row_stride);
     }
     template <typename T>
     BAPO_HD T* grad_at(int64_t row) const {
-        const int64_t batch = row / rows;
-        return static_cast<T*>(grad) + batch * grad_batch_stride + row % rows * grad_row_stride;
+        return static_cast<T*>(grad) + offset(row, grad_batch_stride, grad_row_stride);
+    }
+    BAPO_HD int64_t offset(int64_t row, int64_t of_batch, int64_t of_row) const {
+        if (batches == 1) return row * of_row;  // without the divisions
+        return row / rows * of_batch + row % rows * of_row;
     }
     BAPO_HD bool are_sets() const { return sets.offsets != nullptr; }
     BAPO_HD const float* values() const { return static_cast<const float*>(logits); }

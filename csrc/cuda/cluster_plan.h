@@ -11,7 +11,7 @@
 
 namespace bapo::cuda {
 
-constexpr int kComputeWarps = 8;
+constexpr int kComputeWarps = 4;
 constexpr int kComputeThreads = kComputeWarps * 32;
 constexpr int kChunkBytes = 16 * kComputeThreads;
 // A row that is not aligned needs one vector more, and a gradient that is aligned otherwise needs
@@ -21,11 +21,10 @@ constexpr int kMostBytes = kChunkBytes + 32;
 constexpr int kFull = kMostBytes;
 constexpr int kEmpty = kFull + 8;
 constexpr int kStageBytes = kChunkBytes + 128;
-constexpr int kMaxCluster = 8;
+constexpr int kMaxCluster = 16;
 
-// By which the registers of a multiprocessor are divided. sm_120 has 100 KB of shared memory and
-// little double precision: one block there, or the registers would spill.
-constexpr int blocks_per_multiprocessor(int major) { return major >= 12 ? 1 : 2; }
+// By which the registers of a multiprocessor are divided. sm_120 has 100 KB of shared memory.
+constexpr int blocks_per_multiprocessor(int major) { return major >= 12 ? 2 : 4; }
 
 struct ClusterPlan {
     int cluster = 0;  // blocks; 0: no cluster holds such a row
@@ -37,17 +36,17 @@ struct ClusterPlan {
 constexpr int kShortRowBytes = 16 << 10;
 
 // The smallest cluster that holds a row and enough loads of later rows to hide the latency of
-// memory: with most_blocks per multiprocessor, so that one decides while the other moves data, else
-// with one. Of the shared memory of a block, head_bytes are not for stages.
+// memory: with most_blocks per multiprocessor, so that some decide while others move data, else
+// with fewer. Of the shared memory of a block, head_bytes are not for stages.
 inline ClusterPlan plan_for(int64_t row_bytes, int most_blocks, int head_bytes,
-                            int bytes_per_multiprocessor, int bytes_per_block) {
-    constexpr int kAhead = 6, kReserved = 1024;
+                            int bytes_per_multiprocessor, int bytes_per_block, int most_cluster) {
+    constexpr int kAhead = 5, kReserved = 1024;
     if (row_bytes <= kShortRowBytes) return {};
     const int64_t chunks = (row_bytes + kChunkBytes - 1) / kChunkBytes;
     for (int blocks = most_blocks; blocks >= 1; --blocks) {
         const int room = std::min(bytes_per_multiprocessor / blocks - kReserved, bytes_per_block);
         const int stages = (room - head_bytes) / kStageBytes;
-        for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+        for (int cluster = 1; cluster <= most_cluster; cluster *= 2) {
             const int64_t mine = (chunks + cluster - 1) / cluster;
             if (mine + kAhead <= stages) return {cluster, stages};
         }
@@ -66,9 +65,11 @@ inline ClusterPlan plan_on_this_device(const LogitRows& rows, int head_bytes) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
     if (major < 9) return {};
     const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
+    // Clusters of 16 blocks exist on sm_90 and sm_100 only.
     return plan_for(rows.vocab * size, blocks_per_multiprocessor(major), head_bytes,
                     device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-                    device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+                    device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                    major >= 12 ? 8 : kMaxCluster);
 }
 
 }  // namespace bapo::cuda

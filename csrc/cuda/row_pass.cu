@@ -1,6 +1,6 @@
 // Kernels with one block per row, whose second pass reads from L2: the row pass for GPUs without
-// clusters, for short rows and for rows that no cluster holds, the gradient of rows whose statistics
-// are known, and the scaling of a gradient.
+// clusters, for short rows and for rows that no cluster holds, the gradient of rows whose
+// statistics are known, and the scaling of a gradient.
 
 #include <bit>
 

@@ -1,7 +1,7 @@
 // The row pass for sm_90 and later: a row lies in the shared memory of a cluster of blocks, so that
 // both passes read it on chip and it crosses the memory bus once.
 //
-// One warp of a block loads, eight compute. Rows are cut into chunks of 4 KB, which the blocks of
+// One warp of a block loads, four compute. Rows are cut into chunks of 2 KB, which the blocks of
 // the cluster take in turn. A chunk stays in its stage of shared memory until the second pass has
 // read it; the stage is then filled with a chunk of a later row, so that loads are in flight while
 // gradients are written. The warps send their sums to every block, and every block takes the same
@@ -96,7 +96,7 @@ struct Block {
     const Ring ring;
     const int vocab;
     const int64_t count, clusters;
-    const int rank, size;
+    const int rank, size, log_size;  // divisions by the size would take longer than shifts
     const int64_t cluster;
     const int chunks;  // of a row, in this block
 
@@ -110,11 +110,12 @@ struct Block {
           clusters(gridDim.x / cluster_size()),
           rank((int)cluster_rank()),
           size((int)cluster_size()),
+          log_size(__ffs(size) - 1),
           cluster(blockIdx.x / cluster_size()),
           chunks(dealt((vocab + kChunk - 1) / kChunk)) {}
 
     // How many of this many first chunks of a row are dealt to this block.
-    __device__ int dealt(int chunks) const { return (chunks - rank + size - 1) / size; }
+    __device__ int dealt(int chunks) const { return (chunks - rank + size - 1) >> log_size; }
     // The index in the row of this block's i-th chunk.
     __device__ int chunk(int i) const { return rank + i * size; }
 
@@ -132,15 +133,15 @@ struct Block {
         }
     }
     __device__ void load_row(const Row<T, kAligned>& row, Place& place, uint64_t policy) const {
-        for (int i = 0; i < chunks; ++i, place.advance(ring)) {
-            const int first = chunk(i) * kChunk;
-            // The gradient's last vector of a chunk takes as many elements from the next one as the
-            // head of the row has.
-            const int elements = min(kChunk + row.head, vocab - first);
-            const auto begin = reinterpret_cast<uintptr_t>(row.logits + first);
-            const uintptr_t end = begin + elements * sizeof(T);
-            const uintptr_t from = begin / 16 * 16;
-            const uint32_t bytes = (uint32_t)((end + 15) / 16 * 16 - from);
+        const auto up = [](uint32_t bytes) { return (bytes + 15) / 16 * 16; };
+        // The gradient's last vector of a chunk takes as many elements from the next one as the
+        // head of the row has.
+        const uint32_t most = up(row.shift + kChunkBytes + row.head * sizeof(T));
+        const uint32_t step = size * kChunkBytes;
+        uint32_t left = up(row.shift + vocab * sizeof(T)) - rank * kChunkBytes;
+        auto from = reinterpret_cast<uintptr_t>(row.logits) / 16 * 16 + rank * kChunkBytes;
+        for (int i = chunks; i > 0; --i, place.advance(ring), from += step, left -= step) {
+            const uint32_t bytes = min(most, left);
             barrier_wait(place.stage + kEmpty, place.parity ^ 1, "an empty stage");
             barrier_expect(place.stage + kFull, bytes);
             bulk_load(place.stage, reinterpret_cast<void*>(from), bytes, place.stage + kFull,
@@ -184,20 +185,20 @@ struct Block {
         const int whole = dealt(vocab / kChunk);
         // This block's chunk in which this thread has the label.
         const bool has_label = label >= 0 && deals(label / n);
-        const int label_chunk = has_label ? label / kChunk / size : -kFirst, element = label % n;
+        const int label_chunk = has_label ? label / kChunk >> log_size : -kFirst;
+        const int element = label % n;
         int i = 0;
-        for (; i + kFirst <= whole; i += kFirst) {
-            auto some = group<kFirst, true>(place, row.shift);
+        const auto add = [&]<int k>() {
+            auto some = group<k, true>(place, row.shift);
             if (!keep) release(some);
-            lane.add(some.raw, label_chunk - i, element, scales);
-        }
-        for (; i < chunks; ++i) {
-            auto one = group<1, true>(place, row.shift);
-            if (!keep) release(one);
             const int first = chunk(i) * kChunk + threadIdx.x * n;
-            if (i >= whole) one.raw[0] = cut(one.raw[0], vocab - first, T{});
-            lane.add(one.raw, label_chunk - i, element, scales);
-        }
+            if (k == 1 && i == whole) some.raw[0] = cut(some.raw[0], vocab - first, T{});
+            lane.add(some.raw, label_chunk - i, element, scales);
+            i += k;
+        };
+        while (i + kFirst <= whole) add.template operator()<kFirst>();
+        if (i + kFirst / 2 <= whole) add.template operator()<kFirst / 2>();
+        while (i < chunks) add.template operator()<1>();
         return warp_total(RowSums::of(lane), scales.scale2);
     }
 
@@ -215,7 +216,8 @@ struct Block {
 
     // Vectors of a row are dealt to the threads of the cluster in turn.
     __device__ bool deals(int vector) const {
-        return vector / kComputeThreads % size == rank && vector % kComputeThreads == threadIdx.x;
+        return (vector / kComputeThreads & (size - 1)) == rank &&
+               vector % kComputeThreads == threadIdx.x;
     }
     // The head of a gradient is written by the first thread.
     __device__ bool writes(int vector) const { return deals(max(vector, 0)); }
@@ -308,15 +310,14 @@ struct Block {
             if (mine && gradients) {
                 shared_store(&shared.fields[lane], fields_at(params.tokens, row));
             }
-            __syncwarp();  // the barrier of each row's decision is after the reads
         }
         return next;
     }
 
-    // The decision of the first warp on a row, with `k` its position among the next 32.
+    // The decision of a warp on a row, with `k` its position among the next 32.
     __device__ void decide(int64_t index, int k, const RowSums& total, const Label& label,
                            const Transform& transform) {
-        const bool first = rank == 0 && threadIdx.x == 0;
+        const bool first_lane = threadIdx.x % kWarp == 0, first = rank == 0 && first_lane;
         const RowStatistics row =
             row_statistics(params, index, total, label, transform, scales, first);
         SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
@@ -324,17 +325,20 @@ struct Block {
             pass = decided_pass(params, index, shared_load(&shared.range),
                                 shared_load(&shared.fields[k]), row, label, transform, first);
         }
-        if (threadIdx.x == 0) shared_store(&shared.pass, pass);
+        if (first_lane) shared_store(&shared.pass, pass);
     }
 
     __device__ void compute() {
-        const bool first_warp = threadIdx.x < kWarp;
         Place place{ring.begin};
-        int turn = 0, k = 0;
+        // Warps decide in turn, so that no part of the multiprocessor has more to do than others.
+        int turn = 0, k = 0, decider = 0;
         uint32_t turn_parity = 0;
         NextRows next{};
         for (int64_t index = cluster; index < count; index += clusters, k = (k + 1) % kWarp) {
-            if (k == 0) next = next_rows(index);
+            if (k == 0) {
+                next = next_rows(index);
+                block_barrier(kComputeBarrier, kComputeThreads);  // another warp may decide
+            }
             const Row<T, kAligned> row(params.rows, index);
             if (!(next.counted >> k & 1)) {
                 if (rank == 0 && threadIdx.x == 0) finish_skipped(params, index);
@@ -346,7 +350,8 @@ struct Block {
             scales.scale2 = __shfl_sync(kAllLanes, next.scale2, k);
             // In a register: a constant would be loaded again for every element.
             if (kSoftcap) scales.inner = __shfl_sync(kAllLanes, scales.inner, 0);
-            const T stored = first_warp ? row.stored_label(label) : T{};
+            const bool decides = threadIdx.x / kWarp == decider;
+            const T stored = decides ? row.stored_label(label) : T{};
             if (threadIdx.x == 0) {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
                 barrier_expect(shared_address(&shared.sums_arrived[turn]), bytes);
@@ -355,9 +360,9 @@ struct Block {
             const float z_label = label_logit(label, stored);
             // Completes the load of the label's logit before the sums are sent: after that, a
             // gradient in place may overwrite it.
-            if (threadIdx.x == 0) shared_settle(&shared.z_label, z_label);
+            if (decides && threadIdx.x % kWarp == 0) shared_settle(&shared.z_label, z_label);
             send(sums, turn);
-            if (first_warp) {
+            if (decides) {
                 const Transform transform =
                     params.rows.transform.at(__shfl_sync(kAllLanes, next.temperature, k));
                 const auto about_label = label_of<kSoftcap>(label, z_label, transform, scales);
@@ -388,6 +393,7 @@ struct Block {
             place.advance(ring, chunks);
             turn_parity ^= turn;
             turn ^= 1;
+            decider = (decider + 1) % kComputeWarps;
         }
     }
 };
@@ -459,6 +465,8 @@ cudaError_t max_active_clusters(Kernel kernel, const ClusterPlan& plan,
     if (error != cudaSuccess) return error;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                  cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     if (error == cudaErrorInvalidClusterSize) clusters = 0;

@@ -9,7 +9,7 @@ using namespace bapo;
 namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr int64_t kChunkBytes = 4096, kRealVocab = 151'936;
+constexpr int64_t kChunkBytes = 2048, kRealVocab = 151'936;
 
 cudaDeviceProp device() {
     cudaDeviceProp properties;
@@ -44,7 +44,7 @@ std::vector<Lengths> lengths_by_cluster() {
 
 // Enough rows for every cluster to fill its ring of stages several times.
 int64_t many_rows(int cluster) {
-    const int64_t at_once = 2 * device().multiProcessorCount / std::max(cluster, 1);
+    const int64_t at_once = 4 * device().multiProcessorCount / std::max(cluster, 1);
     return std::max<int64_t>(3 * at_once + 1, 20);
 }
 

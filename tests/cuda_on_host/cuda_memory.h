@@ -69,7 +69,7 @@ inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_
 
 namespace emulated {
 
-// Rows of 1, 2, 4 and 8 chunks of 4 KB lie in clusters of as many blocks, one cluster at a time.
-inline const bool small_device = (device = {9, 70 << 10, 69 << 10, 1}, true);
+// Rows of 18, 36, 72, 144 and 288 KB lie in clusters of up to 16 blocks, one cluster at a time.
+inline const bool small_device = (device = {9, 144 << 10, 143 << 10, 1}, true);
 
 }  // namespace emulated

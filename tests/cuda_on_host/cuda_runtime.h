@@ -190,6 +190,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
 }
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
 constexpr int cudaFuncAttributePreferredSharedMemoryCarveout = 1,
+              cudaFuncAttributeNonPortableClusterSizeAllowed = 2,
               cudaSharedmemCarveoutMaxShared = 100;
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int which, int value) {

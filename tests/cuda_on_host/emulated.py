@@ -8,10 +8,11 @@ CALLERS = (autograd, call, prepare, rows, tokens)  # of operators
 # Compute capability, shared memory per multiprocessor, clusters that are active at once; and the
 # number of blocks that hold a row of 40 KB, 0 for the generic row pass.
 DEVICES = {
-    "H100": ((9, 228 << 10, 3), 1),
-    "two blocks": ((9, 64 << 10, 3), 2),
-    "four blocks": ((9, 44 << 10, 2), 4),
-    "eight blocks, one cluster": ((9, 40 << 10, 1), 8),
+    "H100": ((9, 228 << 10, 3), 2),
+    "one block": ((9, 256 << 10, 3), 1),
+    "four blocks": ((9, 28 << 10, 2), 4),
+    "eight blocks": ((9, 24 << 10, 2), 8),
+    "sixteen blocks, one cluster": ((9, 20 << 10, 1), 16),
     "A100": ((8, 164 << 10, 0), 0),
     "MIG": ((9, 228 << 10, 0), 0),  # a partition of a GPU, where no cluster fits
 }

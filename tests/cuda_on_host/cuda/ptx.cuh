@@ -74,9 +74,9 @@ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
     emulated::MemoryBarrier::update(barrier, 1, bytes);
 }
 enum class Scope { kBlock, kCluster };
-template <Scope = Scope::kBlock>
+template <Scope kScope = Scope::kBlock>
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name) {
-    emulated::wait_barrier(barrier, parity, name);
+    emulated::wait_barrier(barrier, parity, kScope == Scope::kCluster, name);
 }
 
 inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
