@@ -119,6 +119,20 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
     }
 }
 
+// True for one lane of a warp, all of which call it. The compiler knows that, and needs ten
+// instructions less for a bulk copy than if a lane were chosen by its number.
+__device__ inline bool elected() {
+    uint32_t mine;
+    asm volatile(
+        "{\n"
+        ".reg .pred mine;\n"
+        "elect.sync _|mine, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, mine;\n"
+        "}\n"
+        : "=r"(mine));
+    return mine;
+}
+
 // bytes and both addresses are multiples of 16. Completes on the barrier.
 __device__ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                                  uint64_t policy) {

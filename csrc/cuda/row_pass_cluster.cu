@@ -121,15 +121,13 @@ struct Block {
 
     // Loads the counted rows of the cluster, as far ahead as there are stages.
     __device__ void load() {
-        const bool leader = threadIdx.x % kWarp == 0;
         const uint64_t policy = evict_first_policy();
         Place place{ring.begin};
         for (int64_t first = cluster; first < count; first += kWarp * clusters) {
             uint32_t counted = counted_rows(params.tokens.counted, first, clusters, count);
-            for (; leader && counted; counted &= counted - 1) {
+            for (; counted; counted &= counted - 1) {
                 load_row({params.rows, first + (__ffs(counted) - 1) * clusters}, place, policy);
             }
-            __syncwarp();
         }
     }
     __device__ void load_row(const Row<T, kAligned>& row, Place& place, uint64_t policy) const {
@@ -143,6 +141,7 @@ struct Block {
         for (int i = chunks; i > 0; --i, place.advance(ring), from += step, left -= step) {
             const uint32_t bytes = min(most, left);
             barrier_wait(place.stage + kEmpty, place.parity ^ 1, "an empty stage");
+            if (!elected()) continue;
             barrier_expect(place.stage + kFull, bytes);
             bulk_load(place.stage, reinterpret_cast<void*>(from), bytes, place.stage + kFull,
                       policy);

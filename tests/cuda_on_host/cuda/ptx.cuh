@@ -79,6 +79,10 @@ void barrier_wait(uint32_t barrier, uint32_t parity, const char* name) {
     emulated::wait_barrier(barrier, parity, kScope == Scope::kCluster, name);
 }
 
+inline bool elected() {
+    __syncwarp();
+    return emulated::thread_index() % emulated::kWarpSize == 0;
+}
 inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
     emulated::bulk_copy(to, from, bytes, barrier);
 }
