@@ -327,10 +327,32 @@ struct Block {
         if (first_lane) shared_store(&shared.pass, pass);
     }
 
+    // Writes what was decided, and releases the stages that were kept.
+    __device__ void second_pass(const Row<T, kAligned>& row, int label, bool keep, Place place) {
+        const SecondPass pass = shared_load(&shared.pass);
+        const bool reads_again = keep && pass.action == SecondPass::kGradient;
+        if (reads_again && pass.a != 0.0f) {
+            write_gradient<true>(row, label, pass, place);
+        } else if (reads_again) {
+            write_gradient<false>(row, label, pass, place);
+        } else if (pass.action == SecondPass::kGradient) {
+            fill(row, NAN);  // only if its statistics or its weight are NaN
+        } else if (pass.action == SecondPass::kZeros) {
+            fill(row, 0.0f);
+        }
+        if (!keep || reads_again) return;
+        for (int i = 0; i < chunks; ++i, place.advance(ring)) {
+            release(Group<1>{{place.stage}, {}});
+        }
+    }
+
     __device__ void compute() {
         Place place{ring.begin};
-        // Warps decide in turn, so that no part of the multiprocessor has more to do than others.
-        int turn = 0, k = 0, decider = 0;
+        const bool gradients = params.rows.grad != nullptr;
+        // The warps but the first, beside which the loading one may lie, decide in turn: no part of
+        // a multiprocessor should have more to do than others.
+        int turn = 0, k = 0, decider = 1;
+        bool decides = false;
         uint32_t turn_parity = 0;
         NextRows next{};
         for (int64_t index = cluster; index < count; index += clusters, k = (k + 1) % kWarp) {
@@ -349,7 +371,8 @@ struct Block {
             scales.scale2 = __shfl_sync(kAllLanes, next.scale2, k);
             // In a register: a constant would be loaded again for every element.
             if (kSoftcap) scales.inner = __shfl_sync(kAllLanes, scales.inner, 0);
-            const bool decides = threadIdx.x / kWarp == decider;
+            const bool decided = decides;  // on the row before
+            decides = threadIdx.x / kWarp == decider;
             const T stored = decides ? row.stored_label(label) : T{};
             if (threadIdx.x == 0) {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
@@ -360,6 +383,13 @@ struct Block {
             // Completes the load of the label's logit before the sums are sent: after that, a
             // gradient in place may overwrite it.
             if (decides && threadIdx.x % kWarp == 0) shared_settle(&shared.z_label, z_label);
+            // Without gradients no warp waits for a decision but here, where it is long done: sums
+            // of a row replace those of two rows before, which have been read in every block once
+            // it has sent those in between.
+            if (!gradients && !decided) {
+                barrier_wait<Scope::kCluster>(shared_address(&shared.sums_arrived[turn ^ 1]),
+                                              turn_parity ^ turn ^ 1, "the sums of the row before");
+            }
             send(sums, turn);
             if (decides) {
                 const Transform transform =
@@ -371,28 +401,14 @@ struct Block {
                     total_of(shared.sums[turn], size * kComputeWarps, scales.scale2);
                 decide(index, k, total, about_label, transform);
             }
-            block_barrier(kComputeBarrier, kComputeThreads);
-            const SecondPass pass = shared_load(&shared.pass);
-            const bool reads_again = keep && pass.action == SecondPass::kGradient;
-            if (reads_again && pass.a != 0.0f) {
-                write_gradient<true>(row, label, pass, place);
-            } else if (reads_again) {
-                write_gradient<false>(row, label, pass, place);
-            } else if (pass.action == SecondPass::kGradient) {
-                fill(row, NAN);  // only if its statistics or its weight are NaN
-            } else if (pass.action == SecondPass::kZeros) {
-                fill(row, 0.0f);
-            }
-            if (keep && !reads_again) {
-                Place idle = place;
-                for (int i = 0; i < chunks; ++i, idle.advance(ring)) {
-                    release(Group<1>{{idle.stage}, {}});
-                }
+            if (gradients) {
+                block_barrier(kComputeBarrier, kComputeThreads);
+                second_pass(row, label, keep, place);
             }
             place.advance(ring, chunks);
             turn_parity ^= turn;
             turn ^= 1;
-            decider = (decider + 1) % kComputeWarps;
+            decider = decider % (kComputeWarps - 1) + 1;
         }
     }
 };
