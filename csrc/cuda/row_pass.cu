@@ -12,8 +12,8 @@ namespace bapo::cuda {
 
 namespace {
 
-// Two blocks of kThreads fill a multiprocessor: one loads while the other decides. In the row pass
-// over long rows, one block of kMostThreads does, and over short rows smaller blocks do.
+// Two blocks of kThreads fill a multiprocessor; in the row pass, one of kMostThreads or smaller
+// ones.
 constexpr int kThreads = 512, kMostThreads = 1024;
 
 template <typename T, bool kSoftcap, bool kAligned>
@@ -192,13 +192,12 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-// Threads per block of the row pass. Of short rows many are in flight, so that their latencies
-// overlap, and L1 keeps them between their two passes. With half as many long rows in flight, L2
-// keeps those of V = 151,936: 33 instead of 66 MB in bfloat16 on an A100, which has 40. Depends on
-// the length alone, because the bits of a row do.
+// Threads per block of the row pass, each with 128 to 256 bytes: the rows in flight on a
+// multiprocessor then hold 256 KB at most, which L1 or L2 keeps for the second pass (27 MB on an
+// A100, whose L2 has 40). Longer rows are one at a time. Depends on the length alone, because the
+// bits of a row do.
 int threads_of_rows(int64_t bytes) {
-    if (bytes > (128 << 10)) return kMostThreads;
-    return std::clamp((int)std::bit_floor((uint64_t)bytes / 128), kWarp, kThreads);
+    return (int)std::bit_ceil((uint64_t)std::clamp<int64_t>(bytes / 256, kWarp, kMostThreads));
 }
 
 // Blocks that are resident at once, each of which takes several rows: a launch that finds nothing
