@@ -3,7 +3,7 @@
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The most that an operator of the CUDA backend launches. Of prepare they are one to three: zeros,
-# counts and the rest, or all in one block.
+# counts and the rest, or all in one block. Sums over sets are one without long ones.
 LAUNCHES = {
     "prepare": 3,
     "row_statistics": 1,
@@ -21,9 +21,9 @@ LAUNCHES = {
     "gather_sets": 1,
     "multiply_sets": 1,
     "scatter_sets": 1,
-    "head_sets_pass": 1,
-    "sets_dhidden": 1,
-    "sets_dweight": 1,
+    "head_sets_pass": 4,
+    "sets_dhidden": 2,
+    "sets_dweight": 2,
     "scale_": 1,
 }
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

@@ -95,6 +95,21 @@ def head_sets():
     return random_sets((0, 1, 2, 31, 32, 33, 5, 0, 70, 130, 64, 3, 7, 4), V=130)
 
 
+# Those from 512 on are shared among blocks, in pieces of 256 of which the last has the rest.
+LONG = (511, 512, 767, 1_100)
+
+
+def long_sets():
+    return random_sets((3, *LONG, 0, 2), V=1_100)
+
+
+def popular_ids():
+    """An id in as many sets."""
+    ids = (torch.arange(max(LONG))[:, None] < torch.tensor(LONG)).nonzero()
+    offsets = torch.searchsorted(ids[:, 0].contiguous(), torch.arange(max(LONG) + 1))
+    return Sets(ids[:, 1].int(), offsets, V=len(LONG) + 1)
+
+
 def broken_sets():
     """By name: ids and offsets that break their rules, one at a time."""
     sets = random_sets((4, 0, 9, 5, 40), V=60)

@@ -150,6 +150,21 @@ def test_gradient_of_the_head_from_sets(on_host, library, dtype, hidden):
         cases.check_dweight(library, sets, head, kind)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", ["short", "unaligned", "tiny"])
+def test_long_sets_and_popular_ids(on_host, library, dtype, hidden):
+    H, shift = HIDDEN[hidden]
+    for seed in SEEDS:
+        library.schedule(seed)
+        sets = cases.long_sets()
+        head = cases.head_of(sets, H, dtype, shift)
+        cases.check_multiply(library, sets, head)
+        cases.check_head_pass(library, sets, head, cases.PLAIN, dtype)
+        cases.check_dhidden(library, sets, head, dtype)
+        sets = cases.popular_ids()
+        cases.check_dweight(library, sets, cases.head_of(sets, H, dtype, shift), dtype)
+
+
 def test_segments_that_break_their_rules(on_host, library):
     sets = cases.head_sets()
     head = cases.head_of(sets, 72, torch.float32, False)
@@ -172,24 +187,45 @@ def test_the_pass_from_hidden_states(on_host, library, dtype, hidden):
 
 
 def test_a_row_of_sets_alone_has_the_bits_of_a_batch(on_host, library):
-    sets = cases.random_sets()
-    whole = torch.full((sets.K,), cases.LEFT)
+    sets = cases.long_sets()
     head = cases.head_of(sets, 72, torch.bfloat16, False)
-    library.multiply_sets(*head, torch.ones(sets.N).bool(), *sets.csr, None, whole)
-    for n in (5, 13):
+
+    def products(hidden, ids, offsets):
+        """Values, and what they would be as gradients make of the hidden states'."""
+        values, dhidden = torch.full((ids.numel(),), cases.LEFT), torch.zeros_like(hidden)
+        counted = torch.ones(hidden.shape[0], dtype=torch.bool)
+        library.multiply_sets(hidden, *head[1:], counted, ids, offsets, None, values)
+        library.sets_dhidden(values, head.weight, ids, offsets, None, None, dhidden)
+        return values, dhidden
+
+    values, dhidden = products(head.hidden, *sets.csr)
+    for n in (0, 2, 4):
         begin, end = sets.of_row(n)
-        alone = torch.empty(end - begin)
-        offsets = torch.tensor([0, end - begin])
-        library.multiply_sets(
-            head.hidden[n : n + 1],
-            *head[1:],
-            torch.tensor([True]),
-            sets.token_ids[begin:end].clone(),
-            offsets,
-            None,
-            alone,
-        )
-        assert torch.equal(alone, whole[begin:end])
+        ids, offsets = sets.token_ids[begin:end].clone(), torch.tensor([0, end - begin])
+        alone = products(head.hidden[n : n + 1], ids, offsets)
+        assert torch.equal(alone[0], values[begin:end])
+        assert torch.equal(alone[1][0], dhidden[n])
+
+
+def test_a_column_alone_has_the_bits_of_a_batch(on_host, library):
+    sets = cases.popular_ids()
+    hidden = cases.head_of(sets, 72, torch.float32, False).hidden
+    dvalues = torch.randn(sets.K, generator=torch.Generator().manual_seed(8))
+    order, rows, segments = cases.segments_of(sets)
+
+    def gradient(order, rows, segments, columns):
+        dweight, dbias = torch.zeros(columns, 72), torch.zeros(columns)
+        given = dvalues[order], hidden, torch.arange(len(order)), rows, segments
+        library.sets_dweight(*given, False, dweight, dbias)
+        return torch.cat([dweight, dbias[:, None]], 1)
+
+    whole = gradient(order, rows, segments, sets.V)
+    others_elsewhere = gradient(order, rows, segments[1:].clone(), sets.V - 1)
+    assert torch.equal(others_elsewhere, whole[1:])
+    for v in range(sets.V):
+        begin, end = segments[v : v + 2].tolist()
+        given = order[begin:end], rows[begin:end].clone(), torch.tensor([0, end - begin])
+        assert torch.equal(gradient(*given, 1)[0], whole[v])
 
 
 def test_launches_of_sets(on_host, library):
@@ -205,7 +241,7 @@ def test_launches_of_sets(on_host, library):
 
             return run
 
-    ops, sets = Counted(), cases.random_sets((2, 0, 40, 3), V=60)
+    ops, sets = Counted(), cases.random_sets((2, 0, 520, 3), V=600)
     head = cases.head_of(sets, 8, torch.float32, False)
     cases.check_find_labels(ops, sets, cases.labels_of(sets))
     cases.check_move(ops, sets, torch.float32)
@@ -224,6 +260,9 @@ def test_no_rows_no_sets(on_host, library):
         head = cases.head_of(some, 8, torch.float32, False)
         cases.check_head_pass(library, some, head, cases.PLAIN, torch.float32)
         cases.check_dweight(library, some, head, torch.float32)
+    sets = cases.popular_ids()  # none of which is in this shard
+    given = torch.zeros(sets.K), torch.zeros(sets.N, 8), *cases.segments_of(sets)
+    library.sets_dweight(*given[:-1], given[-1][:1], False, torch.zeros(0, 8), torch.zeros(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

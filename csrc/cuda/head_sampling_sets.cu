@@ -1,7 +1,6 @@
-// Products with the rows of the head that sampling masks name, and their gradients. The rows of a
-// set are read twice: for its logits, and for the gradient of the hidden state. L1 keeps between
-// the two what fits, as shared memory, which is the same memory, would; the second time they are
-// read backwards, so that the latest come first. Forwards, long sets would miss every time.
+// Products with the rows of the head that sampling masks name, and their gradients. Segments are
+// the ids of a set, and the occurrences of a column. Many blocks share a long one, in pieces that
+// depend on its size alone, because the bits of its sums do.
 
 #include "dispatch.cuh"
 #include "launch_cuda.h"
@@ -13,8 +12,10 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 6;  // of a multiprocessor, which leaves a thread 80 registers
-constexpr int kAtOnce = 4;  // rows of the head by which a warp multiplies at once
+constexpr int kBlocks = 4;       // of a multiprocessor, which leaves a thread 128 registers
+constexpr int kAtOnce = 4;       // rows of the head by which a warp multiplies at once
+constexpr int kParts = 2;        // blocks that multiply by one piece
+constexpr int64_t kPiece = 256;  // terms; the last piece of a segment has the rest, too
 
 template <typename T>
 __device__ T* row_of(const Matrix& matrix, int64_t row) {
@@ -29,19 +30,65 @@ __device__ float warp_sum(float value) {
     return value;
 }
 
-// The values of a row's set, by the warps of a block. A vector of the hidden state, which stays in
-// L1, is multiplied by those of kAtOnce rows, and the products of two vectors are added first.
+// Of a long segment with so many terms; 0 of a short one.
+BAPO_HD int64_t pieces_of(int64_t terms) { return terms < 2 * kPiece ? 0 : terms / kPiece; }
+
+// The last of ascending offsets that is no larger than this.
+__device__ int64_t last_up_to(int64_t most, const int64_t* offsets, int64_t count) {
+    int64_t found = 0, step = 1;
+    while (step * kWarp < count) step *= kWarp;
+    for (; step > 0; step /= kWarp) {
+        const int64_t at = found + threadIdx.x % kWarp * step;
+        const uint32_t lanes = __ballot_sync(kAllLanes, at < count && offsets[at] <= most);
+        found += max(__popc(lanes) - 1, 0) * step;
+    }
+    return found;
+}
+
+// Terms [first, end) of a segment.
+struct Piece {
+    int64_t segment = -1;  // none
+    SetOfRow whole{};
+    int64_t first = 0, end = 0;
+};
+// The first items are the segments that are not long. The others are pieces, each of which begins
+// in its own window of kPiece terms of all: it holds the last term of this window, and no other
+// does.
+template <typename Segments>
+__device__ Piece piece_of(int64_t item, const Segments& segments) {
+    const int64_t window = item - segments.count, last = (window + 1) * kPiece - 1;
+    const int64_t segment = window < 0 ? item : last_up_to(last, segments.offsets, segments.count);
+    if (segment >= segments.count) return {};
+    const SetOfRow whole = segments.at(segment);
+    const int64_t pieces = pieces_of(whole.size), place = last - whole.begin;
+    if (window < 0) return pieces > 0 ? Piece{} : Piece{item, whole, 0, whole.size};
+    const int64_t number = min(place / kPiece, pieces - 1), first = number * kPiece;
+    if (pieces == 0 || place < 0 || place - first >= kPiece) return {};
+    return {segment, whole, first, number == pieces - 1 ? whole.size : first + kPiece};
+}
+
+struct SegmentsOfSets {
+    const int64_t* offsets;
+    int64_t count;
+    Sets sets;
+    __device__ SetOfRow at(int64_t row) const { return set_of(sets, row); }
+};
+
+// A part of the values of a piece of a row's set: kAtOnce ids for each warp, and so on. All vectors
+// of kSteps are loaded before the first is used.
 template <typename T, bool kAligned>
-__device__ void multiply(const SetHead& head, const Sets& sets, const Columns& columns,
-                         const SetOfRow& set, int64_t row, float* values) {
-    constexpr int n = kVec<T>;
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int H = (int)head.hidden.columns;
-    const T* const hidden = row_of<const T>(head.hidden, row);
-    for (int64_t first = warp * kAtOnce; first < set.size; first += kWarps * kAtOnce) {
+__device__ void multiply(const MultiplySetsParams& params, const Piece& piece, int part) {
+    constexpr int n = kVec<T>, kStride = kWarp * n, kSteps = kAligned ? 4 : 1;
+    const SetHead& head = params.head;
+    const SetOfRow& set = piece.whole;
+    const int lane = threadIdx.x % kWarp, warp = part * kWarps + (int)threadIdx.x / kWarp;
+    const int H = (int)head.hidden.columns, whole = H / n * n;
+    const T* const hidden = row_of<const T>(head.hidden, piece.segment);
+    for (int64_t first = piece.first + warp * kAtOnce; first < piece.end;
+         first += kParts * kWarps * kAtOnce) {
         const int64_t k = set.begin + first + lane;
-        const bool mine = lane < kAtOnce && first + lane < set.size;
-        const int64_t column = mine ? column_of(sets, columns, set, k) : kElsewhere;
+        const bool mine = lane < kAtOnce && first + lane < piece.end;
+        const int64_t column = mine ? column_of(params.sets, params.columns, set, k) : kElsewhere;
         const T* rows[kAtOnce];
         float sums[kAtOnce] = {};
 #pragma unroll
@@ -50,30 +97,38 @@ __device__ void multiply(const SetHead& head, const Sets& sets, const Columns& c
             // Where there is none, the hidden state, which is there to be read.
             rows[i] = of_row >= 0 ? row_of<const T>(head.weight, of_row) : hidden;
         }
-        // All vectors are loaded before the first is used.
-        const auto add_products = [&](auto load) {
-            uint4 raw[kAtOnce];
-            float x[n];
-            unpack(load(hidden), x, T{});
+        const auto add_product = [&](uint4 of_hidden, uint4 of_row, int i) {
+            float x[n], w[n];
+            unpack(of_hidden, x, T{});
+            unpack(of_row, w, T{});
+            float sum = x[0] * w[0];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) raw[i] = load(rows[i]);
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                float w[n];
-                unpack(raw[i], w, T{});
-                float sum = x[0] * w[0];
-#pragma unroll
-                for (int j = 1; j < n; ++j) sum = fmaf(x[j], w[j], sum);
-                sums[i] += sum;
-            }
+            for (int j = 1; j < n; ++j) sum = fmaf(x[j], w[j], sum);
+            sums[i] += sum;
         };
-        int h = lane * n;
-        for (; h + n <= H; h += kWarp * n) {
-            add_products([&](const T* from) { return load_vector<T, kAligned>(from + h); });
+        for (int h = lane * n; h < whole; h += kSteps * kStride) {
+            uint4 of_hidden[kSteps] = {}, raw[kSteps][kAtOnce] = {};
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                if (h + s * kStride >= whole) continue;
+                of_hidden[s] = load_vector<T, kAligned>(hidden + h + s * kStride);
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    raw[s][i] = load_vector<T, kAligned>(rows[i] + h + s * kStride);
+                }
+            }
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) add_product(of_hidden[s], raw[s][i], i);
+            }
         }
-        if (h < H) {
-            add_products(
-                [&](const T* from) { return load_elements<T, kAligned>(from, h, H, 0.0f); });
+        if (whole < H && lane == whole / n % kWarp) {
+            const auto rest = [&](const T* row) {
+                return load_elements<T, kAligned>(row, whole, H, 0.0f);
+            };
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) add_product(rest(hidden), rest(rows[i]), i);
         }
         float value = 0.0f;
 #pragma unroll
@@ -83,83 +138,39 @@ __device__ void multiply(const SetHead& head, const Sets& sets, const Columns& c
         }
         if (!mine) continue;
         if (head.bias && column >= 0) value += head.bias[column];
-        values[k] = column >= 0 ? value : value_without_column(column);
+        params.values[k] = column >= 0 ? value : value_without_column(column);
     }
 }
 
-// Where a row of a matrix begins, and its factor in a sum.
-struct alignas(16) Term {
-    int64_t offset;
-    float factor;
-};
-__device__ Term term_of(const Matrix& matrix, int64_t row, float factor) {
-    return {row * matrix.row_stride, factor};
-}
-
-// The sum of factor*row over terms 0..count-1, in this order, in elements [h, h + n) of the rows,
-// by each lane of a warp. Terms of 32 are added before they are added to the others. term(i) is
-// called once; what has no factor is not read.
-template <typename T, bool kAligned, typename F>
-__device__ void sum_rows(const Matrix& rows, int64_t count, int h, F term,
-                         float (&total)[kVec<T>]) {
-    __shared__ Term terms_of_block[kWarps][kWarp];
-    constexpr int n = kVec<T>;
-    const int lane = threadIdx.x % kWarp, H = (int)rows.columns;
-    const T* const data = static_cast<const T*>(rows.data);
-    Term* const terms = terms_of_block[threadIdx.x / kWarp];
-    for (int64_t first = 0; first < count; first += kWarp) {
-        Term mine{0, 0.0f};
-        if (first + lane < count) mine = term(first + lane);
-        const bool has_factor = mine.factor != 0.0f;
-        const uint32_t lanes = __ballot_sync(kAllLanes, has_factor);
-        if (has_factor) shared_store(&terms[__popc(lanes & ((1u << lane) - 1))], mine);
-        __syncwarp();
-        float sum[n] = {};
-        const int present = __popc(lanes);
-        const auto add_terms = [&](auto load) {
-#pragma unroll 4
-            for (int i = 0; i < present; ++i) {
-                const Term each = shared_load(&terms[i]);
-                float x[n];
-                unpack(load(data + each.offset), x, T{});
-#pragma unroll
-                for (int j = 0; j < n; ++j) sum[j] = fmaf(each.factor, x[j], sum[j]);
-            }
-        };
-        if (h + n <= H) {
-            add_terms([&](const T* from) { return load_vector<T, kAligned>(from + h); });
-        } else if (h < H) {
-            add_terms([&](const T* from) { return load_elements<T, kAligned>(from, h, H, 0.0f); });
-        }
-#pragma unroll
-        for (int j = 0; j < n; ++j) total[j] += sum[j];
-        __syncwarp();  // before the terms are overwritten
-    }
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    multiply_sets_kernel(const __grid_constant__ MultiplySetsParams params) {
+    const SegmentsOfSets sets{params.sets.offsets, params.sets.rows, params.sets};
+    const Piece piece = piece_of(blockIdx.x / kParts, sets);
+    if (piece.end == 0 || !params.counted[piece.segment]) return;
+    multiply<T, kAligned>(params, piece, (int)(blockIdx.x % kParts));
 }
 
 // Writes elements, or adds them to what is there, with one rounding.
 template <typename T, int n>
 __device__ void store(const float (&values)[n], bool add, T* to, int count) {
-    float sum[n];
-#pragma unroll
-    for (int i = 0; i < n; ++i) sum[i] = values[i];
     if constexpr (n % kVec<T> == 0) {
         if (count >= n && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
 #pragma unroll
             for (int i = 0; i < n; i += kVec<T>) {
                 auto* const vector = reinterpret_cast<uint4*>(to + i);
-                float part[kVec<T>], before[kVec<T>] = {};
-                if (add) unpack(*vector, before, T{});
+                float sum[kVec<T>] = {};
+                if (add) unpack(*vector, sum, T{});
 #pragma unroll
-                for (int j = 0; j < kVec<T>; ++j) part[j] = sum[i + j] + before[j];
-                *vector = pack(part, T{});
+                for (int j = 0; j < kVec<T>; ++j) sum[j] += values[i + j];
+                *vector = pack(sum, T{});
             }
             return;
         }
     }
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-        if (i < count) to[i] = from_float<T>(add ? to_float(to[i]) + sum[i] : sum[i]);
+        if (i < count) to[i] = from_float<T>(add ? to_float(to[i]) + values[i] : values[i]);
     }
 }
 template <int n>
@@ -172,96 +183,145 @@ __device__ void store(const float (&values)[n], bool add, const Matrix& to, int6
     }
 }
 
-// The gradient of a row's hidden state, by the warps of a block.
-template <typename T, bool kAligned>
-__device__ void hidden_gradient(const Matrix& weight, const Sets& sets, const Columns& columns,
-                                const SetOfRow& set, const float* dvalues, const Matrix& dhidden,
-                                int64_t row) {
-    constexpr int n = kVec<T>;
-    const int H = (int)weight.columns, lane = threadIdx.x % kWarp;
-    const auto term = [&](int64_t i) {
-        const int64_t k = set.begin + set.size - 1 - i;
-        const int64_t column = column_of(sets, columns, set, k);
-        return column < 0 ? Term{0, 0.0f} : term_of(weight, column, dvalues[k]);
-    };
-    for (int first = (int)threadIdx.x / kWarp * kWarp * n; first < H; first += kThreads * n) {
-        float total[n] = {};
-        sum_rows<T, kAligned>(weight, set.size, first + lane * n, term, total);
-        store(total, false, dhidden, row, first + lane * n);
+// Sums of rows times factors, over the terms of segments.
+struct Sums {
+    const int64_t* offsets;
+    int64_t count;
+    Matrix rows, to;
+    bool add;
+    float* dbias;  // gets the sums of the factors
+};
+struct alignas(8) Term {
+    int32_t row;
+    float factor;
+};
+
+// Of rows of the head, over the ids of sets.
+struct HiddenSums : Sums {
+    SetHiddenGradientParams params;
+    bool flag;  // of a row to write
+
+    __device__ SetOfRow at(int64_t row) const { return set_of(params.sets, row); }
+    __device__ bool wants(const Piece& piece) const {
+        return piece.end > 0 && (!params.only || (params.only[piece.segment] != 0) == flag);
     }
-}
-
-template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    multiply_sets_kernel(const __grid_constant__ MultiplySetsParams params) {
-    const int64_t row = blockIdx.x;
-    if (!params.counted[row]) return;
-    const SetOfRow set = set_of(params.sets, row);
-    multiply<T, kAligned>(params.head, params.sets, params.columns, set, row, params.values);
-}
-
-template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    sets_dhidden_kernel(const __grid_constant__ SetHiddenGradientParams params) {
-    const int64_t row = blockIdx.x;
-    const SetOfRow set = set_of(params.sets, row);
-    if (set.absent() || (params.only && !params.only[row])) return;
-    hidden_gradient<T, kAligned>(params.weight, params.sets, params.columns, set, params.dvalues,
-                                 params.dhidden, row);
-}
-
-template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    head_sets_pass_kernel(const __grid_constant__ HeadSetPassParams params, Scales scales) {
-    const int64_t row = blockIdx.x;
-    const RowPassParams& pass = params.pass;
-    const Sets& sets = pass.rows.sets;
-    const SetOfRow set = set_of(sets, row);
-    const Columns columns{params.head.weight.rows, nullptr};
-    float* const values = pass.rows.dvalues();
-    if (pass.tokens.counted[row]) {
-        multiply<T, kAligned>(params.head, sets, columns, set, row, values);
+    __device__ Term term(const SetOfRow& set, int64_t i) const {
+        const float factor = params.dvalues[set.begin + i];
+        const int64_t column = column_of(params.sets, params.columns, set, set.begin + i);
+        return {(int32_t)column, column < 0 ? 0.0f : factor};
     }
-    __syncthreads();
-    if (threadIdx.x < kWarp) {
-        if (pass.rows.transform.softcapped) {
-            pass_over_set<true>(pass, row, scales);
-        } else {
-            pass_over_set<false>(pass, row, scales);
-        }
+};
+
+// Of hidden states, over the occurrences of columns.
+struct WeightSums : Sums {
+    SetWeightGradientParams params;
+
+    __device__ SetOfRow at(int64_t column) const {
+        const auto within = [&](int64_t i) { return i < 0 ? 0 : min(i, params.count); };
+        const int64_t begin = within(params.segments[column]);
+        return {begin, max(within(params.segments[column + 1]), begin) - begin, false};
     }
-    __syncthreads();
-    if (set.absent() || pass.undecided[row]) return;
-    hidden_gradient<T, kAligned>(params.head.weight, sets, columns, set, values, params.dhidden,
-                                 row);
-}
-
-// A block takes a column and, of its row of the gradient, the elements of one slice.
-template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    sets_dweight_kernel(const __grid_constant__ SetWeightGradientParams params, int slices) {
-    constexpr int n = kVec<T>;
-    const int64_t column = blockIdx.x / slices;
-    const int slice = blockIdx.x % slices, h = (slice * kThreads + (int)threadIdx.x) * n;
-    const auto within = [&](int64_t i) { return i < 0 ? 0 : min(i, params.count); };
-    const int64_t begin = within(params.segments[column]);
-    const int64_t end = within(params.segments[column + 1]);
-    if (params.add && begin >= end) return;
-
-    float total[n] = {}, bias = 0.0f;
-    const auto term = [&](int64_t i) {
-        const int64_t k = params.order[begin + i], row = params.rows[begin + i];
+    __device__ bool wants(const Piece& piece) const { return !add || piece.end > 0; }
+    __device__ Term term(const SetOfRow& segment, int64_t i) const {
+        const int64_t k = params.order[segment.begin + i];
+        const int32_t row = params.rows[segment.begin + i];
         const bool inside = k >= 0 && k < params.count && row >= 0 && row < params.hidden.rows;
-        const float factor = inside ? params.dvalues[k] : 0.0f;
-        bias += factor;
-        return inside ? term_of(params.hidden, row, factor) : Term{0, 0.0f};
-    };
-    sum_rows<T, kAligned>(params.hidden, end - begin, h, term, total);
-    store(total, params.add, params.dweight, column, h);
-    if (params.dbias && slice == 0 && threadIdx.x < kWarp) {
-        const float sum = warp_sum(bias);
-        if (threadIdx.x == 0) params.dbias[column] += sum;
+        return {row, inside ? params.dvalues[k] : 0.0f};
     }
+};
+
+// The sum of factor*row over terms first..end-1, in this order, in elements [h, h + n) of the rows,
+// by each lane of a warp. Terms of 32 are added before they are added to the others. term(i) is
+// called once; what has no factor is not read. Returns the sum of the factors where h is 0.
+template <typename T, bool kAligned, typename F>
+__device__ float sum_rows(const Matrix& rows, int64_t first, int64_t end, int h, F term,
+                          float (&total)[kVec<T>]) {
+    __shared__ Term terms_of_block[kWarps][kWarp];
+    constexpr int n = kVec<T>, kBranch = 4;
+    const int lane = threadIdx.x % kWarp, H = (int)rows.columns;
+    Term* const terms = terms_of_block[threadIdx.x / kWarp];
+    float factors = 0.0f;
+    for (; first < end; first += kWarp) {
+        Term mine{0, 0.0f};
+        if (first + lane < end) mine = term(first + lane);
+        factors += mine.factor;
+        const bool has_factor = mine.factor != 0.0f;
+        const uint32_t lanes = __ballot_sync(kAllLanes, has_factor);
+        if (has_factor) shared_store(&terms[__popc(lanes & ((1u << lane) - 1))], mine);
+        __syncwarp();
+        float sum[n] = {};
+        const int present = __popc(lanes);
+        // All of kLoads rows are loaded before the first is used; too many by less than kBranch.
+        const auto add_rows = [&]<int kLoads>(auto load) {
+            for (int i = 0; i < present; i += kLoads) {
+                uint4 raw[kLoads];
+#pragma unroll
+                for (int j = 0; j < kLoads; ++j) {
+                    if (i + j / kBranch * kBranch >= present) break;
+                    const int32_t row = shared_load(&terms[min(i + j, present - 1)].row);
+                    raw[j] = load(row_of<const T>(rows, row));
+                }
+#pragma unroll
+                for (int j = 0; j < kLoads; ++j) {
+                    if (i + j >= present) break;
+                    const float factor = shared_load(&terms[i + j].factor);
+                    float x[n];
+                    unpack(raw[j], x, T{});
+#pragma unroll
+                    for (int e = 0; e < n; ++e) sum[e] = fmaf(factor, x[e], sum[e]);
+                }
+            }
+        };
+        if (h + n <= H) {
+            add_rows.template operator()<kAligned ? 16 : kBranch>(
+                [&](const T* from) { return load_vector<T, kAligned>(from + h); });
+        } else if (h < H) {
+            add_rows.template operator()<kBranch>(
+                [&](const T* from) { return load_elements<T, kAligned>(from, h, H, 0.0f); });
+        }
+#pragma unroll
+        for (int e = 0; e < n; ++e) total[e] += sum[e];
+        __syncwarp();  // before the terms are overwritten
+    }
+    return h < kWarp * n ? warp_sum(factors) : 0.0f;
+}
+
+// A block takes a slice of a segment or piece. Sums of pieces are parts of others; their last
+// vector begins with the sum of the factors.
+template <typename T, bool kAligned, typename Of>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    sum_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
+    const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<T>;
+    const Piece piece = piece_of(blockIdx.x / slices, sums);
+    if (piece.segment < 0 || !sums.wants(piece)) return;
+    const auto term = [&](int64_t i) { return sums.term(piece.whole, i); };
+    float total[kVec<T>] = {};
+    const float factors = sum_rows<T, kAligned>(sums.rows, piece.first, piece.end, h, term, total);
+    const int64_t window = blockIdx.x / slices - sums.count;
+    if (window < 0) {
+        store(total, sums.add, sums.to, piece.segment, h);
+        if (h == 0 && sums.dbias) sums.dbias[piece.segment] += factors;
+    } else {
+        store(total, false, parts, window, h);
+        if (h == 0) row_of<float>(parts, window + 1)[-kVec<float>] = factors;
+    }
+}
+
+// The parts of a segment, where the first one begins: one behind the other.
+template <typename Of>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    add_parts_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
+    const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<float>;
+    const int64_t window = blockIdx.x / slices;
+    const Piece piece = piece_of(sums.count + window, sums);
+    if (piece.segment < 0 || piece.first > 0 || !sums.wants(piece)) return;
+    const int64_t end = window + pieces_of(piece.whole.size);
+    const auto term = [&](int64_t i) { return Term{(int32_t)i, 1.0f}; };
+    parts.columns = parts.row_stride;
+    float total[kVec<float>] = {};
+    sum_rows<float, true>(parts, window, end, h, term, total);
+    store(total, sums.add, sums.to, piece.segment, h);
+    if (h + kVec<float> == parts.columns && sums.dbias) sums.dbias[piece.segment] += total[0];
 }
 
 // Whether every row starts at a multiple of 16 bytes.
@@ -281,40 +341,74 @@ auto with_rows(F f, const Matrix& matrix, const Matrices&... more) {
     });
 }
 
+int slices_of(int64_t columns, int n) {
+    return std::max(1, (int)((columns + kThreads * n - 1) / (kThreads * n)));
+}
+// Elements of the sums of a piece: vectors, and another.
+int64_t part_stride(int64_t columns) { return (columns + 7) / 4 * 4; }
+int64_t part_words(int64_t terms, int64_t columns) {
+    return pieces_of(terms) * part_stride(columns) / 2;
+}
+
+template <typename Of>
+const char* sum(const Of& sums, int64_t terms, double* memory, void* stream) {
+    const int64_t pieces = pieces_of(terms), H = sums.to.columns, stride = part_stride(H);
+    const Matrix parts{DType::kFloat32, pieces, H, memory, stride};
+    const auto run = [&]<typename T, bool kAligned>() {
+        const int slices = slices_of(H, kVec<T>);
+        return launch(sum_kernel<T, kAligned, Of>, (sums.count + pieces) * slices, kThreads, stream,
+                      sums, parts, slices);
+    };
+    if (const char* const error = with_rows(run, sums.rows)) return error;
+    const int slices = slices_of(stride, kVec<float>);
+    return launch(add_parts_kernel<Of>, pieces * slices, kThreads, stream, sums, parts, slices);
+}
+
+HiddenSums sums_of(const SetHiddenGradientParams& params, bool flag) {
+    const auto& [weight, sets, columns, dvalues, only, dhidden] = params;
+    return {{sets.offsets, sets.rows, weight, dhidden, false, nullptr}, params, flag};
+}
+
 }  // namespace
 
+int64_t part_words(const HeadSetPassParams& params) {
+    return part_words(params.pass.rows.sets.count, params.dhidden.columns);
+}
+int64_t part_words(const SetHiddenGradientParams& params) {
+    return part_words(params.sets.count, params.dhidden.columns);
+}
+int64_t part_words(const SetWeightGradientParams& params) {
+    return part_words(params.count, params.dweight.columns);
+}
+
 const char* multiply_sets(const MultiplySetsParams& params, void* stream) {
+    const int64_t items = params.sets.rows + pieces_of(params.sets.count);
     const auto run = [&]<typename T, bool kAligned>() {
-        return launch(multiply_sets_kernel<T, kAligned>, params.sets.rows, kThreads, stream,
-                      params);
+        return launch(multiply_sets_kernel<T, kAligned>, items * kParts, kThreads, stream, params);
     };
     return with_rows(run, params.head.hidden, params.head.weight);
 }
 
-const char* head_sets_pass(const HeadSetPassParams& params, void* stream) {
-    const Scales scales = scales_of(params.pass.rows.transform);
-    const auto run = [&]<typename T, bool kAligned>() {
-        return launch(head_sets_pass_kernel<T, kAligned>, params.pass.rows.rows, kThreads, stream,
-                      params, scales);
-    };
-    return with_rows(run, params.head.hidden, params.head.weight);
+const char* head_sets_pass(const HeadSetPassParams& params, double* parts, void* stream) {
+    const auto& [pass, head, dhidden] = params;
+    const Sets& sets = pass.rows.sets;
+    const Columns columns{head.weight.rows, nullptr};
+    float* const values = pass.rows.dvalues();
+    const char* error = multiply_sets({head, sets, columns, pass.tokens.counted, values}, stream);
+    if (!error) error = sets_pass(pass, stream);
+    if (error) return error;
+    const auto sums = sums_of({head.weight, sets, columns, values, pass.undecided, dhidden}, false);
+    return sum(sums, sets.count, parts, stream);
 }
 
-const char* sets_dhidden(const SetHiddenGradientParams& params, void* stream) {
-    const auto run = [&]<typename T, bool kAligned>() {
-        return launch(sets_dhidden_kernel<T, kAligned>, params.sets.rows, kThreads, stream, params);
-    };
-    return with_rows(run, params.weight);
+const char* sets_dhidden(const SetHiddenGradientParams& params, double* parts, void* stream) {
+    return sum(sums_of(params, true), params.sets.count, parts, stream);
 }
 
-const char* sets_dweight(const SetWeightGradientParams& params, void* stream) {
-    const auto run = [&]<typename T, bool kAligned>() {
-        constexpr int kSlice = kThreads * kVec<T>;
-        const int slices = std::max<int>(1, (params.hidden.columns + kSlice - 1) / kSlice);
-        return launch(sets_dweight_kernel<T, kAligned>, params.dweight.rows * slices, kThreads,
-                      stream, params, slices);
-    };
-    return with_rows(run, params.hidden);
+const char* sets_dweight(const SetWeightGradientParams& params, double* parts, void* stream) {
+    const auto& [dvalues, count, hidden, order, rows, segments, add, dweight, dbias] = params;
+    const WeightSums sums{{segments, dweight.rows, hidden, dweight, add, dbias}, params};
+    return sum(sums, count, parts, stream);
 }
 
 }  // namespace bapo::cuda

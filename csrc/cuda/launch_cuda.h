@@ -42,9 +42,13 @@ const char* scatter_sets(const MoveSetsParams& params, void* stream);
 const char* sets_pass(const RowPassParams& params, void* stream);
 const char* sets_gradient(const RowGradientParams& params, void* stream);
 const char* multiply_sets(const MultiplySetsParams& params, void* stream);
-const char* head_sets_pass(const HeadSetPassParams& params, void* stream);
-const char* sets_dhidden(const SetHiddenGradientParams& params, void* stream);
-const char* sets_dweight(const SetWeightGradientParams& params, void* stream);
+// part_words(params): the memory that long sums take.
+int64_t part_words(const HeadSetPassParams& params);
+int64_t part_words(const SetHiddenGradientParams& params);
+int64_t part_words(const SetWeightGradientParams& params);
+const char* head_sets_pass(const HeadSetPassParams& params, double* parts, void* stream);
+const char* sets_dhidden(const SetHiddenGradientParams& params, double* parts, void* stream);
+const char* sets_dweight(const SetWeightGradientParams& params, double* parts, void* stream);
 
 // The row pass for sm_90 and later, which holds rows in the shared memory of a cluster; false where
 // the device has no clusters or a row does not fit into one.
