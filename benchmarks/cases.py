@@ -15,7 +15,7 @@ from torch import Tensor
 from bapo_kernels import BAPOConfig, SamplingMask, reference
 from bapo_kernels.tools.row_classes import row_classes
 
-from .sets import Places, labels_in, sampling_mask
+from .sets import LONG, ZIPF, Places, labels_in, sampling_mask
 
 Level = Literal["logits", "hidden"]  # what a method starts from
 SEQUENCES = 8
@@ -65,7 +65,7 @@ class Case:
     gradient; ``search`` finds the bounds from log-probs. The layout ``mixed``
     is the data of the targets: 25 % of the tokens are masked, 40 % of the others have no advantage,
     and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
-    Every token of the sweep ``SAMPLING_MASK`` has a set.
+    Every token of the sweep ``SAMPLING_MASK`` has a set; its layouts are those of ``sets``.
     """
 
     level: Literal["logits", "hidden", "tokens"]
@@ -75,7 +75,7 @@ class Case:
     V: int
     H: int
     dtype: str = "bfloat16"
-    layout: Literal["dense", "padded", "packed", "zero advantage", "mixed"] = "dense"
+    layout: str = "dense"  # or padded, packed, zero advantage, mixed, or a layout of sets
     data: str = "stale"
     sweep: str | None = None
     frozen: bool = False
@@ -151,7 +151,7 @@ class Batch:
             self.inputs = (normal(*shape, case.H, scale=1.0), weight)
         self.sampling_mask: SamplingMask | None = None
         if case.sweep == SAMPLING_MASK:
-            self.sampling_mask = sampling_mask(case.N, case.V, g)
+            self.sampling_mask = sampling_mask(case.N, case.V, g, case.layout)
             self.labels = labels_in(self.sampling_mask, g).view(shape)
         else:
             self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
@@ -308,6 +308,9 @@ def gpu_suite() -> Iterator[Case]:
     yield from _suite(large, {"logits": 8_192, "hidden": 8_192}, sweep, many)
     yield from _forms_of_the_head("Qwen3-8B", 8_192)
     yield from _sampling_masks("Qwen3-8B", 8_192)
+    for layout in (*LONG, ZIPF):
+        options = {"sweep": SAMPLING_MASK, "layout": layout}
+        yield Case.of("hidden", "loss", "Qwen3-8B", 8_192, **options)
 
 
 def _suite(

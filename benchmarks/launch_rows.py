@@ -1,7 +1,8 @@
 """``python -m benchmarks.launch_rows``: launches each kernel twice, for a profiler or a sanitizer.
 
 The data is that of the targets with mixed rows, which include undecided ones. With ``--sets`` every
-row has a sampling mask, from logits and from hidden states with a trained head.
+row has a sampling mask, from logits and from hidden states with a trained head, in any layout of
+``sets``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ def main(
     H: int = 1_024,
     dtype: str = "bfloat16",
     sets: Annotated[bool, typer.Option("--sets", help="rows with a sampling mask")] = False,
+    layout: str = "dense",
 ) -> None:
     """Computes loss and gradient twice per backend."""
     if sets:
-        case = Case("logits", "loss", "any", N, V, H, dtype, sweep=SAMPLING_MASK)
+        case = Case("logits", "loss", "any", N, V, H, dtype, layout, sweep=SAMPLING_MASK)
         cases = [case, replace(case, level="hidden")]
     else:
         cases = [Case("logits", "loss", "any", N, V, H, dtype, layout="mixed", data="on-policy")]

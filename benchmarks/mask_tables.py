@@ -32,6 +32,7 @@ memory is above inputs and gradients.
 
 def of_masks(device: str, frame: pd.DataFrame) -> Iterator[str]:
     """The section: a table per level."""
+    frame = frame[frame.layout == "dense"]
     masked = frame[frame.sweep == SAMPLING_MASK]
     yield f"### Sampling masks, {device}\n"
     first = masked.iloc[0]

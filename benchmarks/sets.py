@@ -12,18 +12,23 @@ from bapo_kernels import SamplingMask
 MEAN_SIZE = 64
 LARGEST = 512
 SIGMA = 1.0  # of the logarithm of the sizes
+# What one set in EVERY has in other layouts, and the layout where an id k is in sets as 1/(k + 1).
+LONG = {"long sets": 20_000, "whole vocabularies": 2**30}
+EVERY, ZIPF = 256, "Zipf"
 
 
-def sampling_mask(N: int, V: int, g: torch.Generator) -> SamplingMask:
+def sampling_mask(N: int, V: int, g: torch.Generator, layout: str = "dense") -> SamplingMask:
     """Sets of log-normal sizes, shuffled; the ids of a set are spread evenly over the vocabulary.
 
     Such ids share neither cache lines nor, with other rows, the rows of the head: sets of tokens
-    that follow a text would share many.
+    that follow a text would share many, as those of the layout ``ZIPF`` do.
     """
     device = g.device
     quantiles = (torch.arange(N, device=device) + 0.5) / N
     logarithms = SIGMA * torch.special.ndtri(quantiles) - SIGMA**2 / 2
     sizes = (MEAN_SIZE * logarithms.exp()).round().clamp(1, min(LARGEST, V)).long()
+    if layout in LONG:
+        sizes[::EVERY] = min(LONG[layout], V)
     sizes = sizes[torch.randperm(N, generator=g, device=device)]
     offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     rows = torch.arange(N, device=device).repeat_interleave(sizes)
@@ -32,6 +37,8 @@ def sampling_mask(N: int, V: int, g: torch.Generator) -> SamplingMask:
     first, end = place * V // size, (place + 1) * V // size  # a range of columns for each id
     share = torch.rand(len(rows), generator=g, device=device, dtype=torch.float64)
     ids = first + (share * (end - first)).long()
+    if layout == ZIPF:
+        ids = ((V - size + 1) ** ((place + share) / size)).long() - 1 + place
     return SamplingMask(ids.int(), offsets)
 
 

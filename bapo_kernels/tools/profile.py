@@ -37,7 +37,7 @@ LEAST_SHARE = 0.01  # of a call: shorter torch operators are summed up
 PRODUCTS, OTHERS, OUTSIDE = "matrix products", "other torch operators", "outside of operators"
 _KERNELS = (
     "row_pass|row_gradient|prepare|search|contributions|table|solve|token_loss|scale|sequence_mean|"
-    "find_labels|gather_sets|move_sets|multiply_sets|scatter_sets|sets|head_sets"
+    "find_labels|gather_sets|move_sets|multiply_sets|scatter_sets|sets"
 )
 _OURS = re.compile(rf"(?:{NATIVE}|{TRITON})::(\w+)|\b(_?(?:{_KERNELS})(?:_\w+)?_kernel)\b")
 _PRODUCT = re.compile(r"aten::(mm|bmm|addmm_?|matmul|linear)$|gemm|cutlass|nvjet|splitk", re.I)

@@ -290,7 +290,7 @@ __device__ float sum_rows(const Matrix& rows, int64_t first, int64_t end, int h,
 // vector begins with the sum of the factors.
 template <typename T, bool kAligned, typename Of>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    sum_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
+    sets_sum_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
     const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<T>;
     const Piece piece = piece_of(blockIdx.x / slices, sums);
     if (piece.segment < 0 || !sums.wants(piece)) return;
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 // The parts of a segment, where the first one begins: one behind the other.
 template <typename Of>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    add_parts_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
+    sets_parts_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
     const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<float>;
     const int64_t window = blockIdx.x / slices;
     const Piece piece = piece_of(sums.count + window, sums);
@@ -356,12 +356,12 @@ const char* sum(const Of& sums, int64_t terms, double* memory, void* stream) {
     const Matrix parts{DType::kFloat32, pieces, H, memory, stride};
     const auto run = [&]<typename T, bool kAligned>() {
         const int slices = slices_of(H, kVec<T>);
-        return launch(sum_kernel<T, kAligned, Of>, (sums.count + pieces) * slices, kThreads, stream,
-                      sums, parts, slices);
+        return launch(sets_sum_kernel<T, kAligned, Of>, (sums.count + pieces) * slices, kThreads,
+                      stream, sums, parts, slices);
     };
     if (const char* const error = with_rows(run, sums.rows)) return error;
     const int slices = slices_of(stride, kVec<float>);
-    return launch(add_parts_kernel<Of>, pieces * slices, kThreads, stream, sums, parts, slices);
+    return launch(sets_parts_kernel<Of>, pieces * slices, kThreads, stream, sums, parts, slices);
 }
 
 HiddenSums sums_of(const SetHiddenGradientParams& params, bool flag) {
