@@ -208,13 +208,13 @@ def test_a_row_of_sets_alone_has_the_bits_of_a_batch(on_host, library):
 
 
 def test_a_column_alone_has_the_bits_of_a_batch(on_host, library):
-    sets = cases.popular_ids()
-    hidden = cases.head_of(sets, 72, torch.float32, False).hidden
+    sets, H = cases.popular_ids(), 520  # more than a block adds of parts
+    hidden = cases.head_of(sets, H, torch.float32, False).hidden
     dvalues = torch.randn(sets.K, generator=torch.Generator().manual_seed(8))
     order, rows, segments = cases.segments_of(sets)
 
     def gradient(order, rows, segments, columns):
-        dweight, dbias = torch.zeros(columns, 72), torch.zeros(columns)
+        dweight, dbias = torch.zeros(columns, H), torch.zeros(columns)
         given = dvalues[order], hidden, torch.arange(len(order)), rows, segments
         library.sets_dweight(*given, False, dweight, dbias)
         return torch.cat([dweight, dbias[:, None]], 1)
@@ -226,6 +226,9 @@ def test_a_column_alone_has_the_bits_of_a_batch(on_host, library):
         begin, end = segments[v : v + 2].tolist()
         given = order[begin:end], rows[begin:end].clone(), torch.tensor([0, end - begin])
         assert torch.equal(gradient(*given, 1)[0], whole[v])
+        terms = hidden[rows[begin:end].long()].double()
+        expected = dvalues[order[begin:end]].double() @ terms
+        torch.testing.assert_close(whole[v, :-1].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_launches_of_sets(on_host, library):

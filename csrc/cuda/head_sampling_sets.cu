@@ -13,9 +13,10 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocks = 4;       // of a multiprocessor, which leaves a thread 128 registers
+constexpr int kSumBlocks = 5;    // and 96
 constexpr int kAtOnce = 4;       // rows of the head by which a warp multiplies at once
 constexpr int kParts = 2;        // blocks that multiply by one piece
-constexpr int64_t kPiece = 256;  // terms; the last piece of a segment has the rest, too
+constexpr int64_t kPiece = 256;  // terms at least
 
 template <typename T>
 __device__ T* row_of(const Matrix& matrix, int64_t row) {
@@ -30,7 +31,7 @@ __device__ float warp_sum(float value) {
     return value;
 }
 
-// Of a long segment with so many terms; 0 of a short one.
+// Of equal size, in a long segment of so many terms; 0 in a short one.
 BAPO_HD int64_t pieces_of(int64_t terms) { return terms < 2 * kPiece ? 0 : terms / kPiece; }
 
 // The last of ascending offsets that is no larger than this.
@@ -51,6 +52,9 @@ struct Piece {
     SetOfRow whole{};
     int64_t first = 0, end = 0;
 };
+__device__ int64_t start_of(int64_t piece, const SetOfRow& whole) {
+    return piece * whole.size / pieces_of(whole.size);
+}
 // The first items are the segments that are not long. The others are pieces, each of which begins
 // in its own window of kPiece terms of all: it holds the last term of this window, and no other
 // does.
@@ -62,9 +66,10 @@ __device__ Piece piece_of(int64_t item, const Segments& segments) {
     const SetOfRow whole = segments.at(segment);
     const int64_t pieces = pieces_of(whole.size), place = last - whole.begin;
     if (window < 0) return pieces > 0 ? Piece{} : Piece{item, whole, 0, whole.size};
-    const int64_t number = min(place / kPiece, pieces - 1), first = number * kPiece;
-    if (pieces == 0 || place < 0 || place - first >= kPiece) return {};
-    return {segment, whole, first, number == pieces - 1 ? whole.size : first + kPiece};
+    if (pieces == 0 || place < 0) return {};
+    const int64_t piece = ((place + 1) * pieces - 1) / whole.size, first = start_of(piece, whole);
+    if (piece >= pieces || place - first >= kPiece) return {};
+    return {segment, whole, first, start_of(piece + 1, whole)};
 }
 
 struct SegmentsOfSets {
@@ -230,20 +235,19 @@ struct WeightSums : Sums {
     }
 };
 
-// The sum of factor*row over terms first..end-1, in this order, in elements [h, h + n) of the rows,
+// The sum of factor*row over terms 0..count-1, in this order, in elements [h, h + n) of the rows,
 // by each lane of a warp. Terms of 32 are added before they are added to the others. term(i) is
 // called once; what has no factor is not read. Returns the sum of the factors where h is 0.
 template <typename T, bool kAligned, typename F>
-__device__ float sum_rows(const Matrix& rows, int64_t first, int64_t end, int h, F term,
-                          float (&total)[kVec<T>]) {
+__device__ float sum_rows(const Matrix& rows, int count, int h, F term, float (&total)[kVec<T>]) {
     __shared__ Term terms_of_block[kWarps][kWarp];
     constexpr int n = kVec<T>, kBranch = 4;
     const int lane = threadIdx.x % kWarp, H = (int)rows.columns;
     Term* const terms = terms_of_block[threadIdx.x / kWarp];
     float factors = 0.0f;
-    for (; first < end; first += kWarp) {
+    for (int done = 0; done < count; done += kWarp) {
         Term mine{0, 0.0f};
-        if (first + lane < end) mine = term(first + lane);
+        if (done + lane < count) mine = term(done + lane);
         factors += mine.factor;
         const bool has_factor = mine.factor != 0.0f;
         const uint32_t lanes = __ballot_sync(kAllLanes, has_factor);
@@ -251,7 +255,7 @@ __device__ float sum_rows(const Matrix& rows, int64_t first, int64_t end, int h,
         __syncwarp();
         float sum[n] = {};
         const int present = __popc(lanes);
-        // All of kLoads rows are loaded before the first is used; too many by less than kBranch.
+        // All of kLoads rows are loaded before the first is used, too many by less than kBranch.
         const auto add_rows = [&]<int kLoads>(auto load) {
             for (int i = 0; i < present; i += kLoads) {
                 uint4 raw[kLoads];
@@ -273,10 +277,10 @@ __device__ float sum_rows(const Matrix& rows, int64_t first, int64_t end, int h,
             }
         };
         if (h + n <= H) {
-            add_rows.template operator()<kAligned ? 16 : kBranch>(
+            add_rows.template operator()<kAligned ? 8 : kBranch>(
                 [&](const T* from) { return load_vector<T, kAligned>(from + h); });
         } else if (h < H) {
-            add_rows.template operator()<kBranch>(
+            add_rows.template operator()<2>(
                 [&](const T* from) { return load_elements<T, kAligned>(from, h, H, 0.0f); });
         }
 #pragma unroll
@@ -289,14 +293,15 @@ __device__ float sum_rows(const Matrix& rows, int64_t first, int64_t end, int h,
 // A block takes a slice of a segment or piece. Sums of pieces are parts of others; their last
 // vector begins with the sum of the factors.
 template <typename T, bool kAligned, typename Of>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kSumBlocks)
     sets_sum_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
     const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<T>;
     const Piece piece = piece_of(blockIdx.x / slices, sums);
     if (piece.segment < 0 || !sums.wants(piece)) return;
-    const auto term = [&](int64_t i) { return sums.term(piece.whole, i); };
+    const auto term = [&](int i) { return sums.term(piece.whole, piece.first + i); };
     float total[kVec<T>] = {};
-    const float factors = sum_rows<T, kAligned>(sums.rows, piece.first, piece.end, h, term, total);
+    const int count = (int)(piece.end - piece.first);
+    const float factors = sum_rows<T, kAligned>(sums.rows, count, h, term, total);
     const int64_t window = blockIdx.x / slices - sums.count;
     if (window < 0) {
         store(total, sums.add, sums.to, piece.segment, h);
@@ -307,19 +312,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
 }
 
-// The parts of a segment, where the first one begins: one behind the other.
+// The parts of a segment, where the first one begins.
 template <typename Of>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kSumBlocks)
     sets_parts_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
     const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<float>;
     const int64_t window = blockIdx.x / slices;
     const Piece piece = piece_of(sums.count + window, sums);
     if (piece.segment < 0 || piece.first > 0 || !sums.wants(piece)) return;
-    const int64_t end = window + pieces_of(piece.whole.size);
-    const auto term = [&](int64_t i) { return Term{(int32_t)i, 1.0f}; };
+    const auto term = [&](int i) {
+        return Term{(int32_t)((piece.whole.begin + start_of(i, piece.whole)) / kPiece), 1.0f};
+    };
     parts.columns = parts.row_stride;
     float total[kVec<float>] = {};
-    sum_rows<float, true>(parts, window, end, h, term, total);
+    sum_rows<float, true>(parts, (int)pieces_of(piece.whole.size), h, term, total);
     store(total, sums.add, sums.to, piece.segment, h);
     if (h + kVec<float> == parts.columns && sums.dbias) sums.dbias[piece.segment] += total[0];
 }

@@ -44,6 +44,7 @@ def _multiply_sets_kernel(
     hidden_stride: tl.int64,
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     if tl.load(counted + index) != 0:
@@ -53,10 +54,11 @@ def _multiply_sets_kernel(
             at = first + tl.arange(0, TERMS)
             column = sampling_set_math.columns_of(token_ids, begin, size, at, shard, V)
             products = tl.zeros((TERMS, WIDTH), tl.float32)
-            for left in range(0, H, WIDTH):
-                h = left + tl.arange(0, WIDTH)
-                x = row_math.widened(tl.load(row + h, h < H, other=0.0))
-                products += _rows(weight, weight_stride, column, h, H) * x[None, :]
+            for left in range(0, H, UNROLL * WIDTH):
+                for u in tl.static_range(UNROLL):
+                    h = left + u * WIDTH + tl.arange(0, WIDTH)
+                    x = row_math.widened(tl.load(row + h, h < H, other=0.0))
+                    products += _rows(weight, weight_stride, column, h, H) * x[None, :]
             z = tl.sum(products, 1)
             if bias is not None:
                 z += tl.load(bias + column, column >= 0, other=0.0)
@@ -75,6 +77,25 @@ def _rows(matrix, stride, row, h, H):
 def _scaled_rows(matrix, stride, row, factor, h, H):
     """The same times factors; nothing is read for a factor of 0."""
     return _rows(matrix, stride, tl.where(factor == 0.0, -1, row), h, H) * factor[:, None]
+
+
+@triton.jit
+def _of_set(first, of_set, TERMS: tl.constexpr):
+    """The columns of ids of a set, from one of them on, and their factors."""
+    token_ids, dvalues, begin, size, shard, V = of_set
+    at = first + tl.arange(0, TERMS)
+    column = sampling_set_math.columns_of(token_ids, begin, size, at, shard, V)
+    return column, tl.load(dvalues + begin + at, at < size, other=0.0)
+
+
+@triton.jit
+def _of_column(first, of_column, TERMS: tl.constexpr):
+    """The rows of occurrences of a column, from one of them on, and their factors."""
+    order, rows, dvalues, end, N, K = of_column
+    i = first + tl.arange(0, TERMS)
+    k = tl.load(order + i, i < end, other=-1)
+    row = tl.load(rows + i, i < end, other=-1).to(tl.int64)
+    return tl.where(row < N, row, -1), tl.load(dvalues + k, (k >= 0) & (k < K), other=0.0)
 
 
 @partial(Kernel, specialised=("weight", "dhidden", "H", "weight_stride", "dhidden_stride"))
@@ -96,6 +117,7 @@ def _sets_dhidden_kernel(
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -109,13 +131,17 @@ def _sets_dhidden_kernel(
                     total = tl.zeros((WIDTH,), tl.float64)
                     for group in range(0, size, STEPS * TERMS):
                         block = tl.zeros((TERMS, WIDTH), tl.float32)
-                        for first in range(group, tl.minimum(size, group + STEPS * TERMS), TERMS):
-                            at = first + tl.arange(0, TERMS)
-                            column = sampling_set_math.columns_of(
-                                token_ids, begin, size, at, shard, V
-                            )
-                            dz = tl.load(dvalues + begin + at, at < size, other=0.0)
-                            block += _scaled_rows(weight, weight_stride, column, dz, h, H)
+                        of_set = token_ids, dvalues, begin, size, shard, V
+                        if group + STEPS * TERMS <= size:
+                            for step in range(0, STEPS, UNROLL):
+                                for u in tl.static_range(UNROLL):
+                                    first = group + (step + u) * TERMS
+                                    column, dz = _of_set(first, of_set, TERMS)
+                                    block += _scaled_rows(weight, weight_stride, column, dz, h, H)
+                        else:
+                            for first in range(group, size, TERMS):
+                                column, dz = _of_set(first, of_set, TERMS)
+                                block += _scaled_rows(weight, weight_stride, column, dz, h, H)
                         total += tl.sum(block, 0)
                     dh = row_math.rounded(total.to(tl.float32), dhidden.dtype.element_ty)
                     tl.store(dhidden + index * dhidden_stride + h, dh, h < H)
@@ -139,6 +165,7 @@ def _sets_dweight_kernel(
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     column = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -149,14 +176,18 @@ def _sets_dweight_kernel(
         total_bias = tl.zeros((TERMS,), tl.float64)
         for group in range(begin, end, STEPS * TERMS):
             block = tl.zeros((TERMS, WIDTH), tl.float32)
-            for first in range(group, tl.minimum(end, group + STEPS * TERMS), TERMS):
-                i = first + tl.arange(0, TERMS)
-                k = tl.load(order + i, i < end, other=-1)
-                dz = tl.load(dvalues + k, (k >= 0) & (k < K), other=0.0)
-                row = tl.load(rows + i, i < end, other=-1).to(tl.int64)
-                row = tl.where(row < N, row, -1)
-                block += _scaled_rows(hidden, hidden_stride, row, dz, h, H)
-                total_bias += dz
+            of_column = order, rows, dvalues, end, N, K
+            if group + STEPS * TERMS <= end:
+                for step in range(0, STEPS, UNROLL):
+                    for u in tl.static_range(UNROLL):
+                        row, dz = _of_column(group + (step + u) * TERMS, of_column, TERMS)
+                        block += _scaled_rows(hidden, hidden_stride, row, dz, h, H)
+                        total_bias += dz
+            else:
+                for first in range(group, end, TERMS):
+                    row, dz = _of_column(first, of_column, TERMS)
+                    block += _scaled_rows(hidden, hidden_stride, row, dz, h, H)
+                    total_bias += dz
             total += tl.sum(block, 0)
         to = dweight + column * dweight_stride + h
         if ADD:
@@ -168,6 +199,11 @@ def _sets_dweight_kernel(
                 db = tl.load(dbias + column) + tl.sum(total_bias, 0)
                 tl.debug_barrier()  # every warp loads, and one stores
                 tl.store(dbias + column, db.to(tl.float32))
+
+
+def _unroll(rows: Tensor) -> int:
+    """Blocks whose loads are on their way at once: 8 vectors of 16 bytes per thread."""
+    return 4 // rows.element_size()
 
 
 def multiply_sets(
@@ -182,7 +218,20 @@ def multiply_sets(
 ) -> None:
     sizes = values.numel(), *weight.shape, weight.stride(0), hidden.stride(0)
     _multiply_sets_kernel[(counted.numel(),)](
-        *(weight, hidden, bias, counted, token_ids, offsets, shard, values, *sizes, TERMS, WIDTH),
+        *(
+            weight,
+            hidden,
+            bias,
+            counted,
+            token_ids,
+            offsets,
+            shard,
+            values,
+            *sizes,
+            TERMS,
+            WIDTH,
+            _unroll(weight),
+        ),
         **limits(WARPS, registers=128),
     )
 
@@ -225,7 +274,19 @@ def _launch_dhidden(
     programs = ceil_div(resident_programs(rows * slices, WARPS), slices)
     sizes = rows, dvalues.numel(), *weight.shape, weight.stride(0), dhidden.stride(0)
     _sets_dhidden_kernel[(programs, slices)](
-        *(weight, dvalues, *sets, dhidden, *sizes, wanted, TERMS, WIDTH, STEPS, FLAGS),
+        *(
+            weight,
+            dvalues,
+            *sets,
+            dhidden,
+            *sizes,
+            wanted,
+            TERMS,
+            WIDTH,
+            STEPS,
+            _unroll(weight),
+            FLAGS,
+        ),
         **limits(WARPS, registers=128),
     )
 
@@ -244,5 +305,6 @@ def sets_dweight(
     tensors = hidden, dvalues, order, rows, segments, dweight, dbias
     sizes = hidden.shape[0], dvalues.numel(), H, hidden.stride(0), dweight.stride(0)
     _sets_dweight_kernel[(V, max(1, ceil_div(H, WIDTH)))](
-        *(*tensors, *sizes, add, TERMS, WIDTH, STEPS), **limits(WARPS, registers=128)
+        *(*tensors, *sizes, add, TERMS, WIDTH, STEPS, _unroll(hidden)),
+        **limits(WARPS, registers=128),
     )
