@@ -104,18 +104,15 @@ struct Cuda {
     static constexpr auto scatter_sets = launched<MoveSetsParams, cuda::scatter_sets>;
     static constexpr auto multiply_sets = launched<MultiplySetsParams, cuda::multiply_sets>;
     template <typename Params, const char* (*kernel)(const Params&, double*, void*)>
-    static void launched_with_parts(const Params& params, const Tensor& like) {
+    static void in_parts(const Params& params, const Tensor& like) {
         const Launch launch(like);
         Tensor memory;
         auto* const parts = scratch<double>(like, cuda::part_words(params), memory);
         launch.check(kernel(params, parts, launch.stream()));
     }
-    static constexpr auto head_sets_pass =
-        launched_with_parts<HeadSetPassParams, cuda::head_sets_pass>;
-    static constexpr auto sets_dhidden =
-        launched_with_parts<SetHiddenGradientParams, cuda::sets_dhidden>;
-    static constexpr auto sets_dweight =
-        launched_with_parts<SetWeightGradientParams, cuda::sets_dweight>;
+    static constexpr auto head_sets_pass = in_parts<HeadSetPassParams, cuda::head_sets_pass>;
+    static constexpr auto sets_dhidden = in_parts<SetHiddenGradientParams, cuda::sets_dhidden>;
+    static constexpr auto sets_dweight = in_parts<SetWeightGradientParams, cuda::sets_dweight>;
 };
 
 // A tensor to change in place: rows of its last dimension, with any strides up to three dimensions,

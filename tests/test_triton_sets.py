@@ -485,6 +485,25 @@ def test_gradient_of_the_head(dtype, out, add, bias):
         torch.testing.assert_close(dbias.cpu(), (of_bias + before_bias.cpu()).float())
 
 
+@pytest.mark.parametrize("add", [False, True])
+def test_gradient_of_popular_ids(add):
+    """Columns of less and of more than two pieces; ids of other ranks come first and last."""
+    counts, H = (300, 511, 512, 767, 1_100, 2), 40
+    rows = torch.cat([torch.arange(count) for count in counts]).to(DEVICE)
+    ends = torch.tensor(counts).cumsum(0)
+    hidden, dvalues = rand(max(counts), H), rand(len(rows))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    dweight, dbias = (rand(4, H), rand(4)) if add else (poison(4, H), torch.zeros(4).to(DEVICE))
+    before = torch.cat([dweight if add else 0 * hidden[:4], dbias[:, None]], 1).double().cpu()
+    given = order, rows.int(), ends[:-1].to(DEVICE)
+    ops().sets_dweight(dvalues, hidden, *given, add, dweight, dbias)
+    of_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
+    terms = (dvalues[order, None] * of_bias[rows]).double().cpu()
+    for v, of_column in enumerate(terms.split(counts)[1:-1]):
+        got, size = torch.cat([dweight[v], dbias[v, None]]), of_column.abs().sum(0)
+        check_sum(got, of_column.sum(0) + before[v], size + before[v].abs())
+
+
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head_pass(dtype, everything):

@@ -184,7 +184,8 @@ class Chunks:
 class HeldSets:
     """The rows of a call that have a sampling mask: their values, until the bounds are known.
 
-    The hidden states' gradients of decided rows are made while the head's rows are in the cache.
+    The hidden states' gradients of decided rows are made at once, which on a CPU finds the head's
+    rows in the cache.
     """
 
     def __init__(

@@ -124,8 +124,8 @@ SCHEMAS = {
     ),
     # Gradients of the sets of counted rows into rows of zeros.
     "scatter_sets": f"Tensor dvalues, Tensor counted, {_SETS}, Tensor? shard, Tensor(a!) dlogits",
-    # multiply_sets, row_pass_ of the values, and sets_dhidden of decided rows while the head is in
-    # the cache.
+    # multiply_sets, row_pass_ of the values, and sets_dhidden of decided rows; on a CPU row by row,
+    # while the head is in the cache.
     "head_sets_pass": (
         f"{_HEAD_OPERANDS}, Tensor token_ids, {_ROW_PASS}, Tensor(e!) values, Tensor(f!) dhidden"
     ),

@@ -55,9 +55,8 @@ struct Piece {
 __device__ int64_t start_of(int64_t piece, const SetOfRow& whole) {
     return piece * whole.size / pieces_of(whole.size);
 }
-// The first items are the segments that are not long. The others are pieces, each of which begins
-// in its own window of kPiece terms of all: it holds the last term of this window, and no other
-// does.
+// The first items are short segments, the others pieces of long ones, each of which begins in its
+// own window of kPiece terms of all: it has the last term of this window, and no other has.
 template <typename Segments>
 __device__ Piece piece_of(int64_t item, const Segments& segments) {
     const int64_t window = item - segments.count, last = (window + 1) * kPiece - 1;
@@ -85,15 +84,15 @@ template <typename T, bool kAligned>
 __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, int part) {
     constexpr int n = kVec<T>, kStride = kWarp * n, kSteps = kAligned ? 4 : 1;
     const SetHead& head = params.head;
-    const SetOfRow& set = piece.whole;
     const int lane = threadIdx.x % kWarp, warp = part * kWarps + (int)threadIdx.x / kWarp;
     const int H = (int)head.hidden.columns, whole = H / n * n;
     const T* const hidden = row_of<const T>(head.hidden, piece.segment);
     for (int64_t first = piece.first + warp * kAtOnce; first < piece.end;
          first += kParts * kWarps * kAtOnce) {
-        const int64_t k = set.begin + first + lane;
+        const int64_t k = piece.whole.begin + first + lane;
         const bool mine = lane < kAtOnce && first + lane < piece.end;
-        const int64_t column = mine ? column_of(params.sets, params.columns, set, k) : kElsewhere;
+        const int64_t column =
+            mine ? column_of(params.sets, params.columns, piece.whole, k) : kElsewhere;
         const T* rows[kAtOnce];
         float sums[kAtOnce] = {};
 #pragma unroll
@@ -129,11 +128,11 @@ __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, i
             }
         }
         if (whole < H && lane == whole / n % kWarp) {
-            const auto rest = [&](const T* row) {
-                return load_elements<T, kAligned>(row, whole, H, 0.0f);
-            };
+            const uint4 of_hidden = load_elements<T, kAligned>(hidden, whole, H, 0.0f);
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) add_product(rest(hidden), rest(rows[i]), i);
+            for (int i = 0; i < kAtOnce; ++i) {
+                add_product(of_hidden, load_elements<T, kAligned>(rows[i], whole, H, 0.0f), i);
+            }
         }
         float value = 0.0f;
 #pragma unroll
@@ -395,6 +394,7 @@ const char* multiply_sets(const MultiplySetsParams& params, void* stream) {
     return with_rows(run, params.head.hidden, params.head.weight);
 }
 
+// One after the other: more rows are in work than whose part of the head is cached.
 const char* head_sets_pass(const HeadSetPassParams& params, double* parts, void* stream) {
     const auto& [pass, head, dhidden] = params;
     const Sets& sets = pass.rows.sets;
@@ -402,9 +402,8 @@ const char* head_sets_pass(const HeadSetPassParams& params, double* parts, void*
     float* const values = pass.rows.dvalues();
     const char* error = multiply_sets({head, sets, columns, pass.tokens.counted, values}, stream);
     if (!error) error = sets_pass(pass, stream);
-    if (error) return error;
     const auto sums = sums_of({head.weight, sets, columns, values, pass.undecided, dhidden}, false);
-    return sum(sums, sets.count, parts, stream);
+    return error ? error : sum(sums, sets.count, parts, stream);
 }
 
 const char* sets_dhidden(const SetHiddenGradientParams& params, double* parts, void* stream) {

@@ -25,6 +25,10 @@ from .row_pass import row_pass_
 # because sets are often short and most columns are in few sets.
 TERMS, WIDTH, STEPS = 8, 512, 8
 WARPS = 4
+PARTS = 4  # programs of a row that multiply
+# Terms of a piece of a column at least twice as long, which has a program of its own; the last one
+# has the rest, too.
+PIECE = 256
 
 
 @partial(Kernel, specialised=("weight", "H", "weight_stride"))
@@ -50,12 +54,12 @@ def _multiply_sets_kernel(
     if tl.load(counted + index) != 0:
         begin, size, _ = sampling_set_math.set_of(offsets, index, True, tl.num_programs(0), K)
         row = hidden + index * hidden_stride
-        for first in range(0, size, TERMS):
+        for first in range(tl.program_id(1) * TERMS, size, tl.num_programs(1) * TERMS):
             at = first + tl.arange(0, TERMS)
             column = sampling_set_math.columns_of(token_ids, begin, size, at, shard, V)
             products = tl.zeros((TERMS, WIDTH), tl.float32)
             for left in range(0, H, UNROLL * WIDTH):
-                for u in tl.static_range(UNROLL):
+                for u in tl.static_range(UNROLL):  # 8 loads of a thread at once
                     h = left + u * WIDTH + tl.arange(0, WIDTH)
                     x = row_math.widened(tl.load(row + h, h < H, other=0.0))
                     products += _rows(weight, weight_stride, column, h, H) * x[None, :]
@@ -79,25 +83,6 @@ def _scaled_rows(matrix, stride, row, factor, h, H):
     return _rows(matrix, stride, tl.where(factor == 0.0, -1, row), h, H) * factor[:, None]
 
 
-@triton.jit
-def _of_set(first, of_set, TERMS: tl.constexpr):
-    """The columns of ids of a set, from one of them on, and their factors."""
-    token_ids, dvalues, begin, size, shard, V = of_set
-    at = first + tl.arange(0, TERMS)
-    column = sampling_set_math.columns_of(token_ids, begin, size, at, shard, V)
-    return column, tl.load(dvalues + begin + at, at < size, other=0.0)
-
-
-@triton.jit
-def _of_column(first, of_column, TERMS: tl.constexpr):
-    """The rows of occurrences of a column, from one of them on, and their factors."""
-    order, rows, dvalues, end, N, K = of_column
-    i = first + tl.arange(0, TERMS)
-    k = tl.load(order + i, i < end, other=-1)
-    row = tl.load(rows + i, i < end, other=-1).to(tl.int64)
-    return tl.where(row < N, row, -1), tl.load(dvalues + k, (k >= 0) & (k < K), other=0.0)
-
-
 @partial(Kernel, specialised=("weight", "dhidden", "H", "weight_stride", "dhidden_stride"))
 def _sets_dhidden_kernel(
     weight,
@@ -117,7 +102,6 @@ def _sets_dhidden_kernel(
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
-    UNROLL: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -131,20 +115,28 @@ def _sets_dhidden_kernel(
                     total = tl.zeros((WIDTH,), tl.float64)
                     for group in range(0, size, STEPS * TERMS):
                         block = tl.zeros((TERMS, WIDTH), tl.float32)
-                        of_set = token_ids, dvalues, begin, size, shard, V
-                        if group + STEPS * TERMS <= size:
-                            for step in range(0, STEPS, UNROLL):
-                                for u in tl.static_range(UNROLL):
-                                    first = group + (step + u) * TERMS
-                                    column, dz = _of_set(first, of_set, TERMS)
-                                    block += _scaled_rows(weight, weight_stride, column, dz, h, H)
-                        else:
-                            for first in range(group, size, TERMS):
-                                column, dz = _of_set(first, of_set, TERMS)
-                                block += _scaled_rows(weight, weight_stride, column, dz, h, H)
+                        for first in range(group, tl.minimum(size, group + STEPS * TERMS), TERMS):
+                            at = first + tl.arange(0, TERMS)
+                            column = sampling_set_math.columns_of(
+                                token_ids, begin, size, at, shard, V
+                            )
+                            dz = tl.load(dvalues + begin + at, at < size, other=0.0)
+                            block += _scaled_rows(weight, weight_stride, column, dz, h, H)
                         total += tl.sum(block, 0)
                     dh = row_math.rounded(total.to(tl.float32), dhidden.dtype.element_ty)
                     tl.store(dhidden + index * dhidden_stride + h, dh, h < H)
+
+
+@triton.jit
+def _last_up_to(most, offsets, count):
+    """The last of ascending offsets that is no larger than this."""
+    found = most * 0
+    above = found + count
+    while above - found > 1:
+        half = (found + above) // 2
+        is_above = tl.load(offsets + half) > most
+        found, above = tl.where(is_above, found, half), tl.where(is_above, half, above)
+    return found
 
 
 @partial(Kernel, specialised=("hidden", "dweight", "H", "hidden_stride", "dweight_stride"))
@@ -156,54 +148,73 @@ def _sets_dweight_kernel(
     segments,
     dweight,
     dbias,
+    parts,
     N: tl.int64,
     K: tl.int64,
+    V: tl.int64,
     H: tl.int32,
     hidden_stride: tl.int64,
     dweight_stride: tl.int64,
     ADD: tl.constexpr,
+    OF_PIECES: tl.constexpr,
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    column = tl.program_id(0).to(tl.int64)
+    """Of columns; or parts of long ones, each of which begins in its own window of PIECE terms.
+
+    A piece has the last term of the window in which it begins, and no other has it.
+    """
+    index = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    last = (index + 1) * PIECE - 1
+    column = _last_up_to(last, segments, V) if OF_PIECES else index
     begin = tl.maximum(tl.load(segments + column), 0)
     end = tl.minimum(tl.load(segments + column + 1), K)
-    if (not ADD) | (begin < end):
+    pieces = tl.where(end - begin < 2 * PIECE, 0, (end - begin) // PIECE)
+    first, stop, is_mine = begin, end, (not ADD) | (begin < end)
+    if OF_PIECES:
+        piece = tl.minimum((last - begin) // PIECE, pieces - 1)
+        first = begin + piece * PIECE
+        stop = tl.where(piece < pieces - 1, first + PIECE, end)
+        is_mine = (pieces > 0) & (last >= begin) & (last < first + PIECE)
+    elif pieces > 0:
+        stop = begin
+    if is_mine:
         total = tl.zeros((WIDTH,), tl.float64)
         total_bias = tl.zeros((TERMS,), tl.float64)
-        for group in range(begin, end, STEPS * TERMS):
+        for group in range(first, stop, STEPS * TERMS):
             block = tl.zeros((TERMS, WIDTH), tl.float32)
-            of_column = order, rows, dvalues, end, N, K
-            if group + STEPS * TERMS <= end:
-                for step in range(0, STEPS, UNROLL):
-                    for u in tl.static_range(UNROLL):
-                        row, dz = _of_column(group + (step + u) * TERMS, of_column, TERMS)
-                        block += _scaled_rows(hidden, hidden_stride, row, dz, h, H)
-                        total_bias += dz
-            else:
-                for first in range(group, end, TERMS):
-                    row, dz = _of_column(first, of_column, TERMS)
-                    block += _scaled_rows(hidden, hidden_stride, row, dz, h, H)
-                    total_bias += dz
+            for at in range(group, tl.minimum(stop, group + STEPS * TERMS), TERMS):
+                i = at + tl.arange(0, TERMS)
+                k = tl.load(order + i, i < stop, other=-1)
+                dz = tl.load(dvalues + k, (k >= 0) & (k < K), other=0.0)
+                row = tl.load(rows + i, i < stop, other=-1).to(tl.int64)
+                row = tl.where(row < N, row, -1)
+                block += _scaled_rows(hidden, hidden_stride, row, dz, h, H)
+                total_bias += dz
             total += tl.sum(block, 0)
-        to = dweight + column * dweight_stride + h
-        if ADD:
-            total += tl.load(to, h < H, other=0.0).to(tl.float32)
-        dw = row_math.rounded(total.to(tl.float32), dweight.dtype.element_ty)
-        tl.store(to, dw, h < H)
-        if dbias is not None:  # noqa: SIM102 (decided when it is compiled)
+        sum_bias = tl.sum(total_bias, 0)
+        if OF_PIECES:
+            to = parts + index * (H + 1)
+            tl.store(to + h, total.to(tl.float32), h < H)
             if tl.program_id(1) == 0:
-                db = tl.load(dbias + column) + tl.sum(total_bias, 0)
-                tl.debug_barrier()  # every warp loads, and one stores
-                tl.store(dbias + column, db.to(tl.float32))
-
-
-def _unroll(rows: Tensor) -> int:
-    """Blocks whose loads are on their way at once: 8 vectors of 16 bytes per thread."""
-    return 4 // rows.element_size()
+                tl.store(to + H, sum_bias.to(tl.float32))
+        else:
+            for part in range(begin // PIECE, begin // PIECE + pieces):
+                total += tl.load(parts + part * (H + 1) + h, h < H, other=0.0)
+                sum_bias += tl.load(parts + part * (H + 1) + H)
+            to = dweight + column * dweight_stride + h
+            if ADD:
+                total += tl.load(to, h < H, other=0.0).to(tl.float32)
+            dw = row_math.rounded(total.to(tl.float32), dweight.dtype.element_ty)
+            tl.store(to, dw, h < H)
+            if dbias is not None:  # noqa: SIM102 (decided when it is compiled)
+                if tl.program_id(1) == 0:
+                    db = tl.load(dbias + column) + sum_bias
+                    tl.debug_barrier()  # every warp loads, and one stores
+                    tl.store(dbias + column, db.to(tl.float32))
 
 
 def multiply_sets(
@@ -217,21 +228,9 @@ def multiply_sets(
     values: Tensor,
 ) -> None:
     sizes = values.numel(), *weight.shape, weight.stride(0), hidden.stride(0)
-    _multiply_sets_kernel[(counted.numel(),)](
-        *(
-            weight,
-            hidden,
-            bias,
-            counted,
-            token_ids,
-            offsets,
-            shard,
-            values,
-            *sizes,
-            TERMS,
-            WIDTH,
-            _unroll(weight),
-        ),
+    blocks = TERMS, WIDTH, 4 // weight.element_size()
+    _multiply_sets_kernel[(counted.numel(), PARTS)](
+        *(weight, hidden, bias, counted, token_ids, offsets, shard, values, *sizes, *blocks),
         **limits(WARPS, registers=128),
     )
 
@@ -274,19 +273,7 @@ def _launch_dhidden(
     programs = ceil_div(resident_programs(rows * slices, WARPS), slices)
     sizes = rows, dvalues.numel(), *weight.shape, weight.stride(0), dhidden.stride(0)
     _sets_dhidden_kernel[(programs, slices)](
-        *(
-            weight,
-            dvalues,
-            *sets,
-            dhidden,
-            *sizes,
-            wanted,
-            TERMS,
-            WIDTH,
-            STEPS,
-            _unroll(weight),
-            FLAGS,
-        ),
+        *(weight, dvalues, *sets, dhidden, *sizes, wanted, TERMS, WIDTH, STEPS, FLAGS),
         **limits(WARPS, registers=128),
     )
 
@@ -302,9 +289,14 @@ def sets_dweight(
     dbias: Tensor | None,
 ) -> None:
     V, H = dweight.shape  # without columns where the bias alone has a gradient
-    tensors = hidden, dvalues, order, rows, segments, dweight, dbias
-    sizes = hidden.shape[0], dvalues.numel(), H, hidden.stride(0), dweight.stride(0)
-    _sets_dweight_kernel[(V, max(1, ceil_div(H, WIDTH)))](
-        *(*tensors, *sizes, add, TERMS, WIDTH, STEPS, _unroll(hidden)),
-        **limits(WARPS, registers=128),
-    )
+    K = dvalues.numel()
+    pieces = K // PIECE if V and K >= 2 * PIECE else 0
+    parts = dvalues.new_empty(pieces * (H + 1))
+    tensors = hidden, dvalues, order, rows, segments, dweight, dbias, parts
+    sizes = hidden.shape[0], K, V, H, hidden.stride(0), dweight.stride(0)
+    for programs, of_pieces in ((pieces, True), (V, False)):
+        if programs > 0:
+            _sets_dweight_kernel[(programs, max(1, ceil_div(H, WIDTH)))](
+                *(*tensors, *sizes, add, of_pieces, TERMS, WIDTH, STEPS, PIECE),
+                **limits(WARPS, registers=128),
+            )
