@@ -79,7 +79,7 @@ class Sets(NamedTuple):
         return [(k, self.column(begin, k)) for k in range(begin, end)]
 
 
-SIZES = (0, 1, 2, 31, 32, 33, 5, 600, 0, 513, 512, 64, 3, 1_300, 7)
+SIZES = (0, 1, 2, 31, 32, 33, 5, 600, 0, 1_025, 1_024, 64, 3, 1_300, 7)
 V = 1_300
 
 

@@ -10,7 +10,7 @@ namespace bapo::cuda {
 // The part of a set that a warp holds in registers. Element i of vector v of a lane is element
 // (4v + i)*32 + lane of the group, so that a warp reads neighbours.
 struct Group {
-    static constexpr int kVectors = 4;
+    static constexpr int kVectors = 8;
     static constexpr int kPerVector = kVec<float> * kWarp;
     static constexpr int kSize = kVectors * kPerVector;
 
