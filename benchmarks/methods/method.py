@@ -98,7 +98,9 @@ class Method:
                 import_module(self.module)
             except Exception as error:  # a package may fail in any way
                 return f"{self.module} cannot be imported: {error}"
-        return None if case.layout in self.layouts else f"takes no {case.layout} batch"
+        if case.sweep == SAMPLING_MASK or case.layout in self.layouts:
+            return None
+        return f"takes no {case.layout} batch"
 
     def step(self, batch: Batch) -> Step:
         """Computes the case of the batch."""

@@ -51,6 +51,7 @@ from benchmarks.cases import (
 )
 from benchmarks.floor import floor
 from benchmarks.methods import Method, methods
+from benchmarks.sets import LONG, ZIPF, sampling_mask
 
 METHODS = {f"{method.name}, {method.level}": method for method in methods()}
 TASKS = ["loss", *POLICIES, "log_probs"]
@@ -715,7 +716,7 @@ def test_the_suites_cover_all_kinds_of_cases():
         assert len(suite) == len(set(suite))
         assert {c.task for c in suite} == {"loss", "log_probs", "search", *POLICIES}
         assert {c.data for c in suite} == {"on-policy", "stale", "very stale"}
-        assert {c.layout for c in suite} == set(LAYOUTS)
+        assert {c.layout for c in suite if c.sweep != SAMPLING_MASK} == set(LAYOUTS)
         families = {c.model.split("-")[0] for c in suite}
         assert families >= {"Qwen3", "Llama", "Gemma", "DeepSeek", "gpt"}
         forms = [c for c in suite if "head" in c.title]
@@ -734,6 +735,21 @@ def test_the_suites_cover_all_kinds_of_cases():
         }
     assert {8_192, 24_576} <= {c.N for c in gpu_suite() if c.level == "logits"}
     assert {128_256, 151_936, 262_208} <= {c.V for c in gpu_suite()}
+    of_sets = {c.layout for c in gpu_suite() if c.sweep == SAMPLING_MASK}
+    assert of_sets == {"dense", *LONG, ZIPF}
+    zipf = with_mask("hidden", layout=ZIPF)
+    assert run.selected(zipf, "cpu")[0] == run.selected(with_mask("hidden"), "cpu")[0]
+
+
+@pytest.mark.parametrize("V", [10, 2_048])
+@pytest.mark.parametrize("layout", ["dense", *LONG, ZIPF])
+def test_ids_ascend_in_every_layout_of_sets(layout, V):
+    mask = sampling_mask(512, V, torch.Generator().manual_seed(0), layout)
+    for ids in mask.token_ids.split(mask.offsets.diff().tolist()):
+        assert (ids.diff() > 0).all()
+        assert 0 <= ids[0] <= ids[-1] < V
+    occurrences = mask.token_ids.long().bincount().max()
+    assert (occurrences > 400) == (layout == ZIPF or V == 10)
 
 
 @pytest.mark.parametrize(
