@@ -82,6 +82,8 @@ __device__ uint32_t counted_rows(const bool* counted, int64_t first, int64_t ste
     return __ballot_sync(kAllLanes, row < count && counted[row]);
 }
 
+__device__ int log2_of(int power_of_two) { return __ffs(power_of_two) - 1; }
+
 template <typename T, bool kSoftcap, bool kAligned>
 struct Block {
     static constexpr int n = kVec<T>;
@@ -110,7 +112,7 @@ struct Block {
           clusters(gridDim.x / cluster_size()),
           rank((int)cluster_rank()),
           size((int)cluster_size()),
-          log_size(__ffs(size) - 1),
+          log_size(log2_of(size)),
           cluster(blockIdx.x / cluster_size()),
           chunks(dealt((vocab + kChunk - 1) / kChunk)) {}
 
