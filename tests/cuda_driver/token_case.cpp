@@ -29,7 +29,7 @@ std::string TokenCase::name() const {
 
 namespace {
 
-constexpr Grids kGrids{{0.6f, 0.9f, 0.02}, {1.2f, 3.0f, 0.05}};
+const Grids kGrids{Grid::of(0.6f, 0.9f, 0.02), Grid::of(1.2f, 3.0f, 0.05)};
 // For sums in double in another order, whose terms may differ in the last bits of the exp.
 constexpr double kDouble = 1e-13;
 
@@ -43,8 +43,9 @@ struct Sum {
 };
 
 std::vector<double> grid_points(const Grid& grid) {
-    std::vector<double> points(kMaxGridPoints);
-    points.resize(fill_grid(grid, points.data()));
+    std::vector<double> points;
+    double sum = grid.start;
+    for (int k = 0; k < grid.count; ++k, sum += grid.step) points.push_back(grid.point(k, sum));
     return points;
 }
 
