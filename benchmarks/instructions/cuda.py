@@ -1,28 +1,148 @@
-"""The row kernels of the built CUDA library."""
+"""The row kernels of the built CUDA library, and what a row of theirs executes."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 import bapo_kernels
 
-from .passes import Count, Variant, count
-from .sass import disassemble
+from .gpus import GPU
+from .launch import Plan, Trace, launch, traces
+from .model import (
+    BARRIER,
+    PREDICTED,
+    READ,
+    STORE,
+    WAIT,
+    Case,
+    Prediction,
+    events,
+    predict,
+    sends,
+    steps,
+)
+from .sass import Code, disassemble
 
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
-KERNELS = {"row_pass_cluster_kernel": "CUDA cluster", "row_pass_kernel": "CUDA generic"}
 DTYPES = {"13__nv_bfloat16": "bfloat16", "6__half": "float16", "f": "float32"}
 # kernel<dtype, soft cap, aligned>
-MANGLED = re.compile(r"\d(row_pass_cluster_kernel|row_pass_kernel)I(.+)Lb([01])ELb1EEEv")
+MANGLED = re.compile(r"\drow_pass(_cluster)?_kernelI(.+)Lb0ELb1EEEv")
+PHASES = ("set-up", "first pass", "decision", "second pass", "loads")
 
 
-def cuda_counts(library: Path, arch: str) -> Iterator[Count]:
-    """The counts of every aligned variant in the library, or in a cubin."""
+@functools.cache
+def kernels(library: Path, arch: str) -> dict[tuple[bool, str], Code]:
+    """Those for aligned rows without a soft cap, by (whether of clusters, dtype)."""
     options = () if library.suffix == ".cubin" else ("-arch", arch)
-    for name, code in disassemble(library, *options).items():
-        if found := MANGLED.search(name):
-            kernel, dtype, softcap = found.groups()
-            variant = Variant(KERNELS[kernel], arch, DTYPES[dtype], softcap == "1")
-            yield from count(variant, code)
+    found = {MANGLED.search(name): code for name, code in disassemble(library, *options).items()}
+    return {(bool(name[1]), DTYPES[name[2]]): code for name, code in found.items() if name}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of some vocabulary, as the GPUs of one architecture process it."""
+
+    arch: str
+    vocabulary: int
+    dtype: str = "bfloat16"
+    gradient: bool = True
+    library: Path = LIBRARY
+
+    @functools.cached_property
+    def block(self) -> tuple[Plan, Code, list[Trace]]:
+        """Traces of all warps of a block; that of the generic kernel has one row."""
+        plan, parameters = launch(self.vocabulary, self.dtype, self.arch, self.gradient)
+        code = kernels(self.library, self.arch)[plan.cluster > 0, self.dtype]
+        return plan, code, traces(code, self.arch, plan, parameters)
+
+    @functools.cached_property
+    def turns(self) -> list[Turn]:
+        """Of the cluster kernel's warps that compute."""
+        plan, _, found = self.block
+        return [Turn.of(trace, plan.warps) for trace in found[: plan.warps]]
+
+    @functools.cached_property
+    def steps(self) -> list[np.ndarray]:
+        """What is simulated of every warp: the loads of 32 rows, and computation of 28."""
+        plan, _, found = self.block
+        if not plan.cluster:
+            return [steps(trace) for trace in found]
+        computing = [
+            steps(turn.first + 4 * turn.rows + turn.fields + 5 * turn.rows) for turn in self.turns
+        ]
+        return [*computing, steps(found[-1], loader=True)]
+
+    def plan(self, gpu: GPU) -> Plan:
+        plan, code, _ = self.block
+        if plan.cluster:
+            return plan
+        return replace(plan, blocks=gpu.resident(plan.warps, code.registers))
+
+    def counts(self) -> dict[str, float]:
+        """Executed instructions per element by phase, of rows in the middle of a launch."""
+        plan, _, found = self.block
+        total = Counter[str]()
+        if plan.cluster:
+            for turn in self.turns:
+                for phase, count in phases(turn.rows, "decision").items():
+                    total[phase] += count / (plan.warps - 1)
+                total["set-up"] += len(turn.fields) / 32
+            total["loads"] += len(found[-1]) / 32
+        else:
+            for trace in found:
+                total += phases(trace)
+        elements = self.vocabulary / max(plan.cluster, 1) / 32
+        counts = {phase: total[phase] / elements for phase in PHASES}
+        return counts | {"all": sum(counts.values())}
+
+    def predict(self, gpu: GPU, case: Case = PREDICTED) -> Prediction:
+        return predict(self.steps, self.plan(gpu), gpu, case)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Parts of the trace of a warp of the cluster kernel, from row to row where sums are sent.
+
+    Attributes:
+        first: up to the sums of the first row.
+        fields: what is executed once for 32 rows, before they begin.
+        rows: as many as there are warps that decide in turn: all but the first.
+    """
+
+    first: Trace
+    fields: Trace
+    rows: Trace
+
+    @classmethod
+    def of(cls, trace: Trace, warps: int) -> Turn:
+        what = np.fromiter(events(trace), int)
+        cuts = sends(what)
+        begin = next(i for i, (one, *_) in enumerate(trace) if one.name == "UCGABAR_WAIT")
+        end = int(np.argmax(what == BARRIER))
+        return cls(trace[: cuts[0]], trace[begin + 1 : end + 1], trace[cuts[0] : cuts[warps - 1]])
+
+
+def phases(trace: Trace, phase: str = "set-up") -> Counter[str]:
+    """Instructions by phase, of a trace that begins in one."""
+    total, last = Counter[str](), 0
+    for i, ((one, *_), what) in enumerate(zip(trace, events(trace), strict=True)):
+        before = phase
+        if what in (WAIT, READ) and phase != "first pass":
+            before = "decision" if phase == "decision" else "set-up"
+            phase = "first pass"
+        elif phase == "first pass" and one.name in ("REDUX", "CREDUX", "SHFL"):
+            phase = "decision"
+        elif what == BARRIER and phase == "decision":
+            phase = "second pass"
+        elif what != STORE:
+            continue
+        total[before] += i - last
+        last = i
+    total["set-up"] += len(trace) - last
+    return total

@@ -1,12 +1,14 @@
-"""Tables of the counts, and the block of ``docs/cuda_plan.md``."""
+"""Tables of the counts and predictions, and the block of ``docs/cuda_plan.md``."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import io
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -14,79 +16,90 @@ import pandas as pd
 from bapo_kernels.backends import native
 
 from ..tables import markdown
-from .gpus import GPUS
-from .passes import BYTES, ENTROPY, FIRST, LOG_PROBS, SECOND
-from .units import NAMES
-from .whole_op import BETWEEN_LAUNCHES, ROUND_TRIP, VOCABULARY, predicted
+from . import whole_op
+from .cuda import Row
+from .gpus import GPU, GPUS
+from .model import OPTIMISTIC, PESSIMISTIC, PREDICTED
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cuda_plan.md"
 BEGIN = "<!-- from the disassembly: python -m benchmarks.instructions --write -->"
 END = "<!-- end of the disassembly -->"
-ARCHITECTURES = ("sm_90", "sm_100")
+MODELS = (
+    128_256,
+    129_280,
+    151_936,
+    201_088,
+    262_208,
+)  # Llama 3, DeepSeek-V3, Qwen3, gpt-oss, Gemma 3
+RANKS = (1, 2, 4, 8)
+LENGTHS = sorted({4_096, *(V // ranks for V in MODELS for ranks in RANKS)})
+ROWS = [(V, "bfloat16") for V in LENGTHS] + [(151_936 // ranks, "float32") for ranks in (8, 1)]
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+TOKENS = (8_192, 1_024)
 
 
-def by_unit(frame: pd.DataFrame) -> pd.DataFrame:
-    """Instructions per element of every pass."""
-    index = (_title(frame) + ", " + frame["pass"].astype(str)).rename("")
-    return frame.set_index(index)[["issued", *NAMES]].map("{:.2f}".format)
+def title(vocabulary: int, dtype: str) -> str:
+    return f"{vocabulary:,}" + " float32" * (dtype == "float32")
 
 
-def both_passes(frame: pd.DataFrame) -> pd.DataFrame:
-    """Instructions per element and kernel, and the shares of a copy that they take."""
-    titles = _title(frame).rename("")
-    of = {
-        column: frame.pivot_table(index=titles, columns="pass", values=column, observed=True)
-        for column in ("issued", "exp")
+def blocks(row: Row) -> str:
+    plan, *_ = row.block
+    threads = f"{32 * plan.warps} threads"
+    return f"{plan.cluster} of {threads}" if plan.cluster else threads
+
+
+def over_copy(row: Row, gpu: GPU) -> str:
+    """The predicted time over that of a copy, and its range."""
+    cases = PREDICTED, OPTIMISTIC, PESSIMISTIC
+    found = [row.predict(gpu, case).over_copy for case in cases]
+    return f"{found[0]:.2f} ({min(found):.2f}-{max(found):.2f})"
+
+
+def of_length(length: tuple[int, str]) -> dict[str, dict[str, str]]:
+    """A line of every table."""
+    lines: dict[str, dict[str, str]] = {"all": {}, "gradient": {}, "log-probs": {}}
+    for arch in ARCHITECTURES:
+        row, alone = (Row(arch, *length, gradient) for gradient in (True, False))
+        counts = row.counts()
+        lines["all"][arch] = f"{counts['all']:.2f}"
+        lines["all"][f"{arch}, log-probs"] = f"{alone.counts()['all']:.2f}"
+        if arch == "sm_90":
+            phases = {name: f"{count:.2f}" for name, count in counts.items()}
+            lines["phases"] = {"blocks of a row": blocks(row)} | phases
+        for gpu in (gpu for gpu in GPUS if gpu.arch == arch):
+            lines["gradient"][gpu.name] = over_copy(row, gpu)
+            lines["log-probs"][gpu.name] = over_copy(alone, gpu)
+    return lines
+
+
+def tables(lengths: Sequence[tuple[int, str]] = ROWS) -> dict[str, pd.DataFrame]:
+    with ProcessPoolExecutor() as pool:
+        lines = dict(zip(lengths, pool.map(of_length, lengths), strict=True))
+    return {
+        name: pd.DataFrame({title(*length): line[name] for length, line in lines.items()}).T
+        for name in ("phases", "all", "gradient", "log-probs")
     }
-    issued, exps = (table.loc[titles.unique()] for table in of.values())
-    both = issued[FIRST] + issued[SECOND]
-    table = {
-        FIRST: issued[FIRST],
-        SECOND: issued[SECOND],
-        "both": both,
-        "both, entropy gradient": issued[FIRST] + issued[ENTROPY],
-        LOG_PROBS: issued[LOG_PROBS],
+
+
+def whole() -> pd.DataFrame:
+    """The predicted time of a loss."""
+    columns = {
+        f"{gpu.name}, N = {tokens:,}": whole_op.predicted(tokens, gpu)
+        for gpu in GPUS
+        if gpu.name in ("A100", "H100", "H200")
+        for tokens in TOKENS
     }
-    result = pd.DataFrame(table).map("{:.2f}".format)
-    size = frame["dtype"].astype(str).map(BYTES).groupby(titles).first()
-    for gpu in GPUS:
-        if gpu.arch == frame.arch.iloc[0]:
-            shares = {
-                "issue": gpu.issue_share(both, 2 * size),
-                "exp": gpu.exp_share(exps[FIRST] + exps[SECOND], 2 * size),
-                "issue, log-probs": gpu.issue_share(issued[LOG_PROBS], size),
-            }
-            for name, share in shares.items():
-                result[f"{gpu.name}: {name}"] = (100 * share).map("{:.0f} %".format)
-    return result
+    return pd.DataFrame(columns)
 
 
-_PREDICTED = (
-    f"Predicted time of `bapo_loss` and its backward (V = {VOCABULARY:,}, bfloat16, every row "
-    "active, on-policy). The row pass takes the time of its bytes, its issue slots or its exps, "
-    "whichever is longest; the other kernels wait for memory rather than move bytes. Assumed are "
-    f"{1e6 * BETWEEN_LAUNCHES:g} us between two kernels and {1e6 * ROUND_TRIP:g} us per round trip "
-    "to memory, as many as `benchmarks/instructions/whole_op.py` lists:"
-)
-
-
-def whole_op(frame: pd.DataFrame) -> pd.DataFrame:
-    """The predicted time of a loss, from the counts of the cluster kernel in bfloat16."""
-    rows = frame[(frame.kernel == "CUDA cluster") & (frame["dtype"] == "bfloat16") & ~frame.softcap]
-    both = rows[rows["pass"].isin([FIRST, SECOND])]
-    return predicted(frame.arch.iloc[0], both.issued.sum(), both.exp.sum())
-
-
-def section(frame: pd.DataFrame) -> str:
-    """The tables of one architecture."""
-    arch = frame.arch.iloc[0]
-    lines = [f"Both passes on {arch}:\n", markdown(both_passes(frame))]
-    if arch == ARCHITECTURES[0]:
-        parts = frame[~frame.softcap & frame["pass"].isin([FIRST, SECOND])]
-        lines += [f"\nBy unit on {arch}, without a soft cap:\n", markdown(by_unit(parts))]
-        lines += [f"\n{_PREDICTED}\n", markdown(whole_op(frame))]
-    return "\n".join(lines) + "\n"
+def triton(arch: str) -> pd.DataFrame:
+    """By a process of its own: it compiles for one GPU only, and not if it interprets kernels."""
+    code = "from benchmarks.instructions.triton_kernels import *; import json; "
+    command = [sys.executable, "-c", f"{code}print(json.dumps(triton_counts({arch!r})))"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    output = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
+    return pd.DataFrame(json.loads(output)).T
 
 
 def versions() -> str:
@@ -96,41 +109,41 @@ def versions() -> str:
 
 
 def assumptions() -> str:
-    """What is assumed about the GPUs."""
     words = (
-        f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.clock / 1e9:g} GHz, "
-        f"a copy at {gpu.copy / 1e12:.1f} TB/s"
+        f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.clock / 1e9:g} GHz, a copy at "
+        f"{gpu.copy / 1e12:g} TB/s, L2 of {gpu.l2 >> 20} MB at {gpu.l2_speed / 1e12:g} TB/s"
         for gpu in GPUS
     )
     return f"Assumed are {'; '.join(words)}."
 
 
-def records(arch: str) -> pd.DataFrame:
-    """The records of ``python -m benchmarks.instructions``.
-
-    A process compiles Triton's kernels for one GPU only, and not if it interprets them.
-    """
-    command = [sys.executable, "-m", "benchmarks.instructions", "--json", "--arch", arch]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    output = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
-    return pd.read_json(io.StringIO(output), lines=True)
+def block() -> str:
+    made = {name: markdown(table) for name, table in tables().items()}
+    parts = [
+        f"{versions()} {assumptions()}",
+        "Executed instructions per element on sm_90, by phase (bfloat16 where not said otherwise):",
+        made["phases"],
+        "All phases, by architecture, with gradient and for log-probs alone:",
+        made["all"],
+        "Predicted time of the row pass with gradient, over a copy of its bytes:",
+        made["gradient"],
+        "Predicted time of log-probs alone, over reading their bytes at the speed of a copy:",
+        made["log-probs"],
+        f"Predicted time of `bapo_loss` and its backward (V = {whole_op.VOCABULARY:,}, bfloat16, "
+        "every row active, on-policy). The kernels beside the row pass wait for memory rather than "
+        f"move bytes. Assumed are {1e6 * whole_op.BETWEEN_LAUNCHES:g} us between two kernels and "
+        f"{1e6 * whole_op.ROUND_TRIP:g} us per round trip to memory; their number is an estimate "
+        "by reading the kernels (`benchmarks/instructions/whole_op.py`):",
+        markdown(whole()),
+        "Triton's row pass on sm_90, instructions per element in the loops of its passes:",
+        markdown(triton("sm_90").map("{:.2f}".format)),
+    ]
+    return "\n\n".join(parts)
 
 
 def write() -> Path:
     """Replaces the block of the page."""
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    block = [
-        BEGIN,
-        f"{versions()} {assumptions()}\n",
-        *(section(records(arch)) for arch in ARCHITECTURES),
-        END,
-    ]
-    PAGE.write_text(before + "\n".join(block) + after)
+    PAGE.write_text(f"{before}{BEGIN}\n{block()}\n\n{END}{after}")
     return PAGE
-
-
-def _title(frame: pd.DataFrame) -> pd.Series:
-    """The kernel of each record."""
-    softcap = frame.softcap.map({False: "", True: ", soft cap"})
-    return frame.kernel + ", " + frame["dtype"].astype(str) + softcap

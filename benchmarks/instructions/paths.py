@@ -1,4 +1,4 @@
-"""The executed path of a loop over a row.
+"""The executed path of a loop over a row, in the kernels of Triton.
 
 Rule: a path starts at the head of a loop, ends where it branches back there, and passes every
 instruction at most once, so a loop that waits for a barrier counts one try. Of all such paths the
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 
 import networkx as nx
@@ -20,13 +19,6 @@ import networkx as nx
 from .sass import Instruction
 
 VECTOR_LOADS, VECTOR_STORES = ("LDS", "LDG", "LD"), ("STG", "ST")
-
-
-class Releases(Enum):
-    """Whether the path gives back the stages of shared memory that it has read, if it can."""
-
-    FEWEST = -1
-    MOST = 1
 
 
 @dataclass(frozen=True)
@@ -49,11 +41,6 @@ class Iteration:
     def exps(self) -> int:
         return sum(map(is_exp, self.instructions))
 
-    @property
-    def releases(self) -> int:
-        """Stages of shared memory given back."""
-        return sum(map(is_release, self.instructions))
-
 
 def is_vector(instruction: Instruction, names: tuple[str, ...]) -> bool:
     return instruction.name in names and "128" in instruction.opcode.split(".")
@@ -63,16 +50,12 @@ def is_exp(instruction: Instruction) -> bool:
     return instruction.opcode == "MUFU.EX2"
 
 
-def is_release(instruction: Instruction) -> bool:
-    return instruction.opcode.startswith("SYNCS.ARRIVE")
-
-
-def executed_paths(code: list[Instruction], releases: Releases) -> Iterator[Iteration]:
+def executed_paths(code: list[Instruction]) -> Iterator[Iteration]:
     """The executed path of every innermost loop that has 16-byte loads and exps."""
     graph = control_flow(code)
     for head, loop in loops(graph, graph.nodes):
-        path = best_path(graph, head, loop, releases)
-        inner = (best_path(graph, *nested, releases) for nested in loops(graph, loop - {head}))
+        path = best_path(graph, head, loop)
+        inner = (best_path(graph, *nested) for nested in loops(graph, loop - {head}))
         if on_rows(path) and not any(map(on_rows, inner)):
             yield path
 
@@ -122,19 +105,19 @@ def loops(graph: nx.DiGraph, nodes: object) -> Iterator[tuple[int, set[int]]]:
         yield from loops(graph, loop - {head})
 
 
-def best_path(graph: nx.DiGraph, head: int, loop: set[int], releases: Releases) -> Iteration:
+def best_path(graph: nx.DiGraph, head: int, loop: set[int]) -> Iteration:
     """The executed path of a loop, by the rule of this module."""
     once = nx.DiGraph(graph.subgraph(loop))
     back = set(once.predecessors(head))
     for inner, blocks in [(head, loop), *loops(graph, loop - {head})]:
         once.remove_edges_from([(block, inner) for block in blocks if once.has_edge(block, inner)])
-    best = {head: (value(graph.nodes[head]["code"], releases), (head,))}
+    best = {head: (value(graph.nodes[head]["code"]), (head,))}
     for node in nx.topological_sort(once):
         if node not in best:
             continue
         score, blocks = best[node]
         for after in once.successors(node):
-            gain = value(graph.nodes[after]["code"], releases)
+            gain = value(graph.nodes[after]["code"])
             found = tuple(map(sum, zip(score, gain, strict=True)))
             if after not in best or found > best[after][0]:
                 best[after] = found, (*blocks, after)
@@ -142,8 +125,7 @@ def best_path(graph: nx.DiGraph, head: int, loop: set[int], releases: Releases) 
     return Iteration(tuple(i for block in blocks for i in graph.nodes[block]["code"]))
 
 
-def value(code: list[Instruction], releases: Releases) -> tuple[int, ...]:
+def value(code: list[Instruction]) -> tuple[int, ...]:
     """What the rule compares paths by, most important first."""
     vectors = sum(is_vector(i, VECTOR_LOADS + VECTOR_STORES) for i in code)
-    released = releases.value * sum(map(is_release, code))
-    return vectors, sum(map(is_exp, code)), released, -len(code)
+    return vectors, sum(map(is_exp, code)), -len(code)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
 
-from .passes import BYTES, ENTROPY, FIRST, LOG_PROBS, SECOND, Count, Variant, count
+from .launch import BYTES
+from .paths import Iteration, executed_paths
 from .sass import disassemble
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 from compile_triton import (
     TARGETS,
     AbsentGPU,
@@ -25,29 +24,43 @@ from compile_triton import (
 )
 
 
-def triton_counts(arch: str) -> Iterator[Count]:
-    """The counts of the row pass without and with an entropy gradient, and of log-probs alone."""
+def triton_counts(arch: str) -> dict[str, dict[str, float]]:
+    """Instructions per element in the longest loop of each pass, by dtype."""
     triton.runtime.driver.set_active(AbsentGPU(TARGETS[arch.replace("sm_", "cuda:")]))
     compiled = Compiled()
-    for name in BYTES:
-        dtype = getattr(torch, name)
-        for softcap in (math.inf, 30.0):
-            variant = Variant("Triton", arch, name, softcap < math.inf)
-            one_row_pass(dtype, softcap=softcap, kl=2)
-            yield from _of(variant, compiled, {FIRST: FIRST, SECOND: SECOND})
-            one_row_pass(dtype, softcap=softcap, everything=True, kl=2)
-            yield from _of(variant, compiled, {SECOND: ENTROPY})
-            one_row_statistics(dtype, softcap=softcap)
-            yield from _of(variant, compiled, {LOG_PROBS: LOG_PROBS})
+    counts = {}
+    for name, size in BYTES.items():
+        one_row_pass(getattr(torch, name), kl=2)
+        first, second = _longest(compiled, stores=False), _longest(compiled, stores=True)
+        one_row_pass(getattr(torch, name), everything=True, kl=2)
+        entropy = _longest(compiled, stores=True)
+        one_row_statistics(getattr(torch, name))
+        alone = _longest(compiled, stores=False)
+        passes = {
+            "first pass": first,
+            "second pass": second,
+            "second pass, entropy gradient": entropy,
+            "log-probs alone": alone,
+        }
+        counts[name] = {of: per_element(path, size) for of, path in passes.items()}
+    return counts
 
 
-def _of(variant: Variant, compiled: Compiled, names: dict[str, str]) -> Iterator[Count]:
-    """Of the kernel compiled last: the counts of these passes, by the name that each has here."""
+def per_element(path: Iteration, size: int) -> float:
+    """Instructions per element of this many bytes, by the 16-byte accesses and by the exps."""
+    elements = (path.stores or path.loads) * 16 // size
+    # The first pass has some more exps, which move its sums to a new maximum.
+    if not 0 <= path.exps - elements <= elements:
+        raise ValueError(f"{path.exps} exps for {elements} elements")
+    return len(path.instructions) / elements
+
+
+def _longest(compiled: Compiled, stores: bool) -> Iteration:
+    """Of the kernel compiled last: the path with the most elements, of those with stores or not."""
     *_, (_, _, kernel) = compiled.kernels.values()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         (code,) = disassemble(Path(file.name)).values()
-    for one in count(variant, code):
-        if one.of in names:
-            yield replace(one, of=names[one.of])
+    paths = [path for path in executed_paths(code.instructions) if bool(path.stores) == stores]
+    return max(paths, key=lambda path: (path.loads, -len(path.instructions)))

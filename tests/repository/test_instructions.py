@@ -1,9 +1,10 @@
-"""Instructions per element of the row passes, and the tool that counts them."""
+"""Executed instructions of the row pass, the model of its time, and the tool that prints both."""
 
 import importlib.util
 from dataclasses import replace
 from textwrap import dedent
 
+import numpy as np
 import pytest
 from helpers import needs_machine_code
 
@@ -11,34 +12,28 @@ pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
 pytest.importorskip("typer")
 
-from benchmarks.instructions import page
+from benchmarks.instructions import launch, model, page
+from benchmarks.instructions.cuda import Row, kernels
 from benchmarks.instructions.gpus import GPUS
-from benchmarks.instructions.passes import (
-    BYTES,
-    ENTROPY,
-    FIRST,
-    LOG_PROBS,
-    PASSES,
-    SECOND,
-    Variant,
-    count,
-)
-from benchmarks.instructions.paths import Releases, executed_paths
+from benchmarks.instructions.machine import Machine, to_double
+from benchmarks.instructions.paths import executed_paths
 from benchmarks.instructions.sass import cuobjdump, parse
-from benchmarks.instructions.units import by_unit
+from benchmarks.instructions.triton_kernels import per_element
 
-# The most instructions per element, without a soft cap, on sm_90.
+# The most executed instructions per element on sm_90, with gradient and for log-probs alone.
 BUDGET = {
-    ("CUDA cluster", "bfloat16"): {FIRST: 10.0, SECOND: 8.0, LOG_PROBS: 10.0},
-    ("CUDA cluster", "float16"): {FIRST: 10.0, SECOND: 8.0, LOG_PROBS: 10.0},
-    ("CUDA cluster", "float32"): {"both": 26.0, LOG_PROBS: 12.5},
-    ("Triton", "bfloat16"): {FIRST: 10.5, SECOND: 7.0, LOG_PROBS: 10.5},
-    ("Triton", "float16"): {FIRST: 10.5, SECOND: 7.0, LOG_PROBS: 10.5},
-    ("Triton", "float32"): {FIRST: 10.5, SECOND: 7.0, LOG_PROBS: 10.5},
+    (151_936, "bfloat16"): (21.5, 14.0),
+    (18_992, "bfloat16"): (22.5, 14.5),
+    (4_096, "bfloat16"): (23.0, 13.8),
+    (151_936, "float32"): (28.0, 20.0),
 }
-ENTROPY_GRADIENT = 2.1  # more instructions per element than without it, in every kernel
-
-VARIANT = Variant("CUDA cluster", "sm_90", "float32", softcap=False)
+# In the loops of Triton's passes.
+OF_TRITON = {
+    "bfloat16": {"first pass": 10.5, "second pass": 7.0, "log-probs alone": 10.5},
+    "float16": {"first pass": 10.5, "second pass": 7.0, "log-probs alone": 10.5},
+    "float32": {"first pass": 10.5, "second pass": 7.0, "log-probs alone": 10.5},
+}
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
 
 
 def code(listing):
@@ -54,8 +49,8 @@ def code(listing):
     return parse("\n".join(f"/*{16 * i:04x}*/  {' '.join(w)} ;" for i, w in enumerate(words)))
 
 
-def the_path(listing, releases=Releases.FEWEST):
-    (path,) = executed_paths(code(listing), releases)
+def the_path(listing):
+    (path,) = executed_paths(code(listing))
     return [str(instruction).split(maxsplit=1)[1] for instruction in path.instructions]
 
 
@@ -157,91 +152,82 @@ def test_branches_of_diverged_warps_are_not_taken():
     assert len(path) == 6
 
 
-KEPT_OR_RELEASED = """
-    loop:
-    LDS.128 R4, [R2]
-    @P0 BRA kept
-    SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R9], RZ
-    kept:
-    MUFU.EX2 R4, R4
-    MUFU.EX2 R5, R5
-    MUFU.EX2 R6, R6
-    MUFU.EX2 R7, R7
-    @P1 BRA loop
-"""
-
-
-def test_stages_are_released_by_log_probs_alone():
-    kept, released = (the_path(KEPT_OR_RELEASED, releases) for releases in Releases)
-    assert len(released) == len(kept) + 1
-    counts = {one.of: one.issued for one in count(VARIANT, code(KEPT_OR_RELEASED))}
-    assert counts == {FIRST: 7 / 4, LOG_PROBS: 8 / 4}
-
-
-def test_log_probs_alone_may_have_a_loop_of_their_own():
-    loops = [KEPT_OR_RELEASED.replace("loop", name) for name in ("a", "b")]
-    loops = [loop.replace("kept", f"{name}2") for loop, name in zip(loops, "ab", strict=True)]
-    kept = loops[0].replace("    SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R9], RZ\n", "")
-    released = loops[1].replace("    @P0 BRA b2\n", "")
-    for listing in (kept + released, released + kept):
-        found = {one.of: one.path.releases for one in count(VARIANT, code(listing))}
-        assert found == {FIRST: 0, LOG_PROBS: 1}
-    found = {one.of: one.path.releases for one in count(VARIANT, code(released))}
-    assert found == {FIRST: 1, LOG_PROBS: 1}
-
-
-def second_pass(name, vectors, arithmetic, integers=0):
-    """A loop with four float32 exps per vector."""
-    vector = ["LDS.128 R4, [R2]", *4 * ["MUFU.EX2 R4, R4"], *4 * arithmetic, "ST.E.128 [R2], R4"]
-    return "\n".join([f"{name}:", *vectors * vector, *integers * ["IADD3"], f"@P0 BRA {name}", ""])
-
-
-def test_second_passes_are_distinguished_by_their_arithmetic():
-    """The longest loop of each counts, however many integers its shorter one computes."""
-    plain, bonus = ["FADD", "FMUL"], ["FADD", "FMNMX", "FMUL"]
-    listing = KEPT_OR_RELEASED + second_pass("a", 4, bonus) + second_pass("b", 1, plain, 50)
-    listing += second_pass("c", 2, plain, 3) + second_pass("d", 1, bonus) + "EXIT"
-    found = {one.of: (one.elements, one.issued) for one in count(VARIANT, code(listing))}
-    assert found[SECOND] == (8, 2 * 14 / 8 + 4 / 8)
-    assert found[ENTROPY] == (16, 4 * 18 / 16 + 1 / 16)
-
-
 def test_elements_and_exps_have_to_agree():
-    listing = code(KEPT_OR_RELEASED)
-    with pytest.raises(ValueError, match="4 exps for 8 elements"):
-        count(replace(VARIANT, dtype="bfloat16"), listing)
-    with pytest.raises(ValueError, match="4 exps for 4 elements"):
-        count(replace(VARIANT, softcap=True), listing)
-    with pytest.raises(ValueError):
-        count(VARIANT, code("FADD\nEXIT"))
+    (path,) = executed_paths(code("loop:\nLDS.128 R4, [R2]\nMUFU.EX2 R4, R4\n@P1 BRA loop\nEXIT"))
+    with pytest.raises(ValueError, match="1 exps for 4 elements"):
+        per_element(path, 4)
 
 
-def test_units():
-    listing = """
-        MUFU.EX2\nMUFU.RCP\nFFMA\nIMAD.U32\nHADD2.F32\nF2FP.BF16.F32.PACK_AB\nLDS.128\nSTG.E
-        FMNMX\nPRMT\nVIADD\nULEA\nR2UR\nSYNCS.ARRIVE\n@P0 BRA 0x0
-    """
-    assert by_unit(code(listing)) == {
-        "exp": 2,
-        "FMA": 2,
-        "conversion": 2,
-        "shared": 1,
-        "global": 1,
-        "ALU": 3,
-        "uniform": 2,
-        "control": 2,
-    }
+def execute(listing, **registers):
+    """The registers after a listing."""
+    machine = Machine(code(listing + "\nEXIT"), {0: {}}, {}, {0: 0}, registers=registers)
+    steps = sum(1 for _ in machine.run())
+    return machine.registers | {"steps": steps}
 
 
-def test_shares_of_a_copy():
-    """8,192 rows of 151,936 bfloat16 logits by hand: 26.75 instructions and two exps each."""
-    N, V = 8_192, 151_936
-    for name, copy_ms in (("H100 SXM", 1.66), ("H200", 1.16)):
-        (gpu,) = (gpu for gpu in GPUS if gpu.name == name)
-        per_ms = 132 * 1.755e6
-        issue_ms, exp_ms = N * V * 26.75 / 32 / 4 / per_ms, N * V * 2 / 16 / per_ms
-        assert gpu.issue_share(26.75, 4) == pytest.approx(issue_ms / copy_ms, rel=0.01)
-        assert gpu.exp_share(2, 4) == pytest.approx(exp_ms / copy_ms, rel=0.01)
+def test_the_machine_follows_branches():
+    found = execute("""
+        MOV R1, 0x3
+        loop:
+        IADD3 R2, R2, 0x5, RZ
+        IADD3 R1, R1, -0x1, RZ
+        ISETP.NE.AND P0, PT, R1, RZ, PT
+        @P0 BRA loop
+        @P0 IADD3 R2, R2, 0x64, RZ
+    """)
+    assert (found["R2"], found["steps"]) == (15, 1 + 3 * 4 + 2)
+
+
+def test_the_machine_computes():
+    found = execute(
+        "FFMA R3, R1, R2, -1\nLOP3.LUT R4, R1, R2, RZ, 0xc0, !PT", R1=0x40400000, R2=0x40000000
+    )
+    assert found["R3"] == 0x40A00000  # 3 * 2 - 1
+    assert found["R4"] == 0x40000000
+    with pytest.raises(NotImplementedError):
+        execute("HMMA.16816.F32 R4, R8, R12, R4")
+
+
+def predicted(warps, **settings):
+    """Of steps by hand: (stall, waits, writes, unit, event); a block of the generic kernel."""
+    numbers = list(model.UNITS)
+    code = [
+        np.array(
+            [(s, waits, writes, 7, numbers.index(u), e) for s, waits, writes, u, e in steps],
+            model.STEP,
+        )
+        for steps in warps
+    ]
+    plan = launch.Plan(1_024, "bfloat16", 0, 0, settings.pop("blocks", 1), len(warps), 2_048)
+    case = model.Case(model.Latencies(block_start=0, **settings))
+    return model.predict(code, plan, replace(H100, copy=1e18, l2_speed=1e18), case)
+
+
+def test_a_chain_of_dependent_instructions_takes_their_latencies():
+    """An exp is used as soon as its scoreboard says; the last one ends the block when issued."""
+    chain = [(1, 1, 0, "function", model.PLAIN)] * 101
+    latency = model.UNITS["function"][1]
+    assert predicted([chain]).cycles == pytest.approx(100 * latency, rel=0.01)
+    stalled = [(7, 0, 7, "fma", model.PLAIN)] * 101
+    assert predicted([stalled]).cycles == pytest.approx(700, rel=0.02)
+
+
+def test_a_unit_bounds_the_throughput():
+    """Warps that depend on nothing; four lie on each sub-partition."""
+    exps = [(1, 0, 7, "function", model.PLAIN)] * 100
+    assert predicted(16 * [exps]).cycles == pytest.approx(4 * 100 * 8, rel=0.02)
+    adds = [(1, 0, 7, "fma", model.PLAIN)] * 100
+    found = predicted(16 * [adds])
+    assert found.cycles == pytest.approx(400, rel=0.03)
+    assert min(found.issue) > 0.95
+
+
+def test_memory_and_barriers_are_waited_for():
+    load = [(1, 0, 0, "global", model.READ), (1, 1, 7, "fma", model.PLAIN)]
+    assert predicted([load], memory=500).cycles == pytest.approx(500, abs=5)
+    other = [(1, 0, 7, "control", model.BARRIER), (1, 0, 7, "fma", model.PLAIN)]
+    slow = [(300, 0, 7, "fma", model.PLAIN), *other]
+    assert predicted([slow, other], barrier=20).cycles == pytest.approx(320, abs=5)
 
 
 needs_kernels = pytest.mark.skipif(
@@ -251,38 +237,49 @@ needs_kernels = pytest.mark.skipif(
 compiled = pytest.mark.xdist_group("instructions")  # one worker disassembles
 
 
-@pytest.fixture(scope="module")
-def records():
+@needs_kernels
+@compiled
+@pytest.mark.parametrize(("vocabulary", "dtype"), BUDGET)
+def test_budget(vocabulary, dtype):
     needs_machine_code("sm_90")
-    return page.records("sm_90")
+    rows = (Row("sm_90", vocabulary, dtype, gradient) for gradient in (True, False))
+    found = [row.counts()["all"] for row in rows]
+    assert all(f <= most for f, most in zip(found, BUDGET[vocabulary, dtype], strict=True)), found
 
 
 @needs_kernels
 @compiled
-def test_every_pass_of_every_kernel_is_counted(records):
-    found = set(records[["kernel", "dtype", "softcap", "pass"]].itertuples(index=False, name=None))
-    kernels = ("CUDA cluster", "CUDA generic", "Triton")
-    assert len(records) == len(found) == len(kernels) * len(BYTES) * 2 * len(PASSES)
+@pytest.mark.parametrize("arch", page.ARCHITECTURES)
+def test_the_executed_log_prob(arch):
+    """Of 4,096 equal logits, by one warp: all of its 32 lanes add the sums of the whole row."""
+    needs_machine_code(arch)
+    row = Row(arch, 4_096)
+    plan, parameters = launch.launch(4_096, "bfloat16", arch)
+    memory = {}
+    launch.traces(kernels(row.library, arch)[False, "bfloat16"], arch, plan, parameters, memory)
+    place = (launch.LOG_PROBS << 32) // 4
+    assert to_double(memory[place] | memory[place + 1] << 32) == pytest.approx(-np.log(32 * 4_096))
 
 
 @needs_kernels
 @compiled
-@pytest.mark.parametrize(("kernel", "dtype"), BUDGET)
-def test_budget(records, kernel, dtype):
-    mine = records[(records.kernel == kernel) & (records["dtype"] == dtype) & ~records.softcap]
-    issued = mine.set_index("pass").issued.to_dict()
-    issued["both"] = issued[FIRST] + issued[SECOND]
-    over = {of: issued[of] for of, most in BUDGET[kernel, dtype].items() if issued[of] > most}
-    assert over == {}
-    assert issued[ENTROPY] - issued[SECOND] <= ENTROPY_GRADIENT
+def test_triton_budget():
+    needs_machine_code("sm_90")
+    found = page.triton("sm_90").T
+    for dtype, most in OF_TRITON.items():
+        assert {of: n for of, n in found[dtype].items() if n > most.get(of, 9.5)} == {}
 
 
 @needs_kernels
 @compiled
-def test_page_is_what_the_tool_prints(records):
+def test_page_has_the_predictions():
     """After a change of the kernels: ``python -m benchmarks.instructions --write``."""
+    needs_machine_code("sm_90")
     text = page.PAGE.read_text()
     assert page.assumptions() in text
     if page.versions() not in text:
         pytest.skip("built by other compilers than the page's")
-    assert page.section(records) in text
+    lines = page.of_length((4_096, "bfloat16"))
+    for line in lines.values():
+        cells = [cell.strip() for cell in text.split("|")]
+        assert set(line.values()) <= set(cells)

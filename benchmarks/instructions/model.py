@@ -1,0 +1,235 @@
+"""A model of a multiprocessor that executes the traces of all resident warps, cycle by cycle.
+
+Each of its four sub-partitions issues one instruction per cycle, of the warp that has waited
+longest among those that are ready. A warp issues in order, as its control codes say: after the
+stall of the instruction before, and after the scoreboards that it waits for. A unit accepts an
+instruction of a warp every so many cycles. Memory serves requests in their order, at the bandwidth
+of a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .gpus import GPU
+from .launch import Plan, Trace
+from .sass import Instruction
+
+# The events of an instruction besides its issue, as simulate.cpp numbers them.
+PLAIN, WAIT, FREE, SUMS, LOAD, STORE, SEND, BARRIER, RELEASE, READ, REREAD = range(11)
+SUMS_ARRIVED = (0x400, 0x408)  # the two barriers at the beginning of the block's memory
+STEP = np.dtype([(name, "i4") for name in ("stall", "waits", "writes", "reads", "unit", "event")])
+# Issue interval in a sub-partition, and latency where it is not in the control code.
+UNITS = {
+    "fma": (1, 4),
+    "fma of pairs": (2, 4),
+    "integer multiply": (2, 4),
+    "alu": (2, 5),
+    "uniform": (2, 12),
+    "double": (2, 16),
+    "function": (8, 24),  # exp, and conversions to and from double
+    "shuffle": (4, 24),
+    "shared": (4, 33),
+    "vector": (16, 40),
+    "constant": (2, 40),
+    "barrier in memory": (4, 24),
+    "global": (4, 800),
+    "control": (1, 20),
+}
+UNIT = {
+    name: unit
+    for unit, names in {
+        "fma": "FFMA FMUL FADD HFMA2 HADD2 HMUL2",
+        "fma of pairs": "FFMA2 FMUL2 FADD2",
+        "integer multiply": "IMAD",
+        "double": "DADD DMUL DFMA DSETP",
+        "function": "MUFU F2F I2F F2I FRND",
+        "shuffle": "SHFL REDUX CREDUX VOTE",
+        "shared": "LDS STS STAS",
+        "constant": "LDC S2R S2UR",
+        "barrier in memory": "SYNCS UBLKCP",
+        "global": "LDG STG LD ST",
+        "control": "BRA EXIT RET CALL BSSY BSYNC BREAK BMOV WARPSYNC BAR NOP YIELD CCTL ELECT "
+        "MEMBAR FENCE ERRBAR CGAERRBAR",
+    }.items()
+    for name in names.split()
+}
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Assumed cycles, beside those of `UNITS`; `factor` is of all latencies, not of intervals."""
+
+    memory: float = 800
+    l2: float = 270
+    l1: float = 40
+    operands: float = 12  # until a scoreboard of read operands is released
+    barrier: float = 24  # of the warps of a block
+    exchange: float = 250  # from a store to another block until its barrier has been seen
+    load: float = 1000  # from a bulk copy's issue to its arrival, without a queue
+    block_start: float = 600  # after the end of the one before
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is varied: latencies, the sub-partitions of loading warps, and the part of L2 used."""
+
+    latencies: Latencies = Latencies()
+    loaders_apart: bool = True
+    l2_used: float = 1.0
+
+
+BLOCKS = 12  # of the generic kernel, one after the other
+PREDICTED = Case()
+OPTIMISTIC = Case(Latencies(factor=0.8))
+PESSIMISTIC = Case(Latencies(factor=1.25), loaders_apart=False, l2_used=0.5)
+
+
+def unit(one: Instruction) -> str:
+    found = UNIT.get(one.name)
+    if found in ("shared", "global"):
+        return "vector" if is_vector(one) else found
+    uniform = one.name.startswith("U") or one.name in ("R2UR", "LDCU")
+    return found or ("uniform" if uniform else "alu")
+
+
+def is_vector(one: Instruction) -> bool:
+    return "128" in one.opcode.split(".")
+
+
+def events(trace: Trace, loader: bool = False) -> Iterator[int]:
+    """Of every instruction; what the generic kernel loads after a barrier it loads again."""
+    again = False
+    for one, active, place in trace:
+        words = one.opcode.split(".")
+        what = {"UBLKCP": LOAD, "STAS": SEND, "BAR": BARRIER}.get(one.name, PLAIN)
+        if not active:
+            what = PLAIN
+        elif one.name == "SYNCS" and "PHASECHK" in words:
+            what = FREE if loader else SUMS if place in SUMS_ARRIVED else WAIT
+        elif one.name == "SYNCS" and "A1T0" in words:
+            what = RELEASE
+        elif is_vector(one) and one.name in ("LDG", "LD"):
+            what = REREAD if again else READ
+        elif is_vector(one) and one.name in ("STG", "ST"):
+            what = STORE
+        yield what
+        again = again or what == BARRIER
+
+
+def steps(trace: Trace, loader: bool = False) -> np.ndarray:
+    numbers = {name: number for number, name in enumerate(UNITS)}
+    rows = [
+        (one.stall, one.waits, one.writes, one.reads, numbers[unit(one)], what)
+        for (one, *_), what in zip(trace, events(trace, loader), strict=True)
+    ]
+    return np.array(rows, STEP)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = Path(tempfile.mkdtemp()) / "simulate.so"
+    source = Path(__file__).with_name("simulate.cpp")
+    command = ["c++", "-std=c++20", "-O2", "-shared", "-fPIC", "-o", library, source]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    cycles: float  # of a multiprocessor per row of a block
+    copy: float  # that a copy takes for its bytes
+    issue: tuple[float, ...]  # share of the cycles in which a sub-partition issues
+
+    @property
+    def over_copy(self) -> float:
+        return self.cycles / self.copy
+
+
+def costs(gpu: GPU, factor: float) -> np.ndarray:
+    """Interval and latency of every unit."""
+    intervals = {"fma": 128 / gpu.fp32, "double": 128 / gpu.fp64}
+    rows = [(intervals.get(name, UNITS[name][0]), factor * UNITS[name][1]) for name in UNITS]
+    return np.array(rows, "f8")
+
+
+def predict(code: Sequence[np.ndarray], plan: Plan, gpu: GPU, case: Case = PREDICTED) -> Prediction:
+    """From the steps of all warps of a block."""
+    stores = any((each["event"] == STORE).any() for each in code)
+    moved = plan.row_bytes * (1 + stores)
+    speed = gpu.copy / gpu.multiprocessors / gpu.clock
+    ends = np.cumsum([len(each) for each in code])
+    placed = []
+    for team in range(plan.blocks):
+        # Warps lie on the sub-partitions in turn, and blocks start apart.
+        begin = round(team * moved / speed)
+        for i, end in enumerate(ends):
+            loads = i >= plan.warps
+            place = team * len(code) + i if case.loaders_apart or not loads else 0
+            placed.append((end - len(code[i]), end, place % 4, team, loads, begin))
+    rows = len(sends(code[0]["event"])) if plan.cluster else BLOCKS
+    lat = case.latencies
+    live = plan.blocks * plan.row_bytes
+    # Of a chunk on average: the traces are of the block that has most of a row.
+    full = plan.row_bytes / (plan.chunks * plan.chunk_bytes) if plan.cluster else 1.0
+    settings = [
+        *(lat.factor * each for each in (lat.memory, lat.l2, lat.l1, lat.operands, lat.barrier)),
+        *(lat.factor * each for each in (lat.exchange, lat.load, lat.block_start)),
+        speed,
+        gpu.l2_speed / gpu.multiprocessors / gpu.clock,
+        min(1.0, gpu.l1 / live),
+        min(1.0, case.l2_used * gpu.l2 / (live * gpu.multiprocessors)),
+        full * plan.chunk_bytes,
+        full * 512,
+        plan.stages,
+    ]
+    finished = np.zeros((plan.blocks, rows))
+    issued, last = np.zeros(4), np.zeros(1)
+    _simulate(
+        np.concatenate(code),
+        np.array(placed, "i4"),
+        costs(gpu, lat.factor),
+        np.array(settings, "f8"),
+        finished,
+        issued,
+        last,
+    )
+    skipped = rows // 4
+    # While all blocks are busy, and load.
+    begin, end = finished[:, skipped].max(), finished[:, -1 - skipped // 2].min()
+    done = sum(np.diff(np.interp((begin, end), times, range(rows)))[0] for times in finished)
+    # What the rings held at the start would make the first rows faster than memory.
+    cycles = max((end - begin) / done, moved / speed)
+    return Prediction(cycles, moved / speed, tuple((issued / last).tolist()))
+
+
+def sends(what: np.ndarray) -> np.ndarray:
+    """Where the cluster kernel begins to send the sums of each row."""
+    places = np.flatnonzero(np.isin(what, (SEND, WAIT)))
+    kinds = what[places]
+    return places[1:][(kinds[1:] == SEND) & (kinds[:-1] == WAIT)]
+
+
+def _simulate(steps, placed, costs, settings, finished, issued, last) -> None:
+    pointer = lambda array: array.ctypes.data_as(ctypes.c_void_p)  # noqa: E731
+    blocks, rows = finished.shape
+    _library().simulate(
+        pointer(steps),
+        pointer(placed),
+        len(placed),
+        pointer(costs),
+        len(costs),
+        pointer(settings),
+        blocks,
+        rows,
+        *map(pointer, (finished, issued, last)),
+    )
