@@ -22,6 +22,7 @@ constexpr int kFull = kMostBytes;
 constexpr int kEmpty = kFull + 8;
 constexpr int kStageBytes = kChunkBytes + 128;
 constexpr int kMaxCluster = 16;
+constexpr int kPortableCluster = 8;  // what every GPU with clusters has
 
 // By which the registers of a multiprocessor are divided. sm_120 has 100 KB of shared memory.
 constexpr int blocks_per_multiprocessor(int major) { return major >= 12 ? 2 : 4; }
@@ -69,7 +70,7 @@ inline ClusterPlan plan_on_this_device(const LogitRows& rows, int head_bytes) {
     return plan_for(rows.vocab * size, blocks_per_multiprocessor(major), head_bytes,
                     device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
                     device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                    major >= 12 ? 8 : kMaxCluster);
+                    major >= 12 ? kPortableCluster : kMaxCluster);
 }
 
 }  // namespace bapo::cuda

@@ -483,8 +483,10 @@ cudaError_t max_active_clusters(Kernel kernel, const ClusterPlan& plan,
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                  cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
+    if (plan.cluster > kPortableCluster) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        if (error != cudaSuccess) return error;
+    }
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     if (error == cudaErrorInvalidClusterSize) clusters = 0;
     if (error != cudaSuccess && error != cudaErrorInvalidClusterSize) return error;
