@@ -31,7 +31,7 @@ __device__ float warp_sum(float value) {
     return value;
 }
 
-// Of equal size, in a long segment of so many terms; 0 in a short one.
+// How many pieces of equal size a segment of this many terms has; 0: it is short, and whole.
 BAPO_HD int64_t pieces_of(int64_t terms) { return terms < 2 * kPiece ? 0 : terms / kPiece; }
 
 // The last of ascending offsets that is no larger than this.
@@ -394,7 +394,7 @@ const char* multiply_sets(const MultiplySetsParams& params, void* stream) {
     return with_rows(run, params.head.hidden, params.head.weight);
 }
 
-// One after the other: more rows are in work than whose part of the head is cached.
+// Three kernels: in one, a long set would occupy one block alone.
 const char* head_sets_pass(const HeadSetPassParams& params, double* parts, void* stream) {
     const auto& [pass, head, dhidden] = params;
     const Sets& sets = pass.rows.sets;
