@@ -32,8 +32,8 @@ struct ClusterPlan {
     int stages = 0;   // of every block
 };
 
-// Of shorter rows more are in flight with a small block for each: the latency of a decision counts
-// more than that the cache is read a second time.
+// Rows up to here take a small block each, so that more of them are in flight: to hide the latency
+// of a decision is worth a second read of the cache.
 constexpr int kShortRowBytes = 16 << 10;
 
 // The smallest cluster that holds a row and enough loads of later rows to hide the latency of

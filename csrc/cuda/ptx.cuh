@@ -119,8 +119,8 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
     }
 }
 
-// True for one lane of a warp, all of which call it. The compiler knows that, and needs ten
-// instructions less for a bulk copy than if a lane were chosen by its number.
+// True for one lane of a warp, all of which call it. The compiler knows that, and a bulk copy takes
+// ten instructions fewer than with a lane that is chosen by its number.
 __device__ inline bool elected() {
     uint32_t mine;
     asm volatile(

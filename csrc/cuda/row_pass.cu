@@ -1,5 +1,5 @@
-// Kernels with one block per row, whose second pass reads from L2: the row pass for GPUs without
-// clusters, for short rows and for rows that no cluster holds, the gradient of rows whose
+// Kernels with one block per row, whose second pass reads from L1 or L2: the row pass for GPUs
+// without clusters, for short rows and for rows that no cluster holds, the gradient of rows whose
 // statistics are known, and the scaling of a gradient.
 
 #include <bit>

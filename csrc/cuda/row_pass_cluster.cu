@@ -321,11 +321,10 @@ struct Block {
         const bool first_lane = threadIdx.x % kWarp == 0, first = rank == 0 && first_lane;
         const RowStatistics row =
             row_statistics(params, index, total, label, transform, scales, first);
-        SecondPass pass = SecondPass::without_gradient(SecondPass::kNothing);
-        if (params.rows.grad != nullptr) {
-            pass = decided_pass(params, index, shared_load(&shared.range),
-                                shared_load(&shared.fields[k]), row, label, transform, first);
-        }
+        if (params.rows.grad == nullptr) return;
+        const SecondPass pass =
+            decided_pass(params, index, shared_load(&shared.range), shared_load(&shared.fields[k]),
+                         row, label, transform, first);
         if (first_lane) shared_store(&shared.pass, pass);
     }
 
@@ -384,7 +383,9 @@ struct Block {
             const float z_label = label_logit(label, stored);
             // Completes the load of the label's logit before the sums are sent: after that, a
             // gradient in place may overwrite it.
-            if (decides && threadIdx.x % kWarp == 0) shared_settle(&shared.z_label, z_label);
+            if (gradients && decides && threadIdx.x % kWarp == 0) {
+                shared_settle(&shared.z_label, z_label);
+            }
             // Without gradients no warp waits for a decision but here, where it is long done: sums
             // of a row replace those of two rows before, which have been read in every block once
             // it has sent those in between.
