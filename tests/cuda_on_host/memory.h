@@ -83,8 +83,8 @@ inline void init_barrier(uint32_t address, uint32_t arrivals) {
     barrier = {0, count, count, 0, MemoryBarrier::kValid};
 }
 // A parity distinguishes two phases only, so a thread must wait for each phase, and before the next
-// one ends. The first may be the phase of parity 1 that precedes the initialisation. Where the warps
-// of a block wait in turn, for one phase each, a thread may leave out those of the others.
+// one ends. The first may be the phase of parity 1 that precedes the initialisation. Where the
+// warps of a block wait in turn, for one phase each, a thread may leave out those of the others.
 inline void wait_barrier(uint32_t address, uint32_t parity, bool in_turn, const char* name) {
     scheduler.maybe_pause();
     const MemoryBarrier& barrier = MemoryBarrier::at(address);
