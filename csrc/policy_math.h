@@ -182,7 +182,8 @@ struct Grid {
     double start;
     double maximum;
     double step;
-    int count;  // of the points
+    int count;       // of the points
+    float per_unit;  // points in a length of 1
 
     static BAPO_HD Grid of(double start, double maximum, double step) {
         int count = 1;
@@ -190,7 +191,7 @@ struct Grid {
             point += step;
             ++count;
         }
-        return {start, maximum, step, count};
+        return {start, maximum, step, count, step > 0.0 ? (float)(1.0 / step) : 0.0f};
     }
     BAPO_HD double last() const { return step > 0.0 ? maximum : start; }
     // The k-th point, whose sum is the start with k steps added.
@@ -200,16 +201,14 @@ struct Grid {
 };
 
 // Number of ascending points below x, or not above x; of NaN none is below, and all are not above.
-BAPO_HD int count_points(const double* points, int count, double x, bool not_above) {
-    int low = 0;
-    while (count > 0) {
-        const int half = count / 2;
-        const double point = points[low + half];
-        const bool counts = not_above ? !(point > x) : point < x;
-        low = counts ? low + half + 1 : low;
-        count = counts ? count - half - 1 : half;
-    }
-    return low;
+// Looks for it from where the steps would be without rounding.
+BAPO_HD int count_points(const double* points, const Grid& grid, double x, bool not_above) {
+    const auto counts = [=](double point) { return not_above ? !(point > x) : point < x; };
+    const float steps = (float)(x - grid.start) * grid.per_unit;
+    int k = (int)fminf(fmaxf(steps, 0.0f), (float)grid.count);  // 0 for NaN
+    while (k < grid.count && counts(points[k])) ++k;
+    while (k > 0 && !counts(points[k - 1])) --k;
+    return k;
 }
 
 // Sums of the tokens of one bin of the ratio.

@@ -145,16 +145,15 @@ struct GridPoints {
 };
 
 // The bin of a candidate: those of negative advantages first.
-BAPO_HD int bin_of(const GridPoints& grids, const Candidate& token) {
+BAPO_HD int bin_of(const GridPoints& points, const Grids& grids, const Candidate& token) {
     const bool negative = token.advantage < 0.0;
-    const double* const points = negative ? grids.lower : grids.upper;
-    const int count = negative ? grids.lower_count : grids.upper_count;
-    const int before = negative ? 0 : grids.lower_count + 1;
-    return before + count_points(points, count, token.ratio, negative);
+    return (negative ? 0 : grids.lower.count + 1) +
+           count_points(negative ? points.lower : points.upper,
+                        negative ? grids.lower : grids.upper, token.ratio, negative);
 }
-BAPO_HD void add_to_bin(const Candidate& token, Moments& bin) {
+BAPO_HD Moments moments_of(const Candidate& token) {
     const double mass = token.weight * fabs(token.advantage);
-    bin += {mass * token.ratio, mass};
+    return {mass * token.ratio, mass};
 }
 
 // Algorithm 1 raises one bound up to its maximum, then the other: the points of its k-th step.

@@ -73,9 +73,7 @@ class Row:
         plan, _, found = self.block
         if not plan.cluster:
             return [steps(trace) for trace in found]
-        computing = [
-            steps(turn.first + 4 * turn.rows + turn.fields + 5 * turn.rows) for turn in self.turns
-        ]
+        computing = [steps(turn.first + turn.nine(plan.cluster)) for turn in self.turns]
         return [*computing, steps(found[-1], loader=True)]
 
     def plan(self, gpu: GPU) -> Plan:
@@ -90,8 +88,9 @@ class Row:
         total = Counter[str]()
         if plan.cluster:
             for turn in self.turns:
-                for phase, count in phases(turn.rows, "decision").items():
-                    total[phase] += count / (plan.warps - 1)
+                for rows, share in ((turn.own, 1), (turn.others, plan.cluster - 1)):
+                    for phase, count in phases(rows, "decision").items():
+                        total[phase] += count * share / plan.cluster / (plan.warps - 1)
                 total["set-up"] += len(turn.fields) / 32
             total["loads"] += len(found[-1]) / 32
         else:
@@ -112,12 +111,14 @@ class Turn:
     Attributes:
         first: up to the sums of the first row.
         fields: what is executed once for 32 rows, before they begin.
-        rows: as many as there are warps that decide in turn: all but the first.
+        own: as many rows as there are warps that decide in turn: all but the first.
+        others: as many, on which another block decides if there is no gradient.
     """
 
     first: Trace
     fields: Trace
-    rows: Trace
+    own: Trace
+    others: Trace
 
     @classmethod
     def of(cls, trace: Trace, warps: int) -> Turn:
@@ -125,7 +126,15 @@ class Turn:
         cuts = sends(what)
         begin = next(i for i, (one, *_) in enumerate(trace) if one.name == "UCGABAR_WAIT")
         end = int(np.argmax(what == BARRIER))
-        return cls(trace[: cuts[0]], trace[begin + 1 : end + 1], trace[cuts[0] : cuts[warps - 1]])
+        n = warps - 1
+        rows = [trace[cuts[i] : cuts[i + n]] for i in (0, n)]
+        return cls(trace[: cuts[0]], trace[begin + 1 : end + 1], *rows)
+
+    def nine(self, cluster: int) -> Trace:
+        """Nine turns, of which each block of a cluster has one if there is no gradient."""
+        own = [i % cluster == min(cluster, 8) // 2 for i in range(9)]
+        turns = [self.own if mine else self.others for mine in own]
+        return sum([*turns[:4], self.fields, *turns[4:]], start=[])
 
 
 def phases(trace: Trace, phase: str = "set-up") -> Counter[str]:

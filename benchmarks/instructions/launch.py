@@ -110,7 +110,7 @@ def traces(
         machines.append(Machine(code.instructions, banks, special, WORDS, memory=memory).run())
     result: list[Trace] = [[] for _ in machines]
     running = list(zip(machines, result, strict=True))
-    while running:  # each until it waits
+    while running:  # each to the next barrier
         running = [(machine, trace) for machine, trace in running if _goes_on(machine, trace)]
     return result
 
@@ -118,6 +118,6 @@ def traces(
 def _goes_on(machine: Iterator[tuple[Instruction, bool, int]], trace: Trace) -> bool:
     for one, active, place in machine:
         trace.append((one, active, place))
-        if one.name == "BAR" or "PHASECHK" in one.opcode:
+        if one.name == "BAR":
             return True
     return False

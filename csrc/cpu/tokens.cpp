@@ -73,7 +73,7 @@ void contributions_chunk(const ContributionParams& params, int64_t chunk, Moment
     const int64_t end = chunk_end(chunk, params.count);
     for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
         const Candidate token = candidate(params, i);
-        if (token.advantage != 0.0) add_to_bin(token, bins[bin_of(grids, token)]);
+        if (token.advantage != 0.0) bins[bin_of(grids, params.grids, token)] += moments_of(token);
     }
 }
 

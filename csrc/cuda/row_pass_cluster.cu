@@ -318,10 +318,12 @@ struct Block {
     // The decision of a warp on a row, with `k` its position among the next 32.
     __device__ void decide(int64_t index, int k, const RowSums& total, const Label& label,
                            const Transform& transform) {
-        const bool first_lane = threadIdx.x % kWarp == 0, first = rank == 0 && first_lane;
+        const bool gradients = params.rows.grad != nullptr;
+        const bool first_lane = threadIdx.x % kWarp == 0;
+        const bool first = first_lane && (rank == 0 || !gradients);
         const RowStatistics row =
             row_statistics(params, index, total, label, transform, scales, first);
-        if (params.rows.grad == nullptr) return;
+        if (!gradients) return;
         const SecondPass pass =
             decided_pass(params, index, shared_load(&shared.range), shared_load(&shared.fields[k]),
                          row, label, transform, first);
@@ -351,11 +353,19 @@ struct Block {
         Place place{ring.begin};
         const bool gradients = params.rows.grad != nullptr;
         // The warps but the first, beside which the loading one may lie, decide in turn: no part of
-        // a multiprocessor should have more to do than others.
-        int turn = 0, k = 0, decider = 1;
+        // a multiprocessor should have more to do than others. Without gradients one block decides,
+        // and after each of these warps it is the next one's turn.
+        int turn = 0, k = 0, decider = 1, deciding_rank = 0;
         bool decides = false;
         uint32_t turn_parity = 0;
         NextRows next{};
+        // Without gradients no warp waits for sums that it does not read but here, where they have
+        // long arrived.
+        const auto wait_for_sums_before = [&](bool decided) {
+            if (gradients || decided) return;
+            barrier_wait<Scope::kCluster>(shared_address(&shared.sums_arrived[turn ^ 1]),
+                                          turn_parity ^ turn ^ 1, "the sums of the row before");
+        };
         for (int64_t index = cluster; index < count; index += clusters, k = (k + 1) % kWarp) {
             if (k == 0) {
                 next = next_rows(index);
@@ -373,7 +383,7 @@ struct Block {
             // In a register: a constant would be loaded again for every element.
             if (kSoftcap) scales.inner = __shfl_sync(kAllLanes, scales.inner, 0);
             const bool decided = decides;  // on the row before
-            decides = threadIdx.x / kWarp == decider;
+            decides = threadIdx.x / kWarp == decider && (gradients || rank == deciding_rank);
             const T stored = decides ? row.stored_label(label) : T{};
             if (threadIdx.x == 0) {
                 const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
@@ -386,13 +396,9 @@ struct Block {
             if (gradients && decides && threadIdx.x % kWarp == 0) {
                 shared_settle(&shared.z_label, z_label);
             }
-            // Without gradients no warp waits for a decision but here, where it is long done: sums
-            // of a row replace those of two rows before, which have been read in every block once
-            // it has sent those in between.
-            if (!gradients && !decided) {
-                barrier_wait<Scope::kCluster>(shared_address(&shared.sums_arrived[turn ^ 1]),
-                                              turn_parity ^ turn ^ 1, "the sums of the row before");
-            }
+            // Sums of a row replace those of two rows before, which have been read in every block
+            // once it has sent those in between.
+            wait_for_sums_before(decided);
             send(sums, turn);
             if (decides) {
                 const Transform transform =
@@ -411,8 +417,11 @@ struct Block {
             place.advance(ring, chunks);
             turn_parity ^= turn;
             turn ^= 1;
-            decider = decider % (kComputeWarps - 1) + 1;
+            if (++decider < kComputeWarps) continue;
+            decider = 1;
+            deciding_rank = (deciding_rank + 1) & (size - 1);
         }
+        wait_for_sums_before(decides);  // no block may leave while they are on their way
     }
 };
 

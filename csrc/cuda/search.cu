@@ -21,22 +21,18 @@ constexpr int kBinBytes = kMostDynamicBytes;
 // have the same bits in every run.
 struct BinPlan {
     int bins;
-    int warps;
-    int sharing;  // lanes that add to the same bins, a power of two
+    int warps;  // each with bins of its own
     int blocks;
     int groups;  // of blocks whose partial sums are added side by side
 
     explicit BinPlan(const ContributionParams& params) : bins(params.grids.bins()) {
         const int64_t all_warps = (params.count + kWarp - 1) / kWarp;
-        const int copies = kBinBytes / (bins * (int)sizeof(Moments));  // at least one
-        warps = (int)std::clamp<int64_t>(all_warps / kMostBlocks, 1, std::min(copies, kMostWarps));
-        sharing = kWarp;
-        while (sharing > 4 && warps * kWarp / (sharing / 2) <= copies) sharing /= 2;
+        const int most = std::min(kBinBytes / bin_bytes(1), kMostWarps);  // at least one
+        warps = (int)std::clamp<int64_t>(all_warps / kMostBlocks, 1, most);
         blocks = (int)std::min<int64_t>((all_warps + warps - 1) / warps, kMostBlocks);
         groups = std::max(1, kTableThreads / bins);
     }
-    int bin_bytes() const { return warps * kWarp / sharing * bins * (int)sizeof(Moments); }
-    int group_bytes() const { return groups * bins * (int)sizeof(Moments); }
+    int bin_bytes(int copies) const { return copies * bins * (int)sizeof(Moments); }
 };
 static_assert(2 * (kMaxGridPoints + 1) * sizeof(Moments) <= kBinBytes);
 
@@ -77,34 +73,55 @@ __device__ T sum_of(const T* values, int first, int step, int end) {
     return sum;
 }
 
-// Lanes that share bins add to them in their order.
+// The sums of a warp's lanes, in every lane.
+__device__ Moments warp_sum(Moments mine) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+        mine += {__shfl_xor_sync(kAllLanes, mine.ratio_mass, step),
+                 __shfl_xor_sync(kAllLanes, mine.mass, step)};
+    }
+    return mine;
+}
+
+// Most tokens are between the grids: their lanes add them to registers. The others of a warp are
+// added to its bins in the order of their lanes. A token that does not count adds 0.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
-    search_bins_kernel(const __grid_constant__ ContributionParams params, int warps, int sharing,
+    search_bins_kernel(const __grid_constant__ ContributionParams params, int warps,
                        Moments* partials) {
     __shared__ GridPoints grids;
     Moments* const bins = dynamic_bins();
     const int threads = warps * kWarp, count = params.grids.bins();
-    const int all_bins = threads / sharing * count;
     fill(grids, params.grids, threads);
-    for (int i = threadIdx.x; i < all_bins; i += threads) bins[i] = {0.0, 0.0};
+    for (int i = threadIdx.x; i < warps * count; i += threads) bins[i] = {0.0, 0.0};
     __syncthreads();
-    Moments* const mine = bins + threadIdx.x / sharing * count;
+    Moments* const mine = bins + threadIdx.x / kWarp * count;
+    const unsigned my_bit = 1u << threadIdx.x % kWarp;
+    const int above_lower = params.grids.lower.count, below_upper = above_lower + 1;
+    Moments negative{}, positive{};  // between the grids
     const int64_t step = (int64_t)gridDim.x * threads;
     for (int64_t first = (int64_t)blockIdx.x * threads; first < params.count; first += step) {
         const int64_t i = first + threadIdx.x;
         Candidate token{1.0, 0.0, 0.0};
         if (i < params.count) token = candidate(params, i);
-        const bool counts = token.advantage != 0.0;
-        const int bin = counts ? bin_of(grids, token) : 0;
-        const int my_turn = counts ? threadIdx.x & (sharing - 1) : kWarp;
-        for (int turn = 0; turn < sharing; ++turn) {
-            if (turn == my_turn) add_to_bin(token, mine[bin]);
+        const Moments moments = moments_of(token);
+        const int bin = bin_of(grids, params.grids, token);
+        if (bin == above_lower) negative += moments;
+        if (bin == below_upper) positive += moments;
+        const bool between = bin == above_lower || bin == below_upper;
+        for (unsigned turns = __ballot_sync(kAllLanes, !between); turns != 0; turns &= turns - 1) {
+            if ((turns & -turns) == my_bit) mine[bin] += moments;
             __syncwarp();
         }
     }
+    negative = warp_sum(negative);
+    positive = warp_sum(positive);
+    if (my_bit == 1) {
+        mine[above_lower] += negative;
+        mine[below_upper] += positive;
+    }
     __syncthreads();
     for (int bin = threadIdx.x; bin < count; bin += threads) {
-        partials[(int64_t)blockIdx.x * count + bin] = sum_of(bins, bin, count, all_bins);
+        partials[(int64_t)blockIdx.x * count + bin] = sum_of(bins, bin, count, warps * count);
     }
 }
 
@@ -168,11 +185,11 @@ const char* run(const ContributionParams& params, const Target& target, const Se
                 Moments* partials, void* stream) {
     const BinPlan plan(params);
     const char* error =
-        launch_with_memory(search_bins_kernel, plan.blocks, plan.warps * kWarp, plan.bin_bytes(),
-                           stream, params, plan.warps, plan.sharing, partials);
+        launch_with_memory(search_bins_kernel, plan.blocks, plan.warps * kWarp,
+                           plan.bin_bytes(plan.warps), stream, params, plan.warps, partials);
     if (error != nullptr) return error;
-    return launch_with_memory(search_table_kernel, 1, kTableThreads, plan.group_bytes(), stream,
-                              params, static_cast<const Moments*>(partials), plan.blocks,
+    return launch_with_memory(search_table_kernel, 1, kTableThreads, plan.bin_bytes(plan.groups),
+                              stream, params, static_cast<const Moments*>(partials), plan.blocks,
                               plan.groups, target, result);
 }
 
