@@ -143,7 +143,8 @@ def block() -> str:
 
 def write() -> Path:
     """Replaces the block of the page."""
+    made = block()  # takes minutes
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{block()}\n\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{made}\n\n{END}{after}")
     return PAGE
