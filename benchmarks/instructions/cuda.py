@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ class Turn:
         """Nine turns, of which each block of a cluster has one if there is no gradient."""
         own = [i % cluster == min(cluster, 8) // 2 for i in range(9)]
         turns = [self.own if mine else self.others for mine in own]
-        return sum([*turns[:4], self.fields, *turns[4:]], start=[])
+        return list(itertools.chain(*turns[:4], self.fields, *turns[4:]))
 
 
 def phases(trace: Trace, phase: str = "set-up") -> Counter[str]:
