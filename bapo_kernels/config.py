@@ -19,14 +19,14 @@ MAX_GRID_POINTS = 1024
 
 # As in csrc/policy_math.h.
 KL_LOSS_TYPES = {"k1": 0, "k2": 1, "k3": 2, "low_var_kl": 2}
-SURROGATES = {"clip": 0, "cispo": 1, "sapo": 2}
+SURROGATES = {"clip": 0, "cispo": 1, "sapo": 2, "mask": 3}
 
 TargetKind = Literal["share", "ratio"]
 RaiseFirst = Literal["upper", "lower"]
 TokenWeight = Literal["rollout_prob", "uniform"]
 Contribution = Literal["surrogate", "gradient"]
 KLLossType = Literal["k1", "k2", "k3", "low_var_kl"]
-Surrogate = Literal["clip", "cispo", "sapo"]
+Surrogate = Literal["clip", "cispo", "sapo", "mask"]
 RatioLevel = Literal["token", "sequence"]
 LossAggMode = Literal[
     "token-mean",
@@ -203,6 +203,9 @@ class BAPOConfig:
               (``c_low = 0``), verl from both sides. The search counts the masses of the clip.
             - ``"sapo"`` (arXiv 2511.20347): ``l = -A*(4/tau)*sigmoid(tau*(r - 1))``, without
               bounds or a search: those of the config are not used.
+            - ``"mask"`` (IcePop, IPO): ``l = -r*A`` where ``c_low <= r <= c_high``; elsewhere a
+              token has neither loss nor gradient, whatever the sign of A. The search counts the
+              masses of the clip.
         sapo_tau_pos, sapo_tau_neg: ``tau`` of tokens with A > 0, and of all others (TRL's
             ``sapo_temperature_pos`` and ``_neg``, verl's ``tau_pos`` and ``tau_neg``).
         ratio_level: ``"token"``, or ``"sequence"`` (GSPO, arXiv 2507.18071): the ratio ``r`` of
@@ -365,5 +368,5 @@ class BAPOConfig:
         rule = f"be None {because}, which has no dual clip"
         require(self.clip_ratio_c is None, "clip_ratio_c", rule, self.clip_ratio_c)
         rule = f"be 'surrogate' {because}, which clips no gradient away"
-        counted = self.contribution
-        require(counted == "surrogate", "contribution", rule, repr(counted))
+        counted, masks = self.contribution, self.surrogate == "mask"
+        require(masks or counted == "surrogate", "contribution", rule, repr(counted))

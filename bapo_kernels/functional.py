@@ -68,7 +68,7 @@ def bapo_loss(
     ``-min(r*A, clip(r, c_low, c_high)*A)``, at most ``-A*clip_ratio_c`` for A < 0 (dual clip),
     times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``. The losses of the
     tokens are aggregated as ``config.loss_agg_mode`` says. ``config.surrogate`` has other policy
-    terms (CISPO, SAPO), and ``config.ratio_level`` the ratio of a sequence (GSPO).
+    terms (CISPO, SAPO, masks), and ``config.ratio_level`` the ratio of a sequence (GSPO).
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides. ``-inf`` forbids a

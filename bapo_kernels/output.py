@@ -67,8 +67,9 @@ class BAPOOutput(NamedTuple):
         entropy: float32, as ``log_probs``; ``None`` if it was not computed.
         bounds: the clip bounds that were used.
         metrics: detached 0-dim float32 tensors. ``pg_loss`` and ``kl_loss`` are aggregated like the
-            loss. ``pg_clipfrac`` (with ``surrogate="cispo"`` the tokens whose ratio is
-            outside of the bounds), ``pg_clipfrac_lower`` (dual clip), ``ppo_kl`` and ``entropy``
+            loss. ``pg_clipfrac`` (with ``surrogate="cispo"`` and ``"mask"`` the tokens whose ratio
+            is outside of the bounds), ``pg_clipfrac_lower`` (dual clip; with ``"mask"`` those below
+            the lower bound), ``ppo_kl`` and ``entropy``
             are means over tokens. ``bapo_clip_low`` and ``bapo_clip_high`` are the bounds, or the
             means of the tokens' own; without bounds (``surrogate="sapo"``) 0 and infinity. With the
             positive and the negative mass at these bounds, ``bapo_pos_share`` is

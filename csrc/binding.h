@@ -80,7 +80,7 @@ inline Options options_of(const std::vector<double>& numbers) {
     const auto is_choice = [](double number, int64_t last) {
         return number >= 0 && number <= (double)last;
     };
-    STD_TORCH_CHECK(is_choice(options.surrogate, kSapo) && is_choice(options.kl_loss_type, kK3) &&
+    STD_TORCH_CHECK(is_choice(options.surrogate, kMask) && is_choice(options.kl_loss_type, kK3) &&
                         is_choice(options.loss_agg_mode, (int64_t)LossAggMode::kSeqMeanTokenMean),
                     "surrogate, kl_loss_type and loss_agg_mode must be numbers of choices");
     return options;

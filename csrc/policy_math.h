@@ -24,7 +24,7 @@ constexpr int kMaxGridPoints = 1024;
 
 // As in config.py.
 enum KlLossType : int64_t { kK1 = 0, kK2 = 1, kK3 = 2 };
-enum Surrogate : int64_t { kClip = 0, kCispo = 1, kSapo = 2 };
+enum Surrogate : int64_t { kClip = 0, kCispo = 1, kSapo = 2, kMask = 3 };
 
 struct Bounds {
     double lower;
@@ -89,7 +89,7 @@ struct PolicyTerm {
     double loss;
     double grad;  // d loss / d log_prob; of a sequence's ratio, with respect to its logarithm
     bool clipped;
-    bool dual_clipped;
+    bool dual_clipped;  // of a mask: below it
 };
 
 // l = -min(r*A, clip(r, c_low, c_high)*A); for A < 0 the loss is at most -A*clip_ratio_c.
@@ -125,6 +125,13 @@ BAPO_HD PolicyTerm sapo_term(double A, const Ratio& ratio, double tau) {
     return {-A * (4.0 / tau) * gate, zero ? 0.0 : grad, false, false};
 }
 
+// l = -r*A inside of the bounds (inclusive), nothing outside.
+BAPO_HD PolicyTerm mask_term(double A, const Ratio& ratio, Bounds bounds) {
+    const bool below = ratio.value < bounds.lower, masked = below || ratio.value > bounds.upper;
+    const double loss = -A * (masked ? 0.0 : ratio.value);
+    return {loss, ratio.saturated && loss == loss ? 0.0 : loss, masked, below};
+}
+
 // The surrogate of a token's policy term, times its importance weight.
 BAPO_HD PolicyTerm policy_term(const Token& token, const Ratio& ratio, Bounds bounds,
                                const PolicyOptions& options) {
@@ -135,6 +142,7 @@ BAPO_HD PolicyTerm policy_term(const Token& token, const Ratio& ratio, Bounds bo
         case kSapo:
             term = sapo_term(A, ratio, A > 0.0 ? options.sapo_tau_pos : options.sapo_tau_neg);
             break;
+        case kMask: term = mask_term(A, ratio, bounds); break;
         default: term = clip_term(A, ratio, bounds, options.clip_ratio_c);
     }
     term.loss *= token.rollout_is_weight;

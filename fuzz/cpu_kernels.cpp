@@ -202,7 +202,8 @@ struct Problem {
     }
 
     void choose_policy(Bytes& bytes, std::minstd_rand& noise) {
-        options.surrogate = pick(bytes, {(int64_t)kClip, (int64_t)kCispo, (int64_t)kSapo});
+        options.surrogate =
+            pick(bytes, {(int64_t)kClip, (int64_t)kCispo, (int64_t)kSapo, (int64_t)kMask});
         options.sapo_tau_pos = pick(bytes, {1.0, 0.1, 7.0});
         options.sapo_tau_neg = pick(bytes, {1.05, 0.2, 50.0});
         if (bytes.ConsumeBool()) {
@@ -710,6 +711,7 @@ long double policy_gradient(const Problem& p, long double log_ratio, long double
         const long double tau = A > 0.0L ? options.sapo_tau_pos : options.sapo_tau_neg;
         return -4.0L * A * r / (2.0L + 2.0L * std::cosh(tau * (r - 1.0L)));
     }
+    if (options.surrogate == kMask) return r < lower || r > upper ? 0.0L : -A * r;
     const bool stops = A > 0.0L ? r > upper : r < lower || r > (long double)options.clip_ratio_c;
     return stops ? 0.0L : -A * r;
 }

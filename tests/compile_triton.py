@@ -54,7 +54,7 @@ V, H = 151_936, 4_096
 # never touched.
 N = 9_000
 PAPER = BAPOConfig().options
-CLIP, CISPO, SAPO = range(3)
+CLIP, CISPO, SAPO, MASK = range(4)
 OF_ROWS = (*ROW_KERNELS, *HEAD_KERNELS)  # of logits or of a matrix
 
 
@@ -308,7 +308,7 @@ def compile_sets(compiled: Compiled, variants: Variants) -> None:
 
 def compile_policies(compiled: Compiled) -> None:
     """What is not compiled for the default policy."""
-    for surrogate, own in ((CISPO, False), (SAPO, False), (CLIP, True)):
+    for surrogate, own in ((CISPO, False), (SAPO, False), (MASK, False), (CLIP, True)):
         given = dict(everything=True, kl=2, surrogate=surrogate, own=own)
         compiled.variant = f"surrogate {surrogate}, own bounds {own}"
         one_row_pass(torch.bfloat16, **given)

@@ -43,6 +43,7 @@ CASES = {
     "ratios of sequences": dict(config=BAPOConfig.paper(target=0.6, ratio_level="sequence")),
     "cispo": dict(config=BAPOConfig.paper(target=0.6, surrogate="cispo")),
     "sapo": dict(config=BAPOConfig(surrogate="sapo")),
+    "mask": dict(config=BAPOConfig.paper(target=0.6, surrogate="mask")),
     "live statistics": dict(config=BAPOConfig.paper(target=0.6), statistics="live"),
     "forbidden tokens": dict(config=BAPOConfig.paper(target=0.6), forbidden=True),
     "NaN logit": dict(bad=torch.nan),

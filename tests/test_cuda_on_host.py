@@ -281,6 +281,7 @@ POLICIES = {
     ),
     "sapo": (dict(surrogate="sapo", sapo_tau_pos=0.7, sapo_tau_neg=2.0), {}),
     "sapo, other terms": (dict(surrogate="sapo", **OTHER_TERMS), OF_OTHER_TERMS),
+    "mask": (dict(surrogate="mask", target=0.5, **OTHER_TERMS), OF_OTHER_TERMS),
     "sequence": (dict(ratio_level="sequence", target=0.5), {}),
     "sequence, cispo": (dict(ratio_level="sequence", surrogate="cispo"), {}),
     "sequence, sapo": (

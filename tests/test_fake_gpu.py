@@ -123,7 +123,7 @@ def test_packed_tokens(backend):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "mask"])
 def test_policies(backend, surrogate, packed):
     """Ratios of sequences, and own bounds."""
     logits, (labels, old, A, mask) = torch.randn(B, S, V, device="cuda"), tokens()

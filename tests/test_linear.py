@@ -47,6 +47,7 @@ CONFIGS = {
     "softcap": dict(final_logit_softcapping=8.0, logit_scale=0.7, temperature=0.9),
     "sequences": dict(loss_agg_mode="seq-mean-token-mean", clip_ratio_c=3.0),
     "cispo": dict(surrogate="cispo", target=0.9),
+    "mask": dict(surrogate="mask", target=0.9),
     "ratio of sequences": dict(ratio_level="sequence", kl_loss_coef=0.1, target=0.9),
 }
 

@@ -64,6 +64,8 @@ OPTIONS = {
     "cispo": (dict(surrogate="cispo", target=0.5), {}),
     "cispo_own_bounds": (dict(surrogate="cispo", kl_loss_coef=0.1), dict(bounds=OWN_BOUNDS) | REF),
     "sapo": (dict(surrogate="sapo", sapo_tau_neg=1.5), {}),
+    "mask": (dict(surrogate="mask", target=0.5), {}),
+    "mask_own_bounds": (dict(surrogate="mask", entropy_coef=0.05), dict(bounds=OWN_BOUNDS) | REF),
     "sequence": (dict(ratio_level="sequence", target=0.5), {}),
     "sequence_cispo": (dict(ratio_level="sequence", surrogate="cispo", target=0.5), {}),
     "sequence_sapo": (dict(ratio_level="sequence", surrogate="sapo", entropy_coef=0.05), {}),

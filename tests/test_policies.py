@@ -38,7 +38,7 @@ from bapo_kernels import (
 )
 from bapo_kernels.core.head import Head, HeadGradients
 
-SURROGATES = ["clip", "cispo", "sapo"]
+SURROGATES = ["clip", "cispo", "sapo", "mask"]
 LEVELS = ["token", "sequence"]
 CU = [0, 3, 3, 8, 10]  # of packed tokens, of which two more are behind the last sequence
 
@@ -79,6 +79,24 @@ def test_cispo_by_hand(backend, device, r, A, weight, is_clipped):
     assert out.loss.item() == pytest.approx(-weight * A * -0.7)
     assert g.item() == pytest.approx(-weight * A)
     assert out.metrics["pg_clipfrac"] == is_clipped
+
+
+@pytest.mark.parametrize("A", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize(
+    ("r", "upper", "kept", "below"),
+    [(1.1, 1.2, 1, 0), (1.5, 1.2, 0, 0), (0.5, 1.2, 0, 1), (9.0, math.inf, 1, 0)],
+)
+def test_mask_by_hand(backend, device, r, upper, kept, below, A):
+    """Outside of the bounds nothing is left, whatever the sign; an infinite one masks no token."""
+    logp = torch.tensor([-0.7], device=device, requires_grad=True)
+    batch = logp.detach() - math.log(r), torch.tensor([A], device=device)
+    bounds = torch.tensor(0.8, device=device), torch.tensor(upper, device=device)
+    options = dict(config=policy("mask"), bounds=bounds, backend=backend)
+    out = bapo_loss_from_log_probs(logp, *batch, **options)
+    (g,) = torch.autograd.grad(out.loss, logp)
+    assert out.loss.item() == g.item() == pytest.approx(-r * A * kept)
+    assert out.metrics["pg_clipfrac"] == 1 - kept
+    assert out.metrics["pg_clipfrac_lower"] == below
 
 
 @pytest.mark.parametrize(("A", "tau"), [(2.0, 1.5), (-2.0, 0.7), (0.0, 0.7)])
@@ -371,7 +389,7 @@ def test_sampling_masks(backend, device, surrogate, level):
 # ---- bounds of tokens ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "mask"])
 def test_bounds_of_every_kind_are_the_same(backend, device, surrogate):
     case = make_case((3, 7), 50, device=device, config=policy(surrogate))
     wanted = run_kernel(case, backend, bounds=(0.75, 1.25))
@@ -522,7 +540,7 @@ REFUSED = {
     ),
     "surrogate": (
         lambda: policy("gspo"),
-        "surrogate must be one of ['cispo', 'clip', 'sapo'], got 'gspo'",
+        "surrogate must be one of ['cispo', 'clip', 'mask', 'sapo'], got 'gspo'",
     ),
     "ratio level": (
         lambda: policy(level="seq"),

@@ -288,6 +288,7 @@ POLICIES = {
     "cispo": (dict(surrogate="cispo", target=0.5), {}),
     "cispo, own bounds": (dict(surrogate="cispo"), dict(bounds=OWN_BOUNDS)),
     "sapo": (dict(surrogate="sapo", sapo_tau_neg=2.0), {}),
+    "mask": (dict(surrogate="mask", target=0.5), {}),
     "sequence": (dict(ratio_level="sequence", target=0.5), {}),
 }
 

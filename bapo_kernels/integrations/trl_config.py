@@ -6,7 +6,7 @@ know is ignored by the loss, so each new one belongs there or in ``bapo_config``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,8 @@ class BAPOTrainerConfig(GRPOConfig):
             command line that ``TrlParser`` reads. TRL decides the other
             options: ``delta`` is the dual clip (``None``: that of the preset), ``beta`` the weight
             of the KL term, ``importance_sampling_level`` the level of the ratio, and ``loss_type``
-            the surrogate (``"cispo"``, ``"sapo"``, otherwise the clip) and its aggregation.
+            the surrogate (``"cispo"``, ``"sapo"``, otherwise the clip) and its aggregation. In the
+            place of the clip ``{"surrogate": "mask"}`` is possible, which TRL has no name for.
         bapo_scope: the tokens that decide together: those of the previous optimizer step
             (``"lagged"``, the default), of this step (``"step"``, which takes a forward pass
             without gradient), or of a micro-batch on all processes (``"call"``). The default is not
@@ -101,6 +102,8 @@ def check(args: Any) -> None:
         require(ok, name, f"{rule} with BAPO", repr(getattr(args, name)))
 
     surrogate, of_type = _surrogate(args), f" for loss_type={args.loss_type!r}"
+    if surrogate == "mask":
+        of_type = " for surrogate='mask'"
     searches, clips = surrogate != "sapo", surrogate == "clip"
     rule = f"be one of {sorted(_AGGREGATION)}"
     if args.loss_type == "vespo":
@@ -132,9 +135,12 @@ def check(args: Any) -> None:
 
 def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
     """The :class:`BAPOConfig` of a trainer's ``args``; ``transform`` is that of the logits."""
+    surrogate, options = _surrogate(args), args.bapo_options
+    if surrogate == "mask":
+        options = {name: value for name, value in options.items() if name != "surrogate"}
     return config_of(
         args.bapo_preset,
-        args.bapo_options,
+        options,
         _OWNERS,
         "bapo_",
         loss_agg_mode=_AGGREGATION[args.loss_type],
@@ -142,7 +148,7 @@ def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
         kl_loss_type="k3",
         temperature=args.temperature,
         clip_ratio_c=args.delta,
-        surrogate=_surrogate(args),
+        surrogate=surrogate,
         sapo_tau_pos=args.sapo_temperature_pos,
         sapo_tau_neg=args.sapo_temperature_neg,
         ratio_level=args.importance_sampling_level,
@@ -151,7 +157,11 @@ def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
 
 
 def _surrogate(args: Any) -> str:
-    return args.loss_type if args.loss_type in ("cispo", "sapo") else "clip"
+    if args.loss_type in ("cispo", "sapo"):
+        return str(args.loss_type)
+    options = args.bapo_options
+    masks = isinstance(options, Mapping) and options.get("surrogate") == "mask"
+    return "mask" if masks else "clip"
 
 
 def corrects_kl(args: Any) -> bool:

@@ -40,9 +40,9 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
         adv_ratio_target: the authors' name for a target that is the ratio of the positive to the
             negative mass; ``target`` and ``target_kind`` are those of
             :class:`bapo_kernels.BAPOConfig`.
-        surrogate: ``"clip"``, ``"cispo"``, ``"sapo"``, or verl's names ``"vanilla"`` (the clip) and
-            ``"gspo"`` (the clip with ``ratio_level="sequence"``). ``"sapo"`` has no bounds and no
-            search; its taus are ``actor.tau_pos`` and ``actor.tau_neg``.
+        surrogate: ``"clip"``, ``"cispo"``, ``"sapo"``, ``"mask"``, or verl's names ``"vanilla"``
+            (the clip) and ``"gspo"`` (the clip with ``ratio_level="sequence"``). ``"sapo"`` has no
+            bounds and no search; its taus are ``actor.tau_pos`` and ``actor.tau_neg``.
         ratio_level: ``"token"`` or ``"sequence"``.
         search_ranks: ``"own"``: each rank decides for its own micro-batch, or together with the
             group given to :func:`use_process_group`. ``"world"``: all ranks of the default group

@@ -173,7 +173,7 @@ class _Terms(NamedTuple):
     policy: Tensor
     kl: Tensor
     clipped: Tensor
-    dual_clipped: Tensor
+    dual_clipped: Tensor  # of a mask: below it
 
 
 def _token_terms(
@@ -196,6 +196,9 @@ def _token_terms(
         weight = torch.clamp(r.detach(), lower, upper) * A
         policy = torch.where(weight == 0, 0.0, -weight * logp)  # also where logp is -inf
         is_clipped = (r < lower) | (r > upper)
+    elif config.surrogate == "mask":
+        dual_clipped, is_clipped = r < lower, (r < lower) | (r > upper)
+        policy = -A * torch.where(is_clipped, 0.0, r)
     else:
         policy = -torch.minimum(r * A, torch.clamp(r, lower, upper) * A)
         if config.clip_ratio_c is not None:

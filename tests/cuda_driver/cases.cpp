@@ -207,7 +207,7 @@ std::vector<TokenCase> token_cases(bool quick) {
                              .upper_first = which % 2 == 1,
                              .all_inputs = which != 2});
         }
-        for (const int64_t surrogate : {kClip, kCispo, kSapo}) {
+        for (const int64_t surrogate : {kClip, kCispo, kSapo, kMask}) {
             for (const bool log_ratios : {false, true}) {
                 cases.push_back({.count = count,
                                  .all_inputs = true,

@@ -20,6 +20,7 @@ std::string TokenCase::name() const {
                                    {all_inputs, " all inputs"},
                                    {surrogate == kCispo, " cispo"},
                                    {surrogate == kSapo, " sapo"},
+                                   {surrogate == kMask, " mask"},
                                    {own_bounds, " own bounds"},
                                    {log_ratios, " log-ratios"}}) {
         if (on) text += word;

@@ -61,6 +61,7 @@ def batch(per_token=False, empty=True, seed=0):
         ref=old + 0.3 * torch.randn(B, T, generator=g),
         entropy=torch.rand(B, T, generator=g),
     )
+    made["weights"][2] = 0.0  # masked by its ratio to the rollout
     return {name: x.double() for name, x in made.items()} | {"mask": mask.long()}
 
 
@@ -361,6 +362,27 @@ def test_verl(name, normalised, mode):
             assert ("actor/bapo_clip_high" in got[2]) == (name != "sapo")
         if name == "vanilla" and not per_token:
             assert metrics["actor/pg_clipfrac_lower"] > 0, "the dual clip must act"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_masks(dtype):
+    """By both adapters: inside of the bounds the gradient is that of the clip, outside it is 0."""
+    data = batch(empty=False)
+    r = (data["log_probs"] - data["old"]).exp()
+    outside = (r < BOUNDS[0]) | (r > BOUNDS[1])
+    masking = FIXED | dict(surrogate="mask")
+    args = (trl_args("dapo", bapo_options=options) for options in (FIXED, masking))
+    clip, mask = (trl_loss(BAPOTrainer, each, data, dtype)[1] for each in args)
+    assert_same(mask, clip.masked_fill(outside, 0.0), dtype)
+    assert not torch.equal(mask, clip), "it must act on both sides"
+    made = (BAPOPolicyLossConfig(**options) for options in (FIXED, masking))
+    actors = [verl_actor(each, "token-mean", True) for each in made]
+    clip, mask = (verl_loss(compute_policy_loss_bapo, each, data, dtype)[1] for each in actors)
+    assert_same(mask, clip.masked_fill(outside, 0.0), dtype)
+    with pytest.raises(ValueError, match="delta must be None for surrogate='mask' with BAPO"):
+        trl_args("dapo", bapo_options=masking, delta=2.0)
+    with pytest.raises(ValueError, match="'surrogate'.* be left to TRL's loss_type, got 'mask'"):
+        trl_args("cispo", bapo_options=masking)
 
 
 # Where they differ

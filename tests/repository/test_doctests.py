@@ -162,6 +162,7 @@ def surroundings():
         old=old,
         old_log_probs=old,
         ref_log_probs=old,
+        rollout_log_probs=old,
         advantages=per_token,
         mask=mask,
         temperature=1.0,

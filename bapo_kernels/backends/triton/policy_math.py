@@ -21,6 +21,7 @@ K1 = tl.constexpr(0)
 K2 = tl.constexpr(1)
 CISPO = tl.constexpr(1)
 SAPO = tl.constexpr(2)
+MASK = tl.constexpr(3)
 
 
 @triton.jit
@@ -123,8 +124,17 @@ def sapo_term(r, saturated, A, tau_pos, tau_neg):
 
 
 @triton.jit
+def mask_term(r, saturated, A, lower, upper):
+    """-r*A inside of the bounds (inclusive), nothing outside."""
+    below = r < lower
+    masked = below | (r > upper)
+    loss = -A * tl.where(masked, 0.0, r)
+    return loss, tl.where(saturated & (loss == loss), 0.0, loss), masked, below
+
+
+@triton.jit
 def policy_term(r, saturated, A, log_prob, clip, options, SURROGATE: tl.constexpr):
-    """Loss, its derivative by log_prob, and whether the clip and the dual clip applied.
+    """Loss, its derivative by log_prob, and whether the clip (or mask) and the dual clip applied.
 
     Of a sequence's ratio the derivative is by the logarithm of that. ``clip``: lower and upper
     bound; ``options``: clip_ratio_c, sapo_tau_pos and sapo_tau_neg.
@@ -134,6 +144,8 @@ def policy_term(r, saturated, A, log_prob, clip, options, SURROGATE: tl.constexp
         term = cispo_term(r, A, log_prob, lower, upper)
     elif SURROGATE == SAPO:
         term = sapo_term(r, saturated, A, options[1], options[2])
+    elif SURROGATE == MASK:
+        term = mask_term(r, saturated, A, lower, upper)
     else:
         term = clip_term(r, saturated, A, lower, upper, options[0])
     return term
