@@ -226,8 +226,17 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
     const Token token = token_at(tokens, i, log_prob);
     const double A = token.advantage, weight = tokens.weights[i];
     const double entropy = params.entropy ? params.entropy[i] : 0.0;
+    if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;
     const Ratio ratio = ratio_at(tokens, i, log_prob, token.old_log_prob);
     const PolicyTerm policy = policy_term(token, ratio, bounds, options);
+    // Written before anything is added, so that 128 registers are enough.
+    const double of_kl = kl_grad(token, options);
+    if (params.dlog_ratios) {
+        params.dlog_ratios[i] = weight * policy.grad;
+        params.dlog_probs[i] = weight * of_kl;
+    } else if (params.dlog_probs) {
+        params.dlog_probs[i] = weight * (policy.grad + of_kl);
+    }
     const double kl = tokens.ref_log_probs
                           ? kl_term(log_prob, token.ref_log_prob, options.kl_loss_type).value
                           : 0.0;
@@ -263,14 +272,6 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
             sums.neg_last += at_last;
         }
     }
-    const double of_kl = kl_grad(token, options);
-    if (params.dlog_ratios) {
-        params.dlog_ratios[i] = weight * policy.grad;
-        params.dlog_probs[i] = weight * of_kl;
-    } else if (params.dlog_probs) {
-        params.dlog_probs[i] = weight * (policy.grad + of_kl);
-    }
-    if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;
 }
 
 BAPO_HD double share_of(double value, double total) { return total == 0.0 ? 0.0 : value / total; }

@@ -98,10 +98,10 @@ def test_cluster_kernel_has_bulk_copies_and_wide_stores(sass, dtype):
 @pytest.mark.parametrize("dtype", ROW_KERNELS.values())
 @pytest.mark.parametrize("softcap", ["Lb0", "Lb1"])
 def test_the_l1_cache_is_emptied_only_for_the_cluster(sass, dtype, softcap):
-    """At both cluster barriers, and at the first and a later try of both waits for sums."""
+    """At both cluster barriers, and at the first and a later try of the three waits for sums."""
     for aligned in ("ELb1E", "ELb0E"):
         got = instructions(sass, "row_pass_cluster_kernel", dtype, softcap + aligned)
-        assert got["CCTL.IVALL"] == 6
+        assert got["CCTL.IVALL"] == 8
 
 
 @pytest.mark.parametrize("dtype", ROW_KERNELS.values())

@@ -99,7 +99,7 @@ def test_broken_kernels_are_detected_and_located(folder, tmp_path):
 
 def test_options_of_the_driver(folder):
     only = run(folder / "driver", "--quick", "--only", "tokens=257", "--repeat", "2").stdout
-    assert only.count("ok ") == 2 * 8
+    assert only.count("ok ") == 2 * 10
     assert "rows=3 " in run(folder / "driver", "--list", "--rows", "3").stdout
     wrong = run(folder / "driver", "--quicker")
     assert wrong.returncode == 2
