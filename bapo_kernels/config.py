@@ -74,7 +74,8 @@ def bound_grid(start: float, maximum: float, step: float) -> list[float]:
     """The values that a bound takes, by repeated float64 addition.
 
     The last step is cut off at ``maximum``, as in the authors' code; the paper's Algorithm 1
-    refuses a step that would end past it (docs/paper.md). With a step of 0 the bound does not move.
+    refuses a step that would end past it (docs/internals/paper.md). With a step of 0 the bound
+    does not move.
 
     Examples:
         >>> bound_grid(1.2, 1.35, 0.1)

@@ -92,7 +92,7 @@ def targets(
 
 @app.command()
 def plot() -> None:
-    """Draws the figures of docs/benchmarks.md from the records."""
+    """Draws the figures of docs/internals/benchmarks.md from the records."""
     from .plot import plot as draw
 
     for device in ("cpu", "cuda"):
@@ -102,7 +102,7 @@ def plot() -> None:
 
 @app.command()
 def report() -> None:
-    """Writes docs/benchmarks.md, docs/scaling.md and the tables of the README from the records."""
+    """Writes the pages on benchmarks and scaling and the tables of the README from the records."""
     from .report import write
 
     for path in write():

@@ -1,4 +1,4 @@
-"""The section on sampling masks of ``docs/benchmarks.md``."""
+"""The section on sampling masks of ``docs/internals/benchmarks.md``."""
 
 from __future__ import annotations
 

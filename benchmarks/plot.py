@@ -1,4 +1,4 @@
-"""Figures of docs/benchmarks.md, drawn from records."""
+"""Figures of docs/internals/benchmarks.md, drawn from records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/benchmarks.md`` and the tables of the README, from records."""
+"""``docs/internals/benchmarks.md`` and the tables of the README, from records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .records import RESULTS, WITHOUT_AVX512, load
 from .tables import machine, markdown, number
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "internals" / "benchmarks.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- from the records: python -m benchmarks report -->", "<!-- end of the records -->"
 NAMES = {"cpu": "CPU", "cuda": "GPU"}
@@ -81,13 +81,13 @@ all rows, two or three, in one chunk and in four; a ratio to them is per FLOP th
 method need. FLOPs are those of all matrix products of a call, as PyTorch's profiler counts them, in
 units of `N*V*H`; it does not know those of Triton kernels. With a trained head of half precision
 up to `2*H` rows are one chunk, whatever `chunk_tokens` is, because
-[that takes less memory](hidden_states.md#memory).
+[that takes less memory](../hidden_states.md#memory).
 """
 
 PROCESSORS = """{machine}
 
 The columns of AVX-512 are from the records above. Without instructions for half precision
-[our products are made in float32](hidden_states.md#rounding).
+[our products are made in float32](../hidden_states.md#rounding).
 """
 
 
@@ -100,7 +100,7 @@ def write() -> list[Path]:
 
 
 def page() -> str:
-    """The text of ``docs/benchmarks.md``."""
+    """The text of ``docs/internals/benchmarks.md``."""
     sections = [INTRODUCTION]
     if latest("cuda").empty:
         sections.append("**No GPU has been measured yet.** All numbers are from a CPU.\n")
@@ -272,7 +272,7 @@ def others() -> Iterator[str]:
             if not of_device.empty:
                 yield from training_steps(device, of_device)
     yield "## The search over ranks\n"
-    yield "See [distributed.md](distributed.md), and [scaling.md](scaling.md) for many GPUs.\n"
+    yield "See [distributed.md](../distributed.md), and [scaling.md](scaling.md) for many GPUs.\n"
 
 
 def training_steps(device: str, frame: pd.DataFrame) -> Iterator[str]:
@@ -324,7 +324,7 @@ def readme_block() -> str:
             search = (
                 f"The search over {tokens:,} tokens takes {ours} ms, the paper's loop {loop} ms. "
             )
-        lines.append(f"{search}[All benchmarks](docs/benchmarks.md).\n\n{of_machine}")
+        lines.append(f"{search}[All benchmarks](docs/internals/benchmarks.md).\n\n{of_machine}")
     return "\n".join(lines)
 
 

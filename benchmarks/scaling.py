@@ -1,4 +1,4 @@
-"""A model of step time and memory of the loss on 8 to 1,024 GPUs: ``docs/scaling.md``.
+"""A model of step time and memory of the loss on 8 to 1,024 GPUs: ``docs/internals/scaling.md``.
 
 Every number comes from :class:`Machine`, :class:`Job` and :class:`Approach`. Once a GPU has been
 measured (``results/cuda.jsonl``), its rates and shares replace the stated ones.
@@ -22,7 +22,7 @@ from .frames import latest, plain_losses
 from .plot import FIGURES, LEVELS, RC, plain_numbers, save
 from .tables import markdown, number
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "scaling.md"
 GPUS = (8, 32, 128, 512, 1_024)
 GB, TFLOP = 1e9, 1e12
 
@@ -249,7 +249,7 @@ def draw(folder: Path = FIGURES) -> Path:
 
 
 def page() -> str:
-    """The text of ``docs/scaling.md``."""
+    """The text of ``docs/internals/scaling.md``."""
     (machine, shares), job = of_records(), Job()
     frame = pd.DataFrame(predictions(job, machine, shares))
     rates = (
@@ -285,7 +285,7 @@ INTRODUCTION = """# The loss on many GPUs: a model
 Written by `python -m benchmarks report`; every number and formula is in `benchmarks/scaling.py`.
 Links and latencies are those of data sheets. The rates are {rates}.
 
-![Time of a step over the number of GPUs](figures/scaling.png)
+![Time of a step over the number of GPUs](../figures/scaling.png)
 
 **Job.** {j.tokens:,} tokens per optimizer step, V = {j.V:,}, H = {j.H:,}, bfloat16, micro-batches
 of {j.micro_batch:,} tokens per data-parallel rank, {j.tensor_parallel}-way tensor parallelism in a
@@ -314,6 +314,6 @@ optimizer, the model and the all-reduce of its gradients, which are the same for
 CHECK = """## The same arithmetic on the CPU
 
 Measured time over predicted time, where the prediction is the number of matrix products times the
-three bare products of the same run ([records](../benchmarks/results/cpu.jsonl)). What exceeds 1 is
-what the arithmetic leaves out. The predictions above have the same limitation.
+three bare products of the same run ([records](../../benchmarks/results/cpu.jsonl)). What exceeds 1
+is what the arithmetic leaves out. The predictions above have the same limitation.
 """

@@ -1,7 +1,7 @@
 """On what the wheel was installed, and with what the kernels were compiled and emulated.
 
 ``python -m release.compatibility`` has one command per kind of test; each appends a record to
-``release/compatibility.jsonl``, from which ``page`` writes ``docs/compatibility.md``.
+``release/compatibility.jsonl``, from which ``page`` writes ``docs/internals/compatibility.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.records import environment
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "release" / "compatibility.jsonl"
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "internals" / "compatibility.md"
 ON_HOST = ("tests/test_cuda_on_host.py", "tests/test_sets_on_host.py")
 INTERPRETED = ("-m=not slow", "-k=triton", *map(str, sorted(ROOT.glob("tests/test_*.py"))))
 Record = dict[str, Any]
@@ -134,7 +134,7 @@ them.
 The wheel is for Linux on x86-64 with glibc 2.28 or later, Python 3.10 or later and torch 2.10 or
 later. One file serves all of them: the library is built for torch's stable ABI, and does not use
 Python's. It has {wheel:.1f} MB, and the library takes {library:.1f} MB where it is installed.
-Elsewhere the package installs from source ([Installation](install.md)).
+Elsewhere the package installs from source ([Installation](../install.md)).
 
 ## Python and torch
 

@@ -40,13 +40,13 @@ def long_run(
 
 @app.command()
 def report(records: Path = RESULTS, out: Path = DOCS) -> None:
-    """Writes study.md and its figures from the records."""
+    """Writes its page and its figures from the records."""
     from . import figures, page  # with packages that the environment of the demo lacks
     from .compare import frame
 
     runs = frame(records)
-    out.mkdir(parents=True, exist_ok=True)
     path = out / page.NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page.page(runs))
     for written in (path, *figures.of_study(runs, out / "figures")):
         print(written)

@@ -66,7 +66,7 @@ def rule(runs: pd.DataFrame) -> Figure:
 
 
 def of_study(runs: pd.DataFrame, folder: Path = FIGURES) -> list[Path]:
-    """Writes the figures of docs/study.md."""
+    """Writes the figures of docs/internals/study.md."""
     shown = runs[runs.scenario == RULE_SCENARIO]
     curves = {
         arm: {name: [r[name] for r in shown[shown.arm == arm].curves] for name in PANELS}

@@ -1,4 +1,4 @@
-"""``docs/study.md`` from the records of the study."""
+"""``docs/internals/study.md`` from the records of the study."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .compare import BASELINE, CONFIDENCE, LATE, Difference, compared, paired
 from .policy import build_policy
 from .runs import RULE_SCENARIO, WINDOW
 
-NAME = "study.md"
+NAME = "internals/study.md"
 SEARCHING = [arm for arm in ARMS if arm.startswith("BAPO")]
 
 
@@ -196,9 +196,9 @@ LATER = {
 INTRODUCTION = """# A study of staleness, replay and partial rollout
 
 Written, with its figures, by `python -m study report` from
-[records](../study/results/study.jsonl): {runs} runs of {updates} updates, {seeds} seeds. `make
+[records](../../study/results/study.jsonl): {runs} runs of {updates} updates, {seeds} seeds. `make
 study` makes such records in an hour on two cores. {machine}. What BAPO does in general is on
-[another page](what_bapo_does.md), how to read its metrics on [Choosing](choosing.md).
+[another page](../what_bapo_does.md), how to read its metrics on [Choosing](../choosing.md).
 
 This is a toy: a decoder of {parameters:,} parameters, {updates} updates, one task. It shows how
 the search behaves when tokens of negative advantage dominate, and how far differences in reward
@@ -237,7 +237,7 @@ The held-out reward after the last update: the share of 1,024 sampled walks that
 others: at this learning rate clipping is what keeps training stable, and on-policy nothing is
 clipped. Mean and standard deviation over the seeds:
 """
-AFTER_END_POINT = """![Paired differences of the held-out reward](figures/study_differences.png)
+AFTER_END_POINT = """![Paired differences of the held-out reward](../figures/study_differences.png)
 
 Only the arm without clipping is clearly different: it collapses in every scenario. BAPO cannot be
 told from fixed 0.8/1.2 in any of them, and neither can the recipe. No arm is best throughout: fixed
@@ -248,7 +248,7 @@ EXPLORATORY = """## What else was seen
 Everything from here on is exploratory: it was looked at after the runs, and is not corrected for
 the number of comparisons.
 
-![Training at a staleness of 8](figures/study_training.png)
+![Training at a staleness of 8](../figures/study_training.png)
 """
 LESSONS = {
     "late_entropy": "",
@@ -309,7 +309,7 @@ for logits that move freely along the natural gradient. Here they share weights,
 momentum and the clipped norm make eta differ from update to update; so the slope is not the
 paper's eta, and the correlation cannot be near 1.
 """
-AFTER_RULE = """![Predicted and measured changes of the entropy](figures/study_rule.png)
+AFTER_RULE = """![Predicted and measured changes of the entropy](../figures/study_rule.png)
 
 The rule points the right way: for every arm the correlation is about 0.4, and with clipping two
 thirds of the signs agree. Between arms, too, a larger predicted loss of entropy mostly goes with a

@@ -20,7 +20,9 @@ def main(
     gradient: Annotated[bool, typer.Option(help="or log-probs alone")] = True,
     gpus: Annotated[str, typer.Option(help="part of the names or architectures")] = "",
     library: Annotated[Path, typer.Option(exists=True, help="the built library")] = LIBRARY,
-    write: Annotated[bool, typer.Option("--write", help="write docs/cuda_plan.md")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="write docs/internals/cuda_plan.md")
+    ] = False,
 ) -> None:
     """Counts executed instructions per element, and predicts time over copy, without a GPU."""
     if write:

@@ -1,4 +1,4 @@
-"""Tables of the counts and predictions, and the block of ``docs/cuda_plan.md``."""
+"""Tables of the counts and predictions, and the block of ``docs/internals/cuda_plan.md``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .gpus import GPU, GPUS
 from .model import OPTIMISTIC, PESSIMISTIC, PREDICTED
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "cuda_plan.md"
+PAGE = ROOT / "docs" / "internals" / "cuda_plan.md"
 BEGIN = "<!-- from the disassembly: python -m benchmarks.instructions --write -->"
 END = "<!-- end of the disassembly -->"
 MODELS = (

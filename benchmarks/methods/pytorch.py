@@ -93,7 +93,9 @@ METHODS = [
         "hidden",
         log_probs=chunked_head,
         module="torch.nn.modules.linear_cross_entropy_options",
-        devices=("cuda",),  # the CPU's cases are too few tokens for its chunks (docs/measured.md)
+        devices=(
+            "cuda",
+        ),  # the CPU's cases are too few tokens for its chunks (docs/internals/measured.md)
         everywhere=False,
     ),
     Method("the paper's loop", "tokens", _search),

@@ -1,8 +1,8 @@
 """Errors against float64, and how often rounding changes a decision of the search.
 
 ``TRITON_INTERPRET=1 python -m benchmarks.numerics`` measures on a CPU and writes
-``docs/numerics.md`` with its figures; ``--no-measure`` writes them from the records alone, and
-``--part`` measures only a part.
+``docs/internals/numerics.md`` with its figures; ``--no-measure`` writes them from the records
+alone, and ``--part`` measures only a part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of ``docs/numerics.md``."""
+"""Figures of ``docs/internals/numerics.md``."""
 
 from __future__ import annotations
 

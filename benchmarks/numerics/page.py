@@ -1,4 +1,4 @@
-"""``docs/numerics.md`` from the records of the study."""
+"""``docs/internals/numerics.md`` from the records of the study."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .figures import BUDGET, CURVES, LARGE, frames
 from .head import N as N_OF_HEADS
 
 RESULTS = FOLDER / "numerics.jsonl"
-PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "numerics.md"
 
 
 def table(frame: pd.DataFrame, index: str, column: str, value: str = "error") -> str:
@@ -32,7 +32,7 @@ def table(frame: pd.DataFrame, index: str, column: str, value: str = "error") ->
 
 
 def page(records: list[Record] | None = None) -> str:
-    """The text of ``docs/numerics.md``."""
+    """The text of ``docs/internals/numerics.md``."""
     records = load(RESULTS) if records is None else records
     errors, decisions = frames(records)
     parts = {record["part"]: record for record in records}  # the last of each
@@ -153,7 +153,7 @@ NAMES = {"log_probs": "log-prob", "loss": "loss", "gradient": "dh", "weight grad
 INTRODUCTION = """# Rounding
 
 Written, together with its figures, by `python -m benchmarks.numerics --no-measure` from
-[records](../benchmarks/results/numerics.jsonl). Without the option the command measures first;
+[records](../../benchmarks/results/numerics.jsonl). Without the option the command measures first;
 `TRITON_INTERPRET=1` adds the Triton kernels. {machine}.
 
 ## Errors
@@ -167,11 +167,11 @@ Every second label is drawn from the policy, the others are any allowed token. L
 gradient by as much and does not clip it; decisions are the subject of the second part. Baselines
 that provide log-probs only are completed with the token loss in float32. `log_softmax` is computed
 in the dtype of the logits, `cross_entropy` on `logits.float()`. The error budget is that of
-[the tests](../bapo_kernels/tools/budget.py).
+[the tests](../../bapo_kernels/tools/budget.py).
 
-![Errors by kind of rows](figures/numerics_errors.png)
+![Errors by kind of rows](../figures/numerics_errors.png)
 
-![Errors over the vocabulary](figures/numerics_vocabulary.png)
+![Errors over the vocabulary](../figures/numerics_vocabulary.png)
 """
 HIDDEN = """{N} rows with H = {H}, V = {V:,} and logits of standard deviation 3. Errors of gradients
 are relative to the norm; those of log-probs and loss are the largest error.
@@ -191,7 +191,7 @@ left out. The margin is the least |tested quantity - target| at the points up to
 "One pass and loop differ" compares `find_clip_bounds` with the loop of `reference` in float64, bit
 for bit and on the same float32 log-probs.
 
-![Margins and flips](figures/numerics_decisions.png)
+![Margins and flips](../figures/numerics_decisions.png)
 """
 LESSONS = {
     "log_probs": """Our errors stay near the rounding of the float32 result: 16 terms at a time are
