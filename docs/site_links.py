@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Pages of the site whose text is a file outside of docs/, where a forge looks for it.
 OUTSIDE = {
+    "index": "README.md",
     "changelog": "CHANGELOG.md",
     "contributing": "CONTRIBUTING.md",
     "fuzzing": "fuzz/README.md",
@@ -24,10 +25,11 @@ AMBIGUOUS = "log_probs"  # also an argument and an output
 
 
 def read_outside(app, page, source):
-    """Puts the text of the file in the place of the link to it."""
+    """Puts the text of the file in the place of the link to it, the first line."""
     if page in OUTSIDE:
-        file = Path(OUTSIDE[page])
-        source[0] = RELATIVE_LINK.sub(f"](../{file.parent}/", (ROOT / file).read_text())
+        file, rest = Path(OUTSIDE[page]), source[0].partition("\n")[2]
+        text = RELATIVE_LINK.sub(f"](../{file.parent}/", (ROOT / file).read_text())
+        source[0] = text.replace("](.././docs/", "](") + "\n" + rest
         app.env.note_dependency(str(ROOT / file))
 
 

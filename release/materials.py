@@ -18,7 +18,7 @@ from packageurl import PackageURL
 
 GCC = LicenseExpression("GPL-3.0-or-later WITH GCC-exception-3.1")
 CUDA = DisjunctiveLicense(name="NVIDIA CUDA Toolkit End User License Agreement")
-# Package, what of it is in the library, licence; licenses/THIRD_PARTY.md has the same.
+# Package, what of it is in the library, licence; release/licenses/THIRD_PARTY.md has the same.
 OF_CUDA = (
     ("nvidia-cuda-runtime", "libcudart_static, linked statically, and headers", CUDA),
     ("nvidia-nvvm", "libdevice, compiled into the kernels", CUDA),

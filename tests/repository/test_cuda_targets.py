@@ -231,6 +231,6 @@ def test_the_wheel_is_for_all(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("no_build")
 def test_the_variant_of_the_hub_is_for_all(tmp_path):
-    layout = runpy.run_path(str(ROOT / "torch-ext" / "layout.py"))
+    layout = runpy.run_path(str(ROOT / "release" / "hub" / "layout.py"))
     with pytest.raises(BuildError, match="^all$"):
         layout["build_library"](tmp_path, "cuda", "name")

@@ -19,7 +19,8 @@ except ModuleNotFoundError:  # Python 3.10
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[2]
-CONFIG = tomllib.loads((ROOT / "build.toml").read_text())
+HUB = ROOT / "release" / "hub"
+CONFIG = tomllib.loads((HUB / "build.toml").read_text())
 SETUP = (ROOT / "setup.py").read_text()
 
 pytestmark = [
@@ -59,7 +60,7 @@ def test_oldest_torch_is_that_of_setup():
 def variant(tmp_path_factory):
     """Built without optimisation, and without CUDA."""
     folder = tmp_path_factory.mktemp("hub") / "build"
-    command = [sys.executable, str(ROOT / "torch-ext" / "layout.py"), "cpu", str(folder)]
+    command = [sys.executable, str(HUB / "layout.py"), "cpu", str(folder)]
     environment = os.environ | {"CXXFLAGS": "-O0", "NVCC": "false"}
     subprocess.run(command, env=environment, check=True)
     (variant,) = folder.iterdir()
@@ -123,7 +124,7 @@ def test_kernels_reads_the_configuration_and_loads_the_variant(variant):
     kernels = pytest.importorskip("kernels")
     from kernels._rust import Build
 
-    Build.open(ROOT)  # raises if build.toml is not valid
+    Build.open(HUB)  # raises if build.toml is not valid
     module = kernels.get_local_kernel(variant.parent, backend="cpu")
     assert module.available_backends()["cpu"] is None
     check_loss(module.bapo_loss)

@@ -50,7 +50,7 @@ def test_the_same_build_has_the_same_bill(materials):
 
 
 def test_bill_and_licences_name_the_same(materials):
-    text = (ROOT / "licenses" / "THIRD_PARTY.md").read_text()
+    text = (ROOT / "release" / "licenses" / "THIRD_PARTY.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall("`([^`]+)`", row.split(":")[0])}
     assert named == {part.name for part in materials.components(REPORT)}

@@ -19,7 +19,7 @@ import bapo_kernels
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["bapo_kernels", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-SOURCES += ["MANIFEST.in", "licenses", "tests"]
+SOURCES += ["MANIFEST.in", "release", "tests"]
 BUILT = {"bapo_kernels/_C.abi3.so", "bapo_kernels/_build.json"}
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Writes a build variant for the kernels hub: ``python torch-ext/layout.py cpu|cuda FOLDER``.
+"""Writes a build variant for the kernels hub: ``python release/hub/layout.py cpu|cuda FOLDER``.
 
 A variant is a folder with torch-ext/bapo_kernels, in it the package as ``package`` with its native
 library, and metadata.json. ``kernels`` imports the folder under the ``id`` of its metadata, so that
@@ -26,23 +26,24 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
-ROOT = Path(__file__).parent.parent
+HUB = Path(__file__).parent
+ROOT = HUB.parents[1]
 NO_CODE = shutil.ignore_patterns("__pycache__", "_C.abi3.so", "_build.json")
 
 
 def write_variant(backend: str, folder: Path) -> Path:
     """Builds the library and writes the variant into the folder; returns its path."""
-    config = tomllib.loads((ROOT / "build.toml").read_text())
+    config = tomllib.loads((HUB / "build.toml").read_text())
     metadata = metadata_of(config, backend)
     with tempfile.TemporaryDirectory() as build:
         info = build_library(Path(build), backend, metadata["id"])
         variant = folder / variant_name(config, backend, info)
         shutil.rmtree(variant, ignore_errors=True)
-        shutil.copytree(ROOT / "torch-ext" / "bapo_kernels", variant, ignore=NO_CODE)
+        shutil.copytree(HUB / "torch-ext" / "bapo_kernels", variant, ignore=NO_CODE)
         shutil.copytree(ROOT / "bapo_kernels", variant / "package", ignore=NO_CODE)
         shutil.copytree(Path(build) / "bapo_kernels", variant / "package", dirs_exist_ok=True)
         shutil.copy(ROOT / "LICENSE", variant)
-        shutil.copytree(ROOT / "licenses", variant / "licenses")
+        shutil.copytree(ROOT / "release" / "licenses", variant / "licenses")
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return variant
 
