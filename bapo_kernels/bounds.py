@@ -125,7 +125,7 @@ class ContributionHistogram:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Of the last :meth:`solve`, empty before: what one call of a loss would report.
+        """What one call of a loss would report, of the last :meth:`solve`; empty before the first.
 
         The ``bapo_...`` of :attr:`BAPOOutput.metrics`, for all tokens that were solved for. Nothing
         is read on the host.

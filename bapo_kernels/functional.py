@@ -92,8 +92,8 @@ def bapo_loss(
         backend: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; default: the first of them
             that can run.
         inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
-            Otherwise the gradient takes, on a CPU, the memory of the one before, if nobody holds
-            that any more (:func:`empty_cache`).
+            Otherwise the gradient on a CPU reuses the buffer of the previous one once that is
+            unreferenced (:func:`empty_cache`).
         statistics: with ``"all"``, log-probs, entropy and metrics cover every unmasked token; with
             ``"live"``, tokens that cannot change the loss are not computed. The loss and its
             gradient are the same.

@@ -84,9 +84,8 @@ def bapo_linear_loss(
             of the head, in float32 whatever ``logits_dtype``: ``2*K*H`` operations in forward and
             twice that in backward for ``K`` ids in all, and never a row of ``V`` logits.
         chunk_tokens: at most that many rows of logits exist at a time; default: 1 GiB of them.
-            Chunks are equal, and as few as possible. There is one where it takes no more memory
-            than several, which need a float32 sum of the weight's gradient (in half precision, up
-            to ``2*H`` rows).
+            Chunks are equal, and as few as possible. Up to ``2*H`` rows in half precision are one
+            chunk: several would take more memory, for a float32 sum of the weight's gradient.
         logits_dtype: ``torch.float32`` keeps the logits of bfloat16 or float16 inputs in float32,
             as their products are summed; their gradient is rounded to the dtype of the inputs.
             Default: logits in that dtype.

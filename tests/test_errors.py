@@ -98,7 +98,7 @@ CASES = {
     ),
     "advantages shape": (
         arguments(advantages=torch.zeros(S)),
-        r"advantages must have the shape of labels \(2, 5\) or one entry a sequence \(2,\), "
+        r"advantages must have the shape of labels \(2, 5\) or one entry per sequence \(2,\), "
         r"got \(5,\)",
     ),
     "advantages int": (
@@ -107,17 +107,17 @@ CASES = {
     ),
     "packed advantages": (
         packed(advantages=torch.zeros(3), cu_seqlens=CU),
-        r"advantages must have the shape of labels \(5,\) or one entry a sequence \(1,\), "
+        r"advantages must have the shape of labels \(5,\) or one entry per sequence \(1,\), "
         r"got \(3,\)",
     ),
     "packed advantages without offsets": (
         packed(advantages=torch.zeros(1)),
-        r"advantages must have the shape of labels \(5,\) or one entry a sequence with "
+        r"advantages must have the shape of labels \(5,\) or one entry per sequence with "
         r"cu_seqlens, got \(1,\)",
     ),
     "advantages with a dimension of 1": (
         arguments(advantages=torch.zeros(B, S, 1)),
-        r"advantages must have the shape of labels \(2, 5\) or one entry a sequence \(2,\), "
+        r"advantages must have the shape of labels \(2, 5\) or one entry per sequence \(2,\), "
         r"got \(2, 5, 1\)",
     ),
     "advantages as a column": (
@@ -184,7 +184,7 @@ CASES = {
     "bounds nan": (arguments(bounds=(float("nan"), 1.2)), r"bounds.lower must be in \[0, 1\], "),
     "bounds size": (
         arguments(bounds=(torch.ones(4), torch.ones(()))),
-        r"bounds.lower must have one element, or have the shape of labels \(2, 5\) or one entry a "
+        r"bounds.lower must have one element, or have the shape of labels \(2, 5\) or one entry per "
         r"sequence \(2,\), got \(4,\)",
     ),
     "bounds device": (
@@ -307,17 +307,17 @@ TEMPERATURES = {
     ),
     "shape": (
         arguments(temperature=torch.ones(S)),
-        r"temperature must be 0-dim, or have the shape of labels \(2, 5\) or one entry a sequence "
-        r"\(2,\), got \(5,\)",
+        r"temperature must be 0-dim, or have the shape of labels \(2, 5\) or one entry per "
+        r"sequence \(2,\), got \(5,\)",
     ),
     "one element": (arguments(temperature=torch.ones(1, 1)), r"temperature must .*got \(1, 1\)"),
     "packed": (
         packed(temperature=torch.ones(B), cu_seqlens=CU),
-        r"temperature must .* or one entry a sequence \(.*, got \(2,\)",
+        r"temperature must .* or one entry per sequence \(.*, got \(2,\)",
     ),
     "per sequence without offsets": (
         packed(temperature=torch.ones(B)),
-        r"temperature must .* or one entry a sequence with cu_seqlens, got \(2,\)",
+        r"temperature must .* or one entry per sequence with cu_seqlens, got \(2,\)",
     ),
     "device": (
         arguments(temperature=torch.ones((), device="meta")),

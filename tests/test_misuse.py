@@ -215,7 +215,7 @@ def test_second_backward_is_refused(backend, device, function, retain_graph):
     x, case = problem(device)
     loss = function(x, case, backend)
     loss.backward(retain_graph=retain_graph)
-    with pytest.raises(RuntimeError, match="handed over in its first backward"):
+    with pytest.raises(RuntimeError, match="of this loss can be called once"):
         loss.backward()
 
 

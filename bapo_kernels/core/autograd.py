@@ -89,7 +89,7 @@ def _with_own_version(values: Tensor) -> Tensor:
 
 
 _HANDED_OVER = (
-    "the gradient of this loss was handed over in its first backward; "
+    "backward() of this loss can be called once: it returns the gradient that forward made; "
     "call the loss again instead of backward with retain_graph=True"
 )
 _NO_GRADIENT_BESIDE = (

@@ -268,7 +268,7 @@ def _per_token(
         return values.expand(like.shape)
     if values.shape == like.shape:
         return values
-    rule = (single + "have the shape of {} {} or one entry a sequence {}", like_name, like.shape)
+    rule = (single + "have the shape of {} {} or one entry per sequence {}", like_name, like.shape)
     if cu_seqlens is not None:
         B = cu_seqlens.shape[0] - 1
         ok = values.ndim == 1 and values.shape[0] == B

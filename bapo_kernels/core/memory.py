@@ -34,7 +34,7 @@ class _Block(NamedTuple):
 
 
 class Memory:
-    """The last tensor of a kind leaves its memory to the next one, if nobody holds it any more."""
+    """The last tensor of a kind leaves its memory to the next one once it is unreferenced."""
 
     def __init__(self) -> None:
         # Its methods are atomic, so threads need no lock, which a fork could leave locked.
@@ -81,8 +81,8 @@ def empty_gradient(logits: Tensor) -> Tensor:
 def empty_cache() -> None:
     """Frees the memory that the last calls on the CPU have left for the next ones.
 
-    The gradient of logits takes over the memory of the one before if nobody holds it any more. So
-    do, from hidden states, the chunk of logits, the gradient of the weight and its float32 sum. At
+    The gradient of logits reuses the buffer of the previous one once that is unreferenced. So do,
+    from hidden states, the chunk of logits, the gradient of the weight and its float32 sum. At
     most one of each is kept.
 
     Examples:

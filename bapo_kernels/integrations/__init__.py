@@ -84,7 +84,7 @@ def config_of(
     is_dict = options is None or isinstance(options, Mapping)
     require(is_dict, f"{prefix}options", "be a dict or None", repr(options))
     for name, value in (options or {}).items():
-        require(name in _OPTIONS, f"{prefix}options", "have names of BAPOConfig", repr(name))
+        require(name in _OPTIONS, f"{prefix}options", "name options of BAPOConfig", repr(name))
         owner = (owners or {}).get(name)
         rule = f"be left to {owner}"
         require(owner is None, f"{prefix}options[{name!r}]", rule, repr(value))

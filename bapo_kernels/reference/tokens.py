@@ -39,7 +39,7 @@ def per_token(name: str, values: Tensor, like: Tensor, cu_seqlens: Tensor | None
         return values
     sequences = like.shape[:1] if cu_seqlens is None else cu_seqlens.diff().shape
     ok = values.shape == sequences and (like.ndim >= 2 or cu_seqlens is not None)
-    rule = ("have the shape of log_probs {} or one entry a sequence {}", like.shape, sequences)
+    rule = ("have the shape of log_probs {} or one entry per sequence {}", like.shape, sequences)
     require(ok, name, rule, values.shape)
     if cu_seqlens is not None:
         packed = values.repeat_interleave(cu_seqlens.diff())

@@ -351,7 +351,7 @@ def test_options_that_the_framework_owns_are_refused(framework, option, owner, m
 @pytest.mark.parametrize("framework", WITH_OPTIONS)
 def test_bad_options_are_refused(framework, monkeypatch):
     function = WITH_OPTIONS[framework]
-    with pytest.raises(ValueError, match="options must have names of BAPOConfig, got 'targte'"):
+    with pytest.raises(ValueError, match="options must name options of BAPOConfig, got 'targte'"):
         function({"targte": 0.5}, monkeypatch)
     with pytest.raises(ValueError, match="options must be a dict or None, got 'target'"):
         function("target", monkeypatch)

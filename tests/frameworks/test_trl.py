@@ -524,7 +524,7 @@ BAD_OPTIONS = [
     (dict(bapo_preset="authors"), "bapo_preset must be 'paper' or 'recipe', got 'authors'"),
     (dict(bapo_options="target"), "bapo_options must be a dict or None, got 'target'"),
     (dict(bapo_options={"target": 2.0}), "target must .*in"),
-    (dict(bapo_options={"epsilon": 0.2}), "bapo_options must have names of BAPOConfig"),
+    (dict(bapo_options={"epsilon": 0.2}), "bapo_options must name options of BAPOConfig"),
 ]
 NOT_FUSED = dict(
     entropy_coef=0.1,
