@@ -184,8 +184,8 @@ CASES = {
     "bounds nan": (arguments(bounds=(float("nan"), 1.2)), r"bounds.lower must be in \[0, 1\], "),
     "bounds size": (
         arguments(bounds=(torch.ones(4), torch.ones(()))),
-        r"bounds.lower must have one element, or have the shape of labels \(2, 5\) or one entry per "
-        r"sequence \(2,\), got \(4,\)",
+        r"bounds.lower must have one element, or have the shape of labels \(2, 5\) or one entry "
+        r"per sequence \(2,\), got \(4,\)",
     ),
     "bounds device": (
         arguments(bounds=(torch.ones(()), torch.ones((), device="meta"))),

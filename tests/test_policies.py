@@ -557,8 +557,8 @@ REFUSED = {
     ),
     "shape of bounds": (
         lambda: bapo_loss_from_log_probs(*BATCH, bounds=(0.8, torch.full((3,), 1.2))),
-        "bounds.upper must have one element, or have the shape of log_probs (2, 3) or one entry per "
-        "sequence (2,), got (3,)",
+        "bounds.upper must have one element, or have the shape of log_probs (2, 3) or one entry "
+        "per sequence (2,), got (3,)",
     ),
     "integer bounds": (
         lambda: bapo_loss_from_log_probs(*BATCH, bounds=(torch.ones(2).long(), 1.2)),
