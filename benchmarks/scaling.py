@@ -41,19 +41,19 @@ class Machine:
     readback: float = 20e-6  # the host waits for the device and resumes
     measured: str = ""
 
-    def __str__(self) -> str:
-        """As a sentence."""
-        rates = (
-            f"Copy {self.copy / GB:,.0f} GB/s (read and written), matrix products "
-            f"{self.gemm / TFLOP:,.0f} TFLOP/s, NVLink {self.nvlink / GB:,.0f} GB/s, network "
-            f"{self.network / GB:,.0f} GB/s per GPU"
-        )
-        waits = (
-            f"a collective {1e6 * self.latency:.0f} us in a node and {1e6 * self.hop:.0f} us more "
-            f"for each doubling of the nodes; a kernel launch {1e6 * self.launch:.0f} us, waiting "
-            f"for the device {1e6 * self.readback:.0f} us"
-        )
-        return f"{rates}; {waits}."
+    def table(self) -> pd.DataFrame:
+        """Rates in GB/s and TFLOP/s, times in microseconds."""
+        row = {
+            "copy, GB/s": self.copy / GB,
+            "products, TFLOP/s": self.gemm / TFLOP,
+            "NVLink, GB/s": self.nvlink / GB,
+            "network, GB/s": self.network / GB,
+            "collective, us": 1e6 * self.latency,
+            "per doubling of nodes, us": 1e6 * self.hop,
+            "launch, us": 1e6 * self.launch,
+            "wait of the host, us": 1e6 * self.readback,
+        }
+        return pd.DataFrame([row], [self.measured or "stated"]).map("{:,.0f}".format)
 
 
 @dataclass(frozen=True)
@@ -217,13 +217,7 @@ def against_the_cpu() -> pd.DataFrame:
         same = (frame.level == "hidden") & (frame.model == record.model)
         same &= (frame["dtype"] == record["dtype"]) & (frame.method == "three matrix products")
         predicted = frame[same].ms.iloc[0] * products[record.method] / 3
-        rows.append(
-            {
-                "": f"{record.model}, {record['dtype']}",
-                "method": record.method,
-                "measured / predicted": record.ms / predicted,
-            }
-        )
+        rows.append({"method": record.method, "measured / predicted": record.ms / predicted})
     return pd.DataFrame(rows)
 
 
@@ -248,72 +242,16 @@ def draw(folder: Path = FIGURES) -> Path:
         return save(figure, folder / "scaling.png")
 
 
-def page() -> str:
-    """The text of ``docs/internals/scaling.md``."""
-    (machine, shares), job = of_records(), Job()
-    frame = pd.DataFrame(predictions(job, machine, shares))
-    rates = (
-        f"measured on {machine.measured}"
-        if machine.measured
-        else "stated, **not measured: none of the kernels has run on a GPU yet**"
-    )
-    parts = [
-        INTRODUCTION.format(machine=machine, j=job, rates=rates, points=GRID_POINTS, probes=PROBES)
-    ]
-    for level, of_level in frame.groupby("level", sort=False):
-        parts.append(f"## {str(level).capitalize()}\n")
-        table = of_level.pivot_table(index="approach", columns="gpus", values="step", sort=False)
-        parts.append("Milliseconds of the loss per step, all micro-batches:\n")
-        table = table.map(number).rename_axis("GPUs").rename(columns="{:,}".format)
-        parts.append(markdown(table) + "\n")
-        last = of_level[of_level.gpus == GPUS[-1]].set_index("approach")
-        table = last[["rows", "tensor parallel", "search", "MiB"]].map(number)
-        parts.append(
-            f"Milliseconds by part on {GPUS[-1]:,} GPUs, and peak memory of a rank in MiB:\n"
-        )
-        parts.append(markdown(table.rename_axis("")) + "\n")
-    check = against_the_cpu()
-    if not check.empty:
-        parts.append(CHECK)
-        wide = check.pivot_table(index="", columns="method", values="measured / predicted")
-        parts.append(markdown(wide.map(number)) + "\n")
-    return "\n".join(parts).rstrip() + "\n"
-
-
-INTRODUCTION = """# The loss on many GPUs: a model
-
-Written by `python -m benchmarks report`; every number and formula is in `benchmarks/scaling.py`.
-Links and latencies are those of data sheets. The rates are {rates}.
-
-![Time of a step over the number of GPUs](../figures/scaling.png)
-
-**Job.** {j.tokens:,} tokens per optimizer step, V = {j.V:,}, H = {j.H:,}, bfloat16, micro-batches
-of {j.micro_batch:,} tokens per data-parallel rank, {j.tensor_parallel}-way tensor parallelism in a
-node (each rank has a shard of the vocabulary), data parallelism across, all rows active, one search
-per micro-batch.
-
-**Machine.** {machine}
-
-**Rows.** The time of the rows is bytes per logit at the copy's rate, plus `2*n*V*H` FLOPs per
-matrix product, divided by the share of that rate which a method reaches. Ours moves 4 bytes (each
-logit is read, each gradient written) at the target of 1/1.05 of a copy. Plain PyTorch moves 36
-bytes (float32 logits 6, log-softmax 8, zeros for its gradient 4, the gradient 12, the cast back 6)
-at the full rate. A head that recomputes its logits in backward takes 4 products where 3 are enough.
-
-**Tensor parallelism.** Four float64 values per token are gathered from every rank, the same for all
-methods; the gradient of the hidden states is summed in float32.
-
-**Search.** Ours is one collective of {points} float64 values per data-parallel rank, one for each
-point of the grids, started without the host. The authors' loop tests up to {probes} pairs of bounds
-({probes} here), each with some ten kernels, an all-reduce of two numbers and a wait on the host.
-Where a search stops early, the loop tests fewer.
-
-Not modelled: stragglers, the slowest of which the loop waits for at each pair of bounds; and the
-optimizer, the model and the all-reduce of its gradients, which are the same for all methods.
-"""
-CHECK = """## The same arithmetic on the CPU
-
-Measured time over predicted time, where the prediction is the number of matrix products times the
-three bare products of the same run ([records](../../benchmarks/results/cpu.jsonl)). What exceeds 1
-is what the arithmetic leaves out. The predictions above have the same limitation.
-"""
+def blocks() -> dict[str, str]:
+    """The tables of the page by their marks."""
+    machine, shares = of_records()
+    frame = pd.DataFrame(predictions(Job(), machine, shares)).set_index("approach")
+    steps = frame.pivot_table("step", "approach", "gpus", sort=False)[[GPUS[0], GPUS[-1]]]
+    parts = frame[frame.gpus == GPUS[-1]][["rows", "tensor parallel", "search", "MiB"]]
+    table = steps.rename(columns="{:,}".format).join(parts).map(number).rename_axis("GPUs")
+    cpu = against_the_cpu().groupby("method")["measured / predicted"].agg(["min", "median", "max"])
+    return {
+        "machine": markdown(machine.table()),
+        "model": markdown(table),
+        "cpu": markdown(cpu.map(number)),
+    }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import pandas as pd
 
 
@@ -12,6 +15,23 @@ def markdown(table: pd.DataFrame) -> str:
     table = table.rename(index=lambda row: f"**{row}**" if "bapo" in str(row) else row)
     align = ["left", *("right" for _ in table.columns)]
     return str(table.reset_index().to_markdown(index=False, colalign=align, disable_numparse=True))
+
+
+def filled(text: str, blocks: Mapping[str, str]) -> str:
+    """The text of a page, with the blocks between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+    pattern = re.compile(r"(<!-- (\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+    return pattern.sub(lambda mark: f"{mark[1]}{blocks[mark[2]].rstrip()}\n\n{mark[3]}", text)
+
+
+def by_column(times: pd.DataFrame, caption: str, peaks: pd.DataFrame | None = None) -> str:
+    """Milliseconds by method and ``column``, the fastest first, then MiB of the peaks."""
+    if peaks is not None:
+        mib = peaks.assign(ms=peaks.peak_bytes / 2**20, column="MiB, " + peaks.column)
+        times = pd.concat([times, mib])
+    times = times[times.ms.notna()]
+    table = times.pivot_table("ms", "method", "column")[list(times.column.unique())]
+    table = table.sort_values(table.columns[0], kind="stable").map(number)
+    return markdown(table.rename_axis(caption))
 
 
 def number(value: float) -> str:

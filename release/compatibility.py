@@ -1,7 +1,8 @@
 """On what the wheel was installed, and with what the kernels were compiled and emulated.
 
 ``python -m release.compatibility`` has one command per kind of test; each appends a record to
-``release/compatibility.jsonl``, from which ``page`` writes ``docs/internals/compatibility.md``.
+``release/compatibility.jsonl``, from which ``page`` fills the tables of
+``docs/internals/compatibility.md``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton
 import typer
 
 from benchmarks.records import environment
+from benchmarks.tables import filled
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "release" / "compatibility.jsonl"
@@ -110,81 +112,37 @@ def counted(stacks: list[int]) -> dict[str, int]:
 
 @app.command()
 def page() -> None:
-    """Writes the page from the last record of each kind."""
+    """Fills the tables of the page from the last record of each kind."""
     PAGE.write_text(page_of(load()))
 
 
 GPUS = {
-    "cuda:80": "NVIDIA sm_80: A100; also sm_86 (A10, RTX 30)",
-    "cuda:89": "NVIDIA sm_89: L4, L40S, RTX 40",
-    "cuda:90": "NVIDIA sm_90: H100, H200",
-    "cuda:100": "NVIDIA sm_100: B200",
-    "cuda:103": "NVIDIA sm_103: B300",
-    "cuda:120": "NVIDIA sm_120: RTX 50, RTX PRO 6000",
-    "hip:gfx942": "AMD gfx942: MI300X",
+    "cuda:80": "sm_80, sm_86: A100, A10, RTX 30",
+    "cuda:89": "sm_89: L4, L40S, RTX 40",
+    "cuda:90": "sm_90: H100, H200",
+    "cuda:100": "sm_100: B200",
+    "cuda:103": "sm_103: B300",
+    "cuda:120": "sm_120: RTX 50, RTX PRO 6000",
+    "hip:gfx942": "gfx942: MI300X",
 }
 SERVED_BY = {"cuda:89": "cuda:80", "cuda:103": "cuda:100"}  # by binaries of their generation
-TEXT = """# Compatibility
-
-On what the wheel has been installed and run, and for which GPUs the kernels have been compiled
-and emulated. This page is written by `python -m release.compatibility page` from the records in
-`release/compatibility.jsonl`; `python -m release.compatibility --help` has the commands that make
-them.
-
-The wheel is for Linux on x86-64 with glibc 2.28 or later, Python 3.10 or later and torch 2.10 or
-later. One file serves all of them: the library is built for torch's stable ABI, and does not use
-Python's. It has {wheel:.1f} MB, and the library takes {library:.1f} MB where it is installed.
-Elsewhere the package installs from source ([Installation](../install.md)).
-
-## Python and torch
-
-Each row is a fresh environment without a compiler, into which the wheel was installed and in
-which `python -m bapo_kernels validate` compared every kernel that can run with the reference in
-float64. The machine has no GPU. With a CUDA build of torch the table says whether the library has
-found the function of torch that tells the current stream, the only one that it needs of it.
-
-{installed}
-
-## Triton
-
-Each row is a version that torch 2.10 or a later one brings along: tests in its interpreter, and
-kernels that it has compiled. The interpreter is for tests alone; that of Triton 3.6 fails with
-NumPy 2.4 and later.
-
-{triton}
-
-## GPUs
-
-**No kernel has run on a GPU yet.** Compiled means: every kernel, of Triton's the smallest and the
-largest variants, and how many of them spill registers to memory or use the stack. Emulated means:
-run on a CPU and compared with the reference in float64, the CUDA kernels thread by thread under
-adversarial schedules, which {emulated:,} tests have passed, the Triton kernels in Triton's
-interpreter and, for sm_80 and sm_90, as PTX under a race detector.
-
-{compiled}
-
-The CUDA kernels come with CUDA {cuda}, which needs NVIDIA's driver 580 or later, whatever the
-CUDA version of torch. PTX of the newest architecture is in the wheel too, for GPUs that are
-newer. Triton compiles for the GPU it finds, and comes with torch.
-
-{sources}
-"""
 
 
 def page_of(records: list[Record]) -> str:
+    return filled(PAGE.read_text(), blocks(records))
+
+
+def blocks(records: list[Record]) -> dict[str, str]:
     installed = last(records, "installed", "python", "torch")
     (cuda,) = last(records, "cuda", "compiler")
     of_triton = last(records, "triton", "compiler")
-    return TEXT.format(
-        wheel=installed[-1]["bytes"] / 1e6,
-        library=installed[-1]["bytes of the library"] / 1e6,
-        installed=table(map(row_of_install, installed)),
-        triton=table(map(row_of_triton, of_triton)),
-        compiled=table(row_of_target(target, cuda, of_triton[-1]) for target in GPUS),
-        emulated=cuda["passed"],
-        cuda=cuda["compiler"].removeprefix("nvcc "),
-        sources=sources(installed, [cuda], of_triton),
-    )
+    return {
+        "installed": table(map(row_of_install, installed)),
+        "triton": table(map(row_of_triton, of_triton)),
+        "compiled": table(row_of_target(target, cuda, of_triton[-1]) for target in GPUS),
+        "records": f"{cuda['passed']} tests ran the CUDA kernels on a CPU, thread by thread under "
+        f"adversarial schedules. {commits(installed, [cuda], of_triton)}.",
+    }
 
 
 def table(rows: Iterable[dict[str, str]]) -> str:
@@ -203,61 +161,50 @@ def numbers(version: str) -> list[int]:
 
 def row_of_install(record: Record) -> dict[str, str]:
     report, checks = record["report"], record["validate"]
-    failed = checks["exit status"] != 0
-    stream = "found" if record["finds the stream"] else "not found"
+    wrong = [
+        *["no CPU kernels"] * ("cpu kernels" not in report),
+        *["stream not found"] * (not record["finds the stream"] and bool(record["cuda of torch"])),
+    ]
+    passed = "FAILED" if checks["exit status"] else str(checks["checks"])
     return {
         "Python": record["python"],
         "torch": record["torch"],
         "Triton": record.get("triton", ""),
-        "typer": record.get("typer", ""),
-        "system": record["libc"],
-        "CPU kernels": report.get("cpu kernels", "absent"),
-        "`validate`": f"{checks['checks']} checks, {'FAILED' if failed else 'passed'}",
-        "CUDA backend": report["backend cuda"],
-        "stream of torch": stream if record["cuda of torch"] else "",
+        "glibc": record["libc"].removeprefix("glibc "),
+        "checks passed": ", ".join([passed, *wrong]),
     }
 
 
 def row_of_triton(record: Record) -> dict[str, str]:
-    targets = record["targets"]
-    names = ", ".join(map(architecture, targets))
     return {
         "Triton": record["compiler"].removeprefix("Triton "),
-        "torch": record["torch"],
         "NumPy": record["numpy"],
-        "interpreted": f"{record['passed']} tests passed",
-        "compiled": f"{names}: {described(*targets.values())}",
+        "tests passed": str(record["passed"]),
+        "kernels (spilling)": described(*record["targets"].values()),
     }
 
 
 def row_of_target(target: str, *records: Record) -> dict[str, str]:
     row = {"GPU": GPUS[target]}
-    for record, name in zip(records, ("CUDA", "Triton"), strict=True):
+    for record in records:
         made, by = record["targets"].get(target), SERVED_BY.get(target)
-        row[name] = f"the binary for {architecture(by)}" if by else "not compiled here"
-        if made:
-            row[name] = f"{record['compiler']}: {described(made)}"
+        row[record["compiler"]] = (
+            described(made) if made else f"as {by.replace('cuda:', 'sm_')}" if by else ""
+        )
     return row
-
-
-def architecture(target: str) -> str:
-    return target.replace("cuda:", "sm_").removeprefix("hip:")
 
 
 def described(*made: dict[str, int]) -> str:
     spilling = sum(one["spilling"] for one in made)
     in_loops = sum(one.get("spilling in loops", 0) for one in made)
-    spills = f"{spilling} spill, {in_loops or 'none'} in a loop" if spilling else "no spill"
-    return f"{sum(one['kernels'] for one in made)} kernels, {spills}"
+    loops = f", {in_loops} in loops" if in_loops else ""
+    return f"{sum(one['kernels'] for one in made)} ({spilling}{loops})"
 
 
-def sources(*of_kinds: list[Record]) -> str:
-    made = [record for records in of_kinds for record in records]
-    machine = " and ".join(sorted({record["machine"] for record in made}))
-    commits = {
-        r["kind"]: sorted({x["commit"] for x in made if x["kind"] == r["kind"]}) for r in made
-    }
-    return f"{machine}; " + "; ".join(f"{k}: commit {', '.join(v)}" for k, v in commits.items())
+def commits(*of_kinds: list[Record]) -> str:
+    kinds = {records[0]["kind"]: {record["commit"] for record in records} for records in of_kinds}
+    words = (f"{kind} {', '.join(sorted(of))}" for kind, of in kinds.items())
+    return f"Commits: {'; '.join(words)}"
 
 
 def load() -> list[Record]:

@@ -40,7 +40,7 @@ def long_run(
 
 @app.command()
 def report(records: Path = RESULTS, out: Path = DOCS) -> None:
-    """Writes its page and its figures from the records."""
+    """Fills the tables of its page and draws its figures from the records."""
     from . import figures, page  # with packages that the environment of the demo lacks
     from .compare import frame
 

@@ -1,7 +1,7 @@
 """Errors against float64, and how often rounding changes a decision of the search.
 
-``TRITON_INTERPRET=1 python -m benchmarks.numerics`` measures on a CPU and writes
-``docs/internals/numerics.md`` with its figures; ``--no-measure`` writes them from the records
+``TRITON_INTERPRET=1 python -m benchmarks.numerics`` measures on a CPU, fills the tables of
+``docs/internals/numerics.md`` and draws its figures; ``--no-measure`` does so from the records
 alone, and ``--part`` measures only a part.
 """
 
@@ -27,7 +27,7 @@ def main(
     part: Annotated[list[str] | None, typer.Option(help="errors, head or decisions")] = None,
     out: Path = RESULTS,
 ) -> None:
-    """Measures, appends to a file of JSON lines, and writes the page and its figures."""
+    """Measures, appends to a file of JSON lines, fills the tables and draws the figures."""
     if measure:
         facts = environment()
         for name in part or PARTS:

@@ -840,11 +840,11 @@ def test_pages_and_figures_take_any_part_of_the_records(
     made = [record for record in made_up("cuda", gpu_suite()) if kept(record)]
     records.append(from_made_up_records / "cuda.jsonl", made)
     assert len(plot.plot("cuda", tmp_path / "figures")) == figures
-    on_gpu = report.page().split("## CPU\n")[0]
-    assert "## GPU" in on_gpu
-    assert "No GPU has been measured" not in on_gpu
+    on_gpu = report.blocks()["gpu"]
+    assert on_gpu
     shown = [r for r in made if of_baselines(r) and "bapo_kernels cuda" in r["method"]]
-    assert all(tables.number(record["ms"]) in on_gpu for record in shown)
+    in_table = [r for r in shown if not r["model"].startswith("Llama")]
+    assert all(tables.number(record["ms"]) in on_gpu for record in in_table)
     readme = report.readme_block()
     assert readme.count("Loss and gradients from") == 2 + len({r["level"] for r in shown})
 
@@ -906,75 +906,75 @@ def test_every_method_has_a_style():
     } | {method.name for method in methods() if method.sweep}  # in no figure
 
 
-def test_the_page_has_every_number(from_made_up_records):
+def cells(text):
+    """Those of every line of a table."""
+    return [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+
+
+def test_the_losses_have_times_and_memory_of_three_models(from_made_up_records):
+    """The first model, the largest vocabulary and the widest head; failures are listed."""
     frame = frames.latest("cpu", from_made_up_records)
-    text = "\n".join(report.of_device("cpu", frame))
+    text = "\n".join(report.losses("cpu"))
     measured = frames.plain_losses(frame[frame.sweep.isna()])
-    measured = measured[measured["dtype"] == "bfloat16"]
-    assert len(measured) > 50
-    for milliseconds in measured.ms:
-        assert tables.number(milliseconds) in text
+    measured = measured[~measured.method.str.startswith("PyTorch reference")]
+    shown = measured[measured.model.isin(["Qwen3-0.6B", "Gemma-3-1B", "DeepSeek-V3"])]
+    assert len(shown) > 50
+    for milliseconds in shown.ms:
+        assert f" {tables.number(milliseconds)} |" in text
+    head = next(line for line in cells(text) if "hidden states" in line[0])
+    assert head[1] == "Qwen3-0.6B (151,936 x 1,024)"
+    assert head[4:] == ["Qwen3-0.6B, float32", *(f"MiB, {m}" for m in shown.model.unique())]
+    kinds = frame[(frame.task == "clip") & (frame.level == "logits")]
+    assert all(f" {tables.number(ms)} |" in text for ms in kinds[kinds.method == "copy"].ms)
     assert "| QuACK cross entropy" in text
     assert "no kernel" in text
 
 
-def test_the_forms_of_the_head_have_tables_of_their_own(from_made_up_records):
-    """One per dtype, of every measured record; the other sections have none of them."""
+def test_the_forms_of_the_head_have_a_table_of_their_own(from_made_up_records):
+    """Of every record measured in bfloat16; the other sections have none of them."""
     forms = frames.forms_of_the_head("cpu", from_made_up_records)
-    assert len(forms) > 40
-    text = report.page()
-    before, section = text.split("### Sampling masks")[0].split("### Forms of the head")
-    assert "four chunks" not in before
+    forms = forms[forms["dtype"] == "bfloat16"]
+    assert len(forms) > 20
+    blocks = report.blocks()
+    assert "four chunks" not in blocks["losses"]
     for milliseconds in forms.ms:
-        assert f"{tables.number(milliseconds)} |" in section
-    assert section.count("FLOPs, NVH") == 2
-    assert "QuACK" not in section
-    assert report.OLDER not in text
-    ours = forms[
-        (forms.method == "bapo_kernels cpu, chunk_tokens = N/4") & (forms["dtype"] == "float32")
-    ]
-    cells = next(
-        line.split("|")
-        for line in section.split("float32:")[1].splitlines()
-        if "cpu, chunk_tokens = N/4**" in line
-    )
-    row = ours.iloc[0]
-    same = (forms["dtype"] == "float32") & ~forms.frozen
-    (four,) = forms[same & (forms.method == "three matrix products, four chunks")].share
-    numbers = (row.ms, 1 / row.share, four / row.share, 6.0, 16.0)
-    assert [cell.strip() for cell in cells[3:-1]] == [tables.number(n) for n in numbers]
+        assert f"{tables.number(milliseconds)} |" in blocks["head"]
+    assert "QuACK" not in blocks["head"]
+    frozen = forms[forms.frozen & (forms.method == "bapo_kernels cpu, chunk_tokens = N/4")]
+    head, _, *lines = cells(blocks["head"])
+    (row,) = (line for line in lines if line[0] == "**bapo_kernels cpu, chunk_tokens = N/4**")
+    row = dict(zip(head, row, strict=True))
+    assert row["frozen"] == tables.number(frozen.ms.iloc[0])
+    assert row["MiB, frozen"] == "16.0"
+    (products,) = (line for line in lines if line[0] == "matrix products")
+    assert "" not in products[:4], "two with a frozen head, or three"
 
 
 def test_sampling_masks_have_tables_of_their_own(from_made_up_records):
-    """One per level, of every measured record; nothing without records."""
+    """One per level, of every measured record."""
     masks = frames.sampling_masks("cpu", from_made_up_records)
-    before, section = report.page().split("### Sampling masks")
-    assert "masked_fill" not in before
-    with_sets = masks[masks.sweep == SAMPLING_MASK]
-    for milliseconds in with_sets.ms:
-        assert f" {tables.number(milliseconds)} |" in section
-    assert section.count("peak MiB") == 2
-    of_hidden = section.split("from hidden states:")[1].splitlines()
-    first = masks.level.eq("hidden") & masks["dtype"].eq("float32") & masks.frozen
+    blocks = report.blocks()
+    assert "masked_fill" not in blocks["losses"]
+    for milliseconds in masks[masks.sweep == SAMPLING_MASK].ms:
+        assert f" {tables.number(milliseconds)} |" in blocks["masks"]
+    assert blocks["masks"].count("Loss and gradients") == 2
+    head, *lines = cells(blocks["masks"].split("\n\n")[2])
+    column, peak = head.index("bfloat16, frozen"), head.index("MiB, bfloat16, frozen")
+    case = masks.level.eq("hidden") & masks["dtype"].eq("bfloat16") & masks.frozen
     own, whole = (
-        masks[first & (masks.method == "bapo_kernels cpu") & (masks.sweep == sweep)].iloc[0]
+        masks[case & (masks.method == "bapo_kernels cpu") & (masks.sweep == sweep)].iloc[0]
         for sweep in (SAMPLING_MASK, WHOLE_VOCABULARY)
     )
-    best = masks[first & masks.method.str.startswith("PyTorch")].ms.min()
-    numbers = (own.ms, whole.ms / own.ms, best / own.ms, own.bytes / 1e6, own.flops / 1e9)
-    expected = ["**bapo_kernels cpu**", "float32", "frozen"]
-    expected += map(tables.number, (*numbers, own.share * own.ms, 12.0))
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in of_hidden]
-    assert expected in cells
-    expected = ["**bapo_kernels cpu, whole vocabulary**", "float32", "frozen"]
-    row = next(row for row in cells if row[:3] == expected)
-    assert row[3:6] == [tables.number(whole.ms), "", ""]
+    shown = {line[0]: (line[column], line[peak]) for line in lines}
+    assert shown["**bapo_kernels cpu**"] == (tables.number(own.ms), "12.0")
+    assert shown["**bapo_kernels cpu, whole vocabulary**"][0] == tables.number(whole.ms)
+    assert shown["floor"] == (tables.number(own.share * own.ms), "")
 
 
-def test_without_records_no_section_is_shown(from_made_up_records, monkeypatch):
+def test_without_records_no_table_is_shown(from_made_up_records, monkeypatch):
     none = frames.sampling_masks("cpu", from_made_up_records).iloc[:0]
     monkeypatch.setattr(report, "sampling_masks", lambda device: none)
-    assert "### Sampling masks" not in report.page()
+    assert report.blocks()["masks"] == ""
 
 
 def test_records_older_than_frozen_heads_are_of_trained_ones(tmp_path):
@@ -1015,28 +1015,46 @@ def test_training_steps_of_both_devices_have_a_table_each(tmp_path, monkeypatch)
     ]
     records.append(tmp_path / "trl.jsonl", made)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    gpu, cpu = "\n".join(report.others()).split("python -m benchmarks.trl_trainer")[1:]
-    assert gpu.startswith(" --device cuda`")
+    gpu, cpu = ("\n".join(report.training(device)) for device in ("cuda", "cpu"))
     assert "some cuda, commit 5eed5eed" in gpu
     assert "4 answers of 1,024 to 2,048 tokens" in gpu
-    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in gpu.splitlines()[2:]]
-    assert ["TRL's GRPO", "653", "151", "152", "7,654"] in rows
-    assert ["BAPO, fused", "321", "151", "152", "7,654"] in rows
-    assert len([row for row in rows if row]) == 4
+    rows = cells(gpu)
+    assert ["TRL's GRPO", "653", "151", "7,654"] in rows
+    assert ["BAPO, fused", "321", "151", "7,654"] in rows
+    assert len(rows) == 4
     assert "float32" in cpu
     assert "9,876" in cpu
 
 
-@pytest.mark.parametrize("page", ["benchmarks", "scaling", "README"])
-def test_pages_match_the_committed_records(page):
-    if page == "README":
-        text = report.README.read_text()
-        assert text == report.with_block(text, report.readme_block())
-        assert report.BEGIN in text
-    elif page == "scaling":
-        assert scaling.PAGE.read_text() == scaling.page()
-    else:
-        assert report.PAGE.read_text() == report.page()
+def test_the_readme_matches_the_committed_records():
+    text = report.README.read_text()
+    assert text == tables.filled(text, {"records": report.readme_block()})
+    assert "<!-- records -->" in text
+
+
+@pytest.mark.parametrize("module", [report, scaling])
+def test_pages_match_the_committed_records(module):
+    text, blocks = module.PAGE.read_text(), module.blocks()
+    assert text == tables.filled(text, blocks)
+    assert all(f"<!-- {name} -->" in text for name in blocks)
+
+
+def test_pages_say_that_no_gpu_has_been_measured():
+    measured = not frames.latest("cuda").empty
+    for page, words in ((report.PAGE, "No GPU has been"), (scaling.PAGE, "No kernel has run")):
+        assert (words in " ".join(page.read_text().split())) != measured
+
+
+def test_the_scaling_page_has_the_numbers_of_the_model():
+    text, job = " ".join(scaling.PAGE.read_text().split()), scaling.Job()
+    for words in (
+        f"{job.tokens:,} active tokens, with V = {job.V:,} and H = {job.H:,}",
+        f"micro-batch of {job.micro_batch:,} tokens",
+        f"the {job.tensor_parallel} ranks of a node",
+        f"{scaling.GRID_POINTS} float64 values per data-parallel rank",
+        f"tests {scaling.PROBES} pairs of bounds",
+    ):
+        assert words in text
 
 
 def test_pages_name_the_commit_of_every_measurement():
@@ -1046,10 +1064,9 @@ def test_pages_name_the_commit_of_every_measurement():
         assert all(f"commit {commit}" in text for commit in commits)
 
 
-def test_with_block_replaces_what_is_between_the_marks():
-    text = f"a\n{report.BEGIN}\nold\n{report.END}\nb"
-    expected = f"a\n{report.BEGIN}\nnew \\1\n{report.END}\nb"
-    assert report.with_block(text, "new \\1") == expected
+def test_a_page_is_filled_between_its_marks():
+    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb"
+    assert tables.filled(text, {"x": "new \\1"}) == "a\n<!-- x -->\nnew \\1\n\n<!-- /x -->\nb"
 
 
 class TestScaling:

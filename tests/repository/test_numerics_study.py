@@ -25,8 +25,10 @@ def batches_of(config, n=12, count=40):
     return logp, decisions.Batches.draw(config, logp, n, count, g)
 
 
-def test_the_page_matches_the_committed_records():
-    assert page.PAGE.read_text() == page.page()
+def test_the_page_has_the_tables_of_the_committed_records():
+    text = page.PAGE.read_text()
+    assert text == page.page()
+    assert [n for n in page.blocks(load(page.RESULTS)) if f"<!-- {n} -->" not in text] == []
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_walks_keep_the_log_probs_that_their_policy_gives_them(generator):
 
 
 def test_the_share_of_a_fresh_rollout_follows_from_lengths_and_probabilities(generator):
-    """The formula of docs/what_bapo_does.md."""
+    """The formula of docs/choosing.md."""
     walks = walks_of(policy.warm_policy(0), generator, prompts=64)
     advantages = rollouts.group_advantages(walks.rewards)
     lengths, weights = walks.mask.sum(-1).double(), advantages.double().abs()
@@ -323,9 +323,11 @@ def test_the_demo(tmp_path):
     assert [line.split("━")[0].strip() for line in bars] == list(demo.DEMO)
 
 
-def test_the_page_is_that_of_the_records():
+def test_the_page_has_the_tables_of_the_records():
     table = compare.frame(RESULTS)
-    assert (DOCS / page.NAME).read_text() == page.page(table)
+    text = (DOCS / page.NAME).read_text()
+    assert text == page.page(table)
+    assert [name for name in page.blocks(table) if f"<!-- {name} -->" not in text] == []
     keys = table[["scenario", "arm", "seed", "updates"]].values
     assert {runs.Run(*key) for key in keys} == set(runs.planned(seeds=5, updates=160))
     for figure in ("study_training", "study_differences", "study_rule"):
