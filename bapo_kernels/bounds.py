@@ -1,12 +1,12 @@
 """The search for the clip bounds: one pass over the tokens, one tiny solve, no host read.
 
-The masses matter only at the points of two grids known beforehand. The table of the negative mass
-at every lower point and the positive mass at every upper point adds up over chunks, micro-batches
-and ranks, and tells at which point Algorithm 1 of the paper stops (its last step cut at the
-maximum).
+The masses matter only at the points of two grids known beforehand. A table has the negative mass
+at every lower point and the positive mass at every upper point. Tables add up over chunks,
+micro-batches and ranks. The sum tells where Algorithm 1 of the paper stops (its last step stops at
+the maximum).
 
-Imports core and the reference, which takes the place of the kernels where none can run. The order
-of the table is that of the kernels: a saved one must mean the same later.
+Imports core and the reference, which runs where no kernel can. The table has the order of the
+kernels, so that a saved one keeps its meaning.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ContributionHistogram:
     """Contributions of many tokens to the search, gathered call by call.
 
     Scope *step*: ``update`` with the log-probs of every micro-batch of an optimizer step, ``solve``
-    once, pass the result as ``bounds=`` to every call. Scope *lagged*: ``update`` with what the
-    calls of this step return, ``solve`` for the next one. Nothing is read on the host, except where
+    once, and pass the result as ``bounds=`` to every call. Scope *lagged*: ``update`` with what the
+    calls of this step return, and ``solve`` for the next. Nothing is read on the host, unless
     no kernel can run (``solve`` is then the reference's).
 
     Args:
@@ -72,7 +72,7 @@ class ContributionHistogram:
     ) -> ContributionHistogram:
         """Adds the tokens of one call. Shapes as in :func:`bapo_loss_from_log_probs`.
 
-        Tokens behind the last of ``cu_seqlens`` are masked; float64 runs on the reference.
+        Tokens after the last of ``cu_seqlens`` are masked; float64 runs on the reference.
         """
         backend = choose(None, log_probs, "log_probs")
         batch = old_log_probs, advantages, response_mask
@@ -95,11 +95,11 @@ class ContributionHistogram:
     def solve(
         self, config: BAPOConfig | None = None, process_group: dist.ProcessGroup | None = None
     ) -> ClipBounds:
-        """The bounds for all tokens so far, those of the ranks of ``process_group`` included.
+        """The bounds for all tokens so far, of every rank of ``process_group``.
 
         Args:
-            config: default: the one of the histogram; it may differ in target and order only.
-            process_group: every rank of it must call; one of them may have no tokens.
+            config: default: the histogram's; only target and order may differ from it.
+            process_group: every rank of it must call; a rank may have no tokens.
         """
         check_group("process_group", process_group)
         config = self.config if config is None else config_or_default(config)
@@ -125,10 +125,10 @@ class ContributionHistogram:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """What one call of a loss would report, of the last :meth:`solve`; empty before the first.
+        """The ``bapo_...`` metrics of the last :meth:`solve`; empty before the first.
 
-        The ``bapo_...`` of :attr:`BAPOOutput.metrics`, for all tokens that were solved for. Nothing
-        is read on the host.
+        One call of a loss over the tokens of that decision would report the same
+        (:attr:`BAPOOutput.metrics`). Nothing is read on the host.
 
         Examples:
             >>> histogram = ContributionHistogram(BAPOConfig(token_weight="uniform", target=0.48))
@@ -149,11 +149,11 @@ class ContributionHistogram:
             self.table.zero_()
 
     def load(self, table: Tensor) -> None:
-        """Takes over the sums of another histogram with the same grids (its ``table``).
+        """Replaces the sums by those of another histogram with the same grids (its ``table``).
 
         Raises:
             ValueError: the table has another shape, or sums that are not finite and >= 0. Nothing
-                is changed then.
+                changes then.
         """
         check_tensor("table", table)
         empty = empty_table(self.config, table.device)
@@ -177,7 +177,7 @@ def find_clip_bounds(
 ) -> ClipBounds:
     """The bounds at which the paper's loop stops (Algorithm 1), in one pass over the tokens.
 
-    A step past the maximum is cut there, as in the authors' code; the printed loop refuses it.
+    A step past the maximum stops there, as in the authors' code; the printed loop refuses it.
 
     Args:
         log_probs, old_log_probs: ``[...]`` floating point; ``old_log_probs=None`` is on-policy.
@@ -189,11 +189,11 @@ def find_clip_bounds(
         rollout_log_probs: ``[...]``, weight of a token; default: ``old_log_probs``.
         cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens, from 0; tokens after the
             last offset are masked.
-        process_group: searches over the tokens of all its ranks, by one all-reduce.
+        process_group: the search covers the tokens of all its ranks, by one all-reduce.
 
     Returns:
-        0-dim float32 tensors on the device of ``log_probs``. If an input of an unmasked token is
-        not finite, the starting bounds are returned.
+        0-dim float32 tensors on the device of ``log_probs``. If an unmasked token has an old
+        log-prob that is not finite, or a NaN, they are the starting bounds.
 
     Examples:
         >>> log_probs, old = torch.tensor([1.5, 1.0]).log(), torch.zeros(2)
@@ -216,7 +216,7 @@ def find_clip_bounds(
 
 
 def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
-    """Zeros, float64: a negative mass per point of the lower grid, then a positive per upper."""
+    """float64 zeros: a negative mass per point of the lower grid, then a positive per upper."""
     kind = torch.device(device).type
     require(kind != "meta", "the device of a histogram", "have memory", kind)
     return torch.zeros(config.options.points, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
 """The options of the loss and of the search, validated when a config is made.
 
-Imports the checks of arguments alone. :class:`Options` is in the order of ``Options`` in
-``csrc/params.h``: a number in another place would be taken for another.
+Imports only the checks of arguments. :class:`Options` has the order of ``Options`` in
+``csrc/params.h``: the kernels know a number by its place.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ _NONE_OR_FINITE: dict[str, tuple[float, str]] = {
 def bound_grid(start: float, maximum: float, step: float) -> list[float]:
     """The values that a bound takes, by repeated float64 addition.
 
-    The last step is cut off at ``maximum``, as in the authors' code; the paper's Algorithm 1
-    refuses a step that would end past it (docs/internals/paper.md). With a step of 0 the bound
-    does not move.
+    The last step stops at ``maximum``, as in the authors' code; the paper's Algorithm 1 refuses a
+    step that would end past it (docs/internals/paper.md). With a step of 0 the bound does not move.
 
     Examples:
         >>> bound_grid(1.2, 1.35, 0.1)
@@ -90,9 +89,9 @@ def bound_grid(start: float, maximum: float, step: float) -> list[float]:
 class Options(NamedTuple):
     """The numbers of a config as the kernels take them, in this order.
 
-    Without bounds (SAPO) both grids are a point that clips nothing, and every share reaches the
+    Without bounds (SAPO) each grid is one point that clips nothing, and every share reaches the
     target. Choices are their numbers (``SURROGATES``, ``KL_LOSS_TYPES``, ``LossAggMode``), flags 0
-    or 1; a soft cap or dual clip that is absent is infinite, and a scale factor that is absent 0.
+    or 1. An absent soft cap or dual clip is infinite, and an absent scale factor is 0.
     """
 
     lower_start: float
@@ -121,7 +120,7 @@ class Options(NamedTuple):
 
     @classmethod
     def of(cls, config: BAPOConfig) -> Options:
-        """Of a config whose rules have been checked."""
+        """The numbers of a checked config."""
         grids = 0.0, 0.0, 0.0, math.inf, math.inf, 0.0
         if config.has_bounds:
             grids = tuple(getattr(config, name) for name in GRID_FIELDS)
@@ -154,12 +153,12 @@ class Options(NamedTuple):
 
     @property
     def points(self) -> int:
-        """Of both grids."""
+        """Total grid points."""
         return len(bound_grid(*self[:3])) + len(bound_grid(*self[3:6]))
 
     @property
     def start(self) -> tuple[float, float]:
-        """The first points of the two grids, where the search starts."""
+        """The first point of each grid, where the search starts."""
         return self.lower_start, self.upper_start
 
     @property
@@ -172,7 +171,7 @@ class Options(NamedTuple):
 class BAPOConfig:
     """Options of Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927).
 
-    The search is by default that of the paper (Algorithm 1, until Eq. 8 holds). :meth:`recipe`
+    By default the search is that of the paper (Algorithm 1, until Eq. 8 holds). :meth:`recipe`
     follows the authors' published code, which differs from the paper. :meth:`fixed` clips as PPO,
     GRPO and DAPO do, without a search.
 
@@ -185,35 +184,35 @@ class BAPOConfig:
         target_kind: the tested quantity. ``"share"`` is ``pos/(pos + neg)``, ``"ratio"`` is
             ``pos/(neg + 1e-8)``. The positive mass ``pos`` sums the contributions of the tokens of
             positive advantage, the negative mass ``neg`` those of negative advantage.
-        raise_first: ``"upper"`` or ``"lower"``: the bound that is raised to its maximum before the
-            other one moves.
-        token_weight: weight of a token in the masses. ``"uniform"`` is 1, ``"rollout_prob"`` is its
-            probability under the rollout policy: ``rollout_log_probs`` if given, else
-            ``old_log_probs``. The ratio always has ``old_log_probs``; in the paper both are of one
+        raise_first: the bound that rises to its maximum before the other one moves: ``"upper"`` or
+            ``"lower"``.
+        token_weight: weight of a token in the masses. ``"uniform"`` is 1. ``"rollout_prob"`` is its
+            probability under the rollout policy, from ``rollout_log_probs`` if given, else from
+            ``old_log_probs``. The ratio always uses ``old_log_probs``; in the paper both are of one
             policy.
         contribution: ``"surrogate"`` counts ``A*min(r, c_high)`` and ``|A|*max(r, c_low)`` (the
-            paper's Eq. 8); ``"gradient"`` counts only tokens whose gradient is not clipped, which
+            paper's Eq. 8). ``"gradient"`` counts only tokens whose gradient is not clipped, which
             is *not* Eq. 8.
         clip_ratio_c: dual clip: the loss of a token of negative advantage is at most
-            ``|A|*clip_ratio_c``. Of ``surrogate="clip"`` alone.
+            ``|A|*clip_ratio_c``. Only with ``surrogate="clip"``.
         surrogate: the policy term ``l`` of a token, and its derivative ``g = d l/d logp``.
 
             - ``"clip"``: ``l = -min(r*A, clip(r, c_low, c_high)*A)``.
             - ``"cispo"`` (arXiv 2506.13585): ``l = -clip(r, c_low, c_high)*A*logp``, the clipped
-              ratio held constant, so ``g = -clip(r, c_low, c_high)*A``. TRL clips from above alone
-              (``c_low = 0``), verl from both sides. The search counts the masses of the clip.
+              ratio held constant, so ``g = -clip(r, c_low, c_high)*A``. TRL clips only from above
+              (``c_low = 0``), verl from both sides. The search counts the masses of ``"clip"``.
             - ``"sapo"`` (arXiv 2511.20347): ``l = -A*(4/tau)*sigmoid(tau*(r - 1))``, without
               bounds or a search: those of the config are not used.
-            - ``"mask"`` (IcePop, IPO): ``l = -r*A`` where ``c_low <= r <= c_high``; elsewhere a
+            - ``"mask"`` (IcePop, IPO): ``l = -r*A`` where ``c_low <= r <= c_high``. Elsewhere a
               token has neither loss nor gradient, whatever the sign of A. The search counts the
-              masses of the clip.
+              masses of ``"clip"``.
         sapo_tau_pos, sapo_tau_neg: ``tau`` of tokens with A > 0, and of all others (TRL's
             ``sapo_temperature_pos`` and ``_neg``, verl's ``tau_pos`` and ``tau_neg``).
         ratio_level: ``"token"``, or ``"sequence"`` (GSPO, arXiv 2507.18071): the ratio ``r`` of
             every token is ``exp`` of the mean of ``logp - old`` over the unmasked tokens of its
-            sequence, and its derivative is spread over these. The search counts the same ``r``.
-            So TRL differentiates; verl gives each token the gradient of its own loss, the same
-            where advantages and importance weights are constant in a sequence.
+            sequence. Its derivative is spread over these tokens, as in TRL. verl gives each token
+            the gradient of its own loss, which is the same where advantages and importance weights
+            are constant in a sequence. The search counts the same ``r``.
         loss_agg_mode: by verl's names. ``"token-mean"`` and ``"token-sum"`` are the mean and the
             sum over the unmasked tokens of all sequences. ``"seq-mean-token-sum"`` and
             ``"seq-mean-token-mean"`` first take the sum or the mean over the tokens of each
@@ -227,7 +226,7 @@ class BAPOConfig:
         temperature, logit_scale, final_logit_softcapping: logits enter the softmax as
             ``softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
 
-    Numbers of Python and numpy are stored as ``float``; bools and tensors are refused.
+    Python and NumPy numbers are stored as ``float``; bools and tensors are refused.
 
     Raises:
         ValueError: a value breaks its rule. The message has the name, the rule and the value.
@@ -283,10 +282,10 @@ class BAPOConfig:
 
     @classmethod
     def recipe(cls, **options: Any) -> BAPOConfig:
-        """As in the authors' published code: pos/neg up to 1, uniform weights, lower bound first.
+        """The authors' published code: target 1 for pos/neg, uniform weights, lower bound first.
 
-        c_low from 0.6 to 0.8 and c_high from 1.2 to 2.0 in steps of 0.05, dual clip at 3 (with
-        ``surrogate="clip"``).
+        c_low goes from 0.6 to 0.8 and c_high from 1.2 to 2.0, in steps of 0.05. Dual clip at 3
+        (with ``surrogate="clip"``).
         """
         preset: dict[str, Any] = dict(
             ratio_lower_max=0.8,

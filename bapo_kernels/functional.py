@@ -1,7 +1,7 @@
 """The public functions of logits and log-probs: check, run the kernels, attach the gradient.
 
-Names, order and defaults of the arguments here are what users call; they import core, the backends
-and the reference, which is asked before anything is made for the kernels.
+Users rely on the names, order and defaults of the arguments. Imports core, the backends and the
+reference. A call that the reference runs makes nothing for the kernels.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ def bapo_loss(
 ) -> BAPOOutput:
     """BAPO policy loss of logits: bounds, loss and gradient in one pass (Algorithm 1).
 
-    With ``x = transform(z)/temperature``, ``logp = x_label - logsumexp(x)`` and
-    ``r = exp(clamp(logp - old_log_prob, -20, 20))``, the loss of a token is
-    ``-min(r*A, clip(r, c_low, c_high)*A)``, at most ``-A*clip_ratio_c`` for A < 0 (dual clip),
-    times the importance weight, ``+ kl_loss_coef*kl - entropy_coef*entropy``. The losses of the
-    tokens are aggregated as ``config.loss_agg_mode`` says. ``config.surrogate`` has other policy
-    terms (CISPO, SAPO, masks), and ``config.ratio_level`` the ratio of a sequence (GSPO).
+    Let ``x = transform(z)/temperature``, ``logp = x_label - logsumexp(x)`` and
+    ``r = exp(clamp(logp - old_log_prob, -20, 20))``. The policy term of a token is
+    ``-min(r*A, clip(r, c_low, c_high)*A)``, at most ``-A*clip_ratio_c`` for A < 0 (dual clip). The
+    loss of the token is this term times the importance weight,
+    ``+ kl_loss_coef*kl - entropy_coef*entropy``. ``config.loss_agg_mode`` says how the tokens are
+    aggregated. ``config.surrogate`` has other policy terms (CISPO, SAPO, masks), and
+    ``config.ratio_level`` the ratio of a sequence (GSPO).
 
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides. ``-inf`` forbids a
@@ -79,24 +80,23 @@ def bapo_loss(
         response_mask: ``[...]`` bool, int or float; 0 is masked, every other value counts as 1.
             Masked entries of every argument may hold anything.
         config: options of the loss and the search; default: the paper's.
-        bounds: clip bounds of the ratio, lower <= 1 <= upper, that replace the search
-            (:class:`ContributionHistogram`): each a number, or a tensor that is 0-dim, ``[...]``,
-            or one per sequence.
+        bounds: clip bounds of the ratio, lower <= 1 <= upper. They replace the search
+            (see :class:`ContributionHistogram`). Each is a number, or a tensor that is 0-dim,
+            ``[...]``, or one per sequence.
         temperature: ``[...]``, one per sequence, or 0-dim: of the distribution that each token was
-            sampled from, in the place of ``config.temperature``; read as float32, without gradient.
-        sampling_mask: the token ids that could have been drawn for each row: log-prob, entropy, KL
-            and gradient are those of the distribution over them. An empty set is the whole
-            vocabulary. ``old_log_probs``, ``rollout_log_probs`` and ``ref_log_probs`` must be over
-            the same sets. A label that is not in its set has log-prob -inf;
+            sampled from. It replaces ``config.temperature``; read as float32, without gradient.
+        sampling_mask: the set of ids that each token could have been drawn from; an empty set is
+            the whole vocabulary. Log-prob, entropy, KL and gradient are those of the distribution
+            over the set. ``old_log_probs``, ``rollout_log_probs`` and ``ref_log_probs`` must be
+            over the same sets. A label outside its set has log-prob -inf;
             ``metrics["label_outside_mask"]`` counts these.
         backend: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; default: the first of them
             that can run.
         inplace: overwrite ``logits`` with the gradient; using them again raises in backward.
             Otherwise the gradient on a CPU reuses the buffer of the previous one once that is
             unreferenced (:func:`empty_cache`).
-        statistics: with ``"all"``, log-probs, entropy and metrics cover every unmasked token; with
-            ``"live"``, tokens that cannot change the loss are not computed. The loss and its
-            gradient are the same.
+        statistics: ``"all"`` computes log-probs, entropy and metrics of every unmasked token.
+            ``"live"`` skips tokens that cannot change the loss. Loss and gradient are the same.
         cu_seqlens: ``[B + 1]`` sequence offsets of packed ``[N]`` tokens, from 0; tokens after the
             last offset are masked.
         rollout_log_probs: ``[...]``, token weights of the search; default: ``old_log_probs``.
@@ -105,23 +105,23 @@ def bapo_loss(
         batch_num_tokens: as in verl, the divisor of the mean over tokens; default: the number of
             unmasked tokens of this call.
         global_batch_size: as in verl, the divisor of the mean over sequences; default: the number
-            of sequences of this call that have an unmasked token. Of both counts, one may be given
-            alone only if the mode divides by it.
+            of sequences of this call that have an unmasked token. If you give only one of the two
+            counts, the mode must divide by it.
         dp_size: as in verl, a factor of the loss. With the counts of all ranks above and the number
             of ranks here, the mean of the ranks' gradients is the gradient of the whole batch.
-        process_group: the search covers the tokens of all its ranks, by one all-reduce (with
-            ``bounds`` there is none, and the metrics are those of this rank); ``None``: the tokens
-            of this rank alone (``dist.group.WORLD`` is ``None`` before ``init_process_group``).
-        vocab_group: the vocabulary is sharded over its ranks: ``logits`` are the columns of this
+        process_group: the search covers the tokens of all its ranks, by one all-reduce. With
+            ``bounds`` there is none, and the metrics are those of this rank. ``None``: this rank
+            alone (``dist.group.WORLD`` is ``None`` before ``init_process_group``).
+        vocab_group: the vocabulary is sharded over its ranks. ``logits`` are the columns of this
             rank, in rank order, any number of them. Every rank passes the same tokens, with labels
-            of the whole vocabulary, and gets the same output and the gradient of its columns. Costs
+            of the whole vocabulary. It gets the same output, and the gradient of its columns. Costs
             one all-gather of 32 bytes per token.
 
     Returns:
-        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. Forward makes
-        it, except in float16 (where the loss scale must be known) and under ``torch.compile``. A
-        backward through ``log_probs`` or ``entropy`` raises where forward made the gradient, and is
-        supported elsewhere.
+        :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. Forward
+        computes it, except in float16 (which needs the loss scale) and under ``torch.compile``.
+        Where forward computed it, a backward through ``log_probs`` or ``entropy`` raises; elsewhere
+        it is supported.
 
     Raises:
         ValueError: an argument breaks its rule, the named backend cannot run, or the ranks of a
@@ -213,8 +213,8 @@ def bapo_loss_from_log_probs(
             the reference.
         entropy: ``[...]``, required if ``config.entropy_coef`` is not 0.
 
-    Everything else is as in :func:`bapo_loss`. The loss, and ``log_probs`` and ``entropy`` of the
-    output, have the gradients of ``log_probs`` and ``entropy``, in their dtypes.
+    Everything else is as in :func:`bapo_loss`. The output's ``loss``, ``log_probs`` and
+    ``entropy`` have gradients for the arguments ``log_probs`` and ``entropy``, in their dtypes.
 
     Examples:
         >>> log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -276,16 +276,16 @@ def log_probs(
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides; float64 runs on the
             reference (slow, for checks).
-        labels: ``[...]`` integers; -100 gives 0 and no gradient, others outside ``[0, V)`` NaN.
+        labels: ``[...]`` integers. -100 gives 0 and no gradient; others outside ``[0, V)`` NaN.
         temperature: a number, or a tensor ``[...]``, one per sequence or 0-dim, as in
             :func:`bapo_loss`.
         sampling_mask: as in :func:`bapo_loss`.
         vocab_group: the columns of ``logits`` are sharded over it, as in :func:`bapo_loss`.
-        return_entropy: otherwise the second output is ``None``.
+        return_entropy: if false, the second output is ``None``.
 
     Returns:
-        Two float32 ``[...]`` tensors. Backward reads the logits a second time and writes their
-        gradient.
+        Two ``[...]`` tensors, float32 (of float64 logits float64). Backward reads the logits again
+        and writes their gradient.
 
     Examples:
         >>> logits = torch.tensor([[1.0, 1.0, -torch.inf], [1.0, 1.0, 1.0]])

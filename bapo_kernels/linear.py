@@ -1,6 +1,6 @@
 """The public functions of hidden states: check, run the chunks, attach the gradients.
 
-As ``functional`` for logits: what users call. Imports core, the backends and the reference.
+``functional`` has those of logits. Imports core, the backends and the reference.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def bapo_linear_loss(
     """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``, never fully materialised.
 
     The logits exist one chunk of rows at a time. Masked rows are skipped, and with
-    ``statistics="live"`` so are rows that cannot change the loss. Rows whose gradient is zero
-    whatever the bounds take part in the forward GEMM only; the logits of undecided rows are
-    recomputed once the bounds are known. Row counts of each chunk are read on the host. Under
-    ``torch.compile``, and in float16, the gradient is made in backward, where the logits of rows
-    that have one are recomputed. With a frozen head (neither ``lm_head_weight`` nor ``bias``
-    requires a gradient) no logits are recomputed, except in float16 and for an entropy term: the
-    gradient of a row's log-prob is made at once, and scaled when its coefficient is known.
+    ``statistics="live"`` so are rows that cannot change the loss. Rows whose gradient is zero at
+    any bounds take part in the forward GEMM only. The logits of undecided rows are recomputed once
+    the bounds are known. The host reads the row counts of each chunk. Under ``torch.compile``, and
+    in float16, backward computes the gradient, and recomputes the logits of the rows that have one.
+    With a frozen head (neither ``lm_head_weight`` nor ``bias`` requires a gradient) the gradient of
+    a row's log-prob is computed at once, and scaled when its coefficient is known. No logits are
+    then recomputed, except in float16 and for an entropy term.
 
     Args:
         hidden_states: ``[..., H]`` float32, bfloat16 or float16; float64 runs on the reference
@@ -81,21 +81,21 @@ def bapo_linear_loss(
         lm_head_weight: ``[V, H]`` in the same dtype (any, under autocast), as ``nn.Linear.weight``.
         bias: ``[V]``.
         sampling_mask: as in :func:`bapo_loss`. The logits of a set are dot products with its rows
-            of the head, in float32 whatever ``logits_dtype``: ``2*K*H`` operations in forward and
-            twice that in backward for ``K`` ids in all, and never a row of ``V`` logits.
+            of the head, in float32 whatever ``logits_dtype``. ``K`` ids in all take ``2*K*H``
+            operations in forward and twice that in backward, and never a row of ``V`` logits.
         chunk_tokens: at most that many rows of logits exist at a time; default: 1 GiB of them.
-            Chunks are equal, and as few as possible. Up to ``2*H`` rows in half precision are one
-            chunk: several would take more memory, for a float32 sum of the weight's gradient.
+            Chunks are equal, and as few as possible. With a trained head in half precision, up to
+            ``2*H`` rows are one chunk: several would take more memory, for a float32 sum.
         logits_dtype: ``torch.float32`` keeps the logits of bfloat16 or float16 inputs in float32,
-            as their products are summed; their gradient is rounded to the dtype of the inputs.
-            Default: logits in that dtype.
+            the dtype in which their products are summed. Their gradient is rounded to the dtype of
+            the inputs. Default: that dtype.
         vocab_group: the rows of ``lm_head_weight`` and ``bias`` are sharded over it. Every rank
             passes the same hidden states and gets their whole gradient, by one all-reduce in
             forward (in float16, in backward).
 
-    ``lm_head_weight`` and ``bias`` may be DTensors: sharded by FSDP2 (they are gathered for the
-    forward, and their gradient is scattered in backward as the mean of the ranks), or along the
-    vocabulary over ``vocab_group``. Everything else is as in :func:`bapo_loss`. The loss is
+    ``lm_head_weight`` and ``bias`` may be DTensors, sharded along the vocabulary over
+    ``vocab_group``, or by FSDP2. Forward gathers those of FSDP2, and backward scatters their
+    gradient as the mean of the ranks. Everything else is as in :func:`bapo_loss`. The loss is
     differentiable with respect to ``hidden_states``, ``lm_head_weight`` and ``bias``.
 
     Examples:
@@ -180,9 +180,9 @@ def linear_log_probs(
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``, a chunk of rows at a time.
 
     Backward recomputes the logits of the rows whose incoming gradients are not zero. With a frozen
-    head (neither ``lm_head_weight`` nor ``bias`` requires a gradient) forward makes the gradient of
-    each log-prob with respect to its hidden state, and backward scales it, so no logits are
-    recomputed; except in float16, and for a gradient of the entropy.
+    head (neither ``lm_head_weight`` nor ``bias`` requires a gradient) forward computes the gradient
+    of each log-prob with respect to its hidden state, and backward scales it. No logits are then
+    recomputed, except in float16 and for a gradient of the entropy.
 
     Args:
         hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; dtypes and

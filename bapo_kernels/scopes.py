@@ -1,7 +1,7 @@
 """The search of a trainer, over the tokens of a call, of a step or of the previous step.
 
-Imports ``bounds`` and the config. Only ``step`` makes a collective: one more, and ranks with other
-numbers of micro-batches would wait for each other.
+Imports ``bounds`` and the config. Only ``step`` makes a collective. Elsewhere it would
+make ranks with other numbers of micro-batches wait for each other.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class ClipBoundSearch:
     """The clip bounds of a trainer, searched over the scope it chooses.
 
     - ``"call"``: every call searches over its own tokens, or with ``process_group`` over those of
-      all its ranks. That takes one collective per call, so every rank must make the same number of
-      calls. The authors' code does so, with all ranks.
-    - ``"step"``: one decision for all micro-batches of an optimizer step, as in the paper. Call
+      all its ranks, as the authors' code does. That takes one collective per call, so every rank
+      must make the same number of calls.
+    - ``"step"``: one decision covers all micro-batches of an optimizer step, as in the paper. Call
       :meth:`update` with their log-probs, computed without gradient, then :meth:`step`, then the
       losses.
     - ``"lagged"``: the tokens of one step decide the bounds of the next. Call the losses,
       :meth:`update` with the log-probs that they return, then :meth:`step`. The first step has the
       starting bounds.
 
-    In the scopes ``"step"`` and ``"lagged"`` only :meth:`step` makes a collective, whose size is
+    In the scopes ``"step"`` and ``"lagged"`` only :meth:`step` makes a collective. Its size is
     fixed, so a rank may have any number of micro-batches, or none. Pass :attr:`options` to every
     call::
 
@@ -43,10 +43,10 @@ class ClipBoundSearch:
 
     Args:
         config: options of the loss and the search; default: the paper's.
-        scope: which tokens a decision covers, see above.
+        scope: which tokens a decision covers.
         process_group: data-parallel ranks that decide together; ``None``: this rank alone.
-        device: where the tokens are; default: the device of the first update. Needed where a rank
-            may reach its first :meth:`step` without an update, unless the group is one of NCCL.
+        device: where the tokens are; default: the device of the first update. Needed if a rank
+            may reach its first :meth:`step` without an update, unless the group uses NCCL.
 
     Examples:
         >>> config = BAPOConfig(token_weight="uniform", target=0.48)
@@ -88,11 +88,10 @@ class ClipBoundSearch:
     def metrics(self) -> dict[str, Tensor]:
         """The ``bapo_...`` metrics of :attr:`BAPOOutput.metrics` for the decision in use.
 
-        They are what one call of a loss over all tokens of the decision would report; no value is
-        read on the host. In the scope ``"lagged"`` these are the tokens of the previous step, so
-        the first step has the starting bounds, and NaN for the other metrics. Empty in the scope
-        ``"call"``, where each call reports its own decision, and in ``"step"`` before the first
-        :meth:`step`.
+        One call of a loss over all tokens of the decision would report the same; no value is read
+        on the host. In the scope ``"lagged"`` the decision is that of the previous step: the first
+        step has the starting bounds, and NaN for the other metrics. Empty in the scope ``"call"``,
+        where each call reports its own decision, and in ``"step"`` before the first :meth:`step`.
         """
         return self._metrics
 
@@ -124,7 +123,10 @@ class ClipBoundSearch:
         rollout_log_probs: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        """Adds the tokens of a micro-batch, as :meth:`ContributionHistogram.update` does."""
+        """Adds the tokens of a micro-batch, as :meth:`ContributionHistogram.update` does.
+
+        With the scope ``"call"`` this and :meth:`step` do nothing.
+        """
         if self.histogram is not None:
             self.histogram.update(
                 log_probs,
@@ -153,11 +155,11 @@ class ClipBoundSearch:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where :meth:`state_dict` was taken.
+        """Continues from a :meth:`state_dict`.
 
         Raises:
-            ValueError: it is not such a state, it was taken in another scope or with other options
-                of the table, or its sums are not finite and >= 0. Nothing is changed then.
+            ValueError: it is no such state; its scope, grids, ``token_weight``, ``contribution`` or
+                ``ratio_level`` differ; or its sums are not finite and >= 0. Nothing changes then.
         """
         got = list(state) if isinstance(state, Mapping) else type(state).__name__
         is_state = {"scope", "bounds", "table"} <= set(got)
