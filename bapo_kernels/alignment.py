@@ -87,10 +87,10 @@ def check_alignment(
     cu_seqlens: Tensor | None,
     config: BAPOConfig,
 ) -> None:
-    """Raises if ``old_log_probs`` fit other labels or another temperature far better than these.
+    """Raises if ``old_log_probs`` fit other labels or another temperature far better.
 
-    Those of an older policy are far off too, but no mistake explains them better. Tokens with a
-    log-prob of ``-inf`` are not compared.
+    Log-probs of an older policy are far off too, but no mistake explains them better. Tokens with
+    a log-prob of ``-inf`` are not compared.
     """
     N, V = labels.numel(), logits.shape[-1]
     length = labels.shape[-1] if labels.ndim >= 2 else N

@@ -64,30 +64,30 @@ def check_inputs(
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
-    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that raises. With a
-    group all its ranks must call, and are compared. Indices refer to the whole vocabulary.
+    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that does. With a group,
+    all its ranks must call, and are compared. Indices refer to the whole vocabulary.
 
     Values that make the loss NaN are bad: labels outside ``[0, V)``, NaN or +inf logits, rows in
     which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers and
     temperatures that are not positive, ids of a sampling mask that are repeated or outside
-    ``[0, V)``, and other arguments that are not finite. So are values that the loss accepts but
-    that can only be a mistake:
+    ``[0, V)``, and other arguments that are not finite. The loss accepts the following values, but
+    they can only be mistakes:
 
     - labels that are not in the set of their row in ``sampling_mask``;
     - probabilities in place of logits: 8 or more rows that have no negative entry and sum to 1;
     - log-probs above 0 by more than 0.01, or all of them above 0 (probabilities);
     - importance weights below 0 (their logarithms);
     - masks with values other than 0 and 1, or that are 1 only where there is no label;
-    - unmasked tokens behind the last offset of ``cu_seqlens``;
+    - unmasked tokens after the last offset of ``cu_seqlens``;
     - 8 or more unmasked tokens, but not all, whose ``old_log_probs`` are 0 and whose log-probs are
       below -1 (a prompt that is not masked);
     - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, but
-      less than a quarter of that with labels or ``old_log_probs`` shifted by one position, or at
-      another temperature (0.5, 0.6, ..., 1.5). No mistake explains those of an older policy so
-      well. At least 8 tokens are compared, and at most 512.
+      falls below a quarter of that if labels or ``old_log_probs`` shift by one position, or at
+      another temperature (0.5, 0.6, ..., 1.5). An older policy's are far off, too, but no such
+      change fits them. At least 8 tokens are compared, and at most 512.
 
     Raises:
-        ValueError: with the name of the argument, the index and the value.
+        ValueError: names the argument, the index and the value.
 
     Examples:
         >>> batch = torch.zeros(2, 4), torch.tensor([1, 4]), None, torch.ones(2)
@@ -280,7 +280,7 @@ def instruction_set(name: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """Versions, and for each backend whether it can run here, or the reason why it cannot.
+    """Versions, and for each backend whether it can run here, or why it cannot.
 
     Examples:
         >>> debug.environment()["backend reference"]

@@ -42,9 +42,9 @@ class LMHead:
     ``z = hidden @ weight.T + bias`` and ``hidden = decoder(tokens).last_hidden_state``.
 
     :meth:`of` verifies that a model computes this, and measures its scale and soft cap. It runs the
-    model's own forward with stand-ins for decoder and head, so that no layer is computed and no
-    name of a model's config is guessed. Make the object once, before or after PEFT, DDP or FSDP2;
-    the layers are looked up at every use.
+    model's own forward with stand-ins for decoder and head, so it computes no layer and guesses no
+    name of a model's config. Make the object once, before or after PEFT, DDP or FSDP2: it looks up
+    the layers at every use.
 
     Attributes:
         model: the causal language model, or the head alone.
@@ -69,14 +69,14 @@ class LMHead:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> LMHead:
-        """The head of a Hugging Face causal language model, also within PEFT, or of a Linear layer.
+        """The head of a Hugging Face causal language model, also within PEFT, or a Linear layer.
 
         Raises:
-            ValueError: the head is not a plain linear layer (it has an adapter that is neither
-                merged nor disabled nor plain LoRA, is quantised, has a hook or another forward),
-                the model does anything else between tokens and logits or has a hook, or ``model``
-                is a wrapper such as DDP. Plain LoRA has no bias, no dropout in training mode, and
-                no variant such as DoRA.
+            ValueError: ``model`` is a wrapper such as DDP, has a hook, or does anything else
+                between tokens and logits. Or its head is not a plain linear layer: it is quantised,
+                has a hook or another forward, or an adapter that is neither merged, disabled nor
+                plain LoRA (which has no bias, no dropout in training mode, and no variant such as
+                DoRA).
         """
         whole: Any = getattr(model, "_orig_mod", model)  # torch.compile's
         wrapper = {kind.__name__ for kind in type(whole).__mro__} & _WRAPPERS
@@ -118,12 +118,12 @@ class LMHead:
 
     @property
     def weight(self) -> Tensor:
-        """``[V, H]``; a DTensor where that of the layer is one.
+        """``[V, H]``; a DTensor if the layer's weight is one.
 
-        Of a head with LoRA ``base + sum scaling*(B @ A)`` over its active adapters, made at each
-        use: summed in float32, rounded once to the dtype of the base (the model rounds the products
-        of each token instead), and differentiable. So read it once per loss. It costs its memory,
-        and the product of the weight's gradient, which a frozen head does without: 6NVH operations
+        With LoRA, ``base + sum scaling*(B @ A)`` over the active adapters, differentiable. Each use
+        computes it, so read it once per loss. It is summed in float32 and rounded once to the dtype
+        of the base (the model rounds the products of each token instead). It costs its memory, and
+        the product of the weight's gradient, which a frozen head does without: 6NVH operations
         instead of 4NVH.
         """
         layer = _layer(self.model)
@@ -136,7 +136,7 @@ class LMHead:
 
     @property
     def transform(self) -> dict[str, float | None]:
-        """Scale and soft cap, options of :class:`BAPOConfig` and of the log-probs functions."""
+        """Scale and soft cap as options of :class:`BAPOConfig` and the log-probs functions."""
         return dict(
             logit_scale=self.logit_scale, final_logit_softcapping=self.final_logit_softcapping
         )

@@ -32,13 +32,13 @@ def kind_of(layer: Any) -> str:
 
 
 def hooks_of(layer: torch.nn.Module) -> list[Any]:
-    """What runs with the forward or backward of a module and may change their values."""
+    """The hooks of a module that may change the values of its forward or backward."""
     hooks = [hook for name in _HOOKS for hook in getattr(layer, name).values()]
     return [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(_MOVERS)]
 
 
 def without_adapters(layer: Any) -> Any:
-    """The layer in PEFT's wrappers; raises if they do more to it than :func:`adapted` does."""
+    """Unwraps a layer from PEFT; raises if its wrappers do more than :func:`adapted`."""
     copies = getattr(layer, "modules_to_save", None)
     if copies is not None:
         active = [] if layer.disable_adapters else layer.active_adapters
@@ -57,8 +57,8 @@ def without_adapters(layer: Any) -> Any:
 def adapted(layer: Any, weight: Tensor) -> Tensor:
     """``weight + sum scaling*(B @ A)`` over the active LoRA adapters of a layer, if it has any.
 
-    Summed in float32 and rounded once, to the dtype of ``weight``; A, B and ``weight`` get their
-    gradients through it.
+    The sum is in float32, and is rounded once to the dtype of ``weight``. Gradients flow to A, B
+    and ``weight``.
     """
     names = _active(layer)
     if not names:

@@ -38,10 +38,10 @@ class _LossModule(torch.nn.Module):
 
 
 class BAPOLoss(_LossModule):
-    """:func:`bapo_kernels.bapo_loss` with its configuration.
+    """:func:`bapo_kernels.bapo_loss` as a module.
 
-    ``forward`` takes the arguments of the function. The module keeps ``config``, ``backend``,
-    ``inplace`` and ``statistics``; a call may override them, and ``None`` keeps the module's.
+    ``forward`` takes the arguments of the function. The module stores ``config``, ``backend``,
+    ``inplace`` and ``statistics``. A call can override them; ``None`` keeps the module's value.
 
     Examples:
         >>> loss = BAPOLoss(BAPOConfig.recipe(temperature=0.7))
@@ -69,11 +69,11 @@ class BAPOLoss(_LossModule):
 
 
 class BAPOLinearLoss(_LossModule):
-    """:func:`bapo_kernels.bapo_linear_loss` with its configuration.
+    """:func:`bapo_kernels.bapo_linear_loss` as a module.
 
     ``forward`` takes the arguments of the function, ``hidden_states`` and ``lm_head_weight`` first.
-    The module keeps ``config``, ``backend``, ``chunk_tokens`` and ``statistics``; a call may
-    override them, and ``None`` keeps the module's.
+    The module stores ``config``, ``backend``, ``chunk_tokens`` and ``statistics``. A call can
+    override them; ``None`` keeps the module's value.
 
     Examples:
         >>> loss, lm_head = BAPOLinearLoss(chunk_tokens=1), torch.nn.Linear(4, 10, bias=False)

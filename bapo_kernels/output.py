@@ -33,11 +33,11 @@ REPORT = (
 class ClipBounds(NamedTuple):
     """Bounds of the probability ratio: 0-dim float32 tensors on the device of the loss.
 
-    Each bound of the argument ``bounds`` may also be a number, or a tensor per token (``[...]``) or
-    per sequence (``[B]``); where one is not the same for all tokens, the output has both per token.
-    They must satisfy ``0 <= lower <= 1 <= upper``, so 0.8 and 1.2, not the epsilons 0.2 and 0.2: a
-    number that does not raises. The values of tensors are not read on the host: unless
-    ``0 <= lower <= upper``, the loss of any counted token that has them is NaN, and
+    In the argument ``bounds`` each may also be a number, or a tensor per token (``[...]``) or per
+    sequence (``[B]``). If one is not the same for all tokens, the output has both per token.
+    Bounds must satisfy ``0 <= lower <= 1 <= upper``: 0.8 and 1.2, not the epsilons 0.2 and 0.2. A
+    number that breaks this raises. The host does not read the values of tensors: the loss is NaN
+    unless ``0 <= lower <= upper`` at every counted token.
     :func:`bapo_kernels.debug.check_inputs` also finds epsilons among them.
 
     Examples:
@@ -62,24 +62,24 @@ class BAPOOutput(NamedTuple):
     Attributes:
         loss: 0-dim float32 (float64 where the reference runs in float64), differentiable.
         log_probs: float32, shape of the labels; 0 at masked tokens, and NaN at unmasked tokens that
-            ``statistics="live"`` does not compute. A backward through them raises where the forward
-            pass already made the gradient of the loss; elsewhere it is right.
+            ``statistics="live"`` skips. A backward through them raises if the forward pass has
+            already computed the gradient of the loss; otherwise it is right.
         entropy: float32, as ``log_probs``; ``None`` if it was not computed.
         bounds: the clip bounds that were used.
         metrics: detached 0-dim float32 tensors. ``pg_loss`` and ``kl_loss`` are aggregated like the
-            loss. ``pg_clipfrac`` (with ``surrogate="cispo"`` and ``"mask"`` the tokens whose ratio
-            is outside of the bounds), ``pg_clipfrac_lower`` (dual clip; with ``"mask"`` those below
-            the lower bound), ``ppo_kl`` and ``entropy``
-            are means over tokens. ``bapo_clip_low`` and ``bapo_clip_high`` are the bounds, or the
-            means of the tokens' own; without bounds (``surrogate="sapo"``) 0 and infinity. With the
-            positive and the negative mass at these bounds, ``bapo_pos_share`` is
-            ``pos/(pos + neg)`` and ``bapo_pos_neg_ratio`` is ``pos/(neg + 1e-8)``
-            (infinite without negative mass); ``bapo_pos_share_start`` is the share at the starting
-            bounds and ``bapo_pos_share_max`` the highest at any bounds of the grids of the config,
-            both also where ``bounds`` were given. A share is 0 where both masses are 0.
-            ``bapo_saturated`` is 1 if the tested quantity stays below the target.
+            loss. ``pg_clipfrac`` (with ``surrogate="cispo"`` and ``"mask"``, tokens whose ratio is
+            outside the bounds), ``pg_clipfrac_lower`` (dual clip; with ``"mask"``, tokens below the
+            lower bound), ``ppo_kl`` and ``entropy`` are means over tokens.
+            ``bapo_clip_low`` and ``bapo_clip_high`` are the bounds, or the means of bounds per
+            token; without bounds (``surrogate="sapo"``) 0 and infinity. From the positive and the
+            negative mass at these bounds, ``bapo_pos_share`` is ``pos/(pos + neg)``, and
+            ``bapo_pos_neg_ratio`` is ``pos/(neg + 1e-8)`` (infinite without negative mass).
+            ``bapo_pos_share_start`` is the share at the starting bounds, and ``bapo_pos_share_max``
+            the highest in the grids of the config, both also with given ``bounds``. A share is 0
+            if both masses are 0. ``bapo_saturated`` is 1 if the share, or the ratio of the masses,
+            stays below the target.
             ``live_tokens`` counts the tokens that the means cover with ``statistics="live"``.
-            ``label_outside_mask``, there with a ``sampling_mask``, counts the unmasked tokens whose
+            ``label_outside_mask``, only with a ``sampling_mask``, counts the unmasked tokens whose
             label is not in the set of its row.
 
     Examples:

@@ -24,21 +24,21 @@ _LARGEST = 2**31 - 1  # id; larger ones are in no vocabulary, and neither is -1
 class SamplingMask:
     """The sets of token ids that top-k, top-p or min-p sampling could have drawn from, by row.
 
-    Row ``n`` has the set ``S_n = token_ids[offsets[n]:offsets[n + 1]]``, and its distribution is
-    the softmax over it, ``p_j = exp(x_j)/sum_{i in S_n} exp(x_i)``, as if every other logit were
+    Row ``n`` has the set ``S_n = token_ids[offsets[n]:offsets[n + 1]]``. Its distribution is the
+    softmax over this set, ``p_j = exp(x_j)/sum_{i in S_n} exp(x_i)``, as if every other logit were
     -inf (keep sampling mask, DeepSeek-V3.2, arXiv 2512.02556, section 3.1). An empty set stands for
-    the whole vocabulary. vLLM and SGLang return this form of the sets they sampled from.
+    the whole vocabulary. vLLM and SGLang return their sets in this form.
 
-    A mask has its own copies of what it is given: what is written there later changes no mask.
+    A mask copies its inputs, so later writes to them do not change it.
 
-    The ids of a set are distinct, in any order. Ids that are repeated or outside of the vocabulary
-    make the loss NaN, and :func:`bapo_kernels.debug.check_inputs` names them. Offsets on a GPU are
-    not read; wrong ones make the loss NaN.
+    The ids of a set are distinct, in any order. Ids that are repeated or outside the vocabulary
+    make the loss NaN, and :func:`bapo_kernels.debug.check_inputs` names them. The host does not
+    read offsets on a GPU; wrong ones make the loss NaN.
 
     Args:
         token_ids: int32 or int64 ``[K]``, the sets one after the other.
-        offsets: int32 or int64 ``[N + 1]``, rising from 0 to ``K``. ``N`` counts all rows, in the
-            order of ``labels.flatten()``, masked ones included.
+        offsets: int32 or int64 ``[N + 1]``, rising from 0 to ``K``. ``N`` counts all rows, masked
+            ones included, in the order of ``labels.flatten()``.
 
     Raises:
         ValueError: a shape, dtype or device is wrong, or offsets on a CPU do not rise from 0 to K.
@@ -88,7 +88,7 @@ class SamplingMask:
     def from_lists(
         cls, sets: Sequence[Sequence[int]], device: torch.device | str | None = None
     ) -> SamplingMask:
-        """A list of ids for each row; an empty one stands for the whole vocabulary.
+        """From a list of ids per row; an empty one stands for the whole vocabulary.
 
         Examples:
             >>> SamplingMask.from_lists([[7, 3], [], [5]])
@@ -100,7 +100,7 @@ class SamplingMask:
 
     @classmethod
     def from_counts(cls, token_ids: Tensor, counts: Tensor) -> SamplingMask:
-        """Ids one after the other, and how many of them each row has.
+        """From concatenated ids, and the number of ids per row.
 
         Args:
             token_ids: int32 or int64 ``[K]``.
@@ -118,9 +118,9 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, token_ids: Tensor, padding: int = -1) -> SamplingMask:
-        """Sets of equal length, filled up with ``padding``, which may stand anywhere in them.
+        """From sets padded to equal length; ``padding`` may stand anywhere in them.
 
-        Waits for a GPU, as the number of ids has to be read.
+        On a GPU the host waits, to read the number of ids.
 
         Args:
             token_ids: int32 or int64 ``[..., M]``; a row of padding alone stands for the whole
@@ -137,9 +137,9 @@ class SamplingMask:
 
     @classmethod
     def from_bool(cls, allowed: Tensor) -> SamplingMask:
-        """Whether each token could have been drawn, for each row.
+        """From whether each token could have been drawn, by row.
 
-        Waits for a GPU, as the number of ids has to be read.
+        On a GPU the host waits, to read the number of ids.
 
         Args:
             allowed: bool ``[..., V]``; a row that allows nothing stands for the whole vocabulary.
@@ -155,7 +155,7 @@ class SamplingMask:
 
     @classmethod
     def cat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """The rows of several masks, one after the other; the ids come out sorted.
+        """Concatenates the rows of several masks; sorts the ids in each set.
 
         Examples:
             >>> SamplingMask.cat([SamplingMask.from_lists([[7, 3]]), SamplingMask.from_lists([[]])])
@@ -183,9 +183,9 @@ class SamplingMask:
         return self.offsets.shape[0] - 1
 
     def __getitem__(self, rows: slice) -> SamplingMask:
-        """The sets of consecutive rows, flattened ones, as of a micro-batch; their ids are sorted.
+        """The sets of consecutive flattened rows, such as a micro-batch; their ids are sorted.
 
-        Waits for a GPU, where the offsets have to be read.
+        On a GPU the host waits, to read the offsets.
 
         Examples:
             >>> SamplingMask.from_lists([[7, 3], [], [5]])[1:]
@@ -201,7 +201,7 @@ class SamplingMask:
         return self._of(self._ids[begin:end], offsets - begin)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SamplingMask:
-        """The mask on another device, its ids sorted; the mask itself where it is there.
+        """The mask on a device, its ids sorted; the mask itself if it is already there.
 
         Examples:
             >>> mask = SamplingMask.from_lists([[7, 3]])

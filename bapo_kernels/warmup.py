@@ -19,17 +19,17 @@ def warm_up(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Calls ``function`` and its backward once, so that later calls compile and load no kernel.
 
     The Triton backend compiles and loads a kernel at its first launch. The capture of a CUDA graph
-    does not allow that: a first call there raises an error that names this function. What is
-    compiled depends on the device, dtypes, the arguments that are given, options of the config, V,
-    and strides and alignment of the logits (on AMD GPUs also on whether they take 2 GB), not on the
-    number of tokens nor on values: one call with few tokens is enough.
+    does not allow that: a first call there raises an error that names this function.
+    One call with few tokens is enough, as neither their number nor values matter. What is compiled
+    depends on the device, dtypes, given arguments, options of the config, V, and the strides and
+    alignment of the logits (on AMD GPUs also on whether they take 2 GB).
 
     Args:
         function: a loss or :func:`log_probs` of this package, a module of it, or a function that
-            calls one and returns what that returns.
-        args, kwargs: what it will be called with. Gradients of the tensors among them are computed
-            and dropped. With ``inplace=True`` the logits are overwritten, as by any call. With a
-            group, every rank must call.
+            calls one and returns its result.
+        args, kwargs: its arguments. Gradients of the tensors among them are computed and dropped.
+            With ``inplace=True`` the logits are overwritten, as by any call. With a group, every
+            rank must call.
 
     Examples:
         >>> logits, labels = torch.zeros(3, 4, requires_grad=True), torch.tensor([0, 1, 2])

@@ -33,10 +33,10 @@ _OF_THE_FRAMEWORK = (
 
 
 def require_version(package: str, oldest: str) -> Any:
-    """Imports a framework, in a version that its adapter supports.
+    """Imports a framework, if its adapter supports the version.
 
     Raises:
-        ImportError: the framework is not installed, or is older.
+        ImportError: the framework is not installed, or too old.
     """
     try:
         module = importlib.import_module(package)
@@ -66,7 +66,7 @@ def config_of(
     prefix: str = "",
     **decided: Any,
 ) -> BAPOConfig:
-    """A preset with the options that the framework decides and those that its user asks for.
+    """A preset with the options of the framework and those of its user.
 
     Args:
         preset: ``"paper"`` or ``"recipe"``.
@@ -99,9 +99,9 @@ def masked_reduction(
     tokens: float | Tensor | None = None,
     samples: float | Tensor | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The mode and the normalisers here of a reduction of ROLL and Trinity, of values ``[B, T]``.
+    """Our mode and normalisers for a reduction of values ``[B, T]`` in ROLL or Trinity.
 
-    Without ``samples``, a mean over sequences counts also those without an unmasked token;
+    Without ``samples``, a mean over sequences also counts those without an unmasked token.
     ``seq-mean-token-sum-norm`` divides the sum by the padded length alone.
     """
     if loss_agg_mode == "token-mean":
@@ -112,14 +112,14 @@ def masked_reduction(
 
 
 def names_of_metrics(config: BAPOConfig, names: Iterable[str]) -> list[str]:
-    """Without those of the search where the surrogate has no bounds to search for."""
+    """The names, without those of the search if the surrogate has no bounds."""
     return [name for name in names if config.has_bounds or not name.startswith("bapo_")]
 
 
 def on_host(
     config: BAPOConfig, metrics: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, float]:
-    """Some of the metrics as numbers, with one read of the device for all of them."""
+    """The named metrics as numbers, by one read of the device."""
     names = names_of_metrics(config, names)
     values = torch.stack([metrics[name] for name in names]).tolist()
     return dict(zip(names, values, strict=True))

@@ -33,17 +33,17 @@ _WITHOUT_THE_HOOK = "be None for a model without output_processor"
 class FusedHead:
     """The head of a micro-batch: a function of the model's hidden states and output weight.
 
-    Tensor parallelism with and without sequence parallelism, tied embeddings, the bias of the
-    output layer and gradient accumulation fusion follow the model's ``output_layer``. The logits
-    are never materialised, so ``parallel_output`` has no effect.
+    The model's ``output_layer`` decides about tensor parallelism (with or without sequence
+    parallelism), tied embeddings, its bias and gradient accumulation fusion. The logits are never
+    materialised, so ``parallel_output`` has no effect.
 
     Args:
         function: :func:`~bapo_kernels.bapo_linear_loss` or
             :func:`~bapo_kernels.linear_log_probs`.
-        labels: int64 ``[B, S]``, the next tokens: those of this rank's part of the sequences under
-            context parallelism. For packed sequences ``[S]``, with ``cu_seqlens``.
-        arguments, options: those of ``function`` behind ``labels``, but ``bias`` and
-            ``vocab_group``, which are the model's.
+        labels: int64 ``[B, S]``, the next tokens; under context parallelism, of this rank's part
+            of the sequences. For packed sequences ``[S]``, with ``cu_seqlens``.
+        arguments, options: those of ``function`` after ``labels``. ``bias`` and ``vocab_group``
+            come from the model.
 
     Examples:
         >>> head = FusedHead(bapo_linear_loss, labels, old, advantages, mask)  # doctest: +SKIP
@@ -60,13 +60,13 @@ class FusedHead:
         """Runs a ``GPTModel``, also within DDP and ``Float16Module``.
 
         Args:
-            inputs, others: of the model. ``labels`` are needed by multi-token prediction alone.
+            inputs, others: the model's. Only multi-token prediction needs ``labels``.
 
         Returns:
-            What ``function`` returns on the last pipeline stage, elsewhere the hidden states.
+            On the last pipeline stage the result of ``function``, elsewhere the hidden states.
 
         Raises:
-            ValueError: the head of the model is not supported, with the option and its value.
+            ValueError: the model's head is not supported; names the option and its value.
         """
         inner = unwrap_model(model)
         if not inner.post_process:
@@ -109,7 +109,7 @@ class FusedHead:
         inference_context: Any = None,
         **_: Any,
     ) -> Any:
-        """As the model calls an ``output_processor``."""
+        """The model's ``output_processor``."""
         _check(output_layer, config, inference_context)
 
         def instead(hidden_states: Tensor, weight: Tensor | None) -> Any:

@@ -39,19 +39,19 @@ class PolicyLoss(torch.nn.Module):
     """Drop-in replacement of ``openrlhf.models.loss.PolicyLoss``.
 
     Args:
-        clip_eps_low, clip_eps_high: accepted, but not used: the bounds are searched.
-        dual_clip: cap of the ratio for negative advantages; ``None``: that of the preset.
-        token_level_loss: whether to take the mean over all tokens, or the mean over sequences of
+        clip_eps_low, clip_eps_high: ignored, because the search sets the bounds.
+        dual_clip: cap of the ratio for negative advantages; ``None`` takes the preset's.
+        token_level_loss: ``True``: the mean over all tokens. ``False``: the mean over sequences of
             the means over their tokens.
-        policy_loss_type: ``"ppo"``, or ``"gspo"``, the ratio of a sequence, for which
-            ``token_level_loss`` is ``False`` whatever is given, as in OpenRLHF.
+        policy_loss_type: ``"ppo"``, or ``"gspo"``: the ratio of a sequence. As in OpenRLHF,
+            ``"gspo"`` always takes ``token_level_loss`` as ``False``.
         is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold: the
-            importance sampling correction of 0.11.2. With ``"gspo"`` the ratio is then taken to the
-            rollout log-probs, and nothing is weighted, as in OpenRLHF.
+            importance sampling correction of 0.11.2. As in OpenRLHF, with ``"gspo"`` it weights
+            nothing, and the ratio is to the rollout log-probs.
         enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type: that of
-            0.11.0 and 0.11.1. Whoever gives the first, ``True`` or ``False``, gets the four outputs
-            of these versions.
-        preset, options: of the search, by the names of :class:`bapo_kernels.BAPOConfig`; an option
+            0.11.0 and 0.11.1. Giving the first, ``True`` or ``False``, selects the four outputs of
+            these versions.
+        preset, options: of the search, named as in :class:`bapo_kernels.BAPOConfig`. An option
             that OpenRLHF decides raises.
         process_group: data-parallel ranks that decide together.
 
@@ -117,7 +117,7 @@ class PolicyLoss(torch.nn.Module):
     ) -> tuple[Tensor | None, ...]:
         """``(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)`` of tensors ``[B, T]``.
 
-        Without the last for OpenRLHF 0.11.0 and 0.11.1. ``self.metrics`` has all metrics of the
+        OpenRLHF 0.11.0 and 0.11.1 get the first four. ``self.metrics`` has all metrics of the
         loss.
         """
         unmasked = torch.ones_like(log_probs) if action_mask is None else action_mask

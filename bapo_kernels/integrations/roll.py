@@ -35,10 +35,10 @@ def bapo_pg_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss of tensors ``[B, T]``, and metrics ``actor/...``.
 
-    Aggregated as by ROLL's ``agg_loss``: ``seq-mean-token-sum-norm`` divides the sum by the padded
+    Aggregates like ROLL's ``agg_loss``: ``seq-mean-token-sum-norm`` divides the sum by the padded
     length alone, and without ``global_valid_samples`` a mean over sequences counts all of them.
-    ``weights`` are ROLL's weights ``[B]`` of the samples. ``options`` are those of the search and
-    the dual clip, the surrogate and the level of the ratio; an option that ROLL decides raises.
+    ``weights`` are ROLL's weights ``[B]`` of the samples. ``options`` set the search, the dual
+    clip, the surrogate and the level of the ratio. An option that ROLL decides raises.
     """
     mode, counts = masked_reduction(
         loss_agg_mode, response_mask, batch_num_tokens, global_valid_samples

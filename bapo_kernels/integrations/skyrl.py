@@ -28,16 +28,16 @@ def bapo_policy_loss(
     rollout_logprobs: Tensor | None = None,
     bapo: BAPOConfig | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The sum of the losses of tokens ``[B, T]``, which is what SkyRL expects, and metrics.
+    """The sum of the losses of tokens ``[B, T]``, as SkyRL expects, and metrics.
 
     SkyRL has already divided the advantages by counts of tokens or sequences. A constant divisor
-    changes no decision; with ``loss_reduction=sequence_mean`` long sequences weigh less in it.
-    ``config.off_policy_correction`` works as in SkyRL's own losses; tokens that it masks have
-    advantage 0 here.
+    changes no decision, but with ``loss_reduction=sequence_mean`` long sequences weigh less in it.
+    ``config.off_policy_correction`` works as in SkyRL's own losses. Tokens that it masks get
+    advantage 0.
 
     Args:
         bapo: options of the loss and the search; default: the paper's, with ``config.clip_ratio_c``
-            if ``config.policy_loss_type="dual_clip"``. Temperature, KL and entropy are SkyRL's.
+            if ``config.policy_loss_type="dual_clip"``. SkyRL decides temperature, KL and entropy.
     """
     if bapo is None:
         dual = getattr(config, "policy_loss_type", None) == "dual_clip"

@@ -46,13 +46,13 @@ def bapo_loss_function(
     """Loss and metrics of a micro-batch, from ``logits [1, T, V/TP]``.
 
     ``sum_of_sample_mean`` is linear in the values per token, so its gradient is the weight of every
-    response token. These weights replace slime's reduction. The search covers the micro-batch, on
-    all context-parallel ranks that share it; data-parallel ranks may have different numbers of
-    micro-batches, so each decides alone.
+    response token. These weights replace slime's reduction.
+    The search covers the micro-batch, on all context-parallel ranks that share it. Each
+    data-parallel rank decides alone, as their numbers of micro-batches may differ.
 
-    Loss and gradient are made in one pass, unless log-probs are needed before the loss (context
-    parallelism, KL, entropy, OPSM, a correction without ``log_probs`` in the batch). Backward then
-    reads the logits a second time.
+    One pass makes loss and gradient, unless the loss needs log-probs first (context parallelism,
+    KL, entropy, OPSM, a correction without ``log_probs`` in the batch). Backward then reads the
+    logits a second time.
 
     Raises:
         ValueError: the rollout was cut by top-p, or ``bapo_options`` has an option that slime

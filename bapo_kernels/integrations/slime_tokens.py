@@ -21,16 +21,16 @@ from ..config import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Positions among the response tokens of all samples, one sample after the other.
+    """Positions in the concatenated response tokens of all samples.
 
     Attributes:
         lengths: of the responses; their sum is ``R``.
-        labels: ``[T]``, of the rows of the logits that this rank has; -100 in rows that predict no
-            response token.
-        rows: ``[n]``, those that predict one.
+        labels: ``[T]``, of this rank's rows of the logits; -100 in rows that predict no response
+            token.
+        rows: ``[n]``, the rows that predict one.
         predicted: ``[n]``, the positions of the tokens that these predict.
-        listed: ``[m]``, the positions of the tokens in the lists per sample of the batch.
-        group: the context-parallel ranks; ``None`` where there is one rank.
+        listed: ``[m]``, the positions of the tokens in the batch's lists per sample.
+        group: the context-parallel ranks; ``None`` if there is one rank.
     """
 
     lengths: list[int]
@@ -58,9 +58,9 @@ class ResponseTokens:
         return torch.cat(means)
 
     def weights(self, reduction: Callable[[Tensor], Tensor]) -> Tensor:
-        """Weights ``[R]`` of a reduction of slime, which is linear: its gradient.
+        """Weights ``[R]`` of a reduction of slime: its gradient, as it is linear.
 
-        Zero for the tokens of other ranks.
+        Tokens of other ranks have 0.
         """
         # Under slime's --recompute-loss-function, whose own hooks these replace, the gradient would
         # otherwise recompute the loss function, inside its forward.
@@ -75,14 +75,14 @@ class ResponseTokens:
 def response_tokens(
     args: Any, batch: dict[str, Any], T: int, device: torch.device
 ) -> ResponseTokens:
-    """Those of a micro-batch, of which this rank has ``T`` rows of logits.
+    """The tokens of a micro-batch; this rank has ``T`` rows of its logits.
 
     With context parallelism a rank has two chunks of every sample, mirror images of each other, and
     lists of the tokens that they predict. With ``allgather_cp`` it has one chunk of all samples
-    together, while the lists stay as they are.
+    together, while the lists stay the same.
 
-    The positions are computed on the CPU, from lengths that it knows: boolean indices on the device
-    would make the host wait for it at every sample.
+    The CPU computes the positions, from lengths that it knows: boolean indices on the device would
+    make the host wait at every sample.
     """
     from megatron.core import mpu
 
@@ -117,7 +117,7 @@ def response_tokens(
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the CPU, by a copy that the host does not wait for."""
+    """Copies CPU values to the device; the host does not wait."""
     if device.type == "cuda":
         values = values.pin_memory()  # from pageable memory the copy would synchronise
     return values.to(device, non_blocking=True)
@@ -139,14 +139,14 @@ class _Sum(torch.autograd.Function):
 
 
 class Weights(NamedTuple):
-    """Of every response token, ``[R]``; zero where another rank has the token in its lists.
+    """Of each response token, ``[R]``; 0 where another rank has the token in its lists.
 
     Attributes:
-        policy: of the policy term, factors of OPSM and of a correction included.
-        others: of the KL and entropy terms: zero where a correction rejects the token.
+        policy: of the policy term, with the factors of OPSM and of a correction.
+        others: of the KL and entropy terms; 0 where a correction rejects the token.
         logged: of what is logged of all tokens, rejected ones included.
-        kept: 0 for tokens that a correction rejects, of all ranks. Their advantages become 0, which
-            takes them out of the search, and leaves them in the ratio of a sequence as in slime.
+        kept: 0 for tokens that a correction rejects, of all ranks. With an advantage of 0 they
+            leave the search, but stay in the ratio of a sequence, as in slime.
         log: metrics of OPSM and of the correction.
     """
 
@@ -173,10 +173,10 @@ def weights_of(
     """The weights that slime's own functions give.
 
     OPSM and the correction (``use_tis``, or the function at ``custom_tis_function_path``) multiply
-    the policy terms by factors, so what they make of ones are the factors.
+    the policy terms by factors. Given ones, they return the factors.
 
     Args:
-        log_probs: ``[R]``, for OPSM, and for a correction where the batch has none.
+        log_probs: ``[R]``, for OPSM, and for a correction if the batch has none.
         old_log_probs: ``[R]``; default: ``log_probs``.
     """
     lengths, masks = (batch["total_lengths"], batch["response_lengths"]), batch["loss_masks"]

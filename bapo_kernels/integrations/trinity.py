@@ -37,7 +37,7 @@ def bapo_policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss of tensors ``[B, T]``, and metrics; the arguments have Trinity's names.
 
-    ``config.loss_agg_mode`` is as in Trinity: ``seq-mean-token-sum-norm`` divides the sum by the
+    ``config.loss_agg_mode`` is Trinity's: ``seq-mean-token-sum-norm`` divides the sum by the
     padded length alone, and a mean over sequences counts all of them.
     """
     mode, counts = masked_reduction(config.loss_agg_mode, action_mask)

@@ -1,12 +1,12 @@
 """TRL 1.9 and later: ``GRPOTrainer`` with the BAPO loss.
 
 The model's forward stops at the hidden states, and :func:`bapo_kernels.bapo_linear_loss` computes
-the rest. Where TRL adds a term that this loss does not have (an entropy bonus with a normaliser of
-its own, a KL term multiplied by the ratio, router losses), where it drops the policy term of tokens
-by their log-probs or entropies, or where there are images, log-probs and loss are computed in two
-steps. Normalisation, masks, KL and importance sampling correction are TRL's, and TRL's own loss at
-the bounds in use logs its metrics. Where a ``rollout_func`` returns the sets that its tokens were
-drawn from, as ``sampling_mask``, all log-probs are those over them.
+the rest. Log-probs and loss take two steps where TRL adds a term that this loss does not have (an
+entropy bonus with its own normaliser, a KL term multiplied by the ratio, router losses), where it
+drops the policy term of tokens by their log-probs or entropies, or where there are images.
+Normalisation, masks, KL and importance sampling correction are TRL's. TRL's own loss, at the bounds
+in use, logs its metrics. If a ``rollout_func`` returns the sets that its tokens were drawn from, as
+``sampling_mask``, all log-probs are over them.
 
 May import public modules, the package's checks and the ``trl_...`` files, which do not import this
 one. Private methods of TRL are overridden here; one that changes its meaning changes the loss.
@@ -87,8 +87,8 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     """``GRPOTrainer`` with the loss of :func:`bapo_kernels.bapo_loss`.
 
     Raises:
-        ValueError: ``args`` is neither ``None`` nor a :class:`BAPOTrainerConfig`, or has since
-            been changed to values that it refuses.
+        ValueError: ``args`` is neither ``None`` nor a :class:`BAPOTrainerConfig`, or was later
+            changed to values that it refuses.
     """
 
     _tag_names: ClassVar = [*GRPOTrainer._tag_names, "bapo"]

@@ -49,28 +49,28 @@ class BAPOTrainerConfig(GRPOConfig):
 
     Args:
         bapo_preset: ``"paper"`` or ``"recipe"``.
-        bapo_options: options of the search that differ from the preset, by the names of
-            :class:`bapo_kernels.BAPOConfig`: bounds, target, order, weights; a dict, or JSON on a
-            command line that ``TrlParser`` reads. TRL decides the other
-            options: ``delta`` is the dual clip (``None``: that of the preset), ``beta`` the weight
-            of the KL term, ``importance_sampling_level`` the level of the ratio, and ``loss_type``
-            the surrogate (``"cispo"``, ``"sapo"``, otherwise the clip) and its aggregation. In the
-            place of the clip ``{"surrogate": "mask"}`` is possible, which TRL has no name for.
+        bapo_options: options of the search that differ from the preset (bounds, target, order,
+            weights), named as in :class:`bapo_kernels.BAPOConfig`: a dict, or JSON on a command
+            line that ``TrlParser`` reads. TRL decides the other options: ``delta`` is the dual clip
+            (``None`` takes the preset's), ``beta`` the weight of the KL term,
+            ``importance_sampling_level`` the level of the ratio, and ``loss_type`` the surrogate
+            (``"cispo"``, ``"sapo"``, otherwise the clip) and its aggregation.
+            ``{"surrogate": "mask"}``, which TRL has no name for, replaces the clip.
         bapo_scope: the tokens that decide together: those of the previous optimizer step
             (``"lagged"``, the default), of this step (``"step"``, which takes a forward pass
-            without gradient), or of a micro-batch on all processes (``"call"``). The default is not
-            ``"call"``, because the share of the positive tokens in a few sequences is noise: with
-            one reward per sequence it is 0 or 1 in a single one. With ``loss_type="sapo"`` nothing
-            is searched for, and ``"call"`` alone is possible, and the default.
+            without gradient), or of a micro-batch on all processes (``"call"``). ``"call"`` is not
+            the default, because the share in a few sequences is noise: with one reward per
+            sequence, it is 0 or 1 in a single one. ``loss_type="sapo"`` has no search, so
+            ``"call"`` is its default and only scope.
         bapo_head: ``"fused"`` (:func:`bapo_kernels.bapo_linear_loss`), ``"log_probs"``
             (:func:`bapo_kernels.linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head);
-            default: the first of them that is exact for the other options.
+            default: the first that is exact for the other options.
 
-    Warns, once, of settings with which BAPO has no effect or decides from too few sequences.
+    Warns once of settings that give BAPO no effect, or too few sequences for a decision.
 
     Raises:
-        ValueError: an option of TRL has no exact meaning for BAPO, or an option of BAPO breaks its
-            rule or is one that TRL decides.
+        ValueError: an option of TRL has no exact meaning for BAPO, an option of BAPO breaks its
+            rule, or TRL decides it.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "bapo_options"]  # noqa: RUF012
@@ -134,7 +134,7 @@ def check(args: Any) -> None:
 
 
 def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
-    """The :class:`BAPOConfig` of a trainer's ``args``; ``transform`` is that of the logits."""
+    """:class:`BAPOConfig` of a trainer's ``args`` and the ``transform`` of its logits."""
     surrogate, options = _surrogate(args), args.bapo_options
     if surrogate == "mask":
         options = {name: value for name, value in options.items() if name != "surrogate"}
@@ -165,12 +165,12 @@ def _surrogate(args: Any) -> str:
 
 
 def corrects_kl(args: Any) -> bool:
-    """Whether the KL is multiplied by the ratio: both have a gradient, so it is a separate term."""
+    """Whether TRL multiplies the KL by the ratio: a separate term, as both have a gradient."""
     return bool(args.beta and args.use_bias_correction_kl)
 
 
 def needs_log_probs(args: Any) -> Iterator[str]:
-    """Options with terms, or masks of the policy term, that are made of log-probs or entropies."""
+    """Options in use whose terms, or masks of the policy term, need log-probs or entropies."""
     if args.entropy_coef:
         yield "entropy_coef"
     if corrects_kl(args):

@@ -1,7 +1,7 @@
 """TRL: a model whose forward ends in the head that a trainer gives to it.
 
-Only in its forward do wrappers (DDP, FSDP, autocast) have the weights of a model ready; beside it
-no gradients would be synchronised. May import public modules and the package's checks.
+Wrappers (DDP, FSDP, autocast) have the weights of a model ready only in its forward. Outside it, no
+gradients would be synchronised. May import public modules and the package's checks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def add_head(model: Any, args: Any) -> LMHead | None:
     """Lets ``model(..., bapo_head=f, bapo_tokens=T)`` return ``f(hidden states, weight, bias=b)``.
 
     Returns:
-        The head of the model; ``None`` where TRL's own head computes the log-probs.
+        The head of the model; ``None`` if TRL's own head computes the log-probs.
     """
     head = None if args.bapo_head == "trl" else _lm_head(model, args)
     if head is not None:

@@ -1,9 +1,9 @@
 """TRL's rollouts with sampling masks: from a ``rollout_func`` to the micro-batches.
 
-TRL itself asks no sampler for them and hands on only what it knows, so the trainer takes them from
-the output of ``rollout_func``, scores the completions over them, and adds them to the inputs of the
-loss: a mask for each completion, as TRL shuffles and splits lists as it does tensors; a single one
-would stay behind. May import public modules, the package's checks and TRL.
+TRL asks no sampler for them and passes on only what it knows. The trainer takes them from the
+output of ``rollout_func``, scores the completions over them, and adds them to the inputs of the
+loss. Each completion has its own mask, because TRL shuffles and splits lists like tensors; a single
+one would stay behind. May import public modules, the package's checks and TRL.
 """
 
 from __future__ import annotations

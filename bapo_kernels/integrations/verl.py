@@ -37,35 +37,34 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
 
     Args:
         preset: ``"paper"``, or ``"recipe"`` for what the authors' code does.
-        adv_ratio_target: the authors' name for a target that is the ratio of the positive to the
-            negative mass; ``target`` and ``target_kind`` are those of
-            :class:`bapo_kernels.BAPOConfig`.
+        adv_ratio_target: the authors' name for a target of the ratio of the masses; ``target`` and
+            ``target_kind`` are those of :class:`bapo_kernels.BAPOConfig`.
         surrogate: ``"clip"``, ``"cispo"``, ``"sapo"``, ``"mask"``, or verl's names ``"vanilla"``
             (the clip) and ``"gspo"`` (the clip with ``ratio_level="sequence"``). ``"sapo"`` has no
             bounds and no search; its taus are ``actor.tau_pos`` and ``actor.tau_neg``.
         ratio_level: ``"token"`` or ``"sequence"``.
         search_ranks: ``"own"``: each rank decides for its own micro-batch, or together with the
             group given to :func:`use_process_group`. ``"world"``: all ranks of the default group
-            decide together, as in the authors' code; every rank must then have the same number of
+            decide together, as in the authors' code. Every rank must then have the same number of
             micro-batches.
-        scope: ``"call"``: a decision covers a micro-batch. ``"step"``: all micro-batches of the
-            optimizer step on all data-parallel ranks, for which the engine makes a forward without
-            gradients first. ``"lagged"``: those of the optimizer step before. The last two need the
+        scope: what a decision covers. ``"call"``: a micro-batch. ``"step"``: all micro-batches of
+            the optimizer step on all data-parallel ranks; the engine first makes a forward without
+            gradients. ``"lagged"``: those of the optimizer step before. The last two need the
             engines of verl 0.8 or later (``"step"`` FSDP's), and ``search_ranks="own"``.
 
-    The other fields are those of :class:`bapo_kernels.BAPOConfig`; ``None``: that of the preset.
+    The other fields are those of :class:`bapo_kernels.BAPOConfig`; ``None`` takes the preset's.
     With fixed bounds (``ratio_lower_start=ratio_lower_max``, ``ratio_upper_start=ratio_upper_max``,
-    ``target=0``) losses and gradients are those of verl's losses, except that
+    ``target=0``) losses and gradients are verl's, with these exceptions:
 
-    - verl's ``gspo`` gives each token the gradient of its own loss, this one the mean of these over
-      the sequence, the derivative of its ratio: they are equal where advantages and importance
-      weights are constant in each sequence, as with GRPO;
-    - verl clamps the log-ratio of a sequence at 10 from above, this one at 20 on both sides;
-    - verl's ``sapo`` aggregates by ``"seq-mean-token-mean"`` whatever ``actor.loss_agg_mode`` says.
+    - verl's ``gspo`` gives each token the gradient of its own loss. This one gives it the mean of
+      these over the sequence, the derivative of its ratio. Both are equal where advantages and
+      importance weights are constant in each sequence, as with GRPO.
+    - verl clamps the log-ratio of a sequence at 10 from above, this one at 20 on both sides.
+    - verl's ``sapo`` ignores ``actor.loss_agg_mode``: it aggregates by ``"seq-mean-token-mean"``.
 
     Raises:
         ValueError: a value breaks its rule, two values contradict each other, or ``loss_mode``
-            names another loss, which would use none of them.
+            names another loss, which would ignore all of them.
     """
 
     loss_mode: str = "bapo"
@@ -180,9 +179,9 @@ def compute_policy_loss_bapo(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a micro-batch ``[B, T]`` and its metrics, as verl calls policy losses.
 
-    ``config.global_batch_info`` normalises; entropy and KL terms are verl's. The token weight of
-    the paper's search is exp of the old log-prob, because verl does not pass rollout log-probs to
-    a policy loss.
+    ``config.global_batch_info`` has the normalisers, and verl adds entropy and KL terms. The token
+    weight of the paper's search is exp of the old log-prob, because verl passes no rollout
+    log-probs.
     """
     step = verl_scopes.running_step(config.policy_loss.get("scope", "call"))
     tokens = log_prob, old_log_prob, advantages, response_mask

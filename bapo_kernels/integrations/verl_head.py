@@ -6,12 +6,12 @@ replaces the forward of verl's ``FusedLinearForPPO``, which the fused forward of
 calls. Log-probs and entropy stay the same up to rounding, and both are float32.
 
 With verl 0.8 and later a batch may have ``sampling_mask`` among its non-tensors: for each sequence
-a list with the token ids that each response token was drawn from, empty for tokens that were drawn
-from the whole vocabulary. Log-probs and entropies, old and reference ones too, are over these sets.
+a list with the token ids that each response token was drawn from. An empty entry stands for the
+whole vocabulary. All log-probs and entropies, old and reference ones too, are over these sets.
 
 verl carries the sets from the ``extra_fields`` of an agent loop to the micro-batches. Its fused
-head gets no micro-batch, so the engine leaves the sets here for the head that it is about to call;
-a head that did not take them would be of the whole vocabulary, so that raises. May import public
+head gets no micro-batch, so the engine leaves the sets here for the head that it is about to call.
+If the head does not take them, it would use the whole vocabulary, so this raises. May import public
 modules and the package's checks.
 """
 

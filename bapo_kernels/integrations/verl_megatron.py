@@ -28,7 +28,7 @@ from .megatron import FusedHead  # noqa: E402
 def fused_output_processor(
     *, hidden_states: Tensor, labels: Tensor, context: Any, **of_model: Any
 ) -> CausalLMOutputForPPO:
-    """Log-probs and entropy ``[1, T]`` of packed sequences, by a head of the temperature."""
+    """Log-probs and entropy ``[1, T]`` of packed sequences, at the context's temperature."""
     head = FusedHead(linear_log_probs, labels, temperature=context.temperature)
     log_probs, entropy = head(hidden_states=hidden_states, **of_model)
     return CausalLMOutputForPPO(hidden_states=hidden_states, log_probs=log_probs, entropy=entropy)

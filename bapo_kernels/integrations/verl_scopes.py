@@ -53,7 +53,7 @@ def running_step(scope: str) -> OptimizerStep | None:
 def install(kind: Any) -> None:
     """Lets ``train_batch`` decide for its micro-batches, over all data-parallel ranks.
 
-    It does so where the ``policy_loss`` is of the class ``kind``, which has the search.
+    It does so if the ``policy_loss`` is a ``kind``, which has the search.
     """
     require_version("verl", "0.8")  # whose actors run on these engines
     from verl.workers.engine.base import BaseEngine

@@ -1,8 +1,8 @@
 """The specification in plain, differentiable PyTorch: the paper's formulas, line by line.
 
-Every function takes any float dtype. bfloat16 and float16 are computed in float32, float32 and
-float64 in themselves; run it in float64 for the truth that kernels are tested against. It shares
-no mathematics with the kernels, reads values back at every probe of the search, and is slow.
+Every function takes any float dtype: bfloat16 and float16 are computed in float32, the others in
+their own dtype. The kernels are tested against the results in float64. The reference shares no
+mathematics with them. It is slow, and reads values back at every probe of the search.
 
 Sizes: B sequences, S tokens of a sequence, N tokens, V vocabulary, H hidden size.
 """

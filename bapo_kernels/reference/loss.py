@@ -233,9 +233,9 @@ def bapo_loss(
 ) -> BAPOOutput:
     """:func:`log_probs`, then :func:`bapo_loss_from_log_probs`. ``logits``: ``[..., V]``.
 
-    ``temperature`` takes the place of ``config.temperature``: ``[...]``, ``[B]`` or 0-dim. With
-    ``sampling_mask`` the metric ``label_outside_mask`` counts the unmasked tokens that are not in
-    the set of their row.
+    ``temperature`` (``[...]``, ``[B]`` or 0-dim) replaces ``config.temperature``. With
+    ``sampling_mask`` the metric ``label_outside_mask`` counts the unmasked tokens outside the set
+    of their row.
 
     Examples:
         >>> logits = torch.linspace(-2, 2, 20).view(2, 10)
