@@ -98,11 +98,12 @@ class ContributionHistogram:
         """The bounds for all tokens so far, of every rank of ``process_group``.
 
         Args:
-            config: default: the histogram's; only target and order may differ from it.
+            config: default: the histogram's; what its table depends on must be the same.
             process_group: every rank of it must call; a rank may have no tokens.
         """
         check_group("process_group", process_group)
         config = self.config if config is None else config_or_default(config)
+        check_search(config)
         for name in TABLE_FIELDS:
             mine, other = getattr(self.config, name), getattr(config, name)
             if mine != other:
