@@ -19,7 +19,7 @@ def main() -> None:
 
         commands()()
     else:
-        needed = "the commands need typer and rich: pip install 'bapo-kernels[cli]'"
+        needed = "the commands need typer and rich (extra 'cli'): pip install 'typer>=0.19' rich"
         raise SystemExit(f"bapo_kernels: {needed}")
 
 

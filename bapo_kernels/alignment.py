@@ -108,7 +108,7 @@ def check_alignment(
     # An old log-prob of 0 stands for padding, unless all of them are 0 (tokens that were certain).
     padded = (old[at] == 0) & (given > 1) & (old[at] != 0).any()
     rule = "be 0 where there is no old log-prob (a prompt, padding)"
-    got = f"1 at tokens of log-prob {-given[padded].mean():.2g} on average with old_log_probs 0"
+    got = f"1 at tokens with old_log_probs 0 and a mean log-prob of {-given[padded].mean():.2g}"
     require(int(padded.sum()) < _FEWEST, "response_mask", rule, got)
     mistakes = [*_SHIFTS, *(_Mistake(temperature=t) for t in TEMPERATURES)]
     fits = []
@@ -135,9 +135,9 @@ def _report(mistake: _Mistake, temperature: tuple[str, str], fit: str) -> None:
     got = f"those of the position {'after' if by > 0 else 'before'}"
     if mistake.labels_at:
         name, rule = "labels", "be aligned with the rows of logits (logits[:, :-1], tokens[:, 1:])"
-        got = f"old_log_probs of the labels one position {'later' if by > 0 else 'earlier'}"
+        got = f"old_log_probs that fit labels one position {'later' if by > 0 else 'earlier'}"
     if mistake.temperature is not None:
         name, rule = temperature[0], "be that of old_log_probs"
         got = f"{temperature[1]}, they fit {mistake.temperature}"
-    right = "in a right first step ppo_kl ~ 0, pg_clipfrac ~ 0 and ratios ~ 1"
-    refuse(name, rule, f"{got}: mean |log_prob - old_log_prob| {fit} nats; {right}")
+    right = "in a correct first step ppo_kl and pg_clipfrac are about 0"
+    refuse(name, rule, f"{got}. Corrected, mean |log_prob - old_log_prob| is {fit} nats; {right}")

@@ -100,6 +100,10 @@ class ContributionHistogram:
         Args:
             config: default: the histogram's; what its table depends on must be the same.
             process_group: every rank of it must call; a rank may have no tokens.
+
+        Raises:
+            ValueError: the table depends on a value of ``config`` that is not the histogram's, the
+                surrogate has no bounds, or the ranks differ in their first call.
         """
         check_group("process_group", process_group)
         config = self.config if config is None else config_or_default(config)
@@ -178,7 +182,7 @@ def find_clip_bounds(
 ) -> ClipBounds:
     """The bounds at which the paper's loop stops (Algorithm 1), in one pass over the tokens.
 
-    A step past the maximum stops there, as in the authors' code; the printed loop refuses it.
+    A step past the maximum stops there, as in the authors' code; Algorithm 1 as printed refuses it.
 
     Args:
         log_probs, old_log_probs: ``[...]`` floating point; ``old_log_probs=None`` is on-policy.

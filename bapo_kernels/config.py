@@ -171,7 +171,8 @@ class Options(NamedTuple):
 class BAPOConfig:
     """Options of Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927).
 
-    By default the search is that of the paper (Algorithm 1, until Eq. 8 holds). :meth:`recipe`
+    By default the search is the paper's (Algorithm 1, until Eq. 8 holds): ``BAPOConfig()`` equals
+    :meth:`paper`. :meth:`recipe`
     follows the authors' published code, which differs from the paper. :meth:`fixed` clips as PPO,
     GRPO and DAPO do, without a search.
 
@@ -217,7 +218,8 @@ class BAPOConfig:
             sum over the unmasked tokens of all sequences. ``"seq-mean-token-sum"`` and
             ``"seq-mean-token-mean"`` first take the sum or the mean over the tokens of each
             sequence, then the mean over the sequences. ``"seq-mean-token-sum-norm"`` is
-            ``"seq-mean-token-sum"`` divided by ``loss_scale_factor``.
+            ``"seq-mean-token-sum"`` divided by ``loss_scale_factor``. The paper's Algorithm 1
+            prints ``"seq-mean-token-sum"``.
         loss_scale_factor: divisor of ``"seq-mean-token-sum-norm"``; default: the padded length.
         kl_loss_coef: weight of the KL penalty towards the policy of ``ref_log_probs``.
         kl_loss_type: with ``d = logp - ref``, ``"k1"`` is ``d``, ``"k2"`` is ``d^2/2``, ``"k3"``

@@ -64,14 +64,20 @@ def check_inputs(
 ) -> None:
     """Raises for the first bad value at an unmasked token. Reads the device; for debugging.
 
-    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that does. With a group,
-    all its ranks must call, and are compared. Indices refer to the whole vocabulary.
+    Takes the arguments of :func:`bapo_kernels.bapo_loss`, and raises where that does; ``inplace``
+    is ignored. With a group, all its ranks must call, and are compared. Indices refer to the whole
+    vocabulary.
 
-    Values that make the loss NaN are bad: labels outside ``[0, V)``, NaN or +inf logits, rows in
-    which every logit is -inf, decreasing offsets, bounds that are epsilons, normalisers and
-    temperatures that are not positive, ids of a sampling mask that are repeated or outside
-    ``[0, V)``, and other arguments that are not finite. The loss accepts the following values, but
-    they can only be mistakes:
+    These values are bad, and most of them make the loss NaN:
+
+    - labels outside ``[0, V)``, NaN or +inf logits, and rows in which every logit is -inf;
+    - ``batch_num_tokens``, ``global_batch_size`` and temperatures that are not finite and > 0;
+    - ``cu_seqlens`` that do not rise from 0 to at most N;
+    - bounds that break ``0 <= lower <= 1 <= upper``, such as epsilons;
+    - ids of a sampling mask that are repeated or outside ``[0, V)``;
+    - other arguments per token that are not finite.
+
+    The loss accepts the following values, but they can only be mistakes:
 
     - labels that are not in the set of their row in ``sampling_mask``;
     - probabilities in place of logits: 8 or more rows that have no negative entry and sum to 1;
@@ -233,7 +239,7 @@ def _check_rows(logits: Tensor, unmasked: Tensor) -> None:
             got = f"{values[n, column].item()} at {(*places[n].tolist(), column)}"
             refuse("logits", "be finite or -inf", got)
         for (n,) in (values == -torch.inf).all(-1).nonzero()[:1].tolist():
-            got = f"-inf alone at {tuple(places[n].tolist())}"
+            got = f"only -inf at {tuple(places[n].tolist())}"
             refuse("logits", "allow a token in every row", got)
 
 

@@ -61,7 +61,7 @@ def bapo_loss(
     process_group: dist.ProcessGroup | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> BAPOOutput:
-    """BAPO policy loss of logits: bounds, loss and gradient in one pass (Algorithm 1).
+    """BAPO policy loss of logits: bounds, loss and gradient in one call (Algorithm 1).
 
     Let ``x = transform(z)/temperature``, ``logp = x_label - logsumexp(x)`` and
     ``r = exp(clamp(logp - old_log_prob, -20, 20))``. The policy term of a token is
@@ -80,9 +80,9 @@ def bapo_loss(
         response_mask: ``[...]`` bool, int or float; 0 is masked, every other value counts as 1.
             Masked entries of every argument may hold anything.
         config: options of the loss and the search; default: the paper's.
-        bounds: clip bounds of the ratio, lower <= 1 <= upper. They replace the search
-            (see :class:`ContributionHistogram`). Each is a number, or a tensor that is 0-dim,
-            ``[...]``, or one per sequence.
+        bounds: clip bounds of the ratio, lower <= 1 <= upper, which replace the search. Each is a
+            number, or a tensor that is 0-dim, ``[...]``, or one per sequence. :class:`ClipBounds`
+            has the rules of their values.
         temperature: ``[...]``, one per sequence, or 0-dim: of the distribution that each token was
             sampled from. It replaces ``config.temperature``; read as float32, without gradient.
         sampling_mask: the set of ids that each token could have been drawn from; an empty set is
@@ -110,12 +110,12 @@ def bapo_loss(
         dp_size: as in verl, a factor of the loss. With the counts of all ranks above and the number
             of ranks here, the mean of the ranks' gradients is the gradient of the whole batch.
         process_group: the search covers the tokens of all its ranks, by one all-reduce. With
-            ``bounds`` there is none, and the metrics are those of this rank. ``None``: this rank
+            ``bounds`` there is none, and all metrics are those of this rank. ``None``: this rank
             alone (``dist.group.WORLD`` is ``None`` before ``init_process_group``).
         vocab_group: the vocabulary is sharded over its ranks. ``logits`` are the columns of this
             rank, in rank order, any number of them. Every rank passes the same tokens, with labels
             of the whole vocabulary. It gets the same output, and the gradient of its columns. Costs
-            one all-gather of 32 bytes per token.
+            an all-gather of 8 bytes, and one of 32 bytes per token.
 
     Returns:
         :class:`BAPOOutput`; ``loss`` has the gradient of ``logits``, in their dtype. Forward

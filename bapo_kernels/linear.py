@@ -72,8 +72,8 @@ def bapo_linear_loss(
     the bounds are known. The host reads the row counts of each chunk. Under ``torch.compile``, and
     in float16, backward computes the gradient, and recomputes the logits of the rows that have one.
     With a frozen head (neither ``lm_head_weight`` nor ``bias`` requires a gradient) the gradient of
-    a row's log-prob is computed at once, and scaled when its coefficient is known. No logits are
-    then recomputed, except in float16 and for an entropy term.
+    each log-prob is computed at once, and scaled when the loss is known. No logits are then
+    recomputed, except in float16 and for an entropy term.
 
     Args:
         hidden_states: ``[..., H]`` float32, bfloat16 or float16; float64 runs on the reference
@@ -82,16 +82,21 @@ def bapo_linear_loss(
         bias: ``[V]``.
         sampling_mask: as in :func:`bapo_loss`. The logits of a set are dot products with its rows
             of the head, in float32 whatever ``logits_dtype``. ``K`` ids in all take ``2*K*H``
-            operations in forward and twice that in backward, and never a row of ``V`` logits.
+            operations for their logits and ``4*K*H`` for the gradients (``2*K*H`` with a frozen
+            head), and never a row of ``V`` logits.
         chunk_tokens: at most that many rows of logits exist at a time; default: 1 GiB of them.
-            Chunks are equal, and as few as possible. With a trained head in half precision, up to
-            ``2*H`` rows are one chunk: several would take more memory, for a float32 sum.
+            Chunks are equal, and as few as possible. With a trained head in half precision that
+            ``vocab_group`` does not shard, up to ``2*H`` rows (``2*H/3`` with float32 logits) are
+            one chunk: several would take more memory, for a float32 sum.
         logits_dtype: ``torch.float32`` keeps the logits of bfloat16 or float16 inputs in float32,
             the dtype in which their products are summed. Their gradient is rounded to the dtype of
-            the inputs. Default: that dtype.
-        vocab_group: the rows of ``lm_head_weight`` and ``bias`` are sharded over it. Every rank
-            passes the same hidden states and gets their whole gradient, by one all-reduce in
-            forward (in float16, in backward).
+            the inputs, except on a CPU that multiplies this dtype in float32 (``python -m
+            bapo_kernels`` shows it). Default: the dtype of the inputs, or of autocast.
+        vocab_group: the rows of ``lm_head_weight`` and ``bias`` are sharded over it, in rank order,
+            any number of them. Every rank passes the same hidden states and labels of the whole
+            vocabulary. It gets the same output, the gradient of its rows, and the whole gradient of
+            the hidden states, by one all-reduce in the pass that computes it. The statistics take
+            an all-gather of 8 bytes, and for each chunk one of 32 bytes per token.
 
     ``lm_head_weight`` and ``bias`` may be DTensors, sharded along the vocabulary over
     ``vocab_group``, or by FSDP2. Forward gathers those of FSDP2, and backward scatters their
@@ -186,8 +191,10 @@ def linear_log_probs(
 
     Args:
         hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; dtypes and
-            shards as in :func:`bapo_linear_loss`. With ``vocab_group`` there is one all-reduce,
-            in backward, or in forward with a frozen head.
+            shards as in :func:`bapo_linear_loss`.
+        vocab_group: as in :func:`bapo_linear_loss`. The all-reduce is in backward. With a frozen
+            head it is in forward, except in float16, and a gradient of the entropy takes another in
+            backward.
         chunk_tokens, logits_dtype: as in :func:`bapo_linear_loss`.
 
     Examples:

@@ -26,7 +26,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel",
 }
 _INSIDE = (
-    "be used inside of the forward that {} wraps: beside it gradients are not synchronised "
+    "be used inside of the forward that {} wraps: outside, gradients are not synchronised "
     "(docs/distributed.md, DDP and FSDP2 from hidden states)"
 )
 _FLAGS = (type(None), bool, int, float, str)
@@ -73,10 +73,10 @@ class LMHead:
 
         Raises:
             ValueError: ``model`` is a wrapper such as DDP, has a hook, or does anything else
-                between tokens and logits. Or its head is not a plain linear layer: it is quantised,
-                has a hook or another forward, or an adapter that is neither merged, disabled nor
-                plain LoRA (which has no bias, no dropout in training mode, and no variant such as
-                DoRA).
+                between tokens and logits; or its head is not a plain linear layer. Such a head is
+                quantised, has a hook or another forward, or has an adapter that is neither merged,
+                disabled nor plain LoRA (without bias, without dropout in training mode, and no
+                variant such as DoRA).
         """
         whole: Any = getattr(model, "_orig_mod", model)  # torch.compile's
         wrapper = {kind.__name__ for kind in type(whole).__mro__} & _WRAPPERS
@@ -113,7 +113,7 @@ class LMHead:
         state = getattr(self.model, "_get_fsdp_state", None)  # FSDP2's, if it shards the model
         if state is not None and not hasattr(decoder, "_get_fsdp_state"):
             inside = state()._training_state.name != "IDLE"
-            require(inside, "LMHead.decoder", _INSIDE.format("FSDP2"), "a use beside it")
+            require(inside, "LMHead.decoder", _INSIDE.format("FSDP2"), "a use outside")
         return decoder
 
     @property
@@ -122,9 +122,9 @@ class LMHead:
 
         With LoRA, ``base + sum scaling*(B @ A)`` over the active adapters, differentiable. Each use
         computes it, so read it once per loss. It is summed in float32 and rounded once to the dtype
-        of the base (the model rounds the products of each token instead). It costs its memory, and
-        the product of the weight's gradient, which a frozen head does without: 6NVH operations
-        instead of 4NVH.
+        of the base (the model rounds the products of each token instead). The sum takes as much
+        memory as the base. Its gradient takes a product that a frozen head does without: 6NVH
+        operations in all instead of 4NVH.
         """
         layer = _layer(self.model)
         return adapted(layer, _linear(layer).weight)
@@ -234,7 +234,7 @@ def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | 
         logits = whole.forward(input_ids=tokens).logits
 
     times = len(for_decoder.calls), len(for_head.calls)
-    _expect(times == (1, 1), f"{decoder_name} and head are called {times} times")
+    _expect(times == (1, 1), f"{decoder_name} and head are called {times} times, not once each")
     given = [(name, x) for name, x in for_decoder.calls[0] if not isinstance(x, _FLAGS)]
     tokens_alone = len(given) == 1 and given[0][1] is tokens
     names = [name for name, _ in given]

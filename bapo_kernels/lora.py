@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .core.checks import is_dtensor, require
 
-OTHERWISE = "; otherwise take bapo_loss on the model's own logits (in TRL bapo_head='trl')"
+OTHERWISE = " (otherwise take bapo_loss on the model's own logits; in TRL bapo_head='trl')"
 _RULE = (
     "have no adapter of its own but plain LoRA: "
     "merge it, disable it, or leave it out of target_modules" + OTHERWISE

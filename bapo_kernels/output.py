@@ -57,16 +57,16 @@ GivenBounds = ClipBounds | tuple[float | torch.Tensor, float | torch.Tensor]
 
 
 class BAPOOutput(NamedTuple):
-    """The result of a loss.
+    """The result of a loss: float32, or float64 where the reference runs in float64.
 
     Attributes:
-        loss: 0-dim float32 (float64 where the reference runs in float64), differentiable.
-        log_probs: float32, shape of the labels; 0 at masked tokens, and NaN at unmasked tokens that
+        loss: 0-dim, differentiable.
+        log_probs: in the shape of the labels; 0 at masked tokens, and NaN at unmasked tokens that
             ``statistics="live"`` skips. A backward through them raises if the forward pass has
-            already computed the gradient of the loss; otherwise it is right.
-        entropy: float32, as ``log_probs``; ``None`` if it was not computed.
-        bounds: the clip bounds that were used.
-        metrics: detached 0-dim float32 tensors. ``pg_loss`` and ``kl_loss`` are aggregated like the
+            already computed the gradient of the loss; otherwise it is supported.
+        entropy: as ``log_probs``; ``None`` if it was not computed.
+        bounds: the clip bounds that were used, always float32.
+        metrics: detached 0-dim tensors. ``pg_loss`` and ``kl_loss`` are aggregated like the
             loss. ``pg_clipfrac`` (with ``surrogate="cispo"`` and ``"mask"``, tokens whose ratio is
             outside the bounds), ``pg_clipfrac_lower`` (dual clip; with ``"mask"``, tokens below the
             lower bound), ``ppo_kl`` and ``entropy`` are means over tokens.
@@ -74,10 +74,11 @@ class BAPOOutput(NamedTuple):
             token; without bounds (``surrogate="sapo"``) 0 and infinity. From the positive and the
             negative mass at these bounds, ``bapo_pos_share`` is ``pos/(pos + neg)``, and
             ``bapo_pos_neg_ratio`` is ``pos/(neg + 1e-8)`` (infinite without negative mass).
-            ``bapo_pos_share_start`` is the share at the starting bounds, and ``bapo_pos_share_max``
-            the highest in the grids of the config, both also with given ``bounds``. A share is 0
-            if both masses are 0. ``bapo_saturated`` is 1 if the share, or the ratio of the masses,
-            stays below the target.
+            ``bapo_pos_share_start`` is the share at the starting bounds of the config, and
+            ``bapo_pos_share_max`` the highest in its grids. A share is 0 if both masses are 0.
+            ``bapo_saturated`` is 1 if the share, or the ratio of the masses, is below the target.
+            After a search in a ``process_group`` the masses are those of all its ranks. With given
+            ``bounds`` they are those of this rank, as all other metrics always are.
             ``live_tokens`` counts the tokens that the means cover with ``statistics="live"``.
             ``label_outside_mask``, only with a ``sampling_mask``, counts the unmasked tokens whose
             label is not in the set of its row.

@@ -220,7 +220,7 @@ def _row_of(n: int, ids: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         row = torch.empty(())
     if row.ndim != 1 or (len(row) and row.dtype not in (torch.int32, torch.int64)):
-        rule = "have a list of int64 ids for each row (of requests and their tokens: sum(sets, []))"
+        rule = "have a list of int64 ids for each row (of lists per request, pass sum(sets, []))"
         refuse("sets", rule, f"{reprlib.repr(ids)} at ({n},)")
     return row.long()
 

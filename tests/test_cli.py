@@ -61,7 +61,7 @@ def test_the_report_needs_no_typer():
 def test_a_command_without_typer_names_the_extra():
     done = python("-c", WITHOUT_TYPER, "validate")
     assert done.returncode == 1
-    told = "the commands need typer and rich: pip install 'bapo-kernels[cli]'"
+    told = "the commands need typer and rich (extra 'cli'): pip install 'typer>=0.19' rich"
     assert done.stderr == f"bapo_kernels: {told}\n"
 
 

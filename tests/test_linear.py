@@ -681,7 +681,7 @@ ERRORS = {
     "logits": (
         dict(logits_dtype=torch.bfloat16),
         r"logits_dtype must be None, or torch.float32 for hidden states of half precision "
-        r"\(torch.float32\), got torch.bfloat16",
+        r"\(here torch.float32\), got torch.bfloat16",
     ),
     "labels": (dict(labels=torch.zeros(3, dtype=torch.long)), "labels must have the leading shape"),
 }

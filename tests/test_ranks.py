@@ -624,7 +624,7 @@ def warning_rank(rank, kind):
         mean = rows_of_ranks(gradient, mesh.get_group()).mean(0)
         apart = (gradient - mean).abs().max().item()
     messages = [
-        (Path(w.filename).name, str(w.message)) for w in caught if "beside" in str(w.message)
+        (Path(w.filename).name, str(w.message)) for w in caught if "outside" in str(w.message)
     ]
     return messages, len(scans), apart
 

@@ -30,7 +30,10 @@ class _NoDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dgradient: Tensor) -> Tensor:
-        raise RuntimeError("the gradient of the BAPO loss and of log_probs has no derivative")
+        raise RuntimeError(
+            "the gradient of the BAPO loss and of log_probs has no derivative; "
+            "bapo_kernels.reference has all derivatives"
+        )
 
 
 def without_derivative(gradient: Tensor) -> Tensor:
@@ -89,13 +92,14 @@ def _with_own_version(values: Tensor) -> Tensor:
 
 
 _HANDED_OVER = (
-    "backward() of this loss can be called once: it returns the gradient that forward made; "
-    "call the loss again instead of backward with retain_graph=True"
+    "backward() of this loss can be called once, because it hands over the memory of the gradient. "
+    "Call the loss again instead of backward(retain_graph=True)."
 )
 _NO_GRADIENT_BESIDE = (
-    "log_probs and entropy of a BAPOOutput have no gradient here: forward made that of "
-    "the loss. For a term of your own take log_probs or linear_log_probs, and "
-    "bapo_loss_from_log_probs for the loss; otherwise .detach() them"
+    "log_probs and entropy of a BAPOOutput have no gradient here, because forward has already "
+    "computed that of the loss. For a term of your own, compute them with log_probs() or "
+    "linear_log_probs(), and the loss with bapo_loss_from_log_probs(). For their values alone, "
+    ".detach() them."
 )
 
 

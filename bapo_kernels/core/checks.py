@@ -141,7 +141,7 @@ def is_readable(tensor: Tensor) -> bool:
 def check_no_transform(backend: str) -> None:
     """Requires the reference inside of ``torch.func.grad``, ``vjp``, ``jvp`` and others."""
     if not torch.compiler.is_compiling() and _C._are_functorch_transforms_active():
-        rule = "be 'reference' inside of torch.func (outside: loss.backward(), torch.autograd.grad)"
+        rule = "be 'reference' inside of torch.func (kernels need backward() or autograd.grad())"
         refuse("backend", rule, repr(backend))
 
 

@@ -291,7 +291,7 @@ def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
     idle = [wrapper for wrapper in wrappers if _averages_nothing(wrapper)]
     if any(parameter is weight for wrapper in idle for parameter in wrapper.parameters()):
         warn_once(
-            "the loss is computed beside the forward of DistributedDataParallel, so that gradients "
+            "the loss is computed outside the forward of DistributedDataParallel, so its gradients "
             "are not averaged over the ranks. Compute hidden states and loss in the forward of the "
             "module that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states)."
         )

@@ -96,7 +96,7 @@ def gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dty
 
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
     """The dtype of logits that are made of products in ``dtype``: the same, or float32."""
-    rule = f"be None, or torch.float32 for hidden states of half precision ({dtype})"
+    rule = f"be None, or torch.float32 for hidden states of half precision (here {dtype})"
     widens = logits_dtype == torch.float32 and dtype != torch.float64
     require(logits_dtype in (None, dtype) or widens, "logits_dtype", rule, logits_dtype)
     return logits_dtype or dtype
@@ -125,7 +125,7 @@ def check_inplace(logits: Tensor) -> None:
     plain = plain and (logits.stride(-1) == 1 or logits.shape[-1] == 1)
     if plain and logits.ndim > 3:
         plain = logits.is_contiguous()
-    rule = "have rows without overlap, stride 1 along them, and be contiguous beyond 3 dimensions"
+    rule = "have rows without overlap and with stride 1 (beyond 3 dimensions: be contiguous)"
     got = f"shape {tuple(logits.shape)}, strides {logits.stride()}"
     require(plain, "logits", f"{rule} with inplace=True", got)
 

@@ -177,7 +177,7 @@ def _replaced(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
 def _check(layer: Any, config: Any, inference_context: Any) -> None:
     """Raises for a head that computes anything else than ``hidden @ weight.T + bias``."""
     plain = type(layer) is ColumnParallelLinear and "forward" not in vars(layer)
-    rule = "be a ColumnParallelLinear with its own forward"
+    rule = "be a ColumnParallelLinear with an unchanged forward"
     require(plain, "output_layer", rule, type(layer).__name__)
     for name in ("use_mup", "defer_embedding_wgrad_compute"):
         require(not getattr(config, name, False), name, "be False", True)

@@ -174,7 +174,7 @@ class _Correction(NamedTuple):
         for (name, choices), value in zip(_CHOICES.items(), (level, mode, gating), strict=True):
             rule = f"be one of {', '.join(map(repr, choices))}"
             require(value in choices, f"is_correction_{name}", rule, repr(value))
-        rule = "be 'mask' unless a token is clipped by its ratio"
+        rule = "be 'mask' unless is_correction_level is 'token' and is_correction_gating is 'ratio'"
         clips = level != "seq" and gating == "ratio"
         require(mode == "mask" or clips, "is_correction_mode", rule, repr(mode))
         if level == "off":

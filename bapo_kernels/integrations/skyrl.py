@@ -38,6 +38,10 @@ def bapo_policy_loss(
     Args:
         bapo: options of the loss and the search; default: the paper's, with ``config.clip_ratio_c``
             if ``config.policy_loss_type="dual_clip"``. SkyRL decides temperature, KL and entropy.
+
+    Raises:
+        ValueError: ``bapo.loss_agg_mode`` is not ``"token-sum"``, or ``bapo`` sets an option that
+            SkyRL decides.
     """
     if bapo is None:
         dual = getattr(config, "policy_loss_type", None) == "dual_clip"

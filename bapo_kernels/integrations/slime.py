@@ -55,8 +55,9 @@ def bapo_loss_function(
     logits a second time.
 
     Raises:
-        ValueError: the rollout was cut by top-p, or ``bapo_options`` has an option that slime
-            decides.
+        ValueError: ``--rollout-top-p`` is below 1; ``bapo_preset`` or ``bapo_options`` break their
+            rules, or name an option that slime decides; or another option of slime breaks a rule of
+            :class:`bapo_kernels.BAPOConfig`, as ``--eps-clip-c`` does with CISPO.
     """
     require(args.rollout_top_p == 1, "rollout_top_p", "be 1 with BAPO", args.rollout_top_p)
     tokens = response_tokens(args, batch, logits.shape[1], logits.device)

@@ -58,10 +58,9 @@ class BAPOTrainerConfig(GRPOConfig):
             ``{"surrogate": "mask"}``, which TRL has no name for, replaces the clip.
         bapo_scope: the tokens that decide together: those of the previous optimizer step
             (``"lagged"``, the default), of this step (``"step"``, which takes a forward pass
-            without gradient), or of a micro-batch on all processes (``"call"``). ``"call"`` is not
-            the default, because the share in a few sequences is noise: with one reward per
-            sequence, it is 0 or 1 in a single one. ``loss_type="sapo"`` has no search, so
-            ``"call"`` is its default and only scope.
+            without gradient), or of a micro-batch on all processes (``"call"``). ``"call"`` needs
+            large micro-batches, because the share in a few sequences is noise. ``loss_type="sapo"``
+            has no search, so ``"call"`` is its default and only scope.
         bapo_head: ``"fused"`` (:func:`bapo_kernels.bapo_linear_loss`), ``"log_probs"``
             (:func:`bapo_kernels.linear_log_probs`, then the loss), or ``"trl"`` (TRL's own head);
             default: the first that is exact for the other options.
@@ -107,12 +106,12 @@ def check(args: Any) -> None:
     searches, clips = surrogate != "sapo", surrogate == "clip"
     rule = f"be one of {sorted(_AGGREGATION)}"
     if args.loss_type == "vespo":
-        rule += " (the weights of VESPO are smooth, without bounds to search for: GRPOTrainer)"
+        rule += " (VESPO's weights are smooth, without bounds to search for: take GRPOTrainer)"
     check_option(args.loss_type in _AGGREGATION, "loss_type", rule)
     levels, level = ("token", "sequence"), args.importance_sampling_level
     check_option(level in levels, "importance_sampling_level", f"be one of {levels}")
     replaces_loss = args.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss")
-    rule = "be False, because before TRL 1.14 it replaces the loss,"
+    rule = "be False before TRL 1.14 (where it replaces the loss)"
     check_option(not replaces_loss, "use_liger_kernel", rule)
     ok = args.delta is None or (clips and args.delta > 1)
     check_option(ok, "delta", "be None or > 1" if clips else f"be None{of_type}")

@@ -69,7 +69,7 @@ def _carry_sampling_masks() -> None:
         _micro_batch = micro_batch
         try:
             result = original(self, micro_batch, *args, **options)
-            rule = "be absent unless use_fused_kernels with the backend torch makes the log-probs"
+            rule = "be absent unless use_fused_kernels is on, with the backend torch"
             require(_micro_batch is None, _SETS, rule, "one")
             return result
         finally:

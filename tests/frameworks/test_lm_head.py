@@ -454,7 +454,7 @@ HEADS = {
 def test_heads_that_are_not_plain_raise(kind):
     model = CausalLM()
     model.lm_head = HEADS[kind]()
-    rule = "lm_head must (be a plain torch.nn.Linear|have a weight of floating point); otherwise"
+    rule = r"lm_head must (be a plain torch.nn.Linear|have a weight of floating point) \(otherwise"
     for given in (model, model.lm_head):
         with pytest.raises(ValueError, match=rule):
             LMHead.of(given)
@@ -564,7 +564,7 @@ def test_hooks_on_the_model_raise(where):
     if where in ("LoraModel", "within PEFT"):
         hooked = whole.base_model if where == "LoraModel" else whole.get_base_model()
     handle = hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"model must have no hooks; otherwise .* got .*lambda"):
+    with pytest.raises(ValueError, match=r"model must have no hooks \(otherwise .* got .*lambda"):
         LMHead.of(whole)
     handle.remove()
     LMHead.of(whole)

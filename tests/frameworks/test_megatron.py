@@ -595,7 +595,7 @@ def test_bias_of_the_output_layer(ranks, skip_bias_add):
 
 
 UNSUPPORTED = {
-    "output_layer": "be a ColumnParallelLinear with its own forward, got ColumnParallelLinear",
+    "output_layer": "be a ColumnParallelLinear with an unchanged forward, got ColumnParallelLinear",
     "output_layer.weight": "not be managed by Megatron-FSDP, got a shard",
     "use_mup": "be False, got True",
     "defer_embedding_wgrad_compute": "be False, got True",

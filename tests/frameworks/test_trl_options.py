@@ -285,5 +285,5 @@ def test_liger_is_refused_where_it_replaces_the_loss(monkeypatch):
     monkeypatch.delattr(GRPOTrainer, "compute_liger_loss", raising=False)
     BAPOTrainerConfig(**options)
     monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
-    with pytest.raises(ValueError, match="use_liger_kernel must be False, because before TRL 1.14"):
+    with pytest.raises(ValueError, match="use_liger_kernel must be False before TRL 1.14"):
         BAPOTrainerConfig(**options)
