@@ -36,25 +36,18 @@ from bapo_kernels.backends.triton import (
     token_loss,
 )
 from bapo_kernels.backends.triton.kernel import Kernel
-from bapo_kernels.config import BAPOConfig, Options
+from bapo_kernels.config import SURROGATES, BAPOConfig, Options
 from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.output import REPORT
 
-TARGETS = {
-    "cuda:80": GPUTarget("cuda", 80, 32),
-    "cuda:89": GPUTarget("cuda", 89, 32),
-    "cuda:90": GPUTarget("cuda", 90, 32),
-    "cuda:100": GPUTarget("cuda", 100, 32),
-    "cuda:103": GPUTarget("cuda", 103, 32),
-    "cuda:120": GPUTarget("cuda", 120, 32),
-    "hip:gfx942": GPUTarget("hip", "gfx942", 64),
-}
+CAPABILITIES = 80, 89, 90, 100, 103, 120
+TARGETS = {f"cuda:{capability}": GPUTarget("cuda", capability, 32) for capability in CAPABILITIES}
+TARGETS["hip:gfx942"] = GPUTarget("hip", "gfx942", 64)
 V, H = 151_936, 4_096
 # More than 2 GB, as real logits are: AMD GPUs address smaller tensors in another way. The memory is
 # never touched.
 N = 9_000
 PAPER = BAPOConfig().options
-CLIP, CISPO, SAPO, MASK = range(4)
 OF_ROWS = (*ROW_KERNELS, *HEAD_KERNELS)  # of logits or of a matrix
 
 
@@ -118,11 +111,11 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def f32(n: int) -> torch.Tensor:
-    return torch.zeros(n)
+    return zeros(n, dtype=torch.float32)
 
 
 def i64(n: int) -> torch.Tensor:
-    return torch.zeros(n, dtype=torch.long)
+    return zeros(n, dtype=torch.long)
 
 
 def flags(n: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
@@ -308,7 +301,8 @@ def compile_sets(compiled: Compiled, variants: Variants) -> None:
 
 def compile_policies(compiled: Compiled) -> None:
     """What is not compiled for the default policy."""
-    for surrogate, own in ((CISPO, False), (SAPO, False), (MASK, False), (CLIP, True)):
+    for name, surrogate in SURROGATES.items():
+        own = name == "clip"
         given = dict(everything=True, kl=2, surrogate=surrogate, own=own)
         compiled.variant = f"surrogate {surrogate}, own bounds {own}"
         one_row_pass(torch.bfloat16, **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -79,9 +80,8 @@ def needs_gpu_memory(gigabytes: float) -> None:
     torch.cuda.empty_cache()  # of earlier tests
     free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
     if free < gigabytes:
-        pytest.skip(
-            f"needs {gigabytes:.1f} GB of GPU memory, {free:.1f} of {total:.1f} GB are free"
-        )
+        are_free = f"{free:.1f} of {total:.1f} GB are free"
+        pytest.skip(f"needs {gigabytes:.1f} GB of GPU memory, {are_free}")
 
 
 def needs_machine_code(target: str) -> None:
@@ -113,9 +113,8 @@ def transform_of(config: BAPOConfig) -> dict[str, Any]:
 
 def run_kernel(case: Case, backend: str, scale: float = 1.0, **extra: Any) -> Result:
     logits = case.logits.detach().clone().requires_grad_()
-    output = bapo_kernels.bapo_loss(
-        logits, *case.arguments(), backend=backend, **(case.options | extra)
-    )
+    options = case.options | extra
+    output = bapo_kernels.bapo_loss(logits, *case.arguments(), backend=backend, **options)
     (output.loss * scale).backward()
     assert logits.grad.dtype == logits.dtype
     return Result(output, (logits.grad,))
@@ -207,14 +206,9 @@ def check_with_sets(
 
 def check_result_with_sets(case: Case, got: Result, few_tokens: bool = True) -> None:
     """Within the budget, zero gradients outside of the sets, and the metric of their labels."""
-    same, truth = run_reference(case), run_reference(case, torch.float64)
-    for name, error, budget in quantities(case, got, same, truth, few_tokens):
-        assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
     outside = unmasked_tokens(case) & (label_logits(case) == -torch.inf)
     assert got.output.metrics["label_outside_mask"] == outside.sum()
-    assert set(got.output.metrics) == {*truth.output.metrics, "label_outside_mask"}
-    for value in got.output.metrics.values():
-        assert (value.ndim, value.dtype, value.requires_grad) == (0, torch.float32, False)
+    check_result(case, got, few_tokens, {"label_outside_mask"})
     assert not got.gradient[case.logits == -torch.inf].any()
 
 
@@ -222,6 +216,11 @@ def label_logits(case: Case) -> Tensor:
     """The logit of each label, of the first token where that is none."""
     labels = case.labels.clamp(0, case.logits.shape[-1] - 1)
     return case.logits.gather(-1, labels[..., None]).squeeze(-1)
+
+
+def assert_same_bits(got: Result, expected: Result) -> None:
+    assert torch.equal(got.gradient, expected.gradient)
+    assert torch.equal(got.output.loss, expected.output.loss)
 
 
 def assert_within_budget(
@@ -242,15 +241,16 @@ def check_against_reference(
 ) -> Result:
     """Check loss, gradient, log-probs, entropy, bounds and metrics of one case."""
     case = case.with_options(**extra)
-    got, same, truth = (
-        run_kernel(case, backend),
-        run_reference(case),
-        run_reference(case, torch.float64),
-    )
+    got = run_kernel(case, backend)
+    check_result(case, got, few_tokens)
+    return got
+
+
+def check_result(case: Case, got: Result, few_tokens: bool, more: Collection[str] = ()) -> None:
+    """Within the budget; it has the metrics of the reference and ``more``."""
+    same, truth = run_reference(case), run_reference(case, torch.float64)
     for name, error, budget in quantities(case, got, same, truth, few_tokens):
         assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
-    assert set(got.output.metrics) == set(truth.output.metrics)
+    assert set(got.output.metrics) == {*truth.output.metrics, *more}
     for value in got.output.metrics.values():
-        assert value.ndim == 0
-        assert not value.requires_grad
-    return got
+        assert (value.ndim, value.dtype, value.requires_grad) == (0, torch.float32, False)

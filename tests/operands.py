@@ -1,9 +1,22 @@
-"""The operands of an operator: tokens by their fields, and options by their names."""
+"""The operands of an operator: tokens by their fields, options and arguments by their names."""
+
+from types import MappingProxyType
 
 import torch
 
 from bapo_kernels import BAPOConfig
-from bapo_kernels.core.operators import FIELDS
+from bapo_kernels.core.operators import FIELDS, SCHEMAS
+
+
+def call(ops, operator, known=MappingProxyType({}), /, **given):
+    """Calls an operator with what is given or else known, of which it takes what it has names for.
+
+    What is neither is absent: ``None``, no fields of tokens, and the paper's options.
+    """
+    names = [argument.split()[-1] for argument in SCHEMAS[operator].split(", ")]
+    assert given.keys() <= {*names}, f"{operator} takes {names}"
+    arguments = {"present": 0, "options": options_of(), **known, **given}
+    getattr(ops, operator)(*map(arguments.get, names))
 
 
 def tokens_of(N, device="cpu", **fields):

@@ -1,10 +1,10 @@
 """Arguments of a call, and the oracle in PyTorch of what the operator ``prepare`` makes of them."""
 
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from bapo_kernels import BAPOConfig
 from bapo_kernels.config import IGNORE_INDEX, LossAggMode
@@ -16,8 +16,7 @@ MODES = get_args(LossAggMode)
 
 
 def arguments_of(labels, fields, mask=None, config=None, **options):
-    config = BAPOConfig() if config is None else config
-    return Arguments(labels, fields, config, mask, weighted=True, **options)
+    return Arguments(labels, fields, config or BAPOConfig(), mask, weighted=True, **options)
 
 
 def padded_arguments(shape, mode, live):
@@ -46,17 +45,6 @@ def packed_arguments(N, offsets, mode, per_sequence):
     return given._replace(cu_seqlens=offsets)
 
 
-@dataclass
-class Expected:
-    """As a :class:`bapo_kernels.core.call.Call` has them."""
-
-    unmasked: Tensor
-    counted: Tensor
-    labels: Tensor | None
-    weights: Tensor
-    fields: dict[str, Tensor]
-
-
 def expected_of(given):
     """Plain PyTorch; the sequences one after the other."""
     like, config = given.labels_or_log_probs, given.config
@@ -68,10 +56,8 @@ def expected_of(given):
         valid = offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= N
         K = len(offsets) - 1
         sequence = torch.bucketize(torch.arange(N), given.cu_seqlens[1:].clamp(0, N), right=True)
-    has_labels = not like.is_floating_point()
-    unmasked = torch.ones(N, dtype=torch.bool)
-    if has_labels:
-        unmasked = like.reshape(N) != IGNORE_INDEX
+    labels = None if like.is_floating_point() else like.long().reshape(N)
+    unmasked = torch.ones(N, dtype=torch.bool) if labels is None else labels != IGNORE_INDEX
     if given.response_mask is not None:
         unmasked = unmasked & (given.response_mask.reshape(N) != 0)
     if valid:
@@ -79,10 +65,9 @@ def expected_of(given):
 
     fields = {}
     for name, values in given.fields.items():
-        if values.shape == like.shape:
-            fields[name] = values.float().reshape(N)
-        else:
-            fields[name] = values.float()[sequence.clamp(max=K - 1)]
+        of_tokens = values.shape == like.shape
+        spread = values.reshape(N) if of_tokens else values[sequence.clamp(max=K - 1)]
+        fields[name] = spread.float()
     if not valid:
         fields["advantages"] = torch.full((N,), torch.nan)
     counted = unmasked & (fields["advantages"] != 0) if given.is_live else unmasked
@@ -107,31 +92,24 @@ def expected_of(given):
     if bounds is not None:
         weights = torch.where((bounds[0] >= 0) & (bounds[0] <= bounds[1]), weights, torch.nan)
     weights = torch.where(unmasked, weights if valid else weights * torch.nan, 0.0)
-    labels = like.long().reshape(N) if has_labels else None
-    return Expected(unmasked, counted, labels, weights, fields)
+    of_call = dict(unmasked=unmasked, counted=counted, labels=labels, weights=weights)
+    return of_call, {name: fields.get(name) for name in FIELDS}
 
 
 def check_prepared(given, backend, device="cpu"):
     """What the operator makes is the oracle's, to the bit; returns the call."""
-    expected = expected_of(given)
-    fields = {name: values.to(device) for name, values in given.fields.items()}
-    moved = {
-        name: value.to(device)
-        for name, value in given._asdict().items()
-        if isinstance(value, Tensor)
-    }
-    call = prepared(backend, given._replace(**moved, fields=fields))
+    moved = tree_map_only(Tensor, lambda value: value.to(device), given._asdict())
+    call = prepared(backend, given._replace(**moved))
     assert call.ticket.item() == 0
-    for name in ("unmasked", "counted", "labels", "weights"):
-        mine, true = getattr(call, name), getattr(expected, name)
-        assert (mine is None) == (true is None)
-        if mine is not None:
-            assert mine.dtype == true.dtype
-            torch.testing.assert_close(mine.cpu(), true, rtol=0, atol=0, equal_nan=True)
-    for name in FIELDS:
-        mine, true = call.field(name), expected.fields.get(name)
+    of_call, fields = expected_of(given)
+    got = [getattr(call, name) for name in of_call] + [call.field(name) for name in fields]
+    for mine, true in zip(got, (*of_call.values(), *fields.values()), strict=True):
         assert (mine is None) == (true is None)
         if mine is not None:
             torch.testing.assert_close(mine.cpu(), true, rtol=0, atol=0, equal_nan=True)
-            assert torch.equal(mine.cpu().signbit()[true == 0], true.signbit()[true == 0])
+    for name, true in fields.items():
+        if true is not None:
+            assert torch.equal(
+                call.field(name).cpu().signbit()[true == 0], true.signbit()[true == 0]
+            )
     return call

@@ -1,30 +1,38 @@
-"""The operators on sampling masks: cases, what each must make of them in float64, and the checks.
+"""The operators on sampling masks: cases, what each must make of them in float64, and the tests.
 
-``ops`` has the operators of ``operators.SCHEMAS`` for CPU tensors.
+A file that has them run defines two fixtures: ``ops``, the operators of ``operators.SCHEMAS`` for
+CPU tensors, and ``schedules``, which are the same, once for each order of threads to be tried.
 """
 
 import math
+from itertools import product
 from typing import NamedTuple
 
+import pytest
 import torch
 from helpers import assert_within_budget
+from operands import call, options_of, tokens_of
 from torch import Tensor
 
-from bapo_kernels.config import SURROGATES, BAPOConfig
-from bapo_kernels.core.operators import FIELDS
-from bapo_kernels.tools.budget import largest
+from bapo_kernels import BAPOConfig
+from bapo_kernels.config import SURROGATES
+from bapo_kernels.core.operators import SCHEMAS
+from bapo_kernels.tools.budget import TINY, largest
 
-OPERATORS = {
-    "find_labels",
-    "gather_sets",
-    "multiply_sets",
-    "scatter_sets",
-    "head_sets_pass",
-    "sets_dhidden",
-    "sets_dweight",
-}
+OPERATORS = {"find_labels", *(name for name in SCHEMAS if "sets" in name)}
 LEFT = 777.0  # what is in an output before; where it stays, nothing was written
 OUTSIDE, NO_TOKEN = -1, -2
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = torch.finfo(torch.float32).eps
+PAPER = BAPOConfig().options
+
+
+def left(*shape, dtype=torch.float32):
+    return torch.full(shape, LEFT, dtype=dtype)
+
+
+def rand(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 class Sets(NamedTuple):
@@ -48,43 +56,54 @@ class Sets(NamedTuple):
         return self.V if self.shard is None else self.shard[1]
 
     @property
-    def csr(self):
-        return self.token_ids, self.offsets
+    def known(self):
+        """Arguments of operators."""
+        shard = None if self.shard is None else torch.tensor([self.shard[0], self.V])
+        return dict(token_ids=self.token_ids, offsets=self.offsets, vocab=self.V, shard=shard)
 
-    def place(self):
-        """The argument ``shard`` of the operators."""
-        return None if self.shard is None else torch.tensor([self.shard[0], self.V])
-
-    def of_row(self, n):
-        """(begin, end), or None where the offsets break their rule."""
+    def is_broken(self, n):
+        """Whether the offsets break their rule."""
         begin, end = self.offsets[n : n + 2].tolist()
         whole = self.offsets[0] == 0 and self.offsets[-1] == self.K
-        return (begin, end) if whole and 0 <= begin <= end <= self.K else None
+        return not (whole and 0 <= begin <= end <= self.K)
 
-    def absent(self, n):
-        part = self.of_row(n)
-        return part is not None and part[0] == part[1]
+    def of_row(self, n):
+        """Which values a row has; none if it is broken."""
+        return slice(0, 0) if self.is_broken(n) else slice(*self.offsets[n : n + 2].tolist())
 
-    def column(self, begin, k):
-        """The column here of an id; what stands for its logit if it has none."""
-        ids = self.token_ids
-        if not 0 <= ids[k] < self.V or (k > begin and ids[k - 1] >= ids[k]):
-            return math.nan
-        column = int(ids[k]) - (self.shard[0] if self.shard else 0)
-        return column if 0 <= column < self.columns else -math.inf
+    def ids(self, n):
+        return self.token_ids[self.of_row(n)].tolist()
+
+    def of_rows(self, rows):
+        mask = torch.zeros(self.K, dtype=torch.bool)
+        for n in rows:
+            mask[self.of_row(n)] = True
+        return mask
+
+    def present(self):
+        """The rows that have a set, or should."""
+        sizes = self.offsets.diff().tolist()
+        return [n for n in range(self.N) if self.is_broken(n) or sizes[n] > 0]
 
     def entries(self, n):
-        """(k, column) of a row."""
-        begin, end = self.of_row(n) or (0, 0)
-        return [(k, self.column(begin, k)) for k in range(begin, end)]
+        """(k, column) of a row; in the place of the column what stands for the logit without it."""
+        before, first, entries = -1, self.shard[0] if self.shard else 0, []
+        for k, id in enumerate(self.ids(n), self.of_row(n).start):
+            column = id - first if 0 <= id - first < self.columns else -math.inf
+            entries.append((k, column if 0 <= id < self.V and before < id else math.nan))
+            before = id
+        return entries
 
 
-SIZES = (0, 1, 2, 31, 32, 33, 5, 600, 0, 1_025, 1_024, 64, 3, 1_300, 7)
-V = 1_300
+OF_WARPS = (0, 1, 2, 31, 32, 33, 5)
+OTHERS = (7, 3, 9, 40, 2, 6, 8, 17, 3, 4)  # so many that there is a row of every class
+SIZES = (*OF_WARPS, 600, 0, 1_025, 1_024, 64, 3, 1_300, *OTHERS)
+FEW_IDS = (*OF_WARPS, 64, 0, 130, 128, 64, 3, 700, *OTHERS)  # a vocabulary of 700
 
 
-def random_sets(sizes=SIZES, V=V, shard=None):
-    g = torch.Generator().manual_seed(sum(sizes))
+def random_sets(sizes=SIZES, V=None, shard=None):
+    """Without a V the largest is the whole vocabulary."""
+    g, V = torch.Generator().manual_seed(sum(sizes)), V or max(sizes)
     ids = [torch.randperm(V, generator=g)[:size].sort().values for size in sizes]
     offsets = torch.tensor([0, *sizes]).cumsum(0)
     return Sets(torch.cat(ids).int(), offsets, V, shard)
@@ -110,103 +129,106 @@ def popular_ids():
     return Sets(ids[:, 1].int(), offsets, V=len(LONG) + 1)
 
 
-def broken_sets():
-    """By name: ids and offsets that break their rules, one at a time."""
+# One place at a time, and what it has instead.
+BROKEN_IDS = {
+    "too large": (6, 60),
+    "huge": (6, 2**31 - 1),
+    "negative": (7, -1),
+    "least": (7, -(2**31)),
+    "too large at the end": (57, 60),
+    "repeated": (6, 25),
+    "descending": (6, 0),
+}
+BROKEN_OFFSETS = {
+    "first": (0, 1),
+    "negative": (2, -3),
+    "falling": (3, 1),
+    "too large": (3, 60),
+    "far too large": (3, 1 << 40),
+    "last too small": (5, 57),
+    "last too large": (5, 59),
+}
+
+
+def broken_sets(ids=None, offsets=None):
+    """Sets of which these, by name, break their rule."""
     sets = random_sets((4, 0, 9, 5, 40), V=60)
-    broken = {}
-    for name, at, value in (
-        ("an id too large", 6, 60),
-        ("a huge id", 6, 2**31 - 1),
-        ("a negative id", 7, -1),
-        ("an id too large at the end", 57, 60),
-        ("a repeated id", 6, sets.token_ids[5].item()),
-        ("descending ids", 6, 0),
-    ):
-        ids = sets.token_ids.clone()
-        ids[at] = value
-        broken[name] = sets._replace(token_ids=ids)
-    for name, at, value in (
-        ("a first offset", 0, 1),
-        ("a negative offset", 2, -3),
-        ("offsets that fall", 3, 1),
-        ("an offset too large", 3, 1 << 40),
-        ("a last offset too small", 5, 57),
-        ("a last offset too large", 5, 59),
-    ):
-        offsets = sets.offsets.clone()
-        offsets[at] = value
-        broken[name] = sets._replace(offsets=offsets)
-    return broken
+    if ids:
+        at, value = BROKEN_IDS[ids]
+        sets.token_ids[at] = value if ids != "repeated" else sets.token_ids[at - 1]
+    if offsets:
+        at, value = BROKEN_OFFSETS[offsets]
+        sets.offsets[at] = value
+    return sets
 
 
 def labels_of(sets):
     """Most of them in their set; some outside of it, if it is not whole, and some no token."""
-    g = torch.Generator().manual_seed(5)
-    labels = torch.randint(0, sets.V, (sets.N,), generator=g)
+    labels = torch.randint(0, sets.V, (sets.N,), generator=torch.Generator().manual_seed(5))
     for n in range(sets.N):
-        begin, end = sets.of_row(n) or (0, 0)
+        ids = sets.ids(n)
         if n % 5 == 4:
-            ids = set(sets.token_ids[begin:end].tolist())
-            labels[n] = min(set(range(sets.V)) - ids, default=0)
-        elif begin < end:
-            labels[n] = sets.token_ids[(begin, end - 1, (begin + end) // 2)[n % 3]]
+            labels[n] = min(set(range(sets.V)).difference(ids), default=0)
+        elif ids:
+            labels[n] = ids[(0, -1, len(ids) // 2)[n % 3]]
     labels[10::14] = -100
     labels[14::20] = sets.V
     return labels
 
 
+def position_of(sets, n, label):
+    if sets.is_broken(n) or not 0 <= label < sets.V:
+        return NO_TOKEN
+    return sets.ids(n).index(label) if label in sets.ids(n) else OUTSIDE
+
+
 def positions_of(sets, labels):
-    positions = []
-    for n, label in enumerate(labels.tolist()):
-        if sets.of_row(n) is None or not 0 <= label < sets.V:
-            positions.append(NO_TOKEN)
-            continue
-        begin, end = sets.of_row(n)
-        ids = sets.token_ids[begin:end].tolist()
-        positions.append(ids.index(label) if label in ids else OUTSIDE)
+    positions = [position_of(sets, n, label) for n, label in enumerate(labels.tolist())]
     return torch.tensor(positions, dtype=torch.int64)
 
 
-def counted_rows(sets, every=4):
-    counted = torch.ones(sets.N, dtype=torch.bool)
-    counted[every - 1 :: every] = False
-    return counted
+def counted_rows(sets):
+    return torch.arange(sets.N) % 4 != 3
 
 
 def check_find_labels(ops, sets, labels):
     positions = torch.full((sets.N,), 999)
-    ops.find_labels(labels, *sets.csr, sets.V, positions)
+    call(ops, "find_labels", sets.known, labels=labels, positions=positions)
+    present = sets.present()
     for n, (got, expected) in enumerate(zip(positions, positions_of(sets, labels), strict=True)):
-        columns = [column for _, column in sets.entries(n)]
-        unordered = any(map(math.isnan, columns))  # a row of NaN, whose label may not be found
-        if sets.absent(n):
+        unordered = any(math.isnan(column) for _, column in sets.entries(n))
+        if n not in present:
             assert got == 999, "left alone"
-        else:
+        else:  # the label of a row of NaN may not be found
             assert got == expected or (unordered and got == OUTSIDE)
 
 
-def spread(rows, gap=3):
-    """The same rows in other memory, which need not be aligned; NaN between them."""
-    memory = torch.full((*rows.shape[:-1], rows.shape[-1] + gap), torch.nan, dtype=rows.dtype)
-    view = memory[..., 1 : rows.shape[-1] + 1]
-    return view.copy_(rows), memory
+def spread(rows, margin=1):
+    """The same rows in other memory, not aligned if the margin is 1; NaN lies between them."""
+    memory = torch.nn.functional.pad(rows, (margin, 3 * margin), value=torch.nan)
+    return memory[..., margin : -3 * margin], memory
 
 
-def check_move(ops, sets, dtype):
+def check_margins(rows, memory):
+    outside = memory.clone()
+    outside.as_strided(rows.shape, rows.stride(), rows.storage_offset()).fill_(torch.nan)
+    assert outside.isnan().all(), "outside of the rows"
+
+
+def check_move(ops, sets, dtype, counted=None):
     """From logits to values, and back into rows of zeros; in batches, with other rows between."""
-    g = torch.Generator().manual_seed(1)
-    counted = counted_rows(sets)
+    counted = counted_rows(sets) if counted is None else counted
     batches = 3 if sets.N % 3 == 0 else 1
     shape = batches, sets.N // batches + 1, sets.columns
-    logits = spread(torch.randn(shape, generator=g).to(dtype))[0][:, :-1]
-    values = torch.full((sets.K,), LEFT)
-    ops.gather_sets(logits, counted, *sets.csr, sets.place(), values)
-    dvalues = torch.randn(sets.K, generator=g)
+    logits = spread(rand(*shape, seed=1).to(dtype))[0][:, :-1]
+    values, dvalues = left(sets.K), rand(sets.K, seed=2)
+    known = sets.known | dict(counted=counted)
+    call(ops, "gather_sets", known, logits=logits, values=values)
     whole, memory = spread(torch.zeros(shape, dtype=dtype))
     dlogits = whole[:, :-1]
-    ops.scatter_sets(dvalues, counted, *sets.csr, sets.place(), dlogits)
+    call(ops, "scatter_sets", known, dvalues=dvalues, dlogits=dlogits)
 
-    expected, gradient = torch.full((sets.K,), LEFT), torch.zeros_like(logits).flatten(0, 1)
+    expected, gradient = left(sets.K), torch.zeros_like(logits).flatten(0, 1)
     assert not whole[:, -1].any()
     rows = logits.flatten(0, 1)
     for n in counted.nonzero().flatten().tolist():
@@ -218,7 +240,7 @@ def check_move(ops, sets, dtype):
                 expected[k] = column
     assert torch.equal(values.nan_to_num(9), expected.nan_to_num(9))
     assert torch.equal(dlogits.flatten(0, 1), gradient)
-    assert memory[..., [0, -1, -2]].isnan().all(), "outside of the rows"
+    check_margins(whole, memory)
 
 
 class Options(NamedTuple):
@@ -227,82 +249,43 @@ class Options(NamedTuple):
     softcap: float | None = None
     temperature: float = 1.0
     logit_scale: float = 1.0
-    per_row: bool = False  # temperatures, KL term and importance weights of every row
+    temperatures: bool = False  # of every row
     entropy_coef: float = 0.0
     clip_ratio_c: float | None = None
-    surrogate: int = SURROGATES["clip"]
+    kl: int | None = None  # type of the KL term, k1 or k3, with importance weights
+    surrogate: str = "clip"
+    own_bounds: bool = False  # of every row
 
     def numbers(self):
         """As the operators take them."""
-        options = BAPOConfig().options._replace(
-            surrogate=float(self.surrogate),
+        return options_of(
+            surrogate=SURROGATES[self.surrogate],
             clip_ratio_c=self.clip_ratio_c or math.inf,
-            kl_loss_coef=0.1 if self.per_row else 0.0,
+            sapo_tau_pos=TAU[0],
+            sapo_tau_neg=TAU[1],
+            kl_loss_coef=0.0 if self.kl is None else 0.1,
+            kl_loss_type=self.kl or 0,
             entropy_coef=self.entropy_coef,
             temperature=self.temperature,
             logit_scale=self.logit_scale,
             softcap=self.softcap or math.inf,
         )
-        return [*GRIDS, *options[len(GRIDS) :]]
 
 
+K1, K3 = 0, 2
+TAU = 0.7, 1.6  # of SAPO, for advantages of either sign
 PLAIN = Options()
-ALL = Options(9.0, 0.8, 1.1, True, 0.01, 3.0)
-OPTIONS = {"plain": PLAIN, "softcap": Options(9.0, 0.8), "all options": ALL}
-GRIDS = [0.6, 0.9, 0.05, 1.2, 3.0, 0.1]  # start, maximum, step of the lower and of the upper grid
-
-
-class Tokens(NamedTuple):
-    """What the loss of a row takes; the values of its set, and the position of its label."""
-
-    values: Tensor
-    positions: Tensor
-    counted: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    is_weights: Tensor | None
-    ref_log_probs: Tensor | None
-    temperatures: Tensor | None
-
-    def fields(self):
-        """The tensor of fields, NaN where they are absent, and the bits of those present."""
-        given = {
-            "advantages": self.advantages,
-            "old_log_probs": self.old_log_probs,
-            "rollout_is_weights": self.is_weights,
-            "ref_log_probs": self.ref_log_probs,
-            "temperatures": self.temperatures,
-        }
-        present = [name for name, values in given.items() if values is not None]
-        tokens = torch.full((len(FIELDS), self.counted.numel()), torch.nan)
-        for name in present:
-            tokens[FIELDS.index(name)] = given[name]
-        return tokens, sum(1 << FIELDS.index(name) for name in present)
-
-
-def tokens_of(sets, values, options):
-    """Behaviour log-probs lie around the log-probs, so that some rows are undecided."""
-    g = torch.Generator().manual_seed(3)
-    uniform = torch.rand(sets.N, 3, generator=g)
-    tokens = Tokens(
-        values,
-        positions_of(sets, labels_of(sets)),
-        counted_rows(sets),
-        torch.zeros(sets.N),
-        torch.randn(sets.N, generator=g),
-        torch.rand(sets.N, generator=g, dtype=torch.float64),
-        uniform[:, 0] + 0.5 if options.per_row else None,
-        -3 * uniform[:, 1] if options.per_row else None,
-        uniform[:, 2] + 0.5 if options.per_row else None,
-    )
-    log_probs = statistics(sets, tokens, options, torch.float64)[0]
-    # Kept, undecided and clipped, of either sign; none at a bound, where rounding decides.
-    ratios = torch.tensor([1.0, 1.8, 0.7, 4.0, 0.3]).repeat(sets.N)[: sets.N]
-    old = log_probs.nan_to_num(0.0, neginf=-20.0).float() - ratios.log()
-    advantages = tokens.advantages.abs() * torch.where(ratios < 1, -1, 1)
-    advantages[5::9] = 0.0
-    return tokens._replace(old_log_probs=old, advantages=advantages)
+ALL = Options(9.0, 0.8, 1.1, True, 0.01, 3.0, K3)
+EVERYTHING = Options(entropy_coef=0.02, clip_ratio_c=3.0, kl=K1)  # but for the logits
+OPTIONS = {
+    "plain": PLAIN,
+    "temperature": Options(None, 0.7, 1.3),
+    "softcap": Options(9.0, 0.8),
+    "temperatures": Options(temperatures=True),
+    "softcap, temperatures": Options(3.0, temperatures=True),
+    "everything": EVERYTHING,
+    "all options": ALL,
+}
 
 
 class Row(NamedTuple):
@@ -315,8 +298,7 @@ class Row(NamedTuple):
     position: int
 
     @classmethod
-    def of(cls, z, position, T, scale, softcap, dtype):
-        z = z.to(dtype)
+    def of(cls, z, position, T, scale, softcap):
         capped = torch.tanh(z * scale / (softcap or 1.0))
         forbidden = z == -torch.inf
         x = z * scale / T if softcap is None else softcap * capped / T
@@ -330,9 +312,9 @@ class Row(NamedTuple):
             log_prob = log_p[position]
         else:
             outside = position == OUTSIDE and not z.isnan().any()
-            log_prob = torch.tensor(-torch.inf if outside else torch.nan, dtype=dtype)
+            log_prob = z.new_tensor(-torch.inf if outside else torch.nan)
         if z.numel() == 0:
-            entropy = torch.tensor(torch.nan, dtype=dtype)
+            entropy = z.new_tensor(torch.nan)
         return cls(log_p, torch.where(forbidden, 0.0, slope), log_prob, entropy, position)
 
     def gradient(self, dlog_prob, dentropy):
@@ -349,69 +331,112 @@ class Row(NamedTuple):
         return dx * self.slope
 
 
-def row_of(sets, tokens, options, n, dtype):
-    begin, end = sets.of_row(n) or (0, 0)
-    T, temperatures = options.temperature, tokens.temperatures
-    T = T if temperatures is None else temperatures[n].to(dtype)
-    position = tokens.positions[n].item() if sets.of_row(n) else NO_TOKEN
-    return Row.of(
-        tokens.values[begin:end], position, T, options.logit_scale, options.softcap, dtype
-    )
+# Kept, undecided and clipped, of either sign; none at a bound, where rounding decides.
+RATIOS = [1.0, 1.8, -0.7, 4.0, -0.3, -0.95, -5.0]  # with the sign of the advantage
 
 
-def statistics(sets, tokens, options, dtype):
-    """Log-probs and entropies; 0 of rows that are not counted, LEFT of those without a set."""
-    log_probs, entropy = torch.full((2, sets.N), LEFT, dtype=dtype)
-    for n in range(sets.N):
-        if sets.absent(n):
-            continue
-        log_probs[n] = entropy[n] = 0.0
-        if tokens.counted[n]:
-            row = row_of(sets, tokens, options, n, dtype)
-            log_probs[n], entropy[n] = row.log_prob, row.entropy
-    return log_probs, entropy
+class Pass:
+    """The loss of rows that are sets: what operators take, and what they must make of it."""
 
+    def __init__(self, sets, values, options, bounds=None):
+        """Behaviour log-probs lie around the log-probs, so that some rows are undecided."""
+        g = torch.Generator().manual_seed(3)
+        self.sets, self.values, self.options, self.bounds = sets, values, options, bounds
+        uniform = torch.rand(4, sets.N, generator=g)
+        self.positions, self.counted = positions_of(sets, labels_of(sets)), counted_rows(sets)
+        self.weights = uniform[0].double()
+        self.temperatures = uniform[1] + 0.5 if options.temperatures else None
+        self.is_weights, self.ref = uniform[2] + 0.5, -3 * uniform[3]
+        ratios = torch.tensor(RATIOS).repeat(sets.N)[: sets.N]
+        self.old = self.statistics(torch.float64)[0].nan_to_num(0.0, neginf=-20.0).float()
+        self.old -= ratios.abs().log()
+        self.A = torch.randn(sets.N, generator=g).abs() * ratios.sign()
+        self.A[5::9] = 0.0
+        # Those of its neighbours would let a row pass where its own do not.
+        odd = torch.arange(sets.N) % 2
+        self.own = torch.stack([0.75 - 0.3 * odd, 4.5 - 3.0 * odd]) if options.own_bounds else None
 
-def dlog_prob(tokens, options, n, log_prob, bounds):
-    """d loss / d log_prob of a token, without its weight."""
-    A, old = tokens.advantages[n].double(), tokens.old_log_probs[n].double()
-    delta = log_prob.double() - old
-    r = delta.clamp(-20, 20).exp()
-    high = bounds[1] if A > 0 else options.clip_ratio_c or math.inf
-    low = bounds[0] if A < 0 else -math.inf
-    passes = A != 0 and abs(delta) <= 20 and low <= r <= high
-    g = -r * A if passes or r.isnan() else torch.zeros(())
-    if not options.per_row:
-        return g
-    d = tokens.ref_log_probs[n].double() - log_prob.double()
-    inside = abs(d) < 20 and torch.expm1(d) - d <= 10
-    return g * tokens.is_weights[n].double() + 0.1 * (-torch.expm1(d) if inside else 0.0)
+    @property
+    def known(self):
+        """Arguments of operators."""
+        fields = dict(advantages=self.A, old_log_probs=self.old, temperatures=self.temperatures)
+        if self.options.kl is not None:
+            fields |= dict(rollout_is_weights=self.is_weights, ref_log_probs=self.ref)
+        if self.own is not None:
+            fields |= dict(lower=self.own[0], upper=self.own[1])
+        tokens, present = tokens_of(self.sets.N, **fields)
+        return self.sets.known | dict(
+            labels=self.positions,
+            counted=self.counted,
+            weights=self.weights,
+            tokens=tokens,
+            present=present,
+            bounds=None if self.bounds is None else torch.tensor(self.bounds),
+            options=self.options.numbers(),
+        )
 
+    def row(self, n, dtype):
+        T = self.options.temperature if self.temperatures is None else self.temperatures[n]
+        position = NO_TOKEN if self.sets.is_broken(n) else self.positions[n].item()
+        z, T = self.values[self.sets.of_row(n)].to(dtype), torch.as_tensor(T, dtype=dtype)
+        return Row.of(z, position, T, self.options.logit_scale, self.options.softcap)
 
-def decisions(sets, tokens, options, dtype, bounds=None):
-    """(undecided, dlog_probs, dentropy) of every row."""
-    ends = (bounds, bounds) if bounds else ((GRIDS[0], GRIDS[3]), (GRIDS[1], GRIDS[4]))
-    undecided = torch.zeros(sets.N, dtype=torch.uint8)
-    dlog_probs, dentropy = torch.zeros(2, sets.N, dtype=torch.float64)
-    log_probs, _ = statistics(sets, tokens, options, dtype)
-    for n in range(sets.N):
-        if sets.absent(n) or not tokens.counted[n]:
-            continue
-        first, last = (dlog_prob(tokens, options, n, log_probs[n], end) for end in ends)
-        undecided[n] = bool(first != last) and not first.isnan()
-        dlog_probs[n] = tokens.weights[n] * first
-        dentropy[n] = -tokens.weights[n] * options.entropy_coef
-    return undecided, dlog_probs, dentropy
+    def statistics(self, dtype):
+        """Log-probs and entropies; 0 of rows that are not counted, LEFT of those without a set."""
+        both = left(2, self.sets.N, dtype=dtype)
+        for n in self.sets.present():
+            row = self.row(n, dtype)
+            both[:, n] = torch.stack([row.log_prob, row.entropy]) if self.counted[n] else 0.0
+        return both
 
+    def dlog_prob(self, n, log_prob, bounds):
+        """d loss / d log_prob of a token, without its weight."""
+        A, surrogate = self.A[n].double(), self.options.surrogate
+        delta, (low, high) = log_prob.double() - self.old[n].double(), bounds
+        r, constant = delta.clamp(-20, 20).exp(), abs(delta) > 20
+        if surrogate == "cispo":
+            constant, g = False, -r.clamp(low, high) * A
+        elif surrogate == "sapo":
+            gate = torch.sigmoid(TAU[int(A < 0)] * (r - 1))
+            g = -4 * A * gate * (1 - gate) * r
+        else:
+            if surrogate == "clip":
+                low = low if A < 0 else -math.inf
+                high = high if A > 0 else self.options.clip_ratio_c or math.inf
+            constant, g = constant or not low <= r <= high, -r * A
+        g = torch.zeros(()) if constant and not r.isnan() else g
+        if self.options.kl is None:
+            return g
+        d = self.ref[n].double() - log_prob.double()
+        of_kl = -torch.expm1(d) if abs(d) < 20 and torch.expm1(d) - d <= 10 else 0.0
+        return g * self.is_weights[n].double() + 0.1 * (1 if self.options.kl == K1 else of_kl)
 
-def gradients(sets, tokens, options, dtype, rows, dlog_probs, dentropy):
-    """Of the values of these rows; LEFT in others."""
-    dvalues = torch.full((sets.K,), LEFT, dtype=dtype)
-    for n in rows:
-        begin, end = sets.of_row(n) or (0, 0)
-        row = row_of(sets, tokens, options, n, dtype)
-        dvalues[begin:end] = row.gradient(dlog_probs[n].to(dtype), dentropy[n].to(dtype))
-    return dvalues
+    def decisions(self, dtype):
+        """(undecided, dlog_probs, dentropy) of every row."""
+        undecided = torch.zeros(self.sets.N, dtype=torch.uint8)
+        dlog_probs, dentropy = torch.zeros(2, self.sets.N, dtype=torch.float64)
+        log_probs, _ = self.statistics(dtype)
+        for n in self.sets.present():
+            if self.counted[n]:
+                own = self.bounds if self.own is None else self.own[:, n].tolist()
+                ends = [own] * 2 if own else [PAPER.start, PAPER.maximum]
+                first, last = (self.dlog_prob(n, log_probs[n], end) for end in ends)
+                undecided[n] = bool(first != last) and not first.isnan()
+                dlog_probs[n] = self.weights[n] * first
+                dentropy[n] = -self.weights[n] * self.options.entropy_coef
+        return undecided, dlog_probs, dentropy
+
+    def gradients(self, dtype, rows, dlog_probs, dentropy):
+        """Of the values of these rows; LEFT in others."""
+        dvalues = left(self.sets.K, dtype=dtype)
+        for n in rows:
+            coefficients = dlog_probs[n].to(dtype), dentropy[n].to(dtype)
+            dvalues[self.sets.of_row(n)] = self.row(n, dtype).gradient(*coefficients)
+        return dvalues
+
+    def largest_log_p(self):
+        log_p = [self.row(n, torch.float64).log_p for n in range(self.sets.N)]
+        return max(1.0, *(largest(each[each.isfinite()]) for each in log_p), 1.0)
 
 
 def check(name, got, compute, operand=0.0):
@@ -423,133 +448,105 @@ def check(name, got, compute, operand=0.0):
     assert_within_budget(name, got[~here], same[~here], truth[~here], operand=operand)
 
 
-class Outputs(NamedTuple):
-    log_probs: Tensor
-    entropy: Tensor
-    stats: Tensor
-
-    @classmethod
-    def empty(cls, N):
-        return cls(*(torch.full(shape, LEFT).double() for shape in ((N,), (N,), (N, 2))))
-
-    def check(self, sets, tokens, options):
-        size = largest_log_p(sets, tokens, options)
-        for index, name in enumerate(("log_probs", "entropy")):
-            got = getattr(self, name).float()
-            check(
-                name,
-                got,
-                lambda dtype, index=index: statistics(sets, tokens, options, dtype)[index],
-                operand=size,
-            )
-        skipped = [n for n in range(sets.N) if not tokens.counted[n] and not sets.absent(n)]
-        assert self.stats[skipped].tolist() == [[0.0, 1.0]] * len(skipped)
-        absent = [n for n in range(sets.N) if sets.absent(n)]
-        assert (self.stats[absent] == LEFT).all()
-
-
-def largest_log_p(sets, tokens, options):
-    largest = 1.0
-    for n in range(sets.N):
-        log_p = row_of(sets, tokens, options, n, torch.float64).log_p
-        log_p = log_p[log_p.isfinite()]
-        if log_p.numel():
-            largest = max(largest, log_p.abs().max().item())
-    return largest
-
-
-def run_pass(ops, name, sets, tokens, options, inputs, outputs, bounds=None, more=()):
-    """``row_pass_`` or ``head_sets_pass``; returns ``undecided``."""
-    undecided = torch.full((sets.N,), 9, dtype=torch.uint8)
-    getattr(ops, name)(
-        *inputs,
-        sets.offsets,
-        tokens.positions,
-        tokens.counted,
-        tokens.weights,
-        *tokens.fields(),
-        None if bounds is None else torch.tensor(bounds),
-        options.numbers(),
-        *outputs,
-        undecided,
-        *more,
+def results_of(N):
+    """What a pass writes about rows."""
+    log_probs, entropy, stats = (
+        left(*shape, dtype=torch.float64) for shape in ((N,), (N,), (N, 2))
     )
-    return undecided
+    return dict(log_probs=log_probs, entropy=entropy, stats=stats)
 
 
-def check_statistics(ops, sets, values, options):
-    tokens, outputs = tokens_of(sets, values, options), Outputs.empty(sets.N)
-    arguments = tokens.positions, tokens.counted, *tokens.fields(), options.numbers()
-    ops.row_statistics(values, sets.offsets, *arguments, *outputs)
-    outputs.check(sets, tokens, options)
-    return tokens, outputs
+def run_pass(ops, name, known, **given):
+    """``row_pass_`` or ``head_sets_pass``; returns the results, and what is ``undecided``."""
+    N = known["counted"].numel()
+    results, undecided = results_of(N), torch.full((N,), 9, dtype=torch.uint8)
+    call(ops, name, known, **given, **results, undecided=undecided)
+    return results, undecided
 
 
-def check_pass(ops, sets, values, options, bounds=None):
+def assert_same(some, others):
+    for one, other in zip(some, others, strict=True):
+        assert torch.equal(one.nan_to_num(9), other.nan_to_num(9))
+
+
+def check_statistics(ops, case):
+    sets, results = case.sets, results_of(case.sets.N)
+    call(ops, "row_statistics", case.known, logits=case.values, **results)
+    size = case.largest_log_p()
+    for index, name in enumerate(("log_probs", "entropy")):
+        got = results[name].float()
+        check(name, got, lambda dtype, index=index: case.statistics(dtype)[index], operand=size)
+    present = sets.present()
+    for n, stats in enumerate(results["stats"].tolist()):
+        if n not in present:
+            assert stats == [LEFT] * 2
+        elif not case.counted[n]:
+            assert stats == [0.0, 1.0]
+        elif len(sets.ids(n)) == 1 and case.values[sets.of_row(n)].isfinite():
+            assert stats[1] == 1.0
+    return results
+
+
+def check_pass(ops, case):
     """Both passes, then the gradient of some rows with coefficients that are known by then."""
-    tokens, alone = check_statistics(ops, sets, values, options)
-    outputs, got = Outputs.empty(sets.N), values.clone()
-    undecided = run_pass(ops, "row_pass_", sets, tokens, options, (got,), outputs, bounds)
-    for one, both in zip(alone, outputs, strict=True):
-        assert torch.equal(one.nan_to_num(9), both.nan_to_num(9))
-    expected, *coefficients = decisions(sets, tokens, options, torch.float64, bounds)
+    alone, sets, values, got = (
+        check_statistics(ops, case),
+        case.sets,
+        case.values,
+        case.values.clone(),
+    )
+    results, undecided = run_pass(ops, "row_pass_", case.known, logits=got)
+    assert_same(alone.values(), results.values())
+    expected, *coefficients = case.decisions(torch.float64)
     assert undecided.tolist() == expected.tolist()
-    present = [n for n in range(sets.N) if not sets.absent(n)]
-    decided = [n for n in present if not undecided[n]]
-    size = largest_log_p(sets, tokens, options)
     # The largest entry of a gradient, whose factor has the error of the log-prob.
-    operand = size * largest(coefficients[0].nan_to_num())
+    operand = case.largest_log_p() * largest(coefficients[0].nan_to_num())
 
     def check_gradient(name, rows, got, coefficients_of):
-        untouched = ~values_of_rows(sets, rows)
-        assert torch.equal(got[untouched].nan_to_num(9), values[untouched].nan_to_num(9)), name
+        untouched = ~sets.of_rows(rows)
+        assert_same([got[untouched]], [values[untouched]])
         got[untouched] = LEFT
 
         def expected(dtype):
-            return gradients(sets, tokens, options, dtype, rows, *coefficients_of(dtype))
+            return case.gradients(dtype, rows, *coefficients_of(dtype))
 
         check(name, got, expected, operand=operand)
+        truth = expected(torch.float64)
+        for n in rows:
+            of_row = sets.of_row(n)
+            torch.testing.assert_close(
+                got[of_row].double(),
+                truth[of_row],
+                rtol=80 * EPS,
+                atol=80 * EPS * case.weights[n].item() / max(1, len(sets.ids(n))),
+                equal_nan=True,
+            )
 
-    def decided_coefficients(dtype):
-        return decisions(sets, tokens, options, dtype, bounds)[1:]
+    decided = [n for n in sets.present() if not undecided[n]]
+    check_gradient("gradient", decided, got, lambda dtype: case.decisions(dtype)[1:])
 
-    check_gradient("gradient", decided, got, decided_coefficients)
-
-    only = tokens.counted & ((undecided != 0) | (torch.arange(sets.N) % 3 == 0))
-    some = [n for n in present if only[n]]
-    for inplace in (True, False):
+    only = case.counted & ((undecided != 0) | (torch.arange(sets.N) % 3 == 0))
+    some = [n for n in sets.present() if only[n]]
+    dlog_probs, dentropy = coefficients
+    for inplace, is_none in ((True, False), (False, not dentropy.any())):
         dvalues = values.clone()
-        arguments = (
-            sets.offsets,
-            tokens.positions,
-            outputs.stats,
-            outputs.entropy,
-            *coefficients,
-            only.to(torch.uint8),
-            *tokens.fields(),
-            options.numbers(),
+        target = dict(logits=dvalues) if inplace else dict(logits=values, dlogits=dvalues)
+        call(
+            ops,
+            "row_gradient_" if inplace else "row_gradient",
+            case.known | dict(stats=results["stats"], entropy=results["entropy"]),
+            dlog_probs=dlog_probs,
+            dentropy=None if is_none else dentropy,
+            only=only.to(torch.uint8),
+            **target,
         )
-        if inplace:
-            ops.row_gradient_(dvalues, *arguments)
-        else:
-            ops.row_gradient(values, *arguments, dvalues)
         check_gradient("gradient of some", some, dvalues, lambda dtype: coefficients)
     return undecided
 
 
-def values_of_rows(sets, rows):
-    """Which values are of these rows."""
-    mask = torch.zeros(sets.K, dtype=torch.bool)
-    for n in rows:
-        begin, end = sets.of_row(n) or (0, 0)
-        mask[begin:end] = True
-    return mask
-
-
 def values_of(sets):
     """Logits of every set, and what stands for ids without a column."""
-    g = torch.Generator().manual_seed(2)
-    values = 3 * torch.randn(sets.K, generator=g)
+    values = 3 * rand(sets.K, seed=2)
     for n in range(sets.N):
         for k, column in sets.entries(n):
             if not math.isfinite(column):
@@ -557,153 +554,346 @@ def values_of(sets):
     return values
 
 
-class Head(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
-def head_of(sets, H, dtype, shift):
-    """With ``shift``, no row starts at a multiple of 16 bytes, and NaN lies between rows."""
-    g = torch.Generator().manual_seed(H)
+def head_of(sets, dtype, H, margin=0):
+    """In memory with this margin, if it is not 0; with a bias, if rows are not aligned."""
     size = (2.5 / max(1, H) ** 0.5) ** 0.5
-    hidden = (size * torch.randn(sets.N, H, generator=g)).to(dtype)
-    weight = (size * 2 * torch.randn(sets.columns, H, generator=g)).to(dtype)
-    if shift:
-        hidden, weight = spread(hidden)[0], spread(weight)[0]
-    return Head(hidden, weight, torch.randn(sets.columns, generator=g) if shift else None)
+    hidden = (size * rand(sets.N, H, seed=H)).to(dtype)
+    weight = (size * 2 * rand(sets.columns, H, seed=H + 1)).to(dtype)
+    if margin:
+        hidden, weight = (spread(x, margin)[0] for x in (hidden, weight))
+    bias = rand(sets.columns, seed=H + 2) if margin == 1 else None
+    return dict(hidden=hidden, weight=weight, bias=bias, margin=margin)
 
 
-def products(sets, head, counted, dtype):
-    values = torch.full((sets.K,), LEFT, dtype=dtype)
-    for n in counted.nonzero().flatten().tolist():
-        for k, column in sets.entries(n):
-            if math.isfinite(column):
-                product = head.hidden[n].to(dtype) @ head.weight[column].to(dtype)
-                values[k] = product + (0.0 if head.bias is None else head.bias[column].to(dtype))
-            else:
+def multiply(ops, sets, head, counted):
+    values = left(sets.K)
+    call(ops, "multiply_sets", sets.known | head, counted=counted, values=values)
+    return values
+
+
+def check_multiply(ops, sets, head, counted=None):
+    counted = counted_rows(sets) if counted is None else counted
+
+    def products(dtype):
+        values = left(sets.K, dtype=dtype)
+        for n in counted.nonzero().flatten().tolist():
+            for k, column in sets.entries(n):
                 values[k] = column
-    return values
+                if math.isfinite(column):
+                    values[k] = head["hidden"][n].to(dtype) @ head["weight"][column].to(dtype)
+                    values[k] += 0.0 if head["bias"] is None else head["bias"][column].to(dtype)
+        return values
 
-
-def check_multiply(ops, sets, head):
-    counted = counted_rows(sets)
-    values = torch.full((sets.K,), LEFT)
-    ops.multiply_sets(*head, counted, *sets.csr, sets.place(), values)
-    check("values", values, lambda dtype: products(sets, head, counted, dtype))
-    return values
+    check("values", multiply(ops, sets, head, counted), products)
 
 
 def check_dhidden(ops, sets, head, dtype):
-    g = torch.Generator().manual_seed(6)
-    dvalues = torch.randn(sets.K, generator=g)
-    for n in range(0, sets.N, 4):
-        begin, end = sets.of_row(n) or (0, 0)
-        dvalues[begin:end] = 0.0
+    dvalues, weight = rand(sets.K, seed=6), head["weight"]
+    dvalues[sets.of_rows(range(0, sets.N, 4))] = 0.0
     only = torch.arange(sets.N) % 5 != 2
     for flags in (None, only.to(torch.uint8)):
-        dhidden, memory = spread(torch.full(head.hidden.shape, LEFT, dtype=dtype))
-        ops.sets_dhidden(dvalues, head.weight, *sets.csr, sets.place(), flags, dhidden)
+        dhidden, memory = spread(left(*head["hidden"].shape, dtype=dtype), head["margin"] or 8)
+        given = dict(dvalues=dvalues, only=flags, dhidden=dhidden)
+        call(ops, "sets_dhidden", sets.known, weight=weight, **given)
 
-        def expected(kind, flags=flags):
-            truth = torch.full(head.hidden.shape, LEFT, dtype=kind)
+        def expected(kind, of=torch.clone, flags=flags):
+            truth = left(*head["hidden"].shape, dtype=kind)
             for n in range(sets.N):
-                if sets.absent(n) or (flags is not None and not flags[n]):
-                    continue
-                here = [(k, c) for k, c in sets.entries(n) if math.isfinite(c)]
-                rows = head.weight[[c for _, c in here]].to(kind)
-                truth[n] = dvalues[[k for k, _ in here]].to(kind) @ rows
+                if sets.ids(n) and (flags is None or flags[n]):
+                    here = [(k, c) for k, c in sets.entries(n) if math.isfinite(c)]
+                    rows = weight[[c for _, c in here]].to(kind)
+                    truth[n] = of(dvalues[[k for k, _ in here]].to(kind)) @ of(rows)
             return truth
 
-        # One rounding at the end, after sums in float32.
-        assert memory[..., [0, -1, -2]].isnan().all(), "outside of the rows"
+        check_margins(dhidden, memory)
         check_rounded("dhidden", dhidden, expected)
 
 
 def check_rounded(name, got, compute):
+    """Sums in float32, rounded once; ``compute(dtype, of)`` sums what ``of`` makes of operands."""
     same, truth = compute(torch.float32).to(got.dtype), compute(torch.float64)
-    left = torch.tensor(LEFT).to(got.dtype)
     here = (truth == LEFT) | (truth == 0)
-    expected = torch.where(truth == LEFT, left, 0)[here]
-    assert torch.equal(got[here], expected.to(got.dtype)), f"{name}: what is left alone"
+    assert torch.equal(got[here], truth[here].to(got.dtype)), f"{name}: what is left alone"
     assert_within_budget(name, got[~here], same[~here], truth[~here])
-
-
-class Segments(NamedTuple):
-    order: Tensor
-    rows: Tensor
-    segments: Tensor
+    last = torch.finfo(got.dtype).eps * truth.abs() if got.dtype != torch.float32 else 0.0
+    budget = 8 * EPS * compute(torch.float64, torch.abs) + last + TINY[got.dtype]
+    assert ((got.double() - truth).abs() <= budget)[~here].all(), name
 
 
 def segments_of(sets):
+    """The values by their columns: their order, their rows, and where each column begins."""
     row_of_value = torch.arange(sets.N).repeat_interleave(sets.offsets.diff())
     order = sets.token_ids.argsort(stable=True)
     starts = torch.searchsorted(sets.token_ids[order].contiguous(), torch.arange(sets.V + 1).int())
-    return Segments(order, row_of_value[order].int(), starts)
+    return dict(order=order, rows=row_of_value[order].int(), segments=starts)
 
 
-def check_dweight(ops, sets, head, dtype, given=None):
-    given = given or segments_of(sets)
-    g = torch.Generator().manual_seed(7)
-    dvalues = torch.randn(sets.K, generator=g)
+def check_dweight(ops, sets, head, dtype, given=None, biases=(False, True)):
+    given, hidden = given or segments_of(sets), head["hidden"]
+    dvalues, _ = spread(rand(sets.K, seed=7), 8)
     dvalues[::3] = 0.0
-    before = torch.randn(sets.V, head.weight.shape[1], generator=g).to(dtype)
-    bias_before = torch.randn(sets.V, generator=g)
+    before = rand(sets.V, hidden.shape[1], seed=8).to(dtype)
+    bias_before = rand(sets.V, seed=9)
 
     def parts(v):
-        begin, end = (min(max(0, s), sets.K) for s in given.segments[v : v + 2].tolist())
-        pairs = zip(given.order[begin:end].tolist(), given.rows[begin:end].tolist(), strict=True)
-        return [(k, n) for k, n in pairs if 0 <= k < sets.K and 0 <= n < sets.N]
+        """Values and rows of a column."""
+        begin, end = (min(max(0, s), sets.K) for s in given["segments"][v : v + 2].tolist())
+        pairs = torch.stack([given["order"][begin:end], given["rows"][begin:end].long()])
+        return pairs[:, ((pairs >= 0) & (pairs < torch.tensor([[sets.K], [sets.N]]))).all(0)]
 
-    def expected(kind, add):
-        truth = before.to(kind) if add else torch.zeros(before.shape, dtype=kind)
-        for v in range(sets.V):
-            pairs = parts(v)
-            rows = head.hidden[[n for _, n in pairs]].to(kind)
-            truth[v] += dvalues[[k for k, _ in pairs]].to(kind) @ rows
-        return truth
+    columns = [parts(v) for v in range(sets.V)]
+
+    def expected(kind, of=torch.clone, add=False):
+        sums = [of(dvalues[k].to(kind)) @ of(hidden[n].to(kind)) for k, n in columns]
+        return torch.stack(sums) + (of(before.to(kind)) if add else 0.0)
 
     def expected_bias(kind):
-        sums = [dvalues[[k for k, _ in parts(v)]].to(kind).sum() for v in range(sets.V)]
-        return bias_before.to(kind) + torch.stack(sums)
+        return bias_before.to(kind) + torch.stack([dvalues[k].to(kind).sum() for k, _ in columns])
 
-    for add in (False, True):
-        dweight, memory = spread(before if add else torch.full(before.shape, LEFT, dtype=dtype))
-        dbias = bias_before.clone() if add else None
-        ops.sets_dweight(dvalues, head.hidden, *given, add, dweight, dbias)
-        assert memory[..., [0, -1, -2]].isnan().all(), "outside of the rows"
-        check_rounded("dweight", dweight, lambda kind, add=add: expected(kind, add))
-        if add:
+    for add, has_bias in product((False, True), biases):
+        given_before = before if add else torch.full_like(before, LEFT)
+        dweight, memory = spread(given_before, head["margin"] or 8)
+        dbias = bias_before.clone() if has_bias else None
+        outputs = dict(dweight=dweight, dbias=dbias)
+        call(ops, "sets_dweight", given, dvalues=dvalues, hidden=hidden, add=add, **outputs)
+        check_margins(dweight, memory)
+        check_rounded("dweight", dweight, lambda *of, add=add: expected(*of, add=add))
+        if has_bias:
             check("dbias", dbias, expected_bias)
 
 
-def check_head_pass(ops, sets, head, options, dtype):
+def check_head_pass(ops, sets, head, options):
     """The bits of the three operators that it does the work of."""
-    counted = counted_rows(sets)
-    values = torch.full((sets.K,), LEFT)
-    ops.multiply_sets(*head, counted, *sets.csr, None, values)
-    tokens = tokens_of(sets, values, options)
-    outputs, expected_outputs = Outputs.empty(sets.N), Outputs.empty(sets.N)
-    dvalues = values.clone()
-    expected = run_pass(ops, "row_pass_", sets, tokens, options, (dvalues,), expected_outputs)
-    dhidden, expected_dhidden = (torch.full(head.hidden.shape, LEFT, dtype=dtype) for _ in "12")
-    decided = (expected == 0).to(torch.uint8)
-    ops.sets_dhidden(dvalues, head.weight, *sets.csr, None, decided, expected_dhidden)
-
-    got = torch.full((sets.K,), LEFT)
-    undecided = run_pass(
-        ops,
-        "head_sets_pass",
-        sets,
-        tokens,
-        options,
-        (*head, sets.token_ids),
-        outputs,
-        more=(got, dhidden),
+    values = multiply(ops, sets, head, counted_rows(sets))
+    case, dvalues, got = Pass(sets, values, options).known | head, values.clone(), left(sets.K)
+    expected, undecided = run_pass(ops, "row_pass_", case, logits=dvalues)
+    dhidden, expected_dhidden = (torch.full_like(head["hidden"], LEFT) for _ in "12")
+    only = (undecided == 0).to(torch.uint8)
+    call(ops, "sets_dhidden", case, dvalues=dvalues, only=only, dhidden=expected_dhidden)
+    results, found = run_pass(ops, "head_sets_pass", case, values=got, dhidden=dhidden)
+    assert_same(
+        [*results.values(), got, dhidden, found],
+        [*expected.values(), dvalues, expected_dhidden, undecided],
     )
-    assert undecided.tolist() == expected.tolist()
-    for mine, other in zip(
-        (*outputs, got, dhidden), (*expected_outputs, dvalues, expected_dhidden), strict=True
-    ):
-        assert torch.equal(mine.nan_to_num(9), other.nan_to_num(9))
     return undecided
+
+
+# Elements of a hidden state, and the margin of its memory: several slices of a row, and a part of a
+# vector.
+SHORT = (72, 0), (65, 1), (3, 1)
+of_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+class OperatorTests:
+    """Those that every backend has to pass, with sets of these sizes and with these heads."""
+
+    sizes = SIZES
+    heads = tuple(product(DTYPES, (*SHORT, (1_104, 8))))
+    short_heads = tuple(product(DTYPES, SHORT))
+    biases_of_no_row = False, True
+
+    def pytest_generate_tests(self, metafunc):
+        for name, heads in (("head", self.heads), ("short_head", self.short_heads)):
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, [(dtype, *of) for dtype, of in heads], ids=str)
+
+    @pytest.mark.parametrize("rows", [1, 128, 150])
+    def test_positions_of_labels(self, ops, rows):
+        sets = random_sets([k % 6 for k in range(rows)], V=8)
+        check_find_labels(ops, sets, (7 * torch.arange(rows)) % 12 - 2)
+        check_find_labels(ops, random_sets(), labels_of(random_sets()))
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 31, 32, 600])
+    def test_every_position_is_found(self, ops, size):
+        sets = random_sets([size] * 3, V=700)
+        labels = sets.token_ids.view(3, size)[[0, 1, 2], [0, size // 2, -1]]
+        check_find_labels(ops, sets, labels.long())
+
+    @of_dtype
+    @pytest.mark.parametrize("shard", [None, (0, 300), (400, 300), (1_000, 300)])
+    def test_sets_of_logits(self, ops, dtype, shard):
+        check_move(ops, random_sets(self.sizes, shard=shard), dtype)
+
+    @pytest.mark.parametrize("options", OPTIONS)
+    @pytest.mark.parametrize("bounds", [None, (0.65, 1.4)])
+    def test_passes_over_sets(self, schedules, options, bounds):
+        sets = random_sets(self.sizes)
+        case = Pass(sets, values_of(sets), OPTIONS[options], bounds)
+        for ops in schedules:
+            assert check_pass(ops, case).sum() == (4 if bounds is None else 0)
+
+    @pytest.mark.parametrize("surrogate", SURROGATES)
+    @pytest.mark.parametrize("own_bounds", [False, True])
+    def test_surrogates(self, ops, surrogate, own_bounds):
+        sets = random_sets(self.sizes)
+        for options in (Options(clip_ratio_c=3.0), EVERYTHING):
+            options = options._replace(surrogate=surrogate, own_bounds=own_bounds)
+            undecided = check_pass(ops, Pass(sets, values_of(sets), options))
+            assert undecided.any() == (surrogate != "sapo" and not own_bounds)
+
+    @pytest.mark.parametrize("name", BROKEN_IDS)
+    def test_broken_ids(self, ops, name):
+        """Rows that break a rule are NaN, and no other; nothing is written outside of a set."""
+        check_broken(ops, broken_sets(ids=name))
+
+    @pytest.mark.parametrize("name", BROKEN_OFFSETS)
+    def test_broken_offsets(self, ops, name):
+        check_broken(ops, broken_sets(offsets=name), overlap=name == "falling")
+
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_sets_in_shards(self, ops, options):
+        """An id of another rank is forbidden here, and has no gradient; others have that of all."""
+        options, whole = OPTIONS[options], random_sets(self.sizes)
+        shard = whole._replace(shard=(400, 300))
+        values = values_of(whole)
+        here = values_of(shard).isfinite()
+        parts = torch.where(here, values, -torch.inf)
+        check_statistics(ops, Pass(shard, parts, options))
+
+        case = Pass(whole, values, options)
+        known = case.known | check_statistics(ops, case)
+        known |= zip(("dlog_probs", "dentropy"), case.decisions(torch.float64)[1:], strict=True)
+        gradients = [left(whole.K) for _ in "12"]
+        for logits, dlogits in zip((values, parts), gradients, strict=True):
+            call(ops, "row_gradient", known, logits=logits, dlogits=dlogits)
+        finite = torch.stack(gradients).isfinite().all(0)
+        assert finite[here].any()
+        expected = torch.where(here, gradients[0], 0.0)
+        assert torch.equal(gradients[1][finite], expected[finite])
+
+    @pytest.mark.parametrize("size", [2, 33, 1_100])
+    @pytest.mark.parametrize("gap", [6.9, 16.0])
+    def test_gradient_at_a_likely_label(self, ops, size, gap):
+        """1 - p keeps its digits."""
+        values = torch.full((size,), -torch.inf)
+        values[size // 2 - 1], values[size // 2] = 0.0, gap
+        case = Pass(Sets(torch.arange(size).int(), torch.tensor([0, size]), size), values, PLAIN)
+        case.old, case.A, case.weights = None, torch.ones(1), torch.ones(1).double()
+        case.positions, got = torch.tensor([size // 2]), values.clone()
+        run_pass(ops, "row_pass_", case.known, logits=got)
+        p = values.double().softmax(0)
+        expected = p.clone()
+        expected[size // 2] = -p[size // 2 - 1]
+        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0)
+
+    def test_a_set_of_a_whole_vocabulary(self, ops):
+        """Sums of many terms are as accurate as those of few."""
+        sets = random_sets((3, 12_001), V=12_001)
+        check_pass(ops, Pass(sets, values_of(sets), Options(entropy_coef=0.01)))
+        head = head_of(sets, torch.float32, 8)
+        check_dhidden(ops, sets, head | dict(weight=head["weight"].abs()), torch.float32)
+
+    def test_products_with_the_head(self, schedules, head):
+        for ops, shard in product(schedules, (None, (40, 50))):
+            sets = head_sets()._replace(shard=shard)
+            operands = head_of(sets, *head)
+            check_multiply(ops, sets, operands)
+            for kind in {head[0], torch.float32}:
+                check_dhidden(ops, sets, operands, kind)
+
+    def test_gradient_of_the_head_from_sets(self, schedules, head):
+        sets = head_sets()
+        for ops, kind in product(schedules, {head[0], torch.float32}):
+            check_dweight(ops, sets, head_of(sets, *head), kind)
+
+    def test_long_sets_and_popular_ids(self, schedules, short_head):
+        sets, popular = long_sets(), popular_ids()
+        operands = head_of(sets, *short_head)
+        for ops in schedules:
+            check_multiply(ops, sets, operands)
+            check_head_pass(ops, sets, operands, PLAIN)
+            check_dhidden(ops, sets, operands, short_head[0])
+            check_dweight(ops, popular, head_of(popular, *short_head), short_head[0])
+
+    def test_segments_that_break_their_rules(self, ops):
+        sets = head_sets()
+        given = segments_of(sets)
+        given["order"][[3, 40, 50]] = torch.tensor([-1, sets.K, sets.K + 9])
+        given["rows"][5:8], given["rows"][20:24], given["rows"][60:64] = -1, sets.N, 2**31 - 1
+        given["segments"][[0, 7, -1]] = torch.tensor([-5, 1 << 40, sets.K + 9])
+        operands = head_of(sets, torch.float32, 72)
+        check_dweight(ops, sets, operands, torch.float32, given, self.biases_of_no_row)
+
+    def test_the_pass_from_hidden_states(self, schedules, head):
+        sets = head_sets()
+        for ops, options in product(schedules, (PLAIN, ALL)):
+            assert check_head_pass(ops, sets, head_of(sets, *head), options).any()
+
+    def test_a_row_of_sets_alone_has_the_bits_of_a_batch(self, ops):
+        sets = long_sets()
+        head = head_of(sets, torch.bfloat16, 520)
+
+        def everything(sets, rows):
+            """Values, their statistics, and gradients of hidden states, as if from these values."""
+            of_rows = head | dict(hidden=head["hidden"][rows])
+            counted, dhidden = torch.ones(sets.N, dtype=torch.bool), left(sets.N, 520)
+            values, results = multiply(ops, sets, of_rows, counted), results_of(sets.N)
+            known = sets.known | dict(counted=counted, labels=torch.zeros(sets.N).long())
+            call(ops, "row_statistics", known, logits=values, **results)
+            call(ops, "sets_dhidden", known | of_rows, dvalues=values, dhidden=dhidden)
+            return values, *results.values(), dhidden
+
+        together = everything(sets, slice(None))
+        assert_same(together, everything(sets, slice(None)))
+        for n in (0, 2, 4):
+            ids = sets.token_ids[sets.of_row(n)].clone()
+            alone = Sets(ids, torch.tensor([0, len(ids)]), sets.V)
+            values, *others = everything(alone, slice(n, n + 1))
+            assert torch.equal(values, together[0][sets.of_row(n)])
+            for one, all_rows in zip(others, together[1:], strict=True):
+                assert torch.equal(one[0], all_rows[n])
+
+    def test_a_column_alone_has_the_bits_of_a_batch(self, ops):
+        sets, H = popular_ids(), 520  # more than a block adds of parts
+        hidden, dvalues = head_of(sets, torch.float32, H)["hidden"], rand(sets.K, seed=8)
+        order, rows, segments = segments_of(sets).values()
+
+        def gradient(order, rows, segments):
+            dweight, dbias = torch.zeros(len(segments) - 1, H), torch.zeros(len(segments) - 1)
+            known = dict(order=torch.arange(len(order)), rows=rows, segments=segments, add=False)
+            given = dict(dvalues=dvalues[order], hidden=hidden, dweight=dweight, dbias=dbias)
+            call(ops, "sets_dweight", known, **given)
+            return torch.cat([dweight, dbias[:, None]], 1)
+
+        whole = gradient(order, rows, segments)
+        others_elsewhere = gradient(order, rows, segments[1:].clone())
+        assert torch.equal(others_elsewhere, whole[1:])
+        for v in range(sets.V):
+            begin, end = segments[v : v + 2].tolist()
+            given = order[begin:end], rows[begin:end].clone(), torch.tensor([0, end - begin])
+            assert torch.equal(gradient(*given)[0], whole[v])
+            terms = hidden[rows[begin:end].long()].double()
+            expected = dvalues[order[begin:end]].double() @ terms
+            torch.testing.assert_close(whole[v, :-1].double(), expected, rtol=1e-4, atol=1e-5)
+
+    def test_no_rows_no_sets_no_elements(self, ops):
+        sets = Sets(torch.zeros(0).int(), torch.zeros(1).long(), 10)
+        for some in (sets, sets._replace(offsets=torch.zeros(4).long())):
+            head = head_of(some, torch.float32, 8)
+            check_move(ops, some, torch.float32)
+            check_pass(ops, Pass(some, torch.zeros(0), PLAIN))
+            check_head_pass(ops, some, head, PLAIN)
+            check_dweight(ops, some, head, torch.float32)
+        sets = random_sets((2, 3), V=6)
+        check_dweight(ops, sets, head_of(sets, torch.float32, 0), torch.float32)
+        sets = popular_ids()  # none of which is in this shard
+        known = segments_of(sets)
+        given = dict(dvalues=torch.zeros(sets.K), hidden=torch.zeros(sets.N, 8), add=False)
+        given |= dict(segments=known["segments"][:1], dweight=torch.zeros(0, 8))
+        call(ops, "sets_dweight", known, **given, dbias=torch.zeros(0))
+
+
+def check_broken(ops, sets, overlap=False):
+    values = values_of(sets)
+    check_find_labels(ops, sets, labels_of(sets))
+    case = Pass(sets, values, ALL)
+    results = check_statistics(ops, case)
+    assert results["log_probs"][case.counted].isnan().any()
+    head = head_of(sets, torch.bfloat16, 72)
+    check_dhidden(ops, sets, head, torch.float32)
+    if overlap:  # the sets of other rows
+        return
+    check_pass(ops, case)
+    check_move(ops, sets, torch.bfloat16)
+    check_multiply(ops, sets, head)
+    check_head_pass(ops, sets, head, ALL)

@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-def whole_case(name, dtype):
+def whole_case(name="paper", dtype=torch.float32):
     options = dict(CASES[name])
     masked = options.pop("masked_sequences", [])
     forbidden, bad = options.pop("forbidden", False), options.pop("bad", None)
@@ -95,16 +95,16 @@ def of_rank(case, data, tensor, d, t, mesh):
     return rows, columns, arguments, options
 
 
-def head(dtype):
+def head(dtype=torch.float32):
     g = torch.Generator().manual_seed(5)
     hidden = torch.randn(B, S, H, generator=g).to(dtype)
     weight = (0.7 * torch.randn(V, H, generator=g)).to(dtype)
     return hidden, weight, torch.randn(V, generator=g).to(dtype)
 
 
-def linear_case(name, dtype):
+def linear_case(name="paper", dtype=torch.float32):
     """The tokens of a case, with old log-probs near those of the head."""
-    case = whole_case(name, torch.float32)
+    case = whole_case(name)
     hidden, weight, bias = (x.double() for x in head(dtype))
     transform = transform_of(case.options["config"])
     logp, _ = reference.linear_log_probs(hidden, weight, case.labels, bias=bias, **transform)

@@ -17,7 +17,7 @@ from bapo_kernels import (
 )
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.37, 0.0, -2.5])
+@pytest.mark.parametrize("scale", [0.0, 0.37, -2.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_is_scaled_by_the_incoming_one(backend, device, scale, dtype):
     case = make_case(dtype=dtype, device=device)
@@ -27,55 +27,15 @@ def test_gradient_is_scaled_by_the_incoming_one(backend, device, scale, dtype):
 
 
 def test_gradient_is_not_copied(backend, device):
-    """Autograd keeps the memory that the kernel wrote."""
+    """Autograd keeps the memory that the kernel wrote, and adds that of another loss."""
     case = make_case(device=device)
     x = case.logits.clone().requires_grad_()
     out = bapo_loss(x, *case.arguments(), backend=backend)
     pointer = out.loss.grad_fn.gradients[0].data_ptr()
     out.loss.backward()
     assert x.grad.data_ptr() == pointer
-
-
-def test_second_backward_is_refused(backend, device):
-    case = make_case(device=device)
-    x = case.logits.clone().requires_grad_()
-    loss = bapo_loss(x, *case.arguments(), backend=backend).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="of this loss can be called once"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("function", ["bapo_loss", "log_probs"])
-def test_double_backward_is_refused(backend, device, function):
-    case = make_case(device=device)
-    x = case.logits.nan_to_num(0.0).requires_grad_()
-    if function == "bapo_loss":
-        value = bapo_loss(x, *case.arguments(), backend=backend).loss
-    else:
-        value = log_probs(x, case.labels, backend=backend)[0].sum()
-    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="has no derivative"):
-        gradient.square().sum().backward()
-
-
-def test_gradients_of_two_losses_accumulate(backend, device):
-    case = make_case(device=device)
-    single = plain_result(backend).gradient
-    x = case.logits.clone().requires_grad_()
-    for _ in range(2):
-        bapo_loss(x, *case.arguments(), backend=backend).loss.backward()
-    assert torch.equal(x.grad, 2 * single)
-
-
-def test_only_the_loss_has_a_gradient(backend, device):
-    case = make_case(device=device)
-    x = case.logits.clone().requires_grad_()
-    old = case.old_log_probs.clone().requires_grad_()
-    out = bapo_loss(x, case.labels, old, case.advantages, case.response_mask, backend=backend)
-    assert out.loss.requires_grad
-    assert not any(t.requires_grad for t in (*out.bounds, *out.metrics.values()))
-    out.loss.backward()
-    assert old.grad is None
+    bapo_loss(x, *case.arguments(), backend=backend).loss.backward()
+    assert torch.equal(x.grad, 2 * plain_result(backend).gradient)
 
 
 @pytest.mark.parametrize("name", ["log_probs", "entropy"])
@@ -103,15 +63,6 @@ def test_gradient_through_log_probs_or_entropy_raises(backend, device, name, inp
         assert not term()[1].requires_grad
 
 
-def test_gradient_through_entropy_of_hidden_states_raises(backend, device):
-    case = make_case((2, 5), 65, device=device, poison=False)
-    hidden = torch.randn(2, 5, 16, device=device, requires_grad=True)
-    weight = torch.randn(65, 16, device=device)
-    out = bapo_linear_loss(hidden, weight, *case.arguments(), backend=backend)
-    with pytest.raises(RuntimeError, match=r"have no gradient"):
-        (out.loss + out.entropy.mean()).backward()
-
-
 @pytest.mark.parametrize("level", ["float16 logits", "log-probs", "reference"])
 def test_log_probs_and_entropy_with_a_gradient(backend, device, level):
     """Where backward computes the gradient, it covers every term."""
@@ -136,54 +87,55 @@ def test_log_probs_and_entropy_with_a_gradient(backend, device, level):
     assert got.any()
 
 
-class TestWithoutGradient:
-    def check(self, case, backend, logits, mode):
-        expected = plain_result(backend).output
+def test_without_gradient(backend, device):
+    case = make_case(device=device)
+    expected = plain_result(backend).output
+    leaf, x = case.logits.clone().requires_grad_(), torch.randn(3, 20, device=device)
+    labels = torch.tensor([1, 2, 3], device=device)
+    of_labels = log_probs(x, labels, backend=backend)
+    for logits, mode in (
+        (leaf, torch.no_grad()),
+        (leaf, torch.inference_mode()),
+        (case.logits, torch.enable_grad()),
+    ):
         with mode:
             out = bapo_loss(logits, *case.arguments(), backend=backend)
-        assert not out.loss.requires_grad
+            got = log_probs(x.requires_grad_(logits is leaf), labels, backend=backend)
+        assert not any(values.requires_grad for values in (out.loss, *got))
         assert torch.equal(out.loss, expected.loss)
         assert torch.equal(out.log_probs, expected.log_probs)
-
-    def test_no_grad(self, backend, device):
-        case = make_case(device=device)
-        self.check(case, backend, case.logits.clone().requires_grad_(), torch.no_grad())
-
-    def test_inference_mode(self, backend, device):
-        case = make_case(device=device)
-        self.check(case, backend, case.logits, torch.inference_mode())
-
-    def test_nothing_requires_grad(self, backend, device):
-        case = make_case(device=device)
-        self.check(case, backend, case.logits, torch.enable_grad())
+        assert all(map(torch.equal, got, of_labels))
 
 
 def test_autocast_changes_nothing(backend, device):
     case = make_case(device=device, dtype=torch.bfloat16)
     expected = plain_result(backend, dtype=torch.bfloat16)
+    x = torch.randn(3, 20, device=device).bfloat16()
+    labels = torch.tensor([1, 2, 3], device=device)
     with torch.autocast(device, torch.bfloat16):
         got = run_kernel(case, backend)
+        logp, entropy = log_probs(x, labels, backend=backend)
     assert torch.equal(got.gradient, expected.gradient)
+    assert logp.dtype == entropy.dtype == torch.float32
+    assert torch.equal(logp, log_probs(x, labels, backend=backend)[0])
 
 
 class TestInPlace:
-    def model(self, device, V=257, dtype=torch.float32):
+    def problem(self, device, dtype=torch.float32):
+        """A linear layer, its input, and a batch near the policy of its logits."""
         torch.manual_seed(1)
-        linear = torch.nn.Linear(8, V, device=device, dtype=dtype)
-        return linear, torch.randn(3, 7, 8, device=device, dtype=dtype)
-
-    def case(self, device, linear, hidden):
+        linear = torch.nn.Linear(8, 257, device=device, dtype=dtype)
+        hidden = torch.randn(3, 7, 8, device=device, dtype=dtype)
         case = make_case(device=device, poison=False)
         logp = reference.log_probs(linear(hidden).detach().float(), case.labels)[0]
         case.old_log_probs = logp + 0.3 * torch.randn_like(logp)
-        return case
+        return linear, hidden, case
 
     @pytest.mark.parametrize("scale", [1.0, 0.5])
     @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # forward, backward
     def test_gradient_through_a_linear_layer(self, backend, device, rows, scale, dtype):
-        linear, hidden = self.model(device, dtype=dtype)
-        case = self.case(device, linear, hidden)
+        linear, hidden, case = self.problem(device, dtype)
         arguments = [a[:, rows] for a in case.arguments()]
         gradients = []
         for inplace in (False, True):
@@ -197,8 +149,7 @@ class TestInPlace:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     def test_backward_releases_the_logits(self, backend, device, dtype):
         """A loss kept after its backward does not keep the logits in memory."""
-        linear, hidden = self.model(device, dtype=dtype)
-        case = self.case(device, linear, hidden)
+        linear, hidden, case = self.problem(device, dtype)
         logits = linear(hidden)
         address, shape = logits.data_ptr(), logits.shape
         loss = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True).loss
@@ -210,62 +161,70 @@ class TestInPlace:
         assert address not in [t.data_ptr() for t in alike]
 
     def test_logits_hold_the_gradient(self, backend, device):
+        """Those that no graph knows: plain ones, inference tensors, leaves without grad mode."""
         case = make_case(device=device, staleness=0.4)
         expected = run_kernel(case, backend)
-        logits = case.logits.clone()
-        version = logits._version
-        out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
-        assert torch.equal(logits, expected.gradient)
-        assert torch.equal(out.loss, expected.output.loss)
-        assert logits._version > version
-
-    def test_inference_tensors_are_overwritten(self, backend, device):
-        case = make_case(device=device)
-        expected = plain_result(backend)
         with torch.inference_mode():
-            logits = case.logits.clone()
-        bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
-        assert torch.equal(logits, expected.gradient)
+            of_inference = case.logits.clone()
+        for logits, mode in (
+            (case.logits.clone(), torch.enable_grad()),
+            (of_inference, torch.enable_grad()),
+            (case.logits.clone().requires_grad_(), torch.no_grad()),
+            (case.logits.clone().requires_grad_(), torch.inference_mode()),
+        ):
+            with mode:
+                out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
+            assert torch.equal(logits, expected.gradient)
+            assert torch.equal(out.loss, expected.output.loss)
+            assert logits.is_inference() or logits._version > 0
 
-    def test_later_use_of_the_logits_raises(self, backend, device):
-        linear, hidden = self.model(device)
-        case = self.case(device, linear, hidden)
-        logits = linear(hidden)
-        out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
-        with pytest.raises(RuntimeError, match="overwritten with their gradient"):
-            (out.loss + logits.sum()).backward()
+    def test_later_use_of_the_memory_raises(self, backend, device):
+        linear, hidden, case = self.problem(device)
+        arguments = [a[:1] for a in case.arguments()]
+        for used in ("logits", "base", "view"):
+            base = linear(hidden)
+            view, logits = base[:1], base[:1]
+            loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
+            with pytest.raises(RuntimeError, match="overwritten with their gradient"):
+                (loss + dict(logits=logits, base=base, view=view)[used].sum()).backward()
 
-    def test_earlier_use_that_saved_the_logits_raises(self, backend, device):
-        linear, hidden = self.model(device)
-        case = self.case(device, linear, hidden)
+    def test_earlier_use_of_the_logits(self, backend, device):
+        """One that saved them raises; one that did not has its gradient."""
+        linear, hidden, case = self.problem(device)
+        gradients = []
+        for inplace in (False, True):
+            logits = linear(hidden)
+            before = logits.sum()
+            out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace)
+            gradients.append(torch.autograd.grad(out.loss + before, linear.weight))
+        assert torch.equal(*(gradient for (gradient,) in gradients))
         logits = linear(hidden)
         squared = logits.square().sum()
         out = bapo_loss(logits, *case.arguments(), backend=backend, inplace=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (out.loss + squared).backward()
 
-    def test_leaf_is_refused_before_it_is_written(self, backend, device):
+    def test_what_cannot_be_overwritten_is_refused(self, backend, device):
+        """Before it is written to."""
         case = make_case(device=device, poison=False)
-        leaf = case.logits.clone().requires_grad_()
-        with pytest.raises(ValueError, match=r"logits must not be a leaf .* inplace=True"):
-            bapo_loss(leaf, *case.arguments(), backend=backend, inplace=True)
+        x, leaf = case.logits, case.logits.clone().requires_grad_()
+        a_leaf = r"logits must not be a leaf .* inplace=True, got such a"
+        of_rows = "logits must have rows without overlap"
+        for logits, error, message in (
+            (leaf, ValueError, f"{a_leaf} leaf"),
+            (leaf[:, 1:], ValueError, f"{a_leaf} view"),
+            ((leaf * 1).unbind(1)[0], RuntimeError, "is a view and is being modified inplace"),
+            (x[:1].expand(3, 7, 257), ValueError, of_rows),
+            (x.mT.contiguous().mT, ValueError, of_rows),
+        ):
+            rows = slice(7 - logits.shape[1], 7) if logits.ndim == 3 else 0
+            arguments = (argument[:, rows] for argument in case.arguments())
+            with pytest.raises(error, match=message):
+                bapo_loss(logits, *arguments, backend=backend, inplace=True)
         assert torch.equal(leaf, case.logits)
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda x: x[:1].expand(3, 7, 257),
-            lambda x: x.transpose(0, 2).transpose(0, 2).mT.contiguous().mT,
-        ],
-    )
-    def test_overlapping_or_strided_rows_are_refused(self, backend, device, make):
-        case = make_case(device=device, poison=False)
-        with pytest.raises(ValueError, match="logits must have rows without overlap"):
-            bapo_loss(make(case.logits), *case.arguments(), backend=backend, inplace=True)
-
     def test_no_allocation_of_the_size_of_the_logits(self, backend, device):
-        linear, hidden = self.model(device)
-        case = self.case(device, linear, hidden)
+        linear, hidden, case = self.problem(device)
         logits = linear(hidden)
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -285,19 +244,14 @@ class TestFromLogProbs:
         logp = (case.old_log_probs + 0.3 * torch.randn(4, 9, device=device)).to(dtype)
         entropy = torch.rand(4, 9, device=device).to(dtype)
         results = []
-        for module in (bapo_loss_from_log_probs, reference.bapo_loss_from_log_probs):
-            kind = torch.float64 if module is not bapo_loss_from_log_probs else dtype
-            leaves = [t.to(kind).requires_grad_() for t in (logp.clone(), entropy.clone())]
-            out = module(
-                leaves[0],
-                case.old_log_probs,
-                case.advantages,
-                unmasked_tokens(case),
-                entropy=leaves[1],
-                config=config,
-            )
-            out.loss.backward()
-            results.append((out, [t.grad for t in leaves]))
+        for loss_of, kind in (
+            (bapo_loss_from_log_probs, dtype),
+            (reference.bapo_loss_from_log_probs, torch.float64),
+        ):
+            leaves = [t.to(kind, copy=True).requires_grad_() for t in (logp, entropy)]
+            batch = case.old_log_probs, case.advantages, unmasked_tokens(case)
+            out = loss_of(leaves[0], *batch, entropy=leaves[1], config=config)
+            results.append((out, torch.autograd.grad(out.loss, leaves)))
         (got, got_grads), (truth, true_grads) = results
         torch.testing.assert_close(got.loss.double(), truth.loss, rtol=1e-6, atol=1e-9)
         for gradient, expected in zip(got_grads, true_grads, strict=True):
@@ -312,15 +266,9 @@ class TestFromLogProbs:
     def test_gradient_of_entropy_alone(self, backend, device):
         case = make_case(device=device)
         entropy = torch.rand(3, 7, device=device, requires_grad=True)
-        config = BAPOConfig(entropy_coef=0.1)
-        bapo_loss_from_log_probs(
-            case.old_log_probs,
-            None,
-            case.advantages,
-            unmasked_tokens(case),
-            entropy=entropy,
-            config=config,
-        ).loss.backward()
+        options = dict(entropy=entropy, config=BAPOConfig(entropy_coef=0.1))
+        batch = None, case.advantages, unmasked_tokens(case)
+        bapo_loss_from_log_probs(case.old_log_probs, *batch, **options).loss.backward()
         assert entropy.grad.sum().item() == pytest.approx(-0.1)
 
     def test_agrees_with_the_loss_of_logits(self, backend, device):
@@ -333,22 +281,6 @@ class TestFromLogProbs:
         torch.testing.assert_close(out.loss, full.loss, rtol=1e-5, atol=1e-7)
         assert out.entropy is None
         assert out.metrics["live_tokens"] == (unmasked & (case.advantages != 0)).sum()
-
-
-def test_loss_used_twice_in_one_graph(backend, device):
-    """Autograd adds the incoming gradients before the kernel gets them."""
-    case = make_case(device=device)
-    once = plain_result(backend).gradient
-    x = case.logits.clone().requires_grad_()
-    loss = bapo_loss(x, *case.arguments(), backend=backend).loss
-    (1.5 * loss + loss.square() * 0 + 2.5 * loss).backward()
-    torch.testing.assert_close(x.grad, 4 * once, rtol=1e-6, atol=0)
-
-
-def test_zero_incoming_gradient_writes_zeros(backend, device):
-    case = make_case(device=device, dtype=torch.bfloat16)
-    gradient = run_kernel(case, backend, scale=0.0).gradient
-    assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -368,37 +300,10 @@ def test_checkpointing_gives_the_same_gradient(backend, device, inplace, dtype):
     assert torch.equal(torch.autograd.grad(value, weight)[0], expected)
 
 
-def test_log_probs_of_logits_changed_afterwards_raise(backend, device):
-    """Backward reads the logits again: it must raise rather than return a wrong gradient."""
-    leaf = torch.randn(3, 20, device=device, requires_grad=True)
-    x = leaf * 1.0
-    logp, _ = log_probs(x, torch.tensor([1, 2, 3], device=device), backend=backend)
-    x.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logp.sum().backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_log_probs_without_gradient(backend, device, mode):
-    x = torch.randn(3, 20, device=device, requires_grad=True)
-    labels = torch.tensor([1, 2, 3], device=device)
-    expected = log_probs(x, labels, backend=backend)
-    with mode():
-        got = log_probs(x, labels, backend=backend)
-    assert not got[0].requires_grad
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
-
-
-def test_log_probs_under_autocast_and_without_tokens(backend, device):
-    x = torch.randn(3, 20, device=device).bfloat16()
-    labels = torch.tensor([1, 2, 3], device=device)
-    with torch.autocast(device, torch.bfloat16):
-        got, entropy = log_probs(x, labels, backend=backend)
-    assert got.dtype == entropy.dtype == torch.float32
-    assert torch.equal(got, log_probs(x, labels, backend=backend)[0])
+def test_log_probs_of_no_tokens(backend, device):
     empty = torch.empty(0, 20, device=device, requires_grad=True)
-    log_probs(empty, labels[:0], backend=backend)[0].sum().backward()
+    labels = torch.empty(0, dtype=torch.int64, device=device)
+    log_probs(empty, labels, backend=backend)[0].sum().backward()
     assert empty.grad.shape == (0, 20)
 
 
@@ -415,41 +320,6 @@ def test_all_masked_loss_is_connected_to_the_graph(backend, device):
             retain_graph=True
         )
         assert torch.equal(linear.weight.grad, torch.zeros_like(linear.weight))
-
-
-class FirstOfTwo(torch.autograd.Function):
-    """Hands None to the second, as DDP does for outputs that a loss does not use."""
-
-    @staticmethod
-    def forward(ctx, first, second):
-        return first.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-def test_a_loss_that_is_not_used(backend, device):
-    case = make_case(device=device)
-    logits = case.logits.requires_grad_()
-    out = bapo_loss(logits, *case.arguments(), backend=backend)
-    other = torch.ones((), device=device, requires_grad=True)
-    FirstOfTwo.apply(other, out.loss).backward(retain_graph=True)
-    assert other.grad == 1
-    assert logits.grad is None or not logits.grad.any()
-    out.loss.backward()  # has its gradient still
-    assert torch.equal(logits.grad, run_kernel(case, backend).gradient)
-
-
-def test_changes_of_metrics_leave_the_loss_alone(backend, device):
-    """All are entries of one report, and autograd counts changes per tensor."""
-    case = make_case(device=device)
-    out = bapo_loss(case.logits.requires_grad_(), *case.arguments(), backend=backend)
-    squared = out.loss**2
-    for metric in out.metrics.values():
-        metric.zero_()
-    out.log_probs.detach().zero_()
-    squared.backward()
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, None])

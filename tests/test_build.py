@@ -19,6 +19,8 @@ import torch
 from helpers import needs_gpu_memory, needs_native, not_tested_on_the_gpu
 
 import bapo_kernels
+from bapo_kernels import backends
+from bapo_kernels.backends import native
 from bapo_kernels.config import Options
 from bapo_kernels.core import checks
 from bapo_kernels.core.operators import FIELDS
@@ -34,9 +36,8 @@ NOT_STARTED = f"CUDA of torch {torch.__version__} does not start"
 def test_only_the_stable_abi_of_torch_is_used():
     """C++ symbols of torch change with every release."""
     command = ["nm", "--dynamic", "--undefined-only", str(LIBRARY)]
-    symbols = [
-        line.split()[-1] for line in subprocess.check_output(command, text=True).splitlines()
-    ]
+    listed = subprocess.check_output(command, text=True).splitlines()
+    symbols = [line.split()[-1] for line in listed]
     of_torch = [s for s in symbols if "@" not in s and not s.startswith(("__", "_ITM"))]
     assert len(of_torch) > 10
     assert [s for s in of_torch if not s.startswith(("aoti_torch_", "torch_"))] == []
@@ -105,20 +106,23 @@ def test_the_stream_of_a_torch_for_cuda_is_found(tmp_path):
 
 @needs_native
 def test_the_build_is_reported():
-    info = bapo_kernels.backends.native.build_info()
+    info = native.build_info()
     if not info:
         pytest.skip("built without setup.py")
     assert info["torch"]
     assert "portable" in info["instruction sets"]
 
 
+def cannot_load(monkeypatch, reason):
+    def load_library(path):
+        raise OSError(f"{path}: {reason}")
+
+    monkeypatch.setattr(native.torch.ops, "load_library", load_library)
+
+
 @needs_native
 def test_an_older_torch_is_refused_with_a_reason(monkeypatch):
-    def missing_symbol(path):
-        raise OSError(f"{path}: undefined symbol: torch_call_dispatcher")
-
-    native = bapo_kernels.backends.native
-    monkeypatch.setattr(native.torch.ops, "load_library", missing_symbol)
+    cannot_load(monkeypatch, "undefined symbol: torch_call_dispatcher")
     assert native._load().startswith("the native library does not load")
     monkeypatch.setattr(native.torch, "__version__", "2.9.1+cpu")
     assert native._load().startswith("torch must be 2.10 or later, got 2.9.1+cpu")
@@ -127,6 +131,9 @@ def test_an_older_torch_is_refused_with_a_reason(monkeypatch):
 ALL = "sm_80, sm_90, sm_100, sm_120, compute_120"
 OTHERS = "built for {}, the GPU is sm_"
 AGAIN = "build again with TORCH_CUDA_ARCH_LIST="
+
+
+GPU_TENSOR = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +164,6 @@ AGAIN = "build again with TORCH_CUDA_ARCH_LIST="
 @pytest.mark.filterwarnings("ignore:bapo_kernels runs on the PyTorch reference")
 def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, reason):
     """``backend=None`` then chooses the next backend instead of failing at the launch."""
-    native = bapo_kernels.backends.native
     monkeypatch.setattr(native, "why_no_cuda", lambda: None)
     monkeypatch.setattr(native, "build_info", lambda: {"cuda": f"13.0 for {targets}"})
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: gpu)
@@ -166,8 +172,7 @@ def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, 
     native._not_built_for.cache_clear()
     expected = reason and reason.format(targets)
     assert bapo_kernels.available_backends()["cuda"] == expected
-    logits = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
-    taken = bapo_kernels.backends.choose(None, logits, "logits")
+    taken = backends.choose(None, GPU_TENSOR, "logits")
     assert (taken == "cuda") == (reason is None)
     native._not_built_for.cache_clear()
 
@@ -175,9 +180,8 @@ def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, 
 @pytest.fixture
 def hidden(monkeypatch):
     """No kernels can run, and no warning has been given yet."""
-    backends = bapo_kernels.backends
-    monkeypatch.setattr(backends.native, "WHY_NO_CPU", "no library")
-    monkeypatch.setattr(backends.native, "why_no_cuda", lambda: "no CUDA")
+    monkeypatch.setattr(native, "WHY_NO_CPU", "no library")
+    monkeypatch.setattr(native, "why_no_cuda", lambda: "no CUDA")
     monkeypatch.setattr(backends.triton, "why_not", lambda: "no Triton")
     checks.warn_once.cache_clear()
     yield
@@ -203,14 +207,12 @@ def test_fallback_to_the_reference_warns_once():
 @pytest.mark.usefixtures("hidden")
 @pytest.mark.parametrize("why_not_this_gpu", [None, "built for sm_80, the GPU is sm_75"])
 def test_fallback_to_the_reference_on_a_gpu_warns_once(monkeypatch, why_not_this_gpu):
-    native, choose = bapo_kernels.backends.native, bapo_kernels.backends.choose
     if why_not_this_gpu:
         monkeypatch.setattr(native, "why_no_cuda", lambda: None)
         monkeypatch.setattr(native, "why_no_kernels", lambda device: why_not_this_gpu)
-    logits = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
     reasons = rf"\(cuda: {why_not_this_gpu or 'no CUDA'}; triton: no Triton\).* pip install triton"
     with pytest.warns(UserWarning, match=reasons) as warned:
-        chosen = twice(lambda: choose(None, logits, "logits"))
+        chosen = twice(lambda: backends.choose(None, GPU_TENSOR, "logits"))
     assert chosen == ["reference", "reference"]
     assert len(warned) == 1
 
@@ -247,12 +249,7 @@ def test_the_warning_is_not_in_a_compiled_graph():
 
 
 def test_import_fails_if_a_required_library_does_not_load(monkeypatch):
-    native = bapo_kernels.backends.native
-
-    def bad_file(path):
-        raise OSError(f"{path}: file too short")
-
-    monkeypatch.setattr(native.torch.ops, "load_library", bad_file)
+    cannot_load(monkeypatch, "file too short")
     spec = importlib.util.spec_from_file_location("bapo_kernels.backends.again", native.__file__)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setenv("BAPO_REQUIRE_NATIVE", "1")
@@ -265,39 +262,34 @@ def test_import_fails_if_a_required_library_does_not_load(monkeypatch):
 
 def fields_of(struct):
     """The names of the members of a struct in csrc."""
-    csrc = Path(__file__).parent.parent / "csrc"
-    sources = "".join(path.read_text() for path in (csrc / "params.h", csrc / "tokens.h"))
+    sources = "".join((ROOT / "csrc" / name).read_text() for name in ("params.h", "tokens.h"))
     body = re.search(rf"^struct {struct} {{\n(.*?)^}};", sources, re.DOTALL | re.MULTILINE)[1]
     members, _, _ = body.partition("\n\n")  # methods follow
     return tuple(re.findall(r"(\w+)[,;]", members))
 
 
-def test_import_asks_for_no_gpu():
-    """It may initialise the driver, after which a process cannot fork; and a launcher of workers
-    chooses their GPU later."""
-    program = """
+NO_GPU = """
 import torch
 torch.cuda.device_count = torch.cuda.is_available = lambda: 1 / 0
 import bapo_kernels
 """
+
+
+def test_import_asks_for_no_gpu():
+    """It may initialise the driver, after which a process cannot fork; and a launcher of workers
+    chooses their GPU later."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", NO_GPU], env=environment, check=True)
 
 
-def test_the_report_has_the_same_entries_in_the_same_order_everywhere():
+def test_names_have_the_same_order_everywhere():
     assert fields_of("Report") == REPORT
-
-
-def test_options_and_fields_have_the_same_order_everywhere():
     assert fields_of("Options") == Options._fields
     text = (ROOT / "csrc/params.h").read_text()
     body = re.search(r"^enum Field : int {(.*?)^};", text, re.DOTALL | re.MULTILINE)
     *fields, count = body[1].split()
     assert fields == [f"k{name.title().replace('_', '')}," for name in FIELDS]
     assert count == "kFields"
-
-
-def test_the_sums_of_triton_are_those_of_the_native_kernels():
     policy = pytest.importorskip("bapo_kernels.backends.triton.token_loss")
     assert fields_of("TokenLossSums") == policy.SUMS
 
@@ -316,10 +308,10 @@ def test_backends_that_are_not_tested_on_the_gpu(monkeypatch, starts, cuda, trit
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: starts)
-    monkeypatch.setattr(bapo_kernels.backends.native, "why_no_cuda", lambda: cuda)
-    monkeypatch.setattr(bapo_kernels.backends.native, "why_no_kernels", lambda device: None)
-    monkeypatch.setattr(bapo_kernels.backends.triton, "why_not", lambda: triton)
-    monkeypatch.setattr(bapo_kernels.backends.triton, "INTERPRETED", False)
+    monkeypatch.setattr(native, "why_no_cuda", lambda: cuda)
+    monkeypatch.setattr(native, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(backends.triton, "why_not", lambda: triton)
+    monkeypatch.setattr(backends.triton, "INTERPRETED", False)
     assert not_tested_on_the_gpu() == missing
 
 

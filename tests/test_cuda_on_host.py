@@ -28,6 +28,7 @@ from helpers import (
     unmasked_tokens,
 )
 from launches import LAUNCHES
+from operands import tokens_of
 from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 
 from bapo_kernels import (
@@ -42,7 +43,6 @@ from bapo_kernels.config import SURROGATES
 from bapo_kernels.core import rows
 from bapo_kernels.core.arguments import loss_arguments
 from bapo_kernels.core.call import Call
-from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.core.prepare import prepared
 from bapo_kernels.core.tokens import contributions, loss_of_log_probs, solve
 from bapo_kernels.reference.search import contribution_table, solve_table
@@ -60,12 +60,7 @@ def test_rows_lie_in_clusters_of_the_expected_size(on_host, library):
     """float32 rows of 40 KB. Otherwise the tests below would cover less than they seem to."""
     run_kernel(make_case((1, 2), 10_007), "cpu")
     assert library.last_cluster() == DEVICES[on_host][1]
-
-
-@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
-def test_code_for_gpus_without_clusters_runs_without_them(on_host, library):
-    """A library for ``8.0+PTX`` alone on a GPU that has clusters."""
-    library.device(*DEVICES[on_host][0], 80)
+    library.device(*DEVICES[on_host][0], 80)  # a library for `8.0+PTX` alone
     run_kernel(make_case((1, 2), 10_007), "cpu")
     assert library.last_cluster() == 0
 
@@ -82,23 +77,23 @@ def test_launches_are_on_the_current_stream(on_host, library):
     assert not library.launched_on(0x1234)
 
 
-def spread_out(rows, shift):
-    """The same rows in other memory: ``shift`` elements from its start, 5 or 8 elements apart."""
-    gap = 5 if shift else 8
+def spread_out(rows, shift, gap):
+    """The same rows in other memory: ``shift`` elements from its start, ``gap`` elements apart."""
     memory = torch.full((*rows.shape[:-1], rows.shape[-1] + gap), torch.nan, dtype=rows.dtype)
-    view = memory[..., shift : shift + rows.shape[-1]]
-    return view.copy_(rows)
+    return memory, memory[..., shift : shift + rows.shape[-1]].copy_(rows)
 
 
 ALL_OPTIONS = BAPOConfig.recipe(
     entropy_coef=0.01, kl_loss_coef=0.1, temperature=0.8, final_logit_softcapping=9.0
 )
-# Rows of about 40 KB: columns beyond 10_008 float32, elements from an aligned start, options.
+# Rows of about 40 KB: columns beyond 10_008 float32, elements from an aligned start and between
+# rows, options.
 ROWS = {
-    "aligned": (0, 0, BAPOConfig()),
-    "aligned, all options": (0, 0, ALL_OPTIONS),
-    "unaligned": (3, 1, BAPOConfig()),
-    "unaligned, all options": (-1, 3, ALL_OPTIONS),
+    "aligned": (0, 0, 8, BAPOConfig()),
+    "aligned, all options": (0, 0, 8, ALL_OPTIONS),
+    "unaligned": (3, 1, 5, BAPOConfig()),
+    "unaligned, all options": (-1, 3, 5, ALL_OPTIONS),
+    "aligned and unaligned": (0, 0, 5, BAPOConfig()),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # This third has every pair of device, rows and dtype; `make emulate` runs every combination.
@@ -113,9 +108,10 @@ EVERY = [
 def test_any_schedule(on_host, library, rows, dtype):
     """The same bits, within the error budget, with enough rows to fill each stage many times.
 
-    Skipped, idle, decided and undecided rows alternate; out of place and in place.
+    Skipped, idle, decided and undecided rows alternate; out of place and in place, where nothing
+    outside rows changes.
     """
-    more, shift, config = ROWS[rows]
+    more, shift, gap, config = ROWS[rows]
     V = 10_008 * 4 // dtype.itemsize + more
     extra = {}
     if config.kl_loss_coef:
@@ -125,7 +121,7 @@ def test_any_schedule(on_host, library, rows, dtype):
     for seed in SEEDS:
         again = f"schedule {seed}, repeated by `make emulate FIRST={seed} SEEDS=1`"
         inplace = seed % 2 == 1
-        logits = spread_out(case.logits, shift)
+        memory, logits = spread_out(case.logits, shift, gap)
         x = logits if inplace else logits.requires_grad_()
         library.schedule(seed)
         try:
@@ -137,6 +133,9 @@ def test_any_schedule(on_host, library, rows, dtype):
         for name in ("log_probs", "entropy", "loss"):
             assert torch.equal(getattr(got, name), getattr(expected.output, name)), again
         assert torch.equal(logits if inplace else logits.grad, expected.gradient), again
+        if inplace:
+            logits.fill_(torch.nan)
+            assert memory.isnan().all(), again
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,31 +151,6 @@ def test_rows_of_more_than_128_KB_have_wider_blocks(on_host, dtype):
     ref = dict(ref_log_probs=per_token((1, 4)))
     case = make_case((1, 4), V, dtype, staleness=0.4, config=ALL_OPTIONS, **ref)
     check_against_reference(case, "cpu")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_options_together(on_host, dtype):
-    config = BAPOConfig.recipe(
-        entropy_coef=0.01,
-        kl_loss_coef=0.1,
-        temperature=0.8,
-        logit_scale=1.1,
-        final_logit_softcapping=9.0,
-        loss_agg_mode="seq-mean-token-mean",
-    )
-    case = make_case(
-        (2, 6),
-        10_001,
-        dtype,
-        config=config,
-        staleness=0.4,
-        ref_log_probs=per_token((2, 6)),
-        rollout_is_weights=per_token((2, 6), low=0.2, high=2.0),
-        rollout_log_probs=per_token((2, 6)),
-    )
-    check_against_reference(case, "cpu")
-    check_against_reference(case, "cpu", statistics="live")
-    check_against_reference(case, "cpu", bounds=(0.7, 1.3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -197,26 +171,6 @@ def test_temperatures_of_rows(on_host, dtype, V):
     same = run_kernel(case, "cpu", temperature=torch.tensor(0.75))
     assert torch.equal(same.gradient, one.gradient)
     assert torch.equal(same.output.loss, one.output.loss)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shift", [0, 1, 3])
-def test_rows_at_any_address(on_host, dtype, shift):
-    """Row strides and starts that are not multiples of 16 bytes; nothing outside rows changes."""
-    V = 10_003
-    case = make_case((1, 8), V, dtype, staleness=0.4, poison=False)
-    memory = torch.full((1, 8, V + 5), torch.nan, dtype=dtype)
-    memory[..., shift : shift + V] = case.logits
-    plain = run_kernel(case, "cpu")
-    case.logits = memory[..., shift : shift + V]
-    kept = memory.clone()
-    inplace = bapo_loss(case.logits, *case.arguments(), inplace=True, backend="cpu")
-    assert torch.equal(inplace.log_probs, plain.output.log_probs), "the same bits at any address"
-    assert torch.equal(case.logits, plain.gradient)
-    outside = torch.ones_like(memory, dtype=torch.bool)
-    outside[..., shift : shift + V] = False
-    assert memory[outside].isnan().all()
-    assert kept[outside].isnan().all()
 
 
 def test_bad_values_do_not_hang(on_host):
@@ -266,37 +220,51 @@ def test_log_probs_and_their_gradient(on_host):
         assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-# Options of the config, and of the call.
-OWN_BOUNDS = ClipBounds(per_token((2, 9), 4, 0.6, 1.0), per_token((2, 9), 5, 1.0, 1.6))
 OTHER_TERMS = dict(entropy_coef=0.01, kl_loss_coef=0.1)
 OF_OTHER_TERMS = dict(
     ref_log_probs=per_token((2, 9)), rollout_is_weights=per_token((2, 9), 2, 0, 2)
 )
-POLICIES = {
-    "clip, own bounds": ({}, dict(bounds=OWN_BOUNDS)),
-    "cispo": (dict(surrogate="cispo", target=0.5), {}),
-    "cispo, own bounds": (
-        dict(surrogate="cispo", **OTHER_TERMS),
-        dict(bounds=OWN_BOUNDS, **OF_OTHER_TERMS),
+OWN_BOUNDS = dict(bounds=ClipBounds(per_token((2, 9), 4, 0.6, 1.0), per_token((2, 9), 5, 1.0, 1.6)))
+ALL_TOGETHER = dict(
+    temperature=0.8,
+    logit_scale=1.1,
+    final_logit_softcapping=9.0,
+    loss_agg_mode="seq-mean-token-mean",
+)
+POLICIES = {  # the config, and options of the call
+    "all together": (
+        BAPOConfig.recipe(**OTHER_TERMS, **ALL_TOGETHER),
+        OF_OTHER_TERMS | dict(rollout_log_probs=per_token((2, 9))),
     ),
-    "sapo": (dict(surrogate="sapo", sapo_tau_pos=0.7, sapo_tau_neg=2.0), {}),
-    "sapo, other terms": (dict(surrogate="sapo", **OTHER_TERMS), OF_OTHER_TERMS),
-    "mask": (dict(surrogate="mask", target=0.5, **OTHER_TERMS), OF_OTHER_TERMS),
-    "sequence": (dict(ratio_level="sequence", target=0.5), {}),
-    "sequence, cispo": (dict(ratio_level="sequence", surrogate="cispo"), {}),
+    "clip, own bounds": (BAPOConfig(), OWN_BOUNDS),
+    "cispo": (BAPOConfig(surrogate="cispo", target=0.5), {}),
+    "cispo, own bounds": (
+        BAPOConfig(surrogate="cispo", **OTHER_TERMS),
+        OWN_BOUNDS | OF_OTHER_TERMS,
+    ),
+    "sapo": (BAPOConfig(surrogate="sapo", sapo_tau_pos=0.7, sapo_tau_neg=2.0), {}),
+    "sapo, other terms": (BAPOConfig(surrogate="sapo", **OTHER_TERMS), OF_OTHER_TERMS),
+    "mask": (BAPOConfig(surrogate="mask", target=0.5, **OTHER_TERMS), OF_OTHER_TERMS),
+    "sequence": (BAPOConfig(ratio_level="sequence", target=0.5), {}),
+    "sequence, cispo": (BAPOConfig(ratio_level="sequence", surrogate="cispo"), {}),
     "sequence, sapo": (
-        dict(ratio_level="sequence", surrogate="sapo", **OTHER_TERMS),
+        BAPOConfig(ratio_level="sequence", surrogate="sapo", **OTHER_TERMS),
         OF_OTHER_TERMS,
     ),
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies(on_host, policy):
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [*product(["all together"], DTYPES[1:]), *product(POLICIES, [torch.float32])],
+)
+def test_policies(on_host, policy, dtype):
     config, options = POLICIES[policy]
-    case = make_case((2, 9), 10_007, config=BAPOConfig(**config), staleness=0.4, **options)
+    case = make_case((2, 9), 10_007, dtype, config=config, staleness=0.4, **options)
     check_against_reference(case, "cpu")
     check_against_reference(case, "cpu", statistics="live")
+    if policy == "all together":
+        check_against_reference(case, "cpu", bounds=(0.7, 1.3))
 
 
 def check_log_probs(logp, *batch, **options):
@@ -402,12 +370,12 @@ def test_more_sequences_than_blocks(on_host, library):
     lengths = torch.tensor([512] * 40 + [1] * 1_024)
     N = int(lengths.sum())
     cu_seqlens = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
-    tokens, logp = torch.rand(len(FIELDS), N), torch.randn(N).double()
-    k = FIELDS.index("old_log_probs")
+    old, logp = torch.rand(N), torch.randn(N).double()
     out, counted = torch.empty_like(logp), torch.ones(N, dtype=torch.bool)
     library.schedule(SEEDS[0])
-    library.sequence_log_ratios(logp, counted, tokens, 1 << k, 0, cu_seqlens, out)
-    pieces = (logp - tokens[k]).split(lengths.tolist())
+    given = logp, counted, *tokens_of(N, old_log_probs=old)
+    library.sequence_log_ratios(*given, 0, cu_seqlens, out)
+    pieces = (logp - old).split(lengths.tolist())
     expected = torch.cat([piece.mean().expand(piece.shape) for piece in pieces])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
@@ -418,17 +386,14 @@ def test_more_sequences_than_blocks(on_host, library):
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_offsets_that_break_their_rule(on_host, library, offsets, monkeypatch):
     """The loss is NaN; nothing is read or written outside of the tokens."""
-    monkeypatch.setattr(
-        "bapo_kernels.core.inputs.is_readable", lambda offsets: False
-    )  # as on a GPU
+    as_on_a_gpu = "bapo_kernels.core.inputs.is_readable", lambda offsets: False
+    monkeypatch.setattr(*as_on_a_gpu)
     N, cu_seqlens = 1_100, torch.tensor(offsets)
     old, A = -3 * torch.rand(N), torch.randn(N)
-    config = BAPOConfig(ratio_level="sequence")
-    logp = (old + 0.4 * torch.randn(N)).requires_grad_()
-    got = bapo_loss_from_log_probs(
-        logp, old, A, None, config=config, cu_seqlens=cu_seqlens, backend="cpu"
-    )
-    assert got.loss.isnan()
+    logp = old + 0.4 * torch.randn(N)
+    options = dict(config=BAPOConfig(ratio_level="sequence"), cu_seqlens=cu_seqlens)
+    x = logp.clone().requires_grad_()
+    assert bapo_loss_from_log_probs(x, old, A, None, backend="cpu", **options).loss.isnan()
 
     def guarded(values, guard=torch.nan):
         memory = torch.full((3 * N,), guard, dtype=values.dtype)
@@ -436,16 +401,14 @@ def test_offsets_that_break_their_rule(on_host, library, offsets, monkeypatch):
         return memory, memory[N : 2 * N]
 
     counted = guarded(torch.ones(N, dtype=torch.bool), True)[1]
-    values = guarded(logp.detach().double())[1]
-    tokens, k = torch.full((len(FIELDS), N), torch.nan), FIELDS.index("old_log_probs")
-    tokens[k] = old
-    for name, more in ("sequence_log_ratios", (tokens, 1 << k)), ("add_sequence_means_", ()):
+    values, tokens = guarded(logp.double())[1], tokens_of(N, old_log_probs=old)
+    for name, more in ("sequence_log_ratios", tokens), ("add_sequence_means_", ()):
         memory, out = guarded(torch.zeros(N).double())
         getattr(library, name)(values, counted, *more, 0, cu_seqlens, out)
         assert out.isfinite().all(), name
         assert out.all(), name
-        assert memory[:N].isnan().all(), name
-        assert memory[2 * N :].isnan().all(), name
+        out.fill_(torch.nan)
+        assert memory.isnan().all(), name
 
 
 @pytest.mark.parametrize("mode", MODES)

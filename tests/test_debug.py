@@ -18,6 +18,10 @@ def case():
     return make_case((3, 4), V=9, masked=0.0, idle=0.0, poison=False)
 
 
+def refuses(message):
+    return pytest.raises(ValueError, match=message)
+
+
 def test_good_inputs_pass():
     good = case()
     good.logits[0, 0, 3] = -torch.inf
@@ -27,60 +31,32 @@ def test_good_inputs_pass():
     check_inputs(good.logits, *good.arguments(), statistics="live", **good.options)
 
 
-def test_bad_labels():
-    bad = case()
-    bad.labels[:] = 1
-    bad.labels[2, 1] = 9
-    with pytest.raises(ValueError, match=r"labels must be in \[0, 9\) or -100, got 9 at \(2, 1\)"):
-        check_inputs(bad.logits, *bad.arguments())
+PER_TOKEN = ("old_log_probs", "rollout_log_probs", "rollout_is_weights", "ref_log_probs")
+BAD = [
+    ("labels", (2, 1), 9, r"labels must be in \[0, 9\) or -100, got 9 at \(2, 1\)"),
+    ("logits", (1, 3, 7), torch.nan, r"logits must be finite or -inf, got nan at \(1, 3, 7\)"),
+    ("logits", (1, 3, 7), torch.inf, r"logits must be finite or -inf, got inf at \(1, 3, 7\)"),
+    ("logits", (1, 3), -torch.inf, r"logits must allow a token in every row.* at \(1, 3\)"),
+    ("advantages", (0, 2), torch.nan, r"advantages must be finite, got nan at \(0, 2\)"),
+    *((x, (2, 3), -torch.inf, rf"{x} must be finite, got -inf at \(2, 3\)") for x in PER_TOKEN),
+]
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_bad_logits(value):
-    bad = case()
-    bad.labels[:] = 1
-    bad.logits[1, 3, 7] = value
-    with pytest.raises(ValueError, match=r"logits must be finite or -inf, got .* at \(1, 3, 7\)"):
-        check_inputs(bad.logits, *bad.arguments())
-
-
-def test_row_of_minus_infinity():
-    bad = case()
-    bad.labels[:] = 1
-    bad.logits[1, 3] = -torch.inf
-    with pytest.raises(ValueError, match=r"logits must allow a token in every row.* at \(1, 3\)"):
-        check_inputs(bad.logits, *bad.arguments())
-
-
-@pytest.mark.parametrize(
-    "name", ["old_log_probs", "rollout_log_probs", "rollout_is_weights", "ref_log_probs"]
-)
-def test_bad_values_per_token(name):
-    bad = case()
-    bad.labels[:] = 1
-    values = torch.zeros(3, 4)
-    values[2, 3] = -torch.inf
-    options = {}
-    if name == "old_log_probs":
-        bad.old_log_probs = values
-    else:
-        options[name] = values
-    with pytest.raises(ValueError, match=rf"{name} must be finite, got -inf at \(2, 3\)"):
-        check_inputs(bad.logits, *bad.arguments(), **options)
-
-
-def test_bad_advantages():
-    bad = case()
-    bad.labels[:] = 1
-    bad.advantages[0, 2] = torch.nan
-    with pytest.raises(ValueError, match=r"advantages must be finite, got nan at \(0, 2\)"):
-        check_inputs(bad.logits, *bad.arguments())
+@pytest.mark.parametrize(("name", "index", "value", "message"), BAD)
+def test_bad_values(name, index, value, message):
+    x = case()
+    x.labels[:] = 1
+    given = {"advantages": x.advantages, "old_log_probs": x.old_log_probs}
+    given |= {"logits": x.logits, "labels": x.labels, "response_mask": x.response_mask}
+    given.setdefault(name, torch.zeros(3, 4))[index] = value
+    with refuses(message):
+        check_inputs(**given)
 
 
 def test_bad_offsets():
     x = torch.zeros(4)
     for offsets in ([0, 5], [1, 4], [0, 3, 2, 4]):
-        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 4"):
+        with refuses("cu_seqlens must rise from 0 to at most 4"):
             check_inputs(torch.zeros(4, 3), x.long(), x, x, cu_seqlens=torch.tensor(offsets))
 
 
@@ -89,9 +65,7 @@ def test_offsets_that_end_early(masked_by):
     """Tokens in no sequence are named, unless they are masked anyway."""
     x = torch.zeros(9)
     labels, mask, offsets = x.long(), torch.ones(9), torch.tensor([0, 3, 7])
-    with pytest.raises(
-        ValueError, match=r"cu_seqlens must end at 9, got 7: tokens 7 to 8 are in no sequence"
-    ):
+    with refuses(r"cu_seqlens must end at 9, got 7: tokens 7 to 8 are in no sequence"):
         check_inputs(torch.zeros(9, 3), labels, None, x, mask, cu_seqlens=offsets)
     if masked_by == "mask":
         mask[7:] = 0
@@ -127,11 +101,11 @@ def test_probabilities_given_as_log_probs(name, V):
     mask = torch.ones_like(old)
     mask[0, 0], rounded[0, 0] = 0, 0.5
     check_inputs(logits, labels, advantages=A, response_mask=mask, **given | {name: rounded})
-    with pytest.raises(ValueError, match=rf"{name} must be log-probs <= 0, got 0.\d+ at \(0, 0\)"):
+    with refuses(rf"{name} must be log-probs <= 0, got 0.\d+ at \(0, 0\)"):
         check_inputs(logits, labels, advantages=A, **given | {name: old.exp()})
     rounded[0, 0] = -1.0
     rounded[3, 1] = 0.02
-    with pytest.raises(ValueError, match=rf"{name} must be log-probs <= 0, got 0.0\d+ at \(3, 1\)"):
+    with refuses(rf"{name} must be log-probs <= 0, got 0.0\d+ at \(3, 1\)"):
         check_inputs(logits, labels, advantages=A, **given | {name: rounded})
 
 
@@ -140,21 +114,17 @@ def test_probabilities_given_as_logits():
     for right in (logits, torch.log_softmax(logits, -1), logits.bfloat16(), logits.clamp(min=0)):
         check_inputs(right, labels, old, A)
     for wrong in (logits.softmax(-1), logits.bfloat16().softmax(-1)):
-        with pytest.raises(ValueError, match="logits must be logits, got probabilities"):
+        with refuses("logits must be logits, got probabilities"):
             check_inputs(wrong, labels, None, A)
     check_inputs(torch.eye(4), torch.arange(4), None, torch.ones(4))
     check_inputs(torch.ones(9, 1), torch.zeros(9, dtype=torch.long), None, torch.ones(9))
-
-
-def test_single_row():
-    logits, labels, old, A = policy((1, 1))
-    check_inputs(logits[0, 0], labels[0, 0], old[0, 0], A[0])
+    check_inputs(logits[0, 0], labels[0, 0], old[0, 0], A[0])  # a single row
 
 
 def test_logarithms_given_as_weights():
     logits, labels, old, A = policy()
     check_inputs(logits, labels, old, A, rollout_is_weights=old.exp())
-    with pytest.raises(ValueError, match=r"rollout_is_weights must be >= 0, got -.* at \(0, 0\)"):
+    with refuses(r"rollout_is_weights must be >= 0, got -.* at \(0, 0\)"):
         check_inputs(logits, labels, old, A, rollout_is_weights=old)
 
 
@@ -165,9 +135,7 @@ def test_values_that_are_not_a_mask(value, dtype):
     mask = torch.ones(old.shape, dtype=dtype)
     if dtype.is_floating_point or value in (-1.0, 2):
         mask[2, 3] = value
-        with pytest.raises(
-            ValueError, match=r"response_mask must be 0 \(masked\) or 1, got .*2, 3"
-        ):
+        with refuses(r"response_mask must be 0 \(masked\) or 1, got .*2, 3"):
             check_inputs(logits, labels, old, A, mask)
     for good in (mask == 1, (mask == 1).to(dtype), torch.zeros_like(mask)):
         check_inputs(logits, labels, old, A, good)
@@ -180,7 +148,7 @@ def test_inverted_mask():
     mask = labels != -100
     check_inputs(logits, labels, old, A, mask)
     check_inputs(logits, torch.full_like(labels, -100), old, A, mask)
-    with pytest.raises(ValueError, match="response_mask must be 1 at some label other than -100"):
+    with refuses("response_mask must be 1 at some label other than -100"):
         check_inputs(logits, labels, old, A, ~mask)
 
 
@@ -211,18 +179,18 @@ def test_shifted_labels(V, layout, stale):
     check(rows, labels, old)
     aligned = "labels must be aligned with the rows of logits .*labels one position"
     for wrong, where in ((tokens[:, :-2], "later"), (tokens[:, 2:], "earlier")):
-        with pytest.raises(ValueError, match=f"{aligned} {where}. Corrected, mean .*instead of"):
+        with refuses(f"{aligned} {where}. Corrected, mean .*instead of"):
             check(rows, wrong, old)
     moved = old.roll(1, 1)
     moved[:, 0] = -50.0  # belongs to no row
-    with pytest.raises(ValueError, match=f"{aligned} later"):
+    with refuses(f"{aligned} later"):
         check(rows[:, 1:], tokens[:, 1:-2], moved[:, 1:])
-    with pytest.raises(ValueError, match="old_log_probs must be .*position after"):
+    with refuses("old_log_probs must be .*position after"):
         check(rows[:, 1:], labels[:, 1:], moved[:, 1:])
-    with pytest.raises(ValueError, match="old_log_probs must be .*position before"):
+    with refuses("old_log_probs must be .*position before"):
         check(rows[:, :-1], labels[:, :-1], old[:, 1:])
     if not stale:
-        with pytest.raises(ValueError, match=FIRST_STEP):
+        with refuses(FIRST_STEP):
             check(rows, tokens[:, :-2], old)
 
 
@@ -230,7 +198,7 @@ def test_wrong_temperature():
     for T in (0.6, 0.8, 1.4):
         arguments = policy(V=500, temperature=T)
         check_inputs(*arguments, config=BAPOConfig(temperature=T))
-        with pytest.raises(ValueError, match=f"config.temperature must .*, got 1.0, they fit {T}"):
+        with refuses(f"config.temperature must .*, got 1.0, they fit {T}"):
             check_inputs(*arguments)
 
 
@@ -242,18 +210,18 @@ def test_temperatures():
     check_inputs(logits, labels, old, A, temperature=T[:, 0])
     of_another = policy((4, 12), 500, temperature=0.7)[2]
     rule = "^temperature must be that of old_log_probs, got the tensor given, they fit 0.7"
-    with pytest.raises(ValueError, match=rule):
+    with refuses(rule):
         check_inputs(logits, labels, of_another, A, temperature=T)
     mask = torch.ones(4, 12, dtype=torch.bool)
     mask[1, 3] = False
     for bad in (0.0, -1.0, torch.inf, torch.nan):
         T[1, 3] = bad
         check_inputs(logits, labels, old, A, mask, temperature=T)
-        with pytest.raises(ValueError, match=rf"temperature must be finite and > 0, got {bad} at"):
+        with refuses(rf"temperature must be finite and > 0, got {bad} at"):
             check_inputs(logits, labels, old, A, temperature=T)
-    with pytest.raises(ValueError, match=r"temperature must .*, got 0.0 at \(0, 0\)"):
+    with refuses(r"temperature must .*, got 0.0 at \(0, 0\)"):
         check_inputs(logits, labels, old, A, temperature=torch.tensor(0.0))
-    with pytest.raises(ValueError, match=r"temperature must .*, got \(12,\)"):
+    with refuses(r"temperature must .*, got \(12,\)"):
         check_inputs(logits, labels, old, A, temperature=T[0])
 
 
@@ -294,7 +262,7 @@ def test_sets(row, ids, message):
     mask = SamplingMask.from_lists(sets)
     if message is None:
         return check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
 
 
@@ -303,9 +271,9 @@ def test_labels_outside_of_many_sets():
     x.labels[:] = torch.arange(4)
     mask = SamplingMask.from_lists([[3]] * 12)
     rule = r"labels must be in the sets of sampling_mask, got 0 at \(0, 0\) and 8 more"
-    with pytest.raises(ValueError, match=rule):
+    with refuses(rule):
         check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
-    with pytest.raises(ValueError, match=r"sampling_mask must have 12 rows, .*\(3, 4\).* got 11"):
+    with refuses(r"sampling_mask must have 12 rows, .*\(3, 4\).* got 11"):
         check_inputs(x.logits, *x.arguments(), sampling_mask=mask[1:])
 
 
@@ -318,12 +286,12 @@ def test_logits_outside_of_the_sets_may_hold_anything():
     old = reference.log_probs(logits, labels, sampling_mask=mask, temperature=0.7)[0]
     warmer = dict(config=BAPOConfig(temperature=0.7), sampling_mask=mask)
     check_inputs(logits, labels, old, A, **warmer)
-    with pytest.raises(ValueError, match=r"config.temperature must .*, got 1.0, they fit 0.7"):
+    with refuses(r"config.temperature must .*, got 1.0, they fit 0.7"):
         check_inputs(logits, labels, old, A, sampling_mask=mask)
-    with pytest.raises(ValueError, match=r"logits must be finite or -inf, got nan at \(0, 0"):
+    with refuses(r"logits must be finite or -inf, got nan at \(0, 0"):
         check_inputs(logits, labels, old, A)
     logits[2, 3, order[2, 3, :5]] = -torch.inf
-    with pytest.raises(ValueError, match=r"logits must allow a token in every row.* at \(2, 3\)"):
+    with refuses(r"logits must allow a token in every row.* at \(2, 3\)"):
         check_inputs(logits, labels, old, A, **warmer)
 
 
@@ -331,24 +299,25 @@ def test_offsets_of_sets_that_do_not_rise():
     """As on a GPU, where they are not read before."""
     x = case()
     mask = SamplingMask._of(torch.arange(4, dtype=torch.int32), torch.tensor([0, 3, 2] + [4] * 10))
-    with pytest.raises(ValueError, match=r"offsets must rise from 0 to 4, got 2 at \(2,\)"):
+    with refuses(r"offsets must rise from 0 to 4, got 2 at \(2,\)"):
         check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
 
 
 def test_options_are_checked_too():
     arguments = policy()
     epsilons = torch.tensor(0.2), torch.tensor(0.28)
-    with pytest.raises(ValueError, match="bounds.upper must be >= 1, .*not an epsilon, got 0.28"):
-        check_inputs(*arguments, bounds=epsilons)
-    for count in (torch.tensor(0), torch.tensor(torch.nan), -1):
-        with pytest.raises(ValueError, match="batch_num_tokens must be finite and > 0, got"):
-            check_inputs(*arguments, batch_num_tokens=count)
-    with pytest.raises(ValueError, match="config must be a BAPOConfig"):
-        check_inputs(*arguments, config={"temperature": 0.7})
-    with pytest.raises(ValueError, match="ref_log_probs must be given"):
-        check_inputs(*arguments, config=BAPOConfig(kl_loss_coef=0.1))
-    with pytest.raises(ValueError, match="backend must be None or one of"):
-        check_inputs(*arguments, backend="tpu")
+    for message, options in (
+        ("bounds.upper must be >= 1, .*not an epsilon, got 0.28", dict(bounds=epsilons)),
+        ("batch_num_tokens must be finite and > 0, got 0", dict(batch_num_tokens=torch.tensor(0))),
+        ("batch_num_tokens must be finite and > 0, got -1", dict(batch_num_tokens=-1)),
+        ("config must be a BAPOConfig", dict(config={"temperature": 0.7})),
+        ("ref_log_probs must be given", dict(config=BAPOConfig(kl_loss_coef=0.1))),
+        ("backend must be None or one of", dict(backend="tpu")),
+    ):
+        with refuses(message):
+            check_inputs(*arguments, **options)
+    with refuses("batch_num_tokens must be finite and > 0, got nan"):
+        check_inputs(*arguments, batch_num_tokens=torch.tensor(torch.nan))
     with pytest.raises(TypeError, match="old_logprobs"):
         check_inputs(*arguments, old_logprobs=arguments[2])
 
@@ -356,7 +325,7 @@ def test_options_are_checked_too():
 def test_uint8_labels():
     """-100 as uint8 is 156, a label like any other."""
     labels = torch.full((2,), 156, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"labels must be in \[0, 100\) or -100, got 156"):
+    with refuses(r"labels must be in \[0, 100\) or -100, got 156"):
         check_inputs(torch.zeros(2, 100), labels, None, torch.ones(2))
 
 
@@ -390,7 +359,7 @@ def test_missing_library_is_explained(tmp_path, monkeypatch):
     c = case()
     assert bapo_kernels.bapo_loss(c.logits, *c.arguments()).loss.isfinite()
     assert bapo_kernels.find_clip_bounds(c.old_log_probs, None, c.advantages).upper > 1
-    with pytest.raises(ValueError, match="backend 'cpu' cannot run: .*no C\\+\\+ compiler found"):
+    with refuses("backend 'cpu' cannot run: .*no C\\+\\+ compiler found"):
         bapo_kernels.bapo_loss(c.logits, *c.arguments(), backend="cpu")
 
 
@@ -400,5 +369,5 @@ def test_unmasked_prompt():
     old = log_probs(logits, labels)[0]
     mask = (torch.arange(12) >= 5).expand(4, 12).float()
     check_inputs(logits, labels, old * mask, torch.ones(4), mask)
-    with pytest.raises(ValueError, match=r"response_mask must be 0 .*a prompt.*log-prob of -"):
+    with refuses(r"response_mask must be 0 .*a prompt.*log-prob of -"):
         check_inputs(logits, labels, old * mask, torch.ones(4), torch.ones(4, 12))

@@ -11,18 +11,7 @@ from helpers import (
     per_token,
     run_reference,
 )
-from shards import (
-    CASES,
-    COLUMNS,
-    SEQUENCES,
-    B,
-    S,
-    head,
-    linear_case,
-    of_rank,
-    part,
-    whole_case,
-)
+from shards import CASES, COLUMNS, SEQUENCES, B, S, head, linear_case, of_rank, part, whole_case
 from world import grid
 
 import bapo_kernels
@@ -145,45 +134,35 @@ def check_logits_level(worlds, name, dtype, backend, data, tensor, inplace=False
     assert_within_budget("gradient", got.to(dtype), same.gradient, truth.gradient)
 
 
+def gradients_of_head(loss_of, leaves, case_arguments, frozen=False, **options):
+    """Output of a loss, and gradients of hidden states, weight and bias."""
+    hidden, weight, bias = (
+        x.clone().requires_grad_(not (frozen and i)) for i, x in enumerate(leaves)
+    )
+    out = loss_of(hidden, weight, *case_arguments, bias=bias, **options)
+    out.loss.backward()
+    return out, [leaf.grad for leaf in (hidden, weight, bias)]
+
+
 def linear_rank(rank, name, dtype, backend, data, tensor, frozen=False):
-    # Chunks of given rows or of given bytes: equally many on every rank, though shards are uneven.
-    chunk_tokens = 5 if name == "paper" else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "bapo_kernels.core.head.CHUNK_BYTES", 4 * max(COLUMNS[tensor]) * dtype.itemsize
-        )
-        return linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens, frozen)
-
-
-def linear_part(rank, name, dtype, backend, data, tensor, chunk_tokens, frozen):
     mesh = grid(data, tensor)
     d, t = divmod(rank, tensor)
     rows, columns, arguments, options = of_rank(linear_case(name, dtype), data, tensor, d, t, mesh)
+    # Chunks of given rows or of given bytes: equally many on every rank, though shards are uneven.
+    options.update(backend=backend, chunk_tokens=5 if name == "paper" else None)
+    chunk_bytes = 4 * max(COLUMNS[tensor]) * dtype.itemsize
     hidden, weight, bias = head(dtype)
-    leaves = hidden[rows].clone(), weight[columns].clone(), bias[columns].clone()
-    for leaf in leaves[: 1 if frozen else 3]:
-        leaf.requires_grad_()
-    out = bapo_kernels.bapo_linear_loss(
-        leaves[0],
-        leaves[1],
-        *arguments,
-        bias=leaves[2],
-        backend=backend,
-        chunk_tokens=chunk_tokens,
-        **options,
-    )
-    out.loss.backward()
-    return outputs_on_cpu(out) | dict(gradients=[leaf.grad for leaf in leaves])
+    leaves = hidden[rows], weight[columns], bias[columns]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bapo_kernels.core.head.CHUNK_BYTES", chunk_bytes)
+        loss_of = bapo_kernels.bapo_linear_loss
+        out, gradients = gradients_of_head(loss_of, leaves, arguments, frozen, **options)
+    return outputs_on_cpu(out) | dict(gradients=gradients)
 
 
 def run_linear_reference(name, dtype, work):
-    case = linear_case(name, dtype)
-    leaves = [x.to(work).requires_grad_() for x in head(dtype)]
-    out = reference.bapo_linear_loss(
-        leaves[0], leaves[1], *case.arguments(), bias=leaves[2], **case.options
-    )
-    out.loss.backward()
-    return out, [leaf.grad for leaf in leaves]
+    case, leaves = linear_case(name, dtype), [x.to(work) for x in head(dtype)]
+    return gradients_of_head(reference.bapo_linear_loss, leaves, case.arguments(), **case.options)
 
 
 OF_HIDDEN = (
@@ -211,13 +190,10 @@ def test_loss_of_hidden_states(worlds, backend, data, tensor, name, dtype):
             assert torch.equal(part_["gradients"][0], group[0]["gradients"][0])
     # The gradient of hidden states is the rank's own, that of parameters a mean over data ranks.
     dhidden = torch.cat([group[0]["gradients"][0] for group in rank]) / data
-    of_shards = [
-        torch.cat(
-            [sum(rank[d][t]["gradients"][i].double() for d in range(data)) for t in range(tensor)]
-        )
-        / data
-        for i in (1, 2)
-    ]
+    of_shards = []
+    for i in (1, 2):
+        sums = [sum(of_t[t]["gradients"][i].double() for of_t in rank) for t in range(tensor)]
+        of_shards.append(torch.cat(sums) / data)
     # Each data rank rounds its gradient of a parameter to the dtype.
     rounded = data * EPS[dtype]
     for key, got, *of in zip(
@@ -248,51 +224,45 @@ def test_frozen_head(worlds, backend, name):
         assert error <= 4 * EPS[torch.float32] * expected.abs().max()
 
 
-def frozen_log_probs_rank(rank, backend):
-    case, columns = whole_case("paper", torch.float32), part(COLUMNS[2], rank)
-    hidden, weight, bias = head(torch.float32)
-    hidden.requires_grad_()
-    group = grid(1, 2).get_group("tensor")
-    options = dict(vocab_group=group, backend=backend, bias=bias[columns], chunk_tokens=7)
-    logp, _ = bapo_kernels.linear_log_probs(hidden, weight[columns], case.labels, **options)
-    (logp * per_token((B, S), 7)).sum().backward()
-    return hidden.grad
+def log_probs_of(module, leaves, labels, frozen=False, **options):
+    """Log-probs, entropy and gradients of logits, or of hidden states, weight and bias."""
+    leaves = [x.detach().clone().requires_grad_(not (frozen and i)) for i, x in enumerate(leaves)]
+    function = module.log_probs
+    if len(leaves) > 1:
+        function, options["bias"] = module.linear_log_probs, leaves[2]
+    logp, entropy = function(*leaves[:2], labels, **options)
+    value = logp * per_token((B, S), 7)
+    if not frozen:
+        value = value + 0.3 * entropy * per_token((B, S), 8)
+    value.sum().backward()
+    return (logp.detach(), entropy.detach()), [leaf.grad for leaf in leaves]
+
+
+def shards_of_log_probs(rank, tensor, level, dtype, backend, frozen=False, **options):
+    case, columns = whole_case(dtype=dtype), part(COLUMNS[tensor], rank)
+    options.update(vocab_group=grid(1, tensor).get_group("tensor"), backend=backend)
+    leaves = [case.logits[..., columns]]
+    if level == "linear":
+        hidden, weight, bias = head(dtype)
+        leaves = hidden, weight[columns], bias[columns]
+        options.update(chunk_tokens=7)
+    return log_probs_of(bapo_kernels, leaves, case.labels, frozen, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probs_of_a_frozen_head(worlds, backend):
-    case, expected = whole_case("paper", torch.float32), []
+    of_dtypes = []
     for work in (torch.float32, torch.float64):
-        hidden, weight, bias = (x.to(work) for x in head(torch.float32))
-        hidden.requires_grad_()
-        logp, _ = reference.linear_log_probs(hidden, weight, case.labels, bias=bias)
-        (logp * per_token((B, S), 7)).sum().backward()
-        expected.append(hidden.grad)
-    for gradient in worlds(2).run(frozen_log_probs_rank, backend):
-        assert_within_budget("gradient of hidden", gradient, *expected)
+        leaves = [x.to(work) for x in head()]
+        _, (dhidden, *_) = log_probs_of(reference, leaves, whole_case().labels, frozen=True)
+        of_dtypes.append(dhidden)
+    given = 2, "linear", torch.float32, backend, True
+    for _, (dhidden, *of_head) in worlds(2).run(shards_of_log_probs, *given):
+        assert of_head == [None, None]
+        assert_within_budget("gradient of hidden", dhidden, *of_dtypes)
 
 
 TEMPERATURES = {2: 0.8, 4: per_token((B, S), 9, 0.5, 2.0)}  # by the number of shards
-
-
-def log_probs_rank(rank, level, dtype, backend, tensor):
-    mesh = grid(1, tensor)
-    case, columns = whole_case("paper", dtype), part(COLUMNS[tensor], rank)
-    options = dict(vocab_group=mesh.get_group("tensor"), backend=backend)
-    options.update(temperature=TEMPERATURES[tensor])
-    if level == "logits":
-        leaves = [case.logits[..., columns].clone()]
-        function = bapo_kernels.log_probs
-    else:
-        hidden, weight, bias = head(dtype)
-        leaves = [hidden.clone(), weight[columns].clone(), bias[columns].clone()]
-        function = bapo_kernels.linear_log_probs
-        options.update(bias=leaves[2].requires_grad_(), chunk_tokens=7)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    logp, entropy = function(*leaves[:2], case.labels, **options)
-    (logp * per_token((B, S), 7) + 0.3 * entropy * per_token((B, S), 8)).sum().backward()
-    return dict(outputs=(logp.detach(), entropy.detach()), gradients=[x.grad for x in leaves])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -300,35 +270,28 @@ def log_probs_rank(rank, level, dtype, backend, tensor):
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probs(worlds, backend, tensor, level, dtype):
-    parts = worlds(tensor).run(log_probs_rank, level, dtype, backend, tensor)
-    case = whole_case("paper", dtype)
-
-    def whole(work):
-        leaves = [case.logits] if level == "logits" else head(dtype)
-        leaves = [x.detach().to(work).requires_grad_() for x in leaves]
-        if level == "logits":
-            function, options = reference.log_probs, {}
-        else:
-            function, options = reference.linear_log_probs, dict(bias=leaves[2])
-        options.update(temperature=TEMPERATURES[tensor])
-        logp, entropy = function(*leaves[:2], case.labels, **options)
-        (logp * per_token((B, S), 7) + 0.3 * entropy * per_token((B, S), 8)).sum().backward()
-        return (logp.detach(), entropy.detach()), [x.grad for x in leaves]
-
-    same, truth = whole(dtype), whole(torch.float64)
+    case, options = whole_case(dtype=dtype), dict(temperature=TEMPERATURES[tensor])
+    given = tensor, level, dtype, backend
+    outputs, gradients = zip(
+        *worlds(tensor).run(shards_of_log_probs, *given, **options), strict=True
+    )
+    leaves = [case.logits] if level == "logits" else head(dtype)
+    same, truth = (
+        log_probs_of(reference, [x.to(work) for x in leaves], case.labels, **options)
+        for work in (dtype, torch.float64)
+    )
     size = truth[0][0].abs().max().item()
     inherited = 2.0**-22 * size if level == "linear" else 0.0  # sums of 16 products
     for i, key in enumerate(("log_probs", "entropy")):
-        for p in parts:
-            assert torch.equal(p["outputs"][i], parts[0]["outputs"][i])
+        for other in outputs:
+            assert torch.equal(other[i], outputs[0][i])
         of = (same[0][i], truth[0][i])
-        assert_within_budget(key, parts[0]["outputs"][i], *of, operand=size, inherited=inherited)
+        assert_within_budget(key, outputs[0][i], *of, operand=size, inherited=inherited)
     if level == "logits":
-        got = [torch.cat([p["gradients"][0] for p in parts], -1)]
+        got = [torch.cat([dlogits for (dlogits,) in gradients], -1)]
     else:
-        got = [parts[0]["gradients"][0]]
-        got += [torch.cat([p["gradients"][i] for p in parts]) for i in (1, 2)]
-    for gradients in zip(got, same[1], truth[1], strict=True):
-        largest = gradients[2].abs().max().item()
+        got = [gradients[0][0], *(torch.cat([of[i] for of in gradients]) for i in (1, 2))]
+    for of_leaf in zip(got, same[1], truth[1], strict=True):
+        largest = of_leaf[2].abs().max().item()
         inherited = EPS[torch.float32] * size * largest
-        assert_within_budget("gradient", *gradients, inherited=inherited)
+        assert_within_budget("gradient", *of_leaf, inherited=inherited)

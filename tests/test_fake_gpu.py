@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from bapo_kernels import (
     log_probs,
 )
 from bapo_kernels.backends import native, triton
+from bapo_kernels.config import SURROGATES, LossAggMode
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
@@ -67,33 +69,26 @@ def backend(request, monkeypatch):
         yield request.param
 
 
-def tokens():
-    labels = torch.randint(0, V, (B, S), device="cuda")
-    return (labels, *torch.randn(2, B, S, device="cuda"), torch.ones(B, S, device="cuda"))
+def tokens(*shape):
+    """Labels, old log-probs, advantages and a mask."""
+    labels = torch.randint(0, V, shape, device="cuda")
+    return (labels, *torch.randn(2, *shape, device="cuda"), torch.ones(shape, device="cuda"))
+
+
+def check_device(out):
+    results = out.loss, out.log_probs, out.entropy, *out.bounds, *out.metrics.values()
+    assert {result.device.type for result in results} == {"cuda"}
 
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("statistics", ["all", "live"])
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    ],
-)
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_loss_and_gradient(backend, mode, statistics, given):
-    logits, (labels, old, A, mask) = torch.randn(B, S, V, device="cuda"), tokens()
+    logits, (labels, old, A, mask) = torch.randn(B, S, V, device="cuda"), tokens(B, S)
     scale = 7.0 if mode == "seq-mean-token-sum-norm" else None
     config = BAPOConfig.recipe(loss_agg_mode=mode, loss_scale_factor=scale, **ALL_TERMS)
     out = bapo_loss(
-        logits,
-        labels,
-        old,
-        A[:, 0],
-        mask,
+        *(logits, labels, old, A[:, 0], mask),
         config=config,
         backend=backend,
         inplace=True,
@@ -107,43 +102,37 @@ def test_loss_and_gradient(backend, mode, statistics, given):
         global_batch_size=torch.tensor(4, device="cuda"),
         dp_size=2,
     )
-    results = out.loss, out.log_probs, out.entropy, *out.bounds, *out.metrics.values()
-    assert {t.device.type for t in results} == {"cuda"}
+    check_device(out)
 
 
 def test_packed_tokens(backend):
-    labels, old, A, mask = (t.reshape(-1) for t in tokens())
+    labels, old, A, mask = tokens(B * S)
     config = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
     cu_seqlens = torch.tensor([0, 5, 12], device="cuda")
     options = dict(config=config, cu_seqlens=cu_seqlens, backend=backend)
     logits = torch.randn(B * S, V, device="cuda", dtype=torch.bfloat16)
-    out = bapo_loss(logits, labels, old, A, mask, inplace=True, **options)
-    assert out.loss.device.type == "cuda"
+    check_device(bapo_loss(logits, labels, old, A, mask, inplace=True, **options))
     assert bapo_loss_from_log_probs(old, old, A, mask, **options).loss.device.type == "cuda"
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "mask"])
+@pytest.mark.parametrize("surrogate", SURROGATES)
 def test_policies(backend, surrogate, packed):
     """Ratios of sequences, and own bounds."""
-    logits, (labels, old, A, mask) = torch.randn(B, S, V, device="cuda"), tokens()
-    lower, offsets = A[:, 0], None
-    if packed:
-        offsets = torch.tensor([0, 5, 12], device="cuda")
-        labels, old, A, mask = (t.reshape(-1) for t in (labels, old, A, mask))
-        logits = logits.view(B * S, V)
-    bounds = None if surrogate == "sapo" else (lower, A)
+    shape = (B * S,) if packed else (B, S)
+    offsets = torch.tensor([0, 5, 12], device="cuda") if packed else None
+    logits, (labels, old, A, mask) = torch.randn(*shape, V, device="cuda"), tokens(*shape)
+    of_sequences = A[:B] if packed else A[:, 0]
+    bounds = None if surrogate == "sapo" else (of_sequences, A)
     for level in ("token", "sequence"):
         config = BAPOConfig(surrogate=surrogate, ratio_level=level)
         options = dict(config=config, bounds=bounds, cu_seqlens=offsets, backend=backend)
-        batch = labels, old, lower, mask
-        out = bapo_loss(logits, *batch, inplace=True, statistics="live", **options)
-        results = out.loss, out.log_probs, *out.bounds, *out.metrics.values()
-        assert {t.device.type for t in results} == {"cuda"}
+        batch = logits, labels, old, of_sequences, mask
+        check_device(bapo_loss(*batch, inplace=True, statistics="live", **options))
 
 
 def test_log_probs_and_search(backend):
-    labels, old, A, mask = tokens()
+    labels, old, A, mask = tokens(B, S)
     logits = torch.randn(B, S, V, device="cuda")[:, :, 1:]
     for temperature in (1.0, A[0, 0], A[:, 0], A):
         for result in log_probs(logits, labels, temperature=temperature, backend=backend):
@@ -169,13 +158,14 @@ def test_first_decision_of_a_rank_without_tokens(backend, monkeypatch):
 
 def test_sampling_mask(backend):
     """Nothing is read to make one of tensors on a GPU, nor in a call that has it."""
-    labels, old, A, mask = tokens()
+    labels, old, A, mask = tokens(B, S)
     ids, offsets = torch.arange(3 * B * S), 3 * torch.arange(B * S + 1)
     sets = SamplingMask(ids.to("cuda") % V, offsets.to("cuda"))
     logits = torch.randn(B, S, V, device="cuda")
     out = bapo_loss(logits, labels, old, A, mask, sampling_mask=sets, backend=backend, inplace=True)
-    results = out.loss, *out.metrics.values(), *log_probs(logits, labels, sampling_mask=sets)
-    assert {t.device.type for t in results} == {"cuda"}
+    check_device(out)
+    for result in log_probs(logits, labels, sampling_mask=sets):
+        assert result.device.type == "cuda"
     assert "label_outside_mask" in out.metrics
 
 
@@ -183,4 +173,4 @@ def test_read_on_the_host_raises(backend):
     """The loss from hidden states reads the number of rows, which must raise here."""
     hidden = torch.randn(B, S, 16, device="cuda")
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-        bapo_linear_loss(hidden, torch.randn(V, 16, device="cuda"), *tokens(), backend=backend)
+        bapo_linear_loss(hidden, torch.randn(V, 16, device="cuda"), *tokens(B, S), backend=backend)

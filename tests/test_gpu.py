@@ -24,13 +24,8 @@ IN_FORWARD_AND_BACKWARD = [  # where the gradient is computed
     pytest.param(torch.bfloat16, id="bf16"),
     pytest.param(torch.float16, id="fp16"),
 ]
-REAL = [  # Llama-3, Qwen3, Gemma-3, a shard of Qwen3, an odd slice
-    128_256,
-    151_936,
-    262_208,
-    18_992,
-    151_669,
-]
+# Llama-3, Qwen3, Gemma-3, a shard of Qwen3, an odd slice
+REAL = [128_256, 151_936, 262_208, 18_992, 151_669]
 
 
 @pytest.fixture(params=GPU_KERNELS or ["none"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import check_against_reference, make_case, needs_native
 
-from bapo_kernels import BAPOConfig
+from bapo_kernels import BAPOConfig, log_probs, reference
 from bapo_kernels.debug import instruction_set
 
 pytestmark = needs_native
@@ -19,6 +19,12 @@ def chosen(request):
             yield request.param
     except RuntimeError:
         pytest.skip(f"needs a processor with {request.param}")
+
+
+def got_and_expected(logits, labels, **options):
+    """The log-probs of the kernels, and those of float64."""
+    got, _ = log_probs(logits, labels, **options)
+    return got, reference.log_probs(logits.double(), labels, **options)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -47,14 +53,10 @@ def test_extreme_values(chosen, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_float_is_read_exactly(chosen, dtype):
     """The log-prob of 0 beside x is that of float64, for every x."""
-    import bapo_kernels
-
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = bits.view(dtype)
     logits = torch.stack([x, torch.zeros_like(x)], -1)
-    labels = torch.ones(len(x), dtype=torch.long)
-    got, _ = bapo_kernels.log_probs(logits, labels)
-    expected, _ = bapo_kernels.reference.log_probs(logits.double(), labels)
+    got, expected = got_and_expected(logits, torch.ones(len(x), dtype=torch.long))
     assert torch.equal(got.isnan(), expected.isnan())
     ordinary = expected.isfinite()
     torch.testing.assert_close(got[ordinary].double(), expected[ordinary], rtol=3e-7, atol=3e-9)
@@ -72,21 +74,17 @@ def test_unknown_instruction_set_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_near_certain_labels(chosen, dtype):
     """A sum of many small terms and a large one loses no more than 16 float32 additions."""
-    import bapo_kernels
-
     torch.manual_seed(0)
     logits = (3 * torch.randn(200, 32_000)).to(dtype)
     labels = torch.randint(0, 32_000, (200,))
     certain = logits.float().logsumexp(-1) + 6 * torch.rand(200)
     logits[torch.arange(200), labels] = certain.to(dtype)
-    got, _ = bapo_kernels.log_probs(logits, labels)
-    expected, _ = bapo_kernels.reference.log_probs(logits.double(), labels)
+    got, expected = got_and_expected(logits, labels)
     assert (got - expected).abs().max() < 16 * 2.0**-25
 
 
 def test_rounding_of_the_scale_does_not_bias_log_probs(chosen):
     """float32 log2(e)/temperature is off by half a unit here, but log-probs have no such bias."""
-    import bapo_kernels
 
     def rounding(temperature):
         scale = 1 / (temperature * math.log(2))
@@ -97,6 +95,5 @@ def test_rounding_of_the_scale_does_not_bias_log_probs(chosen):
     torch.manual_seed(0)
     rows = 4_000  # the mean of their float32 roundings is about 1e-8
     logits, labels = 3 * torch.randn(rows, 2_000), torch.randint(0, 2_000, (rows,))
-    got, _ = bapo_kernels.log_probs(logits, labels, temperature=temperature)
-    expected, _ = bapo_kernels.reference.log_probs(logits.double(), labels, temperature=temperature)
+    got, expected = got_and_expected(logits, labels, temperature=temperature)
     assert (got - expected).mean().abs() < 5e-8

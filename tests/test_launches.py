@@ -6,12 +6,7 @@ import torch.distributed as dist
 from helpers import make_case, needs_native
 from launches import LAUNCHES, CountLaunches
 
-from bapo_kernels import (
-    BAPOConfig,
-    SamplingMask,
-    bapo_loss,
-    bapo_loss_from_log_probs,
-)
+from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, bapo_loss_from_log_probs
 from bapo_kernels.core.operators import SCHEMAS
 from bapo_kernels.tools.budget import Case
 
@@ -51,16 +46,25 @@ def test_arguments_of_any_form():
     assert counted.total() <= 10, counted.launches
 
 
-def test_gradients_in_backward():
-    """In float16 backward makes them, from coefficients that it scales and masks."""
-    counted = launches_of(make_case((2, 6), 33, torch.float16, staleness=0.4))
-    assert counted.total() <= 12, counted.launches
+def sets_of(case):
+    return SamplingMask.from_lists([[int(label), 0] for label in case.labels.flatten() % 32 + 1])
 
 
-def test_given_bounds_need_no_search():
-    case = make_case((2, 6), 33, staleness=0.4)
-    bounds = torch.tensor(0.8), torch.tensor(1.2)
-    assert launches_of(case, bounds=bounds).total() <= 8
+OTHERS = {
+    # Backward makes them, from coefficients that it scales and masks.
+    "gradients of float16": (12, torch.float16, lambda case: {}),
+    "no search": (8, torch.float32, lambda case: dict(bounds=torch.tensor([0.8, 1.2]).unbind())),
+    # Twelve more: labels found, values gathered, passed over and scattered, and a metric.
+    "sampling mask": (22, torch.float32, lambda case: dict(sampling_mask=sets_of(case))),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(name):
+    most, dtype, options = OTHERS[name]
+    case = make_case((2, 6), 33, dtype, staleness=0.4)
+    counted = launches_of(case, **options(case))
+    assert counted.total() <= most, counted.launches
 
 
 def test_log_probs_that_are_given():
@@ -69,14 +73,6 @@ def test_log_probs_that_are_given():
     with CountLaunches() as counted:
         bapo_loss_from_log_probs(x, old, A).loss.backward()
     assert counted.total() <= 10, counted.launches
-
-
-def test_a_sampling_mask():
-    """Twelve more: labels found, values gathered, passed over and scattered, and a metric."""
-    case = make_case((2, 6), 33, staleness=0.4)
-    mask = SamplingMask.from_lists([[int(label), 0] for label in case.labels.flatten() % 32 + 1])
-    counted = launches_of(case, sampling_mask=mask)
-    assert counted.total() <= 22, counted.launches
 
 
 def group_rank(rank):

@@ -15,13 +15,7 @@ from helpers import (
     unmasked_tokens,
 )
 
-from bapo_kernels import (
-    BAPOConfig,
-    BAPOLinearLoss,
-    bapo_linear_loss,
-    linear_log_probs,
-    reference,
-)
+from bapo_kernels import BAPOConfig, BAPOLinearLoss, bapo_linear_loss, linear_log_probs, reference
 from bapo_kernels.core import gemm
 from bapo_kernels.core.head import Head, HeadGradients
 from bapo_kernels.core.hidden import Compaction
@@ -34,6 +28,20 @@ B, S, H, V = 3, 7, 24, 193
 def chunks_as_asked_for(monkeypatch):
     """Also where one would take less memory, because the sum of several does."""
     monkeypatch.setattr("bapo_kernels.core.head.SUM_BYTES", 0)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Of every product that makes logits: how many rows it has, and its memory."""
+    made = []
+
+    def logits(self, rows, memory, original=Head.logits):
+        h, of_rows = original(self, rows, memory)
+        made.append((rows.numel(), of_rows.untyped_storage().data_ptr()))
+        return h, of_rows
+
+    monkeypatch.setattr(Head, "logits", logits)
+    return made
 
 
 CONFIGS = {
@@ -81,55 +89,40 @@ def run(function, parameters, case, kind=None, frozen=False, **options):
     leaves = [p.detach().to(kind or p.dtype).clone() for p in parameters]
     for leaf in leaves[: 1 if frozen else 3]:
         leaf.requires_grad_()
-    hidden = leaves[0]
-    if function is reference.bapo_linear_loss:  # 0*NaN of a masked row would reach the weight
-        hidden = torch.where(unmasked_tokens(case)[..., None], hidden, 0.0)
-    out = function(hidden, leaves[1], *case.arguments(), bias=leaves[2], **(case.options | options))
+    hidden, weight, bias = leaves
+    out = function(hidden, weight, *case.arguments(), bias=bias, **(case.options | options))
     out.loss.backward()
     return out, [leaf.grad for leaf in leaves]
 
 
-def check(
-    parameters,
-    case,
-    backend,
-    statistics="all",
-    linear_loss=bapo_linear_loss,
-    frozen=False,
-    logits_dtype=None,
-    **options,
-):
-    got, same, truth = (
-        run(function, parameters, case, kind, frozen, statistics=statistics, **extra)
-        for function, kind, extra in (
-            (linear_loss, None, {"backend": backend, "logits_dtype": logits_dtype, **options}),
-            (reference.bapo_linear_loss, None, {"logits_dtype": logits_dtype}),
-            (reference.bapo_linear_loss, torch.float64, {}),
-        )
-    )
+def check(parameters, case, backend, statistics="all", function=bapo_linear_loss, **options):
+    options |= dict(statistics=statistics)
+    of_reference = {name: options[name] for name in ("statistics", "frozen") if name in options}
+    got = run(function, parameters, case, backend=backend, **options)
+    loss, logits_dtype = reference.bapo_linear_loss, options.get("logits_dtype")
+    same = run(loss, parameters, case, logits_dtype=logits_dtype, **of_reference)
+    truth = run(loss, parameters, case, torch.float64, **of_reference)
     size = truth[0].log_probs.nan_to_num().abs().max().item()
     named = zip(("hidden", "weight", "bias"), got[1], same[1], truth[1], strict=True)
     for name, *gradients in named:
-        if frozen and name != "hidden":
+        if name != "hidden" and options.get("frozen"):
             assert gradients[0] is None
             continue
         assert gradients[0].dtype == parameters[0].dtype
         # r inherits the rounding of the log-prob, as in check_against_reference.
         inherited = EPS[torch.float32] * size * gradients[2].abs().max().item()
         assert_within_budget(f"gradient of {name}", *gradients, inherited=inherited)
-    for a, b in zip(got[0].bounds, truth[0].bounds, strict=True):
-        assert a.item() == b.item()
+    for bounds in zip(got[0].bounds, truth[0].bounds, strict=True):
+        torch.testing.assert_close(*bounds, rtol=0, atol=0, equal_nan=True)
     parts = [r[0].log_probs for r in (got, same, truth)]
     assert_within_budget("log_probs", *parts, inherited=2.0**-22 * size)  # sums of 24 products
     if parameters[0].dtype == torch.float32:
+        close = dict(rtol=2e-5, atol=1e-6, equal_nan=True, check_dtype=False)
         for name in ("loss", "entropy"):
-            values = (getattr(r[0], name).double() for r in (got, truth))
-            torch.testing.assert_close(*values, rtol=2e-5, atol=1e-6, equal_nan=True)
-        assert got[0].metrics.keys() == truth[0].metrics.keys()
-        for name, value in truth[0].metrics.items():
-            torch.testing.assert_close(
-                got[0].metrics[name].double(), value.double(), rtol=2e-5, atol=1e-6
-            )
+            torch.testing.assert_close(*(getattr(r[0], name) for r in (got, truth)), **close)
+        metrics = truth[0].metrics
+        assert not any(value.isnan() for value in metrics.values())
+        torch.testing.assert_close(got[0].metrics, metrics, **close)
     return got
 
 
@@ -167,41 +160,84 @@ def test_compiled(backend, device, name, frozen):
     for S_ in (S, S + 4):
         parameters, case = problem(torch.float32, device, build(name), shape=(B, S_), seed=S_)
         with torch._dynamo.config.patch(error_on_recompile=S_ != S):
-            check(parameters, case, backend, linear_loss=compiled, frozen=frozen, chunk_tokens=9)
+            check(parameters, case, backend, function=compiled, frozen=frozen, chunk_tokens=9)
 
 
 def test_packed_with_weights(backend, device):
     config = BAPOConfig.recipe(loss_agg_mode="seq-mean-token-mean")
     parameters, case = problem(torch.float32, device, config, shape=(20,))
-    case.options |= dict(
+    case.options = dict(
+        config=config,
         cu_seqlens=torch.tensor([0, 5, 5, 12, 20], device=device),
         rollout_is_weights=per_token((20,), low=0.2, high=2.0).to(device),
         rollout_log_probs=per_token((20,), seed=3).to(device),
         global_batch_size=7,
     )
-    case.options["ref_log_probs"] = None
     case.advantages = torch.tensor([0.5, 2.0, -1.0, 0.7], device=device)
     check(parameters, case, backend, chunk_tokens=6)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "chunks"), [(None, 1), (4, 4)])
-def test_last_chunk_is_not_recomputed(monkeypatch, chunk_tokens, chunks):
-    """It stays in memory until the bounds are known; then others are recomputed in its place."""
-    parameters, case = problem(torch.float32, "cpu", build("far"))
-    made = []
+@pytest.mark.parametrize(
+    ("config", "frozen", "chunk_tokens", "recomputed"),
+    [
+        (build("far"), False, None, 0),
+        (build("far"), False, 4, 1),
+        (build("kl"), False, 4, 1),
+        (build("entropy"), False, 4, 1),
+        (build("ratio of sequences"), False, 4, 3),
+        (BAPOConfig(surrogate="sapo"), False, 4, 0),
+        (build("far"), True, 4, 0),
+        (build("kl"), True, 4, 0),
+        (build("entropy"), True, 4, 1),
+        (build("ratio of sequences"), True, 4, 0),
+    ],
+)
+def test_logits_that_are_made_again(products, config, frozen, chunk_tokens, recomputed):
+    """Not the last chunk, which stays in memory until the bounds are known; then others are
+    recomputed in its place: undecided rows, of sequences all. With a frozen head none, unless the
+    entropy has a gradient."""
+    parameters, case = problem(torch.float32, "cpu", config)
+    run(bapo_linear_loss, parameters, case, frozen=frozen, chunk_tokens=chunk_tokens)
+    counted = int(unmasked_tokens(case).sum())
+    chunks = -(-counted // (chunk_tokens or counted))
+    assert len(products) == chunks + recomputed
+    assert len({place for _, place in products}) == 1
+    sizes = [rows for rows, _ in products]
+    assert sum(sizes[:chunks]) == counted
+    assert max(sizes[:chunks]) - min(sizes[:chunks]) < chunks, "equal but for the last"
+    if config.ratio_level == "sequence" and not frozen:
+        assert sizes[chunks:] == sizes[: chunks - 1]
 
-    def logits(self, rows, memory, original=Head.logits):
-        h, of_rows = original(self, rows, memory)
-        made.append((rows.numel(), of_rows.untyped_storage().data_ptr()))
-        return h, of_rows
 
-    monkeypatch.setattr(Head, "logits", logits)
-    run(bapo_linear_loss, parameters, case, chunk_tokens=chunk_tokens)
-    recomputed = 0 if chunk_tokens is None else 1
-    assert len(made) == chunks + recomputed
-    assert len({place for _, place in made}) == 1
-    sizes = [rows for rows, _ in made[:chunks]]
-    assert max(sizes) - min(sizes) < chunks, "the chunks are equal but for the last"
+def test_rows_of_a_frozen_head_without_advantage_take_no_product(monkeypatch):
+    """Those of sequences without any, as where the ratio is the token's."""
+    added = []
+
+    def add(self, rows, h, dlogits, original=HeadGradients.add):
+        added.extend(rows.tolist())
+        return original(self, rows, h, dlogits)
+
+    monkeypatch.setattr(HeadGradients, "add", add)
+    parameters, case = problem(torch.float32, "cpu", BAPOConfig(ratio_level="sequence"))
+    case.advantages[1] = 0.0
+    run(bapo_linear_loss, parameters, case, frozen=True, chunk_tokens=5)
+    assert added
+    assert not {*range(S, 2 * S)} & {*added}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("surrogate", "level"), [("cispo", "token"), ("clip", "sequence"), ("sapo", "sequence")]
+)
+def test_bounds_of_tokens(backend, device, surrogate, level, frozen):
+    """Where no row is undecided; SAPO has none."""
+    config = BAPOConfig(surrogate=surrogate, ratio_level=level)
+    parameters, case = problem(torch.float32, device, config)
+    if config.has_bounds:
+        bounds = per_token((B,), 5, 0.7, 0.95), per_token((B, S), 6, 1.05, 1.3)
+        case.options["bounds"] = tuple(bound.to(device) for bound in bounds)
+    for chunk_tokens in (5, 1, None):
+        check(parameters, case, backend, frozen=frozen, chunk_tokens=chunk_tokens)
 
 
 def test_rows_per_chunk(monkeypatch):
@@ -247,20 +283,6 @@ def test_rows_that_stay_are_moved_to_the_front(share):
         assert front.fillers.numel() == len(front.rows) - len(stay)
 
 
-def test_chunk_size_changes_nothing_but_rounding(backend, device):
-    parameters, case = problem(torch.float32, device, BAPOConfig())
-    results = [
-        run(bapo_linear_loss, parameters, case, backend=backend, chunk_tokens=n)
-        for n in (1, 5, 100)
-    ]
-    for out, gradients in results[1:]:
-        # Log-probs are about 20.
-        torch.testing.assert_close(out.loss, results[0][0].loss, rtol=4e-6, atol=0)
-        assert out.bounds == results[0][0].bounds
-        for a, b in zip(gradients, results[0][1], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weight_gradient_of_many_chunks(dtype):
     """The error must not grow with the number of chunks, as it would for a sum in bfloat16.
@@ -268,19 +290,20 @@ def test_weight_gradient_of_many_chunks(dtype):
     The products are not rounded; those of bfloat16 are, on a CPU, which is within the budget.
     """
     torch.manual_seed(0)
-    parameters = torch.randn(400, H).to(dtype), torch.randn(V, H).to(dtype), None
+    hidden, weight = torch.randn(400, H).to(dtype), torch.randn(V, H).to(dtype)
     dlogits = torch.randn(400, V).to(dtype)
-    truth = dlogits.double().T @ parameters[0].double()
-    gradients = HeadGradients(Head.of(*parameters, dtype), (True, True, False), one_chunk=False)
+    truth = dlogits.double().T @ hidden.double()
+    head = Head.of(hidden, weight, None, dtype)
+    gradients = HeadGradients(head, (True, True, False), one_chunk=False)
     naive = torch.zeros(V, H, dtype=dtype)
     for rows in torch.arange(400).split(2):
-        gradients.add(rows, parameters[0][rows], dlogits[rows])
-        naive += dlogits[rows].T @ parameters[0][rows]
+        gradients.add(rows, hidden[rows], dlogits[rows])
+        naive += dlogits[rows].T @ hidden[rows]
     assert gradients.weight.dtype == torch.float32
     sums = 1e-5 * truth.abs().max().item()
     if dtype != torch.bfloat16:
         assert (gradients.weight - truth).abs().max() <= sums
-    dhidden, dweight, _ = gradients.of(*parameters)
+    dhidden, dweight, _ = gradients.of(hidden, weight, None)
     assert dhidden.dtype == dweight.dtype == dtype
     rounded = truth.to(dtype)
     assert_within_budget("gradient of weight", dweight, rounded, truth, inherited=sums)
@@ -305,10 +328,9 @@ def test_products_that_add_to_float32(monkeypatch):
         assert out is total
         return out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
 
+    head = Head.of(hidden, weight, None, torch.bfloat16)
+    gradients = HeadGradients(head, (False, True, False), one_chunk=False)
     monkeypatch.setattr(gemm, "adds_in_float32", lambda operand: True)
-    gradients = HeadGradients(
-        Head.of(hidden, weight, None, torch.bfloat16), (False, True, False), one_chunk=False
-    )
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
     for rows in torch.arange(30).split(10):
@@ -324,9 +346,9 @@ def test_rows_without_a_gradient_may_hold_anything(backend, device, chunk_tokens
     torch.manual_seed(0)
     hidden, weight = torch.randn(9, H, device=device), torch.randn(V, H, device=device)
     factors = torch.tensor([1.0, 2.0, 0.0, -1.0, 0.5, 0.0, 0.0, 0.0, 0.0], device=device)
-    valid, results = torch.arange(9, device=device), []
+    valid, bad, results = torch.arange(9, device=device), hidden.clone(), []
     labels = torch.where(factors != 0, valid, -1)
-    labels[8], bad = V, torch.where(torch.arange(9, device=device)[:, None] == 7, torch.nan, hidden)
+    labels[8], bad[7] = V, torch.nan
     options = dict(backend=backend, chunk_tokens=chunk_tokens)
     for function, x, of, extra in (
         (linear_log_probs, bad, labels, options),
@@ -335,47 +357,20 @@ def test_rows_without_a_gradient_may_hold_anything(backend, device, chunk_tokens
     ):
         leaf = x.clone().requires_grad_()
         logp, _ = function(leaf, weight.to(x.dtype), of, **extra)
-        torch.where(factors != 0, factors * logp, 0.0).sum().backward()
-        results.append(leaf.grad)
+        loss = torch.where(factors != 0, factors * logp, 0.0).sum()
+        results += torch.autograd.grad(loss, leaf)
     assert_within_budget("gradient of hidden", *results)
 
 
-def test_micro_batches_add_up(backend, device):
-    config = BAPOConfig.fixed(0.8, 1.2)
-    parameters, case = problem(torch.float32, device, config, shape=(4, 5))
-    tokens = int(unmasked_tokens(case).sum())
-    whole = run(bapo_linear_loss, parameters, case, backend=backend)[1]
-    added = [torch.zeros_like(p) for p in parameters]
-    for rows in (slice(0, 1), slice(1, 4)):
-        part = Case(None, *(t[rows] for t in case.arguments()), case.options)
-        part.options = part.options | {"ref_log_probs": case.options["ref_log_probs"][rows]}
-        hidden = parameters[0][rows]
-        gradients = run(
-            bapo_linear_loss,
-            [hidden, *parameters[1:]],
-            part,
-            backend=backend,
-            batch_num_tokens=tokens,
-        )[1]
-        added[0][rows] = gradients[0]
-        added[1] += gradients[1]
-        added[2] += gradients[2]
-    for a, b in zip(added, whole, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("frozen", [0, 1, 2, (0, 1), (1, 2)])
+@pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {0, 1}, {1, 2}], ids=str)
 def test_frozen_parameters_have_no_gradient(backend, device, frozen):
     parameters, case = problem(torch.float32, device, BAPOConfig())
     expected = run(bapo_linear_loss, parameters, case, backend=backend)[1]
-    leaves = [p.clone().requires_grad_() for p in parameters]
-    for i in frozen if isinstance(frozen, tuple) else (frozen,):
-        leaves[i].requires_grad_(False)
-    bapo_linear_loss(
-        leaves[0], leaves[1], *case.arguments(), bias=leaves[2], backend=backend, **case.options
-    ).loss.backward()
-    for leaf, gradient in zip(leaves, expected, strict=True):
-        assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, gradient)
+    leaves = [p.clone().requires_grad_(i not in frozen) for i, p in enumerate(parameters)]
+    options = dict(bias=leaves[2], backend=backend, **case.options)
+    bapo_linear_loss(*leaves[:2], *case.arguments(), **options).loss.backward()
+    for i, (leaf, gradient) in enumerate(zip(leaves, expected, strict=True)):
+        assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, gradient)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -385,28 +380,9 @@ def test_frozen_head(backend, device, dtype, name):
     parameters, case = problem(dtype, device, build(name), staleness=0.0)
     case.old_log_probs = None
     check(parameters, case, backend, chunk_tokens=5, frozen=True)
-    if dtype == torch.float32:
-        for statistics in ("all", "live"):
-            parameters, case = problem(dtype, device, build(name))
-            check(parameters, case, backend, statistics, chunk_tokens=4, frozen=True)
-
-
-@pytest.mark.parametrize(("name", "recomputed"), [("far", 0), ("kl", 0), ("entropy", 1)])
-def test_frozen_head_recomputes_nothing(monkeypatch, name, recomputed):
-    parameters, case = problem(torch.float32, "cpu", build(name))
-    rows = []
-
-    def logits(self, of, memory, original=Head.logits):
-        rows.append(of.numel())
-        return original(self, of, memory)
-
-    monkeypatch.setattr(Head, "logits", logits)
-    counted = int(unmasked_tokens(case).sum())
-    for frozen, more in ((False, 1), (True, recomputed)):
-        rows.clear()
-        run(bapo_linear_loss, parameters, case, frozen=frozen, chunk_tokens=4)
-        assert len(rows) == -(-counted // 4) + more
-        assert (sum(rows) > counted) == bool(more)
+    for statistics in ("all", "live") if dtype == torch.float32 else ():
+        parameters, case = problem(dtype, device, build(name))
+        check(parameters, case, backend, statistics, chunk_tokens=4, frozen=True)
 
 
 @pytest.mark.parametrize(
@@ -415,18 +391,11 @@ def test_frozen_head_recomputes_nothing(monkeypatch, name, recomputed):
     + [pytest.param(torch.bfloat16, True, marks=[pytest.mark.compile, pytest.mark.slow])],
 )
 @pytest.mark.parametrize("entropy", [False, True])
-def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, monkeypatch):
+def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, products):
     """No logits are made again, unless the entropy has a gradient, and in float16."""
     torch._dynamo.reset()
     parameters, case = problem(dtype, device, BAPOConfig())
     factors, T = torch.randn(B, S, device=device), 0.8 + 0.4 * torch.rand(B, S, device=device)
-    made = []
-
-    def logits(self, of, memory, original=Head.logits):
-        made.append(of.numel())
-        return original(self, of, memory)
-
-    monkeypatch.setattr(Head, "logits", logits)
     function = torch.compile(linear_log_probs, fullgraph=True) if compiled else linear_log_probs
     labels, results = torch.where(unmasked_tokens(case), case.labels, -100), []
     for kind, which, options in (
@@ -444,9 +413,8 @@ def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, m
             loss.backward()
             assert torch.equal(hidden.grad, 2 * results[-1]), "a second backward is the same"
     assert_within_budget("gradient of hidden", *results)
-    unmasked = int((labels != -100).sum())
     again = entropy or dtype == torch.float16
-    assert sum(made) == unmasked * (3 if again else 1)
+    assert sum(rows for rows, _ in products) == (labels != -100).sum() * (3 if again else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -465,13 +433,11 @@ def test_float32_logits_are_not_rounded(backend, device, dtype):
     weight = (3 * torch.randn(1_000, 256) / 16).to(device, dtype)
     hidden, labels = torch.randn(30, 256).to(device, dtype), torch.arange(30, device=device)
     expected = reference.linear_log_probs(hidden.double(), weight.double(), labels)[0]
-    options = dict(backend=backend, chunk_tokens=8)
-    errors = [
-        (linear_log_probs(hidden, weight, labels, logits_dtype=kind, **options)[0] - expected)
-        .abs()
-        .max()
-        for kind in (torch.float32, None)
-    ]
+    errors = []
+    for kind in (torch.float32, None):
+        options = dict(logits_dtype=kind, backend=backend, chunk_tokens=8)
+        log_probs = linear_log_probs(hidden, weight, labels, **options)[0]
+        errors.append((log_probs - expected).abs().max())
     assert errors[0] <= 2e-6 < 1e-3 < errors[1]
 
 
@@ -479,24 +445,25 @@ def test_float32_logits_under_autocast(backend, device):
     """The operands have the dtype of autocast, their products are not rounded to it."""
     torch.manual_seed(0)
     weight, hidden = torch.randn(200, 32, device=device), torch.randn(30, 32, device=device)
-    bias = 30 * torch.randn(200, device=device)
-    labels = torch.arange(30, device=device)
-    options = dict(bias=bias, logits_dtype=torch.float32)
-    with torch.autocast(device, torch.bfloat16):
-        got = linear_log_probs(hidden, weight, labels, backend=backend, **options)[0]
-        same = linear_log_probs(hidden, weight, labels, backend="reference", **options)[0]
+    bias, labels = 30 * torch.randn(200, device=device), torch.arange(30, device=device)
     operands = hidden.bfloat16().double(), weight.bfloat16().double()
     expected = reference.linear_log_probs(*operands, labels, bias=bias.double())[0]
-    for log_probs in (got, same):
+    for name in (backend, "reference"):
+        options = dict(bias=bias, logits_dtype=torch.float32, backend=name)
+        with torch.autocast(device, torch.bfloat16):
+            log_probs = linear_log_probs(hidden, weight, labels, **options)[0]
         assert (log_probs - expected).abs().max() <= 4e-7 * expected.abs().max()
 
 
 def test_without_gradient(backend, device):
+    """A call with the counts of a larger batch."""
     parameters, case = problem(torch.float32, device, BAPOConfig())
-    expected = run(bapo_linear_loss, parameters, case, backend=backend)[0]
+    case = case.with_options(batch_num_tokens=100, dp_size=2)
+    hidden, weight, bias = parameters
+    expected = check(parameters, case, backend)[0]
     with torch.no_grad():
         out = bapo_linear_loss(
-            *parameters[:2], *case.arguments(), bias=parameters[2], backend=backend, **case.options
+            hidden, weight, *case.arguments(), bias=bias, backend=backend, **case.options
         )
     assert not out.loss.requires_grad
     assert torch.equal(out.loss, expected.loss)
@@ -505,16 +472,17 @@ def test_without_gradient(backend, device):
 
 def test_tied_weight_and_no_bias(backend, device):
     parameters, case = problem(torch.float32, device, BAPOConfig())
-    embedding = parameters[1].clone().requires_grad_()
-    hidden = embedding[case.labels.clamp(min=0)] * 0.5
-    out = bapo_linear_loss(hidden, embedding, *case.arguments(), backend=backend, **case.options)
-    out.loss.backward()
-    true = parameters[1].double().requires_grad_()
-    expected = reference.bapo_linear_loss(
-        true[case.labels.clamp(min=0)] * 0.5, true, *case.arguments(), **case.options
-    )
-    expected.loss.backward()
-    assert (embedding.grad - true.grad).abs().max() <= 1e-5 * true.grad.abs().max()
+    results = []
+    for function, dtype, options in (
+        (bapo_linear_loss, torch.float32, dict(backend=backend)),
+        (reference.bapo_linear_loss, torch.float64, {}),
+    ):
+        embedding = parameters[1].to(dtype, copy=True).requires_grad_()
+        hidden = embedding[case.labels.clamp(min=0)] * 0.5
+        loss = function(hidden, embedding, *case.arguments(), **case.options, **options).loss
+        results += torch.autograd.grad(loss, embedding)
+    got, true = results
+    assert (got - true).abs().max() <= 1e-5 * true.abs().max()
 
 
 @pytest.mark.parametrize("chunk_tokens", [6, None])
@@ -522,47 +490,34 @@ def test_autocast(backend, device, chunk_tokens):
     """float32 parameters, bfloat16 GEMMs, gradients in float32."""
     parameters, case = problem(torch.float32, device, BAPOConfig(), staleness=0.0)
     case.old_log_probs = None
-    leaves = [p.clone().requires_grad_() for p in parameters]
     with torch.autocast(device, torch.bfloat16):
-        out = bapo_linear_loss(
-            leaves[0],
-            leaves[1],
-            *case.arguments(),
-            bias=leaves[2],
-            backend=backend,
-            chunk_tokens=chunk_tokens,
-            **case.options,
-        )
-    out.loss.backward()
+        options = dict(backend=backend, chunk_tokens=chunk_tokens)
+        got = run(bapo_linear_loss, parameters, case, **options)[1]
     truth = run(reference.bapo_linear_loss, parameters, case, torch.float64)[1]
-    for leaf, gradient in zip(leaves, truth, strict=True):
-        assert leaf.grad.dtype == torch.float32
-        assert (leaf.grad.double() - gradient).norm() <= 2e-2 * gradient.norm()
+    for mine, gradient in zip(got, truth, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine.double() - gradient).norm() <= 2e-2 * gradient.norm()
     if chunk_tokens is not None or device == "cuda":  # one product on a CPU has bfloat16
-        assert not torch.equal(leaves[1].grad, leaves[1].grad.bfloat16().float())
+        assert not torch.equal(got[1], got[1].bfloat16().float())
 
 
 def test_all_masked_and_no_tokens(backend, device):
     parameters, case = problem(torch.float32, device, BAPOConfig())
     case.response_mask = torch.zeros_like(case.response_mask)
-    out, gradients = run(bapo_linear_loss, parameters, case, backend=backend)
-    assert out.loss == 0
-    assert not any(g.any() for g in gradients)
     empty = Case(None, *(t[:0] for t in case.arguments()), {"config": BAPOConfig()})
-    out, gradients = run(
-        bapo_linear_loss, [parameters[0][:0], *parameters[1:]], empty, backend=backend
-    )
-    assert out.loss == 0
-    assert gradients[0].shape == (0, S, H)
-    assert not gradients[1].any()
+    for hidden, tokens in ((parameters[0], case), (parameters[0][:0], empty)):
+        leaves = [hidden, *parameters[1:]]
+        out, gradients = run(bapo_linear_loss, leaves, tokens, backend=backend)
+        assert out.loss == 0
+        assert gradients[0].shape == hidden.shape
+        assert not any(g.any() for g in gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("temperature", [0.8, torch.linspace(0.8, 2.0, B * S).view(S, B).T])
 def test_linear_log_probs(backend, device, dtype, entropy, temperature):
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.to(device)
+    T = temperature.to(device) if isinstance(temperature, torch.Tensor) else temperature
     parameters, case = problem(dtype, device, BAPOConfig())
     unmasked = unmasked_tokens(case)
     labels = torch.where(unmasked, case.labels, -100)
@@ -571,23 +526,14 @@ def test_linear_log_probs(backend, device, dtype, entropy, temperature):
     def gradients(function, kind=dtype, order=slice(None), **options):
         """``order``: in which the products add up the columns of hidden states and weight."""
         leaves = [p.to(kind).clone().requires_grad_() for p in parameters]
-        hidden = torch.where(unmasked[..., None], leaves[0], 0.0)
-        logp, token_entropy = function(
-            hidden[..., order],
-            leaves[1][:, order],
-            labels,
-            bias=leaves[2],
-            temperature=temperature,
-            return_entropy=entropy,
-            **options,
-        )
+        hidden = torch.where(unmasked[..., None], leaves[0], 0.0)[..., order]
+        options |= dict(bias=leaves[2], temperature=T, return_entropy=entropy)
+        logp, token_entropy = function(hidden, leaves[1][:, order], labels, **options)
+        assert (token_entropy is not None) == entropy
         loss = (weights * logp).sum()
         if entropy:
             loss = loss + 0.3 * (weights * token_entropy).sum()
-        else:
-            assert token_entropy is None
-        loss.backward()
-        return [leaf.grad for leaf in leaves]
+        return torch.autograd.grad(loss, leaves)
 
     got = gradients(linear_log_probs, backend=backend, chunk_tokens=4)
     truth = gradients(reference.linear_log_probs, torch.float64)
@@ -617,20 +563,18 @@ def test_recomputed_logits_have_statistics_of_their_own(monkeypatch):
     def of_log_probs():
         leaves = [p.clone().requires_grad_() for p in parameters]
         logp, entropy = linear_log_probs(*leaves[:2], labels, bias=leaves[2], chunk_tokens=4)
-        (logp + 0.3 * entropy).sum().backward()
-        return [leaf.grad for leaf in leaves]
+        return list(torch.autograd.grad((logp + 0.3 * entropy).sum(), leaves))
 
     def of_loss():
         return run(bapo_linear_loss, parameters, case, chunk_tokens=4)[1]
 
     for gradients in of_log_probs, of_loss:
         expected = gradients()
+        made.zero_()
         with monkeypatch.context() as patch:
             patch.setattr(Head, "logits", logits)
-            made.zero_()
             got = gradients()
-        for mine, true in zip(got, expected, strict=True):
-            torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -651,15 +595,14 @@ def test_temperatures_of_undecided_rows(backend, device):
     """Chunks of any size find the same rows; equal temperatures have the bits of one number."""
     parameters, case = problem(torch.float32, device, BAPOConfig(temperature=0.75))
     options = dict(backend=backend, chunk_tokens=4)
-    expected = run(bapo_linear_loss, parameters, case, **options)
-    case.options["config"] = BAPOConfig()
+    expected = run(bapo_linear_loss, parameters, case, **options)[1]
     T = torch.full((B, S), 0.75, device=device)
-    got = run(bapo_linear_loss, parameters, case, temperature=T, **options)
-    for mine, true in zip(got[1], expected[1], strict=True):
-        assert torch.equal(mine, true)
+    case = case.with_options(config=BAPOConfig(), temperature=T)
+    got = run(bapo_linear_loss, parameters, case, **options)[1]
+    assert all(map(torch.equal, got, expected))
     T *= torch.linspace(0.9, 1.1, B * S, device=device).view(B, S)
     for frozen in (False, True):
-        check(parameters, case.with_options(temperature=T), backend, frozen=frozen, chunk_tokens=4)
+        check(parameters, case, frozen=frozen, **options)
 
 
 def test_module(backend, device):
@@ -671,38 +614,29 @@ def test_module(backend, device):
 
 
 ERRORS = {
-    "weight": (dict(lm_head_weight=torch.ones(5, 3)), r"lm_head_weight must have shape \(V, 4\)"),
-    "dtype": (
-        dict(lm_head_weight=torch.ones(5, 4).bfloat16()),
-        "lm_head_weight must have the dtype",
-    ),
-    "bias": (dict(bias=torch.ones(4)), r"bias must have shape \(5,\), got \(4,\)"),
-    "chunk": (dict(chunk_tokens=0), "chunk_tokens must be None or an integer >= 1, got 0"),
-    "logits": (
-        dict(logits_dtype=torch.bfloat16),
-        r"logits_dtype must be None, or torch.float32 for hidden states of half precision "
-        r"\(here torch.float32\), got torch.bfloat16",
-    ),
-    "labels": (dict(labels=torch.zeros(3, dtype=torch.long)), "labels must have the leading shape"),
+    r"lm_head_weight must have shape \(V, 4\)": dict(lm_head_weight=torch.ones(5, 3)),
+    "lm_head_weight must have the dtype": dict(lm_head_weight=torch.ones(5, 4).bfloat16()),
+    r"bias must have shape \(5,\), got \(4,\)": dict(bias=torch.ones(4)),
+    "chunk_tokens must be None or an integer >= 1, got 0": dict(chunk_tokens=0),
+    r"logits_dtype must be None, or torch.float32 for hidden states of half precision "
+    r"\(here torch.float32\), got torch.bfloat16": dict(logits_dtype=torch.bfloat16),
+    "labels must have the leading shape": dict(labels=torch.zeros(3, dtype=torch.long)),
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_of_the_head(name):
-    given, message = ERRORS[name]
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_of_the_head(message):
     arguments = dict(
         hidden_states=torch.ones(2, 4),
         lm_head_weight=torch.ones(5, 4),
         labels=torch.zeros(2, dtype=torch.long),
     )
+    arguments |= ERRORS[message]
     with pytest.raises(ValueError, match=message):
-        linear_log_probs(**(arguments | given))
+        linear_log_probs(**arguments)
+    advantages = torch.ones(len(arguments["labels"]))
     with pytest.raises(ValueError, match=message):
-        bapo_linear_loss(
-            **(arguments | given),
-            old_log_probs=None,
-            advantages=torch.ones(len(given.get("labels", "ab"))),
-        )
+        bapo_linear_loss(**arguments, old_log_probs=None, advantages=advantages)
 
 
 @needs_native
@@ -725,6 +659,6 @@ def test_few_rows_of_a_large_vocabulary():
             (results[2], reference.bapo_linear_loss, torch.float64),
         ):
             leaf = hidden.to(dtype, copy=True).requires_grad_()
-            function(leaf, weight.to(dtype), *case.arguments()).loss.backward()
-            gradients.append(leaf.grad)
+            loss = function(leaf, weight.to(dtype), *case.arguments()).loss
+            gradients.extend(torch.autograd.grad(loss, leaf))
     assert_within_budget("gradient of hidden", *map(torch.stack, results))

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -216,33 +217,24 @@ def test_what_is_not_kept(monkeypatch):
     assert memory.LOGITS.last
 
 
-@pytest.fixture
-def switching():
-    """Threads take turns as often as they can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-7)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def test_threads(switching):
+def test_threads():
     """No two gradients that exist at the same time share memory."""
-    errors = []
+    start, interval = threading.Barrier(4), sys.getswitchinterval()
 
     def work(number):
+        start.wait()
         for _ in range(300):
             gradient = empty_gradient(LOGITS).fill_(number)
             time.sleep(0)
-            if not (gradient == number).all():
-                errors.append(number)
+            assert (gradient == number).all()
             del gradient
 
-    threads = [threading.Thread(target=work, args=(1.0 + i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    sys.setswitchinterval(1e-7)  # threads take turns as often as they can
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, (1.0, 2.0, 3.0, 4.0)))
+    finally:
+        sys.setswitchinterval(interval)
     assert len(memory.LOGITS.last) == 1
 
 

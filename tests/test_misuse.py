@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import get_args
 
@@ -40,61 +40,95 @@ V, H = 65, 8
 CONFIG = BAPOConfig(entropy_coef=0.1)
 
 
-def problem(device="cpu"):
+def problem(device="cpu", shape=(2, 4), **options):
     """Differentiable inputs of every public function by name, and the tokens."""
-    case = make_case((2, 4), V, device=device, poison=False)
+    case = make_case(shape, V, device=device, poison=False, **options)
     torch.manual_seed(0)
     inputs = dict(
         logits=case.logits,
-        hidden=torch.randn(2, 4, H, device=device),
+        hidden=torch.randn(*shape, H, device=device),
         weight=torch.randn(V, H, device=device),
-        log_probs=case.old_log_probs + 0.3 * torch.randn(2, 4, device=device),
-        entropy=torch.rand(2, 4, device=device),
+        log_probs=case.old_log_probs + 0.3 * torch.randn(shape, device=device),
+        entropy=torch.rand(shape, device=device),
     )
     return {name: x.clone().requires_grad_() for name, x in inputs.items()}, case
 
 
 def of_logits(x, case, backend, **options):
-    return bapo_loss(x["logits"], *case.arguments(), backend=backend, **options).loss
+    return bapo_loss(x["logits"], *case.arguments(), backend=backend, **options)
 
 
 def of_hidden(x, case, backend, **options):
     arguments = x["hidden"], x["weight"], *case.arguments()
-    return bapo_linear_loss(*arguments, backend=backend, chunk_tokens=3, **options).loss
+    return bapo_linear_loss(*arguments, backend=backend, chunk_tokens=3, **options)
 
 
 def of_log_probs(x, case, backend, **options):
     _, *arguments = case.arguments()
     options = dict(entropy=x["entropy"], config=CONFIG, backend=backend) | options
-    return bapo_loss_from_log_probs(x["log_probs"], *arguments, **options).loss
+    return bapo_loss_from_log_probs(x["log_probs"], *arguments, **options)
 
 
 def log_probs_of_logits(x, case, backend):
-    return log_probs(x["logits"], case.labels, backend=backend)[0]
+    return log_probs(x["logits"], case.labels, backend=backend)
 
 
 def log_probs_of_hidden(x, case, backend):
     arguments = x["hidden"], x["weight"], case.labels
-    return linear_log_probs(*arguments, backend=backend, chunk_tokens=3)[0]
+    return linear_log_probs(*arguments, backend=backend, chunk_tokens=3)
 
 
 LOSSES = [of_logits, of_hidden, of_log_probs]
 LOG_PROBS = [log_probs_of_logits, log_probs_of_hidden]
 
 
-def gradients(function, backend, device, around=nullcontext, **options):
-    """Value of a function and the gradients of all inputs, computed inside ``around()``."""
-    x, case = problem(device)
-    with around():
-        value = function(x, case, backend, **options)
+class Call:
+    """Of a loss, or of log-probs without their entropy; a test may change the inputs."""
+
+    def __init__(self, function, backend, device="cpu"):
+        self.function, self.backend, self.device = function, backend, device
+        self.x, self.case = problem(device)
+
+    def __call__(self, x=None, **options):
+        x = self.x if x is None else x
+        return self.function(x, self.case, self.backend, **options)[0]
+
+    def gradients(self):
+        return [leaf.grad for leaf in self.x.values()]
+
+    def results(self, value):
+        """The value and the gradients of all inputs, after its backward."""
         value.sum().backward()
-    return [value.detach(), *(leaf.grad for leaf in x.values())]
+        return [value.detach(), *self.gradients()]
+
+    @property
+    def plain(self):
+        return plain_results(self.function, self.backend, self.device)
+
+    def check(self, value):
+        """The value and its gradients are those of a plain call, to the bit."""
+        assert_same(self.results(value), self.plain)
+
+    def check_gradients(self):
+        assert_same(self.gradients(), self.plain[1:])
 
 
 @cache
-def expected_gradients(function, backend, device):
+def plain_results(function, backend, device):
     """Those of a plain call, which no test may change."""
-    return gradients(function, backend, device)
+    call = Call(function, backend, device)
+    return call.results(call())
+
+
+@pytest.fixture(params=[*LOSSES, *LOG_PROBS])
+def function(request):
+    return request.param
+
+
+@pytest.fixture
+def call(function, backend, device):
+    plain_results(function, backend, device)  # in no context of the test
+    return Call(function, backend, device)
 
 
 def assert_same(got, expected):
@@ -104,15 +138,18 @@ def assert_same(got, expected):
 
 class TestChangedBeforeBackward:
     @pytest.mark.parametrize("function", LOSSES)
-    def test_a_loss_has_the_gradient_of_its_forward(self, backend, device, function):
-        x, case = problem(device)
-        value = function(x, case, backend)
+    def test_a_loss_has_the_gradient_of_its_forward(self, call):
+        value, case = call(), call.case
         with torch.no_grad():
-            for changed in (*x.values(), case.labels, case.advantages, case.old_log_probs):
+            for changed in (*call.x.values(), case.labels, case.advantages, case.old_log_probs):
                 changed.mul_(2)
-        value.backward()
-        expected = expected_gradients(function, backend, device)
-        assert_same([value.detach(), *(leaf.grad for leaf in x.values())], expected)
+        call.check(value)
+
+    @pytest.mark.parametrize("function", LOG_PROBS)
+    def test_log_probs_keep_the_labels_of_their_forward(self, call):
+        value = call()
+        call.case.labels.zero_()
+        call.check(value)
 
     @pytest.mark.parametrize(
         ("function", "name"),
@@ -122,29 +159,18 @@ class TestChangedBeforeBackward:
             (log_probs_of_hidden, "weight"),
         ],
     )
-    def test_log_probs_raise(self, backend, device, function, name):
-        x, case = problem(device)
-        value = function(x, case, backend)
+    def test_log_probs_raise(self, call, name):
+        value = call()
         with torch.no_grad():
-            x[name].mul_(2)
+            call.x[name].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             value.sum().backward()
 
-    @pytest.mark.parametrize("function", [log_probs_of_logits, log_probs_of_hidden])
-    def test_log_probs_keep_the_labels_of_their_forward(self, backend, device, function):
-        x, case = problem(device)
-        value = function(x, case, backend)
-        case.labels.zero_()
-        value.sum().backward()
-        expected = expected_gradients(function, backend, device)
-        assert_same([value.detach(), *(leaf.grad for leaf in x.values())], expected)
-
     @pytest.mark.parametrize("function", [of_logits, of_hidden])
-    def test_a_loss_of_float16_raises(self, backend, device, function):
+    def test_a_loss_of_float16_raises(self, call):
         """Its gradient is computed in backward."""
-        x, case = problem(device)
-        half = {name: (leaf * 1).half() for name, leaf in x.items()}
-        loss = function(half, case, backend)
+        half = {name: (leaf * 1).half() for name, leaf in call.x.items()}
+        loss = call(half)
         for changed in half.values():
             changed.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -163,71 +189,69 @@ class TestChangedBeforeBackward:
             loss.backward()
 
 
-class TestInPlace:
-    def test_view_of_a_leaf_is_refused_before_it_is_written(self, backend, device):
-        x, case = problem(device)
-        arguments = (argument[:, 1:] for argument in case.arguments())
-        with pytest.raises(ValueError, match=r"logits must not be a leaf .* got such a view"):
-            bapo_loss(x["logits"][:, 1:], *arguments, backend=backend, inplace=True)
-        assert torch.equal(x["logits"], case.logits)
-
-    def test_one_of_many_views_is_refused(self, backend, device):
-        x, case = problem(device)
-        logits, *_ = (x["logits"] * 1).unbind()
-        arguments = (argument[0] for argument in case.arguments())
-        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-            bapo_loss(logits, *arguments, backend=backend, inplace=True)
-
-    def test_earlier_use_that_saved_nothing(self, backend, device):
-        results = []
-        for inplace in (False, True):
-            x, case = problem(device)
-            logits = x["logits"] * 1
-            before = logits.sum()
-            loss = bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace).loss
-            (loss + before).backward()
-            results.append(x["logits"].grad)
-        assert torch.equal(*results)
-
-    @pytest.mark.parametrize("used", ["base", "view"])
-    def test_later_use_of_the_memory_raises(self, backend, device, used):
-        x, case = problem(device)
-        base = x["logits"] * 1
-        view = base[:1]
-        logits = {"base": base[:1], "view": base[:1]}[used]
-        arguments = (argument[:1] for argument in case.arguments())
-        loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
-        with pytest.raises(RuntimeError, match="overwritten with their gradient"):
-            (loss + {"base": base, "view": view}[used].sum()).backward()
-
-    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-    def test_leaf_without_grad_mode(self, backend, device, mode):
-        x, case = problem(device)
-        _, *expected = expected_gradients(of_logits, backend, device)
-        with mode():
-            bapo_loss(x["logits"], *case.arguments(), backend=backend, inplace=True)
-        assert torch.equal(x["logits"], expected[0])
-
-
-@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("retain_graph", [True, False])
 @pytest.mark.parametrize("function", LOSSES)
-def test_second_backward_is_refused(backend, device, function, retain_graph):
-    x, case = problem(device)
-    loss = function(x, case, backend)
+def test_second_backward_is_refused(call, retain_graph):
+    loss = call()
     loss.backward(retain_graph=retain_graph)
     with pytest.raises(RuntimeError, match="of this loss can be called once"):
         loss.backward()
 
 
 @pytest.mark.parametrize("function", LOG_PROBS)
-def test_second_backward_of_log_probs(backend, device, function):
-    x, case = problem(device)
-    value = function(x, case, backend).sum()
+def test_second_backward_of_log_probs(call):
+    value = call().sum()
     value.backward(retain_graph=True)
     value.backward()
-    _, *expected = expected_gradients(function, backend, device)
-    twice = [None if gradient is None else 2 * gradient for gradient in expected]
-    assert_same([leaf.grad for leaf in x.values()], twice)
+    twice = [None if gradient is None else 2 * gradient for gradient in call.plain[1:]]
+    assert_same(call.gradients(), twice)
+
+
+@pytest.mark.parametrize("function", [of_logits, log_probs_of_logits])
+def test_double_backward_is_refused(call):
+    (gradient,) = torch.autograd.grad(call().sum(), call.x["logits"], create_graph=True)
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("function", [of_hidden])
+def test_gradient_through_entropy_of_hidden_states_raises(call, backend):
+    out = of_hidden(call.x, call.case, backend)
+    with pytest.raises(RuntimeError, match="have no gradient"):
+        (out.loss + out.entropy.mean()).backward()
+
+
+class FirstOfTwo(torch.autograd.Function):
+    """Hands None to the second, as DDP does for outputs that a loss does not use."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return first.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+@pytest.mark.parametrize("function", LOSSES)
+def test_a_loss_that_is_not_used(call, device):
+    loss, other = call(), torch.ones((), device=device, requires_grad=True)
+    FirstOfTwo.apply(other, loss).backward(retain_graph=True)
+    assert other.grad == 1
+    assert not any(gradient is not None and gradient.any() for gradient in call.gradients())
+    loss.backward()  # has its gradient still
+    call.check_gradients()
+
+
+@pytest.mark.parametrize("function", [of_logits])
+def test_changes_of_metrics_leave_the_loss_alone(call, backend):
+    """All are entries of one report, and autograd counts changes per tensor."""
+    out = of_logits(call.x, call.case, backend)
+    squared = out.loss**2
+    for metric in out.metrics.values():
+        metric.zero_()
+    out.log_probs.detach().zero_()
+    squared.backward()
 
 
 INCOMING = {
@@ -240,36 +264,35 @@ INCOMING = {
 
 @pytest.mark.parametrize("name", INCOMING)
 @pytest.mark.parametrize("function", LOG_PROBS)
-def test_incoming_gradient_of_log_probs(backend, device, function, name):
+def test_incoming_gradient_of_log_probs(function, backend, device, name):
     incoming = INCOMING[name](torch.randn(2, 4, device=device))
     results = []
     for gradient in (incoming, incoming.float().contiguous()):
-        x, case = problem(device)
-        function(x, case, backend).backward(gradient)
-        results.append([leaf.grad for leaf in x.values()])
+        call = Call(function, backend, device)
+        call().backward(gradient)
+        results.append(call.gradients())
     assert_same(*results)
     if name == "zero":
         assert not any(bool(g.any()) for g in results[0] if g is not None)
 
 
-def test_incoming_nan_stays_in_its_row(backend, device):
-    x, case = problem(device)
+@pytest.mark.parametrize("function", [log_probs_of_logits])
+def test_incoming_nan_stays_in_its_row(call, device):
     incoming = torch.ones(2, 4, device=device)
-    case.labels[0, 0], incoming[0, 0] = 1, torch.nan
-    log_probs_of_logits(x, case, backend).backward(incoming)
-    at = x["logits"].grad.isnan().any(-1)
+    call.case.labels[0, 0], incoming[0, 0] = 1, torch.nan
+    call().backward(incoming)
+    at = call.x["logits"].grad.isnan().any(-1)
     assert at.sum() == at[0, 0] == 1
 
 
 @pytest.mark.parametrize("function", LOSSES)
-def test_incoming_nan_reaches_every_gradient(backend, device, function):
-    x, case = problem(device)
-    (function(x, case, backend) * torch.nan).backward()
-    assert all(leaf.grad is None or leaf.grad.isnan().all() for leaf in x.values())
+def test_incoming_nan_reaches_every_gradient(call):
+    (call() * torch.nan).backward()
+    assert all(gradient is None or gradient.isnan().all() for gradient in call.gradients())
 
 
 FACTORS = {
-    "sum": lambda loss: loss.sum(),
+    "used twice": lambda loss: 0.375 * loss + loss.square() * 0 + 0.625 * loss,
     "expanded": lambda loss: loss.expand(4).mean(),
     "float64": lambda loss: loss.double(),
 }
@@ -277,22 +300,19 @@ FACTORS = {
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("function", LOSSES)
-def test_functions_of_the_loss(backend, device, function, name):
-    x, case = problem(device)
-    FACTORS[name](function(x, case, backend)).backward()
-    _, *expected = expected_gradients(function, backend, device)
-    assert_same([leaf.grad for leaf in x.values()], expected)
+def test_functions_of_the_loss(call, name):
+    """Autograd adds the incoming gradients before the kernel gets them."""
+    FACTORS[name](call()).backward()
+    call.check_gradients()
 
 
 @pytest.mark.parametrize("function", LOSSES)
-def test_grad_scaler(backend, device, function):
-    x, case = problem(device)
-    optimizer = torch.optim.SGD(x.values(), 0.1)
+def test_grad_scaler(call, device):
+    optimizer = torch.optim.SGD(call.x.values(), 0.1)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**16)
-    scaler.scale(function(x, case, backend)).backward()
+    scaler.scale(call()).backward()
     scaler.unscale_(optimizer)
-    _, *expected = expected_gradients(function, backend, device)
-    assert_same([leaf.grad for leaf in x.values()], expected)
+    call.check_gradients()
 
 
 def of_overwritten_logits(x, case, backend, **options):
@@ -330,7 +350,8 @@ def scaled_gradients(function, dtype, backend, device):
     """Gradients of 2^16 times a loss over 2^16 tokens, from inputs that float16 represents."""
     x, case = problem(device)
     leaves = {k: leaf.detach().half().to(dtype).requires_grad_() for k, leaf in x.items()}
-    (function(leaves, case, backend, batch_num_tokens=2.0**16) * 2.0**16).backward()
+    loss = function(leaves, case, backend, batch_num_tokens=2.0**16).loss
+    (loss * 2.0**16).backward()
     return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
 
 
@@ -365,64 +386,6 @@ def test_only_the_policy_has_a_gradient(backend, device):
         loss.backward()
 
 
-def refused(**changes):
-    labels, advantages = torch.zeros(2, 5, dtype=torch.long), torch.ones(2, 5)
-    given = dict(logits=torch.randn(2, 5, V), labels=labels, old_log_probs=None)
-    return given | dict(advantages=advantages) | changes
-
-
-REFUSED = {
-    "complex logits": (
-        refused(logits=torch.randn(2, 5, V, dtype=torch.complex64)),
-        "logits must be floating point, got torch.complex64",
-    ),
-    "quantised logits": (
-        refused(logits=torch.empty(2, 5, V, dtype=torch.qint8)),
-        "logits must be floating point, got torch.qint8",
-    ),
-    "nested logits": (
-        refused(
-            logits=torch.nested.nested_tensor(
-                [torch.randn(5, V), torch.randn(4, V)], layout=torch.jagged
-            )
-        ),
-        "logits must be a dense tensor, got torch.jagged",
-    ),
-    "bool advantages": (
-        refused(advantages=torch.ones(2, 5, dtype=torch.bool)),
-        "advantages must be floating point, got torch.bool",
-    ),
-    "sparse advantages": (
-        refused(advantages=torch.ones(2, 5).to_sparse()),
-        "advantages must be a dense tensor, got torch.sparse_coo",
-    ),
-    "sparse labels": (
-        refused(labels=torch.zeros(2, 5, dtype=torch.long).to_sparse()),
-        "labels must be a dense tensor, got torch.sparse_coo",
-    ),
-    "sparse mask": (
-        refused(response_mask=torch.ones(2, 5).to_sparse()),
-        "response_mask must be a dense tensor, got torch.sparse_coo",
-    ),
-    "mask on another device": (
-        refused(response_mask=torch.ones(2, 5, device="meta")),
-        r"response_mask must be on the device of labels \(cpu\), got meta",
-    ),
-    "advantages on another device": (
-        refused(advantages=torch.ones(2, 5, device="meta")),
-        r"advantages must be on the device of labels \(cpu\), got meta",
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_tensors_are_refused(name):
-    given, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        bapo_loss(**given)
-
-
 def test_float64_logits_take_the_reference():
     x, case = problem()
     out = bapo_loss(x["logits"].double(), *case.arguments())
@@ -431,19 +394,19 @@ def test_float64_logits_take_the_reference():
     assert torch.equal(out.loss, expected.loss)
 
 
-@pytest.mark.parametrize("name", [None, "reference", "of the reference"])
-def test_uint8_label_156_is_not_ignored(backend, device, name):
+def test_uint8_label_156_is_not_ignored(backend, device):
     """-100 as uint8 is 156."""
-    logits = torch.randn(2, 3, 257, device=device)
+    logits, A = torch.randn(2, 3, 257, device=device), torch.ones(2, 3, device=device)
     labels = torch.full((2, 3), 156, device=device)
-    advantages = torch.ones(2, 3, device=device)
-    loss_of = partial(bapo_loss, backend=name or backend)
-    if name == "of the reference":
-        loss_of = reference.bapo_loss
     kinds = labels, labels.to(torch.uint8)
-    results = [loss_of(logits, kind, None, advantages) for kind in kinds]
-    assert results[0].log_probs.all()
-    assert torch.equal(results[0].log_probs, results[1].log_probs)
+    for loss_of in (
+        partial(bapo_loss, backend=backend),
+        partial(bapo_loss, backend="reference"),
+        reference.bapo_loss,
+    ):
+        log_probs_of_kinds = [loss_of(logits, kind, None, A).log_probs for kind in kinds]
+        assert log_probs_of_kinds[0].all()
+        assert torch.equal(*log_probs_of_kinds)
     assert torch.equal(*(reference.log_probs(logits, kind)[0] for kind in kinds))
 
 
@@ -484,53 +447,35 @@ def test_offsets_are_not_read_while_a_call_is_traced():
 
 def packed_problem(device):
     """9 tokens in sequences that end at 7; the other two hold anything, as masked tokens may."""
-    case = make_case((9,), V, device=device, staleness=0.5, poison=False, masked=0.0)
+    x, case = problem(device, (9,), staleness=0.5, masked=0.0)
     case.labels[7:], case.old_log_probs[7:] = torch.tensor([0, V - 1], device=device), -torch.inf
-    torch.manual_seed(0)
-    x = dict(logits=case.logits, hidden=torch.randn(9, H, device=device))
-    x |= dict(weight=torch.randn(V, H, device=device), log_probs=-torch.rand(9, device=device))
-    x |= dict(entropy=torch.rand(9, device=device))
-    for name in ("logits", "hidden", "log_probs", "entropy"):
-        x[name][7:] = torch.nan
-    return {name: leaf.requires_grad_() for name, leaf in x.items()}, case
+    with torch.no_grad():
+        for name in ("logits", "hidden", "log_probs", "entropy"):
+            x[name][7:] = torch.nan
+    return x, case
 
 
-def results_of(loss_of, device, advantages, mask=None, **options):
+def results_of(function, backend, device, advantages, mask=None, **options):
     """Everything that a packed call returns, and the gradients."""
     x, case = packed_problem(device)
     case.response_mask = torch.ones(9, device=device) if mask is None else mask
     case.advantages = advantages
-    out = loss_of(x, case, **options)
+    out = function(x, case, backend, **options)
     out.loss.backward()
     gradients = [leaf.grad for leaf in x.values()]
     return [*out[:3], *out.bounds, *out.metrics.values(), *gradients]
 
 
-def outputs_of_logits(x, case, **options):
-    return bapo_loss(x["logits"], *case.arguments(), **options)
-
-
-def outputs_of_hidden(x, case, **options):
-    if options["backend"] != "reference":
-        options |= dict(chunk_tokens=3)
-    return bapo_linear_loss(x["hidden"], x["weight"], *case.arguments(), **options)
-
-
-def outputs_of_log_probs(x, case, **options):
-    _, *arguments = case.arguments()
-    return bapo_loss_from_log_probs(x["log_probs"], *arguments, entropy=x["entropy"], **options)
-
-
 LEVELS_AND_MODES = [  # a mode is a weight per token: all modes at one level are enough
-    *((outputs_of_log_probs, mode) for mode in get_args(LossAggMode)),
-    (outputs_of_logits, "seq-mean-token-mean"),
-    (outputs_of_hidden, "token-mean"),
+    *((of_log_probs, mode) for mode in get_args(LossAggMode)),
+    (of_logits, "seq-mean-token-mean"),
+    (of_hidden, "token-mean"),
 ]
 
 
 @pytest.mark.parametrize("statistics", ["all", "live"])
-@pytest.mark.parametrize(("loss_of", "mode"), LEVELS_AND_MODES)
-def test_tokens_after_the_last_sequence_are_masked(backend, device, loss_of, mode, statistics):
+@pytest.mark.parametrize(("function", "mode"), LEVELS_AND_MODES)
+def test_tokens_after_the_last_sequence_are_masked(backend, device, function, mode, statistics):
     """Bit for bit as if they were masked: they count nowhere."""
     offsets = torch.tensor([0, 3, 7], device=device)
     mask = (torch.arange(9, device=device) < 7).float()
@@ -538,9 +483,8 @@ def test_tokens_after_the_last_sequence_are_masked(backend, device, loss_of, mod
     options = dict(config=config, cu_seqlens=offsets, statistics=statistics)
     per_token = torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0, 1.0, 2.0, 5.0, 7.0], device=device)
     for name, A in ((backend, per_token[:2]), ("reference", per_token)):
-        options |= dict(advantages=A, backend=name)
-        got = results_of(loss_of, device, **options)
-        assert_same(got, results_of(loss_of, device, mask=mask, **options))
+        got = results_of(function, name, device, A, **options)
+        assert_same(got, results_of(function, name, device, A, mask, **options))
         assert got[0].isfinite()
         assert not got[1][7:].any()
         assert all(g is None or g.isfinite().all() for g in got[5:])
@@ -562,60 +506,52 @@ def test_search_ignores_tokens_after_the_last_sequence(device):
 
 
 @contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def changed(read, write, value):
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        write(before)
 
 
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-DEFAULTS = {
-    "float64": partial(default_dtype, torch.float64),
-    "bfloat16": partial(default_dtype, torch.bfloat16),
-    "meta": partial(torch.device, "meta"),
-    "deterministic": deterministic,
+default_dtype = partial(changed, torch.get_default_dtype, torch.set_default_dtype)
+of_algorithms = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+SURROUNDINGS = {
+    "float64 by default": partial(default_dtype, torch.float64),
+    "bfloat16 by default": partial(default_dtype, torch.bfloat16),
+    "meta by default": partial(torch.device, "meta"),
+    "deterministic": partial(changed, *of_algorithms, True),
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "anomaly": partial(torch.autograd.set_detect_anomaly, True),
 }
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_defaults_of_torch_change_nothing(backend, device, function, name):
-    x, case = problem(device)
-    with DEFAULTS[name]():
-        value = function(x, case, backend)
-        value.sum().backward()
-        bounds = find_clip_bounds(x["log_probs"], *case.arguments()[1:])
-    got = [value.detach(), *(leaf.grad for leaf in x.values())]
-    assert_same(got, expected_gradients(function, backend, device))
-    assert bounds == find_clip_bounds(x["log_probs"], *case.arguments()[1:])
+def test_surroundings_change_nothing(function, backend, device):
+    expected = plain_results(function, backend, device)
+    _, case = problem(device)
+    tokens = case.old_log_probs + 0.3, *case.arguments()[1:]
+    bounds = find_clip_bounds(*tokens)
+    for name, around in SURROUNDINGS.items():
+        call = Call(function, backend, device)
+        with around():
+            got = call.results(call())
+            assert find_clip_bounds(*tokens) == bounds, name
+        assert_same(got, expected)
 
 
 class TestAutocast:
     @pytest.mark.parametrize("function", [of_logits, of_log_probs, log_probs_of_logits])
-    def test_functions_without_a_gemm(self, backend, device, function):
-        got = gradients(function, backend, device, partial(torch.autocast, device, torch.bfloat16))
-        assert_same(got, expected_gradients(function, backend, device))
+    def test_functions_without_a_gemm(self, call, device):
+        with torch.autocast(device, torch.bfloat16):
+            call.check(call())
 
     @pytest.mark.parametrize("function", [of_hidden, log_probs_of_hidden])
-    def test_backward_under_autocast(self, backend, device, function):
+    def test_backward_under_autocast(self, call, device):
         """Its GEMMs have the dtype of the forward's."""
-        x, case = problem(device)
-        value = function(x, case, backend)
+        value = call()
         with torch.autocast(device, torch.bfloat16):
-            value.sum().backward()
-        got = [value.detach(), *(leaf.grad for leaf in x.values())]
-        assert_same(got, expected_gradients(function, backend, device))
+            call.check(value)
 
     def test_sum_of_chunks_stays_float32(self):
         """Autocast would round the product of every chunk to bfloat16."""
@@ -634,38 +570,27 @@ class TestAutocast:
 
 class TestInferenceTensors:
     @pytest.mark.parametrize("function", LOSSES)
-    def test_tokens_of_a_rollout(self, backend, device, function):
-        x, case = problem(device)
+    def test_tokens_of_a_rollout(self, call):
+        case = call.case
         with torch.inference_mode():
             case.labels, case.old_log_probs = case.labels.clone(), case.old_log_probs.clone()
             case.advantages, case.response_mask = case.advantages * 1, case.response_mask.clone()
-        value = function(x, case, backend)
-        value.backward()
-        got = [value.detach(), *(leaf.grad for leaf in x.values())]
-        assert_same(got, expected_gradients(function, backend, device))
+        call.check(call())
 
     @pytest.mark.parametrize("function", LOG_PROBS)
-    def test_labels_of_log_probs(self, backend, device, function):
-        x, case = problem(device)
+    def test_labels_of_log_probs(self, call):
         with torch.inference_mode():
-            case.labels = case.labels.clone()
-        value = function(x, case, backend)
-        value.sum().backward()
-        got = [value.detach(), *(leaf.grad for leaf in x.values())]
-        assert_same(got, expected_gradients(function, backend, device))
+            call.case.labels = call.case.labels.clone()
+        call.check(call())
 
 
-def as_function(function, case, backend):
+def as_function(function, backend, device="cpu"):
     """A function of one tensor, as ``torch.func`` differentiates it, and that tensor."""
     name = {of_logits: "logits", of_log_probs: "log_probs", log_probs_of_logits: "logits"}
     name = name.get(function, "hidden")
-    x, _ = problem(case.logits.device)
-    x = {key: value.detach() for key, value in x.items()}
-
-    def of(leaf):
-        return function(x | {name: leaf}, case, backend).sum()
-
-    return of, x[name]
+    call = Call(function, backend, device)
+    x = {key: value.detach() for key, value in call.x.items()}
+    return lambda leaf: call(x | {name: leaf}).sum(), x[name]
 
 
 TRANSFORMS = {
@@ -680,18 +605,14 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_function_transforms_are_refused(backend, device, function, name):
-    _, case = problem(device)
-    f, x = as_function(function, case, backend)
+def test_function_transforms_are_refused(function, backend, device, name):
+    f, x = as_function(function, backend, device)
     with pytest.raises(ValueError, match=f"backend must be 'reference' inside .* got '{backend}'"):
         TRANSFORMS[name](f, x)
 
 
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
 def test_function_transforms_of_the_reference(function):
-    _, case = problem()
-    f, x = as_function(function, case, "reference")
+    f, x = as_function(function, "reference")
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(f(leaf), leaf)
     torch.testing.assert_close(TRANSFORMS["grad"](f, x), expected)
@@ -700,31 +621,28 @@ def test_function_transforms_of_the_reference(function):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_forward_mode_is_refused(backend, device, function, requires_grad):
+def test_forward_mode_is_refused(function, backend, device, requires_grad):
     """To drop a tangent would be to return a derivative of 0."""
-    _, case = problem(device)
-    f, x = as_function(function, case, backend)
+    f, x = as_function(function, backend, device)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x.requires_grad_(requires_grad), torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="jvp"):
             f(dual)
 
 
-def test_batched_gradients_are_refused(backend, device):
-    x, case = problem(device)
-    loss = of_logits(x, case, backend)
+@pytest.mark.parametrize("function", [of_logits])
+def test_batched_gradients_are_refused(call, device):
+    loss, two = call(), torch.ones(2, device=device)
     with pytest.raises(RuntimeError):
-        torch.autograd.grad(loss, x["logits"], torch.ones(2, device=device), is_grads_batched=True)
+        torch.autograd.grad(loss, call.x["logits"], two, is_grads_batched=True)
 
 
-def test_functional_call(backend, device):
-    x, case = problem(device)
-    module = BAPOLoss(CONFIG, backend=backend)
-    out = torch.func.functional_call(module, {}, (x["logits"], *case.arguments()))
-    out.loss.backward()
-    _, *expected = gradients(partial(of_logits, config=CONFIG), backend, device)
-    assert torch.equal(x["logits"].grad, expected[0])
+@pytest.mark.parametrize("function", [of_logits])
+def test_functional_call(call, backend):
+    module, leaf = BAPOLoss(CONFIG, backend=backend), call.x["logits"].detach().requires_grad_()
+    torch.func.functional_call(module, {}, (leaf, *call.case.arguments())).loss.backward()
+    call(config=CONFIG).backward()
+    assert torch.equal(leaf.grad, call.x["logits"].grad)
 
 
 def test_none_in_a_call_is_the_option_of_the_module():
@@ -798,63 +716,34 @@ def test_workers_of_a_data_loader(start):
 
 
 @needs_native
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
 def test_threads(function):
-    problems = [problem() for _ in range(8)]
-    expected = expected_gradients(function, "cpu", "cpu")
-
-    def run(given):
-        x, case = given
-        value = function(x, case, "cpu")
-        value.sum().backward()
-        return [value.detach(), *(leaf.grad for leaf in x.values())]
-
+    calls = [Call(function, "cpu") for _ in range(8)]
+    plain_results(function, "cpu", "cpu")
     with ThreadPoolExecutor(4) as pool:
-        for got in pool.map(run, problems):
-            assert_same(got, expected)
-
-
-CONTEXTS = {
-    "save_on_cpu": torch.autograd.graph.save_on_cpu,
-    "anomaly": partial(torch.autograd.set_detect_anomaly, True),
-}
-
-
-@pytest.mark.parametrize("name", CONTEXTS)
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_contexts_of_autograd(backend, device, function, name):
-    got = gradients(function, backend, device, CONTEXTS[name])
-    assert_same(got, expected_gradients(function, backend, device))
+        list(pool.map(lambda call: call.check(call()), calls))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_checkpoint(backend, device, function, use_reentrant):
-    x, case = problem(device)
-
+def test_checkpoint(call, use_reentrant):
     def of(*values):
         values = [value * 1 for value in values]
-        return function(dict(zip(x, values, strict=True)), case, backend)
+        return call(dict(zip(call.x, values, strict=True)))
 
-    value = checkpoint(of, *x.values(), use_reentrant=use_reentrant)
-    value.sum().backward()
-    expected = expected_gradients(function, backend, device)
-    got = [value.detach(), *(leaf.grad for leaf in x.values())]
-    for a, b in zip(got, expected, strict=True):
+    got = call.results(checkpoint(of, *call.x.values(), use_reentrant=use_reentrant))
+    for a, b in zip(got, call.plain, strict=True):
         assert b is None or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_hooks_of_logits(backend, device, inplace):
+@pytest.mark.parametrize("function", [of_logits])
+def test_hooks_of_logits(call, inplace):
     """A hook of logits that are not a leaf may change the gradient."""
-    x, case = problem(device)
-    logits = x["logits"] * 1
+    logits = call.x["logits"] * 1
     seen = []
     logits.register_hook(lambda dlogits: seen.append(dlogits.clone()) or 2 * dlogits)
-    bapo_loss(logits, *case.arguments(), backend=backend, inplace=inplace).loss.backward()
-    _, expected, *_ = expected_gradients(of_logits, backend, device)
-    assert torch.equal(seen[0], expected)
-    assert torch.equal(x["logits"].grad, 2 * expected)
+    call(dict(logits=logits), inplace=inplace).backward()
+    assert torch.equal(seen[0], call.plain[1])
+    assert torch.equal(call.x["logits"].grad, 2 * call.plain[1])
 
 
 class Named(torch.Tensor):
@@ -862,60 +751,44 @@ class Named(torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", [Named, torch.nn.Parameter, AsyncCollectiveTensor])
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_subclasses(backend, device, function, kind):
+def test_subclasses(call, kind):
     """The last kind has no memory of its own: it is the result of a collective that may run."""
-    x, case = problem(device)
-    x = {name: leaf.detach().as_subclass(torch.Tensor) for name, leaf in x.items()}
-    if kind is Named:
-        x = {name: leaf.as_subclass(Named) for name, leaf in x.items()}
-    elif kind is torch.nn.Parameter:
-        x = {name: torch.nn.Parameter(leaf) for name, leaf in x.items()}
+    for name, leaf in call.x.items():
+        leaf = leaf.detach().as_subclass(Named if kind is Named else torch.Tensor)
+        leaf = torch.nn.Parameter(leaf) if kind is torch.nn.Parameter else leaf
+        call.x[name] = leaf.requires_grad_()
     if kind is not torch.nn.Parameter:
         for name in ("labels", "old_log_probs", "advantages", "response_mask"):
-            values = getattr(case, name)
+            values = getattr(call.case, name)
             wrapped = values.as_subclass(Named) if kind is Named else kind(values)
-            setattr(case, name, wrapped)
-    x = {name: leaf.requires_grad_() for name, leaf in x.items()}
-    value = function(x, case, backend)
+            setattr(call.case, name, wrapped)
+    value = call()
     value.sum().backward()
-    expected = expected_gradients(function, backend, device)
-    for got, same in zip([value, *(leaf.grad for leaf in x.values())], expected, strict=True):
+    for got, same in zip([value, *call.gradients()], call.plain, strict=True):
         assert same is None or torch.equal(got, same)
 
 
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_warm_up(backend, device, function):
+def test_warm_up(call):
     """It runs both passes and leaves nothing behind."""
-    x, case = problem(device)
-    before, passed = {name: leaf.detach().clone() for name, leaf in x.items()}, []
+    before, passed = {name: leaf.detach().clone() for name, leaf in call.x.items()}, []
 
     def observed(x):
         for leaf in x.values():
             leaf.register_hook(lambda gradient: passed.append(gradient.shape))
-        return function(x, case, backend)
+        return call(x)
 
-    warm_up(observed, x)
+    warm_up(observed, call.x)
     assert passed
-    for name, leaf in x.items():
+    for name, leaf in call.x.items():
         assert torch.equal(leaf, before[name])
         assert leaf.grad is None
         assert not leaf._backward_hooks
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0), (1,), (1, 1)])
-@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS])
-def test_no_token_and_one_token(backend, device, function, shape):
-    case = make_case(shape, V, device=device, poison=False, masked=0.0)
-    x = dict(
-        logits=case.logits,
-        hidden=torch.randn(*shape, H, device=device),
-        weight=torch.randn(V, H, device=device),
-        log_probs=torch.zeros(shape, device=device),
-        entropy=torch.zeros(shape, device=device),
-    )
-    x = {name: leaf.requires_grad_() for name, leaf in x.items()}
-    value = function(x, case, backend).sum()
+def test_no_token_and_one_token(function, backend, device, shape):
+    x, case = problem(device, shape, masked=0.0)
+    value = function(x, case, backend)[0].sum()
     value.backward()
     assert value.isfinite()
     assert 0 not in shape or value == 0

@@ -59,32 +59,23 @@ def test_any_type_of_number(backend, device, dtype):
     g = torch.Generator().manual_seed(0)
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 2e-8, -6e-5])
     values = torch.cat([torch.randn(91, generator=g), special]).to(dtype)
+    fields = {"advantages": values, "old_log_probs": values.flip(0)}
     for labels, mask in itertools.product((*INTEGERS, dtype), (torch.bool, *INTEGERS, *FLOATS)):
         tokens = torch.randint(0, 100, (100,), generator=g).to(labels)
         if labels in (torch.int16, torch.int32, torch.int64, torch.int8):
             tokens[::7] = -100
-        arguments = arguments_of(
-            tokens,
-            {"advantages": values, "old_log_probs": values.flip(0)},
-            torch.cat([special[:7], torch.randint(0, 2, (93,), generator=g)]).to(mask),
-        )
-        check_prepared(arguments, backend, device)
+        given = torch.cat([special[:7], torch.randint(0, 2, (93,), generator=g)]).to(mask)
+        check_prepared(arguments_of(tokens, fields, given), backend, device)
 
 
 def test_strides(backend, device):
     """Columns of a wider matrix, its transpose, and one advantage per sequence."""
     g = torch.Generator().manual_seed(0)
     wide = torch.randint(-1, 50, (6, 41), generator=g)
-    values = torch.randn(41, 6, generator=g)
-    arguments = arguments_of(
-        wide[:, 1:],
-        {
-            "advantages": torch.randn(6, 1, generator=g).expand(6, 40),
-            "old_log_probs": values.T[:, :40],
-        },
-        (wide > 9)[:, 1:],
-        BAPOConfig(loss_agg_mode="seq-mean-token-mean"),
-    )
+    old = torch.randn(41, 6, generator=g).T[:, :40]
+    fields = {"advantages": torch.randn(6, 1, generator=g).expand(6, 40), "old_log_probs": old}
+    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
+    arguments = arguments_of(wide[:, 1:], fields, (wide > 9)[:, 1:], config)
     check_prepared(arguments, backend, device)
 
 
@@ -107,10 +98,7 @@ def test_masks_of_eight_bits(backend, device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.int32, torch.uint32, torch.float32, torch.bfloat16],
-)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.float32, torch.bfloat16])
 def test_divisors(backend, device, mode, dtype):
     arguments = padded_arguments((4, 9), mode, False)
     for divisor in (3, 0, -1) if dtype.is_signed else (3, 0):
@@ -124,24 +112,15 @@ def test_divisors(backend, device, mode, dtype):
         check_prepared(arguments._replace(config=by_length), backend, device)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "valid"),
-    [
-        ((0.6, 1.2), True),
-        ((0.0, 1.0), True),
-        ((1.0, torch.inf), True),
-        ((1.1, 1.2), True),
-        ((1.2, 0.8), False),
-        ((-0.1, 1.2), False),
-        ((torch.nan, 1.2), False),
-        ((0.8, torch.nan), False),
-    ],
-)
-def test_bounds_on_the_device(backend, device, bounds, valid):
+@pytest.mark.parametrize("valid", [True, False])
+def test_bounds_on_the_device(backend, device, valid):
     arguments = padded_arguments((4, 9), "token-mean", False)
-    got = check_prepared(arguments._replace(bounds=torch.tensor(bounds)), backend, device)
-    assert got.weights[got.unmasked].isfinite().all() == valid
-    assert not valid or (got.weights != 0).any()
+    good = (0.6, 1.2), (0.0, 1.0), (1.0, torch.inf), (1.1, 1.2)
+    bad = (1.2, 0.8), (-0.1, 1.2), (torch.nan, 1.2), (0.8, torch.nan)
+    for bounds in good if valid else bad:
+        got = check_prepared(arguments._replace(bounds=torch.tensor(bounds)), backend, device)
+        assert got.weights[got.unmasked].isfinite().all() == valid
+        assert not valid or (got.weights != 0).any()
 
 
 @pytest.mark.parametrize("mode", MODES)

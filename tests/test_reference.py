@@ -2,14 +2,16 @@
 
 import math
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 from helpers import transform_of
-from test_loss import CU, OPTIONS, build_config
+from test_loss import OPTIONS, build_config
 from torch.utils._pytree import tree_map_only
 
 from bapo_kernels import BAPOConfig, ClipBounds, reference
+from bapo_kernels.config import LossAggMode
 from bapo_kernels.sampling_mask import SamplingMask
 
 SHAPE = (2, 4)
@@ -28,11 +30,8 @@ def double_case(V=5, shape=SHAPE):
 
 def of_shape(options):
     """What is per token for a case of ``SHAPE``, in float64."""
-    return tree_map_only(
-        torch.Tensor,
-        lambda v: v[: SHAPE[0], : SHAPE[1]].double() if v.ndim == 2 else v,
-        options,
-    )
+    B, S = SHAPE
+    return tree_map_only(torch.Tensor, lambda v: v[:B, :S].double() if v.ndim == 2 else v, options)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -56,52 +55,39 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(loss, logits)
 
 
-@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
-def test_gradcheck_packed(mode):
-    logits, *arguments = double_case(shape=(20,))
-    options = dict(config=BAPOConfig(loss_agg_mode=mode), cu_seqlens=CU, bounds=(0.8, 1.2))
+def test_gradcheck_on_policy_and_log_probs():
+    x, labels, _, advantages, mask = double_case()
+    loss = reference.bapo_loss(x, labels, None, advantages, mask).loss
+    logp = reference.log_probs(x, labels)[0]
+    weighted = -(logp * advantages * mask).sum() / mask.sum()
+    torch.testing.assert_close(*(torch.autograd.grad(of, x)[0] for of in (loss, weighted)))
     assert torch.autograd.gradcheck(
-        lambda x: reference.bapo_loss(x, *arguments, **options).loss, logits
+        lambda z: reference.log_probs(z, labels, final_logit_softcapping=3.0), x
     )
 
 
-def test_gradcheck_on_policy_and_log_probs():
-    logits, labels, _, advantages, mask = double_case()
-    x = logits.detach().requires_grad_()
-    out = reference.bapo_loss(x, labels, None, advantages, mask)
-    (gradient,) = torch.autograd.grad(out.loss, x)
-    logp = reference.log_probs(x, labels)[0]
-    weighted = -(logp * advantages * mask).sum() / mask.sum()
-    torch.testing.assert_close(gradient, torch.autograd.grad(weighted, x)[0])
-    for i in (0, 1):
-        assert torch.autograd.gradcheck(
-            lambda z, i=i: reference.log_probs(z, labels, final_logit_softcapping=3.0)[i], x
-        )
-
-
 def test_gradcheck_linear():
+    _, labels, *others = double_case()
     torch.manual_seed(0)
-    hidden = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    _, labels, old, advantages, mask = double_case()
+    shapes = (2, 4, 3), (5, 3), (5,)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     bounds = ClipBounds(torch.tensor(0.8), torch.tensor(1.2))
 
-    def loss(h, w, b):
-        return reference.bapo_linear_loss(
-            h, w, labels, old, advantages, mask, bias=b, bounds=bounds
-        ).loss
+    def loss(*parameters):
+        *operands, bias = parameters
+        options = dict(bias=bias, bounds=bounds)
+        return reference.bapo_linear_loss(*operands, labels, *others, **options).loss
 
-    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(loss, leaves)
+    hidden, weight, bias = leaves
     logp = reference.linear_log_probs(hidden, weight, labels, bias=bias)[0]
     expected = reference.log_probs(hidden @ weight.T + bias, labels)[0]
     torch.testing.assert_close(logp, expected)
 
 
-def loss_by_hand(logp, old, A, **options):
-    config = BAPOConfig.fixed(0.8, 1.2, loss_agg_mode="token-sum", **options)
-    tensors = (torch.tensor([v], dtype=torch.float64) for v in (logp, old, A))
-    return reference.bapo_loss_from_log_probs(*tensors, config=config).loss.item()
+def one(*values):
+    """Tokens with one value each."""
+    return [torch.tensor([value], dtype=torch.float64) for value in values]
 
 
 @pytest.mark.parametrize(
@@ -115,46 +101,24 @@ def loss_by_hand(logp, old, A, **options):
         (5.0, -2.0, 3.0, 6.0),  # except with dual clip
         (0.5, -2.0, 3.0, 1.6),
         (1.0, 0.0, 3.0, 0.0),
+        (math.exp(50), -1.0, None, math.exp(20)),  # the ratio is clamped
     ],
 )
 def test_token_loss_by_hand(r, A, c, expected):
-    assert loss_by_hand(math.log(r), 0.0, A, clip_ratio_c=c) == pytest.approx(expected)
-
-
-def test_ratio_is_clamped():
-    assert loss_by_hand(50.0, 0.0, -1.0) == pytest.approx(math.exp(20))
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    # losses 1, 2 | 3 with one token masked in the second sequence
-    [
-        ("token-mean", 2.0),
-        ("token-sum", 6.0),
-        ("seq-mean-token-sum", 3.0),
-        ("seq-mean-token-sum-norm", 1.5),
-        ("seq-mean-token-mean", 2.25),
-    ],
-)
-def test_aggregation_by_hand(mode, expected):
-    zeros = torch.zeros(3, 2)
-    advantages = torch.tensor([[-1.0, -2.0], [-3.0, -99.0], [5.0, 5.0]])
-    mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    config = BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode)
-    out = reference.bapo_loss_from_log_probs(zeros, zeros, advantages, mask, config=config)
+    config = BAPOConfig.fixed(0.8, 1.2, loss_agg_mode="token-sum", clip_ratio_c=c)
+    out = reference.bapo_loss_from_log_probs(*one(math.log(r), 0.0, A), config=config)
     assert out.loss.item() == pytest.approx(expected)
 
 
 def test_shares_by_hand():
-    logp = torch.tensor([2.0, 0.5]).log()
+    logp, A = torch.tensor([2.0, 0.5]).log(), torch.tensor([1.0, -3.0])
     config = BAPOConfig.fixed(0.8, 1.2, token_weight="uniform")
-    A = torch.tensor([1.0, -3.0])
-    out = reference.bapo_loss_from_log_probs(logp, torch.zeros(2), A, config=config)
-    assert out.metrics["bapo_pos_share"].item() == pytest.approx(1.2 / (1.2 + 2.4))
-    assert out.metrics["bapo_pos_neg_ratio"].item() == pytest.approx(0.5)
-    assert out.metrics["pg_clipfrac"].item() == 1.0
+    metrics = reference.bapo_loss_from_log_probs(logp, torch.zeros(2), A, config=config).metrics
+    assert metrics["bapo_pos_share"].item() == pytest.approx(1.2 / (1.2 + 2.4))
+    assert metrics["bapo_pos_neg_ratio"].item() == pytest.approx(0.5)
+    assert metrics["pg_clipfrac"].item() == 1.0
     for name in ("bapo_pos_share_start", "bapo_pos_share_max"):  # grids of one point
-        assert out.metrics[name] == out.metrics["bapo_pos_share"]
+        assert metrics[name] == metrics["bapo_pos_share"]
 
 
 @pytest.mark.parametrize("bounds", [None, (1.0, 1.0)])
@@ -175,11 +139,14 @@ def test_shares_on_the_grids_by_hand(contribution, start, highest, bounds):
     out = reference.bapo_loss_from_log_probs(logp, torch.zeros(3), A, config=config, bounds=bounds)
     assert out.metrics["bapo_pos_share_start"].item() == pytest.approx(start)
     assert out.metrics["bapo_pos_share_max"].item() == pytest.approx(highest)
+    assert out.metrics["bapo_saturated"] == 0, "a share of 0 meets a target of 0"
 
 
 def verl_aggregate(losses, mask, mode, tokens=None, sequences=None, dp_size=1, factor=None):
     """verl's agg_loss, written from its documentation."""
     sums, counts = (losses * mask).sum(-1), mask.sum(-1)
+    if mode == "token-sum":
+        return sums.sum() * dp_size
     if mode == "token-mean":
         return sums.sum() / (tokens or counts.sum()) * dp_size
     if mode == "seq-mean-token-mean":
@@ -195,26 +162,17 @@ GLOBAL = [dict(), dict(tokens=100, sequences=16, dp_size=4), dict(tokens=9, sequ
 
 @pytest.mark.parametrize("factor", [None, 11.0])
 @pytest.mark.parametrize("counts", GLOBAL)
-@pytest.mark.parametrize(
-    "mode",
-    ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
-)
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_aggregation_matches_verl(mode, counts, factor):
     advantages = torch.randn(3, 5, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]])  # one sequence empty
     config = BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode, loss_scale_factor=factor)
-    out = reference.bapo_loss_from_log_probs(
-        torch.zeros_like(advantages),
-        None,
-        advantages,
-        mask,
-        config=config,
-        batch_num_tokens=counts.get("tokens"),
-        global_batch_size=counts.get("sequences"),
-        dp_size=counts.get("dp_size", 1),
-    )
+    names = dict(tokens="batch_num_tokens", sequences="global_batch_size", dp_size="dp_size")
+    options = {names[name]: count for name, count in counts.items()}
+    batch = torch.zeros_like(advantages), None, advantages, mask
+    loss = reference.bapo_loss_from_log_probs(*batch, config=config, **options).loss
     expected = verl_aggregate(-advantages, mask, mode, factor=factor, **counts)
-    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-7)  # verl's own 1e-8
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-7)  # verl's own 1e-8
 
 
 @pytest.mark.parametrize(
@@ -231,11 +189,9 @@ def test_aggregation_matches_verl(mode, counts, factor):
     ],
 )
 def test_kl_by_hand(kind, logp, ref, expected):
-    values = (torch.tensor([v], dtype=torch.float64) for v in (logp, ref))
-    logp, ref = values
+    *batch, ref = one(logp, logp, 0.0, ref)
     config = BAPOConfig(kl_loss_coef=0.5, kl_loss_type=kind)
-    zero = torch.zeros(1, dtype=torch.float64)
-    out = reference.bapo_loss_from_log_probs(logp, logp, zero, ref_log_probs=ref, config=config)
+    out = reference.bapo_loss_from_log_probs(*batch, ref_log_probs=ref, config=config)
     assert out.loss.item() == pytest.approx(0.5 * expected)
     assert out.metrics["kl_loss"].item() == pytest.approx(expected)
     assert out.metrics["pg_loss"].item() == 0
@@ -243,31 +199,22 @@ def test_kl_by_hand(kind, logp, ref, expected):
 
 def test_entropy_and_log_prob_by_hand():
     logits = torch.tensor([[0.0, math.log(3.0), -math.inf]], dtype=torch.float64)  # p = 1/4, 3/4, 0
-    logp, entropy = reference.log_probs(logits, torch.tensor([1]))
+    of_label = partial(reference.log_probs, logits, torch.tensor([1]))
+    logp, entropy = of_label()
     assert logp.item() == pytest.approx(math.log(0.75))
     assert entropy.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
-    half, _ = reference.log_probs(logits, torch.tensor([1]), temperature=0.5)  # p = 1/10, 9/10
-    assert half.item() == pytest.approx(math.log(0.9))
-    capped, _ = reference.log_probs(
-        logits, torch.tensor([1]), final_logit_softcapping=2.0, logit_scale=3.0
-    )
+    assert of_label(temperature=0.5)[0].item() == pytest.approx(math.log(0.9))  # p = 1/10, 9/10
     x = 2 * math.tanh(3 * math.log(3.0) / 2)
+    capped, _ = of_label(final_logit_softcapping=2.0, logit_scale=3.0)
     assert capped.item() == pytest.approx(x - math.log(1 + math.exp(x)))
 
 
 def test_importance_weight_by_hand():
     """The weight multiplies the policy term, not the KL and entropy terms."""
-    one = torch.ones(1, dtype=torch.float64)
+    logp, A, entropy, weight, ref = one(-1.0, -2.0, 4.0, 3.0, -2.0)
     config = BAPOConfig(kl_loss_coef=1.0, kl_loss_type="k1", entropy_coef=0.5)
-    out = reference.bapo_loss_from_log_probs(
-        -one,
-        -one,
-        -2 * one,
-        entropy=4 * one,
-        rollout_is_weights=3 * one,
-        ref_log_probs=-2 * one,
-        config=config,
-    )
+    options = dict(entropy=entropy, rollout_is_weights=weight, ref_log_probs=ref, config=config)
+    out = reference.bapo_loss_from_log_probs(logp, logp, A, **options)
     assert out.loss.item() == pytest.approx(3 * 2.0 + 1.0 - 0.5 * 4.0)
 
 
@@ -279,12 +226,10 @@ def test_gradient_coefficient_by_hand(log_ratio, A, c):
     r = math.exp(log_ratio)
     kept = {1: r <= 1.2, -1: 0.8 <= r <= (c or math.inf), 0: False}[(A > 0) - (A < 0)]
     expected = -A * r if kept and abs(log_ratio) <= 20 else 0.0
-    logp = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    logp, *batch = one(log_ratio, 0.0, A)
     config = BAPOConfig.fixed(0.8, 1.2, clip_ratio_c=c)
-    reference.bapo_loss_from_log_probs(
-        logp, torch.zeros(1), torch.tensor([A], dtype=torch.float64), config=config
-    ).loss.backward()
-    assert logp.grad.item() == pytest.approx(expected)
+    out = reference.bapo_loss_from_log_probs(logp.requires_grad_(), *batch, config=config)
+    assert torch.autograd.grad(out.loss, logp)[0].item() == pytest.approx(expected)
 
 
 def test_gradient_row_by_hand():
@@ -299,52 +244,34 @@ def test_gradient_row_by_hand():
     torch.testing.assert_close(z.grad, row / 0.7)
 
 
-@pytest.mark.parametrize("sequences", [2, 4])  # equal to the number of sequences, and not
-def test_three_leading_sizes_with_one_advantage_per_sequence(sequences):
-    """Advantages of shape [B] belong to the first dimension, whatever the other sizes are."""
-    logp = -torch.rand(2, sequences, 3)
-    per_sequence = torch.tensor([1.0, -2.0])
-    got = reference.bapo_loss_from_log_probs(logp, logp + 0.1, per_sequence)
-    spread = per_sequence[:, None, None].expand(logp.shape)
-    assert got.loss == reference.bapo_loss_from_log_probs(logp, logp + 0.1, spread).loss
-
-
 def test_sampling_mask_by_hand():
     """Sets of two ids, of one, of all, none, and one without the label."""
     logits = torch.tensor([[1.0, torch.nan, 1.0, torch.inf], *[[0.0, 0.0, 2.0, 0.0]] * 4])
     logits = logits.double().requires_grad_()
     mask = SamplingMask.from_lists([[2, 0], [2], [3, 2, 0, 1], [], [0, 1]])
-    labels = torch.tensor([2, 2, 0, 0, 2])
-    logp, entropy = reference.log_probs(logits, labels, sampling_mask=mask)
+    logp, entropy = reference.log_probs(logits, torch.tensor([2, 2, 0, 0, 2]), sampling_mask=mask)
     whole = -math.log(3 + math.exp(2))
-    expected = torch.tensor([-math.log(2), 0.0, whole, whole, -torch.inf], dtype=torch.float64)
-    torch.testing.assert_close(logp, expected)
     of_all = -whole - 2 * math.exp(2 + whole)
-    expected = torch.tensor([math.log(2), 0.0, of_all, of_all, math.log(2)], dtype=torch.float64)
-    torch.testing.assert_close(entropy, expected)
+    expected = [-math.log(2), 0.0, whole, whole, -torch.inf]
+    torch.testing.assert_close(logp, torch.tensor(expected, dtype=torch.float64))
+    expected = [math.log(2), 0.0, of_all, of_all, math.log(2)]
+    torch.testing.assert_close(entropy, torch.tensor(expected, dtype=torch.float64))
     (gradient,) = torch.autograd.grad(logp[:2].sum(), logits)
-    expected = torch.zeros(5, 4, dtype=torch.float64)
-    expected[0, 0], expected[0, 2] = -0.5, 0.5
-    assert torch.equal(gradient, expected)
+    assert gradient.tolist() == [[-0.5, 0.0, 0.5, 0.0], *[[0.0] * 4] * 4]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sampling_mask_equals_logits_of_minus_infinity(name):
     config_options, call_options = OPTIONS[name]
-    config = build_config(config_options)
-    logits, labels, old, *rest = double_case(V=9)
+    options = dict(config=build_config(config_options), **of_shape(call_options))
+    logits, labels, *rest = double_case(V=9)
     allowed = (torch.rand(*SHAPE, 9) < 0.4).scatter(-1, labels[..., None], True)
     allowed[0, 1, labels[0, 1]] = False  # a label outside of its set
     allowed[1, 2] = True
-    options = of_shape(call_options)
     results = []
-    for x, mask in (
-        (logits.masked_fill(~allowed, torch.nan), SamplingMask.from_bool(allowed)),
-        (logits.masked_fill(~allowed, -torch.inf), None),
-    ):
-        x = x.detach().requires_grad_()
-        given = dict(config=config, sampling_mask=mask, **options)
-        out = reference.bapo_loss(x, labels, old, *rest, **given)
+    for outside, mask in ((torch.nan, SamplingMask.from_bool(allowed)), (-torch.inf, None)):
+        x = logits.detach().masked_fill(~allowed, outside).requires_grad_()
+        out = reference.bapo_loss(x, labels, *rest, sampling_mask=mask, **options)
         results.append((out, torch.autograd.grad(out.loss, x)[0]))
     (got, gradient), (expected, expected_gradient) = results
     assert got.metrics.pop("label_outside_mask") == 1
@@ -356,42 +283,33 @@ def test_sampling_mask_equals_logits_of_minus_infinity(name):
 
 
 def test_gradcheck_with_sampling_mask():
-    logits, labels, old, *rest = double_case()
-    sets = [[1, 0, 4], [2, 0], [3, 0, 4], [1, 0, 4], [2, 0], [3, 0, 4], [], [2]]
-    mask = SamplingMask.from_lists(sets)
+    logits, _, *rest = double_case()
+    mask = SamplingMask.from_lists([*[[1, 0, 4], [2, 0], [3, 0, 4]] * 2, [], [2]])
     labels = torch.tensor([[1, 0, 3, 0], [0, 3, 4, 2]])
-    options = dict(
-        bounds=(0.8, 1.2),
-        config=BAPOConfig(entropy_coef=0.1, final_logit_softcapping=3.0),
-        sampling_mask=mask,
-    )
-    assert torch.autograd.gradcheck(
-        lambda x: reference.bapo_loss(x, labels, old, *rest, **options).loss, logits
-    )
+    config = BAPOConfig(entropy_coef=0.1, final_logit_softcapping=3.0)
+    options = dict(bounds=(0.8, 1.2), config=config, sampling_mask=mask)
     hidden = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
 
-    def linear(h, w):
-        loss = reference.bapo_linear_loss(h, w, labels, old, *rest, **options).loss
-        logp, entropy = reference.linear_log_probs(h, w, labels, sampling_mask=mask)
-        return loss, logp + entropy
+    def loss(x, h, w):
+        loss = reference.bapo_loss(x, labels, *rest, **options).loss
+        of_head = reference.bapo_linear_loss(h, w, labels, *rest, **options).loss
+        return loss, of_head, sum(reference.linear_log_probs(h, w, labels, sampling_mask=mask))
 
-    assert torch.autograd.gradcheck(linear, (hidden, weight))
+    assert torch.autograd.gradcheck(loss, (logits, hidden, weight))
 
 
 @pytest.mark.parametrize("ids", [[3, 3], [0, 1, 0], [5], [-1, 2], [2**40]])
 def test_wrong_sets_make_their_rows_nan(ids):
     """Ids that are repeated or in no vocabulary; those of masked rows change nothing."""
-    logits, labels, old, *rest = double_case()
+    logits, labels, *rest = double_case()
     for row in range(8):
         mask = SamplingMask.from_lists([ids if n == row else [] for n in range(8)])
-        options = dict(sampling_mask=mask)
-        for values in reference.log_probs(logits, labels, **options):
+        for values in reference.log_probs(logits, labels, sampling_mask=mask):
             assert values.isnan().flatten().tolist() == [n == row for n in range(8)]
-        out = reference.bapo_loss(logits, labels, old, *rest, **options)
-        assert out.loss.isnan() == (row != 2)
-        (gradient,) = torch.autograd.grad(out.loss, logits)
-        assert row != 2 or gradient.isfinite().all()
+        loss = reference.bapo_loss(logits, labels, *rest, sampling_mask=mask).loss
+        assert loss.isnan() == (row != 2)
+        assert row != 2 or torch.autograd.grad(loss, logits)[0].isfinite().all()
 
 
 def test_wrong_offsets_make_every_row_nan():

@@ -65,24 +65,25 @@ def thin(interpreted):
     return keep
 
 
+def case_of(name, device, dtype=torch.float32):
+    """With these options of test_loss.py, and sets."""
+    config_options, call_options = OPTIONS[name]
+    options = call_options | dict(config=build_config(config_options))
+    return case_with_sets(dtype=dtype, device=device, outside=name not in INFINITE_KL, **options)
+
+
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(backend, device, thin, statistics, name):
     thin(name in ("together", "temperatures, together") and statistics == "all")
-    config_options, call_options = OPTIONS[name]
-    config, outside = build_config(config_options), name not in INFINITE_KL
-    case, mask = case_with_sets(device=device, config=config, outside=outside, **call_options)
-    check_with_sets(case, mask, backend, statistics=statistics)
+    check_with_sets(*case_of(name, device), backend, statistics=statistics)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["paper", "together", "temperatures, together"])
 def test_dtypes(backend, device, thin, dtype, name):
     thin(name == "together")
-    config_options, call_options = OPTIONS[name]
-    config = build_config(config_options)
-    case, mask = case_with_sets(dtype=dtype, device=device, config=config, **call_options)
-    check_with_sets(case, mask, backend)
+    check_with_sets(*case_of(name, device, dtype), backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,15 +91,15 @@ def test_dtypes(backend, device, thin, dtype, name):
 def test_vocabulary_sizes(backend, device, thin, dtype, V):
     thin(V in (1, 4097) and dtype == torch.float32)
     config = BAPOConfig(entropy_coef=0.01)
-    case, mask = case_with_sets((2, 7), V, dtype, device, config=config, masked=0.0)
-    check_with_sets(case, mask, backend)
+    given = case_with_sets((2, 7), V, dtype, device, config=config, masked=0.0)
+    check_with_sets(*given, backend)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 2, 3)])  # 0 to 3 leading sizes
 def test_leading_shapes(backend, device, thin, shape):
     thin(shape in ((), (2, 2, 3)))
-    case, mask = case_with_sets(shape, 33, device=device, masked=0.0, poison=False)
-    got = check_with_sets(case, mask, backend)
+    given = case_with_sets(shape, 33, device=device, masked=0.0, poison=False)
+    got = check_with_sets(*given, backend)
     assert got.output.log_probs.shape == shape
 
 
@@ -114,19 +115,26 @@ def test_staleness(backend, device, thin, staleness, preset):
     check_with_sets(case, mask, backend)
 
 
+def unread(logits):
+    """NaN outside of the sets."""
+    return logits.masked_fill(logits == -torch.inf, torch.nan)
+
+
+def loss_of(logits, case, mask, backend, **options):
+    options |= case.options | dict(sampling_mask=mask, backend=backend)
+    return bapo_loss(logits, *case.arguments(), **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["paper", "entropy", "temperatures"])
 def test_in_place(backend, device, thin, dtype, name):
     """The bits of the gradient that is not in place, with zeros outside of the sets."""
     thin(name == "entropy" and dtype != torch.bfloat16)
-    config_options, call_options = OPTIONS[name]
-    config = build_config(config_options)
-    case, mask = case_with_sets(dtype=dtype, device=device, config=config, **call_options)
+    case, mask = case_of(name, device, dtype)
     expected = run_kernel_with_sets(case, mask, backend)
-    leaf = case.logits.masked_fill(case.logits == -torch.inf, torch.nan).requires_grad_()
+    leaf = unread(case.logits).requires_grad_()
     logits = leaf * 1
-    options = case.options | dict(sampling_mask=mask, backend=backend, inplace=True)
-    out = bapo_loss(logits, *case.arguments(), **options)
+    out = loss_of(logits, case, mask, backend, inplace=True)
     out.loss.backward()
     assert torch.equal(leaf.grad, expected.gradient)
     assert torch.equal(out.loss, expected.output.loss)
@@ -139,15 +147,14 @@ def test_strided_logits(backend, device, thin, layout):
     thin(layout == "slice")
     case, mask = case_with_sets((2, 8), 33, device=device)
     expected = run_kernel_with_sets(case, mask, backend)
-    logits = case.logits.masked_fill(case.logits == -torch.inf, torch.nan)
+    logits = unread(case.logits)
     whole = F.pad(logits, (0, 0, 0, 1)) if layout == "slice" else logits.mT.contiguous()
-    whole.requires_grad_()
-    strided = whole[:, :-1] if layout == "slice" else whole.mT
-    options = case.options | dict(sampling_mask=mask, backend=backend)
-    out = bapo_loss(strided, *case.arguments(), **options)
-    out.loss.backward()
-    gradient = whole.grad[:, :-1] if layout == "slice" else whole.grad.mT
-    assert torch.equal(gradient, expected.gradient)
+
+    def strided(x):
+        return x[:, :-1] if layout == "slice" else x.mT
+
+    loss_of(strided(whole.requires_grad_()), case, mask, backend).loss.backward()
+    assert torch.equal(strided(whole.grad), expected.gradient)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
@@ -156,8 +163,7 @@ def test_packed_batches(backend, device, thin, mode):
     thin(mode == "seq-mean-token-mean")
     cu = torch.tensor([0, 5, 5, 12, 20], device=device)
     config = BAPOConfig(loss_agg_mode=mode)
-    options = dict(device=device, config=config, cu_seqlens=cu)
-    case, mask = case_with_sets((24,), 65, **options)
+    case, mask = case_with_sets((24,), 65, device=device, config=config, cu_seqlens=cu)
     case.advantages = torch.tensor([0.5, 2.0, -1.0, 0.7], device=device)
     temperature = torch.tensor([0.5, torch.nan, 1.25, 2.0], device=device)
     got = check_with_sets(case, mask, backend, temperature=temperature)
@@ -213,24 +219,22 @@ def parts_of(result):
 
 def test_no_ids_no_rows_and_all_masked(backend, device):
     case = make_case((2, 5), 65, device=device)
-    expected = run_kernel(case, backend)
-    got = run_kernel(case, backend, sampling_mask=SamplingMask.from_lists([[]] * 10, device))
+    no_ids, some, nothing = (
+        dict(sampling_mask=SamplingMask.from_lists(sets, device))
+        for sets in ([[]] * 10, [[2, 0, 70]] * 10, [])
+    )
+    expected, got = run_kernel(case, backend), run_kernel(case, backend, **no_ids)
     assert torch.equal(got.gradient, expected.gradient)
     assert torch.equal(got.output.loss, expected.output.loss)
     assert got.output.metrics["label_outside_mask"] == 0
-    ids = torch.zeros(0, dtype=torch.int32, device=device)
-    nothing = SamplingMask(ids, torch.zeros(1, dtype=torch.int64, device=device))
     logits = torch.empty(0, 11, device=device, requires_grad=True)
     tokens = torch.empty(0, device=device)
-    options = dict(backend=backend, sampling_mask=nothing)
-    out = bapo_loss(logits, tokens.long(), tokens, tokens, **options)
+    out = bapo_loss(logits, tokens.long(), tokens, tokens, backend=backend, **nothing)
     out.loss.backward()
     assert out.loss == 0
     assert logits.grad.shape == logits.shape
     case.response_mask = torch.zeros_like(case.response_mask)
-    masked = run_kernel(
-        case, backend, sampling_mask=SamplingMask.from_lists([[2, 0, 70]] * 10, device)
-    )
+    masked = run_kernel(case, backend, **some)
     assert masked.output.loss == 0
     assert not masked.gradient.any()
 
@@ -356,9 +360,8 @@ def test_frozen_head(backend, device, thin, dtype, name):
 @pytest.mark.parametrize("shape", [(), (B,), (B, S)])
 def test_temperatures_of_hidden_states(backend, device, thin, shape):
     thin(shape == (B, S))
-    T = per_token(shape, 9, 0.5, 2.0)
-    problem = hidden_case(torch.float32, device, build("softcap"), temperature=T)
-    check_hidden(problem, backend)
+    options = dict(temperature=per_token(shape, 9, 0.5, 2.0))
+    check_hidden(hidden_case(torch.float32, device, build("softcap"), **options), backend)
 
 
 def test_packed_hidden_states(backend, device):
@@ -373,20 +376,19 @@ def test_hidden_states_in_two_calls_have_the_same_bits(backend, device, interpre
     config = BAPOConfig.fixed(0.8, 1.2)
     parameters, case, mask, _ = hidden_case(torch.float32, device, config)
     options = dict(backend=backend, batch_num_tokens=9)
-    results = [
-        run_hidden(bapo_linear_loss, parameters, case, sampling_mask=mask, **options)
-        for _ in range(2)
-    ]
-    for a, b in zip(results[0][1], results[1][1], strict=True):
-        assert torch.equal(a, b)
+
+    def run(*given):
+        return run_hidden(bapo_linear_loss, *given[:-1], sampling_mask=given[-1], **options)
+
+    results = [run(parameters, case, mask) for _ in range(2)]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
     has_set = (mask.offsets.diff() > 0).view(B, S)
     for row in range(1 if interpreted else B):
         ref = case.options["ref_log_probs"][row : row + 1]
         tokens = [t[row : row + 1] for t in case.arguments()]
         part = Case(None, *tokens, case.options | dict(ref_log_probs=ref))
         rows = [parameters[0][row : row + 1], *parameters[1:]]
-        of_row = mask[S * row : S * (row + 1)]
-        out, gradients = run_hidden(bapo_linear_loss, rows, part, sampling_mask=of_row, **options)
+        out, gradients = run(rows, part, mask[S * row : S * (row + 1)])
         own = has_set[row]  # rows of a matrix product may depend on how many there are
         assert torch.equal(out.log_probs[0, own], results[0][0].log_probs[row, own])
         assert torch.equal(gradients[0][0, own], results[0][1][0][row, own])
@@ -398,15 +400,15 @@ def test_rows_of_the_head_that_no_set_has_are_never_read(backend, device):
     parameters, case, _, _ = hidden_case(torch.float32, device, config)
     sets = [[max(label, 0), n + 30] for n, label in enumerate(case.labels.flatten().tolist())]
     mask = SamplingMask.from_lists(sets, device)
-    expected = run_hidden(bapo_linear_loss, parameters, case, backend=backend, sampling_mask=mask)
+    options = dict(backend=backend, sampling_mask=mask)
+    expected = run_hidden(bapo_linear_loss, parameters, case, **options)
     unmasked = unmasked_tokens(case).flatten().tolist()
     used = {i for ids, counts in zip(sets, unmasked, strict=True) if counts for i in ids}
     unused = [v for v in range(V) if v not in used]
     assert unused
-    hidden, weight, bias = (p.clone() for p in parameters)
-    weight[unused], bias[unused] = torch.nan, torch.nan
-    parameters = hidden, weight, bias
-    got = run_hidden(bapo_linear_loss, parameters, case, backend=backend, sampling_mask=mask)
+    for p in parameters[1:]:
+        p[unused] = torch.nan
+    got = run_hidden(bapo_linear_loss, parameters, case, **options)
     for a, b in zip(got[1], expected[1], strict=True):
         assert torch.equal(a, b)
         assert a.isfinite().all()
@@ -786,8 +788,7 @@ def sharded_rank(rank, level, backend, columns, dtype):
     options = dict(vocab_group=group, backend=backend)
     if level == "logits":
         case, mask = sharded_case(dtype)
-        logits = case.logits.masked_fill(case.logits == -torch.inf, torch.nan)
-        leaves = [logits[..., own].clone().requires_grad_()]
+        leaves = [unread(case.logits)[..., own].clone().requires_grad_()]
         given = leaves
     else:
         parameters, case, mask, _ = hidden_case(dtype, "cpu", BAPOConfig(target=0.6))
@@ -877,20 +878,16 @@ SORTED = [sorted(ids) for ids in SETS]
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_constructors(kind):
     ids = torch.tensor([i for ids in SETS for i in ids], dtype=kind)
-    counts = torch.tensor([[len(ids) for ids in SETS[:3]], [len(ids) for ids in SETS[3:]]])
-    padded = torch.full((2, 3, 5), -7, dtype=kind)
-    for row, ids_of_row in zip(padded.view(6, 5), SETS, strict=True):
-        row[1 : 1 + len(ids_of_row)] = torch.tensor(ids_of_row, dtype=kind)
-    allowed = torch.zeros(2, 3, 9, dtype=torch.bool)
-    for row, ids_of_row in zip(allowed.view(6, 9), SETS, strict=True):
-        row[ids_of_row] = True
+    counts = torch.tensor([*map(len, SETS)], dtype=kind).view(2, 3)
+    padded = torch.tensor([[-7, *ids, -7, -7, -7, -7][:5] for ids in SETS], dtype=kind)
+    allowed = torch.tensor([[v in ids for v in range(9)] for ids in SETS])
     offsets = torch.tensor([0, 2, 2, 5, 5, 6, 6], dtype=kind)
     for mask in (
         SamplingMask(ids, offsets),
         SamplingMask.from_lists(SETS),
-        SamplingMask.from_counts(ids, counts.to(kind)),
-        SamplingMask.from_padded(padded, padding=-7),
-        SamplingMask.from_bool(allowed),
+        SamplingMask.from_counts(ids, counts),
+        SamplingMask.from_padded(padded.view(2, 3, 5), padding=-7),
+        SamplingMask.from_bool(allowed.view(2, 3, 9)),
     ):
         assert lists_of(mask) == SORTED
         assert len(mask) == 6
@@ -990,48 +987,39 @@ def test_values_on_a_device_are_not_read(without_memory, kind):
         assert len(SamplingMask.from_counts(ids, offsets.view(2, 2))) == 4
 
 
+ONE, NONE = torch.tensor([0, 1]), torch.arange(0)
 BAD = {
-    "list": (lambda: SamplingMask([1], torch.tensor([0, 1])), "token_ids must be a tensor, got l"),
-    "float": (
-        lambda: SamplingMask(torch.ones(1), torch.tensor([0, 1])),
-        "token_ids must be int32 or int64, got torch.float32",
+    "token_ids must be a tensor, got l": lambda: SamplingMask([1], ONE),
+    "token_ids must be int32 or int64, got torch.float32": lambda: SamplingMask(torch.ones(1), ONE),
+    "offsets must be int32 or int64, got torch.bool": lambda: SamplingMask(NONE, ONE.bool()),
+    r"token_ids must have shape \(K,\), got \(1, 2\)": lambda: SamplingMask(ONE[None], ONE),
+    r"offsets must have shape \(N \+ 1,\), got \(0,\)": lambda: SamplingMask(NONE, NONE),
+    r"offsets must have shape \(N \+ 1,\), got \(\)": lambda: SamplingMask(NONE, ONE[0]),
+    r"offsets must be on the device of token_ids \(cpu\), got meta": lambda: SamplingMask(
+        NONE, ONE.to("meta")
     ),
-    "bool": (
-        lambda: SamplingMask(torch.arange(1), torch.ones(2, dtype=torch.bool)),
-        "offsets must be int32 or int64, got torch.bool",
+    r"offsets must rise from 0 to 2, got 1 at \(2,\)": lambda: SamplingMask.from_counts(ONE, ONE),
+    r"offsets must rise from 0 to 2, got 2 at \(2,\)": lambda: SamplingMask.from_counts(
+        ONE, torch.tensor([3, -1])
     ),
-    "matrix": (
-        lambda: SamplingMask(torch.ones(1, 2).int(), torch.tensor([0, 2])),
-        r"token_ids must have shape \(K,\), got \(1, 2\)",
+    "counts must be int32 or int64, got torch.float32": lambda: SamplingMask.from_counts(
+        ONE, torch.ones(2)
     ),
-    "no offsets": (
-        lambda: SamplingMask(torch.arange(0), torch.arange(0)),
-        r"offsets must have shape \(N \+ 1,\), got \(0,\)",
+    r"token_ids must have shape \(..., M\), got \(\)": lambda: SamplingMask.from_padded(ONE[0]),
+    "allowed must be bool, got torch.int64": lambda: SamplingMask.from_bool(ONE[None]),
+    "rows must be a slice, got 0": lambda: SamplingMask.from_lists([[1]])[0],
+    "rows must have step 1, got 2": lambda: SamplingMask.from_lists([[1]])[::2],
+    r"masks must be SamplingMasks, got \['list'\]": lambda: SamplingMask.cat([[[1]]]),
+    "masks must be one or more, got 0": lambda: SamplingMask.cat([]),
+    r"masks must be on the device of the first one \(cpu\), got meta": lambda: SamplingMask.cat(
+        [SamplingMask.from_lists([[1]], device) for device in ("cpu", "meta")]
     ),
-    "number": (
-        lambda: SamplingMask(torch.arange(0), torch.tensor(0)),
-        r"offsets must have shape \(N \+ 1,\), got \(\)",
-    ),
-    "device": (
-        lambda: SamplingMask(torch.arange(0), torch.arange(1, device="meta")),
-        r"offsets must be on the device of token_ids \(cpu\), got meta",
-    ),
-    "counts": (
-        lambda: SamplingMask.from_counts(torch.arange(3), torch.tensor([1, 1])),
-        r"offsets must rise from 0 to 3, got 2 at \(2,\)",
-    ),
-    "negative count": (
-        lambda: SamplingMask.from_counts(torch.arange(3), torch.tensor([4, -1])),
-        r"offsets must rise from 0 to 3, got 3 at \(2,\)",
-    ),
-    "counts of floats": (
-        lambda: SamplingMask.from_counts(torch.arange(3), torch.tensor([3.0])),
-        "counts must be int32 or int64, got torch.float32",
-    ),
+    r"offsets must rise from 0 to 2, got -1 at \(0,\)": lambda: SamplingMask._of(
+        ONE, torch.tensor([-1, -1, -1])
+    )[1:],
     **{
-        f"sets {sets}": (
-            lambda sets=sets: SamplingMask.from_lists(sets),
-            f"sets must have a list of int64 ids for each row .*sum.sets, .*, got {shown}$",
+        f"sets must have a list of int64 ids for each row .*sum.sets, .*, got {shown}$": (
+            lambda sets=sets: SamplingMask.from_lists(sets)
         )
         for sets, shown in (
             ([[1, 2.5]], r"\[1, 2.5\] at \(0,\)"),
@@ -1044,34 +1032,13 @@ BAD = {
             ([[3], [True]], r"\[True\] at \(1,\)"),
         )
     },
-    "not padded": (
-        lambda: SamplingMask.from_padded(torch.tensor(3)),
-        r"token_ids must have shape \(..., M\), got \(\)",
-    ),
-    "not bool": (
-        lambda: SamplingMask.from_bool(torch.ones(2, 3)),
-        "allowed must be bool, got torch.float32",
-    ),
-    "row": (lambda: SamplingMask.from_lists([[1]])[0], "rows must be a slice, got 0"),
-    "step": (lambda: SamplingMask.from_lists([[1]])[::2], "rows must have step 1, got 2"),
-    "no masks": (lambda: SamplingMask.cat([[[1]]]), r"masks must be SamplingMasks, got \['list'\]"),
-    "nothing": (lambda: SamplingMask.cat([]), "masks must be one or more, got 0"),
-    "devices": (
-        lambda: SamplingMask.cat([SamplingMask.from_lists([[1]], d) for d in ("cpu", "meta")]),
-        r"masks must be on the device of the first one \(cpu\), got meta",
-    ),
-    "broken part": (
-        lambda: SamplingMask._of(torch.arange(2), torch.tensor([-1, -1, -1]))[1:],
-        r"offsets must rise from 0 to 2, got -1 at \(0,\)",
-    ),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors_of_the_class(name):
-    made, message = BAD[name]
+@pytest.mark.parametrize("message", BAD)
+def test_errors_of_the_class(message):
     with pytest.raises(ValueError, match=message):
-        made()
+        BAD[message]()
 
 
 @pytest.mark.parametrize("offsets", BROKEN_OFFSETS)

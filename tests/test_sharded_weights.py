@@ -34,7 +34,7 @@ def model_and_case(dtype=torch.float32, frozen=False):
     model = Model()
     with torch.no_grad():
         model.lm_head.weight.mul_(4)
-    case = whole_case("paper", torch.float32)
+    case = whole_case()
     tokens = torch.randint(0, V, (B, S))
     with torch.no_grad():
         logp, _ = reference.linear_log_probs(
@@ -48,29 +48,21 @@ def model_and_case(dtype=torch.float32, frozen=False):
 def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
     """Losses of three optimizer steps, and unsharded parameters by name. ``kind`` of the weight."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses = []
+    losses, options = [], options | dict(backend=backend, chunk_tokens=11)
     for _ in range(3):
         optimizer.zero_grad()
         hidden = model(tokens)
         assert isinstance(model.lm_head.weight, kind)
-        out = bapo_kernels.bapo_linear_loss(
-            hidden,
-            model.lm_head.weight,
-            *arguments,
-            bias=model.lm_head.bias,
-            backend=backend,
-            chunk_tokens=11,
-            **options,
-        )
+        weight, options["bias"] = model.lm_head.weight, model.lm_head.bias
+        out = bapo_kernels.bapo_linear_loss(hidden, weight, *arguments, **options)
         out.loss.backward()
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 assert parameter.grad is None, name
                 continue
             assert type(parameter.grad) is type(parameter.detach()), name
-            assert getattr(parameter.grad, "placements", None) == getattr(
-                parameter, "placements", None
-            )
+            placements = (getattr(x, "placements", None) for x in (parameter, parameter.grad))
+            assert len(set(placements)) == 1, name
         optimizer.step()
         losses.append(out.loss.item())
     whole = {
@@ -80,7 +72,7 @@ def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
     return losses, whole
 
 
-def fsdp_rank(rank, data, tensor, head_alone, reshard, vocab_parallel, frozen, temperature):
+def fsdp_rank(rank, data, tensor, vocab_parallel, head_alone, reshard, frozen, temperature):
     mesh = grid(data, tensor)
     d, t = divmod(rank, tensor)
     model, tokens, case = model_and_case(frozen=frozen)
@@ -99,28 +91,10 @@ def fsdp_rank(rank, data, tensor, head_alone, reshard, vocab_parallel, frozen, t
     return train(model, tokens[rows], arguments, options, "cpu", kind)
 
 
-@pytest.mark.parametrize("head_alone", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize(
-    ("data", "tensor", "vocab_parallel"),
-    [(2, 1, False), (4, 1, False), (2, 2, False), (2, 2, True), (1, 2, True)],
-)
-def test_fsdp2(worlds, data, tensor, vocab_parallel, head_alone, reshard):
-    """Three steps agree, whether the head is unsharded after the root's forward or a DTensor."""
-    check_fsdp2(worlds, data, tensor, head_alone, reshard, vocab_parallel)
-
-
-@pytest.mark.parametrize(("data", "tensor", "vocab_parallel"), [(2, 1, False), (2, 2, True)])
-def test_fsdp2_of_a_frozen_head(worlds, data, tensor, vocab_parallel):
-    """Each sequence has a temperature of its own."""
-    T = torch.linspace(0.8, 1.2, B)
-    check_fsdp2(worlds, data, tensor, True, False, vocab_parallel, True, T)
-
-
 def check_fsdp2(
-    worlds, data, tensor, head_alone, reshard, vocab_parallel, frozen=False, temperature=None
+    worlds, data, tensor, vocab_parallel, head_alone, reshard, frozen=False, temperature=None
 ):
-    layout = data, tensor, head_alone, reshard, vocab_parallel
+    layout = data, tensor, vocab_parallel, head_alone, reshard
     results = worlds(data * tensor).run(fsdp_rank, *layout, frozen, temperature)
     model, tokens, case = model_and_case(frozen=frozen)
     case = case.with_options(temperature=temperature)
@@ -140,29 +114,39 @@ def check_fsdp2(
     assert max(abs(a - b) for a, b in zip(truth[0], truth[0][1:], strict=False)) > 1e-3
 
 
+@pytest.mark.parametrize("head_alone", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize(
+    "layout", [(2, 1, False), (4, 1, False), (2, 2, False), (2, 2, True), (1, 2, True)]
+)
+def test_fsdp2(worlds, layout, head_alone, reshard):
+    """Three steps agree, whether the head is unsharded after the root's forward or a DTensor."""
+    check_fsdp2(worlds, *layout, head_alone, reshard)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, False), (2, 2, True)])
+def test_fsdp2_of_a_frozen_head(worlds, layout):
+    """Each sequence has a temperature of its own."""
+    check_fsdp2(worlds, *layout, True, False, frozen=True, temperature=torch.linspace(0.8, 1.2, B))
+
+
 def gathers_rank(rank):
     mesh = grid(2, 2)
-    case, (hidden, weight, _) = linear_case("paper", torch.float32), head(torch.float32)
+    case, (hidden, weight, _) = linear_case(), head()
     model = torch.nn.Sequential(torch.nn.Linear(H, V, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(weight)
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
     assert model[0].weight.placements[0] != Shard(0), "strided: vocabulary first"
+    labels, *batch = case.arguments()
+    given, options = (hidden, model[0].weight, labels), dict(vocab_group=mesh.get_group("tensor"))
     with CommDebugMode() as forward:
-        out = bapo_kernels.bapo_linear_loss(
-            hidden,
-            model[0].weight,
-            *case.arguments(),
-            vocab_group=mesh.get_group("tensor"),
-            **case.options,
-        )
+        out = bapo_kernels.bapo_linear_loss(*given, *batch, **options, **case.options)
     with CommDebugMode() as backward:
         out.loss.backward()
     with CommDebugMode() as no_grad, torch.no_grad():
-        bapo_kernels.linear_log_probs(
-            hidden, model[0].weight, case.labels, vocab_group=mesh.get_group("tensor")
-        )
+        bapo_kernels.linear_log_probs(*given, **options)
     return [
         [(str(op), n) for op, n in mode.get_comm_counts().items() if "functional" in str(op)]
         for mode in (forward, backward, no_grad)
@@ -176,32 +160,30 @@ def test_head_of_fsdp_and_shards_is_gathered_once(worlds):
         assert backward == [("c10d_functional.reduce_scatter_tensor", 1)]
 
 
-def zero3(function):
-    """A weight that exists during forward and, gathered again, during backward only."""
-    case = linear_case("paper", torch.float32)
-    hidden, whole, bias = head(torch.float32)
-    weight = torch.nn.Parameter(torch.empty(0))
-    weight.data = whole.clone()
-    options = case.options if function == "bapo_linear_loss" else {}
-    tokens = case.arguments() if options else (case.labels,)
-    out = getattr(bapo_kernels, function)(hidden, weight, *tokens, bias=bias, **options)
-    weight.data = torch.empty(0)
-    weight.data = whole.clone()
-    out[0].sum().backward()
-    return weight.grad
+def loss_of_head(module, function, hidden, weight, bias, **options):
+    """A loss of the package or of its reference; that of log-probs is a sum."""
+    case, call = linear_case(), getattr(module, function)
+    if function == "linear_log_probs":
+        logp, _ = call(hidden, weight, case.labels, bias=bias, **options)
+        return (logp * per_token((B, S), 7)).sum()
+    return call(hidden, weight, *case.arguments(), bias=bias, **options, **case.options).loss
 
 
 @pytest.mark.parametrize("function", ["bapo_linear_loss", "linear_log_probs"])
 def test_zero3(function):
-    got = zero3(function)
-    case = linear_case("paper", torch.float32)
-    hidden, weight, bias = head(torch.float32)
-    weight.requires_grad_()
-    options = case.options if function == "bapo_linear_loss" else {}
-    tokens = case.arguments() if options else (case.labels,)
-    out = getattr(bapo_kernels, function)(hidden, weight, *tokens, bias=bias, **options)
-    out[0].sum().backward()
-    assert torch.equal(got, weight.grad)
+    """A weight that exists during forward and, gathered again, during backward only."""
+    hidden, whole, bias = head()
+    gradients = []
+    for is_sharded in (False, True):
+        weight = torch.nn.Parameter(torch.empty(0) if is_sharded else whole.clone())
+        weight.data = whole.clone()
+        loss = loss_of_head(bapo_kernels, function, hidden, weight, bias)
+        if is_sharded:
+            weight.data = torch.empty(0)
+            weight.data = whole.clone()
+        loss.backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
 
 
 def mask_of_labels(labels):
@@ -212,43 +194,22 @@ def mask_of_labels(labels):
     )
 
 
-def dtensor_rank(rank, function, masked):
+def dtensor_rank(rank, function, mask):
     mesh = grid(1, 2)["tensor"]
-    case = linear_case("paper", torch.float32)
-    hidden, *parameters = head(torch.float32)
-    weight, bias = (torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in parameters)
-    mask = mask_of_labels(case.labels) if masked else None
-    options = dict(vocab_group=mesh.get_group(), bias=bias, sampling_mask=mask)
-    if function == "linear_log_probs":
-        logp, _ = bapo_kernels.linear_log_probs(hidden, weight, case.labels, **options)
-        loss = (logp * per_token((B, S), 7)).sum()
-    else:
-        loss = bapo_kernels.bapo_linear_loss(
-            hidden, weight, *case.arguments(), **options, **case.options
-        ).loss
-    loss.backward()
-    gradients = weight.grad, bias.grad
-    assert all(g.placements == (Shard(0),) for g in gradients)
-    return [g.full_tensor() for g in gradients]
+    hidden, *parameters = head()
+    parameters = [torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in parameters]
+    options = dict(vocab_group=mesh.get_group(), sampling_mask=mask)
+    loss_of_head(bapo_kernels, function, hidden, *parameters, **options).backward()
+    assert all(x.grad.placements == (Shard(0),) for x in parameters)
+    return [x.grad.full_tensor() for x in parameters]
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("function", ["bapo_linear_loss", "linear_log_probs"])
 def test_vocabulary_sharded_as_a_dtensor(worlds, function, masked):
-    parts = worlds(2).run(dtensor_rank, function, masked)
-    case = linear_case("paper", torch.float32)
-    hidden, weight, bias = head(torch.float32)
-    weight.requires_grad_(), bias.requires_grad_()
-    mask = mask_of_labels(case.labels) if masked else None
-    if function == "linear_log_probs":
-        logp, _ = reference.linear_log_probs(
-            hidden, weight, case.labels, bias=bias, sampling_mask=mask
-        )
-        loss = (logp * per_token((B, S), 7)).sum()
-    else:
-        loss = reference.bapo_linear_loss(
-            hidden, weight, *case.arguments(), bias=bias, sampling_mask=mask, **case.options
-        ).loss
-    loss.backward()
+    mask = mask_of_labels(linear_case().labels) if masked else None
+    parts = worlds(2).run(dtensor_rank, function, mask)
+    hidden, *parameters = (x.requires_grad_() for x in head())
+    loss_of_head(reference, function, hidden, *parameters, sampling_mask=mask).backward()
     for got in parts:
-        torch.testing.assert_close(got, [weight.grad, bias.grad], rtol=2e-5, atol=1e-6)
+        torch.testing.assert_close(got, [x.grad for x in parameters], rtol=2e-5, atol=1e-6)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import INTERPRETED, KERNELS, case_with_sets, make_case
+from helpers import INTERPRETED, KERNELS, case_with_sets, make_case, run_kernel
 from launches import LAUNCHES, CountLaunches
 from operands import options_of, tokens_of
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -59,23 +59,17 @@ def test_every_operator(launches, monkeypatch):
     """At most as many as in the table, by which the launches of a call are counted."""
     from bapo_kernels.backends.triton import prepare
 
-    case = make_case((2, 6), 33, staleness=0.4)
-    searched = (*searched_tokens(12), options_of())
+    case, searched = make_case((2, 6), 33, staleness=0.4), (*searched_tokens(12), options_of())
     found = torch.empty(2), torch.empty(6, dtype=torch.float64)
-    for inplace in (False, True):
-        logits = case.logits.clone().requires_grad_()
-        logits = logits.clone() if inplace else logits
-        bapo_loss(logits, *case.arguments(), backend="triton", inplace=inplace).loss.backward()
-    with torch.no_grad():
-        bapo_loss(case.logits, *case.arguments(), backend="triton")
-    config = BAPOConfig(ratio_level="sequence")
-    logits = case.logits.clone().requires_grad_()
-    bapo_loss(logits, *case.arguments(), config=config, backend="triton")
+    run_kernel(case, "triton")
+    logits = case.logits.clone().requires_grad_().clone()
+    bapo_loss(logits, *case.arguments(), backend="triton", inplace=True).loss.backward()
+    bapo_loss(case.logits, *case.arguments(), backend="triton")
+    run_kernel(case, "triton", config=BAPOConfig(ratio_level="sequence"))
     torch_ops_of("triton").contributions(*searched, 0, torch.empty(1, 54, dtype=torch.float64))
     torch_ops_of("triton").solve(torch.rand(2, 54).double(), options_of(), *found)
     monkeypatch.setattr(prepare, "ALONE", 0)
-    with torch.no_grad():
-        bapo_loss(case.logits, *case.arguments(), backend="triton")
+    bapo_loss(case.logits, *case.arguments(), backend="triton")
 
     assert launches["prepare"] == [1, 1, 1, 1, 3]
     assert launches.keys() <= LAUNCHES.keys() == operators.SCHEMAS.keys()
@@ -101,11 +95,10 @@ def test_every_operator_on_sets(launches):
     case, mask = case_with_sets((2, 6), 33, staleness=0.4)
     given = dict(sampling_mask=mask, backend="triton")
     hidden, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 6, 5), (33, 5)))
-    bapo_loss(case.logits.requires_grad_(), *case.arguments(), **given).loss.backward()
+    run_kernel(case, **given)
     bapo_linear_loss(hidden, weight, *case.arguments(), **given).loss.backward()
     linear_log_probs(hidden, weight, case.labels, **given)[0].sum().backward()
-    with torch.no_grad():
-        bapo_loss(case.logits, *case.arguments(), **given)
+    bapo_loss(case.logits, *case.arguments(), **given)
     most = {name: max(launches[name]) for name in OF_SETS}
     without_long_ones = {"head_sets_pass": 3, "sets_dhidden": 1, "sets_dweight": 1}
     assert most == {name: LAUNCHES[name] for name in OF_SETS} | without_long_ones
@@ -120,12 +113,9 @@ def test_nothing_is_counted_where_the_divisor_is_given(launches, monkeypatch):
     for mode in ("token-sum", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         for options in ({}, given):
             launches.clear()
-            config = BAPOConfig(loss_agg_mode=mode)
-            with torch.no_grad():
-                bapo_loss(
-                    case.logits, *case.arguments(), config=config, backend="triton", **options
-                )
-            counts[mode, bool(options)] = launches["prepare"]
+            options = options | dict(config=BAPOConfig(loss_agg_mode=mode), backend="triton")
+            bapo_loss(case.logits, *case.arguments(), **options)
+            counts[mode, "global_batch_size" in options] = launches["prepare"]
     alone = {("token-sum", False), *((mode, True) for mode, _ in counts)}
     alone.remove(("seq-mean-token-mean", True))  # needs the length of every sequence
     assert counts == {key: [1] if key in alone else [3] for key in counts}
@@ -192,14 +182,8 @@ def test_loss_of_many_tokens(few_programs, given_masses, surrogate, own_bounds, 
     if own_bounds:
         own = (bounds[:, None] + 0.4 * torch.rand(2, N) - 0.2).where(counted, torch.nan)
         fields |= dict(lower=own[0], upper=own[1])
-    options = options_of(
-        surrogate=SURROGATES[surrogate],
-        clip_ratio_c=3.0,
-        sapo_tau_pos=0.7,
-        sapo_tau_neg=1.6,
-        kl_loss_coef=0.1,
-        entropy_coef=0.01,
-    )
+    terms = dict(clip_ratio_c=3.0, sapo_tau_pos=0.7, sapo_tau_neg=1.6, kl_loss_coef=0.1)
+    options = options_of(surrogate=SURROGATES[surrogate], entropy_coef=0.01, **terms)
     results = []
     for name in ("triton", "triton", "cpu"):
         ticket = torch.zeros(1, dtype=torch.int32)
@@ -285,11 +269,8 @@ def test_hooks_of_launches_get_what_triton_gathers_for_them(name):
 @pytest.mark.parametrize(("value", "interprets"), [("true", True), ("on", True), ("0", False)])
 def test_what_the_variable_of_triton_means(value, interprets):
     """As for Triton: the backend then takes tensors of the CPU."""
-    program = """
-from bapo_kernels.backends import triton
-from bapo_kernels.backends.triton import launch
-print(triton.INTERPRETED, launch.INTERPRETED)
-"""
+    program = "from bapo_kernels.backends.triton import INTERPRETED, launch as at\n"
+    program += "print(INTERPRETED, at.INTERPRETED)"
     environment = os.environ | {"TRITON_INTERPRET": value}
     output = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
     assert output.split() == [str(interprets)] * 2
@@ -302,10 +283,6 @@ def test_launches_of_compiled_kernels():
     """With Triton's own launcher, on a driver library that does nothing: a call after a call."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = "benchmarks.host_time", "--backend", "triton", "--calls", "2", "--json"
-    output = subprocess.check_output(
-        [sys.executable, "-m", *command],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        text=True,
-    )
+    where = dict(cwd=Path(__file__).parents[1], env=environment)
+    output = subprocess.check_output([sys.executable, "-m", *command], text=True, **where)
     assert json.loads(output)["backend"] == "triton"

@@ -29,24 +29,26 @@ def log_probs_of(N):
     return log_probs.where(counted, torch.nan), counted, old.where(counted, torch.nan)
 
 
-def log_ratios(log_probs, counted, old, length=0, cu_seqlens=None):
-    tokens, present = tokens_of(log_probs.numel(), DEVICE, old_log_probs=old)
-    given = log_probs.to(DEVICE), counted.to(DEVICE), tokens, present
-    out = torch.full(log_probs.shape, -7.0, dtype=torch.float64, device=DEVICE)
+def run(name, log_probs, counted, *more, length=0, cu_seqlens=None, out=None):
+    """``out`` after the operator; all of it is on the CPU before and after."""
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(DEVICE)
-    torch_ops_of("triton").sequence_log_ratios(*given, length, cu_seqlens, out)
+    out = out.to(DEVICE, copy=True)
+    given = log_probs.to(DEVICE), counted.to(DEVICE), *more
+    getattr(torch_ops_of("triton"), name)(*given, length, cu_seqlens, out)
     return out.cpu()
+
+
+def log_ratios(log_probs, counted, old, length=0, cu_seqlens=None):
+    tokens = tokens_of(log_probs.numel(), DEVICE, old_log_probs=old)
+    options = dict(length=length, cu_seqlens=cu_seqlens, out=torch.full_like(log_probs, -7.0))
+    return run("sequence_log_ratios", log_probs, counted, *tokens, **options)
 
 
 def with_means(dlog_ratios, counted, dlog_probs, length=0, cu_seqlens=None):
     """``dlog_probs`` after the means were added."""
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(DEVICE)
-    out = dlog_probs.to(DEVICE, copy=True)
-    given = dlog_ratios.to(DEVICE), counted.to(DEVICE)
-    torch_ops_of("triton").add_sequence_means_(*given, length, cu_seqlens, out)
-    return out.cpu()
+    options = dict(length=length, cu_seqlens=cu_seqlens, out=dlog_probs)
+    return run("add_sequence_means_", dlog_ratios, counted, **options)
 
 
 def expected_means(values, counted, offsets):
@@ -83,21 +85,18 @@ def test_packed_sequences(on_policy, dtype):
 def test_rows_have_the_bits_of_packed_sequences(length):
     """A mean depends on its sequence alone, not on what lies beside it."""
     log_probs, counted, old = log_probs_of(4 * length)
-    rows = log_ratios(log_probs, counted, old, length)
-    offsets = torch.arange(0, 4 * length + 1, length)
+    rows, offsets = log_ratios(log_probs, counted, old, length), length * torch.arange(5)
     packed = log_ratios(log_probs, counted, old, cu_seqlens=offsets)
+    second = slice(length, 2 * length)
+    alone = log_ratios(log_probs[second], counted[second], old[second], length)
     torch.testing.assert_close(rows, packed, rtol=0, atol=0)
-    alone = log_ratios(
-        log_probs[length:][:length], counted[length:][:length], old[length:][:length], length
-    )
-    torch.testing.assert_close(rows[length:][:length], alone, rtol=0, atol=0)
+    torch.testing.assert_close(rows[second], alone, rtol=0, atol=0)
     expected = expected_means(log_probs - old.double(), counted, offsets)
     torch.testing.assert_close(rows, expected, rtol=1e-13, atol=1e-15)
-    dlog_ratios, zeros = torch.where(counted, log_probs, torch.nan), torch.zeros_like(log_probs)
-    added = with_means(dlog_ratios, counted, zeros, length)
-    torch.testing.assert_close(
-        added, with_means(dlog_ratios, counted, zeros, cu_seqlens=offsets), rtol=0, atol=0
-    )
+    zeros = torch.zeros_like(log_probs)
+    added = with_means(log_probs, counted, zeros, length)
+    packed = with_means(log_probs, counted, zeros, cu_seqlens=offsets)
+    torch.testing.assert_close(added, packed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

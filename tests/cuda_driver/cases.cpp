@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cuda/launch_cuda.h"
+
 namespace driver {
 
 using namespace bapo;
@@ -11,11 +13,20 @@ namespace {
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr int64_t kChunkBytes = 2048, kRealVocab = 151'936;
 
-cudaDeviceProp device() {
-    cudaDeviceProp properties;
-    check(cudaGetDeviceProperties(&properties, 0));
-    return properties;
-}
+// Of the shortest rows of every cluster size.
+constexpr RowCase kOptions[] = {
+    {.unaligned = true, .output = Output::kNone},
+    {.batches = 3, .unaligned = true, .output = Output::kSeparate},
+    {.rows = 1},
+    {.known_bounds = true},
+    {.batches = 2,
+     .output = Output::kSeparate,
+     .softcap = true,
+     .entropy = true,
+     .kl = true,
+     .temperatures = true},
+    {.unaligned = true, .temperatures = true},
+};
 
 int planned_cluster(DType dtype, int64_t vocab) {
     LogitRows rows{};
@@ -28,6 +39,7 @@ int planned_cluster(DType dtype, int64_t vocab) {
 struct Lengths {
     int cluster;
     int64_t shortest, longest;
+    bool again;  // after others with clusters of this size
 };
 
 std::vector<Lengths> lengths_by_cluster() {
@@ -35,7 +47,10 @@ std::vector<Lengths> lengths_by_cluster() {
     std::vector<Lengths> all;
     for (int64_t chunks = 1; chunks <= kLongest; ++chunks) {
         const int cluster = planned_cluster(DType::kFloat32, chunks * kChunkBytes / 4);
-        if (all.empty() || all.back().cluster != cluster) all.push_back({cluster, chunks, chunks});
+        if (all.empty() || all.back().cluster != cluster) {
+            const bool again = std::ranges::count(all, cluster, &Lengths::cluster) > 0;
+            all.push_back({cluster, chunks, chunks, again});
+        }
         all.back().longest = chunks;
         if (cluster == 0 && all.size() > 1) break;  // short rows have none either
     }
@@ -44,82 +59,11 @@ std::vector<Lengths> lengths_by_cluster() {
 
 // Enough rows for every cluster to fill its ring of stages several times.
 int64_t many_rows(int cluster) {
-    const int64_t at_once = 4 * device().multiProcessorCount / std::max(cluster, 1);
+    cudaDeviceProp device;
+    check(cudaGetDeviceProperties(&device, 0));
+    const int64_t at_once = 4 * device.multiProcessorCount / std::max(cluster, 1);
     return std::max<int64_t>(3 * at_once + 1, 20);
 }
-
-// Adds cases of one dtype whose rows have the same layout.
-class Adder {
-  public:
-    Adder(std::vector<RowCase>& cases, DType dtype, const Lengths& lengths)
-        : cases_(cases), lengths_(lengths), base_{.dtype = dtype, .cluster = lengths.cluster} {}
-
-    // A little shorter than whole chunks: ending within a vector, or at the end of one.
-    RowCase of(int64_t chunks, Start start, Output output, bool whole_vectors = false) const {
-        RowCase added = base_;
-        const int64_t size = size_of(base_.dtype), unit = 16 / size;
-        added.vocab = chunks * kChunkBytes / size - (whole_vectors ? 3 * unit : 2 * unit + 3);
-        added.start = start;
-        added.output = output;
-        return added;
-    }
-    RowCase of(Start start, Output output) const { return of(lengths_.shortest, start, output); }
-
-    void all_kernels(int turn) {
-        for (int which = 0; which < 8; ++which) {
-            const bool softcap = which & 1, entropy = which & 2, unaligned = which & 4;
-            const bool in_place = (turn + softcap + entropy + unaligned) % 2;
-            RowCase added = of(lengths_.shortest, unaligned ? Start::kUnaligned : Start::kAligned,
-                               in_place ? Output::kInPlace : Output::kSeparate, !entropy);
-            added.softcap = softcap;
-            added.entropy = entropy;
-            cases_.push_back(added);
-        }
-    }
-    void two_kernels(int turn) {
-        RowCase plain = of(Start::kAligned, turn % 2 ? Output::kInPlace : Output::kSeparate);
-        plain.softcap = turn / 2 % 2;
-        RowCase unaligned = of(Start::kUnaligned, turn % 2 ? Output::kSeparate : Output::kInPlace);
-        unaligned.softcap = !plain.softcap;
-        unaligned.entropy = true;
-        cases_.insert(cases_.end(), {plain, unaligned});
-    }
-    void many(bool unaligned) {
-        const Start start = unaligned ? Start::kUnaligned : Start::kAligned;
-        RowCase added = of(lengths_.longest, start, Output::kInPlace, true);
-        added.rows = many_rows(added.cluster);
-        cases_.push_back(added);
-    }
-    void bad_values() {
-        for (const bool unaligned : {false, true}) {
-            RowCase added = of(unaligned ? Start::kUnaligned : Start::kAligned,
-                               unaligned ? Output::kSeparate : Output::kInPlace);
-            added.entropy = unaligned;
-            added.bad_values = true;
-            cases_.push_back(added);
-        }
-    }
-    void options() {
-        RowCase log_probs = of(Start::kUnaligned, Output::kNone);
-        RowCase batches = of(Start::kUnaligned, Output::kSeparate);
-        batches.batches = 3;
-        RowCase one = of(Start::kAligned, Output::kInPlace);
-        one.rows = 1;
-        RowCase known = of(Start::kAligned, Output::kInPlace);
-        known.known_bounds = true;
-        RowCase all = of(Start::kAligned, Output::kSeparate);
-        all.batches = 2;
-        all.softcap = all.entropy = all.kl = all.temperatures = true;
-        RowCase per_row = of(Start::kUnaligned, Output::kInPlace);
-        per_row.temperatures = true;
-        cases_.insert(cases_.end(), {log_probs, batches, one, known, all, per_row});
-    }
-
-  private:
-    std::vector<RowCase>& cases_;
-    const Lengths lengths_;
-    const RowCase base_;
-};
 
 RowCase real_size(DType dtype, Output output) {
     const int cluster = planned_cluster(dtype, kRealVocab);
@@ -130,68 +74,126 @@ RowCase real_size(DType dtype, Output output) {
             .output = output};
 }
 
+std::string words(std::initializer_list<std::pair<bool, const char*>> all) {
+    std::string text;
+    for (const auto& [on, word] : all) {
+        if (on) text += word;
+    }
+    return text;
+}
+
 }  // namespace
 
 std::string RowCase::name() const {
     const char* const of_dtype = dtype == DType::kFloat32    ? "fp32"
                                  : dtype == DType::kBFloat16 ? "bf16"
                                                              : "fp16";
-    std::string text = std::string(of_dtype) + " V=" + std::to_string(vocab) +
-                       " rows=" + (batches > 1 ? std::to_string(batches) + "x" : "") +
-                       std::to_string(rows);
-    text += cluster ? " cluster=" + std::to_string(cluster) : " generic";
-    text += start == Start::kAligned ? " aligned" : " unaligned";
-    text += output == Output::kNone       ? " log-probs"
-            : output == Output::kSeparate ? " out of place"
-                                          : " in place";
-    for (const auto& [on, word] : {std::pair{softcap, " softcap"},
-                                   {entropy, " entropy"},
-                                   {kl, " kl"},
-                                   {temperatures, " temperatures"},
-                                   {known_bounds, " known bounds"},
-                                   {bad_values, " bad values"}}) {
-        if (on) text += word;
-    }
-    return text;
+    return std::string(of_dtype) + " V=" + std::to_string(vocab) +
+           " rows=" + (batches > 1 ? std::to_string(batches) + "x" : "") + std::to_string(rows) +
+           (cluster ? " cluster=" + std::to_string(cluster) : " generic") +
+           words({{!unaligned, " aligned"},
+                  {unaligned, " unaligned"},
+                  {output == Output::kNone, " log-probs"},
+                  {output == Output::kSeparate, " out of place"},
+                  {output == Output::kInPlace, " in place"},
+                  {softcap, " softcap"},
+                  {entropy, " entropy"},
+                  {kl, " kl"},
+                  {temperatures, " temperatures"},
+                  {known_bounds, " known bounds"},
+                  {bad_values, " bad values"}});
+}
+
+std::string TokenCase::name() const {
+    return "tokens=" + std::to_string(count) + (upper_first ? " upper first" : " lower first") +
+           words({{uniform_weight, " uniform weight"},
+                  {unclipped_only, " unclipped only"},
+                  {target_is_ratio, " ratio"},
+                  {all_inputs, " all inputs"},
+                  {surrogate == kCispo, " cispo"},
+                  {surrogate == kSapo, " sapo"},
+                  {surrogate == kMask, " mask"},
+                  {own_bounds, " own bounds"},
+                  {log_ratios, " log-ratios"}});
+}
+
+std::string SequenceCase::name() const {
+    return "means over sequences, tokens=" + std::to_string(tokens) +
+           (packed ? " packed" : " padded");
 }
 
 std::vector<RowCase> row_cases(bool quick) {
     std::vector<RowCase> cases;
-    std::vector<Lengths> lengths = lengths_by_cluster();
+    const auto output = [](bool in_place) {
+        return in_place ? Output::kInPlace : Output::kSeparate;
+    };
+    const std::vector<Lengths> lengths = lengths_by_cluster();
+    int first_turn = 0;
     for (const DType dtype : kDTypes) {
         const bool bf16 = dtype == DType::kBFloat16;
-        for (int64_t vocab : {1, 7, 257}) {
+        const int64_t size = dtype == DType::kFloat32 ? 4 : 2, unit = 16 / size;
+        for (const int64_t vocab : {1, 7, 257}) {
             if (quick && vocab != 7) continue;
             const int cluster = planned_cluster(dtype, vocab);
-            cases.push_back({.dtype = dtype, .cluster = cluster, .vocab = vocab});
-            cases.push_back({.dtype = dtype,
-                             .cluster = cluster,
-                             .vocab = vocab,
-                             .start = Start::kUnaligned,
-                             .output = Output::kSeparate,
-                             .entropy = true});
+            for (const bool second : {false, true}) {
+                cases.push_back({.dtype = dtype,
+                                 .cluster = cluster,
+                                 .vocab = vocab,
+                                 .unaligned = second,
+                                 .output = output(!second),
+                                 .entropy = second});
+            }
         }
-        int turn = dtype == DType::kFloat32 ? 0 : dtype == DType::kBFloat16 ? 1 : 2;
-        std::vector<int> seen;
-        for (const Lengths& alike : lengths) {
-            // Quick runs use the shortest rows of each cluster size.
-            const bool again = std::count(seen.begin(), seen.end(), alike.cluster) > 0;
-            if (quick && again) continue;
-            seen.push_back(alike.cluster);
-            Adder add(cases, dtype, alike);
-            quick ? add.two_kernels(turn) : add.all_kernels(turn);
-            if (!again && (!quick || bf16)) add.bad_values();
-            if (!again && !quick) add.options();
-            if (alike.cluster > 0 && (bf16 || !(quick || again))) add.many(turn % 2);
-            if (alike.cluster > 0 && bf16 && !(quick || again)) add.many(turn % 2 == 0);
+        int turn = first_turn++;
+        for (const auto& [cluster, shortest, longest, again] : lengths) {
+            if (quick && again) continue;  // the shortest rows of each cluster size
+            // A little shorter than whole chunks: ending within a vector, or at the end of one.
+            const int64_t within = shortest * kChunkBytes / size - 2 * unit - 3;
+            const auto whole = [&](int64_t n) { return n * kChunkBytes / size - 3 * unit; };
+            const auto add = [&](RowCase of) {
+                of.dtype = dtype;
+                of.cluster = cluster;
+                if (of.vocab == 0) of.vocab = within;
+                cases.push_back(of);
+            };
+            for (int which = 0; !quick && which < 8; ++which) {
+                const bool softcap = which & 1, entropy = which & 2, unaligned = which & 4;
+                add({.vocab = entropy ? 0 : whole(shortest),
+                     .unaligned = unaligned,
+                     .output = output((turn + softcap + entropy + unaligned) % 2),
+                     .softcap = softcap,
+                     .entropy = entropy});
+            }
+            for (const bool second : {false, true}) {
+                if (!quick) continue;
+                add({.unaligned = second,
+                     .output = output((turn + second) % 2),
+                     .softcap = (turn / 2 + second) % 2 == 1,
+                     .entropy = second});
+            }
+            for (const bool second : {false, true}) {
+                if (again || (quick && !bf16)) continue;
+                add({.unaligned = second,
+                     .output = output(!second),
+                     .entropy = second,
+                     .bad_values = true});
+            }
+            for (const RowCase& of : kOptions) {
+                if (!again && !quick) add(of);
+            }
+            const int starts = cluster > 0 ? bf16 + !(quick || again) : 0;
+            for (int k = 0; k < starts; ++k) {
+                add({.vocab = whole(longest),
+                     .rows = many_rows(cluster),
+                     .unaligned = (turn + k) % 2 == 1});
+            }
             ++turn;
         }
         if (!quick) cases.push_back(real_size(dtype, Output::kInPlace));
     }
     if (!quick) {
-        RowCase all = real_size(DType::kBFloat16, Output::kSeparate);
-        all.softcap = all.entropy = true;
-        cases.push_back(all);
+        cases.push_back(real_size(DType::kBFloat16, Output::kSeparate));
+        cases.back().softcap = cases.back().entropy = true;
     }
     return cases;
 }
@@ -234,6 +236,7 @@ std::vector<RowCase> timed_cases() {
         for (const Output output : {Output::kSeparate, Output::kInPlace, Output::kNone}) {
             cases.push_back(real_size(dtype, output));
             cases.back().rows = 2'048;
+            cases.back().on_policy = true;
         }
     }
     return cases;

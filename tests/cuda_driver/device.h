@@ -63,7 +63,7 @@ class Memory {
     Memory& operator=(const Memory&) = delete;
 
     void* data() const { return start_ + guard; }
-    void poison() { check(cudaMemset(data(), 0xff, bytes_)); }
+    void poison() const { check(cudaMemset(data(), 0xff, bytes_)); }
     void upload(const void* from) { copy(data(), from, cudaMemcpyHostToDevice); }
     void download(void* to) const { copy(to, data(), cudaMemcpyDeviceToHost); }
 
@@ -103,9 +103,6 @@ template <typename T>
 class Array : public Memory {
   public:
     Array(const char* name, int64_t count) : Memory(name, count * sizeof(T)), count_(count) {}
-    Array(const char* name, const std::vector<T>& values) : Array(name, (int64_t)values.size()) {
-        upload(values.data());
-    }
     T* data() const { return static_cast<T*>(Memory::data()); }
     std::vector<T> values() const {
         std::vector<T> to(count_);
@@ -115,6 +112,25 @@ class Array : public Memory {
 
   private:
     int64_t count_;
+};
+
+// What the host has as well.
+template <typename T>
+struct Input : Array<T> {
+    std::vector<T> host;
+
+    Input(const char* name, std::vector<T> values)
+        : Array<T>(name, (int64_t)values.size()), host(std::move(values)) {
+        upload();
+    }
+    // Of value(i).
+    template <typename F>
+    Input(const char* name, int64_t count, F value) : Array<T>(name, count), host(count) {
+        for (int64_t i = 0; i < count; ++i) host[i] = (T)value(i);
+        upload();
+    }
+    const T& operator[](int64_t i) const { return host[i]; }
+    void upload() { Memory::upload(host.data()); }
 };
 
 // The time of work on the default stream.

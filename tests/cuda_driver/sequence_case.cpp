@@ -1,19 +1,11 @@
-#include "sequence_case.h"
-
 #include <algorithm>
-#include <cmath>
-#include <vector>
 
+#include "cases.h"
 #include "cuda/launch_cuda.h"
 
 namespace driver {
 
 using namespace bapo;
-
-std::string SequenceCase::name() const {
-    return "means over sequences, tokens=" + std::to_string(tokens) +
-           (packed ? " packed" : " padded");
-}
 
 namespace {
 
@@ -32,83 +24,60 @@ std::vector<int64_t> offsets_of(const SequenceCase& of) {
     return offsets;
 }
 
-class Sequences {
-  public:
-    Sequences(const SequenceCase& of, Verdict& verdict);
-    void run(bool forward);
-
-  private:
-    std::vector<double> launch(bool forward) const;
-
-    const SequenceCase case_;
-    Verdict& verdict_;
-    std::vector<int64_t> offsets_;
-    std::vector<uint8_t> counted_;
-    std::vector<double> values_, before_;
-    std::vector<float> old_;
+struct Sequence {
+    double sum = 0.0, size = 0.0, count = 0.0;
 };
-
-Sequences::Sequences(const SequenceCase& of, Verdict& verdict)
-    : case_(of), verdict_(verdict), offsets_(offsets_of(of)) {
-    for (int64_t i = 0; i < of.tokens; ++i) {
-        counted_.push_back(i % 5 != 3);
-        const double poison = counted_.back() ? 0.0 : NAN;
-        values_.push_back(uniform(8, 3 * i, -6.0, -0.1) + poison);
-        old_.push_back((float)(uniform(8, 3 * i + 1, -6.0, -0.1) + poison));
-        before_.push_back(uniform(8, 3 * i + 2, -1.0, 1.0));
-    }
-}
-
-std::vector<double> Sequences::launch(bool forward) const {
-    const Array<int64_t> offsets("offsets", offsets_);
-    const Array<uint8_t> counted("counted", counted_);
-    const Array<double> values("values", values_), out("out", before_);
-    const Array<float> old("old_log_probs", old_);
-    SequenceMeanParams params{};
-    params.sequences = {case_.tokens, offsets_[1], {}, (int64_t)offsets_.size() - 1};
-    if (case_.packed) params.sequences.offsets = {offsets.data(), DType::kInt64, 0, 1};
-    params.counted = (const bool*)counted.data();
-    params.in = values.data();
-    params.old_log_probs = forward ? old.data() : nullptr;
-    params.forward = forward;
-    params.out = out.data();
-    finish(cuda::sequence_mean(params, nullptr));
-    verdict_.guards();
-    return out.values();
-}
-
-void Sequences::run(bool forward) {
-    std::vector<double> sums(offsets_.size()), sizes(offsets_.size()), counts(offsets_.size());
-    const auto sequence = [&](int64_t i) {
-        return std::upper_bound(offsets_.begin(), offsets_.end(), i) - offsets_.begin() - 1;
-    };
-    for (int64_t i = 0; i < case_.tokens; ++i) {
-        if (!counted_[i]) continue;
-        const double value = forward ? values_[i] - old_[i] : values_[i];
-        sums[sequence(i)] += value;
-        sizes[sequence(i)] += std::fabs(value);
-        counts[sequence(i)] += 1.0;
-    }
-    const std::vector<double> got = launch(forward);
-    for (int64_t i = 0; i < case_.tokens; ++i) {
-        const int64_t k = sequence(i);
-        const double before = forward ? 0.0 : before_[i];
-        const double mean = counted_[i] ? sums[k] / counts[k] : 0.0;
-        const double size = counted_[i] ? sizes[k] / counts[k] : 0.0;
-        verdict_.compare(forward ? "log-ratio of token" : "gradient of token", i, got[i],
-                         before + mean, kDouble * (size + std::fabs(before)));
-    }
-    const std::vector<double> again = launch(forward);
-    if (!same_bits(got.data(), again.data(), case_.tokens)) {
-        verdict_.fail(0, "other bits in a second run");
-    }
-}
 
 }  // namespace
 
-void run(const SequenceCase& sequence_case, Verdict& verdict) {
-    Sequences of(sequence_case, verdict);
-    for (const bool forward : {true, false}) of.run(forward);
+void run(const SequenceCase& of, Verdict& verdict) {
+    const auto draw = [](int64_t i, double low, double high) { return uniform(8, i, low, high); };
+    const auto poison = [](int64_t i) { return i % 5 == 3 ? NAN : 0.0; };
+    const Input<uint8_t> counted("counted", of.tokens, [](int64_t i) { return i % 5 != 3; });
+    const Input<double> values("values", of.tokens,
+                               [&](int64_t i) { return draw(3 * i, -6.0, -0.1) + poison(i); });
+    const Input<float> old("old_log_probs", of.tokens,
+                           [&](int64_t i) { return draw(3 * i + 1, -6.0, -0.1) + poison(i); });
+    const Input<int64_t> offsets("offsets", offsets_of(of));
+    Input<double> out("out", of.tokens, [&](int64_t i) { return draw(3 * i + 2, -1.0, 1.0); });
+    std::vector<int64_t> sequence(of.tokens);
+    for (int64_t i = 0; i < of.tokens; ++i) {
+        sequence[i] = std::ranges::upper_bound(offsets.host, i) - offsets.host.begin() - 1;
+    }
+    for (const bool forward : {true, false}) {
+        const auto launch = [&] {
+            out.upload();
+            SequenceMeanParams params{};
+            params.sequences = {of.tokens, offsets[1], {}, (int64_t)offsets.host.size() - 1};
+            if (of.packed) params.sequences.offsets = {offsets.data(), DType::kInt64, 0, 1};
+            params.counted = (const bool*)counted.data();
+            params.in = values.data();
+            params.old_log_probs = forward ? old.data() : nullptr;
+            params.forward = forward;
+            params.out = out.data();
+            finish(cuda::sequence_mean(params, nullptr));
+            verdict.guards();
+            return out.values();
+        };
+        std::vector<Sequence> sums(offsets.host.size());
+        for (int64_t i = 0; i < of.tokens; ++i) {
+            if (!counted[i]) continue;
+            const double value = forward ? values[i] - old[i] : values[i];
+            Sequence& to = sums[sequence[i]];
+            to = {to.sum + value, to.size + std::fabs(value), to.count + 1.0};
+        }
+        const std::vector<double> got = launch();
+        for (int64_t i = 0; i < of.tokens; ++i) {
+            const auto [sum, size, count] =
+                counted[i] ? sums[sequence[i]] : Sequence{0.0, 0.0, 1.0};
+            const double before = forward ? 0.0 : out[i];
+            verdict.compare(forward ? "log-ratio of token" : "gradient of token", i, got[i],
+                            before + sum / count, kDouble * (size / count + std::fabs(before)));
+        }
+        if (!same_bits(got.data(), launch().data(), of.tokens)) {
+            verdict.fail(0, "other bits in a second run");
+        }
+    }
 }
 
 }  // namespace driver

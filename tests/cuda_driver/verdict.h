@@ -42,6 +42,16 @@ class Verdict {
         fail(row, "%s %" PRId64 ": got %.9g expected %.9g (error %.2e, tolerance %.2e)", what, row,
              got, expected, std::fabs(got - expected), tolerance);
     }
+    // One element of a row.
+    void element(const char* what, int64_t row, int64_t j, double got, double expected,
+                 double tolerance, const char* note = "") {
+        if (near(got, expected, tolerance)) return;
+        fail(row,
+             "%s: row %" PRId64 " element %" PRId64
+             "%s got %.9g expected %.9g (error %.2e, "
+             "tolerance %.2e)",
+             what, row, j, note, got, expected, std::fabs(got - expected), tolerance);
+    }
     void guards() {
         if (const std::string where = Memory::overrun(); !where.empty()) {
             fail(-1, "guard bytes were written: %s", where.c_str());

@@ -26,26 +26,13 @@ def stand_in(module, monkeypatch):
 def arguments(**options):
     """As slime's parser has them by default, at the temperature of the case."""
     defaults = dict(
-        advantage_estimator="grpo",
-        allgather_cp=False,
-        calculate_per_token_loss=False,
-        custom_pg_loss_reducer_function_path=None,
-        custom_tis_function_path=None,
-        entropy_coef=0.0,
-        eps_clip=0.2,
-        eps_clip_high=0.28,
-        eps_clip_c=None,
-        get_mismatch_metrics=False,
-        log_probs_chunk_size=-1,
-        on_policy=False,
-        rollout_temperature=TEMPERATURE,
-        rollout_top_p=1.0,
-        use_kl_loss=False,
-        use_opsm=False,
-        use_rollout_logprobs=False,
-        use_tis=False,
-        use_unbiased_kl=False,
-    )
+        advantage_estimator="grpo", allgather_cp=False, calculate_per_token_loss=False,
+        custom_pg_loss_reducer_function_path=None, custom_tis_function_path=None, entropy_coef=0.0,
+        eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=None, get_mismatch_metrics=False,
+        log_probs_chunk_size=-1, on_policy=False, rollout_temperature=TEMPERATURE,
+        rollout_top_p=1.0, use_kl_loss=False, use_opsm=False, use_rollout_logprobs=False,
+        use_tis=False, use_unbiased_kl=False,
+    )  # fmt: skip
     return Namespace(**(defaults | options))
 
 

@@ -1,8 +1,8 @@
 """Adapters for frameworks that cannot be installed here, called as their sources call a loss.
 
-The sources: slime 624b824 (0.3.1), SkyRL 0.3.0, ROLL 8eb27cc (0.3.0), Trinity-RFT 0.6.0; their own
-losses: test_slime.py, test_own_losses.py. The authors' function: tests/data/authors_recipe.json.
-OpenRLHF: test_openrlhf.py.
+The sources: slime 624b824 (0.3.1), SkyRL 0.3.0, ROLL 8eb27cc (0.3.0), Trinity-RFT 0.6.0. Where
+SkyRL or Trinity-RFT is installed, its own losses are run too (slime's: test_slime.py). The authors'
+function: tests/data/authors_recipe.json. OpenRLHF: test_openrlhf.py.
 """
 
 import json
@@ -27,10 +27,9 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     reference,
 )
-from bapo_kernels.integrations import config_of, require_version
+from bapo_kernels.integrations import config_of, require_version, skyrl, trinity
 from bapo_kernels.integrations.openrlhf import PolicyLoss
 from bapo_kernels.integrations.roll import bapo_pg_loss
-from bapo_kernels.integrations.skyrl import bapo_policy_loss
 from bapo_kernels.integrations.slime import bapo_loss_function
 
 pytestmark = needs_native
@@ -55,13 +54,9 @@ def test_recipe_matches_the_authors_function(backend):
         if weights is not None:
             weights = torch.tensor(weights, dtype=dtype)
         leaf = tokens["log_prob"].requires_grad_()
-        out = bapo_loss_from_log_probs(
-            leaf,
-            *(tokens[name] for name in ("old_log_prob", "advantages", "response_mask")),
-            config=config,
-            rollout_is_weights=weights,
-            backend=backend,
-        )
+        others = [tokens[name] for name in ("old_log_prob", "advantages", "response_mask")]
+        given = dict(config=config, rollout_is_weights=weights, backend=backend)
+        out = bapo_loss_from_log_probs(leaf, *others, **given)
         out.loss.backward()
         expected = case["expected"]
         for name, bound in zip(("clip_low", "clip_high"), out.bounds, strict=True):
@@ -77,51 +72,47 @@ def test_recipe_matches_the_authors_function(backend):
     assert len(reached) >= 6
 
 
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
 def tokens_of(seed=0, shape=(4, 9)):
+    """Log-probs, also in float64; old log-probs, advantages and mask."""
     case = make_case(shape, 33, staleness=0.4, seed=seed, poison=False)
     logp = reference.log_probs(case.logits, case.labels)[0].detach()
-    return logp, case.old_log_probs, case.advantages, unmasked_tokens(case).float()
+    leaves = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    return *leaves, case.old_log_probs, case.advantages, unmasked_tokens(case).float()
 
 
-def check(loss, leaf, expected, true, weight=1.0):
-    (loss * weight).backward()
-    (expected.loss * weight).backward()
-    torch.testing.assert_close(loss.detach().double(), expected.loss.detach().double())
-    torch.testing.assert_close(leaf.grad.double(), true.grad.double(), rtol=1e-5, atol=1e-7)
+def check(loss, leaf, expected, true, rtol=1e-7):
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=rtol, atol=1e-7)
+    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dual_clip", [False, True])
 def test_skyrl(dual_clip, monkeypatch):
-    logp, old, A, mask = tokens_of(1)
+    leaf, true, old, A, mask = tokens_of(1)
     A = A / mask.sum()  # SkyRL scales advantages so that the loss is a sum
-    config = Namespace(
-        policy_loss_type="dual_clip" if dual_clip else "bapo", eps_clip_low=0.2, clip_ratio_c=3.0
-    )
+    kind = "dual_clip" if dual_clip else "bapo"
+    config = Namespace(policy_loss_type=kind, eps_clip_low=0.2, clip_ratio_c=1.1)
     registry = {}
     module = ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
     module.register_policy_loss = lambda name: lambda f: registry.setdefault(name, f)
     stand_in(module, monkeypatch)
-    from bapo_kernels.integrations import skyrl
-
     skyrl.register()
-    assert registry["bapo"] is bapo_policy_loss
-    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    assert registry["bapo"] is skyrl.bapo_policy_loss
     loss, metrics = registry["bapo"](leaf, old, A, config=config, loss_mask=mask)
-    expected = reference.bapo_loss_from_log_probs(
-        true,
-        old,
-        A,
-        mask,
-        config=BAPOConfig.paper(loss_agg_mode="token-sum", clip_ratio_c=3.0 if dual_clip else None),
-    )
-    check(loss, leaf, expected, true)
+    config = BAPOConfig.paper(loss_agg_mode="token-sum", clip_ratio_c=1.1 if dual_clip else None)
+    expected = reference.bapo_loss_from_log_probs(true, old, A, mask, config=config)
+    check(loss, leaf, expected.loss, true)
     assert metrics["bapo_clip_high"] == expected.bounds.upper.item()
     assert metrics["clip_ratio"] == pytest.approx(expected.metrics["pg_clipfrac"].item())
 
 
 def test_skyrl_corrections(monkeypatch):
     """SkyRL's factors (one per sequence, or per token), and the tokens that it masks."""
-    logp, old, A, mask = tokens_of(6)
+    leaf, true, old, A, mask = tokens_of(6)
     rollout, kept = old - 0.05, mask.clone()
     kept[:, 1] = 0
     factors = torch.tensor([[0.5], [1.0], [2.0], [0.3]])
@@ -135,19 +126,12 @@ def test_skyrl_corrections(monkeypatch):
 
     module.compute_off_policy_correction = correction
     stand_in(module, monkeypatch)
-    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
     config = Namespace(off_policy_correction="correction")
-    loss, metrics = bapo_policy_loss(leaf, old, A, config, mask, rollout)
-    expected = reference.bapo_loss_from_log_probs(
-        true,
-        old,
-        A * kept,
-        mask,
-        config=BAPOConfig.paper(loss_agg_mode="token-sum"),
-        rollout_log_probs=rollout,
-        rollout_is_weights=factors.expand_as(A),
-    )
-    check(loss, leaf, expected, true)
+    loss, metrics = skyrl.bapo_policy_loss(leaf, old, A, config, mask, rollout)
+    config = BAPOConfig.paper(loss_agg_mode="token-sum")
+    corrected = dict(rollout_log_probs=rollout, rollout_is_weights=factors.expand_as(A))
+    out = reference.bapo_loss_from_log_probs(true, old, A * kept, mask, config=config, **corrected)
+    check(loss, leaf, out.loss, true)
     assert metrics["is_ratio_mean"] == 1.5
     assert not leaf.grad[:, 1].any()
 
@@ -163,118 +147,206 @@ def roll_agg_loss(loss_mat, mask, mode, tokens, samples, weights):
     }[mode]
 
 
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_roll(mode):
-    logp, old, A, mask = tokens_of(2)
+    leaf, true, old, A, mask = tokens_of(2)
     weights = torch.tensor([0.5, 1.0, 2.0, 0.0])
-    correction = torch.rand_like(logp) + 0.5
-    leaf = logp.clone().requires_grad_()
-    loss, metrics = bapo_pg_loss(
-        log_probs=leaf,
-        old_log_probs=old,
-        advantages=A,
-        response_mask=mask.long(),
-        loss_agg_mode=mode,
-        batch_num_tokens=60,
-        global_valid_samples=9,
-        weights=weights,
-        train_infer_is_weight=correction,
-        options={"target": 0.6},
-    )
-    loss.backward()
-    true = logp.double().requires_grad_()
+    correction = torch.rand_like(leaf) + 0.5
+    tokens = dict(log_probs=leaf, old_log_probs=old, advantages=A, response_mask=mask.long())
+    counts = dict(loss_agg_mode=mode, batch_num_tokens=60, global_valid_samples=9)
+    factors = dict(weights=weights, train_infer_is_weight=correction)
+    loss, metrics = bapo_pg_loss(**tokens, **counts, **factors, options={"target": 0.6})
     bounds = reference.find_clip_bounds(true, old, A, mask, config=BAPOConfig(target=0.6))
     low, high = (bound.double() for bound in bounds)
     r = (true - old).exp()
     policy = -torch.min(r * A, r.clamp(low, high) * A) * correction
     expected = roll_agg_loss(policy, mask, mode, 60, 9, weights)
-    expected.backward()
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
+    check(loss, leaf, expected, true, rtol=1e-5)
     assert metrics["actor/bapo_clip_high"] == bounds.upper
     assert bounds.upper > 1.2, "the case must need a search"
 
 
-def test_trinity(monkeypatch):
+def trinitys_kind(monkeypatch):
+    """What the adapter registers with Trinity."""
     registry = {}
-
-    class PolicyLossFn:
-        def __init__(self, backend="verl"):
-            self.backend = backend
-
-    class Registry:
-        @staticmethod
-        def register_module(name):
-            return lambda made: registry.setdefault(name, made)
-
     module = ModuleType("trinity.algorithm.policy_loss_fn")
-    module.POLICY_LOSS_FN, module.PolicyLossFn = Registry, PolicyLossFn
-    stand_in(module, monkeypatch)
-    from bapo_kernels.integrations import trinity
-
-    trinity.register()
-    function = registry["bapo"](backend="verl", preset="recipe", options={"target": 1.3})
-    logp, old, A, mask = tokens_of(3)
-    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
-    loss, metrics = function(
-        logprob=leaf, old_logprob=old, action_mask=mask.bool(), advantages=A, step=1
+    module.PolicyLossFn = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
+    module.POLICY_LOSS_FN = Namespace(
+        register_module=lambda name: lambda made: registry.setdefault(name, made)
     )
+    stand_in(module, monkeypatch)
+    assert trinity.register() is registry["bapo"]
+    return registry["bapo"]
+
+
+def test_trinity(monkeypatch):
+    kind = trinitys_kind(monkeypatch)
+    assert kind.default_args() == {"preset": "paper", "loss_agg_mode": "token-mean"}
+    function = kind(backend="verl", preset="recipe", options={"target": 1.3})
+    leaf, true, old, A, mask = tokens_of(3)
+    given = dict(logprob=leaf, old_logprob=old, action_mask=mask.bool(), advantages=A, step=1)
+    loss, metrics = function(**given)
     config = BAPOConfig.recipe(target=1.3)
     expected = reference.bapo_loss_from_log_probs(true, old, A, mask, config=config)
-    check(loss, leaf, expected, true)
+    check(loss, leaf, expected.loss, true)
     assert metrics["pg_loss"] == pytest.approx(loss.item())
-    assert registry["bapo"].default_args() == {"preset": "paper", "loss_agg_mode": "token-mean"}
 
 
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_trinity_reductions(mode, monkeypatch):
     """Means over sequences count one that is masked."""
-    logp, old, A, mask = tokens_of(3)
+    leaf, true, old, A, mask = tokens_of(3)
     mask[1] = 0
-    function = trinity_with(fixed_bounds(0.8, 1.2), monkeypatch, loss_agg_mode=mode)
-    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    function = trinitys_kind(monkeypatch)(options=fixed_bounds(0.8, 1.2), loss_agg_mode=mode)
     loss, _ = function(logprob=leaf, old_logprob=old, action_mask=mask.bool(), advantages=A)
     r = (true - old).exp()
     policy = -torch.min(r * A, r.clamp(0.8, 1.2) * A)
     expected = roll_agg_loss(policy, mask, mode, mask.sum(), 4, torch.ones(4))
-    loss.backward()
-    expected.backward()
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-7)
+    check(loss, leaf, expected, true, rtol=1e-5)
 
 
-# Every surrogate at either level of the ratio, through each of the adapters.
+# With fixed bounds an adapter must give the loss and the gradient of the framework's own function,
+# which is fetched from the framework's registry, as is the adapter's.
+LOW, HIGH = 0.2, 0.28
+FIXED = fixed_bounds(1 - LOW, 1 + HIGH)
 
 
-def openrlhf_loss(tokens, options, monkeypatch):
-    logp, old, A, mask = tokens
-    options = dict(options)
-    kind = {"token": "ppo", "sequence": "gspo"}[options.pop("ratio_level")]
+def tokens_with_rollout():
+    """Log-probs, old and rollout log-probs, advantages and mask ``[5, 8]``; one row is masked."""
+    g = torch.Generator().manual_seed(7)
+    logp = -3 * torch.rand(5, 8, generator=g) - 0.1
+    old, rollout = (
+        logp + scale * torch.randn(5, 8, generator=g) + shift
+        for scale, shift in ((0.3, torch.tensor([[0.4], [-0.4], [0.0], [0.2], [0.0]])), (0.3, 0))
+    )
+    A = torch.tensor([[1.0], [-0.8], [0.6], [-1.2], [0.9]]).expand(5, 8)
+    lengths = torch.tensor([8, 3, 5, 6, 0])
+    return logp, old, rollout, A, (torch.arange(8) < lengths[:, None]).float()
+
+
+def assert_same(ours, theirs, of_ours, of_theirs):
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_ours.grad, of_theirs.grad, rtol=1e-5, atol=1e-7)
+    assert of_theirs.grad.abs().sum() > 0.01
+
+
+CORRECTIONS = {
+    "none": {},
+    "token TIS": dict(tis_ratio_type="token", token_tis_ratio_clip_high=1.2),
+    "sequence TIS": dict(tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.2),
+    "product": dict(sequence_mask_metric="product", product_mask_low=0.7, product_mask_high=1.6),
+    "geometric": dict(sequence_mask_metric="geometric", geo_mask_low=0.9, geo_mask_high=1.1),
+    "tokens": dict(token_mask_is_threshold_low=0.8, token_mask_is_threshold_high=1.25),
+    "outliers": dict(outlier_token_is_threshold_low=0.6, outlier_token_is_threshold_high=1.8),
+}
+SKYRL = {
+    "regular": {},
+    "dual_clip": dict(clip_ratio_c=1.5),
+    "gspo": dict(ratio_level="sequence"),
+    "cispo": dict(surrogate="cispo"),
+    "sapo": dict(surrogate="sapo"),
+}
+
+
+@pytest.mark.parametrize("kind", SKYRL)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_skyrls_own_losses(correction, kind):
+    if kind == "gspo" and correction in ("token TIS", "tokens"):
+        pytest.skip("SkyRL's GSPO differentiates every token's ratio by its own log-prob alone")
+    utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.ppo_utils")
+    from skyrl.train.config import AlgorithmConfig
+    from skyrl.train.config.config import CISPOConfig, OffPolicyCorrectionConfig
+
+    registry = utils.PolicyLossRegistry
+    if "bapo" not in registry.list_available():
+        skyrl.register()
+    logp, old, rollout, A, mask = tokens_with_rollout()
+    A = utils.apply_loss_reduction_to_advantages_minibatch(A, mask, "sequence_mean", 5, 8)
+    config = AlgorithmConfig(
+        policy_loss_type=kind,
+        eps_clip_low=LOW,
+        eps_clip_high=HIGH,
+        clip_ratio_c=1.5,
+        loss_reduction="sequence_mean",
+        cispo=CISPOConfig(cispo_eps_clip_low=LOW, cispo_eps_clip_high=HIGH),
+        off_policy_correction=OffPolicyCorrectionConfig(**CORRECTIONS[correction]),
+    )
+    bapo = BAPOConfig(loss_agg_mode="token-sum", **(FIXED | SKYRL[kind]))
+    leaf, true = logp.clone().requires_grad_(), logp.clone().requires_grad_()
+    options = dict(config=config, loss_mask=mask, rollout_logprobs=rollout)
+    ours, metrics = registry.get("bapo")(leaf, old, A, bapo=bapo, **options)
+    theirs, their_metrics = registry.get(kind)(true, old, A, **options)
+    assert_same(ours, theirs, leaf, true)
+    assert set(their_metrics) <= set(metrics)
+    for name in set(their_metrics) - {"clip_ratio"}:
+        assert metrics[name] == pytest.approx(their_metrics[name]), name
+    if correction == "none" and kind in ("regular", "gspo"):
+        assert metrics["clip_ratio"] == pytest.approx(their_metrics["clip_ratio"])
+
+
+# Trinity's own SAPO is another loss: its gate is a weight without gradient.
+TRINITY = {
+    "ppo": dict(clip_ratio_c=1.5),
+    "gspo": dict(ratio_level="sequence"),
+    "cispo": dict(surrogate="cispo"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", TRINITY)
+def test_trinitys_own_losses(kind, mode):
+    """Through the names of the trainer, with which Trinity calls a loss."""
+    module = pytest.importorskip("trinity.algorithm.policy_loss_fn")
+    registry = module.POLICY_LOSS_FN
+    if "bapo" not in registry.modules:
+        trinity.register()
+    arguments = dict(loss_agg_mode=mode, clip_range_low=LOW, clip_range_high=HIGH)
+    if kind == "ppo":
+        arguments["clip_ratio_c"] = 1.5
+    logp, old, _, A, mask = tokens_with_rollout()
+    batch = dict(old_log_probs=old, response_mask=mask.bool(), advantages=A, unused=None)
+    leaf, true = logp.clone().requires_grad_(), logp.clone().requires_grad_()
+    function = registry.get("bapo")(loss_agg_mode=mode, options=FIXED | TRINITY[kind])
+    assert function.select_keys == ["old_log_probs", "response_mask", "advantages"]
+    ours, metrics = function(logprob=leaf, **batch)
+    theirs, their_metrics = registry.get(kind)(**arguments)(logprob=true, **batch)
+    assert_same(ours, theirs, leaf, true)
+    if kind == "ppo":
+        for name, value in their_metrics.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+# Adapters by the same arguments: loss, metrics and the mode of the reduction.
+
+
+def openrlhf_loss(tokens, options, monkeypatch, kind="ppo"):
     function = PolicyLoss(token_level_loss=False, policy_loss_type=kind, options=options)
-    return function(logp, old, A, mask)[0], function.metrics, "seq-mean-token-mean"
+    return function(*tokens)[0], function.metrics, "seq-mean-token-mean"
 
 
 def roll_loss(tokens, options, monkeypatch):
-    logp, old, A, mask = tokens
-    unmasked = float((mask != 0).sum())
-    loss, metrics = bapo_pg_loss(logp, old, A, mask, "token-mean", unmasked, options=options)
-    return loss, metrics, "token-mean"
+    unmasked = float((tokens[-1] != 0).sum())
+    return *bapo_pg_loss(*tokens, "token-mean", unmasked, options=options), "token-mean"
 
 
 def skyrl_loss(tokens, options, monkeypatch):
-    logp, old, A, mask = tokens
+    *others, mask = tokens
     bapo = BAPOConfig(loss_agg_mode="token-sum", **options)
-    return *bapo_policy_loss(logp, old, A, None, mask, bapo=bapo), "token-sum"
+    return *skyrl.bapo_policy_loss(*others, None, mask, bapo=bapo), "token-sum"
 
 
 def trinity_loss(tokens, options, monkeypatch):
-    logp, old, A, mask = tokens
-    function = trinity_with(options, monkeypatch)
-    return *function(logp, old, mask, A), "token-mean"
+    leaf, old, A, mask = tokens
+    return *trinitys_kind(monkeypatch)(options=options)(leaf, old, mask, A), "token-mean"
+
+
+def slime_loss(tokens, options, monkeypatch):
+    slime_case.megatron(monkeypatch)
+    batch, _, logits, *_ = slime_case.case()
+    args = slime_case.arguments(bapo_options=options)
+    bapo_loss_function(args, batch, logits, torch.sum)
 
 
 ADAPTERS = {
@@ -282,47 +354,26 @@ ADAPTERS = {
     "ROLL": roll_loss,
     "SkyRL": skyrl_loss,
     "Trinity": trinity_loss,
+    "slime": slime_loss,
 }
 
 
-@pytest.mark.parametrize("framework", ADAPTERS)
+@pytest.mark.parametrize("framework", ["OpenRLHF", "ROLL", "SkyRL", "Trinity"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo"])
 def test_surrogates(framework, level, surrogate, monkeypatch):
-    logp, old, A, mask = tokens_of(5)
-    leaf, true = logp.clone().requires_grad_(), logp.double().requires_grad_()
+    leaf, true, *others = tokens_of(5)
     options = dict(surrogate=surrogate, ratio_level=level)
-    tokens = leaf, old, A, mask
-    loss, metrics, mode = ADAPTERS[framework](tokens, options, monkeypatch)
+    if framework == "OpenRLHF":  # which has a name for the level
+        kind = {"token": "ppo", "sequence": "gspo"}[level]
+        made = openrlhf_loss((leaf, *others), {"surrogate": surrogate}, monkeypatch, kind)
+    else:
+        made = ADAPTERS[framework]((leaf, *others), options, monkeypatch)
+    loss, metrics, mode = made
     config = BAPOConfig(loss_agg_mode=mode, **options)
-    check(loss, leaf, reference.bapo_loss_from_log_probs(true, old, A, mask, config=config), true)
+    check(loss, leaf, reference.bapo_loss_from_log_probs(true, *others, config=config).loss, true)
     searched = any("bapo" in name for name in metrics)
     assert searched == (surrogate != "sapo" or framework == "OpenRLHF")  # which logs none itself
-
-
-def slime_with(options, monkeypatch):
-    slime_case.megatron(monkeypatch)
-    batch, _, logits, *_ = slime_case.case()
-    args = slime_case.arguments(bapo_options=options)
-    bapo_loss_function(args, batch, logits, torch.sum)
-
-
-def trinity_with(options, monkeypatch, **arguments):
-    module = ModuleType("trinity.algorithm.policy_loss_fn")
-    module.PolicyLossFn = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
-    module.POLICY_LOSS_FN = Namespace(register_module=lambda name: lambda made: made)
-    stand_in(module, monkeypatch)
-    from bapo_kernels.integrations import trinity
-
-    return trinity.register()(options=options, **arguments)
-
-
-WITH_OPTIONS = {
-    "OpenRLHF": lambda options, _: PolicyLoss(options=options),
-    "ROLL": lambda options, _: bapo_pg_loss(*tokens_of(), "token-mean", options=options),
-    "slime": slime_with,
-    "Trinity": trinity_with,
-}
 
 
 @pytest.mark.parametrize(
@@ -344,24 +395,27 @@ WITH_OPTIONS = {
 )
 def test_options_that_the_framework_owns_are_refused(framework, option, owner, monkeypatch):
     message = rf"options\['{option}'\] must be left to {owner}\b.*, got 0.5"
+    leaf, _, *others = tokens_of()
     with pytest.raises(ValueError, match=message):
-        WITH_OPTIONS[framework]({option: 0.5}, monkeypatch)
-
-
-@pytest.mark.parametrize("framework", WITH_OPTIONS)
-def test_bad_options_are_refused(framework, monkeypatch):
-    function = WITH_OPTIONS[framework]
-    with pytest.raises(ValueError, match="options must name options of BAPOConfig, got 'targte'"):
-        function({"targte": 0.5}, monkeypatch)
-    with pytest.raises(ValueError, match="options must be a dict or None, got 'target'"):
-        function("target", monkeypatch)
+        ADAPTERS[framework]((leaf, *others), {option: 0.5}, monkeypatch)
 
 
 def test_options_that_skyrl_owns_are_refused():
-    logp, old, A, mask = tokens_of()
+    leaf, _, old, A, mask = tokens_of()
     config = BAPOConfig(loss_agg_mode="token-sum", temperature=0.7)
     with pytest.raises(ValueError, match="bapo.temperature must be left to SkyRL, got 0.7"):
-        bapo_policy_loss(logp, old, A, None, mask, bapo=config)
+        skyrl.bapo_policy_loss(leaf, old, A, None, mask, bapo=config)
+
+
+@pytest.mark.parametrize("framework", ["OpenRLHF", "ROLL", "slime", "Trinity"])
+def test_bad_options_are_refused(framework, monkeypatch):
+    leaf, _, *others = tokens_of()
+    for options, rule in (
+        ({"targte": 0.5}, "name options of BAPOConfig, got 'targte'"),
+        ("target", "be a dict or None, got 'target'"),
+    ):
+        with pytest.raises(ValueError, match=f"options must {rule}"):
+            ADAPTERS[framework]((leaf, *others), options, monkeypatch)
 
 
 def test_none_is_a_value_of_an_option():
@@ -446,18 +500,9 @@ def test_recipes_of_sampling_masks():
     labels = torch.randint(V, (B, S), generator=g)
     old, A = torch.full((B, S), -2.0), torch.rand(B, S, generator=g)  # positive: no search
     first, vllm, sglangs, function, slices = re.findall(r"```python\n(.*?)```", MASKS, re.DOTALL)
-    names = dict(
-        LLM=VLLM,
-        SamplingParams=Namespace,
-        SamplingMask=SamplingMask,
-        bapo_linear_loss=bapo_linear_loss,
-        model="m",
-        generate=sglang,
-        prompts=list(GENERATED),
-        B=B,
-        S=S,
-        weight=weight,
-    )
+    names = dict(LLM=VLLM, SamplingParams=Namespace, model="m", generate=sglang)
+    names |= dict(SamplingMask=SamplingMask, bapo_linear_loss=bapo_linear_loss)
+    names |= dict(prompts=list(GENERATED), B=B, S=S, weight=weight)
     tokens = dict(hidden=hidden[0, :4], labels=torch.tensor([3, 0, 5, 9]), old=old[0, :4])
     exec(first, made := names | tokens | dict(advantages=A[0, :4]))
     assert made["out"].metrics["label_outside_mask"] == 0

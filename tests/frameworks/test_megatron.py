@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,21 @@ from world import world
 
 megatron = pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import get_batch_on_this_cp_rank
+
 from bapo_kernels import (
     BAPOConfig,
     bapo_linear_loss,
@@ -27,6 +43,7 @@ from bapo_kernels import (
     linear_log_probs,
     reference,
 )
+from bapo_kernels.integrations.megatron import FusedHead
 
 pytestmark = [
     needs_native,
@@ -34,7 +51,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 B, S, V, H = 3, 8, 64, 32
-TEMPERATURE = 0.7
+LEARNING_RATE, TEMPERATURE = 0.2, 0.7
 HAS_HOOK = Version(megatron.__version__) >= Version("0.18")
 CONFIG = BAPOConfig.paper(target=0.6)
 SUMMED = BAPOConfig.paper(target=0.6, loss_agg_mode="token-sum")
@@ -66,8 +83,6 @@ class Attention(torch.nn.Module):
         super().__init__()
 
     def forward(self, query, key, value, attention_mask, **_):
-        from megatron.core import parallel_state
-
         group = parallel_state.get_context_parallel_group()
 
         def whole(x):
@@ -82,8 +97,6 @@ class Attention(torch.nn.Module):
 @functools.lru_cache(1)
 def make_groups(tensor, pipeline, context):
     """Megatron's process groups, unless they are those of the call before."""
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor, pipeline, context_parallel_size=context, distributed_timeout_minutes=1
@@ -93,11 +106,9 @@ def make_groups(tensor, pipeline, context):
 @contextlib.contextmanager
 def layout(tensor=1, pipeline=1, context=1):
     """Megatron's process groups, without a GPU."""
-    from megatron.core.tensor_parallel import random
-
     make_groups(tensor, pipeline, context)
     # Its tracker for inference keeps no state of a GPU's generator.
-    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     with pytest.MonkeyPatch.context() as patch, _ForCuda():
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         for name in ("synchronize", "current_stream"):
@@ -106,59 +117,43 @@ def layout(tensor=1, pipeline=1, context=1):
 
 
 def config_of(**options):
-    from megatron.core.transformer import TransformerConfig
-
+    """Of a tiny model in the present layout."""
     given = dict(
-        num_layers=2,
-        hidden_size=H,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        init_method_std=0.2,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        num_layers=2, hidden_size=H, num_attention_heads=4, pipeline_dtype=torch.float32,
+        use_cpu_initialization=True, init_method_std=0.2, attention_dropout=0.0, hidden_dropout=0.0,
+        bias_dropout_fusion=False, bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
-        pipeline_dtype=torch.float32,
-    )
+    )  # fmt: skip
     return TransformerConfig(**given | options)
 
 
 def layer_of(config):
     """Megatron's layer, with this file's stand-ins for classes that need a GPU."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    layer = get_gpt_layer_local_spec()
+    layer = gpt_layer_specs.get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = Attention
     return layer
 
 
-def model_of(tied=False, dtype=torch.float32, first=True, last=True, **options):
+def model_of(tied=False, dtype=torch.float32, first=True, last=True, fusion=False, **options):
     """A tiny model, with the same parameters in every layout."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
     config = config_of(**options)
     layers = config.num_layers // config.pipeline_model_parallel_size
     block, further = TransformerBlockSubmodules([layer_of(config)] * layers, Norm), None
     if config.mtp_num_layers:
-        further = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+        further = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, block, use_transformer_engine=False
+        )
         of_further = further.layer_specs[0].submodules
         of_further.enorm = of_further.hnorm = of_further.layer_norm = Norm
     torch.manual_seed(0)
-    model = GPTModel(
-        config,
-        block,
-        V,
-        S,
-        mtp_block_spec=further,
-        share_embeddings_and_output_weights=tied,
-        pre_process=first,
-        post_process=last,
-    )
+    of_stage = dict(pre_process=first, post_process=last, mtp_block_spec=further)
+    model = GPTModel(config, block, V, S, share_embeddings_and_output_weights=tied, **of_stage)
+    if last:
+        model.output_layer.gradient_accumulation_fusion = fusion
     return model.to(dtype)
 
 
@@ -174,34 +169,63 @@ def batch():
     return (tokens[:, :-1], positions, causal), (tokens[:, 1:], old, advantages, mask)
 
 
-def of_logits(model, inputs, arguments):
+def micro_batches():
+    (tokens, positions, causal), arguments = batch()
+    return [
+        ((tokens[b : b + 1], positions[b : b + 1], causal), [x[b : b + 1] for x in arguments])
+        for b in range(B)
+    ]
+
+
+def counted_tokens():
+    return int(batch()[1][3].sum())
+
+
+def in_ddp(model, inner=None):
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, config, model if inner is None else inner)
+
+
+def of_logits(model, inputs, arguments, config=CONFIG):
     """The loss of the reference, of the whole logits in float64."""
-    return reference.bapo_loss(model(*inputs).double(), *arguments, config=CONFIG)
+    return reference.bapo_loss(model(*inputs).double(), *arguments, config=config)
 
 
-def of_head(model, inputs, arguments):
-    from bapo_kernels.integrations.megatron import FusedHead
+def of_micro_batches(model, *_):
+    """The mean over the tokens of all micro-batches."""
+    losses = [of_logits(model, *each, SUMMED).loss for each in micro_batches()]
+    return SimpleNamespace(loss=sum(losses) / counted_tokens())
 
-    return FusedHead(bapo_linear_loss, *arguments, config=CONFIG).forward(model, *inputs)
+
+def of_head(model, inputs, arguments, **others):
+    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG)
+    return head.forward(model, *inputs, **others)
+
+
+def of_head_with_labels(model, inputs, arguments):
+    return of_head(model, inputs, arguments, labels=arguments[0])
 
 
 def of_log_probs(model, inputs, arguments):
     """The same loss, by the log-probs of the head."""
-    from bapo_kernels.integrations.megatron import FusedHead
-
     labels, *others = arguments
     log_probs, _ = FusedHead(linear_log_probs, labels).forward(model, *inputs)
     return bapo_loss_from_log_probs(log_probs, *others, config=CONFIG)
 
 
-def train(model, output):
+def of_cross_entropy(model, inputs, arguments):
+    """The same loss by the log-probs of megatron-core's vocab_parallel_cross_entropy."""
+    labels, *others = arguments
+    return bapo_loss_from_log_probs(-model(*inputs, labels=labels), *others, config=CONFIG)
+
+
+def train(model, output, momentum=0.9):
     """Losses of three optimizer steps, and the parameters."""
-    inputs, arguments = batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
     losses, context = [], model.config.context_parallel_size > 1
     for _ in range(3):
         optimizer.zero_grad()
-        out = output(model, inputs, arguments)
+        out = output(model, *batch())
         out.loss.backward()
         for parameter in model.parameters():
             if getattr(parameter, "sequence_parallel", False) or context:
@@ -214,15 +238,16 @@ def train(model, output):
 
 
 @functools.cache
-def plain_rank(rank, tied):
+def plain_rank(rank, tied=False, output=of_logits, momentum=0.9):
     """Plain layers on one rank, in float64 and float32."""
     with layout():
-        return [train(model_of(tied, dtype), of_logits) for dtype in (torch.float64, torch.float32)]
+        models = [model_of(tied, dtype) for dtype in (torch.float64, torch.float32)]
+        return [train(model, output, momentum) for model in models]
 
 
 def tensor_rank(rank, tied, sequence_parallel, output):
     with layout(tensor=2):
-        model = model_of(tied, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+        model = model_of(tied, sequence_parallel=sequence_parallel)
         dimension = {
             name: parameter.partition_dim
             for name, parameter in model.named_parameters()
@@ -237,35 +262,34 @@ def ranks(tmp_path_factory):
         yield two
 
 
+def assert_steps(results, truth, plain, dimension=()):
+    """Losses and parameters of each rank, of which some are shards along a dimension."""
+    for losses, *_ in results:
+        assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
+    assert max(abs(a - b) for a, b in itertools.pairwise(truth[0])) > 1e-3
+    for name, expected in truth[1].items():
+        found = [parameters[name] for _, parameters, *_ in results]
+        if name in dimension:
+            found = [torch.cat(found, dimension[name])]
+        # Three steps of two ranks round a few times where one process does once.
+        inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
+        for whole in found:
+            assert_within_budget(name, whole, plain[1][name], expected, inherited=inherited)
+
+
 @pytest.mark.parametrize("output", [of_head, of_log_probs])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_three_steps(ranks, tied, sequence_parallel, output):
-    truth, plain = ranks.run(plain_rank, tied)[0]
     results = ranks.run(tensor_rank, tied, sequence_parallel, output)
-    for losses, _, _ in results:
-        assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
-    assert max(abs(a - b) for a, b in itertools.pairwise(truth[0])) > 1e-3
     dimension = results[0][2]
     assert "embedding.word_embeddings.weight" in dimension
     assert ("output_layer.weight" in dimension) != tied
-    for name, expected in truth[1].items():
-        shards = [parameters[name] for _, parameters, _ in results]
-        if name in dimension:
-            shards = [torch.cat(shards, dimension[name])]
-        for whole in shards:
-            # Three steps of two ranks round a few times where one process does once.
-            inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
-            assert_within_budget(name, whole, plain[1][name], expected, inherited=inherited)
+    assert_steps(results, *ranks.run(plain_rank, tied)[0], dimension)
 
 
 def of_part(model, inputs, arguments):
     """The loss of this context-parallel rank's part of the sequences."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from bapo_kernels.integrations.megatron import FusedHead
-
     names = "tokens", "positions", "attention_mask", "labels", "old", "advantages", "mask"
     whole = {name: x.contiguous() for name, x in zip(names, inputs + arguments, strict=True)}
     group = parallel_state.get_context_parallel_group()
@@ -279,20 +303,12 @@ def of_part(model, inputs, arguments):
 
 def context_rank(rank):
     with layout(context=2):
-        model = model_of(context_parallel_size=2)
-        return train(model, of_part)
+        return train(model_of(), of_part)
 
 
 def test_context_parallel(ranks):
     """Megatron's function divides the sequences: rank 0 has their outer two quarters."""
-    truth, plain = ranks.run(plain_rank, False)[0]
-    for losses, parameters in ranks.run(context_rank):
-        assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
-        for name, expected in truth[1].items():
-            inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
-            assert_within_budget(
-                name, parameters[name], plain[1][name], expected, inherited=inherited
-            )
+    assert_steps(ranks.run(context_rank), *ranks.run(plain_rank)[0])
 
 
 class Collectives(TorchDispatchMode):
@@ -310,17 +326,11 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def of_cross_entropy(model, inputs, arguments):
-    """The same loss by the log-probs of megatron-core's vocab_parallel_cross_entropy."""
-    labels, *others = arguments
-    return bapo_loss_from_log_probs(-model(*inputs, labels=labels), *others, config=CONFIG)
-
-
 def collectives_rank(rank, sequence_parallel):
     with layout(tensor=2):
         found = []
         for output in (of_cross_entropy, of_head):
-            model = model_of(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+            model = model_of(sequence_parallel=sequence_parallel)
             output(model, *batch())  # the first call compares the ranks
             with Collectives() as collectives:
                 output(model, *batch()).loss.backward()
@@ -345,17 +355,9 @@ def test_collectives_of_a_step(ranks, sequence_parallel):
 
 def gradients_rank(rank, tied, fusion):
     """``main_grad`` of the head's weight after two micro-batches, which Megatron's DDP adds."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
-
     with layout(tensor=2):
-        model = model_of(tied, tensor_model_parallel_size=2)
-        model.output_layer.gradient_accumulation_fusion = fusion
-        wrapped = DistributedDataParallel(
-            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-        )
+        model = model_of(tied, fusion=fusion)
+        wrapped = in_ddp(model)
         for _ in range(2):
             of_head(wrapped, *batch()).loss.backward()
         weight = (model.embedding.word_embeddings if tied else model.output_layer).weight
@@ -374,11 +376,8 @@ def test_gradient_accumulation_fusion(ranks, tied):
 
 def without_main_grad_rank(rank, fusion):
     """Log-probs without and with gradients, of a model that no DDP wraps."""
-    from bapo_kernels.integrations.megatron import FusedHead
-
     with layout(tensor=2):
-        model = model_of(tensor_model_parallel_size=2)
-        model.output_layer.gradient_accumulation_fusion = fusion
+        model = model_of(fusion=fusion)
         inputs, (labels, _, advantages, _) = batch()
         head = FusedHead(linear_log_probs, labels)
         with torch.no_grad():
@@ -399,22 +398,9 @@ def test_fusion_without_main_grad(ranks):
 
 def bfloat16_rank(rank, fusion):
     """Loss and ``main_grad`` of one sequence in Megatron's wrappers, with labels ``[S]``."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
-    from megatron.core.transformer.module import Float16Module
-
-    from bapo_kernels.integrations.megatron import FusedHead
-
     with layout(tensor=2):
-        model = model_of(tensor_model_parallel_size=2, bf16=True)
-        model.output_layer.gradient_accumulation_fusion = fusion
-        wrapped = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-            Float16Module(model.config, model),
-        )
+        model = model_of(fusion=fusion, bf16=True)
+        wrapped = in_ddp(model, Float16Module(model.config, model))
         inputs, arguments = micro_batches()[0]
         head = FusedHead(bapo_linear_loss, *(x[0] for x in arguments), config=CONFIG)
         out = head.forward(wrapped, *inputs)
@@ -451,15 +437,8 @@ def test_bfloat16_in_megatrons_wrappers(ranks):
         assert all(map(torch.equal, got, expected))  # rounded to bfloat16 in both
 
 
-LEARNING_RATE = 0.2
-
-
-def of_micro_batches(model):
+def scheduled(model):
     """Three steps of Megatron's schedule, a micro-batch for each sequence; losses, parameters."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from bapo_kernels.integrations.megatron import FusedHead
 
     def step(batches, model):
         (tokens, positions, causal), arguments = next(batches)
@@ -472,18 +451,12 @@ def of_micro_batches(model):
         return head.forward(model, tokens, positions, causal), loss_of
 
     model.config.finalize_model_grads_func = finalize_model_grads
-    losses = []
+    run, losses = get_forward_backward_func(), []
+    given = dict(forward_step_func=step, model=model, forward_only=False)
+    sizes = dict(num_microbatches=B, seq_length=S, micro_batch_size=1)
     for _ in range(3):
         model.zero_grad_buffer()
-        found = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(micro_batches()),
-            model=model,
-            num_microbatches=B,
-            seq_length=S,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        found = run(data_iterator=iter(micro_batches()), **given, **sizes)
         losses.append(sum(logged["loss"].item() for logged in found) / counted_tokens())
         with torch.no_grad():
             for parameter in model.parameters():
@@ -491,64 +464,18 @@ def of_micro_batches(model):
     return losses, {name: p.detach() for name, p in model.module.named_parameters()}
 
 
-def micro_batches():
-    (tokens, positions, causal), arguments = batch()
-    return [
-        ((tokens[b : b + 1], positions[b : b + 1], causal), [x[b : b + 1] for x in arguments])
-        for b in range(B)
-    ]
-
-
-def counted_tokens():
-    return int(batch()[1][3].sum())
-
-
 def pipeline_rank(rank):
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
-
     with layout(pipeline=2):
-        model = model_of(
-            first=rank == 0,
-            last=rank == 1,
-            pipeline_model_parallel_size=2,
-            calculate_per_token_loss=True,
-        )
-        whole = model_of().state_dict()
-        of_stage = {
-            name: whole[name.replace("layers.0", f"layers.{rank}")] for name in model.state_dict()
-        }
-        model.load_state_dict(of_stage)
-        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        return of_micro_batches(DistributedDataParallel(model.config, config, model))
-
-
-def summed_rank(rank):
-    """The same steps on one rank, of the reference's loss of the logits."""
-    with layout():
-        results = []
-        for dtype in (torch.float64, torch.float32):
-            model, losses = model_of(dtype=dtype), []
-            optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-            for _ in range(3):
-                optimizer.zero_grad()
-                loss = sum(
-                    reference.bapo_loss(model(*inputs).double(), *arguments, config=SUMMED).loss
-                    for inputs, arguments in micro_batches()
-                )
-                loss = loss / counted_tokens()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            results.append((losses, {name: p.detach() for name, p in model.named_parameters()}))
-        return results
+        of_stage = dict(first=rank == 0, last=rank == 1, pipeline_model_parallel_size=2)
+        model, whole = model_of(**of_stage, calculate_per_token_loss=True), model_of().state_dict()
+        own = {n: whole[n.replace("layers.0", f"layers.{rank}")] for n in model.state_dict()}
+        model.load_state_dict(own)
+        return scheduled(in_ddp(model))
 
 
 def test_two_pipeline_stages(ranks):
     """Megatron's own schedule; the first stage has no head and passes hidden states on."""
-    truth, plain = ranks.run(summed_rank)[0]
+    truth, plain = ranks.run(plain_rank, output=of_micro_batches, momentum=0.0)[0]
     (none, first), (losses, last) = ranks.run(pipeline_rank)
     assert none == [0.0] * 3
     assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
@@ -566,12 +493,8 @@ def test_two_pipeline_stages(ranks):
 
 def biased_rank(rank, skip_bias_add):
     """Log-probs with gradients, by a head with a bias and by Megatron's functions."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
-
-    from bapo_kernels.integrations.megatron import FusedHead
-
     with layout(tensor=2):
-        config = config_of(tensor_model_parallel_size=2)
+        config = config_of()
         normal = torch.nn.init.normal_
         layer = ColumnParallelLinear(
             H, V, config=config, init_method=normal, skip_bias_add=skip_bias_add
@@ -609,8 +532,6 @@ UNSUPPORTED = {
 
 def unsupported_rank(rank, name):
     """The message for every way to give the model what is not supported."""
-    from bapo_kernels.integrations.megatron import FusedHead
-
     with layout():
         model, calls = model_of(), [((), {})]
         inputs, arguments = batch()
@@ -620,23 +541,20 @@ def unsupported_rank(rank, name):
         elif name == "output_layer.weight":
             layer.weight.__fsdp_param__ = True
         elif name in ("disable_grad_reduce", "gtp_remat_size"):
-            setattr(layer, name, {"gtp_remat_size": 2}.get(name, True))
+            setattr(layer, name, 2 if name == "gtp_remat_size" else True)
         elif name == "inference_context":
             deprecated = dict(inference_params=context)
             calls = [((), {name: context}), ((None, None, context), {}), ((), deprecated)]
         elif name == "labels":
             calls = [((), {name: arguments[0]}), ((None, arguments[0]), {})]
         else:
-            setattr(model.config, name, {"mtp_num_layers": 1}.get(name, True))
+            setattr(model.config, name, 1 if name == "mtp_num_layers" else True)
         messages = set()
         for further, keywords in calls:
             head = FusedHead(bapo_linear_loss, *arguments)
-            try:
+            with pytest.raises(ValueError) as raised:
                 head.forward(model, *inputs, *further, **keywords)
-            except ValueError as error:
-                messages.add(str(error))
-            else:
-                messages.add("nothing raised")
+            messages.add(str(raised.value))
             assert name == "output_layer" or "forward" not in vars(layer)
         return messages
 
@@ -663,19 +581,12 @@ def hybrid_of(**options):
     return HybridModel(config, stack, V, S, **pattern)
 
 
-def of_head_with_labels(model, inputs, arguments):
-    from bapo_kernels.integrations.megatron import FusedHead
-
-    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG)
-    return head.forward(model, *inputs, labels=arguments[0])
-
-
 def both_heads_rank(rank, model_of, output, **options):
     """Gradients with Megatron's head and with this one."""
     with layout(tensor=2):
         found = []
         for of_output in (of_cross_entropy, output):
-            model = model_of(tensor_model_parallel_size=2, sequence_parallel=True, **options)
+            model = model_of(sequence_parallel=True, **options)
             of_output(model, *batch()).loss.backward()
             found.append({name: parameter.grad for name, parameter in model.named_parameters()})
         return found
@@ -711,18 +622,6 @@ class Values(torch.nn.Module):
         return value.flatten(1)
 
 
-def packed_model():
-    model = model_of(tensor_model_parallel_size=2, sequence_parallel=True)
-    model.embedding.add_position_embedding = False
-    for layer in model.decoder.layers:
-        layer.self_attention.core_attention = Values()
-    return model
-
-
-def jagged(*sequences):
-    return torch.nested.as_nested_tensor(list(sequences), layout=torch.jagged)
-
-
 def verl_rank(rank):
     """Log-probs, entropies and gradients by verl's own head of logits and by this one."""
     from verl.models.mcore import model_forward, model_forward_fused
@@ -736,11 +635,14 @@ def verl_rank(rank):
         log_probs = tensor_parallel.vocab_parallel_log_probs_from_logits(scaled, label)
         return {"log_probs": log_probs, "entropy": entropy}
 
-    tokens = jagged(*(row[: S - 3 * b] for b, row in enumerate(batch()[0][0])))
-    found = []
+    rows, found = [row[: S - 3 * b] for b, row in enumerate(batch()[0][0])], []
+    tokens = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     with layout(tensor=2), torch.compiler.set_stance("force_eager"):
         for fused in (False, True):
-            model = packed_model()
+            model = model_of(sequence_parallel=True)
+            model.embedding.add_position_embedding = False
+            for layer in model.decoder.layers:
+                layer.self_attention.core_attention = Values()
             if fused:
                 model_forward_fused.patch_fused_forward(model)
                 forward = model_forward_fused.fused_forward_model_engine()

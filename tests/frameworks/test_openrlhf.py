@@ -20,6 +20,7 @@ DATA = json.loads((Path(__file__).parents[1] / "data/openrlhf.json").read_text()
 OUTPUTS = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
 CLIP = dict(clip_eps_low=0.2, clip_eps_high=0.28)
 FIXED = fixed_bounds(0.8, 1.28)
+SEARCH = {"target": 0.6}
 
 
 def tokens_of_data(dtype):
@@ -90,16 +91,15 @@ def trainer_tokens(seed=0):
 )
 def test_loss(token_level_loss, counts):
     tokens = trainer_tokens()
-    function = PolicyLoss(
-        **CLIP, dual_clip=2.5, token_level_loss=token_level_loss, options={"target": 0.6}
-    )
+    level = dict(token_level_loss=token_level_loss)
+    function = PolicyLoss(**CLIP, **level, dual_clip=2.5, options=SEARCH)
     got, gradient = call(function, tokens, counts)
     mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
-    true = tokens["log_probs"].double().requires_grad_()
-    batch = (tokens[name] for name in ("old_log_probs", "advantages", "action_mask"))
-    config = BAPOConfig.paper(target=0.6, clip_ratio_c=2.5, loss_agg_mode=mode)
-    rollout = dict(rollout_log_probs=tokens["rollout_log_probs"])
-    out = reference.bapo_loss_from_log_probs(true, *batch, config=config, **rollout, **counts)
+    true, *others, rollout = tokens.values()
+    true = true.double().requires_grad_()
+    given = dict(rollout_log_probs=rollout, **counts)
+    given["config"] = BAPOConfig.paper(target=0.6, clip_ratio_c=2.5, loss_agg_mode=mode)
+    out = reference.bapo_loss_from_log_probs(true, *others, **given)
     out.loss.backward()
     logged = dict(clip_ratio=out.metrics["pg_clipfrac"], ppo_kl=out.metrics["ppo_kl"])
     check_outputs(got, dict(loss=out.loss, **logged, vllm_kl=None, is_filter_ratio=None))
@@ -155,50 +155,30 @@ def test_corrections_with_the_search(correction, token_level_loss):
     """The weights are factors of the policy term, and change neither divisor nor decision."""
     *names, threshold = correction
     tokens = trainer_tokens()
-    arguments = dict(zip(("level", "mode", "gating"), names, strict=True), threshold=threshold)
-    function = PolicyLoss(
-        token_level_loss=token_level_loss,
-        **{f"is_correction_{name}": value for name, value in arguments.items()},
-        options={"target": 0.6},
-    )
-    got, gradient = call(function, tokens, {})
+    options = dict(token_level_loss=token_level_loss, options=SEARCH)
+    named = dict(zip(("level", "mode", "gating"), names, strict=True), threshold=threshold)
+    named = {f"is_correction_{name}": value for name, value in named.items()}
+    got, gradient = call(PolicyLoss(**options, **named), tokens, {})
 
-    double = {name: values.double() for name, values in tokens.items()}
-    old, rollout, mask = (
-        double[f].tolist() for f in ("old_log_probs", "rollout_log_probs", "action_mask")
-    )
-    of_rows = [
-        weights_of_sequence(*row, *names, *threshold)
-        for row in zip(old, rollout, mask, strict=True)
-    ]
+    true, old, A, mask, rollout = (values.double() for values in tokens.values())
+    true.requires_grad_()
+    rows = zip(old.tolist(), rollout.tolist(), mask.tolist(), strict=True)
+    of_rows = [weights_of_sequence(*row, *names, *threshold) for row in rows]
     weights, outside = (torch.tensor(x, dtype=torch.float64) for x in zip(*of_rows, strict=True))
-    true, A, mask = (
-        double["log_probs"].requires_grad_(),
-        double["advantages"],
-        double["action_mask"],
-    )
-    lower, upper = reference.find_clip_bounds(
-        true,
-        double["old_log_probs"],
-        A,
-        mask,
-        config=BAPOConfig(target=0.6),
-        rollout_log_probs=double["rollout_log_probs"],
-    )
-    r = (true - double["old_log_probs"]).exp()
+    search = dict(config=BAPOConfig(target=0.6), rollout_log_probs=rollout)
+    lower, upper = reference.find_clip_bounds(true, old, A, mask, **search)
+    r = (true - old).exp()
     policy = -torch.min(r * A, r.clamp(lower.double(), upper.double()) * A) * weights * mask
-    if token_level_loss:
-        loss = policy.sum() / mask.sum()
-    else:
-        loss = (policy.sum(-1) / mask.sum(-1)).mean()
+    of_sequences = (policy.sum(-1) / mask.sum(-1)).mean()
+    loss = policy.sum() / mask.sum() if token_level_loss else of_sequences
     loss.backward()
     mean = lambda values: (values * mask).sum() / mask.sum()  # noqa: E731
     clipped = ((A > 0) & (r > upper)) | ((A < 0) & (r < lower))
     expected = dict(
         loss=loss,
         clip_ratio=mean(clipped),
-        ppo_kl=mean(double["old_log_probs"] - true),
-        vllm_kl=mean(double["rollout_log_probs"] - double["old_log_probs"]),
+        ppo_kl=mean(old - true),
+        vllm_kl=mean(rollout - old),
         is_filter_ratio=outside[:, 0].mean() if names[0] == "seq" else mean(outside),
     )
     check_outputs(got, expected)
@@ -208,13 +188,8 @@ def test_corrections_with_the_search(correction, token_level_loss):
 
     if names[2] == "ratio":  # the same by the names of 0.11.0
         kind = TYPES[CORRECTIONS.index(correction)]
-        function = PolicyLoss(
-            token_level_loss=token_level_loss,
-            enable_vllm_is_correction=True,
-            vllm_is_truncated_threshold=threshold,
-            vllm_is_correction_type=kind,
-            options={"target": 0.6},
-        )
+        of_vllm = dict(vllm_is_correction_type=kind, vllm_is_truncated_threshold=threshold)
+        function = PolicyLoss(enable_vllm_is_correction=True, **of_vllm, **options)
         again, same = call(function, tokens, {})
         check_outputs(again, {name: expected[name] for name in OUTPUTS[:4]})
         torch.testing.assert_close(same, gradient, rtol=0, atol=0)
@@ -244,11 +219,8 @@ def test_equal_policies_are_kept(gating):
     shape = 4, 250
     old = -6 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1e-3
     rollout = old + 1e-4 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    function = PolicyLoss(
-        is_correction_level="token",
-        is_correction_gating=gating,
-        is_correction_threshold=[0.0, 1e-3],
-    )
+    given = dict(is_correction_gating=gating, is_correction_threshold=[0.0, 1e-3])
+    function = PolicyLoss(is_correction_level="token", **given)
     *_, filtered = function(old, old, torch.ones(shape), torch.ones(shape), rollout)
     assert filtered == 0
 

@@ -21,9 +21,10 @@ pytestmark = [needs_native, pytest.mark.filterwarnings("ignore:.* is not used")]
 pytest.importorskip("trl")
 pytest.importorskip("verl")
 
+from test_verl import MODES, NORMALISED, actor
 from trl import GRPOTrainer
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.config import PolicyLossConfig
 
 from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
 from bapo_kernels.integrations.trl_config import bapo_config
@@ -33,13 +34,7 @@ LOW, HIGH = 0.25, 0.28125  # epsilons whose ratio bounds are float32 numbers, as
 BOUNDS = (1 - LOW, 1 + HIGH)
 FIXED = fixed_bounds(*BOUNDS)
 B, T = 6, 9
-MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+DTYPES = torch.float64, torch.float32
 
 
 def batch(per_token=False, empty=True, seed=0):
@@ -78,29 +73,20 @@ def assert_same(got, expected, dtype, rtol=1e-12):
 def trl_trainer(kind, args, data):
     """A trainer without a model, whose log-probs are ``data["leaf"]``."""
     trainer = object.__new__(kind)
+    same = "loss_type importance_sampling_level beta use_vllm max_completion_length"
+    vars(trainer).update({name: getattr(args, name) for name in same.split()})
     vars(trainer).update(
-        args=args,
-        loss_type=args.loss_type,
-        importance_sampling_level=args.importance_sampling_level,
-        epsilon_low=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        beta=args.beta,
-        use_vllm=args.use_vllm,
-        vllm_importance_sampling_correction=True,
-        max_completion_length=args.max_completion_length,
+        args=args, epsilon_low=args.epsilon, epsilon_high=args.epsilon_high,
         current_gradient_accumulation_steps=args.gradient_accumulation_steps,
+        vllm_importance_sampling_correction=True, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, aux_loss_enabled=False, entropy_coef=0.0,
+        _entropy_bonus_enabled=False, _metrics={"train": defaultdict(list)},
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(
             num_processes=1, gather=lambda x: x, reduce=lambda x, reduction="sum": x
         ),
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        aux_loss_enabled=False,
-        entropy_coef=0.0,
-        _entropy_bonus_enabled=False,
-        _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (data["leaf"], data["entropy"], None),
-    )
+    )  # fmt: skip
     if kind is BAPOTrainer:
         trainer.bapo_config = bapo_config(args)
         trainer.search = ClipBoundSearch(trainer.bapo_config, "call")
@@ -136,37 +122,36 @@ def trl_loss(kind, args, data, dtype=torch.float64, on_policy=False):
     return loss.detach(), data["leaf"].grad, logged
 
 
-def trl_args(loss_type, level="token", bounds=BOUNDS, **options):
-    if loss_type == "cispo":  # whose epsilon_high is the bound itself
-        options = dict(epsilon_high=bounds[1]) | options
-        bounds = 0.0, options["epsilon_high"]
-    search = None
-    if loss_type != "sapo":
-        lower, upper = (dict(start=bound, max=bound) for bound in bounds)
-        search = {f"ratio_lower_{part}": bound for part, bound in lower.items()}
-        search |= {f"ratio_upper_{part}": bound for part, bound in upper.items()}
-        search["target"] = 0.0
+def trl_args(loss_type, level="token", **options):
+    cispo = loss_type == "cispo"  # whose epsilon_high is the bound itself
+    bounds = fixed_bounds(0.0 if cispo else BOUNDS[0], BOUNDS[1])
     given = dict(
-        output_dir="out",
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        per_device_train_batch_size=32,
-        gradient_accumulation_steps=2,
-        steps_per_generation=6,
-        num_generations=2,
-        max_completion_length=T + 3,
-        epsilon=LOW,
-        epsilon_high=HIGH,
-        loss_type=loss_type,
-        importance_sampling_level=level,
+        output_dir="out", use_cpu=True, bf16=False, report_to="none",
+        per_device_train_batch_size=32, gradient_accumulation_steps=2, steps_per_generation=6,
+        num_generations=2, max_completion_length=T + 3, epsilon=LOW,
+        epsilon_high=BOUNDS[1] if cispo else HIGH,
+        loss_type=loss_type, importance_sampling_level=level,
         # TRL's tau is a number of float32.
         sapo_temperature_pos=torch.tensor(1.1).item(),
         sapo_temperature_neg=torch.tensor(1.3).item(),
-        bapo_options=search,
-        bapo_scope="call",
-    )
+        bapo_options=None if loss_type == "sapo" else bounds, bapo_scope="call",
+    )  # fmt: skip
     return BAPOTrainerConfig(**(given | options))
+
+
+def check_trl(args, data, on_policy=False):
+    """TRL's ``_compute_loss``, whose loss is returned, and the trainer of this package."""
+    loss, gradient, logged = trl_loss(GRPOTrainer, args, data, on_policy=on_policy)
+    for dtype in DTYPES:
+        got, its_gradient, its_logged = trl_loss(BAPOTrainer, args, data, dtype, on_policy)
+        assert_same(got, loss, dtype)
+        assert_same(its_gradient, gradient, dtype)
+        names = {name for name in its_logged if not name.startswith("bapo/")}
+        assert names == set(logged)
+        assert bool(names ^ set(its_logged)) == (args.loss_type != "sapo")
+        for name in names:
+            assert its_logged[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-7), name
+    return loss
 
 
 TRL_CASES = {
@@ -181,32 +166,16 @@ TRL_CASES = {
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo"])
 def test_trl(loss_type, level, case):
-    """TRL's ``_compute_loss``, and the trainer of this package in its place."""
     args = trl_args(loss_type, level, **TRL_CASES[case])
     for per_token in (False, True):
-        data = batch(per_token)
-        loss, gradient, logged = trl_loss(GRPOTrainer, args, data)
-        for dtype in (torch.float64, torch.float32):
-            got, its_gradient, its_logged = trl_loss(BAPOTrainer, args, data, dtype)
-            assert_same(got, loss, dtype)
-            assert_same(its_gradient, gradient, dtype)
-            names = {name for name in its_logged if not name.startswith("bapo/")}
-            assert names == set(logged)
-            assert bool(names ^ set(its_logged)) == (loss_type != "sapo")
-            for name in names:
-                assert its_logged[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-7), name
+        check_trl(args, batch(per_token))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
 def test_trl_on_policy(loss_type, level):
     """Without old log-probs, as with ``num_iterations=1``."""
-    args, data = trl_args(loss_type, level), batch()
-    loss, gradient, _ = trl_loss(GRPOTrainer, args, data, on_policy=True)
-    for dtype in (torch.float64, torch.float32):
-        got = trl_loss(BAPOTrainer, args, data, dtype, on_policy=True)
-        assert_same(got[0], loss, dtype)
-        assert_same(got[1], gradient, dtype)
+    check_trl(trl_args(loss_type, level), batch(), on_policy=True)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -214,13 +183,8 @@ def test_trl_dual_clip(level):
     """``delta`` above the upper bound is the dual clip."""
     data = batch()
     data["log_probs"][4] += 0.4  # a negative advantage, and a ratio above delta
-    args = trl_args("grpo", level, delta=1.75)
-    loss, gradient, _ = trl_loss(GRPOTrainer, args, data)
+    loss = check_trl(trl_args("grpo", level, delta=1.75), data)
     assert loss < trl_loss(GRPOTrainer, trl_args("grpo", level), data)[0], "it must act"
-    for dtype in (torch.float64, torch.float32):
-        got = trl_loss(BAPOTrainer, args, data, dtype)
-        assert_same(got[0], loss, dtype)
-        assert_same(got[1], gradient, dtype)
 
 
 CONFIGS = {
@@ -248,14 +212,12 @@ def test_trl_without_the_trainer(loss_type, level):
     config = replace(CONFIGS[loss_type], ratio_level=level)
     calls = [dict(config=config)]
     if config.has_bounds:
-        searching = BAPOConfig(
-            surrogate=config.surrogate, ratio_level=level, loss_agg_mode=config.loss_agg_mode
-        )
+        searching = replace(config, **{name: getattr(BAPOConfig, name) for name in FIXED})
         lower = 0.0 if loss_type == "cispo" else BOUNDS[0]
         per_sequence = tuple(torch.full((B,), bound) for bound in (lower, BOUNDS[1]))
         calls += [dict(config=searching, bounds=b) for b in ((lower, BOUNDS[1]), per_sequence)]
     tokens = [data[name] for name in ("log_probs", "old", "A", "mask")]
-    for dtype in (torch.float64, torch.float32):
+    for dtype in DTYPES:
         for call in calls:
             leaf, *others = (x.to(dtype) if x.is_floating_point() else x for x in tokens)
             leaf = leaf.clone().requires_grad_()
@@ -286,24 +248,12 @@ def test_fixed_bounds_of_the_docs(page, heading, expected):
 
 
 def verl_actor(policy_loss, mode, normalised=True, **options):
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=B,
-        clip_ratio=0.9,  # not what the two others say
-        clip_ratio_low=LOW,
-        clip_ratio_high=HIGH,
-        clip_ratio_c=1.75,
-        tau_pos=1.1,
-        tau_neg=1.3,
-        policy_loss=policy_loss,
-        loss_agg_mode=mode,
-        **options,
-    )
+    # verl takes the two that are named low and high.
+    clip = dict(clip_ratio=0.9, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=1.75)
+    taus = dict(tau_pos=1.1, tau_neg=1.3)
+    config = actor(policy_loss, loss_agg_mode=mode, **clip, **taus, **options)
     if normalised:
-        config.global_batch_info.update(
-            dp_size=2, batch_num_tokens=41, global_batch_size=9, loss_scale_factor=16
-        )
+        config.global_batch_info.update(NORMALISED)
     return config
 
 
@@ -327,14 +277,9 @@ def verl_loss(function, config, data, dtype=torch.float64, weights=True):
 def verl_pair(name, mode="token-mean", normalised=True, preset="paper"):
     """verl's function and its config; the adapter's config for the same loss."""
     theirs = verl_actor(PolicyLossConfig(loss_mode=name), mode, normalised)
-    options = dict(surrogate=name, preset=preset)
-    if name != "sapo":
-        options |= FIXED
-    return (
-        POLICY_LOSS_REGISTRY[name],
-        theirs,
-        verl_actor(BAPOPolicyLossConfig(**options), mode, normalised),
-    )
+    options = dict(surrogate=name, preset=preset) | ({} if name == "sapo" else FIXED)
+    ours = verl_actor(BAPOPolicyLossConfig(**options), mode, normalised)
+    return POLICY_LOSS_REGISTRY[name], theirs, ours
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -353,7 +298,7 @@ def test_verl(name, normalised, mode):
         if name == "vanilla":
             data["log_probs"][4] += 0.4
         loss, gradient, metrics = verl_loss(function, theirs, data, weights=weights)
-        for dtype in (torch.float64, torch.float32):
+        for dtype in DTYPES:
             got = verl_loss(compute_policy_loss_bapo, ours, data, dtype, weights)
             assert_same(got[0], loss, dtype, rtol)
             assert_same(got[1], gradient, dtype, rtol)
@@ -364,7 +309,7 @@ def test_verl(name, normalised, mode):
             assert metrics["actor/pg_clipfrac_lower"] > 0, "the dual clip must act"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_masks(dtype):
     """By both adapters: inside of the bounds the gradient is that of the clip, outside it is 0."""
     data = batch(empty=False)
@@ -398,16 +343,14 @@ def test_cispo_of_trl_clips_from_above_alone():
     _, theirs, _ = verl_pair("cispo", "token-sum", normalised=False)
     _, verls, metrics = verl_loss(POLICY_LOSS_REGISTRY["cispo"], theirs, data, weights=False)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(float((low | high).sum() / mask.sum()))
-    args = trl_args("cispo", gradient_accumulation_steps=1, steps_per_generation=123)
+    steps = dict(gradient_accumulation_steps=1, steps_per_generation=123)
+    args = trl_args("cispo", **steps)
     _, trls, logged = trl_loss(GRPOTrainer, args, data)
     assert logged["cispo_clip_ratio"] == pytest.approx(float((high & (A > 0)).sum() / mask.sum()))
     different = (trls - verls).abs() > 1e-12
     assert torch.equal(different, low & (A != 0))
     assert_same(verls[different], -BOUNDS[0] * A[different], torch.float64)
-    both = trl_args(
-        "cispo", gradient_accumulation_steps=1, steps_per_generation=123, bapo_options=FIXED
-    )
-    _, ours, with_both = trl_loss(BAPOTrainer, both, data)
+    _, ours, with_both = trl_loss(BAPOTrainer, trl_args("cispo", **steps, bapo_options=FIXED), data)
     assert_same(ours, verls, torch.float64)
     assert with_both["cispo_clip_ratio"] == pytest.approx(logged["cispo_clip_ratio"])
 
@@ -466,10 +409,8 @@ def test_sapo_of_trl_rounds_its_temperature():
     assert bapo_config(args).sapo_tau_neg == 1.05
     off = ((ours - gradient) / gradient)[(gradient != 0) & (data["A"] < 0)[:, None]].abs()
     assert 1e-9 < off.max() < 1e-7
-    rounded = default | dict(sapo_temperature_neg=torch.tensor(1.05).item())
-    assert_same(
-        trl_loss(BAPOTrainer, trl_args("sapo", **rounded), data)[1], gradient, torch.float64
-    )
+    args = trl_args("sapo", **(default | dict(sapo_temperature_neg=torch.tensor(1.05).item())))
+    assert_same(trl_loss(BAPOTrainer, args, data)[1], gradient, torch.float64)
 
 
 def test_sapo_of_verl_aggregates_in_one_way():

@@ -5,6 +5,7 @@ slime is not on PyPI: where it can be imported (624b824, 0.3.1), its own loss is
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import slime_case
@@ -27,6 +28,9 @@ FIXED = fixed_bounds(0.8, 1.28)
 OF_RESPONSES = ("loss_masks", "log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 KL = dict(use_kl_loss=True, kl_loss_coef=0.3)
 TIS = dict(use_tis=True, tis_clip=1.5, tis_clip_low=0.4)
+OPSM = dict(use_opsm=True, opsm_delta=0.25)
+GSPO = dict(advantage_estimator="gspo")
+REJECTION = TIS | dict(custom_tis_function_path="slime_case.rejecting")
 OPTIONS = {
     "plain": {},
     "entropy": dict(entropy_coef=0.1),
@@ -37,20 +41,22 @@ OPTIONS = {
     "unbiased KL": KL | dict(kl_loss_type="low_var_kl", use_unbiased_kl=True),
     "TIS": TIS,
     "TIS, on-policy": TIS | dict(on_policy=True),
-    "OPSM": dict(use_opsm=True, opsm_delta=0.25),
-    "GSPO": dict(advantage_estimator="gspo"),
+    "OPSM": OPSM,
+    "GSPO": GSPO,
     "CISPO": dict(advantage_estimator="cispo"),
     "rollout log-probs": dict(use_rollout_logprobs=True),
-    "all": KL
-    | TIS
-    | dict(kl_loss_type="k3", entropy_coef=0.1, use_opsm=True, opsm_delta=0.25)
-    | dict(advantage_estimator="gspo"),
-    "rejection": TIS | dict(custom_tis_function_path="slime_case.rejecting"),
-    "rejection, GSPO": TIS
-    | dict(custom_tis_function_path="slime_case.rejecting", advantage_estimator="gspo"),
+    "all": KL | TIS | OPSM | GSPO | dict(kl_loss_type="k3", entropy_coef=0.1),
+    "rejection": REJECTION,
+    "rejection, GSPO": REJECTION | GSPO,
     "reducer": dict(custom_pg_loss_reducer_function_path="slime_case.sums", entropy_coef=0.1),
     "sums": TIS | dict(calculate_per_token_loss=True, entropy_coef=0.1),
 }
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    slime_case.megatron(monkeypatch)
+    slime_case.slime(monkeypatch, reduction_of())
 
 
 def arguments(options, bapo_options=None):
@@ -77,6 +83,30 @@ def reduction_of(own=None):
     return made
 
 
+def reduction_of_batch(args, batch, own=None):
+    masks, denominators = batch["loss_masks"], batch["rollout_mask_sums"]
+    return reduction_of(own)(None, None, masks, denominators, args.calculate_per_token_loss)
+
+
+class Found(NamedTuple):
+    loss: torch.Tensor
+    log: dict
+    gradient: torch.Tensor
+
+
+def run(args, batch, logits, reduction=None, function=bapo_loss_function):
+    leaf = logits.clone().requires_grad_()
+    loss, log = function(args, batch, leaf, reduction or reduction_of_batch(args, batch))
+    loss.backward()
+    return Found(loss.detach(), log, leaf.grad)
+
+
+def assert_equal(got, true):
+    for name, atol in (("loss", 1e-6), ("gradient", 1e-7)):
+        values = (getattr(found, name).double() for found in (got, true))
+        torch.testing.assert_close(*values, rtol=1e-5, atol=atol)
+
+
 def batch_of(args, masked=(), **options):
     """With some rollouts masked as a whole, as slime's ``remove_sample`` does."""
     batch, off_policy, logits, rows, labels = slime_case.case(**options)
@@ -90,7 +120,8 @@ def batch_of(args, masked=(), **options):
 
 
 def expected(args, batch, logits, rows, labels):
-    """Loss and metrics in float64, term by term."""
+    """In float64, term by term."""
+    logits = logits.double().requires_grad_()
     made = [
         reference.log_probs(logits[0, at], label, temperature=TEMPERATURE)
         for at, label in zip(rows, labels, strict=True)
@@ -162,37 +193,22 @@ def expected(args, batch, logits, rows, labels):
         log["opsm_clipfrac"] = sum((x.sum() / mask.sum()).item() for x, mask in shares)
     compared = logp if args.use_rollout_logprobs else old
     log["train_rollout_logprob_abs_diff"] = reduce((compared - rollout).abs()).item()
-    return loss, log
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options, monkeypatch):
-    args = arguments(options)
-    slime_case.megatron(monkeypatch)
-    slime_case.slime(monkeypatch, reduction_of())
-    batch, logits, rows, labels = batch_of(args)
-    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    reduction = reduction_of_batch(args, batch)
-    loss, log = bapo_loss_function(args, batch, leaf, reduction)
-    other, metrics = expected(args, batch, true, rows, labels)
-    assert_equal(loss, leaf, other, true)
-    scale = reduction(torch.ones(11)).item()
-    for name in ("bapo_clip_low", "bapo_clip_high"):
-        assert log[name].item() == pytest.approx(metrics.pop(name) * scale, rel=1e-6)
-    for name, value in metrics.items():
-        assert log[name].item() == pytest.approx(value, rel=1e-5, abs=1e-6), name
-
-
-def assert_equal(loss, leaf, other, true):
     loss.backward()
-    other.backward()
-    torch.testing.assert_close(loss.detach().double(), other.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(leaf.grad.double(), true.grad.double(), rtol=1e-5, atol=1e-7)
+    return Found(loss.detach(), log, logits.grad)
 
 
-def reduction_of_batch(args, batch, own=None):
-    masks, denominators = batch["loss_masks"], batch["rollout_mask_sums"]
-    return reduction_of(own)(None, None, masks, denominators, args.calculate_per_token_loss)
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(options):
+    args = arguments(options)
+    batch, *case = batch_of(args)
+    got, true = run(args, batch, case[0]), expected(args, batch, *case)
+    assert_equal(got, true)
+    scale = reduction_of_batch(args, batch)(torch.ones(11)).item()
+    for name in ("bapo_clip_low", "bapo_clip_high"):
+        assert got.log[name].item() == pytest.approx(true.log.pop(name) * scale, rel=1e-6)
+    for name, value in true.log.items():
+        assert got.log[name].item() == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -202,19 +218,17 @@ def test_options_as_slime_has_them(options, monkeypatch):
     slimes = pytest.importorskip("slime.backends.megatron_utils.loss")
     args = arguments(options, FIXED)
     batch, logits, *_ = batch_of(args)
-    leaf, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    reduction = reduction_of_batch(args, batch)
-    loss, log = bapo_loss_function(args, batch, leaf, reduction)
-    other, metrics = slimes.policy_loss_function(args, batch, true, reduction)
-    assert_equal(loss, leaf, other.double(), true)
-    same = set(metrics) - {"pg_clipfrac", "entropy_loss"}
-    assert set(metrics) <= set(log)
-    for name in same:
-        assert log[name].item() == pytest.approx(metrics[name].item(), rel=1e-4, abs=1e-5), name
+    got = run(args, batch, logits)
+    theirs = run(args, batch, logits, function=slimes.policy_loss_function)
+    assert_equal(got, theirs)
+    assert set(theirs.log) <= set(got.log)
+    for name in set(theirs.log) - {"pg_clipfrac", "entropy_loss"}:
+        value = theirs.log[name].item()
+        assert got.log[name].item() == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 def rank_of_context(rank, size, options, case):
-    """Loss, log and gradient of a rank, with the rows of its logits among all."""
+    """What a rank finds, and the rows of its logits among all."""
     args = arguments(options)
     batch, logits, *_ = batch_of(args, **case)
     totals, responses = batch["total_lengths"], batch["response_lengths"]
@@ -233,66 +247,53 @@ def rank_of_context(rank, size, options, case):
     for name in ("log_probs", "rollout_log_probs", "ref_log_probs", "advantages"):
         if batch[name]:
             batch[name] = [x[at] for x, at in zip(batch[name], own, strict=True)]
-    leaf = torch.where(rows[:, None] < 0, 7.0, logits[0, rows])[None].requires_grad_()
+    of_rank = torch.where(rows[:, None] < 0, 7.0, logits[0, rows])[None]
     with pytest.MonkeyPatch.context() as monkeypatch:
         slime_case.megatron(monkeypatch, size, rank, dist.group.WORLD)
         slime_case.slime(monkeypatch, reduction_of(own))
-        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch, own))
-    loss.backward()
-    return loss.detach(), log, rows, leaf.grad[0]
+        found = run(args, batch, of_rank, reduction_of_batch(args, batch, own))
+    return found, rows
+
+
+CONTEXT = {
+    **{k: (OPTIONS[k], {}) for k in ("plain", "TIS", "TIS, on-policy", "GSPO", "all", "rejection")},
+    # All responses are in the last chunks of their samples, which the first zigzag rank has.
+    "idle rank": (OPTIONS["all"] | dict(use_opsm=False), dict(prompts=(30, 14, 40))),
+    "masked rollout": ({}, dict(masked=[2])),  # which the ranks count once
+}
 
 
 @pytest.mark.parametrize("allgather_cp", [False, True], ids=["zigzag", "all-gather"])
-@pytest.mark.parametrize("name", ["plain", "TIS", "TIS, on-policy", "GSPO", "all", "rejection"])
+@pytest.mark.parametrize("name", CONTEXT)
 def test_context_parallelism(name, allgather_cp, worlds):
     """The ranks' losses and metrics add up to those of the whole batch, and so the gradients."""
-    check_ranks_of_context(OPTIONS[name] | dict(allgather_cp=allgather_cp), {}, worlds)
-
-
-def test_context_rank_without_response_tokens(worlds):
-    """All responses are in the last chunks of their samples, which the first rank has."""
-    options = OPTIONS["all"] | dict(use_opsm=False)
-    ranks = check_ranks_of_context(options, dict(prompts=(30, 14, 40)), worlds)
-    assert not ranks[1][-1].any()
-
-
-def test_context_ranks_count_masked_rollouts_once(worlds):
-    check_ranks_of_context(OPTIONS["plain"], dict(masked=[2]), worlds)
-
-
-def check_ranks_of_context(options, case, worlds):
+    options, case = CONTEXT[name]
+    options = options | dict(allgather_cp=allgather_cp)
     ranks = worlds(2).run(rank_of_context, 2, options, case)
     args = arguments(options)
-    batch, logits, rows, labels = batch_of(args, **case)
-    true = logits.double().requires_grad_()
-    other, metrics = expected(args, batch, true, rows, labels)
-    other.backward()
-    total = sum(loss for loss, *_ in ranks)
-    torch.testing.assert_close(total.double(), other.detach(), rtol=1e-5, atol=1e-6)
-    gradient = torch.zeros_like(logits[0])
-    for _, _, of_rank, part in ranks:
-        gradient.index_add_(0, of_rank[of_rank >= 0], part[of_rank >= 0])
-        assert not part[of_rank < 0].any()
-    torch.testing.assert_close(gradient.double(), true.grad[0], rtol=1e-5, atol=1e-7)
+    batch, logits, *others = batch_of(args, **case)
+    true, gradient = expected(args, batch, logits, *others), torch.zeros_like(logits)
+    for found, rows in ranks:
+        gradient[0].index_add_(0, rows[rows >= 0], found.gradient[0, rows >= 0])
+        assert not found.gradient[0, rows < 0].any()
+    assert_equal(Found(sum(found.loss for found, _ in ranks), {}, gradient), true)
     scale = reduction_of_batch(args, batch)(torch.ones(11)).item() + len(case.get("masked", ()))
-    for name, value in metrics.items():
-        logged = sum(log[name] for _, log, *_ in ranks).item()
-        factor = scale if name.startswith("bapo_") else 1.0
-        assert logged == pytest.approx(value * factor, rel=1e-5, abs=1e-6), name
-    return ranks
+    for key, value in true.log.items():
+        logged = sum(found.log[key] for found, _ in ranks).item()
+        factor = scale if key.startswith("bapo_") else 1.0
+        assert logged == pytest.approx(value * factor, rel=1e-5, abs=1e-6), key
+    if name == "idle rank" and not allgather_cp:
+        assert not ranks[1][0].gradient.any()
 
 
 def shard_of_vocabulary(rank, size, options):
-    """Loss, log and gradient of a rank's columns of the logits."""
+    """Of a rank's columns of the logits."""
     args = arguments(options)
     batch, logits, *_ = batch_of(args)
-    leaf = logits.tensor_split(size, -1)[rank].clone().requires_grad_()
     with pytest.MonkeyPatch.context() as monkeypatch:
         slime_case.megatron(monkeypatch, tensor_group=dist.group.WORLD)
         slime_case.slime(monkeypatch, reduction_of())
-        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch))
-    loss.backward()
-    return loss.detach(), log, leaf.grad
+        return run(args, batch, logits.tensor_split(size, -1)[rank])
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -300,76 +301,63 @@ def test_tensor_parallelism(name, worlds):
     """Every rank has the loss of the whole vocabulary, and the gradient of its columns."""
     ranks = worlds(2).run(shard_of_vocabulary, 2, OPTIONS[name])
     args = arguments(OPTIONS[name])
-    batch, logits, rows, labels = batch_of(args)
-    true = logits.double().requires_grad_()
-    other, metrics = expected(args, batch, true, rows, labels)
-    other.backward()
-    gradient = torch.cat([part for *_, part in ranks], -1)
-    torch.testing.assert_close(gradient.double(), true.grad, rtol=1e-5, atol=1e-7)
-    for loss, log, _ in ranks:
-        torch.testing.assert_close(loss.double(), other.detach(), rtol=1e-5, atol=1e-6)
-        assert log["entropy_loss"].item() == pytest.approx(metrics["entropy_loss"], rel=1e-5)
+    true = expected(args, *batch_of(args))
+    gradient = torch.cat([found.gradient for found in ranks], -1)
+    for found in ranks:
+        assert_equal(found._replace(gradient=gradient), true)
+        entropy_loss = found.log["entropy_loss"].item()
+        assert entropy_loss == pytest.approx(true.log["entropy_loss"], rel=1e-5)
 
 
-def test_masked_tokens_are_not_logged(monkeypatch):
+@pytest.mark.usefixtures("stand_ins")
+def test_masked_tokens_are_not_logged():
     """Nothing is read of them, and ``0*inf`` is not 0."""
-    slime_case.megatron(monkeypatch)
-    slime_case.slime(monkeypatch, reduction_of())
     args, logs = arguments(TIS), []
     for masked in (-1.0, -1000.0):
         batch, logits, *_ = batch_of(args)
         batch["log_probs"][2][1] = masked
-        logs.append(bapo_loss_function(args, batch, logits, reduction_of_batch(args, batch))[1])
+        logs.append(run(args, batch, logits).log)
     assert logs[0] == logs[1]
 
 
 MASKED = ["plain", "TIS", "all", "rejection", "reducer", "sums"]
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", MASKED)
-def test_masked_rollouts(name, monkeypatch):
+def test_masked_rollouts(name):
     """slime's divisor counts them, so what is logged must count them, too.
 
     Without an unmasked token everything else is 0.
     """
-    slime_case.megatron(monkeypatch)
-    slime_case.slime(monkeypatch, reduction_of())
     args = arguments(OPTIONS[name], FIXED)
     for masked in range(1, 4):
         batch, logits, *_ = batch_of(args, range(masked))
         batch["rollout_mask_sums"] = counts = [mask.sum() for mask in batch["loss_masks"]]
-        leaf = logits.requires_grad_()
-        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch))
+        _, log, gradient = run(args, batch, logits)
         divisor = sum(n.clamp(min=1) for n in counts) if args.calculate_per_token_loss else 3
         assert log["bapo_clip_low"].item() / divisor == pytest.approx(0.8)
         assert log["bapo_clip_high"].item() / divisor == pytest.approx(1.28)
-    loss.backward()
-    assert not leaf.grad.any()
+    assert not gradient.any()
     assert all(value.isfinite() for value in log.values())
     assert log["pg_loss"] == log["entropy_loss"] == log["loss"] == 0
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", [name for name in MASKED if name != "sums"])
-def test_empty_response(name, monkeypatch):
+def test_empty_response(name):
     """A sample that is a prompt alone changes nothing, unless slime counts tokens, at least one."""
-    slime_case.megatron(monkeypatch)
-    slime_case.slime(monkeypatch, reduction_of())
-    args, results = arguments(OPTIONS[name]), []
-    for empty in (False, True):
-        batch, logits, *_ = batch_of(args)
-        if empty:
-            per_token = {key: [*batch[key], torch.empty(0)] for key in OF_RESPONSES if batch[key]}
-            batch |= per_token | dict(
-                unconcat_tokens=[*batch["unconcat_tokens"], torch.tensor([3, 1])],
-                total_lengths=[*batch["total_lengths"], 2],
-                response_lengths=[*batch["response_lengths"], 0],
-                rollout_mask_sums=[*batch["rollout_mask_sums"], torch.tensor(2.0)],
-            )
-        leaf = logits.requires_grad_()
-        loss, log = bapo_loss_function(args, batch, leaf, reduction_of_batch(args, batch))
-        loss.backward()
-        results.append((loss.detach(), log, leaf.grad))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    args = arguments(OPTIONS[name])
+    batch, logits, *_ = batch_of(args)
+    without = run(args, batch, logits)
+    per_token = {key: [*batch[key], torch.empty(0)] for key in OF_RESPONSES if batch[key]}
+    batch |= per_token | dict(
+        unconcat_tokens=[*batch["unconcat_tokens"], torch.tensor([3, 1])],
+        total_lengths=[*batch["total_lengths"], 2],
+        response_lengths=[*batch["response_lengths"], 0],
+        rollout_mask_sums=[*batch["rollout_mask_sums"], torch.tensor(2.0)],
+    )
+    torch.testing.assert_close(run(args, batch, logits), without, rtol=0, atol=0)
 
 
 class Operators(TorchDispatchMode):
@@ -417,11 +405,10 @@ def operators_on_device(options, samples, monkeypatch):
     return operators
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_host_never_waits_for_the_device(name, monkeypatch):
     """Hundreds of samples share a micro-batch: waits for each of them would starve a GPU."""
-    slime_case.megatron(monkeypatch)
-    slime_case.slime(monkeypatch, reduction_of())
     few, many = (operators_on_device(OPTIONS[name], n, monkeypatch) for n in (1, 9))
     assert few.copies == many.copies == (2 if "GSPO" in name or name == "all" else 1)
 
@@ -445,11 +432,10 @@ def test_positions_take_as_many_operators_for_any_number_of_samples(
     assert counts[0] == counts[1]
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", MASKED)
 def test_recomputed_loss_function(name, monkeypatch):
     """``--recompute-loss-function`` computes nothing twice in forward."""
-    slime_case.megatron(monkeypatch)
-    slime_case.slime(monkeypatch, reduction_of())
     calls = []
     for function in ("bapo_loss", "log_probs"):
         real = getattr(slime, function)
@@ -461,21 +447,19 @@ def test_recomputed_loss_function(name, monkeypatch):
         monkeypatch.setattr(slime, function, counted)
     args = arguments(OPTIONS[name])
     batch, logits, *_ = batch_of(args)
-    reduction = reduction_of_batch(args, batch)
-    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    loss, _ = bapo_loss_function(args, batch, leaf, reduction)
+    loss, _, gradient = run(args, batch, logits)
     calls.clear()
-    again, _ = checkpoint(bapo_loss_function, args, batch, other, reduction, use_reentrant=False)
+    leaf, reduction = logits.clone().requires_grad_(), reduction_of_batch(args, batch)
+    again, _ = checkpoint(bapo_loss_function, args, batch, leaf, reduction, use_reentrant=False)
     assert len(calls) == 1
-    loss.backward()
     again.backward()
     assert len(calls) <= 2
-    torch.testing.assert_close(again, loss, rtol=0, atol=0)
-    torch.testing.assert_close(other.grad, leaf.grad, rtol=0, atol=0)
+    torch.testing.assert_close(again.detach(), loss, rtol=0, atol=0)
+    torch.testing.assert_close(leaf.grad, gradient, rtol=0, atol=0)
 
 
-def test_rollouts_cut_by_top_p_are_refused(monkeypatch):
-    slime_case.megatron(monkeypatch)
+@pytest.mark.usefixtures("stand_ins")
+def test_rollouts_cut_by_top_p_are_refused():
     args = arguments(dict(rollout_top_p=0.9))
     batch, logits, *_ = batch_of(args)
     with pytest.raises(ValueError, match="rollout_top_p must be 1 with BAPO, got 0.9"):
@@ -494,9 +478,8 @@ def test_sequences(surrogate, monkeypatch):
 
     options = dict(surrogate=surrogate, ratio_level="sequence")
     args = slime_case.arguments(bapo_options=options)
-    leaf, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    loss, log = bapo_loss_function(args, batch, leaf, sum_of_sample_mean)
-
+    got = run(args, batch, logits, sum_of_sample_mean)
+    true = logits.double().requires_grad_()
     logp = [
         reference.log_probs(true[0, at], label, temperature=0.8)[0]
         for at, label in zip(rows, labels, strict=True)
@@ -505,5 +488,6 @@ def test_sequences(surrogate, monkeypatch):
     padded = [pad_sequence(values, batch_first=True) for values in of_sequences]
     config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", **options)
     out = reference.bapo_loss_from_log_probs(*padded, config=config, global_batch_size=1)
-    assert_equal(loss, leaf, out.loss, true)
-    assert ("bapo_clip_high" in log) == (surrogate != "sapo")
+    out.loss.backward()
+    assert_equal(got, Found(out.loss.detach(), {}, true.grad))
+    assert ("bapo_clip_high" in got.log) == (surrogate != "sapo")

@@ -45,16 +45,9 @@ def tokenizer():
 
 
 SIZES = dict(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    eos_token_id=1,
-)
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+)  # fmt: skip
 
 
 def model(dtype=torch.float32):
@@ -72,24 +65,12 @@ def reward(completion_ids, **_):
 
 
 STANDARD = dict(
-    per_device_train_batch_size=4,
-    gradient_accumulation_steps=2,
-    num_generations=4,
-    num_iterations=2,
-    max_completion_length=5,
-    max_steps=4,
-    learning_rate=0.3,
-    lr_scheduler_type="constant",
-    max_grad_norm=0.0,
-    optim="sgd",
-    use_cpu=True,
-    bf16=False,
-    report_to="none",
-    disable_tqdm=True,
-    logging_steps=1,
-    save_strategy="no",
-    seed=1,
-)
+    per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4,
+    num_iterations=2, max_completion_length=5, max_steps=4, learning_rate=0.3,
+    lr_scheduler_type="constant", max_grad_norm=0.0, optim="sgd", use_cpu=True, bf16=False,
+    report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no", seed=1,
+)  # fmt: skip
+PROMPTS = Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4})
 
 
 def arguments(folder, **options):
@@ -297,19 +278,23 @@ CASES = {
 }
 
 
-def trained(kind, folder, rollouts=None, dtype=torch.float32, rollout_func=None, **options):
-    start = {k: v.detach().double().clone() for k, v in model(dtype).named_parameters()}
+def trainer_of(kind, folder, rollouts=None, dtype=torch.float32, rollout_func=None, **options):
     policy = model()
     policy.config._name_or_path = str(folder / "model")  # where the KL's reference comes from
     policy.save_pretrained(folder / "model")
-    trainer = kind(
+    return kind(
         model=policy.to(dtype),
         reward_funcs=reward,
         args=arguments(folder, **options),
-        train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4}),
+        train_dataset=PROMPTS,
         processing_class=tokenizer(),
         rollout_func=rollout_func,
     ).start(rollouts)
+
+
+def trained(kind, folder, rollouts=None, dtype=torch.float32, **options):
+    start = {k: v.detach().double().clone() for k, v in model(dtype).named_parameters()}
+    trainer = trainer_of(kind, folder, rollouts, dtype, **options)
     if kind is Plain:
         preset = options.get("bapo_preset", "paper")
         extra = {"clip_ratio_c": options["delta"]} if "delta" in options else {}
@@ -387,17 +372,7 @@ def check_training(tmp_path, name):
 
 def with_masks(folder, rollout_func=from_the_likely_tokens, **options):
     """A trainer whose rollouts have sampling masks."""
-    policy = model()
-    policy.config._name_or_path = str(folder / "model")
-    policy.save_pretrained(folder / "model")
-    return Ours(
-        model=policy,
-        reward_funcs=reward,
-        args=arguments(folder, **(dict(max_steps=1) | options)),
-        train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4}),
-        processing_class=tokenizer(),
-        rollout_func=rollout_func,
-    ).start()
+    return trainer_of(Ours, folder, rollout_func=rollout_func, **(dict(max_steps=1) | options))
 
 
 def test_rollouts_of_the_guide(tmp_path):
@@ -492,8 +467,7 @@ def test_guide_runs(tmp_path):
     policy = model()
     policy.save_pretrained(tmp_path / "policy")
     tokenizer().save_pretrained(tmp_path / "policy")
-    dataset = Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 2})
-    names = dict(model=str(tmp_path / "policy"), reward=reward, dataset=dataset, folder=tmp_path)
+    names = dict(model=str(tmp_path / "policy"), reward=reward, dataset=PROMPTS, folder=tmp_path)
     small = "max_completion_length=4, max_steps=1, use_cpu=True, bf16=False"
     code = block.replace("output_dir=folder", f"output_dir=folder, {small}")
     assert code != block
@@ -576,18 +550,10 @@ def test_changed_options_are_refused_before_a_model_is_loaded():
 
 def test_every_option_is_the_users_or_has_an_owner():
     search = dict(
-        ratio_lower_start=0.7,
-        ratio_lower_max=0.8,
-        ratio_lower_step=0.1,
-        ratio_upper_start=1.3,
-        ratio_upper_max=1.4,
-        ratio_upper_step=0.2,
-        target=0.9,
-        target_kind="ratio",
-        raise_first="lower",
-        token_weight="uniform",
-        contribution="gradient",
-    )
+        ratio_lower_start=0.7, ratio_lower_max=0.8, ratio_lower_step=0.1, ratio_upper_start=1.3,
+        ratio_upper_max=1.4, ratio_upper_step=0.2, target=0.9, target_kind="ratio",
+        raise_first="lower", token_weight="uniform", contribution="gradient",
+    )  # fmt: skip
     assert {*search, *OWNED} == {field.name for field in fields(BAPOConfig)}
     options = dict(delta=4.0, temperature=0.7, beta=0.1, use_bias_correction_kl=True)
     args = arguments("out", bapo_options=search, **options)
@@ -657,9 +623,8 @@ def test_search_stops_at_an_end_of_the_grids_where_every_ratio_is_1():
 
 def test_args_of_trl_are_refused():
     args = GRPOConfig("out", use_cpu=True, bf16=False)
-    with pytest.raises(
-        ValueError, match="args must be None or a BAPOTrainerConfig, got GRPOConfig"
-    ):
+    message = "args must be None or a BAPOTrainerConfig, got GRPOConfig"
+    with pytest.raises(ValueError, match=message):
         BAPOTrainer(model=model(), reward_funcs=reward, args=args)
 
 
@@ -667,16 +632,7 @@ def test_resumed_training(tmp_path):
     """With scope lagged, a resumed training has the bounds it had."""
     options = dict(bapo_scope="lagged", bapo_options={"target": TARGET["paper"]})
     first, _ = trained(Ours, tmp_path, **options, save_strategy="steps", save_steps=2)
-    (tmp_path / "again").mkdir()
-    policy = model()
-    policy.save_pretrained(tmp_path / "again" / "model")
-    second = Ours(
-        model=policy,
-        reward_funcs=reward,
-        args=arguments(tmp_path, **options),
-        train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4}),
-        processing_class=tokenizer(),
-    ).start()
+    second = trainer_of(Ours, tmp_path, **options)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert first.decided[4] != first.decided[0]
     assert second.decided[0] == first.decided[4]
@@ -746,19 +702,9 @@ class TestHeads:
         config = peft.LoraConfig(target_modules=[layer], init_lora_weights=False, **options)
         return peft.get_peft_model(model(), config)
 
-    def test_adapters_elsewhere(self):
-        adapted = self.adapted("q_proj")
-        expected = self.expected(adapted)
-        add_head(adapted, self.arguments())
-        got = self.log_probs(adapted)
-        torch.testing.assert_close(got, expected)
-        got.sum().backward()
-        gradients = [p.grad for name, p in adapted.named_parameters() if "lora" in name]
-        assert len(gradients) == 2
-        assert all(gradient.any() for gradient in gradients)
-
-    def test_lora_on_the_head(self):
-        adapted = self.adapted("lm_head")
+    @pytest.mark.parametrize("layer", ["q_proj", "lm_head"])
+    def test_lora(self, layer):
+        adapted = self.adapted(layer)
         exact = copy.deepcopy(adapted).double()
         expected = self.expected(exact)
         add_head(adapted, self.arguments())
@@ -770,6 +716,7 @@ class TestHeads:
         assert len(names) == 2
         for name in names:
             mine, right = (m.get_parameter(name).grad.double() for m in (adapted, exact))
+            assert right.any()
             torch.testing.assert_close(mine, right, rtol=0, atol=5e-6 * float(right.abs().max()))
 
     def test_another_adapter_of_the_head_is_left_to_trl(self):

@@ -5,12 +5,11 @@ import re
 
 import pytest
 import torch
-from helpers import EPS, needs_native
+from helpers import EPS, fixed_bounds, needs_native
 
 pytest.importorskip("trl")
 
-from datasets import Dataset
-from test_trl import SIZES, STANDARD, WORDS, reward, tokenizer
+from test_trl import PROMPTS, SIZES, STANDARD, WORDS, reward, tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -20,8 +19,6 @@ from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
 from bapo_kernels.integrations.trl_config import bapo_config
 
 pytestmark = [needs_native, pytest.mark.filterwarnings("ignore")]
-
-PROMPTS = Dataset.from_dict({"prompt": ["a b c", "d e", "f g h i", "j"] * 4})
 
 
 def model(experts=False):
@@ -75,16 +72,6 @@ class TRLs(Stale, GRPOTrainer):
 
 class Ours(Stale, BAPOTrainer):
     pass
-
-
-def fixed(lower, upper):
-    return {
-        "ratio_lower_start": lower,
-        "ratio_lower_max": lower,
-        "ratio_upper_start": upper,
-        "ratio_upper_max": upper,
-        "target": 0.0,
-    }
 
 
 def trainer(kind, folder, weights=False, experts=False, rewards=(reward,), **options):
@@ -150,10 +137,10 @@ TIMES = re.compile("time|runtime|per_second|flos")
 def test_fixed_bounds_are_trls_own_loss(tmp_path, name):
     """Loss by loss, metric by metric, and the weights that are trained."""
     options = OPTIONS[name]
-    bounds = {"bapo_options": fixed(0.8, 1.28)}
+    bounds = {"bapo_options": fixed_bounds(0.8, 1.28)}
     epsilons = dict(epsilon=0.2, epsilon_high=0.28)
     if options.get("loss_type") == "cispo":
-        bounds, epsilons = {"bapo_options": fixed(0.0, 1.28)}, dict(epsilon_high=1.28)
+        bounds, epsilons = {"bapo_options": fixed_bounds(0.0, 1.28)}, dict(epsilon_high=1.28)
     elif options.get("loss_type") == "sapo":
         bounds, epsilons = {}, {}
     ours = trainer(Ours, tmp_path, **options, **bounds)
@@ -162,10 +149,8 @@ def test_fixed_bounds_are_trls_own_loss(tmp_path, name):
         made.train()
     assert len(ours.losses) >= 8
     assert ours.losses == pytest.approx(right.losses, rel=1e-5, abs=1e-6)
-    expected, start = (
-        dict(right.model.named_parameters()),
-        dict(model("experts" in options).named_parameters()),
-    )
+    expected = dict(right.model.named_parameters())
+    start = dict(model("experts" in options).named_parameters())
     for key, weight in ours.model.named_parameters():
         update = (expected[key] - start[key]).abs().max().item()
         tolerance = EPS[torch.float32] * (8 * weight.abs().max().item() + 100 * update)
@@ -220,7 +205,7 @@ BEFORE = {
     "GRPO": (TRLs, {}, r"No such file or directory \(.*bapo_search.pt\)"),
     "fixed bounds": (
         Ours,
-        dict(bapo_options=fixed(0.8, 1.28)),
+        dict(bapo_options=fixed_bounds(0.8, 1.28)),
         r"config.ratio_lower_start must be 0.6 in the state too, got 0.8 \(.*bapo_search.pt\)",
     ),
     "another scope": (

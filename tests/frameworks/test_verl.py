@@ -19,11 +19,15 @@ pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from torch.nn.functional import pad
+from transformers import Qwen3ForCausalLM
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
-from verl_engine import padded
+from verl_engine import V, padded, tiny_model
 
 from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.core.checks import warn_once
@@ -38,18 +42,13 @@ MODES = (
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
 )
+NORMALISED = dict(dp_size=2, batch_num_tokens=41, global_batch_size=9, loss_scale_factor=16)
 B, P, R = 4, 3, 8
 
 
 def actor(policy_loss, **options):
-    return ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_mini_batch_size=4,
-        ppo_micro_batch_size_per_gpu=4,
-        policy_loss=policy_loss,
-        **options,
-    )
+    sizes = dict(rollout_n=1, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=4)
+    return ActorConfig(strategy="fsdp", policy_loss=policy_loss, **sizes, **options)
 
 
 def batch(seed=0, is_weights=False):
@@ -66,6 +65,17 @@ def batch(seed=0, is_weights=False):
     return tokens
 
 
+def expected(tokens, config, **options):
+    """The reference's output and gradient, in float64."""
+    true = tokens["log_prob"].double().requires_grad_()
+    others = (tokens[name] for name in ("old_log_prob", "advantages", "response_mask"))
+    weights = tokens.get("rollout_is_weights")
+    given = dict(config=config, rollout_is_weights=weights, **options)
+    out = reference.bapo_loss_from_log_probs(true, *others, **given)
+    out.loss.backward()
+    return out, true.grad
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("is_weights", [False, True])
@@ -76,34 +86,19 @@ def test_registered_loss(preset, is_weights, normalised, mode):
     loss = BAPOPolicyLossConfig(preset=preset, target={"paper": 0.6, "recipe": 1.3}[preset])
     config = actor(loss, loss_agg_mode=mode)
     if normalised:
-        config.global_batch_info.update(
-            dp_size=2, batch_num_tokens=41, global_batch_size=9, loss_scale_factor=16
-        )
+        config.global_batch_info.update(NORMALISED)
     leaf = tokens["log_prob"].clone().requires_grad_()
-    function = POLICY_LOSS_REGISTRY["bapo"]
-    got, metrics = function(**(tokens | {"log_prob": leaf}), loss_agg_mode=mode, config=config)
+    given = tokens | dict(log_prob=leaf, loss_agg_mode=mode, config=config)
+    got, metrics = POLICY_LOSS_REGISTRY["bapo"](**given)
     got -= 0.0  # as ppo_loss does
     got.backward()
 
     info = dict(config.global_batch_info)
-    expected_config = getattr(BAPOConfig, preset)(
-        target=loss.target,
-        loss_agg_mode=mode,
-        loss_scale_factor=info.pop("loss_scale_factor", None),
-    )
-    true = tokens["log_prob"].double().requires_grad_()
-    out = reference.bapo_loss_from_log_probs(
-        true,
-        tokens["old_log_prob"],
-        tokens["advantages"],
-        tokens["response_mask"],
-        config=expected_config,
-        rollout_is_weights=tokens.get("rollout_is_weights"),
-        **info,
-    )
-    out.loss.backward()
+    options = dict(loss_agg_mode=mode, loss_scale_factor=info.pop("loss_scale_factor", None))
+    expected_config = getattr(BAPOConfig, preset)(target=loss.target, **options)
+    out, gradient = expected(tokens, expected_config, **info)
     torch.testing.assert_close(got.detach().double(), out.loss.detach(), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(leaf.grad.double(), gradient, rtol=1e-6, atol=1e-8)
     assert metrics["actor/bapo_clip_low"] == out.bounds.lower.item()
     assert metrics["actor/bapo_clip_high"] == out.bounds.upper.item()
     assert out.bounds.upper > 1.2 or out.bounds.lower > 0.6, "the case must need a search"
@@ -129,11 +124,7 @@ def test_ppo_loss_on_nested_data(preset):
     leaf = tokens["log_prob"].clone().requires_grad_()
 
     def whole(values):  # a token's value stands one position earlier, at the prompt's last
-        rows = []
-        for i, n in enumerate(lengths.tolist()):
-            row = torch.zeros(P + n)
-            row[P - 1 : P - 1 + n] = 1
-            rows.append(torch.zeros(P + n).masked_scatter(row.bool(), values[i, :n]))
+        rows = [pad(row[:n], (P - 1, 1)) for row, n in zip(values, lengths, strict=True)]
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     data = TensorDict(
@@ -148,72 +139,49 @@ def test_ppo_loss_on_nested_data(preset):
         },
         batch_size=[B],
     )
-    from verl.utils import tensordict_utils as tu
-
-    tu.assign_non_tensor(data, dp_size=2, batch_num_tokens=40, global_batch_size=8)
-    tu.assign_non_tensor(data, max_response_len=R)
+    counts = dict(dp_size=2, batch_num_tokens=40, global_batch_size=8)
+    tu.assign_non_tensor(data, **counts, max_response_len=R)
     total, metrics = ppo_loss(config, {"log_probs": whole(leaf), "entropy": whole(entropy)}, data)
     total.backward()
 
-    true = tokens["log_prob"].double().requires_grad_()
-    out = reference.bapo_loss_from_log_probs(
-        true,
-        tokens["old_log_prob"],
-        tokens["advantages"],
-        tokens["response_mask"],
-        entropy=entropy.double(),
-        ref_log_probs=ref,
-        config=getattr(BAPOConfig, preset)(
-            target=loss.target, entropy_coef=0.01, kl_loss_coef=0.1, kl_loss_type="low_var_kl"
-        ),
-        batch_num_tokens=40,
-        global_batch_size=8,
-        dp_size=2,
-    )
-    out.loss.backward()
+    options = dict(entropy_coef=0.01, kl_loss_coef=0.1, kl_loss_type="low_var_kl")
+    true_config = getattr(BAPOConfig, preset)(target=loss.target, **options)
+    terms = dict(entropy=entropy.double(), ref_log_probs=ref)
+    out, gradient = expected(tokens, true_config, **terms, **counts)
     torch.testing.assert_close(total.detach().double(), out.loss.detach(), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(leaf.grad.double(), gradient, rtol=1e-5, atol=1e-8)
     assert metrics["actor/bapo_clip_high"].aggregate() == out.bounds.upper.item()
 
 
-def test_option_names_of_the_authors():
-    loss = BAPOPolicyLossConfig(
-        preset="recipe", adv_ratio_target=0.5, ratio_lower_start=0.8, ratio_lower_max=0.95
-    )
+AUTHORS = dict(ratio_lower_start=0.8, ratio_lower_max=0.95)  # and their name of the target
+TAUS = dict(sapo_tau_pos=0.9, sapo_tau_neg=1.2)  # verl's
+LOSSES = [
+    (dict(adv_ratio_target=0.5, **AUTHORS), BAPOConfig.recipe(target=0.5, **AUTHORS)),
+    (dict(target=1.1, surrogate="vanilla"), BAPOConfig.recipe(target=1.1)),
+    (dict(target=1.1, surrogate="gspo"), BAPOConfig.recipe(target=1.1, ratio_level="sequence")),
+    (dict(target=1.1, surrogate="cispo"), BAPOConfig.recipe(target=1.1, surrogate="cispo")),
+    (dict(target=1.1, surrogate="sapo"), BAPOConfig(surrogate="sapo", **TAUS)),
+    (None, BAPOConfig.paper()),  # verl's own class
+]
+
+
+@pytest.mark.parametrize(("fields", "config"), LOSSES)
+def test_policy_losses(fields, config):
+    """The dual clip of the recipe is that of the clip alone."""
+    loss = PolicyLossConfig(loss_mode="bapo")
+    if fields is not None:
+        loss = BAPOPolicyLossConfig(preset="recipe", **fields)
     tokens = batch()
-    _, metrics = compute_policy_loss_bapo(**tokens, config=actor(loss))
-    config = BAPOConfig.recipe(target=0.5, ratio_lower_start=0.8, ratio_lower_max=0.95)
-    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
-    bounds = reference.find_clip_bounds(*(tokens[n] for n in names), config=config)
-    assert metrics["actor/bapo_clip_low"] == bounds.lower.item()
-
-
-SURROGATES = {
-    "vanilla": BAPOConfig.recipe(target=1.1),
-    "gspo": BAPOConfig.recipe(target=1.1, ratio_level="sequence"),
-    "cispo": BAPOConfig.recipe(target=1.1, surrogate="cispo"),
-    "sapo": BAPOConfig(surrogate="sapo", sapo_tau_pos=0.9, sapo_tau_neg=1.2),
-}
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_surrogates_with_a_search(name):
-    """The dual clip of the recipe is that of the clip; the taus are verl's."""
-    loss = BAPOPolicyLossConfig(preset="recipe", target=1.1, surrogate=name)
-    tokens = batch()
-    config = actor(loss, tau_pos=0.9, tau_neg=1.2)
-    got, metrics = compute_policy_loss_bapo(**tokens, config=config)
-    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
-    true = reference.bapo_loss_from_log_probs(
-        *(tokens[n].double() for n in names), config=SURROGATES[name]
-    )
-    torch.testing.assert_close(got.double(), true.loss, rtol=1e-6, atol=1e-7)
-    if name == "sapo":
+    given = dict(config=actor(loss, tau_pos=0.9, tau_neg=1.2))
+    got, metrics = compute_policy_loss_bapo(**tokens, **given)
+    out, _ = expected(tokens, config)
+    torch.testing.assert_close(got.double(), out.loss.detach(), rtol=1e-6, atol=1e-7)
+    if config.surrogate == "sapo":
         assert not any("bapo" in key for key in metrics)
         return
-    assert metrics["actor/bapo_clip_low"] == true.bounds.lower.item()
-    assert metrics["actor/bapo_clip_high"] == true.bounds.upper.item()
-    assert true.bounds.lower > 0.6, "the case must need a search"
+    assert metrics["actor/bapo_clip_low"] == out.bounds.lower.item()
+    assert metrics["actor/bapo_clip_high"] == out.bounds.upper.item()
+    assert fields is None or out.bounds.lower > 0.6, "the case must need a search"
 
 
 BAD_FIELDS = [
@@ -251,12 +219,17 @@ def test_other_loss_modes_are_refused():
         BAPOPolicyLossConfig(loss_mode="vanilla")
 
 
-def test_search_ranks_with_a_process_group_are_refused(monkeypatch):
-    import bapo_kernels.integrations.verl as adapter
-
-    monkeypatch.setattr(adapter, "_group", object())
-    with pytest.raises(ValueError, match="search_ranks must be 'own' after use_process_group()"):
-        BAPOPolicyLossConfig(search_ranks="world")
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        (dict(search_ranks="world"), "search_ranks must be 'own' after use_process_group()"),
+        (dict(scope="lagged"), "scope must be 'call' after use_process_group()"),
+    ],
+)
+def test_fields_with_a_process_group_are_refused(fields, rule, monkeypatch):
+    monkeypatch.setattr("bapo_kernels.integrations.verl._group", object())
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        BAPOPolicyLossConfig(**fields)
 
 
 @pytest.mark.parametrize(
@@ -286,27 +259,6 @@ def test_unused_clip_options_of_verl_warn(preset, options, warned):
         assert (warning.category, warning.filename) == (UserWarning, __file__)
 
 
-def test_plain_policy_loss_config_is_the_paper():
-    tokens = batch()
-    got, _ = compute_policy_loss_bapo(**tokens, config=actor(PolicyLossConfig(loss_mode="bapo")))
-    names = ("log_prob", "old_log_prob", "advantages", "response_mask")
-    true = reference.bapo_loss_from_log_probs(*(tokens[n] for n in names))
-    torch.testing.assert_close(got, true.loss, rtol=1e-6, atol=1e-7)
-
-
-def test_config_from_yaml():
-    from verl.utils.config import omega_conf_to_dataclass
-
-    given = {
-        "_target_": "bapo_kernels.integrations.verl.BAPOPolicyLossConfig",
-        "preset": "recipe",
-        "adv_ratio_target": 0.5,
-    }
-    config = omega_conf_to_dataclass(OmegaConf.create(given))
-    assert isinstance(config, BAPOPolicyLossConfig)
-    assert config.adv_ratio_target == 0.5
-
-
 @pytest.mark.parametrize(
     ("page", "count", "expected"),
     [
@@ -317,7 +269,6 @@ def test_config_from_yaml():
 def test_commands_of_the_docs(page, count, expected):
     """Every override composes with verl's own configuration."""
     from hydra import compose, initialize_config_module
-    from verl.utils.config import omega_conf_to_dataclass
 
     text = (Path(__file__).parents[2] / "docs" / page).read_text()
     text = text.replace("=\\\n", "=")  # a value on a line of its own
@@ -331,31 +282,19 @@ def test_commands_of_the_docs(page, count, expected):
     assert {name: getattr(loss, name) for name in expected} == expected
 
 
-def run(code, **environment):
-    command = [sys.executable, "-c", code]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root} | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
-
-
 def test_entry_point(tmp_path):
     """verl finds the loss by itself where the package is installed, and the head when told to."""
     tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    points = project["project"]["entry-points"]["verl.plugins"]
-    installed = [
-        p for p in importlib.metadata.entry_points(group="verl.plugins") if p.name == "bapo"
-    ]
-    if installed:
-        assert installed[0].value == points["bapo"]
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["verl.plugins"]
+    for point in importlib.metadata.entry_points(group="verl.plugins", name="bapo"):
+        assert point.value == points["bapo"]
     info = tmp_path / "bapo_kernels-0.dist-info"  # as an install leaves it
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bapo-kernels\nVersion: 0\n")
     lines = ["[verl.plugins]", *(f"{name} = {value}" for name, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines))
-    root = str(Path(__file__).parents[2])
     code = """
 import json, verl
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as losses
@@ -363,13 +302,19 @@ from verl.utils.experimental.torch_functional import FusedLinearForPPO as head
 loss = losses["bapo"].__module__ if "bapo" in losses else None
 print(json.dumps([loss, head.forward.__module__]))
 """
-    path = f"{root}:{tmp_path}"
+
+    def modules(**environment):
+        environment = os.environ | {"PYTHONPATH": f"{root}:{tmp_path}"} | environment
+        command, options = [sys.executable, "-c", code], dict(text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, env=environment, **options)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
     ours = "bapo_kernels.integrations.verl"
-    theirs = FusedLinearForPPO.__module__
-    assert json.loads(run(code, PYTHONPATH=path)) == [ours, theirs]
+    assert modules() == [ours, FusedLinearForPPO.__module__]
     off = dict(VERL_USE_EXTERNAL_PLUGINS="none")
-    modules = dict(VERL_USE_EXTERNAL_MODULES=f"{ours},{ours}_head")
-    assert json.loads(run(code, PYTHONPATH=path, **off, **modules)) == [ours, f"{ours}_head"]
+    named = modules(VERL_USE_EXTERNAL_MODULES=f"{ours},{ours}_head", **off)
+    assert named == [ours, f"{ours}_head"]
 
 
 @pytest.mark.parametrize("shape", [(21,), (3, 7)])
@@ -395,10 +340,7 @@ def test_head(shape):
 class Engine:
     """verl's FSDP engine around a tiny model: its forward step, without wrappers and devices."""
 
-    vocabulary = 31
-
     def __init__(self, monkeypatch, **attributes):
-        from transformers import Qwen3Config, Qwen3ForCausalLM
         from verl.models.transformers.dense_common import forward_with_torch_backend
         from verl.workers.engine.fsdp import transformer_impl as engines
 
@@ -407,19 +349,10 @@ class Engine:
         class Model(Qwen3ForCausalLM):
             forward = forward_with_torch_backend
 
-        torch.manual_seed(0)
-        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8)
-        heads = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
-        config = Qwen3Config(vocab_size=self.vocabulary, **sizes, **heads)
-        self.model = Model(config)
-        with torch.no_grad():
-            self.model.lm_head.weight.mul_(20)
-        self.dense = Qwen3ForCausalLM(config)
-        self.dense.load_state_dict(self.model.state_dict())
+        self.model, self.dense = tiny_model(kind=Model), tiny_model()
         monkeypatch.setattr(engines, "get_device_id", lambda: "cpu")
         monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
-        kind = attributes.pop("kind", "FSDPEngineWithLMHead")
-        self.engine = object.__new__(getattr(engines, kind))
+        self.engine = object.__new__(engines.FSDPEngineWithLMHead)
         defaults = dict(module=self.model, pad_to_length=False, use_ulysses_sp=False)
         vars(self.engine).update(defaults | attributes)
         self.engine._autocast_dtype = torch.float32
@@ -448,8 +381,7 @@ def data_with_sets(sets):
     g = torch.Generator().manual_seed(0)
     prompts, responses = torch.tensor([3, 1, 2, 3]), torch.tensor([8, 3, 6, 1])
     data = DataProto.from_dict(
-        tensors=padded(prompts, responses, Engine.vocabulary, g),
-        meta_info=dict(temperature=0.8),
+        tensors=padded(prompts, responses, V, g), meta_info=dict(temperature=0.8)
     )
     made = sets(data.batch["responses"], responses)
     if made is not None:  # as an agent loop's extra_fields
@@ -472,7 +404,6 @@ def drawn_sets(responses, lengths):
 
 
 def micro_batches(data, packed=True, **options):
-    from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
     for part in data.chunk(2):  # the ranks
@@ -491,7 +422,7 @@ def test_sampling_masks_of_a_batch(monkeypatch, packed, given):
     engine = Engine(monkeypatch)
     data = data_with_sets(drawn_sets if given else lambda *_: None)
     got, entropy = engine.log_probs(micro_batches(data, packed))
-    allowed = torch.ones(B, R, Engine.vocabulary, dtype=torch.bool)
+    allowed = torch.ones(B, R, V, dtype=torch.bool)
     for i, sets in enumerate(data.non_tensor_batch.get("sampling_mask", [])):
         for t, ids in enumerate(sets or []):
             if ids:

@@ -17,11 +17,11 @@ TEMPERATURE = 0.8
 LR = 0.05
 
 
-def tiny_model(layers=1):
+def tiny_model(layers=1, kind=Qwen3ForCausalLM):
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=layers, head_dim=8)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=V, **sizes, **heads))
+    model = kind(Qwen3Config(vocab_size=V, **sizes, **heads))
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
     return model

@@ -8,6 +8,8 @@ from pathlib import Path
 import typer
 from pages import ROOT
 
+from bapo_kernels.tools import cli
+
 # Not part of the repository, but of what its commands make.
 MADE = {".venv", "build", "dist", "out"}
 
@@ -54,31 +56,23 @@ def _check_targets(words):
         assert target in known or "=" in target, f"make has no target {target!r}"
 
 
-def _check_module(module, *words):
-    if not (ROOT / module.partition(".")[0]).is_dir():
+def _check_module(name, *words):
+    path = ROOT / name.replace(".", "/")
+    if not (ROOT / name.partition(".")[0]).is_dir():
         return  # of another project
-    path = ROOT / module.replace(".", "/")
-    assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {module}"
+    assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {name}"
     if words in ((), ("--help",)):
         return
-    command = _command_line(f"{module}.__main__" if path.is_dir() else module)
+    module = importlib.import_module(f"{name}.__main__" if path.is_dir() else name)
+    application = cli.commands() if name == "bapo_kernels" else getattr(module, "app", None)
+    if application is None:
+        application = typer.Typer()
+        application.command()(module.main)
+    command = typer.main.get_command(application)
     if hasattr(command, "commands"):
-        assert words[0] in command.commands, f"{module} has no command {words[0]!r}"
-        command, words = command.commands[words[0]], words[1:]
-    command.make_context(module, list(words))
-
-
-def _command_line(module):
-    if module == "bapo_kernels.__main__":
-        from bapo_kernels.tools.cli import commands as application
-
-        return typer.main.get_command(application())
-    imported = importlib.import_module(module)
-    if hasattr(imported, "app"):
-        return typer.main.get_command(imported.app)
-    application = typer.Typer()
-    application.command()(imported.main)
-    return typer.main.get_command(application)
+        assert words[0] in command.commands, f"{name} has no command {words[0]!r}"
+        command, *words = command.commands[words[0]], *words[1:]
+    command.make_context(name, list(words))
 
 
 def _check_extras(words):

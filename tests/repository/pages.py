@@ -4,19 +4,12 @@ import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 LOADS = {"src", "srcset", "data", "poster", "action", "href"}
-
-
-class Fence(NamedTuple):
-    language: str
-    code: str
-    line: int
 
 
 class Markdown:
@@ -28,8 +21,9 @@ class Markdown:
         self.spans = [span for block in self.blocks for span in block.children or ()]
 
     def fences(self):
+        """Language, code and first line of each block of code."""
         blocks = [block for block in self.blocks if block.type == "fence"]
-        return [Fence(block.info.strip(), block.content, block.map[0] + 1) for block in blocks]
+        return [(block.info.strip(), block.content, block.map[0] + 1) for block in blocks]
 
     def codes(self):
         """The code in the text."""
@@ -44,12 +38,11 @@ class Markdown:
         """Of the headings, by GitHub's rules."""
         found, seen = set(), Counter()
         for mark, heading in zip(self.blocks, self.blocks[1:], strict=False):
-            if mark.type != "heading_open":
-                continue
-            words = "".join(span.content for span in heading.children)
-            slug = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
-            found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
-            seen[slug] += 1
+            if mark.type == "heading_open":
+                words = "".join(span.content for span in heading.children)
+                slug = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
+                found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+                seen[slug] += 1
         return found
 
 
@@ -89,7 +82,3 @@ def dead_links(page, links, anchors_of):
         if not file.exists() or (anchors is not None and unquote(parts.fragment) not in anchors):
             dead.append(link)
     return dead
-
-
-def of_other_hosts(loads):
-    return [target for target in loads if urlsplit(target).netloc]

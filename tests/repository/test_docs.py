@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 from functools import cache
+from urllib.parse import urlsplit
 
 import pytest
 from commands import check, commands
-from pages import ROOT, Html, Markdown, dead_links, of_other_hosts
+from pages import ROOT, Html, Markdown, dead_links
 
 import bapo_kernels
 from bapo_kernels import reference
@@ -22,7 +23,6 @@ if not DOCS.exists():
 FOLDERS = [DOCS, ROOT / "fuzz", ROOT / ".github", ROOT / "release"]
 SOURCES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))]
 MARKDOWN = {page.relative_to(ROOT).as_posix(): Markdown(page) for page in sorted(SOURCES)}
-OF_A_PAGE = pytest.mark.parametrize("page", MARKDOWN)
 pytestmark = pytest.mark.xdist_group("docs")  # one worker builds the site
 
 
@@ -50,18 +50,8 @@ def test_every_page_is_in_the_navigation(html):
     assert not pages & {"search.html", "genindex.html"}, "Sphinx writes its own page there"
 
 
-@cache
-def anchors_in_a_forge(file):
-    return Markdown(file).anchors() if file.suffix == ".md" else None
-
-
-@OF_A_PAGE
-def test_links_in_a_forge(page):
-    page = MARKDOWN[page]
-    assert not dead_links(page.path, page.links(), anchors_in_a_forge)
-
-
 def test_links_of_the_site(site, html):
+    """They lead to pages and names that exist, and nothing is loaded from another host."""
     by_file = {site / name: page for name, page in html.items()}
 
     def anchors(file):
@@ -71,14 +61,18 @@ def test_links_of_the_site(site, html):
 
     for name, page in html.items():
         assert not dead_links(page.path, page.links + page.loads, anchors), name
-
-
-def test_the_site_loads_nothing_from_other_hosts(site, html):
-    for name, page in html.items():
-        assert not of_other_hosts(page.loads), name
+        assert [target for target in page.loads if urlsplit(target).netloc] == [], name
     for sheet in site.rglob("*.css"):
         text = sheet.read_text()
         assert not re.search(r"@import|url\(\s*[\"']?(https?:)?//", text), sheet.name
+    links = html["guide.html"].links
+    assert "api/losses.html#bapo_kernels.bapo_loss" in links
+    assert not [link for link in links if link.endswith("#bapo_kernels.log_probs")]
+
+
+@cache
+def anchors_in_a_forge(file):
+    return Markdown(file).anchors() if file.suffix == ".md" else None
 
 
 def check_fence(language, code):
@@ -102,34 +96,19 @@ def check_fence(language, code):
         json.loads(code)
 
 
-def test_names_lead_to_the_reference(html):
-    links = html["guide.html"].links
-    assert "api/losses.html#bapo_kernels.bapo_loss" in links
-    assert not [link for link in links if link.endswith("#bapo_kernels.log_probs")]
-
-
-@OF_A_PAGE
-def test_code_blocks(page):
-    """``test_doctests.py`` runs the Python."""
-    for language, code, line in MARKDOWN[page].fences():
+@pytest.mark.parametrize("name", MARKDOWN)
+def test_links_and_code_of_a_page(name):
+    """``test_doctests.py`` runs the Python. The site shows 88 columns at 1,280 pixels."""
+    page = MARKDOWN[name]
+    assert not dead_links(page.path, page.links(), anchors_in_a_forge)
+    for language, code, line in page.fences():
         try:
             check_fence(language, code)
         except Exception as error:
-            pytest.fail(f"{page}:{line}: {error}")
-
-
-@OF_A_PAGE
-def test_lines_of_code_fit_a_page(page):
-    """The site shows this many columns at 1,280 pixels."""
-    for language, code, line in MARKDOWN[page].fences():
+            pytest.fail(f"{name}:{line}: {error}")
         if not language.startswith("{"):  # a directive is no code
-            for number, text in enumerate(code.splitlines(), line + 1):
-                assert len(text) <= 88, f"{page}:{number} has {len(text)} columns"
-
-
-@OF_A_PAGE
-def test_commands_in_the_text(page):
-    for code in MARKDOWN[page].codes():
+            assert max(map(len, code.splitlines())) <= 88, f"{name}:{line}"
+    for code in page.codes():
         if re.match(r"(make|pip|pytest|python) [\w.'-]", code) and "..." not in code:
             for command in commands(code):
                 check(command)
@@ -163,52 +142,3 @@ def test_signatures_of_adapters(module, name):
     page = (DOCS / "api/integrations.md").read_text()
     (signature,) = re.findall(rf"autoclass:: {name}\(\*, (.*), \*\*\w+\)", page)
     assert [option.partition("=")[0] for option in signature.split(", ")] == fields
-
-
-@pytest.mark.parametrize(
-    ("language", "code", "message"),
-    [
-        ("", "x", "needs a language"),
-        ("python", "f(", "never closed"),
-        ("sh", "if true", "syntax error"),
-        ("sh", "make tset", "no target 'tset'"),
-        ("sh", "make -C fuzz test  # the folder has none", "no target 'test'"),
-        ("sh", "A=1 python -m bapo_kernels validat", "no command 'validat'"),
-        ("sh", "python -m bapo_kernels \\\n  validate --dtypes float16", "[Nn]o such option"),
-        ("sh", "python -m bapo_kernels validate --dtype int8 | tee log", "int8"),
-        ("sh", "cd x && python -m benchmarks.numeric", "no benchmarks.numeric"),
-        ("sh", "pytest tests/test_nothing.py", "does not exist"),
-        ("sh", "pip install '.[cli,clo]'", "clo"),
-        ("yaml", "a: [", "expected"),
-        ("toml", "a =", "Invalid"),
-        ("json", "{a: 1}", "Expecting"),
-    ],
-)
-def test_broken_code_is_found(language, code, message):
-    with pytest.raises(Exception, match=message):
-        check_fence(language, code)
-
-
-def test_broken_links_are_found(tmp_path):
-    page, other = tmp_path / "page.md", tmp_path / "other.md"
-    other.write_text("# The `code`, twice\n\n# The code twice\n")
-    page.write_text(
-        "[a](other.md#the-code-twice) [b](other.md#the-code-twice-1) [c](https://x.org) [d](#no)\n"
-        "[e](other.md#the-code) [f](gone.md) ![g](gone.png) [h](other.md)\n"
-    )
-    links = Markdown(page).links()
-    assert dead_links(page, links, anchors_in_a_forge) == [
-        "#no",
-        "other.md#the-code",
-        "gone.md",
-        "gone.png",
-    ]
-
-
-def test_other_hosts_are_found(tmp_path):
-    page = tmp_path / "page.html"
-    page.write_text(
-        '<link href="https://a.org/x.css"><script src="//b.org/x.js"></script>'
-        '<a href="https://c.org">c</a><img src="d.png">'
-    )
-    assert of_other_hosts(Html(page).loads) == ["https://a.org/x.css", "//b.org/x.js"]

@@ -13,7 +13,7 @@ import torch
 from causal_lm import CausalLM
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, backends, config, reference
+from bapo_kernels import BAPOConfig, backends, config
 from bapo_kernels.backends import native
 
 # Examples import nothing: they see torch and the public names.
@@ -22,6 +22,7 @@ NEEDS_NATIVE = "instruction_set"
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+START = ROOT / "docs/getting_started.md"
 # Blocks that need more than these surroundings: page, a line of the block, and who runs it or why
 # nobody can. Like all others they compile, and what they name of this package exists.
 NOT_RUN = {
@@ -36,41 +37,18 @@ NOT_RUN = {
 FRAMEWORKS = {"trl", "verl", "skyrl", "trinity", "megatron"}
 
 
-def public(module):
-    """Functions and classes that a module defines, by their names."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__.startswith(module.__name__)
-    }
-
-
 def documented():
-    """Everything that must have an example."""
-    found = {}
+    """Everything that must have an example: what is public, and what public modules define."""
+    found = {"bound_grid": config.bound_grid}
     for name, value in NAMES.items():
-        if inspect.ismodule(value) and value is not torch:
-            found |= {f"{name}.{key}": member for key, member in public(value).items()}
-        elif value is not torch:
+        if not inspect.ismodule(value):
             found[name] = value
-    found["bound_grid"] = config.bound_grid
+        elif value is not torch:
+            for key, member in vars(value).items():
+                of_module = inspect.isclass(member) or inspect.isfunction(member)
+                if of_module and key[0] != "_" and member.__module__.startswith(value.__name__):
+                    found[f"{name}.{key}"] = member
     return found
-
-
-def examples(value):
-    """A :class:`doctest.DocTest` of a docstring and of each of its methods'."""
-    module = inspect.getmodule(value)
-    tests = doctest.DocTestFinder().find(value, globs={**vars(module), **NAMES})
-    return [test for test in tests if test.examples]
-
-
-def test_what_must_have_an_example():
-    names = set(documented())
-    assert {"bapo_loss", "BAPOLoss", "reference.bapo_loss", "debug.check_inputs"} <= names
-    assert {"available_backends", "ClipBoundSearch", "debug.instruction_set"} <= names
-    assert public(reference).keys() >= {"log_probs", "find_clip_bounds", "Contributions"}
 
 
 @pytest.mark.parametrize("reference_alone", [False, True], ids=["all backends", "reference alone"])
@@ -82,12 +60,13 @@ def test_docstring(name, reference_alone, monkeypatch):
         monkeypatch.setattr(backends.triton, "why_not", lambda: "hidden by the test")
     if name.endswith(NEEDS_NATIVE) and native.WHY_NO_CPU is not None:
         pytest.skip("needs the native library")
-    tests = examples(documented()[name])
+    value = documented()[name]
+    names = {**vars(inspect.getmodule(value)), **NAMES}
+    tests = [test for test in doctest.DocTestFinder().find(value, globs=names) if test.examples]
     assert tests, f"{name} has no example"
     for test in tests:
         report = []
-        failed, ran = doctest.DocTestRunner().run(test, out=report.append)
-        assert ran > 0
+        failed, _ = doctest.DocTestRunner().run(test, out=report.append)
         assert failed == 0, "".join(report)
 
 
@@ -150,32 +129,31 @@ def surroundings():
         return contributions[A > 0].sum() / contributions.sum()
 
     batch = SimpleNamespace(labels=labels, old_log_probs=old, advantages=advantages, mask=mask)
-    return NAMES | dict(
-        model=model,
-        tokens=tokens,
-        hidden=model.model(tokens).last_hidden_state[:, :-1],
-        logits=logits,
-        logits_of_my_columns=logits,
-        weight=model.lm_head.weight,
-        my_rows_of_the_head=model.lm_head.weight,
-        labels=labels,
-        old=old,
-        old_log_probs=old,
-        ref_log_probs=old,
-        rollout_log_probs=old,
-        advantages=per_token,
-        mask=mask,
-        temperature=1.0,
-        low=0.6,
-        high=1.2,
-        share=share,
-        batch=batch,
-        logits_of=lambda batch: logits.detach().requires_grad_(),
-        micro_batches=[batch, batch],
-        tokens_of_the_step=12,
-        ranks=1,
-        data_parallel_group=None,
-        tensor_group=None,
+    names = dict.fromkeys(["old", "old_log_probs", "ref_log_probs", "rollout_log_probs"], old)
+    names |= dict.fromkeys(["logits", "logits_of_my_columns"], logits)
+    names |= dict.fromkeys(["weight", "my_rows_of_the_head"], model.lm_head.weight)
+    return (
+        NAMES
+        | names
+        | dict(
+            model=model,
+            tokens=tokens,
+            hidden=model.model(tokens).last_hidden_state[:, :-1],
+            labels=labels,
+            advantages=per_token,
+            mask=mask,
+            temperature=1.0,
+            low=0.6,
+            high=1.2,
+            share=share,
+            batch=batch,
+            logits_of=lambda batch: logits.detach().requires_grad_(),
+            micro_batches=[batch, batch],
+            tokens_of_the_step=12,
+            ranks=1,
+            data_parallel_group=None,
+            tensor_group=None,
+        )
     )
 
 
@@ -206,14 +184,18 @@ OF_PAGES = {
     [
         pytest.param(page, runnable, id=f"{page.name}, {heading}")
         for page in PAGES
-        if page.name != "getting_started.md"  # it needs none of these names
+        if page != START
         for heading, sources in sections(page).items()
         if (runnable := [source for source in sources if not_run(page, source) is None])
-    ],
+    ]
+    + [pytest.param(START, BLOCK.findall(START.read_text()), id=START.name)],
 )
 def test_pages(page, sources):
-    """Every block of Python runs, after those before it in its section; its losses are finite."""
-    names = surroundings() | OF_PAGES.get(page.name, {})
+    """Every block of Python runs, after those before it in its section; its losses are finite.
+
+    A reader who copies the blocks of the first page one after the other needs nothing else.
+    """
+    names = {} if page == START else surroundings() | OF_PAGES.get(page.name, {})
     for source in sources:
         try:
             exec(compile(source, str(page), "exec"), names)
@@ -224,25 +206,17 @@ def test_pages(page, sources):
         losses = [names[name] for name in ("loss", "out") if name in names]
         values = [getattr(value, "loss", value) for value in losses]
         assert all(value.isfinite() for value in values if isinstance(value, torch.Tensor))
+    assert page != START or losses
 
 
 def test_openrlhf_blocks_pass_on_the_options_of_the_trainer():
-    page = ROOT / "docs/frameworks.md"
-    for source in sections(page)["OpenRLHF"]:
+    for source in sections(ROOT / "docs/frameworks.md")["OpenRLHF"]:
         trainer = SimpleNamespace(args=openrlhf_args())
         exec(source, NAMES | dict(self=trainer))
         config = trainer.actor_loss_fn.config
         options = config.ratio_level, config.clip_ratio_c, config.target
         assert options == ("sequence", 2.5, 0.45)
         assert trainer.actor_loss_fn.correction is not None
-
-
-def test_getting_started():
-    """A reader who copies its blocks one after the other needs nothing else."""
-    names = {}
-    for source in BLOCK.findall((ROOT / "docs/getting_started.md").read_text()):
-        exec(source, names)
-    assert names["out"].loss.isfinite()
 
 
 def test_every_block_is_found():

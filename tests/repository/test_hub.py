@@ -20,8 +20,6 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).parents[2]
 HUB = ROOT / "release" / "hub"
-CONFIG = tomllib.loads((HUB / "build.toml").read_text())
-SETUP = (ROOT / "setup.py").read_text()
 
 pytestmark = [
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the commit"),
@@ -29,31 +27,24 @@ pytestmark = [
 ]
 
 
-def sources(*sections):
-    return [name for section in sections for name in section["src"]]
-
-
-def test_every_source_is_listed_once():
-    listed = sources(CONFIG["torch"], *CONFIG["kernel"].values())
+def test_its_configuration_is_that_of_setup():
+    """Every source is listed once, with the same GPUs, and the oldest torch is the same."""
+    config, setup = tomllib.loads((HUB / "build.toml").read_text()), (ROOT / "setup.py").read_text()
+    kernels = config["kernel"].values()
+    listed = [name for part in (config["torch"], *kernels) for name in part["src"]]
     written = [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")]
     assert sorted(listed) == sorted(written)
-
-
-def test_cuda_capabilities_are_those_of_setup():
-    lists = re.findall(r'^    "(\w+)": \(([\d", ]+)\),$', SETUP, re.MULTILINE)
+    lists = re.findall(r'^    "(\w+)": \(([\d", ]+)\),$', setup, re.MULTILINE)
     built = {name: [f"{a[:-1]}.{a[-1]}" for a in re.findall(r"\d+", x)] for name, x in lists}
-    listed = {
+    capabilities = {
         Path(source).stem: kernel["cuda-capabilities"]
-        for kernel in CONFIG["kernel"].values()
+        for kernel in kernels
         for source in kernel["src"]
         if source.endswith(".cu")
     }
-    assert listed == built
-
-
-def test_oldest_torch_is_that_of_setup():
-    (oldest,) = set(CONFIG["torch"]["stable-abi"].values())
-    assert f"TORCH = ({oldest.replace('.', ', ')})" in SETUP
+    assert capabilities == built
+    (oldest,) = set(config["torch"]["stable-abi"].values())
+    assert f"TORCH = ({oldest.replace('.', ', ')})" in setup
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +58,6 @@ def variant(tmp_path_factory):
     return variant
 
 
-@pytest.fixture(scope="module")
-def loaded(variant):
-    """The module, under its unique name, beside the installed package."""
-    name = json.loads((variant / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def batch():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 50, generator=generator, requires_grad=True)
@@ -87,40 +67,35 @@ def batch():
 
 
 def check_loss(loss):
-    """``loss`` has the value and the gradient of the installed package."""
+    """``loss`` has the gradient of the installed package."""
     expected, got = batch(), batch()
     bapo_kernels.bapo_loss(*expected).loss.backward()
-    result = loss(*got)
-    result.loss.backward()
+    loss(*got).loss.backward()
     torch.testing.assert_close(got[0].grad, expected[0].grad)
 
 
-def test_public_names(loaded):
+def test_it_runs_on_its_own_library(variant):
+    """Under its unique name, beside the installed package, whose operators are others."""
+    name = json.loads((variant / "metadata.json").read_text())["id"]
+    spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
+    loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
     assert set(loaded.__all__) == {*bapo_kernels.__all__, "layers"}
-    for name in loaded.__all__:
-        home = getattr(loaded, name).__name__ if name in ("debug", "layers", "reference") else None
-        assert (home or getattr(loaded, name).__module__).startswith(f"{loaded.__name__}.")
-
-
-def test_it_runs_on_its_own_library(loaded, variant):
-    """Beside the installed package, whose operators have another namespace."""
+    for public in loaded.__all__:
+        value = getattr(loaded, public)
+        home = value.__name__ if public in ("debug", "layers", "reference") else value.__module__
+        assert home.startswith(f"{name}.")
+    for path in variant.rglob("*.py"):  # the installed package is not there for a user of the hub
+        assert not re.search(r"^\s*(from|import) bapo_kernels\b", path.read_text(), re.M), path
     assert loaded.available_backends()["cpu"] is None
     assert (variant / "package" / "_C.abi3.so").exists()
     with torch.profiler.profile() as profile:
         check_loss(loaded.bapo_loss)
     operators = {event.key for event in profile.key_averages()}
-    assert f"{loaded.__name__}::row_pass" in operators
-    assert "bapo_kernels::row_pass" in operators
+    assert {f"{name}::row_pass", "bapo_kernels::row_pass"} <= operators
 
 
-def test_imports_are_relative(variant):
-    """The installed package is not there for a user of the hub."""
-    for path in variant.rglob("*.py"):
-        lines = path.read_text().splitlines()
-        assert not [x for x in lines if re.match(r"\s*(from|import) bapo_kernels\b", x)], path
-
-
-def test_kernels_reads_the_configuration_and_loads_the_variant(variant):
+def test_kernels_loads_it_and_replaces_the_forward_of_a_loss(variant):
     kernels = pytest.importorskip("kernels")
     from kernels._rust import Build
 
@@ -129,23 +104,15 @@ def test_kernels_reads_the_configuration_and_loads_the_variant(variant):
     assert module.available_backends()["cpu"] is None
     check_loss(module.bapo_loss)
 
-
-def test_kernels_replaces_the_forward_of_a_loss(variant):
-    kernels = pytest.importorskip("kernels")
-
     @kernels.use_kernel_forward_from_hub("BAPOLoss")
     class Loss(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = bapo_kernels.BAPOConfig()
+        config = bapo_kernels.BAPOConfig()
 
         def forward(self, logits, labels, old_log_probs, advantages, response_mask=None):
             raise AssertionError("the forward of the hub is not in its place")
 
-    module = kernels.get_local_kernel(variant.parent, backend="cpu")
     repository = kernels.LocalLayerRepository(variant.parent, layer_name="BAPOLoss")
-    mapping = {"BAPOLoss": {"cpu": repository}}
-    with kernels.use_kernel_mapping(mapping):
+    with kernels.use_kernel_mapping({"BAPOLoss": {"cpu": repository}}):
         loss = kernels.kernelize(Loss(), mode=kernels.Mode.TRAINING, device="cpu")
     loss.config = module.BAPOConfig()
     check_loss(loss)

@@ -1,7 +1,6 @@
 """64 off-policy updates: the fused loss drifts no further than rounding explains."""
 
 import gc
-import os
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ long_run = pytest.importorskip("study.long_run")
 
 pytestmark = [needs_native, pytest.mark.xdist_group("long run")]
 UPDATES = 64
-EVERY = long_run.UPDATES  # updates per rollout
 
 
 def tensors():
@@ -24,39 +22,16 @@ def tensors():
     return len(alive), sum(t.numel() for t in alive)
 
 
-@pytest.fixture(scope="module")
-def history():
-    """The rows of a run, and the tensors in memory after the last update of each rollout."""
+def test_the_drift_is_below_that_of_rounding_the_weights():
+    """A run whose weights are moved by one float32 unit after each update drifts further."""
     rows, alive = [], []
     for row in long_run.run(UPDATES):
         rows.append(row)
-        if row["update"] % EVERY == 0:
+        if row["update"] % long_run.UPDATES == 0:  # the last one of a rollout
             alive.append(tensors())
-    return rows, alive
-
-
-def test_only_one_worker_trains(request):
-    """Otherwise every worker would set up this and every other group of tests."""
-    if "PYTEST_XDIST_WORKER" in os.environ and request.config.getvalue("loadgroup"):
-        assert request.node.nodeid.endswith("@long run")
-
-
-def test_the_run_learns_and_the_search_moves_the_bounds(history):
-    rows, _ = history
-    assert rows[-1]["moved"] > 1e3 * rows[-1]["distance, nudged"]
-    assert len({row["upper, exact"] for row in rows}) > 1
-
-
-def test_a_second_run_gives_the_same_bits(history):
-    rows, _ = history
-    assert all(row["same bits"] for row in rows)
-    for row, again in zip(rows, long_run.run(UPDATES // 4), strict=False):
-        assert row | {"MiB": 0} == again | {"MiB": 0}
-
-
-def test_the_drift_is_below_that_of_rounding_the_weights(history):
-    """A run whose weights are moved by one float32 unit after each update drifts further."""
-    rows, _ = history
+    assert len(set(alive[1:])) == 1  # the optimizer creates its state in the first update
+    assert rows[-1]["moved"] > 1e3 * rows[-1]["distance, nudged"], "the run learns"
+    assert len({row["upper, exact"] for row in rows}) > 1, "the search moves the bounds"
     for row in rows:
         assert row["distance, fused"] < row["distance, nudged"], row["update"]
     gaps = {
@@ -64,8 +39,6 @@ def test_the_drift_is_below_that_of_rounding_the_weights(history):
         for name in ("fused", "nudged")
     }
     assert gaps["fused"] < gaps["nudged"]
-
-
-def test_tensors_do_not_pile_up(history):
-    _, alive = history
-    assert len(set(alive[1:])) == 1  # the optimizer creates its state in the first update
+    assert all(row["same bits"] for row in rows)
+    for row, again in zip(rows, long_run.run(UPDATES // 4), strict=False):
+        assert row | {"MiB": 0} == again | {"MiB": 0}

@@ -9,26 +9,35 @@ from helpers import needs_native
 
 from bapo_kernels import BAPOConfig, ClipBounds, reference
 from benchmarks.numerics import decisions, errors, figures, head, page
-from benchmarks.numerics.__main__ import PARTS, main
 from benchmarks.records import load
 
 PRESETS = (BAPOConfig.paper(), BAPOConfig.recipe())
 
 
-def pool(seed=0, rows=200):
-    g = torch.Generator().manual_seed(seed)
-    return -6 * torch.rand(rows, generator=g, dtype=torch.float64), g
+def pool():
+    g = torch.Generator().manual_seed(0)
+    return -6 * torch.rand(200, generator=g, dtype=torch.float64), g
 
 
-def batches_of(config, n=12, count=40):
+def batches_of(config):
     logp, g = pool()
-    return logp, decisions.Batches.draw(config, logp, n, count, g)
+    return logp, decisions.Batches.draw(config, logp, 12, 40, g)
 
 
-def test_the_page_has_the_tables_of_the_committed_records():
-    text = page.PAGE.read_text()
+def test_the_page_has_the_committed_records_of_every_case():
+    records, text = load(page.RESULTS), page.PAGE.read_text()
     assert text == page.page()
-    assert [n for n in page.blocks(load(page.RESULTS)) if f"<!-- {n} -->" not in text] == []
+    assert [n for n in page.blocks(records) if f"<!-- {n} -->" not in text] == []
+    found, by_preset = figures.frames(records)
+    assert set(by_preset) == {"paper", "recipe"}
+    assert sum(r["batches"] for r in by_preset.values()) == 10_000
+    at_logits = found[(found.part == "logits") & (found.method == "bapo_kernels cpu")]
+    cases = set(zip(at_logits["dtype"], at_logits.V, at_logits.rows, strict=True))
+    assert len(cases) == len(errors.DTYPES) * len(errors.VOCABULARIES) * len(errors.ROWS)
+    of_head = found[(found.part == "head") & (found.quantity == "log_probs")]
+    ours = of_head[of_head.method == "bapo_kernels cpu, float32 logits"]
+    assert set(ours.H) == set(head.WIDTHS)
+    assert ours.error.max() <= 2e-6, "what the page promises"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +54,14 @@ def test_perturbations_reach_half_a_unit_in_both_directions():
     units = (decisions.perturbed(x, 12, pool()[1]) - x) / decisions.ulp(x, 12)
     assert -0.5 <= units.min() < -0.49
     assert 0.49 < units.max() <= 0.5
+
+
+def test_the_loop_raises_one_bound_then_the_other():
+    grid = dict(ratio_lower_max=0.64, ratio_upper_max=1.35)  # three points below, four above
+    upper_first = decisions.visits(BAPOConfig(**grid))
+    assert upper_first == ([0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 3, 3])
+    lower_first = decisions.visits(BAPOConfig(raise_first="lower", **grid))
+    assert lower_first == ([0, 1, 2, 2, 2, 2], [0, 0, 0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("config", PRESETS, ids=("paper", "recipe"))
@@ -71,31 +88,21 @@ def test_the_one_pass_search_is_compared_with_the_loop(monkeypatch):
     assert decisions.against_the_loop(batches, logp.float()) == margin.tolist()
 
 
-def test_margins_by_hand():
-    """The second row stops at its second point, the third at its last, where nothing is decided."""
-    values = torch.tensor([[0.1, 0.3, 0.2, 0.9], [0.1, 0.5, 0.41, 0.9], [0.1, 0.2, 0.3, 0.41]])
-    target = torch.tensor([0.5, 0.4, 0.4])
-    assert decisions.stops(values, target).tolist() == [3, 1, 3]
-    torch.testing.assert_close(decisions.margins(values, target), torch.tensor([0.2, 0.1, 0.1]))
+def test_stops_and_margins_by_hand():
+    """The second row stops at its second point, the third at its last, where nothing is decided.
 
-
-def test_a_tie_has_no_margin():
-    """The loop stops where the tested quantity equals the target; any smaller value flips it."""
-    values, target = torch.tensor([[0.1, 0.25, 0.5]]), torch.tensor([0.25])
-    assert decisions.stops(values, target).item() == 1
-    assert decisions.margins(values, target).item() == 0
-    assert decisions.stops(values - 1e-6, target).item() == 2
-
-
-def test_flipped_targets_by_hand():
-    """Stops differ in (.1, .2], (.3, .35] and (.5, .6]; at the last point nothing is decided."""
-    values = torch.tensor([[0.1, 0.3, 0.2, 0.5, 0.7]])
-    other = torch.tensor([[0.2, 0.35, 0.1, 0.6, 0.8]])
-    low, high = torch.tensor([0.0]), torch.tensor([1.0])
-    share = decisions.flipped(values, other, low, high)
-    torch.testing.assert_close(share, torch.tensor([0.25]))
-    half = decisions.flipped(values, other, low, high / 2)
-    torch.testing.assert_close(half, torch.tensor([0.30]))
+    The last one is a tie: any smaller value flips it.
+    """
+    rows = [[0.1, 0.3, 0.2, 0.9], [0.1, 0.5, 0.41, 0.9], [0.1, 0.2, 0.3, 0.41]]
+    values, target = (
+        torch.tensor([*rows, [0.1, 0.25, 0.5, 0.9]]),
+        torch.tensor([0.5, 0.4, 0.4, 0.25]),
+    )
+    assert decisions.stops(values, target).tolist() == [3, 1, 3, 1]
+    margins = torch.tensor([0.2, 0.1, 0.1, 0.0])
+    torch.testing.assert_close(decisions.margins(values, target), margins)
+    assert decisions.margins(values, target)[3] == 0
+    assert decisions.stops(values - 1e-6, target)[3] == 2
 
 
 def test_flipped_targets_match_a_scan():
@@ -113,22 +120,20 @@ def test_flipped_targets_match_a_scan():
     torch.testing.assert_close(share, found.double() / steps, rtol=0, atol=8 / steps)
 
 
-def test_flips_match_a_scan_of_each_path():
+def test_flips_are_those_of_each_path():
     logp, batches = batches_of(PRESETS[0])
-    values = batches.path(logp)
-    assert decisions.flips([batches], [values], logp)["observed"] == 0
-    moved = logp - 0.5
-    found = decisions.flips([batches], [values], moved)
-    other = batches.path(moved)
-    expected = [
-        next((k for k, q in enumerate(row[:-1]) if q >= t), len(row) - 1)
-        for paths in (values, other)
-        for row, t in zip(paths.tolist(), batches.target.tolist(), strict=True)
-    ]
-    count = len(batches.target)
-    changed = sum(a != b for a, b in zip(expected[:count], expected[count:], strict=True))
-    assert found["observed"] == changed > 0
-    assert 0 < found["all_targets"] <= count
+    paths = batches.path(logp), batches.path(logp - 0.5)
+    assert decisions.flips([batches], [paths[0]], logp)["observed"] == 0
+    found = decisions.flips([batches], [paths[0]], logp - 0.5)
+    before, after = (
+        [
+            next((k for k, q in enumerate(row[:-1]) if q >= t), len(row) - 1)
+            for row, t in zip(path.tolist(), batches.target.tolist(), strict=True)
+        ]
+        for path in paths
+    )
+    assert found["observed"] == sum(a != b for a, b in zip(before, after, strict=True)) > 0
+    assert 0 < found["all_targets"] <= len(batches.target)
 
 
 def test_errors_by_hand():
@@ -151,23 +156,6 @@ def test_every_kind_of_rows_makes_a_valid_case():
             assert (log_ratio - math.log(bound)).abs().min() > 0.1
 
 
-def test_the_records_have_every_case():
-    found, by_preset = figures.frames(load(page.RESULTS))
-    assert set(by_preset) == {"paper", "recipe"}
-    assert sum(r["batches"] for r in by_preset.values()) == 10_000
-    at_logits = found[(found.part == "logits") & (found.method == "bapo_kernels cpu")]
-    cases = set(zip(at_logits["dtype"], at_logits.V, at_logits.rows, strict=True))
-    assert len(cases) == len(errors.DTYPES) * len(errors.VOCABULARIES) * len(errors.ROWS)
-
-
-def test_the_loop_raises_one_bound_then_the_other():
-    grid = dict(ratio_lower_max=0.64, ratio_upper_max=1.35)  # three points below, four above
-    upper_first = decisions.visits(BAPOConfig(**grid))
-    assert upper_first == ([0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 3, 3])
-    lower_first = decisions.visits(BAPOConfig(raise_first="lower", **grid))
-    assert lower_first == ([0, 1, 2, 2, 2, 2], [0, 0, 0, 1, 2, 3])
-
-
 @needs_native
 def test_float32_logits_of_bfloat16_hidden_states():
     """No further than 2e-6 from float64; bfloat16 logits are a thousand times as wrong."""
@@ -177,29 +165,3 @@ def test_float32_logits_of_bfloat16_hidden_states():
     assert error["bapo_kernels cpu"] > 1e-3
     assert error["bfloat16 product, then float32"] > 1e-3
     assert error["prime-rl fp32 head, log_softmax"] < 1e-4
-
-
-def test_the_committed_errors_of_heads_meet_the_promise():
-    found, _ = figures.frames(load(page.RESULTS))
-    of_head = found[(found.part == "head") & (found.quantity == "log_probs")]
-    ours = of_head[of_head.method == "bapo_kernels cpu, float32 logits"]
-    assert set(ours.H) == set(head.WIDTHS)
-    assert ours.error.max() <= 2e-6
-
-
-def test_a_part_can_be_measured_alone(tmp_path, monkeypatch):
-    """Older records of the other parts stay, and the page names the commit of each."""
-    made = {"errors": [], "decisions": []}
-    for name in made:
-        monkeypatch.setitem(PARTS, name, lambda name=name: made[name].append(1) or iter(()))
-    last = next(r for r in reversed(load(page.RESULTS)) if r["part"] == "head")
-    monkeypatch.setitem(PARTS, "head", lambda: iter([{**last, "commit": "5eed5eed"}]))
-    monkeypatch.setattr("benchmarks.numerics.__main__.PAGE", tmp_path / "numerics.md")
-    monkeypatch.setattr("benchmarks.numerics.__main__.draw", lambda records: [])
-    out = tmp_path / "numerics.jsonl"
-    out.write_text(page.RESULTS.read_text())
-    main(part=["head"], out=out)
-    assert made == {"errors": [], "decisions": []}
-    text = (tmp_path / "numerics.md").read_text()
-    assert "commit 5eed5eed" in text
-    assert f"commit {load(page.RESULTS)[0]['commit']}" in text

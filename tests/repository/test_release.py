@@ -1,14 +1,122 @@
-"""The wheel's bill of materials, and the page of compatibility."""
+"""A release: versions, locked requirements, checks, bill of materials, page of compatibility."""
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
+from bapo_kernels import __version__
+
+yaml = pytest.importorskip("yaml")
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = pytest.importorskip("tomli")
+
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(not (ROOT / "release").exists(), reason="not in the repository")
+MAKEFILE = (ROOT / "Makefile").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def jobs(name):
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())["jobs"]
+
+
+def test_core_suite_runs_on_the_oldest_and_the_newest():
+    matrix = jobs("tests")["core"]["strategy"]["matrix"]["include"]
+    oldest, newest = matrix[0], matrix[-1]
+    torch = f"TORCH = ({oldest['torch'].replace('.', ', ').removesuffix(', 0')})"
+    assert torch in (ROOT / "setup.py").read_text()
+    project = PYPROJECT["project"]
+    assert project["dependencies"] == [f"torch>={oldest['torch'].removesuffix('.0')}"]
+    (triton,) = project["optional-dependencies"]["triton"]
+    assert triton == oldest["triton"].replace("==", ">=").removesuffix(".0")
+    assert project["requires-python"] == f">={oldest['python']}"
+    assert (newest["torch"], newest["triton"]) == ("newest", "triton")
+
+
+def test_nothing_is_published_unchecked():
+    release = jobs("release")
+    assert release["publish"]["needs"] == ["wheels", "tests"]
+    assert all(release[name]["needs"] == "check" for name in ("wheels", "tests"))
+    assert ".github/check_release.sh" in release["check"]["steps"][-1]["run"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("tag", "heading", "message"),
+    [
+        ("v1.2.3", "## 1.2.3 (2026-11-23)", ""),
+        ("v1.2.4", "## 1.2.3 (2026-11-23)", "the tag must be v1.2.3"),
+        ("1.2.3", "## 1.2.3 (2026-11-23)", "the tag must be v1.2.3"),
+        ("v1.2.3", "## 1.2.3 (unreleased)", "the heading '## 1.2.3 (YYYY-MM-DD)'"),
+        ("v1.2.3", "## 1.243 (2026-11-23)", "the heading '## 1.2.3 (YYYY-MM-DD)'"),
+    ],
+)
+def test_check_of_a_release(tmp_path, tag, heading, message):
+    for folder in (".github", "bapo_kernels"):
+        (tmp_path / folder).mkdir()
+    script = shutil.copy(ROOT / ".github" / "check_release.sh", tmp_path / ".github")
+    (tmp_path / "bapo_kernels" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n\n- A change.\n")
+    result = subprocess.run(["bash", script, tag], capture_output=True, text=True)
+    assert (result.returncode == 0) == (message == "")
+    assert message in result.stderr
+
+
+def test_versions_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert citation["license"] == PYPROJECT["project"]["license"]
+    (paper,) = citation["references"]
+    authors = [f"{one['family-names']}, {one['given-names']}" for one in paper["authors"]]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    named = re.search(r"author = \{(.*?) and others\}", readme)[1].split(" and ")
+    assert authors[: len(named)] == named
+    torch = re.search(r"^TORCH \?= (\S+)$", MAKEFILE, re.MULTILINE)[1]
+    assert f"pip install torch=={torch}" in PYPROJECT["tool"]["cibuildwheel"]["before-build"]
+
+
+LOCKED = sorted((ROOT / "requirements").glob("*.in"))
+PIN = re.compile(r"^([\w.-]+)(?:==([^ ;\\\n]+))?", re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", LOCKED, ids=lambda path: path.stem)
+def test_locked_requirements(path):
+    """All that is asked for is locked, everything locked has a hash, and torch is not among it."""
+    locked = path.with_suffix(".txt").read_text()
+    pins = PIN.findall(locked)
+    names = {name for name, _ in pins}
+    asked = [(name, version) for name, version in PIN.findall(path.read_text()) if name[0] != "-"]
+    assert asked
+    for name, version in asked:
+        assert (name, version) in pins if version else name in names
+    assert "torch" not in names
+    entries = re.split(r"^(?=[\w.-]+==)", locked, flags=re.MULTILINE)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+    assert "://" not in locked  # no index, which may be another elsewhere
+
+
+@pytest.mark.parametrize("name", ["demo", "test", "baselines"])
+def test_small_environments_have_the_versions_of_the_large_one(name):
+    """Baselines on a GPU, except those that run on a GPU alone, have the versions of the CPU."""
+    folder = ROOT / "requirements"
+    small, large = (dict(PIN.findall((folder / f"{n}.txt").read_text())) for n in (name, "all"))
+    if name == "baselines":
+        from benchmarks.methods import methods
+
+        on_a_gpu = {None, "quack-kernels", "flash-attn"}
+        packages = {method.package for method in methods()} - on_a_gpu
+        assert packages <= small.keys()
+        small = {package: small[package] for package in packages}
+    assert len(small) >= 4
+    assert small.items() <= large.items()
+
+
 REPORT = {
     "compiler": "g++ (Debian 12.2.0-14+deb12u1) 12.2.0",
     "torch": "2.13.0+cpu",
@@ -18,47 +126,42 @@ REPORT = {
 
 @pytest.fixture
 def materials():
+    pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
     from release import materials
 
     return materials
 
 
 def test_bill_of_materials_names_what_is_in_the_library(materials):
-    bom = json.loads(materials.bill("0.1.0", REPORT))
+    text = materials.bill("0.1.0", REPORT)
+    assert text == materials.bill("0.1.0", REPORT)
+    bom = json.loads(text)
     versions = {part["name"]: part["version"] for part in bom["components"]}
     assert versions.keys() > {"libstdc++", "libgcc", "torch", "nvidia-cuda-runtime"}
     assert versions["libstdc++"] == "12.2.0"
     assert versions["torch"] == "2.13.0"
     assert all(part["licenses"] for part in bom["components"])
     assert bom["metadata"]["component"]["version"] == "0.1.0"
+    licences = (ROOT / "release" / "licenses" / "THIRD_PARTY.md").read_text()
+    rows = re.findall(r"^\| (`[^:]*)", licences, re.MULTILINE)
+    assert {name for row in rows for name in re.findall("`([^`]+)`", row)} == versions.keys()
 
 
-def test_a_library_without_cuda_has_no_cuda_runtime(materials):
-    report = {key: value for key, value in REPORT.items() if key != "cuda"}
-    names = {part["name"] for part in json.loads(materials.bill("0.1.0", report))["components"]}
-    assert names == {"libstdc++", "libgcc", "torch"}
+def test_bill_of_a_library_without_cuda(materials):
+    """By the compiler of a container."""
+    report = {"torch": "2.13.0+cpu", "compiler": "g++ (GCC) 14.2.1 20250110 (Red Hat 14.2.1-7)"}
+    versions = {part.name: part.version for part in materials.components(report)}
+    assert versions == {"libstdc++": "14.2.1", "libgcc": "14.2.1", "torch": "2.13.0"}
 
 
-def test_the_version_of_gcc_is_read_in_containers_too(materials):
-    compiler = "g++ (GCC) 14.2.1 20250110 (Red Hat 14.2.1-7)"
-    libstdcxx, *_ = materials.components(REPORT | {"compiler": compiler})
-    assert libstdcxx.version == "14.2.1"
-
-
-def test_the_same_build_has_the_same_bill(materials):
-    assert materials.bill("0.1.0", REPORT) == materials.bill("0.1.0", REPORT)
-
-
-def test_bill_and_licences_name_the_same(materials):
-    text = (ROOT / "release" / "licenses" / "THIRD_PARTY.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall("`([^`]+)`", row.split(":")[0])}
-    assert named == {part.name for part in materials.components(REPORT)}
-
-
-def test_the_page_of_compatibility_has_the_records():
+@pytest.fixture
+def compatibility(materials):
     from release import compatibility
 
+    return compatibility
+
+
+def test_the_page_of_compatibility_has_the_records(compatibility):
     records = compatibility.load()
     text = compatibility.PAGE.read_text()
     assert text == compatibility.page_of(records)
@@ -66,20 +169,13 @@ def test_the_page_of_compatibility_has_the_records():
     installed = [record for record in records if record["kind"] == "installed"]
     assert all(record["report"]["backend cpu"] == "available" for record in installed)
     assert all(record["loss"] == -0.25 for record in installed)
-
-
-def test_the_oldest_versions_that_are_allowed_have_been_run():
-    from release import compatibility
-
     project = (ROOT / "pyproject.toml").read_text()
     for name in ("requires-python = ", "torch", "triton"):
         (oldest,) = re.findall(rf'{name}"?>=([\d.]+)"', project)
-        assert re.search(rf"\| {re.escape(oldest)}\.\d", compatibility.PAGE.read_text()), name
+        assert re.search(rf"\| {re.escape(oldest)}\.\d", text), f"the oldest {name} has been run"
 
 
-def test_a_failed_installation_is_shown():
-    from release import compatibility
-
+def test_a_failed_installation_is_shown(compatibility):
     record = next(r for r in compatibility.load() if r["kind"] == "installed")
     good = compatibility.row_of_install(record)
     record["validate"]["exit status"] = 1

@@ -1,8 +1,6 @@
 """The study: its task, its scenarios, the Entropy-Clip Rule, and its page; all at toy size."""
 
-import copy
 import json
-from multiprocessing import Manager
 
 import pytest
 import torch
@@ -66,11 +64,9 @@ def test_held_out_prompts_are_never_trained_on(generator):
     assert min(distances) == board.LEAST_DISTANCE
 
 
-def test_walks_keep_the_log_probs_that_their_policy_gives_them(generator):
-    model = policy.warm_policy(0)
-    walks = walks_of(model, generator)
-    logp, _ = log_probs(policy.move_logits(model, walks), walks.moves)
-    torch.testing.assert_close(logp[walks.mask], walks.log_probs[walks.mask], atol=1e-5, rtol=0)
+@torch.no_grad()
+def log_probs_of(model, walks):
+    return log_probs(policy.move_logits(model, walks), walks.moves)[0]
 
 
 def test_the_share_of_a_fresh_rollout_follows_from_lengths_and_probabilities(generator):
@@ -106,14 +102,11 @@ def test_the_search_acts():
 
 
 def test_on_policy_the_arms_are_the_same():
-    first, *others = (
-        [
-            (row["entropy"], row["grad_norm"])
-            for row in train(policy.warm_policy(0), arm, Scenario(), 0, updates=2)
-        ]
-        for arm in ARMS.values()
-    )
-    assert all(rows == first for rows in others)
+    found = set()
+    for arm in ARMS.values():
+        rows = train(policy.warm_policy(0), arm, Scenario(), 0, updates=2)
+        found.add(tuple((row["entropy"], row["grad_norm"]) for row in rows))
+    assert len(found) == 1
 
 
 def test_scope_step_decides_as_one_call_over_the_update(generator):
@@ -141,23 +134,19 @@ def test_staleness_splits_a_rollout(generator):
     source = rollouts.batches(model, Scenario(staleness=2), generator)
     (a, _), (b, _) = next(source), next(source)
     assert len(a.prompts) == len(b.prompts) == rollouts.PROMPTS * rollouts.GROUP
-    with torch.no_grad():
-        model.lm_head.weight.mul_(3.0)
-        logp, _ = log_probs(policy.move_logits(model, b), b.moves)
-    ratios = (logp - b.log_probs).exp()[b.mask]
-    assert (ratios - 1).abs().max() > 1e-3  # the walks are older than the policy
+    model.lm_head.weight.data.mul_(3.0)
+    log_ratios = (log_probs_of(model, b) - b.log_probs)[b.mask]
+    assert log_ratios.abs().max() > 1e-3  # the walks are older than the policy
 
 
 def test_replay_mixes_in_groups_of_older_rollouts(generator):
     model = policy.warm_policy(0)
     source = rollouts.batches(model, SCENARIOS["sample replay"], generator)
     old, _ = next(source)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(3.0)
+    model.lm_head.weight.data.mul_(3.0)
     walks, advantages = next(source)
     half = len(advantages) // 2
-    logp, _ = log_probs(policy.move_logits(model, walks), walks.moves)
-    change = torch.where(walks.mask, (logp - walks.log_probs).abs(), 0.0).amax(-1)
+    change = (log_probs_of(model, walks) - walks.log_probs).abs().where(walks.mask, 0.0).amax(-1)
     assert change[:half].max() < 1e-4
     assert change[half:].min() > 1e-2
     before = {tuple(row) for row in old.moves.tolist()}
@@ -168,37 +157,23 @@ def test_replay_mixes_in_groups_of_older_rollouts(generator):
 
 
 def test_a_partial_rollout_has_a_policy_for_each_part(generator):
-    """The head is scaled between rollouts; each part keeps the log-probs of its policy."""
+    """The head is scaled between batches; each part keeps the log-probs of its policy."""
     model = policy.warm_policy(0)
-    parts, scenario = 3, Scenario(segments=3)
-    models = []
-    forward = model.forward
-
-    def noting(*args, **options):
-        if options.get("use_cache") and args[0].shape[1] > 1:  # a part begins
-            models.append(copy.deepcopy(model.state_dict()))
-        return forward(*args, **options)
-
-    model.forward = noting
-    source = rollouts.batches(model, scenario, generator)
-    for _ in range(parts):
+    weight = model.lm_head.weight.data
+    source = rollouts.batches(model, Scenario(segments=3), generator)
+    for _ in range(3):
         walks, _ = next(source)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(1.5)
-    model.forward = forward
+        weight.mul_(1.5)
     assert walks.finished
-    # The rollouts draw 1, 2, 3, 3, 3 parts, the oldest walks first; these began in the third.
-    policies = [models[i] for i in (5, 7, 9)]
-    length = board.MOVES // parts
-    for part, state in enumerate(policies):
-        model.load_state_dict(state)
-        logp, _ = log_probs(policy.move_logits(model, walks), walks.moves)
-        columns = slice(part * length, (part + 1) * length)
-        mask = walks.mask[:, columns]
+    length = board.MOVES // 3
+    for part in (2, 1, 0):  # drawn for the last batch, for the one before, and for the first
+        weight.div_(1.5)
+        mask = torch.zeros_like(walks.mask)
+        mask[:, part * length : (part + 1) * length] = True
+        mask &= walks.mask
         assert mask.any()
-        torch.testing.assert_close(
-            logp[:, columns][mask], walks.log_probs[:, columns][mask], atol=1e-4, rtol=0
-        )
+        logp = log_probs_of(model, walks)
+        torch.testing.assert_close(logp[mask], walks.log_probs[mask], atol=1e-4, rtol=0)
 
 
 def test_the_entropy_clip_rule_on_softmaxes():
@@ -233,15 +208,6 @@ def test_the_entropy_clip_rule_on_softmaxes():
     assert eta * predicted == pytest.approx(change.item(), rel=2e-3)
 
 
-def test_micro_batches_have_whole_groups_of_every_age():
-    parts = training.deal(16 * rollouts.GROUP, 4)
-    assert torch.cat(parts).sort().values.equal(torch.arange(16 * rollouts.GROUP))
-    for rows in parts:
-        groups = rows.view(-1, rollouts.GROUP)
-        assert (groups // rollouts.GROUP == groups[:, :1] // rollouts.GROUP).all()
-        assert ((groups[:, 0] // rollouts.GROUP) < 8).sum() == 2  # fresh ones come first
-
-
 def test_paired_differences():
     """Against a paired t interval computed by hand: t(2; 0.975) = 4.3027."""
     held_out = {"fixed 0.8/1.2": [0.1, 0.2, 0.6], "BAPO": [0.2, 0.4, 0.9]}
@@ -256,82 +222,23 @@ def test_paired_differences():
     assert not difference.separated
 
 
-def test_an_interrupted_study_goes_on(tmp_path):
-    path = tmp_path / "records.jsonl"
-    plan = [runs.Run("staleness 8", arm, 0, 2) for arm in ("BAPO", "no clip")]
-    assert list(runs.complete(path, plan[:1])) == plan[:1]
-    first = path.read_text()
-    assert set(runs.complete(path, plan)) == set(plan)
-    assert path.read_text().startswith(first)
+def test_a_study_makes_the_runs_that_its_records_lack(tmp_path):
+    """Each from a policy of its own."""
+    path, scenario = tmp_path / "records.jsonl", "staleness 8"
+    plan = [runs.Run(scenario, arm, 0, 2) for arm in ("BAPO", "no clip")]
+    for planned in (plan[:1], plan):
+        assert set(runs.complete(path, planned)) == set(planned)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["arm"] for record in records] == ["BAPO", "no clip"]
-    assert records[0]["moved"] == records[0]["below_target"] > 0
-    assert records[0]["interior"] <= records[0]["moved"]
-    assert len(records[0]["rule"]) == 2
-    assert records[0]["held_out"] <= 1
-    assert "bounds" not in records[1]
-
-
-def test_the_plan_has_every_arm_where_bounds_matter():
-    plan = runs.planned(seeds=5, updates=160)
-    assert len(set(plan)) == len(plan)
-    assert {run.seed for run in plan} == set(range(5))
-    for scenario in set(SCENARIOS) - {"staleness 1"}:
-        assert set(ARMS) <= {run.arm for run in plan if run.scenario == scenario}
-    assert {run.arm for run in plan} == {*ARMS, *SCOPES}
-
-
-def test_a_policy_is_warmed_up_once_and_every_run_has_its_own(monkeypatch, tmp_path):
-    """The same rows as of a run alone, and ``made`` counts them."""
-    warmed = tmp_path / "warmed"
-    monkeypatch.setattr(policy, "WARM_UP_STEPS", 2)
-    warm_up = runs.warm_policy
-
-    def noting(seed):
-        with warmed.open("a") as file:
-            file.write(f"{seed}\n")
-        return warm_up(seed)
-
-    monkeypatch.setattr(runs, "warm_policy", noting)
-    plan = [runs.Run("staleness 8", arm, seed, 2) for seed in (0, 1) for arm in ("BAPO", "no clip")]
-    with Manager() as manager:
-        made = manager.dict()
-        got = dict(runs.execute_all(plan, measure_rule=False, made=made))
-        assert dict(made) == dict.fromkeys(plan, 2)
-    assert sorted(warmed.read_text().split()) == ["0", "1"]
-    for run in plan:
-        start, scenario = policy.warm_policy(run.seed), SCENARIOS[run.scenario]
-        assert got[run] == list(train(start, ARMS[run.arm], scenario, run.seed, run.updates))
-
-
-def test_the_demo(tmp_path):
-    (tmp_path / "before_after.png").touch()
-    result = CliRunner().invoke(
-        app, ["demo", "--out", str(tmp_path), "--seeds", "1", "--updates", "8"]
-    )
-    assert result.exit_code == 0, result.output
-    assert "BAPO" in result.output
-    rows = compare.pd.read_csv(tmp_path / "offpolicy_rlvr.csv")
-    assert set(rows.arm) == set(demo.DEMO)
-    searched = rows[rows.arm == "BAPO"]
-    assert (searched.bapo_pos_share_start < training.TARGET).any()
-    assert searched.bapo_clip_high.nunique() > 1
-    figures = [tmp_path / name for name in ("before_after.png", "offpolicy_rlvr.png")]
-    assert result.output.splitlines()[-2:] == list(map(str, figures))
-    assert figures[1].stat().st_size > 10_000
-    bars = [line for line in result.output.splitlines() if "8/8" in line]
-    assert [line.split("━")[0].strip() for line in bars] == list(demo.DEMO)
-
-
-def test_the_page_has_the_tables_of_the_records():
-    table = compare.frame(RESULTS)
-    text = (DOCS / page.NAME).read_text()
-    assert text == page.page(table)
-    assert [name for name in page.blocks(table) if f"<!-- {name} -->" not in text] == []
-    keys = table[["scenario", "arm", "seed", "updates"]].values
-    assert {runs.Run(*key) for key in keys} == set(runs.planned(seeds=5, updates=160))
-    for figure in ("study_training", "study_differences", "study_rule"):
-        assert (DOCS / "figures" / f"{figure}.png").exists()
+    for run, record in zip(plan, records, strict=True):
+        start, arm = policy.warm_policy(run.seed), ARMS[run.arm]
+        rows = list(train(start, arm, SCENARIOS[scenario], run.seed, run.updates, True))
+        assert runs.record(run, rows).items() <= record.items()
+    searched, other = records
+    assert searched["moved"] == searched["below_target"] > 0
+    assert searched["interior"] <= searched["moved"]
+    assert len(searched["rule"]) == 2
+    assert searched["held_out"] <= 1
+    assert "bounds" not in other
 
 
 def test_decisions_are_counted_and_bounds_are_not_averaged_first():
@@ -341,3 +248,30 @@ def test_decisions_are_counted_and_bounds_are_not_averaged_first():
     mixed = [row for row in rows if 0 < row["moved"] < 1]
     assert mixed
     assert any(row["interior"] == 0 and 1.3 < row["bapo_clip_high"] < 2.9 for row in mixed)
+
+
+def test_the_demo(tmp_path):
+    (tmp_path / "before_after.png").touch()
+    command = ["demo", "--out", str(tmp_path), "--seeds", "1", "--updates", "8"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    rows = compare.pd.read_csv(tmp_path / "offpolicy_rlvr.csv")
+    assert set(rows.arm) == set(demo.DEMO)
+    searched = rows[rows.arm == "BAPO"]
+    assert (searched.bapo_pos_share_start < training.TARGET).any()
+    assert searched.bapo_clip_high.nunique() > 1
+    figures = [tmp_path / name for name in ("before_after.png", "offpolicy_rlvr.png")]
+    assert result.output.splitlines()[-2:] == list(map(str, figures))
+    assert figures[1].stat().st_size > 10_000
+
+
+def test_the_page_has_the_tables_of_the_records():
+    table = compare.frame(RESULTS)
+    text = (DOCS / page.NAME).read_text()
+    assert text == page.page(table)
+    assert [name for name in page.blocks(table) if f"<!-- {name} -->" not in text] == []
+    keys = table[["scenario", "arm", "seed", "updates"]].values.tolist()
+    planned = runs.planned(seeds=5, updates=160)
+    assert sorted(keys) == sorted([r.scenario, r.arm, r.seed, r.updates] for r in planned)
+    for figure in ("study_training", "study_differences", "study_rule"):
+        assert (DOCS / "figures" / f"{figure}.png").exists()
