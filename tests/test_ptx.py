@@ -189,14 +189,15 @@ def test_parts_of_registers():
         assert got.tolist() == decode(x, t)
 
 
-@pytest.mark.parametrize("mode", ["up", "down", "bfly"])
+@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
 @pytest.mark.parametrize(("b", "c"), [(1, 31), (5, 31), (1, 0), (3, 0x1807), (2, 0x1F), (16, 0x0F)])
 def test_shuffles(mode, b, c):
     lane, segment = torch.arange(32, dtype=S32), c >> 8
     got, inside = torch.zeros(32, dtype=S32), torch.zeros(32, dtype=PRED)
     evaluate(f"shfl.sync.{mode}.b32 {{0}}|{{1}}, {{2}}, {b}, {c}, -1;", [got, inside], [lane])
     last = lane & segment | c & 31 & ~segment
-    source = dict(up=lane - b, down=lane + b, bfly=lane ^ b)[mode]
+    sources = dict(up=lane - b, down=lane + b, bfly=lane ^ b, idx=lane & segment | b & ~segment)
+    source = sources[mode]
     valid = source >= last if mode == "up" else source <= last
     assert torch.equal(inside, valid)
     assert torch.equal(got, torch.where(valid, source, lane))

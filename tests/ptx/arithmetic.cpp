@@ -203,7 +203,7 @@ void shuffle(const std::string& mode, F) {
         for_lanes(lanes, [&](int lane) {
             const int segment = int(limits[lane]) >> 8 & 31;
             const int last = (lane & segment) | (int(limits[lane]) & 31 & ~segment);
-            const int other = F{}(lane, int(distances[lane] & 31));
+            const int other = F{}(lane, int(distances[lane] & 31), segment);
             const bool valid = kUp ? other >= last : other <= last;
             const int source = valid ? other : lane;
             if (~lanes >> source & 1) fail("reads the register of a lane that does not take part");
@@ -341,9 +341,11 @@ void define_arithmetic() {
         return of_bits<double>(bits_of(inexact(exact, 0x1p-21)) & kUpper);
     });
 
-    shuffle<true>("up", [](int lane, int b) { return lane - b; });
-    shuffle<false>("down", [](int lane, int b) { return lane + b; });
-    shuffle<false>("bfly", [](int lane, int b) { return lane ^ b; });
+    shuffle<true>("up", [](int lane, int b, int) { return lane - b; });
+    shuffle<false>("down", [](int lane, int b, int) { return lane + b; });
+    shuffle<false>("bfly", [](int lane, int b, int) { return lane ^ b; });
+    shuffle<false>("idx",
+                   [](int lane, int b, int segment) { return (lane & segment) | (b & ~segment); });
     reduce("add", add), reduce("min", minimum), reduce("max", maximum);
 }
 
