@@ -172,9 +172,8 @@ class BAPOConfig:
     """Options of Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927).
 
     By default the search is the paper's (Algorithm 1, until Eq. 8 holds): ``BAPOConfig()`` equals
-    :meth:`paper`. :meth:`recipe`
-    follows the authors' published code, which differs from the paper. :meth:`fixed` clips as PPO,
-    GRPO and DAPO do, without a search.
+    :meth:`paper`. :meth:`recipe` follows the authors' published code, which differs from the paper.
+    :meth:`fixed` clips as PPO, GRPO and DAPO do, without a search.
 
     Bounds are bounds of the probability ratio (0.8, 1.2), never epsilons around 1.
 

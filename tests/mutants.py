@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -28,14 +27,14 @@ from typing import NamedTuple
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import hypothesis  # noqa: F401  (what is slow to import is imported once, for all forks)
-import pytest
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
 import triton  # noqa: F401
+from forked import first_failure, in_fork
 
 ROOT = Path(__file__).parent.parent
-CPU_SECONDS = 600  # of the tests of one mutant; what takes longer does not end
+MOST_SECONDS = 1_200  # of the tests of one mutant
 CORE = "arguments autograd call head hidden inputs logits prepare rows tokens"
 TRITON = "policy_math prepare row_gradient row_math row_pass search sequences token_loss"
 # Of each part: its files, and the tests to select.
@@ -148,50 +147,27 @@ def drawn(seed: int, count: int, parts: list[str]) -> list[Mutant]:
     ]
 
 
-class FirstFailure:
-    """A plugin of pytest."""
-
-    text = ""
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and not self.text:
-            self.text = report.nodeid
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed and not self.text:
-            self.text = f"{report.nodeid} is not collected"
-
-
-def run_tests(tree: Path, part: str, answer) -> None:
-    sys.path[:0] = [str(tree), str(tree / "tests")]
-    os.chdir(tree)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    named = {file.stem.removeprefix("test_"): file for file in Path("tests").glob("test_*.py")}
-    groups = FIRST, sorted(named.keys() - LEFT_OUT.union(FIRST))
-    first, code = FirstFailure(), 0
-    quiet = ["-x", "-p", "no:terminal", "-p", "no:cacheprovider", "--hypothesis-profile", "quick"]
-    selected = ["-m", "not slow and not compile", "-k", PARTS[part][1]]
-    for group in groups:  # what is collected takes seconds
-        files = [str(named[name]) for name in group if name in named]
-        code = code or pytest.main([*quiet, *selected, *files], [first])
-    answer.send("survived" if code == 0 else first.text or f"pytest ends with {code}")
-
-
 def verdict(tree: Path, part: str) -> tuple[str, float]:
-    """The first test that fails, or "survived", and the seconds of CPU time; in a fork."""
-    context = multiprocessing.get_context("fork")
-    receives, sends = context.Pipe(duplex=False)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = context.Process(target=run_tests, args=(tree, part, sends))
-    process.start()
-    sends.close()
-    try:
-        result = receives.recv()
-    except EOFError:
-        result = "takes the process with it, or does not end"
-    process.join()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return result, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    """The first test that fails, and why, or "survived"; and the seconds of CPU time."""
+
+    def failure() -> str:
+        sys.path[:0] = [str(tree), str(tree / "tests")]
+        os.chdir(tree)
+        files = {file.stem.removeprefix("test_"): file for file in Path("tests").glob("test_*.py")}
+        selected = ["-m", "not slow and not compile", "-k", PARTS[part][1]]
+        selected += ["--hypothesis-profile", "quick"]
+        found = ""
+        for group in (FIRST, sorted(files.keys() - LEFT_OUT.union(FIRST))):  # collecting is slow
+            there = [str(files[name]) for name in group if name in files]
+            found = found or first_failure(*selected, *there)
+        return found
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = spent()
+    return in_fork(failure, MOST_SECONDS) or "survived", spent() - before
 
 
 def builds(tree: Path) -> bool:

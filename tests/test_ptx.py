@@ -189,8 +189,11 @@ def test_parts_of_registers():
         assert got.tolist() == decode(x, t)
 
 
+SHUFFLES = [(1, 31), (5, 31), (1, 0), (3, 0x1807), (9, 0x1807), (2, 0x1F), (16, 0x0F)]
+
+
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
-@pytest.mark.parametrize(("b", "c"), [(1, 31), (5, 31), (1, 0), (3, 0x1807), (2, 0x1F), (16, 0x0F)])
+@pytest.mark.parametrize(("b", "c"), SHUFFLES)
 def test_shuffles(mode, b, c):
     lane, segment = torch.arange(32, dtype=S32), c >> 8
     got, inside = torch.zeros(32, dtype=S32), torch.zeros(32, dtype=PRED)

@@ -9,7 +9,6 @@ break that survives shows that these tests miss something.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import re
 import shutil
@@ -18,12 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import helpers  # noqa: F401  (slow, so once for all breaks)
 from cuda_on_host.build import HOST, KERNELS, ROOT, build, compile_object, link
+from forked import first_failure, in_fork
 
 TESTS = {
     "sampling_sets.cu": "test_sets_on_host.py",
@@ -98,43 +96,16 @@ def tests_of(each):
     return TESTS.get(each.file, "test_cuda_on_host.py")
 
 
-class FirstFailure:
-    """A plugin of pytest."""
-
-    text = None
-    passed = 0
-
-    def pytest_runtest_logreport(self, report):
-        self.passed += report.when == "call" and report.passed
-        if report.failed and self.text is None:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            message = crash.message if crash else str(report.longrepr)
-            self.text = f"{report.nodeid.partition('::')[2]}: {message.splitlines()[0]}"
-
-
-def run_tests(library, tests, seeds, answer):
-    of_seeds = {"EMULATE_FIRST": "1", "EMULATE_SEEDS": str(seeds)}
-    os.environ |= {"EMULATE_LIBRARY": str(library), **of_seeds}
-    failure = FirstFailure()
-    options = ["-x", "-p", "no:terminal", "-p", "no:cacheprovider", "-k", "not breaks"]
-    code = pytest.main([*options, str(ROOT / "tests" / tests)], plugins=[failure])
-    survived = code == 0 and failure.passed > 0  # without the library, tests are skipped
-    answer.send("SURVIVED" if survived else f"died: {failure.text or code}")
-
-
 def verdict(library, tests, seeds):
-    """The first test that fails, and why, or "SURVIVED"; in a fork, which has all imports."""
-    context = multiprocessing.get_context("fork")
-    receives, sends = context.Pipe(duplex=False)
-    process = context.Process(target=run_tests, args=(library, tests, seeds, sends))
-    process.start()
-    sends.close()
-    try:
-        return receives.recv() if receives.poll(MOST_SECONDS) else "died: does not end"
-    except EOFError:
-        return "died: takes the process with it"
-    finally:
-        process.kill()
+    """The first test that fails, and why, or "SURVIVED"."""
+
+    def failure():
+        of_seeds = {"EMULATE_FIRST": "1", "EMULATE_SEEDS": str(seeds)}
+        os.environ |= {"EMULATE_LIBRARY": str(library), **of_seeds}
+        return first_failure("-k", "not breaks", str(ROOT / "tests" / tests))
+
+    found = in_fork(failure, MOST_SECONDS)
+    return f"died: {found.partition('::')[2] or found}" if found else "SURVIVED"
 
 
 def main():

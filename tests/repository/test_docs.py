@@ -47,6 +47,10 @@ def test_every_page_is_in_the_navigation(html):
     pages = {name for name in MARKDOWN if name.startswith("docs/")}
     pages = {name.removeprefix("docs/").replace(".md", ".html") for name in pages}
     assert pages == {*html["index.html"].navigation, "index.html"}
+    listed = (DOCS / "index.md").read_text().partition("```{toctree}")[0]
+    listed = {name.replace(".md", ".html") for name in re.findall(r"\]\(([^.#)]+\.md)\)", listed)}
+    of_modules = {name for name in pages - listed if name.startswith("api/")}
+    assert pages == {*listed, *of_modules, "index.html"}, "what a reader of the repository sees"
     assert not pages & {"search.html", "genindex.html"}, "Sphinx writes its own page there"
 
 
