@@ -91,7 +91,7 @@ BAPO_HD double divisor_of(const PrepareParams& params, int64_t counted) {
         return counted > 1 ? (double)counted : 1.0;
     }
     const double given = number_at<double>(params.device_divisor, 0, 0);
-    return given > 0.0 ? given : NAN;
+    return given > 0.0 && given < INFINITY ? given : NAN;
 }
 
 BAPO_HD bool bounds_are_valid(float lower, float upper) { return 0.0f <= lower && lower <= upper; }

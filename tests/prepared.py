@@ -78,7 +78,7 @@ def expected_of(given):
     if divisor is None:
         divisor = counted_here.clamp(min=1)
     elif isinstance(divisor, Tensor):
-        divisor = torch.where(divisor > 0, divisor.double(), torch.nan)
+        divisor = torch.where((divisor > 0) & (divisor < torch.inf), divisor.double(), torch.nan)
     weights = torch.full((N,), float(given.dp_size), dtype=torch.float64)
     if mode != "token-sum":
         weights = weights / divisor

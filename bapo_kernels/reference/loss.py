@@ -350,7 +350,7 @@ def aggregated(
 
 def _positive(count: float | Tensor, dtype: torch.dtype) -> Tensor:
     count = torch.as_tensor(count, dtype=dtype).reshape(())
-    return torch.where(count > 0, count, torch.nan)
+    return torch.where((count > 0) & (count < torch.inf), count, torch.nan)
 
 
 def _of_tokens(bound: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:

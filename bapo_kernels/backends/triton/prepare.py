@@ -250,7 +250,8 @@ def _prepare_kernel(
                 if MEAN:
                     if device_divisor is not None:
                         by = tl.load(device_divisor).to(tl.float64)
-                        weight = weight / tl.where(by > 0.0, by, float("nan"))
+                        is_count = (by > 0.0) & (by < float("inf"))
+                        weight = weight / tl.where(is_count, by, float("nan"))
                     elif DIVISOR:
                         weight = weight / divisor
                     else:
