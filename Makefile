@@ -25,12 +25,14 @@ test: BIN = build/test_env/bin
 test: build/test_env/installed $(LIBRARY)
 	EMULATE_SEEDS=1 $(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
 
-# Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging; every Triton
-# kernel as PTX (`ptx`), and in the interpreter of a newer Triton.
+# Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging. Without a GPU
+# Triton's tests have stages of their own: as PTX (`ptx`), one case each; and in the interpreter of a
+# newer Triton than that of `make test`.
 test-all: .venv/built build/triton_3.9/installed
-	$(PYTEST)
-	TRITON_PTX=90 $(PTX) -m "not slow"
-	PYTHONPATH=$(CURDIR)/build/triton_3.9 $(PYTEST) -m "not slow" -k triton tests/test_*.py
+	$(PYTEST) -m "not repeated"
+	TRITON_PTX=90 $(PTX) -m "not slow and not repeated"
+	PYTHONPATH=$(CURDIR)/build/triton_3.9 \
+	  $(PYTEST) -m "not slow or repeated" -k triton tests/test_*.py
 
 # Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built

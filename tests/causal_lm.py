@@ -1,8 +1,8 @@
 """A causal language model with Hugging Face's attribute names, and the policy of the docs."""
 
 import re
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -10,16 +10,12 @@ GUIDE = Path(__file__).parent.parent / "docs/distributed.md"
 V, H = 31, 8
 
 
-class Hidden(NamedTuple):
-    last_hidden_state: torch.Tensor
-
-
-class Logits(NamedTuple):
-    logits: torch.Tensor
+Hidden = namedtuple("Hidden", "last_hidden_state")
+Logits = namedtuple("Logits", "logits")
 
 
 class Decoder(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, V, H):
         super().__init__()
         self.embedding = torch.nn.Embedding(V, H)
         self.block = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.GELU())
@@ -31,9 +27,9 @@ class Decoder(torch.nn.Module):
 class CausalLM(torch.nn.Module):
     """``logits = tail(head(decoder(tokens)))``."""
 
-    def __init__(self, tied=False, bias=False, tail=None):
+    def __init__(self, tied=False, bias=False, tail=None, V=V, H=H):
         super().__init__()
-        self.model = Decoder()
+        self.model = Decoder(V, H)
         self.lm_head = torch.nn.Linear(H, V, bias=bias)
         if tied:
             self.lm_head.weight = self.model.embedding.weight

@@ -15,28 +15,22 @@ import sysconfig
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import triton
+from operands import call, tokens_of
 from test_triton_compile import HEAD_KERNELS, ROW_KERNELS
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from bapo_kernels.backends.triton import (
-    head_sampling_sets,
-    prepare,
-    row_gradient,
-    row_pass,
-    sampling_sets,
-    search,
-    sequences,
-    token_loss,
-)
+from bapo_kernels.backends.triton import _operators
 from bapo_kernels.backends.triton.kernel import Kernel
-from bapo_kernels.config import SURROGATES, BAPOConfig, Options
+from bapo_kernels.config import SURROGATES, BAPOConfig
 from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.output import REPORT
 
@@ -51,24 +45,17 @@ PAPER = BAPOConfig().options
 OF_ROWS = (*ROW_KERNELS, *HEAD_KERNELS)  # of logits or of a matrix
 
 
-class AbsentGPU:
+class AbsentGPU(SimpleNamespace):
     """A driver: what Triton asks before it compiles, and what launchers ask."""
 
     def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-        self.utils = self
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"multiprocessor_count": 132}
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+        super().__init__(
+            utils=self,
+            get_device_properties=lambda device: {"multiprocessor_count": 132},
+            get_current_target=lambda: target,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
 
 
 class Compiled:
@@ -106,192 +93,167 @@ def one_element_further(value: object) -> object:
     return torch.empty(value.numel() + 1, dtype=value.dtype)[1:]
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=dtype)
+zeros = partial(torch.zeros, dtype=torch.float64)
+f32, i64 = torch.zeros, partial(torch.zeros, dtype=torch.long)
+flags = partial(torch.ones, dtype=torch.bool)
+u8 = partial(torch.ones, dtype=torch.uint8)
+launch = partial(call, SimpleNamespace(**_operators()))
 
 
-def f32(n: int) -> torch.Tensor:
-    return zeros(n, dtype=torch.float32)
+def rows(dtype, n=N):
+    return torch.empty(1, n, V, dtype=dtype)
 
 
-def i64(n: int) -> torch.Tensor:
-    return zeros(n, dtype=torch.long)
+def tokens(n, *names):
+    """With these fields."""
+    return dict(zip(("tokens", "present"), tokens_of(n, **dict.fromkeys(names, 0.0)), strict=True))
 
 
-def flags(n: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-    return torch.ones(n, dtype=dtype)
-
-
-def tokens(n: int, *names: str, start: int = 0) -> tuple[torch.Tensor, int]:
-    """With these fields; ``start``: in their memory, which need not be aligned."""
-    rows = f32(len(FIELDS) * n + start)[start:].view(len(FIELDS), n)
-    return rows, sum(1 << FIELDS.index(name) for name in names)
-
-
-def fields(everything: bool, per_row: bool = False, own: bool = False) -> list[str]:
-    """``per_row``: with a temperature of each row; ``own``: with bounds of each."""
-    policy = "old_log_probs", "rollout_log_probs", "rollout_is_weights", "ref_log_probs"
-    names = [*policy] * everything + ["temperatures"] * per_row + ["lower", "upper"] * own
-    return ["advantages", *names]
-
-
-def options(everything: bool = False, kl: int = 0, value: float = 1.0, **others: float) -> Options:
-    """With a dual clip, KL and entropy if ``everything``; of ``value`` no kernel may depend."""
+def options(everything=False, kl=0, value=1.0, **others):
+    """With a dual clip, KL and entropy if ``everything``; on ``value`` no kernel may depend."""
     if everything:
         others |= dict(clip_ratio_c=2 + value, kl_loss_coef=value / 10, entropy_coef=0.01)
-    others |= dict(temperature=value, sapo_tau_pos=value, target=value / 3)
-    return PAPER._replace(kl_loss_type=kl, **others)
+    others = dict(temperature=value, target=value / 3, upper_max=2 + value) | others
+    return PAPER._replace(kl_loss_type=kl, sapo_tau_pos=value, **others)
 
 
-def one_row_statistics(dtype, **others):
-    logits, results = torch.empty(1, N, V, dtype=dtype), (zeros(N), zeros(N), zeros(N, 2))
-    others = options(**others)
-    row_pass.row_statistics(logits, None, i64(N), flags(N), None, 0, others, *results)
+def operands(n=N, everything=False, per_row=False, own=False, **others):
+    """Of many operators; ``per_row``: a temperature of each row; ``own``: bounds of each."""
+    policy = "old_log_probs", "rollout_log_probs", "rollout_is_weights", "ref_log_probs"
+    names = [*policy] * everything + ["temperatures"] * per_row + ["lower", "upper"] * own
+    return {
+        **{name: zeros(n) for name in ("weights", "log_probs", "entropy", "dlog_probs")},
+        **dict(labels=i64(n), counted=flags(n), stats=zeros(n, 2), undecided=u8(n)),
+        "bounds": None if everything or own else f32(2),
+        "options": options(everything, **others),
+        **tokens(n, "advantages", *names),
+    }
 
 
-def pass_arguments(n, everything=False, per_row=False, own=False, value=1.0, **others):
-    """From the labels on; of ``row_pass`` and of that over sets."""
-    bounds = None if everything or own else f32(2)
-    present = tokens(n, *fields(everything, per_row, own))
-    chosen = options(everything, value=value, upper_max=2 + value, **others)
-    inputs = i64(n), flags(n), zeros(n), *present, bounds, chosen
-    return *inputs, zeros(n), zeros(n), zeros(n, 2), flags(n, torch.uint8)
+def one_row_statistics(dtype):
+    launch("row_statistics", operands(), logits=rows(dtype), tokens=None, present=0)
 
 
-def one_row_pass(dtype, n=N, **others):
-    logits = torch.empty(1, n, V, dtype=dtype)
-    row_pass.row_pass(logits, None, *pass_arguments(n, **others), torch.empty_like(logits))
+def one_row_pass(dtype, n=N, **variant):
+    launch("row_pass", operands(n, **variant), logits=rows(dtype, n), dlogits=rows(dtype, n))
 
 
-def gradient_arguments(n, entropy=False, only=True, per_row=False, **others):
-    """From the labels on, as above."""
-    dlog_probs, dentropy = zeros(n), zeros(n) if entropy else None
-    wanted = flags(n, torch.uint8) if only else None
-    known = i64(n), zeros(n, 2), zeros(n), dlog_probs, dentropy, wanted
-    return *known, *tokens(n, *fields(False, per_row)), options(**others)
+def one_row_gradient(dtype, n=N, everything=False, **variant):
+    """With everything of all rows and of the entropy too."""
+    optional = dict(dentropy=zeros(n)) if everything else dict(only=u8(n))
+    optional |= dict.fromkeys(("logits", "dlogits"), rows(dtype, n))
+    launch("row_gradient", operands(n, everything, **variant) | optional)
 
 
-def one_row_gradient(dtype, n=N, **others):
-    logits = torch.empty(1, n, V, dtype=dtype)
-    row_gradient.row_gradient(logits, None, *gradient_arguments(n, **others), logits)
-
-
-def one_pass_over_sets(n=N, softcap=PAPER.softcap, everything=False, per_row=False, **others):
+def one_pass_over_sets(n=N, everything=False, **variant):
     """Statistics, pass and gradient."""
-    values, offsets, given = f32(8 * n), i64(n + 1), dict(softcap=softcap, per_row=per_row)
-    labels, counted, _, *inputs = pass_arguments(n, everything=everything, **given, **others)
-    present, results = inputs[:2], inputs[4:-1]
-    row_pass.row_statistics(values, offsets, labels, counted, *present, inputs[3], *results)
-    row_pass.row_pass_(values, offsets, labels, counted, zeros(n), *inputs)
-    known = gradient_arguments(n, entropy=everything, only=everything, **given)
-    row_gradient.row_gradient_(values, offsets, *known)
+    known = operands(n, everything, **variant) | dict(logits=f32(8 * n), offsets=i64(n + 1))
+    optional = dict(dentropy=zeros(n), only=u8(n)) if everything else {}
+    for operator in ("row_statistics", "row_pass_", "row_gradient_"):
+        launch(operator, known | optional)
 
 
-def one_search(uniform=False, unclipped=False, n=N, start=0, of_sequences=False, **others):
+def one_search(uniform=False, unclipped=False, n=N, of_sequences=False, value=1.0):
+    kinds = dict(uniform_weight=uniform, unclipped_only=unclipped, target_is_ratio=uniform)
+    kinds |= dict(upper_first=not uniform, upper_max=PAPER.upper_max)
     names = ["old_log_probs"] * (not uniform) + ["rollout_log_probs"] * (not unclipped)
-    present = tokens(n, "advantages", *names, start=start)
-    chosen = options(
-        **others,
-        uniform_weight=uniform,
-        unclipped_only=unclipped,
-        target_is_ratio=uniform,
-        upper_first=not uniform,
-    )
-    log_ratios, table = zeros(n) if of_sequences else None, zeros(2, 54)
-    searched = zeros(n + start)[start:], flags(n), log_ratios, *present, chosen
-    search.contributions(*searched, 1, table)
-    search.solve(table, chosen, f32(2), zeros(6))
-    search.search(*searched, f32(2), zeros(6))
+    known = operands(n, value=value, **kinds) | tokens(n, "advantages", *names)
+    known |= dict(log_ratios=zeros(n) if of_sequences else None, table=zeros(2, 54), rank=1)
+    for operator in ("contributions", "solve", "search"):
+        launch(operator, known | dict(masses=zeros(6)))
 
 
-def one_token_loss(everything=False, n=N, start=0, own=False, of_sequences=False, **others):
+def one_token_loss(everything=False, n=N, own=False, of_sequences=False, **others):
     """With everything from all tensors that it takes, but for the masses."""
-    flag = dict.fromkeys(("unclipped_only", "target_is_ratio"), everything)
-    log_ratios = [zeros(n) if of_sequences else None for _ in range(2)]
-    on = (lambda made: made) if everything else (lambda made: None)
-    token_loss.token_loss(
-        *(zeros(n), on(zeros(n)), flags(n), on(flags(n)), zeros(n), log_ratios[0]),
-        *tokens(n, *fields(everything, own=own), start=start),
-        *(None if own else f32(2), None if everything else zeros(6)),
-        options(everything, uniform_weight=not everything, **flag, **others),
-        *(flags(1, torch.int32), f32(len(REPORT)), zeros(n), on(zeros(n))),
-        *(torch.zeros(1 + everything, n), log_ratios[1]),
-    )
+    others |= dict.fromkeys(("unclipped_only", "target_is_ratio"), everything)
+    known = operands(n, everything, own=own, uniform_weight=not everything, **others)
+    known |= dict(bounds=None if own else f32(2), ticket=torch.ones(1, dtype=torch.int32))
+    known |= dict(report=f32(len(REPORT)), outputs=f32(1 + everything, n))
+    if everything:
+        known |= dict(unmasked=flags(n), dentropy=zeros(n))
+    else:
+        known |= dict(entropy=None, masses=zeros(6))
+    if of_sequences:
+        known |= dict(log_ratios=zeros(n), dlog_ratios=zeros(n))
+    launch("token_loss", known)
 
 
 def one_mean_of_sequences(packed=False, on_policy=False, n=N):
     """Of log-ratios, and added to gradients."""
-    given = zeros(n), flags(n)
-    of = n, torch.tensor([0, 5, n], dtype=torch.int32) if packed else None
-    present = tokens(n, *[] if on_policy else ["old_log_probs"])
-    sequences.sequence_log_ratios(*given, *present, *of, zeros(n))
-    sequences.add_sequence_means_(*given, *of, zeros(n))
+    known = operands(n) | tokens(n, *[] if on_policy else ["old_log_probs"])
+    known |= dict(log_ratios=zeros(n), dlog_ratios=zeros(n), length=n)
+    known["cu_seqlens"] = torch.tensor([0, 5, n], dtype=torch.int32) if packed else None
+    for operator in ("sequence_log_ratios", "add_sequence_means_"):
+        launch(operator, known)
 
 
 def one_prepare(mode=0, packed=False, divisor=None, n=N, value=1.0, own=False):
     shape = (1, n) if packed else (2, n // 2)
     has_labels, N = divisor is None, shape[0] * shape[1]
-    given = {
-        "advantages": torch.zeros(3 if packed else shape),
+    fields = {
+        "advantages": f32(3 if packed else shape),
         "old_log_probs": torch.zeros(shape, dtype=torch.float16),
-        **({"temperatures": torch.zeros(3)} if packed else {}),
-        **(dict.fromkeys(("lower", "upper"), torch.zeros(shape)) if own else {}),
+        **({"temperatures": f32(3)} if packed else {}),
+        **(dict.fromkeys(("lower", "upper"), f32(shape)) if own else {}),
     }
-    prepare.prepare(
-        torch.zeros(shape, dtype=torch.int64 if has_labels else torch.bfloat16),
-        torch.zeros(shape, dtype=torch.int64) if packed else torch.zeros(shape[::-1]).t(),
-        [given.get(name) for name in FIELDS],
-        torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
-        *(value, divisor, None, None if packed else f32(2), packed),
-        PAPER._replace(loss_agg_mode=mode, loss_scale_factor=value + 1),
-        *(flags(N), flags(N) if packed else None, i64(N) if has_labels else None, zeros(N)),
-        *(tokens(N)[0], flags(1, torch.int32)),
+    launch(
+        "prepare",
+        labels_or_log_probs=f32(shape, dtype=torch.int64 if has_labels else torch.bfloat16),
+        response_mask=i64(shape) if packed else f32(shape[::-1]).t(),
+        fields=[fields.get(name) for name in FIELDS],
+        cu_seqlens=torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
+        bounds=None if packed else f32(2),
+        options=PAPER._replace(loss_agg_mode=mode, loss_scale_factor=value + 1),
+        counted=flags(N) if packed else None,
+        labels=i64(N) if has_labels else None,
+        ticket=torch.ones(1, dtype=torch.int32),
+        **dict(unmasked=flags(N), weights=zeros(N), tokens=tokens(N)["tokens"]),
+        **dict(scale=value, divisor=divisor, live=packed),
     )
 
 
 def one_move_of_sets(dtype, shard=False, n=N):
-    logits, token_ids = torch.empty(1, n, V, dtype=dtype), zeros(8 * n, dtype=torch.int32)
-    others = flags(n), token_ids, i64(n + 1), i64(2) if shard else None
-    sampling_sets.find_labels(i64(n), *others[1:3], V, i64(n))
-    sampling_sets.gather_sets(logits, *others, f32(8 * n))
-    sampling_sets.scatter_sets(f32(8 * n), *others, logits)
+    known = operands(n) | dict.fromkeys(("logits", "dlogits"), rows(dtype, n))
+    known |= dict(token_ids=f32(8 * n, dtype=torch.int32), offsets=i64(n + 1), positions=i64(n))
+    known |= dict(shard=i64(2) if shard else None, values=f32(8 * n), dvalues=f32(8 * n), vocab=V)
+    for operator in ("find_labels", "gather_sets", "scatter_sets"):
+        launch(operator, known)
 
 
 def one_head_of_sets(dtype, out, everything=False, n=N):
-    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
-    ids, values = (zeros(8 * n, dtype=torch.int32), i64(n + 1)), f32(8 * n)
-    bias, shard, dbias = (f32(V), i64(2), f32(V)) if everything else (None, None, None)
-    only = flags(n, torch.uint8) if everything else None
-    dhidden, dweight = torch.empty(n, H, dtype=out), torch.empty(V, H, dtype=out)
-    head_sampling_sets.multiply_sets(hidden, weight, bias, flags(n), *ids, shard, values)
-    head_sampling_sets.sets_dhidden(values, weight, *ids, shard, only, dhidden)
-    order = i64(8 * n), ids[0], i64(V + 1)
-    head_sampling_sets.sets_dweight(values, hidden, *order, everything, dweight, dbias)
+    known = dict(hidden=torch.empty(n, H, dtype=dtype), weight=torch.empty(V, H, dtype=dtype))
+    known |= dict(dhidden=torch.empty(n, H, dtype=out), dweight=torch.empty(V, H, dtype=out))
+    known |= dict.fromkeys(("token_ids", "rows"), f32(8 * n, dtype=torch.int32))
+    known |= dict.fromkeys(("values", "dvalues"), f32(8 * n))
+    known |= dict(offsets=i64(n + 1), segments=i64(V + 1), order=i64(8 * n), add=everything)
+    if everything:
+        known |= dict(bias=f32(V), dbias=f32(V), shard=i64(2), only=u8(n))
+    for operator in ("multiply_sets", "sets_dhidden", "sets_dweight"):
+        launch(operator, dict(counted=flags(n)) | known)
+
+
+PLAIN, FULL, HEATED = "everything False", "everything True", "a temperature per row"
+OF_A_ROW = {PLAIN: {}, FULL: dict(everything=True), HEATED: dict(per_row=True)}
 
 
 class Variants(NamedTuple):
-    """What is compiled: all, or the extremes."""
+    """What is compiled."""
 
     dtypes: list[torch.dtype]
-    options: list[tuple[float, bool]]  # softcap, everything
-    softcaps: list[float]  # with a temperature per row
+    rows: list[tuple[float, str]]  # softcap, and a name of those above
+    kinds: list[int]  # of KL
     modes: list[int]  # of aggregation
 
-    @classmethod
-    def of(cls, extremes: bool) -> Variants:
-        softcaps, dtypes = [PAPER.softcap, 30.0], [torch.bfloat16, torch.float16, torch.float32]
-        if not extremes:
-            return cls(dtypes, [*product(softcaps, (False, True))], softcaps, [*range(5)])
-        return cls(dtypes, [*zip(softcaps, (False, True), strict=True)], [30.0], [4])
+
+DTYPES, CAPS = [torch.bfloat16, torch.float32, torch.float16], [PAPER.softcap, 30.0]
+ALL = Variants(DTYPES, [*product(CAPS, OF_A_ROW)], [0, 1, 2], [*range(5)])
+EXTREMES = Variants(DTYPES[:2], [(CAPS[0], PLAIN), (CAPS[1], FULL), (CAPS[1], HEATED)], [2], [4])
 
 
 def compile_sets(compiled: Compiled, variants: Variants) -> None:
-    for softcap, everything in variants.options:
-        compiled.variant = f"sets, softcap {softcap}, everything {everything}"
-        one_pass_over_sets(softcap=softcap, everything=everything, kl=2)
-    for softcap in variants.softcaps:
-        compiled.variant = f"sets, softcap {softcap}, a temperature per row"
-        one_pass_over_sets(softcap=softcap, kl=2, per_row=True)
+    for softcap, name in variants.rows:
+        compiled.variant = f"sets, softcap {softcap}, {name}"
+        one_pass_over_sets(softcap=softcap, kl=2, **OF_A_ROW[name])
     for dtype in variants.dtypes:
         for everything in (False, True):
             compiled.variant = f"sets, {dtype}, everything {everything}"
@@ -319,18 +281,14 @@ def compile_policies(compiled: Compiled) -> None:
 
 def compile_variants(compiled: Compiled, variants: Variants) -> None:
     for dtype in variants.dtypes:
-        for softcap, everything in variants.options:
-            compiled.variant = f"{dtype}, softcap {softcap}, everything {everything}"
-            one_row_pass(dtype, softcap=softcap, everything=everything, kl=2)
-            one_row_gradient(dtype, softcap=softcap, entropy=everything, only=not everything)
-        for softcap in variants.softcaps:
-            compiled.variant = f"{dtype}, softcap {softcap}, a temperature per row"
-            one_row_pass(dtype, softcap=softcap, kl=2, per_row=True)
-            one_row_gradient(dtype, softcap=softcap, per_row=True)
+        for softcap, name in variants.rows:
+            compiled.variant = f"{dtype}, softcap {softcap}, {name}"
+            one_row_pass(dtype, softcap=softcap, kl=2, **OF_A_ROW[name])
+            one_row_gradient(dtype, softcap=softcap, **OF_A_ROW[name])
         compiled.variant = f"{dtype}"
         one_row_statistics(dtype)
-        row_gradient.scale_(torch.empty(N, V, dtype=dtype), f32(1))
-    for kl in (0, 1, 2):
+        launch("scale_", x=torch.empty(N, V, dtype=dtype), factor=f32(1))
+    for kl in variants.kinds:
         compiled.variant = f"kl {kl}"
         one_row_pass(torch.bfloat16, everything=True, kl=kl)
         one_token_loss(everything=True, kl=kl)
@@ -354,9 +312,9 @@ def compile_other_values(compiled: Compiled, variants: Variants) -> list[str]:
     for n, value in ((N - 1, 0.7), (2 * N, 2.5), (2, 1.3), (1, 1.0)):
         of_rows = dict(n=max(n, least), value=value, softcap=30.0)
         one_row_pass(torch.bfloat16, everything=True, kl=2, **of_rows)
-        one_row_gradient(torch.bfloat16, entropy=True, only=False, **of_rows)
-        one_search(n=n, value=value, start=1)
-        one_token_loss(everything=True, kl=2, n=n, value=value, start=1)
+        one_row_gradient(torch.bfloat16, everything=True, **of_rows)
+        one_search(n=n, value=value)
+        one_token_loss(everything=True, kl=2, n=n, value=value)
         for packed in (False, True):
             one_prepare(4, packed=packed, n=n, value=value)
         one_pass_over_sets(everything=True, kl=2, n=n, value=value, softcap=30.0)
@@ -404,9 +362,8 @@ def nvidia_accesses_in_loops(sass: str) -> Iterator[str]:
     """Loads, stores and exchanges of innermost loops, but for loops over rows, which read flags."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass)
     instructions = [instruction for _, instruction in lines]
-    loops = nvidia_loops(
-        instructions, {int(at, 16): number for number, (at, _) in enumerate(lines)}
-    )
+    places = {int(at, 16): number for number, (at, _) in enumerate(lines)}
+    loops = nvidia_loops(instructions, places)
     innermost = [loop for loop in loops if not any(other < loop for other in loops)]
     for loop in innermost:
         text = "\n".join(instructions[number] for number in loop)
@@ -453,7 +410,7 @@ def amd_accesses_in_loops(assembly: str) -> Iterator[str]:
 
 def main() -> None:
     triton.runtime.driver.set_active(AbsentGPU(TARGETS[sys.argv[1]]))
-    compiled, variants = Compiled(), Variants.of(extremes="extremes" in sys.argv)
+    compiled, variants = Compiled(), EXTREMES if "extremes" in sys.argv else ALL
     compile_variants(compiled, variants)
     again = compile_other_values(compiled, variants)
     report = [

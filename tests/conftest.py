@@ -34,6 +34,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
+LIKE_OTHERS = "test_autograd", "test_misuse"  # their Triton kernels are those of other tests
+
+
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
@@ -48,22 +51,28 @@ def pytest_collection_modifyitems(config, items):
 
 
 def shorten_triton(items):
-    """Without a GPU: what is the same for another dtype, or for every backend, is slow. Yields what
-    the interpreter, where a row takes milliseconds, leaves to compiled kernels (tests/ptx): all but
-    the first case of a test."""
+    """Without a GPU: marks what is slow, and what other stages or `make ptx` run.
+    Yields what the interpreter, where a row takes milliseconds, leaves to compiled kernels
+    (tests/ptx): all but the first case of a test."""
     seen = set()
     for item in items:
         case = item.callspec.params if hasattr(item, "callspec") else {}
-        if case.get("backend") != "triton":
+        on_all = case.get("backend") == "triton"  # by the fixture
+        if not on_all and not item.path.stem.startswith("test_triton"):
             continue
-        dtype = case.get("dtype", torch.bfloat16)
-        if dtype != torch.bfloat16 or item.path.stem in ("test_autograd", "test_misuse"):
-            item.add_marker(pytest.mark.slow)
-            if "worlds" not in item.fixturenames:  # its processes have no plugin
-                item.add_marker(pytest.mark.repeated)
-        if INTERPRETED and (item.function, dtype) in seen:
+        dtype = case.get("dtype", torch.bfloat16) if on_all else torch.bfloat16
+        test = item.path, item.originalname, dtype
+        is_first = test not in seen
+        seen.add(test)
+        if INTERPRETED and on_all and not is_first:
             yield item
-        seen.add((item.function, dtype))
+        elif item.get_closest_marker("slow"):  # compilers, and processes, which have no plugin
+            continue
+        elif dtype != torch.bfloat16 or (on_all and item.path.stem in LIKE_OTHERS):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.repeated)
+        elif INTERPRETED or not is_first:
+            item.add_marker(pytest.mark.repeated)
 
 
 def pytest_configure(config):

@@ -121,13 +121,7 @@ def run_kernel(case: Case, backend: str, scale: float = 1.0, **extra: Any) -> Re
 
 
 @cache
-def plain_result(
-    backend: str,
-    shape: tuple[int, ...] = (3, 7),
-    V: int = 257,
-    dtype: torch.dtype = torch.float32,
-    **extra: Any,
-) -> Result:
+def plain_result(backend, shape=(3, 7), V=257, dtype=torch.float32, **extra: Any) -> Result:
     """A kernel's result for ``make_case(...)``, which many tests expect and none may change."""
     return run_kernel(make_case(shape, V, dtype, DEVICES[backend]), backend, **extra)
 
@@ -162,28 +156,20 @@ def allowed_by(sets: list[list[int]], V: int) -> Tensor:
 
 
 def case_with_sets(
-    shape: tuple[int, ...] = (3, 7),
-    V: int = 257,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    *,
-    sets: list[list[int]] | None = None,
-    outside: bool = True,
-    seed: int = 0,
-    **options: Any,
+    shape=(3, 7), V=257, dtype=torch.float32, device="cpu", *, sets=None, outside=True, **options
 ) -> tuple[Case, SamplingMask]:
     """A case whose logits are -inf outside of its sets, and the sets; by default :func:`sets_of`.
 
     The old log-probs are finite, those of labels outside of their sets too.
     """
+    seed = options.get("seed", 0)
     logits = 3 * torch.randn(*shape, V, generator=torch.Generator().manual_seed(seed))
-    given = dict(seed=seed, **options)
     if sets is None:
-        labels = make_case(shape, V, logits=logits.clone(), **given).labels
+        labels = make_case(shape, V, logits=logits.clone(), **options).labels
         sets = sets_of(labels, V, outside, seed)
     forbidden = ~allowed_by(sets, V).view(*shape, V)
     logits = logits.masked_fill(forbidden, -torch.inf).to(dtype)
-    case = make_case(shape, V, dtype, device, logits=logits, **given)
+    case = make_case(shape, V, dtype, device, logits=logits, **options)
     case.old_log_probs = case.old_log_probs.masked_fill(case.old_log_probs == -torch.inf, -3.0)
     return case, SamplingMask.from_lists(sets, device)
 
@@ -197,25 +183,18 @@ def run_kernel_with_sets(case: Case, mask: SamplingMask, backend: str, **extra: 
 def check_with_sets(
     case: Case, mask: SamplingMask, backend: str, few_tokens: bool = True, **extra: Any
 ) -> Result:
-    """:func:`check_against_reference`, which sees logits of -inf and no mask."""
+    """:func:`check_against_reference`, which sees logits of -inf and no mask.
+
+    Zero gradients outside of the sets, and the metric of labels there.
+    """
     case = case.with_options(**extra)
     got = run_kernel_with_sets(case, mask, backend)
-    check_result_with_sets(case, got, few_tokens)
-    return got
-
-
-def check_result_with_sets(case: Case, got: Result, few_tokens: bool = True) -> None:
-    """Within the budget, zero gradients outside of the sets, and the metric of their labels."""
-    outside = unmasked_tokens(case) & (label_logits(case) == -torch.inf)
+    labels = case.labels.clamp(0, case.logits.shape[-1] - 1)[..., None]
+    outside = unmasked_tokens(case) & (case.logits.gather(-1, labels)[..., 0] == -torch.inf)
     assert got.output.metrics["label_outside_mask"] == outside.sum()
     check_result(case, got, few_tokens, {"label_outside_mask"})
     assert not got.gradient[case.logits == -torch.inf].any()
-
-
-def label_logits(case: Case) -> Tensor:
-    """The logit of each label, of the first token where that is none."""
-    labels = case.labels.clamp(0, case.logits.shape[-1] - 1)
-    return case.logits.gather(-1, labels[..., None]).squeeze(-1)
+    return got
 
 
 def assert_same_bits(got: Result, expected: Result) -> None:
@@ -223,14 +202,7 @@ def assert_same_bits(got: Result, expected: Result) -> None:
     assert torch.equal(got.output.loss, expected.output.loss)
 
 
-def assert_within_budget(
-    name: str,
-    got: Tensor,
-    same_dtype: Tensor,
-    truth: Tensor,
-    operand: float = 0.0,
-    inherited: float = 0.0,
-) -> None:
+def assert_within_budget(name, got, same_dtype, truth, operand=0.0, inherited=0.0) -> None:
     """Both numbers come from :func:`error_and_budget`."""
     error, budget = error_and_budget(got, same_dtype, truth, operand=operand, inherited=inherited)
     assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"

@@ -5,16 +5,19 @@ CPU tensors, and ``schedules``, which are the same, once for each order of threa
 """
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import assert_within_budget
-from operands import call, options_of, tokens_of
+from operands import call, tokens_of
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
-from bapo_kernels import BAPOConfig
+from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.config import SURROGATES
 from bapo_kernels.core.operators import SCHEMAS
 from bapo_kernels.tools.budget import TINY, largest
@@ -24,7 +27,6 @@ LEFT = 777.0  # what is in an output before; where it stays, nothing was written
 OUTSIDE, NO_TOKEN = -1, -2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = torch.finfo(torch.float32).eps
-PAPER = BAPOConfig().options
 
 
 def left(*shape, dtype=torch.float32):
@@ -109,34 +111,32 @@ def random_sets(sizes=SIZES, V=None, shard=None):
     return Sets(torch.cat(ids).int(), offsets, V, shard)
 
 
-def head_sets():
-    """Fewer ids, as the products with a head are slow here."""
-    return random_sets((0, 1, 2, 31, 32, 33, 5, 0, 70, 130, 64, 3, 7, 4), V=130)
+HEAD_SIZES = (0, 1, 2, 31, 32, 33, 5, 0, 70, 130, 64, 3, 7, 4)  # products are slow here
 
 
 # Those from 512 on are shared among blocks, in pieces of 256 of which the last has the rest.
 LONG = (511, 512, 767, 1_100)
 
 
-def long_sets():
-    return random_sets((3, *LONG, 0, 2), V=1_100)
+def long_sets(long=LONG):
+    return random_sets((3, *long, 0, 2))
 
 
-def popular_ids():
+def popular_ids(long=LONG):
     """An id in as many sets."""
-    ids = (torch.arange(max(LONG))[:, None] < torch.tensor(LONG)).nonzero()
-    offsets = torch.searchsorted(ids[:, 0].contiguous(), torch.arange(max(LONG) + 1))
-    return Sets(ids[:, 1].int(), offsets, V=len(LONG) + 1)
+    ids = (torch.arange(max(long))[:, None] < torch.tensor(long)).nonzero()
+    offsets = torch.searchsorted(ids[:, 0].contiguous(), torch.arange(max(long) + 1))
+    return Sets(ids[:, 1].int(), offsets, V=len(long) + 1)
 
 
-# One place at a time, and what it has instead.
+# One place at a time, and what it has instead; None is the id before.
 BROKEN_IDS = {
     "too large": (6, 60),
     "huge": (6, 2**31 - 1),
     "negative": (7, -1),
     "least": (7, -(2**31)),
     "too large at the end": (57, 60),
-    "repeated": (6, 25),
+    "repeated": (6, None),
     "descending": (6, 0),
 }
 BROKEN_OFFSETS = {
@@ -148,18 +148,6 @@ BROKEN_OFFSETS = {
     "last too small": (5, 57),
     "last too large": (5, 59),
 }
-
-
-def broken_sets(ids=None, offsets=None):
-    """Sets of which these, by name, break their rule."""
-    sets = random_sets((4, 0, 9, 5, 40), V=60)
-    if ids:
-        at, value = BROKEN_IDS[ids]
-        sets.token_ids[at] = value if ids != "repeated" else sets.token_ids[at - 1]
-    if offsets:
-        at, value = BROKEN_OFFSETS[offsets]
-        sets.offsets[at] = value
-    return sets
 
 
 def labels_of(sets):
@@ -176,14 +164,13 @@ def labels_of(sets):
     return labels
 
 
-def position_of(sets, n, label):
-    if sets.is_broken(n) or not 0 <= label < sets.V:
-        return NO_TOKEN
-    return sets.ids(n).index(label) if label in sets.ids(n) else OUTSIDE
-
-
 def positions_of(sets, labels):
-    positions = [position_of(sets, n, label) for n, label in enumerate(labels.tolist())]
+    def position(n, label):
+        if sets.is_broken(n) or not 0 <= label < sets.V:
+            return NO_TOKEN
+        return sets.ids(n).index(label) if label in sets.ids(n) else OUTSIDE
+
+    positions = [position(n, label) for n, label in enumerate(labels.tolist())]
     return torch.tensor(positions, dtype=torch.int64)
 
 
@@ -205,7 +192,7 @@ def check_find_labels(ops, sets, labels):
 
 def spread(rows, margin=1):
     """The same rows in other memory, not aligned if the margin is 1; NaN lies between them."""
-    memory = torch.nn.functional.pad(rows, (margin, 3 * margin), value=torch.nan)
+    memory = pad(rows, (margin, 3 * margin), value=torch.nan)
     return memory[..., margin : -3 * margin], memory
 
 
@@ -243,110 +230,45 @@ def check_move(ops, sets, dtype, counted=None):
     check_margins(whole, memory)
 
 
-class Options(NamedTuple):
-    """Of the loss, and what is done to logits."""
-
-    softcap: float | None = None
-    temperature: float = 1.0
-    logit_scale: float = 1.0
-    temperatures: bool = False  # of every row
-    entropy_coef: float = 0.0
-    clip_ratio_c: float | None = None
-    kl: int | None = None  # type of the KL term, k1 or k3, with importance weights
-    surrogate: str = "clip"
-    own_bounds: bool = False  # of every row
-
-    def numbers(self):
-        """As the operators take them."""
-        return options_of(
-            surrogate=SURROGATES[self.surrogate],
-            clip_ratio_c=self.clip_ratio_c or math.inf,
-            sapo_tau_pos=TAU[0],
-            sapo_tau_neg=TAU[1],
-            kl_loss_coef=0.0 if self.kl is None else 0.1,
-            kl_loss_type=self.kl or 0,
-            entropy_coef=self.entropy_coef,
-            temperature=self.temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap or math.inf,
-        )
-
-
-K1, K3 = 0, 2
-TAU = 0.7, 1.6  # of SAPO, for advantages of either sign
-PLAIN = Options()
-ALL = Options(9.0, 0.8, 1.1, True, 0.01, 3.0, K3)
-EVERYTHING = Options(entropy_coef=0.02, clip_ratio_c=3.0, kl=K1)  # but for the logits
+ALL = BAPOConfig(entropy_coef=0.01, clip_ratio_c=3.0, kl_loss_coef=0.1, kl_loss_type="k3")
+ALL = replace(ALL, final_logit_softcapping=9.0, temperature=0.8, logit_scale=1.1)
+PLAIN = BAPOConfig()
+OF_LOSS = BAPOConfig(clip_ratio_c=3.0, sapo_tau_pos=0.7, sapo_tau_neg=1.6)
+EVERYTHING = replace(OF_LOSS, entropy_coef=0.02, kl_loss_coef=0.1, kl_loss_type="k1")
+# And whether each row has a temperature.
 OPTIONS = {
-    "plain": PLAIN,
-    "temperature": Options(None, 0.7, 1.3),
-    "softcap": Options(9.0, 0.8),
-    "temperatures": Options(temperatures=True),
-    "softcap, temperatures": Options(3.0, temperatures=True),
-    "everything": EVERYTHING,
-    "all options": ALL,
+    "plain": (PLAIN, False),
+    "temperature": (BAPOConfig(temperature=0.7, logit_scale=1.3), False),
+    "softcap": (BAPOConfig(final_logit_softcapping=9.0, temperature=0.8), False),
+    "temperatures": (PLAIN, True),
+    "softcap, temperatures": (BAPOConfig(final_logit_softcapping=3.0), True),
+    "everything": (EVERYTHING, False),
+    "all options": (ALL, True),
 }
-
-
-class Row(NamedTuple):
-    """The distribution over one set, in one dtype."""
-
-    log_p: Tensor
-    slope: Tensor  # d x/d z
-    log_prob: Tensor
-    entropy: Tensor
-    position: int
-
-    @classmethod
-    def of(cls, z, position, T, scale, softcap):
-        capped = torch.tanh(z * scale / (softcap or 1.0))
-        forbidden = z == -torch.inf
-        x = z * scale / T if softcap is None else softcap * capped / T
-        x = torch.where(forbidden, -torch.inf, x)
-        slope = scale / T * (1 - capped**2 if softcap else torch.ones_like(z))
-        log_p = x.log_softmax(0)
-        terms = log_p.exp() * log_p
-        # Of a row whose values are all -inf, there is no distribution.
-        entropy = -torch.where(forbidden & ~forbidden.all(), 0.0, terms).sum()
-        if 0 <= position < z.numel():
-            log_prob = log_p[position]
-        else:
-            outside = position == OUTSIDE and not z.isnan().any()
-            log_prob = z.new_tensor(-torch.inf if outside else torch.nan)
-        if z.numel() == 0:
-            entropy = z.new_tensor(torch.nan)
-        return cls(log_p, torch.where(forbidden, 0.0, slope), log_prob, entropy, position)
-
-    def gradient(self, dlog_prob, dentropy):
-        if dlog_prob == 0 and dentropy == 0:
-            return torch.zeros_like(self.log_p)
-        p = self.log_p.exp()
-        label = torch.zeros_like(p)
-        if 0 <= self.position < p.numel():
-            label[self.position] = 1
-        dx = dlog_prob * (label - p)
-        if dentropy != 0:
-            of_entropy = -p * (self.log_p + self.entropy)
-            dx += dentropy * torch.where(self.log_p == -torch.inf, 0.0, of_entropy)
-        return dx * self.slope
-
-
 # Kept, undecided and clipped, of either sign; none at a bound, where rounding decides.
 RATIOS = [1.0, 1.8, -0.7, 4.0, -0.3, -0.95, -5.0]  # with the sign of the advantage
 
 
 class Pass:
-    """The loss of rows that are sets: what operators take, and what they must make of it."""
+    """The loss of rows that are sets: what operators take, and what they must make of it.
 
-    def __init__(self, sets, values, options, bounds=None):
+    For the reference each row holds the values of its set, then -inf.
+    """
+
+    def __init__(self, sets, values, config, temperatures=False, bounds=None, own_bounds=False):
         """Behaviour log-probs lie around the log-probs, so that some rows are undecided."""
         g = torch.Generator().manual_seed(3)
-        self.sets, self.values, self.options, self.bounds = sets, values, options, bounds
+        self.sets, self.values, self.config, self.bounds = sets, values, config, bounds
         uniform = torch.rand(4, sets.N, generator=g)
         self.positions, self.counted = positions_of(sets, labels_of(sets)), counted_rows(sets)
         self.weights = uniform[0].double()
-        self.temperatures = uniform[1] + 0.5 if options.temperatures else None
-        self.is_weights, self.ref = uniform[2] + 0.5, -3 * uniform[3]
+        self.temperatures = uniform[1] + 0.5 if temperatures else None
+        has_kl = config.kl_loss_coef > 0
+        self.is_weights, self.ref = (uniform[2] + 0.5, -3 * uniform[3]) if has_kl else (None, None)
+        of_rows = [torch.arange(sets.K)[sets.of_row(n)] for n in range(sets.N)]
+        places = pad_sequence(of_rows, True, sets.K) if of_rows else torch.zeros(0, 0)
+        self.places = pad(places, (0, 1), value=sets.K).long()
+        self.present = torch.isin(torch.arange(sets.N), torch.tensor(sets.present()))
         ratios = torch.tensor(RATIOS).repeat(sets.N)[: sets.N]
         self.old = self.statistics(torch.float64)[0].nan_to_num(0.0, neginf=-20.0).float()
         self.old -= ratios.abs().log()
@@ -354,14 +276,13 @@ class Pass:
         self.A[5::9] = 0.0
         # Those of its neighbours would let a row pass where its own do not.
         odd = torch.arange(sets.N) % 2
-        self.own = torch.stack([0.75 - 0.3 * odd, 4.5 - 3.0 * odd]) if options.own_bounds else None
+        self.own = torch.stack([0.75 - 0.3 * odd, 4.5 - 3.0 * odd]) if own_bounds else None
 
     @property
     def known(self):
         """Arguments of operators."""
         fields = dict(advantages=self.A, old_log_probs=self.old, temperatures=self.temperatures)
-        if self.options.kl is not None:
-            fields |= dict(rollout_is_weights=self.is_weights, ref_log_probs=self.ref)
+        fields |= dict(rollout_is_weights=self.is_weights, ref_log_probs=self.ref)
         if self.own is not None:
             fields |= dict(lower=self.own[0], upper=self.own[1])
         tokens, present = tokens_of(self.sets.N, **fields)
@@ -372,71 +293,73 @@ class Pass:
             tokens=tokens,
             present=present,
             bounds=None if self.bounds is None else torch.tensor(self.bounds),
-            options=self.options.numbers(),
+            options=[*map(float, self.config.options)],
         )
 
-    def row(self, n, dtype):
-        T = self.options.temperature if self.temperatures is None else self.temperatures[n]
-        position = NO_TOKEN if self.sets.is_broken(n) else self.positions[n].item()
-        z, T = self.values[self.sets.of_row(n)].to(dtype), torch.as_tensor(T, dtype=dtype)
-        return Row.of(z, position, T, self.options.logit_scale, self.options.softcap)
+    def rows(self, values):
+        return torch.cat([values, values.new_full((1,), -torch.inf)])[self.places]
+
+    def log_probs(self, rows, positions):
+        """And the entropies; the last of a row is a token outside of its set."""
+        last = rows.shape[-1] - 1
+        labels = positions.where(positions != OUTSIDE, last).where(positions != NO_TOKEN, last + 1)
+        options = dict(logit_scale=self.config.logit_scale, temperature=self.temperatures)
+        if self.temperatures is None:
+            options["temperature"] = self.config.temperature
+        softcap = self.config.final_logit_softcapping
+        log_probs, entropy = reference.log_probs(
+            rows, labels, final_logit_softcapping=softcap, **options
+        )
+        no_value = (positions == OUTSIDE) & (rows == -torch.inf).all(1)
+        return log_probs.masked_fill(no_value, -torch.inf), entropy
 
     def statistics(self, dtype):
         """Log-probs and entropies; 0 of rows that are not counted, LEFT of those without a set."""
-        both = left(2, self.sets.N, dtype=dtype)
-        for n in self.sets.present():
-            row = self.row(n, dtype)
-            both[:, n] = torch.stack([row.log_prob, row.entropy]) if self.counted[n] else 0.0
-        return both
+        both = torch.stack(self.log_probs(self.rows(self.values.to(dtype)), self.positions))
+        return both.where(self.counted, 0.0).where(self.present, LEFT)
 
-    def dlog_prob(self, n, log_prob, bounds):
-        """d loss / d log_prob of a token, without its weight."""
-        A, surrogate = self.A[n].double(), self.options.surrogate
-        delta, (low, high) = log_prob.double() - self.old[n].double(), bounds
-        r, constant = delta.clamp(-20, 20).exp(), abs(delta) > 20
-        if surrogate == "cispo":
-            constant, g = False, -r.clamp(low, high) * A
-        elif surrogate == "sapo":
-            gate = torch.sigmoid(TAU[int(A < 0)] * (r - 1))
-            g = -4 * A * gate * (1 - gate) * r
-        else:
-            if surrogate == "clip":
-                low = low if A < 0 else -math.inf
-                high = high if A > 0 else self.options.clip_ratio_c or math.inf
-            constant, g = constant or not low <= r <= high, -r * A
-        g = torch.zeros(()) if constant and not r.isnan() else g
-        if self.options.kl is None:
-            return g
-        d = self.ref[n].double() - log_prob.double()
-        of_kl = -torch.expm1(d) if abs(d) < 20 and torch.expm1(d) - d <= 10 else 0.0
-        return g * self.is_weights[n].double() + 0.1 * (1 if self.options.kl == K1 else of_kl)
+    def dlog_probs(self, log_probs, bounds):
+        """d loss / d log_prob of every row at these bounds, without its weight."""
+        config, counted = (
+            replace(self.config, loss_agg_mode="token-sum"),
+            self.counted & self.present,
+        )
+        options = dict(config=config, rollout_is_weights=self.is_weights, ref_log_probs=self.ref)
+        options["bounds"] = bounds if config.has_bounds else None
+        batch = self.old, self.A, counted
+        loss = reference.bapo_loss_from_log_probs(log_probs, *batch, **options).loss
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        return gradient.masked_fill(counted & log_probs.isnan(), torch.nan)
 
     def decisions(self, dtype):
         """(undecided, dlog_probs, dentropy) of every row."""
-        undecided = torch.zeros(self.sets.N, dtype=torch.uint8)
-        dlog_probs, dentropy = torch.zeros(2, self.sets.N, dtype=torch.float64)
-        log_probs, _ = self.statistics(dtype)
-        for n in self.sets.present():
-            if self.counted[n]:
-                own = self.bounds if self.own is None else self.own[:, n].tolist()
-                ends = [own] * 2 if own else [PAPER.start, PAPER.maximum]
-                first, last = (self.dlog_prob(n, log_probs[n], end) for end in ends)
-                undecided[n] = bool(first != last) and not first.isnan()
-                dlog_probs[n] = self.weights[n] * first
-                dentropy[n] = -self.weights[n] * self.options.entropy_coef
-        return undecided, dlog_probs, dentropy
+        log_probs = self.statistics(dtype)[0].double().requires_grad_()
+        given = self.bounds if self.own is None else (*self.own,)
+        ends = self.config.options.start, self.config.options.maximum
+        first, last = (self.dlog_probs(log_probs, given or end) for end in ends)
+        undecided = ((first != last) & ~first.isnan()).to(torch.uint8)
+        dentropy = -self.weights * self.config.entropy_coef * (self.counted & self.present)
+        return undecided, self.weights * first, dentropy
 
     def gradients(self, dtype, rows, dlog_probs, dentropy):
         """Of the values of these rows; LEFT in others."""
-        dvalues = left(self.sets.K, dtype=dtype)
+        leaf = self.values.to(dtype, copy=True).requires_grad_()
+        both = self.log_probs(self.rows(leaf), self.positions)
+        incoming = dlog_probs.to(dtype), dentropy.to(dtype)
+        (dvalues,) = torch.autograd.grad(both, leaf, incoming)
+        dvalues[~self.sets.of_rows(rows)] = LEFT
         for n in rows:
-            coefficients = dlog_probs[n].to(dtype), dentropy[n].to(dtype)
-            dvalues[self.sets.of_row(n)] = self.row(n, dtype).gradient(*coefficients)
+            if dlog_probs[n].isnan():
+                dvalues[self.sets.of_row(n)] = torch.nan
+            elif dlog_probs[n] == dentropy[n] == 0:
+                dvalues[self.sets.of_row(n)] = 0.0
         return dvalues
 
     def largest_log_p(self):
-        log_p = [self.row(n, torch.float64).log_p for n in range(self.sets.N)]
-        return max(1.0, *(largest(each[each.isfinite()]) for each in log_p), 1.0)
+        rows = self.rows(self.values.double())
+        least = rows.where(rows.isfinite(), torch.inf).argmin(-1)
+        log_p = self.log_probs(rows, least)[0]
+        return max(1.0, largest(log_p[log_p.isfinite()]))
 
 
 def check(name, got, compute, operand=0.0):
@@ -450,10 +373,8 @@ def check(name, got, compute, operand=0.0):
 
 def results_of(N):
     """What a pass writes about rows."""
-    log_probs, entropy, stats = (
-        left(*shape, dtype=torch.float64) for shape in ((N,), (N,), (N, 2))
-    )
-    return dict(log_probs=log_probs, entropy=entropy, stats=stats)
+    shapes = dict(log_probs=(N,), entropy=(N,), stats=(N, 2))
+    return {name: left(*shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 def run_pass(ops, name, known, **given):
@@ -489,12 +410,8 @@ def check_statistics(ops, case):
 
 def check_pass(ops, case):
     """Both passes, then the gradient of some rows with coefficients that are known by then."""
-    alone, sets, values, got = (
-        check_statistics(ops, case),
-        case.sets,
-        case.values,
-        case.values.clone(),
-    )
+    sets, values, got = case.sets, case.values, case.values.clone()
+    alone = check_statistics(ops, case)
     results, undecided = run_pass(ops, "row_pass_", case.known, logits=got)
     assert_same(alone.values(), results.values())
     expected, *coefficients = case.decisions(torch.float64)
@@ -620,6 +537,9 @@ def check_rounded(name, got, compute):
     assert ((got.double() - truth).abs() <= budget)[~here].all(), name
 
 
+ADD_AND_BIAS = (False, False), (False, True), (True, False), (True, True)
+
+
 def segments_of(sets):
     """The values by their columns: their order, their rows, and where each column begins."""
     row_of_value = torch.arange(sets.N).repeat_interleave(sets.offsets.diff())
@@ -628,7 +548,7 @@ def segments_of(sets):
     return dict(order=order, rows=row_of_value[order].int(), segments=starts)
 
 
-def check_dweight(ops, sets, head, dtype, given=None, biases=(False, True)):
+def check_dweight(ops, sets, head, dtype, given=None, flags=ADD_AND_BIAS):
     given, hidden = given or segments_of(sets), head["hidden"]
     dvalues, _ = spread(rand(sets.K, seed=7), 8)
     dvalues[::3] = 0.0
@@ -650,7 +570,7 @@ def check_dweight(ops, sets, head, dtype, given=None, biases=(False, True)):
     def expected_bias(kind):
         return bias_before.to(kind) + torch.stack([dvalues[k].to(kind).sum() for k, _ in columns])
 
-    for add, has_bias in product((False, True), biases):
+    for add, has_bias in flags:
         given_before = before if add else torch.full_like(before, LEFT)
         dweight, memory = spread(given_before, head["margin"] or 8)
         dbias = bias_before.clone() if has_bias else None
@@ -662,10 +582,11 @@ def check_dweight(ops, sets, head, dtype, given=None, biases=(False, True)):
             check("dbias", dbias, expected_bias)
 
 
-def check_head_pass(ops, sets, head, options):
+def check_head_pass(ops, sets, head, config, temperatures=False):
     """The bits of the three operators that it does the work of."""
     values = multiply(ops, sets, head, counted_rows(sets))
-    case, dvalues, got = Pass(sets, values, options).known | head, values.clone(), left(sets.K)
+    case, dvalues, got = Pass(sets, values, config, temperatures), values.clone(), left(sets.K)
+    case = case.known | head
     expected, undecided = run_pass(ops, "row_pass_", case, logits=dvalues)
     dhidden, expected_dhidden = (torch.full_like(head["hidden"], LEFT) for _ in "12")
     only = (undecided == 0).to(torch.uint8)
@@ -678,6 +599,23 @@ def check_head_pass(ops, sets, head, options):
     return undecided
 
 
+def check_broken(ops, which, at, value, overlap=False):
+    """Rows that break a rule are NaN, and no other; nothing is written outside of a set."""
+    sets = random_sets((4, 0, 9, 5, 40), V=60)
+    values = getattr(sets, which)
+    values[at] = values[at - 1] if value is None else value
+    check_find_labels(ops, sets, labels_of(sets))
+    case, head = Pass(sets, values_of(sets), ALL, True), head_of(sets, torch.bfloat16, 72)
+    results = check_statistics(ops, case)
+    assert results["log_probs"][case.counted].isnan().any()
+    check_dhidden(ops, sets, head, torch.float32)
+    if not overlap:
+        check_pass(ops, case)
+        check_move(ops, sets, torch.bfloat16)
+        check_multiply(ops, sets, head)
+        check_head_pass(ops, sets, head, ALL, True)
+
+
 # Elements of a hidden state, and the margin of its memory: several slices of a row, and a part of a
 # vector.
 SHORT = (72, 0), (65, 1), (3, 1)
@@ -687,27 +625,26 @@ of_dtype = pytest.mark.parametrize("dtype", DTYPES)
 class OperatorTests:
     """Those that every backend has to pass, with sets of these sizes and with these heads."""
 
-    sizes = SIZES
+    sizes, head_sizes, long, whole = SIZES, HEAD_SIZES, LONG, 12_001
     heads = tuple(product(DTYPES, (*SHORT, (1_104, 8))))
     short_heads = tuple(product(DTYPES, SHORT))
-    biases_of_no_row = False, True
+    popular, columns = LONG, 520  # more than a block adds of parts
+    flags, flags_of_no_row = ADD_AND_BIAS, ADD_AND_BIAS
 
     def pytest_generate_tests(self, metafunc):
         for name, heads in (("head", self.heads), ("short_head", self.short_heads)):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, [(dtype, *of) for dtype, of in heads], ids=str)
 
-    @pytest.mark.parametrize("rows", [1, 128, 150])
-    def test_positions_of_labels(self, ops, rows):
-        sets = random_sets([k % 6 for k in range(rows)], V=8)
-        check_find_labels(ops, sets, (7 * torch.arange(rows)) % 12 - 2)
+    def test_positions_of_labels(self, ops):
         check_find_labels(ops, random_sets(), labels_of(random_sets()))
-
-    @pytest.mark.parametrize("size", [1, 2, 3, 31, 32, 600])
-    def test_every_position_is_found(self, ops, size):
-        sets = random_sets([size] * 3, V=700)
-        labels = sets.token_ids.view(3, size)[[0, 1, 2], [0, size // 2, -1]]
-        check_find_labels(ops, sets, labels.long())
+        for rows in (1, 128, 150):
+            sets = random_sets([k % 6 for k in range(rows)], V=8)
+            check_find_labels(ops, sets, (7 * torch.arange(rows)) % 12 - 2)
+        for size in (1, 2, 3, 31, 32, 600):  # the first place, one in the middle and the last
+            sets = random_sets([size] * 3, V=700)
+            labels = sets.token_ids.view(3, size)[[0, 1, 2], [0, size // 2, -1]]
+            check_find_labels(ops, sets, labels.long())
 
     @of_dtype
     @pytest.mark.parametrize("shard", [None, (0, 300), (400, 300), (1_000, 300)])
@@ -718,7 +655,7 @@ class OperatorTests:
     @pytest.mark.parametrize("bounds", [None, (0.65, 1.4)])
     def test_passes_over_sets(self, schedules, options, bounds):
         sets = random_sets(self.sizes)
-        case = Pass(sets, values_of(sets), OPTIONS[options], bounds)
+        case = Pass(sets, values_of(sets), *OPTIONS[options], bounds)
         for ops in schedules:
             assert check_pass(ops, case).sum() == (4 if bounds is None else 0)
 
@@ -726,31 +663,31 @@ class OperatorTests:
     @pytest.mark.parametrize("own_bounds", [False, True])
     def test_surrogates(self, ops, surrogate, own_bounds):
         sets = random_sets(self.sizes)
-        for options in (Options(clip_ratio_c=3.0), EVERYTHING):
-            options = options._replace(surrogate=surrogate, own_bounds=own_bounds)
-            undecided = check_pass(ops, Pass(sets, values_of(sets), options))
-            assert undecided.any() == (surrogate != "sapo" and not own_bounds)
+        dual_clip = 3.0 if surrogate == "clip" else None
+        for config in (OF_LOSS, EVERYTHING):
+            config = replace(config, surrogate=surrogate, clip_ratio_c=dual_clip)
+            case = Pass(sets, values_of(sets), config, own_bounds=own_bounds)
+            assert check_pass(ops, case).any() == (surrogate != "sapo" and not own_bounds)
 
     @pytest.mark.parametrize("name", BROKEN_IDS)
     def test_broken_ids(self, ops, name):
-        """Rows that break a rule are NaN, and no other; nothing is written outside of a set."""
-        check_broken(ops, broken_sets(ids=name))
+        check_broken(ops, "token_ids", *BROKEN_IDS[name])
 
     @pytest.mark.parametrize("name", BROKEN_OFFSETS)
     def test_broken_offsets(self, ops, name):
-        check_broken(ops, broken_sets(offsets=name), overlap=name == "falling")
+        check_broken(ops, "offsets", *BROKEN_OFFSETS[name], overlap=name == "falling")
 
     @pytest.mark.parametrize("options", OPTIONS)
     def test_sets_in_shards(self, ops, options):
         """An id of another rank is forbidden here, and has no gradient; others have that of all."""
-        options, whole = OPTIONS[options], random_sets(self.sizes)
+        whole = random_sets(self.sizes)
         shard = whole._replace(shard=(400, 300))
         values = values_of(whole)
         here = values_of(shard).isfinite()
         parts = torch.where(here, values, -torch.inf)
-        check_statistics(ops, Pass(shard, parts, options))
+        check_statistics(ops, Pass(shard, parts, *OPTIONS[options]))
 
-        case = Pass(whole, values, options)
+        case = Pass(whole, values, *OPTIONS[options])
         known = case.known | check_statistics(ops, case)
         known |= zip(("dlog_probs", "dentropy"), case.decisions(torch.float64)[1:], strict=True)
         gradients = [left(whole.K) for _ in "12"]
@@ -778,26 +715,26 @@ class OperatorTests:
 
     def test_a_set_of_a_whole_vocabulary(self, ops):
         """Sums of many terms are as accurate as those of few."""
-        sets = random_sets((3, 12_001), V=12_001)
-        check_pass(ops, Pass(sets, values_of(sets), Options(entropy_coef=0.01)))
+        sets = random_sets((3, self.whole))
+        check_pass(ops, Pass(sets, values_of(sets), BAPOConfig(entropy_coef=0.01)))
         head = head_of(sets, torch.float32, 8)
         check_dhidden(ops, sets, head | dict(weight=head["weight"].abs()), torch.float32)
 
     def test_products_with_the_head(self, schedules, head):
         for ops, shard in product(schedules, (None, (40, 50))):
-            sets = head_sets()._replace(shard=shard)
+            sets = random_sets(self.head_sizes, shard=shard)
             operands = head_of(sets, *head)
             check_multiply(ops, sets, operands)
             for kind in {head[0], torch.float32}:
                 check_dhidden(ops, sets, operands, kind)
 
     def test_gradient_of_the_head_from_sets(self, schedules, head):
-        sets = head_sets()
+        sets = random_sets(self.head_sizes)
         for ops, kind in product(schedules, {head[0], torch.float32}):
-            check_dweight(ops, sets, head_of(sets, *head), kind)
+            check_dweight(ops, sets, head_of(sets, *head), kind, flags=self.flags)
 
     def test_long_sets_and_popular_ids(self, schedules, short_head):
-        sets, popular = long_sets(), popular_ids()
+        sets, popular = long_sets(self.long), popular_ids(self.popular)
         operands = head_of(sets, *short_head)
         for ops in schedules:
             check_multiply(ops, sets, operands)
@@ -806,21 +743,21 @@ class OperatorTests:
             check_dweight(ops, popular, head_of(popular, *short_head), short_head[0])
 
     def test_segments_that_break_their_rules(self, ops):
-        sets = head_sets()
+        sets = random_sets(self.head_sizes)
         given = segments_of(sets)
         given["order"][[3, 40, 50]] = torch.tensor([-1, sets.K, sets.K + 9])
         given["rows"][5:8], given["rows"][20:24], given["rows"][60:64] = -1, sets.N, 2**31 - 1
         given["segments"][[0, 7, -1]] = torch.tensor([-5, 1 << 40, sets.K + 9])
         operands = head_of(sets, torch.float32, 72)
-        check_dweight(ops, sets, operands, torch.float32, given, self.biases_of_no_row)
+        check_dweight(ops, sets, operands, torch.float32, given, self.flags_of_no_row)
 
     def test_the_pass_from_hidden_states(self, schedules, head):
-        sets = head_sets()
-        for ops, options in product(schedules, (PLAIN, ALL)):
-            assert check_head_pass(ops, sets, head_of(sets, *head), options).any()
+        sets = random_sets(self.head_sizes)
+        for ops, options in product(schedules, ((PLAIN, False), (ALL, True))):
+            assert check_head_pass(ops, sets, head_of(sets, *head), *options).any()
 
     def test_a_row_of_sets_alone_has_the_bits_of_a_batch(self, ops):
-        sets = long_sets()
+        sets = long_sets(self.long)
         head = head_of(sets, torch.bfloat16, 520)
 
         def everything(sets, rows):
@@ -844,7 +781,7 @@ class OperatorTests:
                 assert torch.equal(one[0], all_rows[n])
 
     def test_a_column_alone_has_the_bits_of_a_batch(self, ops):
-        sets, H = popular_ids(), 520  # more than a block adds of parts
+        sets, H = popular_ids(self.popular), self.columns
         hidden, dvalues = head_of(sets, torch.float32, H)["hidden"], rand(sets.K, seed=8)
         order, rows, segments = segments_of(sets).values()
 
@@ -881,19 +818,3 @@ class OperatorTests:
         given = dict(dvalues=torch.zeros(sets.K), hidden=torch.zeros(sets.N, 8), add=False)
         given |= dict(segments=known["segments"][:1], dweight=torch.zeros(0, 8))
         call(ops, "sets_dweight", known, **given, dbias=torch.zeros(0))
-
-
-def check_broken(ops, sets, overlap=False):
-    values = values_of(sets)
-    check_find_labels(ops, sets, labels_of(sets))
-    case = Pass(sets, values, ALL)
-    results = check_statistics(ops, case)
-    assert results["log_probs"][case.counted].isnan().any()
-    head = head_of(sets, torch.bfloat16, 72)
-    check_dhidden(ops, sets, head, torch.float32)
-    if overlap:  # the sets of other rows
-        return
-    check_pass(ops, case)
-    check_move(ops, sets, torch.bfloat16)
-    check_multiply(ops, sets, head)
-    check_head_pass(ops, sets, head, ALL)

@@ -7,14 +7,8 @@ import torch
 import torch.utils.checkpoint
 from helpers import make_case, plain_result, run_kernel, unmasked_tokens
 
-from bapo_kernels import (
-    BAPOConfig,
-    bapo_linear_loss,
-    bapo_loss,
-    bapo_loss_from_log_probs,
-    log_probs,
-    reference,
-)
+import bapo_kernels
+from bapo_kernels import bapo_loss, bapo_loss_from_log_probs, log_probs, reference
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.37, -2.5, 1.0])
@@ -36,31 +30,6 @@ def test_gradient_is_not_copied(backend, device):
     assert x.grad.data_ptr() == pointer
     bapo_loss(x, *case.arguments(), backend=backend).loss.backward()
     assert torch.equal(x.grad, 2 * plain_result(backend).gradient)
-
-
-@pytest.mark.parametrize("name", ["log_probs", "entropy"])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_gradient_through_log_probs_or_entropy_raises(backend, device, name, inplace):
-    """Forward computes the gradient of the loss alone; 0 for other terms would be wrong."""
-    case = make_case(device=device, poison=False)
-    x = case.logits.clone().requires_grad_()
-
-    def term():
-        out = bapo_loss(x * 1.0, *case.arguments(), backend=backend, inplace=inplace)
-        return out.loss, getattr(out, name)
-
-    loss, values = term()
-    with pytest.raises(RuntimeError, match=r"log_probs and entropy .* have no gradient"):
-        (loss + 0.1 * values.mean()).backward()
-    loss, values = term()
-    with pytest.raises(RuntimeError, match=r"have no gradient"):
-        torch.autograd.grad(loss + 0.1 * values.mean(), x)
-    assert x.grad is None
-    loss, values = term()
-    (loss + 0.1 * values.detach().mean()).backward()
-    assert x.grad.isfinite().all()
-    with torch.no_grad():
-        assert not term()[1].requires_grad
 
 
 @pytest.mark.parametrize("level", ["float16 logits", "log-probs", "reference"])
@@ -85,39 +54,6 @@ def test_log_probs_and_entropy_with_a_gradient(backend, device, level):
     got, expected = gradient(out.log_probs, 0.3 * out.entropy), gradient(logp, 0.3 * entropy)
     torch.testing.assert_close(got, expected)
     assert got.any()
-
-
-def test_without_gradient(backend, device):
-    case = make_case(device=device)
-    expected = plain_result(backend).output
-    leaf, x = case.logits.clone().requires_grad_(), torch.randn(3, 20, device=device)
-    labels = torch.tensor([1, 2, 3], device=device)
-    of_labels = log_probs(x, labels, backend=backend)
-    for logits, mode in (
-        (leaf, torch.no_grad()),
-        (leaf, torch.inference_mode()),
-        (case.logits, torch.enable_grad()),
-    ):
-        with mode:
-            out = bapo_loss(logits, *case.arguments(), backend=backend)
-            got = log_probs(x.requires_grad_(logits is leaf), labels, backend=backend)
-        assert not any(values.requires_grad for values in (out.loss, *got))
-        assert torch.equal(out.loss, expected.loss)
-        assert torch.equal(out.log_probs, expected.log_probs)
-        assert all(map(torch.equal, got, of_labels))
-
-
-def test_autocast_changes_nothing(backend, device):
-    case = make_case(device=device, dtype=torch.bfloat16)
-    expected = plain_result(backend, dtype=torch.bfloat16)
-    x = torch.randn(3, 20, device=device).bfloat16()
-    labels = torch.tensor([1, 2, 3], device=device)
-    with torch.autocast(device, torch.bfloat16):
-        got = run_kernel(case, backend)
-        logp, entropy = log_probs(x, labels, backend=backend)
-    assert torch.equal(got.gradient, expected.gradient)
-    assert logp.dtype == entropy.dtype == torch.float32
-    assert torch.equal(logp, log_probs(x, labels, backend=backend)[0])
 
 
 class TestInPlace:
@@ -237,89 +173,26 @@ class TestInPlace:
 
 
 class TestFromLogProbs:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-    def test_gradients_of_both_inputs(self, backend, device, dtype):
+    def test_gradient_of_float64(self, device):
+        """It has their dtype and accuracy."""
         case = make_case((4, 9), device=device, staleness=0.4)
-        config = BAPOConfig(entropy_coef=0.1)
-        logp = (case.old_log_probs + 0.3 * torch.randn(4, 9, device=device)).to(dtype)
-        entropy = torch.rand(4, 9, device=device).to(dtype)
-        results = []
-        for loss_of, kind in (
-            (bapo_loss_from_log_probs, dtype),
-            (reference.bapo_loss_from_log_probs, torch.float64),
-        ):
-            leaves = [t.to(kind, copy=True).requires_grad_() for t in (logp, entropy)]
-            batch = case.old_log_probs, case.advantages, unmasked_tokens(case)
-            out = loss_of(leaves[0], *batch, entropy=leaves[1], config=config)
-            results.append((out, torch.autograd.grad(out.loss, leaves)))
-        (got, got_grads), (truth, true_grads) = results
-        torch.testing.assert_close(got.loss.double(), truth.loss, rtol=1e-6, atol=1e-9)
-        for gradient, expected in zip(got_grads, true_grads, strict=True):
-            assert gradient.dtype == dtype
-            torch.testing.assert_close(
-                gradient.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-12
-            )
-        for name, value in truth.metrics.items():
-            torch.testing.assert_close(got.metrics[name].double(), value, rtol=1e-6, atol=1e-7)
-        assert got.bounds == truth.bounds
+        batch = case.old_log_probs, case.advantages, unmasked_tokens(case)
+        logp = (case.old_log_probs + 0.3 * torch.randn(4, 9, device=device)).double()
+        gradients = []
+        for loss_of in (bapo_loss_from_log_probs, reference.bapo_loss_from_log_probs):
+            leaf = logp.clone().requires_grad_()
+            out = loss_of(leaf, *batch)
+            assert out.entropy is None
+            gradients += torch.autograd.grad(out.loss, leaf)
+        torch.testing.assert_close(*gradients, rtol=2.0**-52, atol=1e-12)
 
-    def test_gradient_of_entropy_alone(self, backend, device):
+    def test_gradient_of_entropy_alone(self, device):
         case = make_case(device=device)
         entropy = torch.rand(3, 7, device=device, requires_grad=True)
-        options = dict(entropy=entropy, config=BAPOConfig(entropy_coef=0.1))
+        options = dict(entropy=entropy, config=bapo_kernels.BAPOConfig(entropy_coef=0.1))
         batch = None, case.advantages, unmasked_tokens(case)
         bapo_loss_from_log_probs(case.old_log_probs, *batch, **options).loss.backward()
         assert entropy.grad.sum().item() == pytest.approx(-0.1)
-
-    def test_agrees_with_the_loss_of_logits(self, backend, device):
-        case = make_case(device=device, staleness=0.4)
-        full = run_kernel(case, backend).output
-        unmasked = unmasked_tokens(case)
-        out = bapo_loss_from_log_probs(
-            full.log_probs, case.old_log_probs, case.advantages, unmasked, statistics="live"
-        )
-        torch.testing.assert_close(out.loss, full.loss, rtol=1e-5, atol=1e-7)
-        assert out.entropy is None
-        assert out.metrics["live_tokens"] == (unmasked & (case.advantages != 0)).sum()
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_checkpointing_gives_the_same_gradient(backend, device, inplace, dtype):
-    """The forward runs twice; the gradient is that of one run."""
-    torch.manual_seed(2)
-    weight = torch.randn(8, 257, device=device, dtype=dtype, requires_grad=True)
-    hidden = torch.randn(3, 7, 8, device=device, dtype=dtype)
-    case = make_case(device=device, poison=False)
-
-    def loss(h):
-        return bapo_loss(h @ weight, *case.arguments(), backend=backend, inplace=inplace).loss
-
-    (expected,) = torch.autograd.grad(loss(hidden), weight)
-    value = torch.utils.checkpoint.checkpoint(loss, hidden, use_reentrant=False)
-    assert torch.equal(torch.autograd.grad(value, weight)[0], expected)
-
-
-def test_log_probs_of_no_tokens(backend, device):
-    empty = torch.empty(0, 20, device=device, requires_grad=True)
-    labels = torch.empty(0, dtype=torch.int64, device=device)
-    log_probs(empty, labels, backend=backend)[0].sum().backward()
-    assert empty.grad.shape == (0, 20)
-
-
-def test_all_masked_loss_is_connected_to_the_graph(backend, device):
-    """A rank without tokens must still take part in the backward of the others."""
-    case = make_case(device=device)
-    linear = torch.nn.Linear(8, 257, device=device)
-    logits = linear(torch.randn(3, 7, 8, device=device))
-    mask = torch.zeros_like(case.response_mask)
-    arguments = (case.labels, case.old_log_probs, case.advantages, mask)
-    for inplace in (False, True):
-        linear.zero_grad()
-        bapo_loss(logits * 1, *arguments, backend=backend, inplace=inplace).loss.backward(
-            retain_graph=True
-        )
-        assert torch.equal(linear.weight.grad, torch.zeros_like(linear.weight))
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, None])
@@ -333,7 +206,7 @@ def test_scaled_gradients_of_any_layout(backend, device, chunk_tokens):
         weight = torch.randn(8, 65, generator=g).to(device).bfloat16().t()
         leaves = [leaf.detach().requires_grad_() for leaf in (hidden, weight)]
         options = dict(backend=backend, chunk_tokens=chunk_tokens)
-        loss = bapo_linear_loss(*leaves, *case.arguments(), **options).loss
+        loss = bapo_kernels.bapo_linear_loss(*leaves, *case.arguments(), **options).loss
         (scale * loss).backward()
         gradients.append([leaf.grad for leaf in leaves])
     for once, four_times in zip(*gradients, strict=True):

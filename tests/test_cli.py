@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +17,11 @@ from typer.testing import CliRunner
 
 import bapo_kernels
 from bapo_kernels import available_backends
-from bapo_kernels.core import autograd, hidden, rows, tokens
+from bapo_kernels.core import autograd, rows, tokens
 from bapo_kernels.tools import profile, validate
 from bapo_kernels.tools.cli import commands
 
 DTYPES = ["float32", "bfloat16", "float16"]
-
-
-def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 
 def run(*arguments):
@@ -37,55 +34,61 @@ def error_of(*arguments):
     return done.output
 
 
-def checks_in(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def validate_cpu(folder, *options):
+    """The command, and the checks that it has written, one a line."""
+    file = folder / "checks.jsonl"
+    done = run("validate", "--device", "cpu", "--backend", "cpu", "--json", str(file), *options)
+    return done, [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def short(tasks):
     return [task for task in tasks if not task.case.endswith(f"V = {validate.VOCABULARY:,}")]
 
 
+# Shows what each command prints, and how it ends.
 WITHOUT_TYPER = """
-import runpy, sys
+import contextlib, io, json, runpy, sys
+import bapo_kernels
+assert not {"typer", "rich"} & set(sys.modules)
 sys.modules["typer"] = None
-sys.argv[0] = "bapo_kernels"
-runpy.run_module("bapo_kernels", run_name="__main__")
+for command in ([], ["--version"], ["validate"]):
+    sys.argv[:] = ["bapo_kernels", *command]
+    told, error = io.StringIO(), None
+    with contextlib.redirect_stdout(told):
+        try:
+            runpy.run_module("bapo_kernels", run_name="__main__")
+        except SystemExit as end:
+            error = end.code
+    print(json.dumps([told.getvalue(), error]))
 """
 
 
 @pytest.mark.slow
 def test_only_commands_need_typer():
     """Without it a command names the extra."""
-    code = "import sys, bapo_kernels; assert not {'typer', 'rich'} & set(sys.modules)"
-    assert python("-c", code).returncode == 0
-    done = python("-c", WITHOUT_TYPER)
-    assert done.returncode == 0
-    assert "backend reference available" in done.stdout
-    assert python("-c", WITHOUT_TYPER, "--version").stdout == f"{bapo_kernels.__version__}\n"
-    done = python("-c", WITHOUT_TYPER, "validate")
-    assert done.returncode == 1
-    told = "the commands need typer and rich (extra 'cli'): pip install 'typer>=0.19' rich"
-    assert done.stderr == f"bapo_kernels: {told}\n"
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TYPER], capture_output=True, text=True)
+    report, version, command = map(json.loads, done.stdout.splitlines())
+    assert "backend reference available" in report[0]
+    assert version == [f"{bapo_kernels.__version__}\n", None]
+    needed = "the commands need typer and rich (extra 'cli'): pip install 'typer>=0.19' rich"
+    assert command == ["", f"bapo_kernels: {needed}"]
 
 
-@pytest.mark.slow
-def test_help_lists_the_commands():
-    for option in ("-h", "--help"):
-        done = python("-m", "bapo_kernels", option)
-        assert done.returncode == 0
-        assert "validate" in done.stdout
-        assert "profile" in done.stdout
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_lists_the_commands(monkeypatch, capsys, option):
+    monkeypatch.setattr(sys, "argv", ["bapo_kernels", option])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("bapo_kernels", run_name="__main__")
+    told = capsys.readouterr().out
+    assert "validate" in told
+    assert "profile" in told
 
 
 @pytest.mark.slow
 @needs_native
 def test_validate_finds_no_error(tmp_path):
-    """As a user runs it; the file has one line per check."""
-    file = tmp_path / "checks.jsonl"
-    command = ("-m", "bapo_kernels", "validate", "--device", "cpu", "--backend", "cpu")
-    done = python(*command, "--json", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-    checks = checks_in(file)
+    done, checks = validate_cpu(tmp_path)
+    assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1] == f"{len(checks)} checks, 0 failed"
     assert all(check["passed"] and check["error"] <= check["budget"] for check in checks)
     assert {check["dtype"] for check in checks} == set(DTYPES)
@@ -104,22 +107,6 @@ def test_cases_pass_on_every_backend(backend, device, interpreted):
     checks = validate.run(device, [backend], some)
     assert len({check.case for check in checks}) >= 11
     assert [check for check in checks if not check.passed] == []
-
-
-def test_the_linear_case_has_several_chunks_and_recomputed_rows(monkeypatch):
-    seen = {"forward": [], "add_recomputed": []}
-
-    def noted(method, name):
-        return lambda self, rows, *others: (seen[name].append(rows), method(self, rows, *others))[1]
-
-    for name in seen:
-        method = getattr(hidden.Chunks, name)
-        monkeypatch.setattr(hidden.Chunks, name, noted(method, name))
-    backend = next(name for name in validate.CANDIDATES if available_backends()[name] is None)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    list(validate._linear(backend, torch.float32, device))
-    assert len(seen["forward"]) > 4  # in two runs
-    assert any(rows.numel() > 0 for rows in seen["add_recomputed"])
 
 
 def wrong_operators(monkeypatch, **faults):
@@ -145,8 +132,13 @@ def times(by, index):
     return lambda *arguments: None if arguments[index] is None else arguments[index].mul_(by)
 
 
-def add_to_first(index, amount):
-    return lambda *arguments: arguments[index].view(-1)[:1].add_(amount)
+def of_rows(index):
+    """``index``: in the row pass; without a gradient it has two results fewer."""
+    return dict(row_pass=times(1 + 1e-5, index), row_statistics=times(1 + 1e-5, index + 2))
+
+
+def add(amount, index, at=0):
+    return lambda *arguments: arguments[index].view(-1)[at].add_(amount)
 
 
 def nan_in_a_fresh_gradient(*arguments):
@@ -159,34 +151,20 @@ SEQUENCES = {"ratio of sequences"}  # the row pass decides no row
 LOSSES = SEARCHED | KNOWN | SEQUENCES
 FRESH = LOSSES - {"inplace"}  # the gradient has its own tensor
 HIDDEN, LOG_PROBS = {"bapo_linear_loss"}, {"log_probs"}
-ALL = LOSSES | LOG_PROBS | HIDDEN
+OWN, ALL = FRESH | LOG_PROBS, LOSSES | LOG_PROBS | HIDDEN
 SEARCHES = {"search, paper", "search, recipe"}
-FAULTS = {
+SEARCHING = (LOSSES - KNOWN) | HIDDEN | SEARCHES
+FAULTS = {  # the operators, and where the quantity is wrong, with float16 where that differs
     "gradient": (dict(row_pass=times(1.01, -1)), "gradient", FRESH - SEQUENCES, set()),
     "gradient in place": (dict(row_pass_=times(1.01, 0)), "gradient", {"inplace"} | HIDDEN, set()),
     "gradient of undecided rows": (dict(row_gradient_=times(1.1, 0)), "weight gradient", HIDDEN),
-    "gradient of log_probs": (
-        dict(row_gradient=times(1.02, -1)),
-        *("gradient", (FRESH - KNOWN) | LOG_PROBS, FRESH | LOG_PROBS),
-    ),
+    "gradient of log_probs": (dict(row_gradient=times(1.02, -1)), "gradient", OWN - KNOWN, OWN),
     "NaN": (dict(row_pass=nan_in_a_fresh_gradient), "gradient", FRESH - SEQUENCES, set()),
-    "log_probs": (
-        dict(row_pass=times(1 + 1e-5, -5), row_statistics=times(1 + 1e-5, -3)),
-        *("log_probs", FRESH | LOG_PROBS, ALL),
-    ),
-    "entropy": (
-        dict(row_pass=times(1 + 1e-5, -4), row_statistics=times(1 + 1e-5, -2)),
-        *("entropy", FRESH | LOG_PROBS, ALL),
-    ),
-    "lower bound": (
-        dict.fromkeys(("solve", "search"), add_to_first(-2, 0.02)),
-        *("bounds", (LOSSES - KNOWN) | HIDDEN | SEARCHES),
-    ),
-    "loss": (dict(token_loss=add_to_first(-5, 1e-4)), "loss", LOSSES | HIDDEN),
-    "metric": (
-        dict(token_loss=lambda *arguments: arguments[-5][2].add_(1e-3)),
-        *("metric pg_clipfrac", LOSSES | HIDDEN),
-    ),
+    "log_probs": (of_rows(-5), "log_probs", OWN, ALL),
+    "entropy": (of_rows(-4), "entropy", OWN, ALL),
+    "lower bound": (dict.fromkeys(("solve", "search"), add(0.02, -2)), "bounds", SEARCHING),
+    "loss": (dict(token_loss=add(1e-4, -5)), "loss", LOSSES | HIDDEN),
+    "metric": (dict(token_loss=add(1e-3, -5, at=2)), "metric pg_clipfrac", LOSSES | HIDDEN),
 }
 
 
@@ -219,13 +197,8 @@ def test_a_wrong_kernel_is_found(monkeypatch, name):
 @needs_native
 def test_different_bits_in_a_second_run_are_found(monkeypatch):
     """The fault changes the last bit of the loss on every second call."""
-    calls = itertools.count()
-
-    def fault(*arguments):
-        if next(calls) % 2:
-            arguments[-5][0] *= 1 + 2.0**-23
-
-    wrong_operators(monkeypatch, token_loss=fault)
+    factors = itertools.cycle([1, 1 + 2.0**-23])
+    wrong_operators(monkeypatch, token_loss=lambda *a: a[-5][:1].mul_(next(factors)))
     failed = [check for check in validate.run("cpu", ["cpu"], short) if not check.passed]
     assert {check.quantity for check in failed} == {"second run"}
     assert {check.case for check in failed} >= LOSSES
@@ -240,24 +213,17 @@ def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path
     wrong_operators(monkeypatch, row_pass=out_of_memory, row_statistics=out_of_memory)
     tasks = validate.tasks
     monkeypatch.setattr(validate, "tasks", lambda *names: short(tasks(*names)))
-    file = tmp_path / "checks.jsonl"
-    told = error_of("validate", "--device", "cpu", "--backend", "cpu", "--json", str(file))
-    checks = checks_in(file)
+    done, checks = validate_cpu(tmp_path)
+    assert done.exit_code == 1
     failed = [check for check in checks if not check["passed"]]
-    for dtype, cases in (
-        ("float32", ALL - {"inplace"}),
-        ("bfloat16", ALL - {"inplace"}),
-        ("float16", ALL),
-    ):
+    for dtype in DTYPES:
+        cases = ALL if dtype == "float16" else ALL - {"inplace"}
         assert {check["case"] for check in failed if check["dtype"] == dtype} == cases
-    for check in failed:
-        assert check["note"] == "RuntimeError: out of [some] memory"
-        assert check["quantity"] == "call"
-        assert check["error"] == "nan"
+    of_each = dict(note="RuntimeError: out of [some] memory", quantity="call", error="nan")
+    assert all(check | of_each == check for check in failed)
     assert {check["case"] for check in checks if check["passed"]} == {"inplace"} | SEARCHES
-    last = f"{len(checks)} checks, {len(failed)} failed on cpu"
-    assert told.splitlines()[-1] == last
-    assert "cpu, V = 257, float16: RuntimeError: out of [some] memory" in told
+    assert done.output.splitlines()[-1] == f"{len(checks)} checks, {len(failed)} failed on cpu"
+    assert "cpu, V = 257, float16: RuntimeError: out of [some] memory" in done.output
 
 
 def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
@@ -273,28 +239,24 @@ def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
     tasks = [validate.Task("cpu", "made up", *of) for of in made_up]
     monkeypatch.setattr(validate, "tasks", lambda *names: tasks)
     monkeypatch.setattr(validate, "runnable", lambda *names: ["cpu"])
-    file = tmp_path / "checks.jsonl"
-    done = run("validate", "--device", "cpu", "--dtype", "bfloat16", "--json", str(file))
+    done, (check,) = validate_cpu(tmp_path, "--dtype", "bfloat16")
     assert done.exit_code != 0
-    (check,) = checks_in(file)
     assert check["passed"]
     assert check["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(("--tokens", "-5"), ("--vocab", "0"), ("--hidden", "0"), ("--masked", "2")),
-        *(("--idle", "-0.1"), ("--trace", "absent/t.json"), ("--json", "absent/x")),
-    ],
-)
-def test_values_of_options_are_checked_first(monkeypatch, tmp_path, option, value):
+VALUES = "tokens -5, vocab 0, hidden 0, masked 2, idle -0.1, trace absent/t.json, json absent/x"
+
+
+@pytest.mark.parametrize("given", VALUES.split(", "))
+def test_values_of_options_are_checked_first(monkeypatch, tmp_path, given):
     for module, name in ((validate, "run"), (profile, "Workload")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("has begun to work"))
     monkeypatch.chdir(tmp_path)
-    done = run("validate" if option == "--json" else "profile", option, value)
+    option, value = given.split()
+    done = run("validate" if option == "json" else "profile", f"--{option}", value)
     assert done.exit_code == 2, done.output
-    assert f"Invalid value for '{option}': " in done.output
+    assert f"Invalid value for '--{option}': " in done.output
 
 
 @pytest.mark.parametrize("command", ["validate", "profile"])
@@ -310,11 +272,19 @@ def test_a_named_backend_that_cannot_run_is_an_error(command, backend):
     assert reason in told
 
 
-def test_options_that_are_refused():
-    told = error_of("validate", "--backend", "reference")
-    assert "backend must be one of ['cuda', 'triton', 'cpu'], got 'reference'" in told
-    told = error_of("profile", "--hidden", "16", "--inplace")
-    assert "inplace must be False for hidden states, got True" in told
+REFUSED = {
+    "validate --backend reference": "one of ['cuda', 'triton', 'cpu'], got 'reference'",
+    "profile --hidden 16 --inplace": "inplace must be False for hidden states, got True",
+    "validate --device cuda": "device must be one that torch can use, got 'cuda'",
+    "profile --device cuda": "device must be one that torch can use, got 'cuda'",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_options_that_are_refused(command):
+    if torch.cuda.is_available() and command.endswith("cuda"):
+        pytest.skip("needs a machine without a GPU")
+    assert REFUSED[command] in error_of(*command.split())
 
 
 def test_no_backend_to_check_is_an_error(monkeypatch):
@@ -322,13 +292,6 @@ def test_no_backend_to_check_is_an_error(monkeypatch):
     reasons = "cuda: no cuda here; triton: no triton here; cpu: no cpu here"
     told = error_of("validate", "--device", "cpu")
     assert f"no backend can run on cpu: {reasons}" in told
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("command", ["validate", "profile"])
-def test_a_missing_gpu_is_an_error(command):
-    told = error_of(command, "--device", "cuda")
-    assert "device must be one that torch can use, got 'cuda'" in told
 
 
 WORKLOADS = {
@@ -375,9 +338,7 @@ def test_bytes_are_those_of_the_rows_that_are_read_and_written(monkeypatch, stat
 
 
 def test_gpu_kernels_are_grouped_by_name():
-    elementwise = (
-        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
-    )
+    elementwise = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>"
     row_pass = "void bapo::row_pass_cluster_kernel<__nv_bfloat16, 4, true>(bapo::RowPassParams)"
     milliseconds = {
         row_pass: (50, "row_pass_cluster_kernel"),
@@ -394,11 +355,9 @@ def test_gpu_kernels_are_grouped_by_name():
     ]
     events.append(SimpleNamespace(key="aten::mm", device_type=DeviceType.CPU))
     times = profile._times(SimpleNamespace(key_averages=lambda: events), 100.0, on_gpu=True)
-    expected = {name: ms for ms, name in milliseconds.values()}
-    expected[profile.PRODUCTS] = 30
-    falling = sorted(expected, key=expected.get, reverse=True)
+    expected = {name: ms for ms, name in milliseconds.values()} | {profile.PRODUCTS: 30}
     assert times == pytest.approx(expected | {profile.OUTSIDE: 8.5})
-    assert list(times) == [*falling, profile.OUTSIDE]
+    assert list(times) == [*sorted(expected, key=expected.get, reverse=True), profile.OUTSIDE]
 
 
 @pytest.mark.parametrize("hidden", [(), ("--hidden", "16")])

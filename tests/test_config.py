@@ -14,8 +14,8 @@ from bapo_kernels import BAPOConfig
 
 
 def test_paper_is_the_default():
-    assert BAPOConfig.paper() == BAPOConfig()
     config = BAPOConfig()
+    assert BAPOConfig.paper() == config
     assert (len(config.lower_grid), len(config.upper_grid)) == (16, 38)
     assert (config.lower_grid[0], config.lower_grid[-1]) == (0.6, 0.9)
     assert (config.upper_grid[0], config.upper_grid[-1]) == (1.2, 3.0)  # the last step: a hair less

@@ -1,8 +1,7 @@
 """check_inputs names the first offending index; the environment report gives reasons."""
 
 import inspect
-import subprocess
-import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from helpers import make_case
 
 import bapo_kernels
 from bapo_kernels import BAPOConfig, bapo_loss, log_probs, reference
+from bapo_kernels.backends import native
 from bapo_kernels.debug import check_inputs, environment
 from bapo_kernels.sampling_mask import SamplingMask
 
@@ -19,7 +19,13 @@ def case():
 
 
 def refuses(message):
-    return pytest.raises(ValueError, match=message)
+    return pytest.raises(ValueError, match=message) if message else nullcontext()
+
+
+def check(*given, refused=None, **options):
+    """``refused``: with this message."""
+    with refuses(refused):
+        check_inputs(*given, **options)
 
 
 def test_good_inputs_pass():
@@ -28,7 +34,7 @@ def test_good_inputs_pass():
     good.response_mask[1, 1] = False
     good.logits[1, 1] = torch.nan
     good.labels[1, 1] = 77
-    check_inputs(good.logits, *good.arguments(), statistics="live", **good.options)
+    check(good.logits, *good.arguments(), statistics="live", **good.options)
 
 
 PER_TOKEN = ("old_log_probs", "rollout_log_probs", "rollout_is_weights", "ref_log_probs")
@@ -46,32 +52,22 @@ BAD = [
 def test_bad_values(name, index, value, message):
     x = case()
     x.labels[:] = 1
-    given = {"advantages": x.advantages, "old_log_probs": x.old_log_probs}
-    given |= {"logits": x.logits, "labels": x.labels, "response_mask": x.response_mask}
+    given = {name: getattr(x, name) for name in ("logits", "labels", *PER_TOKEN[:1], "advantages")}
     given.setdefault(name, torch.zeros(3, 4))[index] = value
-    with refuses(message):
-        check_inputs(**given)
+    check(**given, response_mask=x.response_mask, refused=message)
 
 
-def test_bad_offsets():
-    x = torch.zeros(4)
-    for offsets in ([0, 5], [1, 4], [0, 3, 2, 4]):
-        with refuses("cu_seqlens must rise from 0 to at most 4"):
-            check_inputs(torch.zeros(4, 3), x.long(), x, x, cu_seqlens=torch.tensor(offsets))
-
-
-@pytest.mark.parametrize("masked_by", ["mask", "labels"])
-def test_offsets_that_end_early(masked_by):
+def test_offsets_that_end_early():
     """Tokens in no sequence are named, unless they are masked anyway."""
     x = torch.zeros(9)
-    labels, mask, offsets = x.long(), torch.ones(9), torch.tensor([0, 3, 7])
-    with refuses(r"cu_seqlens must end at 9, got 7: tokens 7 to 8 are in no sequence"):
-        check_inputs(torch.zeros(9, 3), labels, None, x, mask, cu_seqlens=offsets)
-    if masked_by == "mask":
-        mask[7:] = 0
-    else:
-        labels[7:] = -100
-    check_inputs(torch.zeros(9, 3), labels, None, x, mask, cu_seqlens=offsets)
+    given = torch.zeros(9, 3), x.long(), None, torch.ones(9)
+    mask, labels = torch.ones(9), x.long()
+    mask[7:], labels[7:] = 0, -100
+    options = dict(cu_seqlens=torch.tensor([0, 3, 7]))
+    at_end = "cu_seqlens must end at 9, got 7: tokens 7 to 8 are in no sequence"
+    check(*given, **options, refused=at_end)
+    check(*given, mask, **options)
+    check(given[0], labels, *given[2:], **options)
 
 
 def test_check_inputs_has_the_signature_of_the_loss():
@@ -92,53 +88,46 @@ def policy(shape=(4, 12), V=50, **options):
 @pytest.mark.parametrize("V", [2, 50, 2000])
 def test_probabilities_given_as_log_probs(name, V):
     logits, labels, old, A = policy(V=V)
-    given = dict(old_log_probs=old)
-    check_inputs(logits, labels, advantages=A, **given | {name: old})
-    rounded = old.clone()
+    given = dict(logits=logits, labels=labels, old_log_probs=old, advantages=A)
+    rounded, mask = old.clone(), torch.ones_like(old)
     rounded[1, 2] = 1e-6
-    check_inputs(logits, labels, advantages=A, **given | {name: rounded})
-    check_inputs(logits, labels, advantages=A, **given | {name: torch.full_like(old, -0.0)})
-    mask = torch.ones_like(old)
+    for good in (old, rounded, torch.full_like(old, -0.0)):
+        check(**given | {name: good})
     mask[0, 0], rounded[0, 0] = 0, 0.5
-    check_inputs(logits, labels, advantages=A, response_mask=mask, **given | {name: rounded})
-    with refuses(rf"{name} must be log-probs <= 0, got 0.\d+ at \(0, 0\)"):
-        check_inputs(logits, labels, advantages=A, **given | {name: old.exp()})
-    rounded[0, 0] = -1.0
-    rounded[3, 1] = 0.02
-    with refuses(rf"{name} must be log-probs <= 0, got 0.0\d+ at \(3, 1\)"):
-        check_inputs(logits, labels, advantages=A, **given | {name: rounded})
+    check(**given | {name: rounded}, response_mask=mask)
+    refused = name + r" must be log-probs <= 0, got 0.{}\d+ at \({}\)"
+    check(**given | {name: old.exp()}, refused=refused.format("", "0, 0"))
+    rounded[0, 0], rounded[3, 1] = -1.0, 0.02
+    check(**given | {name: rounded}, refused=refused.format("0", "3, 1"))
 
 
 def test_probabilities_given_as_logits():
     logits, labels, old, A = policy()
     for right in (logits, torch.log_softmax(logits, -1), logits.bfloat16(), logits.clamp(min=0)):
-        check_inputs(right, labels, old, A)
+        check(right, labels, old, A)
     for wrong in (logits.softmax(-1), logits.bfloat16().softmax(-1)):
-        with refuses("logits must be logits, got probabilities"):
-            check_inputs(wrong, labels, None, A)
-    check_inputs(torch.eye(4), torch.arange(4), None, torch.ones(4))
-    check_inputs(torch.ones(9, 1), torch.zeros(9, dtype=torch.long), None, torch.ones(9))
-    check_inputs(logits[0, 0], labels[0, 0], old[0, 0], A[0])  # a single row
+        check(wrong, labels, None, A, refused="logits must be logits, got probabilities")
+    check(torch.eye(4), torch.arange(4), None, torch.ones(4))
+    check(torch.ones(9, 1), torch.zeros(9, dtype=torch.long), None, torch.ones(9))
+    check(logits[0, 0], labels[0, 0], old[0, 0], A[0])  # a single row
 
 
 def test_logarithms_given_as_weights():
-    logits, labels, old, A = policy()
-    check_inputs(logits, labels, old, A, rollout_is_weights=old.exp())
-    with refuses(r"rollout_is_weights must be >= 0, got -.* at \(0, 0\)"):
-        check_inputs(logits, labels, old, A, rollout_is_weights=old)
+    *given, old, A = policy()
+    check(*given, old, A, rollout_is_weights=old.exp())
+    negative = r"rollout_is_weights must be >= 0, got -.* at \(0, 0\)"
+    check(*given, old, A, rollout_is_weights=old, refused=negative)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize("value", [0.5, -1.0, -torch.inf, torch.nan, 2])
 def test_values_that_are_not_a_mask(value, dtype):
-    logits, labels, old, A = policy()
-    mask = torch.ones(old.shape, dtype=dtype)
+    given, mask = policy(), torch.ones(4, 12, dtype=dtype)
     if dtype.is_floating_point or value in (-1.0, 2):
         mask[2, 3] = value
-        with refuses(r"response_mask must be 0 \(masked\) or 1, got .*2, 3"):
-            check_inputs(logits, labels, old, A, mask)
+        check(*given, mask, refused=r"response_mask must be 0 \(masked\) or 1, got .*2, 3")
     for good in (mask == 1, (mask == 1).to(dtype), torch.zeros_like(mask)):
-        check_inputs(logits, labels, old, A, good)
+        check(*given, good)
 
 
 def test_inverted_mask():
@@ -146,13 +135,10 @@ def test_inverted_mask():
     logits, labels, old, A = policy()
     labels[:, :5] = -100
     mask = labels != -100
-    check_inputs(logits, labels, old, A, mask)
-    check_inputs(logits, torch.full_like(labels, -100), old, A, mask)
-    with refuses("response_mask must be 1 at some label other than -100"):
-        check_inputs(logits, labels, old, A, ~mask)
-
-
-FIRST_STEP = "nats; in a correct first step ppo_kl and pg_clipfrac are about 0"
+    for of_labels in (labels, torch.full_like(labels, -100)):
+        check(logits, of_labels, old, A, mask)
+    inverted = "response_mask must be 1 at some label other than -100"
+    check(logits, labels, old, A, ~mask, refused=inverted)
 
 
 @pytest.mark.parametrize("stale", [0.0, 0.1])
@@ -165,64 +151,56 @@ def test_shifted_labels(V, layout, stale):
     rows, labels = logits[:, :-2], tokens[:, 1:-1]
     old = log_probs(rows, labels)[0]
     old = (old - stale * torch.rand_like(old)).clamp(max=0)
-    options = {}
 
-    def check(rows, labels, old):
+    def of_layout(rows, labels, old, refused=None):
+        options = {}
         if layout == "packed":
-            S = labels.shape[1]
+            options["cu_seqlens"] = torch.arange(7) * labels.shape[1]
             rows, labels, old = rows.flatten(0, 1), labels.flatten(), old.flatten()
-            options["cu_seqlens"] = torch.arange(7) * S
         if layout == "one row":
             rows, labels, old = (x[0] for x in (rows, labels, old))
-        check_inputs(rows, labels, old, torch.ones_like(old), **options)
+        check(rows, labels, old, torch.ones_like(old), **options, refused=refused)
 
-    check(rows, labels, old)
+    of_layout(rows, labels, old)
     aligned = "labels must be aligned with the rows of logits .*labels one position"
     for wrong, where in ((tokens[:, :-2], "later"), (tokens[:, 2:], "earlier")):
-        with refuses(f"{aligned} {where}. Corrected, mean .*instead of"):
-            check(rows, wrong, old)
+        of_layout(rows, wrong, old, f"{aligned} {where}. Corrected, mean .*instead of")
     moved = old.roll(1, 1)
     moved[:, 0] = -50.0  # belongs to no row
-    with refuses(f"{aligned} later"):
-        check(rows[:, 1:], tokens[:, 1:-2], moved[:, 1:])
-    with refuses("old_log_probs must be .*position after"):
-        check(rows[:, 1:], labels[:, 1:], moved[:, 1:])
-    with refuses("old_log_probs must be .*position before"):
-        check(rows[:, :-1], labels[:, :-1], old[:, 1:])
+    of_layout(rows[:, 1:], tokens[:, 1:-2], moved[:, 1:], f"{aligned} later")
+    after, before = (f"old_log_probs must be .*position {which}" for which in ("after", "before"))
+    of_layout(rows[:, 1:], labels[:, 1:], moved[:, 1:], after)
+    of_layout(rows[:, :-1], labels[:, :-1], old[:, 1:], before)
     if not stale:
-        with refuses(FIRST_STEP):
-            check(rows, tokens[:, :-2], old)
+        first_step = "nats; in a correct first step ppo_kl and pg_clipfrac are about 0"
+        of_layout(rows, tokens[:, :-2], old, first_step)
 
 
 def test_wrong_temperature():
     for T in (0.6, 0.8, 1.4):
-        arguments = policy(V=500, temperature=T)
-        check_inputs(*arguments, config=BAPOConfig(temperature=T))
-        with refuses(f"config.temperature must .*, got 1.0, they fit {T}"):
-            check_inputs(*arguments)
+        given = policy(V=500, temperature=T)
+        check(*given, config=BAPOConfig(temperature=T))
+        check(*given, refused=f"config.temperature must .*, got 1.0, they fit {T}")
 
 
 def test_temperatures():
     """Per token, per sequence, 0-dim: bad ones of unmasked tokens, and those of another policy."""
     T = torch.linspace(0.5, 2.0, 4)[:, None].expand(4, 12).clone()
-    logits, labels, old, A = policy((4, 12), 500, temperature=T)
-    check_inputs(logits, labels, old, A, temperature=T)
-    check_inputs(logits, labels, old, A, temperature=T[:, 0])
+    given = logits, labels, _, A = policy((4, 12), 500, temperature=T)
+    check(*given, temperature=T)
+    check(*given, temperature=T[:, 0])
     of_another = policy((4, 12), 500, temperature=0.7)[2]
-    rule = "^temperature must be that of old_log_probs, got the tensor given, they fit 0.7"
-    with refuses(rule):
-        check_inputs(logits, labels, of_another, A, temperature=T)
+    fitting = "^temperature must be that of old_log_probs, got the tensor .*, they fit 0.7"
+    check(logits, labels, of_another, A, temperature=T, refused=fitting)
     mask = torch.ones(4, 12, dtype=torch.bool)
     mask[1, 3] = False
     for bad in (0.0, -1.0, torch.inf, torch.nan):
         T[1, 3] = bad
-        check_inputs(logits, labels, old, A, mask, temperature=T)
-        with refuses(rf"temperature must be finite and > 0, got {bad} at"):
-            check_inputs(logits, labels, old, A, temperature=T)
-    with refuses(r"temperature must .*, got 0.0 at \(0, 0\)"):
-        check_inputs(logits, labels, old, A, temperature=torch.tensor(0.0))
-    with refuses(r"temperature must .*, got \(12,\)"):
-        check_inputs(logits, labels, old, A, temperature=T[0])
+        check(*given, mask, temperature=T)
+        check(*given, temperature=T, refused=f"temperature must be finite and > 0, got {bad} at")
+    zero = r"temperature must .*, got 0.0 at \(0, 0\)"
+    check(*given, temperature=torch.tensor(0.0), refused=zero)
+    check(*given, temperature=T[0], refused=r"temperature must .*, got \(12,\)")
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 7), (2, 5), (4, 12)])
@@ -233,11 +211,11 @@ def test_stale_data_is_accepted(shape):
         torch.manual_seed(seed)
         for off in (torch.randn(shape), -torch.rand(shape), -torch.rand(shape[0], 1)):
             for scale in (0.5, 5.0):
-                check_inputs(logits, labels, (old + scale * off).clamp(max=-1e-3), A)
+                check(logits, labels, (old + scale * off).clamp(max=-1e-3), A)
         for n in range(2):  # forbidden since the rollout
             logits[0, n, labels[0, n]] = -torch.inf
-            check_inputs(logits, labels, old, A)
-    check_inputs(logits, labels, torch.zeros(shape), A)
+            check(logits, labels, old, A)
+    check(logits, labels, torch.zeros(shape), A)
 
 
 @pytest.mark.parametrize(
@@ -247,34 +225,33 @@ def test_stale_data_is_accepted(shape):
         (5, [3, -1, 2**40], r"sampling_mask.token_ids .* got -1 at \(1, 1\) and 1 more$"),
         (5, [3, 0, 3, 3], r"token_ids must be distinct in a set, got 3 at \(1, 1\) and 1 more$"),
         (3, [3, 5], r"labels must be in the sets of sampling_mask, got 1 at \(0, 3\)$"),
-        (1, [9, 9], None),
+        (1, [9, 9], None),  # masked
         (2, [], None),
+        (2, [0, 1], None),
     ],
 )
 def test_sets(row, ids, message):
-    """Those of masked tokens may hold anything."""
     x = case()
     x.labels[:] = 1
     x.response_mask[0, 1] = False
     sets = [[n, 1, 0] if n > 1 else [0, 1] for n in range(8)] + [[]] * 4
-    check_inputs(x.logits, *x.arguments(), sampling_mask=SamplingMask.from_lists(sets))
     sets[row] = ids
-    mask = SamplingMask.from_lists(sets)
-    if message is None:
-        return check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
-    with refuses(message):
-        check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
+    check(x.logits, *x.arguments(), sampling_mask=SamplingMask.from_lists(sets), refused=message)
 
 
-def test_labels_outside_of_many_sets():
+def test_sets_that_belong_to_other_tokens():
+    """Offsets that fall: as on a GPU, where they are not read before."""
     x = case()
     x.labels[:] = torch.arange(4)
     mask = SamplingMask.from_lists([[3]] * 12)
-    rule = r"labels must be in the sets of sampling_mask, got 0 at \(0, 0\) and 8 more"
-    with refuses(rule):
-        check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
-    with refuses(r"sampling_mask must have 12 rows, .*\(3, 4\).* got 11"):
-        check_inputs(x.logits, *x.arguments(), sampling_mask=mask[1:])
+    falling = torch.arange(4, dtype=torch.int32), torch.tensor([0, 3, 2] + [4] * 10)
+    many = r"labels must be in the sets of sampling_mask, got 0 at \(0, 0\) and 8 more"
+    for sets, refused in (
+        (mask, many),
+        (mask[1:], r"sampling_mask must have 12 rows, .*\(3, 4\).* got 11"),
+        (SamplingMask._of(*falling), r"offsets must rise from 0 to 4, got 2 at \(2,\)"),
+    ):
+        check(x.logits, *x.arguments(), sampling_mask=sets, refused=refused)
 
 
 def test_logits_outside_of_the_sets_may_hold_anything():
@@ -284,90 +261,49 @@ def test_logits_outside_of_the_sets_may_hold_anything():
     mask = SamplingMask.from_padded(order[..., :5])
     logits = logits.scatter(-1, order[..., 5:], torch.nan)
     old = reference.log_probs(logits, labels, sampling_mask=mask, temperature=0.7)[0]
+    given = logits, labels, old, A
     warmer = dict(config=BAPOConfig(temperature=0.7), sampling_mask=mask)
-    check_inputs(logits, labels, old, A, **warmer)
-    with refuses(r"config.temperature must .*, got 1.0, they fit 0.7"):
-        check_inputs(logits, labels, old, A, sampling_mask=mask)
-    with refuses(r"logits must be finite or -inf, got nan at \(0, 0"):
-        check_inputs(logits, labels, old, A)
+    check(*given, **warmer)
+    colder = r"config.temperature must .*, got 1.0, they fit 0.7"
+    check(*given, sampling_mask=mask, refused=colder)
+    check(*given, refused=r"logits must be finite or -inf, got nan at \(0, 0")
     logits[2, 3, order[2, 3, :5]] = -torch.inf
-    with refuses(r"logits must allow a token in every row.* at \(2, 3\)"):
-        check_inputs(logits, labels, old, A, **warmer)
+    check(*given, **warmer, refused=r"logits must allow a token in every row.* at \(2, 3\)")
 
 
-def test_offsets_of_sets_that_do_not_rise():
-    """As on a GPU, where they are not read before."""
-    x = case()
-    mask = SamplingMask._of(torch.arange(4, dtype=torch.int32), torch.tensor([0, 3, 2] + [4] * 10))
-    with refuses(r"offsets must rise from 0 to 4, got 2 at \(2,\)"):
-        check_inputs(x.logits, *x.arguments(), sampling_mask=mask)
-
-
-def test_options_are_checked_too():
-    arguments = policy()
+def test_values_of_options():
+    """``test_errors.py`` has what a loss checks too."""
     epsilons = torch.tensor(0.2), torch.tensor(0.28)
     for message, options in (
         ("bounds.upper must be >= 1, .*not an epsilon, got 0.28", dict(bounds=epsilons)),
         ("batch_num_tokens must be finite and > 0, got 0", dict(batch_num_tokens=torch.tensor(0))),
-        ("batch_num_tokens must be finite and > 0, got -1", dict(batch_num_tokens=-1)),
-        ("config must be a BAPOConfig", dict(config={"temperature": 0.7})),
-        ("ref_log_probs must be given", dict(config=BAPOConfig(kl_loss_coef=0.1))),
-        ("backend must be None or one of", dict(backend="tpu")),
+        ("batch_num_tokens must .*, got nan", dict(batch_num_tokens=torch.tensor(torch.nan))),
     ):
-        with refuses(message):
-            check_inputs(*arguments, **options)
-    with refuses("batch_num_tokens must be finite and > 0, got nan"):
-        check_inputs(*arguments, batch_num_tokens=torch.tensor(torch.nan))
-    with pytest.raises(TypeError, match="old_logprobs"):
-        check_inputs(*arguments, old_logprobs=arguments[2])
-
-
-def test_uint8_labels():
-    """-100 as uint8 is 156, a label like any other."""
-    labels = torch.full((2,), 156, dtype=torch.uint8)
-    with refuses(r"labels must be in \[0, 100\) or -100, got 156"):
-        check_inputs(torch.zeros(2, 100), labels, None, torch.ones(2))
+        check(*policy(), **options, refused=message)
 
 
 def test_environment_report():
     report = environment()
     assert report["bapo_kernels"] == bapo_kernels.__version__
     for name, reason in bapo_kernels.available_backends().items():
-        expected = "available" if reason is None else f"absent: {reason}"
-        assert report[f"backend {name}"] == expected
-
-
-@pytest.mark.slow
-def test_command_line():
-    run = subprocess.run(
-        [sys.executable, "-m", "bapo_kernels"], capture_output=True, text=True, check=True
-    )
-    assert "backend reference available" in run.stdout
+        assert report[f"backend {name}"] == ("available" if not reason else f"absent: {reason}")
 
 
 def test_missing_library_is_explained(tmp_path, monkeypatch):
-    """Without the native library everything still runs, and the reason is given."""
-    from bapo_kernels.backends import native
-
+    """What runs without it: repository/test_supply.py."""
     monkeypatch.setattr(native, "_PACKAGE", tmp_path)
     assert "setup.py has not built it" in native._load()
-    (tmp_path / "_build.json").write_text('{"native": "no C++ compiler found"}')
-    reason = native._load()
-    assert reason == "the native library is absent: no C++ compiler found"
-    monkeypatch.setattr(native, "WHY_NO_CPU", reason)
-    assert bapo_kernels.available_backends()["cpu"] == reason
+    monkeypatch.setattr(native, "WHY_NO_CPU", "no C++ compiler found")
     c = case()
-    assert bapo_kernels.bapo_loss(c.logits, *c.arguments()).loss.isfinite()
     assert bapo_kernels.find_clip_bounds(c.old_log_probs, None, c.advantages).upper > 1
-    with refuses("backend 'cpu' cannot run: .*no C\\+\\+ compiler found"):
-        bapo_kernels.bapo_loss(c.logits, *c.arguments(), backend="cpu")
+    with refuses("backend 'cpu' cannot run: no C\\+\\+ compiler found"):
+        bapo_loss(c.logits, *c.arguments(), backend="cpu")
 
 
 def test_unmasked_prompt():
     """Trainers pad the old log-probs of a prompt with 0."""
     logits, labels = 3 * torch.randn(4, 12, 50), torch.randint(0, 50, (4, 12))
-    old = log_probs(logits, labels)[0]
-    mask = (torch.arange(12) >= 5).expand(4, 12).float()
-    check_inputs(logits, labels, old * mask, torch.ones(4), mask)
-    with refuses(r"response_mask must be 0 .*a prompt.*log-prob of -"):
-        check_inputs(logits, labels, old * mask, torch.ones(4), torch.ones(4, 12))
+    mask, ones = (torch.arange(12) >= 5).expand(4, 12).float(), torch.ones(4, 12)
+    given = logits, labels, log_probs(logits, labels)[0] * mask, ones[:, 0]
+    check(*given, mask)
+    check(*given, ones, refused=r"response_mask must be 0 .*a prompt.*log-prob of -")

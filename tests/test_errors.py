@@ -3,6 +3,7 @@
 import re
 import warnings
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,15 +32,7 @@ NORM = BAPOConfig(loss_agg_mode="seq-mean-token-sum-norm")
 SUM = BAPOConfig(loss_agg_mode="token-sum")
 
 
-def arguments(**changes):
-    return given_for((B, S), changes)
-
-
-def packed(**changes):
-    return given_for((S,), changes)
-
-
-def given_for(shape, changes):
+def arguments(shape=(B, S), **changes):
     base = dict(
         logits=torch.randn(*shape, V),
         labels=torch.zeros(shape, dtype=torch.long),
@@ -55,7 +48,8 @@ def raises(message):
 
 ONES, ROWS, ON_META = torch.ones(B, S), torch.ones(B, S, V), torch.ones(B, S, device="meta")
 ONE, ONE_ON_META = torch.ones(()), torch.ones((), device="meta")
-CU = torch.tensor([0, 5])
+CU, LENGTHS, FALLING = torch.tensor([0, 5]), torch.tensor([3, 2]), torch.tensor([0, 3, 2, 4])
+LABELS = torch.zeros(B, S, dtype=torch.long)
 NESTED = torch.nested.nested_tensor([ROWS[0], ROWS[1, 1:]], layout=torch.jagged)
 A_COUNT = "must be given when dp_size > 1 with loss_agg_mode="
 SHAPE = "the shape of labels (2, 5)"
@@ -63,166 +57,167 @@ PER_SEQUENCE = f"{SHAPE} or one entry per sequence (2,)"
 OF_PACKED = "the shape of labels (5,) or one entry per sequence"
 A_GROUP = "be None or a torch.distributed.ProcessGroup that this rank is in (mesh.get_group())"
 
-PADDED = {
-    "logits must be floating point, got torch.int64": dict(logits=ROWS.long()),
-    "logits must be floating point, got torch.complex64": dict(logits=ROWS.cfloat()),
-    "logits must be floating point, got torch.qint8": dict(
-        logits=torch.empty(B, S, V, dtype=torch.qint8)
-    ),
-    "logits must be a tensor, got list": dict(logits=[1.0]),
-    "logits must be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn": dict(
-        logits=ROWS.to(torch.float8_e4m3fn)
-    ),
-    "logits must be a dense tensor, got torch.jagged": dict(logits=NESTED),
-    "logits must be a dense tensor, got torch.sparse_coo": dict(logits=ROWS.to_sparse()),
-    "logits must have shape (..., V), got ()": dict(logits=ONE),
-    "logits must have V >= 1, got (2, 5, 0)": dict(logits=ROWS[..., :0]),
-    "labels must be integers, got torch.float32": dict(labels=ONES),
-    "labels must be integers, got torch.bool": dict(labels=ONES.bool()),
-    "labels must be a dense tensor, got torch.sparse_coo": dict(labels=ONES.long().to_sparse()),
-    "labels must have the leading shape of logits (2, 5), got (2, 4)": dict(
-        labels=ONES[:, 1:].long()
-    ),
-    "labels must be on the device of logits (cpu), got meta": dict(labels=ON_META.long()),
-    f"old_log_probs must have {SHAPE}, got (2,)": dict(old_log_probs=ONES[:, 0]),
-    "old_log_probs must be floating point, got torch.int32": dict(old_log_probs=ONES.int()),
-    "old_log_probs must be on the device of labels": dict(old_log_probs=ON_META),
-    f"advantages must have {PER_SEQUENCE}, got (5,)": dict(advantages=ONES[0]),
-    f"advantages must have {PER_SEQUENCE}, got (2, 5, 1)": dict(advantages=ONES[..., None]),
-    f"advantages must have {PER_SEQUENCE}, got (2, 1)": dict(advantages=ONES[:, :1]),
-    "advantages must be floating point, got torch.int64": dict(advantages=ONES.long()),
-    "advantages must be floating point, got torch.bool": dict(advantages=ONES.bool()),
-    "advantages must be a dense tensor, got torch.sparse_coo": dict(advantages=ONES.to_sparse()),
-    "advantages must be on the device of labels (cpu), got meta": dict(advantages=ON_META),
-    f"response_mask must have {SHAPE}, got (2,)": dict(response_mask=ONES[:, 0]),
-    "response_mask must be a tensor": dict(response_mask=[1]),
-    "response_mask must be a dense tensor, got torch.sparse_coo": dict(
-        response_mask=ONES.to_sparse()
-    ),
-    "response_mask must be on the device of labels (cpu), got meta": dict(response_mask=ON_META),
-    "response_mask must be bool, int or float, got torch.complex64": dict(
-        response_mask=ONES.cfloat()
-    ),
-    "rollout_log_probs must have the shape of labels": dict(rollout_log_probs=ONES[0, :1]),
-    "rollout_is_weights must have the shape of labels": dict(rollout_is_weights=ONES[0, :1]),
-    "ref_log_probs must have the shape of labels": dict(ref_log_probs=ONES[0, :1]),
-    "ref_log_probs must be given when config.kl_loss_coef is not 0, got None": dict(
-        config=BAPOConfig(kl_loss_coef=0.1)
-    ),
-    "config must be a BAPOConfig or None, got dict": dict(config={"target": 0.5}),
-    "config must be a BAPOConfig": dict(config={}),
-    "statistics must be 'all' or 'live', got 'some'": dict(statistics="some"),
-    "statistics must be 'all' or 'live', got True": dict(statistics=True),
-    f"vocab_group must {A_GROUP}, got str": dict(vocab_group="x"),
-    f"process_group must {A_GROUP}, got int": dict(process_group=0),
-    "backend must be None or one of ['cuda', 'triton', 'cpu', 'reference'], got 'tpu'": dict(
-        backend="tpu"
+WRONG = {  # by the argument, what it must be, and the value that it was
+    "logits": {
+        "be floating point, got torch.int64": ROWS.long(),
+        "be floating point, got torch.complex64": ROWS.cfloat(),
+        "be floating point, got torch.qint8": torch.empty(B, S, V, dtype=torch.qint8),
+        "be a tensor, got list": [1.0],
+        "be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn": (
+            ROWS.to(torch.float8_e4m3fn)
+        ),
+        "be a dense tensor, got torch.jagged": NESTED,
+        "be a dense tensor, got torch.sparse_coo": ROWS.to_sparse(),
+        "have shape (..., V), got ()": ONE,
+        "have V >= 1, got (2, 5, 0)": ROWS[..., :0],
+    },
+    "labels": {
+        "be integers, got torch.float32": ONES,
+        "be integers, got torch.bool": ONES.bool(),
+        "be a dense tensor, got torch.sparse_coo": ONES.long().to_sparse(),
+        "have the leading shape of logits (2, 5), got (2, 4)": ONES[:, 1:].long(),
+        "be on the device of logits (cpu), got meta": ON_META.long(),
+    },
+    "old_log_probs": {
+        f"have {SHAPE}, got (2,)": ONES[:, 0],
+        "be floating point, got torch.int32": ONES.int(),
+        "be on the device of labels": ON_META,
+    },
+    "advantages": {
+        f"have {PER_SEQUENCE}, got (5,)": ONES[0],
+        f"have {PER_SEQUENCE}, got (2, 5, 1)": ONES[..., None],
+        f"have {PER_SEQUENCE}, got (2, 1)": ONES[:, :1],
+        "be floating point, got torch.int64": ONES.long(),
+        "be floating point, got torch.bool": ONES.bool(),
+        "be a dense tensor, got torch.sparse_coo": ONES.to_sparse(),
+        "be on the device of labels (cpu), got meta": ON_META,
+    },
+    "response_mask": {
+        f"have {SHAPE}, got (2,)": ONES[:, 0],
+        "be a tensor": [1],
+        "be a dense tensor, got torch.sparse_coo": ONES.to_sparse(),
+        "be on the device of labels (cpu), got meta": ON_META,
+        "be bool, int or float, got torch.complex64": ONES.cfloat(),
+    },
+    "rollout_log_probs": {"have the shape of labels": ONES[0, :1]},
+    "rollout_is_weights": {"have the shape of labels": ONES[0, :1]},
+    "ref_log_probs": {"have the shape of labels": ONES[0, :1]},
+    "temperature": {
+        "be a tensor (a number is config.temperature), got 0.7 (float)": 0.7,
+        "be floating point, got torch.int64": ONES.long(),
+        f"be 0-dim, or have {PER_SEQUENCE}, got (5,)": ONES[0],
+        f"be 0-dim, or have {PER_SEQUENCE}, got (1, 1)": ONES[:1, :1],
+        "be on the device of labels (cpu), got meta": ONE_ON_META,
+    },
+    "config": {"be a BAPOConfig or None, got dict": {"target": 0.5}, "be a BAPOConfig": {}},
+    "statistics": {"be 'all' or 'live', got 'some'": "some", "be 'all' or 'live', got True": True},
+    "vocab_group": {f"{A_GROUP}, got str": "x"},
+    "process_group": {f"{A_GROUP}, got int": 0},
+    "backend": {"be None or one of ['cuda', 'triton', 'cpu', 'reference'], got 'tpu'": "tpu"},
+    "bounds": {"be a pair (lower, upper)": (1.0,)},
+    "bounds.lower": {
+        f"have one element, or have {PER_SEQUENCE}, got (4,)": (torch.ones(4), ONE),
+        "be a number, got False (bool)": (False, True),
+        "be a number (.item() of a tensor or array), got ndarray": (np.array([0.8]), 1.2),
+        "be a real number, got torch.bool": (ONE.bool(), ONE.bool()),
+        "be a number, got 'a' (str)": ("a", 1.2),
+    },
+    "bounds.upper": {
+        "be >= 1, a bound of the ratio, not an epsilon, got -1.0": (torch.tensor(0.8), -1.0),
+        "be on the device of the tokens": (ONE, ONE_ON_META),
+        "be a number, got None (NoneType)": (0.8, None),
+    },
+    "dp_size": {"be an integer >= 1, got 0": 0, "be an integer >= 1, got True (bool)": True},
+    "batch_num_tokens": {
+        "be finite and > 0, got 0": 0,
+        "be finite and > 0, got inf": float("inf"),
+        "be a number, got True (bool)": True,
+        "be a number, got '3' (str)": "3",
+        "be a real number, got torch.bool": ONE.bool(),
+        "be on the device of labels": ONE_ON_META,
+    },
+    "global_batch_size": {
+        "have one element, got (2,)": ONES[:, 0],
+        "be None with loss_agg_mode='token-mean', which divides by batch_num_tokens, got 7": (
+            torch.tensor(7)
+        ),
+    },
+}
+TOGETHER = {  # by the message, what is wrong together
+    "ref_log_probs must be given when config.kl_loss_coef is not 0, got None": (
+        dict(config=BAPOConfig(kl_loss_coef=0.1))
     ),
     "backend 'cuda' cannot run: ": dict(backend="cuda"),
     "backend 'cpu' cannot run: logits must be float32, bfloat16 or float16, got torch.float64": (
         dict(logits=ROWS.double(), backend="cpu")
     ),
-    "backend 'cpu' cannot run: logits must be on a cpu device, got meta": dict(
-        logits=ROWS.to("meta"), labels=ON_META.long(), backend="cpu"
+    "backend 'cpu' cannot run: logits must be on a cpu device, got meta": (
+        dict(logits=ROWS.to("meta"), labels=ON_META.long(), backend="cpu")
     ),
-    "bounds must be a pair (lower, upper)": dict(bounds=(1.0,)),
-    "bounds.upper must be >= 1, a bound of the ratio, not an epsilon, got -1.0": dict(
-        bounds=(torch.tensor(0.8), -1.0)
-    ),
-    f"bounds.lower must have one element, or have {PER_SEQUENCE}, got (4,)": dict(
-        bounds=(torch.ones(4), ONE)
-    ),
-    "bounds.upper must be on the device of the tokens": dict(bounds=(ONE, ONE_ON_META)),
-    "bounds.lower must be a number, got False (bool)": dict(bounds=(False, True)),
-    "bounds.lower must be a number (.item() of a tensor or array), got ndarray": dict(
-        bounds=(np.array([0.8]), 1.2)
-    ),
-    "bounds.lower must be a real number, got torch.bool": dict(bounds=(ONE.bool(), ONE.bool())),
-    "bounds.lower must be a number, got 'a' (str)": dict(bounds=("a", 1.2)),
-    "bounds.upper must be a number, got None (NoneType)": dict(bounds=(0.8, None)),
-    "dp_size must be an integer >= 1, got 0": dict(dp_size=0),
     "dp_size must be an integer >= 1, got 2.0 (float)": dict(dp_size=2.0, batch_num_tokens=3),
-    "dp_size must be an integer >= 1, got True (bool)": dict(dp_size=True),
-    "dp_size must be an integer >= 1, got Tensor": dict(
-        dp_size=torch.tensor(2), batch_num_tokens=3
-    ),
+    "dp_size must be an integer >= 1, got Tensor": dict(dp_size=ONE, batch_num_tokens=3),
     f"batch_num_tokens {A_COUNT}'token-mean', got None": dict(dp_size=2),
-    f"global_batch_size {A_COUNT}'seq-mean-token-mean'": dict(
-        dp_size=2, config=SEQ, batch_num_tokens=3
+    f"global_batch_size {A_COUNT}'seq-mean-token-mean'": (
+        dict(dp_size=2, config=SEQ, batch_num_tokens=3)
     ),
     "batch_num_tokens must be None with loss_agg_mode='seq-mean-token-mean', which divides by "
     "global_batch_size, got 7": dict(config=SEQ, batch_num_tokens=7),
-    "global_batch_size must be None with loss_agg_mode='token-mean', which divides by "
-    "batch_num_tokens, got 7": dict(global_batch_size=torch.tensor(7)),
-    "batch_num_tokens must be None with loss_agg_mode='token-sum', which divides by neither": dict(
-        config=SUM, batch_num_tokens=7
+    "batch_num_tokens must be None with loss_agg_mode='token-sum', which divides by neither": (
+        dict(config=SUM, batch_num_tokens=7)
     ),
-    "batch_num_tokens must be finite and > 0, got 0": dict(batch_num_tokens=0),
-    "batch_num_tokens must be finite and > 0, got inf": dict(batch_num_tokens=float("inf")),
-    "batch_num_tokens must be a number, got True (bool)": dict(batch_num_tokens=True),
-    "batch_num_tokens must be a number, got '3' (str)": dict(batch_num_tokens="3"),
-    "batch_num_tokens must be a real number, got torch.bool": dict(batch_num_tokens=ONE.bool()),
-    "batch_num_tokens must be on the device of labels": dict(batch_num_tokens=ONE_ON_META),
-    "global_batch_size must have one element, got (2,)": dict(global_batch_size=ONES[:, 0]),
     "labels must have packed shape (N,) with cu_seqlens, got (2, 5)": dict(cu_seqlens=CU),
 }
 PACKED = {
     f"advantages must have {OF_PACKED} (1,), got (3,)": dict(advantages=ONES[0, :3], cu_seqlens=CU),
     f"advantages must have {OF_PACKED} with cu_seqlens, got (1,)": dict(advantages=ONES[0, :1]),
+    f"temperature must be 0-dim, or have {OF_PACKED} (1,), got (2,)": (
+        dict(temperature=ONES[:, 0], cu_seqlens=CU)
+    ),
+    f"temperature must be 0-dim, or have {OF_PACKED} with cu_seqlens, got (2,)": (
+        dict(temperature=ONES[:, 0])
+    ),
     "cu_seqlens must be given for packed labels of shape (5,) with "
     "loss_agg_mode='seq-mean-token-mean', got None": dict(config=SEQ),
     "cu_seqlens must have shape (B + 1,) with B >= 1, got (1,)": dict(cu_seqlens=CU[:1]),
     "cu_seqlens must be int32 or int64, got torch.float32": dict(cu_seqlens=CU.float()),
     "cu_seqlens must rise from 0 to at most 5, got [1, 5]": dict(cu_seqlens=torch.tensor([1, 5])),
-    "cu_seqlens must rise from 0 to at most 5, got [3, 2]": dict(  # lengths
-        cu_seqlens=torch.tensor([3, 2], dtype=torch.int32)
-    ),
+    "cu_seqlens must rise from 0 to at most 5, got [3, 2]": dict(cu_seqlens=LENGTHS.int()),
+    "cu_seqlens must rise from 0 to at most 5, got [0, 3, 2, 4]": dict(cu_seqlens=FALLING),
     "cu_seqlens must be a tensor": dict(cu_seqlens=[0, 5]),
     "cu_seqlens must be on the device of labels": dict(cu_seqlens=CU.to("meta")),
     "config.loss_scale_factor must be given for packed input": dict(config=NORM, cu_seqlens=CU),
 }
-CASES = [(arguments, *case) for case in PADDED.items()] + [(packed, *c) for c in PACKED.items()]
+CASES = [
+    *(
+        ((B, S), f"{name} must {rule}", {name.split(".")[0]: value})
+        for name, values in WRONG.items()
+        for rule, value in values.items()
+    ),
+    *(((B, S), *case) for case in TOGETHER.items()),
+    *(((S,), *case) for case in PACKED.items()),
+]
 
 
-@pytest.mark.parametrize(("given", "message", "changes"), CASES, ids=[case[1] for case in CASES])
-def test_errors_of_bapo_loss(given, message, changes):
+@pytest.mark.parametrize(("shape", "message", "changes"), CASES, ids=[case[1] for case in CASES])
+def test_errors_of_bapo_loss(shape, message, changes):
     """No TypeError from inside torch, and nothing is accepted silently."""
     if changes.get("backend") == "cpu" and available_backends()["cpu"] is not None:
         pytest.skip("the native library is absent")
-    with raises(message):
-        bapo_loss(**given(**changes))
-
-
-AT_ONCE = "temperature must be 0-dim, or have"
-TEMPERATURES = {
-    "temperature must be a tensor (a number is config.temperature), got 0.7 (float)": arguments(
-        temperature=0.7
-    ),
-    "temperature must be floating point, got torch.int64": arguments(temperature=ONES.long()),
-    f"{AT_ONCE} {PER_SEQUENCE}, got (5,)": arguments(temperature=ONES[0]),
-    f"{AT_ONCE} {PER_SEQUENCE}, got (1, 1)": arguments(temperature=ONES[:1, :1]),
-    f"{AT_ONCE} {OF_PACKED} (1,), got (2,)": packed(temperature=ONES[:, 0], cu_seqlens=CU),
-    f"{AT_ONCE} {OF_PACKED} with cu_seqlens, got (2,)": packed(temperature=ONES[:, 0]),
-    "temperature must be on the device of labels (cpu), got meta": arguments(
-        temperature=ONE_ON_META
-    ),
-}
+    given = arguments(shape, **changes)
+    functions = [bapo_loss, partial(bapo_loss, backend="reference"), check_inputs]
+    if isinstance(changes.get("batch_num_tokens"), torch.Tensor):  # check_inputs reads it first
+        functions.pop()
+    for function in functions:
+        with raises(message):
+            function(**given)
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("message", TEMPERATURES)
-def test_errors_of_temperature(message, backend):
-    given = TEMPERATURES[message]
-    with raises(message):
-        bapo_loss(**given, backend=backend)
-    if "a number" in message or "cu_seqlens" in given:
-        return
-    options = dict(temperature=given["temperature"], backend=backend)
-    with raises(message):
-        log_probs(given["logits"], given["labels"], **options)
-
-
-LABELS = torch.zeros(B, S, dtype=torch.long)
+def test_temperatures_of_log_probs(backend):
+    for rule, value in WRONG["temperature"].items():
+        if isinstance(value, torch.Tensor):  # it takes a number too
+            with raises(f"temperature must {rule}"):
+                log_probs(ROWS, LABELS, temperature=value, backend=backend)
 
 
 def with_chunks(chunk_tokens):
@@ -248,7 +243,6 @@ OTHER_CALLS = {
     ),
     "scope must be call, step or lagged, got batch": lambda: ClipBoundSearch(scope="batch"),
     "chunk_tokens must be None or an integer >= 1, got 2.0 (float)": lambda: with_chunks(2.0),
-    "chunk_tokens must be None or an integer >= 1, got 0": lambda: with_chunks(0),
     "chunk_tokens must be None or an integer >= 1, got True (bool)": lambda: with_chunks(True),
 }
 
@@ -296,8 +290,9 @@ def test_hidden_states_without_columns(backend):
 
 def test_unknown_options_are_refused():
     for name in ("clip_ratio", "loss_agg_mode", "logit_scale"):  # members of the config
-        with pytest.raises(TypeError, match=name):
-            bapo_loss(**arguments(**{name: 1.0}))
+        for function in (bapo_loss, check_inputs):
+            with pytest.raises(TypeError, match=name):
+                function(**arguments(**{name: 1.0}))
 
 
 def test_nothing_is_written_before_the_checks():
@@ -353,7 +348,7 @@ def test_numbers_of_any_type(of):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("value", [0.0, -3.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, -3.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("loss_of", [bapo_loss, reference.bapo_loss])
 def test_counts_on_a_device(loss_of, value):
     """They are not read: an invalid count makes the loss NaN, never 0 or of the wrong sign."""
@@ -363,23 +358,23 @@ def test_counts_on_a_device(loss_of, value):
     assert loss_of(**given, config=SEQ, global_batch_size=count).loss.isnan()
 
 
-REFERENCE = {
-    "old_log_probs": dict(old_log_probs=torch.zeros(S)),
-    "response_mask": dict(response_mask=torch.ones(S)),
-    "rollout_log_probs": dict(rollout_log_probs=torch.zeros(1)),
-    "rollout_is_weights": dict(rollout_is_weights=torch.ones(S)),
-    "ref_log_probs": dict(ref_log_probs=torch.zeros(1, S)),
-    "advantages": dict(advantages=torch.ones(1)),
-    "config": dict(config={}),
+BROADCAST = {
+    "old_log_probs": torch.zeros(S),
+    "response_mask": torch.ones(S),
+    "rollout_log_probs": torch.zeros(1),
+    "rollout_is_weights": torch.ones(S),
+    "ref_log_probs": torch.zeros(1, S),
+    "advantages": torch.ones(1),
+    "config": {},
 }
 
 
-@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("name", BROADCAST)
 def test_errors_of_the_reference(name):
     """What torch would broadcast over the tokens is refused."""
     given = dict(log_probs=torch.zeros(B, S), old_log_probs=None, advantages=torch.ones(B, S))
     with pytest.raises(ValueError, match=f"{name} must "):
-        reference.bapo_loss_from_log_probs(**(given | REFERENCE[name]))
+        reference.bapo_loss_from_log_probs(**(given | {name: BROADCAST[name]}))
 
 
 @pytest.mark.parametrize("ranks", [None, "1", "2"])

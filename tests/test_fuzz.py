@@ -5,38 +5,21 @@ different ones every time.
 """
 
 import io
-import shutil
-import subprocess
-import tarfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import helpers
 import pytest
 import torch
 from helpers import check_result, per_token, transform_of, unmasked_tokens
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils._pytree import tree_map_only
 
-from bapo_kernels import (
-    BAPOConfig,
-    ClipBounds,
-    ClipBoundSearch,
-    ContributionHistogram,
-    bapo_loss,
-    log_probs,
-    reference,
-)
+import bapo_kernels
+from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_loss, log_probs, reference
 from bapo_kernels.config import IGNORE_INDEX, LossAggMode
 from bapo_kernels.tools.budget import Case, Result, make_case
 
@@ -107,7 +90,7 @@ def build_config(preset, **options):
 
 
 @st.composite
-def cases(draw, few=False):
+def cases(draw, device, few=False):
     """A case of any shape, options and values; ``few``: few short rows, for the interpreter."""
     seed, packed = draw(SEEDS), draw(st.booleans())
     size = st.integers(0, 2 if few else 6)
@@ -152,16 +135,17 @@ def cases(draw, few=False):
     case.labels = case.labels.to(offsets.dtype)
     if packed:
         case = case.with_options(cu_seqlens=offsets.cumsum(0, dtype=offsets.dtype))
-    return case.with_options(**draw(call_options(config)))
+    case = case.with_options(**draw(call_options(config)))
+    parts = case.logits, *case.arguments(), case.options
+    return Case(*tree_map_only(torch.Tensor, lambda values: values.to(device), parts))
 
 
 def set_logits(case, rows):
     for i, name in rows.items():
         z, label = case.logits.view(-1, case.logits.shape[-1])[i], case.labels.view(-1)[i]
-        kept = z[label].clone() if label != IGNORE_INDEX else None
+        before = z.clone()
         EXTREME_ROWS[name](z)
-        if kept is not None:
-            z[label] = kept
+        z.copy_(z.where(torch.arange(len(z)) != label, before))
 
 
 def set_old_log_probs(case, staleness, log_ratios):
@@ -181,7 +165,7 @@ def call_options(draw, config):
         bounds=draw(st.sampled_from([None, None, (0.8, 1.2), (1.0, 1.0), (0.0, 1e9)])),
     )
     if options["bounds"] is not None and draw(st.booleans()):
-        options["bounds"] = ClipBounds(*map(torch.tensor, options["bounds"]))
+        options["bounds"] = bapo_kernels.ClipBounds(*map(torch.tensor, options["bounds"]))
     if draw(st.booleans()):
         counts = dict(batch_num_tokens=torch.tensor(37.0), global_batch_size=7)
         options |= counts | dict(dp_size=draw(st.sampled_from([1, 4])))
@@ -207,10 +191,7 @@ def run(case, backend, layout="plain", inplace=False):
     return Result(output, torch.autograd.grad(output.loss, leaf))
 
 
-def assert_same_bits(one, other):
-    for a, b in zip(tensors(one), tensors(other), strict=True):
-        assert torch.equal(a.isnan(), b.isnan())
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+assert_same_bits = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 def tensors(result):
@@ -218,22 +199,46 @@ def tensors(result):
     return [loss.detach(), log_probs, entropy, *bounds, *metrics.values(), *result.gradients]
 
 
-def test_loss_of_any_case(backend, device, interpreted):
-    """Within the budget, with the same bits in any layout, in place and in a second run."""
+def test_any_case(backend, device, interpreted):
+    """The loss is within the budget, with the same bits in any layout, in place and in a second
+    run, of ``log_probs``, and of a row alone."""
 
     @fuzzed(interpreted)
     @given(
-        case=cases(few=interpreted),
+        case=cases(device, few=interpreted),
         layout=st.sampled_from(sorted(LAYOUTS)),
         inplace=st.booleans(),
+        at=st.integers(0, 100),
     )
-    def check(case, layout, inplace):
+    def check(case, layout, inplace, at):
         got = run(case, backend)
         check_result(case, got, few_tokens=True)
-        assert_same_bits(got, run(case, backend, layout, inplace))
+        assert_same_bits(tensors(got), tensors(run(case, backend, layout, inplace)))
         assert not got.gradient[~unmasked_tokens(case)].any()
+        check_log_probs(case, backend, layout)
+        if case.labels.numel():
+            check_row_alone(case, backend, at % case.labels.numel())
 
     check()
+
+
+def check_log_probs(case, backend, layout):
+    labels = case.labels.masked_fill(~unmasked_tokens(case), IGNORE_INDEX)
+    got = log_probs(LAYOUTS[layout](case.logits), labels, backend=backend, **transform(case))
+    output = run(case.with_options(statistics="all"), backend).output
+    assert torch.equal(got[0], output.log_probs)
+    assert torch.equal(got[1], output.entropy)
+
+
+def check_row_alone(case, backend, at):
+    """With given bounds and no mean over tokens, nothing couples the rows."""
+    if case.advantages.shape != case.labels.shape:
+        case.advantages = torch.linspace(-2.0, 2.0, case.labels.numel(), device=case.logits.device)
+    config = replace(case.options["config"], loss_agg_mode="token-sum")
+    case = case.with_options(config=config, bounds=(0.8, 1.2), cu_seqlens=None)
+    batch, alone = (run(rows(case, of), backend) for of in (slice(None), [at]))
+    of_batch = [values[[at]] for values in (*batch.output[1:3], batch.gradient)]
+    assert_same_bits([*alone.output[1:3], alone.gradient], of_batch)
 
 
 def rows(case, index):
@@ -245,49 +250,6 @@ def rows(case, index):
     options = {k: take(v) if k in PER_TOKEN else v for k, v in case.options.items()}
     logits = case.logits.reshape(-1, case.logits.shape[-1])[index]
     return Case(logits, *map(take, case.arguments()), options)
-
-
-def test_any_row_alone_has_the_bits_of_the_batch(backend, device, interpreted):
-    """With given bounds and no mean over tokens, nothing couples the rows."""
-
-    @fuzzed(interpreted)
-    @given(case=cases(few=interpreted), at=st.integers(0, 100))
-    def check(case, at):
-        N = case.labels.numel()
-        if N == 0:
-            return
-        if case.advantages.shape != case.labels.shape:
-            case.advantages = torch.linspace(-2.0, 2.0, N)
-        config = replace(case.options["config"], loss_agg_mode="token-sum")
-        case = case.with_options(config=config, bounds=(0.8, 1.2), cu_seqlens=None)
-        together = run(rows(case, slice(None)), backend)
-        alone = run(rows(case, [at % N]), backend)
-        assert torch.equal(alone.gradient[0].isnan(), together.gradient[at % N].isnan())
-        assert torch.equal(alone.gradient[0].nan_to_num(), together.gradient[at % N].nan_to_num())
-        for name in ("log_probs", "entropy"):
-            one, other = (getattr(r.output, name).nan_to_num(-1.0) for r in (alone, together))
-            assert one[0] == other[at % N]
-
-    check()
-
-
-def test_log_probs_of_any_case(backend, device, interpreted):
-    """``log_probs`` gives the bits of the loss."""
-
-    @fuzzed(interpreted)
-    @given(case=cases(few=interpreted), layout=st.sampled_from(sorted(LAYOUTS)))
-    def check(case, layout):
-        got = log_probs(
-            LAYOUTS[layout](case.logits),
-            case.labels.masked_fill(~unmasked_tokens(case), IGNORE_INDEX),
-            backend=backend,
-            **transform(case),
-        )
-        output = run(case.with_options(statistics="all"), backend).output
-        assert torch.equal(got[0], output.log_probs)
-        assert torch.equal(got[1], output.entropy)
-
-    check()
 
 
 def floats(bounds):
@@ -317,12 +279,7 @@ class Searches(RuleBasedStateMachine):
         *tokens, rollout = (torch.cat([t.reshape(-1) for t in part]) for part in parts)
         return tokens, rollout
 
-    def expected_bounds(self):
-        tokens, rollout = self.tokens()
-        bounds = reference.find_clip_bounds(*tokens, config=self.config, rollout_log_probs=rollout)
-        return floats(bounds)
-
-    def add(self, logp, old, advantages, mask=None, rollout=None):
+    def add(self, logp, advantages, old=None, mask=None, rollout=None):
         self.search.update(logp, old, advantages, mask, rollout_log_probs=rollout)
         if self.scope == "call":
             return
@@ -343,13 +300,10 @@ class Searches(RuleBasedStateMachine):
         logp, rollout = -5 * torch.rand(2, *shape, generator=g)
         noise, advantages = torch.randn(2, *shape, generator=g)
         sequence = torch.randn(shape[0], generator=g)
-        self.add(
-            logp,
-            logp - noise if "old" in given else None,
-            sequence if "per sequence" in given else advantages,
-            torch.rand(shape, generator=g) < 0.5 if "mask" in given else None,
-            rollout if "rollout" in given else None,
-        )
+        mask = torch.rand(shape, generator=g) < 0.5
+        optional = dict(old=logp - noise, mask=mask, rollout=rollout)
+        optional = {name: optional[name] for name in given & optional.keys()}
+        self.add(logp, sequence if "per sequence" in given else advantages, **optional)
 
     @precondition(lambda self: self.scope != "step" or self.bounds is not None)
     @rule(seed=SEEDS)
@@ -360,14 +314,16 @@ class Searches(RuleBasedStateMachine):
         truth = reference.bapo_loss(case.logits.double(), *case.arguments(), **case.options)
         assert floats(output.bounds) == (self.bounds or floats(truth.bounds))
         if self.scope == "lagged":
-            self.add(output.log_probs, case.old_log_probs, case.advantages, unmasked_tokens(case))
+            self.add(output.log_probs, case.advantages, case.old_log_probs, unmasked_tokens(case))
 
     @rule(order=st.randoms(use_true_random=False))
     def step(self, order):
         if self.scope != "call":
-            self.bounds = self.expected_bounds()
+            tokens, rollout = self.tokens()
+            options = dict(config=self.config, rollout_log_probs=rollout)
+            self.bounds = floats(reference.find_clip_bounds(*tokens, **options))
             order.shuffle(self.batches)
-            again = ContributionHistogram(self.config)
+            again = bapo_kernels.ContributionHistogram(self.config)
             for logp, old, advantages, mask, rollout in self.batches:
                 again.update(logp, old, advantages, mask, rollout_log_probs=rollout)
             assert floats(again.solve()) == self.bounds
@@ -413,7 +369,7 @@ def test_search_over_any_calls(scope):
     profile = fuzzed()
     few = settings(profile, max_examples=profile.max_examples // 5, stateful_step_count=15)
     machine = type(f"Searches_{scope}", (Searches,), dict(scope=scope))
-    run_state_machine_as_test(machine, settings=few)
+    stateful.run_state_machine_as_test(machine, settings=few)
 
 
 def test_state_from_before_the_first_update():
@@ -428,20 +384,3 @@ def test_sequences_without_tokens():
     config = BAPOConfig(loss_agg_mode="seq-mean-token-sum-norm")
     logits, tokens = torch.empty(3, 0, 5), torch.empty(3, 0)
     assert reference.bapo_loss(logits, tokens.long(), tokens, tokens, config=config).loss == 0
-
-
-ROOT = Path(__file__).parent.parent
-
-
-@pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is absent")
-def test_fuzz_target_compiles():
-    command = ["clang++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-Icsrc"]
-    subprocess.run([*command, "fuzz/cpu_kernels.cpp"], cwd=ROOT, check=True)
-
-
-def test_the_corpus_is_one_archive_of_small_inputs():
-    with tarfile.open(ROOT / "fuzz" / "corpus.tar.gz") as archive:
-        inputs = [member for member in archive if not member.isdir()]
-    assert len(inputs) > 200
-    assert all(member.isfile() and member.name.startswith("corpus/") for member in inputs)
-    assert max(member.size for member in inputs) <= 256, "what fuzz/Makefile gives libFuzzer"

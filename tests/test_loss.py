@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -12,7 +13,9 @@ from helpers import (
     Case,
     assert_same_bits,
     assert_within_budget,
+    case_with_sets,
     check_against_reference,
+    check_with_sets,
     examples,
     make_case,
     per_token,
@@ -108,26 +111,44 @@ def build_config(options):
     return getattr(BAPOConfig, preset)(**options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def case_of(sets, *of_case, statistics="all", **options):
+    """A case, and a function that checks it; with ``sets`` its rows have sets of tokens."""
+    if not sets:
+        case = make_case(*of_case, **options)
+        return case, partial(check_against_reference, case, statistics=statistics)
+    config = options.get("config") or BAPOConfig()
+    options["outside"] = config.kl_loss_type not in (
+        "k1",
+        "k2",
+    )  # a label outside makes it infinite
+    case, mask = case_with_sets(*of_case, **options)
+    return case, partial(check_with_sets, case, mask, statistics=statistics)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sets"), [*product(DTYPES, [False]), (torch.float32, True), (torch.bfloat16, True)]
+)
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(backend, device, dtype, statistics, name):
-    config_options, call_options = OPTIONS[name]
-    config = build_config(config_options)
-    case = make_case(dtype=dtype, device=device, config=config, **call_options)
-    check_against_reference(case, backend, statistics=statistics)
+def test_options(backend, device, dtype, sets, statistics, name):
+    config_options, options = OPTIONS[name]
+    given = dict(dtype=dtype, device=device, config=build_config(config_options), **options)
+    _, check = case_of(sets, statistics=statistics, **given)
+    check(backend)
+
+
+# One token, less than a vector, primes, a vector and a block and their neighbours, unaligned rows
+# of several tiles, a shard of a large vocabulary.
+SIZES = 1, 2, 3, 15, 16, 17, 31, 33, 127, 1009, 4095, 4096, 4097, 8191, 16399, 18992
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "V",
-    # one token, less than a vector, primes, a vector and a block and their neighbours, unaligned
-    # rows of several tiles, a shard of a large vocabulary
-    [1, 2, 3, 15, 16, 17, 31, 33, 127, 1009, 4095, 4096, 4097, 8191, 16399, 18992],
+    ("V", "sets"), [*product(SIZES, [False]), *product((1, 2, 33, 4097), [True])]
 )
-def test_vocabulary_sizes(backend, device, dtype, V):
-    case = make_case((2, 3), V, dtype, device, masked=0.0, config=BAPOConfig(entropy_coef=0.01))
-    check_against_reference(case, backend)
+def test_vocabulary_sizes(backend, device, dtype, V, sets):
+    options = dict(masked=0.0, config=BAPOConfig(entropy_coef=0.01))
+    case_of(sets, (2, 7 if sets else 3), V, dtype, device, **options)[1](backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,27 +157,26 @@ def test_real_vocabularies(backend, device, dtype, V):
     check_against_reference(make_case((1, 4), V, dtype, device, masked=0.0, idle=0.0), backend)
 
 
+@pytest.mark.parametrize("sets", [False, True])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 2, 3)])  # 0 to 3 leading sizes
-def test_leading_shapes(backend, device, shape):
-    case = make_case(shape, 33, device=device, masked=0.0, poison=False)
-    got = check_against_reference(case, backend)
-    assert got.output.log_probs.shape == shape
+def test_leading_shapes(backend, device, shape, sets):
+    _, check = case_of(sets, shape, 33, device=device, masked=0.0, poison=False)
+    assert check(backend).output.log_probs.shape == shape
 
 
-@pytest.mark.parametrize("staleness", [0.0, 0.02, 0.3, 3.0, 60.0])  # on-policy .. past the clamp
+@pytest.mark.parametrize("staleness", [0.0, 0.02, 0.3, 3.0, 60.0, None])  # .. past the clamp
 @pytest.mark.parametrize("preset", ["paper", "recipe"])
-def test_staleness(backend, device, staleness, preset):
+@pytest.mark.parametrize("sets", [False, True])
+def test_staleness(backend, device, staleness, preset, sets):
+    """Kept, clipped and undecided rows; the last ones are on policy."""
     config = build_config(dict(preset=preset))
-    case = make_case((4, 16), 65, device=device, staleness=staleness, config=config)
-    check_against_reference(case, backend)
-
-
-def test_on_policy(backend, device):
-    case = make_case(device=device)
-    case.old_log_probs = None
-    got = check_against_reference(case, backend)
-    assert got.output.metrics["pg_clipfrac"] == 0
-    assert got.output.metrics["ppo_kl"] == 0
+    options = dict(device=device, config=config, staleness=staleness or 0.0)
+    case, check = case_of(sets, (4, 16), 65, **options)
+    if staleness is None:
+        case.old_log_probs = None
+    metrics = check(backend).output.metrics
+    if staleness is None and not sets:
+        assert metrics["pg_clipfrac"] == metrics["ppo_kl"] == 0
 
 
 @pytest.mark.parametrize("N", [24, 20])
@@ -246,15 +266,6 @@ def test_all_masked(backend, device, statistics):
     assert all(v.isfinite() or k == "bapo_pos_neg_ratio" for k, v in got.output.metrics.items())
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])  # no tokens at all
-def test_no_tokens(backend, device, shape):
-    logits = torch.empty(*shape, 11, device=device)
-    tokens = torch.empty(shape, device=device)
-    got = run_kernel(Case(logits, tokens.long(), tokens, tokens, None), backend)
-    assert got.output.loss == 0
-    assert got.gradient.shape == logits.shape
-
-
 def test_live_statistics_skip_inactive_tokens(backend, device):
     """Their rows may be full of NaN."""
     case = make_case(device=device)
@@ -315,17 +326,18 @@ def test_shapes_of_temperature(backend, device, shape):
     assert_same_bits(got, expected)
 
 
-def test_temperatures_of_packed_sequences(backend, device):
+@pytest.mark.parametrize("sets", [False, True])
+def test_temperatures_of_packed_sequences(backend, device, sets):
     """One per sequence, of empty ones any; tokens after the last sequence are masked."""
     cu = CU.to(device)
-    case = make_case((24,), 65, device=device, cu_seqlens=cu)
+    case, check = case_of(sets, (24,), 65, device=device, cu_seqlens=cu)
     T = torch.tensor([0.0, 0.5, torch.nan, 1.25, 2.0, -1.0], device=device)
-    got = check_against_reference(case, backend, temperature=T)
+    got = check(backend, temperature=T)
     per_token = torch.cat([T.repeat_interleave(cu.diff()), T.new_zeros(4)])
-    expected = check_against_reference(case, backend, temperature=per_token)
+    expected = check(backend, temperature=per_token)
     assert_same_bits(got, expected)
     case.advantages = torch.tensor([9.0, 0.5, 2.0, -1.0, 0.7, 9.0], device=device)
-    check_against_reference(case, backend, temperature=T)
+    check(backend, temperature=T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # gradient in forward, backward

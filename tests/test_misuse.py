@@ -22,7 +22,6 @@ from bapo_kernels import (
     BAPOLinearLoss,
     BAPOLoss,
     ClipBoundSearch,
-    ContributionHistogram,
     bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
@@ -67,6 +66,15 @@ def of_log_probs(x, case, backend, **options):
     _, *arguments = case.arguments()
     options = dict(entropy=x["entropy"], config=CONFIG, backend=backend) | options
     return bapo_loss_from_log_probs(x["log_probs"], *arguments, **options)
+
+
+def of_overwritten_logits(x, case, backend, **options):
+    x = dict(x, logits=x["logits"] * 1)
+    return of_logits(x, case, backend, **({"inplace": backend != "reference"} | options))
+
+
+def of_half_logits(x, case, backend, **options):
+    return of_logits(dict(x, logits=x["logits"].half()), case, backend, **options)
 
 
 def log_probs_of_logits(x, case, backend):
@@ -136,57 +144,46 @@ def assert_same(got, expected):
         assert a is b is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
-class TestChangedBeforeBackward:
-    @pytest.mark.parametrize("function", LOSSES)
-    def test_a_loss_has_the_gradient_of_its_forward(self, call):
-        value, case = call(), call.case
-        with torch.no_grad():
-            for changed in (*call.x.values(), case.labels, case.advantages, case.old_log_probs):
-                changed.mul_(2)
-        call.check(value)
-
-    @pytest.mark.parametrize("function", LOG_PROBS)
-    def test_log_probs_keep_the_labels_of_their_forward(self, call):
-        value = call()
-        call.case.labels.zero_()
-        call.check(value)
-
-    @pytest.mark.parametrize(
-        ("function", "name"),
-        [
-            (log_probs_of_logits, "logits"),
-            (log_probs_of_hidden, "hidden"),
-            (log_probs_of_hidden, "weight"),
-        ],
-    )
-    def test_log_probs_raise(self, call, name):
-        value = call()
-        with torch.no_grad():
-            call.x[name].mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            value.sum().backward()
-
-    @pytest.mark.parametrize("function", [of_logits, of_hidden])
-    def test_a_loss_of_float16_raises(self, call):
-        """Its gradient is computed in backward."""
-        half = {name: (leaf * 1).half() for name, leaf in call.x.items()}
-        loss = call(half)
-        for changed in half.values():
+def test_inputs_that_change_before_backward(call):
+    """A loss has the gradient of its forward; log-probs keep their labels."""
+    value, case = call(), call.case
+    inputs = call.x.values() if call.function in LOSSES else ()
+    with torch.no_grad():
+        for changed in (*inputs, case.labels, case.advantages, case.old_log_probs):
             changed.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+    call.check(value)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    @pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
-    def test_overwritten_logits_raise(self, backend, device, rows, dtype):
-        x, case = problem(device)
-        logits = (x["logits"] * 1).to(dtype)[:, rows]
-        arguments = (argument[:, rows] for argument in case.arguments())
-        loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
-        with torch.no_grad():
-            logits.copy_(x["logits"][:, rows])  # logits of the next micro-batch
-        with pytest.raises(RuntimeError, match=r"logits .*inplace=True.* were changed"):
-            loss.backward()
+
+@pytest.mark.parametrize(
+    ("function", "name", "dtype"),
+    [
+        (log_probs_of_logits, "logits", torch.float32),
+        (log_probs_of_hidden, "hidden", torch.float32),
+        (log_probs_of_hidden, "weight", torch.float32),
+        (of_logits, "logits", torch.float16),  # the gradient of such a loss is made in backward
+        (of_hidden, "hidden", torch.float16),
+        (of_hidden, "weight", torch.float16),
+    ],
+)
+def test_inputs_that_backward_reads_and_that_changed_raise(call, name, dtype):
+    x = {key: (leaf * 1).to(dtype) for key, leaf in call.x.items()}
+    value = call(x)
+    x[name].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [slice(None), slice(0, -1)])  # whole, and a view of a base
+def test_overwritten_logits_that_changed_raise(backend, device, rows, dtype):
+    x, case = problem(device)
+    logits = (x["logits"] * 1).to(dtype)[:, rows]
+    arguments = (argument[:, rows] for argument in case.arguments())
+    loss = bapo_loss(logits, *arguments, backend=backend, inplace=True).loss
+    with torch.no_grad():
+        logits.copy_(x["logits"][:, rows])  # logits of the next micro-batch
+    with pytest.raises(RuntimeError, match=r"logits .*inplace=True.* were changed"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("retain_graph", [True, False])
@@ -198,15 +195,6 @@ def test_second_backward_is_refused(call, retain_graph):
         loss.backward()
 
 
-@pytest.mark.parametrize("function", LOG_PROBS)
-def test_second_backward_of_log_probs(call):
-    value = call().sum()
-    value.backward(retain_graph=True)
-    value.backward()
-    twice = [None if gradient is None else 2 * gradient for gradient in call.plain[1:]]
-    assert_same(call.gradients(), twice)
-
-
 @pytest.mark.parametrize("function", [of_logits, log_probs_of_logits])
 def test_double_backward_is_refused(call):
     (gradient,) = torch.autograd.grad(call().sum(), call.x["logits"], create_graph=True)
@@ -214,11 +202,35 @@ def test_double_backward_is_refused(call):
         gradient.square().sum().backward()
 
 
-@pytest.mark.parametrize("function", [of_hidden])
-def test_gradient_through_entropy_of_hidden_states_raises(call, backend):
-    out = of_hidden(call.x, call.case, backend)
-    with pytest.raises(RuntimeError, match="have no gradient"):
-        (out.loss + out.entropy.mean()).backward()
+@pytest.mark.parametrize("name", ["log_probs", "entropy"])
+@pytest.mark.parametrize("function", [of_logits, of_overwritten_logits, of_hidden])
+def test_gradient_through_log_probs_or_entropy_raises(call, backend, name):
+    """Forward computes the gradient of the loss alone; 0 for other terms would be wrong."""
+
+    def term():
+        out = call.function(call.x, call.case, backend)
+        return out.loss, getattr(out, name)
+
+    loss, values = term()
+    with pytest.raises(RuntimeError, match=r"log_probs and entropy .* have no gradient"):
+        (loss + 0.1 * values.mean()).backward()
+    assert not any(gradient is not None for gradient in call.gradients())
+    loss, values = term()
+    (loss + 0.1 * values.detach().mean()).backward()
+    call.check_gradients()
+
+
+def test_without_gradient(call):
+    data = {name: leaf.detach() for name, leaf in call.x.items()}
+    for x, mode in (
+        (call.x, torch.no_grad()),
+        (call.x, torch.inference_mode()),
+        (data, torch.enable_grad()),
+    ):
+        with mode:
+            value = call(x)
+        assert not value.requires_grad
+        assert torch.equal(value, call.plain[0])
 
 
 class FirstOfTwo(torch.autograd.Function):
@@ -306,20 +318,6 @@ def test_functions_of_the_loss(call, name):
     call.check_gradients()
 
 
-@pytest.mark.parametrize("function", LOSSES)
-def test_grad_scaler(call, device):
-    optimizer = torch.optim.SGD(call.x.values(), 0.1)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**16)
-    scaler.scale(call()).backward()
-    scaler.unscale_(optimizer)
-    call.check_gradients()
-
-
-def of_overwritten_logits(x, case, backend, **options):
-    x = dict(x, logits=x["logits"] * 1)
-    return of_logits(x, case, backend, **({"inplace": backend != "reference"} | options))
-
-
 def of_hidden_under_autocast(x, case, backend, **options):
     """Parameters in float32, products in float16."""
     x = {name: leaf.float() for name, leaf in x.items()}
@@ -398,27 +396,27 @@ def test_uint8_label_156_is_not_ignored(backend, device):
     """-100 as uint8 is 156."""
     logits, A = torch.randn(2, 3, 257, device=device), torch.ones(2, 3, device=device)
     labels = torch.full((2, 3), 156, device=device)
-    kinds = labels, labels.to(torch.uint8)
-    for loss_of in (
-        partial(bapo_loss, backend=backend),
-        partial(bapo_loss, backend="reference"),
-        reference.bapo_loss,
-    ):
-        log_probs_of_kinds = [loss_of(logits, kind, None, A).log_probs for kind in kinds]
-        assert log_probs_of_kinds[0].all()
-        assert torch.equal(*log_probs_of_kinds)
-    assert torch.equal(*(reference.log_probs(logits, kind)[0] for kind in kinds))
+    losses = [partial(bapo_loss, backend=name) for name in (backend, "reference")]
+    for loss_of in (*losses, reference.bapo_loss):
+        of_kinds = [loss_of(logits, kind, None, A).log_probs for kind in (labels, labels.byte())]
+        assert of_kinds[0].all()
+        assert torch.equal(*of_kinds)
+    assert torch.equal(*(reference.log_probs(logits, y)[0] for y in (labels, labels.byte())))
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 100\) or -100, got 156"):
+        check_inputs(logits[..., :100], labels.byte(), None, A)
 
 
 WRONG_OFFSETS = {
     "from 1": [1, 5, 9],
     "below 0": [-2, 5, 9],
     "falling": [0, 7, 5, 9],
+    "falling below 0": [0, -9, 9],
     "beyond N": [0, 5, 40],
 }
+MODES = dict(loss_agg_mode="token-mean"), dict(loss_agg_mode="seq-mean-token-mean")
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", [*MODES, dict(ratio_level="sequence")])
 @pytest.mark.parametrize("name", WRONG_OFFSETS)
 def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode, monkeypatch):
     """On a GPU, where they are not read; here they are as unread."""
@@ -428,14 +426,15 @@ def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode, monkeypatc
     A = torch.ones(len(offsets) - 1, device=device)
     logits = case.logits.requires_grad_()
     arguments = logits, case.labels, case.old_log_probs, A
-    config = BAPOConfig(loss_agg_mode=mode)
-    out = bapo_loss(*arguments, config=config, cu_seqlens=offsets, backend=backend)
+    options = dict(config=BAPOConfig(**mode), cu_seqlens=offsets)
+    out = bapo_loss(*arguments, backend=backend, **options)
     assert out.loss.isnan()
     assert [bound.item() for bound in out.bounds] == pytest.approx([0.6, 1.2])
     out.loss.backward()
     assert logits.grad[case.labels != -100].isnan().any(-1).all()
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 9, got"):
-        check_inputs(*arguments, cu_seqlens=offsets)
+    for reads_them in (check_inputs, partial(bapo_loss, backend="reference")):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 9, got"):
+            reads_them(*arguments, **options)
 
 
 def test_offsets_are_not_read_while_a_call_is_traced():
@@ -445,25 +444,18 @@ def test_offsets_are_not_read_while_a_call_is_traced():
     assert out.log_probs.shape == (9,)
 
 
-def packed_problem(device):
-    """9 tokens in sequences that end at 7; the other two hold anything, as masked tokens may."""
+def results_of(function, backend, device, advantages, mask=None, **options):
+    """What a packed call returns, and the gradients; tokens after the 7th may hold anything."""
     x, case = problem(device, (9,), staleness=0.5, masked=0.0)
     case.labels[7:], case.old_log_probs[7:] = torch.tensor([0, V - 1], device=device), -torch.inf
     with torch.no_grad():
         for name in ("logits", "hidden", "log_probs", "entropy"):
             x[name][7:] = torch.nan
-    return x, case
-
-
-def results_of(function, backend, device, advantages, mask=None, **options):
-    """Everything that a packed call returns, and the gradients."""
-    x, case = packed_problem(device)
     case.response_mask = torch.ones(9, device=device) if mask is None else mask
     case.advantages = advantages
     out = function(x, case, backend, **options)
     out.loss.backward()
-    gradients = [leaf.grad for leaf in x.values()]
-    return [*out[:3], *out.bounds, *out.metrics.values(), *gradients]
+    return [*out[:3], *out.bounds, *out.metrics.values(), *(leaf.grad for leaf in x.values())]
 
 
 LEVELS_AND_MODES = [  # a mode is a weight per token: all modes at one level are enough
@@ -488,21 +480,6 @@ def test_tokens_after_the_last_sequence_are_masked(backend, device, function, mo
         assert got[0].isfinite()
         assert not got[1][7:].any()
         assert all(g is None or g.isfinite().all() for g in got[5:])
-
-
-def test_search_ignores_tokens_after_the_last_sequence(device):
-    x, case = packed_problem(device)
-    log_probs = x["log_probs"].detach()
-    A, offsets = torch.tensor([1.0, -2.0], device=device), torch.tensor([0, 3, 7], device=device)
-    tables, sums = [], []
-    for n in (7, 9):
-        given = log_probs[:n], case.old_log_probs[:n], A
-        tables.append(ContributionHistogram().update(*given, cu_seqlens=offsets).table)
-        probe = reference.Contributions(BAPOConfig(), *given, None, cu_seqlens=offsets)
-        sums.append(probe.sums(0.8, 1.2))
-    assert torch.equal(*tables)
-    assert sums[0] == sums[1]
-    assert all(sums[0])
 
 
 @contextmanager
@@ -540,48 +517,37 @@ def test_surroundings_change_nothing(function, backend, device):
         assert_same(got, expected)
 
 
-class TestAutocast:
-    @pytest.mark.parametrize("function", [of_logits, of_log_probs, log_probs_of_logits])
-    def test_functions_without_a_gemm(self, call, device):
-        with torch.autocast(device, torch.bfloat16):
-            call.check(call())
-
-    @pytest.mark.parametrize("function", [of_hidden, log_probs_of_hidden])
-    def test_backward_under_autocast(self, call, device):
-        """Its GEMMs have the dtype of the forward's."""
-        value = call()
-        with torch.autocast(device, torch.bfloat16):
-            call.check(value)
-
-    def test_sum_of_chunks_stays_float32(self):
-        """Autocast would round the product of every chunk to bfloat16."""
-        hidden, weight = torch.randn(20, H).bfloat16(), torch.randn(V, H).bfloat16()
-        dlogits = torch.randn(20, V).bfloat16()
-        made = []
-        for enabled in (False, True):
-            of_head = Head.of(hidden, weight, None, torch.bfloat16)
-            total = HeadGradients(of_head, (True, True, False), one_chunk=False)
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                for rows in torch.arange(20).chunk(4):
-                    total.add(rows, hidden[rows], dlogits[rows])
-            made.append(total.of(hidden, weight.float(), None)[:2])
-        assert_same(*made)
+def test_autocast(call, device):
+    """It changes nothing without a GEMM; those of a backward have the dtype of the forward's."""
+    before = call() if call.function in (of_hidden, log_probs_of_hidden) else None
+    with torch.autocast(device, torch.bfloat16):
+        call.check(call() if before is None else before)
 
 
-class TestInferenceTensors:
-    @pytest.mark.parametrize("function", LOSSES)
-    def test_tokens_of_a_rollout(self, call):
-        case = call.case
-        with torch.inference_mode():
-            case.labels, case.old_log_probs = case.labels.clone(), case.old_log_probs.clone()
-            case.advantages, case.response_mask = case.advantages * 1, case.response_mask.clone()
-        call.check(call())
+def test_sum_of_chunks_stays_float32_under_autocast():
+    """It would round the product of every chunk to bfloat16."""
+    hidden, weight = torch.randn(20, H).bfloat16(), torch.randn(V, H).bfloat16()
+    dlogits = torch.randn(20, V).bfloat16()
+    made = []
+    for enabled in (False, True):
+        of_head = Head.of(hidden, weight, None, torch.bfloat16)
+        total = HeadGradients(of_head, (True, True, False), one_chunk=False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for rows in torch.arange(20).chunk(4):
+                total.add(rows, hidden[rows], dlogits[rows])
+        made.append(total.of(hidden, weight.float(), None)[:2])
+    assert_same(*made)
 
-    @pytest.mark.parametrize("function", LOG_PROBS)
-    def test_labels_of_log_probs(self, call):
-        with torch.inference_mode():
-            call.case.labels = call.case.labels.clone()
-        call.check(call())
+
+TOKENS = ("labels", "old_log_probs", "advantages", "response_mask")
+
+
+def test_inference_tensors(call):
+    """Such as the tokens of a rollout."""
+    with torch.inference_mode():
+        for name in TOKENS:
+            setattr(call.case, name, getattr(call.case, name).clone())
+    call.check(call())
 
 
 def as_function(function, backend, device="cpu"):
@@ -637,14 +603,6 @@ def test_batched_gradients_are_refused(call, device):
         torch.autograd.grad(loss, call.x["logits"], two, is_grads_batched=True)
 
 
-@pytest.mark.parametrize("function", [of_logits])
-def test_functional_call(call, backend):
-    module, leaf = BAPOLoss(CONFIG, backend=backend), call.x["logits"].detach().requires_grad_()
-    torch.func.functional_call(module, {}, (leaf, *call.case.arguments())).loss.backward()
-    call(config=CONFIG).backward()
-    assert torch.equal(leaf.grad, call.x["logits"].grad)
-
-
 def test_none_in_a_call_is_the_option_of_the_module():
     x, case = problem()
     config = BAPOConfig.fixed(0.9, 1.1)
@@ -660,8 +618,7 @@ def test_none_in_a_call_is_the_option_of_the_module():
 def through_torch(value):
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
 
 
 @pytest.mark.parametrize(
@@ -671,35 +628,26 @@ def test_copies(copied):
     x, case = problem()
     for module in (BAPOLoss(CONFIG, statistics="live"), BAPOLinearLoss(CONFIG, chunk_tokens=3)):
         twin = copied(module)
-        assert repr(twin) == repr(module)
-        assert twin.config == module.config
-    search = ClipBoundSearch(CONFIG, "lagged")
-    twins = []
+        assert (repr(twin), twin.config) == (repr(module), module.config)
+    bounds = []
     for of_step in (copied, lambda x: x):
-        twin = of_step(search)
-        twin.update(x["log_probs"], *case.arguments()[1:])
-        twins.append(of_step(twin))
-        twins[-1].step()
-    assert twins[0].bounds == twins[1].bounds
+        search = of_step(ClipBoundSearch(CONFIG, "lagged"))
+        search.update(x["log_probs"], *case.arguments()[1:])
+        search = of_step(search)
+        search.step()
+        bounds.append(search.bounds)
+    assert bounds[0] == bounds[1]
     with torch.no_grad():
         out = bapo_loss(x["logits"], *case.arguments())
     twin = copied(out)
     assert type(twin) is type(out)
-    assert twin.bounds == out.bounds
-    assert twin.metrics == out.metrics
+    assert (twin.bounds, twin.metrics) == (out.bounds, out.metrics)
     assert torch.equal(twin.log_probs, out.log_probs)
 
 
-class Losses(torch.utils.data.Dataset):
-    """The loss of a batch, computed in the process that loads the data."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, seed):
-        case = make_case((8, 8), 501, seed=seed)
-        run = run_kernel(case, "cpu")
-        return run.output.loss.detach(), run.gradient
+def loss_and_gradient(seed):
+    run = run_kernel(make_case((8, 8), 501, seed=seed), "cpu")
+    return run.output.loss.detach(), run.gradient
 
 
 @pytest.mark.slow
@@ -707,10 +655,9 @@ class Losses(torch.utils.data.Dataset):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader(start):
     """A process forked after its parent has used threads must not wait for them."""
-    expected = [Losses()[seed] for seed in range(4)]
-    loader = DataLoader(
-        Losses(), batch_size=None, num_workers=2, multiprocessing_context=start, timeout=120
-    )
+    expected = [loss_and_gradient(seed) for seed in range(4)]
+    options = dict(batch_size=None, num_workers=2, multiprocessing_context=start, timeout=120)
+    loader = DataLoader(range(4), collate_fn=loss_and_gradient, **options)
     for got, alone in zip(loader, expected, strict=True):
         assert_same(got, alone)
 
@@ -724,7 +671,10 @@ def test_threads(function):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("function", [*LOSSES, *LOG_PROBS, of_overwritten_logits, of_half_logits])
 def test_checkpoint(call, use_reentrant):
+    """The forward runs twice; the gradient is that of one run."""
+
     def of(*values):
         values = [value * 1 for value in values]
         return call(dict(zip(call.x, values, strict=True)))
@@ -758,7 +708,7 @@ def test_subclasses(call, kind):
         leaf = torch.nn.Parameter(leaf) if kind is torch.nn.Parameter else leaf
         call.x[name] = leaf.requires_grad_()
     if kind is not torch.nn.Parameter:
-        for name in ("labels", "old_log_probs", "advantages", "response_mask"):
+        for name in TOKENS:
             values = getattr(call.case, name)
             wrapped = values.as_subclass(Named) if kind is Named else kind(values)
             setattr(call.case, name, wrapped)
@@ -792,6 +742,6 @@ def test_no_token_and_one_token(function, backend, device, shape):
     value.backward()
     assert value.isfinite()
     assert 0 not in shape or value == 0
-    grads = [leaf.grad for leaf in x.values() if leaf.grad is not None]
-    assert grads
-    assert all(gradient.isfinite().all() for gradient in grads)
+    gradients = [leaf.grad for leaf in x.values() if leaf.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)

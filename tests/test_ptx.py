@@ -87,7 +87,7 @@ def permuted(a, b, c):
 
 
 FTZ = "(np.float64(a) * (abs(a) >= 2.0**-126))"  # subnormal numbers are zero
-define("s32 s64 f32 f64", add="a + b", sub="a - b", neg="-a")
+define("s16 s32 s64 f32 f64", add="a + b", sub="a - b", neg="-a")
 define("f64", add_rn="a + b", sub_rn="a - b")
 define("f32 f64", abs="abs(a)")
 define("f32", abs_ftz=f"abs({FTZ})")
@@ -116,7 +116,8 @@ define("f32 f64", "pred", setp_num="a == a and b == b", setp_nan="a != a or b !=
 define("f16 bf16", "pred", setp_eq="a == b", setp_lt="a < b", setp_neu="a != b")
 define("b16 b32 b64", "pred", setp_eq="a == b", setp_ne="a != b")
 for n, sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "ne": "!=", "eq": "=="}.items():
-    define("s32 s64 u32 u64 f32 f64", "pred", **{f"setp_{n}": f"a == a and b == b and a {sign} b"})
+    numbers = "s16 s32 s64 u16 u32 u64 f32 f64"
+    define(numbers, "pred", **{f"setp_{n}": f"a == a and b == b and a {sign} b"})
     if n != "eq":
         define("f32 f64", "pred", **{f"setp_{n}u": f"a != a or b != b or a {sign} b"})
 CONVERSIONS = {"f32": "f16 bf16", "f64": "f16 bf16 f32", "rn_f32": "f64", "rn_f16": "f32"}

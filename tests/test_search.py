@@ -7,17 +7,15 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_case, needs_native, unmasked_tokens
+from helpers import needs_native
 from world import grid
 
 from bapo_kernels import (
     BAPOConfig,
     ClipBoundSearch,
     ContributionHistogram,
-    bapo_loss,
     bapo_loss_from_log_probs,
     find_clip_bounds,
-    log_probs,
     reference,
 )
 from bapo_kernels.config import bound_grid
@@ -113,6 +111,7 @@ def printed_loop(config, quantity, exact=float):
     return low, high
 
 
+PINNED, NEVER = dict(ratio_lower_start=0.9), lambda *bounds: 0.0
 OCTOTHINKER = dict(ratio_lower_start=0.8, ratio_upper_max=2.0, target=0.45)
 
 
@@ -121,22 +120,17 @@ OCTOTHINKER = dict(ratio_lower_start=0.8, ratio_upper_max=2.0, target=0.45)
     [
         ({}, (0.8800000000000002, 2.999999999999997)),  # the paper's
         (OCTOTHINKER, (0.8800000000000001, 1.9500000000000006)),
+        (PINNED, (0.9, 1.2)),  # it never searches where the lower bound is pinned
     ],
 )
 def test_the_printed_loop_refuses_the_last_step(ranges, printed):
     """Where the target is never met; in exact arithmetic it ends at the maxima, as ours does."""
     config = BAPOConfig.paper(**ranges)
-    ours = algorithm_1(config, lambda *bounds: 0.0)
+    ours = algorithm_1(config, NEVER)
     assert ours == (config.ratio_lower_max, config.ratio_upper_max)
-    assert printed_loop(config, lambda *bounds: 0.0) == printed
-    exact = printed_loop(config, lambda *bounds: 0.0, exact=Fraction)
-    assert tuple(map(float, exact)) == ours
-
-
-def test_the_printed_loop_never_searches_with_a_pinned_lower_bound():
-    config = BAPOConfig.paper(ratio_lower_start=0.9)
-    assert printed_loop(config, lambda *bounds: 0.0) == (0.9, 1.2)
-    assert algorithm_1(config, lambda *bounds: 0.0) == (0.9, 3.0)
+    assert printed_loop(config, NEVER) == printed
+    if ranges != PINNED:
+        assert tuple(map(float, printed_loop(config, NEVER, exact=Fraction))) == ours
 
 
 def test_bounds_equal_the_printed_loop():
@@ -259,12 +253,10 @@ def test_a_target_above_the_highest_share_saturates(raise_first, contribution):
 def test_highest_share_of_broken_tokens(backend, device):
     """NaN as in the reference, where only the first point of the grid counts a token's NaN."""
     logp = torch.tensor([1.5, 0.7, 1.0], device=device).log()
-    rollout = torch.tensor([0.0, torch.nan, 0.0], device=device)
-    A = torch.tensor([2.0, -3.0, -1.0], device=device)
+    rollout, A = torch.tensor([[0.0, torch.nan, 0.0], [2.0, -3.0, -1.0]], device=device)
     options = dict(config=BAPOConfig(contribution="gradient"), rollout_log_probs=rollout)
-    old = torch.zeros_like(logp)
     for name in (backend, "reference"):
-        out = bapo_loss_from_log_probs(logp, old, A, backend=name, **options)
+        out = bapo_loss_from_log_probs(logp, torch.zeros_like(logp), A, backend=name, **options)
         assert out.metrics["bapo_pos_share_max"].isnan()
 
 
@@ -341,8 +333,7 @@ class TestHistogram:
     def test_same_bits_for_any_threads(self):
         g = torch.Generator().manual_seed(1)
         case = [torch.randn(50_000, generator=g) for _ in range(3)]
-        tables = []
-        threads = torch.get_num_threads()
+        tables, threads = [], torch.get_num_threads()
         for count in (1, 2, 4, 1):
             torch.set_num_threads(count)
             tables.append(ContributionHistogram().update(*case).table)
@@ -359,21 +350,29 @@ def search_rank(rank):
     # Unequal counts, two ranks empty.
     piece = [slice(0, 21), slice(21, 30), slice(30, 30), slice(30, 30)][rank]
     mine = [t[piece] for t in random_tokens()]
+    search = ClipBoundSearch(scope="step", process_group=dist.group.WORLD)
+    search.update(*mine)
+    search.step()
     bounds = find_clip_bounds(*mine, process_group=dist.group.WORLD)
     inner = find_clip_bounds(*mine, process_group=grid(2, 2).get_group("tensor"))  # of two ranks
     alone = find_clip_bounds(*mine)
-    return [numbers(b) for b in (bounds, inner, alone)]
+    metrics = {name: value.item() for name, value in search.metrics.items()}
+    return *map(numbers, (bounds, inner, alone, search.bounds)), metrics
 
 
 @pytest.mark.xdist_group("world")
 def test_search_over_a_process_group(worlds):
-    whole, inner, alone = zip(*worlds(4).run(search_rank), strict=True)
+    whole, inner, alone, of_step, metrics = zip(*worlds(4).run(search_rank), strict=True)
     case = random_tokens()
     expected = numbers(reference.find_clip_bounds(*case))
-    assert whole == (expected,) * 4
+    assert whole == of_step == (expected,) * 4
     assert inner[:2] == (expected,) * 2
     assert alone[0] == numbers(reference.find_clip_bounds(*(t[:21] for t in case)))
     assert alone[2] == pytest.approx([0.6, 1.2])
+    of_whole = bapo_loss_from_log_probs(*case).metrics
+    expected = {name: of_whole[name].item() for name in metrics[0]}
+    assert metrics[0] == pytest.approx(expected, rel=1e-5)
+    assert metrics == (metrics[0],) * 4
 
 
 @pytest.mark.parametrize(
@@ -442,80 +441,6 @@ def test_values_that_are_not_finite(value, where):
                 assert got.upper.item() == pytest.approx(1.2), "they are the starting bounds"
 
 
-@pytest.mark.parametrize("scope", ["step", "lagged"])
-@pytest.mark.parametrize("statistics", ["all", "live"])
-def test_step_and_lagged_scopes(scope, statistics):
-    """step: no-grad log-probs; lagged: what the calls return, with NaN at inactive tokens."""
-    case = make_case((8, 16), 65, staleness=0.4, seed=1)
-    unmasked = unmasked_tokens(case)
-    histogram = ContributionHistogram()
-    for rows in torch.arange(8).chunk(4):
-        arguments = [t[rows] for t in case.arguments()]
-        if scope == "step":
-            with torch.no_grad():
-                logp = log_probs(case.logits[rows], case.labels[rows])[0]
-        else:
-            logp = bapo_loss(case.logits[rows], *arguments, statistics=statistics).log_probs
-        histogram.update(logp, arguments[1], arguments[2], unmasked[rows])
-    whole = bapo_loss(case.logits, *case.arguments()).bounds
-    assert whole.upper > 1.2, "the case must need a search"
-    assert histogram.solve() == whole
-
-
-def loss_case():
-    case = make_case((4, 16), 65, staleness=0.4, seed=5, poison=False)
-    return case, int(unmasked_tokens(case).sum())
-
-
-def loss_rank(rank):
-    results = {}
-    case, tokens = loss_case()
-    rows = [slice(0, 3), slice(3, 4)][rank]  # unequal counts
-    arguments = [t[rows] for t in case.arguments()]
-    for name, bounds in (("searched", None), ("given", (0.7, 1.3))):
-        options = dict(bounds=bounds, process_group=dist.group.WORLD, batch_num_tokens=tokens)
-        x = case.logits[rows].clone().requires_grad_()
-        out = bapo_loss(x, *arguments, **options)
-        out.loss.backward()
-        true = reference.bapo_loss(case.logits[rows].double(), *arguments, **options)
-        metrics = [{k: v.item() for k, v in o.metrics.items()} for o in (out, true)]
-        results[name] = (out.loss.item(), *metrics, x.grad)
-    search = ClipBoundSearch(scope="step", process_group=dist.group.WORLD)
-    unmasked = arguments[3].bool() & (arguments[0] != -100)
-    search.update(log_probs(case.logits[rows], arguments[0])[0], *arguments[1:3], unmasked)
-    search.step()
-    results["step"] = {k: v.item() for k, v in search.metrics.items()}
-    mine = slice(0, 0 if rank else None)  # one rank without tokens
-    arguments = [t[mine] for t in (case.logits, *case.arguments())]
-    results["empty"] = numbers(bapo_loss(*arguments, process_group=dist.group.WORLD).bounds)
-    return results
-
-
-@pytest.mark.xdist_group("world")
-def test_two_ranks_are_one_batch(worlds):
-    """A search covers the group; with bounds= there is no collective: each rank has its own."""
-    case, _ = loss_case()
-    x = case.logits.clone().requires_grad_()
-    whole = bapo_loss(x, *case.arguments())
-    whole.loss.backward()
-    assert whole.bounds.upper > 1.2, "the case must need a search"
-    of_whole = {name: value.item() for name, value in whole.metrics.items()}
-    ranks = worlds(2).run(loss_rank)
-    losses, metrics, _, gradients = zip(*(rank["searched"] for rank in ranks), strict=True)
-    assert sum(losses) == pytest.approx(whole.loss.item(), rel=1e-6)
-    torch.testing.assert_close(torch.cat(gradients), x.grad, rtol=1e-6, atol=1e-9)
-    shares = "bapo_pos_share", "bapo_pos_share_start", "bapo_pos_share_max", "bapo_clip_high"
-    for rank, found in zip(ranks, metrics, strict=True):
-        for name in shares:
-            assert found[name] == pytest.approx(of_whole[name], rel=1e-6)
-        for _, got, expected, _ in (rank["searched"], rank["given"]):
-            assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert rank["empty"] == numbers(whole.bounds)
-        expected = {name: of_whole[name] for name in rank["step"]}
-        assert rank["step"] == pytest.approx(expected, rel=1e-5)
-    assert ranks[0]["step"] == ranks[1]["step"]
-
-
 def test_metrics_of_a_search_object():
     """They describe the decision in use, also after a load, and before the first decision."""
     config = BAPOConfig(token_weight="uniform", target=0.48)
@@ -557,10 +482,7 @@ BAD_STATES = {
     "config.token_weight must be 'rollout_prob' in the state too, got 'uniform'": lambda state: (
         state | {"config": {"token_weight": "uniform"}}
     ),
-    **{
-        message: (lambda state, table=table: state | {"table": table})
-        for message, table in BAD_TABLES.items()
-    },
+    **{m: (lambda state, table=table: state | {"table": table}) for m, table in BAD_TABLES.items()},
 }
 
 

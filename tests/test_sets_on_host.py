@@ -7,10 +7,10 @@ import pytest
 import set_operators as cases
 import torch
 from cuda_on_host.emulated import SEEDS
-from helpers import case_with_sets, check_with_sets, needs_native, per_token
+from helpers import needs_native, per_token
 from launches import LAUNCHES
-from test_linear import CONFIGS, build
-from test_sampling_mask import check_hidden, hidden_case
+from test_linear import CONFIGS, build, check, problem, staleness_of
+from test_loss import case_of
 
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
@@ -64,11 +64,7 @@ def test_launches_of_sets(on_host, library):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_losses_with_sampling_masks(on_host, library, dtype, name):
     """The public functions, from logits and from hidden states, against the reference."""
-    config, outside = build(name), name not in ("k1", "k2")
+    config = build(name)
     kl = dict(ref_log_probs=per_token()) if config.kl_loss_coef else {}
-    case, mask = case_with_sets(dtype=dtype, config=config, outside=outside, **kl)
-    check_with_sets(case, mask, "cpu")
-    problem = hidden_case(dtype, "cpu", config, outside)
-    if dtype != torch.float32:
-        problem[1].old_log_probs = None  # ratios of rounded logits may be on either side of a bound
-    check_hidden(problem, "cpu")
+    case_of(True, dtype=dtype, config=config, **kl)[1]("cpu")
+    check(*problem(dtype, "cpu", config, staleness_of(dtype), sets=True), "cpu")

@@ -1,45 +1,38 @@
 """Heads that FSDP2, tensor parallelism and ZeRO-3 have sharded."""
 
+from itertools import product
+
 import pytest
 import torch
-from helpers import EPS, assert_within_budget, per_token
-from shards import B, H, S, V, head, linear_case, of_rank, whole_case
+from causal_lm import CausalLM
+from helpers import sets_of
+from shards import B, H, S, V, check_means, head, linear_case, of_rank, outputs_and_loss, whole_case
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from world import grid
+from world import grid, whole_tensor
 
 import bapo_kernels
 from bapo_kernels import reference
 
 pytestmark = pytest.mark.xdist_group("world")
+LOSSES = "bapo_linear_loss", "linear_log_probs"
 
 
-class Model(torch.nn.Module):
-    """Returns hidden states; the loss applies the head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(V, H)
-        self.block = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.GELU())
-        self.lm_head = torch.nn.Linear(H, V)
-
+class Model(CausalLM):
     def forward(self, tokens):
-        return self.block(self.embedding(tokens))
+        """Hidden states; the loss applies the head."""
+        return self.model(tokens).last_hidden_state
 
 
 def model_and_case(dtype=torch.float32, frozen=False):
     torch.manual_seed(3)
-    model = Model()
+    model = Model(bias=True, V=V, H=H)
     with torch.no_grad():
         model.lm_head.weight.mul_(4)
-    case = whole_case()
-    tokens = torch.randint(0, V, (B, S))
-    with torch.no_grad():
-        logp, _ = reference.linear_log_probs(
-            model(tokens), model.lm_head.weight, case.labels, bias=model.lm_head.bias
-        )
+        case, tokens = whole_case(), torch.randint(0, V, (B, S))
+        logp, _ = reference.log_probs(model.lm_head(model(tokens)), case.labels)
     case.old_log_probs = logp + 0.3 * torch.randn(B, S)
     model.lm_head.requires_grad_(not frozen)
     return model.to(dtype), tokens, case
@@ -53,9 +46,9 @@ def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
         optimizer.zero_grad()
         hidden = model(tokens)
         assert isinstance(model.lm_head.weight, kind)
-        weight, options["bias"] = model.lm_head.weight, model.lm_head.bias
-        out = bapo_kernels.bapo_linear_loss(hidden, weight, *arguments, **options)
-        out.loss.backward()
+        leaves = hidden, model.lm_head.weight, model.lm_head.bias
+        _, loss = outputs_and_loss(bapo_kernels, LOSSES[0], leaves, arguments, **options)
+        loss.backward()
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 assert parameter.grad is None, name
@@ -64,70 +57,55 @@ def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
             placements = (getattr(x, "placements", None) for x in (parameter, parameter.grad))
             assert len(set(placements)) == 1, name
         optimizer.step()
-        losses.append(out.loss.item())
-    whole = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
-        for name, p in model.named_parameters()
-    }
-    return losses, whole
+        losses.append(loss.item())
+    return losses, {name: whole_tensor(p.detach()) for name, p in model.named_parameters()}
 
 
 def fsdp_rank(rank, data, tensor, vocab_parallel, head_alone, reshard, frozen, temperature):
     mesh = grid(data, tensor)
-    d, t = divmod(rank, tensor)
     model, tokens, case = model_and_case(frozen=frozen)
-    rows, _, arguments, options = of_rank(case, data, tensor, d, t, mesh)
-    options["temperature"] = None if temperature is None else temperature[rows]
+    case = case.with_options(temperature=temperature)
+    rows, _, mine = of_rank(case, rank, data, tensor)
     if vocab_parallel:
         parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel()})
     else:
-        options["vocab_group"] = None
-    fully_shard(model.block, mesh=mesh["data"])
+        mine.options["vocab_group"] = None
+    fully_shard(model.model.block, mesh=mesh["data"])
     if head_alone:
         fully_shard(model.lm_head, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"], reshard_after_forward=reshard)
     whole = (data, tensor) == (1, 1) or not (head_alone or vocab_parallel)
     kind = torch.nn.Parameter if whole else DTensor
-    return train(model, tokens[rows], arguments, options, "cpu", kind)
+    return train(model, tokens[rows], mine.arguments(), mine.options, "cpu", kind)
 
 
-def check_fsdp2(
-    worlds, data, tensor, vocab_parallel, head_alone, reshard, frozen=False, temperature=None
-):
-    layout = data, tensor, vocab_parallel, head_alone, reshard
-    results = worlds(data * tensor).run(fsdp_rank, *layout, frozen, temperature)
+LAYOUTS = [(2, 1, False), (4, 1, False), (2, 2, False), (2, 2, True), (1, 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "head_alone", "reshard", "frozen"),
+    [*product(LAYOUTS, (False, True), (False, True), (False,))]
+    + [(layout, True, False, True) for layout in (LAYOUTS[0], LAYOUTS[3])],
+)
+def test_fsdp2(worlds, layout, head_alone, reshard, frozen):
+    """Three steps agree, whether the head is unsharded after the root's forward or a DTensor.
+
+    With a frozen head each sequence has a temperature of its own.
+    """
+    (data, tensor, _), temperature = layout, torch.linspace(0.8, 1.2, B) if frozen else None
+    given = *layout, head_alone, reshard, frozen, temperature
+    results = worlds(data * tensor).run(fsdp_rank, *given)
     model, tokens, case = model_and_case(frozen=frozen)
     case = case.with_options(temperature=temperature)
     plain = train(model, tokens, case.arguments(), case.options, "cpu")
     model, tokens, _ = model_and_case(torch.float64, frozen)
     truth = train(model, tokens, case.arguments(), case.options, "reference")
-    for losses, parameters in results:
-        for name, values in parameters.items():
-            expected = truth[1][name]
-            # Three steps and the mean over ranks round a few times where one process does once.
-            inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
-            assert_within_budget(name, values, plain[1][name], expected, inherited=inherited)
-        assert len(losses) == 3
+    for _, parameters in results:
+        check_means(parameters, plain[1], truth[1])
     for step in range(3):
         mean = sum(results[d * tensor][0][step] for d in range(data)) / data
         assert mean == pytest.approx(truth[0][step], rel=1e-5, abs=1e-6)
     assert max(abs(a - b) for a, b in zip(truth[0], truth[0][1:], strict=False)) > 1e-3
-
-
-@pytest.mark.parametrize("head_alone", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize(
-    "layout", [(2, 1, False), (4, 1, False), (2, 2, False), (2, 2, True), (1, 2, True)]
-)
-def test_fsdp2(worlds, layout, head_alone, reshard):
-    """Three steps agree, whether the head is unsharded after the root's forward or a DTensor."""
-    check_fsdp2(worlds, *layout, head_alone, reshard)
-
-
-@pytest.mark.parametrize("layout", [(2, 1, False), (2, 2, True)])
-def test_fsdp2_of_a_frozen_head(worlds, layout):
-    """Each sequence has a temperature of its own."""
-    check_fsdp2(worlds, *layout, True, False, frozen=True, temperature=torch.linspace(0.8, 1.2, B))
 
 
 def gathers_rank(rank):
@@ -160,38 +138,24 @@ def test_head_of_fsdp_and_shards_is_gathered_once(worlds):
         assert backward == [("c10d_functional.reduce_scatter_tensor", 1)]
 
 
-def loss_of_head(module, function, hidden, weight, bias, **options):
-    """A loss of the package or of its reference; that of log-probs is a sum."""
-    case, call = linear_case(), getattr(module, function)
-    if function == "linear_log_probs":
-        logp, _ = call(hidden, weight, case.labels, bias=bias, **options)
-        return (logp * per_token((B, S), 7)).sum()
-    return call(hidden, weight, *case.arguments(), bias=bias, **options, **case.options).loss
+def loss_of_head(module, function, *leaves, **options):
+    case = linear_case()
+    options |= case.options
+    return outputs_and_loss(module, function, leaves, case.arguments(), **options)[1]
 
 
-@pytest.mark.parametrize("function", ["bapo_linear_loss", "linear_log_probs"])
+@pytest.mark.parametrize("function", LOSSES)
 def test_zero3(function):
     """A weight that exists during forward and, gathered again, during backward only."""
     hidden, whole, bias = head()
-    gradients = []
-    for is_sharded in (False, True):
-        weight = torch.nn.Parameter(torch.empty(0) if is_sharded else whole.clone())
-        weight.data = whole.clone()
-        loss = loss_of_head(bapo_kernels, function, hidden, weight, bias)
-        if is_sharded:
-            weight.data = torch.empty(0)
-            weight.data = whole.clone()
-        loss.backward()
-        gradients.append(weight.grad)
-    assert torch.equal(*gradients)
-
-
-def mask_of_labels(labels):
-    """Sets of the label and two others, empty in every fifth row."""
-    sets = [{int(label), 1, V - 1} for label in labels.flatten().clamp(min=0)]
-    return bapo_kernels.SamplingMask.from_lists(
-        [[] if n % 5 == 0 else sorted(s) for n, s in enumerate(sets)]
-    )
+    plain, gathered = (torch.nn.Parameter(x) for x in (whole.clone(), torch.empty(0)))
+    gathered.data = whole.clone()
+    weights = plain, gathered
+    losses = [loss_of_head(bapo_kernels, function, hidden, weight, bias) for weight in weights]
+    gathered.data = torch.empty(0)
+    gathered.data = whole.clone()
+    sum(losses).backward()
+    assert torch.equal(plain.grad, gathered.grad)
 
 
 def dtensor_rank(rank, function, mask):
@@ -205,9 +169,10 @@ def dtensor_rank(rank, function, mask):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("function", ["bapo_linear_loss", "linear_log_probs"])
+@pytest.mark.parametrize("function", LOSSES)
 def test_vocabulary_sharded_as_a_dtensor(worlds, function, masked):
-    mask = mask_of_labels(linear_case().labels) if masked else None
+    sets = sets_of(linear_case().labels, V, outside=False) if masked else None
+    mask = bapo_kernels.SamplingMask.from_lists(sets) if masked else None
     parts = worlds(2).run(dtensor_rank, function, mask)
     hidden, *parameters = (x.requires_grad_() for x in head())
     loss_of_head(reference, function, hidden, *parameters, sampling_mask=mask).backward()

@@ -12,17 +12,13 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="needs Triton's compiler"
-    ),
+    pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's compiler"),
 ]
 ROW_KERNELS = ("_row_pass_kernel", "_row_gradient_kernel", "_scale_kernel")
 HEAD_KERNELS = ("_multiply_sets_kernel", "_sets_dhidden_kernel", "_sets_dweight_kernel")
 WIDE = (".128", "dwordx4")  # 16 bytes, as NVIDIA and AMD write it
 # With two programs per multiprocessor; all that there are.
 REGISTERS = {"cuda": 96, "hip": 256}
-
-
 # Bytes, outside of innermost loops: once per row, and where a float64 division is not ordinary.
 STACK = {("cuda", "locked"): 8, ("cuda", "3.9"): 24, ("hip", "locked"): 0}
 # The environment's version for all variants of one target of each vendor, and of the others for the
@@ -30,7 +26,7 @@ STACK = {("cuda", "locked"): 8, ("cuda", "3.9"): 24, ("hip", "locked"): 0}
 # also compiles for the GPUs between these, and with more versions.
 FOLDERS = {"locked": None, "3.9": Path(__file__).parent.parent / "build/triton_3.9"}
 COMPILED = [("locked", f"cuda:{capability}") for capability in (80, 90, 100, 120)]
-COMPILED += [("locked", "hip:gfx942"), ("3.9", "cuda:90"), ("3.9", "cuda:120")]
+COMPILED += [("locked", "hip:gfx942"), ("3.9", "cuda:90")]
 
 
 @pytest.fixture(
@@ -64,28 +60,26 @@ def test_kernels(compiled):
     assert names > {*ROW_KERNELS, *HEAD_KERNELS}, "the launchers were not called"
     for kernel in compiled["kernels"]:
         what = f"{kernel['kernel']} for {kernel['variant']}"
-        assert kernel["stack"] <= STACK[vendor, compiled["version"]], f"{what}: spills or stack"
         in_loops = kernel["in_loops"]
-        local = [name for name in in_loops if name.startswith(("LDL", "STL"))]
-        assert local == [], f"{what}: spills in a loop"
+
+        def found(*prefixes, names=in_loops):
+            return [name for name in names if name.startswith(prefixes)]
+
+        assert kernel["stack"] <= STACK[vendor, compiled["version"]], f"{what}: spills or stack"
+        assert found("LDL", "STL") == [], f"{what}: spills in a loop"
+        narrow = [name for name in in_loops if not any(w in name for w in WIDE)]
+        if kernel["kernel"] in HEAD_KERNELS:
+            wide = in_loops.keys() - narrow
+            assert any("load" in name or "LDG" in name for name in wide), f"{what}: no wide load"
         if kernel["kernel"] not in ROW_KERNELS:
             continue
-        exchanged = [name for name in in_loops if name.startswith(("LDS", "STS", "SHFL", "BAR"))]
+        exchanged = found("LDS", "STS", "SHFL", "BAR")
         assert exchanged == [], f"{what}: lanes are exchanged in a loop"
         if kernel["variant"].startswith("sets"):  # they begin anywhere: narrow accesses
             continue
         assert kernel["registers"] <= REGISTERS[vendor], what
         assert sum(in_loops.values()) >= 2, f"{what}: no loop was found"
-        narrow = [name for name in in_loops if not any(w in name for w in WIDE)]
         assert narrow == [], f"{what}: narrow accesses in a loop"
-
-
-def test_rows_of_a_matrix_are_read_in_wide_loads(compiled):
-    of_head = [k for k in compiled["kernels"] if k["kernel"] in HEAD_KERNELS]
-    for kernel in of_head:
-        what = f"{kernel['kernel']} for {kernel['variant']}"
-        wide = [name for name in kernel["in_loops"] if any(w in name for w in WIDE)]
-        assert any("load" in name or "LDG" in name for name in wide), what
 
 
 def test_registers_are_limited(compiled):
@@ -96,12 +90,10 @@ def test_registers_are_limited(compiled):
 def test_only_rows_that_are_read_again_stay_in_the_cache(compiled):
     if compiled["vendor"] != "cuda":
         pytest.skip("the hint is read from NVIDIA's disassembly")
-    row_passes = [
-        k for k in compiled["kernels"] if k["kernel"] == "_row_pass_kernel" and k["in_loops"]
-    ]
     hints = {
         kernel["variant"]: {name.split(".")[2] for name in kernel["in_loops"] if "LDG" in name}
-        for kernel in row_passes
+        for kernel in compiled["kernels"]
+        if kernel["kernel"] == "_row_pass_kernel" and kernel["in_loops"]
     }
     assert hints["torch.bfloat16"] == {"EF"}, "log-probs without a gradient"
     assert hints["torch.bfloat16, softcap inf, everything False"] == {"EL", "EF"}

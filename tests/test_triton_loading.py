@@ -4,7 +4,8 @@ Needs compiled kernels without a GPU (tests/ptx): there the driver is a stand-in
 """
 
 import ctypes
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,19 +22,17 @@ if PTX:
 
 
 @pytest.fixture
-def driver():
-    """Sets variables of the stand-in, and reads how many modules were loaded since."""
-    values = {name: ctypes.c_int.in_dll(LIBCUDA, name) for name in _VARIABLES}
-    yield values
-    for value in values.values():
-        value.value = 0
-
-
-_VARIABLES = "loads", "load_error", "load_milliseconds"
+def driver(monkeypatch):
+    """Variables of the stand-in, of which one counts the modules that were loaded."""
+    names = "loads", "load_error", "load_milliseconds"
+    variables = SimpleNamespace(**{name: ctypes.c_int.in_dll(LIBCUDA, name) for name in names})
+    for variable in vars(variables).values():
+        monkeypatch.setattr(variable, "value", 0)
+    return variables
 
 
 @pytest.fixture
-def fill(driver):
+def fill():
     """A launch of a kernel that nobody has loaded yet; returns what it has written."""
 
     def fill_kernel(x, value: tl.float32, SIZE: tl.constexpr):
@@ -46,7 +45,6 @@ def fill(driver):
         kernel[(1,)](x, value, SIZE=32, num_warps=1)
         return x.unique().tolist()
 
-    driver["loads"].value = 0
     return launch
 
 
@@ -59,26 +57,21 @@ def none_loaded(monkeypatch):
 
 
 def test_a_load_that_fails_is_tried_again(driver, fill):
-    driver["load_error"].value = 2
+    driver.load_error.value = 2
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Triton Error.*an error"):
             fill(1.0)
-    driver["load_error"].value = 0
+    driver.load_error.value = 0
     assert fill(2.0) == [2.0]
     assert fill(3.0) == [3.0]
-    assert driver["loads"].value == 3
+    assert driver.loads.value == 3
 
 
 def test_other_threads_wait_for_a_load(driver, fill):
-    fill_of_thread, results = lambda i: results.update({i: fill(float(i))}), {}
-    driver["load_milliseconds"].value = 300
-    threads = [threading.Thread(target=fill_of_thread, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {i: [float(i)] for i in range(4)}
-    assert driver["loads"].value == 1
+    driver.load_milliseconds.value = 300
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fill, (0.0, 1.0, 2.0, 3.0))) == [[0.0], [1.0], [2.0], [3.0]]
+    assert driver.loads.value == 1
 
 
 def test_products_and_sums_are_fused(monkeypatch, none_loaded):
@@ -91,16 +84,15 @@ def test_products_and_sums_are_fused(monkeypatch, none_loaded):
 
 def batch(N, V, packed, masked):
     """A call of a loss of N tokens."""
-    case = make_case((1, N) if not packed else (N,), V, torch.bfloat16)
-    options = {}
+    case = make_case((N,) if packed else (1, N), V, torch.bfloat16)
+    config = BAPOConfig(ratio_level="sequence" if packed else "token", entropy_coef=0.1)
+    options = dict(config=config)
     if masked:
         ids, counts = torch.tensor([1, 3]).repeat(N), torch.full((N,), 2)
         options["sampling_mask"] = SamplingMask.from_counts(ids, counts)
     if packed:
         options["cu_seqlens"] = torch.tensor([0, N // 2, N])
-    config = BAPOConfig(ratio_level="sequence" if packed else "token", entropy_coef=0.1)
-    logits = case.logits.requires_grad_()
-    return (logits, *case.arguments()), dict(config=config, backend="triton", **options)
+    return (case.logits.requires_grad_(), *case.arguments()), options
 
 
 SIZES = 1, 2, 129, 300, 700, 1_500, 3_000, 6_000, 9_000, 20_000
@@ -114,7 +106,7 @@ def test_other_numbers_of_tokens_compile_nothing(monkeypatch, none_loaded, V, pa
     variants = []
     for N in SIZES:
         arguments, options = batch(N, V, packed, masked)
-        bapo_loss(*arguments, **options).loss.backward()
+        bapo_loss(*arguments, **options, backend="triton").loss.backward()
         variants.append([len(kernel.compiled) for kernel in none_loaded])
     assert sum(variants[0]) >= 7
     assert variants == [variants[0]] * len(SIZES)
@@ -134,11 +126,9 @@ def test_first_call_in_a_graph(monkeypatch, none_loaded, dtype, inplace):
         loss_of(logits * 1 if inplace else logits, *case.arguments()).loss.backward()
         return logits.grad
 
-    capturing = []
+    capturing, is_capturing = [], "is_current_stream_capturing"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda, "is_current_stream_capturing", lambda: bool(capturing), raising=False
-    )
+    monkeypatch.setattr(torch.cuda, is_capturing, lambda: bool(capturing), raising=False)
     expected = step(other)
     for kernel in none_loaded:
         kernel.compiled.clear()

@@ -39,36 +39,33 @@ def gradient(logits, labels, found, dlog_probs, only):
     _, entropy, stats = found
     dlogits = torch.full_like(logits, float("nan"))
     torch.ops.bapo_kernels_triton.row_gradient(
-        *(logits, None, labels, stats, entropy, dlog_probs, None, only),
-        *(*WITHOUT_FIELDS, dlogits),
+        *(logits, None, labels, stats, entropy, dlog_probs, None, only), *(*WITHOUT_FIELDS, dlogits)
     )
     return dlogits
 
 
-@pytest.mark.parametrize("wanted", ["none", "first", "last", "some"])
 @pytest.mark.parametrize(("n", "V"), SHAPES)
-def test_programs_that_stride_over_rows_find_every_wanted_one(n, V, wanted):
+def test_programs_that_stride_over_rows_find_every_wanted_one(n, V):
     logits, labels = rows_and_labels(n, V)
-    only = torch.zeros(n, dtype=torch.uint8, device=DEVICE)
-    at = {"none": [], "first": [0], "last": [n - 1], "some": [1, 2, 191, 192, n - 2]}
-    only[at[wanted]] = 1
     dlog_probs = torch.randn(n, dtype=torch.float64, device=DEVICE)
     found = statistics(logits, labels)
-    some = gradient(logits, labels, found, dlog_probs, only)
     everything = gradient(logits, labels, found, dlog_probs, None)
     assert everything.isfinite().all()
-    assert some[:, only == 0].isnan().all()
-    assert torch.equal(some[:, only != 0], everything[:, only != 0])
+    for wanted in ([], [0], [n - 1], [1, 2, 191, 192, n - 2]):
+        only = torch.zeros(n, dtype=torch.uint8, device=DEVICE)
+        only[wanted] = 1
+        some = gradient(logits, labels, found, dlog_probs, only)
+        assert some[:, only == 0].isnan().all()
+        assert torch.equal(some[:, only != 0], everything[:, only != 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scaling_strides_over_rows(dtype):
-    x, _ = rows_and_labels(11, 700, dtype)
-    before = x.clone()
-    torch.ops.bapo_kernels_triton.scale_(x, torch.tensor(1.0, device=DEVICE))
-    assert torch.equal(x, before)
-    torch.ops.bapo_kernels_triton.scale_(x, torch.tensor(0.3, device=DEVICE))
-    assert torch.equal(x, (before.float() * torch.tensor(0.3, device=DEVICE)).to(dtype))
+    for factor in torch.tensor([1.0, 0.3], device=DEVICE):
+        x, _ = rows_and_labels(11, 700, dtype)
+        expected = (x.float() * factor).to(dtype)
+        torch.ops.bapo_kernels_triton.scale_(x, factor)
+        assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

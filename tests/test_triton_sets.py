@@ -7,6 +7,7 @@ from helpers import DEVICES, INTERPRETED, KERNELS, PTX
 from operands import call
 from set_operators import EPS, Sets, check_dhidden, check_move, check_multiply, left, rand
 from torch import nan
+from torch.nn.functional import pad
 
 from bapo_kernels.core.operators import torch_ops_of
 
@@ -14,6 +15,11 @@ pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
 )
 EVERY_PLACE = 34 if INTERPRETED else 130  # more than a warp, and than a program takes at once
+OF_PRODUCTS = 10 if INTERPRETED else 34  # which take eight ids at once, in four programs of a row
+# Of rows of the head: around a vector, and around the columns that a program takes at once.
+LENGTHS = [128 * k + i for k in range(4) for i in range(1, 9)]
+if INTERPRETED:
+    LENGTHS = [1, 8, 511, 512, 513]
 
 
 class OnDevice:
@@ -55,10 +61,11 @@ def schedules(ops):
 
 
 class TestOperators(cases.OperatorTests):
-    biases_of_no_row = (False,)  # a value of no row reaches the bias
+    flags_of_no_row = cases.ADD_AND_BIAS[::2]  # a value of no row reaches the bias
     if INTERPRETED:  # where a row takes milliseconds: every dtype and every length once
-        sizes = cases.FEW_IDS
-        heads = *zip(cases.DTYPES, cases.SHORT, strict=True), (torch.bfloat16, (1_104, 8))
+        sizes, head_sizes, long, whole = cases.FEW_IDS, (0, 1, 2, 33, 5, 0, 70, 3), (70, 130), 2_001
+        heads = *zip(cases.DTYPES, cases.SHORT, strict=True), (torch.bfloat16, (520, 8))
+        popular, columns, flags = (511, 512, 800), 8, cases.ADD_AND_BIAS[1:3]
         short_heads = heads[:1]
 
 
@@ -107,7 +114,7 @@ def test_ids_at_every_place(ops):
     beyond, twice = ids = sets.token_ids.view(2, n, n)
     beyond.fill_diagonal_(V)
     twice.diagonal()[1:] = twice.diagonal(-1)
-    before = torch.nn.functional.pad(ids[..., :-1], (1, 0), value=-1)
+    before = pad(ids[..., :-1], (1, 0), value=-1)
     broken = ((ids >= V) | (ids <= before)).flatten()
     for values in values_of_both(ops, sets):
         assert torch.equal(values.isnan(), broken)
@@ -119,8 +126,8 @@ def test_ids_at_every_place(ops):
 
 def test_sets_of_every_size(ops):
     """Behind each comes a higher id, of the next; two of each size, of which one is counted."""
-    sizes = torch.arange(1, 35).repeat_interleave(2)
-    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    sizes = torch.arange(1, OF_PRODUCTS + 1).repeat_interleave(2)
+    offsets = pad(sizes.cumsum(0), (1, 0))
     sets = Sets(torch.arange(sizes.sum()).int(), offsets, V=1_200)
     check_move(ops, sets, torch.float32)
     head = cases.head_of(sets, torch.float32, 5)
@@ -132,7 +139,7 @@ def test_sets_of_every_size(ops):
 def test_products_of_every_length(ops, dtype):
     """The last number of a row of the head, and of the last hidden state, at every place."""
     sets = cases.random_sets((1, 1), V=1)
-    for H in [128 * k + i for k in range(4) for i in range(1, 9)]:
+    for H in LENGTHS:
         head = cases.head_of(sets, dtype, H)
         values = cases.multiply(ops, sets, head, torch.ones(2).bool())
         expected = (head["hidden"].float() * head["weight"].float()).sum(1)
@@ -142,13 +149,15 @@ def test_products_of_every_length(ops, dtype):
 
 
 def test_the_columns_of_a_rank_begin_and_end_at_every_place(ops):
-    n, place = EVERY_PLACE, torch.arange(EVERY_PLACE)
-    ids = torch.cat((place - place[:, None] + n, place - place[:, None] + 2 * n)).int()
-    sets = Sets(ids.flatten(), n * torch.arange(2 * n + 1), V=3 * n, shard=(n, n))
-    check_move(ops, sets, torch.float32, torch.ones(2 * n).bool())
+    def sets_of(n):
+        place = torch.arange(n)
+        ids = torch.cat((place - place[:, None] + n, place - place[:, None] + 2 * n)).int()
+        return Sets(ids.flatten(), n * torch.arange(2 * n + 1), V=3 * n, shard=(n, n))
+
+    check_move(ops, sets_of(EVERY_PLACE), torch.float32, torch.ones(2 * EVERY_PLACE).bool())
+    sets = sets_of(OF_PRODUCTS)
     head = cases.head_of(sets, torch.float32, 5)
-    some = torch.cat((place, place)) < 34  # products take eight ids at once
-    check_multiply(ops, sets, head, some)
+    check_multiply(ops, sets, head, torch.ones(sets.N).bool())
     check_dhidden(ops, sets, head, torch.float32)
 
 

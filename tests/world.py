@@ -13,6 +13,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 @cache
@@ -22,14 +23,14 @@ def grid(data: int, tensor: int, device: str = "cpu") -> DeviceMesh:
     return DeviceMesh(device, ranks, mesh_dim_names=("data", "tensor"))
 
 
+def whole_tensor(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def _packed(values):
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
-
-
-def _unpacked(data):
-    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def _serve(rank, size, store, device, timeout, pipe):
@@ -63,7 +64,10 @@ class World:
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
         answers = [pipe.recv() for pipe in self.pipes]
-        return [(fine, _unpacked(answer) if fine else answer) for fine, answer in answers]
+        return [
+            (fine, torch.load(io.BytesIO(answer), weights_only=False) if fine else answer)
+            for fine, answer in answers
+        ]
 
     def run(self, function, *args, **kwargs):
         """Run ``function(rank, ...)`` on every rank; the results in rank order."""

@@ -12,7 +12,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -36,32 +36,29 @@ def nvcc_flags() -> list[str]:
     return ["-std=c++20", "-O2", "-lineinfo", f"-I{ROOT / 'csrc'}", "-Xcompiler=-Wall,-Wextra"]
 
 
-def compile_object(source: Path, target: Path, *flags: str) -> Path:
-    command = [*NVCC, *nvcc_flags(), *flags, "-c", str(source), "-o", str(target)]
-    subprocess.run(command, check=True)
-    return target
-
-
 def build(folder: Path) -> tuple[Path, Path]:
     """The driver, and the one with traps."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    of_kernel = targets()
 
-    def kernel(name: str, *flags: str) -> Path:
-        target = folder / f"{name}{'_debug' if flags else ''}.o"
-        return compile_object(ROOT / f"csrc/cuda/{name}.cu", target, *of_kernel[name], *flags)
+    def compiled(source: Path, name: str, flags: list[str]) -> str:
+        command = [*NVCC, *nvcc_flags(), *flags, "-c", str(source), "-o", f"{folder}/{name}.o"]
+        subprocess.run(command, check=True)
+        return command[-1]
 
-    def link(name: str, objects: list[Future[Path]]) -> Path:
+    def linked(name: str, objects: list[str]) -> Path:
         flags = ["-Xcompiler=-static-libstdc++,-static-libgcc,-pthread", "-o", str(folder / name)]
-        subprocess.run([*NVCC, *(str(o.result()) for o in objects), *flags], check=True)
+        subprocess.run([*NVCC, *objects, *flags], check=True)
         return folder / name
 
+    flags_of = targets()
+    units = [(ROOT / f"csrc/cuda/{name}.cu", name, flags_of[name]) for name in KERNELS]
+    source, name, flags = units[0]  # the one that waits
+    units.insert(0, (source, f"{name}_debug", [*flags, DEBUG]))
+    units += [(source, source.stem, []) for source in SOURCES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        clusters, *others = [pool.submit(kernel, name) for name in KERNELS]
-        trapping = pool.submit(kernel, KERNELS[0], DEBUG)  # the one that waits
-        others += [pool.submit(compile_object, s, folder / f"{s.stem}.o") for s in SOURCES]
-    return link("cuda_driver", [clusters, *others]), link("cuda_driver_debug", [trapping, *others])
+        traps, waits, *others = pool.map(lambda unit: compiled(*unit), units)
+    return linked("cuda_driver", [waits, *others]), linked("cuda_driver_debug", [traps, *others])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #include "cases.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/launch_cuda.h"
 
@@ -15,17 +16,12 @@ constexpr int64_t kChunkBytes = 2048, kRealVocab = 151'936;
 
 // Of the shortest rows of every cluster size.
 constexpr RowCase kOptions[] = {
-    {.unaligned = true, .output = Output::kNone},
-    {.batches = 3, .unaligned = true, .output = Output::kSeparate},
+    {.with = kUnaligned, .output = Output::kNone},
+    {.with = kUnaligned, .output = Output::kSeparate, .batches = 3},
     {.rows = 1},
-    {.known_bounds = true},
-    {.batches = 2,
-     .output = Output::kSeparate,
-     .softcap = true,
-     .entropy = true,
-     .kl = true,
-     .temperatures = true},
-    {.unaligned = true, .temperatures = true},
+    {.with = kKnownBounds},
+    {.with = kSoftcap | kEntropy | kKl | kTemperatures, .output = Output::kSeparate, .batches = 2},
+    {.with = kUnaligned | kTemperatures},
 };
 
 int planned_cluster(DType dtype, int64_t vocab) {
@@ -65,67 +61,28 @@ int64_t many_rows(int cluster) {
     return std::max<int64_t>(3 * at_once + 1, 20);
 }
 
-RowCase real_size(DType dtype, Output output) {
-    const int cluster = planned_cluster(dtype, kRealVocab);
-    return {.dtype = dtype,
-            .cluster = cluster,
-            .vocab = kRealVocab,
-            .rows = many_rows(cluster),
-            .output = output};
-}
-
-std::string words(std::initializer_list<std::pair<bool, const char*>> all) {
-    std::string text;
-    for (const auto& [on, word] : all) {
-        if (on) text += word;
+std::string name(const RowCase& of) {
+    const bool wide = of.dtype == DType::kFloat32, bf16 = of.dtype == DType::kBFloat16;
+    std::string text = wide ? "fp32" : bf16 ? "bf16" : "fp16";
+    text += " V=" + std::to_string(of.vocab) + " rows=";
+    if (of.batches > 1) text += std::to_string(of.batches) + "x";
+    text += std::to_string(of.rows);
+    text += of.cluster ? " cluster=" + std::to_string(of.cluster) : " generic";
+    text += of.has(kUnaligned) ? " unaligned" : " aligned";
+    text += kOutputs[(int)of.output];
+    for (size_t i = 0; i < std::size(kWords); ++i) {
+        if (of.with >> i & 1) text += kWords[i];
     }
     return text;
 }
 
 }  // namespace
 
-std::string RowCase::name() const {
-    const char* const of_dtype = dtype == DType::kFloat32    ? "fp32"
-                                 : dtype == DType::kBFloat16 ? "bf16"
-                                                             : "fp16";
-    return std::string(of_dtype) + " V=" + std::to_string(vocab) +
-           " rows=" + (batches > 1 ? std::to_string(batches) + "x" : "") + std::to_string(rows) +
-           (cluster ? " cluster=" + std::to_string(cluster) : " generic") +
-           words({{!unaligned, " aligned"},
-                  {unaligned, " unaligned"},
-                  {output == Output::kNone, " log-probs"},
-                  {output == Output::kSeparate, " out of place"},
-                  {output == Output::kInPlace, " in place"},
-                  {softcap, " softcap"},
-                  {entropy, " entropy"},
-                  {kl, " kl"},
-                  {temperatures, " temperatures"},
-                  {known_bounds, " known bounds"},
-                  {bad_values, " bad values"}});
-}
-
-std::string TokenCase::name() const {
-    return "tokens=" + std::to_string(count) + (upper_first ? " upper first" : " lower first") +
-           words({{uniform_weight, " uniform weight"},
-                  {unclipped_only, " unclipped only"},
-                  {target_is_ratio, " ratio"},
-                  {all_inputs, " all inputs"},
-                  {surrogate == kCispo, " cispo"},
-                  {surrogate == kSapo, " sapo"},
-                  {surrogate == kMask, " mask"},
-                  {own_bounds, " own bounds"},
-                  {log_ratios, " log-ratios"}});
-}
-
-std::string SequenceCase::name() const {
-    return "means over sequences, tokens=" + std::to_string(tokens) +
-           (packed ? " packed" : " padded");
-}
-
-std::vector<RowCase> row_cases(bool quick) {
-    std::vector<RowCase> cases;
-    const auto output = [](bool in_place) {
-        return in_place ? Output::kInPlace : Output::kSeparate;
+std::vector<Case> row_cases(bool quick) {
+    std::vector<Case> cases;
+    const auto to = [](bool in_place) { return in_place ? Output::kInPlace : Output::kSeparate; };
+    const auto add = [&](const RowCase& of) {
+        cases.push_back({name(of), [of](Verdict& verdict) { run(of, verdict); }});
     };
     const std::vector<Lengths> lengths = lengths_by_cluster();
     int first_turn = 0;
@@ -135,14 +92,8 @@ std::vector<RowCase> row_cases(bool quick) {
         for (const int64_t vocab : {1, 7, 257}) {
             if (quick && vocab != 7) continue;
             const int cluster = planned_cluster(dtype, vocab);
-            for (const bool second : {false, true}) {
-                cases.push_back({.dtype = dtype,
-                                 .cluster = cluster,
-                                 .vocab = vocab,
-                                 .unaligned = second,
-                                 .output = output(!second),
-                                 .entropy = second});
-            }
+            add({dtype, cluster, vocab});
+            add({dtype, cluster, vocab, kUnaligned | kEntropy, Output::kSeparate});
         }
         int turn = first_turn++;
         for (const auto& [cluster, shortest, longest, again] : lengths) {
@@ -150,93 +101,33 @@ std::vector<RowCase> row_cases(bool quick) {
             // A little shorter than whole chunks: ending within a vector, or at the end of one.
             const int64_t within = shortest * kChunkBytes / size - 2 * unit - 3;
             const auto whole = [&](int64_t n) { return n * kChunkBytes / size - 3 * unit; };
-            const auto add = [&](RowCase of) {
-                of.dtype = dtype;
-                of.cluster = cluster;
-                if (of.vocab == 0) of.vocab = within;
-                cases.push_back(of);
-            };
-            for (int which = 0; !quick && which < 8; ++which) {
-                const bool softcap = which & 1, entropy = which & 2, unaligned = which & 4;
-                add({.vocab = entropy ? 0 : whole(shortest),
-                     .unaligned = unaligned,
-                     .output = output((turn + softcap + entropy + unaligned) % 2),
-                     .softcap = softcap,
-                     .entropy = entropy});
+            for (unsigned with = 0; !quick && with < 8; ++with) {
+                add({dtype, cluster, with & kEntropy ? within : whole(shortest), with,
+                     to((turn + std::popcount(with)) % 2)});
             }
             for (const bool second : {false, true}) {
-                if (!quick) continue;
-                add({.unaligned = second,
-                     .output = output((turn + second) % 2),
-                     .softcap = (turn / 2 + second) % 2 == 1,
-                     .entropy = second});
-            }
-            for (const bool second : {false, true}) {
+                const unsigned with = second ? kUnaligned | kEntropy : 0;
+                const unsigned softcap = (turn / 2 + second) % 2 ? kSoftcap : 0;
+                if (quick) add({dtype, cluster, within, with | softcap, to((turn + second) % 2)});
                 if (again || (quick && !bf16)) continue;
-                add({.unaligned = second,
-                     .output = output(!second),
-                     .entropy = second,
-                     .bad_values = true});
+                add({dtype, cluster, within, with | kBadValues, to(!second)});
             }
             for (const RowCase& of : kOptions) {
-                if (!again && !quick) add(of);
+                if (again || (quick && (!bf16 || cluster != 1))) continue;
+                add({dtype, cluster, within, of.with, of.output, of.rows, of.batches});
             }
             const int starts = cluster > 0 ? bf16 + !(quick || again) : 0;
             for (int k = 0; k < starts; ++k) {
-                add({.vocab = whole(longest),
-                     .rows = many_rows(cluster),
-                     .unaligned = (turn + k) % 2 == 1});
+                const unsigned with = (turn + k) % 2 ? kUnaligned : 0;
+                add({dtype, cluster, whole(longest), with, to(true), many_rows(cluster)});
             }
             ++turn;
         }
-        if (!quick) cases.push_back(real_size(dtype, Output::kInPlace));
-    }
-    if (!quick) {
-        cases.push_back(real_size(DType::kBFloat16, Output::kSeparate));
-        cases.back().softcap = cases.back().entropy = true;
-    }
-    return cases;
-}
-
-std::vector<TokenCase> token_cases(bool quick) {
-    std::vector<TokenCase> cases;
-    for (const int64_t count : {1, 255, 256, 257, quick ? 1'000 : 100'000}) {
-        for (int which = 0; which < (quick ? 2 : 4); ++which) {
-            cases.push_back({.count = count,
-                             .uniform_weight = which == 1,
-                             .unclipped_only = which >= 2,
-                             .target_is_ratio = which == 2,
-                             .upper_first = which % 2 == 1,
-                             .all_inputs = which != 2});
-        }
-        for (const int64_t surrogate : {kClip, kCispo, kSapo, kMask}) {
-            for (const bool log_ratios : {false, true}) {
-                cases.push_back({.count = count,
-                                 .all_inputs = true,
-                                 .surrogate = surrogate,
-                                 .own_bounds = surrogate != kSapo,
-                                 .log_ratios = log_ratios});
-            }
-        }
-    }
-    return cases;
-}
-
-std::vector<SequenceCase> sequence_cases(bool quick) {
-    std::vector<SequenceCase> cases;
-    for (const int64_t tokens : {1, quick ? 70 : 1'100, quick ? 3'000 : 100'000}) {
-        for (const bool packed : {false, true}) cases.push_back({tokens, packed});
-    }
-    return cases;
-}
-
-std::vector<RowCase> timed_cases() {
-    std::vector<RowCase> cases;
-    for (const DType dtype : kDTypes) {
-        for (const Output output : {Output::kSeparate, Output::kInPlace, Output::kNone}) {
-            cases.push_back(real_size(dtype, output));
-            cases.back().rows = 2'048;
-            cases.back().on_policy = true;
+        const int cluster = planned_cluster(dtype, kRealVocab);
+        const int64_t rows = many_rows(cluster);
+        if (!quick) add({dtype, cluster, kRealVocab, 0, to(true), rows});
+        if (!quick && bf16) {
+            add({dtype, cluster, kRealVocab, kSoftcap | kEntropy, to(false), rows});
         }
     }
     return cases;

@@ -7,6 +7,7 @@
 #endif
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -18,16 +19,13 @@
 
 namespace driver {
 
-// After one of these the device cannot be used any more.
-struct CudaFailure : std::runtime_error {
-    using runtime_error::runtime_error;
-};
+// After an error the device cannot be used any more.
 inline void check(cudaError_t error) {
-    if (error != cudaSuccess) throw CudaFailure(std::string("CUDA: ") + cudaGetErrorString(error));
+    if (error) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 // Waits for a launch, so that its errors are attributed to it.
 inline void finish(const char* error) {
-    if (error != nullptr) throw CudaFailure(std::string("CUDA, not launched: ") + error);
+    if (error) throw std::runtime_error(std::string("CUDA, not launched: ") + error);
     check(cudaGetLastError());
     check(cudaDeviceSynchronize());
 }
@@ -42,7 +40,8 @@ inline bool laid_out_over([[maybe_unused]] int cluster) {
 #endif
 }
 
-// An allocation between guard bytes. Until it is written its bits are all ones, which is NaN.
+// An allocation between guard bytes. Its bits are all ones, which is NaN, unless the host gives
+// others.
 class Memory {
   public:
     // 0 for compute-sanitizer, which then also sees reads outside an allocation.
@@ -52,103 +51,90 @@ class Memory {
         const size_t whole = (bytes + 15) / 16 * 16 + 2 * guard;  // vectors, as bulk copies read
         check(cudaMalloc(&start_, whole));
         check(cudaMemset(start_, kGuard, whole));
-        poison();
-        all().push_back(this);
+        all.push_back(this);
     }
     ~Memory() {
         cudaFree(start_);
-        std::erase(all(), this);
+        std::erase(all, this);
     }
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
 
-    void* data() const { return start_ + guard; }
-    void poison() const { check(cudaMemset(data(), 0xff, bytes_)); }
-    void upload(const void* from) { copy(data(), from, cudaMemcpyHostToDevice); }
-    void download(void* to) const { copy(to, data(), cudaMemcpyDeviceToHost); }
-
+    // What every allocation of a case holds before a launch.
+    static void reset_all() {
+        for (Memory* memory : all) memory->reset();
+    }
+    static std::vector<std::vector<uint8_t>> contents() {
+        std::vector<std::vector<uint8_t>> of;
+        for (const Memory* memory : all) of.push_back(memory->read<uint8_t>());
+        return of;
+    }
     // Which allocation's guard bytes were written; empty if none.
     static std::string overrun() {
         std::vector<uint8_t> bytes(guard);
-        for (const Memory* memory : all()) {
+        for (const Memory* memory : all) {
             for (const bool end : {false, true}) {
                 const uint8_t* from = memory->start_ + (end ? guard + memory->bytes_ : 0);
                 check(cudaMemcpy(bytes.data(), from, guard, cudaMemcpyDeviceToHost));
-                for (size_t i = 0; i < guard; ++i) {
-                    if (bytes[i] == kGuard) continue;
-                    return std::to_string(end ? i : guard - i) + " bytes " +
-                           (end ? "after " : "before ") + memory->name_;
-                }
+                const auto is_wrong = [](uint8_t byte) { return byte != kGuard; };
+                const auto wrong = std::ranges::count_if(bytes, is_wrong);
+                if (wrong == 0) continue;
+                return std::to_string(wrong) + (end ? " after " : " before ") + memory->name_;
             }
         }
         return "";
     }
 
+  protected:
+    const void* given_ = nullptr;
+
+    void* data() const { return start_ + guard; }
+    void reset() {
+        if (bytes_ == 0) return;
+        check(given_ ? cudaMemcpy(data(), given_, bytes_, cudaMemcpyHostToDevice)
+                     : cudaMemset(data(), 0xff, bytes_));
+    }
+    template <typename T>
+    std::vector<T> read() const {
+        std::vector<T> to(bytes_ / sizeof(T));
+        if (bytes_ > 0) check(cudaMemcpy(to.data(), data(), bytes_, cudaMemcpyDeviceToHost));
+        return to;
+    }
+
   private:
     static constexpr int kGuard = 0xa5;
-    static std::vector<const Memory*>& all() {
-        static std::vector<const Memory*> all;
-        return all;
-    }
-    void copy(void* to, const void* from, cudaMemcpyKind kind) const {
-        if (bytes_ > 0) check(cudaMemcpy(to, from, bytes_, kind));
-    }
+    static inline std::vector<Memory*> all;
 
     const char* name_;
     size_t bytes_;
     uint8_t* start_;
 };
 
+// An output, or an input, which the host has as well.
 template <typename T>
-class Array : public Memory {
-  public:
-    Array(const char* name, int64_t count) : Memory(name, count * sizeof(T)), count_(count) {}
-    T* data() const { return static_cast<T*>(Memory::data()); }
-    std::vector<T> values() const {
-        std::vector<T> to(count_);
-        download(to.data());
-        return to;
-    }
-
-  private:
-    int64_t count_;
-};
-
-// What the host has as well.
-template <typename T>
-struct Input : Array<T> {
+struct Array final : Memory {
     std::vector<T> host;
 
-    Input(const char* name, std::vector<T> values)
-        : Array<T>(name, (int64_t)values.size()), host(std::move(values)) {
-        upload();
+    Array(const char* name, int64_t count) : Memory(name, count * sizeof(T)) { reset(); }
+    Array(const char* name, std::vector<T> values)
+        : Memory(name, values.size() * sizeof(T)), host(std::move(values)) {
+        reset();
     }
     // Of value(i).
     template <typename F>
-    Input(const char* name, int64_t count, F value) : Array<T>(name, count), host(count) {
+    Array(const char* name, int64_t count, F value) : Array(name, std::vector<T>(count)) {
         for (int64_t i = 0; i < count; ++i) host[i] = (T)value(i);
-        upload();
+        reset();
     }
+    T* data(int64_t i = 0) const { return static_cast<T*>(Memory::data()) + i; }
+    T* data_if(bool given) const { return given ? data() : nullptr; }
+    std::vector<T> values() const { return read<T>(); }
     const T& operator[](int64_t i) const { return host[i]; }
-    void upload() { Memory::upload(host.data()); }
+    void reset() {
+        given_ = host.empty() ? nullptr : host.data();
+        Memory::reset();
+    }
 };
-
-// The time of work on the default stream.
-template <typename Work>
-float milliseconds(Work work) {
-    cudaEvent_t start, end;
-    check(cudaEventCreate(&start));
-    check(cudaEventCreate(&end));
-    check(cudaEventRecord(start));
-    work();
-    check(cudaEventRecord(end));
-    check(cudaEventSynchronize(end));
-    float ms = 0.0f;
-    check(cudaEventElapsedTime(&ms, start, end));
-    cudaEventDestroy(start);
-    cudaEventDestroy(end);
-    return ms;
-}
 
 // f(i) for i below count.
 template <typename F>

@@ -1,12 +1,14 @@
 // The results of a row pass by plain loops in double, and how far a kernel may be off.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "params.h"
+#include "verdict.h"
 
 namespace driver {
 
@@ -15,35 +17,22 @@ struct BFloat16 {
     uint16_t bits;
     BFloat16() = default;
     explicit BFloat16(float value) {  // of a finite value
-        uint32_t wide;
-        std::memcpy(&wide, &value, sizeof wide);
+        const auto wide = std::bit_cast<uint32_t>(value);
         bits = (uint16_t)((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
     }
-    operator float() const {
-        const uint32_t wide = (uint32_t)bits << 16;
-        float value;
-        std::memcpy(&value, &wide, sizeof value);
-        return value;
-    }
+    operator float() const { return std::bit_cast<float>((uint32_t)bits << 16); }
 };
 
+// Its roundings: relative, and of a subnormal number.
+struct Format {
+    bapo::DType dtype;
+    double eps, tiny;
+};
 template <typename T>
-struct Format;
-template <>
-struct Format<float> {
-    static constexpr auto dtype = bapo::DType::kFloat32;
-    static constexpr double eps = 0x1p-24, tiny = 0x1p-150;  // roundings: relative, of a subnormal
-};
-template <>
-struct Format<BFloat16> {
-    static constexpr auto dtype = bapo::DType::kBFloat16;
-    static constexpr double eps = 0x1p-8, tiny = 0x1p-134;
-};
-template <>
-struct Format<Half> {
-    static constexpr auto dtype = bapo::DType::kFloat16;
-    static constexpr double eps = 0x1p-11, tiny = 0x1p-25;
-};
+constexpr Format kFormat =
+    sizeof(T) == 4            ? Format{bapo::DType::kFloat32, 0x1p-24, 0x1p-150}
+    : std::is_same_v<T, Half> ? Format{bapo::DType::kFloat16, 0x1p-11, 0x1p-25}
+                              : Format{bapo::DType::kBFloat16, 0x1p-8, 0x1p-134};
 
 // The errors of float32 arithmetic. A tolerance follows from these and from one rounding to the
 // output's dtype.
@@ -60,19 +49,17 @@ struct Float32Errors {
     double of_exp(double d) const { return 0x1p-20 + 3 * 0x1p-24 * std::fabs(d) + tanh; }
 };
 
-inline double transformed(double z, const bapo::Transform& transform) {
-    if (!transform.softcapped || z == -INFINITY) return transform.scale * z;
-    return transform.scale * std::tanh(transform.logit_scale * z / transform.softcap);
-}
-inline double slope_at(double z, const bapo::Transform& transform) {
-    if (z == -INFINITY) return 0.0;
-    if (!transform.softcapped) return transform.slope;
-    const double y = std::tanh(transform.logit_scale * z / transform.softcap);
-    return transform.slope * (1.0 - y * y);
-}
+// x of a logit z, and dx/dz.
+struct Transformed {
+    double x, slope;
 
-struct Value {
-    double value, error;
+    Transformed(double z, const bapo::Transform& transform)
+        : x(transform.scale * z), slope(z == -INFINITY ? 0.0 : transform.slope) {
+        if (!transform.softcapped || z == -INFINITY) return;
+        const double y = std::tanh(transform.logit_scale * z / transform.softcap);
+        x = transform.scale * y;
+        slope *= 1.0 - y * y;
+    }
 };
 
 // A row's softmax; d = x - top throughout.
@@ -88,7 +75,7 @@ Softmax softmax(const T* row, int64_t vocab, int64_t label, const bapo::Transfor
     Softmax of;
     std::vector<double> x(vocab);
     for (int64_t j = 0; j < vocab; ++j) {
-        x[j] = transformed((float)row[j], transform);
+        x[j] = Transformed((float)row[j], transform).x;
         of.top = std::fmax(of.top, x[j]);
     }
     double sum = 0.0, sum_error = 0.0, weighted = 0.0, weighted_error = 0.0;
@@ -115,22 +102,21 @@ struct Wanted {
     double bonus;
 };
 
-// Calls check(j, value, error) of every element of a row's gradient
+// Calls check(j, expected) of every element of a row's gradient
 //   [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * dx_j/dz_j.
 template <typename T, typename F>
 void gradient(const T* row, int64_t vocab, int64_t label, const bapo::Transform& transform,
               const Softmax& of, const Wanted& wanted, F check) {
     const Float32Errors errors(transform, vocab);
     const double g = wanted.dlog_prob.value, bonus = wanted.bonus;
-    const bool zeros = g == 0.0 && bonus == 0.0;
     for (int64_t j = 0; j < vocab; ++j) {
-        if (zeros) {
-            check(j, 0.0, 0.0);
+        if (g == 0.0 && bonus == 0.0) {
+            check(j, Value{});
             continue;
         }
-        const double z = (float)row[j], d = transformed(z, transform) - of.top;
-        const double log_p = d - of.log_sum.value, p = std::exp(log_p);
-        const double one = j == label ? 1.0 : 0.0, slope = slope_at(z, transform);
+        const auto [x, slope] = Transformed((float)row[j], transform);
+        const double d = x - of.top, log_p = d - of.log_sum.value, p = std::exp(log_p);
+        const double one = j == label ? 1.0 : 0.0;
         const double dx = g * (one - p) + (p == 0.0 ? 0.0 : bonus * p * (log_p + of.entropy.value));
 
         // Kernels compute p*(a*d + b) with b = bonus*(entropy - log sum) - g.
@@ -142,8 +128,8 @@ void gradient(const T* row, int64_t vocab, int64_t label, const bapo::Transform&
         if (transform.softcapped) error += 0x1p-21 * transform.slope * std::fabs(dx);  // of 1 - y^2
         const double value = dx * slope;
         const double underflow = 0x1p-126 * size * transform.slope;  // ex2 has no subnormals
-        check(j, value,
-              error + underflow + Format<T>::eps * (std::fabs(value) + error) + Format<T>::tiny);
+        check(j, Value{value, error + underflow + kFormat<T>.eps * (std::fabs(value) + error) +
+                                  kFormat<T>.tiny});
     }
 }
 

@@ -10,11 +10,18 @@
 #include <limits>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #include "device.h"
 
 namespace driver {
+
+// For sums in double in another order, whose terms may differ in the last bits of the exp.
+constexpr double kDouble = 1e-13;
+
+// A number, and how far another may be off.
+struct Value {
+    double value = 0.0, error = 0.0;
+};
 
 class Verdict {
   public:
@@ -24,33 +31,43 @@ class Verdict {
         ++wrong_;
         if (row >= row_) return;
         row_ = row;
-        char text[300];
         va_list arguments;
         va_start(arguments, format);
-        std::vsnprintf(text, sizeof text, format, arguments);
+        std::vsnprintf(first_, sizeof first_, format, arguments);
         va_end(arguments);
-        first_ = text;
     }
     bool good() const { return wrong_ == 0; }
     std::string summary() const {
-        return good() ? "" : "  first wrong: " + first_ + "; " + std::to_string(wrong_) + " in all";
+        if (good()) return "";
+        return std::string("  first wrong: ") + first_ + "; " + std::to_string(wrong_) + " in all";
     }
 
-    // One value of a row or token.
-    void compare(const char* what, int64_t row, double got, double expected, double tolerance) {
-        if (near(got, expected, tolerance)) return;
-        fail(row, "%s %" PRId64 ": got %.9g expected %.9g (error %.2e, tolerance %.2e)", what, row,
-             got, expected, std::fabs(got - expected), tolerance);
+    // One value of a row or token, or an element of a row.
+    void compare(const char* what, int64_t row, double got, Value expected, int64_t element = -1,
+                 const char* note = "") {
+        const auto [value, error] = expected;
+        if (near(got, value, error)) return;
+        std::string where = " " + std::to_string(row);
+        if (element >= 0) where = ": row" + where + " element " + std::to_string(element) + note;
+        fail(row, "%s%s: got %.9g expected %.9g (error %.2e, tolerance %.2e)", what, where.c_str(),
+             got, value, std::fabs(got - value), error);
     }
-    // One element of a row.
-    void element(const char* what, int64_t row, int64_t j, double got, double expected,
-                 double tolerance, const char* note = "") {
-        if (near(got, expected, tolerance)) return;
-        fail(row,
-             "%s: row %" PRId64 " element %" PRId64
-             "%s got %.9g expected %.9g (error %.2e, "
-             "tolerance %.2e)",
-             what, row, j, note, got, expected, std::fabs(got - expected), tolerance);
+    // Those of an array, which were rounded in addition.
+    template <typename T, typename Expected>
+    void compare(const char* what, const Array<T>& of, const std::vector<Expected>& expected,
+                 double rounding = 0.0) {
+        const std::vector<T> got = of.values();
+        for (size_t i = 0; i < expected.size(); ++i) {
+            const auto [value, error] = (Value)expected[i];
+            compare(what, (int64_t)i, got[i], {value, error + rounding * std::fabs(value)});
+        }
+    }
+    // A launch leaves what it left before.
+    template <typename F>
+    void again(F launch) {
+        const auto contents = Memory::contents();
+        launch();
+        if (Memory::contents() != contents) fail(0, "other bits in a second run");
     }
     void guards() {
         if (const std::string where = Memory::overrun(); !where.empty()) {
@@ -69,11 +86,11 @@ class Verdict {
     std::mutex mutex_;
     int64_t row_ = std::numeric_limits<int64_t>::max();
     int64_t wrong_ = 0;
-    std::string first_;
+    char first_[300];
 };
 
 template <typename T>
-bool same_bits(const T* a, const T* b, int64_t count) {
+bool same_bits(const T* a, const T* b, int64_t count = 1) {
     return std::memcmp(a, b, count * sizeof(T)) == 0;
 }
 

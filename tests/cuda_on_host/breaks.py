@@ -40,50 +40,32 @@ INCLUDED_BY = {
 }
 
 
-class Hunk(NamedTuple):
-    """Lines, without indentation, and their replacement."""
-
-    old: list[str]
-    new: list[str]
-
-    def applied(self, lines):
-        stripped = [line.strip() for line in lines]
-        size = len(self.old)
-        places = [i for i in range(len(lines)) if stripped[i : i + size] == self.old]
-        if len(places) != 1:
-            text = "\n".join(self.old)
-            raise ValueError(f"found {len(places)} times, not once:\n{text}")
-        return lines[: places[0]] + self.new + lines[places[0] + size :]
-
-
 class Break(NamedTuple):
-    """A change of a file, by its path from csrc/cuda, and the reason if no test can notice it."""
+    """A change of a file, by its path from csrc/cuda: lines, and what takes their place."""
 
     name: str
     file: str
-    hunks: list[Hunk]
-    reason: str | None
+    hunks: list[tuple[list[str], list[str]]]
 
     @classmethod
     def parsed(cls, text):
         title, _, body = text.partition("\n")
         file, _, name = title.partition(": ")
-        reason = None
-        if body.startswith("cannot show: "):
-            reason, _, body = body.removeprefix("cannot show: ").partition("\n")
         hunks = []
         for part in body.split("@@\n"):
             lines = [(line[0], line[1:].strip()) for line in part.splitlines()]
-            old = [line for sign, line in lines if sign != "+"]
-            new = [line for sign, line in lines if sign != "-"]
-            hunks.append(Hunk(old, new))
-        return cls(name, file, hunks, reason)
+            hunks.append(tuple([line for sign, line in lines if sign != other] for other in "+-"))
+        return cls(name, file, hunks)
 
     def applied(self, text):
         """The broken text; raises where a line to break is not there, or more than once."""
         lines = text.splitlines()
-        for hunk in self.hunks:
-            lines = hunk.applied(lines)
+        for old, new in self.hunks:
+            stripped = [line.strip() for line in lines]
+            places = [i for i in range(len(lines)) if stripped[i : i + len(old)] == old]
+            if len(places) != 1:
+                raise ValueError("\n".join([f"found {len(places)} times, not once:", *old]))
+            lines[places[0] : places[0] + len(old)] = new
         return "\n".join(lines) + "\n"
 
 
@@ -125,9 +107,6 @@ def main():
             if result != "SURVIVED":
                 sys.exit(f"unbroken: {result}")
         for each in chosen:
-            if each.reason is not None:
-                print(f"{each.name:50} cannot show: {each.reason}", flush=True)
-                continue
             shutil.copytree(ROOT / "csrc", folder / "csrc", dirs_exist_ok=True)
             source = folder / "csrc/cuda" / each.file
             source.write_text(each.applied(source.read_text()))

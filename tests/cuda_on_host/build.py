@@ -7,16 +7,8 @@ from pathlib import Path
 
 HOST = Path(__file__).parent
 ROOT = HOST.parent.parent
-KERNELS = [
-    "row_pass_cluster",
-    "row_pass",
-    "prepare",
-    "sequences",
-    "search",
-    "token_loss",
-    "sampling_sets",
-    "head_sampling_sets",
-]
+KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "token_loss"]
+KERNELS += ["sampling_sets", "head_sampling_sets"]
 
 
 def compile_object(source, target, csrc=ROOT / "csrc"):

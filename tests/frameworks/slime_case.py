@@ -13,14 +13,16 @@ PADDING = 5  # rows at the end: slime has multiples of 128
 DENOMINATORS = [3.0, 2.0, 9.0]  # of the rollouts, not of the samples
 
 
-def stand_in(module, monkeypatch):
-    """Imports find the module, and its parents."""
-    parents = module.__name__.split(".")[:-1]
+def stand_in(monkeypatch, name, **functions):
+    """Imports find a module with these functions, and its parents."""
+    parents = name.split(".")[:-1]
     for depth in range(1, len(parents) + 1):
-        name = ".".join(parents[:depth])
-        if name not in sys.modules:
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent = ".".join(parents[:depth])
+        if parent not in sys.modules:
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    module = ModuleType(name)
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, name, module)
 
 
 def arguments(**options):
@@ -38,29 +40,26 @@ def arguments(**options):
 
 def megatron(monkeypatch, size=1, rank=0, group=None, tensor_group=None):
     """``megatron.core.mpu`` with context parallelism or tensor parallelism."""
-    module = ModuleType("megatron.core")
-    module.mpu = Namespace(
+    mpu = Namespace(
         get_context_parallel_world_size=lambda: size,
         get_context_parallel_rank=lambda: rank,
         get_context_parallel_group=lambda: group,
         get_tensor_model_parallel_world_size=lambda: 2 if tensor_group else 1,
         get_tensor_model_parallel_group=lambda: tensor_group,
     )
-    stand_in(module, monkeypatch)
+    stand_in(monkeypatch, "megatron.core", mpu=mpu)
 
 
 def slime(monkeypatch, reduction):
     """The functions of slime that the adapter calls, from their formulas."""
-
-    def module(name, **functions):
-        made = ModuleType(f"slime.{name}")
-        vars(made).update(functions)
-        stand_in(made, monkeypatch)
-
-    module("utils.ppo_utils", compute_approx_kl=approx_kl, compute_opsm_mask=opsm)
-    module("utils.misc", load_function=lambda path: globals()[path.split(".")[1]])
-    module("backends.megatron_utils.loss", vanilla_tis_function=truncated)
-    module("backends.megatron_utils.cp_utils", get_sum_of_sample_mean=reduction)
+    parts = {
+        "utils.ppo_utils": dict(compute_approx_kl=approx_kl, compute_opsm_mask=opsm),
+        "utils.misc": dict(load_function=lambda path: globals()[path.split(".")[1]]),
+        "backends.megatron_utils.loss": dict(vanilla_tis_function=truncated),
+        "backends.megatron_utils.cp_utils": dict(get_sum_of_sample_mean=reduction),
+    }
+    for name, functions in parts.items():
+        stand_in(monkeypatch, f"slime.{name}", **functions)
 
 
 def approx_kl(log_probs, log_probs_base, kl_loss_type, importance_ratio=None):
@@ -129,15 +128,11 @@ def case(prompts=(3, 1, 2)):
         moved = zip(logp, shifts, strict=True)
         return [(x + d + scale * torch.randn(len(x), generator=g)).float() for x, d in moved]
 
+    A = [torch.full((r,), A) for r, A in zip(responses, (1.0, -0.9, -0.6), strict=True)]
     batch = dict(
-        unconcat_tokens=tokens,
-        total_lengths=totals,
-        response_lengths=responses,
-        loss_masks=masks,
-        log_probs=near(0.4),
-        advantages=[torch.full((r,), A) for r, A in zip(responses, (1.0, -0.9, -0.6), strict=True)],
-        rollout_log_probs=None,
+        unconcat_tokens=tokens, total_lengths=totals, response_lengths=responses, loss_masks=masks,
+        log_probs=near(0.4), advantages=A, rollout_log_probs=None,
         rollout_mask_sums=[torch.tensor(n) for n in DENOMINATORS],
-    )
+    )  # fmt: skip
     off_policy = dict(rollout_log_probs=near(0.6), ref_log_probs=near(0.3))
     return batch, off_policy, logits, rows, labels

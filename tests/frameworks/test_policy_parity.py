@@ -15,13 +15,13 @@ import pytest
 import torch
 from helpers import fixed_bounds, needs_native
 
-from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_loss_from_log_probs
+from bapo_kernels import BAPOConfig, ClipBoundSearch
 
 pytestmark = [needs_native, pytest.mark.filterwarnings("ignore:.* is not used")]
 pytest.importorskip("trl")
 pytest.importorskip("verl")
 
-from test_verl import MODES, NORMALISED, actor
+from test_verl import actor
 from trl import GRPOTrainer
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.workers.config import PolicyLossConfig
@@ -35,6 +35,11 @@ BOUNDS = (1 - LOW, 1 + HIGH)
 FIXED = fixed_bounds(*BOUNDS)
 B, T = 6, 9
 DTYPES = torch.float64, torch.float32
+MODES = [
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+]  # fmt: skip
+NORMALISED = dict(dp_size=2, batch_num_tokens=41, global_batch_size=9, loss_scale_factor=16)
 
 
 def batch(per_token=False, empty=True, seed=0):
@@ -95,28 +100,23 @@ def trl_trainer(kind, args, data):
     return trainer
 
 
-def trl_inputs(data, on_policy=False):
+def trl_inputs(data):
     ids = torch.zeros(B, T, dtype=torch.long)
-    inputs = dict(
-        prompt_ids=ids[:, :2],
-        prompt_mask=ids[:, :2],
-        completion_ids=ids,
+    return dict(
+        prompt_ids=ids[:, :2], prompt_mask=ids[:, :2], completion_ids=ids,
         completion_mask=(torch.arange(T) < 20 * data["mask"].sum(1, keepdim=True)).long(),
-        tool_mask=data["mask"],
-        advantages=data["A"],
-        ref_per_token_logps=data["ref"],
-        importance_sampling_ratio=data["weights"],
+        tool_mask=data["mask"], advantages=data["A"], old_per_token_logps=data.get("old"),
+        ref_per_token_logps=data["ref"], importance_sampling_ratio=data["weights"],
         num_items_in_batch=torch.tensor(123),
-    )
-    return inputs if on_policy else inputs | {"old_per_token_logps": data["old"]}
+    )  # fmt: skip
 
 
-def trl_loss(kind, args, data, dtype=torch.float64, on_policy=False):
+def trl_loss(kind, args, data, dtype=torch.float64):
     """Loss, gradient, and the metrics that were logged."""
     data = {k: x if k == "mask" else x.to(dtype) for k, x in data.items()}
     data["leaf"] = data["log_probs"].clone().requires_grad_()
     trainer = trl_trainer(kind, args, data)
-    loss = trainer._compute_loss(None, trl_inputs(data, on_policy))
+    loss = trainer._compute_loss(None, trl_inputs(data))
     loss.backward()
     logged = {name: value for name, (value,) in trainer._metrics["train"].items()}
     return loss.detach(), data["leaf"].grad, logged
@@ -139,11 +139,11 @@ def trl_args(loss_type, level="token", **options):
     return BAPOTrainerConfig(**(given | options))
 
 
-def check_trl(args, data, on_policy=False):
+def check_trl(args, data):
     """TRL's ``_compute_loss``, whose loss is returned, and the trainer of this package."""
-    loss, gradient, logged = trl_loss(GRPOTrainer, args, data, on_policy=on_policy)
+    loss, gradient, logged = trl_loss(GRPOTrainer, args, data)
     for dtype in DTYPES:
-        got, its_gradient, its_logged = trl_loss(BAPOTrainer, args, data, dtype, on_policy)
+        got, its_gradient, its_logged = trl_loss(BAPOTrainer, args, data, dtype)
         assert_same(got, loss, dtype)
         assert_same(its_gradient, gradient, dtype)
         names = {name for name in its_logged if not name.startswith("bapo/")}
@@ -156,6 +156,7 @@ def check_trl(args, data, on_policy=False):
 
 TRL_CASES = {
     "plain": {},
+    "on-policy": {},  # without old log-probs, as with num_iterations=1
     "KL": dict(beta=0.1, use_bias_correction_kl=False),
     "KL with the ratio": dict(beta=0.1, use_bias_correction_kl=True),
     "importance weights": dict(use_vllm=True),
@@ -166,16 +167,10 @@ TRL_CASES = {
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo"])
 def test_trl(loss_type, level, case):
-    args = trl_args(loss_type, level, **TRL_CASES[case])
-    for per_token in (False, True):
-        check_trl(args, batch(per_token))
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
-def test_trl_on_policy(loss_type, level):
-    """Without old log-probs, as with ``num_iterations=1``."""
-    check_trl(trl_args(loss_type, level), batch(), on_policy=True)
+    for data in (batch(), batch(per_token=True)):
+        if case == "on-policy":
+            del data["old"]
+        check_trl(trl_args(loss_type, level, **TRL_CASES[case]), data)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -185,46 +180,6 @@ def test_trl_dual_clip(level):
     data["log_probs"][4] += 0.4  # a negative advantage, and a ratio above delta
     loss = check_trl(trl_args("grpo", level, delta=1.75), data)
     assert loss < trl_loss(GRPOTrainer, trl_args("grpo", level), data)[0], "it must act"
-
-
-CONFIGS = {
-    "grpo": BAPOConfig.fixed(*BOUNDS, loss_agg_mode="seq-mean-token-mean"),
-    "cispo": BAPOConfig.fixed(0.0, BOUNDS[1], surrogate="cispo"),
-    "sapo": BAPOConfig(
-        surrogate="sapo",
-        sapo_tau_pos=torch.tensor(1.1).item(),
-        sapo_tau_neg=torch.tensor(1.3).item(),
-        loss_agg_mode="seq-mean-token-mean",
-    ),
-}
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", CONFIGS)
-def test_trl_without_the_trainer(loss_type, level):
-    """The same from a config, and from bounds that are given."""
-    args = trl_args(loss_type, level, gradient_accumulation_steps=1)
-    data = batch()
-    loss, gradient, _ = trl_loss(GRPOTrainer, args, data)
-    counts = dict(global_batch_size=B)
-    if loss_type == "cispo":
-        counts = dict(batch_num_tokens=123 / args.steps_per_generation)
-    config = replace(CONFIGS[loss_type], ratio_level=level)
-    calls = [dict(config=config)]
-    if config.has_bounds:
-        searching = replace(config, **{name: getattr(BAPOConfig, name) for name in FIXED})
-        lower = 0.0 if loss_type == "cispo" else BOUNDS[0]
-        per_sequence = tuple(torch.full((B,), bound) for bound in (lower, BOUNDS[1]))
-        calls += [dict(config=searching, bounds=b) for b in ((lower, BOUNDS[1]), per_sequence)]
-    tokens = [data[name] for name in ("log_probs", "old", "A", "mask")]
-    for dtype in DTYPES:
-        for call in calls:
-            leaf, *others = (x.to(dtype) if x.is_floating_point() else x for x in tokens)
-            leaf = leaf.clone().requires_grad_()
-            out = bapo_loss_from_log_probs(leaf, *others, **call, **counts)
-            out.loss.backward()
-            assert_same(out.loss.detach(), loss, dtype)
-            assert_same(leaf.grad, gradient, dtype)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +233,7 @@ def verl_pair(name, mode="token-mean", normalised=True, preset="paper"):
     """verl's function and its config; the adapter's config for the same loss."""
     theirs = verl_actor(PolicyLossConfig(loss_mode=name), mode, normalised)
     options = dict(surrogate=name, preset=preset) | ({} if name == "sapo" else FIXED)
+    mode = "seq-mean-token-mean" if name == "sapo" else mode  # verl's, whatever it is told
     ours = verl_actor(BAPOPolicyLossConfig(**options), mode, normalised)
     return POLICY_LOSS_REGISTRY[name], theirs, ours
 
@@ -287,12 +243,10 @@ def verl_pair(name, mode="token-mean", normalised=True, preset="paper"):
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo", "sapo"])
 def test_verl(name, normalised, mode):
     """verl's registered losses, and the policy loss ``bapo`` with their names."""
-    if name == "sapo":  # whatever it is told
-        mode = "seq-mean-token-mean"
     preset = "recipe" if name == "vanilla" else "paper"  # verl's vanilla loss has a dual clip
     function, theirs, ours = verl_pair(name, mode, normalised, preset)
     # verl divides the sum of a sequence by its count + 1e-8, and masked means likewise.
-    rtol = 2e-8 if mode == "seq-mean-token-mean" else 1e-12
+    rtol = 2e-8 if ours.loss_agg_mode == "seq-mean-token-mean" else 1e-12
     for per_token, weights in ((False, True), (name != "gspo", False)):
         data = batch(per_token)
         if name == "vanilla":
@@ -309,27 +263,6 @@ def test_verl(name, normalised, mode):
             assert metrics["actor/pg_clipfrac_lower"] > 0, "the dual clip must act"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_masks(dtype):
-    """By both adapters: inside of the bounds the gradient is that of the clip, outside it is 0."""
-    data = batch(empty=False)
-    r = (data["log_probs"] - data["old"]).exp()
-    outside = (r < BOUNDS[0]) | (r > BOUNDS[1])
-    masking = FIXED | dict(surrogate="mask")
-    args = (trl_args("dapo", bapo_options=options) for options in (FIXED, masking))
-    clip, mask = (trl_loss(BAPOTrainer, each, data, dtype)[1] for each in args)
-    assert_same(mask, clip.masked_fill(outside, 0.0), dtype)
-    assert not torch.equal(mask, clip), "it must act on both sides"
-    made = (BAPOPolicyLossConfig(**options) for options in (FIXED, masking))
-    actors = [verl_actor(each, "token-mean", True) for each in made]
-    clip, mask = (verl_loss(compute_policy_loss_bapo, each, data, dtype)[1] for each in actors)
-    assert_same(mask, clip.masked_fill(outside, 0.0), dtype)
-    with pytest.raises(ValueError, match="delta must be None for surrogate='mask' with BAPO"):
-        trl_args("dapo", bapo_options=masking, delta=2.0)
-    with pytest.raises(ValueError, match="'surrogate'.* be left to TRL's loss_type, got 'mask'"):
-        trl_args("cispo", bapo_options=masking)
-
-
 # Where they differ
 
 
@@ -344,15 +277,13 @@ def test_cispo_of_trl_clips_from_above_alone():
     _, verls, metrics = verl_loss(POLICY_LOSS_REGISTRY["cispo"], theirs, data, weights=False)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(float((low | high).sum() / mask.sum()))
     steps = dict(gradient_accumulation_steps=1, steps_per_generation=123)
-    args = trl_args("cispo", **steps)
-    _, trls, logged = trl_loss(GRPOTrainer, args, data)
-    assert logged["cispo_clip_ratio"] == pytest.approx(float((high & (A > 0)).sum() / mask.sum()))
-    different = (trls - verls).abs() > 1e-12
-    assert torch.equal(different, low & (A != 0))
-    assert_same(verls[different], -BOUNDS[0] * A[different], torch.float64)
+    _, trls, logged = trl_loss(GRPOTrainer, trl_args("cispo", **steps), data)
     _, ours, with_both = trl_loss(BAPOTrainer, trl_args("cispo", **steps, bapo_options=FIXED), data)
+    assert torch.equal((trls - verls).abs() > 1e-12, low & (A != 0))
     assert_same(ours, verls, torch.float64)
-    assert with_both["cispo_clip_ratio"] == pytest.approx(logged["cispo_clip_ratio"])
+    for metrics in (logged, with_both):
+        share = float((high & (A > 0)).sum() / mask.sum())
+        assert metrics["cispo_clip_ratio"] == pytest.approx(share)
 
 
 def test_gspo_of_verl_passes_each_token_its_own_gradient():
@@ -368,56 +299,29 @@ def test_gspo_of_verl_passes_each_token_its_own_gradient():
     assert_same(gradient, mean, torch.float64)
 
 
-def far(log_ratio, level):
-    """The loss of one sequence of equal tokens with A = -1, by TRL, verl and this package."""
-    data = batch(empty=False)
-    data["A"] = -torch.ones(B).double()
-    data["log_probs"] = data["old"] + log_ratio
-    data["mask"][1:] = 0
-    args = trl_args("luspo", level, gradient_accumulation_steps=1)
-    trl, *_ = trl_loss(GRPOTrainer, args, data)
-    name = "gspo" if level == "sequence" else "vanilla"
-    function, theirs, ours = verl_pair(name, "token-sum", normalised=False)
-    theirs = verl_actor(PolicyLossConfig(loss_mode=name), "token-sum", normalised=False)
-    object.__setattr__(theirs, "clip_ratio_c", 1e30)
-    verl, *_ = verl_loss(function, theirs, data, weights=False)
-    mine, gradient, _ = verl_loss(compute_policy_loss_bapo, ours, data, weights=False)
-    n = float(data["mask"].sum())
-    return [B * trl.item() / n, verl.item() / n, mine.item() / n], gradient
+def test_sapo_of_trl_rounds_its_temperature():
+    """To float32: its default for A <= 0 is off by 5e-8."""
+    data, taus = batch(), dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
+    args = trl_args("sapo", **taus)
+    theirs, ours = (trl_loss(kind, args, data)[1] for kind in (GRPOTrainer, BAPOTrainer))
+    off = ((ours - theirs) / theirs)[(theirs != 0) & (data["A"] < 0)[:, None]].abs()
+    assert 1e-9 < off.max() < 1e-7
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_log_ratios_are_clamped(level):
     """Ours at 20 at both levels, verl's at 20 and at 10 of a sequence, TRL's never."""
-    e = torch.tensor([12.0, 20.0, 23.0]).double().exp().tolist()
-    losses, gradient = far(12.0, level)
-    verls = torch.tensor(10.0).double().exp().item() if level == "sequence" else e[0]
-    assert losses == pytest.approx([e[0], verls, e[0]], rel=1e-9)
-    assert gradient.any()
-    losses, gradient = far(23.0, level)
-    assert losses == pytest.approx([e[2], min(verls, e[1]) if level == "sequence" else e[1], e[1]])
-    assert not gradient.any()
-
-
-def test_sapo_of_trl_rounds_its_temperature():
-    """To float32: its default for A <= 0 is off by 5e-8."""
-    data = batch()
-    default = dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
-    args = trl_args("sapo", **default)
-    _, gradient, _ = trl_loss(GRPOTrainer, args, data)
-    _, ours, _ = trl_loss(BAPOTrainer, args, data)
-    assert bapo_config(args).sapo_tau_neg == 1.05
-    off = ((ours - gradient) / gradient)[(gradient != 0) & (data["A"] < 0)[:, None]].abs()
-    assert 1e-9 < off.max() < 1e-7
-    args = trl_args("sapo", **(default | dict(sapo_temperature_neg=torch.tensor(1.05).item())))
-    assert_same(trl_loss(BAPOTrainer, args, data)[1], gradient, torch.float64)
-
-
-def test_sapo_of_verl_aggregates_in_one_way():
-    """Whatever ``loss_agg_mode`` is; the policy loss ``bapo`` does what it says."""
-    data = batch()
-    function, theirs, ours = verl_pair("sapo", "token-mean", normalised=False)
-    _, _, like = verl_pair("sapo", "seq-mean-token-mean", normalised=False)
-    loss, *_ = verl_loss(function, theirs, data)
-    assert_same(verl_loss(compute_policy_loss_bapo, like, data)[0], loss, torch.float64, 2e-8)
-    assert abs(verl_loss(compute_policy_loss_bapo, ours, data)[0] - loss) > 0.01
+    name, least = ("gspo", 10.0) if level == "sequence" else ("vanilla", 20.0)
+    function, theirs, ours = verl_pair(name, "token-sum", normalised=False)
+    object.__setattr__(theirs, "clip_ratio_c", 1e30)
+    args, data = trl_args("luspo", level, gradient_accumulation_steps=1), batch(empty=False)
+    data["A"] = -torch.ones(B).double()
+    data["mask"][1:] = 0  # one sequence, of equal tokens
+    for log_ratio in (12.0, 23.0):
+        data["log_probs"] = data["old"] + log_ratio
+        verl, *_ = verl_loss(function, theirs, data, weights=False)
+        mine, gradient, _ = verl_loss(compute_policy_loss_bapo, ours, data, weights=False)
+        losses = torch.stack([B * trl_loss(GRPOTrainer, args, data)[0], verl, mine])
+        clamped = [log_ratio, min(log_ratio, least), min(log_ratio, 20.0)]
+        assert (losses / data["mask"].sum()).log().tolist() == pytest.approx(clamped, rel=1e-9)
+        assert gradient.any() == (log_ratio < 20)

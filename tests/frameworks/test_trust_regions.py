@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import needs_native
+from helpers import fixed_bounds, needs_native
 
 from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs
 
@@ -25,10 +25,10 @@ DTYPES = [torch.float64, torch.float32]
 
 
 def recorded(dtype):
-    """Log-probs, old and rollout log-probs, advantages and the mask."""
-    mask = torch.tensor(RECORDED["mask"])
     names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages")
-    return *(torch.tensor(RECORDED[name], dtype=dtype) for name in names), mask
+    return *(torch.tensor(RECORDED[name], dtype=dtype) for name in names), torch.tensor(
+        RECORDED["mask"]
+    )
 
 
 def assert_same(got, expected, dtype):
@@ -36,59 +36,38 @@ def assert_same(got, expected, dtype):
     torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=rtol)
 
 
-def check(case, logp, *batch, **options):
-    """Against what was recorded; ``masked`` is the share of the unmasked tokens."""
-    leaf, dtype = logp.clone().requires_grad_(), logp.dtype
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_recorded(name, dtype):
+    logp, old, rollout, A, mask = recorded(dtype)
+    case, given = CASES[name], {}
+    options = case["options"]
+    config = dict(surrogate="mask", loss_agg_mode="token-sum")
+    if "token mask" in name:  # tokens whose old policy is far from the rollout's are masked
+        weights, clip = (old - rollout).exp(), options["eps_clip"]
+        mask = mask & (weights >= options["low"]) & (weights <= options["high"])
+        config |= fixed_bounds(1 - clip, 1 + clip) | dict(surrogate="clip")
+        if options["cap"] is not None:
+            given["rollout_is_weights"] = weights.clamp(max=options["cap"])
+    elif "IcePop" in name:
+        config |= fixed_bounds(*options.values())
+    else:  # bounds of p, on both sides or on that of the advantage
+        recipe = RECIPES["binary_kl" if "binary_kl" in name else "total_variation"]
+        bounds = recipe(old.double(), options["low"], options["high"])
+        given["bounds"] = bounds if "IPO" in name else RECIPES["one_sided"](bounds, A)
+    if "kl_tau" in options:
+        config |= dict(kl_loss_coef=2 * options["kl_tau"], kl_loss_type="k2")
+        given["ref_log_probs"] = old
+    leaf = logp.requires_grad_()
+    out = bapo_loss_from_log_probs(leaf, old, A, mask, config=BAPOConfig(**config), **given)
+    out.loss.backward()
     if "SkyRL" in case["origin"]:  # whose ratios are float32
         dtype = torch.float32
-    out = bapo_loss_from_log_probs(leaf, *batch, **options)
-    out.loss.backward()
     assert_same(out.loss.detach(), torch.tensor(case["loss"], dtype=torch.float64), dtype)
     assert_same(leaf.grad, torch.tensor(case["gradient"], dtype=torch.float64), dtype)
-    for name, key in (("pg_clipfrac", "masked"), ("pg_clipfrac_lower", "below")):
-        assert key not in case or out.metrics[name].item() == pytest.approx(case[key])
-
-
-def masking(**options):
-    return BAPOConfig(surrogate="mask", loss_agg_mode="token-sum", **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_icepop(dtype):
-    logp, old, _, A, mask = recorded(dtype)
-    bounds = CASES["prime-rl IcePop"]["options"].values()
-    config = BAPOConfig.fixed(*bounds, surrogate="mask", loss_agg_mode="token-sum")
-    check(CASES["prime-rl IcePop"], logp, old, A, mask, config=config)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name in CASES if "IPO" in name or "DPPO" in name])
-def test_of_probabilities(name, dtype):
-    """Bounds of p, on both sides or on that of the advantage, with prime-rl's KL."""
-    logp, old, _, A, mask = recorded(dtype)
-    options = CASES[name]["options"]
-    recipe = RECIPES["binary_kl" if "binary_kl" in name else "total_variation"]
-    bounds = recipe(old.double(), options["low"], options["high"])
-    if "IPO" not in name:
-        bounds = RECIPES["one_sided"](bounds, A)
-    terms = {}
-    if "kl_tau" in options:
-        terms = dict(kl_loss_coef=2 * options["kl_tau"], kl_loss_type="k2")
-    given = dict(config=masking(**terms), bounds=bounds, ref_log_probs=old if terms else None)
-    check(CASES[name], logp, old, A, mask, **given)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["SkyRL token mask", "SkyRL token mask and TIS"])
-def test_of_the_rollout(name, dtype):
-    """Tokens whose old policy is far from the rollout's are masked, with a weight or without."""
-    logp, old, rollout, A, mask = recorded(dtype)
-    options = CASES[name]["options"]
-    weights, clip = (old - rollout).exp(), options["eps_clip"]
-    mask = mask & (weights >= options["low"]) & (weights <= options["high"])
-    config = BAPOConfig.fixed(1 - clip, 1 + clip, loss_agg_mode="token-sum")
-    weights = None if options["cap"] is None else weights.clamp(max=options["cap"])
-    check(CASES[name], logp, old, A, mask, config=config, rollout_is_weights=weights)
+    # "masked" is the share of the unmasked tokens
+    for metric, key in (("pg_clipfrac", "masked"), ("pg_clipfrac_lower", "below")):
+        assert key not in case or out.metrics[metric].item() == pytest.approx(case[key])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -33,8 +33,7 @@ def plain_training(scope):
         part = {name: values[rows] for name, values in whole.items()}
         logp = verl_engine.log_probs(model, part)
         tokens = logp, *(part[n] for n in ("old_log_probs", "advantages", "response_mask"))
-        found = reference.find_clip_bounds(*tokens, config=config)
-        found = tuple(float(bound) for bound in found)
+        found = tuple(map(float, reference.find_clip_bounds(*tokens, config=config)))
         bounds.append(found if scope == "step" else previous)
         previous = found
         out = reference.bapo_loss_from_log_probs(*tokens, config=config, bounds=bounds[-1])
@@ -58,12 +57,10 @@ def test_training(worlds, tmp_path, scope):
         for name, true in parameters.items():
             change = (true - before[name]).norm()
             assert (full[name].double() - true).norm() <= 2e-4 * change, name
-    (ours, _), (theirs, _) = results
-    names = [name for name in ours[-1] if "bapo" in name]
-    assert len(names) == 6
-    for name in names:  # the decision's, so the same on both ranks
-        assert ours[-1][name] == theirs[-1][name]
-    assert all(value == value for metrics in ours for value in metrics.values()), "no NaN"
+        assert all(value == value for metrics in of_steps for value in metrics.values()), "no NaN"
+    decided = [{k: v for k, v in of[-1].items() if "bapo" in k} for of, _ in results]
+    assert len(decided[0]) == 6
+    assert decided[0] == decided[1], "it is made by both ranks"
 
 
 def test_activation_offload_changes_nothing(worlds, tmp_path):
@@ -90,10 +87,10 @@ def engine_of(loss):
     """
     from verl.workers.engine.base import BaseEngine
 
-    config = actor(loss)
+    function = partial(compute_policy_loss_bapo, config=actor(loss))
 
     class Engine(BaseEngine):
-        calls, fails = 0, False
+        fails = False
         modes = ()  # of the module and the generator in each call
 
         def __init__(self):
@@ -108,7 +105,6 @@ def engine_of(loss):
             return False
 
         def forward_backward_batch(self, data, loss_function, forward_only=False):
-            self.calls += 1
             self.modes += ((self.module.training, torch.get_rng_state().tolist()),)
             self.module(torch.ones(3))
             outputs = loss_function(**data)
@@ -116,22 +112,20 @@ def engine_of(loss):
                 raise RuntimeError("out of memory")
             return outputs
 
-    def step(engine, seed=0):
-        function = partial(compute_policy_loss_bapo, config=config)
-        return engine.train_batch(batch(seed), function)
+        def step(self, seed=0):
+            return self.train_batch(batch(seed), function)
 
-    return Engine(), step
+    return Engine()
 
 
 def test_metrics_of_lagged_steps():
     """Each call's own before the first decision, then the decision's."""
-    engine, step = engine_of(BAPOPolicyLossConfig(scope="lagged", **SEARCH))
+    engine, config = engine_of(BAPOPolicyLossConfig(scope="lagged", **SEARCH)), BAPOConfig(**SEARCH)
     names = ("log_prob", "old_log_prob", "advantages", "response_mask")
     previous = dict(bounds=(0.6, 1.2))
     for seed in range(3):
         tokens = [batch(seed)[name] for name in names]
-        loss, metrics = step(engine, seed)
-        config = BAPOConfig(**SEARCH)
+        loss, metrics = engine.step(seed)
         true = reference.bapo_loss_from_log_probs(*tokens, config=config, bounds=previous["bounds"])
         torch.testing.assert_close(loss, true.loss, rtol=1e-6, atol=1e-7)
         expected = previous.get("metrics", true.metrics)
@@ -140,19 +134,19 @@ def test_metrics_of_lagged_steps():
         assert metrics["actor/pg_clipfrac"] == pytest.approx(true.metrics["pg_clipfrac"].item())
         out = reference.bapo_loss_from_log_probs(*tokens, config=config)
         previous = dict(bounds=tuple(map(float, out.bounds)), metrics=out.metrics)
-    assert engine.calls == 3, "no forward but those of the losses"
+    assert len(engine.modes) == 3, "no forward but those of the losses"
 
 
 def test_engines_have_searches_of_their_own():
     """Two actors in a process; a loss without a scope, and one of a critic, are left alone."""
     loss = BAPOPolicyLossConfig(scope="lagged", **SEARCH)
-    (first, step), (second, other_step) = engine_of(loss), engine_of(loss)
-    step(first), step(first)
-    assert other_step(second)[1]["actor/bapo_clip_high"] == pytest.approx(1.2)
-    assert step(first)[1]["actor/bapo_clip_high"] > 1.2
+    first, second = engine_of(loss), engine_of(loss)
+    first.step(), first.step()
+    assert second.step()[1]["actor/bapo_clip_high"] == pytest.approx(1.2)
+    assert first.step()[1]["actor/bapo_clip_high"] > 1.2
     loss = BAPOPolicyLossConfig(**SEARCH)
-    plain, call = engine_of(loss)
-    assert call(plain)[1] == compute_policy_loss_bapo(**batch(), config=actor(loss))[1]
+    plain = engine_of(loss)
+    assert plain.step()[1] == compute_policy_loss_bapo(**batch(), config=actor(loss))[1]
     critic = lambda **data: (torch.ones(()), {})  # noqa: E731
     assert plain.train_batch(batch(), critic)[1] == {}
 
@@ -169,17 +163,17 @@ def any_engine_is_fsdp(monkeypatch):
 def test_a_failed_step_leaves_nothing_behind(scope, first_fails):
     """Neither a step to be in, nor tokens for a later decision, nor bounds without metrics."""
     loss = BAPOPolicyLossConfig(scope=scope, **SEARCH)
-    (failed, step), (clean, clean_step) = engine_of(loss), engine_of(loss)
+    failed, clean = engine_of(loss), engine_of(loss)
     if not first_fails:
-        assert step(failed, 0) == clean_step(clean, 0)
+        assert failed.step() == clean.step()
     failed.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        step(failed, 1)
+        failed.step(1)
     failed.fails = False
     with pytest.raises(ValueError, match="scope must be 'call' outside of the optimizer step"):
         compute_policy_loss_bapo(**batch(), config=actor(loss))
     for seed in (2, 3):
-        got, expected = step(failed, seed), clean_step(clean, seed)
+        got, expected = failed.step(seed), clean.step(seed)
         assert got == expected
         assert all(value == value for value in got[1].values()), "no NaN"
 
@@ -187,44 +181,29 @@ def test_a_failed_step_leaves_nothing_behind(scope, first_fails):
 @pytest.mark.usefixtures("any_engine_is_fsdp")
 @pytest.mark.parametrize("training", [True, False])
 def test_the_extra_forward_is_in_eval_mode(training):
-    engine, step = engine_of(BAPOPolicyLossConfig(scope="step", **SEARCH))
+    engine = engine_of(BAPOPolicyLossConfig(scope="step", **SEARCH))
     engine.module.train(training)
-    step(engine)
+    engine.step()
     (extra, before), (of_loss, after) = engine.modes
     assert (extra, of_loss) == (False, training)
     assert before == after, "dropout must not have drawn"
     engine.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        step(engine)
+        engine.step()
     assert engine.module.training is training
 
 
-def test_scopes_that_an_engine_does_not_have_are_refused():
-    engine, step = engine_of(BAPOPolicyLossConfig(scope="step"))
-    message = "policy_loss.scope must be 'call' or 'lagged' with Engine, got 'step'"
-    with pytest.raises(ValueError, match=message):
-        step(engine)
-    engine, step = engine_of(BAPOPolicyLossConfig(scope="lagged"))
-    engine.engine_config = SimpleNamespace(dynamic_context_parallel=True)
-    message = "policy_loss.scope must be 'call' with dynamic_context_parallel=True, got 'lagged'"
-    with pytest.raises(ValueError, match=message):
-        step(engine)
-    engine.engine_config.dynamic_context_parallel = False
-    step(engine)
-    other = OmegaConf.create(dict(scope="lagged"))  # not of our class: nothing opens its steps
-    engine, step = engine_of(other)
-    with pytest.raises(ValueError, match="scope must be 'call' outside of the optimizer step"):
-        step(engine)
+REFUSED = [
+    (BAPOPolicyLossConfig(scope="step"), False, "'call' or 'lagged' with Engine, got 'step'"),
+    (BAPOPolicyLossConfig(scope="lagged"), True, "'call' with dynamic_context_parallel=True"),
+    # not of our class: nothing opens its steps
+    (OmegaConf.create(dict(scope="lagged")), False, "'call' outside of the optimizer step"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(scope="epoch"), "scope must be call, step or lagged, got epoch"),
-        (dict(scope="lagged", surrogate="sapo"), "scope must be 'call' with surrogate='sapo'"),
-        (dict(scope="step", search_ranks="world"), "search_ranks must be 'own' with scope='step'"),
-    ],
-)
-def test_bad_fields_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        BAPOPolicyLossConfig(**fields)
+@pytest.mark.parametrize(("loss", "splits", "message"), REFUSED)
+def test_scopes_that_an_engine_does_not_have_are_refused(loss, splits, message):
+    engine = engine_of(loss)
+    engine.engine_config = SimpleNamespace(dynamic_context_parallel=splits)
+    with pytest.raises(ValueError, match=f"scope must be {message}"):
+        engine.step()

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 B, P, R, V = 8, 3, 7, 31  # of all ranks
-TEMPERATURE = 0.8
-LR = 0.05
+TEMPERATURE, LR = 0.8, 0.05
 
 
 def tiny_model(layers=1, kind=Qwen3ForCausalLM):
@@ -34,13 +33,9 @@ def padded(prompts, responses, vocabulary, g):
     attention = ((at >= P - prompts[:, None]) & (at < P + responses[:, None])).long()
     tokens = torch.randint(vocabulary, attention.shape, generator=g)
     return dict(
-        input_ids=tokens,
-        prompts=tokens[:, :P],
-        responses=tokens[:, P:],
-        attention_mask=attention,
-        response_mask=attention[:, P:],
-        position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
-    )
+        input_ids=tokens, prompts=tokens[:, :P], responses=tokens[:, P:], attention_mask=attention,
+        response_mask=attention[:, P:], position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
+    )  # fmt: skip
 
 
 def rollout():
@@ -48,11 +43,9 @@ def rollout():
     g = torch.Generator().manual_seed(1)
     prompts = torch.tensor([3, 1, 2, 3, 2, 2, 1, 3])
     responses = torch.tensor([7, 3, 6, 1, 5, 7, 2, 4])
-    batch = padded(prompts, responses, V, g) | dict(
-        advantages=torch.tensor([1.0, -1.2, 0.8, -1.0, 1.1, -0.9, 0.7, -1.3])[:, None]
-        .expand(B, R)
-        .clone(),
-    )
+    batch = padded(prompts, responses, V, g)
+    A = torch.tensor([1.0, -1.2, 0.8, -1.0, 1.1, -0.9, 0.7, -1.3])
+    batch["advantages"] = A[:, None].expand(B, R).clone()
     with torch.no_grad():
         logp = log_probs(tiny_model(), batch)
     noise = 0.5 * torch.randn(B, R, generator=g)
@@ -60,11 +53,16 @@ def rollout():
     return batch
 
 
+def logits(model, batch):
+    """Of the responses ``[B, R, V]``, divided by the temperature."""
+    names = ("input_ids", "attention_mask", "position_ids")
+    return model(**{name: batch[name] for name in names}).logits[:, P - 1 : -1] / TEMPERATURE
+
+
 def log_probs(model, batch):
     """Of the responses ``[B, R]``, in plain PyTorch."""
-    names = ("input_ids", "attention_mask", "position_ids")
-    logits = model(**{name: batch[name] for name in names}).logits[:, P - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(-1, batch["responses"][..., None]).squeeze(-1)
+    log_p = logits(model, batch).log_softmax(-1)
+    return log_p.gather(-1, batch["responses"][..., None]).squeeze(-1)
 
 
 def on_a_cpu():
@@ -83,10 +81,8 @@ def on_a_cpu():
         def current_device(self):
             return "cpu"
 
-    def offload(source, pin_memory=False):
-        return source.device, source.clone()
-
     platform_manager._current_platform = PlatformCPU()
+    offload = lambda source, pin_memory=False: (source.device, source.clone())  # noqa: E731
     SynchronizedGroupOffloadHandler.offload = staticmethod(offload)
 
 
@@ -120,8 +116,7 @@ def data_of(rank, ranks):
     from verl.workers.utils.padding import left_right_2_no_padding
 
     data = DataProto.from_dict(tensors=rollout(), meta_info=dict(temperature=TEMPERATURE))
-    of_rank = left_right_2_no_padding(data.chunk(ranks)[rank].to_tensordict())
-    return of_rank
+    return left_right_2_no_padding(data.chunk(ranks)[rank].to_tensordict())
 
 
 def train(rank, folder, policy_loss, epochs, layers=1, offload=False):
@@ -148,10 +143,9 @@ def train(rank, folder, policy_loss, epochs, layers=1, offload=False):
             options = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=1, global_batch_size=4)
             tu.assign_non_tensor(mini_batch, use_remove_padding=False, **options)
             outputs = engine.train_batch(mini_batch, partial(ppo_loss, config=config))
-            of_steps.append({name: _number(x) for name, x in outputs["metrics"].items()})
+            metrics = outputs["metrics"].items()
+            of_steps.append(
+                {k: x.aggregate() if hasattr(x, "aggregate") else x for k, x in metrics}
+            )
     full = {name: p.full_tensor().detach() for name, p in engine.module.named_parameters()}
     return of_steps, full
-
-
-def _number(value):
-    return value.aggregate() if hasattr(value, "aggregate") else value

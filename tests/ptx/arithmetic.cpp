@@ -103,8 +103,10 @@ std::string type(const char* kind = nullptr) {
 constexpr Types<uint16_t, uint32_t, uint64_t> kBits{".b"};
 constexpr Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t> kIntegers;
 constexpr Types<float, double> kFloats;
-constexpr Types<uint32_t, int32_t, uint64_t, int64_t, float, double> kNumbers;
-constexpr Types<uint32_t, int32_t, uint64_t, int64_t, float, double, _Float16, BFloat16> kCompared;
+constexpr Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t, float, double> kNumbers;
+constexpr Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t, float, double, _Float16,
+                BFloat16>
+    kCompared;
 
 // What each instruction makes of its type.
 template <typename T>

@@ -9,11 +9,11 @@ survives shows that the tests lack a case, or that nothing depends on the statem
 """
 
 import argparse
-import multiprocessing
 import re
 import sys
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,12 @@ import torch
 TESTS = Path(__file__).parent.parent
 sys.path.insert(0, str(TESTS))
 
+from forked import in_fork  # noqa: E402  (a fork has all that was compiled)
+
 from ptx import backend, executor  # noqa: E402, F401  (the first has Triton's tests use it)
 
 NAMES = "test_(triton_[rs].*|prepare|search|log_probs|policies|loss|sampling_mask|linear)"
 FILES = [str(file) for file in TESTS.glob("*.py") if re.fullmatch(NAMES, file.stem)]
-FORK = multiprocessing.get_context("fork")  # which has all that was compiled
 LABEL = "label's load behind the barrier"  # in the source of the row pass
 MOVED = r"(\n +)(tl\.debug_barrier.*)", r"\1\2\1z = row_math.label_logit(row, label, V)"
 # Patterns of statements, and what takes their place.
@@ -45,6 +46,7 @@ BREAKS = {
     "comparison, not equal": (r"(\bsetp\.[lg])e(\.[su]\d\d)", r"\1t\2"),
 }
 CHECKS = r"ExecutionError: .*?(race|never written|no tensor|bounds|misaligned|wait|mask|end)"
+CHECKS += "|^does not (end)|^takes the (process)"  # of in_fork
 
 
 class Breaks:
@@ -89,19 +91,16 @@ class Breaks:
         tried = min(len(places), self.options.most or len(places))
         for i in range(tried):  # spread evenly
             place = sorted(places)[(2 * i + 1) * len(places) // (2 * tried)]
-            answer, begin = FORK.SimpleQueue(), time.perf_counter()
-            process = FORK.Process(target=self.run, args=(kind, places[place], answer))
-            process.start()
-            process.join(600)
-            process.kill()
-            failure = "ExecutionError: does not end, or crashes" if answer.empty() else answer.get()
-            check = re.search(CHECKS, failure) or [..., "wrong numbers" if failure else "SURVIVED"]
-            checks[check[1]] += 1
+            begin = time.perf_counter()
+            failure = in_fork(partial(self.run, kind, places[place]), 600)
+            check = re.search(CHECKS, failure)
+            check = check[check.lastindex] if check else "wrong numbers" if failure else "SURVIVED"
+            checks[check] += 1
             where = f"{kernel}, {kind}, {place}, {time.perf_counter() - begin:.1f} s"
-            print(f"{where}: {check[1]}: {failure}", flush=True)
+            print(f"{where}: {check}: {failure}", flush=True)
         print(f"= {kernel}, {kind}, {tried} of {len(places)}: {dict(checks)}", flush=True)
 
-    def run(self, kind, places, answer):
+    def run(self, kind, places):
         for place in places:
             text, begin, end = place.string, *place.span()
             self.changed[text] = text[:begin] + place.expand(BREAKS[kind][1]) + text[end:]
@@ -115,7 +114,7 @@ class Breaks:
         for _, item, texts in self.tests:
             if texts & self.changed.keys() and not self.failure:
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
-        answer.put(self.failure)
+        return self.failure
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def launch(
     error_seed: int = 0,
     races: bool = True,
     most_instructions: int = 10**11,
-) -> int:
-    """Executes a grid, and returns the number of instructions of its threads.
+) -> None:
+    """Executes a grid.
 
     Args:
         arguments: tensors, or the bytes of others, such as ``struct.pack("<f", 3.0)``.
@@ -107,13 +107,11 @@ def launch(
     request += [len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
     request += [threads, shared_bytes, seed, error_seed, most_instructions, races]
     answer = np.array([*request, 0, 0, 0])
-    failed = machine().ptx_run(ctypes.c_void_p(answer.ctypes.data))
-    instructions, at, warp = answer[-3:].tolist()
-    if failed:
+    if machine().ptx_run(ctypes.c_void_p(answer.ctypes.data)):
+        at, warp = answer[-2:].tolist()
         block, warp = divmod(warp, -(-threads // 32))
         where = f"instruction {at} `{kernel.text[at]}` of {kernel.name}, block {block}, warp {warp}"
         raise ExecutionError(f"{message.value.decode()}\n  at {where}")
-    return instructions
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ struct Launch {
     char* message;
     int64_t registers, range_count, parameter_bytes, grid[3], threads, shared_bytes;
     int64_t seed, error_seed, most_instructions, finds_races;
-    int64_t executed, at, warp;  // what came of it: instructions of threads, and where
+    int64_t executed, at, warp;  // instructions of threads so far, and where
 };
 
 namespace {

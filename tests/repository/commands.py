@@ -61,14 +61,26 @@ def _check_module(name, *words):
     if not (ROOT / name.partition(".")[0]).is_dir():
         return  # of another project
     assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {name}"
-    if words in ((), ("--help",)):
-        return
-    module = importlib.import_module(f"{name}.__main__" if path.is_dir() else name)
-    application = cli.commands() if name == "bapo_kernels" else getattr(module, "app", None)
-    if application is None:
-        application = typer.Typer()
-        application.command()(module.main)
-    command = typer.main.get_command(application)
+    if words not in ((), ("--help",)):
+        parse(name, *words)
+
+
+def application(name):
+    """The command line of a module of this repository."""
+    if name == "bapo_kernels":
+        return cli.commands()
+    is_folder = (ROOT / name.replace(".", "/")).is_dir()
+    module = importlib.import_module(f"{name}.__main__" if is_folder else name)
+    if hasattr(module, "app"):
+        return module.app
+    made = typer.Typer()
+    made.command()(module.main)
+    return made
+
+
+def parse(name, *words):
+    """Raises if a module does not take these arguments."""
+    command = typer.main.get_command(application(name))
     if hasattr(command, "commands"):
         assert words[0] in command.commands, f"{name} has no command {words[0]!r}"
         command, *words = command.commands[words[0]], *words[1:]

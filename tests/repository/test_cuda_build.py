@@ -18,11 +18,10 @@ pytestmark = [
     pytest.mark.xdist_group("disassembly"),  # one worker makes it
 ]
 # Registers per thread with which two blocks fit: of 9 warps (5 in a quarter), and of 16.
-REGISTERS = {"row_pass_cluster_kernel": 96, "row_pass_kernel": 64, "row_gradient_kernel": 64}
-REGISTERS["sequence_mean_kernel"] = 64
-# With which four blocks of 4 warps fit, all that there are of the first on a large GPU.
+REGISTERS = {"row_pass_cluster_kernel": 96}
+REGISTERS |= dict.fromkeys(["row_pass_kernel", "row_gradient_kernel", "sequence_mean_kernel"], 64)
+# With which four blocks of 4 warps fit, all that there are of the first on a large GPU; and five.
 REGISTERS |= {"token_loss_kernel": 128, "multiply_sets_kernel": 128}
-# With which five fit.
 REGISTERS |= {"sets_sum_kernel": 96, "sets_parts_kernel": 96}
 DTYPES = pytest.mark.parametrize("dtype", ["13__nv_bfloat16", "6__half", "If"])
 

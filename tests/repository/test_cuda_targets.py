@@ -1,8 +1,8 @@
 """What the CUDA kernels are compiled for: the list of the environment, the GPUs here, or all."""
 
 import os
+import re
 import runpy
-import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,15 +45,12 @@ def targets(setup, monkeypatch):
 @pytest.mark.parametrize(
     ("listed", "expected"),
     [
-        ("8.0", ["sm_80"]),
-        ("9.0", ["sm_90"]),
         ("8.6;12.0+PTX", ["sm_80", "sm_120", "compute_120"]),
         ("8.6 8.9; 8.7", ["sm_80"]),  # a generation is one binary; torch takes spaces too
         ("10.3", ["sm_100"]),
         ("12.1", ["sm_120"]),
-        ("11.0", ["compute_100"]),  # no binary of its generation
         ("13.0+PTX", ["compute_120"]),
-        ("8.0;11.0", ["sm_80", "compute_100"]),
+        ("8.0;11.0", ["sm_80", "compute_100"]),  # 11.0 has no binary of its generation
         ("9.0a;10.0f+PTX", ["sm_90", "sm_100", "compute_100"]),
         ("5.0 7.5 8.0+PTX", ["sm_80", "compute_80"]),  # those before 8.0 are left out
         ("12.0;8.0;9.0+PTX;8.0+PTX", ["sm_80", "sm_90", "sm_120", "compute_80", "compute_90"]),
@@ -88,7 +85,6 @@ OLD = "a GPU must have compute capability 8.0 or later, got"
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        ("Hopper", f"{LIST} 'Hopper'"),
         ("9.0;sm_80", f"{LIST} 'sm_80'"),
         ("9.0,8.0", f"{LIST} '9.0,8.0'"),
         ("90", f"{LIST} '90'"),
@@ -117,60 +113,31 @@ def test_kernels_with_clusters_are_compiled_where_they_run(setup, targets, liste
     assert clusters.name == "cuda_row_pass_cluster"
     assert [flag.rpartition("=")[2] for flag in clusters.flags] == codes
     assert all(len(unit.flags) == len(found) for unit in others)
-    for unit in (clusters, *others):
-        for flag in unit.flags:
-            architecture, code = flag.removeprefix("-gencode=arch=").split(",code=")
-            assert architecture.split("_")[1] == code.split("_")[1]
-
-
-NVCC = """#!/bin/sh
-echo "#$ TOP=${0%/*}" >&2
-echo "release 13.0, V13.0.88"
-"""
-
-
-@pytest.mark.parametrize(
-    ("machine", "target"), [("x86_64", "x86_64-linux"), ("aarch64", "sbsa-linux")]
-)
-def test_the_toolkit_of_a_package_is_found(monkeypatch, tmp_path, machine, target):
-    """Without the folder lib64 of an installer, and with the libraries of other machines."""
-    (tmp_path / "nvcc").write_text(NVCC)
-    (tmp_path / "nvcc").chmod(0o755)
-    for folder in ("x86_64-linux", "sbsa-linux"):
-        library = tmp_path / "targets" / folder / "lib" / "libcudart_static.a"
-        library.parent.mkdir(parents=True)
-        library.touch()
-    monkeypatch.setenv("NVCC", shlex.quote(str(tmp_path / "nvcc")))
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    toolkit = runpy.run_path(str(ROOT / "setup.py"))["CudaToolkit"].find()
-    assert toolkit.libraries == tmp_path / "targets" / target / "lib"
+    for flag in clusters.flags + others[0].flags:
+        assert re.fullmatch(r"-gencode=arch=compute_(\d+),code=(sm|compute)_\1", flag)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the wheel is built on Linux")
 def test_what_is_published_is_for_all(monkeypatch, tmp_path):
     """The wheel and the variant of the hub, whatever the machine that builds them has."""
+    tomllib = pytest.importorskip("tomllib")
     pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
     from release import wheel
 
-    built = []
-
     def run(command, *, env=None, **options):
-        built.append((env or os.environ)["TORCH_CUDA_ARCH_LIST"])
-        raise InterruptedError
+        raise InterruptedError((env or os.environ)["TORCH_CUDA_ARCH_LIST"])
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr(os, "environ", os.environ | {"TORCH_CUDA_ARCH_LIST": "9.0"})
     layout = runpy.run_path(str(ROOT / "release" / "hub" / "layout.py"))
-    with pytest.raises(InterruptedError):
+    with pytest.raises(InterruptedError, match="^all$"):
         layout["build_library"](tmp_path, "cuda", "name")
-    monkeypatch.setattr(wheel, "BUILD", tmp_path / "wheel")
-    for name, value in {"nvcc": "nvcc", "link_flags": [], "run": "0"}.items():
-        monkeypatch.setattr(wheel, name, lambda *command, value=value, **options: value)
+    made = {"nvcc": "nvcc", "link_flags": [], "run": "0"}
+    stubs = {name: lambda *_, made=value, **__: made for name, value in made.items()}
+    for name, value in {"BUILD": tmp_path / "wheel", **stubs}.items():
+        monkeypatch.setattr(wheel, name, value)
     monkeypatch.setattr(wheel.platform, "machine", lambda: wheel.MACHINE)
-    with pytest.raises(InterruptedError):
+    with pytest.raises(InterruptedError, match="^all$"):
         wheel.main()
-    assert built == ["all", "all"]
-    tomllib = pytest.importorskip("tomllib")
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert tools["cibuildwheel"]["environment"]["TORCH_CUDA_ARCH_LIST"] == "all"
+    variables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    assert variables["environment"]["TORCH_CUDA_ARCH_LIST"] == "all"

@@ -18,7 +18,6 @@ from bapo_kernels.backends import native
 
 # Examples import nothing: they see torch and the public names.
 NAMES = {"torch": torch, **{name: getattr(bapo_kernels, name) for name in bapo_kernels.__all__}}
-NEEDS_NATIVE = "instruction_set"
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -58,7 +57,7 @@ def test_docstring(name, reference_alone, monkeypatch):
         monkeypatch.setattr(native, "WHY_NO_CPU", "hidden by the test")
         monkeypatch.setattr(native, "why_no_cuda", lambda: "hidden by the test")
         monkeypatch.setattr(backends.triton, "why_not", lambda: "hidden by the test")
-    if name.endswith(NEEDS_NATIVE) and native.WHY_NO_CPU is not None:
+    if name.endswith("instruction_set") and native.WHY_NO_CPU is not None:
         pytest.skip("needs the native library")
     value = documented()[name]
     names = {**vars(inspect.getmodule(value)), **NAMES}
@@ -93,8 +92,7 @@ BLOCKS = [
 
 def is_absent(error):
     """Whether an import has failed because a framework, or its version, is not here."""
-    framework = (error.name or str(error)).split(".")[0].split()[0]
-    return framework in FRAMEWORKS
+    return (error.name or str(error)).split(".")[0].split()[0] in FRAMEWORKS
 
 
 def not_run(page, source):
@@ -104,16 +102,13 @@ def not_run(page, source):
 
 def openrlhf_args():
     """Of the versions on both sides of the change of names."""
-    correction = SimpleNamespace(
-        is_correction_level="seq",
-        is_correction_mode="mask",
-        is_correction_gating="binary_kl",
-        is_correction_threshold=[0.0, 0.003],
-        is_correction_enable=True,
-        is_correction_type="tis",
-    )
+    options = {"level": "seq", "mode": "mask", "gating": "binary_kl", "threshold": [0.0, 0.003]}
+    options |= {"enable": True, "type": "tis"}
+    correction = {f"is_correction_{name}": value for name, value in options.items()}
     actor = SimpleNamespace(dual_clip=2.5, loss_agg_mode="token-mean", policy_loss_type="gspo")
-    return SimpleNamespace(actor=actor, algo=SimpleNamespace(advantage=correction))
+    return SimpleNamespace(
+        actor=actor, algo=SimpleNamespace(advantage=SimpleNamespace(**correction))
+    )
 
 
 def surroundings():
@@ -122,7 +117,6 @@ def surroundings():
     logits = model.lm_head(model.model(tokens).last_hidden_state[:, :-1])
     labels, old = tokens[:, 1:], torch.full((2, 3), -3.4)
     advantages, mask = torch.tensor([1.0, -1.0]), torch.ones(2, 3)
-    per_token = advantages[:, None].expand(2, 3)
 
     def share(ratio, A, low, high):
         contributions = A.abs() * torch.where(A > 0, ratio.clamp(max=high), ratio.clamp(min=low))
@@ -132,29 +126,13 @@ def surroundings():
     names = dict.fromkeys(["old", "old_log_probs", "ref_log_probs", "rollout_log_probs"], old)
     names |= dict.fromkeys(["logits", "logits_of_my_columns"], logits)
     names |= dict.fromkeys(["weight", "my_rows_of_the_head"], model.lm_head.weight)
-    return (
-        NAMES
-        | names
-        | dict(
-            model=model,
-            tokens=tokens,
-            hidden=model.model(tokens).last_hidden_state[:, :-1],
-            labels=labels,
-            advantages=per_token,
-            mask=mask,
-            temperature=1.0,
-            low=0.6,
-            high=1.2,
-            share=share,
-            batch=batch,
-            logits_of=lambda batch: logits.detach().requires_grad_(),
-            micro_batches=[batch, batch],
-            tokens_of_the_step=12,
-            ranks=1,
-            data_parallel_group=None,
-            tensor_group=None,
-        )
-    )
+    names |= dict.fromkeys(["data_parallel_group", "tensor_group"])
+    names |= dict(model=model, tokens=tokens, labels=labels, mask=mask, share=share, batch=batch)
+    names |= dict(temperature=1.0, low=0.6, high=1.2, tokens_of_the_step=12, ranks=1)
+    names["hidden"] = model.model(tokens).last_hidden_state[:, :-1]
+    names["advantages"] = advantages[:, None].expand(2, 3)
+    names["logits_of"] = lambda batch: logits.detach().requires_grad_()
+    return NAMES | names | {"micro_batches": [batch, batch]}
 
 
 # Names that some pages take as given in addition, mostly those of frameworks.
@@ -238,20 +216,15 @@ def resolved(module, name):
 
 
 def called(call, names):
-    """The function of this package that a call in a block names, and the keywords that it takes.
-
-    The keywords are ``None`` where they are not known: another function, or ``**kwargs``.
-    """
-    function, fields = names.get(getattr(call.func, "id", None)), set()
-    if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-        owner = names.get(call.func.value.id)
-        function = getattr(owner, call.func.attr, None)
-        fields = set(getattr(owner, "__dataclass_fields__", ()))  # what presets of a config take
+    """The keywords of the function of this package that a call in a block names, if known."""
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    function = getattr(names.get(owner), name, None) if owner else names.get(name)
     if not callable(function):
         return None
     parameters = inspect.signature(function).parameters
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return None if any_keyword and not fields else parameters.keys() | fields
+    fields = getattr(names.get(owner), "__dataclass_fields__", {})  # what presets of a config take
+    return None if any_keyword and not fields else parameters.keys() | fields.keys()
 
 
 @pytest.mark.parametrize(

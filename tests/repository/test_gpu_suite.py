@@ -1,32 +1,31 @@
 """The suite for a GPU machine: its stages with fake tools, and its commands on the CPU."""
 
-import dataclasses
 import itertools
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import typer
+from commands import application, parse
 from helpers import needs_native
+from pages import ROOT
 from typer.testing import CliRunner
 
-from bapo_kernels.tools import cli, validate
+from bapo_kernels.tools import validate
 from benchmarks import __main__ as benchmarks
-from benchmarks import launch_rows, records, run, targets, timing, trl_trainer, tune_triton
+from benchmarks import records, run, targets, timing, trl_trainer
 from benchmarks.cases import Case, gpu_suite
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = "benchmarks/gpu_suite.sh"
-LEVELS = ["logits", "hidden"]
-
+MODULES = {"benchmarks", "bapo_kernels"}
+MODULES |= {f"benchmarks.{name}" for name in ("tune_triton", "launch_rows", "trl_trainer")}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a script for Linux")
 
 # Logs its arguments, and does what `behave` says.
@@ -42,16 +41,6 @@ OBSERVER = """#!/usr/bin/env bash
 echo '"0","1","row_pass"' >"$(grep -o '[^ ]*[.]csv' <<<"$* $FAKE/no.csv" | head -n 1)"
 while (($#)) && [[ $1 != python3 ]]; do shift; done; "$@"
 """
-STAGES = [
-    *("library", "environment", "driver_debug", "driver"),
-    *("answers_cuda", "answers_triton", "graphs_cuda", "graphs_triton"),
-    *("targets_cuda", "targets_triton", "hidden_cuda", "hidden_triton"),
-    *("tests", "training_step", "baselines_logits", "baselines_hidden"),
-    *("memcheck", "synccheck", "racecheck", "memcheck_torch"),
-    *("ncu", "ncu_sets", "other_tests"),
-    *("profile_cuda", "profile_triton", "tune"),
-    *("forms_of_head", "sampling_mask", "shapes", "validate"),
-]
 
 
 class Suite:
@@ -60,8 +49,8 @@ class Suite:
     def __init__(self, folder):
         self.folder, self.out = folder, folder / "out"
         files = {"tree/csrc/kernel.cu": "a kernel\n", "tree/bapo_kernels/__init__.py": ""}
-        files |= {f"prebuilt/{name}": "" for name in ("_C.abi3.so", "_build.json")}
-        files |= {f"prebuilt/{name}": "" for name in ("cuda_driver", "cuda_driver_debug")}
+        built = ("_C.abi3.so", "_build.json", "cuda_driver", "cuda_driver_debug")
+        files |= {f"prebuilt/{name}": "" for name in built}
         files |= {f"bin/{name}": OBSERVER for name in ("compute-sanitizer", "ncu")}
         files |= {"bin/python3": PYTHON, f"tree/{SCRIPT}": (ROOT / SCRIPT).read_text()}
         for path, text in files.items():
@@ -99,29 +88,6 @@ class Suite:
         return [shlex.split(line) for line in lines if not line.startswith("-c")]
 
 
-def one_command(function):
-    app = typer.Typer()
-    app.command()(function)
-    return app
-
-
-COMMANDS = {
-    "benchmarks": benchmarks.app,
-    "bapo_kernels": cli.commands(),
-    "benchmarks.tune_triton": one_command(tune_triton.main),
-    "benchmarks.launch_rows": one_command(launch_rows.main),
-    "benchmarks.trl_trainer": one_command(trl_trainer.main),
-}
-
-
-def parse(module, *arguments):
-    """Raises if the command line is wrong."""
-    command = typer.main.get_command(COMMANDS[module])
-    if hasattr(command, "commands"):
-        command, *arguments = command.commands[arguments[0]], *arguments[1:]
-    command.make_context(module, list(arguments))
-
-
 @pytest.fixture
 def suite(tmp_path):
     return Suite(tmp_path)
@@ -130,13 +96,16 @@ def suite(tmp_path):
 def test_all_stages_run_and_are_archived(suite):
     status, summary = suite.run("--budget", "5000")
     assert status == 0, summary
-    assert [(name, word) for name, (word, _) in summary.items()] == [(n, "ok") for n in STAGES]
+    listed = subprocess.check_output(["bash", ROOT / SCRIPT, "--list"], text=True).splitlines()
+    stages = [line.split()[0] for line in listed]
+    assert len(stages) == 30
+    assert [(name, word) for name, (word, _) in summary.items()] == [(s, "ok") for s in stages]
     assert summary["ncu"][1] == summary["ncu_sets"][1] == "1 launches measured"
-    assert {"summary.txt", *(f"{name}.log" for name in STAGES)} <= set(suite.archive())
+    assert {"summary.txt", *(f"{name}.log" for name in stages)} <= set(suite.archive())
     (suite.out / "now").mkdir()  # where each stage wrote
     ours = [call[1:] for call in suite.calls() if call[0] == "-m" and len(call) > 2]
-    commands = [call for call in ours if call[0] in COMMANDS]
-    assert {call[0] for call in commands} == COMMANDS.keys()
+    commands = [call for call in ours if call[0] in MODULES]
+    assert {call[0] for call in commands} == MODULES
     for call in commands:
         parse(*call)
     cases = [word[7:] for call in commands for word in call if word.startswith("--case=")]
@@ -155,7 +124,7 @@ def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
     of_devices = re.compile(r"def test_\w+\([^)]*\bdevice\b|mark\.gpu\b|DEVICES\[")
     paths = (ROOT / "tests").rglob("test_*.py")
     files = {path.name for path in paths if of_devices.search(path.read_text())}
-    not_there = {"test_cuda_driver.py", "test_cuda_on_host.py", "test_gpu_suite.py"}
+    not_there = {"test_cuda_driver.py", "test_cuda_on_host.py"}
     assert not_there < files
     script = (ROOT / SCRIPT).read_text()
     assert files - not_there <= set(re.findall(r"tests/(?:\w+/)?(\w+\.py)", script))
@@ -183,37 +152,27 @@ def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
     assert suite.calls()[-1][-4:-2] == ["--backend", "triton"]
 
 
-@pytest.mark.parametrize("fault", ["other sources", "does not load", "missing"])
-def test_an_unusable_prebuilt_library_is_built_again(suite, fault):
-    """It is built from source; if there is no compiler that fails, and the other stages go on."""
-    if fault == "other sources":
-        (suite.folder / "tree/csrc/kernel.cu").write_text("another kernel\n")
-    elif fault == "missing":
-        shutil.rmtree(suite.folder / "prebuilt")
-    loads = fault != "does not load"
-    behave = {} if loads else {"native.why_no_cuda": "exit 1"}
-    _, summary = suite.run("--only", "driver", behave=behave)
-    assert summary["library"][0] == ("ok" if loads else "failed")
+def test_a_prebuilt_library_of_other_sources_is_built_again(suite):
+    (suite.folder / "tree/csrc/kernel.cu").write_text("another kernel\n")
+    _, summary = suite.run("--only", "driver")
+    assert summary["library"][0] == "ok"
     built = [call[0] for call in suite.calls() if call[0].endswith(".py")]
-    assert built == ["setup.py", *(["tests/cuda_driver/build.py"] if loads else [])]
+    assert built == ["setup.py", "tests/cuda_driver/build.py"]
 
 
-def test_the_times_of_a_gpu_are_those_of_finished_work():
+def test_the_times_of_a_gpu_are_those_of_finished_work(monkeypatch):
     """Synchronised at both ends; the peak is that of the step."""
     gpu = mock.Mock(**{"max_memory_allocated.return_value": 5 * 2**20})
-    names = "synchronize", "reset_peak_memory_stats", "max_memory_allocated"
+    monkeypatch.setattr(torch, "cuda", gpu)
     watch = trl_trainer.Stopwatch("cuda")
-    with mock.patch.multiple(torch.cuda, **{name: getattr(gpu, name) for name in names}):
-        for _ in range(2):
-            watch.begin()
-            watch.end()
-        watch.end_step()
+    for _ in range(2):
         watch.begin()
-    done = [call[0] for call in gpu.method_calls]
-    assert done == [
-        *("synchronize", "reset_peak_memory_stats", *["synchronize"] * 3),
-        *("synchronize", "max_memory_allocated", "synchronize", "reset_peak_memory_stats"),
-    ]
+        watch.end()
+    watch.end_step()
+    watch.begin()
+    reset = ["synchronize", "reset_peak_memory_stats"]
+    ended = [*["synchronize"] * 4, "max_memory_allocated"]
+    assert [call[0] for call in gpu.method_calls] == reset + ended + reset
     assert watch.peaks == [5.0]
     assert sum(watch.micro_batches) <= watch.steps[0]
 
@@ -233,15 +192,19 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
     ]
     monkeypatch.setattr(benchmarks, "cpu_suite", lambda: iter(cases))
     (suite.out / "now").mkdir()
-    ran = []
-    for call in suite.calls():
-        if call[0] == "-m" and call[1] in ("benchmarks", "bapo_kernels") and len(call) > 2:
-            done = CliRunner().invoke(COMMANDS[call[1]], call[2:])
-            assert done.exit_code == 0, (call, done.output, done.exception)
-            ran.append(call[2])
-    assert ran == ["validate", *["targets"] * 2, *["run"] * 2, "profile", *["run"] * 3, "validate"]
+    here = [call for call in suite.calls() if call[1:2] in (["benchmarks"], ["bapo_kernels"])]
+    here += [call for call in suite.calls() if "--N" in call]  # to launch rows in a small size
+    here = [call[1:] for call in here if len(call) > 2]
+    for module, *arguments in here:
+        done = CliRunner().invoke(application(module), arguments)
+        assert done.exit_code == 0, (module, arguments, done.output, done.exception)
+        if "--N" in arguments:
+            assert re.fullmatch(r"(cpu, \w+: loss -?\d\.\d+\n){1,2}", done.output)
+    commands = ["validate", *["targets"] * 2, *["run"] * 2, "profile", *["run"] * 3, "validate"]
+    assert [call[1] for call in here] == [*commands, *["--device"] * 2]
     now = suite.out / "now"
-    results = [r for level in LEVELS for r in records.load(now / f"targets_cpu_{level}.jsonl")]
+    levels = "logits", "hidden"
+    results = [r for level in levels for r in records.load(now / f"targets_cpu_{level}.jsonl")]
     goals = [t.name for t in targets.targets("logits", 16, 500, 16, "bfloat16")]
     expected = [*goals, "beyond the row pass", "from hidden states", "extra memory"]
     assert [r["target"] for r in results] == expected
@@ -252,63 +215,24 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
     assert measured >= {"copy", "three matrix products", "the paper's loop", "bapo_kernels cpu"}
 
 
-@pytest.fixture
-def trl():
+@needs_native
+def test_the_training_step_runs_on_the_cpu(suite, monkeypatch):
+    """As the suite calls it, a small model of the form of a GPU's; a trainer that fails is told."""
     for name in ("trl", "datasets"):
         pytest.importorskip(name)
-
-
-@needs_native
-def test_the_training_step_runs_on_the_cpu(trl, suite, monkeypatch):
-    """As the suite calls it, for two of the trainers, one of which fails."""
     suite.run("--only", "training_step", device="cpu")
-    *_, call = suite.calls()
-    assert call[:2] == ["-m", "benchmarks.trl_trainer"]
+    *_, (_, module, *arguments) = suite.calls()
     (suite.out / "now").mkdir()
     names = ["no trainer", "BAPO, fused, scope step"]
     monkeypatch.setattr(trl_trainer, "TRAINERS", names)
-    done = CliRunner().invoke(COMMANDS[call[1]], call[2:])
+    sizes = {"H": 64, "layers": 2, "intermediate": 64, "head_dim": 16, "steps": 3}
+    monkeypatch.setitem(trl_trainer.CASES, "cpu", replace(trl_trainer.CASES["cuda"], **sizes))
+    done = CliRunner().invoke(application(module), arguments)
     assert done.exit_code == 1
     assert "KeyError: 'no trainer'" in done.output
     assert done.output.endswith("1 of 2 trainers measured\n")
     (record,) = records.load(suite.out / "now/training_step.jsonl")
     assert record["case"] == f"TRL micro-batch: {names[1]}"
     assert (record["device"], record["T"], record["V"]) == ("cpu", 16, 500)
-    assert record["repetitions"] == 12
-
-
-@pytest.mark.parametrize("sets", [False, True])
-def test_the_launches_for_a_profiler(backend, device, interpreted, sets, capsys):
-    N, V = (8, 40) if interpreted else (16, 300)
-    launch_rows.main([backend], device, N, V, 16, "float32", sets)
-    levels = LEVELS if sets else LEVELS[:1]
-    lines = [rf"{backend}, {level}: loss -?\d\.\d+\n" for level in levels]
-    assert re.fullmatch("".join(lines), capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("name", ["TRL's GRPO", "BAPO, fused", "BAPO, fused, scope lagged"])
-def test_the_model_for_a_gpu_trains_in_a_small_size(trl, name):
-    sizes = {"T": 16, "V": 500, "H": 64, "layers": 2, "intermediate": 64, "head_dim": 16}
-    case = dataclasses.replace(trl_trainer.CASES["cuda"], steps=3, **sizes)
-    seen = []
-    rollout = trl_trainer.Case.rollout
-
-    def spy(*arguments):
-        made = rollout(*arguments)
-        seen.append(made["completion_ids"])
-        return made
-
-    with mock.patch.object(trl_trainer.Case, "rollout", spy):
-        record = trl_trainer.run(name, case, "cpu")
     assert record["repetitions"] == 8
-    assert 0 < record["ms_20"] <= record["ms"] <= record["ms_80"]
-    assert record["step_ms"] > 0
-    assert record["peak_MiB"] > 0
-    first, second = seen  # of the steps 1 and 2, and of step 3
-    assert first != second
-    lengths = [len(answer) for answer in first + second]
-    assert len(first) == 16
-    assert min(lengths) >= 8
-    assert max(lengths) <= 16
-    rewards = trl_trainer.reward(first)
-    assert [sum(rewards[i : i + 4]) for i in range(0, 16, 4)] == [2, 0, 2, 0]
+    assert 0 < record["ms_20"] <= record["ms"] <= record["ms_80"] < record["step_ms"]

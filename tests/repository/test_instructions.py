@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
 pytest.importorskip("typer")
 
-from benchmarks.instructions import launch, model, page
+from benchmarks.instructions import launch, page
 from benchmarks.instructions.cuda import Row, kernels
-from benchmarks.instructions.gpus import GPUS
-from benchmarks.instructions.machine import Machine, to_double
+from benchmarks.instructions.machine import to_double
 from benchmarks.instructions.paths import executed_paths
 from benchmarks.instructions.sass import cuobjdump, parse
 from benchmarks.tables import markdown
@@ -29,7 +27,6 @@ BUDGET = {
 }
 # In the loops of Triton's passes, in every dtype.
 OF_TRITON = {"first pass": 10.5, "second pass": 7.0, "log-probs alone": 10.5}
-H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
 
 
 def code(listing):
@@ -86,66 +83,6 @@ DIVERGED = """
 def test_the_executed_path(listing, executed):
     (path,) = executed_paths(code(listing))
     assert [instruction.opcode for instruction in path.instructions] == executed.split()
-
-
-def execute(listing, **registers):
-    """The registers after a listing."""
-    machine = Machine(code(listing + "\nEXIT"), {0: {}}, {}, {0: 0}, registers=registers)
-    steps = sum(1 for _ in machine.run())
-    return machine.registers | {"steps": steps}
-
-
-def test_the_machine_follows_branches_and_computes():
-    found = execute("""
-        MOV R1, 0x3
-        loop: IADD3 R2, R2, 0x5, RZ
-        IADD3 R1, R1, -0x1, RZ
-        ISETP.NE.AND P0, PT, R1, RZ, PT
-        @P0 BRA loop
-        @P0 IADD3 R2, R2, 0x64, RZ
-    """)
-    assert (found["R2"], found["steps"]) == (15, 1 + 3 * 4 + 2)
-    both = "FFMA R3, R1, R2, -1; LOP3.LUT R4, R1, R2, RZ, 0xc0, !PT"
-    found = execute(both, R1=0x40400000, R2=0x40000000)
-    assert found["R3"] == 0x40A00000  # 3 * 2 - 1
-    assert found["R4"] == 0x40000000
-    with pytest.raises(NotImplementedError):
-        execute("HMMA.16816.F32 R4, R8, R12, R4")
-
-
-def predicted(warps, **settings):
-    """Of steps by hand: (stall, waits, writes, unit, event); a block of the generic kernel."""
-    numbers = list(model.UNITS)
-    code = [
-        np.array(
-            [(s, waits, writes, 7, numbers.index(u), e) for s, waits, writes, u, e in steps],
-            model.STEP,
-        )
-        for steps in warps
-    ]
-    plan = launch.Plan(1_024, "bfloat16", 0, 0, settings.pop("blocks", 1), len(warps), 2_048)
-    case = model.Case(model.Latencies(block_start=0, **settings))
-    return model.predict(code, plan, replace(H100, copy=1e18, l2_speed=1e18), case)
-
-
-def test_the_model_of_time():
-    """An exp is used as soon as its scoreboard says; the last one ends the block when issued."""
-    chain = [(1, 1, 0, "function", model.PLAIN)] * 101
-    latency = model.UNITS["function"][1]
-    assert predicted([chain]).cycles == pytest.approx(100 * latency, rel=0.01)
-    stalled = [(7, 0, 7, "fma", model.PLAIN)] * 101
-    assert predicted([stalled]).cycles == pytest.approx(700, rel=0.02)
-    # Warps that depend on nothing are bound by a unit; four lie on each sub-partition.
-    exps = [(1, 0, 7, "function", model.PLAIN)] * 100
-    assert predicted(16 * [exps]).cycles == pytest.approx(4 * 100 * 8, rel=0.02)
-    found = predicted(16 * [[(1, 0, 7, "fma", model.PLAIN)] * 100])
-    assert found.cycles == pytest.approx(400, rel=0.03)
-    assert min(found.issue) > 0.95
-    load = [(1, 0, 0, "global", model.READ), (1, 1, 7, "fma", model.PLAIN)]
-    assert predicted([load], memory=500).cycles == pytest.approx(500, abs=5)
-    other = [(1, 0, 7, "control", model.BARRIER), (1, 0, 7, "fma", model.PLAIN)]
-    slow = [(300, 0, 7, "fma", model.PLAIN), *other]
-    assert predicted([slow, other], barrier=20).cycles == pytest.approx(320, abs=5)
 
 
 needs_kernels = pytest.mark.skipif(

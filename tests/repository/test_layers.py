@@ -1,6 +1,7 @@
 """The package imports downwards only, TYPE_CHECKING and imports inside of functions included."""
 
 import ast
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -28,43 +29,34 @@ tools integrations
 __main__
 """
 LEVELS = {
-    name: level for level, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()
+    f"bapo_kernels.{name}".removesuffix(".__init__"): level
+    for level, line in enumerate(LAYERS.strip().splitlines())
+    for name in line.split()
 }
-# Inside of folders whose files have an order of their own.
-FOLDERS = ("backends.triton", "reference", "tools", "integrations")
 FILES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
 
-def imports_of(name):
+def imports_of(path):
     """The modules of the package that a file names in an import, wherever that stands."""
-    here = ["", *name.split(".")] if name != "__init__" else [""]
-    if FILES[name].name != "__init__.py":
-        here = here[:-1]
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
-        if not isinstance(node, ast.ImportFrom) or node.level == 0:
-            continue
-        base = here[: len(here) - node.level + 1]
-        target = ".".join([*base[1:], *([node.module] if node.module else [])])
-        for alias in node.names:
-            full = f"{target}.{alias.name}".removeprefix(".")
-            yield full if full in FILES else target or "__init__"
+    here = ".".join(path.parent.relative_to(PACKAGE.parent).parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            module = resolve_name("." * node.level + (node.module or ""), here)
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            yield from (name if name in FILES else module for name in names)
 
 
-def level(name):
-    """Of a module, or of the nearest folder that stands for it."""
+def listed(name):
+    """The module itself, or the nearest folder that stands for it."""
     while name not in LEVELS:
         name = name.rpartition(".")[0]
-    return LEVELS[name]
-
-
-def folder(name):
-    return next((each for each in FOLDERS if f"{name}.".startswith(f"{each}.")), name)
+    return name
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_imports_point_downwards(name):
-    for imported in imports_of(name):
-        assert folder(imported) == folder(name) or level(imported) < level(name), imported
+    for imported in map(listed, imports_of(FILES[name])):
+        assert imported == listed(name) or LEVELS[imported] < LEVELS[listed(name)], imported

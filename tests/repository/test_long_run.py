@@ -22,8 +22,9 @@ def tensors():
     return len(alive), sum(t.numel() for t in alive)
 
 
-def test_the_drift_is_below_that_of_rounding_the_weights():
+def test_the_drift_is_below_that_of_rounding_the_weights(monkeypatch):
     """A run whose weights are moved by one float32 unit after each update drifts further."""
+    monkeypatch.delitem(long_run.LOSSES, "plain")  # is drawn, not compared
     rows, alive = [], []
     for row in long_run.run(UPDATES):
         rows.append(row)
@@ -34,11 +35,12 @@ def test_the_drift_is_below_that_of_rounding_the_weights():
     assert len({row["upper, exact"] for row in rows}) > 1, "the search moves the bounds"
     for row in rows:
         assert row["distance, fused"] < row["distance, nudged"], row["update"]
-    gaps = {
-        name: max(abs(row[f"loss, {name}"] - row["loss, exact"]) for row in rows)
+    fused, nudged = (
+        max(abs(row[f"loss, {name}"] - row["loss, exact"]) for row in rows)
         for name in ("fused", "nudged")
-    }
-    assert gaps["fused"] < gaps["nudged"]
+    )
+    assert fused < nudged
     assert all(row["same bits"] for row in rows)
-    for row, again in zip(rows, long_run.run(UPDATES // 4), strict=False):
-        assert row | {"MiB": 0} == again | {"MiB": 0}
+    again = long_run.run(long_run.UPDATES + 1)  # into the second rollout
+    for row, same in zip(rows, again, strict=False):
+        assert row | {"MiB": 0} == same | {"MiB": 0}

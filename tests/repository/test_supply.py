@@ -4,6 +4,7 @@ import email
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -47,9 +48,8 @@ def python(*arguments, **options):
 def build_ext(folder, place=None, cwd=ROOT, **env):
     """What has been run, and the report that it has left in ``place``, the folder or the tree."""
     where = "--inplace" if place == cwd else f"--build-lib={place or folder}"
-    done = run(
-        "setup.py", "-q", "build_ext", f"--build-temp={folder / 'temp'}", where, cwd=cwd, **env
-    )
+    temp = f"--build-temp={folder / 'temp'}"
+    done = run("setup.py", "-q", "build_ext", temp, where, cwd=cwd, **env)
     return done, json.loads(((place or folder) / "bapo_kernels" / "_build.json").read_text())
 
 
@@ -66,12 +66,9 @@ def unpacked(sdist, folder):
 def sdist(tmp_path_factory):
     """Built in a tree with the library of an earlier build in place."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("sdist")
-    ignore = shutil.ignore_patterns("__pycache__", "_C.abi3.so", "_build.json")
     for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=ignore)
-        else:
-            shutil.copy(ROOT / name, tree)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tree / name)
     for name in BUILT:
         (tree / name).write_text("{}")
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
@@ -106,37 +103,44 @@ SCRIPTS = {
     "no nvcc": "#!/bin/sh\n",
     "launcher": '#!/bin/sh\nexec "$@"\n',
 }
-TORCH_FOR_CUDA = """
-__version__ = "2.13.0+cu130"
-class version: cuda = "13.0"
+TORCH = """
+__version__ = "2.13.0+{}"
+class version: cuda = {}
 class cuda: is_available = staticmethod(lambda: False)
 """
-TORCH_FOR_CPUS = """
-__version__ = "2.13.0+cpu"
-class version: cuda = None
-"""
+TORCH_FOR_CUDA, TORCH_FOR_CPUS = TORCH.format("cu130", "'13.0'"), TORCH.format("cpu", None)
+MACHINES = ["x86_64-linux", "sbsa-linux"]
+WITH_NVCC = {"NVCC": "'{0}/nvcc'"}
 OLD_TORCH, NO_TORCH = '__version__ = "2.9.1"', "raise ModuleNotFoundError(name='torch')"
 
 
 @pytest.fixture
 def tools(tmp_path):
-    """Scripts that stand in for compilers, and a torch that is quick to import."""
+    """Scripts that stand in for compilers, and a torch that is quick to import.
+
+    The libraries of CUDA lie as an installer has them, or as a package for several machines has.
+    """
     folder = tmp_path / "the tools"
-    for toolkit in (folder, folder / "failing"):
-        (toolkit / "lib64").mkdir(parents=True)
-        (toolkit / "lib64" / "libcudart_static.a").touch()
+    for libraries in (
+        folder / "failing/lib64",
+        *(folder / "targets" / m / "lib" for m in MACHINES),
+    ):
+        libraries.mkdir(parents=True)
+        (libraries / "libcudart_static.a").touch()
     for name, text in SCRIPTS.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    write_torch(folder, TORCH_FOR_CUDA)
+    (folder / "torch" / "utils").mkdir(parents=True)
+    paths = "def include_paths():\n    return []\n\nlibrary_paths = include_paths\n"
+    (folder / "torch" / "utils" / "cpp_extension.py").write_text(paths)
     return folder
 
 
-def write_torch(folder, text):
-    (folder / "torch" / "utils").mkdir(parents=True, exist_ok=True)
-    (folder / "torch" / "__init__.py").write_text(text)
-    paths = "def include_paths():\n    return []\n\nlibrary_paths = include_paths\n"
-    (folder / "torch" / "utils" / "cpp_extension.py").write_text(paths)
+def given(tools, torch=TORCH_FOR_CUDA, **commands):
+    """The environment of a build; commands have the folder of the tools as ``{0}``."""
+    (tools / "torch" / "__init__.py").write_text(torch)
+    commands = {"CXX": "'{0}/c++'"} | commands
+    return {"PYTHONPATH": str(tools)} | {k: v.format(tools) for k, v in commands.items()}
 
 
 def fields(wheel, file):
@@ -183,7 +187,7 @@ def test_the_metadata_of_the_wheel(wheel):
 def test_a_wheel_with_the_library_has_a_platform_tag(sdist, tools, tmp_path):
     tree = unpacked(sdist, tmp_path)
     code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    python("-c", code, cwd=tree, CXX=f"'{tools / 'c++'}'", PYTHONPATH=str(tools))
+    python("-c", code, cwd=tree, **given(tools))
     (wheel,) = tmp_path.glob("*.whl")
     of_wheel = fields(wheel, "WHEEL")
     assert of_wheel["Root-Is-Purelib"] == "false"
@@ -225,28 +229,23 @@ def test_an_install_without_compilers_works_and_reports_what_is_missing(wheel, t
 
 @with_scripts
 @pytest.mark.parametrize(
-    ("part", "given", "reason"),
+    ("part", "commands", "reason"),
     [
         ("CUDA", {}, "no CUDA compiler found (nvcc on the path, or NVCC)"),
-        ("CUDA", {"NVCC": "failing/nvcc"}, "nvcc: row_pass.cu(7): error: a ;"),
-        ("CUDA", {"NVCC": "no nvcc"}, "NVCC must be nvcc or call it, got "),
-        ("CUDA", {"NVCC": "nvcc", "TORCH_CUDA_ARCH_LIST": "8"}, "TORCH_CUDA_ARCH_LIST must be "),
+        ("CUDA", {"NVCC": "'{0}/failing/nvcc'"}, "nvcc: row_pass.cu(7): error: a ;"),
+        ("CUDA", {"NVCC": "'{0}/no nvcc'"}, "NVCC must be nvcc or call it, got "),
+        ("CUDA", WITH_NVCC | {"TORCH_CUDA_ARCH_LIST": "8"}, "TORCH_CUDA_ARCH_LIST must be "),
         ("NATIVE", {"CXX": ""}, "no C++ compiler found (g++ or c++ on the path, or CXX)"),
         ("NATIVE", {"CXX": "absent -m64"}, "CXX must name a program that can run, got 'absent'"),
-        ("NATIVE", {"CXX": "old c++"}, "old c++: g++: error: no '-std=c++20'"),
+        ("NATIVE", {"CXX": "'{0}/old c++'"}, "old c++: g++: error: no '-std=c++20'"),
         ("NATIVE", {"torch": OLD_TORCH}, "torch must be 2.10 or later, got 2.9.1"),
         ("NATIVE", {"torch": NO_TORCH}, "the build found no torch"),
     ],
 )
 @pytest.mark.parametrize("required", ["0", "1"])
-def test_a_build_without_a_part_warns_or_fails(tools, tmp_path, part, given, reason, required):
+def test_a_build_without_a_part_warns_or_fails(tools, tmp_path, part, commands, reason, required):
     """A GPU machine must not silently lose its backend."""
-    given = {"CXX": "c++"} | given
-    if "torch" in given:
-        write_torch(tools, given.pop("torch"))
-    env = {"PYTHONPATH": str(tools), f"BAPO_REQUIRE_{part}": required}
-    for name, value in given.items():
-        env[name] = f"'{tools / value}'" if value and (tools / value).exists() else value
+    env = given(tools, **commands) | {f"BAPO_REQUIRE_{part}": required}
     done, report = build_ext(tmp_path, **env)
     missing = "the CUDA backend" if part == "CUDA" else "the native library"
     assert f"WARNING: building without {missing}: " in done.stderr
@@ -261,12 +260,10 @@ def test_a_build_without_a_part_warns_or_fails(tools, tmp_path, part, given, rea
 def test_compilers_flags_and_gpus_come_from_the_environment(tools, tmp_path):
     done, report = build_ext(
         tmp_path,
-        PYTHONPATH=str(tools),
-        CXX=f"'{tools / 'launcher'}' '{tools / 'c++'}' -m64",
         CXXFLAGS="-DNAME='a b' -O2 -std=c++17",
         LDFLAGS="-Wl,-s '-L/a b'",
-        NVCC=f"'{tools / 'launcher'}' '{tools / 'nvcc'}' -m64",
         TORCH_CUDA_ARCH_LIST="8.6;12.0+PTX",
+        **given(tools, CXX="'{0}/launcher' '{0}/c++' -m64", NVCC="'{0}/launcher' '{0}/nvcc' -m64"),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -279,6 +276,8 @@ def test_compilers_flags_and_gpus_come_from_the_environment(tools, tmp_path):
         places = [line.index(flag) for flag in wanted]
         assert places == sorted(places)
     assert "[-Wl,-s][-L/a b]" in linked
+    machine = MACHINES[platform.machine() != "x86_64"]
+    assert f"[-L{tools}/targets/{machine}/lib]" in linked
     of_cuda = (tools / "nvcc.log").read_text().splitlines()
     assert all(line.startswith("[-m64]") for line in of_cuda)
     codes = [line.partition("[-c]")[0] for line in of_cuda if "[-c]" in line]
@@ -290,8 +289,7 @@ def test_compilers_flags_and_gpus_come_from_the_environment(tools, tmp_path):
 @with_scripts
 def test_cuda_is_not_compiled_for_a_torch_for_cpus(tools, tmp_path):
     """Unless it is required; a reason is no warning, since nothing could run."""
-    write_torch(tools, TORCH_FOR_CPUS)
-    env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "NVCC": f"'{tools / 'nvcc'}'"}
+    env = given(tools, TORCH_FOR_CPUS, **WITH_NVCC)
     done, report = build_ext(tmp_path, **env)
     assert done.stderr == ""
     assert not (tools / "nvcc.log").exists()
@@ -310,8 +308,7 @@ def test_a_failed_build_removes_the_library_of_an_earlier_build(sdist, tools, tm
     library = tree / place / "bapo_kernels" / "_C.abi3.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     library.write_text("old")
-    env = {"CXX": f"'{tools / 'c++'}'", "PYTHONPATH": str(tools), "BAPO_REQUIRE_CUDA": "1"}
-    done, report = build_ext(tmp_path, tree / place, tree, **env)
+    done, report = build_ext(tmp_path, tree / place, tree, BAPO_REQUIRE_CUDA="1", **given(tools))
     assert done.returncode != 0
     assert not library.exists()
     assert report["native"].startswith("BAPO_REQUIRE_CUDA is set, and no CUDA compiler found")
