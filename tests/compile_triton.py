@@ -198,7 +198,7 @@ def one_prepare(mode=0, packed=False, divisor=None, n=N, value=1.0, own=False):
     }
     launch(
         "prepare",
-        labels_or_log_probs=f32(shape, dtype=torch.int64 if has_labels else torch.bfloat16),
+        labels_or_log_probs=torch.zeros(shape, dtype=torch.int64 if has_labels else torch.bfloat16),
         response_mask=i64(shape) if packed else f32(shape[::-1]).t(),
         fields=[fields.get(name) for name in FIELDS],
         cu_seqlens=torch.tensor([0, 5, 7, N], dtype=torch.int32) if packed else None,
@@ -214,7 +214,9 @@ def one_prepare(mode=0, packed=False, divisor=None, n=N, value=1.0, own=False):
 
 def one_move_of_sets(dtype, shard=False, n=N):
     known = operands(n) | dict.fromkeys(("logits", "dlogits"), rows(dtype, n))
-    known |= dict(token_ids=f32(8 * n, dtype=torch.int32), offsets=i64(n + 1), positions=i64(n))
+    known |= dict(
+        token_ids=torch.zeros(8 * n, dtype=torch.int32), offsets=i64(n + 1), positions=i64(n)
+    )
     known |= dict(shard=i64(2) if shard else None, values=f32(8 * n), dvalues=f32(8 * n), vocab=V)
     for operator in ("find_labels", "gather_sets", "scatter_sets"):
         launch(operator, known)
@@ -223,7 +225,7 @@ def one_move_of_sets(dtype, shard=False, n=N):
 def one_head_of_sets(dtype, out, everything=False, n=N):
     known = dict(hidden=torch.empty(n, H, dtype=dtype), weight=torch.empty(V, H, dtype=dtype))
     known |= dict(dhidden=torch.empty(n, H, dtype=out), dweight=torch.empty(V, H, dtype=out))
-    known |= dict.fromkeys(("token_ids", "rows"), f32(8 * n, dtype=torch.int32))
+    known |= dict.fromkeys(("token_ids", "rows"), torch.zeros(8 * n, dtype=torch.int32))
     known |= dict.fromkeys(("values", "dvalues"), f32(8 * n))
     known |= dict(offsets=i64(n + 1), segments=i64(V + 1), order=i64(8 * n), add=everything)
     if everything:

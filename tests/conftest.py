@@ -51,9 +51,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def shorten_triton(items):
-    """Without a GPU: marks what is slow, and what other stages or `make ptx` run.
+    """Without a GPU: marks what is slow, and what other stages or `make ptx` run too.
+
     Yields what the interpreter, where a row takes milliseconds, leaves to compiled kernels
-    (tests/ptx): all but the first case of a test."""
+    (tests/ptx): all but the first case of a test.
+    """
     seen = set()
     for item in items:
         case = item.callspec.params if hasattr(item, "callspec") else {}
