@@ -59,7 +59,7 @@ lint: .venv/built
 	$(BIN)/shellcheck .ci/run .github/*.sh benchmarks/*.sh
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
 	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/* \
-	  tests/cuda_driver/*.h tests/cuda_driver/*.cpp tests/ptx/*.h tests/ptx/*.cpp
+	  tests/ptx/*.h tests/ptx/*.cpp
 	$(BIN)/zizmor -q --offline .github
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
@@ -114,10 +114,8 @@ prebuilt: .venv/installed
 	  $(BIN)/python setup.py -q build_ext --build-lib $(PREBUILT)/lib \
 	  --build-temp $(PREBUILT)/objects
 	mv $(PREBUILT)/lib/bapo_kernels/* $(PREBUILT)
-	TORCH_CUDA_ARCH_LIST=all $(BIN)/python tests/cuda_driver/build.py $(PREBUILT)
-	rm -rf $(PREBUILT)/lib $(PREBUILT)/objects $(PREBUILT)/*.o
-	find csrc setup.py tests/cuda_driver -type f ! -name '*.pyc' | sort | xargs sha256sum \
-	  > $(PREBUILT)/SOURCES
+	rm -rf $(PREBUILT)/lib $(PREBUILT)/objects
+	find csrc setup.py -type f | sort | xargs sha256sum > $(PREBUILT)/SOURCES
 	$(BIN)/python -c "from benchmarks.records import commit; print(commit())" > $(PREBUILT)/COMMIT
 
 # Downloads what benchmarks/gpu_suite.sh takes as WHEELS: the baselines, for Python 3.12.

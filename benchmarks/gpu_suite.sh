@@ -27,7 +27,6 @@ export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONUTF8=1
 
 NOW=$OUT/now
 RECORDS=$OUT/$DEVICE.jsonl
-DRIVERS=build/driver
 MODELS=("Qwen3-8B, N = 8,192, V = 151,936, bfloat16, dense, stale" Llama-3-8B Gemma-3-12B)
 LOGITS=("${MODELS[@]/#/loss from logits, }")
 HIDDEN=("${MODELS[@]/#/loss from hidden, }")
@@ -42,6 +41,8 @@ OTHER_TESTS=(tests/test_sampling_mask.py tests/test_policies.py tests/test_prepa
 WORKERS=6
 TARGET_SIZES=()
 PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
+# Rows in one block and in clusters of every size, aligned or not.
+CHECKED_SIZES=(--N 512 --H 256 --V 5000 --V 20000 --V 40000 --V 80001 --V 151936 --V 262209)
 STEP_SIZES=()
 if [[ $DEVICE == cpu ]]; then
   LOGITS=("search from tokens, at the starting bounds, N = 8,192")
@@ -52,6 +53,7 @@ if [[ $DEVICE == cpu ]]; then
   WORKERS=0
   TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)
   PROFILE_SIZES=(--tokens 16 --vocab 500)
+  CHECKED_SIZES=(--N 16 --H 16 --V 500 --V 501)
   STEP_SIZES=(--tokens 16 --vocab 500)
 fi
 
@@ -70,8 +72,6 @@ define_stages() {
   local native=$DEVICE
   stage library 240 "" "library" "-"
   stage environment 60 "" "environment" "-"
-  stage driver_debug 15 "driver" "driver cuda_driver_debug --quick" "-"
-  stage driver 30 "driver" "driver cuda_driver" "-"
   stage "answers_$native" 40 "$native" "answers $native" "answers_$native.jsonl"
   stage answers_triton 60 "triton" "answers triton" "answers_triton.jsonl"
   stage "graphs_$native" 40 "gpu right:$native" "graphs $native" "-"
@@ -88,12 +88,11 @@ define_stages() {
   stage training_step 240 "right:$native trl" "training_step" "training_step.jsonl"
   stage baselines_logits 140 "right:any" "baselines logits" "records"
   stage baselines_hidden 140 "right:any" "baselines hidden" "records"
-  stage memcheck 30 "driver compute-sanitizer" "sanitizer memcheck" "-"
-  stage synccheck 30 "driver compute-sanitizer" "sanitizer synccheck" "-"
+  stage memcheck 150 "right:any compute-sanitizer" "sanitizer memcheck" "-"
+  stage synccheck 150 "right:any compute-sanitizer" "sanitizer synccheck" "-"
   # racecheck may take bulk copies, whose order a barrier in shared memory makes, for hazards: its
   # report is to be read before it is believed.
-  stage racecheck 30 "driver compute-sanitizer" "sanitizer racecheck" "-"
-  stage memcheck_torch 120 "right:any compute-sanitizer" "sanitizer_of_operators" "-"
+  stage racecheck 150 "right:any compute-sanitizer" "sanitizer racecheck" "-"
   stage ncu 60 "right:any ncu" "counters ncu" "ncu.csv"
   stage ncu_sets 60 "right:any ncu" "counters ncu_sets --sets" "ncu_sets.csv"
   stage other_tests 200 "right:any" "tests other_tests" "other_tests.xml"
@@ -119,15 +118,7 @@ library() {
     $PYTHON setup.py -q build_ext --inplace # without nvcc, the CPU kernels alone
     how="built here"
   fi
-  if [[ $DEVICE == cuda ]] && ! driver_is_new; then
-    $PYTHON tests/cuda_driver/build.py "$DRIVERS" || echo "the driver was not built"
-  fi
   library_loads && echo "$how"
-}
-
-driver_is_new() {
-  [[ -x $DRIVERS/cuda_driver ]] &&
-    [[ -z $(find csrc setup.py tests/cuda_driver -newer "$DRIVERS/cuda_driver") ]]
 }
 
 take_prebuilt() {
@@ -138,9 +129,6 @@ take_prebuilt() {
   fi
   for file in _C.abi3.so _build.json; do
     cp --remove-destination "$BAPO_PREBUILT/$file" bapo_kernels/ || return
-  done
-  for file in cuda_driver cuda_driver_debug; do
-    [[ ! -f $BAPO_PREBUILT/$file ]] || install -D -m 755 -t "$DRIVERS" "$BAPO_PREBUILT/$file"
   done
 }
 
@@ -168,8 +156,6 @@ environment() {
   return 1
 }
 
-driver() { "$DRIVERS/$1" "${@:2}"; }
-
 answers() {
   $PYTHON -m bapo_kernels validate --device "$DEVICE" --backend "$1" --dtype bfloat16 \
     --json "$NOW/answers_$1.jsonl"
@@ -196,18 +182,11 @@ tests() {
 }
 
 sanitizer() {
-  local options=(--quick --limit 0)
-  [[ $1 != memcheck ]] || options+=(--exact) # allocations without a margin
-  compute-sanitizer --tool "$1" --error-exitcode 9 "$DRIVERS/cuda_driver" "${options[@]}"
-}
-
-# The driver has no Triton kernel, and none of the rows with a sampling mask.
-sanitizer_of_operators() {
-  local backends sizes=(--N 96 --V 5000 --H 256) sets
+  local backends sets
   read -ra backends <<<"--backend ${RIGHT// / --backend }"
   for sets in "" --sets; do
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
-      "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" "${sizes[@]}" \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
+      "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" "${CHECKED_SIZES[@]}" \
       ${sets:+"$sets"} || return
   done
 }
@@ -295,7 +274,6 @@ why_not() {
       cuda | cpu | triton) why_not_here "$need" ;;
       gpu) [[ $DEVICE == cuda ]] || echo "needs a GPU" ;;
       trl) has_trl || echo "TRL is neither installed nor in $WHEELS" ;;
-      driver) [[ -x $DRIVERS/cuda_driver ]] || echo "the driver was not built" ;;
       *) command -v "$need" >/dev/null || echo "no $need on the path" ;;
     esac
   done

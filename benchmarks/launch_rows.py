@@ -21,25 +21,28 @@ def main(
     backend: Annotated[list[str], typer.Option(help="repeatable")],
     device: str = "cuda",
     N: int = 8_192,
-    V: int = 151_936,
+    V: Annotated[list[int], typer.Option(help="repeatable")] = [151_936],  # noqa: B006
     H: int = 1_024,
     dtype: str = "bfloat16",
     sets: Annotated[bool, typer.Option("--sets", help="rows with a sampling mask")] = False,
     layout: str = "dense",
 ) -> None:
     """Computes loss and gradient twice per backend."""
-    if sets:
-        case = Case("logits", "loss", "any", N, V, H, dtype, layout, sweep=SAMPLING_MASK)
-        cases = [case, replace(case, level="hidden")]
-    else:
-        cases = [Case("logits", "loss", "any", N, V, H, dtype, layout="mixed", data="on-policy")]
+    cases = []
+    for vocabulary in V:
+        case = Case("logits", "loss", "any", N, vocabulary, H, dtype)
+        if sets:
+            case = replace(case, layout=layout, sweep=SAMPLING_MASK)
+            cases += [case, replace(case, level="hidden")]
+        else:
+            cases.append(replace(case, layout="mixed", data="on-policy"))
     for case in cases:
         batch = Batch(case, device)
         for name in backend:
             for _ in range(2):
                 batch.release()
                 loss, _ = train(batch, backend=name)
-            print(f"{name}, {case.level}: loss {loss.item():.6f}", flush=True)
+            print(f"{name}, {case.level}, V = {case.V:,}: loss {loss.item():.6f}", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()
 

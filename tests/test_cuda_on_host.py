@@ -194,6 +194,20 @@ def test_bad_values_do_not_hang(on_host):
     assert got.output.log_probs[0, 2].isfinite() or case.labels[0, 2] >= 9_000
 
 
+@pytest.mark.parametrize("on_host", ["one block"], indirect=True)
+def test_shortest_and_longest_rows_of_each_cluster(on_host, library):
+    """A plan with too few stages would not end."""
+    chunk = 512  # elements of 2 KB
+    planned = [library.planned_cluster(chunk * n) for n in range(1, 2_000)]
+    longest = [n for n in range(1, len(planned)) if planned[n - 1] != planned[n]]
+    assert {*planned} == {0, 1, 2, 4, 8, 16}
+    for n in sorted({*longest, *(n + 1 for n in longest)}):
+        library.stream(1, 0)
+        case = make_case((1, 3), chunk * n - n % 4, staleness=0.4)
+        check_against_reference(case, "cpu")
+        assert library.last_cluster() == planned[n - 1], n
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gap", [6.9, 16.0])
 def test_gradient_at_a_likely_label(on_host, dtype, gap):

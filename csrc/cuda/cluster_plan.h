@@ -1,6 +1,5 @@
 // How rows are distributed over the blocks of a cluster and over the stages of their shared memory.
-// Host code on params.h. A plan with too few stages deadlocks the row pass; the driver's cases
-// cover every size.
+// Host code on params.h. A plan with too few stages deadlocks the row pass.
 #pragma once
 
 #include <cuda_runtime.h>

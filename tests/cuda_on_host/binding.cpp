@@ -30,6 +30,13 @@ void stream(int64_t handle, int64_t status) {
 
 // Blocks in a cluster of the last row pass; 0: it was the generic one.
 int64_t last_cluster() { return emulated::launches.cluster; }
+// Of float32 rows; 0: no cluster holds them.
+int64_t planned_cluster(int64_t vocab) {
+    LogitRows rows{};
+    rows.dtype = DType::kFloat32;
+    rows.vocab = vocab;
+    return cuda::planned_cluster(rows);
+}
 // Whether there were launches, all of them on this stream.
 bool launched_on(int64_t handle) {
     const emulated::Launches& launches = emulated::launches;
@@ -66,6 +73,7 @@ STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, 
     m.impl("rounding", TORCH_BOX(&rounding));
     m.impl("stream", TORCH_BOX(&stream));
     m.impl("last_cluster", TORCH_BOX(&last_cluster));
+    m.impl("planned_cluster", TORCH_BOX(&planned_cluster));
     m.impl("launches", TORCH_BOX(&launches));
     m.impl("launched_on", TORCH_BOX(&launched_on));
 }

@@ -19,6 +19,7 @@ CONTROLS = {
     "rounding": "(int seed) -> ()",
     "stream": "(int handle, int status) -> ()",
     "last_cluster": "() -> int",
+    "planned_cluster": "(int vocab) -> int",
     "launches": "() -> int",
     "launched_on": "(int handle) -> bool",
 }

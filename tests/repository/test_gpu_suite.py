@@ -49,8 +49,7 @@ class Suite:
     def __init__(self, folder):
         self.folder, self.out = folder, folder / "out"
         files = {"tree/csrc/kernel.cu": "a kernel\n", "tree/bapo_kernels/__init__.py": ""}
-        built = ("_C.abi3.so", "_build.json", "cuda_driver", "cuda_driver_debug")
-        files |= {f"prebuilt/{name}": "" for name in built}
+        files |= {f"prebuilt/{name}": "" for name in ("_C.abi3.so", "_build.json")}
         files |= {f"bin/{name}": OBSERVER for name in ("compute-sanitizer", "ncu")}
         files |= {"bin/python3": PYTHON, f"tree/{SCRIPT}": (ROOT / SCRIPT).read_text()}
         for path, text in files.items():
@@ -98,7 +97,7 @@ def test_all_stages_run_and_are_archived(suite):
     assert status == 0, summary
     listed = subprocess.check_output(["bash", ROOT / SCRIPT, "--list"], text=True).splitlines()
     stages = [line.split()[0] for line in listed]
-    assert len(stages) == 30
+    assert len(stages) == 27
     assert [(name, word) for name, (word, _) in summary.items()] == [(s, "ok") for s in stages]
     assert summary["ncu"][1] == summary["ncu_sets"][1] == "1 launches measured"
     assert {"summary.txt", *(f"{name}.log" for name in stages)} <= set(suite.archive())
@@ -116,15 +115,15 @@ def test_all_stages_run_and_are_archived(suite):
     assert ["loadgroup" in call for call in tests] == ["-n" in call for call in tests]
     files = [word for call in tests for word in call if word.startswith("tests/")]
     assert all((ROOT / file).exists() for file in files)
-    sanitized = [call for call in ours if call[0] == "benchmarks.launch_rows" and "96" in call]
-    assert ["--sets" in call for call in sanitized] == [False, True]
+    sanitized = [call for call in ours if call[0] == "benchmarks.launch_rows" and "512" in call]
+    assert ["--sets" in call for call in sanitized] == 3 * [False, True]
 
 
 def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
     of_devices = re.compile(r"def test_\w+\([^)]*\bdevice\b|mark\.gpu\b|DEVICES\[")
     paths = (ROOT / "tests").rglob("test_*.py")
     files = {path.name for path in paths if of_devices.search(path.read_text())}
-    not_there = {"test_cuda_driver.py", "test_cuda_on_host.py"}
+    not_there = {"test_cuda_on_host.py"}
     assert not_there < files
     script = (ROOT / SCRIPT).read_text()
     assert files - not_there <= set(re.findall(r"tests/(?:\w+/)?(\w+\.py)", script))
@@ -154,10 +153,9 @@ def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
 
 def test_a_prebuilt_library_of_other_sources_is_built_again(suite):
     (suite.folder / "tree/csrc/kernel.cu").write_text("another kernel\n")
-    _, summary = suite.run("--only", "driver")
+    _, summary = suite.run("--only", "environment")
     assert summary["library"][0] == "ok"
-    built = [call[0] for call in suite.calls() if call[0].endswith(".py")]
-    assert built == ["setup.py", "tests/cuda_driver/build.py"]
+    assert [call[0] for call in suite.calls() if call[0].endswith(".py")] == ["setup.py"]
 
 
 def test_the_times_of_a_gpu_are_those_of_finished_work(monkeypatch):
@@ -199,9 +197,9 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
         done = CliRunner().invoke(application(module), arguments)
         assert done.exit_code == 0, (module, arguments, done.output, done.exception)
         if "--N" in arguments:
-            assert re.fullmatch(r"(cpu, \w+: loss -?\d\.\d+\n){1,2}", done.output)
+            assert re.fullmatch(r"(cpu, \w+, V = 50[01]: loss -?\d\.\d+\n){2,4}", done.output)
     commands = ["validate", *["targets"] * 2, *["run"] * 2, "profile", *["run"] * 3, "validate"]
-    assert [call[1] for call in here] == [*commands, *["--device"] * 2]
+    assert [call[1] for call in here] == [*commands, *["--device"] * 6]
     now = suite.out / "now"
     levels = "logits", "hidden"
     results = [r for level in levels for r in records.load(now / f"targets_cpu_{level}.jsonl")]
