@@ -13,6 +13,8 @@ LIBRARY := bapo_kernels/_build.json
 .PHONY: demo test test-all study bench docs lint lock sanitize emulate ptx fuzz prebuilt baselines wheel \
   clean
 .NOTPARALLEL:
+# Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
+unexport PYTHONDONTWRITEBYTECODE
 demo test: export PYTHONPATH = $(CURDIR)
 
 demo: BIN = build/demo_env/bin
