@@ -35,6 +35,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
 
 
 LIKE_OTHERS = "test_autograd", "test_misuse"  # their Triton kernels are those of other tests
+OF_TOKENS = "test_options_of_loss_from_log_probs"  # without rows, and so quick
 
 
 def pytest_collection_modifyitems(config, items):
@@ -54,7 +55,7 @@ def shorten_triton(items):
     """Without a GPU: marks what is slow, and what other stages or `make ptx` run too.
 
     Yields what the interpreter, where a row takes milliseconds, leaves to compiled kernels
-    (tests/ptx): all but the first case of a test.
+    (tests/ptx): all but the first case of a test that has rows.
     """
     seen = set()
     for item in items:
@@ -66,7 +67,8 @@ def shorten_triton(items):
         test = item.path, item.originalname, dtype
         is_first = test not in seen
         seen.add(test)
-        if INTERPRETED and on_all and not is_first:
+        is_quick = item.originalname == OF_TOKENS and dtype == torch.bfloat16
+        if INTERPRETED and on_all and not is_first and not is_quick:
             yield item
         elif item.get_closest_marker("slow"):  # compilers, and processes, which have no plugin
             continue

@@ -260,12 +260,14 @@ def test_rows_of_a_frozen_head_without_advantage_take_no_product(monkeypatch):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    ("surrogate", "level"), [("cispo", "token"), ("clip", "sequence"), ("sapo", "sequence")]
+    ("surrogate", "level", "sets"),
+    [("cispo", "token", False), ("sapo", "sequence", False)]
+    + [("clip", "sequence", sets) for sets in (False, True)],
 )
-def test_bounds_of_tokens(backend, device, surrogate, level, frozen):
+def test_bounds_of_tokens(backend, device, surrogate, level, sets, frozen):
     """Where no row is undecided; SAPO has none."""
     config = BAPOConfig(surrogate=surrogate, ratio_level=level)
-    parameters, case = problem(torch.float32, device, config)
+    parameters, case = problem(torch.float32, device, config, sets=sets)
     if config.has_bounds:
         bounds = per_token((B,), 5, 0.7, 0.95), per_token((B, S), 6, 1.05, 1.3)
         case.options["bounds"] = tuple(bound.to(device) for bound in bounds)

@@ -84,7 +84,7 @@ OPTIONS = {
     "global_tokens": ({}, dict(batch_num_tokens=100, dp_size=4)),
     "global_sequences": (
         dict(loss_agg_mode=SEQ_MEAN),
-        dict(global_batch_size=torch.tensor(16), dp_size=2),
+        dict(global_batch_size=torch.tensor(1), dp_size=2),
     ),
     "temperatures, together": (
         dict(entropy_coef=0.05, kl_loss_coef=0.1, final_logit_softcapping=5.0, logit_scale=1.7),
@@ -498,20 +498,21 @@ FROM_LOG_PROBS = [name for name in OPTIONS if name not in OF_LOGITS]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("statistics", ["all", "live"])
 @pytest.mark.parametrize("name", FROM_LOG_PROBS)
-def test_options_of_loss_from_log_probs(dtype, statistics, name):
+def test_options_of_loss_from_log_probs(backend, device, dtype, statistics, name):
     """Every option, from log-probs and entropies that are NaN wherever masked."""
     config_options, options = OPTIONS[name]
     options = dict(options, config=build_config(config_options), statistics=statistics)
-    case = make_case(staleness=0.0)
+    case = make_case(staleness=0.0, device=device)
     unmasked = unmasked_tokens(case)
-    logp = (case.old_log_probs + 0.3 * torch.randn(3, 7)).to(dtype)
-    entropy = per_token(low=0.0, high=3.0).to(dtype).masked_fill(~unmasked, torch.nan)
+    logp = (case.old_log_probs + 0.3 * torch.randn(3, 7).to(device)).to(dtype)
+    entropy = per_token(low=0.0, high=3.0).to(device, dtype).masked_fill(~unmasked, torch.nan)
+    options = tree_map_only(Tensor, lambda v: v.to(device), options)
     options = tree_map_only(
         Tensor, lambda v: v.masked_fill(~unmasked, torch.inf) if v.ndim == 2 else v, options
     )
     outputs, gradients = [], []
     for function, kind in (
-        (bapo_loss_from_log_probs, dtype),
+        (partial(bapo_loss_from_log_probs, backend=backend), dtype),
         (reference.bapo_loss_from_log_probs, dtype),
         (reference.bapo_loss_from_log_probs, torch.float64),
     ):

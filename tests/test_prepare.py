@@ -132,3 +132,8 @@ def test_many_tokens(backend, device, mode, interpreted):
     check_prepared(padded_arguments((rows, 8_200), mode, True), backend, device)
     offsets = (0, 1, 4, 5, 5, 37, 8_000, 8_001, 8_033, 16_300)
     check_prepared(packed_arguments(16_384, offsets, mode, True), backend, device)
+
+
+def test_more_sequences_than_a_program_takes_at_once(backend, device):
+    arguments = packed_arguments(3_000, range(3_001), "seq-mean-token-mean", False)
+    check_prepared(arguments, backend, device)

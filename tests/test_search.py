@@ -196,6 +196,10 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted, mos
         found = solve(backend, table, config.options)
         for other in (solve_table(config, table[0]), search(call, logp.double())):
             assert all(map(torch.equal, found, other))
+        for target in (0.25, 0.5, 0.75):  # where the search may stop at any point
+            aimed = replace(config, target=target)
+            found = solve(backend, table, aimed.options)
+            assert all(map(torch.equal, found, solve_table(aimed, table[0])))
 
 
 def test_highest_share_of_all_points(backend, device, interpreted):
