@@ -35,7 +35,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
 
 
 LIKE_OTHERS = "test_autograd", "test_misuse"  # their Triton kernels are those of other tests
-OF_TOKENS = "test_options_of_loss_from_log_probs"  # without rows, and so quick
+OF_TOKENS = "test_options_of_loss_from_log_probs"  # without rows: quick in the interpreter
 
 
 def pytest_collection_modifyitems(config, items):
@@ -55,7 +55,7 @@ def shorten_triton(items):
     """Without a GPU: marks what is slow, and what other stages or `make ptx` run too.
 
     Yields what the interpreter, where a row takes milliseconds, leaves to compiled kernels
-    (tests/ptx): all but the first case of a test that has rows.
+    (tests/ptx): all but the first case of a test, other than ``OF_TOKENS``.
     """
     seen = set()
     for item in items:

@@ -199,7 +199,7 @@ def main() -> None:
         compile_all = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
         writing = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
         subprocess.run(compile_all, cwd=tree, env=os.environ | writing, stdout=subprocess.DEVNULL)
-        sys.dont_write_bytecode = True  # of a mutant, whose time of writing may be the same
+        sys.dont_write_bytecode = True  # a mutant's could pass for the original's
         for mutant in drawn(options.seed, options.count, options.only.split(","))[index - 1 :: of]:
             if mutant in done:
                 continue

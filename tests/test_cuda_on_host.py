@@ -196,7 +196,7 @@ def test_bad_values_do_not_hang(on_host):
 
 @pytest.mark.parametrize("on_host", ["one block"], indirect=True)
 def test_shortest_and_longest_rows_of_each_cluster(on_host, library):
-    """A plan with too few stages would not end."""
+    """With too few stages for its rows a cluster would wait for ever."""
     chunk = 512  # elements of 2 KB
     planned = [library.planned_cluster(chunk * n) for n in range(1, 2_000)]
     longest = [n for n in range(1, len(planned)) if planned[n - 1] != planned[n]]

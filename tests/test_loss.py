@@ -506,10 +506,12 @@ def test_options_of_loss_from_log_probs(backend, device, dtype, statistics, name
     unmasked = unmasked_tokens(case)
     logp = (case.old_log_probs + 0.3 * torch.randn(3, 7).to(device)).to(dtype)
     entropy = per_token(low=0.0, high=3.0).to(device, dtype).masked_fill(~unmasked, torch.nan)
-    options = tree_map_only(Tensor, lambda v: v.to(device), options)
-    options = tree_map_only(
-        Tensor, lambda v: v.masked_fill(~unmasked, torch.inf) if v.ndim == 2 else v, options
-    )
+    masked = ~unmasked.cpu()
+
+    def given(value):
+        return (value.masked_fill(masked, torch.inf) if value.ndim == 2 else value).to(device)
+
+    options = tree_map_only(Tensor, given, options)
     outputs, gradients = [], []
     for function, kind in (
         (partial(bapo_loss_from_log_probs, backend=backend), dtype),

@@ -206,7 +206,7 @@ def grid_rank(rank, fact):
     labels = labels.roll(1) if (rank, fact) == (1, "the unmasked tokens") else labels
     message = message_of(bapo_loss, mine.logits, labels, *batch, **mine.options)
     of_shards = f"{fact} must be the same on all ranks of vocab_group, got"
-    of_data = "whether the ranks of vocab_group agree must be the same on all ranks of process"
+    of_data = "the result of the check of vocab_group must be the same on all ranks of process"
     assert message.startswith(of_shards if rank < 2 else of_data), message
 
 

@@ -83,7 +83,7 @@ def check_ranks(
         if group is None or (kind in _AGREED.get(group, ()) and function != "check_inputs"):
             continue
         facts: dict[str, Any] = {"function and backend": (function, backend)}
-        facts["whether the ranks of vocab_group agree"] = not problem
+        facts["the result of the check of vocab_group"] = not problem
         facts |= {f"config.{field.name}": getattr(config, field.name) for field in fields(config)}
         if name == "vocab_group":
             facts |= {"the call": made_by} | of_call()
