@@ -101,7 +101,7 @@ class SetRow {
     // Gradients, perhaps in the place of the values. Backwards, because the last group is still in
     // registers.
     __device__ void second_pass(const SecondPass& pass, float* to) {
-        if (pass.action == SecondPass::kNothing) return;
+        if (pass.action == SecondPass::kNothing || size_ == 0) return;
         __syncwarp();  // after every lane has read the label's value
         for (int64_t first = last_group(); first >= 0; first -= Group::kSize) {
             if (first != last_group()) last_.load(values_ + first, size_ - first);
