@@ -60,8 +60,7 @@ lint: .venv/built
 	$(BIN)/mypy
 	$(BIN)/shellcheck .ci/run .github/*.sh benchmarks/*.sh
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
-	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/cuda_on_host/cuda/* \
-	  tests/ptx/*.h tests/ptx/*.cpp
+	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/ptx/*.h tests/ptx/*.cpp
 	$(BIN)/zizmor -q --offline .github
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
@@ -84,9 +83,9 @@ sanitize: .venv/built
 	  ../../$(PYTEST) -m "not compile" -k "not triton" \
 	  $(filter-out $(UNSANITISED:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
-# Runs the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
+# Executes the PTX of the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
 FIRST ?= 1
-SEEDS ?= 200
+SEEDS ?= 20
 emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
 	  $(PYTEST) tests/test_cuda_on_host.py tests/test_sets_on_host.py

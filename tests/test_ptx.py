@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import struct
 import sys
 from fractions import Fraction
 
@@ -15,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs g++"),
 ]
 
-from ptx import executor  # noqa: E402
+from ptx import executor, parser  # noqa: E402
 from ptx.assemble import check, evaluate, run  # noqa: E402
 
 F32, F64, S32, PRED = torch.float32, torch.float64, torch.int32, torch.bool
@@ -88,20 +89,21 @@ def permuted(a, b, c):
 
 FTZ = "(np.float64(a) * (abs(a) >= 2.0**-126))"  # subnormal numbers are zero
 define("s16 s32 s64 f32 f64", add="a + b", sub="a - b", neg="-a")
-define("f64", add_rn="a + b", sub_rn="a - b")
-define("f32 f64", abs="abs(a)")
+define("f64", add_rn="a + b", sub_rn="a - b", rcp_rn="1 / a")
+define("f32 f64", abs="abs(a)", copysign="np.copysign(b, a)")
+define("f32", cvt_rni_f32="np.rint(a)")
 define("f32", abs_ftz=f"abs({FTZ})")
 define("f32 f64", mul="a * b", div_rn="a / b", fma_rn="fused(a, b, c)")
 define("s32 s64", mul_lo="a * b", mad_lo="a * b + c")
 define("s32", "s64", "t t s64", mul_wide="a * b", mad_wide="a * b + c")
 define("u32", "u64", "t t u64", mul_wide="a * b", mad_wide="a * b + c")
+define("u16", "u32", mul_wide="a * b")
 define("s32 s64 u32 u64", div="int(Fraction(a, b)) if b else -1")  # by zero as GPUs do it
 define("s32 s64 u32 u64", rem="a - b * int(Fraction(a, b)) if b else a")
 # The other one where one is NaN; -0 is the smaller zero.
 define("s32 s64 u32 u64 f32 f64", min="min(a, b, key=lambda x: (x != x, x, math.copysign(1, x)))")
 define("s32 s64 u32 u64 f32 f64", max="max(a, b, key=lambda x: (x == x, x, math.copysign(1, x)))")
-define("b16 b32 b64 pred", **{"and": "a & b", "or": "a | b"})
-define("b16 b32 b64", xor="a ^ b")
+define("b16 b32 b64 pred", **{"and": "a & b", "or": "a | b", "xor": "a ^ b"})
 define("b32 b64 pred", **{"not": "~a"})
 define("b16 b32 b64", "", "t u32", shl="a << min(b, 64)")
 define("s32 s64 u32 u64", "", "t u32", shr="a >> min(b, 64)")
@@ -109,6 +111,8 @@ define("u32", "", "t u32 u32", bfe="a >> (b & 255) & (1 << (c & 255)) - 1")
 define(
     "s32", "", "t u32 u32", bfe="((a >> (b & 255)) + (h := 1 << (c & 255) >> 1)) % (h * 2 or 1) - h"
 )
+define("b32", brev="int(f'{a:032b}'[::-1], 2)", shf_r_wrap="(b << 32 | a) >> (c & 31)")
+define("u32", bfind_shiftamt="32 - a.bit_length() if a else -1")
 define("b32", popc="a.bit_count()", prmt="int.from_bytes(permuted(a, b, c), 'little')")
 define("b16 b32 b64 f32 f64 pred", mov="a")
 define("b16 b32 b64 f32 f64", "", "t t pred", selp="a if c else b")
@@ -133,11 +137,14 @@ define("s32 u32 s64 u64", "f32", cvt_rn_f32="np.array(a).astype(np.float32)")
 define("f32", "f16x2", cvt_rn_f16x2="(b, a)")  # the first is the high half
 define("f32", "bf16x2", cvt_rn_bf16x2="(b, a)")
 define("u32 u64", atom_add="a + b")
+define("s32", atom_min="min(a, b)")
 # Approximations, with the errors that the manual states.
 define("f32", "f64", "", 2.0**-22, ex2_approx_ftz=f"np.exp2({FTZ})")
 define("f32", "f64", "", 2.0**-23, rcp_approx_ftz=f"1 / {FTZ}", sqrt_approx_ftz=f"np.sqrt({FTZ})")
 define("f32", "f64", "", 2.0**-11, tanh_approx="np.tanh(np.float64(a))")
 define("f32", "f64", "", 2.0**-22, div_full="np.float64(a) / np.float64(b)")
+INVERSE = "(0 if 2.0**126 < abs(b) < math.inf else 1 / np.float64(b))"
+define("f32", "f64", "", 2.0**-22, div_approx=f"np.float64(a) * {INVERSE}")
 define("f64", "f64", "", 2.0**-19, rcp_approx_ftz="1 / a")  # of the upper half of its argument
 
 
@@ -150,6 +157,7 @@ def test_instructions(name):
     for seed in (0, 1) if error else ():
         evaluate(name, [got], operands, error_seed=seed)
         assert torch.equal(got.isnan(), expected.isnan())
+        assert not got[expected == 0].any()
         size, eps = expected.abs(), torch.finfo(got.dtype).eps
         off = ((got.double() - expected).abs() / size)[size.log2().abs() < 126].max()
         assert off <= (error if seed or types == ["f64"] else 0) + eps / 2
@@ -184,7 +192,11 @@ def test_parts_of_registers():
         equal = torch.zeros(2, 32, dtype=PRED)
         evaluate(f"setp.eq.{half}x2 {{0}}|{{1}}, {{2}}, {{3}};", [*equal], [a, b])
         assert torch.equal(equal.T, a == b)
-    for t in ("b8", "u8", "b16", "u16", "b32", "u32"):
+        (a, b), larger = cases([half, half], INSTRUCTIONS["max.f32"][1], half)
+        got = torch.zeros(512, 2, dtype=a.dtype)
+        evaluate(f"max.{half}x2", [got], [a.view(512, 2), b.view(512, 2)])
+        assert [*map(repr, decode(got.flatten(), half))] == [*map(repr, decode(larger, half))]
+    for t in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32"):
         x, got = values(t)[:32], torch.zeros(32, dtype=torch.int64)
         run(f"ld.global.{t} %rd30, [%rd20]; st.global.b64 [%rd21], %rd30;", x, got)
         assert got.tolist() == decode(x, t)
@@ -207,6 +219,21 @@ def test_shuffles(mode, b, c):
     assert torch.equal(got, torch.where(valid, source, lane))
 
 
+def test_votes():
+    """One of the lanes that take part is elected, and they learn which."""
+    votes, mask = torch.arange(32) % 3 == 0, sum(1 << i for i in range(0, 32, 3))
+    ballot, leader, elected = *torch.zeros(2, 32, dtype=S32), torch.zeros(32, dtype=PRED)
+    text = f"""
+        vote.sync.ballot.b32 {{0}}, {{3}}, -1;  mov.b32 {{1}}, -1;  setp.lt.s32 {{2}}, %r0, 0;
+        @{{3}} elect.sync {{1}}|{{2}}, {mask};
+    """
+    evaluate(text, [ballot, leader, elected], [votes])
+    (place,) = elected.nonzero()
+    assert votes[place]
+    assert set(ballot.tolist()) == {mask}
+    assert torch.equal(leader, torch.where(votes, place, -1).to(S32))
+
+
 @pytest.mark.parametrize(("n", "trans"), [(1, ""), (2, ""), (4, ""), (2, ".trans")])
 def test_matrices(n, trans):
     """Stored from registers, then read by words and by rows."""
@@ -226,7 +253,7 @@ def test_matrices(n, trans):
 
 
 SHUFFLE, STORE = "shfl.sync.bfly.b32 %r6, %r60, 16, 31", "st.shared.b32 [memory],"
-LOAD = "ld.shared.b32 %r2, [memory]"
+LOAD, FIRST = "ld.shared.b32 %r2, [memory]", "setp.lt.u32 %p3, %r0,"
 WARP, BLOCK = "bar.warp.sync -1;", "bar.sync 0;"
 # Threads and blocks, statements, and the fault in them. %r1 is the thread's place in shared memory,
 # %p1 true in lanes from 16 up, %p0 nowhere; registers 60 are never written.
@@ -268,6 +295,15 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 32 1 @%p1 bar.sync 0; -> lanes that take part do not execute it
 32 1 @%p1 bra $on; bar.sync 0; $on: bar.warp.sync -1; -> waits for lanes that wait elsewhere
 64 1 setp.lt.s32 %p3, %r0, 32; @%p3 bar.sync 0; -> has returned while other warps wait
+96 1 FIRST 64; @%p3 bar.sync 1, 64; bar.sync 0; ->
+96 1 FIRST 64; @%p3 bar.sync 1, 64; @!%p3 bar.sync 0; -> has returned while other warps wait
+96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 bar.sync 1, 64; @%p3 LOAD; ->
+96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 bar.sync 1, 64; @!%p3 LOAD; -> race: |never written
+64 1 FIRST 32; @%p3 STORE 7; @%p3 bar.sync 1, 32; @!%p3 bar.sync 1, 32; LOAD; -> race|never written
+64 1 FIRST 32; @%p3 bar.sync 1, 64; @!%p3 bar.sync 1, 96; -> others expect another number
+64 1 FIRST 32; @%p3 bar.sync 1, 64; @!%p3 bar.sync 2, 64; -> deadlock; warp 0 at barrier 1; warp 1
+64 1 FIRST 32; @%p3 bar.sync 1, 64; -> has returned while other warps wait
+32 1 bar.sync 1, 48; -> no such barrier
 32 1 @%p1 ret; bar.warp.sync -1; -> names lanes that have returned
 32 1 @%p1 SHUFFLE, -1; -> lanes that take part do not execute it
 32 1 SHUFFLE, 255; -> by lanes that its mask does not name
@@ -280,7 +316,7 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 
 @pytest.mark.parametrize("row", FAULTS.split("\n"))
 def test_faults(row):
-    for name in ("SHUFFLE", "STORE", "LOAD"):
+    for name in ("SHUFFLE", "STORE", "LOAD", "FIRST"):
         row = row.replace(name, globals()[name])
     text, match = row.split("->")
     threads, blocks, statements = text.split(maxsplit=2)
@@ -356,6 +392,179 @@ def test_the_last_block_sees_what_all_have_written(first, order, second):
     match, text = "" if right else "race: |never written", TICKET.format(first, order, second)
     for _, ticket in check(match, text, given, given[:2], threads=64, grid=(2, 2, 1)):
         assert not right or ticket.tolist() == [4, 13]
+
+
+# The last block to finish adds up what each has written, and resets the ticket.
+RESET = """
+    mov.u32 %r1, %ctaid.x;  mad.wide.u32 %rd30, %r1, 4, %rd0;  add.s32 %r2, %r1, 10;
+    {} atom.global.add.u32 %r3, [%rd1], 1;  setp.ne.s32 %p1, %r3, 2;  @%p1 bra $end;
+    {} ld.global.b32 %r4, [%rd0];  ld.global.b32 %r5, [%rd0+4];  ld.global.b32 %r6, [%rd0+8];
+    add.s32 %r4, %r4, %r5;  add.s32 %r4, %r4, %r6;  st.global.b32 [%rd1+4], %r4;
+    st.global.b32 [%rd1], 0;  $end:"""
+OWN, BARRIER = "st.global.b32 [%rd30], %r2;", "membar.gl;"
+RESETS = [(OWN + BARRIER, BARRIER), (BARRIER + OWN, BARRIER), (OWN, BARRIER), (OWN + BARRIER, "")]
+
+
+@pytest.mark.parametrize(("first", "second"), RESETS)
+def test_the_last_block_resets_the_ticket(first, second):
+    right = (first, second) == RESETS[0]
+    given = torch.zeros(3, dtype=S32), torch.zeros(2, dtype=S32)
+    text, options = RESET.format(first, second), dict(threads=1, grid=(3, 1, 1))
+    for _, ticket in check("" if right else "race: ", text, *given, **options):
+        assert not right or ticket.tolist() == [0, 33]
+
+
+INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;"
+INIT_FENCE = "@%p1 fence.mbarrier_init.release.cluster;"
+EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;"
+ARRIVE = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r2];"
+COPY = "@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+COPY += " [%r1], [%rd0], 128, [%r2], %rd9;"
+WAIT = "$wait{0}: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p2, [%r2], {0};"
+FIRST_WAIT, SECOND_WAIT = (f"{WAIT} @!%p2 bra $wait{{0}};".format(i) for i in range(2))
+AGAIN, EARLY = "bar.sync 1;", "race: |never written"
+# Two copies into one place, each read by two warps.
+COPIES = f"""
+    mov.u32 %r1, memory;  add.u32 %r2, %r1, 128;  setp.eq.s32 %p1, %r0, 0;
+    and.b32 %r3, %r0, 31;  shl.b32 %r3, %r3, 2;  add.u32 %r3, %r3, %r1;
+    createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
+    {INIT} {INIT_FENCE} {BLOCK} {EXPECT} {COPY} {FIRST_WAIT}
+    ld.shared.b32 %r4, [%r3];  {AGAIN} add.s64 %rd0, %rd0, 128;
+    {EXPECT} {COPY} {SECOND_WAIT} ld.shared.b32 %r5, [%r3];
+    st.global.v2.b32 [%rd21], {{%r4, %r5}};"""
+
+
+# Statements, what takes their place, and the fault then.
+WRONG_COPIES = [(FIRST_WAIT, "", EARLY), ("[%r2], 0;", "[%r2], 1;", EARLY), (BLOCK, "", EARLY)]
+WRONG_COPIES += [(SECOND_WAIT, "", "race: |has returned")]
+WRONG_COPIES += [("%p2, [%r2], 1;", "%p2, [%r2], 0;", "race: |has returned")]
+WRONG_COPIES += [(EXPECT, ARRIVE, EARLY), (EXPECT, EXPECT + ARRIVE, "more arrivals at a barrier")]
+WRONG_COPIES += [("_, [%r2], 128", "_, [%r2], 144", "deadlock; warp 0 for a phase of the barrier")]
+WRONG_COPIES += [(AGAIN, "", "race: |deadlock")]  # a warp may miss a whole phase
+WRONG_COPIES += [(INIT_FENCE, "", "without a fence"), (INIT, 2 * INIT, "initialised twice")]
+WRONG_COPIES += [(INIT, "@%p1 st.shared.b64 [%r2], 0;", "no barrier was initialised there")]
+WRONG_COPIES += [(INIT, "", "never written"), ("[%rd0], 128", "[%rd0], 120", "no multiple of 16")]
+WRONG_COPIES += [(COPY, f"add.s32 %r1, %r1, 8; {COPY}", "no multiple of 16")]
+WRONG_COPIES += [(COPY, f"add.s64 %rd0, %rd0, 8; {COPY}", "no multiple of 16")]
+WRONG_COPIES += [(COPY, f"add.s64 %rd0, %rd0, 256; {COPY}", "in no tensor")]
+
+
+@pytest.mark.parametrize(("old", "new", "match"), [("", "", ""), *WRONG_COPIES])
+def test_bulk_copies(old, new, match):
+    assert old in COPIES
+    x, got = torch.arange(64, dtype=S32), torch.zeros(64, 2, dtype=S32)
+    text, options = COPIES.replace(old, new, 1), dict(threads=64, most_instructions=100_000)
+    for _, left in check(match, text, x, got, seeds=range(9), **options):
+        assert match or torch.equal(left, x.view(2, 32).T.repeat(2, 1))
+
+
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+# Each block stores to the other one, which waits.
+SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%r6], %rd9, [%r7];"
+RECEIVE = FIRST_WAIT.replace("acquire.cta", "acquire.cluster")
+RECEIVE += "ld.shared.b64 %rd10, [%r5];  st.global.b64 [%rd30], %rd10;"
+SENT = f"""
+    mov.u32 %r1, memory;  add.u32 %r2, %r1, 128;  setp.eq.s32 %p1, %r0, 0;
+    {INIT} {INIT_FENCE} {EXPECT} {MEET} mov.u32 %r3, %cluster_ctarank;  xor.b32 %r4, %r3, 1;
+    shl.b32 %r5, %r0, 3;  add.u32 %r5, %r5, %r1;  mapa.shared::cluster.u32 %r6, %r5, %r4;
+    mapa.shared::cluster.u32 %r7, %r2, %r4;  mad.lo.u32 %r8, %r3, 100, %r0;
+    cvt.u64.u32 %rd9, %r8;  mad.wide.u32 %rd30, %r3, 8, %rd20;  {SEND} {RECEIVE}"""
+CLUSTER = dict(cluster=2, grid=(2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("", "", ""),
+        ("acquire.cluster", "acquire.cta", "race: .* copy or store that arrives later"),
+        (RECEIVE, "", "arrives in a block that has returned"),
+        (INIT_FENCE, "", "its barrier was initialised without a fence"),
+        (MEET, "", "race: |was initialised|never written"),
+    ],
+)
+def test_stores_to_the_other_block(old, new, match):
+    assert old in SENT
+    text, given = SENT.replace(old, new), torch.zeros(16, 2, dtype=torch.int64)
+    for (left,) in check(match, text, given, seeds=range(9), threads=16, **CLUSTER):
+        assert match or left.tolist() == [[100 + i, i] for i in range(16)]
+
+
+# Of the first block a store, of the second a load.
+WRITES, READS = "@%p2 st.global.b32 [%rd0], 7;", " @!%p2 ld.global.b32 %r5, [%rd0];"
+
+
+@pytest.mark.parametrize(
+    ("statements", "match"),
+    [
+        (MEET + WRITES + MEET + READS, ""),
+        (MEET + WRITES + READS, "race: "),
+        (WRITES + MEET.replace(" ", READS), "race: "),  # between arrival and wait
+        (f"@!%p2 bra $end; {WRITES} {MEET}", ""),  # who has returned counts as arrived
+        (f"@!%p2 bar.sync 1, 64; {MEET}", "deadlock; warp 0 at the barrier of the cluster; warp 1"),
+    ],
+)
+def test_barriers_of_clusters(statements, match):
+    begin = "mov.u32 %r2, %cluster_ctarank;  setp.eq.s32 %p2, %r2, 0;"
+    check(match, f"{begin} {statements} $end:", torch.zeros(1, dtype=S32), threads=32, **CLUSTER)
+
+
+MODULE = """
+.extern .shared .align 16 .b8 dynamic[];
+.visible .entry first(.param .u64 first_0) { .shared .align 4 .b8 other[64]; ret; }
+.visible .entry second(
+    .param .u32 second_0, .param .align 8 .b8 second_1[24], .param .u64 second_2
+)
+.maxntid 32
+{
+    .shared .align 1 .b8 flags[6];  // demoted variable
+    .shared .align 8 .f64 numbers[5];  .shared .align 4 .u32 one;
+    ld.param.u64 %rd1, [second_2];  cvta.to.global.u64 %rd2, %rd1;  ld.param.u32 %r1, [second_0];
+    ld.param.u64 %rd3, [second_1+16];  mov.u32 %r2, one;  mov.u32 %r3, flags;
+    mov.u32 %r4, dynamic;  mov.u32 %r5, numbers;  st.shared.u8 [dynamic+7], 1;
+    st.global.v4.u32 [%rd2], {%r2, %r3, %r4, %r5};  st.global.u32 [%rd2+16], %r1;
+    st.global.u64 [%rd2+24], %rd3;  ret;
+}
+"""
+
+
+def test_modules():
+    """Entries have parameters and shared memory of their own; what a launch asks for comes last."""
+    assert parser.parse(MODULE).name == parser.parse(MODULE, "first").name == "first"
+    with pytest.raises(parser.UnknownError, match="third"):
+        parser.parse(MODULE, "third")
+    kernel, got = executor.load(MODULE, "second"), torch.zeros(8, dtype=S32)
+    assert kernel.parameters == [(0, 4), (8, 24), (32, 8)]
+    arguments = struct.pack("<i", 3), struct.pack("<qqq", 4, 5, 6 << 32 | 7), got
+    executor.launch(kernel, (1, 1, 1), 1, arguments, shared_bytes=8)
+    assert got[[4, 6, 7]].tolist() == [3, 7, 6]
+    begins, sizes, aligns = got[:4].tolist(), [4, 6, 8, 40], [4, 1, 16, 8]
+    assert not any(begin % align for begin, align in zip(begins, aligns, strict=True))
+    taken = [i for begin, n in zip(begins, sizes, strict=True) for i in range(begin, begin + n)]
+    assert len(set(taken)) == sum(sizes)
+    assert max(taken) == begins[2] + 7
+    with pytest.raises(executor.ExecutionError, match="out of bounds"):
+        executor.launch(kernel, (1, 1, 1), 1, arguments, shared_bytes=7)
+
+
+@pytest.mark.parametrize("poisons", [False, True])
+def test_vectors_of_which_a_part_is_elsewhere(poisons):
+    """What lies in no tensor is NaN, and so may be what another block writes."""
+    numbers, options = "{%r4, %r5, %r6, %r7}", dict(poisons=poisons, threads=1)
+    load = f"ld.global.v4.b32 {numbers}, [%rd0+"
+    x, got = torch.arange(6, dtype=F32), torch.zeros(4)
+    text = f"{load}16]; st.global.v4.b32 [%rd1], {numbers};"
+    for _, left in check("" if poisons else "in no tensor", text, x, got, **options):
+        assert not poisons or (left[:2].tolist() == [4, 5] and left[2:].isnan().all())
+    for place, match in ((32, "in no tensor"), (-16, "in no tensor"), (8, "misaligned")):
+        check(match, f"{load}{place}];", x, got, **options)
+    text = f"""
+        mov.u32 %r1, %ctaid.x;  mad.wide.u32 %rd8, %r1, 8, %rd0;  mad.wide.u32 %rd9, %r1, 16, %rd1;
+        {load}0];  st.global.v4.b32 [%rd9], {numbers};  st.global.v2.b32 [%rd8], {{0, 0}};
+    """
+    options |= dict(grid=(2, 1, 1))
+    for _, left in check("" if poisons else "race: ", text, x, got.repeat(2, 1), **options):
+        assert not poisons or (left.isnan() | (left == x[:4])).all()
+        assert not left.view(8)[[0, 1, 6, 7]].isnan().any()  # what each block writes itself
 
 
 def test_lanes_that_diverge_meet_again():

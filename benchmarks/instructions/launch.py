@@ -74,9 +74,11 @@ def threads_of_rows(size: int) -> int:
 @functools.cache
 def _program() -> Path:
     program = Path(tempfile.mkdtemp()) / "launch_params"
-    includes = ("-I", ROOT / "csrc", "-I", ROOT / "tests" / "cuda_on_host")
-    source = Path(__file__).with_name("launch_params.cpp")
-    subprocess.run(["c++", "-std=c++20", *includes, "-o", program, source], check=True)
+    runtime = ROOT / "tests" / "cuda_on_host"
+    includes = ("-I", ROOT / "csrc", "-I", runtime)
+    sources = Path(__file__).with_name("launch_params.cpp"), runtime / "runtime.cpp"
+    command = ["nvcc", "-std=c++20", "--cudart=none", *includes, "-o", program, *sources]
+    subprocess.run(command, check=True)
     return program
 
 

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "cuda/cluster_plan.h"
+#include "runtime.h"
 
 using namespace bapo;
 

@@ -53,7 +53,7 @@ const char* sets_dweight(const SetWeightGradientParams& params, double* parts, v
 // The row pass for sm_90 and later, which holds rows in the shared memory of a cluster; false where
 // the device has no clusters or a row does not fit into one.
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error);
-// For tests, which emulate one device after the other.
+// For tests, in which one device takes the place of another.
 void clear_occupancy_cache();
 // Blocks in a cluster that holds such rows on this device; 0: they do not fit.
 int planned_cluster(const LogitRows& rows);

@@ -30,8 +30,8 @@ __device__ inline uint8_t* dynamic_shared_memory() {
     extern __shared__ __align__(128) uint8_t memory[];
     return memory;
 }
-// Accesses to shared memory through which threads communicate. They are plain accesses here; the
-// emulation of the tests checks each of them, and lets other threads run first.
+// Values of shared memory as a whole: where only some fields of a reference are used, the compiler
+// loads them one by one, and more often.
 template <typename T>
 __device__ inline T shared_load(const T* from) {
     return *from;

@@ -1,8 +1,10 @@
 // The operators of csrc/binding_cuda.h for CPU tensors, as bapo_kernels_cuda_on_host, and operators
-// with which a test controls the emulation.
+// with which a test controls the GPU that is not there.
+
+#include <dlfcn.h>
 
 #include "binding_cuda.h"
-#include "cuda_runtime.h"
+#include "runtime.h"
 
 namespace {
 
@@ -18,8 +20,6 @@ void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters,
     emulated::launches = {};
     cuda::clear_occupancy_cache();
 }
-void schedule(int64_t seed) { emulated::scheduler.seed((uint64_t)seed); }
-void rounding(int64_t seed) { emulated::rounding_seed = (uint64_t)seed; }
 
 // Sets the stream that torch reports, and the status of that call.
 void stream(int64_t handle, int64_t status) {
@@ -60,6 +60,24 @@ AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard)
     return 0;
 }
 AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
+
+// The address and the elements of float64 memory that an operator allocates.
+__attribute__((visibility("default"))) void (*allocated)(void* address, int64_t count) = nullptr;
+
+AOTITorchError torch_call_dispatcher(const char* name, const char* overload, StableIValue* stack,
+                                     uint64_t version) {
+    static const auto call = reinterpret_cast<decltype(&torch_call_dispatcher)>(
+        dlsym(RTLD_NEXT, "torch_call_dispatcher"));
+    const AOTITorchError error = call(name, overload, stack, version);
+    if (error == 0 && std::string_view(name) == "aten::new_empty") {
+        const auto memory = reinterpret_cast<AtenTensorHandle>(stack[0]);
+        void* address = nullptr;
+        int64_t count = 0;
+        aoti_torch_get_data_ptr(memory, &address), aoti_torch_get_numel(memory, &count);
+        allocated(address, count);
+    }
+    return error;
+}
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CPU, m) {
@@ -69,8 +87,6 @@ STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CPU, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, m) {
     m.impl("device", TORCH_BOX(&device));
-    m.impl("schedule", TORCH_BOX(&schedule));
-    m.impl("rounding", TORCH_BOX(&rounding));
     m.impl("stream", TORCH_BOX(&stream));
     m.impl("last_cluster", TORCH_BOX(&last_cluster));
     m.impl("planned_cluster", TORCH_BOX(&planned_cluster));

@@ -20,7 +20,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import helpers  # noqa: F401  (slow, so once for all breaks)
-from cuda_on_host.build import HOST, KERNELS, ROOT, build, compile_object, link
+from cuda_on_host.build import HOST, KERNELS, ROOT, build, compile_kernels, link
 from forked import first_failure, in_fork
 
 TESTS = {
@@ -98,8 +98,6 @@ def main():
     survivors = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        objects = {f"{unit}.cu": folder / f"{unit}.o" for unit in KERNELS}
-        objects["binding.cpp"] = folder / "binding.o"
         build(folder)
         chosen = [each for each in all_breaks() if re.search(options.only, str(each[:2]))]
         for tests in sorted({tests_of(each) for each in chosen}):
@@ -107,15 +105,19 @@ def main():
             if result != "SURVIVED":
                 sys.exit(f"unbroken: {result}")
         for each in chosen:
-            shutil.copytree(ROOT / "csrc", folder / "csrc", dirs_exist_ok=True)
-            source = folder / "csrc/cuda" / each.file
+            broken = folder / "broken"
+            shutil.rmtree(broken, ignore_errors=True)
+            shutil.copytree(ROOT / "csrc", broken / "csrc")
+            source = broken / "csrc/cuda" / each.file
             source.write_text(each.applied(source.read_text()))
-            broken = {}
+            for ptx in folder.glob("*.ptx"):
+                shutil.copy(ptx, broken)
+            objects = {path.stem: path for path in folder.glob("*.o")}
             for unit in INCLUDED_BY.get(each.file, [each.file]):
-                broken[unit] = folder / f"broken_{unit}.o"
-                compile_object(folder / "csrc/cuda" / unit, broken[unit], folder / "csrc")
-            link((objects | broken).values(), folder / "broken.so")
-            result = verdict(folder / "broken.so", tests_of(each), options.seeds)
+                unit = broken / "csrc/cuda" / unit
+                objects[unit.stem] = compile_kernels(unit, broken, broken / "csrc")
+            link(objects.values(), broken / "cuda_on_host.so")
+            result = verdict(broken / "cuda_on_host.so", tests_of(each), options.seeds)
             print(f"{each.name:50} {result}", flush=True)
             survivors += [each.name] if result == "SURVIVED" else []
     sys.exit(f"SURVIVED: {', '.join(survivors)}" if survivors else 0)

@@ -1,27 +1,47 @@
-"""Builds the emulation: the kernels of csrc/cuda as C++, with operators for CPU tensors."""
+"""Builds the operators of the CUDA backend for CPU tensors, and the PTX of their kernels."""
+
+from __future__ import annotations
 
 import os
+import shlex
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HOST = Path(__file__).parent
 ROOT = HOST.parent.parent
+NVCC = shlex.split(os.environ.get("NVCC", "nvcc"))
 KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "token_loss"]
 KERNELS += ["sampling_sets", "head_sampling_sets"]
+PTX = "-gencode=arch=compute_90,code=compute_90"
 
 
-def compile_object(source, target, csrc=ROOT / "csrc"):
+def compile_kernels(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> Path:
+    """The object file, with the PTX beside it."""
+    target = folder / f"{source.stem}.o"
+    kept = folder / f"kept_{source.stem}"
+    kept.mkdir(exist_ok=True)
+    flags = ["-std=c++20", "-O3", "-w", PTX, f"-I{csrc}"]
+    flags += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
+    command = [*NVCC, *flags, "--keep", f"--keep-dir={kept}", "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    os.replace(kept / f"{source.stem}.ptx", folder / f"{source.stem}.ptx")
+    return target
+
+
+def compile_host(source: Path, folder: Path) -> Path:
     from torch.utils.cpp_extension import include_paths
 
-    flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", f"-I{HOST}", f"-I{csrc}"]
-    flags += ["-U_FORTIFY_SOURCE"]  # whose checks forbid longjmp to another stack
+    target = folder / f"{source.stem}.o"
+    flags = ["-std=c++20", "-O1", f"-I{HOST}", f"-I{ROOT / 'csrc'}"]
     flags += [flag for path in include_paths() for flag in ("-isystem", path)]
-    flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-x", "c++", "-c"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(target)], check=True)
+    flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    subprocess.run([*NVCC, *flags, "-c", str(source), "-o", str(target)], check=True)
+    return target
 
 
-def link(objects, target):
+def link(objects: Iterable[Path], target: Path) -> None:
     """Links another file and renames it, so that ``target`` is complete as soon as it exists."""
     from torch.utils.cpp_extension import library_paths
 
@@ -32,10 +52,11 @@ def link(objects, target):
     os.replace(part, target)
 
 
-def build(folder, csrc=ROOT / "csrc"):
-    """The library, with its object files beside it."""
-    sources = [*(csrc / f"cuda/{name}.cu" for name in KERNELS), HOST / "binding.cpp"]
-    objects = [folder / f"{source.stem}.o" for source in sources]
+def build(folder: Path, csrc: Path = ROOT / "csrc") -> None:
+    """The library, with its objects and the PTX beside it."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_object, sources, objects, [csrc] * len(sources)))
-    link(objects, folder / "cuda_on_host.so")
+        kernels = [csrc / f"cuda/{name}.cu" for name in KERNELS]
+        host = [HOST / "binding.cpp", HOST / "runtime.cpp"]
+        objects = [pool.submit(compile_kernels, source, folder, csrc) for source in kernels]
+        objects += [pool.submit(compile_host, source, folder) for source in host]
+    link([each.result() for each in objects], folder / "cuda_on_host.so")

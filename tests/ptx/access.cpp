@@ -6,19 +6,26 @@ namespace {
 
 Access atomic_access(const Instruction& in) { return in.flags & kDevice ? kAtomic : kBlockAtomic; }
 
+// Of signed values, which are extended, T is the type.
+template <typename T = uint64_t>
 void load(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
     const auto bytes = size_t(in.bytes), vector = size_t(in.vector);
     const Access kind = in.flags & kStrong ? kStrongRead : kRead;
     for_lanes(lanes, [&](int lane) {
         const uint64_t address = base[lane] + uint64_t(in.offset);  // before base is overwritten
-        const uint8_t* const place =
-            memory.access(warp, lane, in.space, address, bytes * vector, kind);
+        uint8_t whole[16];
+        const uint8_t* place = whole;
+        if (in.space == kGlobal && bytes * vector == 16 && kind == kRead) {
+            memory.read_vector(warp, lane, address, whole);
+        } else {
+            place = memory.access(warp, lane, in.space, address, bytes * vector, kind);
+        }
         for (size_t i = 0; i < vector; ++i) {
             if (in.to[i] < 0) continue;
-            uint64_t value = 0;
+            T value = 0;
             std::memcpy(&value, place + i * bytes, bytes);
-            warp.lanes_of(in.to[i])[lane] = value;
+            warp.lanes_of(in.to[i])[lane] = uint64_t(value);
         }
         if (kind == kStrongRead) memory.synchronise(warp, address, in.flags, true, false);
     });
@@ -49,8 +56,8 @@ void fence(Memory& memory, Warp& warp, const Instruction& in, Mask) {
 }
 
 // One lane after the other, in an order of its own.
-template <typename T>
-void atomic_add(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
+template <typename T, bool kMinimum = false>
+void atomic(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const base = warp.known(in.from[0], lanes, "an address");
     const uint64_t* const added = warp.known(in.from[1], lanes, "a value to store");
     const int turn = int(memory.random() % kLanes);
@@ -62,8 +69,9 @@ void atomic_add(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
             memory.access(warp, lane, in.space, address, sizeof(T), atomic_access(in));
         memory.synchronise(warp, address, in.flags, true, true);
         std::memcpy(&found[lane], place, sizeof(T));
-        const T sum = T(found[lane] + added[lane]);
-        std::memcpy(place, &sum, sizeof sum);
+        const auto before = T(found[lane]), operand = T(added[lane]);
+        const T after = kMinimum ? std::min(before, operand) : T(before + operand);
+        std::memcpy(place, &after, sizeof after);
     });
     if (in.to[0] < 0) return;
     warp.write(in.to[0], lanes, kAllLanes, [&](int lane) { return found[lane]; });
@@ -103,11 +111,15 @@ void move_matrices(Memory& memory, Warp& warp, const Instruction& in, Mask lanes
 }  // namespace
 
 void define_memory_operations() {
-    operations()["ld"] = {Kind::kPlain, load};
+    operations()["ld"] = {Kind::kPlain, load<>};
+    operations()["ld.s8"] = {Kind::kPlain, load<int8_t>};
+    operations()["ld.s16"] = {Kind::kPlain, load<int16_t>};
+    operations()["ld.s32"] = {Kind::kPlain, load<int32_t>};
     operations()["st"] = {Kind::kPlain, store};
     operations()["fence"] = {Kind::kPlain, fence};
-    operations()["atom.add.u32"] = {Kind::kPlain, atomic_add<uint32_t>};
-    operations()["atom.add.u64"] = {Kind::kPlain, atomic_add<uint64_t>};
+    operations()["atom.add.u32"] = {Kind::kPlain, atomic<uint32_t>};
+    operations()["atom.add.u64"] = {Kind::kPlain, atomic<uint64_t>};
+    operations()["atom.min.s32"] = {Kind::kPlain, atomic<int32_t, true>};
     operations()["ldmatrix"] = {Kind::kCollective, move_matrices<false, false>};
     operations()["ldmatrix.trans"] = {Kind::kCollective, move_matrices<false, true>};
     operations()["stmatrix"] = {Kind::kCollective, move_matrices<true, false>};

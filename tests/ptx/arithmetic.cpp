@@ -170,6 +170,10 @@ void halves() {
         return bits_of(Half(high)) << 16 | bits_of(Half(low));
     });
     using Pair = std::array<Half, 2>;
+    define<uint32_t(Pair, Pair)>("max" + t + "x2", [](Pair a, Pair b) {
+        const auto larger = [&](int i) { return bits_of(Half(extreme<float>(a[i], b[i], false))); };
+        return larger(1) << 16 | larger(0);
+    });
     define<std::array<bool, 2>(Pair, Pair)>("setp.eq" + t + "x2", [](Pair a, Pair b) {
         return std::array{a[0] == b[0], a[1] == b[1]};
     });
@@ -234,6 +238,23 @@ void reduce(const std::string& name, F) {
     operations()["redux.sync." + name + ".s32"] = {Kind::kCollective, execute};
 }
 
+// Of each lane that takes part whether its predicate holds.
+void ballot(Memory&, Warp& warp, const Instruction& in, Mask lanes) {
+    const uint64_t* const votes = warp.known(in.from[0], lanes, "a predicate");
+    Mask result = 0;
+    for_lanes(lanes, [&](int lane) { result |= Mask(votes[lane] & 1) << lane; });
+    warp.write(in.to[0], lanes, kAllLanes, [&](int) { return result; });
+}
+
+// One of the lanes, whichever it is: here the last one.
+void elect(Memory&, Warp& warp, const Instruction& in, Mask lanes) {
+    const int elected = kLanes - 1 - std::countl_zero(lanes);
+    if (in.to[0] >= 0) {
+        warp.write(in.to[0], lanes, kAllLanes, [&](int) { return uint64_t(elected); });
+    }
+    warp.write(in.to[1], lanes, kAllLanes, [&](int lane) { return lane == elected; });
+}
+
 }  // namespace
 
 void define_arithmetic() {
@@ -250,6 +271,9 @@ void define_arithmetic() {
     define<Binary>("div.rn", kFloats, [](auto a, auto b) { return a / b; });
     define<Ternary>("mad.lo", kIntegers, [](auto a, auto b, auto c) { return a * b + c; });
     define<Ternary>("fma.rn", kFloats, [](auto a, auto b, auto c) { return std::fma(a, b, c); });
+    define<double(double)>("rcp.rn.f64", [](double a) { return 1 / a; });
+    define<Binary>("copysign", kFloats, [](auto a, auto b) { return std::copysign(b, a); });
+    define<float(float)>("cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });
     define<Unary>("neg", kNumbers, [](auto a) { return -a; });
     define<Unary>("abs", kFloats, [](auto a) { return std::abs(a); });
     define<Unary>("abs.ftz", Types<float>{}, [](float a) { return flushed(std::abs(a)); });
@@ -285,6 +309,7 @@ void define_arithmetic() {
     }
     const auto product = [](int64_t a, int64_t b) { return a * b; };
     const auto sum = [](int64_t a, int64_t b, int64_t c) { return a * b + c; };
+    define<uint32_t(uint16_t, uint16_t)>("mul.wide.u16", product);
     define<int64_t(int32_t, int32_t)>("mul.wide.s32", product);
     define<int64_t(uint32_t, uint32_t)>("mul.wide.u32", product);
     define<int64_t(int32_t, int32_t, int64_t)>("mad.wide.s32", sum);
@@ -297,6 +322,17 @@ void define_arithmetic() {
     define<double(float)>("cvt.f64.f32", kConvert);
     define<float(double)>("cvt.rn.f32.f64", kConvert);
     define<uint32_t(uint32_t)>("popc.b32", [](uint32_t a) { return std::popcount(a); });
+    // By how much to shift the highest bit to the top; of 0, -1.
+    define<uint32_t(uint32_t)>("bfind.shiftamt.u32",
+                               [](uint32_t a) { return a ? std::countl_zero(a) : -1; });
+    define<uint32_t(uint32_t)>("brev.b32", [](uint32_t a) {
+        uint32_t result = 0;
+        for (int i = 0; i < 32; ++i) result |= (a >> i & 1) << (31 - i);
+        return result;
+    });
+    define<uint32_t(uint32_t, uint32_t, uint32_t)>(
+        "shf.r.wrap.b32",
+        [](uint64_t low, uint64_t high, uint32_t n) { return (high << 32 | low) >> (n & 31); });
     // A field of bits, of which the upper ones repeat the sign.
     define<Field>("bfe", Types<uint32_t, int32_t>{}, [](auto a, uint32_t from, uint32_t length) {
         const Wide mask = (Wide{1} << std::min(length & 255, 64u)) - 1;
@@ -325,6 +361,7 @@ void define_arithmetic() {
         const bool zero = (a.known && !a.bits) || (b.known && !b.bits);
         return Value{a.bits & b.bits, zero || (a.known && b.known)};
     });
+    define<uint8_t(uint8_t, uint8_t)>("xor.pred", [](uint8_t a, uint8_t b) { return a ^ b; });
     define<Value(Value, Value)>("or.pred", [](Value a, Value b) {
         const bool one = (a.known && a.bits) || (b.known && b.bits);
         return Value{a.bits | b.bits, one || (a.known && b.known)};
@@ -335,6 +372,10 @@ void define_arithmetic() {
     approximate("sqrt", [](double a) { return inexact(std::sqrt(a), 0x1p-23); });
     define<float(float)>("tanh.approx.f32",
                          [](double a) { return inexact(std::tanh(a), 0x1p-11); });
+    // Of larger divisors than 2^126 it makes 0.
+    define<float(float, float)>("div.approx.f32", [](double a, double b) {
+        return std::isfinite(b) && std::abs(b) > 0x1p126 ? a * 0.0 : inexact(a / b, 0x1p-22);
+    });
     define<float(float, float)>("div.full.f32",
                                 [](double a, double b) { return inexact(a / b, 0x1p-22); });
     define<double(double)>("rcp.approx.ftz.f64", [](double a) {
@@ -348,6 +389,8 @@ void define_arithmetic() {
     shuffle<false>("bfly", [](int lane, int b, int) { return lane ^ b; });
     shuffle<false>("idx",
                    [](int lane, int b, int segment) { return (lane & segment) | (b & ~segment); });
+    operations()["vote.sync.ballot.b32"] = {Kind::kCollective, ballot};
+    operations()["elect.sync"] = {Kind::kCollective, elect};
     reduce("add", add), reduce("min", minimum), reduce("max", maximum);
 }
 

@@ -17,8 +17,7 @@ import os
 import pkgutil
 import random
 import threading
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -142,20 +141,8 @@ launches = Launches()
 Kernel.run = staticmethod(launches.run)  # type: ignore[method-assign]
 
 
-def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function that allocates, with memory that counts as never written."""
-
-    @wraps(make)
-    def made(*arguments: Any, **options: Any) -> torch.Tensor:
-        tensor = make(*arguments, **options)
-        plain = type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.is_quantized
-        return executor.poison(tensor) if plain and launches.strict and tensor.numel() else tensor
-
-    return made
-
-
-for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-    setattr(owner, name, poisoned(getattr(owner, name)))
+for owner, name in executor.ALLOCATORS:
+    setattr(owner, name, executor.poisoned(getattr(owner, name), lambda: launches.strict))
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import ctypes
 import os
 import struct
 import subprocess
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,12 @@ def machine() -> ctypes.CDLL:
 
 
 @cache
-def load(ptx: str) -> parser.Kernel:
-    """Raises :class:`parser.UnknownError` for what cannot be executed."""
-    kernel = parser.parse(ptx)
+def load(ptx: str, name: str | None = None) -> parser.Kernel:
+    """An entry, the first by default.
+
+    Raises :class:`parser.UnknownError` for what cannot be executed.
+    """
+    kernel = parser.parse(ptx, name)
     rows = []
     for each, text in zip(kernel.code, kernel.text, strict=True):
         operation = machine().ptx_operation(each.operation.encode())
@@ -71,10 +74,12 @@ def launch(
     arguments: Sequence[Any],
     *,
     tensors: Sequence[torch.Tensor] = (),
+    cluster: int = 1,
     shared_bytes: int = 0,
     seed: int = 1,
     error_seed: int = 0,
     races: bool = True,
+    poisons: bool = False,
     most_instructions: int = 10**11,
 ) -> None:
     """Executes a grid.
@@ -82,9 +87,13 @@ def launch(
     Args:
         arguments: tensors, or the bytes of others, such as ``struct.pack("<f", 3.0)``.
         tensors: that may be accessed too, where arguments have their addresses.
+        cluster: blocks in a cluster.
+        shared_bytes: of the array whose size the kernel leaves open.
         seed: of the schedule; 0 runs one warp after the other, and stores are visible at once.
         error_seed: of the errors of approximate instructions, 0 for none.
         races: whether they are looked for.
+        poisons: what should not be read is NaN, and no fault: memory that was never written, and
+            parts of vectors of 16 bytes, such as the elements around a row.
 
     Raises:
         ExecutionError: an access out of bounds, misaligned, in a race, or of what was never
@@ -105,7 +114,8 @@ def launch(
     read = [*kernel.arrays, np.array(ranges), np.frombuffer(parameters, np.uint8)]
     request = [array.ctypes.data for array in (*read, POISON)] + [ctypes.addressof(message)]
     request += [len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
-    request += [threads, shared_bytes, seed, error_seed, most_instructions, races]
+    request += [threads, cluster, kernel.shared_bytes + shared_bytes]
+    request += [seed, error_seed, most_instructions, races, poisons]
     answer = np.array([*request, 0, 0, 0])
     if machine().ptx_run(ctypes.c_void_p(answer.ctypes.data)):
         at, warp = answer[-2:].tolist()
@@ -119,3 +129,20 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     storage = torch.tensor([], dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     storage.numpy()[:] = np.resize(POISON, len(storage))
     return tensor
+
+
+ALLOCATORS = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+
+
+def poisoned(
+    make: Callable[..., torch.Tensor], strict: Callable[[], bool] = lambda: True
+) -> Callable[..., torch.Tensor]:
+    """A function that allocates, with memory that counts as never written where it is strict."""
+
+    @wraps(make)
+    def made(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor = make(*arguments, **options)
+        plain = type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.is_quantized
+        return poison(tensor) if plain and strict() and tensor.numel() else tensor
+
+    return made

@@ -12,15 +12,15 @@ struct Launch {
     uint8_t* parameters;
     const uint8_t* poison;
     char* message;
-    int64_t registers, range_count, parameter_bytes, grid[3], threads, shared_bytes;
-    int64_t seed, error_seed, most_instructions, finds_races;
+    int64_t registers, range_count, parameter_bytes, grid[3], threads, cluster, shared_bytes;
+    int64_t seed, error_seed, most_instructions, finds_races, poisons;
     int64_t executed, at, warp;  // instructions of threads so far, and where
 };
 
 namespace {
 
 // What a register holds at first, by parser.Kernel.initial: nothing, a constant or one of these.
-enum Initial : int64_t { kNothing, kConstant, kThread, kBlockIndex, kGrid = 6 };
+enum Initial : int64_t { kNothing, kConstant, kThread, kBlockIndex, kGrid = 6, kRank = 9, kSize };
 
 class Grid {
   public:
@@ -30,29 +30,37 @@ class Grid {
         memory_.random.seed(uint64_t(launch.seed));
         memory_.warps_per_block = warps_per_block_;
         memory_.finds_races = launch.finds_races;
+        memory_.poisons = launch.poisons;
         memory_.delays_stores = launch.seed != 0;
         memory_.parameters = {0, uint64_t(launch.parameter_bytes), 1, launch.parameters, {}};
+        memory_.poison = launch.poison;
         for (int64_t i = 0; i < launch.range_count; ++i) {
             const int64_t* const range = launch.ranges + 3 * i;
-            memory_.map(uint64_t(range[0]), uint64_t(range[1]), uint64_t(range[2]), launch.poison);
+            memory_.map(uint64_t(range[0]), uint64_t(range[1]), uint64_t(range[2]));
         }
     }
 
     void run() {
-        std::vector<uint32_t> order(size_t(launch_.grid[0] * launch_.grid[1] * launch_.grid[2]));
+        const auto size = uint32_t(launch_.cluster);
+        const auto blocks = uint32_t(launch_.grid[0] * launch_.grid[1] * launch_.grid[2]);
+        std::vector<uint32_t> order(blocks / size);
         for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
         if (launch_.seed) std::shuffle(order.begin(), order.end(), memory_.random);
-        all_warps_ = uint32_t(order.size()) * warps_per_block_;
+        memory_.warps = blocks * warps_per_block_;
+        memory_.warps_per_cluster = size * warps_per_block_;
         for (size_t started = 0; started < order.size() || !resident_.empty();) {
             while (started < order.size() && resident_.size() < kResident) {
                 start(order[started++]);
             }
             auto& chosen = resident_[draw(resident_.size())];
-            if (memory_.delays_stores) memory_.settle(*chosen, false);
+            arrive(*chosen, false);
             if (Warp* const warp = runnable(*chosen)) {
                 run_for_a_while(*warp);
-            } else if (!open_barrier(*chosen)) {
-                memory_.settle(*chosen, true);
+            } else if (!chosen->transfers.empty()) {
+                complete_one(*chosen);
+            } else {
+                require_end(*chosen);
+                arrive(*chosen, true);
                 std::swap(chosen, resident_.back());
                 resident_.pop_back();
             }
@@ -62,12 +70,35 @@ class Grid {
   private:
     size_t draw(size_t n) { return launch_.seed ? memory_.random() % n : 0; }
 
+    // Stores become visible, and transfers complete: some, or all stores.
+    void arrive(Cluster& cluster, bool all) {
+        if (!memory_.delays_stores) return;
+        for (auto& block : cluster.blocks) memory_.settle(*block, all);
+        while (!cluster.transfers.empty() && draw(4) == 0) complete_one(cluster);
+    }
+
+    void complete_one(Cluster& cluster) {
+        Transfer& last = cluster.transfers.back();
+        std::swap(cluster.transfers[draw(cluster.transfers.size())], last);
+        launch_.at = last.as.instruction, launch_.warp = last.sent_by;
+        memory_.complete_last(cluster);
+    }
+
     void start(uint32_t index) {
-        Block& block = *resident_.emplace_back(std::make_unique<Block>());
+        Cluster& cluster = *resident_.emplace_back(std::make_unique<Cluster>());
+        for (uint32_t rank = 0; rank < uint32_t(launch_.cluster); ++rank) {
+            Block& block = *cluster.blocks.emplace_back(std::make_unique<Block>());
+            block.cluster = &cluster, block.rank = rank;
+            start(block, index * uint32_t(launch_.cluster) + rank);
+        }
+    }
+
+    void start(Block& block, uint32_t index) {
         const auto x = uint32_t(launch_.grid[0]), y = uint32_t(launch_.grid[1]);
         block.index[0] = index % x, block.index[1] = index / x % y, block.index[2] = index / x / y;
         const auto bytes = size_t(launch_.shared_bytes);
         block.bytes.resize(bytes);
+        for (size_t i = 0; i < bytes; ++i) block.bytes[i] = launch_.poison[i % 8];
         block.shared = {0, bytes, 1, block.bytes.data(), std::vector<Cell>(bytes)};
         block.warps.resize(warps_per_block_);
         for (uint32_t i = 0; i < warps_per_block_; ++i) {
@@ -78,7 +109,7 @@ class Grid {
 
     void start(Block& block, Warp& warp, int64_t first) {
         warp.block = &block;
-        warp.clock.assign(all_warps_, 0);
+        warp.clock.assign(memory_.warps, 0);
         for (int lane = 0; lane < kLanes; ++lane) {
             const bool exists = first + lane < launch_.threads;
             warp.next[lane] = exists ? 0 : kReturned;
@@ -91,44 +122,67 @@ class Grid {
             int64_t value = launch_.initial[2 * i + 1];
             if (kind == kNothing) warp.written[size_t(i)] = 0;
             if (kind >= kBlockIndex) value = block.index[(kind - kBlockIndex) % 3];
-            if (kind >= kGrid) value = launch_.grid[kind - kGrid];
+            if (kind >= kGrid) value = launch_.grid[(kind - kGrid) % 3];
+            if (kind == kRank) value = block.rank;
+            if (kind == kSize) value = launch_.cluster;
             for (int lane = 0; lane < kLanes; ++lane) {
                 warp.lanes_of(i)[lane] = uint64_t(kind == kThread ? first + lane : value);
             }
         }
     }
 
-    Warp* runnable(Block& block) {
-        const size_t first = draw(block.warps.size());
-        for (size_t i = 0; i < block.warps.size(); ++i) {
-            Warp& warp = block.warps[(first + i) % block.warps.size()];
-            if (warp.alive && !warp.at_barrier) return &warp;
+    Warp* runnable(Cluster& cluster) {
+        const size_t first = draw(cluster.blocks.size() * warps_per_block_);
+        for (size_t i = 0; i < cluster.blocks.size() * warps_per_block_; ++i) {
+            const size_t each = (first + i) % (cluster.blocks.size() * warps_per_block_);
+            Warp& warp = cluster.blocks[each / warps_per_block_]->warps[each % warps_per_block_];
+            if (warp.alive && goes_on(cluster, warp)) return &warp;
         }
         return nullptr;
     }
 
-    // No warp can go on: all are at the barrier, or have returned.
-    bool open_barrier(Block& block) {
-        Clock all;
-        for (const Warp& warp : block.warps) {
-            if (warp.at_barrier) join(all, warp.clock);
-        }
-        if (all.empty()) return false;
-        for (Warp& warp : block.warps) {
-            launch_.warp = warp.number;
-            if (!warp.at_barrier) fail("has returned while other warps wait at a barrier");
-            warp.at_barrier = false;
-            warp.clock = all;
+    static bool goes_on(const Cluster& cluster, Warp& warp) {
+        if (warp.wait == Wait::kBlock) return false;
+        if (warp.wait == Wait::kPhase && warp.phases->phase == warp.phase) return false;
+        if (warp.wait == Wait::kCluster) {
+            if (cluster.phase < warp.cluster_phase) return false;
+            join(warp.clock, cluster.known);
             warp.synchronised = warp.time();
         }
+        warp.wait = Wait::kNothing;
         return true;
+    }
+
+    // No warp can go on: all must have returned.
+    void require_end(const Cluster& cluster) {
+        const char* const names[] = {"", "at barrier ", "at the barrier of the cluster",
+                                     "for a phase of the barrier at "};
+        std::string waiting;
+        for (const auto& block : cluster.blocks) {
+            for (const Warp& warp : block->warps) {
+                if (!warp.alive) continue;
+                launch_.warp = warp.number, launch_.at = warp.instruction;
+                if (waiting.size() > 200) continue;
+                waiting += "; warp " + std::to_string(warp.number) + " " + names[int(warp.wait)];
+                if (warp.wait != Wait::kCluster) waiting += std::to_string(warp.waits_at);
+            }
+            const auto of_block = [](const Warp& each) { return each.wait == Wait::kBlock; };
+            const auto returned = [](const Warp& each) { return !each.alive; };
+            const auto& warps = block->warps;
+            const auto missing = std::find_if(warps.begin(), warps.end(), returned);
+            if (missing != warps.end() && std::any_of(warps.begin(), warps.end(), of_block)) {
+                launch_.warp = missing->number;
+                fail("has returned while other warps wait at a barrier");
+            }
+        }
+        if (!waiting.empty()) fail("deadlock" + waiting);
     }
 
     // A few instructions of a warp, or many, so that warps overtake each other.
     void run_for_a_while(Warp& warp) {
         launch_.warp = warp.number;
         const size_t most = launch_.seed ? 1 + draw(draw(4) ? 16 : 400) : ~size_t{0};
-        for (size_t i = 0; i < most && warp.alive && !warp.at_barrier; ++i) {
+        for (size_t i = 0; i < most && warp.alive && warp.wait == Wait::kNothing; ++i) {
             execute(warp, choose(warp));
         }
     }
@@ -181,7 +235,9 @@ class Grid {
         if (lanes == 0) return;
         if (in.operation->kind == Kind::kBranch) {
             for_lanes(lanes, [&](int lane) { warp.next[lane] = uint32_t(in.target); });
-            if (uint32_t(in.target) == kReturned) warp.alive &= ~lanes;
+            if (uint32_t(in.target) != kReturned) return;
+            warp.alive &= ~lanes;
+            if (!warp.alive) warp.block->cluster->open();
             return;
         }
         const Mask named = needed(warp, in, lanes);
@@ -191,15 +247,45 @@ class Grid {
         in.operation->execute(memory_, warp, in, lanes);
     }
 
-    static constexpr size_t kResident = 3;  // blocks at once
+    static constexpr size_t kResident = 3;  // clusters at once
     Launch& launch_;
     Memory memory_;
-    uint32_t warps_per_block_, all_warps_ = 0;
-    std::vector<std::unique_ptr<Block>> resident_;
+    uint32_t warps_per_block_;
+    std::vector<std::unique_ptr<Cluster>> resident_;
 };
 
-// All warps of the block wait for each other.
-void meet_block(Memory&, Warp& warp, const Instruction&, Mask) { warp.at_barrier = true; }
+// All warps of the block wait for each other, or as many threads as the second source says.
+void meet_block(Memory&, Warp& warp, const Instruction& in, Mask lanes) {
+    const auto source = [&](int i, uint64_t otherwise) {
+        if (in.from[i] < 0) return otherwise;
+        return warp.known(in.from[i], lanes, "a barrier")[std::countr_zero(lanes)];
+    };
+    auto& warps = warp.block->warps;
+    const uint64_t number = source(0, 0);
+    const auto expected = uint32_t(source(1, kLanes * warps.size()));
+    Meeting& meeting = warp.block->meetings[number];
+    if (meeting.arrived && meeting.expected != expected) fail("others expect another number");
+    if (number > 15 || expected % kLanes || expected == 0) fail("no such barrier");
+    meeting.expected = expected;
+    meeting.arrived += kLanes;
+    warp.wait = Wait::kBlock;
+    warp.waits_at = number;
+    if (meeting.arrived < expected) return;
+    meeting = {};
+    const auto waits = [&](Warp& each) {
+        return each.alive && each.wait == Wait::kBlock && each.waits_at == number;
+    };
+    Clock all;
+    for (Warp& each : warps) {
+        if (waits(each)) join(all, each.clock);
+    }
+    for (Warp& each : warps) {
+        if (!waits(each)) continue;
+        each.wait = Wait::kNothing;
+        each.clock = all;
+        each.synchronised = each.time();
+    }
+}
 
 void meet_warp(Memory&, Warp& warp, const Instruction&, Mask lanes) {
     if (lanes == warp.alive) warp.synchronised = warp.time();
@@ -215,6 +301,7 @@ const void* ptx_operation(const char* name) {
     auto& all = ptx::operations();
     if (all.empty()) {
         ptx::define_arithmetic(), ptx::define_memory_operations();
+        ptx::define_cluster_operations();
         all["bra"] = {ptx::Kind::kBranch, nullptr};
         all["bar.sync"] = {ptx::Kind::kCollective, ptx::meet_block};
         all["bar.warp.sync"] = {ptx::Kind::kCollective, ptx::meet_warp};

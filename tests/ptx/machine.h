@@ -41,9 +41,10 @@ struct Operation {
 std::map<std::string, Operation>& operations();
 void define_arithmetic();
 void define_memory_operations();
+void define_cluster_operations();
 
 enum Space : int64_t { kGlobal, kShared, kParameter };
-enum Flags : int64_t { kStrong = 1, kAcquire = 2, kRelease = 4, kDevice = 8 };
+enum Flags : int64_t { kStrong = 1, kAcquire = 2, kRelease = 4, kDevice = 8, kCluster = 16 };
 
 // As parser.Instruction. Operands are numbers of registers, -1 for none; constants and %tid.x are
 // registers too. Of memory instructions the first source is the address.
@@ -61,14 +62,24 @@ inline void join(Clock& into, const Clock& other) {
     for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
 }
 
+inline uint32_t at(const Clock& clock, uint32_t who) { return who < clock.size() ? clock[who] : 0; }
+
 struct Block;
+struct PhaseBarrier;
+
+enum class Wait : uint8_t { kNothing, kBlock, kCluster, kPhase };
 
 struct Warp {
     Block* block;
     uint32_t number;        // in the grid
     uint32_t next[kLanes];  // the instruction of each lane
     Mask alive = 0;
-    bool at_barrier = false;
+    Wait wait = Wait::kNothing;
+    uint64_t waits_at = 0;                 // the number or the address of the barrier
+    const PhaseBarrier* phases = nullptr;  // for the end of a phase of it
+    uint32_t phase = 0;
+    uint32_t cluster_phase = 0;  // that it has arrived for
+    bool arrived = false;        // and has not waited for
 
     // Lane by lane; which lanes of a register have been written.
     std::vector<uint64_t> values;

@@ -14,10 +14,11 @@ namespace ptx {
 
 inline uint64_t error_seed = 0;  // of the errors of approximate instructions; 0 for none
 
-enum Access : uint8_t { kNone, kRead, kStrongRead, kWrite, kBlockAtomic, kAtomic };
+enum Access : uint8_t { kNone, kRead, kVectorRead, kStrongRead, kWrite, kBlockAtomic, kAtomic };
 
 inline bool exclude(Access a, Access b) {
-    const bool plain = a == kRead || b == kRead || a == kWrite || b == kWrite;
+    const auto of = [=](Access kind) { return a == kind || b == kind; };
+    const bool plain = of(kRead) || of(kVectorRead) || of(kWrite);
     return plain && (a >= kWrite || b >= kWrite);
 }
 
@@ -49,23 +50,91 @@ struct Pending {
     uint8_t data[16];
 };
 
+// Threads that meet at a barrier of a block.
+struct Meeting {
+    uint32_t arrived = 0, expected = 0;
+};
+
+// A barrier in shared memory: a phase ends when as many have arrived as it counts, and all bytes
+// that they expect.
+struct PhaseBarrier {
+    uint32_t slot;  // in clocks, of what completes on it
+    uint32_t count, pending;
+    int64_t bytes = 0;
+    uint32_t phase = 0;
+    bool fenced = false;  // visible to others than the warp that initialised it
+    // What those who wait may know: from arrivals in the block, or from all of the cluster.
+    Clock of_block{}, of_cluster{};
+    Clock next_of_block{}, next_of_cluster{};
+
+    void update(uint32_t arrived, int64_t change, const Clock& clock, bool from_block) {
+        constexpr int64_t kMostBytes = (1 << 20) - 1;
+        if (arrived > pending) fail("more arrivals at a barrier than it counts");
+        pending -= arrived;
+        bytes += change;
+        if (std::abs(bytes) > kMostBytes) fail("more bytes on a barrier than it counts");
+        join(next_of_cluster, clock);
+        if (from_block) join(next_of_block, clock);
+        if (pending > 0 || bytes != 0) return;
+        ++phase;
+        pending = count;
+        join(of_block, next_of_block);
+        join(of_cluster, next_of_cluster);
+        next_of_block.clear(), next_of_cluster.clear();
+    }
+};
+
+struct Cluster;
+
 struct Block {
     uint32_t index[3];
+    Cluster* cluster;
+    uint32_t rank;
     std::vector<Warp> warps;
+    std::map<uint64_t, Meeting> meetings;
+    std::map<uint64_t, PhaseBarrier> barriers;
+
+    bool returned() const {
+        return std::none_of(warps.begin(), warps.end(),
+                            [](const Warp& each) { return each.alive; });
+    }
     std::vector<uint8_t> bytes;
     Range shared;
     std::vector<Pending> pending;
 };
 
+// A copy or a store to shared memory that completes on a barrier there, later.
+struct Transfer {
+    Warp as;           // accesses memory, in the place of the warp
+    uint32_t sent_by;  // that warp
+    bool from_block;   // whether that is one of the block
+    bool copies;       // or has the value
+    uint64_t from, to, bytes, barrier;
+};
+
+struct Cluster {
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<Transfer> transfers;
+    uint32_t phase = 0;  // of the barrier of the cluster
+    Clock known{}, gathered{};
+
+    void open();
+};
+
 class Memory {
   public:
     bool finds_races = true, delays_stores = false;
+    bool poisons = false;  // what may not be read is NaN, and no fault (executor.launch)
     uint32_t warps_per_block = 1;
+    uint32_t warps = 0, warps_per_cluster = 1;
+    uint32_t slots = 0;  // what else has a place in clocks
     std::mt19937_64 random;
     Range parameters;
 
-    // Memory that holds the pattern of 8 bytes at `poison`, given twice, was never written.
-    void map(uint64_t begin, uint64_t bytes, uint64_t granule, const uint8_t* poison) {
+    // By address modulo 8, twice: memory that holds this pattern was never written.
+    const uint8_t* poison = nullptr;
+
+    void map(uint64_t begin, uint64_t bytes, uint64_t granule) {
         auto* const data = reinterpret_cast<uint8_t*>(begin);
         std::vector<Cell> cells(bytes / granule);
         // Any byte may be a value: of bytes the whole word counts.
@@ -101,7 +170,7 @@ class Memory {
         for (uint64_t i = 0; i < bytes; i += range.granule) {
             Cell& cell = range.cells[(offset + i) / range.granule];
             const bool written = cell.write.access != kNone;
-            if (!stored && !written) fault("reads what was never written");
+            if (!stored && !written && !poisons) fault("reads what was never written");
             const Record now{warp.number, warp.time(), warp.instruction, uint8_t(lane), kind};
             const bool same =
                 stored &&
@@ -128,6 +197,29 @@ class Memory {
         if (pending.size() > 64) settle(*warp.block, random() % pending.size());
     }
 
+    // Reads a vector of 16 bytes of global memory. With `poisons` a part of it may be in no tensor,
+    // never written, or written by others, and is NaN.
+    void read_vector(Warp& warp, int lane, uint64_t address, uint8_t* bytes) {
+        bool all = true, none = true;
+        settle(*warp.block, address, 16);
+        for (uint64_t i = address; poisons && i < address + 16; ++i) {
+            const Range& range = range_of(i);
+            bytes[i - address] = poison[i % 8];
+            if (i - range.begin < range.bytes) {
+                none = false;
+                const Record& written = range.cells[(i - range.begin) / range.granule].write;
+                const bool ordered = written.time == 0 || before(written, warp, lane);
+                if (written.access != kNone && (!finds_races || ordered)) {
+                    bytes[i - address] = range.data[i - range.begin];
+                    continue;
+                }
+            }
+            all = false;
+        }
+        if (poisons && !all && !none && address % 16 == 0) return;
+        std::memcpy(bytes, access(warp, lane, kGlobal, address, 16, kVectorRead), 16);
+    }
+
     // Some stores of a block, or all, become visible to the others.
     void settle(Block& block, bool all) {
         while (!block.pending.empty() && (all || random() % 4 == 0)) {
@@ -144,6 +236,8 @@ class Memory {
         if (flags & kRelease) settle(*warp.block, true);
         join(of_place, flags & kRelease ? warp.clock : warp.published);
     }
+
+    void complete_last(Cluster& cluster);
 
     void fence(Warp& warp) {
         settle(*warp.block, true);
@@ -180,7 +274,7 @@ class Memory {
 
     // Whether what is recorded happened before what a lane does now.
     static bool before(const Record& record, const Warp& warp, int lane) {
-        if (record.warp != warp.number) return record.time <= warp.clock[record.warp];
+        if (record.warp != warp.number) return record.time <= at(warp.clock, record.warp);
         return record.lane == lane || record.time <= warp.synchronised;
     }
 
@@ -195,6 +289,9 @@ class Memory {
         }
         const auto require_before = [&](const Record& record) {
             if (record.access == kNone || before(record, warp, now.lane)) return;
+            // A vector may have elements of the row beside, which somebody else computes.
+            const bool same_row = record.warp / warps_per_cluster == now.warp / warps_per_cluster;
+            if (poisons && record.access == kVectorRead && !same_row) return;
             const bool together = record.warp == now.warp && record.time == now.time;
             if (together && same_value) return;  // lanes of one store
             const bool scoped = record.access == kBlockAtomic || now.access == kBlockAtomic;
@@ -202,7 +299,16 @@ class Memory {
             if (exclude(record.access, now.access) || (scoped && other)) report(record, now);
         };
         require_before(cell.write);
-        for (const Record& record : lists_[cell.list]) require_before(record);
+        // Atomics before one of its own come before what it does next.
+        const auto& list = lists_[cell.list];
+        size_t own = list.size();
+        const auto is_own = [&](const Record& each) {
+            return each.warp == now.warp && each.access >= kBlockAtomic;
+        };
+        while (own > 0 && !is_own(list[own - 1])) --own;
+        for (size_t i = 0; i < list.size(); ++i) {
+            if (i >= own || list[i].access < kBlockAtomic) require_before(list[i]);
+        }
         if (cell.write.access == kNone) cell.write.access = kWrite;
         if (now.access != kWrite) return add(cell, now, warp);
         cell.write = now;
@@ -230,7 +336,8 @@ class Memory {
     [[noreturn]] void report(const Record& record, const Record& now) const {
         const auto text = [&](const Record& each) {
             const char* const names[] = {
-                "", "load", "strong load", "store", "atomic of the block", "atomic"};
+                "", "load", "load", "strong load", "store", "atomic of the block", "atomic"};
+            if (each.warp >= warps) return std::string("copy or store that arrives later");
             const uint32_t block = each.warp / warps_per_block, warp = each.warp % warps_per_block;
             const std::string who = std::string(names[each.access]) + " of block " +
                                     std::to_string(block) + " warp " + std::to_string(warp);

@@ -1,7 +1,7 @@
 """PTX as a table of instructions whose operands are numbers of registers.
 
-Takes what Triton writes: one entry, registers declared by ``.reg``, one array of shared memory.
-What it does not know raises :class:`UnknownError`, which names the statement.
+Takes what Triton and nvcc write for kernels that call no function and have no local memory. What
+it does not know raises :class:`UnknownError`, which names the statement.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 GLOBAL, SHARED, PARAMETER = range(3)
-STRONG, ACQUIRE, RELEASE, DEVICE = 1, 2, 4, 8
+STRONG, ACQUIRE, RELEASE, DEVICE, CLUSTER = 1, 2, 4, 8, 16
 NOTHING, CONSTANT, THREAD, BLOCK_INDEX, GRID = 0, 1, 2, 3, 6  # of three axes the last two
+RANK, CLUSTER_SIZE = 9, 10
 
-SPECIAL = {"%tid.x": THREAD}
+SPECIAL = {"%tid.x": THREAD, "%cluster_ctarank": RANK, "%cluster_nctarank": CLUSTER_SIZE}
 SPECIAL |= {f"%ctaid.{axis}": BLOCK_INDEX + i for i, axis in enumerate("xyz")}
 SPECIAL |= {f"%nctaid.{axis}": GRID + i for i, axis in enumerate("xyz")}
 
 _SPACES = {"global": GLOBAL, "shared": SHARED, "shared::cta": SHARED, "param": PARAMETER}
-_FLAGS = {"weak": 0, "cta": 0, "gpu": DEVICE, "gl": DEVICE, "sys": DEVICE}
+_FLAGS = {"weak": 0, "cta": 0, "cluster": CLUSTER, "gpu": DEVICE, "gl": DEVICE, "sys": DEVICE}
 _FLAGS |= {"relaxed": STRONG, "volatile": STRONG, "acquire": STRONG | ACQUIRE}
 _FLAGS |= {"release": STRONG | RELEASE, "acq_rel": STRONG | ACQUIRE | RELEASE}
 _VECTORS = {f"{kind}{n}": n for kind in "vx" for n in (1, 2, 4)}
@@ -30,10 +32,12 @@ _VECTORS = {f"{kind}{n}": n for kind in "vx" for n in (1, 2, 4)}
 _HINTS = dict.fromkeys(["ca", "cg", "cs", "nc", "L1::evict_first", "L1::evict_last"])
 _HINTS |= dict.fromkeys(["L1::no_allocate", "L2::cache_hint", "sync", "aligned", "m8n8"])
 
+_EXPECT = "mbarrier.arrive.expect_tx"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*\.(?:loc|section|file)\b[^\n]*$", re.DOTALL | re.M)
-_ENTRY = re.compile(r"\.entry\s+(\S+?)\s*\((.*?)\).*?\n\{(.*?)\n\}", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+\.[bufs](\d+)\b.*?([\w$]+)\s*(?:,|$)")
-_SHARED = re.compile(r"\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[")
+_ENTRY = re.compile(r"\s+(\S+?)\s*\((.*?)\).*?\{(.*)\}", re.DOTALL)  # the rest of the module
+_ARRAY = r"\.[bufs](\d+)\b[^;,]*?([\w$]+)(\[\d*\])?\s*"
+_PARAMETER = re.compile(rf"\.param\s+(?:\.align\s+(\d+)\s+)?{_ARRAY}(?:,|$)")
+_SHARED = re.compile(rf"\.shared\s+\.align\s+(\d+)\s+{_ARRAY};")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)")
 _OPERAND = re.compile(r"(?:\{[^}]*\}|[^,{])+")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+)\s*)?\]")
@@ -71,22 +75,35 @@ class Kernel:
     text: list[str] = field(default_factory=list)  # of each instruction
     initial: list[tuple[int, int]] = field(default_factory=list)
     parameter_bytes: int = 0
+    shared_bytes: int = 0  # besides those that a launch asks for
     arrays: tuple[np.ndarray, ...] = ()  # code and initial values, as the machine takes them
 
 
-def parse(text: str) -> Kernel:
-    """The first entry of a module."""
-    text = _COMMENT.sub("", text)
-    found = _ENTRY.search(text)
-    if found is None:
-        raise UnknownError("no .entry")
-    return _Decoder(*found.groups(), _SHARED.findall(text)).kernel
+def parse(text: str, name: str | None = None) -> Kernel:
+    """An entry of a module, the first by default."""
+    variables, *entries = _split(text)
+    for entry in entries:
+        if (found := _ENTRY.match(entry)) and name in (None, found[1]):
+            return _Decoder(*found.groups(), variables).kernel
+    raise UnknownError(f"no .entry {name or ''}")
+
+
+@cache
+def _split(text: str) -> list[str]:
+    return re.split(r"\.entry\b", _COMMENT.sub("", text))
 
 
 def _parts(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
     if found := pattern.fullmatch(text):
         return found.groups()
     raise ValueError(text)
+
+
+def _placed(end: int, align: str, bits: str, count: str) -> tuple[int, int]:
+    """Begin and end of a variable behind others; an array of unknown size is empty."""
+    size = int(bits) // 8
+    begin = -(-end // int(align or size)) * int(align or size)
+    return begin, begin + size * (int(count[1:-1] or "0") if count else 1)
 
 
 def _statements(body: str) -> Iterator[str]:
@@ -96,21 +113,30 @@ def _statements(body: str) -> Iterator[str]:
     body = re.sub(r"(;)\s*\}", r"\1", re.sub(r"\{\s*(\.reg[^;]*;)", r"\1", body))
     for statement in body.split(";"):
         statement = " ".join(statement.split()).lstrip("{ ")
-        if statement and not statement.startswith((".reg", ".pragma", "}")):
+        if statement and not statement.startswith((".reg", ".pragma", ".shared", "}")):
             yield statement
 
 
 class _Decoder:
-    def __init__(self, name: str, parameters: str, body: str, shared: list[str]) -> None:
+    def __init__(self, name: str, parameters: str, body: str, variables: str) -> None:
         self.kernel = Kernel(name)
         self.numbers: dict[str, int] = {}  # of registers and constants
-        self.symbols = dict.fromkeys(shared, 0)
+        self.symbols: dict[str, int] = {}
         self.labels: dict[str, int] = {}
-        for bits, symbol in _PARAMETER.findall(parameters):
-            size = int(bits) // 8
-            self.symbols[symbol] = -(-self.kernel.parameter_bytes // size) * size
-            self.kernel.parameters.append((self.symbols[symbol], size))
-            self.kernel.parameter_bytes = self.symbols[symbol] + size
+        scopes = " ".join(re.findall(r"\.reg\s+\.\w+\s+([^;]*);", body))
+        self.declared = set(re.findall(r"(?<!%)\b[a-z]\w*", scopes))
+        for align, bits, symbol, count in _PARAMETER.findall(parameters):
+            self.symbols[symbol], self.kernel.parameter_bytes = _placed(
+                self.kernel.parameter_bytes, align, bits, count
+            )
+            begin = self.symbols[symbol]
+            self.kernel.parameters.append((begin, self.kernel.parameter_bytes - begin))
+        shared = [each for each in _SHARED.findall(variables + body) if each[2] in body]
+        for align, bits, symbol, count in sorted(shared, key=lambda each: each[3] == "[]"):
+            # What a launch asks for comes last, and has no size here.
+            self.symbols[symbol], self.kernel.shared_bytes = _placed(
+                self.kernel.shared_bytes, align, bits, count
+            )
         for statement in [*_statements(body), "ret"]:
             if statement.endswith(":"):
                 self.labels[statement[:-1]] = len(self.kernel.text)
@@ -132,12 +158,24 @@ class _Decoder:
                 return Instruction("bra", target=self.labels[operands[0]])
             case "ret" | "exit":
                 return Instruction("bra")
-            case "bar" if parts[0] != "warp" and operands == ["0"]:
-                return Instruction("bar.sync")
+            case "bar" if parts[0] != "warp":
+                return Instruction("bar.sync", sources=self.operands(operands))
+            case "fence" if parts[0] == "mbarrier_init":
+                return Instruction("fence.mbarrier_init")
             case "fence" | "membar":
                 return Instruction("fence", flags=_FLAGS[parts[-1]])
+            case "barrier" if "relaxed" not in parts:
+                return Instruction(f"barrier.cluster.{parts[1]}")
+            case "mbarrier" | "cp" | "mapa":
+                return self.of_cluster(base, parts, operands)
+            case "st" if parts[0] == "async":
+                return self.of_cluster(base, parts, operands)
             case "createpolicy":
                 return Instruction("mov.b64", self.operands(operands[:1]), self.operands(["0"]))
+            case "cvta":
+                return Instruction(
+                    "mov.b64", self.operands(operands[:1]), self.operands(operands[1:])
+                )
             case "ld" | "ldmatrix" | "atom":
                 return self.memory(base, parts, operands[:1], *operands[1:])
             case "st" | "stmatrix":
@@ -145,12 +183,25 @@ class _Decoder:
             case "red":
                 return self.memory("atom", parts, [], *operands)
         participants = -1
-        if base in ("shfl", "redux") or name == "bar.warp.sync":
+        if base in ("shfl", "redux", "vote", "elect") or name == "bar.warp.sync":
             participants = self.operand(operands.pop())
         elif base == "mov" and any(operand.startswith("{") for operand in operands):
             name = ("unpack." if operands[0].startswith("{") else "pack.") + parts[-1]
         to, sources = self.operands(operands[:1]), self.operands(operands[1:])
         return Instruction(name, to, sources, participants=participants)
+
+    def of_cluster(self, base: str, parts: list[str], operands: list[str]) -> Instruction:
+        """Barriers in shared memory, what completes on them, and addresses in other blocks."""
+        kinds = ("init", "arrive", "expect_tx", "try_wait", "async", "bulk")
+        name = ".".join([base, *(part for part in parts if part in kinds)])
+        keeps_state = "arrive" in parts and operands[0] != "_"
+        if keeps_state or "relaxed" in parts or (base in ("st", "mbarrier") and parts[-1] != "b64"):
+            raise ValueError(name)
+        operands = [operand.strip("[]") for operand in operands]
+        has_result = base == "mapa" or name in ("mbarrier.arrive", "mbarrier.try_wait", _EXPECT)
+        to = self.operands(operands[:has_result])
+        flags = CLUSTER if "acquire" in parts and "cluster" in parts else 0
+        return Instruction(name, to, self.operands(operands[has_result:]), flags=flags)
 
     def memory(
         self, base: str, parts: list[str], to: list[str], address: str, *sources: str
@@ -191,7 +242,7 @@ class _Decoder:
             return SPECIAL[text], 0
         if text in self.symbols:
             return CONSTANT, self.symbols[text]
-        if re.fullmatch(r"%[a-z]+\d+|tmp", text):
+        if text in self.declared or re.fullmatch(r"%[a-z]+\d+|%temp", text):
             return NOTHING, 0
         pattern, number = _parts(_NUMBER, text)
         value = int(pattern, 16) if pattern else int(number, 0)

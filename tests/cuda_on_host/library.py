@@ -1,0 +1,86 @@
+"""The operators of the CUDA backend on CPU tensors; their kernels are executed as PTX."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ptx import executor
+
+NAMESPACE = "bapo_kernels_cuda_on_host"
+EXECUTE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p)
+)
+ALLOCATED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+
+
+class Library:
+    """The operators and controls of binding.cpp, and what they call back to.
+
+    Attributes:
+        seed: of the schedules; 0 runs one warp after the other.
+        error_seed: of the errors of approximate instructions.
+        races: whether they are looked for.
+    """
+
+    def __init__(self, built: Path) -> None:
+        self.seed = self.error_seed = 0
+        self.races = True
+        self.ptx = {  # the module of each kernel
+            name: text
+            for text in (path.read_text() for path in built.parent.glob("*.ptx"))
+            for name in re.findall(r"\.entry (\S+)\(", text)
+        }
+        self.tensors: list[torch.Tensor] = []  # of the operator that runs
+        self.failure: Exception | None = None
+        torch.ops.load_library(str(built))
+        self.operators = getattr(torch.ops, NAMESPACE)
+        self.called = {"execute": EXECUTE(self.execute), "allocated": ALLOCATED(self.allocated)}
+        for name, function in self.called.items():
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            ctypes.c_void_p.in_dll(ctypes.CDLL(str(built)), name).value = address
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operator = getattr(self.operators, name)
+
+        def run(*arguments: Any) -> Any:
+            given = [each if isinstance(each, list | tuple) else [each] for each in arguments]
+            self.tensors = [x for xs in given for x in xs if isinstance(x, torch.Tensor)]
+            self.failure = None
+            try:
+                return operator(*arguments)
+            except RuntimeError as error:
+                raise self.failure or error from None
+
+        return run
+
+    def allocated(self, address: int, count: int) -> None:
+        if count == 0:
+            return
+        memory = (ctypes.c_float * (2 * count)).from_address(address)  # whose parts may be int32
+        self.tensors.append(executor.poison(torch.frombuffer(memory, dtype=torch.float32)))
+
+    def execute(self, name: bytes, launch: Any, arguments: Any) -> int:
+        try:
+            kernel = executor.load(self.ptx[name.decode()], name.decode())
+            sizes = [size for _, size in kernel.parameters]
+            executor.launch(
+                kernel,
+                tuple(launch[:3]),
+                launch[3],
+                [ctypes.string_at(arguments[i], size) for i, size in enumerate(sizes)],
+                tensors=self.tensors,
+                cluster=launch[4],
+                shared_bytes=launch[5],
+                seed=self.seed,
+                error_seed=self.error_seed,
+                races=self.races,
+                poisons=True,
+            )
+        except Exception as failure:
+            self.failure = failure
+        return self.failure is not None

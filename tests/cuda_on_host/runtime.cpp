@@ -1,0 +1,93 @@
+// The functions of the CUDA runtime that csrc/cuda calls, in the place of libcudart. Kernels are
+// handed to `execute`, by the names that they have in PTX.
+#include "runtime.h"
+
+#include <cstring>
+#include <map>
+
+namespace {
+
+// Grid, threads, blocks in a cluster and bytes of dynamic shared memory; addresses of the
+// arguments. Returns whether it failed.
+using Execute = int (*)(const char* kernel, const unsigned* launch, void** arguments);
+
+std::map<const void*, const char*>& kernels() {
+    static std::map<const void*, const char*> all;
+    return all;
+}
+
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) Execute execute = nullptr;
+
+void** __cudaRegisterFatBinary(void*) {
+    static void* handle;
+    return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*,
+                            void*, void*, void*, int*) {
+    kernels()[function] = name;
+}
+// Calls of kernels as functions, of which there are none.
+char __cudaInitModule(void**) { return 0; }
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorUnknown; }
+cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { return cudaErrorUnknown; }
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
+    return cudaErrorUnknown;
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorInvalidClusterSize ? "cluster misconfiguration"
+           : error == cudaErrorInvalidValue     ? "invalid argument"
+           : error == cudaErrorLaunchFailure    ? "unspecified launch failure"
+                                                : "unknown error";
+}
+cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+    const auto& [major, per_multiprocessor, per_block, clusters, ptx_version] = emulated::device;
+    *value = which == cudaDevAttrComputeCapabilityMajor             ? major
+             : which == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? per_multiprocessor
+             : which == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? per_block
+             : which == cudaDevAttrMultiProcessorCount              ? 1
+                                                                    : -1;
+    return *value < 0 ? cudaErrorInvalidValue : cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute which, int value) {
+    const bool fits = which != cudaFuncAttributeMaxDynamicSharedMemorySize ||
+                      value <= emulated::device.bytes_per_block;
+    return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+    attributes->ptxVersion = emulated::device.ptx_version;
+    return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
+    *count = emulated::device.clusters;
+    return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+    emulated::launches.add(stream);
+    std::memset(to, value, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
+                                void** arguments) {
+    const unsigned cluster = config->numAttrs ? config->attrs[0].val.clusterDim.x : 1;
+    const dim3 grid = config->gridDim, block = config->blockDim;
+    if (grid.x == 0 || grid.x % cluster) return cudaErrorInvalidValue;
+    if (config->numAttrs && emulated::device.clusters == 0) return cudaErrorInvalidClusterSize;
+    if (config->numAttrs) emulated::launches.cluster = cluster;
+    emulated::launches.add(config->stream);
+    const unsigned launch[] = {grid.x,  grid.y,  grid.z,
+                               block.x, cluster, (unsigned)config->dynamicSmemBytes};
+    const bool failed = execute(kernels().at(function), launch, arguments);
+    return failed ? cudaErrorLaunchFailure : cudaSuccess;
+}
+}

@@ -1,0 +1,32 @@
+// A GPU that is not there: what the functions of runtime.cpp say of it, and what they are asked
+// for.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace emulated {
+
+struct Device {
+    int major = 9;
+    int bytes_per_multiprocessor = 228 << 10;
+    int bytes_per_block = 227 << 10;
+    int clusters = 3;  // that are active at once
+    int ptx_version = 90;
+};
+inline Device device;
+
+// The launches since these values were last reset.
+struct Launches {
+    unsigned count = 0;
+    unsigned cluster = 0;    // blocks in a cluster of the last launch that asked for them
+    void* stream = nullptr;  // of the last launch
+    bool on_one_stream = true;
+
+    void add(void* on) {
+        if (count++ && stream != on) on_one_stream = false;
+        stream = on;
+    }
+};
+inline Launches launches;
+
+}  // namespace emulated
