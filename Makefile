@@ -25,7 +25,7 @@ demo: build/demo_env/installed $(LIBRARY)
 # The mathematics on every backend that runs here, in a few minutes.
 test: BIN = build/test_env/bin
 test: build/test_env/installed $(LIBRARY)
-	EMULATE_SEEDS=1 $(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
+	$(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
 
 # Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging. Without a GPU
 # Triton's tests have stages of their own: as PTX (`ptx`), one case each; and in the interpreter of a

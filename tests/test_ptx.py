@@ -524,6 +524,10 @@ MODULE = """
     st.global.v4.u32 [%rd2], {%r2, %r3, %r4, %r5};  st.global.u32 [%rd2+16], %r1;
     st.global.u64 [%rd2+24], %rd3;  ret;
 }
+    .section .debug_abbrev
+    {
+.b8 1
+    }
 """
 
 

@@ -17,5 +17,5 @@ DEVICES = {
     "MIG": ((9, 228 << 10, 0), 0),  # a partition of a GPU, where no cluster fits
 }
 FIRST_SEED = int(os.environ.get("EMULATE_FIRST", "1"))
-SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("EMULATE_SEEDS", "2")))
+SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("EMULATE_SEEDS", "1")))
 ROUNDING = int(os.environ.get("EMULATE_ROUNDING", "1"))  # seed of the errors of exp

@@ -33,7 +33,7 @@ _HINTS = dict.fromkeys(["ca", "cg", "cs", "nc", "L1::evict_first", "L1::evict_la
 _HINTS |= dict.fromkeys(["L1::no_allocate", "L2::cache_hint", "sync", "aligned", "m8n8"])
 
 _EXPECT = "mbarrier.arrive.expect_tx"
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*\.(?:loc|section|file)\b[^\n]*$", re.DOTALL | re.M)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*\.(?:loc|file)\b[^\n]*$", re.DOTALL | re.M)
 _ENTRY = re.compile(r"\s+(\S+?)\s*\((.*?)\).*?\{(.*)\}", re.DOTALL)  # the rest of the module
 _ARRAY = r"\.[bufs](\d+)\b[^;,]*?([\w$]+)(\[\d*\])?\s*"
 _PARAMETER = re.compile(rf"\.param\s+(?:\.align\s+(\d+)\s+)?{_ARRAY}(?:,|$)")
@@ -90,7 +90,8 @@ def parse(text: str, name: str | None = None) -> Kernel:
 
 @cache
 def _split(text: str) -> list[str]:
-    return re.split(r"\.entry\b", _COMMENT.sub("", text))
+    code = re.split(r"^\s*\.section\b", text, maxsplit=1, flags=re.MULTILINE)[0]  # then debugging
+    return re.split(r"\.entry\b", _COMMENT.sub("", code))
 
 
 def _parts(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
