@@ -468,7 +468,7 @@ SENT = f"""
     {INIT} {INIT_FENCE} {EXPECT} {MEET} mov.u32 %r3, %cluster_ctarank;  xor.b32 %r4, %r3, 1;
     shl.b32 %r5, %r0, 3;  add.u32 %r5, %r5, %r1;  mapa.shared::cluster.u32 %r6, %r5, %r4;
     mapa.shared::cluster.u32 %r7, %r2, %r4;  mad.lo.u32 %r8, %r3, 100, %r0;
-    cvt.u64.u32 %rd9, %r8;  mad.wide.u32 %rd30, %r3, 8, %rd20;  {SEND} {RECEIVE}"""
+    cvt.u64.u32 %rd9, %r8;  mad.wide.u32 %rd30, %r3, 8, %rd20;  {SEND} {RECEIVE} {MEET}"""
 CLUSTER = dict(cluster=2, grid=(2, 1, 1))
 
 
@@ -477,9 +477,9 @@ CLUSTER = dict(cluster=2, grid=(2, 1, 1))
     [
         ("", "", ""),
         ("acquire.cluster", "acquire.cta", "race: .* copy or store that arrives later"),
-        (RECEIVE, "", "arrives in a block that has returned"),
+        (f"{RECEIVE} {MEET}", "", "has returned"),
         (INIT_FENCE, "", "its barrier was initialised without a fence"),
-        (MEET, "", "race: |was initialised|never written"),
+        (MEET, "", "race: |was initialised|never written|has returned"),
     ],
 )
 def test_stores_to_the_other_block(old, new, match):

@@ -50,13 +50,16 @@ void fence_init(Memory&, Warp& warp, const Instruction&, Mask) {
     for (auto& [address, barrier] : warp.block->barriers) barrier.fenced = true;
 }
 
+// Where some lanes arrive, they release what the warp has done until its lanes last met.
 template <bool kExpects>
 void arrive(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const addresses = warp.known(in.from[0], lanes, "an address");
     const uint64_t* const bytes = kExpects ? warp.known(in.from[1], lanes, "a size") : nullptr;
+    Clock released = warp.clock;
+    if (lanes != warp.alive) released[warp.number] = warp.synchronised;
     for_lanes(lanes, [&](int lane) {
         const int64_t expected = kExpects ? int64_t(uint32_t(bytes[lane])) : 0;
-        touch(memory, warp, lane, addresses[lane]).update(1, expected, warp.clock, true);
+        touch(memory, warp, lane, addresses[lane]).update(1, expected, released, true);
     });
 }
 
@@ -150,6 +153,16 @@ void wait_in_cluster(Memory&, Warp& warp, const Instruction&, Mask) {
 }
 
 }  // namespace
+
+void Cluster::leave(const Block& block) const {
+    if (!block.returned()) return;
+    for (const Transfer& each : transfers) {
+        const uint32_t sender = each.sent_by / uint32_t(block.warps.size());
+        if (each.as.block == &block || sender == block.warps[0].number / block.warps.size()) {
+            fail("has returned while a copy or store is on its way");
+        }
+    }
+}
 
 // The last arrival, or the return of who has not arrived, ends a phase.
 void Cluster::open() {

@@ -237,7 +237,9 @@ class Grid {
             for_lanes(lanes, [&](int lane) { warp.next[lane] = uint32_t(in.target); });
             if (uint32_t(in.target) != kReturned) return;
             warp.alive &= ~lanes;
-            if (!warp.alive) warp.block->cluster->open();
+            if (warp.alive) return;
+            warp.block->cluster->open();
+            warp.block->cluster->leave(*warp.block);
             return;
         }
         const Mask named = needed(warp, in, lanes);

@@ -119,6 +119,7 @@ struct Cluster {
     Clock known{}, gathered{};
 
     void open();
+    void leave(const Block& block) const;
 };
 
 class Memory {
