@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import shlex
 import struct
 import subprocess
 import tempfile
@@ -77,7 +79,8 @@ def _program() -> Path:
     runtime = ROOT / "tests" / "cuda_on_host"
     includes = ("-I", ROOT / "csrc", "-I", runtime)
     sources = Path(__file__).with_name("launch_params.cpp"), runtime / "runtime.cpp"
-    command = ["nvcc", "-std=c++20", "--cudart=none", *includes, "-o", program, *sources]
+    nvcc = shlex.split(os.environ.get("NVCC", "nvcc"))
+    command = [*nvcc, "-std=c++20", "--cudart=none", *includes, "-o", program, *sources]
     subprocess.run(command, check=True)
     return program
 

@@ -154,6 +154,7 @@ void wait_in_cluster(Memory&, Warp& warp, const Instruction&, Mask) {
 
 }  // namespace
 
+// Stricter than PTX says: a block stays until what it has sent has arrived, too.
 void Cluster::leave(const Block& block) const {
     if (!block.returned()) return;
     for (const Transfer& each : transfers) {

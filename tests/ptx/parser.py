@@ -172,11 +172,9 @@ class _Decoder:
             case "st" if parts[0] == "async":
                 return self.of_cluster(base, parts, operands)
             case "createpolicy":
-                return Instruction("mov.b64", self.operands(operands[:1]), self.operands(["0"]))
+                return self.instruction("mov.b64", [operands[0], "0"])
             case "cvta":
-                return Instruction(
-                    "mov.b64", self.operands(operands[:1]), self.operands(operands[1:])
-                )
+                return self.instruction("mov.b64", operands)
             case "ld" | "ldmatrix" | "atom":
                 return self.memory(base, parts, operands[:1], *operands[1:])
             case "st" | "stmatrix":
