@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,7 +20,14 @@ from bapo_kernels.backends import native
 from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import EPS as EPS
-from bapo_kernels.tools.budget import Case, Result, error_and_budget, evaluate, quantities
+from bapo_kernels.tools.budget import (
+    Case,
+    Result,
+    error_and_budget,
+    evaluate,
+    in_some_orders,
+    quantities,
+)
 from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
 from bapo_kernels.tools.budget import make_case as make_case
 from bapo_kernels.tools.budget import per_token as per_token
@@ -180,9 +187,7 @@ def run_kernel_with_sets(case: Case, mask: SamplingMask, backend: str, **extra: 
     return run_kernel(replace(case, logits=logits), backend, sampling_mask=mask, **extra)
 
 
-def check_with_sets(
-    case: Case, mask: SamplingMask, backend: str, few_tokens: bool = True, **extra: Any
-) -> Result:
+def check_with_sets(case: Case, mask: SamplingMask, backend: str, **extra: Any) -> Result:
     """:func:`check_against_reference`, which sees logits of -inf and no mask.
 
     Zero gradients outside of the sets, and the metric of labels there.
@@ -192,7 +197,7 @@ def check_with_sets(
     labels = case.labels.clamp(0, case.logits.shape[-1] - 1)[..., None]
     outside = unmasked_tokens(case) & (case.logits.gather(-1, labels)[..., 0] == -torch.inf)
     assert got.output.metrics["label_outside_mask"] == outside.sum()
-    check_result(case, got, few_tokens, {"label_outside_mask"})
+    check_result(case, got, {"label_outside_mask"})
     assert not got.gradient[case.logits == -torch.inf].any()
     return got
 
@@ -208,20 +213,18 @@ def assert_within_budget(name, got, same_dtype, truth, operand=0.0, inherited=0.
     assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
 
 
-def check_against_reference(
-    case: Case, backend: str, few_tokens: bool = False, **extra: Any
-) -> Result:
+def check_against_reference(case: Case, backend: str, **extra: Any) -> Result:
     """Check loss, gradient, log-probs, entropy, bounds and metrics of one case."""
     case = case.with_options(**extra)
     got = run_kernel(case, backend)
-    check_result(case, got, few_tokens)
+    check_result(case, got)
     return got
 
 
-def check_result(case: Case, got: Result, few_tokens: bool, more: Collection[str] = ()) -> None:
+def check_result(case: Case, got: Result, more: Collection[str] = ()) -> None:
     """Within the budget; it has the metrics of the reference and ``more``."""
-    same, truth = run_reference(case), run_reference(case, torch.float64)
-    for name, error, budget in quantities(case, got, same, truth, few_tokens):
+    same, truth = in_some_orders(partial(run_reference, case)), run_reference(case, torch.float64)
+    for name, error, budget in quantities(case, got, same, truth):
         assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
     assert set(got.output.metrics) == {*truth.output.metrics, *more}
     for value in got.output.metrics.values():

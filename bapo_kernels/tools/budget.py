@@ -1,16 +1,18 @@
 """A test case, its results, and the error budget of a kernel.
 
 The budget is computed, never tuned: twice the error of the reference in the kernel's dtype, plus
-one rounding. May import public modules and the reference, never a kernel: a wider budget hides
-wrong kernels from ``validate`` and from the tests, which take it from here.
+one rounding. That error is the largest over a few orders of the reference's sums, because in one
+order it may be small by luck. May import public modules, ``sum_order`` and the reference, never a
+kernel: a wider budget hides wrong kernels from ``validate`` and from the tests, which take it from
+here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,33 +21,57 @@ from torch.utils._pytree import tree_map_only
 from .. import reference
 from ..config import IGNORE_INDEX, BAPOConfig
 from ..output import BAPOOutput, ClipBounds
+from .sum_order import SumOrder
 
 EPS = {
     torch.float32: 2.0**-24,
     torch.bfloat16: 2.0**-9,
     torch.float16: 2.0**-12,
-    torch.float64: 0.0,
+    torch.float64: 2.0**-53,
 }
 # The spacing of subnormal numbers, where one rounding is an absolute error.
-TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+TINY = {
+    torch.float32: 2.0**-149,
+    torch.bfloat16: 2.0**-133,
+    torch.float16: 2.0**-24,
+    torch.float64: 2.0**-1074,
+}
 
 Measured = tuple[str, float, float]  # quantity, error, budget
 Loss = Callable[..., BAPOOutput]
+T = TypeVar("T")
+
+
+def in_some_orders(run: Callable[[], T]) -> list[T]:
+    """What ``run`` returns, then what it returns with its sums in other orders."""
+    results = [run()]
+    for seed in (1, 2):
+        with SumOrder(seed):
+            results.append(run())
+    return results
 
 
 def error_and_budget(
-    got: Tensor, same_dtype: Tensor, truth: Tensor, *, operand: float = 0.0, inherited: float = 0.0
+    got: Tensor,
+    same_dtype: Tensor | Sequence[Tensor],
+    truth: Tensor,
+    *,
+    operand: float = 0.0,
+    inherited: float = 0.0,
 ) -> tuple[float, float]:
     """``|got - truth|``, and ``2*|same_dtype - truth| + one rounding``, in the maximum norm.
 
-    The rounding is that of the largest value, or of the largest operand of a difference;
-    ``inherited`` is added to the budget. The error is NaN, which exceeds every budget, if the
-    shapes differ or if NaN and infinities are not where the truth has them.
+    Of several references in the dtype, the one with the largest error counts. The rounding is that
+    of the largest value, or of the largest operand of a difference; ``inherited`` is added to the
+    budget. The error is NaN, which exceeds every budget, if the shapes differ or if NaN and
+    infinities are not where the truth has them.
     """
-    got64, same64, truth = got.double().cpu(), same_dtype.double().cpu(), truth.double().cpu()
+    got64, truth = got.double().cpu(), truth.double().cpu()
     finite = truth.isfinite()
     rounding = EPS[got.dtype] * max(largest(truth[finite]), operand) + TINY[got.dtype]
-    budget = 2 * largest((same64 - truth)[finite]) + rounding + inherited
+    references = [same_dtype] if isinstance(same_dtype, Tensor) else same_dtype
+    errors = [largest((same.double().cpu() - truth)[finite]) for same in references]
+    budget = 2 * max(errors) + rounding + inherited
     same_places = got64.shape == truth.shape and torch.allclose(
         got64[~finite], truth[~finite], rtol=0, atol=0, equal_nan=True
     )
@@ -195,30 +221,42 @@ def loss_sensitivity(case: Case, truth: Result) -> float:
 
 
 def quantities(
-    case: Case, got: Result, same: Result, truth: Result, few_tokens: bool
+    case: Case, got: Result, same: Sequence[Result], truth: Result
 ) -> Iterator[Measured]:
     """Bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
 
-    What is summed from log-probs and entropies inherits their rounding. The gradient inherits it
-    through the ratio, which matters with ``few_tokens``: on these the reference may be exact by
-    luck.
+    What is summed from log-probs and entropies inherits their rounding, and the gradients inherit
+    it through the ratio.
+
+    Args:
+        same: the reference in the dtype, with its sums in some orders.
     """
-    results = got, same, truth
     yield "bounds", difference(got.output.bounds, truth.output.bounds), 0.0
     log_probs = truth.output.log_probs
     operand = largest(log_probs[log_probs.isfinite()])
-    for name, *gradients in zip(
-        ("gradient", "weight gradient"), *(r.gradients for r in results), strict=False
-    ):
-        of_ratio = EPS[torch.float32] * operand * largest(gradients[2].nan_to_num())
-        yield name, *error_and_budget(*gradients, inherited=few_tokens * of_ratio)
-    operands = {"entropy": operand, "loss": operand * loss_sensitivity(case, truth)}
-    for name in ("log_probs", "entropy", "loss"):
-        parts = (getattr(r.output, name) for r in results)
-        yield name, *error_and_budget(*parts, operand=operands.get(name, 0.0))
+    names = "gradient", "weight gradient", "bias gradient"
+    of_leaves = zip(*(result.gradients for result in (got, truth, *same)), strict=True)
+    for name, (mine, exact, *theirs) in zip(names, of_leaves, strict=False):
+        of_ratio = EPS[torch.float32] * operand * largest(exact.nan_to_num())
+        yield name, *error_and_budget(mine, theirs, exact, inherited=of_ratio)
+
+    of_got, of_truth, *of_same = (_values(result.output) for result in (got, truth, *same))
+
+    def compared(name: str, operand: float = 0.0) -> Measured:
+        references = [values[name] for values in of_same]
+        return name, *error_and_budget(of_got[name], references, of_truth[name], operand=operand)
+
+    yield compared("log_probs")
+    yield compared("entropy", operand)
+    yield compared("loss", operand * loss_sensitivity(case, truth))
     metrics = []
     for name, value in truth.output.metrics.items():
         size = max(1.0, value.abs().nan_to_num(posinf=0.0).item())  # of a ratio of sums
-        parts = (r.output.metrics[name] for r in results)
-        metrics.append((f"metric {name}", *error_and_budget(*parts, operand=operand * size)))
+        metrics.append(compared(f"metric {name}", operand * size))
     yield max(metrics, key=lambda m: (not m[1] <= m[2], m[1] / m[2]))
+
+
+def _values(output: BAPOOutput) -> dict[str, Tensor]:
+    assert output.entropy is not None
+    values = {"log_probs": output.log_probs, "entropy": output.entropy, "loss": output.loss}
+    return values | {f"metric {name}": value for name, value in output.metrics.items()}

@@ -31,6 +31,7 @@ from .budget import (
     difference,
     error_and_budget,
     evaluate,
+    in_some_orders,
     largest,
     make_case,
     per_token,
@@ -158,15 +159,16 @@ def _loss(
     loss: Loss, dtype: torch.dtype, device: str, options: dict[str, Any]
 ) -> Iterator[Measured]:
     case = make_case(dtype=dtype, device=device, **options)
-    yield from _compare(loss, reference.bapo_loss, case, (case.logits,), few_tokens=False)
+    yield from _compare(loss, reference.bapo_loss, case, (case.logits,))
 
 
 def _compare(
-    loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, ...], few_tokens: bool
+    loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, ...]
 ) -> Iterator[Measured]:
     got, again = (evaluate(loss, case, parameters) for _ in range(2))
-    same, truth = (evaluate(expected, case, parameters, d) for d in (None, torch.float64))
-    yield from quantities(case, got, same, truth, few_tokens)
+    same = in_some_orders(partial(evaluate, expected, case, parameters))
+    truth = evaluate(expected, case, parameters, torch.float64)
+    yield from quantities(case, got, same, truth)
     pairs = zip(_tensors(got), _tensors(again), strict=True)
     yield "second run", float(sum(not torch.equal(a, b) for a, b in pairs)), 0.0
 
@@ -225,11 +227,12 @@ def _log_probs(backend: str, dtype: torch.dtype, device: str, V: int) -> Iterato
         return *outputs, *torch.autograd.grad(outputs, x, incoming)
 
     got = of(partial(log_probs, backend=backend), dtype)
-    same, truth = of(reference.log_probs, dtype), of(reference.log_probs, torch.float64)
-    operands = (0.0, largest(truth[0]), 0.0)
-    names = ("log_probs", "entropy", "gradient")
-    for name, operand, *parts in zip(names, operands, got, same, truth, strict=True):
-        yield name, *error_and_budget(*parts, operand=operand)
+    same = in_some_orders(partial(of, reference.log_probs, dtype))
+    truth = of(reference.log_probs, torch.float64)
+    for i, name in enumerate(("log_probs", "entropy", "gradient")):
+        operand = largest(truth[0]) if name == "entropy" else 0.0
+        theirs = [values[i] for values in same]
+        yield name, *error_and_budget(got[i], theirs, truth[i], operand=operand)
 
 
 def _linear(backend: str, dtype: torch.dtype, device: str) -> Iterator[Measured]:
@@ -241,7 +244,7 @@ def _linear(backend: str, dtype: torch.dtype, device: str) -> Iterator[Measured]
     case = make_case(shape, V, device=device, logits=logits, staleness=0.5)
     loss = partial(bapo_linear_loss, backend=backend, chunk_tokens=8)
     parameters = hidden, weight
-    yield from _compare(loss, reference.bapo_linear_loss, case, parameters, few_tokens=True)
+    yield from _compare(loss, reference.bapo_linear_loss, case, parameters)
 
 
 def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iterator[Measured]:
@@ -289,9 +292,8 @@ def _beyond_32_bits(backend: str, device: str) -> Iterator[Measured]:
     options: dict[str, Any] = dict(batch_num_tokens=1.0)
     out = bapo_loss(logits, labels, old, A, inplace=True, backend=backend, **options)
     case = case.with_options(bounds=out.bounds, **options)
-    same, truth = (
-        evaluate(reference.bapo_loss, case, (case.logits,), d) for d in (None, torch.float64)
-    )
-    log_probs_of = (r.output.log_probs for r in (same, truth))
+    of_reference = partial(evaluate, reference.bapo_loss, case, (case.logits,))
+    same, truth = in_some_orders(of_reference), of_reference(torch.float64)
+    log_probs_of = [r.output.log_probs for r in same], truth.output.log_probs
     yield "log_probs", *error_and_budget(out.log_probs[last], *log_probs_of)
-    yield "gradient", *error_and_budget(logits[last], same.gradient, truth.gradient)
+    yield "gradient", *error_and_budget(logits[last], [r.gradient for r in same], truth.gradient)
