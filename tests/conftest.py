@@ -2,7 +2,7 @@ import gc
 import getpass
 import os
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from hypothesis import settings
 from world import world
 
 from bapo_kernels import available_backends
+from bapo_kernels.tools.sum_order import SumOrder
 
 settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("default"), max_examples=20)
@@ -36,6 +37,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
 
 LIKE_OTHERS = "test_autograd", "test_misuse"  # their Triton kernels are those of other tests
 OF_TOKENS = "test_options_of_loss_from_log_probs"  # without rows: quick in the interpreter
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sum-order", type=int, metavar="SEED", help="another order of PyTorch's sums")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -146,3 +151,12 @@ def worlds(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def sum_order(request):
+    """With ``--sum-order``, as on other processors; compiled code has an order of its own."""
+    seed = request.config.getoption("sum_order")
+    other = seed is not None and request.node.get_closest_marker("compile") is None
+    with SumOrder(seed) if other else nullcontext():
+        yield

@@ -103,6 +103,7 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
     const float scale = base2_scale(transform);
     float* const kept = kept_exp.e;
     RowStats stats{-kInf, 0.0, 0.0};
+    double crowded = kCrowded;
     for (int64_t begin = 0; begin < vocab; begin += kBlock) {
         const int64_t end = begin + kBlock < vocab ? begin + kBlock : vocab;
         const auto block_max = [&] {
@@ -128,7 +129,10 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
             int64_t at = begin;
             for (; at + kGroup <= end; at += kGroup) {
                 of_group = VFloat{};
-                for (int64_t i = at; i < at + kGroup; i += kLanes) add(load(row + i), i);
+                for (int64_t i = at; i < at + kGroup; i += kLanes) {
+                    prefetch(row + i);
+                    add(load(row + i), i);
+                }
                 sums.add(of_group);
             }
             of_group = VFloat{};
@@ -139,11 +143,14 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
         };
         add_up();
         // Crowded or infinite (then NaN): the entropy would lose digits, or 2^t leave its range.
-        if (!(sum <= kCrowded)) {
+        if (!(sum <= crowded)) {
             const float max = block_max();
             if (max > stats.origin) {
                 stats.move_to(max, scale);
                 add_up();
+                crowded = kCrowded;
+            } else {  // A flat block. Beside its sum, a term of twice that loses no digits.
+                crowded = 2.0 * sum;
             }
         }
         if constexpr (kKeep) kept_exp.origins[begin / kBlock] = stats.origin;
@@ -215,6 +222,7 @@ void row_gradient(const T* row, T* grad, int64_t vocab, const Transform& transfo
         }
     } else {
         fill_row(grad, vocab, streamed, [&](int64_t begin, int64_t count) {
+            prefetch(row + begin);
             return gradient(count == kLanes ? load(row + begin) : load_partial(row + begin, count));
         });
     }

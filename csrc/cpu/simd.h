@@ -97,8 +97,14 @@ inline VHalf narrow(VFloat x, BFloat16) {
     return (VHalf)_mm512_cvtneps_pbh((__m512)x);
 #endif
     const VUint u = (VUint)x;
-    const VUint rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    return __builtin_convertvector(x == x ? rounded : (u >> 16) | 0x40, VHalf);
+    // A NaN becomes the one of all ones, because rounding could carry it to infinity or zero.
+    const VUint rounded = ((u + 0x7fff + ((u >> 16) & 1)) | (VUint)(x != x)) >> 16;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i words = (__m256i)rounded;
+    return (VHalf)_mm_packus_epi32(_mm256_castsi256_si128(words),
+                                   _mm256_extracti128_si256(words, 1));
+#endif
+    return __builtin_convertvector(rounded, VHalf);
 }
 
 #if defined(__AVX512F__)
@@ -168,20 +174,26 @@ inline void stream(float* p, F vector_at) {
 #endif
 }
 template <typename T, typename F>
-inline void stream(T* p, F vector_at) {
+inline void stream(T* p, F vector_at) {  // The halves are joined in registers, not in memory.
     const VHalf low = narrow(vector_at(0), T{}), high = narrow(vector_at(kLanes), T{});
 #if defined(__AVX512F__)
-    const VHalf both[2] = {low, high};
-    __m512i line;
-    std::memcpy(&line, both, sizeof line);
+    __m512i line = _mm512_maskz_inserti64x4(0xff, __m512i{}, (__m256i)low, 0);
+    line = _mm512_maskz_inserti64x4(0xff, line, (__m256i)high, 1);
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), line);
 #elif defined(__AVX2__)
-    const __m256i line = _mm256_set_m128i((__m128i)high, (__m128i)low);  // not through memory
+    const __m256i line = _mm256_set_m128i((__m128i)high, (__m128i)low);
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), line);
 #else
     std::memcpy(p, &low, sizeof low);
     std::memcpy(p + kLanes, &high, sizeof high);
 #endif
+}
+
+// Asks early for what a loop over p reads next: the processor itself looks less far ahead, and not
+// beyond a page. Behind the row nothing is read.
+template <typename T>
+inline void prefetch(const T* p) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + 8192, 0, 2);
 }
 
 // Orders streamed stores before the ordinary ones that follow.
