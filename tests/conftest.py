@@ -40,7 +40,9 @@ OF_TOKENS = "test_options_of_loss_from_log_probs"  # without rows: quick in the 
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sum-order", type=int, metavar="SEED", help="another order of PyTorch's sums")
+    parser.addoption(
+        "--sum-order", type=int, metavar="SEED", help="PyTorch's sums in another order"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
