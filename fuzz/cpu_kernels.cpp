@@ -754,7 +754,7 @@ void check_tokens(const Problem& p, const Outcome& got) {
         const long double size = std::fabs(of_policy) + std::fabs(of_kl) + operand;
         if (!(size < 1e290L)) continue;
         const bool has_ref = !p.ref_log_probs || std::isfinite((*p.ref_log_probs)[i]);
-        if (!std::isfinite(old) || !std::isfinite(log_ratio) || !has_ref) continue;
+        if (!std::isfinite(old + log_ratio + A) || !has_ref) continue;
         // At a bound the last bit of the exp decides.
         const auto at = [&](long double bound) { return std::fabs(r / bound - 1.0L) <= 1e-12L; };
         if (at(lower) || at(upper) || at(p.options.clip_ratio_c)) continue;
