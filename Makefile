@@ -37,7 +37,7 @@ test-all: .venv/built build/triton_3.9/installed
 	  $(PYTEST) -m "not slow or repeated" -k triton tests/test_*.py
 
 # The fast tests and those of torch.compile, with what README promises: an interpreter and what pip
-# installs for it, the oldest first. Downloads up to 7 GB for each, and deletes them afterwards.
+# installs for it, the oldest first. Each takes up to 7 GB of disk until its tests are done.
 VERSIONS ?= python3.10,torch==2.10.0,triton==3.6.0 \
   python3.12,torch==2.11.0,triton==3.6.0,numpy==2.3.5 \
   python3.11,torch==2.13.0,triton==3.7.1 \

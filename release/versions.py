@@ -22,21 +22,17 @@ FOLDER = ROOT / "build" / "versions"
 RECORDS = ROOT / "release" / "compatibility.jsonl"
 # The fast tests, and all of torch.compile.
 OPTIONS = ["-q", "-n2", "--dist=loadgroup", "--hypothesis-profile=quick", "-m=not slow or compile"]
-COMPILE = "tests/test_compile.py"
-LOSSES = [f"tests/test_{name}.py" for name in ("linear", "log_probs", "loss", "policies")]
-# The CUDA kernels on a CPU: torch has no part in them.
-LEFT_OUT = {"tests/test_cuda_on_host.py", "tests/test_sets_on_host.py"}
+LOSSES = ("compile", "linear", "log_probs", "loss", "policies")
+ON_HOST = ("test_cuda_on_host", "test_sets_on_host")  # minutes, in which torch has no part
 HUB = "tests/repository/test_hub.py"
-# Most versions in requirements/ need Python 3.11.
-PYTEST = re.findall("^pytest.*==.*", (ROOT / "requirements" / "all.in").read_text(), re.MULTILINE)
-TOOLS = ["setuptools>=77", "numpy", "hypothesis", "rich", "typer", "kernels==0.17.2", *PYTEST]
+# The other versions in requirements/ need Python 3.11; ``kernels`` is for the hub.
+PINS = re.findall(r"^pytest(?:-xdist)?==.*", (ROOT / "requirements/all.in").read_text(), re.M)
+TOOLS = ["setuptools>=77", "numpy", "hypothesis", "rich", "typer", "kernels==0.17.2", *PINS]
 FACTS = """
 import importlib.metadata, json
 from benchmarks.records import environment
 versions = {d.name: d.version for d in importlib.metadata.distributions()}
-facts = {name: versions.get(name, "") for name in ("triton", "numpy")} | environment()
-names = "python", "torch", "triton", "numpy", "date", "machine", "commit"
-print(json.dumps({name: facts[name] for name in names}))
+print(json.dumps(environment() | {name: versions.get(name, "") for name in ("triton", "numpy")}))
 """
 
 
@@ -87,10 +83,10 @@ def tested(folder: Path, base: str, packages: list[str], losses: bool) -> dict[s
     # What the compiler of another torch has written is not for this one.
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     run(python, "setup.py", "-q", "build_ext", "--inplace", cwd=tree, env=env)
-    files = [COMPILE, *LOSSES]
+    files: list[str | Path] = [f"tests/test_{name}.py" for name in LOSSES]
     if not losses:
-        files = {str(path.relative_to(tree)) for path in tree.glob("tests/test_*.py")} - LEFT_OUT
-        files = [*sorted(files), HUB]
+        every = sorted(path.relative_to(tree) for path in tree.glob("tests/test_*.py"))
+        files = [*(path for path in every if path.stem not in ON_HOST), HUB]
     tests = "-m", "pytest", *OPTIONS, f"--junitxml={report}", *files
     run(python, *tests, fine=(0, 1), cwd=tree, env=env)  # 1: tests have failed
     cases = list(ElementTree.parse(report).iter("testcase"))
