@@ -18,7 +18,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "build" / "versions"
 RECORDS = ROOT / "release" / "compatibility.jsonl"
 # The fast tests, and all of torch.compile.
 OPTIONS = ["-q", "-n2", "--dist=loadgroup", "--hypothesis-profile=quick", "-m=not slow or compile"]
@@ -39,24 +38,22 @@ print(json.dumps(environment() | {name: versions.get(name, "") for name in ("tri
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="+", metavar="python3.10,torch==2.10.0,...")
-    parser.add_argument("--losses", action="store_true", help="and torch.compile, without a record")
-    parser.add_argument("--keep", action="store_true", help="the environments in build/versions")
+    parser.add_argument("--losses", action="store_true", help="and torch.compile; no record")
+    parser.add_argument("--keep", action="store_true", help="leave build/versions as it is")
     given = parser.parse_args()
     failed = []
-    asked = [version.split(",") for version in given.versions]
-    for python, *packages in [(interpreter(name), *others) for name, *others in asked]:
-        title = " ".join([Path(python).name, *packages])
-        print(f"== {title}", flush=True)
-        folder = FOLDER / re.sub(r"\W+", "_", title)
+    for version, python in [(name, interpreter(name.split(",")[0])) for name in given.versions]:
+        print(f"== {version}", flush=True)
+        folder = ROOT / "build" / "versions" / re.sub(r"\W+", "_", version)
         try:
-            record = tested(folder, python, packages, given.losses)
+            record = tested(folder, python, version.split(",")[1:], given.losses)
+            if not given.losses:
+                with RECORDS.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
         finally:
             if not given.keep:
                 shutil.rmtree(folder, ignore_errors=True)
-        failed += [title] * (record["failed"] > 0)
-        if not given.losses:
-            with RECORDS.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        failed += [version] * (record["failed"] > 0)
     if failed:
         raise SystemExit(f"tests failed with {'; '.join(failed)}")
 
