@@ -10,8 +10,8 @@ TORCH ?= 2.13.0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
-.PHONY: demo test test-all study bench docs lint lock sanitize emulate ptx fuzz prebuilt baselines wheel \
-  clean
+.PHONY: demo test test-all versions oldest study bench docs lint lock sanitize emulate ptx fuzz prebuilt \
+  baselines wheel clean
 .NOTPARALLEL:
 # Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,6 +35,19 @@ test-all: .venv/built build/triton_3.9/installed
 	TRITON_PTX=90 $(PTX) -m "not slow and not repeated"
 	PYTHONPATH=$(CURDIR)/build/triton_3.9 \
 	  $(PYTEST) -m "not slow or repeated" -k triton tests/test_*.py
+
+# The fast tests and those of torch.compile, with what README promises: an interpreter and what pip
+# installs for it, the oldest first. Each takes up to 7 GB of disk until its tests are done.
+VERSIONS ?= python3.10,torch==2.10.0,triton==3.6.0 \
+  python3.12,torch==2.11.0,triton==3.6.0,numpy==2.3.5 \
+  python3.11,torch==2.13.0,triton==3.7.1 \
+  python3.11,torch
+versions:
+	$(PYTHON) -m release.versions $(VERSIONS)
+
+# Of these, torch.compile and the losses with the oldest.
+oldest:
+	$(PYTHON) -m release.versions --losses $(firstword $(VERSIONS))
 
 # Takes an hour and more on two cores. An interrupted study goes on.
 study: .venv/built

@@ -224,4 +224,4 @@ def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
     """float64 zeros: a negative mass per point of the lower grid, then a positive per upper."""
     kind = torch.device(device).type
     require(kind != "meta", "the device of a histogram", "have memory", kind)
-    return torch.zeros(config.options.points, dtype=torch.float64, device=device)
+    return torch.zeros(config.options.points(), dtype=torch.float64, device=device)

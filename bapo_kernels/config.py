@@ -146,22 +146,18 @@ class Options(NamedTuple):
         )
         return cls(*map(float, numbers))
 
-    @property
     def differentiates_ratio(self) -> bool:
         """Whether the gradient flows through the ratio, which CISPO holds constant."""
         return self.surrogate != SURROGATES["cispo"]
 
-    @property
     def points(self) -> int:
         """Total grid points."""
         return len(bound_grid(*self[:3])) + len(bound_grid(*self[3:6]))
 
-    @property
     def start(self) -> tuple[float, float]:
         """The first point of each grid, where the search starts."""
         return self.lower_start, self.upper_start
 
-    @property
     def maximum(self) -> tuple[float, float]:
         """The maxima of the bounds: no search goes past them."""
         return self.lower_max, self.upper_max

@@ -81,7 +81,7 @@ class ClipBoundSearch:
         self._bounds: ClipBounds | tuple[float, float] | None = None
         self._metrics: dict[str, Tensor] = {}
         if scope == "lagged":
-            self._bounds = self.config.options.start
+            self._bounds = self.config.options.start()
             self._metrics = self._all_metrics(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
 
     @property

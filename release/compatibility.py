@@ -136,12 +136,14 @@ def blocks(records: list[Record]) -> dict[str, str]:
     installed = last(records, "installed", "python", "torch")
     (cuda,) = last(records, "cuda", "compiler")
     of_triton = last(records, "triton", "compiler")
+    tests = last(records, "tests", "torch", "python", "triton")
     return {
         "installed": table(map(row_of_install, installed)),
+        "tests": table(map(row_of_tests, tests)),
         "triton": table(map(row_of_triton, of_triton)),
         "compiled": table(row_of_target(target, cuda, of_triton[-1]) for target in GPUS),
         "records": f"{cuda['passed']} tests ran the CUDA kernels on a CPU, thread by thread under "
-        f"adversarial schedules. {commits(installed, [cuda], of_triton)}.",
+        f"adversarial schedules. {commits(installed, tests, [cuda], of_triton)}.",
     }
 
 
@@ -172,6 +174,20 @@ def row_of_install(record: Record) -> dict[str, str]:
         "Triton": record.get("triton", ""),
         "glibc": record["libc"].removeprefix("glibc "),
         "checks passed": ", ".join([passed, *wrong]),
+    }
+
+
+def row_of_tests(record: Record) -> dict[str, str]:
+    def outcome(counts: Record) -> str:
+        return f"{counts['passed']}{f', {n} FAILED' if (n := counts['failed']) else ''}"
+
+    return {
+        "Python": record["python"],
+        "torch": record["torch"],
+        "Triton": record["triton"],
+        "NumPy": record["numpy"],
+        "tests passed": outcome(record),
+        "of torch.compile": outcome(record["torch.compile"]),
     }
 
 

@@ -105,7 +105,7 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
             name: means([row[name] for row in rows]) for name in rows[0] if name not in RULE
         },
     }
-    if config.options.start != config.options.maximum:
+    if config.options.start() != config.options.maximum():
         sides = "bapo_clip_low", "bapo_clip_high"
         result["bounds"] = [[rounded(row[side]) for side in sides] for row in rows]
     result["curves"]["held_out"] = [row["held_out"] for row in rows if "held_out" in row]

@@ -128,7 +128,7 @@ def place_on_grids(metrics: dict[str, float], arm: Arm) -> dict[str, float]:
     """Whether bounds left their start, and whether the upper one is strictly inside its range."""
     config = arm.config
     lower, upper = metrics["bapo_clip_low"], metrics["bapo_clip_high"]
-    start, maximum = torch.tensor([config.options.start, config.options.maximum]).tolist()
+    start, maximum = torch.tensor([config.options.start(), config.options.maximum()]).tolist()
     return {
         "moved": float([lower, upper] != start),
         "interior": float(start[1] < upper < maximum[1]),

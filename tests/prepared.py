@@ -70,7 +70,7 @@ def expected_of(given):
         fields[name] = spread.float()
     if not valid:
         fields["advantages"] = torch.full((N,), torch.nan)
-    counted = unmasked & (fields["advantages"] != 0) if given.is_live else unmasked
+    counted = unmasked & (fields["advantages"] != 0) if given.is_live() else unmasked
 
     counts = torch.zeros(K + 1, dtype=torch.int64).index_add_(0, sequence, unmasked.long())[:K]
     mode, divisor = config.loss_agg_mode, given.divisor

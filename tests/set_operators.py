@@ -335,7 +335,7 @@ class Pass:
         """(undecided, dlog_probs, dentropy) of every row."""
         log_probs = self.statistics(dtype)[0].double().requires_grad_()
         given = self.bounds if self.own is None else (*self.own,)
-        ends = self.config.options.start, self.config.options.maximum
+        ends = self.config.options.start(), self.config.options.maximum()
         first, last = (self.dlog_probs(log_probs, given or end) for end in ends)
         undecided = ((first != last) & ~first.isnan()).to(torch.uint8)
         dentropy = -self.weights * self.config.entropy_coef * (self.counted & self.present)

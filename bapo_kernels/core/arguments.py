@@ -107,13 +107,11 @@ class Arguments(NamedTuple):
     vocab_group: dist.ProcessGroup | None = None
     sampling_mask: SamplingMask | None = None
 
-    @property
     def is_live(self) -> bool:
         """Whether tokens that cannot change the loss are skipped."""
         needs_all = self.config.kl_loss_coef or self.config.entropy_coef
         return self.statistics == "live" and not needs_all
 
-    @property
     def sequences(self) -> Sequences:
         """Of the tokens, whatever the ratio is of."""
         like = self.labels_or_log_probs
@@ -128,7 +126,7 @@ class Arguments(NamedTuple):
         if self.response_mask is not None:
             unmasked = unmasked & (self.response_mask != 0)
         if self.cu_seqlens is not None:
-            ids = self.sequences.sequence_ids(len(like))
+            ids = self.sequences().sequence_ids(len(like))
             unmasked = unmasked & (ids < len(self.cu_seqlens) - 1)
         return unmasked
 
@@ -137,7 +135,7 @@ class Arguments(NamedTuple):
         values = self.fields.get(name)
         if values is None or values.shape == self.labels_or_log_probs.shape:
             return values
-        ids = self.sequences.sequence_ids(len(self.labels_or_log_probs))
+        ids = self.sequences().sequence_ids(len(self.labels_or_log_probs))
         return values[ids.clamp(max=len(values) - 1)]
 
     def check_ranks(self, made_by: tuple[Any, ...], backend: str) -> None:
@@ -244,7 +242,7 @@ def loss_arguments(
         else:
             bounds = torch.stack((lower, upper))
     elif not config.has_bounds:
-        bounds = bounds_tensor(config.options.start, like)
+        bounds = bounds_tensor(config.options.start(), like)
     return Arguments(
         like,
         fields,

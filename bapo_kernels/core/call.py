@@ -77,7 +77,6 @@ class SamplingSets(NamedTuple):
         ops_of(backend).find_labels(labels, ids, offsets, V, positions)
         return cls(ids, offsets, offsets[1:] != offsets[:-1], positions, span)
 
-    @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """What operators take that look for the ids among the columns of this rank."""
         return self.token_ids, self.offsets, self.span

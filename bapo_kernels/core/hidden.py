@@ -269,8 +269,8 @@ def _ends_of_the_search(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """First and last bounds; a decided row has the same gradient at both."""
     if not call.searches:
         return call.bounds, call.bounds
-    first = bounds_tensor(call.options.start, call.counted)
-    return first, bounds_tensor(call.options.maximum, call.counted)
+    first = bounds_tensor(call.options.start(), call.counted)
+    return first, bounds_tensor(call.options.maximum(), call.counted)
 
 
 def chunk_statistics(

@@ -30,7 +30,7 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
     matrix = _matrix(like, like)
     N, device = matrix.numel(), matrix.device
     unmasked = torch.empty(N, dtype=torch.bool, device=device)
-    counted = torch.empty_like(unmasked) if given.is_live else None
+    counted = torch.empty_like(unmasked) if given.is_live() else None
     has_labels = not like.is_floating_point()
     labels = torch.empty(N, dtype=torch.int64, device=device) if has_labels else None
     weights = torch.empty(N, dtype=torch.float64, device=device) if given.weighted else None
@@ -48,7 +48,7 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
         None if on_device else given.divisor,
         given.divisor if on_device else None,
         given.bounds,
-        given.is_live,
+        given.is_live(),
         config.options,
         unmasked,
         counted,
@@ -73,9 +73,9 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
         process_group=given.process_group,
     )
     if config.ratio_level == "sequence":
-        call.sequences = given.sequences
-        if given.is_live:
-            call.counted = unmasked & given.sequences.with_any(call.counted)
+        call.sequences = given.sequences()
+        if given.is_live():
+            call.counted = unmasked & given.sequences().with_any(call.counted)
     call.shard = VocabShard.of(columns, unmasked, given.vocab_group)
     if (mask := given.sampling_mask) is not None:
         assert labels is not None

@@ -140,7 +140,7 @@ def gathered(call: Call, logits: Tensor) -> Tensor:
     """The values of the counted rows, of logits ``[B, S, V]``."""
     sets = _sets(call)
     values = sets.empty_values()
-    ops_of(call.backend).gather_sets(logits, call.counted, *sets.columns, values)
+    ops_of(call.backend).gather_sets(logits, call.counted, *sets.columns(), values)
     return values
 
 
@@ -152,20 +152,20 @@ def multiplied(call: Call, operands: tuple[Any, ...]) -> Tensor:
     """
     sets = _sets(call)
     values = sets.zero_values()
-    ops_of(call.backend).multiply_sets(*operands, call.counted, *sets.columns, values)
+    ops_of(call.backend).multiply_sets(*operands, call.counted, *sets.columns(), values)
     return values
 
 
 def scatter(call: Call, dvalues: Tensor, dlogits: Tensor) -> None:
     """Puts the gradients of the values into ``dlogits [B, S, V]``, 0 so far in these rows."""
-    ops_of(call.backend).scatter_sets(dvalues, call.counted, *_sets(call).columns, dlogits)
+    ops_of(call.backend).scatter_sets(dvalues, call.counted, *_sets(call).columns(), dlogits)
 
 
 def hidden_gradient(
     call: Call, dvalues: Tensor, weight: Tensor, dhidden: Tensor, only: Tensor | None = None
 ) -> None:
     """Writes the gradient of the hidden states of rows with a set; ``only``: of those rows."""
-    ops_of(call.backend).sets_dhidden(dvalues, weight, *_sets(call).columns, only, dhidden)
+    ops_of(call.backend).sets_dhidden(dvalues, weight, *_sets(call).columns(), only, dhidden)
 
 
 def weight_gradient(

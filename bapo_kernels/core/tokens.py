@@ -50,7 +50,7 @@ def contributions(call: Call, log_probs: Tensor, group: dist.ProcessGroup | None
     The sum over the ranks then rounds nothing, in whatever order an all-reduce adds.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    shape = ranks, call.options.points
+    shape = ranks, call.options.points()
     table = torch.empty(shape, dtype=torch.float64, device=log_probs.device)
     ops_of(call.backend).contributions(*_searched(call, log_probs), rank, table)
     return table
@@ -125,7 +125,7 @@ def token_loss(
     report = torch.empty(len(REPORT), dtype=torch.float32, device=log_probs.device)
     dlog_probs = torch.empty_like(log_probs)
     dentropy = torch.empty_like(log_probs) if options.entropy_coef else None
-    is_spread = call.log_ratios is not None and options.differentiates_ratio
+    is_spread = call.log_ratios is not None and options.differentiates_ratio()
     dlog_ratios = torch.empty_like(log_probs) if is_spread else None
     ops_of(call.backend).token_loss(
         log_probs,

@@ -286,7 +286,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     def _bounds(self) -> Any:
         """The bounds in use; in an evaluation before the first decision, the starting bounds."""
         if self.search.scope == "step" and not self.search.metrics and not self.model.training:
-            return self.bapo_config.options.start
+            return self.bapo_config.options.start()
         return self.search.bounds
 
     def _counts(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         try:
             self.search.load_state_dict(torch.load(file, map_location=self.accelerator.device))
         except (FileNotFoundError, ValueError) as error:
-            bounds, why = self.bapo_config.options.start, getattr(error, "strerror", error)
+            bounds, why = self.bapo_config.options.start(), getattr(error, "strerror", error)
             warn_once(f"the search starts anew, from the bounds {bounds}: {why} ({file})")
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:

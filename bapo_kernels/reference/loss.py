@@ -109,7 +109,7 @@ def bapo_loss_from_log_probs(
             process_group=process_group,
         )
     elif bounds is None:
-        bounds = at = ClipBounds(*bounds_tensor(config.options.start, log_probs).unbind())
+        bounds = at = ClipBounds(*bounds_tensor(config.options.start(), log_probs).unbind())
     else:
         given = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
         bounds = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in given))
@@ -366,7 +366,7 @@ def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
     if searched:
         lower, upper = _on_grid(lower, config.lower_grid), _on_grid(upper, config.upper_grid)
     last = config.lower_grid[-1], config.upper_grid[-1]
-    at = (lower, upper), config.options.start, last
+    at = (lower, upper), config.options.start(), last
     return torch.cat([probe.masses(*each) for each in at])
 
 

@@ -207,5 +207,5 @@ def solve_table(config: BAPOConfig, table: Tensor) -> tuple[Tensor, Tensor]:
 
     bounds = algorithm_1(config, quantity)
     found = torch.tensor(bounds, dtype=torch.float32, device=table.device)
-    at = bounds, config.options.start, (lower[-1], upper[-1])
+    at = bounds, config.options.start(), (lower[-1], upper[-1])
     return found, torch.stack([mass for each in at for mass in masses(*each)])

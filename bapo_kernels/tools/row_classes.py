@@ -53,7 +53,7 @@ def row_classes(
         bounds: fixed bounds, at which no row is undecided.
     """
     tokens = reference.Contributions(config, log_probs, old_log_probs, advantages, counted)
-    start, last = bounds or config.options.start, bounds or config.options.maximum
+    start, last = bounds or config.options.start(), bounds or config.options.maximum()
     at_start, at_last = (torch.logical_or(*clipped(tokens.r, tokens.A, *b)) for b in (start, last))
     skipped = torch.zeros_like(at_start) if counted is None else counted == 0
     active = tokens.A != 0

@@ -259,8 +259,8 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iter
         target = config.target
         if i % 2:
             probe = reference.Contributions(config, logp, old, A, None)
-            start = probe.quantity(*config.options.start)
-            end = probe.quantity(*config.options.maximum)
+            start = probe.quantity(*config.options.start())
+            end = probe.quantity(*config.options.maximum())
             target = start + share * (end - start)
         tokens = [t.to(device) for t in (logp, old, A)]
         found, expected = (

@@ -111,7 +111,7 @@ def test_kernels_loads_it_and_replaces_the_forward_of_a_loss(variant):
         def forward(self, logits, labels, old_log_probs, advantages, response_mask=None):
             raise AssertionError("the forward of the hub is not in its place")
 
-    repository = kernels.LocalLayerRepository(variant.parent, layer_name="BAPOLoss")
+    repository = kernels.LocalLayerRepository(variant, layer_name="BAPOLoss")
     with kernels.use_kernel_mapping({"BAPOLoss": {"cpu": repository}}):
         loss = kernels.kernelize(Loss(), mode=kernels.Mode.TRAINING, device="cpu")
     loss.config = module.BAPOConfig()

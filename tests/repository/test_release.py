@@ -27,15 +27,16 @@ def jobs(name):
 
 def test_core_suite_runs_on_the_oldest_and_the_newest():
     matrix = jobs("tests")["core"]["strategy"]["matrix"]["include"]
-    oldest, newest = matrix[0], matrix[-1]
-    torch = f"TORCH = ({oldest['torch'].replace('.', ', ').removesuffix(', 0')})"
-    assert torch in (ROOT / "setup.py").read_text()
+    (python, packages), newest = matrix[0].values(), matrix[-1]["packages"]
+    assert f"VERSIONS ?= python{python},{packages} " in (ROOT / "Makefile").read_text()
+    torch, triton = (name.replace("==", ">=").removesuffix(".0") for name in packages.split(","))
     project = PYPROJECT["project"]
-    assert project["dependencies"] == [f"torch>={oldest['torch'].removesuffix('.0')}"]
-    (triton,) = project["optional-dependencies"]["triton"]
-    assert triton == oldest["triton"].replace("==", ">=").removesuffix(".0")
-    assert project["requires-python"] == f">={oldest['python']}"
-    assert (newest["torch"], newest["triton"]) == ("newest", "triton")
+    assert project["dependencies"] == [torch]
+    assert project["optional-dependencies"]["triton"] == [triton]
+    assert project["requires-python"] == f">={python}"
+    number = torch.removeprefix("torch>=").replace(".", ", ")
+    assert f"TORCH = ({number})" in (ROOT / "setup.py").read_text()
+    assert newest == "torch,triton"
 
 
 def test_nothing_is_published_unchecked():

@@ -278,7 +278,7 @@ def _from_options(
         *(int(options.surrogate), int(options.kl_loss_type), bool(options.uniform_weight)),
         *(bool(options.unclipped_only), bool(options.target_is_ratio), present & ~unread),
     )
-    return (*options.start, *last, options.target, *policy, *coefs), flags
+    return (*options.start(), *last, options.target, *policy, *coefs), flags
 
 
 def token_loss(
