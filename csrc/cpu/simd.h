@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -87,6 +89,8 @@ inline VFloat widen(VHalf h, BFloat16) {
     return (VFloat)((VUint)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)h) << 16);
 #elif defined(__AVX2__)
     return (VFloat)((VUint)_mm256_cvtepu16_epi32((__m128i)h) << 16);
+#elif defined(__aarch64__)
+    return (VFloat)vshll_n_u16((uint16x4_t)h, 16);
 #else
     return (VFloat)(__builtin_convertvector(h, VUint) << 16);
 #endif
@@ -117,6 +121,9 @@ inline VFloat widen(VHalf h, Float16) { return (VFloat)_mm256_cvtph_ps((__m128i)
 inline VHalf narrow(VFloat x, Float16) {
     return (VHalf)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 }
+#elif defined(__aarch64__)
+inline VFloat widen(VHalf h, Float16) { return (VFloat)vcvt_f32_f16((float16x4_t)h); }
+inline VHalf narrow(VFloat x, Float16) { return (VHalf)vcvt_f16_f32((float32x4_t)x); }
 #else
 inline VFloat widen(VHalf h, Float16) {
     const VUint u = __builtin_convertvector(h, VUint);

@@ -184,14 +184,19 @@ def test_the_metadata_of_the_wheel(wheel):
 
 
 @with_scripts
-def test_a_wheel_with_the_library_has_a_platform_tag(sdist, tools, tmp_path):
+@pytest.mark.parametrize("target", [None, "linux-aarch64"])
+def test_a_wheel_with_the_library_has_a_platform_tag(sdist, tools, tmp_path, target):
+    """That of this machine, or of the one that it is built for."""
     tree = unpacked(sdist, tmp_path)
     code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    python("-c", code, cwd=tree, **given(tools))
+    other = {"_PYTHON_HOST_PLATFORM": target} if target else {}
+    python("-c", code, cwd=tree, **given(tools), **other)
     (wheel,) = tmp_path.glob("*.whl")
     of_wheel = fields(wheel, "WHEEL")
     assert of_wheel["Root-Is-Purelib"] == "false"
-    assert of_wheel["Tag"].startswith("cp310-abi3-linux_")
+    machine = target.partition("-")[2] if target else platform.machine()
+    assert of_wheel["Tag"] == f"cp310-abi3-linux_{machine}"
+    assert ("[-mavx2]" in (tools / "c++.log").read_text()) == (machine == "x86_64")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("bapo_kernels/_C.abi3.so") == b""
 
