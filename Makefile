@@ -36,7 +36,7 @@ test-all: .venv/built build/triton_3.9/installed
 	$(PYTEST) -m "not repeated"
 	for seed in $(SUM_ORDERS); do \
 	  $(PYTEST) --sum-order $$seed -m "not slow and not compile" --hypothesis-profile quick \
-	    -k "[cpu or budget or gemm or linear or reference" tests/test_*.py || exit 1; \
+	    -k "([cpu or budget or gemm or linear or reference) and not host" tests/test_*.py || exit 1; \
 	done
 	TRITON_PTX=90 $(PTX) -m "not slow and not repeated"
 	PYTHONPATH=$(CURDIR)/build/triton_3.9 \
