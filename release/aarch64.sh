@@ -36,6 +36,8 @@ if [[ ! -e $SYSTEM/made ]]; then
   rm -rf $SYSTEM
   mkdir -p $SYSTEM
   debootstrap --arch=arm64 --variant=minbase --include=$PACKAGES bookworm $ROOT "$MIRROR"
+  # A fork under qemu can block where several threads of Python make them, as those of setup.py do.
+  echo "import os; os.cpu_count = lambda: 1" >$ROOT/etc/python3.11/sitecustomize.py
   touch $SYSTEM/made
 fi
 
