@@ -21,11 +21,13 @@ from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import (
+    TINY,
     Case,
     Result,
     error_and_budget,
     evaluate,
     in_some_orders,
+    largest,
     quantities,
 )
 from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
@@ -213,6 +215,40 @@ def assert_within_budget(name, got, same_dtype, truth, operand=0.0, inherited=0.
     assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
 
 
+def assert_as_reference(got, expected, dtype=torch.float32, operand=0.0, roundings=0) -> None:
+    """Tensors, or one, within the budget of those of the reference, ``expected(dtype)``.
+
+    ``roundings``: how many more than the reference's, in that dtype, each of the largest value.
+    """
+    same, truth = in_some_orders(partial(expected, dtype)), expected(torch.float64)
+    of_all = ([x] if isinstance(x, Tensor) else x for x in (got, truth, *same))
+    for n, (mine, exact, *theirs) in enumerate(zip(*of_all, strict=True)):
+        inherited = roundings * EPS[dtype] * largest(exact)
+        assert_within_budget(f"tensor {n}", mine, theirs, exact, operand, inherited)
+
+
+def assert_rounded(got, truth, roundings=1, of=None) -> None:
+    """Every number is at most so many roundings in its dtype from the true one.
+
+    ``of``: the numbers that are rounded, if not the true ones themselves.
+    """
+    got64, truth = got.double().cpu(), torch.as_tensor(truth, dtype=torch.float64).cpu()
+    size = (truth if of is None else torch.as_tensor(of, dtype=torch.float64).cpu()).abs()
+    far = (got64 - truth).abs() / (EPS[got.dtype] * size + TINY[got.dtype])
+    farthest = far.where(got64 != truth, 0.0).max() if far.numel() else 0.0
+    assert farthest <= roundings, f"{farthest:.3g} roundings instead of at most {roundings:.3g}"
+
+
+def assert_quantities(case, got, same, truth, sums=True) -> None:
+    """All that :func:`quantities` measures is within its budget; but for ``sums`` over tokens.
+
+    In them, roundings of products to half precision cancel by luck.
+    """
+    for name, error, budget in quantities(case, got, same, truth):
+        if sums or not name.startswith(("loss", "metric")):
+            assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
+
+
 def check_against_reference(case: Case, backend: str, **extra: Any) -> Result:
     """Check loss, gradient, log-probs, entropy, bounds and metrics of one case."""
     case = case.with_options(**extra)
@@ -224,8 +260,7 @@ def check_against_reference(case: Case, backend: str, **extra: Any) -> Result:
 def check_result(case: Case, got: Result, more: Collection[str] = ()) -> None:
     """Within the budget; it has the metrics of the reference and ``more``."""
     same, truth = in_some_orders(partial(run_reference, case)), run_reference(case, torch.float64)
-    for name, error, budget in quantities(case, got, same, truth):
-        assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
+    assert_quantities(case, got, same, truth)
     assert set(got.output.metrics) == {*truth.output.metrics, *more}
     for value in got.output.metrics.values():
         assert (value.ndim, value.dtype, value.requires_grad) == (0, torch.float32, False)
