@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from accuracy import assert_quantities
+from accuracy import assert_within_budget as assert_within_budget
 from hypothesis import settings
 from torch import Tensor
 
@@ -20,16 +22,8 @@ from bapo_kernels.backends import native
 from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import EPS as EPS
-from bapo_kernels.tools.budget import (
-    TINY,
-    Case,
-    Result,
-    error_and_budget,
-    evaluate,
-    in_some_orders,
-    largest,
-    quantities,
-)
+from bapo_kernels.tools.budget import Case, Result, evaluate
+from bapo_kernels.tools.budget import in_some_orders as in_some_orders
 from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
 from bapo_kernels.tools.budget import make_case as make_case
 from bapo_kernels.tools.budget import per_token as per_token
@@ -207,46 +201,6 @@ def check_with_sets(case: Case, mask: SamplingMask, backend: str, **extra: Any) 
 def assert_same_bits(got: Result, expected: Result) -> None:
     assert torch.equal(got.gradient, expected.gradient)
     assert torch.equal(got.output.loss, expected.output.loss)
-
-
-def assert_within_budget(name, got, same_dtype, truth, operand=0.0, inherited=0.0) -> None:
-    """Both numbers come from :func:`error_and_budget`."""
-    error, budget = error_and_budget(got, same_dtype, truth, operand=operand, inherited=inherited)
-    assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
-
-
-def assert_as_reference(got, expected, dtype=torch.float32, operand=0.0, roundings=0) -> None:
-    """Tensors, or one, within the budget of those of the reference, ``expected(dtype)``.
-
-    ``roundings``: how many more than the reference's, in that dtype, each of the largest value.
-    """
-    same, truth = in_some_orders(partial(expected, dtype)), expected(torch.float64)
-    of_all = ([x] if isinstance(x, Tensor) else x for x in (got, truth, *same))
-    for n, (mine, exact, *theirs) in enumerate(zip(*of_all, strict=True)):
-        inherited = roundings * EPS[dtype] * largest(exact)
-        assert_within_budget(f"tensor {n}", mine, theirs, exact, operand, inherited)
-
-
-def assert_rounded(got, truth, roundings=1, of=None) -> None:
-    """Every number is at most so many roundings in its dtype from the true one.
-
-    ``of``: the numbers that are rounded, if not the true ones themselves.
-    """
-    got64, truth = got.double().cpu(), torch.as_tensor(truth, dtype=torch.float64).cpu()
-    size = (truth if of is None else torch.as_tensor(of, dtype=torch.float64).cpu()).abs()
-    far = (got64 - truth).abs() / (EPS[got.dtype] * size + TINY[got.dtype])
-    farthest = far.where(got64 != truth, 0.0).max() if far.numel() else 0.0
-    assert farthest <= roundings, f"{farthest:.3g} roundings instead of at most {roundings:.3g}"
-
-
-def assert_quantities(case, got, same, truth, sums=True) -> None:
-    """All that :func:`quantities` measures is within its budget; but for ``sums`` over tokens.
-
-    In them, roundings of products to half precision cancel by luck.
-    """
-    for name, error, budget in quantities(case, got, same, truth):
-        if sums or not name.startswith(("loss", "metric")):
-            assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
 
 
 def check_against_reference(case: Case, backend: str, **extra: Any) -> Result:

@@ -4,7 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from helpers import allowed_by, assert_within_budget, sets_of, transform_of, unmasked_tokens
+from accuracy import assert_within_budget
+from helpers import allowed_by, sets_of, transform_of, unmasked_tokens
 from world import grid
 
 from bapo_kernels import BAPOConfig, SamplingMask, reference

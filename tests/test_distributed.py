@@ -4,14 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    DEVICES,
-    EPS,
-    KERNELS,
-    assert_quantities,
-    assert_within_budget,
-    in_some_orders,
-)
+from accuracy import assert_quantities, assert_within_budget
+from helpers import DEVICES, EPS, KERNELS, in_some_orders
 from shards import CASES, COLUMNS, case_of, of_rank, outputs_and_loss
 from torch.utils._pytree import tree_map_only
 

@@ -4,7 +4,8 @@ import os
 
 import pytest
 import torch
-from helpers import assert_as_reference, needs_native
+from accuracy import assert_as_reference
+from helpers import needs_native
 from test_linear import check, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 

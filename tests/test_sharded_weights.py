@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+from accuracy import assert_as_reference
 from causal_lm import CausalLM
-from helpers import assert_as_reference, in_some_orders, sets_of
+from helpers import in_some_orders, sets_of
 from shards import B, H, S, V, check_means, head, linear_case, of_rank, outputs_and_loss, whole_case
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
