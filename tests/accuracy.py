@@ -10,10 +10,9 @@ from bapo_kernels.tools import budget
 from bapo_kernels.tools.budget import EPS, TINY, in_some_orders, largest
 
 
-def assert_within_budget(name, got, same_dtype, truth, operand=0.0, inherited=0.0) -> None:
+def assert_within_budget(name, got, same, truth, operand=0.0, inherited=0.0) -> None:
     """Both numbers come from :func:`error_and_budget`."""
-    allowed = dict(operand=operand, inherited=inherited)
-    error, most = budget.error_and_budget(got, same_dtype, truth, **allowed)
+    error, most = budget.error_and_budget(got, same, truth, operand=operand, inherited=inherited)
     assert error <= most, f"{name}: error {error:.3e} over budget {most:.3e}"
 
 
@@ -50,11 +49,8 @@ def assert_rounded(got, truth, roundings=1, of=None) -> None:
     assert (share <= 1).all(), f"{share.max():.3g} times the error of these roundings"
 
 
-def additions(count: int) -> int:
-    """Of each term where pairs are added, then pairs of sums: no sum may be less accurate."""
-    return math.ceil(math.log2(max(1, count)))
-
-
 def assert_sums(got, truth, count, of=None) -> None:
-    """Sums of float64: added in pairs, and four operations on each term or sum, on either side."""
-    assert_rounded(got, truth, 2 * (4 + additions(count)), of)
+    """Of products in float32, or in float64 of terms made by four operations, also in the truth:
+    as accurate as where pairs are added, then pairs of sums."""
+    added = math.ceil(math.log2(max(1, count)))
+    assert_rounded(got, truth, 2 * (4 + added) if got.dtype == torch.float64 else 2 + added, of)

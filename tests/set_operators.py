@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from accuracy import additions, assert_rounded, assert_within_budget
+from accuracy import assert_rounded, assert_sums, assert_within_budget
 from operands import call, tokens_of
 from torch import Tensor
 from torch.nn.functional import pad
@@ -319,10 +319,8 @@ class Pass:
 
     def dlog_probs(self, log_probs, bounds):
         """d loss / d log_prob of every row at these bounds, without its weight."""
-        config, counted = (
-            replace(self.config, loss_agg_mode="token-sum"),
-            self.counted & self.present,
-        )
+        config = replace(self.config, loss_agg_mode="token-sum")
+        counted = self.counted & self.present
         options = dict(config=config, rollout_is_weights=self.is_weights, ref_log_probs=self.ref)
         options["bounds"] = bounds if config.has_bounds else None
         batch = self.old, self.A, counted
@@ -365,7 +363,7 @@ def check(name, got, compute, operand=0.0):
     """``compute(dtype)`` makes the truth, which is returned with what of it is not rounded."""
     same, truth = compute(torch.float32).to(got.dtype), compute(torch.float64)
     here = (truth == LEFT).logical_or(truth == 0)
-    assert torch.equal(got[here].double(), truth[here]), f"{name}: zeros, or what is left alone"
+    assert torch.equal(got[here], truth[here].to(got.dtype)), f"{name}: zeros, or what is left alone"
     # Rows are compared together, so that float32 is not exact by luck.
     assert_within_budget(name, got[~here], same[~here], truth[~here], operand=operand)
     return truth, here
@@ -443,15 +441,10 @@ def check_pass(ops, case):
     for inplace, is_none in ((True, False), (False, not dentropy.any())):
         dvalues = values.clone()
         target = dict(logits=dvalues) if inplace else dict(logits=values, dlogits=dvalues)
-        call(
-            ops,
-            "row_gradient_" if inplace else "row_gradient",
-            case.known | dict(stats=results["stats"], entropy=results["entropy"]),
-            dlog_probs=dlog_probs,
-            dentropy=None if is_none else dentropy,
-            only=only.to(torch.uint8),
-            **target,
-        )
+        known = case.known | dict(stats=results["stats"], entropy=results["entropy"])
+        known |= dict(dlog_probs=dlog_probs, dentropy=None if is_none else dentropy)
+        name = "row_gradient_" if inplace else "row_gradient"
+        call(ops, name, known, only=only.to(torch.uint8), **target)
         check_gradient("gradient of some", some, dvalues, lambda dtype: coefficients)
     return undecided
 
@@ -526,7 +519,7 @@ def check_rounded(name, got, compute):
     truth, here = check(name, got, compute)
     terms = int(compute(torch.float64, torch.ones_like)[~here].max()) if not here.all() else 0
     of = compute(torch.float64, torch.abs)[~here]
-    assert_rounded(got[~here], truth[~here], 2 + additions(terms), of)
+    assert_sums(got[~here], truth[~here], terms, of)
 
 
 ADD_AND_BIAS = (False, False), (False, True), (True, False), (True, True)
@@ -792,8 +785,7 @@ class OperatorTests:
             given = order[begin:end], rows[begin:end].clone(), torch.tensor([0, end - begin])
             assert torch.equal(gradient(*given)[0], whole[v])
             terms = dvalues[order[begin:end], None].double() * hidden[rows[begin:end].long()]
-            roundings = 1 + additions(end - begin)
-            assert_rounded(whole[v, :-1], terms.sum(0), roundings, of=terms.abs().sum(0))
+            assert_sums(whole[v, :-1], terms.sum(0), end - begin, of=terms.abs().sum(0))
 
     def test_no_rows_no_sets_no_elements(self, ops):
         sets = Sets(torch.zeros(0).int(), torch.zeros(1).long(), 10)

@@ -1,11 +1,9 @@
 """torch.compile in one graph with dynamic shapes, and what the ops tell the compiler."""
 
-from functools import partial
-
 import pytest
 import torch
-from accuracy import assert_within_budget
-from helpers import KERNELS, in_some_orders, make_case
+from accuracy import assert_as_reference
+from helpers import KERNELS, make_case
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
@@ -61,12 +59,9 @@ def compare(function, compiled, x, *arguments, close=False):
             value.sum().backward()
         return [value.detach(), *aside, leaf.grad]
 
-    expected, got = results(function), results(compiled)
-    if not close:
-        return assert_close(got, expected, rtol=0, atol=0)
-    same = in_some_orders(partial(results, function))
-    for n, (mine, true, *others) in enumerate(zip(got, expected, *same, strict=True)):
-        assert_within_budget(f"result {n}", mine, others, true)
+    if close:
+        return assert_as_reference(results(compiled), lambda _: results(function))
+    assert_close(results(compiled), results(function), rtol=0, atol=0)
 
 
 def check(function, given, compiler="inductor", dynamic=True, most=1, close=False):

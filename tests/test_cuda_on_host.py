@@ -211,9 +211,7 @@ def test_gradient_at_a_likely_label(on_host, dtype, gap):
     x[0, 4_000:4_002] = torch.tensor([gap, 0.0])
     bapo_loss(x.requires_grad_(), label, None, torch.ones(1), backend="cpu").loss.backward()
     p = torch.softmax(x.detach().double(), -1)
-    assert_rounded(
-        x.grad[0, 4_000], -p[0, 4_001], gap + 4
-    )  # the exponent, exp, sum, quotient, and p
+    assert_rounded(x.grad[0, 4_000], -p[0, 4_001], gap + 4)  # exponent, exp, sum, quotient, product
 
 
 def test_log_probs_and_their_gradient(on_host):
@@ -227,20 +225,12 @@ def test_log_probs_and_their_gradient(on_host):
         return gradient, logp.detach(), entropy.detach()
 
     got = values(torch.bfloat16, "cpu")
-    operands = 0, 0, got[1].abs().max().item()
-    assert_as_reference(got, values, torch.bfloat16, operands)
+    assert_as_reference(got, values, torch.bfloat16, (0, 0, got[1].abs().max().item()))
 
 
-POLICIES = [
-    "own_bounds",
-    "cispo",
-    "cispo_own_bounds",
-    "sapo",
-    "mask",
-    "mask_own_bounds",
-    "sequence",
-]
-POLICIES += ["sequence_cispo", "sequence_sapo", "sequence, together", "temperatures, together"]
+POLICIES = ["own_bounds", "cispo", "cispo_own_bounds", "sapo", "mask", "mask_own_bounds"]
+POLICIES += ["sequence", "sequence_cispo", "sequence_sapo"]
+POLICIES += ["sequence, together", "temperatures, together"]
 
 
 @pytest.mark.parametrize(

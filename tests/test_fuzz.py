@@ -362,7 +362,7 @@ class Searches(RuleBasedStateMachine):
         histogram = self.search.histogram
         table = None if histogram is None else histogram.table
         table = torch.zeros(len(sums), dtype=torch.float64) if table is None else table
-        # exp and three products of each term, all of one sign, and their sum in any order.
+        # exp, three products and a sum in any order, of terms of one sign
         assert_rounded(table, torch.stack(sums), 2 * (4 + tokens[0].numel()))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import assert_as_reference
 from helpers import needs_native
-from test_linear import check, problem
+from test_linear import check, problem, rounded_product
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_kernels import BAPOConfig, debug, linear_log_probs
@@ -38,19 +38,14 @@ def test_each_product(products, dtype):
     """Of rounded operands, with results in their dtype and in float32."""
     h, weight, bias, dlogits = operands(dtype)
 
-    def compare(got, a, b, more=None):
-        def expected(kind):
-            work = torch.promote_types(kind, torch.float32)
-            product = a.to(work) @ b.to(work)
-            return (product if more is None else product + more.to(work)).to(kind)
-
-        assert_as_reference(got, expected, got.dtype)
+    def compare(got, *operands):
+        assert_as_reference(got, rounded_product(*operands), got.dtype)
 
     for out_dtype in (dtype, torch.float32):
         for b in (bias, None):
             out = torch.empty(n, V + 3, dtype=out_dtype)[:, :V]
             gemm.multiply(h, weight, b, out)
-            compare(out, h, weight.T, b)
+            compare(out, h, weight.T, 0.0 if b is None else b)
         got = gemm.hidden_gradient(dlogits, weight, out_dtype)
         assert got.dtype == out_dtype
         compare(got, dlogits, weight)

@@ -41,10 +41,7 @@ def test_against_float64(backend, device, dtype, options, V):
     if options.pop("sets", False):  # for the reference the others are -inf
         sets = sets_of(labels.cpu(), V)
         outside = ~allowed_by(sets, V).view(2, 6, V).to(device)
-        given, logits = (
-            logits.masked_fill(outside, torch.nan),
-            logits.masked_fill(outside, -torch.inf),
-        )
+        given, logits = (logits.masked_fill(outside, x) for x in (torch.nan, -torch.inf))
         of_kernel |= dict(sampling_mask=SamplingMask.from_lists(sets, device))
     got = run(log_probs, given, labels, *weights, **of_kernel, **options)
     assert got[0].dtype == got[1].dtype == torch.float32

@@ -193,8 +193,7 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted, mos
         call = prepared(backend, arguments)
         table = contributions(call, logp.double())
         expected = contribution_table(config, logp, old, A, mask)
-        # exp and three products of each term, all of one sign, and their sum in any order.
-        assert_rounded(table[0], expected, 2 * (4 + most))
+        assert_rounded(table[0], expected, 2 * (4 + most))  # exp, products, a sum in any order
         found = solve(backend, table, config.options)
         for other in (solve_table(config, table[0]), search(call, logp.double())):
             assert all(map(torch.equal, found, other))
@@ -444,7 +443,7 @@ def test_values_that_are_not_finite(value, where):
         for rollout in (None, tokens[3]):
             got = equal_to_the_loop(*tokens[:3], config=config, rollout_log_probs=rollout)
             if where == 1 and config.target == 1.0:
-                assert got.upper == torch.tensor(1.2), "they are the starting bounds"
+                assert got.upper == 1.2, "they are the starting bounds"
 
 
 def test_metrics_of_a_search_object():

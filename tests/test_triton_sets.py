@@ -3,7 +3,7 @@
 import pytest
 import set_operators as cases
 import torch
-from accuracy import additions, assert_rounded
+from accuracy import assert_rounded, assert_sums
 from helpers import DEVICES, EPS, INTERPRETED, KERNELS, PTX
 from operands import call
 from set_operators import Sets, check_dhidden, check_move, check_multiply, left, rand
@@ -144,7 +144,7 @@ def test_products_of_every_length(ops, dtype):
         head = cases.head_of(sets, dtype, H)
         values = cases.multiply(ops, sets, head, torch.ones(2).bool())
         terms = head["hidden"].double() * head["weight"].double()
-        assert_rounded(values, terms.sum(1), 1 + additions(H), of=terms.abs().sum(1))
+        assert_sums(values, terms.sum(1), H, of=terms.abs().sum(1))
         check_dhidden(ops, sets, head, torch.float32)
         cases.check_dweight(ops, sets, head, torch.float32)
 
@@ -171,8 +171,7 @@ def test_sums_over_a_long_set_stay_accurate(ops):
     call(ops, "row_statistics", known, logits=values, labels=torch.tensor([5]), **results)
     log_p = values.double().log_softmax(0)
     for name, truth in (("log_probs", log_p[5]), ("entropy", -(log_p.exp() * log_p).sum())):
-        # Of a sum, whose logarithm it is: exp, and the last addition.
-        assert (results[name][0] - truth).abs() <= 2 * EPS[torch.float32]
+        assert (results[name][0] - truth).abs() <= 2 * EPS[torch.float32]  # exp and sum, in a log
 
     size = 4_000
     sets, terms, dhidden = cases.random_sets((size,), V=size), 1 + rand(size, 1).abs(), left(1, 1)
