@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from accuracy import assert_quantities
+from accuracy import assert_within_budget as assert_within_budget
 from hypothesis import settings
 from torch import Tensor
 
@@ -20,14 +22,8 @@ from bapo_kernels.backends import native
 from bapo_kernels.config import IGNORE_INDEX
 from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import EPS as EPS
-from bapo_kernels.tools.budget import (
-    Case,
-    Result,
-    error_and_budget,
-    evaluate,
-    in_some_orders,
-    quantities,
-)
+from bapo_kernels.tools.budget import Case, Result, evaluate
+from bapo_kernels.tools.budget import in_some_orders as in_some_orders
 from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
 from bapo_kernels.tools.budget import make_case as make_case
 from bapo_kernels.tools.budget import per_token as per_token
@@ -207,12 +203,6 @@ def assert_same_bits(got: Result, expected: Result) -> None:
     assert torch.equal(got.output.loss, expected.output.loss)
 
 
-def assert_within_budget(name, got, same_dtype, truth, operand=0.0, inherited=0.0) -> None:
-    """Both numbers come from :func:`error_and_budget`."""
-    error, budget = error_and_budget(got, same_dtype, truth, operand=operand, inherited=inherited)
-    assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
-
-
 def check_against_reference(case: Case, backend: str, **extra: Any) -> Result:
     """Check loss, gradient, log-probs, entropy, bounds and metrics of one case."""
     case = case.with_options(**extra)
@@ -224,8 +214,7 @@ def check_against_reference(case: Case, backend: str, **extra: Any) -> Result:
 def check_result(case: Case, got: Result, more: Collection[str] = ()) -> None:
     """Within the budget; it has the metrics of the reference and ``more``."""
     same, truth = in_some_orders(partial(run_reference, case)), run_reference(case, torch.float64)
-    for name, error, budget in quantities(case, got, same, truth):
-        assert error <= budget, f"{name}: error {error:.3e} over budget {budget:.3e}"
+    assert_quantities(case, got, same, truth)
     assert set(got.output.metrics) == {*truth.output.metrics, *more}
     for value in got.output.metrics.values():
         assert (value.ndim, value.dtype, value.requires_grad) == (0, torch.float32, False)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accuracy import assert_as_reference
 from helpers import KERNELS, make_case
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
@@ -50,14 +51,17 @@ def batches(sizes, V=257, **options):
 
 def compare(function, compiled, x, *arguments, close=False):
     """What is returned and the gradient are the same; or close, where a compiler adds up too."""
-    results = []
-    for call in (function, compiled):
-        x = x.detach().clone().requires_grad_()
-        value, *aside = call(x, *arguments)
+
+    def results(call):
+        leaf = x.detach().clone().requires_grad_()
+        value, *aside = call(leaf, *arguments)
         if value.requires_grad:
             value.sum().backward()
-        results.append([value.detach(), *aside, x.grad])
-    assert_close(*reversed(results), **({} if close else dict(rtol=0, atol=0)))
+        return [value.detach(), *aside, leaf.grad]
+
+    if close:
+        return assert_as_reference(results(compiled), lambda _: results(function))
+    assert_close(results(compiled), results(function), rtol=0, atol=0)
 
 
 def check(function, given, compiler="inductor", dynamic=True, most=1, close=False):

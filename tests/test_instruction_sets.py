@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers import check_against_reference, make_case, needs_native
+from accuracy import assert_rounded
+from helpers import EPS, check_against_reference, make_case, needs_native
 
 from bapo_kernels import BAPOConfig, log_probs, reference
 from bapo_kernels.debug import instruction_set
@@ -57,9 +58,9 @@ def test_every_16_bit_float_is_read_exactly(chosen, dtype):
     x = bits.view(dtype)
     logits = torch.stack([x, torch.zeros_like(x)], -1)
     got, expected = got_and_expected(logits, torch.ones(len(x), dtype=torch.long))
-    assert torch.equal(got.isnan(), expected.isnan())
-    ordinary = expected.isfinite()
-    torch.testing.assert_close(got[ordinary].double(), expected[ordinary], rtol=3e-7, atol=3e-9)
+    # Below 0 it is that of exp(x), whose exponent is rounded; 1 + exp(x) is a sum in float64.
+    of = expected.abs() + EPS[torch.float64] / EPS[torch.float32]
+    assert_rounded(got, expected, 5 - x.double().clamp(max=0.0), of)
 
 
 def test_unknown_instruction_set_is_refused():
@@ -80,7 +81,7 @@ def test_near_certain_labels(chosen, dtype):
     certain = logits.float().logsumexp(-1) + 6 * torch.rand(200)
     logits[torch.arange(200), labels] = certain.to(dtype)
     got, expected = got_and_expected(logits, labels)
-    assert (got - expected).abs().max() < 16 * 2.0**-25
+    assert (got - expected).abs().max() < 16 * EPS[torch.float32] / 2  # of sums from 0.5 to 1
 
 
 def test_rounding_of_the_scale_does_not_bias_log_probs(chosen):
@@ -91,9 +92,9 @@ def test_rounding_of_the_scale_does_not_bias_log_probs(chosen):
         return abs(torch.tensor(scale).item() / scale - 1)
 
     temperature = max((0.5 + k / 1000 for k in range(500)), key=rounding)
-    assert rounding(temperature) > 5e-8
+    assert rounding(temperature) > 0.8 * EPS[torch.float32]
     torch.manual_seed(0)
     rows = 4_000  # the mean of their float32 roundings is about 1e-8
     logits, labels = 3 * torch.randn(rows, 2_000), torch.randint(0, 2_000, (rows,))
     got, expected = got_and_expected(logits, labels, temperature=temperature)
-    assert (got - expected).mean().abs() < 5e-8
+    assert (got - expected).mean().abs() < rounding(temperature)

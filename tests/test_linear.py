@@ -1,14 +1,16 @@
 """Losses and log-probs of hidden states against the float64 reference, gradient by gradient."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from accuracy import assert_as_reference, assert_quantities
 from helpers import (
-    EPS,
     Case,
-    assert_within_budget,
+    evaluate,
+    in_some_orders,
     make_case,
     needs_native,
     per_token,
@@ -17,6 +19,7 @@ from helpers import (
     unmasked_tokens,
 )
 
+import bapo_kernels
 from bapo_kernels import (
     BAPOConfig,
     BAPOLinearLoss,
@@ -108,45 +111,28 @@ def mask_of(case):
 
 
 def run(function, parameters, case, kind=None, frozen=False, **options):
-    leaves = [p.detach().to(kind or p.dtype).clone() for p in parameters]
-    for leaf in leaves[: 1 if frozen else 3]:
-        leaf.requires_grad_()
-    hidden, weight, bias = leaves
-    out = function(hidden, weight, *case.arguments(), bias=bias, **(case.options | options))
-    out.loss.backward()
-    return out, [leaf.grad for leaf in leaves]
+    hidden, *head = (p.to(kind or p.dtype) for p in parameters)
+
+    def loss(hidden, *given, **more):
+        weight, bias, *tokens = (*head, *given) if frozen else given
+        return function(hidden, weight, *tokens, bias=bias, **more)
+
+    leaves = (hidden,) if frozen else (hidden, *head)
+    return evaluate(loss, case.with_options(**options), leaves)
 
 
 def check(parameters, case, backend, statistics="all", function=bapo_linear_loss, **options):
-    options |= dict(statistics=statistics)
-    of_reference = {name: options[name] for name in ("statistics", "frozen") if name in options}
-    got = run(function, parameters, case, backend=backend, **options)
-    loss, logits_dtype = reference.bapo_linear_loss, options.get("logits_dtype")
-    same = run(loss, parameters, case, logits_dtype=logits_dtype, **of_reference)
-    truth = run(loss, parameters, case, torch.float64, **of_reference)
-    size = truth[0].log_probs.nan_to_num(neginf=0.0).abs().max().item()
-    named = zip(("hidden", "weight", "bias"), got[1], same[1], truth[1], strict=True)
-    for name, *gradients in named:
-        if name != "hidden" and options.get("frozen"):
-            assert gradients[0] is None
-            continue
-        assert gradients[0].dtype == parameters[0].dtype
-        # r inherits the rounding of the log-prob, as in check_against_reference.
-        inherited = EPS[torch.float32] * size * gradients[2].abs().max().item()
-        assert_within_budget(f"gradient of {name}", *gradients, inherited=inherited)
-    for bounds in zip(got[0].bounds, truth[0].bounds, strict=True):
-        torch.testing.assert_close(*bounds, rtol=0, atol=0, equal_nan=True)
-    parts = [r[0].log_probs for r in (got, same, truth)]
-    assert_within_budget("log_probs", *parts, inherited=2.0**-22 * size)  # sums of 24 products
-    outside = [r[0].metrics.get("label_outside_mask") for r in (got, truth)]
+    given = parameters, case.with_options(statistics=statistics)
+    got = run(function, *given, backend=backend, **options)
+    of_reference = {name: options[name] for name in ("frozen", "logits_dtype") if name in options}
+    expected = partial(run, reference.bapo_linear_loss, *given)
+    same = in_some_orders(partial(expected, **of_reference))
+    truth = expected(torch.float64, options.get("frozen", False))
+    assert {gradient.dtype for gradient in got.gradients} == {parameters[0].dtype}
+    assert not any(value.isnan() for value in truth.output.metrics.values())
+    outside = [r.output.metrics.get("label_outside_mask") for r in (got, truth)]
     assert outside[0] == outside[1]
-    if parameters[0].dtype == torch.float32:
-        close = dict(rtol=2e-5, atol=1e-6, equal_nan=True, check_dtype=False)
-        for name in ("loss", "entropy"):
-            torch.testing.assert_close(*(getattr(r[0], name) for r in (got, truth)), **close)
-        metrics = truth[0].metrics
-        assert not any(value.isnan() for value in metrics.values())
-        torch.testing.assert_close(got[0].metrics, metrics, **close)
+    assert_quantities(given[1], got, same, truth, sums=parameters[0].dtype == torch.float32)
     return got
 
 
@@ -173,7 +159,8 @@ def test_options(backend, device, dtype, statistics, name, sets):
 def test_stale_batches_in_chunks(backend, device, name, chunk_tokens, sets):
     given = problem(torch.float32, device, build(name), sets=sets)
     got = check(*given, backend, chunk_tokens=chunk_tokens)
-    assert got[0].bounds.upper > 1.2 or got[0].bounds.lower > 0.6, "the case must need a search"
+    lower, upper = got.output.bounds
+    assert upper > 1.2 or lower > 0.6, "the case must need a search"
 
 
 @pytest.mark.slow
@@ -318,14 +305,24 @@ def test_rows_that_stay_are_moved_to_the_front(share):
         assert front.fillers.numel() == len(front.rows) - len(stay)
 
 
+def rounded_product(a, b, bias=0.0):
+    """As a function of the dtype to which it is rounded."""
+
+    def product(kind):
+        work = torch.promote_types(kind, torch.float32)
+        return (a.to(work) @ b.to(work) + bias).to(kind)
+
+    return product
+
+
 def sums_of_chunks(dtype, rows, needed=(True, True, False)):
-    """Operands of a weight's gradient, its true value, and what is to add up the chunks."""
+    """Operands of a weight's gradient, what is to add up the chunks, and what it should be."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(rows, H).to(dtype), torch.randn(V, H).to(dtype)
     dlogits = torch.randn(rows, V).to(dtype)
     head = Head.of(hidden, weight, None, dtype)
     gradients = HeadGradients(head, needed, one_chunk=False)
-    return hidden, weight, dlogits, dlogits.double().T @ hidden.double(), gradients
+    return hidden, weight, dlogits, gradients, rounded_product(dlogits.T, hidden)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -334,28 +331,26 @@ def test_weight_gradient_of_many_chunks(dtype):
 
     The products are not rounded; those of bfloat16 are, on a CPU, which is within the budget.
     """
-    hidden, weight, dlogits, truth, gradients = sums_of_chunks(dtype, 400)
+    hidden, weight, dlogits, gradients, expected = sums_of_chunks(dtype, 400)
     naive = torch.zeros(V, H, dtype=dtype)
     for rows in torch.arange(400).split(2):
         gradients.add(rows, hidden[rows], dlogits[rows])
         naive += dlogits[rows].T @ hidden[rows]
     assert gradients.weight.dtype == torch.float32
-    sums = 1e-5 * truth.abs().max().item()
     if dtype != torch.bfloat16:
-        assert (gradients.weight - truth).abs().max() <= sums
+        assert_as_reference(gradients.weight, expected)
     dhidden, dweight, _ = gradients.of(hidden, weight, None)
     assert dhidden.dtype == dweight.dtype == dtype
-    rounded = truth.to(dtype)
-    assert_within_budget("gradient of weight", dweight, rounded, truth, inherited=sums)
+    assert_as_reference(dweight, expected, dtype)
     if dtype == torch.bfloat16:
         with pytest.raises(AssertionError):
-            assert_within_budget("a sum in bfloat16", naive, rounded, truth)
+            assert_as_reference(naive, expected, dtype)
 
 
 def test_products_that_add_to_float32(monkeypatch):
     """As on a GPU: the first is written, the others are added, in one product each."""
     only_weight = False, True, False
-    hidden, _, dlogits, truth, gradients = sums_of_chunks(torch.bfloat16, 30, only_weight)
+    hidden, _, dlogits, gradients, expected = sums_of_chunks(torch.bfloat16, 30, only_weight)
     calls = []
 
     def mm(a, b, out_dtype, out):
@@ -373,7 +368,7 @@ def test_products_that_add_to_float32(monkeypatch):
     for rows in torch.arange(30).split(10):
         gradients.add(rows, hidden[rows], dlogits[rows])
     assert calls == ["mm", "addmm", "addmm"]
-    assert (gradients.weight - truth).abs().max() <= 1e-6 * truth.abs().max()
+    assert_as_reference(gradients.weight, expected)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 4])
@@ -382,26 +377,25 @@ def test_rows_without_a_gradient_may_hold_anything(backend, device, chunk_tokens
     torch.manual_seed(0)
     hidden, weight = torch.randn(9, H, device=device), torch.randn(V, H, device=device)
     factors = torch.tensor([1.0, 2.0, 0.0, -1.0, 0.5, 0.0, 0.0, 0.0, 0.0], device=device)
-    valid, bad, results = torch.arange(9, device=device), hidden.clone(), []
+    valid, bad = torch.arange(9, device=device), hidden.clone()
     labels = torch.where(factors != 0, valid, -1)
     labels[8], bad[7] = V, torch.nan
-    options = dict(backend=backend, chunk_tokens=chunk_tokens)
-    for function, x, of, extra in (
-        (linear_log_probs, bad, labels, options),
-        (reference.linear_log_probs, hidden, valid, {}),
-        (reference.linear_log_probs, hidden.double(), valid, {}),
-    ):
-        leaf = x.clone().requires_grad_()
-        logp, _ = function(leaf, weight.to(x.dtype), of, **extra)
+
+    def gradient(kind, x=hidden, of=valid, function=reference.linear_log_probs, **options):
+        leaf = x.to(kind, copy=True).requires_grad_()
+        logp, _ = function(leaf, weight.to(kind), of, **options)
         loss = torch.where(factors != 0, factors * logp, 0.0).sum()
-        results += torch.autograd.grad(loss, leaf)
-    assert_within_budget("gradient of hidden", *results)
+        return torch.autograd.grad(loss, leaf)[0]
+
+    options = dict(backend=backend, chunk_tokens=chunk_tokens)
+    got = gradient(torch.float32, bad, labels, linear_log_probs, **options)
+    assert_as_reference(got, gradient)
 
 
 @pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {0, 1}, {1, 2}], ids=str)
 def test_frozen_parameters_have_no_gradient(backend, device, frozen):
     parameters, case = problem(torch.float32, device, BAPOConfig())
-    expected = run(bapo_linear_loss, parameters, case, backend=backend)[1]
+    expected = run(bapo_linear_loss, parameters, case, backend=backend).gradients
     leaves = [p.clone().requires_grad_(i not in frozen) for i, p in enumerate(parameters)]
     options = dict(bias=leaves[2], backend=backend, **case.options)
     bapo_linear_loss(*leaves[:2], *case.arguments(), **options).loss.backward()
@@ -448,7 +442,7 @@ def test_log_probs_of_a_frozen_head(backend, device, dtype, entropy, compiled, p
     again = entropy or dtype == torch.float16
     assert sum(rows for rows, _ in products) == (labels != -100).sum() * (3 if again else 1)
     if compiled:
-        torch.testing.assert_close(first, gradients(linear_log_probs)[0])
+        assert torch.equal(first, gradients(linear_log_probs)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -466,13 +460,16 @@ def test_float32_logits_under_autocast(backend, device):
     torch.manual_seed(0)
     weight, hidden = torch.randn(200, 32, device=device), torch.randn(30, 32, device=device)
     bias, labels = 30 * torch.randn(200, device=device), torch.arange(30, device=device)
-    operands = hidden.bfloat16().double(), weight.bfloat16().double()
-    expected = reference.linear_log_probs(*operands, labels, bias=bias.double())[0]
+
+    def expected(kind):
+        operands = [x.bfloat16().to(kind) for x in (hidden, weight)]
+        return reference.linear_log_probs(*operands, labels, bias=bias.to(kind))[0]
+
     for name in (backend, "reference"):
         options = dict(bias=bias, logits_dtype=torch.float32, backend=name)
         with torch.autocast(device, torch.bfloat16):
             log_probs = linear_log_probs(hidden, weight, labels, **options)[0]
-        assert (log_probs - expected).abs().max() <= 4e-7 * expected.abs().max()
+        assert_as_reference(log_probs, expected)
 
 
 @pytest.mark.parametrize("sets", [False, True])
@@ -481,7 +478,7 @@ def test_without_gradient(backend, device, sets):
     parameters, case = problem(torch.float32, device, BAPOConfig(), sets=sets)
     case = case.with_options(batch_num_tokens=100, dp_size=2)
     hidden, weight, bias = parameters
-    expected = check(parameters, case, backend)[0]
+    expected = check(parameters, case, backend).output
     with torch.no_grad():
         out = bapo_linear_loss(
             hidden, weight, *case.arguments(), bias=bias, backend=backend, **case.options
@@ -494,41 +491,41 @@ def test_without_gradient(backend, device, sets):
 @pytest.mark.parametrize("sets", [True, False])
 def test_tied_weight_and_no_bias(backend, device, sets):
     parameters, case = problem(torch.float32, device, BAPOConfig(), sets=sets)
-    results = []
-    for function, dtype, options in (
-        (bapo_linear_loss, torch.float32, dict(backend=backend)),
-        (reference.bapo_linear_loss, torch.float64, {}),
-    ):
-        embedding = parameters[1].to(dtype, copy=True).requires_grad_()
-        hidden = embedding[case.labels.clamp(min=0)] * 0.5
-        loss = function(hidden, embedding, *case.arguments(), **case.options, **options).loss
-        results += torch.autograd.grad(loss, embedding)
-    got, true = results
-    assert (got - true).abs().max() <= 1e-5 * true.abs().max()
+
+    def tied(function, kind=torch.float32):
+        def loss(embedding, labels, *tokens, **options):
+            hidden = embedding[labels.clamp(min=0)] * 0.5
+            return function(hidden, embedding, labels, *tokens, **options)
+
+        return evaluate(loss, case, parameters[1:2], kind)
+
+    got, expected = tied(partial(bapo_linear_loss, backend=backend)), reference.bapo_linear_loss
+    same, truth = in_some_orders(lambda: tied(expected)), tied(expected, torch.float64)
+    assert_quantities(case, got, same, truth)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "sets"), [(6, False), (None, False), (None, True)])
 def test_autocast(backend, device, chunk_tokens, sets):
     """float32 parameters, bfloat16 GEMMs, gradients in float32."""
     parameters, case = problem(torch.float32, device, BAPOConfig(), None, sets=sets)
+    expected = partial(run, reference.bapo_linear_loss, parameters, case)
     with torch.autocast(device, torch.bfloat16):
         options = dict(backend=backend, chunk_tokens=chunk_tokens)
-        got = run(bapo_linear_loss, parameters, case, **options)[1]
-    truth = run(reference.bapo_linear_loss, parameters, case, torch.float64)[1]
-    for mine, gradient in zip(got, truth, strict=True):
-        assert mine.dtype == torch.float32
-        assert (mine.double() - gradient).norm() <= 2e-2 * gradient.norm()
+        got = run(bapo_linear_loss, parameters, case, **options)
+        same = in_some_orders(expected)
+    assert {gradient.dtype for gradient in got.gradients} == {torch.float32}
+    assert_quantities(case, got, same, expected(torch.float64), sums=False)
     one_product_on_a_cpu = chunk_tokens is None and device == "cpu"  # in bfloat16
     if not sets and not one_product_on_a_cpu:
-        assert not torch.equal(got[1], got[1].bfloat16().float())
+        assert not torch.equal(got.gradients[1], got.gradients[1].bfloat16().float())
 
 
 def test_all_masked(backend, device):
     parameters, case = problem(torch.float32, device, BAPOConfig())
     case.response_mask = torch.zeros_like(case.response_mask)
-    out, gradients = run(bapo_linear_loss, parameters, case, backend=backend)
-    assert out.loss == 0
-    assert not any(g.any() for g in gradients)
+    got = run(bapo_linear_loss, parameters, case, backend=backend)
+    assert got.output.loss == 0
+    assert not any(g.any() for g in got.gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -543,27 +540,20 @@ def test_linear_log_probs(backend, device, dtype, entropy, temperature, sets, fr
     labels, mask = torch.where(unmasked, case.labels, -100), case.options.get("sampling_mask")
     weights = torch.where(torch.rand(B, S) < 0.4, 0.0, torch.randn(B, S)).to(device)
 
-    def gradients(function, kind=dtype, order=slice(None), **options):
-        """``order``: in which the products add up the columns of hidden states and weight."""
+    def gradients(kind, function=reference.linear_log_probs, **options):
         leaves = [p.to(kind).clone() for p in parameters]
         wanted = [leaf.requires_grad_() for leaf in leaves[: 1 if frozen else 3]]
-        hidden = torch.where(unmasked[..., None], leaves[0], 0.0)[..., order]
+        hidden = torch.where(unmasked[..., None], leaves[0], 0.0)
         options |= dict(bias=leaves[2], temperature=T, return_entropy=entropy, sampling_mask=mask)
-        logp, token_entropy = function(hidden, leaves[1][:, order], labels, **options)
+        logp, token_entropy = function(hidden, leaves[1], labels, **options)
         assert (token_entropy is not None) == entropy
         loss = (weights * logp).sum()
         if entropy:
             loss = loss + 0.3 * (weights * token_entropy).sum()
         return torch.autograd.grad(loss, wanted)
 
-    got = gradients(linear_log_probs, backend=backend, chunk_tokens=4)
-    truth = gradients(reference.linear_log_probs, torch.float64)
-    orders = torch.arange(H), torch.arange(H).flip(0), torch.randperm(H)
-    same = [gradients(reference.linear_log_probs, order=order) for order in orders]
-    named = zip(("hidden", "weight", "bias"), got, truth, *same, strict=False)
-    for name, mine, exact, *theirs in named:
-        farthest = max(theirs, key=lambda gradient: (gradient - exact).abs().max())
-        assert_within_budget(f"gradient of {name}", mine, farthest, exact)
+    got = gradients(dtype, linear_log_probs, backend=backend, chunk_tokens=4)
+    assert_as_reference(got, gradients, dtype)
 
 
 def test_recomputed_logits_have_statistics_of_their_own(monkeypatch):
@@ -581,21 +571,21 @@ def test_recomputed_logits_have_statistics_of_their_own(monkeypatch):
         made[rows] = 0.01
         return h, of_rows
 
-    def of_log_probs():
-        leaves = [p.clone().requires_grad_() for p in parameters]
-        logp, entropy = linear_log_probs(*leaves[:2], labels, bias=leaves[2], chunk_tokens=4)
-        return list(torch.autograd.grad((logp + 0.3 * entropy).sum(), leaves))
+    def of_log_probs(kind, module=reference, **options):
+        leaves = [p.to(kind, copy=True).requires_grad_() for p in parameters]
+        logp, entropy = module.linear_log_probs(*leaves[:2], labels, bias=leaves[2], **options)
+        return torch.autograd.grad((logp + 0.3 * entropy).sum(), leaves)
 
-    def of_loss():
-        return run(bapo_linear_loss, parameters, case, chunk_tokens=4)[1]
+    def of_loss(kind, module=reference, **options):
+        return run(module.bapo_linear_loss, parameters, case, kind, **options).gradients
 
+    monkeypatch.setattr(Head, "logits", logits)
     for gradients in of_log_probs, of_loss:
-        expected = gradients()
         made.zero_()
-        with monkeypatch.context() as patch:
-            patch.setattr(Head, "logits", logits)
-            got = gradients()
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        got = gradients(torch.float32, bapo_kernels, chunk_tokens=4)
+        # Logits below 16 that are made again are rounded once more, which changes p in proportion,
+        # as the sum that divides it does.
+        assert_as_reference(got, gradients, roundings=2 * 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -615,10 +605,10 @@ def test_temperatures_of_undecided_rows(backend, device):
     """Chunks of any size find the same rows; equal temperatures have the bits of one number."""
     parameters, case = problem(torch.float32, device, BAPOConfig(temperature=0.75))
     options = dict(backend=backend, chunk_tokens=4)
-    expected = run(bapo_linear_loss, parameters, case, **options)[1]
+    expected = run(bapo_linear_loss, parameters, case, **options).gradients
     T = torch.full((B, S), 0.75, device=device)
     case = case.with_options(config=BAPOConfig(), temperature=T)
-    got = run(bapo_linear_loss, parameters, case, **options)[1]
+    got = run(bapo_linear_loss, parameters, case, **options).gradients
     assert all(map(torch.equal, got, expected))
     T *= torch.linspace(0.9, 1.1, B * S, device=device).view(B, S)
     for frozen in (False, True):
@@ -661,24 +651,11 @@ def test_errors_of_the_head(message):
 
 @needs_native
 def test_few_rows_of_a_large_vocabulary():
-    """Three of twenty rows have a gradient: their sums over 151,936 terms must be as accurate.
-
-    Of four draws together, because the order of the reference's sums may be exact for one.
-    """
+    """Three of twenty rows have a gradient: their sums over 151,936 terms must be as accurate."""
     large = 151_936
     case = make_case((1, 20), large, masked=0, idle=0, poison=False)
     case.advantages[0, 3:] = 0.0
     case.old_log_probs = None
-    results = [], [], []
-    for seed in range(4):
-        torch.manual_seed(seed)
-        hidden, weight = torch.randn(1, 20, 16), 0.3 * torch.randn(large, 16)
-        for gradients, function, dtype in (
-            (results[0], bapo_linear_loss, torch.float32),
-            (results[1], reference.bapo_linear_loss, torch.float32),
-            (results[2], reference.bapo_linear_loss, torch.float64),
-        ):
-            leaf = hidden.to(dtype, copy=True).requires_grad_()
-            loss = function(leaf, weight.to(dtype), *case.arguments()).loss
-            gradients.extend(torch.autograd.grad(loss, leaf))
-    assert_within_budget("gradient of hidden", *map(torch.stack, results))
+    torch.manual_seed(0)
+    parameters = torch.randn(1, 20, 16), 0.3 * torch.randn(large, 16), torch.zeros(large)
+    check(parameters, case, "cpu", frozen=True)

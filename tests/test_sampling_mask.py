@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accuracy import assert_as_reference
 from helpers import (
     DEVICES,
     KERNELS,
@@ -132,14 +133,14 @@ def test_hidden_states_in_two_calls_have_the_same_bits(backend, device, interpre
         options |= dict(backend=backend, batch_num_tokens=9)
         return run(bapo_linear_loss, leaves, part, **options)
 
-    out, gradients = of_rows(0, B)
-    assert all(map(torch.equal, of_rows(0, B)[1], gradients))
+    whole = of_rows(0, B)
+    assert all(map(torch.equal, of_rows(0, B).gradients, whole.gradients))
     has_set = (mask.offsets.diff() > 0).view(B, S)
     for row in range(1 if interpreted else B):
-        alone, of_row = of_rows(row, row + 1)
+        alone = of_rows(row, row + 1)
         own = has_set[row]  # rows of a matrix product may depend on how many there are
-        assert torch.equal(alone.log_probs[0, own], out.log_probs[row, own])
-        assert torch.equal(of_row[0][0, own], gradients[0][row, own])
+        assert torch.equal(alone.output.log_probs[0, own], whole.output.log_probs[row, own])
+        assert torch.equal(alone.gradient[0, own], whole.gradient[row, own])
 
 
 def test_rows_of_the_head_that_no_set_has_are_never_read(backend, device):
@@ -154,25 +155,23 @@ def test_rows_of_the_head_that_no_set_has_are_never_read(backend, device):
     for p in parameters[1:]:
         p[unused] = torch.nan
     got = run(bapo_linear_loss, parameters, case, backend=backend)
-    for a, b in zip(got[1], expected[1], strict=True):
+    for a, b in zip(got.gradients, expected.gradients, strict=True):
         assert torch.equal(a, b)
         assert a.isfinite().all()
-    assert not got[1][1][unused].any()
-    assert torch.equal(got[0].loss, expected[0].loss)
+    assert not got.gradients[1][unused].any()
+    assert torch.equal(got.output.loss, expected.output.loss)
 
 
 def test_parameters_of_any_strides(backend, device):
     """As views of other tensors; they are read as if they were contiguous."""
     parameters, case = problem(torch.float32, device, BAPOConfig(), sets=True)
-    hidden, weight, bias = parameters
-    strided = hidden.mT.contiguous().mT, weight.T.contiguous().T, bias.repeat_interleave(2)[::2]
-    assert not any(p.is_contiguous() for p in strided)
-    expected, got = (
-        bapo_linear_loss(*x, *case.arguments(), bias=b, backend=backend, **case.options)
-        for *x, b in (parameters, strided)
-    )
-    torch.testing.assert_close(got.loss, expected.loss)
-    torch.testing.assert_close(got.log_probs, expected.log_probs)
+
+    def strided(hidden, weight, *tokens, bias, **options):
+        views = hidden.mT.contiguous().mT, weight.T.contiguous().T, bias.repeat_interleave(2)[::2]
+        assert not any(view.is_contiguous() for view in views)
+        return bapo_linear_loss(*views[:2], *tokens, bias=views[2], **options)
+
+    check(parameters, case, backend, function=strided)
 
 
 # What breaks a rule.
@@ -323,10 +322,13 @@ def test_offsets_beyond_32_bits(backend, device):
     labels = torch.tensor([ids[0] for ids in sets], device=device)
     mask = SamplingMask.from_lists(sets, device)
     got = log_probs(logits, labels, sampling_mask=mask, backend=backend)
-    for n, ids in enumerate(sets):
-        of_set = logits[n : n + 1, ids].double(), torch.tensor([0]).to(device)
-        for value, true in zip(got, reference.log_probs(*of_set), strict=True):
-            torch.testing.assert_close(value[n].double(), true[0], rtol=1e-6, atol=1e-6)
+
+    def expected(kind):
+        of_sets = [row[ids].to(kind) for row, ids in zip(logits, sets, strict=True)]
+        values = [reference.log_probs(x, torch.zeros_like(x[0])) for x in of_sets]
+        return [torch.stack(of_all) for of_all in zip(*values, strict=True)]
+
+    assert_as_reference(got, expected, operand=got[0].abs().max().item())
 
 
 ERRORS = {

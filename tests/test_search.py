@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
+from accuracy import assert_rounded
 from helpers import needs_native
 from world import grid
 
@@ -153,7 +154,7 @@ def test_search_by_hand():
     config = BAPOConfig(token_weight="uniform", target=0.48)
     bounds = find_clip_bounds(*TOKENS, config=config)
     # 2*c_high >= .48*(2*c_high + 3)  <=>  c_high >= 1.3846
-    assert numbers(bounds) == pytest.approx([0.6, 1.4])
+    assert bounds == (0.6, 1.4)
 
 
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
@@ -192,7 +193,7 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted, mos
         call = prepared(backend, arguments)
         table = contributions(call, logp.double())
         expected = contribution_table(config, logp, old, A, mask)
-        torch.testing.assert_close(table[0], expected, rtol=1e-12, atol=0)
+        assert_rounded(table[0], expected, 2 * (4 + most))  # exp, products, a sum in any order
         found = solve(backend, table, config.options)
         for other in (solve_table(config, table[0]), search(call, logp.double())):
             assert all(map(torch.equal, found, other))
@@ -226,7 +227,7 @@ def test_highest_share_of_all_points(backend, device, interpreted):
             for bounds in (None, (0.7, 1.1)):
                 found.append(bapo_loss_from_log_probs(*case, bounds=bounds, **options).metrics)
             for metrics in found:
-                assert metrics["bapo_pos_share_max"].item() == pytest.approx(highest, rel=1e-6)
+                assert_rounded(metrics["bapo_pos_share_max"], highest)
 
 
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
@@ -291,12 +292,12 @@ class TestHistogram:
 
     def test_without_tokens(self):
         used = ContributionHistogram(BAPOConfig(target=1.0)).update(*self.batch())
-        assert numbers(used.solve()) == pytest.approx([0.9, 3.0])
+        assert used.solve() == (0.9, 3.0)
         used.reset()
         on_device = ContributionHistogram(BAPOConfig.recipe(), device="cpu")
         for histogram in (ContributionHistogram(), used, on_device):
             bounds = histogram.solve()
-            assert numbers(bounds) == pytest.approx([0.6, 1.2])
+            assert bounds == (0.6, 1.2)
             assert all(b.dtype == torch.float32 and b.ndim == 0 for b in bounds)
 
     def test_shapes(self):
@@ -329,7 +330,7 @@ class TestHistogram:
             assert [got["bapo_clip_low"], got["bapo_clip_high"]] == list(bounds)
             for name, value in got.items():
                 assert (value.dtype, value.shape) == (torch.float32, ())
-                assert value.item() == pytest.approx(expected[name].item(), rel=1e-6), name
+                assert_rounded(value, expected[name], 2)  # one on either side
             seen.add((got["bapo_saturated"].item(), got["bapo_pos_neg_ratio"].isinf().item()))
         assert seen >= {(0.0, False), (0.0, True), (1.0, False)}
 
@@ -372,10 +373,10 @@ def test_search_over_a_process_group(worlds):
     assert whole == of_step == (expected,) * 4
     assert inner[:2] == (expected,) * 2
     assert alone[0] == numbers(reference.find_clip_bounds(*(t[:21] for t in case)))
-    assert alone[2] == pytest.approx([0.6, 1.2])
+    assert alone[2] == torch.tensor([0.6, 1.2]).tolist()
     of_whole = bapo_loss_from_log_probs(*case).metrics
-    expected = {name: of_whole[name].item() for name in metrics[0]}
-    assert metrics[0] == pytest.approx(expected, rel=1e-5)
+    for name, value in metrics[0].items():
+        assert_rounded(torch.tensor(value), of_whole[name], 2)  # one on either side
     assert metrics == (metrics[0],) * 4
 
 
@@ -442,7 +443,7 @@ def test_values_that_are_not_finite(value, where):
         for rollout in (None, tokens[3]):
             got = equal_to_the_loop(*tokens[:3], config=config, rollout_log_probs=rollout)
             if where == 1 and config.target == 1.0:
-                assert got.upper.item() == pytest.approx(1.2), "they are the starting bounds"
+                assert got.upper == 1.2, "they are the starting bounds"
 
 
 def test_metrics_of_a_search_object():
@@ -451,7 +452,7 @@ def test_metrics_of_a_search_object():
     assert ClipBoundSearch(config).metrics == ClipBoundSearch(config, "step").metrics == {}
     search = ClipBoundSearch(config, "lagged")
     start = search.metrics
-    assert numbers(start.values())[:2] == pytest.approx([0.6, 1.2])
+    assert list(start.values())[:2] == [0.6, 1.2]
     assert all(v.isnan() for v in list(start.values())[2:])
     search.update(*TOKENS)
     assert all(search.metrics[name] is value for name, value in start.items())

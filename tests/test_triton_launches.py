@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from accuracy import assert_rounded, assert_sums
 from helpers import INTERPRETED, KERNELS, case_with_sets, make_case, run_kernel
 from launches import LAUNCHES, CountLaunches
 from operands import options_of, tokens_of
@@ -156,8 +157,9 @@ def test_search_of_many_tokens(few_programs, uniform, unclipped_only, of_sequenc
         bounds, masses = torch.empty(2), torch.empty(6, dtype=torch.float64)
         ops.search(*searched, options_of(**chosen, target=target), bounds, masses)
         results.append((table, bounds, masses))
-    torch.testing.assert_close(*results, rtol=1e-13, atol=0)
-    assert results[0][1][1].item() == pytest.approx(1.35)
+    for got, expected in zip(*results, strict=True):
+        assert_sums(got, expected, 1_000)
+    assert results[0][1][1] == torch.tensor(1.35)
 
 
 @pytest.mark.parametrize("given_masses", [False, True])
@@ -173,7 +175,8 @@ def test_loss_of_many_tokens(few_programs, given_masses, surrogate, own_bounds, 
     if own_bounds:
         own = (bounds[:, None] + 0.4 * torch.rand(2, N) - 0.2).where(counted, torch.nan)
         fields |= dict(lower=own[0], upper=own[1])
-    terms = dict(clip_ratio_c=3.0, sapo_tau_pos=0.7, sapo_tau_neg=1.6, kl_loss_coef=0.1)
+    # Float32 represents tau, which the interpreter rounds to it.
+    terms = dict(clip_ratio_c=3.0, sapo_tau_pos=0.75, sapo_tau_neg=1.625, kl_loss_coef=0.1)
     options = options_of(surrogate=SURROGATES[surrogate], entropy_coef=0.01, **terms)
     entropy, weights = -log_probs, torch.rand(N, dtype=torch.float64)
     masses = torch.rand(6, dtype=torch.float64) if given_masses else None
@@ -191,7 +194,9 @@ def test_loss_of_many_tokens(few_programs, given_masses, surrogate, own_bounds, 
         assert ticket.item() == 0
         results.append(made)
     torch.testing.assert_close(*results[:2], rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(*results[1:], rtol=1e-6, atol=1e-12, equal_nan=True)
+    # In float32 the last one, in float64 exp and three products, on either side.
+    for got, expected in zip(*results[1:], strict=True):
+        assert_rounded(got, expected, 2 if got.dtype == torch.float32 else 8)
 
 
 def test_arguments_are_checked_after_those_of_another_call():

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accuracy import assert_sums
 from helpers import DEVICES, KERNELS
 from operands import tokens_of
 
@@ -59,6 +60,11 @@ def expected_means(values, counted, offsets):
     return means
 
 
+def check_means(got, values, counted, offsets, before=0.0):
+    truth, of = (before + expected_means(x, counted, offsets) for x in (values, values.abs()))
+    assert_sums(got, truth, max(LENGTHS), of=of)
+
+
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_sequences(on_policy, dtype):
@@ -69,13 +75,12 @@ def test_packed_sequences(on_policy, dtype):
     cu_seqlens = offsets.to(dtype).repeat_interleave(2)[::2]
     got = log_ratios(log_probs, counted, None if on_policy else old, cu_seqlens=cu_seqlens)
     truth = log_probs - (log_probs if on_policy else old.double())
-    torch.testing.assert_close(got, expected_means(truth, counted, offsets), rtol=1e-13, atol=1e-15)
+    check_means(got, truth, counted, offsets)
     assert got[0] == (0.0 if on_policy else 0.5)
 
     before = torch.full((N,), 0.25, dtype=torch.float64)
     got = with_means(log_probs, counted, before, cu_seqlens=cu_seqlens)
-    truth = before + expected_means(log_probs, counted, offsets)
-    torch.testing.assert_close(got, truth, rtol=1e-13, atol=0)
+    check_means(got, log_probs, counted, offsets, before)
     assert torch.equal(got[~counted], before[~counted])
     assert torch.equal(got[-9:], before[-9:])
 
@@ -88,14 +93,13 @@ def test_rows_have_the_bits_of_packed_sequences(length):
     packed = log_ratios(log_probs, counted, old, cu_seqlens=offsets)
     second = slice(length, 2 * length)
     alone = log_ratios(log_probs[second], counted[second], old[second], length=length)
-    torch.testing.assert_close(rows, packed, rtol=0, atol=0)
-    torch.testing.assert_close(rows[second], alone, rtol=0, atol=0)
-    expected = expected_means(log_probs - old.double(), counted, offsets)
-    torch.testing.assert_close(rows, expected, rtol=1e-13, atol=1e-15)
+    assert torch.equal(rows, packed)
+    assert torch.equal(rows[second], alone)
+    check_means(rows, log_probs - old.double(), counted, offsets)
     zeros = torch.zeros_like(log_probs)
     added = with_means(log_probs, counted, zeros, length=length)
     packed = with_means(log_probs, counted, zeros, cu_seqlens=offsets)
-    torch.testing.assert_close(added, packed, rtol=0, atol=0)
+    assert torch.equal(added, packed)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

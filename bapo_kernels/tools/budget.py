@@ -212,7 +212,8 @@ def loss_sensitivity(case: Case, truth: Result) -> float:
     options = dict(case.options)
     if options["config"].has_bounds:
         options["bounds"] = truth.output.bounds
-    options.pop("temperature", None)  # the log-probs have it
+    for of_softmax in ("temperature", "sampling_mask"):  # the log-probs have them
+        options.pop(of_softmax, None)
     loss = reference.bapo_loss_from_log_probs(
         leaves[0], case.old_log_probs, case.advantages, unmasked, entropy=leaves[1], **options
     ).loss
