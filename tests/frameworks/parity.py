@@ -53,19 +53,18 @@ def assert_parity(got, same, truth, size, relative=0.0):
             that loss and metrics are made of inherit it.
         relative: the error of the truth itself.
     """
-    dtype = got.gradient.dtype
+    eps = EPS[got.gradient.dtype]
     gradients = got.gradient, [x.gradient for x in same], truth.gradient
-    assert_gradient("gradient", *gradients, size + relative / EPS[dtype])
+    assert_gradient("gradient", *gradients, size + relative / eps)
     assert truth.gradient.any()
-    of_loss = size * truth.gradient.abs().sum().item()
-    values = {"loss": (got.loss, [x.loss for x in same], truth.loss, of_loss)}
-    for name in truth.log:
-        of_all = (torch.as_tensor(x.log[name], dtype=torch.float64) for x in (got, *same, truth))
-        mine, *others, exact = (value.detach() for value in of_all)
-        values[name] = (mine.to(dtype), others, exact, size * max(1.0, abs(exact.item())))
-    for name, (*numbers, rounded) in values.items():
-        inherited = EPS[dtype] * rounded + relative * largest(numbers[-1])
-        assert_within_budget(name, *numbers, inherited=inherited)
+    of_terms = eps * size * truth.gradient.abs().sum().item() + relative * largest(truth.loss)
+    losses = got.loss, [x.loss for x in same], truth.loss
+    assert_within_budget("loss", *losses, inherited=of_terms)
+    for name, value in truth.log.items():  # in float32, whatever the dtype of the loss
+        mine, *others = (torch.as_tensor(x.log[name]).detach().float() for x in (got, *same))
+        exact = torch.as_tensor(value, dtype=torch.float64).detach()
+        operand = size * max(1.0, abs(exact.item()))
+        assert_within_budget(name, mine, others, exact, operand)
 
 
 def assert_gradient(name, got, same, truth, size):
