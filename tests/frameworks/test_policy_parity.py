@@ -71,10 +71,10 @@ def batch(per_token=False, empty=True, seed=0):
 
 def compare(ours, theirs, data, relative=0.0):
     """In both dtypes what ours finds, and the framework's function in float64."""
-    made, truth = [], theirs(torch.float64)
+    made, truth = [], theirs()
     for dtype in DTYPES:
-        made.append(ours(dtype))
-        same = in_some_orders(partial(theirs, dtype))
+        made.append(ours(dtype=dtype))
+        same = in_some_orders(partial(theirs, dtype=dtype))
         assert_parity(made[-1], same, truth, largest(data["log_probs"]), relative)
     return made, truth
 
@@ -214,7 +214,7 @@ def verl_actor(policy_loss, mode, normalised=True, **options):
     return config
 
 
-def verl_loss(function, config, data, dtype=torch.float64, weights=True):
+def verl_loss(function, config, data, weights=True, dtype=torch.float64):
     leaf = data["log_probs"].to(dtype).clone().requires_grad_()
     A = data["A"] if data["A"].ndim == 2 else data["A"][:, None].expand(B, T)
     loss, metrics = function(
@@ -250,12 +250,9 @@ def test_verl(name, normalised, mode):
         data = batch(per_token)
         if name == "vanilla":
             data["log_probs"][4] += 0.4
-        made, truth = compare(
-            lambda dtype: verl_loss(compute_policy_loss_bapo, ours, data, dtype, weights),
-            lambda dtype: verl_loss(function, theirs, data, dtype, weights),
-            data,
-            OF_COUNTS,
-        )
+        both = (compute_policy_loss_bapo, ours), (function, theirs)
+        losses = (partial(verl_loss, *of_one, data, weights) for of_one in both)
+        made, truth = compare(*losses, data, OF_COUNTS)
         for got in made:
             assert ("actor/bapo_clip_high" in got.log) == (name != "sapo")
         if name == "vanilla" and not per_token:
