@@ -251,11 +251,11 @@ def test_context_parallelism(name, allgather_cp, worlds):
     args = arguments(options)
     batch, *others = batch_of(args, **case)
     gradient = torch.zeros_like(others[0])
-    for found, rows in ranks:
-        gradient[0].index_add_(0, rows[rows >= 0], found.gradient[0, rows >= 0])
-        assert not found.gradient[0, rows < 0].any()
-    logged = {key: sum(found.log[key] for found, _ in ranks) for key in ranks[0][0].log}
-    got = Found(sum(found.loss for found, _ in ranks), logged, gradient)
+    for of_rank, rows in ranks:
+        gradient[0].index_add_(0, rows[rows >= 0], of_rank.gradient[0, rows >= 0])
+        assert not of_rank.gradient[0, rows < 0].any()
+    logged = {key: sum(of_rank.log[key] for of_rank, _ in ranks) for key in ranks[0][0].log}
+    got = Found(sum(of_rank.loss for of_rank, _ in ranks), logged, gradient)
     check(got, args, batch, *others)
     if name == "idle rank" and not allgather_cp:
         assert not ranks[1][0].gradient.any()
