@@ -71,3 +71,19 @@ def assert_gradient(name, got, same, truth, size):
     """It inherits the rounding of log-probs up to this size, through the ratio or the softmax."""
     inherited = EPS[got.dtype] * size * largest(truth)
     assert_within_budget(name, got, same, truth, inherited=inherited)
+
+
+def assert_gradients(got, same, truth, size):
+    """:func:`assert_gradient` of parameters by name."""
+    assert got.keys() == truth.keys()
+    for name, exact in truth.items():
+        assert_gradient(name, got[name], [made[name] for made in same], exact, size)
+
+
+def assert_trained(got, same, truth, before, steps, size):
+    """Parameters by name: each step rounds the weight, and its change is that of ratios."""
+    assert got.keys() == truth.keys()
+    for name, exact in truth.items():
+        rounded = steps * largest(exact) + size * largest(exact - before[name])
+        inherited = EPS[torch.float32] * rounded
+        assert_within_budget(name, got[name], [made[name] for made in same], exact, 0.0, inherited)

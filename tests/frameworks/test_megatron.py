@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import EPS, assert_within_budget, needs_native
 from packaging.version import Version
-from parity import assert_gradient
+from parity import assert_gradient, assert_gradients, assert_trained
 from torch.distributed.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -242,16 +242,13 @@ def plain_rank(rank, tied=False, output=of_logits, momentum=0.9):
 
 
 def assert_same_training(losses, parameters, truth, same, before):
-    """A loss is a mean of ratios times advantages, and each ratio has a log-prob's rounding."""
+    """A loss is a mean of ratios times advantages."""
     _, (_, old, advantages, _) = batch()
     got, *others = (torch.tensor(made) for made in (losses, *(of_one[0] for of_one in same)))
     exact = torch.tensor(truth[0], dtype=torch.float64)
     assert_within_budget("losses", got, others, exact, largest(old) * largest(advantages))
-    for name, expected in truth[1].items():
-        # A weight is rounded in each step.
-        rounded = STEPS * largest(expected) + largest(old) * largest(expected - before[name])
-        numbers = parameters[name], [made[1][name] for made in same], expected
-        assert_within_budget(name, *numbers, inherited=EPS[torch.float32] * rounded)
+    of_orders = [made for _, made in same]
+    assert_trained(parameters, of_orders, truth[1], before, STEPS, largest(old))
 
 
 def layout_rank(rank, output, tensor=1, context=1, **options):
@@ -449,7 +446,6 @@ def test_two_pipeline_stages(ranks):
     (none, first), (losses, last) = ranks.run(pipeline_rank)
     assert none == [0.0] * STEPS
     found = first | {name.replace("layers.0", "layers.1"): p for name, p in last.items()}
-    assert found.keys() == truth[1].keys()
     assert_same_training(losses, found, truth, *plain)
 
 
@@ -564,9 +560,7 @@ def both_heads_rank(rank, model_of, output, **options):
 
 def assert_same_gradients(theirs, truth, ours):
     """The truth is Megatron's too, whose cross entropy takes float32."""
-    assert truth.keys() == ours.keys()
-    for name, exact in truth.items():
-        assert_gradient(name, ours[name], [made[name] for made in theirs], exact, math.log(V))
+    assert_gradients(ours, theirs, truth, math.log(V))
 
 
 @needs_hook

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import EPS, assert_within_budget, needs_native
-from parity import compare
+from helpers import needs_native
+from parity import assert_trained, compare
 
 pytest.importorskip("verl")
 
@@ -57,11 +57,7 @@ def test_training(worlds, tmp_path, scope):
     for of_steps, full in results:
         got = [(m["actor/bapo_clip_low"], m["actor/bapo_clip_high"]) for m in of_steps]
         assert got == bounds
-        for name, true in parameters.items():
-            # Four steps round the weight, and each change has the rounding of the log-probs.
-            rounded = 4 * largest(true) + size * largest(true - before[name].double())
-            numbers = full[name], [made[name] for made in same], true
-            assert_within_budget(name, *numbers, inherited=EPS[torch.float32] * rounded)
+        assert_trained(full, same, parameters, before, len(bounds), size)
         assert all(value == value for metrics in of_steps for value in metrics.values()), "no NaN"
     decided = [{k: v for k, v in of[-1].items() if "bapo" in k} for of, _ in results]
     assert len(decided[0]) == 6
