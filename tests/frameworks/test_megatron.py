@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import itertools
+import math
 from collections import Counter
 from operator import attrgetter
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import EPS, assert_within_budget, needs_native
 from packaging.version import Version
+from parity import assert_gradient, assert_gradients, assert_trained
 from torch.distributed.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -40,6 +42,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.integrations.megatron import FusedHead
+from bapo_kernels.tools.budget import in_some_orders, largest
 
 pytestmark = [
     needs_native,
@@ -47,7 +50,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 B, S, V, H = 3, 8, 64, 32
-LEARNING_RATE, TEMPERATURE = 0.2, 0.7
+STEPS, LEARNING_RATE, TEMPERATURE = 3, 0.2, 0.7
 HAS_HOOK = Version(megatron.__version__) >= Version("0.18")
 needs_hook = pytest.mark.skipif(not HAS_HOOK, reason="needs megatron-core 0.18")
 CONFIG = BAPOConfig.paper(target=0.6)
@@ -209,10 +212,10 @@ def of_cross_entropy(model, inputs, arguments):
 
 
 def train(model, output, momentum=0.9):
-    """Losses of three optimizer steps, and the parameters."""
+    """Losses of the optimizer steps, and the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
     losses, context = [], model.config.context_parallel_size > 1
-    for _ in range(3):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         out = output(model, *batch())
         out.loss.backward()
@@ -228,10 +231,24 @@ def train(model, output, momentum=0.9):
 
 @functools.cache
 def plain_rank(rank, tied=False, output=of_logits, momentum=0.9):
-    """Plain layers on one rank, in float64 and float32."""
+    """Of plain layers on one rank: in float64, in float32 in some orders, and before."""
+
+    def run(dtype):
+        return train(model_of(tied, dtype), output, momentum)
+
     with layout():
-        models = [model_of(tied, dtype) for dtype in (torch.float64, torch.float32)]
-        return [train(model, output, momentum) for model in models]
+        same = in_some_orders(functools.partial(run, torch.float32))
+        return run(torch.float64), same, dict(model_of(tied, torch.float64).named_parameters())
+
+
+def assert_same_training(losses, parameters, truth, same, before):
+    """A loss is a mean of ratios times advantages."""
+    _, (_, old, advantages, _) = batch()
+    got, *others = (torch.tensor(made) for made in (losses, *(of_one[0] for of_one in same)))
+    exact = torch.tensor(truth[0], dtype=torch.float64)
+    assert_within_budget("losses", got, others, exact, largest(old) * largest(advantages))
+    of_orders = [made for _, made in same]
+    assert_trained(parameters, of_orders, truth[1], before, STEPS, largest(old))
 
 
 def layout_rank(rank, output, tensor=1, context=1, **options):
@@ -280,21 +297,17 @@ def test_three_steps(ranks, name):
     """Losses and parameters of each rank, of which some are shards along a dimension."""
     output, options = LAYOUTS[name]
     tied, results = "tied" in name, ranks.run(layout_rank, output, **options)
-    truth, plain = ranks.run(plain_rank, tied)[0]
+    truth, *plain = ranks.run(plain_rank, tied)[0]
     dimension = results[0][2]
     assert ("embedding.word_embeddings.weight" in dimension) == (name != "context")
     assert ("output_layer.weight" in dimension) == (name != "context" and not tied)
-    for losses, *_ in results:
-        assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
     assert max(abs(a - b) for a, b in itertools.pairwise(truth[0])) > 1e-3
-    for key, expected in truth[1].items():
-        found = [parameters[key] for _, parameters, _ in results]
-        if key in dimension:
-            found = [torch.cat(found, dimension[key])]
-        # Three steps of two ranks round a few times where one process does once.
-        inherited = 16 * EPS[torch.float32] * expected.abs().max().item()
-        for whole in found:
-            assert_within_budget(key, whole, plain[1][key], expected, inherited=inherited)
+    shards = {
+        key: torch.cat([parameters[key] for _, parameters, _ in results], at)
+        for key, at in dimension.items()
+    }
+    for losses, parameters, _ in results:
+        assert_same_training(losses, parameters | shards, truth, *plain)
 
 
 class Collectives(TorchDispatchMode):
@@ -360,7 +373,9 @@ def test_gradient_accumulation_fusion(ranks, tied, wrapped):
     for (expected, added), (got, added_by_head) in zip(without, fused, strict=True):
         assert (added, added_by_head) == ((False, True) if wrapped else (None, None))
         assert expected.any(1).all()
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+        # Of two micro-batches, and of both uses of a tied weight: three additions, in any order.
+        inherited = 3 * EPS[torch.float32] * largest(expected)
+        assert_within_budget("gradient", got, expected, expected, inherited=inherited)
 
 
 def bfloat16_rank(rank):
@@ -390,7 +405,7 @@ def test_bfloat16_in_megatrons_wrappers(ranks):
 
 
 def scheduled(model):
-    """Three steps of Megatron's schedule, a micro-batch for each sequence; losses, parameters."""
+    """Steps of Megatron's schedule, a micro-batch for each sequence; losses, parameters."""
 
     def step(batches, model):
         (tokens, positions, causal), arguments = next(batches)
@@ -406,7 +421,7 @@ def scheduled(model):
     run, losses = get_forward_backward_func(), []
     given = dict(forward_step_func=step, model=model, forward_only=False)
     sizes = dict(num_microbatches=B, seq_length=S, micro_batch_size=1)
-    for _ in range(3):
+    for _ in range(STEPS):
         model.zero_grad_buffer()
         found = run(data_iterator=iter(micro_batches()), **given, **sizes)
         losses.append(sum(logged["loss"].item() for logged in found) / counted_tokens())
@@ -427,18 +442,11 @@ def pipeline_rank(rank):
 
 def test_two_pipeline_stages(ranks):
     """Megatron's own schedule; the first stage has no head and passes hidden states on."""
-    truth, plain = ranks.run(plain_rank, output=of_micro_batches, momentum=0.0)[0]
+    truth, *plain = ranks.run(plain_rank, output=of_micro_batches, momentum=0.0)[0]
     (none, first), (losses, last) = ranks.run(pipeline_rank)
-    assert none == [0.0] * 3
-    assert losses == pytest.approx(truth[0], rel=1e-5, abs=1e-6)
+    assert none == [0.0] * STEPS
     found = first | {name.replace("layers.0", "layers.1"): p for name, p in last.items()}
-    assert found.keys() == truth[1].keys()
-
-    # Together, because rounding may be small in any one: to powers of two, which are exact.
-    scales = {name: 2.0 ** p.abs().max().log2().floor() for name, p in truth[1].items()}
-    of_all = found, plain[1], truth[1]
-    numbers = [torch.cat([(p[n] / by).flatten() for n, by in scales.items()]) for p in of_all]
-    assert_within_budget("parameters", *numbers, inherited=16 * EPS[torch.float32])
+    assert_same_training(losses, found, truth, *plain)
 
 
 def biased_rank(rank, skip_bias_add):
@@ -451,18 +459,35 @@ def biased_rank(rank, skip_bias_add):
         hidden = torch.linspace(-1, 1, S * B * H).sin().view(S, B, H).requires_grad_()
         _, (labels, _, advantages, _) = batch()
         of_model = dict(output_layer=layer, output_weight=None, config=config)
-        logits, _ = layer(hidden)
-        theirs = -vocab_parallel_cross_entropy(logits, labels.T.contiguous()).T
-        ours, _ = FusedHead(linear_log_probs, labels)(hidden_states=hidden, **of_model)
         leaves = [hidden, layer.weight, layer.bias][: 2 if skip_bias_add else 3]
-        return [[x.detach(), *torch.autograd.grad(x, leaves, advantages)] for x in (theirs, ours)]
+
+        def of_megatron():
+            logits, _ = layer(hidden)
+            return found(-vocab_parallel_cross_entropy(logits, labels.T.contiguous()).T)
+
+        def found(x):
+            return [x.detach(), *torch.autograd.grad(x, leaves, advantages)]
+
+        ours, _ = FusedHead(linear_log_probs, labels)(hidden_states=hidden, **of_model)
+        weights = [leaf.detach() for leaf in leaves]
+        return found(ours), in_some_orders(of_megatron), weights
 
 
 @pytest.mark.parametrize("skip_bias_add", [False, True])
 def test_bias_of_the_output_layer(ranks, skip_bias_add):
-    for theirs, ours in ranks.run(biased_rank, skip_bias_add):
-        for expected, got in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    results, (_, (labels, _, advantages, _)) = ranks.run(biased_rank, skip_bias_add), batch()
+    (hidden, *of_first), (_, *of_second) = (leaves for *_, leaves in results)
+    whole = [hidden, *(torch.cat(parts) for parts in zip(of_first, of_second, strict=True))]
+    hidden, weight, *bias = leaves = [x.double().requires_grad_() for x in whole]
+    given = hidden.transpose(0, 1), weight, labels
+    log_probs, _ = reference.linear_log_probs(*given, bias=bias[0] if bias else None)
+    truth = torch.autograd.grad(log_probs, leaves, advantages.double())
+    for rank, (ours, theirs, _) in enumerate(results):
+        of_rank = log_probs.detach(), truth[0], *(x.chunk(2)[rank] for x in truth[1:])
+        numbers = list(zip(ours, zip(*theirs, strict=True), of_rank, strict=True))
+        assert_within_budget("log_probs", *numbers[0])
+        for of_leaf in numbers[1:]:
+            assert_gradient("gradient", *of_leaf, largest(log_probs))
 
 
 UNSUPPORTED = {  # what has the attribute, its value, and the message
@@ -521,21 +546,21 @@ def hybrid_of(**options):
 
 
 def both_heads_rank(rank, model_of, output, **options):
-    """Gradients with Megatron's head and with this one."""
+    """Gradients with Megatron's head, in some orders and in float64, and with this one."""
+
+    def run(of_output, dtype=torch.float32):
+        model = model_of(sequence_parallel=True, **options).to(dtype)
+        of_output(model, *batch()).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
     with layout(tensor=2):
-        found = []
-        for of_output in (of_cross_entropy, output):
-            model = model_of(sequence_parallel=True, **options)
-            of_output(model, *batch()).loss.backward()
-            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        return found
+        theirs = in_some_orders(functools.partial(run, of_cross_entropy))
+        return theirs, run(of_cross_entropy, torch.float64), run(output)
 
 
-def assert_same_gradients(theirs, ours):
-    assert theirs.keys() == ours.keys()
-    for name, expected in theirs.items():
-        scale = expected.abs().max().item()
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6 * scale)
+def assert_same_gradients(theirs, truth, ours):
+    """The truth is Megatron's too, whose cross entropy takes float32."""
+    assert_gradients(ours, theirs, truth, math.log(V))
 
 
 @needs_hook
@@ -543,15 +568,15 @@ def assert_same_gradients(theirs, ours):
 def test_multi_token_prediction(ranks, tied):
     """The loss of the second head, for the token after next, stays Megatron's."""
     options = dict(mtp_num_layers=1, tied=tied)
-    for theirs, ours in ranks.run(both_heads_rank, model_of, of_head_with_labels, **options):
-        assert theirs["mtp.layers.0.eh_proj.weight"].any()
-        assert_same_gradients(theirs, ours)
+    for *theirs, ours in ranks.run(both_heads_rank, model_of, of_head_with_labels, **options):
+        assert ours["mtp.layers.0.eh_proj.weight"].any()
+        assert_same_gradients(*theirs, ours)
 
 
 @needs_hook
 def test_hybrid_model(ranks):
-    for theirs, ours in ranks.run(both_heads_rank, hybrid_of, of_head):
-        assert_same_gradients(theirs, ours)
+    for of_rank in ranks.run(both_heads_rank, hybrid_of, of_head):
+        assert_same_gradients(*of_rank)
 
 
 class Values(torch.nn.Module):
@@ -574,38 +599,38 @@ def verl_rank(rank):
         log_probs = tensor_parallel.vocab_parallel_log_probs_from_logits(scaled, label)
         return {"log_probs": log_probs, "entropy": entropy}
 
-    rows, found = [row[: S - 3 * b] for b, row in enumerate(batch()[0][0])], []
+    def run(fused, dtype=torch.float32):
+        model = model_of(sequence_parallel=True, dtype=dtype)
+        model.embedding.add_position_embedding = False
+        for layer in model.decoder.layers:
+            layer.self_attention.core_attention = Values()
+        if fused:
+            model_forward_fused.patch_fused_forward(model)
+            forward = model_forward_fused.fused_forward_model_engine()
+            output = forward(model, tokens, tokens.clone(), {}, TEMPERATURE, True, 0)
+        else:
+            forward = model_forward.gptmodel_forward_model_engine
+            output = forward(model, tokens, {}, of_logits, {"label": tokens.clone()})
+        log_probs, entropy = (output[name].values() for name in ("log_probs", "entropy"))
+        (log_probs.square() + 0.3 * entropy).sum().backward()
+        found = {"log_probs": log_probs.detach(), "entropy": entropy.detach()}
+        return found | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    rows = [row[: S - 3 * b] for b, row in enumerate(batch()[0][0])]
     tokens = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     with layout(tensor=2), torch.compiler.set_stance("force_eager"):
-        for fused in (False, True):
-            model = model_of(sequence_parallel=True)
-            model.embedding.add_position_embedding = False
-            for layer in model.decoder.layers:
-                layer.self_attention.core_attention = Values()
-            if fused:
-                model_forward_fused.patch_fused_forward(model)
-                forward = model_forward_fused.fused_forward_model_engine()
-                output = forward(model, tokens, tokens.clone(), {}, TEMPERATURE, True, 0)
-            else:
-                forward = model_forward.gptmodel_forward_model_engine
-                output = forward(model, tokens, {}, of_logits, {"label": tokens.clone()})
-            log_probs, entropy = (output[name].values() for name in ("log_probs", "entropy"))
-            (log_probs.square() + 0.3 * entropy).sum().backward()
-            found.append(
-                {"log_probs": log_probs.detach(), "entropy": entropy.detach()}
-                | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            )
-    return found
+        theirs = in_some_orders(functools.partial(run, False))
+        return theirs, run(False, torch.float64), run(True)
 
 
 @needs_hook
 def test_verls_engine(ranks):
     """verl's own functions for packed sequences, before and behind the head."""
     pytest.importorskip("verl", reason="needs verl")
-    for theirs, ours in ranks.run(verl_rank):
-        assert len(theirs["log_probs"]) == 8 + 5 + 2
-        assert theirs["output_layer.weight"].any(1).all()
-        assert_same_gradients(theirs, ours)
+    for *theirs, ours in ranks.run(verl_rank):
+        assert len(ours["log_probs"]) == 8 + 5 + 2
+        assert ours["output_layer.weight"].any(1).all()
+        assert_same_gradients(*theirs, ours)
 
 
 def refused_rank(rank):

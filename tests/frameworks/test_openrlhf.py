@@ -4,18 +4,21 @@
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import fixed_bounds, needs_native
+from parity import Found, assert_parity, compare, found, recorded
 
 from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.integrations.openrlhf import PolicyLoss
+from bapo_kernels.tools.budget import EPS, largest
 
 pytestmark = needs_native
 DATA = json.loads((Path(__file__).parents[1] / "data/openrlhf.json").read_text())
-OUTPUTS = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
+OUTPUTS = ("clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
 CLIP = dict(clip_eps_low=0.2, clip_eps_high=0.28)
 FIXED = fixed_bounds(0.8, 1.28)
 SEARCH = {"target": 0.7}
@@ -26,21 +29,10 @@ def tokens_of_data(dtype):
     return {name: torch.tensor(values, dtype=dtype) for name, values in DATA["tokens"].items()}
 
 
-def call(function, tokens, counts):
-    """The outputs by name, and the gradient."""
-    leaf, *others = tokens.values()
-    leaf = leaf.clone().requires_grad_()
-    outputs = function(leaf, *others, **counts)
-    outputs[0].backward()
-    return dict(zip(OUTPUTS, outputs, strict=False)), leaf.grad
-
-
-def check_outputs(got, expected):
-    assert got.keys() == expected.keys(), "as many outputs as this version unpacks"
-    for name, value in expected.items():
-        found = None if got[name] is None else got[name].item()
-        value = None if value is None else float(value)
-        assert found == pytest.approx(value, rel=1e-6, abs=1e-6), name
+def outputs(function, others, counts, leaf):
+    """The loss, and the others by name."""
+    loss, *further = function(leaf, *others, **counts)
+    return loss, dict(zip(OUTPUTS, further, strict=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -48,10 +40,17 @@ def check_outputs(got, expected):
 def test_numbers_of_openrlhf(case, dtype):
     """Loss, gradient and what is logged, of every correction of every version."""
     function = PolicyLoss(**CLIP, **case["arguments"], options=FIXED)
-    got, gradient = call(function, tokens_of_data(dtype), case["counts"])
-    check_outputs(got, case["expected"])
-    expected = torch.tensor(case["dlog_probs"], dtype=dtype)
-    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    logp, *others = (tokens := tokens_of_data(dtype)).values()
+    got = found(partial(outputs, function, others, case["counts"]), logp)
+    log = dict(case["expected"])
+    loss, gradient = recorded(log.pop("loss")), recorded(case["dlog_probs"])
+    assert got.log.keys() == log.keys(), "as many outputs as this version unpacks"
+    given = {name: value for name, value in log.items() if value is not None}
+    assert given.keys() == {name for name, value in got.log.items() if value is not None}
+    truth = Found(loss, given, gradient)
+    size = sum(map(largest, tokens.values()))  # the decimals of all are rounded
+    of_bounds = EPS[torch.float32]  # as which 0.8 and 1.28 are rounded in any dtype
+    assert_parity(got, [truth], truth, size, of_bounds)
 
 
 CORRECTIONS = {
@@ -69,22 +68,25 @@ def test_search(correction, token_level_loss, counts):
     tokens, options = tokens_of_data(torch.float32), dict(dual_clip=2.5, options=SEARCH)
     options |= {f"is_correction_{name}": x for name, x in CORRECTIONS[correction].items()}
     function = PolicyLoss(**CLIP, token_level_loss=token_level_loss, **options)
-    got, gradient = call(function, tokens, counts)
-    true, old, A, mask, rollout = (values.double() for values in tokens.values())
+    logp, *others = tokens.values()
     mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
-    given = dict(rollout_log_probs=rollout, **counts)
-    given["config"] = BAPOConfig.paper(clip_ratio_c=2.5, loss_agg_mode=mode, **SEARCH)
-    if function.correction:
-        weights, _ = function.correction.weights(old, rollout, mask != 0)
-        assert 0 < (weights == 0).sum() < weights.numel() or correction == "TIS"
-        given["rollout_is_weights"] = weights
-    out = reference.bapo_loss_from_log_probs(true.requires_grad_(), old, A, mask, **given)
-    out.loss.backward()
-    expected = dict(loss=out.loss.detach(), clip_ratio=out.metrics["pg_clipfrac"])
-    check_outputs({name: got[name] for name in expected}, expected)
-    torch.testing.assert_close(gradient.double(), true.grad, rtol=1e-5, atol=1e-7)
-    assert out.bounds.upper > 1.2, "the case must need a search"
-    assert function.metrics["bapo_clip_high"] == out.bounds.upper
+    config = BAPOConfig.paper(clip_ratio_c=2.5, loss_agg_mode=mode, **SEARCH)
+
+    def theirs(leaf):
+        old, A, mask, rollout = (x.to(leaf) for x in others)
+        given = dict(config=config, rollout_log_probs=rollout, **counts)
+        if function.correction:
+            weights, _ = function.correction.weights(old, rollout, mask != 0)
+            assert 0 < (weights == 0).sum() < weights.numel() or correction == "TIS"
+            given["rollout_is_weights"] = weights
+        out = reference.bapo_loss_from_log_probs(leaf, old, A, mask, **given)
+        assert out.bounds.upper > 1.2, "the case must need a search"
+        uppers.append(out.bounds.upper)
+        return out.loss, dict(clip_ratio=out.metrics["pg_clipfrac"])
+
+    uppers = []
+    compare(partial(outputs, function, others, counts), theirs, logp)
+    assert {function.metrics["bapo_clip_high"].item()} == {upper.item() for upper in uppers}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -92,18 +94,19 @@ def test_rejected_and_masked_tokens(dtype):
     """A ratio that overflows is rejected, and masked tokens may hold anything."""
     tokens = tokens_of_data(dtype)
     function = PolicyLoss(is_correction_level="token", options=FIXED)
-    expected, gradient = call(function, tokens, {})
-    expected["loss"] = expected["loss"].detach()
-    row, column = gradient.nonzero()[0].tolist()
+    logp, *others = tokens.values()
+    ours = partial(outputs, function, others, {})
+    expected = found(ours, logp)
+    row, column = expected.gradient.nonzero()[0].tolist()
     masked = tokens["action_mask"] == 0
     for name in ("log_probs", "old_log_probs", "advantages", "rollout_log_probs"):
         tokens[name][masked] = torch.nan
-    check_outputs(call(function, tokens, {})[0], expected)
+    torch.testing.assert_close(found(ours, logp), expected, rtol=0, atol=0)
     tokens["rollout_log_probs"][row, column] = -1000.0
-    got, gradient = call(function, tokens, {})
-    assert gradient[row, column] == 0
-    assert torch.isfinite(gradient).all()
-    assert got["loss"].isfinite()
+    got = found(ours, logp)
+    assert got.gradient[row, column] == 0
+    assert torch.isfinite(got.gradient).all()
+    assert got.loss.isfinite()
 
 
 @pytest.mark.parametrize("gating", ["binary_kl", "tv"])
