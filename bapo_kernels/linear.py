@@ -23,7 +23,7 @@ from .core.autograd import (
     output_with_gradients,
 )
 from .core.call import Statistics
-from .core.distributed import local_parameter, warn_if_not_synchronised
+from .core.distributed import local_parameter
 from .core.head import Head
 from .core.hidden import loss_of_hidden
 from .core.inputs import (
@@ -261,7 +261,6 @@ def _local_head(
 ) -> tuple[Tensor, Tensor | None, torch.dtype, torch.dtype, str]:
     """What this rank computes with: weight and bias, dtypes of the GEMMs and logits, backend."""
     dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
-    warn_if_not_synchronised(hidden_states, lm_head_weight)
     weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
     bias = None if bias is None else local_parameter("bias", bias, vocab_group)
     like = hidden_states.new_empty(0, dtype=dtype)

@@ -4,7 +4,6 @@ import gc
 import os
 import subprocess
 import sys
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -26,8 +25,6 @@ from world import grid, whole_tensor
 import bapo_kernels
 from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels.core import distributed
-from bapo_kernels.core.checks import warn_once
-from bapo_kernels.core.distributed import rows_of_ranks
 from bapo_kernels.debug import check_inputs
 from bapo_kernels.lm_head import LMHead
 
@@ -395,85 +392,6 @@ def test_loss_inside_the_forward(worlds, kind, tied):
         truth = run(policy_of(tied).double(), [exact], backend="reference")
         for got in (made[n] for made in ranks if n < len(made)):
             check_means(got, same, truth)
-
-
-def warning_rank(rank, kind):
-    """Warnings of two calls, and how far gradients are from the mean over ranks."""
-    mesh = grid(2, 1)["data"]
-    warn_once.cache_clear()
-    policy = policy_of()
-    model, head = policy.model, policy.head
-    (tokens, *batch), options = policy_batch(part(SEQUENCES[2], rank))
-    options |= dict(bounds=(0.7, 1.3), dp_size=2)
-
-    def inside():
-        return wrapper(tokens, *batch, **options).loss
-
-    def outside(decoder=head.decoder):
-        hidden = decoder(tokens).last_hidden_state[:, :-1]
-        given = hidden, head.weight, tokens[:, 1:]
-        if kind == "log-probs outside DDP":
-            return linear_log_probs(*given)[0].sum()
-        return bapo_linear_loss(*given, *batch, **options).loss
-
-    loss = inside if kind.startswith("inside") else outside
-    model.lm_head.requires_grad_(kind != "frozen head outside DDP")
-    if kind == "inside FSDP2":
-        wrapper = fully_shard(policy, mesh=mesh)
-    elif kind == "hidden states from DDP":
-        loss = partial(outside, decoder=DistributedDataParallel(model.model))
-    elif kind != "no DDP":
-        other = kind == "DDP of another model"
-        wrapper = DistributedDataParallel(policy_of() if other else policy)
-    if kind.endswith("after old log-probs"):
-        with torch.no_grad():
-            wrapper(tokens, None, batch[1])
-
-    scans, apart = [], 0.0
-    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("always")
-        patch.setattr(gc, "get_objects", lambda real=gc.get_objects: scans.append(1) or real())
-        with torch.set_grad_enabled(kind != "no gradient"):
-            losses = [loss(), loss()]
-    if kind != "no gradient":
-        losses[-1].backward()
-        gradient = whole_tensor(model.model.block[0].weight.grad)
-        apart = (gradient - rows_of_ranks(gradient, mesh.get_group()).mean(0)).abs().max().item()
-    ours = [w for w in caught if "outside" in str(w.message)]
-    assert len(scans) == (kind != "no gradient")
-    assert len(ours) == (kind in OUTSIDE)
-    for warning in ours:
-        assert Path(warning.filename).name == "test_ranks.py"
-        assert "gradients are not averaged over the ranks" in str(warning.message)
-    assert apart > 1e-4 or kind not in OUTSIDE
-    assert apart == 0 or kind not in TOGETHER
-
-
-OUTSIDE = (
-    *("outside DDP", "log-probs outside DDP", "frozen head outside DDP"),
-    "outside DDP after old log-probs",
-)
-APART = "no DDP", "DDP of another model"  # not synchronised, as is meant
-TOGETHER = (
-    *("no gradient", "inside DDP", "inside DDP after old log-probs", "inside FSDP2"),
-    "hidden states from DDP",
-)
-
-
-@pytest.mark.parametrize("kind", OUTSIDE + APART + TOGETHER)
-def test_loss_outside_the_forward_of_ddp_warns(worlds, kind):
-    """Once, at the line of the call; the gradients are indeed not synchronised."""
-    worlds(2).run(warning_rank, kind)
-
-
-def test_one_process_and_a_compiler_scan_nothing(monkeypatch):
-    monkeypatch.setattr(gc, "get_objects", pytest.fail)
-    hidden = torch.randn(3, 4, requires_grad=True)
-    weight = torch.nn.Parameter(torch.randn(5, 4))
-    linear_log_probs(hidden, weight, torch.zeros(3, dtype=torch.int64))
-    monkeypatch.setattr(dist, "is_initialized", pytest.fail)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    distributed.warn_if_not_synchronised(hidden, weight)
 
 
 def placed_rank(rank):

@@ -7,7 +7,6 @@ checks and the config. Every rank must make the same collectives in the same ord
 
 from __future__ import annotations
 
-import gc
 import math
 import zlib
 from collections.abc import Callable
@@ -18,11 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import BAPOConfig, Options
-from .checks import is_dtensor, require, warn_once
+from .checks import is_dtensor, require
 
 
 def rows_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -266,40 +263,3 @@ def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup
     averaged = _MeanGradient.apply(weight, ranks_averaged)
     local: Tensor = averaged.redistribute(placements=placements).to_local(grad_placements=gradients)
     return local
-
-
-_SEEN = WeakTensorKeyDictionary()  # weights that have been checked
-
-
-def warn_if_not_synchronised(hidden_states: Tensor, weight: Tensor) -> None:
-    """Warns once if DDP will not average the gradients of this loss.
-
-    DDP averages the gradients of a backward that follows a forward of its own with gradients
-    enabled, and silently ignores any other. Costs nothing on one rank or without a gradient; each
-    weight is checked once, in 0.2 s.
-    """
-    if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
-        return
-    needed = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
-    if not needed or dist.get_world_size() == 1 or not isinstance(weight, torch.nn.Parameter):
-        return
-    if is_dtensor(weight) or weight in _SEEN:
-        return
-    _SEEN[weight] = True
-    # A parameter does not know its DDP; isinstance would run code of arbitrary objects.
-    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    idle = [wrapper for wrapper in wrappers if _averages_nothing(wrapper)]
-    if any(parameter is weight for wrapper in idle for parameter in wrapper.parameters()):
-        warn_once(
-            "the loss is computed outside the forward of DistributedDataParallel, so its gradients "
-            "are not averaged over the ranks. Compute hidden states and loss in the forward of the "
-            "module that it wraps (docs/distributed.md, DDP and FSDP2 from hidden states)."
-        )
-
-
-def _averages_nothing(wrapper: Any) -> bool:
-    """Whether its forward is not running now, and the last one, if any, was without gradients."""
-    if wrapper is DistributedDataParallel._get_active_ddp_module():
-        return False
-    prepared = wrapper._lazy_init_ran and wrapper.require_forward_param_sync
-    return bool(wrapper.require_backward_grad_sync and not prepared)  # False under no_sync()

@@ -5,7 +5,6 @@ Imports nothing of the package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-_FACTORS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # where they begin
-_REDUCTIONS = {aten.sum, aten.mean, aten.logsumexp}
-_NORMALISATIONS = {
-    aten._softmax: 1,  # the number of tensors, before the dimension
-    aten._log_softmax: 1,
-    aten._softmax_backward_data: 2,
-    aten._log_softmax_backward_data: 2,
+_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # where the factors begin
+_SUMS = aten.sum, aten.mean, aten.logsumexp
+_SOFTMAXES = {  # how many tensors there are before the dimension
+    **{aten._softmax: 1, aten._log_softmax: 1},
+    **{aten._softmax_backward_data: 2, aten._log_softmax_backward_data: 2},
 }
 
 
@@ -35,25 +32,19 @@ class SumOrder(TorchDispatchMode):
         super().__init__()
         self.seed = seed
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the operator on permuted operands."""
         args, kwargs, name = list(args), kwargs or {}, func.overloadpacket
-        if name in _FACTORS:
-            a = _FACTORS[name]
+        if name in _PRODUCTS:
+            a = _PRODUCTS[name]
             order = self._order(args[a], -1)
-            args[a], args[a + 1] = args[a][..., order], args[a + 1][..., order, :]
-        elif name in _REDUCTIONS and args[0].is_floating_point():
+            args[a : a + 2] = args[a][..., order], args[a + 1][..., order, :]
+        elif name in _SUMS and args[0].is_floating_point():
             dims = args[1] if len(args) > 1 and args[1] else range(args[0].ndim)
             for dim in [dims] if isinstance(dims, int) else dims:
                 args[0] = args[0].index_select(dim, self._order(args[0], dim))
-        elif name in _NORMALISATIONS and args[0].ndim:
-            count = _NORMALISATIONS[name]
+        elif name in _SOFTMAXES and args[0].ndim:
+            count = _SOFTMAXES[name]
             dim, order = args[count], self._order(args[0], args[count])
             args[:count] = [x.index_select(dim, order) for x in args[:count]]
             return func(*args, **kwargs).index_select(dim, order.argsort())
