@@ -30,12 +30,7 @@ EPS = {
     torch.float64: 2.0**-53,
 }
 # The spacing of subnormal numbers, where one rounding is an absolute error.
-TINY = {
-    torch.float32: 2.0**-149,
-    torch.bfloat16: 2.0**-133,
-    torch.float16: 2.0**-24,
-    torch.float64: 2.0**-1074,
-}
+TINY = {dtype: torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in EPS}
 
 Measured = tuple[str, float, float]  # quantity, error, budget
 Loss = Callable[..., BAPOOutput]
