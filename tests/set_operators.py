@@ -363,7 +363,7 @@ def check(name, got, compute, operand=0.0):
     """``compute(dtype)`` makes the truth, which is returned with what of it is not rounded."""
     same, truth = compute(torch.float32).to(got.dtype), compute(torch.float64)
     here = (truth == LEFT).logical_or(truth == 0)
-    assert torch.equal(got[here], truth[here].to(got.dtype)), f"{name}: zeros, or what is left"
+    assert torch.equal(got[here], truth[here].to(got.dtype)), f"{name}: zeros, or left alone"
     # Rows are compared together, so that float32 is not exact by luck.
     assert_within_budget(name, got[~here], same[~here], truth[~here], operand=operand)
     return truth, here
