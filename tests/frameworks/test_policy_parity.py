@@ -38,7 +38,6 @@ BOUNDS = (1 - LOW, 1 + HIGH)
 FIXED = fixed_bounds(*BOUNDS)
 B, T = 6, 9
 DTYPES = torch.float64, torch.float32
-OF_COUNTS = 1e-8  # verl's means divide by a count + 1e-8
 MODES = [
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
@@ -246,13 +245,15 @@ def test_verl(name, normalised, mode):
     """verl's registered losses, and the policy loss ``bapo`` with their names."""
     preset = "recipe" if name == "vanilla" else "paper"  # verl's vanilla loss has a dual clip
     function, theirs, ours = verl_pair(name, mode, normalised, preset)
+    # verl divides the sum of a sequence by its count + 1e-8.
+    of_counts = 1e-8 if ours.loss_agg_mode == "seq-mean-token-mean" else 0.0
     for per_token, weights in ((False, True), (name != "gspo", False)):
         data = batch(per_token)
         if name == "vanilla":
             data["log_probs"][4] += 0.4
         both = (compute_policy_loss_bapo, ours), (function, theirs)
         losses = (partial(verl_loss, *of_one, data, weights) for of_one in both)
-        made, truth = compare(*losses, data, OF_COUNTS)
+        made, truth = compare(*losses, data, of_counts)
         for got in made:
             assert ("actor/bapo_clip_high" in got.log) == (name != "sapo")
         if name == "vanilla" and not per_token:
@@ -295,7 +296,7 @@ def test_gspo_of_verl_passes_each_token_its_own_gradient():
     mean = verls.gradient.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
     assert (mean - verls.gradient).abs().max() > 0.1, "the case must tell them apart"
     truth = Found(verls.loss, {}, mean)
-    assert_parity(got, [truth], truth, largest(data["log_probs"]), OF_COUNTS)
+    assert_parity(got, [truth], truth, largest(data["log_probs"]))
 
 
 def test_sapo_of_trl_rounds_its_temperature():
@@ -323,6 +324,7 @@ def test_log_ratios_are_clamped(level):
         trls = B * trl_loss(GRPOTrainer, args, data).loss
         logs = (torch.stack([trls, verls.loss, mine.loss]) / data["mask"].sum()).log()
         clamped = torch.tensor([log_ratio, min(log_ratio, least), min(log_ratio, 20.0)]).double()
-        inherited = OF_COUNTS * log_ratio
+        # Of the difference; the sum and the mean of the ratios, too, are rounded.
+        inherited = EPS[torch.float64] * (largest(data["log_probs"]) + T)
         assert_within_budget("log-ratio", logs, clamped, clamped, inherited=inherited)
         assert mine.gradient.any() == (log_ratio < 20)

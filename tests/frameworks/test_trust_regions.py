@@ -4,7 +4,6 @@ The recipes are those of docs/policies.md. The reference runs in float64, the ke
 """
 
 import json
-import operator
 import re
 from functools import partial
 from pathlib import Path
@@ -108,5 +107,5 @@ def test_verl(surrogate, mode, low, high, dtype):
     same, truth = in_both(verls, logp)
     gradients = got.gradient, [x.gradient for x in same], truth.gradient
     assert_gradient("gradient", *gradients, largest(logp))
-    masked = (tokens(x.log["masked"], mask) for x in (got, truth))
-    assert surrogate == "clip" or operator.eq(*masked)
+    masked = {tokens(x.log["masked"], mask) for x in (got, truth)}
+    assert surrogate == "clip" or len(masked) == 1
