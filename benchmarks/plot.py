@@ -75,8 +75,12 @@ def plot(device: str, folder: Path = FIGURES) -> list[Path]:
     paths = []
     with mpl.rc_context(RC):
         for name, figure in figures(frame):
-            machine = f"{frame.machine.iloc[-1]}; torch {frame.torch.iloc[-1]}"
-            figure.text(0.005, -0.02, machine, fontsize=8, color="#777777", va="top")
+            by_level = [frame[frame.level == level].iloc[-1] for level in LEVELS]
+            machines = [f"{last.machine}; torch {last.torch}" for last in by_level]
+            if len(set(machines)) > 1:
+                machines = list(map("{}: {}".format, LEVELS.values(), machines))
+            words = "\n".join(dict.fromkeys(machines))
+            figure.text(0.005, -0.02, words, fontsize=8, color="#777777", va="top")
             paths.append(save(figure, folder / f"{device}_{name}.png"))
     return paths
 

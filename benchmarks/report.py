@@ -43,7 +43,6 @@ def losses(device: str) -> Iterator[str]:
     frame = latest(device)
     if frame.empty:
         return
-    yield machine(frame)
     done = frame[(frame.status == "measured") & ~frame.method.str.contains("reference")]
     for level, words in LEVELS.items():
         mine = done[(done.level == level) & done.sweep.isna()]
@@ -56,6 +55,7 @@ def losses(device: str) -> Iterator[str]:
         sizes = [f"{m} ({V:,} x {H:,})" for m, V, H in half[["model", "V", "H"]].values]
         times = pd.concat([half.assign(column=sizes), plain[plain["dtype"] == "float32"]])
         caption = f"Loss and gradients {words}, N = {half.N.iloc[0]:,}"
+        yield f"{words.capitalize()}: {machine(mine)}"
         yield by_column(times, f"{caption}, ms", half.assign(column=half.model))
         layout = mine.layout.where(mine.layout != "dense", mine.data)
         mine = mine.assign(column=layout.where(mine.task == "loss", mine.task))
@@ -77,6 +77,8 @@ def search(device: str) -> Iterator[str]:
     """The search alone, by where it stops."""
     frame = latest(device)
     found = frame if frame.empty else frame[(frame.task == "search") & (frame.status == "measured")]
+    if len(found):
+        yield machine(found)
     for end, of_end in found.groupby("model", sort=False) if len(found) else ():
         yield by_column(of_end.assign(column=of_end.N.map("N = {:,}".format)), f"Stops {end}, ms")
 
@@ -108,7 +110,6 @@ def avx2() -> Iterator[str]:
     frames = {"AVX-512": latest("cpu"), "AVX2": latest(WITHOUT_AVX512)}
     if frames["AVX2"].empty:
         return
-    yield machine(frames["AVX2"])
     both = [f.assign(column="bfloat16, " + kind) for kind, f in frames.items()]
     keys = ["level", "N", "V", "H", "dtype", "method"]
     both = plain_losses(pd.concat(both)).sort_values("column", kind="stable")
@@ -116,6 +117,7 @@ def avx2() -> Iterator[str]:
     both = both[both.groupby(keys).column.transform("nunique") == 2]
     for (level, N, V, H), case in both.groupby(keys[:4], sort=False):
         of_head = f", H = {H:,}" if level == "hidden" else ""
+        yield machine(case[case.column.str.endswith("AVX2")])
         yield by_column(case, f"{LEVELS[level].capitalize()}, N = {N:,}, V = {V:,}{of_head}, ms")
 
 
@@ -145,7 +147,7 @@ def readme_block() -> str:
         frame = latest(device)
         if frame.empty:
             continue
-        of_machine, frame = machine(frame), plain_losses(frame[frame.sweep.isna()])
+        frame = plain_losses(frame[frame.sweep.isna()])
         frame = frame[frame.model.str.startswith("Qwen3")]
         for level, words in LEVELS.items():
             mine = frame[(frame.level == level) & ~frame.method.str.contains("reference")]
@@ -158,5 +160,5 @@ def readme_block() -> str:
             dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in table]
             table = table[dtypes].sort_values(dtypes[-1]).map(number)
             parts.append(markdown(table.rename_axis(f"Loss and gradients {head}")))
-        parts.append(of_machine)
+            parts.append(machine(mine))
     return "\n\n".join(parts)
