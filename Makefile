@@ -122,8 +122,8 @@ ptx: .venv/built
 	done; done
 
 # `make test` of the CPU backend on an emulated ARM processor (release/aarch64.sh), with torch 2.10: of
-# PyPI's builds for ARM the last without CUDA. Left out are processes and compilers, which take minutes,
-# and torch.compile, which fails with torch 2.10. `UNEMULATED=` leaves out nothing.
+# PyPI's builds for ARM the last without CUDA. Left out are processes and compilers, which take minutes;
+# `UNEMULATED=` leaves out nothing.
 UNEMULATED := compile ranks sharded_weights triton_compile
 aarch64:
 	release/aarch64.sh make test TORCH=2.10.0 \

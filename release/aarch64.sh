@@ -52,4 +52,4 @@ rm -rf $ROOT/bapo/tests
 git ls-files -z --cached --others --exclude-standard |
   tar -c --null --files-from=- --ignore-failed-read | tar -x -C $ROOT/bapo
 
-HOME=/root chroot $ROOT /bin/sh -c 'cd /bapo && exec "$@"' sh "$@"
+HOME=/root OPENBLAS_NUM_THREADS=1 chroot $ROOT /bin/sh -c 'cd /bapo && exec "$@"' sh "$@"

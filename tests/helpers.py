@@ -24,7 +24,6 @@ from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import Case, Result, evaluate
 from bapo_kernels.tools.budget import in_some_orders as in_some_orders
-from bapo_kernels.tools.budget import loss_sensitivity as loss_sensitivity
 from bapo_kernels.tools.budget import make_case as make_case
 from bapo_kernels.tools.budget import per_token as per_token
 

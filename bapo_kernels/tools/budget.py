@@ -196,8 +196,8 @@ def evaluate(
     return Result(output, torch.autograd.grad(output.loss, leaves))
 
 
-def loss_sensitivity(case: Case, truth: Result) -> float:
-    """Sum of |d loss / d log_prob| and |d loss / d entropy|: both have the softmax's rounding."""
+def loss_sensitivity(case: Case, truth: Result) -> tuple[float, float]:
+    """Sums of |d loss / d log_prob| and of |d loss / d entropy|."""
     unmasked = case.labels != IGNORE_INDEX
     if case.response_mask is not None:
         unmasked = unmasked & (case.response_mask != 0)
@@ -213,7 +213,8 @@ def loss_sensitivity(case: Case, truth: Result) -> float:
         leaves[0], case.old_log_probs, case.advantages, unmasked, entropy=leaves[1], **options
     ).loss
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return sum(g.abs().sum().item() for g in gradients if g is not None)
+    of_log_probs, of_entropy = (0.0 if g is None else g.abs().sum().item() for g in gradients)
+    return of_log_probs, of_entropy
 
 
 def quantities(
@@ -243,12 +244,15 @@ def quantities(
         return name, *error_and_budget(of_got[name], references, of_truth[name], operand=operand)
 
     yield compared("log_probs")
-    yield compared("entropy", operand)
-    yield compared("loss", operand * loss_sensitivity(case, truth))
+    of_entropy = max(1.0, operand)  # of a logarithm, which has a sum's relative rounding
+    yield compared("entropy", of_entropy)
+    by_log_probs, by_entropy = loss_sensitivity(case, truth)
+    yield compared("loss", operand * by_log_probs + of_entropy * by_entropy)
     metrics = []
     for name, value in truth.output.metrics.items():
         size = max(1.0, value.abs().nan_to_num(posinf=0.0).item())  # of a ratio of sums
-        metrics.append(compared(f"metric {name}", operand * size))
+        of_metric = of_entropy if name == "entropy" else operand
+        metrics.append(compared(f"metric {name}", of_metric * size))
     yield max(metrics, key=lambda m: (not m[1] <= m[2], m[1] / m[2]))
 
 
