@@ -18,19 +18,28 @@ from .config import BAPOConfig
 from .core.call import Sequences
 from .core.checks import refuse, require
 
-FAR = 0.2  # nats; in a correct first step the mean of |log_prob - old_log_prob| is 0
+# In nats, of the mean of |log_prob - old_log_prob|, which is 0 in a correct first step. Below FAR a
+# correction must be SURE standard errors better, and only what changes all rows alike is tried.
+NEAR, FAR, SURE = 0.02, 0.2, 10
 BETTER = 4  # a mistake is reported if correcting it makes that mean this many times smaller
+SOFTCAP = 30.0  # of Gemma's head
 TEMPERATURES = tuple(t / 10 for t in range(5, 16))
 _FEWEST, _MOST = 8, 512  # tokens to compare
+_SEQUENCES = 4  # how far away another sequence is looked for
 _ROWS = 64  # rows of logits read at a time
 
 
 class _Mistake(NamedTuple):
-    """Row ``t`` belongs to the label ``t + labels_at`` and the old log-prob ``t + old_at``."""
+    """Row ``t`` belongs to the label ``t + labels_at`` and the old log-prob ``t + old_at``.
+
+    With ``sequences`` these are that many sequences away. ``transform``: scale and soft cap.
+    """
 
     labels_at: int = 0
     old_at: int = 0
+    sequences: int = 0
     temperature: float | None = None
+    transform: tuple[float, float | None] | None = None
 
 
 _SHIFTS = [_Mistake(labels_at=by, old_at=old_by) for by in (-1, 1) for old_by in (0, by)]
@@ -55,17 +64,18 @@ class _Comparison:
 
     def distances(self, mistake: _Mistake) -> Tensor:
         """``|log_prob - old_log_prob|`` with a mistake corrected; NaN where that is undefined."""
-        labels_at, old_at, temperature = mistake
-        at, N = self.at, self.labels.numel()
-        of_label, of_old = ((at + by).clamp(0, N - 1) for by in (labels_at, old_at))
+        labels_at, old_at, sequences, temperature, transform = mistake
+        at, N, config = self.at, self.labels.numel(), self.config
+        scale, softcap = transform or (config.logit_scale, config.final_logit_softcapping)
+        of_label, of_old = ((at + by).remainder(N) for by in (labels_at, old_at))
         label = self.labels[of_label]
         log_probs = [
             reference.log_probs(
                 self.rows[some],
                 chosen,
                 temperature=temperature or self._temperature(some),
-                logit_scale=self.config.logit_scale,
-                final_logit_softcapping=self.config.final_logit_softcapping,
+                logit_scale=scale,
+                final_logit_softcapping=softcap,
                 return_entropy=False,
             )[0]
             for some, chosen in zip(at.split(_ROWS), label.split(_ROWS), strict=True)
@@ -74,7 +84,8 @@ class _Comparison:
         V = self.rows.shape[-1]
         defined = self.unmasked[of_old] & (label >= 0) & (label < V) & off.isfinite()
         for of, by in ((of_label, labels_at), (of_old, old_at)):
-            defined &= (of == at + by) & (self.sequence[of] == self.sequence[at])
+            inside = (of == at + by) & (self.sequence[of] == self.sequence[at])
+            defined &= inside | bool(sequences)
         return torch.where(defined, off, torch.nan)
 
 
@@ -103,41 +114,70 @@ def check_alignment(
     rows, labels, old = logits.reshape(N, V), labels.reshape(N), old_log_probs.reshape(N)
     comparison = _Comparison(rows, labels, old, temperatures, unmasked, sequence, at, config)
     given = comparison.distances(_Mistake())
-    if not bool(given.nanmean() > FAR):
+    off = float(given.nanmean())
+    if not off > NEAR:
         return
-    # An old log-prob of 0 stands for padding, unless all of them are 0 (tokens that were certain).
-    padded = (old[at] == 0) & (given > 1) & (old[at] != 0).any()
-    rule = "be 0 where there is no old log-prob (a prompt, padding)"
-    got = f"1 at tokens with old_log_probs 0 and a mean log-prob of {-given[padded].mean():.2g}"
-    require(int(padded.sum()) < _FEWEST, "response_mask", rule, got)
-    mistakes = [*_SHIFTS, *(_Mistake(temperature=t) for t in TEMPERATURES)]
+    capped = config.final_logit_softcapping is not None or config.logit_scale != 1
+    mistakes = [_Mistake(transform=(1.0, None if capped else SOFTCAP))]
+    mistakes += [
+        _Mistake(temperature=t)
+        for t in TEMPERATURES
+        if temperatures is not None or t != config.temperature
+    ]
+    if off > FAR:
+        _check_values(old[at], given, sequence[at])
+        mistakes += _SHIFTS
+        if cu_seqlens is None:
+            by = [k for k in range(-_SEQUENCES, _SEQUENCES + 1) if 0 < abs(k) * length < N]
+            mistakes += [_Mistake(old_at=k * length, sequences=k) for k in by]
+            mistakes += [_Mistake(k * length, k * length, sequences=k) for k in by]
     fits = []
-    for k, mistake in enumerate(mistakes):
-        if temperatures is None and mistake.temperature == config.temperature:
-            continue
+    for mistake in mistakes:
         both = torch.stack([comparison.distances(mistake), given])
         both = both[:, ~both.isnan().any(0)]
-        if both.shape[1] >= _FEWEST:
-            fits.append((*both.mean(1).tolist(), k))
-    if not fits:
-        return
-    corrected, as_given, best = min(fits)
-    if as_given > FAR and corrected * BETTER < as_given:
-        used = "temperature", "the tensor given"
-        if temperatures is None:
-            used = "config.temperature", f"{config.temperature}"
-        _report(mistakes[best], used, f"{corrected:.2g} instead of {as_given:.2g}")
+        if (n := both.shape[1]) >= _FEWEST:
+            corrected, as_given = both.mean(1).tolist()
+            sure = as_given - corrected > SURE * float((both[1] - both[0]).std()) / math.sqrt(n)
+            if corrected * BETTER < as_given and as_given > (NEAR if sure else FAR):
+                fits.append((corrected, as_given, mistake))
+    if fits:
+        corrected, as_given, mistake = min(fits, key=lambda fit: fit[0])
+        _report(mistake, config, temperatures, f"{corrected:.2g} instead of {as_given:.2g}")
 
 
-def _report(mistake: _Mistake, temperature: tuple[str, str], fit: str) -> None:
+def _check_values(old: Tensor, off: Tensor, sequence: Tensor) -> None:
+    """Raises for values that are no log-probs of single tokens, wherever they belong."""
+    # An old log-prob of 0 stands for padding, unless all of them are 0 (tokens that were certain).
+    padded = (old == 0) & (off > 1) & (old != 0).any()
+    rule = "be 0 where there is no old log-prob (a prompt, padding)"
+    got = f"1 at tokens with old_log_probs 0 and a mean log-prob of {-off[padded].mean():.2g}"
+    require(int(padded.sum()) < _FEWEST, "response_mask", rule, got)
+    neighbours = sequence[1:] == sequence[:-1]
+    same = bool((old[1:] == old[:-1])[neighbours].all() and (old != 0).all())
+    got = "the same value at all tokens of each sequence (their sum or mean?)"
+    enough = int(neighbours.sum()) >= _FEWEST
+    require(not (same and enough), "old_log_probs", "be those of single tokens", got)
+
+
+def _report(mistake: _Mistake, config: BAPOConfig, temperatures: Tensor | None, fit: str) -> None:
     name, rule = "old_log_probs", "be those of labels"
     by = mistake.labels_at or mistake.old_at
     got = f"those of the position {'after' if by > 0 else 'before'}"
     if mistake.labels_at:
         name, rule = "labels", "be aligned with the rows of logits (logits[:, :-1], tokens[:, 1:])"
         got = f"old_log_probs that fit labels one position {'later' if by > 0 else 'earlier'}"
+    if mistake.sequences:
+        got = f"those of the sequence at {mistake.sequences:+} in the batch"
     if mistake.temperature is not None:
-        name, rule = temperature[0], "be that of old_log_probs"
-        got = f"{temperature[1]}, they fit {mistake.temperature}"
+        name = "config.temperature" if temperatures is None else "temperature"
+        rule = "be that of old_log_probs"
+        used = "the tensor given" if temperatures is not None else config.temperature
+        got = f"{used}, they fit {mistake.temperature}"
+    if mistake.transform == (1.0, SOFTCAP):
+        name, rule = "config.final_logit_softcapping", "be that of old_log_probs"
+        got = f"None, they fit {SOFTCAP}"
+    elif mistake.transform is not None:
+        name, rule = "config", "have no scale and soft cap for logits that the model returns"
+        got = f"{config.logit_scale} and {config.final_logit_softcapping}, applied once more"
     right = "in a correct first step ppo_kl and pg_clipfrac are about 0"
     refuse(name, rule, f"{got}. Corrected, mean |log_prob - old_log_prob| is {fit} nats; {right}")

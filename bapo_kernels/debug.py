@@ -48,6 +48,7 @@ _CHECKED = (
 )
 
 
+@torch.no_grad()
 def check_inputs(
     logits: Tensor,
     labels: Tensor,
@@ -83,14 +84,17 @@ def check_inputs(
     - probabilities in place of logits: 8 or more rows that have no negative entry and sum to 1;
     - log-probs above 0 by more than 0.01, or all of them above 0 (probabilities);
     - importance weights below 0 (their logarithms);
-    - masks with values other than 0 and 1, or that are 1 only where there is no label;
+    - masks with values other than 0 and 1, or that leave no token with a label unmasked;
     - unmasked tokens after the last offset of ``cu_seqlens``;
     - 8 or more unmasked tokens, but not all, whose ``old_log_probs`` are 0 and whose log-probs are
       below -1 (a prompt that is not masked);
+    - ``old_log_probs`` that are the same at all tokens of each sequence (their sum or mean);
     - ``old_log_probs`` whose mean distance from the log-probs of ``labels`` is above 0.2 nats, but
-      falls below a quarter of that if labels or ``old_log_probs`` shift by one position, or at
-      another temperature (0.5, 0.6, ..., 1.5). An older policy's are far off, too, but no such
-      change fits them. At least 8 tokens are compared, and at most 512.
+      falls below a quarter of that if labels or ``old_log_probs`` shift by one position or by up
+      to four sequences of ``[B, S]``, at another temperature (0.5, 0.6, ..., 1.5), without the
+      scale and soft cap of ``config``, or with a soft cap of 30. From 0.02 nats on it is enough
+      that the latter three are 10 standard errors better. An older policy's are far off, too, but
+      no such change fits them. At least 8 tokens are compared, and at most 512.
 
     Raises:
         ValueError: names the argument, the index and the value.
@@ -109,22 +113,24 @@ def check_inputs(
     check_logits(logits, labels, vocab_group)
     labels = labels.long()
     choose(backend, logits, "logits")
-    for name in ("batch_num_tokens", "global_batch_size"):
-        normaliser = options.get(name)
-        if isinstance(normaliser, Tensor) and normaliser.numel() == 1:
-            options[name] = normaliser.item()
     batch = old_log_probs, advantages, response_mask
     of_logits: Any = dict(
         temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
     )
     arguments = loss_arguments(labels, *batch, **of_logits, **options)
-    arguments.check_ranks(("check_inputs",), "reference")
+    arguments.check_ranks("check_inputs", "reference")
+    for name in ("batch_num_tokens", "global_batch_size"):
+        if isinstance(count := options.get(name), Tensor):
+            value = count.item()
+            require(0 < value < torch.inf, name, "be finite and > 0", value)
     logits = whole_vocabulary(logits, vocab_group, -1)
     cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)
     _check_offsets(labels, response_mask, cu_seqlens)
     unmasked = arguments.unmasked()
+    name = "labels" if response_mask is None else "response_mask"
+    require(bool(unmasked.any()) or not unmasked.numel(), name, "leave a token unmasked", "none")
     given = {name: arguments.field(name) for name in FIELDS}
     # As the kernels see them, to whom 1e300 is infinite.
     fields = {name: values.float() for name, values in given.items() if values is not None}
@@ -292,14 +298,18 @@ def environment() -> dict[str, str]:
         >>> debug.environment()["backend reference"]
         'available'
     """
+    n = torch.get_num_threads()
+    threads = "1 thread" if n == 1 else f"{n} threads"
     report = {
         "bapo_kernels": sys.modules[__package__].__version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{platform.system()} {platform.machine()}, {threads}",
     }
     info = native.build_info()
-    if info:
+    if "native" in info:
+        report["native build"] = f"absent: {info['native']}"
+    elif info:
         report["native build"] = ", ".join(f"{k}: {v}" for k, v in info.items() if v)
     if native.WHY_NO_CPU is None:
         report["cpu kernels"] = torch_ops_of("cpu").instruction_set("")

@@ -126,8 +126,9 @@ def test_values_that_are_not_a_mask(value, dtype):
     if dtype.is_floating_point or value in (-1.0, 2):
         mask[2, 3] = value
         check(*given, mask, refused=r"response_mask must be 0 \(masked\) or 1, got .*2, 3")
-    for good in (mask == 1, (mask == 1).to(dtype), torch.zeros_like(mask)):
+    for good in (mask == 1, (mask == 1).to(dtype)):
         check(*given, good)
+    check(*given, torch.zeros_like(mask), refused="response_mask must leave a token unmasked, got")
 
 
 def test_inverted_mask():
@@ -135,8 +136,9 @@ def test_inverted_mask():
     logits, labels, old, A = policy()
     labels[:, :5] = -100
     mask = labels != -100
-    for of_labels in (labels, torch.full_like(labels, -100)):
-        check(logits, of_labels, old, A, mask)
+    check(logits, labels, old, A, mask)
+    nothing = "labels must leave a token unmasked, got none"
+    check(logits, torch.full_like(labels, -100), old, A, refused=nothing)
     inverted = "response_mask must be 1 at some label other than -100"
     check(logits, labels, old, A, ~mask, refused=inverted)
 
@@ -177,10 +179,42 @@ def test_shifted_labels(V, layout, stale):
 
 
 def test_wrong_temperature():
-    for T in (0.6, 0.8, 1.4):
+    for T in (0.6, 0.9, 1.1, 1.4):
         given = policy(V=500, temperature=T)
         check(*given, config=BAPOConfig(temperature=T))
         check(*given, refused=f"config.temperature must .*, got 1.0, they fit {T}")
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_wrong_transform(scale):
+    """A soft cap that the config lacks, and transforms that the model has applied already."""
+    logits, labels, _, A = policy((4, 32), 500)
+    z = scale * logits
+    softcap, scaled = (BAPOConfig(**{n: 30.0}) for n in ("final_logit_softcapping", "logit_scale"))
+    capped = 30 * torch.tanh(z / 30)
+    old = log_probs(capped, labels)[0]
+    check(z, labels, old, A, config=softcap)
+    check(capped, labels, old, A)
+    if scale > 1:  # below, a soft cap is linear
+        lacks = "config.final_logit_softcapping must .*, got None, they fit 30"
+        check(z, labels, old, A, refused=lacks)
+        twice = "config must have no scale and soft cap for logits that the model returns, got {}"
+        check(capped, labels, old, A, config=softcap, refused=twice.format("1.0 and 30.0"))
+    once = log_probs(z / 30, labels)[0]
+    check(z / 900, labels, once, A, config=scaled)
+    scaled = "config must have no scale .*, got 30.0 and None, applied once more"
+    check(z / 30, labels, once, A, config=BAPOConfig(logit_scale=30.0), refused=scaled)
+
+
+def test_rows_of_other_sequences():
+    logits, labels, old, A = policy((6, 12))
+    rows = "labels must be aligned with the rows of logits .*, got those of the sequence at -2 "
+    check(logits.roll(2, 0), labels, old, A, refused=rows)
+    values = "old_log_probs must be those of labels, got those of the sequence at [+]1 in the batch"
+    check(logits, labels, old.roll(1, 0), A, refused=values)
+    of_sequences = "old_log_probs must be those of single tokens, got the same value at all tokens"
+    for each in (old.sum(1, keepdim=True), old.mean(1, keepdim=True) - 1):
+        check(logits, labels, each.expand(6, 12), A, refused=of_sequences)
 
 
 def test_temperatures():
