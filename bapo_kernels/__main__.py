@@ -1,4 +1,4 @@
-"""``python -m bapo_kernels``: versions and backends; with a command, validation or a profile."""
+"""``python -m bapo_kernels``: versions and backends; with a command, validation."""
 
 import sys
 from importlib.util import find_spec

@@ -40,7 +40,6 @@ OTHER_TESTS=(tests/test_sampling_mask.py tests/test_policies.py tests/test_prepa
   tests/test_distributed.py tests/test_compile.py)
 WORKERS=6
 TARGET_SIZES=()
-PROFILE_SIZES=(--tokens 8192 --masked 0.25 --idle 0.4)
 # Rows in one block and in clusters of every size, aligned or not.
 CHECKED_SIZES=(--N 512 --H 256 --V 5000 --V 20000 --V 40000 --V 80001 --V 151936 --V 262209)
 STEP_SIZES=()
@@ -52,7 +51,6 @@ if [[ $DEVICE == cpu ]]; then
   OTHER_TESTS=(tests/test_prepare.py)
   WORKERS=0
   TARGET_SIZES=(--tokens 16 --vocab 500 --hidden 16)
-  PROFILE_SIZES=(--tokens 16 --vocab 500)
   CHECKED_SIZES=(--N 16 --H 16 --V 500 --V 501)
   STEP_SIZES=(--tokens 16 --vocab 500)
 fi
@@ -96,8 +94,6 @@ define_stages() {
   stage ncu 60 "right:any ncu" "counters ncu" "ncu.csv"
   stage ncu_sets 60 "right:any ncu" "counters ncu_sets --sets" "ncu_sets.csv"
   stage other_tests 200 "right:any" "tests other_tests" "other_tests.xml"
-  stage "profile_$native" 30 "right:$native" "profile $native" "-"
-  stage profile_triton 30 "right:triton" "profile triton" "-"
   stage tune 40 "right:triton" "tune" "tune.jsonl"
   stage forms_of_head 120 "right:any" "baselines head" "records"
   stage sampling_mask 200 "right:any" "baselines mask" "records"
@@ -210,10 +206,6 @@ counters() {
   launches=$(grep -cE '^"[0-9]+",' "$NOW/$1.csv")
   echo "$launches launches measured"
   ((launches > 0))
-}
-
-profile() {
-  $PYTHON -m bapo_kernels profile --device "$DEVICE" --backend "$1" "${PROFILE_SIZES[@]}"
 }
 
 tune() { $PYTHON -m benchmarks.tune_triton --device "$DEVICE" --json "$NOW/tune.jsonl"; }

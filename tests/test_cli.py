@@ -1,24 +1,20 @@
-"""The commands: validate finds wrong kernels, and the parts of a profile add up."""
+"""The commands: validate finds wrong kernels."""
 
 import itertools
 import json
-import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import needs_native
-from torch.profiler import DeviceType
 from typer.testing import CliRunner
 
 import bapo_kernels
 from bapo_kernels import available_backends
 from bapo_kernels.core import autograd, rows, tokens
-from bapo_kernels.tools import profile, validate
+from bapo_kernels.tools import validate
 from bapo_kernels.tools.cli import commands
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -81,7 +77,6 @@ def test_help_lists_the_commands(monkeypatch, capsys, option):
         runpy.run_module("bapo_kernels", run_name="__main__")
     told = capsys.readouterr().out
     assert "validate" in told
-    assert "profile" in told
 
 
 @pytest.mark.slow
@@ -89,7 +84,9 @@ def test_help_lists_the_commands(monkeypatch, capsys, option):
 def test_validate_finds_no_error(tmp_path):
     done, checks = validate_cpu(tmp_path)
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[-1] == f"{len(checks)} checks, 0 failed"
+    told, left = done.stdout.splitlines()[-2:]
+    assert told == f"{len(checks)} checks, 0 failed"
+    assert left.startswith("not checked: cuda (")
     assert all(check["passed"] and check["error"] <= check["budget"] for check in checks)
     assert {check["dtype"] for check in checks} == set(DTYPES)
     asked = {"bounds", "gradient", "weight gradient", "log_probs", "entropy", "loss"}
@@ -168,18 +165,6 @@ FAULTS = {  # the operators, and where the quantity is wrong, with float16 where
 }
 
 
-def test_profiles_know_every_kernel():
-    """By its name in the sources, as a profiler shows it."""
-    root = Path(profile.__file__).parents[2]
-    sources = [*root.glob("csrc/cuda/*.cu"), *root.glob("bapo_kernels/backends/triton/*.py")]
-    text = "\n".join(source.read_text() for source in sources)
-    names = set(re.findall(r"^(?:def )?\s*(?:void )?(\w+_kernel)\(", text, re.M))
-    assert len(names) > 10
-    for name in names:
-        shown = f"void bapo::cuda::{name}<float>(int)" if name[0] != "_" else name
-        assert profile._OURS.search(shown), name
-
-
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("name", FAULTS)
@@ -222,7 +207,7 @@ def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path
     of_each = dict(note="RuntimeError: out of [some] memory", quantity="call", error="nan")
     assert all(check | of_each == check for check in failed)
     assert {check["case"] for check in checks if check["passed"]} == {"inplace"} | SEARCHES
-    assert done.output.splitlines()[-1] == f"{len(checks)} checks, {len(failed)} failed on cpu"
+    assert f"{len(checks)} checks, {len(failed)} failed on cpu" in done.output.splitlines()
     assert "cpu, V = 257, float16: RuntimeError: out of [some] memory" in done.output
 
 
@@ -245,38 +230,43 @@ def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
     assert check["dtype"] == "bfloat16"
 
 
-VALUES = "tokens -5, vocab 0, hidden 0, masked 2, idle -0.1, trace absent/t.json, json absent/x"
+@pytest.mark.parametrize(("required", "status"), [("cpu", 0), ("cuda", 1)])
+def test_backends_that_are_not_checked_are_named(monkeypatch, required, status):
+    made_up = [validate.Task("cpu", "made up", torch.float32, lambda: [("loss", 0.0, 1.0)])]
+    monkeypatch.setattr(validate, "tasks", lambda *names: made_up)
+    monkeypatch.setattr(validate, "runnable", lambda *names: ["cpu"])
+    monkeypatch.setattr(validate, "why_not", lambda name, *_: f"no {name} here")
+    done = run("validate", "--device", "cpu", "--require", required)
+    _, *told = done.stdout[done.stdout.index("1 checks") :].splitlines()
+    left = "not checked: cuda (no cuda here), triton (no triton here)"
+    assert told == [left, *["required, but not checked: cuda"] * status]
+    assert done.exit_code == status
 
 
-@pytest.mark.parametrize("given", VALUES.split(", "))
-def test_values_of_options_are_checked_first(monkeypatch, tmp_path, given):
-    for module, name in ((validate, "run"), (profile, "Workload")):
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("has begun to work"))
+@pytest.mark.parametrize(("option", "value"), [("json", "absent/x"), ("dtype", "float64")])
+def test_values_of_options_are_checked_first(monkeypatch, tmp_path, option, value):
+    monkeypatch.setattr(validate, "run", lambda *_, **__: pytest.fail("has begun to work"))
     monkeypatch.chdir(tmp_path)
-    option, value = given.split()
-    done = run("validate" if option == "json" else "profile", f"--{option}", value)
+    done = run("validate", f"--{option}", value)
     assert done.exit_code == 2, done.output
     assert f"Invalid value for '--{option}': " in done.output
 
 
-@pytest.mark.parametrize("command", ["validate", "profile"])
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_a_named_backend_that_cannot_run_is_an_error(command, backend):
+def test_a_named_backend_that_cannot_run_is_an_error(backend):
     reason = available_backends()[backend]
     if reason is None:
         reason = "must be on a cuda device, got cpu"
         if available_backends()["cuda"] is not None:
             pytest.skip("it runs on the CPU, in the interpreter")
-    told = error_of(command, "--device", "cpu", "--backend", backend)
+    told = error_of("validate", "--device", "cpu", "--backend", backend)
     assert f"backend '{backend}' cannot run: " in told
     assert reason in told
 
 
 REFUSED = {
     "validate --backend reference": "one of ['cuda', 'triton', 'cpu'], got 'reference'",
-    "profile --hidden 16 --inplace": "inplace must be False for hidden states, got True",
     "validate --device cuda": "device must be one that torch can use, got 'cuda'",
-    "profile --device cuda": "device must be one that torch can use, got 'cuda'",
 }
 
 
@@ -294,88 +284,7 @@ def test_no_backend_to_check_is_an_error(monkeypatch):
     assert f"no backend can run on cpu: {reasons}" in told
 
 
-WORKLOADS = {
-    "logits": dict(),
-    "inplace": dict(inplace=True),
-    "live": dict(statistics="live", masked=0.3, idle=0.4),
-    "hidden": dict(hidden=16),
-    "float32": dict(dtype=torch.float32, masked=0.3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_the_parts_of_a_profile_add_up(backend, device, interpreted, name):
-    N, V = (3, 50) if interpreted else (12, 300)
-    sizes = dict(device=device, backend=backend, tokens=N, vocab=V, dtype=torch.bfloat16)
-    workload = profile.Workload(**(sizes | WORKLOADS[name]))
-    found = profile.run(workload)
-    assert sum(part.ms for part in found.parts) == pytest.approx(found.profiled)
-    assert all(part.ms >= 0 for part in found.parts), "self times are counted once"
-    assert min(found.wall, found.copy, found.profiled) > 0
-    assert (found.gemms is None) == (name != "hidden")
-    names = {part.name.strip("_").removesuffix("_kernel") for part in found.parts}
-    assert {"prepare", "search", "token_loss"} <= names
-    assert (profile.PRODUCTS in names) == (name == "hidden")
-    (row_pass,) = [part for part in found.parts if "row_pass" in part.name]
-    assert 0 < row_pass.bytes <= 2 * N * V * workload.logits.element_size()
-
-
-@needs_native
-@pytest.mark.parametrize("statistics", ["all", "live"])
-def test_bytes_are_those_of_the_rows_that_are_read_and_written(monkeypatch, statistics):
-    undecided = []
-    wrong_operators(monkeypatch, row_pass=lambda *arguments: undecided.append(arguments[-2]))
-    N, V = 200, 50
-    sizes = dict(device="cpu", tokens=N, vocab=V, dtype=torch.float32)
-    workload = profile.Workload(**sizes, masked=0.3, idle=0.3, statistics=statistics)
-    moved = workload.bytes_moved()
-    counted = workload.mask if statistics == "all" else workload.mask & (workload.advantages != 0)
-    count = int(undecided[-1].sum())
-    assert count > 0
-    assert moved["row_pass"] == 4 * V * (N + int(counted.sum()) - count)
-    assert 4 * V * count <= moved["row_gradient"] <= 8 * V * count
-
-
-def test_gpu_kernels_are_grouped_by_name():
-    elementwise = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>"
-    row_pass = "void bapo::row_pass_cluster_kernel<__nv_bfloat16, 4, true>(bapo::RowPassParams)"
-    milliseconds = {
-        row_pass: (50, "row_pass_cluster_kernel"),
-        "_row_gradient_kernel": (6, "_row_gradient_kernel"),
-        "bapo::(anonymous namespace)::solve_kernel(double const*, bapo::Grid)": (3, "solve_kernel"),
-        "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_TNT": (20, profile.PRODUCTS),
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": (10, profile.PRODUCTS),
-        elementwise: (2, elementwise),
-        "Memset (Device)": (0.5, profile.OTHERS),
-    }
-    events = [
-        SimpleNamespace(key=key, device_type=DeviceType.CUDA, self_device_time_total=1e3 * ms)
-        for key, (ms, _) in milliseconds.items()
-    ]
-    events.append(SimpleNamespace(key="aten::mm", device_type=DeviceType.CPU))
-    times = profile._times(SimpleNamespace(key_averages=lambda: events), 100.0, on_gpu=True)
-    expected = {name: ms for ms, name in milliseconds.values()} | {profile.PRODUCTS: 30}
-    assert times == pytest.approx(expected | {profile.OUTSIDE: 8.5})
-    assert list(times) == [*sorted(expected, key=expected.get, reverse=True), profile.OUTSIDE]
-
-
-@pytest.mark.parametrize("hidden", [(), ("--hidden", "16")])
-def test_profile_prints_its_parts(tmp_path, hidden):
-    trace = tmp_path / "trace.json"
-    sizes = ("--tokens", "8", "--vocab", "1000", "--device", "cpu")
-    done = run("profile", *sizes, *hidden, "--masked", "0.25", "--trace", str(trace))
-    assert done.exit_code == 0, done.output
-    for line in ("token_loss", profile.OUTSIDE, "a call under the profiler", "100.0%"):
-        assert line in done.output
-    assert "copying a tensor of the logits' size" in done.output
-    assert ("the three matrix products alone" in done.output) == bool(hidden)
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
 @pytest.mark.gpu
 @pytest.mark.xdist_group("gpu memory")
 def test_the_commands_run_on_a_gpu():
     assert run("validate", "--device", "cuda").exit_code == 0
-    assert run("profile", "--tokens", "512").exit_code == 0
-    assert run("profile", "--tokens", "512", "--hidden", "256").exit_code == 0

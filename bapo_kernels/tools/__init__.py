@@ -1,4 +1,4 @@
-"""Tools around the kernels: error budgets, validation, profiles and the command line.
+"""Tools around the kernels: error budgets, validation and the command line.
 
 Nothing of the package imports them but ``__main__``.
 """

@@ -22,13 +22,10 @@ from rich.table import Table
 from typer import BadParameter, Option, Typer
 
 if TYPE_CHECKING:
-    from .profile import Profile
     from .validate import Check, Task
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Size = Annotated[int, Option(min=1)]
-Share = Annotated[float, Option(min=0, max=1)]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -47,7 +44,7 @@ def commands() -> Typer:
     names = {"help_option_names": ["-h", "--help"]}
     app = Typer(help=about, add_completion=False, context_settings=names)
     app.command()(validate)
-    app.command()(profile)
+    app.callback()(lambda: None)  # else a single command would have no name
     return app
 
 
@@ -55,15 +52,17 @@ def validate(
     device: Device | None = None,
     backend: list[str] | None = None,
     dtype: Dtype | None = None,
+    require: list[str] | None = None,
     json: File = None,
 ) -> None:
     """Checks the kernels of this machine against the reference in float64.
 
     The device defaults to the GPU if there is one. --backend may be repeated and defaults to every
-    backend that can run on the device; --dtype restricts the checks to one dtype. --json names a
-    file that receives one line per check as it is made. The exit status is 0 if no check failed.
+    backend that can run on the device; --dtype restricts the checks to one dtype. --require, which
+    may be repeated, names a backend that must have been checked. --json names a file that receives
+    one line per check as it is made. The exit status is 0 if no check failed and none is missing.
     """
-    from .validate import run
+    from .validate import run, why_not_on
 
     def selected(tasks: Sequence[Task]) -> Iterable[Task]:
         wanted = None if dtype is None else getattr(torch, dtype)
@@ -79,7 +78,7 @@ def validate(
 
     with nullcontext() if json is None else json.open("w") as file:
         try:
-            checks = run(_device(device), backend, selected, tell)
+            checks = run(on := _device(device), backend, selected, tell)
         except ValueError as error:
             raise SystemExit(str(error)) from None
     for name in dict.fromkeys(check.backend for check in checks):
@@ -87,53 +86,14 @@ def validate(
     failed = [check for check in checks if not check.passed]
     backends = ", ".join(dict.fromkeys(check.backend for check in failed))
     print(f"{len(checks)} checks, {len(failed)} failed", *([f"on {backends}"] if failed else ()))
-    raise SystemExit(1 if failed else 0)
-
-
-def profile(
-    device: Device | None = None,
-    backend: str | None = None,
-    tokens: Size = 256,
-    vocab: Size = 151_936,
-    hidden: Annotated[int | None, Option(min=1)] = None,
-    dtype: Dtype = "bfloat16",
-    masked: Share = 0.0,
-    idle: Share = 0.0,
-    statistics: Literal["all", "live"] = "all",
-    inplace: bool = False,
-    trace: File = None,
-) -> None:
-    """Shows where the time of a loss with gradients goes, from logits or from hidden states.
-
-    --hidden is the size of the hidden states; without it the call starts from logits. --masked and
-    --idle are the shares of tokens that are masked and that have no advantage. --trace names a file
-    for the profile of one call, to be opened with chrome://tracing or Perfetto.
-    """
-    from .profile import Workload, run
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs each start and stop
-    try:
-        workload = Workload(
-            device=_device(device),
-            backend=backend,
-            tokens=tokens,
-            vocab=vocab,
-            hidden=hidden,
-            dtype=getattr(torch, dtype),
-            masked=masked,
-            idle=idle,
-            statistics=statistics,
-            inplace=inplace,
-        )
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    name = f"bapo_linear_loss, hidden size {hidden:,}" if hidden else "bapo_loss"
-    print(f"{name}, {tokens:,} tokens, vocabulary {vocab:,}, {dtype}, backend {workload.backend}")
-
-    def tell(name: str, ms: float) -> None:
-        print(f"{name:<38}{ms:>10,.2f} ms", flush=True)
-
-    _console().print(_profile_table(run(workload, trace, tell)))
+    checked = {check.backend for check in checks}
+    left = {name: why or "not asked for" for name, why in why_not_on(on).items()}
+    words = [f"{name} ({why})" for name, why in left.items() if name not in checked]
+    if words:
+        print("not checked:", ", ".join(words))
+    if missing := [name for name in require or () if name not in checked]:
+        print("required, but not checked:", ", ".join(missing))
+    raise SystemExit(1 if failed or missing else 0)
 
 
 def _device(name: Device | None) -> str:
@@ -168,17 +128,3 @@ def _json(check: Check) -> str:
         if not isfinite(row[name]):  # JSON has no NaN
             row[name] = str(row[name])
     return dumps(row)
-
-
-def _profile_table(profile: Profile) -> Table:
-    table = Table(show_footer=True)
-    table.add_column("part", "a call under the profiler")
-    footers = {"ms": f"{profile.profiled:,.2f}", "share": "100.0%", "MB": "", "GB/s": ""}
-    for column, footer in footers.items():
-        table.add_column(column, footer, justify="right")
-    for part in profile.parts:
-        row = [part.name, f"{part.ms:,.2f}", f"{part.ms / profile.profiled:.1%}"]
-        if part.bytes is not None:
-            row += [f"{part.bytes / 1e6:,.0f}", f"{part.bytes / part.ms / 1e6:,.1f}"]
-        table.add_row(*row)
-    return table

@@ -1,7 +1,7 @@
 """Classes of rows: what the loss makes of a token, decided by its ratio and its advantage.
 
 The kernels decide the same for each token (``docs/internals/derivation.md``); this is the one
-statement of it in Python, for metrics, benchmarks and profiles.
+statement of it in Python, for metrics and benchmarks.
 
 Imports the reference and the config.
 """

@@ -103,10 +103,15 @@ def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, 
         yield "call", math.nan, math.nan, f"{type(error).__name__}: {error}"
 
 
+def why_not_on(device: str) -> dict[str, str | None]:
+    """Why each backend with kernels cannot run on a device; ``None`` for one that can."""
+    tensor = torch.empty(0, device=device)
+    return {name: why_not(name, tensor, "tensors") for name in CANDIDATES}
+
+
 def runnable(device: str, names: Sequence[str] | None) -> list[str]:
     """The named backends, or every backend with kernels that can run on the device."""
-    tensor = torch.empty(0, device=device)
-    reasons = {name: why_not(name, tensor, "tensors") for name in CANDIDATES}
+    reasons = why_not_on(device)
     for name in names or ():
         if name not in reasons:
             raise ValueError(f"backend must be one of {list(CANDIDATES)}, got {name!r}")

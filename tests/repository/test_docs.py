@@ -119,12 +119,10 @@ def test_every_public_name_is_documented_once(html, module):
 
 
 def test_command_line_page():
-    """Its tables have the options of the commands."""
+    """Its table has the options of the command."""
     text = (DOCS / "api/command_line.md").read_text()
-    for command in (cli.validate, cli.profile):
-        section = text.partition(f"## {command.__name__}\n")[2].partition("\n## ")[0]
-        names = command.__annotations__.keys() - {"return"}
-        assert set(re.findall(r"^\| `--(\w+)`", section, re.MULTILINE)) == names
+    names = cli.validate.__annotations__.keys() - {"return"}
+    assert set(re.findall(r"^\| `--(\w+)`", text, re.MULTILINE)) == names
 
 
 @pytest.mark.parametrize(

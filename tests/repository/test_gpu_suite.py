@@ -97,7 +97,7 @@ def test_all_stages_run_and_are_archived(suite):
     assert status == 0, summary
     listed = subprocess.check_output(["bash", ROOT / SCRIPT, "--list"], text=True).splitlines()
     stages = [line.split()[0] for line in listed]
-    assert len(stages) == 27
+    assert len(stages) == 25
     assert [(name, word) for name, (word, _) in summary.items()] == [(s, "ok") for s in stages]
     assert summary["ncu"][1] == summary["ncu_sets"][1] == "1 launches measured"
     assert {"summary.txt", *(f"{name}.log" for name in stages)} <= set(suite.archive())
@@ -138,7 +138,7 @@ def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
     assert status == 1
     assert summary["answers_cuda"] == ("failed", "60 checks, 3 failed")
     skipped = [name for name, (word, _) in summary.items() if word == "skipped"]
-    needed_it = ["graphs_cuda", "targets_cuda", "hidden_cuda", "training_step", "profile_cuda"]
+    needed_it = ["graphs_cuda", "targets_cuda", "hidden_cuda", "training_step"]
     assert skipped == needed_it
     assert summary["targets_cuda"][1] == "answers_cuda: failed"
     assert summary["targets_triton"] == ("timed out", "first of five")
@@ -198,7 +198,7 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
         assert done.exit_code == 0, (module, arguments, done.output, done.exception)
         if "--N" in arguments:
             assert re.fullmatch(r"(cpu, \w+, V = 50[01]: loss -?\d\.\d+\n){2,4}", done.output)
-    commands = ["validate", *["targets"] * 2, *["run"] * 2, "profile", *["run"] * 3, "validate"]
+    commands = ["validate", *["targets"] * 2, *["run"] * 5, "validate"]
     assert [call[1] for call in here] == [*commands, *["--device"] * 6]
     now = suite.out / "now"
     levels = "logits", "hidden"
