@@ -18,8 +18,9 @@ from ..bounds import SEARCH_METRICS
 from ..config import BAPOConfig
 from ..core.checks import require
 
-# Without the ratio of the masses, which may be infinite: frameworks average what they log.
-DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name != "bapo_pos_neg_ratio")
+# The ratio of the masses, which may be infinite: frameworks average what they log.
+_NOT_AVERAGED = "bapo_pos_neg_ratio"
+DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name != _NOT_AVERAGED)
 _OPTIONS = {field.name for field in fields(BAPOConfig)}
 # What a framework decides that computes log-probs itself, and adds KL and entropy itself.
 _OF_THE_FRAMEWORK = (
@@ -112,7 +113,8 @@ def masked_reduction(
 
 
 def names_of_metrics(config: BAPOConfig, names: Iterable[str]) -> list[str]:
-    """The names, without those of the search if the surrogate has no bounds."""
+    """The names of what can be averaged; none of the search if the surrogate has no bounds."""
+    names = (name for name in names if name != _NOT_AVERAGED)
     return [name for name in names if config.has_bounds or not name.startswith("bapo_")]
 
 

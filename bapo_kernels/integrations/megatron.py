@@ -53,6 +53,10 @@ class FusedHead:
     def __init__(
         self, function: Callable[..., Any], labels: Tensor, *arguments: Any, **options: Any
     ) -> None:
+        takes = inspect.signature(function).parameters
+        fits = "bias" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
+        rule = "be bapo_linear_loss, linear_log_probs, or a function of their arguments"
+        require(fits, "function", rule, getattr(function, "__name__", function))
         self.function, self.labels = function, labels
         self.arguments, self.options = arguments, options
 

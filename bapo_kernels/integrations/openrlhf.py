@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.checks import require
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to
+from . import config_of, left_to, names_of_metrics
 
 _OWNERS = left_to(
     "OpenRLHF",
@@ -118,7 +118,7 @@ class PolicyLoss(torch.nn.Module):
         """``(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)`` of tensors ``[B, T]``.
 
         OpenRLHF 0.11.0 and 0.11.1 get the first four. ``self.metrics`` has all metrics of the
-        loss.
+        loss that can be averaged.
         """
         unmasked = torch.ones_like(log_probs) if action_mask is None else action_mask
         unmasked = unmasked != 0
@@ -147,7 +147,8 @@ class PolicyLoss(torch.nn.Module):
             global_batch_size=global_batch_size,
             process_group=self.process_group,
         )
-        self.metrics = out.metrics
+        names = names_of_metrics(self.config, out.metrics)
+        self.metrics = {name: out.metrics[name] for name in names}
         ppo_kl = _masked_mean(old_log_probs - log_probs.detach(), unmasked)
         outputs = out.loss, out.metrics["pg_clipfrac"], ppo_kl, vllm_kl, filtered
         return outputs[:4] if self.four_outputs else outputs

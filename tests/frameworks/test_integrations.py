@@ -39,7 +39,14 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     reference,
 )
-from bapo_kernels.integrations import config_of, require_version, skyrl, trinity
+from bapo_kernels.integrations import (
+    DECISION_METRICS,
+    config_of,
+    names_of_metrics,
+    require_version,
+    skyrl,
+    trinity,
+)
 from bapo_kernels.integrations.openrlhf import PolicyLoss
 from bapo_kernels.integrations.roll import bapo_pg_loss
 from bapo_kernels.integrations.slime import bapo_loss_function
@@ -332,8 +339,25 @@ def test_surrogates(framework, level, surrogate, monkeypatch):
         return reference.bapo_loss_from_log_probs(leaf, *others, config=config).loss, {}
 
     got, _ = compare(lambda leaf: function((leaf, *others), options, monkeypatch), theirs, logp)
-    searched = any("bapo" in name for name in got.log)
-    assert searched == (surrogate != "sapo" or framework == "OpenRLHF")  # which logs none itself
+    assert any("bapo" in name for name in got.log) == (surrogate != "sapo")
+
+
+@pytest.mark.parametrize("A", [1.0, 0.0, -1.0])
+def test_metrics_can_be_averaged(A, monkeypatch):
+    """Also those of tokens without negative or positive mass: infinity would be the mean."""
+    logp, old, _, mask = tokens_of(5)
+    tokens = logp, old, torch.full_like(logp, A), mask
+    for function in LOSSES.values():
+        log = function(tokens, {}, monkeypatch)[1]
+        assert log
+        assert all(torch.as_tensor(value).isfinite() for value in log.values())
+    for surrogate in ("clip", "cispo", "sapo", "mask"):
+        config = BAPOConfig(surrogate=surrogate)
+        for of_mask in (mask, torch.zeros_like(mask)):
+            metrics = bapo_loss_from_log_probs(*tokens[:3], of_mask, config=config).metrics
+            names = names_of_metrics(config, metrics)
+            assert surrogate == "sapo" or set(names) >= set(DECISION_METRICS)
+            assert all(metrics[name].isfinite() for name in names)
 
 
 OWNED = {  # options that a framework decides, and by which of its own

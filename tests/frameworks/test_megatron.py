@@ -37,6 +37,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from bapo_kernels import (
     BAPOConfig,
     bapo_linear_loss,
+    bapo_loss,
     bapo_loss_from_log_probs,
     linear_log_probs,
     reference,
@@ -502,6 +503,12 @@ UNSUPPORTED = {  # what has the attribute, its value, and the message
     "labels": (None, None, "be None for a model without output_processor, got a tensor"),
 }
 ATTRIBUTES = {"output_layer": "forward", "output_layer.weight": "__fsdp_param__"}
+
+
+def test_a_function_without_a_head_is_refused():
+    rule = "function must be bapo_linear_loss, linear_log_probs, .*, got bapo_loss"
+    with pytest.raises(ValueError, match=rule):
+        FusedHead(bapo_loss, torch.zeros(2, dtype=torch.long))
 
 
 def unsupported_rank(rank, name):
