@@ -125,7 +125,8 @@ def surroundings():
         return contributions[A > 0].sum() / contributions.sum()
 
     batch = SimpleNamespace(labels=labels, old_log_probs=old, advantages=advantages, mask=mask)
-    names = dict.fromkeys(["old", "old_log_probs", "ref_log_probs", "rollout_log_probs"], old)
+    per_token = ("old", "old_log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs")
+    names = dict.fromkeys(per_token, old) | {"head": bapo_kernels.LMHead.of(model)}
     names |= dict.fromkeys(["logits", "logits_of_my_columns"], logits)
     names |= dict.fromkeys(["weight", "my_rows_of_the_head"], model.lm_head.weight)
     names |= dict.fromkeys(["data_parallel_group", "tensor_group"])
