@@ -17,8 +17,14 @@ from torch import Tensor
 
 from .backends import choose
 from .config import GRID_FIELDS, BAPOConfig
-from .core.arguments import TokenOptions, loss_arguments
-from .core.checks import check_device, check_group, check_tensor, require
+from .core.arguments import TokenOptions, token_arguments
+from .core.checks import (
+    check_device,
+    check_group,
+    check_tensor,
+    outside_inference_mode,
+    require,
+)
 from .core.distributed import check_ranks, device_of_tables, rows_of_ranks
 from .core.inputs import check_search, config_or_default
 from .core.prepare import prepared
@@ -74,12 +80,12 @@ class ContributionHistogram:
 
         Tokens after the last of ``cu_seqlens`` are masked; float64 runs on the reference.
         """
-        backend = choose(None, log_probs, "log_probs")
         batch = old_log_probs, advantages, response_mask
         options: TokenOptions = dict(rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens)
-        arguments = loss_arguments(
+        arguments = token_arguments(
             log_probs, *batch, config=self.config, for_search=True, **options
         )
+        backend = choose(None, log_probs, "log_probs")
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)
         check_device("log_probs", log_probs, self.table, "the histogram")
@@ -92,6 +98,7 @@ class ContributionHistogram:
             self.table += contributions(with_log_ratios(call, flat), flat)[0]
         return self
 
+    @outside_inference_mode
     def solve(
         self, config: BAPOConfig | None = None, process_group: dist.ProcessGroup | None = None
     ) -> ClipBounds:
@@ -119,7 +126,7 @@ class ContributionHistogram:
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
         table = self.table[None]
         if process_group is not None:
-            check_ranks(("solve",), None, config, self.table, process_group)
+            check_ranks("solve", None, config, self.table, process_group)
             table = rows_of_ranks(self.table, process_group)
         if backend == "reference":
             bounds, masses = solve_table(config, table.sum(0))
@@ -129,6 +136,7 @@ class ContributionHistogram:
         return ClipBounds(*bounds.unbind())
 
     @property
+    @outside_inference_mode
     def metrics(self) -> dict[str, Tensor]:
         """The ``bapo_...`` metrics of the last :meth:`solve`; empty before the first.
 
@@ -220,6 +228,7 @@ def find_clip_bounds(
     return histogram.solve(process_group=process_group)
 
 
+@outside_inference_mode
 def empty_table(config: BAPOConfig, device: torch.device | str) -> Tensor:
     """float64 zeros: a negative mass per point of the lower grid, then a positive per upper."""
     kind = torch.device(device).type

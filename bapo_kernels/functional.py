@@ -15,7 +15,7 @@ from torch import Tensor
 from . import reference
 from .backends import choose
 from .config import BAPOConfig
-from .core.arguments import LossOptions, log_probs_arguments, loss_arguments
+from .core.arguments import LossOptions, log_probs_arguments, loss_arguments, token_arguments
 from .core.autograd import (
     LogProbs,
     OverwrittenLogits,
@@ -24,7 +24,7 @@ from .core.autograd import (
     output_with_gradients,
 )
 from .core.call import Statistics
-from .core.checks import check_floating, check_like, refuse, require, typed
+from .core.checks import refuse, typed, without_config
 from .core.inputs import (
     check_inplace,
     check_logits,
@@ -163,7 +163,7 @@ def bapo_loss(
         check_inplace(logits)
     batch = old_log_probs, advantages, response_mask
     arguments = loss_arguments(labels, *batch, **options)
-    arguments.check_ranks(("bapo_loss",), backend)
+    arguments.check_ranks("bapo_loss", backend)
     if backend == "reference" and not inplace:
         return reference.bapo_loss(logits, labels, *batch, **options)
 
@@ -240,15 +240,10 @@ def bapo_loss_from_log_probs(
         global_batch_size=global_batch_size,
         dp_size=dp_size,
     )
-    check_floating("log_probs", log_probs)
-    rule = "be given when config.entropy_coef is not 0"
-    require(entropy is not None or not config.entropy_coef, "entropy", rule, None)
-    if entropy is not None:
-        check_like("entropy", entropy, log_probs, "log_probs")
-    backend = choose(backend, log_probs, "log_probs")
     batch = old_log_probs, advantages, response_mask
-    arguments = loss_arguments(log_probs, *batch, **options)
-    arguments.check_ranks(("bapo_loss_from_log_probs",), backend)
+    arguments = token_arguments(log_probs, *batch, entropy=entropy, **options)
+    backend = choose(backend, log_probs, "log_probs")
+    arguments.check_ranks("bapo_loss_from_log_probs", backend)
     if backend == "reference":
         return reference.bapo_loss_from_log_probs(log_probs, *batch, entropy=entropy, **options)
     call = prepared(backend, arguments)
@@ -256,6 +251,7 @@ def bapo_loss_from_log_probs(
     return differentiable_loss(call, log_probs.double().reshape(-1).contiguous(), flat_entropy)
 
 
+@without_config
 def log_probs(
     logits: Tensor,
     labels: Tensor,
@@ -296,7 +292,7 @@ def log_probs(
     transform = temperature, logit_scale, final_logit_softcapping
     arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask)
     backend = choose(backend, logits, "logits")
-    arguments.check_ranks(("log_probs",), backend)
+    arguments.check_ranks("log_probs", backend)
     if backend == "reference":
         return reference.log_probs(
             logits,

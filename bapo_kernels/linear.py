@@ -23,6 +23,7 @@ from .core.autograd import (
     output_with_gradients,
 )
 from .core.call import Statistics
+from .core.checks import without_config
 from .core.distributed import local_parameter
 from .core.head import Head
 from .core.hidden import loss_of_hidden
@@ -137,9 +138,10 @@ def bapo_linear_loss(
     batch = old_log_probs, advantages, response_mask
     parameters = hidden_states, weight, bias
     needs = _needs(*parameters)
-    made_by = "bapo_linear_loss", dtype, logits_dtype, chunk_tokens, needs
     arguments = loss_arguments(labels, *batch, **options)
-    arguments.check_ranks(made_by, backend)
+    dtypes = dict(dtype=dtype, logits_dtype=logits_dtype)
+    in_common = _in_common(needs, chunk_tokens=chunk_tokens, **dtypes)
+    arguments.check_ranks("bapo_linear_loss", backend, **in_common)
     if backend == "reference":
         return reference.bapo_linear_loss(
             hidden_states.to(dtype),
@@ -166,6 +168,7 @@ def bapo_linear_loss(
     return output_with_gradients(output, backend, parameters, made)
 
 
+@without_config
 def linear_log_probs(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
@@ -210,8 +213,9 @@ def linear_log_probs(
     )
     parameters = hidden_states, weight, bias
     needs = _needs(*parameters)
-    made_by = "linear_log_probs", dtype, logits_dtype, chunk_tokens, needs
-    arguments.check_ranks(made_by, backend)
+    dtypes = dict(dtype=dtype, logits_dtype=logits_dtype)
+    in_common = _in_common(needs, chunk_tokens=chunk_tokens, **dtypes)
+    arguments.check_ranks("linear_log_probs", backend, **in_common)
     if backend == "reference":
         return reference.linear_log_probs(
             hidden_states.to(dtype),
@@ -241,6 +245,12 @@ def _needs(*parameters: Tensor | None) -> tuple[bool, ...]:
         torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
         for parameter in parameters
     )
+
+
+def _in_common(needs: tuple[bool, ...], **of_call: Any) -> dict[str, Any]:
+    """What the ranks of ``vocab_group`` must also have in common, by name."""
+    names = (f"requires_grad of {name}" for name in ("hidden_states", "lm_head_weight", "bias"))
+    return dict(zip(names, needs, strict=True)) | of_call
 
 
 def _leaves_unscaled(needs: tuple[bool, ...], dtype: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.checks import check_device, check_tensor, is_readable, refuse, require
+from .core.checks import OFFSETS, check_device, check_dtype, is_readable, refuse, require
 
 _WIDTH = 2**32  # of a row in the keys of the sort, more than the ids it may have
 _LARGEST = 2**31 - 1  # id; larger ones are in no vocabulary, and neither is -1
@@ -59,9 +59,7 @@ class SamplingMask:
 
     def __post_init__(self) -> None:
         for name, tensor in (("token_ids", self.token_ids), ("offsets", self.offsets)):
-            check_tensor(name, tensor)
-            is_integer = tensor.dtype in (torch.int32, torch.int64)
-            require(is_integer, name, "be int32 or int64", tensor.dtype)
+            check_dtype(name, tensor, OFFSETS, "be int32 or int64")
         require(self.token_ids.ndim == 1, "token_ids", "have shape (K,)", self.token_ids.shape)
         some = self.offsets.ndim == 1 and self.offsets.shape[0] >= 1
         require(some, "offsets", "have shape (N + 1,)", self.offsets.shape)
@@ -78,6 +76,9 @@ class SamplingMask:
         self._keep(*given, _narrowed(ids), offsets)
 
     def _keep(self, *tensors: Tensor) -> None:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # ordinary tensors, which backward can save
+                tensors = tuple(tensor.clone() for tensor in tensors)
         for name, tensor in zip(("token_ids", "offsets", "_ids", "_offsets"), tensors, strict=True):
             object.__setattr__(self, name, tensor)
 
@@ -110,9 +111,7 @@ class SamplingMask:
             >>> SamplingMask.from_counts(torch.tensor([7, 3, 5]), torch.tensor([2, 0, 1])).offsets
             tensor([0, 2, 2, 3])
         """
-        check_tensor("counts", counts)
-        is_integer = counts.dtype in (torch.int32, torch.int64)
-        require(is_integer, "counts", "be int32 or int64", counts.dtype)
+        check_dtype("counts", counts, OFFSETS, "be int32 or int64")
         ends = counts.flatten().cumsum(0, dtype=torch.int64)
         return cls(token_ids, torch.cat([ends.new_zeros(1), ends]))
 
@@ -130,7 +129,7 @@ class SamplingMask:
             >>> SamplingMask.from_padded(torch.tensor([[7, 3], [5, -1]]))
             SamplingMask(token_ids=tensor([7, 3, 5]), offsets=tensor([0, 2, 3]))
         """
-        check_tensor("token_ids", token_ids)
+        check_dtype("token_ids", token_ids, OFFSETS, "be int32 or int64")
         require(token_ids.ndim >= 1, "token_ids", "have shape (..., M)", token_ids.shape)
         given = token_ids != padding
         return cls.from_counts(token_ids[given], given.sum(-1))
@@ -148,9 +147,8 @@ class SamplingMask:
             >>> SamplingMask.from_bool(torch.tensor([[True, False, True], [False, True, False]]))
             SamplingMask(token_ids=tensor([0, 2, 1]), offsets=tensor([0, 2, 3]))
         """
-        check_tensor("allowed", allowed)
+        check_dtype("allowed", allowed, (torch.bool,), "be bool")
         require(allowed.ndim >= 1, "allowed", "have shape (..., V)", allowed.shape)
-        require(allowed.dtype == torch.bool, "allowed", "be bool", allowed.dtype)
         return cls.from_counts(allowed.nonzero()[:, -1], allowed.sum(-1))
 
     @classmethod

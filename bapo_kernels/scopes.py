@@ -6,7 +6,8 @@ make ranks with other numbers of micro-batches wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
 from .config import BAPOConfig
-from .core.checks import check_group, require
+from .core.checks import check_group, outside_inference_mode, require
 from .core.inputs import config_or_default
 from .output import ClipBounds
 
@@ -78,11 +79,12 @@ class ClipBoundSearch:
             self.histogram = ContributionHistogram(self.config, device)
         self.scope: Scope = scope
         self.process_group = process_group
-        self._bounds: ClipBounds | tuple[float, float] | None = None
+        self._bounds: ClipBounds | None = None
         self._metrics: dict[str, Tensor] = {}
+        self._undecided = False  # tokens since the last decision
         if scope == "lagged":
-            self._bounds = self.config.options.start()
-            self._metrics = self._all_metrics(dict(zip(SEARCH_METRICS, self._bounds, strict=False)))
+            start = self.config.options.start()
+            self._decide(start, dict(zip(SEARCH_METRICS, start, strict=False)))
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -96,16 +98,16 @@ class ClipBoundSearch:
         return self._metrics
 
     @property
-    def bounds(self) -> ClipBounds | tuple[float, float] | None:
+    def bounds(self) -> ClipBounds | None:
         """The argument ``bounds`` of the next calls; ``None`` where every call searches.
 
         Raises:
-            RuntimeError: in the scope ``"step"`` before the first :meth:`step`.
+            RuntimeError: in the scope ``"step"`` before the first :meth:`step`, or after an
+                :meth:`update` that no :meth:`step` has followed.
         """
-        if self.scope == "step" and self._bounds is None:
-            raise RuntimeError(
-                "scope 'step' has no bounds yet: call update() for every micro-batch, then step()"
-            )
+        if self.scope == "step" and (self._bounds is None or self._undecided):
+            yet = "no bounds for these tokens yet: call update() for every micro-batch, then step()"
+            raise RuntimeError(f"scope 'step' has {yet}")
         return self._bounds
 
     @property
@@ -136,13 +138,23 @@ class ClipBoundSearch:
                 rollout_log_probs=rollout_log_probs,
                 cu_seqlens=cu_seqlens,
             )
+            self._undecided = True
 
     def step(self) -> None:
         """Decides, and forgets the tokens. Every rank of the group must call it once per step."""
         if self.histogram is not None:
             self._bounds = self.histogram.solve(process_group=self.process_group)
             self._metrics = self.histogram.metrics
+            self._undecided = False
             self.histogram.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClipBoundSearch:
+        """A search of its own over the same process group, which cannot be copied."""
+        memo[id(self.process_group)] = self.process_group
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Scope, bounds and their metrics, and the sums gathered since the last decision."""
@@ -166,26 +178,28 @@ class ClipBoundSearch:
         require(is_state, "state", "be what state_dict() returned", got)
         rule = "be {!r} in the state too"
         require(state["scope"] == self.scope, "scope", (rule, self.scope), repr(state["scope"]))
-        of_tokens = {"ratio_level": "token"}  # what states do not name that are older than it
-        for name, value in (of_tokens | state.get("config", {})).items():
+        for name, value in state.get("config", {}).items():
             mine = getattr(self.config, name)
             require(value == mine, f"config.{name}", (rule, mine), repr(value))
-        bounds, known = state["bounds"], state.get("metrics")
-        bounds = None if bounds is None else tuple(bounds)
         if self.histogram is not None and state["table"] is not None:
             self.histogram.load(state["table"])
         elif self.histogram is not None:
             self.histogram.reset()
-        self._bounds = bounds
-        self._metrics = self._all_metrics(known) if known else {}
+        self._undecided = self._table is not None and bool(self._table.any())
+        self._decide(state["bounds"], state.get("metrics") or {})
 
     @property
     def _table(self) -> Tensor | None:
         return None if self.histogram is None else self.histogram.table
 
-    def _all_metrics(self, known: dict[str, float]) -> dict[str, Tensor]:
-        """All metrics of the search, NaN where the value is not known."""
+    @outside_inference_mode
+    def _decide(self, bounds: Sequence[float] | None, metrics: dict[str, float]) -> None:
+        """Sets a decision; NaN is a metric that is not known, and without any there are none."""
         device = None if self._table is None else self._table.device
-        values = [known.get(name, torch.nan) for name in SEARCH_METRICS]
-        tensors = torch.tensor(values, dtype=torch.float32, device=device).unbind()
-        return dict(zip(SEARCH_METRICS, tensors, strict=True))
+
+        def tensors(values: Sequence[float]) -> tuple[Tensor, ...]:
+            return torch.tensor(values, dtype=torch.float32, device=device).unbind()
+
+        self._bounds = None if bounds is None else ClipBounds(*tensors(bounds))
+        known = tensors([metrics.get(name, torch.nan) for name in SEARCH_METRICS])
+        self._metrics = dict(zip(SEARCH_METRICS, known, strict=True)) if metrics else {}

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from bapo_kernels import (
     BAPOConfig,
     BAPOLoss,
+    ClipBoundSearch,
     ContributionHistogram,
     bapo_linear_loss,
     bapo_loss,
@@ -107,6 +108,18 @@ def test_many_steps_do_not_recompile(backend, device, interpreted):
 
     with torch._dynamo.config.patch(error_on_recompile=True):
         check(loss_by(["bounds", "batch_num_tokens"], backend=backend), given(), "aot_eager")
+
+
+def test_a_lagged_search_compiles_once():
+    """The first bounds, which no decision has made, are tensors as the later ones."""
+    (batch,), search = batches([3], 65), ClipBoundSearch(scope="lagged")
+    logits, labels, old, A, mask = batch
+    compiled = torch.compile(bapo_loss, fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            out = compiled(logits.detach(), labels, old, A, mask, **search.options)
+            search.update(out.log_probs, old, A, mask)
+            search.step()
 
 
 @pytest.mark.slow

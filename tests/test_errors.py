@@ -13,7 +13,6 @@ from bapo_kernels import (
     BAPOConfig,
     ClipBounds,
     ClipBoundSearch,
-    ContributionHistogram,
     available_backends,
     bapo_linear_loss,
     bapo_loss,
@@ -60,8 +59,6 @@ A_GROUP = "be None or a torch.distributed.ProcessGroup that this rank is in (mes
 WRONG = {  # by the argument, what it must be, and the value that it was
     "logits": {
         "be floating point, got torch.int64": ROWS.long(),
-        "be floating point, got torch.complex64": ROWS.cfloat(),
-        "be floating point, got torch.qint8": torch.empty(B, S, V, dtype=torch.qint8),
         "be a tensor, got list": [1.0],
         "be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn": (
             ROWS.to(torch.float8_e4m3fn)
@@ -73,35 +70,17 @@ WRONG = {  # by the argument, what it must be, and the value that it was
     },
     "labels": {
         "be integers, got torch.float32": ONES,
-        "be integers, got torch.bool": ONES.bool(),
-        "be a dense tensor, got torch.sparse_coo": ONES.long().to_sparse(),
         "have the leading shape of logits (2, 5), got (2, 4)": ONES[:, 1:].long(),
         "be on the device of logits (cpu), got meta": ON_META.long(),
-    },
-    "old_log_probs": {
-        f"have {SHAPE}, got (2,)": ONES[:, 0],
-        "be floating point, got torch.int32": ONES.int(),
-        "be on the device of labels": ON_META,
     },
     "advantages": {
         f"have {PER_SEQUENCE}, got (5,)": ONES[0],
         f"have {PER_SEQUENCE}, got (2, 5, 1)": ONES[..., None],
-        f"have {PER_SEQUENCE}, got (2, 1)": ONES[:, :1],
-        "be floating point, got torch.int64": ONES.long(),
-        "be floating point, got torch.bool": ONES.bool(),
-        "be a dense tensor, got torch.sparse_coo": ONES.to_sparse(),
-        "be on the device of labels (cpu), got meta": ON_META,
     },
     "response_mask": {
         f"have {SHAPE}, got (2,)": ONES[:, 0],
-        "be a tensor": [1],
-        "be a dense tensor, got torch.sparse_coo": ONES.to_sparse(),
-        "be on the device of labels (cpu), got meta": ON_META,
-        "be bool, int or float, got torch.complex64": ONES.cfloat(),
+        "be bool, int, float64, float32, bfloat16 or float16, got torch.complex64": ONES.cfloat(),
     },
-    "rollout_log_probs": {"have the shape of labels": ONES[0, :1]},
-    "rollout_is_weights": {"have the shape of labels": ONES[0, :1]},
-    "ref_log_probs": {"have the shape of labels": ONES[0, :1]},
     "temperature": {
         "be a tensor (a number is config.temperature), got 0.7 (float)": 0.7,
         "be floating point, got torch.int64": ONES.long(),
@@ -133,8 +112,6 @@ WRONG = {  # by the argument, what it must be, and the value that it was
         "be finite and > 0, got inf": float("inf"),
         "be a number, got True (bool)": True,
         "be a number, got '3' (str)": "3",
-        "be a real number, got torch.bool": ONE.bool(),
-        "be on the device of labels": ONE_ON_META,
     },
     "global_batch_size": {
         "have one element, got (2,)": ONES[:, 0],
@@ -179,12 +156,9 @@ PACKED = {
     "cu_seqlens must be given for packed labels of shape (5,) with "
     "loss_agg_mode='seq-mean-token-mean', got None": dict(config=SEQ),
     "cu_seqlens must have shape (B + 1,) with B >= 1, got (1,)": dict(cu_seqlens=CU[:1]),
-    "cu_seqlens must be int32 or int64, got torch.float32": dict(cu_seqlens=CU.float()),
     "cu_seqlens must rise from 0 to at most 5, got [1, 5]": dict(cu_seqlens=torch.tensor([1, 5])),
     "cu_seqlens must rise from 0 to at most 5, got [3, 2]": dict(cu_seqlens=LENGTHS.int()),
     "cu_seqlens must rise from 0 to at most 5, got [0, 3, 2, 4]": dict(cu_seqlens=FALLING),
-    "cu_seqlens must be a tensor": dict(cu_seqlens=[0, 5]),
-    "cu_seqlens must be on the device of labels": dict(cu_seqlens=CU.to("meta")),
     "config.loss_scale_factor must be given for packed input": dict(config=NORM, cu_seqlens=CU),
 }
 CASES = [
@@ -205,19 +179,9 @@ def test_errors_of_bapo_loss(shape, message, changes):
         pytest.skip("the native library is absent")
     given = arguments(shape, **changes)
     functions = [bapo_loss, partial(bapo_loss, backend="reference"), check_inputs]
-    if isinstance(changes.get("batch_num_tokens"), torch.Tensor):  # check_inputs reads it first
-        functions.pop()
     for function in functions:
         with raises(message):
             function(**given)
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_temperatures_of_log_probs(backend):
-    for rule, value in WRONG["temperature"].items():
-        if isinstance(value, torch.Tensor):  # it takes a number too
-            with raises(f"temperature must {rule}"):
-                log_probs(ROWS, LABELS, temperature=value, backend=backend)
 
 
 def with_chunks(chunk_tokens):
@@ -230,17 +194,10 @@ OTHER_CALLS = {
     "temperature must be finite and > 0, got 0": lambda: log_probs(ROWS, LABELS, temperature=0.0),
     "labels must have the leading shape": lambda: log_probs(ROWS, LABELS[:1]),
     "vocab_group must be None": lambda: log_probs(ROWS, LABELS, vocab_group=1),
-    "log_probs must be floating point, got torch.int64": lambda: of_log_probs(LABELS, None, ONES),
-    "entropy must have the shape of log_probs (2, 5), got (2,)": lambda: of_log_probs(
-        ONES, None, ONES, entropy=ONES[:, 0]
-    ),
     "entropy must be given when config.entropy_coef is not 0": lambda: of_log_probs(
         ONES, None, ONES, config=BAPOConfig(entropy_coef=0.1)
     ),
     "statistics must be": lambda: of_log_probs(ONES, None, ONES, statistics="none"),
-    "advantages must have the shape of log_probs": lambda: ContributionHistogram().update(
-        ONES, None, ONES[0, :4]
-    ),
     "scope must be call, step or lagged, got batch": lambda: ClipBoundSearch(scope="batch"),
     "chunk_tokens must be None or an integer >= 1, got 2.0 (float)": lambda: with_chunks(2.0),
     "chunk_tokens must be None or an integer >= 1, got True (bool)": lambda: with_chunks(True),
@@ -356,25 +313,6 @@ def test_counts_on_a_device(loss_of, value):
     count = torch.tensor(value)
     assert loss_of(**given, batch_num_tokens=count).loss.isnan()
     assert loss_of(**given, config=SEQ, global_batch_size=count).loss.isnan()
-
-
-BROADCAST = {
-    "old_log_probs": torch.zeros(S),
-    "response_mask": torch.ones(S),
-    "rollout_log_probs": torch.zeros(1),
-    "rollout_is_weights": torch.ones(S),
-    "ref_log_probs": torch.zeros(1, S),
-    "advantages": torch.ones(1),
-    "config": {},
-}
-
-
-@pytest.mark.parametrize("name", BROADCAST)
-def test_errors_of_the_reference(name):
-    """What torch would broadcast over the tokens is refused."""
-    given = dict(log_probs=torch.zeros(B, S), old_log_probs=None, advantages=torch.ones(B, S))
-    with pytest.raises(ValueError, match=f"{name} must "):
-        reference.bapo_loss_from_log_probs(**(given | {name: BROADCAST[name]}))
 
 
 @pytest.mark.parametrize("ranks", [None, "1", "2"])

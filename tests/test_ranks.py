@@ -127,6 +127,10 @@ def differing_rank(rank, function):
         if change == "config.target":
             assert message.endswith(f"than on rank 0 ({(0.6, 0.3)[rank]} on this rank)"), message
         loss = bapo_loss(logits, **good).loss
+    if function == "bapo_linear_loss":
+        more[0] = more[0].clone().requires_grad_(rank == 1)
+        message = message_of(call, x, *more, **good | {"vocab_group": dist.new_group()})
+        assert message.startswith("requires_grad of lm_head_weight must be the same on all ranks")
     return loss
 
 

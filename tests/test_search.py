@@ -1,5 +1,6 @@
 """The one-pass search against the loop, bound for bound, and the loop against the printed one."""
 
+import copy
 import itertools
 from dataclasses import replace
 from fractions import Fraction
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from accuracy import assert_rounded
 from helpers import needs_native
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from world import grid
 
 from bapo_kernels import (
     BAPOConfig,
+    ClipBounds,
     ClipBoundSearch,
     ContributionHistogram,
     bapo_loss_from_log_probs,
@@ -20,7 +23,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.config import bound_grid
-from bapo_kernels.core.arguments import loss_arguments
+from bapo_kernels.core.arguments import loss_arguments, token_arguments
 from bapo_kernels.core.prepare import prepared
 from bapo_kernels.core.tokens import contributions, search, solve
 from bapo_kernels.reference.search import algorithm_1, contribution_table, solve_table
@@ -472,6 +475,69 @@ def test_metrics_of_a_search_object():
     step = ClipBoundSearch(config, "step")
     step.load_state_dict(ClipBoundSearch(config, "step").state_dict())
     assert step.metrics == {}
+
+
+@pytest.mark.parametrize("scope", ["step", "lagged"])
+def test_a_search_in_inference_mode(scope):
+    """What it keeps are ordinary tensors, which later calls may change and save."""
+    expected, search = ClipBoundSearch(scope=scope), ClipBoundSearch(scope=scope)
+    expected.update(*TOKENS)
+    expected.update(*TOKENS)
+    expected.step()
+    with torch.inference_mode():
+        search.update(*TOKENS)
+        search.step()
+        search.update(*TOKENS)
+        loaded = ClipBoundSearch(scope=scope)
+        loaded.load_state_dict(search.state_dict())
+    log_probs = TOKENS[0].clone().requires_grad_()
+    for each in (search, loaded):
+        each.update(*TOKENS)
+        each.step()
+        assert each.bounds == expected.bounds
+        out = bapo_loss_from_log_probs(log_probs, *TOKENS[1:], backend="reference", **each.options)
+        out.loss.backward()
+
+
+def test_bounds_of_undecided_tokens():
+    """In the scope of a step they would be those of other tokens."""
+    search = ClipBoundSearch(scope="step")
+    for _ in range(2):
+        search.update(*TOKENS)
+        resumed = ClipBoundSearch(scope="step")
+        resumed.load_state_dict(search.state_dict())
+        for each in (search, resumed):
+            with pytest.raises(RuntimeError, match="no bounds for these tokens yet"):
+                _ = each.options
+            each.step()
+        assert search.options == resumed.options
+
+
+def test_first_bounds_are_of_the_type_of_later_ones():
+    """So that a compiled loss is compiled once; those in host memory go with tokens anywhere."""
+    search = ClipBoundSearch(scope="lagged")
+    first = search.bounds
+    search.update(*TOKENS)
+    search.step()
+    for each in (first, search.bounds):
+        assert isinstance(each, ClipBounds)
+        assert all(bound.dtype == torch.float32 and bound.ndim == 0 for bound in each)
+    tokens = [x.to("meta") for x in TOKENS]
+    arguments = token_arguments(*tokens, None, bounds=first)
+    assert arguments.bounds.device.type == "meta"
+
+
+def test_a_copy_of_a_search():
+    """It decides over the same ranks, and alone."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        search = ClipBoundSearch(scope="lagged", process_group=dist.group.WORLD)
+        other = copy.deepcopy(search)
+        assert other.process_group is search.process_group
+        other.update(*TOKENS)
+        assert search.histogram.table is None
+    finally:
+        dist.destroy_process_group()
 
 
 # Even grids of as many points, whose sums mean something else.

@@ -17,7 +17,7 @@ from ..config import IGNORE_INDEX, BAPOConfig
 from ..output import GivenBounds
 from ..sampling_mask import SamplingMask
 from .call import Sequences, Statistics
-from .checks import check_group, check_like, count, refuse
+from .checks import check_floating, check_group, check_like, count, refuse, require
 from .distributed import check_ranks
 from .inputs import (
     bounds_tensor,
@@ -138,18 +138,18 @@ class Arguments(NamedTuple):
         ids = self.sequences().sequence_ids(len(self.labels_or_log_probs))
         return values[ids.clamp(max=len(values) - 1)]
 
-    def check_ranks(self, made_by: tuple[Any, ...], backend: str) -> None:
+    def check_ranks(self, function: str, backend: str, **in_common: Any) -> None:
         """Raises where the ranks of a group differ in their first call.
 
         Args:
-            made_by: the function, and more that the ranks of ``vocab_group`` must have in common.
+            in_common: what else the ranks of ``vocab_group`` must have in common.
         """
         searches = self.bounds is None and "lower" not in self.fields
         search = self.process_group if searches else None
         if search is not None or self.vocab_group is not None:
             like = self.labels_or_log_probs
-            groups = search, self.vocab_group
-            check_ranks(made_by, backend, self.config, like, *groups, self._facts)
+            of_call = search, self.vocab_group, lambda: in_common | self._facts()
+            check_ranks(function, backend, self.config, like, *of_call)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -258,6 +258,23 @@ def loss_arguments(
         vocab_group=vocab_group,
         sampling_mask=sampling_mask,
     )
+
+
+def token_arguments(
+    log_probs: Tensor,
+    *batch: Any,
+    entropy: Tensor | None = None,
+    for_search: bool = False,
+    **options: Unpack[LossOptions],
+) -> Arguments:
+    """Checks the arguments of a loss on given log-probs, or of a search alone."""
+    check_floating("log_probs", log_probs)
+    needed = not for_search and config_or_default(options.get("config")).entropy_coef
+    rule = "be given when config.entropy_coef is not 0"
+    require(entropy is not None or not needed, "entropy", rule, None)
+    if entropy is not None:
+        check_like("entropy", entropy, log_probs, "log_probs")
+    return loss_arguments(log_probs, *batch, for_search=for_search, **options)
 
 
 # Of the mode's mean: the argument that holds its divisor.

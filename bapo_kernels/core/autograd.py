@@ -322,7 +322,12 @@ class LinearLogProbs(torch.autograd.Function):
         log_probs, entropy, stats, gradient, values = _OPS.head_forward(
             unscaled, *tensors, *ctx.numbers, sizes, group, *mask
         )
-        ctx.save_for_backward(*tensors, sizes, *mask, entropy, stats, values, gradient)
+        # Autograd refuses tensors that were made in inference mode and have no versions.
+        traced = torch.compiler.is_compiling()
+        kept = [x is not None and not traced and x.is_inference() for x in tensors]
+        ctx.inference = [x if keeps else None for x, keeps in zip(tensors, kept, strict=True)]
+        saved = (None if keeps else x for x, keeps in zip(tensors, kept, strict=True))
+        ctx.save_for_backward(*saved, sizes, *mask, entropy, stats, values, gradient)
         ctx.unscaled, ctx.group = unscaled, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -332,6 +337,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         *tensors, sizes, ids, offsets, entropy, stats, values, unscaled = ctx.saved_tensors
+        tensors = [x if y is None else y for x, y in zip(tensors, ctx.inference, strict=True)]
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
 

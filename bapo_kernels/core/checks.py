@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +23,12 @@ _C: Any = torch._C
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (Tensor, torch.nn.Parameter)  # no subclass, so no DTensor
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OFFSETS = (torch.int32, torch.int64)
+INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+NUMBERS = (*INTEGERS, *_FLOATING)
 
 
 def runs_while_traced(function: F) -> F:
@@ -33,6 +39,32 @@ def runs_while_traced(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def outside_inference_mode(function: F) -> F:
+    """Makes what ``function`` keeps ordinary tensors, which later calls may change and save."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def without_config(function: F) -> F:
+    """Says what takes the place of ``config`` where a function has no such argument."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "config" in kwargs:
+            rule = "not be given: pass temperature=, and **head.transform for scale and soft cap"
+            refuse("config", rule, type(kwargs["config"]).__name__, TypeError)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def require(
@@ -116,6 +148,13 @@ def check_floating(name: str, tensor: Any, sharded: bool = False) -> None:
     if tensor.dtype not in _FLOATING:
         require(tensor.is_floating_point(), name, "be floating point", tensor.dtype)
         refuse(name, "be float64, float32, bfloat16 or float16", tensor.dtype)
+
+
+def check_dtype(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], rule: str) -> None:
+    """Requires a dense, local tensor of one of the dtypes, which the rule names."""
+    check_tensor(name, tensor)
+    if tensor.dtype not in dtypes:
+        refuse(name, rule, tensor.dtype)
 
 
 def check_like(name: str, tensor: Any, like: Tensor, like_name: str) -> None:

@@ -55,7 +55,7 @@ _FACTS = 64  # more than there are: ranks that make different calls exchange as 
 
 
 def check_ranks(
-    made_by: tuple[Any, ...],
+    function: str,
     backend: str | None,
     config: BAPOConfig,
     like: Tensor,
@@ -69,13 +69,12 @@ def check_ranks(
     search must have function and config in common, those of a vocabulary everything.
 
     Args:
-        made_by: the function, and more that the ranks of ``shards`` must have in common.
-        of_call: what these must have in common besides, by name.
+        of_call: what the ranks of ``shards`` must have in common besides, by name.
     """
     traced = torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter)
     if traced or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    function, problem = made_by[0], ""
+    problem = ""
     for name, group, kind in (("vocab_group", shards, function), ("process_group", search, "")):
         if group is None or (kind in _AGREED.get(group, ()) and function != "check_inputs"):
             continue
@@ -83,7 +82,7 @@ def check_ranks(
         facts["the result of the check of vocab_group"] = not problem
         facts |= {f"config.{field.name}": getattr(config, field.name) for field in fields(config)}
         if name == "vocab_group":
-            facts |= {"the call": made_by} | of_call()
+            facts |= of_call()
         differs = _difference(facts, name, group, like.device)
         if not differs:
             _AGREED.setdefault(group, set()).add(kind)

@@ -15,10 +15,13 @@ from torch import Tensor
 from ..config import BAPOConfig
 from ..sampling_mask import SamplingMask
 from .checks import (
+    INTEGERS,
+    NUMBERS,
+    OFFSETS,
     check_device,
+    check_dtype,
     check_floating,
     check_group,
-    check_tensor,
     count,
     is_readable,
     number,
@@ -43,9 +46,7 @@ def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> Non
 
 def check_labels(labels: Tensor, rows: Tensor, rows_name: str) -> None:
     """Integer ``labels`` of the rows of a tensor."""
-    check_tensor("labels", labels)
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        refuse("labels", "be integers", labels.dtype)
+    check_dtype("labels", labels, INTEGERS, "be integers")
     shape = rows.shape[:-1]
     if labels.shape != shape:
         refuse("labels", ("have the leading shape of {} {}", rows_name, shape), labels.shape)
@@ -177,9 +178,7 @@ def checked_bounds(
             require(least <= value <= most, name, rule, value)
             parts.append(torch.full((), value, dtype=torch.float32, device=like.device))
         elif bound.numel() == 1:
-            _check_scalar(name, bound)
-            check_device(name, bound, like, "the tokens")
-            parts.append(bound.detach().float().reshape(()))
+            parts.append(_scalar(name, bound, like, "the tokens").float())
         else:
             single = "have one element, or "
             parts.append(_per_token(name, bound, like, like_name, cu_seqlens, single).detach())
@@ -207,30 +206,33 @@ _NUMBERS = frozenset(
 
 
 def as_numbers(values: Tensor) -> Tensor:
-    """In a dtype that the kernels read; the others are unsigned, or have fewer than 16 bits."""
-    if values.dtype in _NUMBERS:
-        return values
-    return values.double() if values.is_floating_point() else values.long()
+    """In a dtype that the kernels read; the others are unsigned."""
+    return values if values.dtype in _NUMBERS else values.long()
 
 
-def _check_scalar(name: str, tensor: Tensor) -> None:
-    check_tensor(name, tensor)
-    is_real = not tensor.is_complex() and tensor.dtype != torch.bool
-    require(is_real, name, "be a real number", tensor.dtype)
-    require(tensor.numel() == 1, name, "have one element", tensor.shape)
+def _scalar(name: str, given: Tensor, like: Tensor, like_name: str) -> Tensor:
+    """One real number as a 0-dim tensor on the device of ``like``, which the host does not read."""
+    check_dtype(name, given, NUMBERS, "be a real number")
+    require(given.numel() == 1, name, "have one element", given.shape)
+    if given.is_cpu and not like.is_cpu:  # a number in host memory goes with tensors of any device
+        if torch.compiler.is_compiling():
+            return as_numbers(given.detach()).to(like.device, non_blocking=True).reshape(())
+        # A copy would wait for the device.
+        return torch.full((), float(given), dtype=torch.float64, device=like.device)
+    check_device(name, given, like, like_name)
+    return as_numbers(given.detach()).reshape(())
 
 
 def check_mask(like: Tensor, like_name: str, response_mask: Tensor | None) -> None:
     """Real ``response_mask`` with the shape and on the device of ``like``."""
     if response_mask is None:
         return
-    check_tensor("response_mask", response_mask)
+    rule = "be bool, int, float64, float32, bfloat16 or float16"
+    check_dtype("response_mask", response_mask, (torch.bool, *NUMBERS), rule)
     if response_mask.shape != like.shape:
-        rule = "have the shape of {} {}", like_name, like.shape
-        refuse("response_mask", rule, response_mask.shape)
+        shape = "have the shape of {} {}", like_name, like.shape
+        refuse("response_mask", shape, response_mask.shape)
     check_device("response_mask", response_mask, like, like_name)
-    if response_mask.is_complex():
-        refuse("response_mask", "be bool, int or float", response_mask.dtype)
 
 
 def checked_advantages(
@@ -283,11 +285,9 @@ def _per_token(
 
 def check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
     """``cu_seqlens [B + 1]`` of packed ``[N]`` tokens, which on a CPU rise from 0 to at most N."""
-    check_tensor("cu_seqlens", cu_seqlens)
+    check_dtype("cu_seqlens", cu_seqlens, OFFSETS, "be int32 or int64")
     ok = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
     require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", cu_seqlens.shape)
-    is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
-    require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
     check_device("cu_seqlens", cu_seqlens, like, like_name)
     require(like.ndim == 1, like_name, "have packed shape (N,) with cu_seqlens", like.shape)
     if is_readable(cu_seqlens):
@@ -345,11 +345,4 @@ def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | T
         value = number(name, given)
         require(0 < value < math.inf, name, "be finite and > 0", given)
         return value
-    _check_scalar(name, given)
-    if given.is_cpu and not like.is_cpu:  # a number in host memory goes with tensors of any device
-        if torch.compiler.is_compiling():
-            return as_numbers(given.detach()).to(like.device, non_blocking=True)
-        # A copy would wait for the device.
-        return torch.full((), float(given), dtype=torch.float64, device=like.device)
-    check_device(name, given, like, like_name)
-    return as_numbers(given.detach()).reshape(())
+    return _scalar(name, given, like, like_name)

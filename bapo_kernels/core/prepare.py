@@ -41,7 +41,7 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
     fields = [given.fields.get(name) for name in FIELDS]
     ops_of(backend).prepare(
         matrix,
-        _mask(given.response_mask, like),
+        None if given.response_mask is None else _matrix(given.response_mask, like),
         [None if field is None else _matrix(field, like) for field in fields],
         given.cu_seqlens,
         given.dp_size,
@@ -94,11 +94,3 @@ def _matrix(values: Tensor, like: Tensor) -> Tensor:
         return values
     columns = like.shape[-1] if like.ndim else 1
     return values.reshape(like.shape[:-1].numel(), columns)
-
-
-def _mask(response_mask: Tensor | None, like: Tensor) -> Tensor | None:
-    if response_mask is None:
-        return None
-    if as_numbers(response_mask) is not response_mask:  # converted, 0.5 would be 0
-        response_mask = response_mask != 0
-    return _matrix(response_mask, like)

@@ -6,30 +6,31 @@ Imports the other files of the reference and the checks; nothing of the kernels,
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..config import IGNORE_INDEX, BAPOConfig
+from ..core.arguments import loss_arguments, token_arguments
 from ..core.distributed import whole_vocabulary
 from ..core.inputs import (
     bounds_are_valid,
     bounds_tensor,
-    check_ratio_level,
+    check_head,
+    check_logits,
     checked_bounds,
     config_or_default,
     rising_offsets,
 )
-from ..output import BAPOOutput, ClipBounds, GivenBounds
+from ..output import BAPOOutput, ClipBounds
 from ..sampling_mask import SamplingMask
 from .sampling_sets import outside_of_sets
 from .search import Contributions, find_clip_bounds, search_metrics
 from .softmax import head_logits, log_probs
 from .tokens import (
     behaviour_log_probs,
-    check_shapes,
     clipped,
     per_token,
     ratios,
@@ -50,17 +51,7 @@ def bapo_loss_from_log_probs(
     response_mask: Tensor | None = None,
     *,
     entropy: Tensor | None = None,
-    config: BAPOConfig | None = None,
-    bounds: GivenBounds | None = None,
-    statistics: Literal["all", "live"] = "all",
-    cu_seqlens: Tensor | None = None,
-    rollout_log_probs: Tensor | None = None,
-    rollout_is_weights: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    batch_num_tokens: float | Tensor | None = None,
-    global_batch_size: float | Tensor | None = None,
-    dp_size: int = 1,
-    process_group: dist.ProcessGroup | None = None,
+    **options: Unpack[LossOptions],
 ) -> BAPOOutput:
     """The paper's loss (Algorithm 1, line 20) on given log-probs, with verl's extra terms.
 
@@ -76,25 +67,19 @@ def bapo_loss_from_log_probs(
         >>> torch.autograd.gradcheck(loss, log_probs)
         True
     """
-    config = config_or_default(config)
+    batch = old_log_probs, advantages, response_mask
+    given = token_arguments(log_probs, *batch, entropy=entropy, **options)
+    config, cu_seqlens = given.config, given.cu_seqlens
+    rollout_log_probs = given.fields.get("rollout_log_probs")
     work = torch.promote_types(log_probs.dtype, torch.float32)
-    check_shapes(
-        log_probs,
-        old_log_probs=old_log_probs,
-        response_mask=response_mask,
-        entropy=entropy,
-        rollout_log_probs=rollout_log_probs,
-        rollout_is_weights=rollout_is_weights,
-        ref_log_probs=ref_log_probs,
-    )
     unmasked = unmasked_tokens(log_probs, response_mask, cu_seqlens)
-    A = per_token("advantages", advantages, log_probs, cu_seqlens).detach().to(work)
+    A = per_token(advantages, log_probs, cu_seqlens).detach().to(work)
     A = torch.where(unmasked, A, 0.0)
     given_logp = log_probs.to(work)
     logp = torch.where(unmasked, given_logp, 0.0)
     old = torch.where(unmasked, behaviour_log_probs(logp, old_log_probs).to(work), 0.0)
 
-    check_ratio_level(log_probs, "log_probs", config, cu_seqlens)
+    bounds = options.get("bounds")
     searched = bounds is None and config.has_bounds
     valid = torch.ones((), device=log_probs.device)
     if searched:
@@ -106,20 +91,19 @@ def bapo_loss_from_log_probs(
             config=config,
             rollout_log_probs=rollout_log_probs,
             cu_seqlens=cu_seqlens,
-            process_group=process_group,
+            process_group=given.process_group,
         )
     elif bounds is None:
         bounds = at = ClipBounds(*bounds_tensor(config.options.start(), log_probs).unbind())
     else:
-        given = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
-        bounds = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in given))
-        at = ClipBounds(*(torch.where(unmasked, b, 1.0) if b.ndim else b for b in bounds))
+        pair = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
+        bounds = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in pair))
+        at = ClipBounds(*(torch.where(unmasked, b, 1.0) if b.ndim else b.clone() for b in bounds))
         valid = torch.where(bounds_are_valid(*at), 1.0, torch.nan)
-    ref = is_weights = None
-    if ref_log_probs is not None:
-        ref = torch.where(unmasked, ref_log_probs.detach().to(work), 0.0)
-    if rollout_is_weights is not None:
-        is_weights = torch.where(unmasked, rollout_is_weights.detach().to(work), 0.0)
+    is_weights, ref = (
+        None if value is None else torch.where(unmasked, value.detach().to(work), 0.0)
+        for value in map(given.fields.get, ("rollout_is_weights", "ref_log_probs"))
+    )
     ent = torch.zeros_like(logp)
     if entropy is not None:
         ent = torch.where(unmasked, entropy.to(work), 0.0)
@@ -128,11 +112,11 @@ def bapo_loss_from_log_probs(
 
     def aggregate(values: Tensor) -> Tensor:
         values = torch.where(counted, values * valid, 0.0)
-        counts = batch_num_tokens, global_batch_size
-        return aggregated(values, unmasked, config, cu_seqlens, *counts, dp_size)
+        counts = options.get("batch_num_tokens"), options.get("global_batch_size")
+        return aggregated(values, unmasked, config, cu_seqlens, *counts, given.dp_size)
 
     counted = unmasked
-    if statistics == "live" and not config.kl_loss_coef and not config.entropy_coef:
+    if given.is_live():
         live = (A != 0).to(work)
         if config.ratio_level == "sequence":
             live = sequence_mean(live, unmasked, cu_seqlens)
@@ -142,7 +126,7 @@ def bapo_loss_from_log_probs(
     def mean(values: Tensor) -> Tensor:
         return (torch.where(counted, values.to(work), 0.0).sum() / count).detach()
 
-    group = process_group if searched else None
+    group = given.process_group if searched else None
     tokens = given_logp, old_log_probs, A, unmasked, rollout_log_probs, group, cu_seqlens
     masses = _masses(Contributions(config, *tokens), at, searched)
     means = ClipBounds(*(bound if bound.ndim == 0 else mean(bound) for bound in at))
@@ -155,7 +139,7 @@ def bapo_loss_from_log_probs(
         "kl_loss": aggregate(torch.where(counted, terms.kl, 0.0)).detach(),
         **search_metrics(means, masses, config),
     }
-    if statistics == "live":
+    if given.statistics == "live":
         metrics["live_tokens"] = counted.sum()
     metrics = {name: value.to(work) for name, value in metrics.items()}
 
@@ -245,12 +229,16 @@ def bapo_loss(
         >>> bool((loss - truth).abs() < 1e-6)
         True
     """
+    check_logits(logits, labels, vocab_group)
+    batch = old_log_probs, advantages, response_mask
+    of_logits: Any = dict(temperature=temperature, sampling_mask=sampling_mask)
+    loss_arguments(labels, *batch, vocab_group=vocab_group, **of_logits, **options)
     labels, config = labels.long(), config_or_default(options.get("config"))
     logits = whole_vocabulary(logits, vocab_group, -1)
     unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
     unmasked = unmasked & (labels != IGNORE_INDEX)
     if temperature is not None and temperature.ndim > 0:
-        temperature = per_token("temperature", temperature, labels, options.get("cu_seqlens"))
+        temperature = per_token(temperature, labels, options.get("cu_seqlens"))
     logp, entropy = log_probs(
         logits,
         torch.where(unmasked, labels, IGNORE_INDEX),
@@ -291,14 +279,14 @@ def bapo_linear_loss(
         >>> out.loss, out.metrics["pg_clipfrac"]  # on-policy every ratio is 1
         (tensor(-1.), tensor(0.))
     """
-    unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
-    masked = ~unmasked | (labels.long() == IGNORE_INDEX)
-    hidden_states = hidden_states.masked_fill(masked[..., None], 0.0)
-    logits = head_logits(hidden_states, lm_head_weight, bias, vocab_group, logits_dtype)
+    check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group)
     batch = old_log_probs, advantages, response_mask
-    return bapo_loss(
-        logits, labels, *batch, temperature=temperature, sampling_mask=sampling_mask, **options
-    )
+    of_logits: Any = dict(temperature=temperature, sampling_mask=sampling_mask)
+    loss_arguments(labels, *batch, vocab_group=vocab_group, **of_logits, **options)
+    unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
+    unmasked = unmasked & (labels.long() != IGNORE_INDEX)
+    logits = head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype)
+    return bapo_loss(logits, labels, *batch, **of_logits, **options)
 
 
 def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
@@ -355,7 +343,7 @@ def _valid_count(count: float | Tensor, dtype: torch.dtype) -> Tensor:
 
 def _of_tokens(bound: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """A bound of each token, or the 0-dim one of all, float32."""
-    spread = bound if bound.ndim == 0 else per_token("bounds", bound, like, cu_seqlens)
+    spread = bound if bound.ndim == 0 else per_token(bound, like, cu_seqlens)
     return spread.float()
 
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import RATIO_EPS, BAPOConfig, TargetKind
-from ..core.inputs import check_ratio_level, check_search, config_or_default
+from ..core.arguments import token_arguments
+from ..core.checks import check_group
+from ..core.inputs import check_search, config_or_default
 from ..output import ClipBounds
-from .tokens import behaviour_log_probs, check_shapes, per_token, ratios, unmasked_tokens
+from .tokens import behaviour_log_probs, per_token, ratios, unmasked_tokens
 
 
 def find_clip_bounds(
@@ -43,7 +45,7 @@ def find_clip_bounds(
     """
     config = config_or_default(config)
     check_search(config)
-    check_ratio_level(log_probs, "log_probs", config, cu_seqlens)
+    check_group("process_group", process_group)
     probe = Contributions(
         config,
         log_probs,
@@ -100,17 +102,14 @@ class Contributions:
         process_group: dist.ProcessGroup | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        check_shapes(
-            log_probs,
-            old_log_probs=old_log_probs,
-            response_mask=response_mask,
-            rollout_log_probs=rollout_log_probs,
-        )
+        batch = old_log_probs, advantages, response_mask
+        of_tokens: Any = dict(rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens)
+        token_arguments(log_probs, *batch, config=config, for_search=True, **of_tokens)
         unmasked = unmasked_tokens(log_probs, response_mask, cu_seqlens)
         logp = log_probs.detach().double()
         old = behaviour_log_probs(logp, old_log_probs).double()
         rollout = old if rollout_log_probs is None else rollout_log_probs.detach().double()
-        A = per_token("advantages", advantages, log_probs, cu_seqlens).double()
+        A = per_token(advantages, log_probs, cu_seqlens).double()
         uniform = config.token_weight == "uniform"
         w = torch.ones_like(logp) if uniform else rollout.exp()
 

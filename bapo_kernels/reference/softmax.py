@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import IGNORE_INDEX
-from ..core.distributed import whole_vocabulary
+from ..core.arguments import log_probs_arguments
+from ..core.distributed import local_parameter, whole_vocabulary
+from ..core.inputs import check_head, check_logits, check_logits_dtype, gemm_dtype
 from ..sampling_mask import SamplingMask
 from .sampling_sets import allowed_tokens
 from .tokens import per_token
@@ -49,6 +51,9 @@ def log_probs(
         >>> reference.log_probs(logits, torch.tensor([2]), return_entropy=False)
         (tensor([-1.3863], dtype=torch.float64), None)
     """
+    check_logits(logits, labels, vocab_group)
+    transform = temperature, logit_scale, final_logit_softcapping
+    log_probs_arguments(labels, *transform, vocab_group, sampling_mask)
     logits = whole_vocabulary(logits, vocab_group, -1)
     V, labels = logits.shape[-1], labels.long()
     unmasked = labels != IGNORE_INDEX
@@ -66,7 +71,7 @@ def log_probs(
         x = final_logit_softcapping * torch.tanh(x / final_logit_softcapping)
     if isinstance(temperature, Tensor):
         T = temperature.detach().to(x.dtype)
-        T = per_token("temperature", T if T.ndim else T.expand(labels.shape), labels)
+        T = per_token(T if T.ndim else T.expand(labels.shape), labels)
         T = torch.where((T > 0) & T.isfinite(), T, torch.nan)
         temperature = torch.where(unmasked, T, 1.0)[..., None]
     x = (x / temperature).masked_fill(forbidden, -torch.inf)
@@ -109,9 +114,10 @@ def linear_log_probs(
         >>> reference.linear_log_probs(hidden, weight, torch.tensor([3, 1]))[1].exp()
         tensor([10.0000, 10.0000])
     """
-    hidden_states = hidden_states.masked_fill((labels.long() == IGNORE_INDEX)[..., None], 0.0)
+    check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group)
+    unmasked = labels.long() != IGNORE_INDEX
     return log_probs(
-        head_logits(hidden_states, lm_head_weight, bias, vocab_group, logits_dtype),
+        head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype),
         labels,
         temperature=temperature,
         logit_scale=logit_scale,
@@ -123,6 +129,7 @@ def linear_log_probs(
 
 def head_logits(
     hidden_states: Tensor,
+    unmasked: Tensor,
     lm_head_weight: Tensor,
     bias: Tensor | None,
     vocab_group: dist.ProcessGroup | None,
@@ -131,9 +138,15 @@ def head_logits(
     """``hidden_states @ lm_head_weight.T + bias``, of the shards of all ranks.
 
     In ``logits_dtype``, by default that of the hidden states, to which the gradient is rounded.
+    Masked hidden states may hold anything.
     """
-    lm_head_weight = whole_vocabulary(lm_head_weight, vocab_group, 0)
-    bias = None if bias is None else whole_vocabulary(bias, vocab_group, 0)
+    check_logits_dtype(logits_dtype, gemm_dtype(hidden_states, lm_head_weight, bias))
+    hidden_states = hidden_states.masked_fill(~unmasked[..., None], 0.0)
+    weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
+    weight = weight.clone() if weight.is_inference() else weight  # which autograd can save
+    lm_head_weight = whole_vocabulary(weight, vocab_group, 0)
+    if bias is not None:
+        bias = whole_vocabulary(local_parameter("bias", bias, vocab_group), vocab_group, 0)
     if logits_dtype is None or logits_dtype == hidden_states.dtype:
         return F.linear(hidden_states, lm_head_weight, bias)
     bias = None if bias is None else bias.to(logits_dtype)

@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import LOG_RATIO_LIMIT, RatioLevel
-from ..core.checks import require
 from ..core.inputs import rising_offsets
-
-
-def check_shapes(log_probs: Tensor, **given: Tensor | None) -> None:
-    """Everything given has the shape of the log-probs."""
-    for name, values in given.items():
-        rule = ("have the shape of log_probs {}", log_probs.shape)
-        if values is not None:
-            require(values.shape == log_probs.shape, name, rule, values.shape)
 
 
 def unmasked_tokens(
@@ -33,14 +24,10 @@ def unmasked_tokens(
     return unmasked if response_mask is None else unmasked & (response_mask != 0)
 
 
-def per_token(name: str, values: Tensor, like: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+def per_token(values: Tensor, like: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """One value per token, from one per token or per sequence."""
     if values.shape == like.shape:
         return values
-    sequences = like.shape[:1] if cu_seqlens is None else cu_seqlens.diff().shape
-    ok = values.shape == sequences and (like.ndim >= 2 or cu_seqlens is not None)
-    rule = ("have the shape of log_probs {} or one entry per sequence {}", like.shape, sequences)
-    require(ok, name, rule, values.shape)
     if cu_seqlens is not None:
         packed = values.repeat_interleave(cu_seqlens.diff())
         return torch.nn.functional.pad(packed, (0, like.numel() - packed.numel()))
@@ -83,7 +70,7 @@ def sequence_mean(values: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -
         return mean.expand(values.shape)
     pieces = pairwise(rising_offsets(cu_seqlens, values.numel()))
     means = [values[a:b].sum() / unmasked[a:b].sum().clamp(min=1) for a, b in pieces]
-    return per_token("means", torch.stack(means), values, cu_seqlens)
+    return per_token(torch.stack(means), values, cu_seqlens)
 
 
 def clipped(
