@@ -76,7 +76,7 @@ class SamplingMask:
         self._keep(*given, _narrowed(ids), offsets)
 
     def _keep(self, *tensors: Tensor) -> None:
-        if torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # ordinary tensors, which backward can save
                 tensors = tuple(tensor.clone() for tensor in tensors)
         for name, tensor in zip(("token_ids", "offsets", "_ids", "_offsets"), tensors, strict=True):

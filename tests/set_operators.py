@@ -319,7 +319,7 @@ class Pass:
 
     def dlog_probs(self, log_probs, bounds):
         """d loss / d log_prob of every row at these bounds, without its weight."""
-        config = replace(self.config, loss_agg_mode="token-sum")
+        config = replace(self.config, loss_agg_mode="token-sum", entropy_coef=0.0)
         counted = self.counted & self.present
         options = dict(config=config, rollout_is_weights=self.is_weights, ref_log_probs=self.ref)
         options["bounds"] = bounds if config.has_bounds else None

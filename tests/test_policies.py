@@ -350,7 +350,6 @@ def load(state):
 
 
 loss_of = bapo_loss_from_log_probs
-OLDER = dict(scope="step", config={}, bounds=None, metrics={}, table=None)  # than the level
 # By message, the calls that it refuses.
 REFUSED = {
     "bounds must be None with surrogate='sapo', which has no bounds, got tuple": [
@@ -373,7 +372,6 @@ REFUSED = {
     ],
     "config.ratio_level must be 'sequence' in the state too, got 'token'": [
         lambda: load(ClipBoundSearch(policy(), scope="step").state_dict()),
-        lambda: load(OLDER),
     ],
     "scope must be 'call' with surrogate='sapo', which has no search, got 'lagged'": [
         lambda: ClipBoundSearch(SAPO, scope="lagged")

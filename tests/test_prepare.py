@@ -8,10 +8,8 @@ import torch
 from prepared import MODES, arguments_of, check_prepared, packed_arguments, padded_arguments
 
 from bapo_kernels import BAPOConfig
-from bapo_kernels.core.arguments import loss_arguments
 from bapo_kernels.core.inputs import as_numbers
 from bapo_kernels.core.operators import FIELDS
-from bapo_kernels.core.prepare import prepared
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -86,16 +84,6 @@ def test_every_field(backend, device, N):
     arguments = packed_arguments(N, (0, 3, 3, N // 5, N // 4), "token-mean", True)
     per_token = {name: torch.randn(N, dtype=torch.float64) for name in FIELDS}
     check_prepared(arguments._replace(fields=per_token | arguments.fields), backend, device)
-
-
-def test_masks_of_eight_bits(backend, device):
-    """Every value but 0 is unmasked, also those that an integer cannot hold."""
-    values = torch.tensor([[0.0, 0.5, -0.0, 1.0]])
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        mask = values.to(dtype).to(device)
-        labels = torch.arange(4, device=device)[None]
-        call = prepared(backend, loss_arguments(labels, None, values.to(device), mask))
-        assert call.unmasked.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("mode", MODES)

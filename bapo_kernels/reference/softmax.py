@@ -143,7 +143,8 @@ def head_logits(
     check_logits_dtype(logits_dtype, gemm_dtype(hidden_states, lm_head_weight, bias))
     hidden_states = hidden_states.masked_fill(~unmasked[..., None], 0.0)
     weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
-    weight = weight.clone() if weight.is_inference() else weight  # which autograd can save
+    if not torch.compiler.is_compiling() and weight.is_inference():
+        weight = weight.clone()  # which autograd can save
     lm_head_weight = whole_vocabulary(weight, vocab_group, 0)
     if bias is not None:
         bias = whole_vocabulary(local_parameter("bias", bias, vocab_group), vocab_group, 0)
