@@ -164,6 +164,7 @@ class ClipBoundSearch:
             bounds=None if self._bounds is None else [float(bound) for bound in self._bounds],
             metrics={name: float(value) for name, value in self._metrics.items()},
             table=None if self._table is None else self._table.clone(),
+            undecided=self._undecided,
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -185,7 +186,7 @@ class ClipBoundSearch:
             self.histogram.load(state["table"])
         elif self.histogram is not None:
             self.histogram.reset()
-        self._undecided = self._table is not None and bool(self._table.any())
+        self._undecided = bool(state.get("undecided"))
         self._decide(state["bounds"], state.get("metrics") or {})
 
     @property
