@@ -31,6 +31,7 @@ from .checks import (
 )
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
+_OF_MASKS = (torch.bool, *NUMBERS)
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
@@ -199,15 +200,12 @@ def bounds_are_valid(lower: Tensor, upper: Tensor) -> Tensor:
     return (lower >= 0) & (lower <= upper)
 
 
-_NUMBERS = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-)
+_UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # by the kernels, which read all other numbers
 
 
 def as_numbers(values: Tensor) -> Tensor:
-    """In a dtype that the kernels read; the others are unsigned."""
-    return values if values.dtype in _NUMBERS else values.long()
+    """In a dtype that the kernels read."""
+    return values.long() if values.dtype in _UNREAD else values
 
 
 def _scalar(name: str, given: Tensor, like: Tensor, like_name: str) -> Tensor:
@@ -228,7 +226,7 @@ def check_mask(like: Tensor, like_name: str, response_mask: Tensor | None) -> No
     if response_mask is None:
         return
     rule = "be bool, int, float64, float32, bfloat16 or float16"
-    check_dtype("response_mask", response_mask, (torch.bool, *NUMBERS), rule)
+    check_dtype("response_mask", response_mask, _OF_MASKS, rule)
     if response_mask.shape != like.shape:
         shape = "have the shape of {} {}", like_name, like.shape
         refuse("response_mask", shape, response_mask.shape)
