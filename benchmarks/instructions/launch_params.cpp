@@ -18,7 +18,7 @@ struct Arguments {
     int last;  // stages, or threads of the generic kernel
 };
 // The head of the shared memory in row_pass_cluster.cu, rounded up to stages.
-constexpr int kHeadBytes = 4224;
+constexpr int kHeadBytes = 3712;
 
 template <typename T>
 static void point(T*& pointer, uintptr_t region) {

@@ -44,9 +44,10 @@ __device__ inline void shared_store(T* to, const T& value) {
 __device__ inline void shared_settle(float* to, float value) {
     *static_cast<volatile float*>(to) = value;
 }
-// Waits for this number of threads of the block; barrier 0 is that of __syncthreads.
+// Waits for this number of threads of the block, not all of which need to come here (bar.sync, which
+// is aligned, asks for all); barrier 0 is that of __syncthreads.
 __device__ inline void block_barrier(int number, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -165,11 +166,20 @@ __device__ inline uint32_t address_in(uint32_t address, uint32_t rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// Writes 8 bytes to that block; completes on a barrier of the same block.
-__device__ inline void store_async(uint32_t to, uint64_t value, uint32_t barrier) {
+// Write 4 or 16 bytes to that block, which complete on a barrier of the same block; in a cluster of
+// at least two blocks. What completes orders the bytes written, and nothing that the sender did
+// before (PTX ISA 8.9.1.1 of bulk copies).
+__device__ inline void store_async(uint32_t to, float value, uint32_t barrier) {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
-        "l"(value), "r"(barrier)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
+        "f"(value), "r"(barrier)
+        : "memory");
+}
+__device__ inline void store_async(uint32_t to, double2 value, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::
+            "r"(to),
+        "d"(value.x), "d"(value.y), "r"(barrier)
         : "memory");
 }
 __device__ inline void cluster_sync() {

@@ -176,10 +176,14 @@ __device__ inline uint4 load_vector(const T* from) {
     const auto shift = (uint32_t)(address % 16);
     return shift == 0 ? vectors[0] : shifted(vectors[0], vectors[1], shift, T{});
 }
-// Elements [first, first + n) of a row of this size, and a value for those beyond its end.
+// Elements [first, first + n) of a row of this size, and a value for those beyond its end. Reads
+// nothing beside the row, where others may be writing: not even as a part of a vector.
 template <typename T, bool kAligned>
 __device__ inline uint4 load_elements(const T* row, int first, int size, float beyond) {
-    if (first + kVec<T> <= size) return load_vector<T, kAligned>(row + first);
+    const int margin = kAligned ? 0 : kVec<T>;
+    if (first >= margin && first + kVec<T> + margin <= size) {
+        return load_vector<T, kAligned>(row + first);
+    }
     float z[kVec<T>];
 #pragma unroll
     for (int i = 0; i < kVec<T>; ++i) z[i] = first + i < size ? to_float(row[first + i]) : beyond;
@@ -307,11 +311,28 @@ __device__ inline RowSums warp_total(RowSums mine, float scale2) {
     return mine;
 }
 
-// The total of count partial sums in shared memory, computed by one warp.
-__device__ inline RowSums total_of(const RowSums* partials, int count, float scale2) {
+// Sums of warps in shared memory: 20 bytes each, by accesses of 16 and 4 without bank conflicts.
+template <int n>
+struct PartialSums {
+    double2 sums[n];  // and the weighted ones
+    float origins[n];
+
+    __device__ void store(int i, const RowSums& part) {
+        sums[i] = {part.sum, part.weighted};
+        origins[i] = part.origin;
+    }
+    __device__ RowSums load(int i) const {
+        const double2 both = shared_load(&sums[i]);
+        return {origins[i], both.x, both.y};
+    }
+};
+
+// The total of the first partial sums, computed by one warp.
+template <int n>
+__device__ inline RowSums total_of(const PartialSums<n>& partials, int count, float scale2) {
     RowSums mine{-kInf, 0.0, 0.0};
     for (int i = threadIdx.x % kWarp; i < count; i += kWarp) {
-        RowSums part = shared_load(&partials[i]);
+        RowSums part = partials.load(i);
         const float origin = fmaxf(mine.origin, part.origin);
         mine.move_to(origin, scale2);
         part.move_to(origin, scale2);

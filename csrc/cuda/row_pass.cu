@@ -99,7 +99,7 @@ __device__ void run_second_pass(const SecondPass* decision, const Row<T, kAligne
 template <typename T, bool kSoftcap, bool kAligned>
 __global__ void __launch_bounds__(kMostThreads, 1)
     row_pass_kernel(const __grid_constant__ RowPassParams params, Scales scales, int threads) {
-    __shared__ RowSums partials[kMostThreads / kWarp];
+    __shared__ PartialSums<kMostThreads / kWarp> partials;
     __shared__ SecondPass shared_pass;
     const int64_t index = blockIdx.x;
     const Row<T, kAligned> row(params.rows, index);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const auto lane =
         first_pass<T, kSoftcap, kAligned>(row.logits, row.vocab, label, scales, threads);
     const RowSums warp = warp_total(RowSums::of(lane), scales.scale2);
-    if (threadIdx.x % kWarp == 0) partials[threadIdx.x / kWarp] = warp;
+    if (threadIdx.x % kWarp == 0) partials.store(threadIdx.x / kWarp, warp);
     __syncthreads();
     if (threadIdx.x < kWarp) {
         const RowSums total = total_of(partials, threads / kWarp, scales.scale2);

@@ -31,14 +31,15 @@ constexpr int kBlocks = 1;
 // The head of the dynamic shared memory; the ring of stages follows.
 struct alignas(128) Shared {
     uint64_t sums_arrived[2];
-    RowSums sums[2][kMaxCluster * kComputeWarps];
+    PartialSums<kMaxCluster * kComputeWarps> sums[2];
     BoundsRange range;
     // Of the cluster's next 32 rows, for the warp that decides.
     TokenFields fields[kWarp];
     SecondPass pass;
     float z_label;
 };
-static_assert(sizeof(RowSums) == 24 && kComputeThreads == kComputeWarps * kWarp);
+static_assert(kComputeThreads == kComputeWarps * kWarp);
+constexpr int kSumsBytes = sizeof(double2) + sizeof(float);  // of a warp
 
 // The stages, as addresses in shared memory.
 struct Ring {
@@ -132,6 +133,9 @@ struct Block {
             }
         }
     }
+    // Of a row that is not aligned, the first and the last copy have up to 14 bytes of the rows
+    // beside, which others may be writing in place. PTX ISA 9.7.9.25.1 leaves a copy of changing
+    // bytes undefined; these are cut away before they are used.
     __device__ void load_row(const Row<T, kAligned>& row, Place& place, uint64_t policy) const {
         const auto up = [](uint32_t bytes) { return (bytes + 15) / 16 * 16; };
         // The gradient's last vector of a chunk takes as many elements from the next one as the
@@ -203,16 +207,24 @@ struct Block {
         return warp_total(RowSums::of(lane), scales.scale2);
     }
 
-    // Sends the sums of this warp to every block of the cluster.
+    // Sends the sums of this warp to every block of the cluster, of which each expects the same from
+    // this warp of the others. A block alone stores them: st.async needs a cluster of two or more.
     __device__ void send(const RowSums& sums, int turn) {
-        const int to = threadIdx.x % kWarp;
+        const int to = threadIdx.x % kWarp, slot = rank * kComputeWarps + threadIdx.x / kWarp;
+        const uint32_t arrived = shared_address(&shared.sums_arrived[turn]);
+        auto& all = shared.sums[turn];
+        if (size == 1) {
+            if (to == 0) all.store(slot, sums);
+            __syncwarp();
+            if (to == 0) barrier_arrive(arrived);
+            return;
+        }
+        if (to == 0) barrier_expect(arrived, size * kSumsBytes);
         if (to >= size) return;
-        const RowSums* const slot = &shared.sums[turn][rank * kComputeWarps + threadIdx.x / kWarp];
-        const uint32_t there = address_in(shared_address(slot), to);
-        const uint32_t barrier = address_in(shared_address(&shared.sums_arrived[turn]), to);
-        store_async(there, __float_as_uint(sums.origin), barrier);
-        store_async(there + 8, __double_as_longlong(sums.sum), barrier);
-        store_async(there + 16, __double_as_longlong(sums.weighted), barrier);
+        const auto there = [&](const void* here) { return address_in(shared_address(here), to); };
+        const uint32_t barrier = address_in(arrived, to);
+        store_async(there(&all.sums[slot]), double2{sums.sum, sums.weighted}, barrier);
+        store_async(there(&all.origins[slot]), sums.origin, barrier);
     }
 
     // Vectors of a row are dealt to the threads of the cluster in turn.
@@ -385,10 +397,6 @@ struct Block {
             const bool decided = decides;  // on the row before
             decides = threadIdx.x / kWarp == decider && (gradients || rank == deciding_rank);
             const T stored = decides ? row.stored_label(label) : T{};
-            if (threadIdx.x == 0) {
-                const uint32_t bytes = size * kComputeWarps * sizeof(RowSums);
-                barrier_expect(shared_address(&shared.sums_arrived[turn]), bytes);
-            }
             const RowSums sums = first_pass(row, label, place, keep);
             const float z_label = label_logit(label, stored);
             // Completes the load of the label's logit before the sums are sent: after that, a
@@ -440,7 +448,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
             barrier_init(stage + kEmpty, kComputeWarps);
         }
         for (int turn = 0; turn < 2; ++turn) {
-            barrier_init(shared_address(&shared.sums_arrived[turn]), 1);
+            barrier_init(shared_address(&shared.sums_arrived[turn]), kComputeWarps);
         }
         shared_store(&shared.range, bounds_range(params));
         barrier_init_fence();

@@ -102,11 +102,14 @@ void send(Memory& memory, Warp& warp, uint64_t to, uint64_t barrier, Transfer tr
 
 void store_later(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const to = warp.known(in.from[0], lanes, "an address");
-    const uint64_t* const values = warp.known(in.from[1], lanes, "a value to store");
-    const uint64_t* const barriers = warp.known(in.from[2], lanes, "an address");
+    const uint64_t* const barriers = warp.known(in.from[1 + in.vector], lanes, "an address");
     for_lanes(lanes, [&](int lane) {
         Transfer transfer{};
-        transfer.from = values[lane], transfer.bytes = 8;
+        for (int i = 0; i < in.vector; ++i) {
+            const uint64_t value = warp.known(in.from[1 + i], lanes, "a value to store")[lane];
+            std::memcpy(transfer.values + i * in.bytes, &value, size_t(in.bytes));
+        }
+        transfer.bytes = uint64_t(in.bytes * in.vector);
         send(memory, warp, to[lane], barriers[lane], std::move(transfer));
     });
 }
@@ -195,7 +198,9 @@ void Memory::complete_last(Cluster& cluster) {
     now[as.number] = barrier.phase + 1;
     join(as.clock, now);
     const int lane = int(random() % kLanes);
-    if (!transfer.copies) store(as, lane, kShared, transfer.to, 8, kWrite, &transfer.from);
+    if (!transfer.copies) {
+        store(as, lane, kShared, transfer.to, transfer.bytes, kWrite, transfer.values);
+    }
     for (uint64_t i = 0; transfer.copies && i < transfer.bytes; i += 16) {
         uint8_t vector[16];
         read_vector(as, lane, transfer.from + i, vector);

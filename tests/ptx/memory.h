@@ -108,7 +108,8 @@ struct Transfer {
     Warp as;           // accesses memory, in the place of the warp
     uint32_t sent_by;  // that warp
     bool from_block;   // whether that is one of the block
-    bool copies;       // or has the value
+    bool copies;       // or has the values
+    uint8_t values[16];
     uint64_t from, to, bytes, barrier;
 };
 

@@ -165,6 +165,8 @@ class _Decoder:
                 return Instruction("fence.mbarrier_init")
             case "fence" | "membar":
                 return Instruction("fence", flags=_FLAGS[parts[-1]])
+            case "barrier" if parts == ["sync"]:
+                return Instruction("bar.sync", sources=self.operands(operands))
             case "barrier" if "relaxed" not in parts:
                 return Instruction(f"barrier.cluster.{parts[1]}")
             case "mbarrier" | "cp" | "mapa":
@@ -194,13 +196,15 @@ class _Decoder:
         kinds = ("init", "arrive", "expect_tx", "try_wait", "async", "bulk")
         name = ".".join([base, *(part for part in parts if part in kinds)])
         keeps_state = "arrive" in parts and operands[0] != "_"
-        if keeps_state or "relaxed" in parts or (base in ("st", "mbarrier") and parts[-1] != "b64"):
+        if keeps_state or "relaxed" in parts or (base == "mbarrier" and parts[-1] != "b64"):
             raise ValueError(name)
         operands = [operand.strip("[]") for operand in operands]
         has_result = base == "mapa" or name in ("mbarrier.arrive", "mbarrier.try_wait", _EXPECT)
         to = self.operands(operands[:has_result])
+        decoded = Instruction(name, to, self.operands(operands[has_result:]))
         flags = CLUSTER if "acquire" in parts and "cluster" in parts else 0
-        return Instruction(name, to, self.operands(operands[has_result:]), flags=flags)
+        size = int(parts[-1].lstrip("bfu")) // 8 if base == "st" else 0
+        return decoded._replace(flags=flags, bytes=size, vector=_VECTORS.get(parts[-2], 1))
 
     def memory(
         self, base: str, parts: list[str], to: list[str], address: str, *sources: str
