@@ -15,6 +15,7 @@ struct Launch {
     int64_t registers, range_count, parameter_bytes, grid[3], threads, cluster, shared_bytes;
     int64_t seed, error_seed, most_instructions, finds_races, poisons;
     int64_t executed, at, warp;  // instructions of threads so far, and where
+    Relied relied;
 };
 
 namespace {
@@ -26,7 +27,7 @@ class Grid {
   public:
     explicit Grid(Launch& launch)
         : launch_(launch), warps_per_block_(uint32_t((launch.threads + kLanes - 1) / kLanes)) {
-        error_seed = uint64_t(launch.error_seed);
+        error_seed = uint64_t(launch.error_seed), nans = 0;
         memory_.random.seed(uint64_t(launch.seed));
         memory_.warps_per_block = warps_per_block_;
         memory_.finds_races = launch.finds_races;
@@ -65,6 +66,7 @@ class Grid {
                 resident_.pop_back();
             }
         }
+        launch_.relied = memory_.relied;
     }
 
   private:
@@ -136,7 +138,9 @@ class Grid {
         for (size_t i = 0; i < cluster.blocks.size() * warps_per_block_; ++i) {
             const size_t each = (first + i) % (cluster.blocks.size() * warps_per_block_);
             Warp& warp = cluster.blocks[each / warps_per_block_]->warps[each % warps_per_block_];
-            if (warp.alive && goes_on(cluster, warp)) return &warp;
+            if (!warp.alive || !goes_on(cluster, warp)) continue;
+            warp.block->started = true;
+            return &warp;
         }
         return nullptr;
     }
