@@ -28,9 +28,9 @@ test: build/test_env/installed $(LIBRARY)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
 
 # Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging. Without a GPU
-# Triton's tests have stages of their own: as PTX (`ptx`), one case each; and in the interpreter of a
-# newer Triton than that of `make test`. The sums of PyTorch in other orders, on the CPU and in the
-# reference, stand for processors that we do not have.
+# Triton's tests have stages of their own: as PTX (`ptx`), one case each, where files take turns with
+# sm_90 and sm_100; and in the interpreter of a newer Triton than that of `make test`. The sums of
+# PyTorch in other orders, on the CPU and in the reference, stand for processors that we do not have.
 SUM_ORDERS ?= 11 12
 test-all: .venv/built build/triton_3.9/installed
 	$(PYTEST) -m "not repeated"
@@ -38,7 +38,7 @@ test-all: .venv/built build/triton_3.9/installed
 	  $(PYTEST) --sum-order $$seed -m "not slow and not compile" --hypothesis-profile quick \
 	    -k "([cpu or budget or gemm or linear or reference) and not host" tests/test_*.py || exit 1; \
 	done
-	TRITON_PTX=90 $(PTX) -m "not slow and not repeated"
+	TRITON_PTX="90 100" $(PTX) -m "not slow and not repeated"
 	PYTHONPATH=$(CURDIR)/build/triton_3.9 \
 	  $(PYTEST) -m "not slow or repeated" -k triton tests/test_*.py
 
@@ -102,21 +102,23 @@ sanitize: .venv/built
 	  ../../$(PYTEST) -m "not compile" -k "not triton" \
 	  $(filter-out $(UNSANITISED:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
-# Executes the PTX of the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host).
+# Executes the PTX of the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host): for each
+# device that of its architecture, or with EMULATE_ARCH=90, 100 or 120 that one for all.
 FIRST ?= 1
 SEEDS ?= 20
 emulate: .venv/built
 	EMULATE_FIRST=$(FIRST) EMULATE_SEEDS=$(SEEDS) \
 	  $(PYTEST) tests/test_cuda_on_host.py tests/test_sets_on_host.py
 
-# Executes the PTX of the Triton kernels on the CPU (tests/ptx), for sm_80 and sm_90, under a race
-# detector: every kernel, with every tensor and every flag. PTX_SEEDS are schedules. With PTX_ERRORS=1
-# approximate instructions are as inexact as they may be; a few float32 tests exceed their budgets.
+# Executes the PTX of the Triton kernels on the CPU (tests/ptx), for sm_80, sm_90 and sm_100, under a
+# race detector: every kernel, with every tensor and every flag. PTX_SEEDS are schedules. With
+# PTX_ERRORS=1 approximate instructions are as inexact as they may be; a few float32 tests exceed
+# their budgets.
 PTX_SEEDS ?= 1 2 3
 PTX_ERRORS ?= 0
 PTX = PTX_COMPLETE=1 $(PYTEST) -k triton tests/test_*.py
 ptx: .venv/built
-	for capability in 80 90; do for seed in $(PTX_SEEDS); do \
+	for capability in 80 90 100; do for seed in $(PTX_SEEDS); do \
 	  TRITON_PTX=$$capability PTX_SEED=$$seed PTX_ERRORS=$(PTX_ERRORS) \
 	    $(PTX) -m "not slow or repeated" || exit 1; \
 	done; done

@@ -5,6 +5,7 @@ schedule. ``make emulate SEEDS=100`` runs many schedules, and ``make emulate FIR
 of them again; ``cuda_on_host/breaks.py`` shows which faults they notice.
 """
 
+import ctypes
 import os
 import shutil
 from itertools import product
@@ -28,6 +29,7 @@ from launches import LAUNCHES
 from operands import call as call_operator
 from operands import tokens_of
 from prepared import MODES, check_prepared, packed_arguments, padded_arguments
+from ptx import executor
 from test_loss import OPTIONS, build_config
 
 from bapo_kernels import (
@@ -72,6 +74,29 @@ def test_launches_are_on_the_current_stream(on_host, library):
     with pytest.raises(RuntimeError, match="torch did not tell the current stream"):
         run_kernel(case, "cpu")
     assert not library.launched_on(0x1234)
+
+
+class LaunchConfig(ctypes.Structure):
+    """cudaLaunchConfig_t; an attribute is a number, and behind it blocks of a cluster."""
+
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3)]
+    _fields_ += [("bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p)]
+    _fields_ += [("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kilobytes", "cluster", "error"),
+    [(16, 48.5, 0, 1), (2**31, 0, 0, 9), (16, 0, 16, 912), (12, 0, 8, 9)],
+)
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_launches_are_refused(on_host, library, blocks, kilobytes, cluster, error):
+    """Memory and clusters that the kernel was not allowed, and grids that are no grids."""
+    attribute = (ctypes.c_uint * 18)(4, 0, cluster, 1, 1)
+    given = ctypes.addressof(attribute), cluster > 0
+    config = LaunchConfig((blocks, 1, 1), (32, 1, 1), int(1024 * kilobytes), None, *given)
+    no_kernel = ctypes.c_void_p(1)
+    launched = library.runtime.cudaLaunchKernelExC(ctypes.byref(config), no_kernel, None)
+    assert launched == error
 
 
 def spread_out(rows, shift, gap):
@@ -119,6 +144,7 @@ def test_any_schedule(on_host, library, rows, dtype):
         again = f"schedule {seed}, repeated by `make emulate FIRST={seed} SEEDS=1`"
         inplace = (seed + V) % 2 == 1
         memory, logits = spread_out(case.logits, shift, gap)
+        library.relied = executor.Relied()
         x = logits if inplace else logits.requires_grad_()
         library.seed = seed
         try:
@@ -127,6 +153,8 @@ def test_any_schedule(on_host, library, rows, dtype):
                 got.loss.backward()
         except RuntimeError as error:
             pytest.fail(f"{again}: {error}")
+        relied = library.relied
+        print("RELIED", on_host, rows, inplace, relied)
         for name in ("log_probs", "entropy", "loss"):
             assert torch.equal(getattr(got, name), getattr(expected.output, name)), again
         assert torch.equal(logits if inplace else logits.grad, expected.gradient), again

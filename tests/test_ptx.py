@@ -1,6 +1,7 @@
 """The executor of PTX (tests/ptx): its instructions, to the bit, and what it must notice."""
 
 import math
+import re
 import shutil
 import struct
 import sys
@@ -53,12 +54,15 @@ def values(t):
     return encode([*INTEGERS, *rng.integers(-(2**63), 2**63, n).tolist()][:n], t)
 
 
-def cases(types, function, to):
+def cases(types, function, to, least_divisor=0):
     """Operands, and what the function makes of 1,024 of one type, or of all pairs of 32."""
     pairs = torch.cartesian_prod(torch.arange(32), torch.arange(32)).unbind(1)
     third = torch.randperm(1024, generator=torch.Generator().manual_seed(0)) % 32
     places = [*pairs, third] if len(types) > 1 else [torch.arange(1024)]
     operands = [values(t)[place] for t, place in zip(types, places, strict=False)]
+    if least_divisor:
+        divisors = operands[1].numpy()
+        divisors[abs(divisors.astype(float)) < least_divisor] = 1
     with np.errstate(all="ignore"):
         return operands, encode(list(map(function, *map(decode, operands, types))), to)
 
@@ -98,8 +102,7 @@ define("s32 s64", mul_lo="a * b", mad_lo="a * b + c")
 define("s32", "s64", "t t s64", mul_wide="a * b", mad_wide="a * b + c")
 define("u32", "u64", "t t u64", mul_wide="a * b", mad_wide="a * b + c")
 define("u16", "u32", mul_wide="a * b")
-define("s32 s64 u32 u64", div="int(Fraction(a, b)) if b else -1")  # by zero as GPUs do it
-define("s32 s64 u32 u64", rem="a - b * int(Fraction(a, b)) if b else a")
+define("s32 s64 u32 u64", div="int(Fraction(a, b))", rem="a - b * int(Fraction(a, b))")
 # The other one where one is NaN; -0 is the smaller zero.
 define("s32 s64 u32 u64 f32 f64", min="min(a, b, key=lambda x: (x != x, x, math.copysign(1, x)))")
 define("s32 s64 u32 u64 f32 f64", max="max(a, b, key=lambda x: (x == x, x, math.copysign(1, x)))")
@@ -129,8 +132,12 @@ CONVERSIONS |= {"rn_bf16": "f32", "rn_f64": "s32 u32 s64 u64"}
 for t in ("s16", "u16", "s32", "u32", "s64", "u64"):
     CONVERSIONS[t] = "s16 u16 s32 u32 s64 u64".replace(t, "")
     low, high = torch.iinfo(DTYPES[t]).min, torch.iinfo(DTYPES[t]).max
-    number, held = "" if "16" in t else "f32 f64", f"int(max({low}, min({high}, float(a))))"
-    define(number, t, **{f"cvt_rzi_{t}": f"0 if a != a else {held}"})
+    for number in () if "16" in t else ("f32", "f64"):
+        nan = low or high // 2 + 1 if "64" in number + t else 0
+        held = f"int(max({low}, min({high}, float(a))))"
+        define(number, t, **{f"cvt_rzi_{t}": f"{nan} if a != a else {held}"})
+define("s8", "s16", "s16", cvt_s16="(a + 128) % 256 - 128")  # of the low byte
+define("s8", "s64", "s16", cvt_s64="(a + 128) % 256 - 128")
 for to, types in CONVERSIONS.items():
     define(types, to.removeprefix("rn_"), **{f"cvt_{to}": "a"})
 define("s32 u32 s64 u64", "f32", cvt_rn_f32="np.array(a).astype(np.float32)")
@@ -145,14 +152,15 @@ define("f32", "f64", "", 2.0**-11, tanh_approx="np.tanh(np.float64(a))")
 define("f32", "f64", "", 2.0**-22, div_full="np.float64(a) / np.float64(b)")
 INVERSE = "(0 if 2.0**126 < abs(b) < math.inf else 1 / np.float64(b))"
 define("f32", "f64", "", 2.0**-22, div_approx=f"np.float64(a) * {INVERSE}")
-define("f64", "f64", "", 2.0**-19, rcp_approx_ftz="1 / a")  # of the upper half of its argument
+define("f64", "f64", "", 2.0**-17, rcp_approx_ftz="1 / a")  # of the upper half of its argument
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 def test_instructions(name):
     """Rounded to nearest, with subnormal numbers; shifts by more than the width; saturation."""
     types, function, to, error = INSTRUCTIONS[name]
-    operands, expected = cases(types, function, to)
+    divides = {"div.s": 1, "div.u": 1, "rem.s": 1, "rem.u": 1, "div.a": 2.0**-126}
+    operands, expected = cases(types, function, to, divides.get(name[:5], 0))
     got = torch.zeros_like(operands[0] if error else expected)
     for seed in (0, 1) if error else ():
         evaluate(name, [got], operands, error_seed=seed)
@@ -178,11 +186,11 @@ def test_parts_of_registers():
     text = """
         createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
         ld.global.L1::evict_first.L2::cache_hint.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd20 + 0 ], %rd9;
-        ld.global.nc.v2.b32 {_, %r5}, [%rd20+8];
+        ld.v2.f32 {_, %r5}, [%rd20+8];
         mov.b64 %rd30, {%r1, %r2};  { .reg .b32 tmp; mov.b64 {tmp, %r6}, %rd30; }
         mov.b64 {%r7, %r8}, %rd30;  mov.b32 {%rs1, %rs2}, %r5;  mov.b32 %r9, {%rs2, %rs1};
         st.global.v4.b32 [%rd21+-0], {%r4, %r3, %r2, %r1};
-        st.global.v2.b32 [%rd21+16], {%r6, %r7};  st.global.v2.b32 [%rd21 + 24], {%r8, %r9};
+        st.global.v2.b32 [%rd21+16], {%r6, %r7};  st.v2.u32 [%rd21 + 24], {%r8, %r9};
     """
     run(text, x, got)
     assert torch.equal(got[:, :7], x[:, [3, 2, 1, 0, 1, 0, 1]])
@@ -196,6 +204,11 @@ def test_parts_of_registers():
         got = torch.zeros(512, 2, dtype=a.dtype)
         evaluate(f"max.{half}x2", [got], [a.view(512, 2), b.view(512, 2)])
         assert [*map(repr, decode(got.flatten(), half))] == [*map(repr, decode(larger, half))]
+    for name in ("add.f32", "sub.f32", "mul.f32", "fma.rn.f32"):
+        operands, expected = cases(*INSTRUCTIONS[name][:3])
+        got, pairs = torch.zeros(512, 2), [x.view(512, 2) for x in operands]
+        evaluate(f"{name}x2", [got], pairs)
+        assert [*map(repr, decode(got.flatten(), "f32"))] == [*map(repr, decode(expected, "f32"))]
     for t in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32"):
         x, got = values(t)[:32], torch.zeros(32, dtype=torch.int64)
         run(f"ld.global.{t} %rd30, [%rd20]; st.global.b64 [%rd21], %rd30;", x, got)
@@ -232,6 +245,27 @@ def test_votes():
     assert votes[place]
     assert set(ballot.tolist()) == {mask}
     assert torch.equal(leader, torch.where(votes, place, -1).to(S32))
+
+
+def test_largest_floats_of_a_warp():
+    """NaN is left out, unless all are NaN; -0 is less than +0."""
+    for x, largest in (
+        ([math.nan, -3.0], -3.0),
+        ([-0.0, math.nan, 0.0], 0.0),
+        ([math.nan], math.nan),
+    ):
+        given, got = torch.tensor(x).repeat(32)[:32], torch.zeros(32)
+        evaluate("redux.sync.max.f32 {0}, {1}, -1;", [got], [given])
+        assert set(map(repr, got.tolist())) == {repr(largest)}
+
+
+def test_signs_of_nan():
+    """A NaN that is computed may have any sign and payload."""
+    zeros, got = torch.zeros(32), torch.zeros(32)
+    for error_seed, signs in (0, {0}), (1, {0, 1}):
+        evaluate("div.rn.f32", [got], [zeros, zeros], error_seed=error_seed)
+        assert got.isnan().all()
+        assert set(got.signbit().long().tolist()) == signs
 
 
 @pytest.mark.parametrize(("n", "trans"), [(1, ""), (2, ""), (4, ""), (2, ".trans")])
@@ -295,15 +329,16 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 32 1 @%p1 bar.sync 0; -> lanes that take part do not execute it
 32 1 @%p1 bra $on; bar.sync 0; $on: bar.warp.sync -1; -> waits for lanes that wait elsewhere
 64 1 setp.lt.s32 %p3, %r0, 32; @%p3 bar.sync 0; -> has returned while other warps wait
-96 1 FIRST 64; @%p3 bar.sync 1, 64; bar.sync 0; ->
-96 1 FIRST 64; @%p3 bar.sync 1, 64; @!%p3 bar.sync 0; -> has returned while other warps wait
-96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 bar.sync 1, 64; @%p3 LOAD; ->
-96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 bar.sync 1, 64; @!%p3 LOAD; -> race: |never written
-64 1 FIRST 32; @%p3 STORE 7; @%p3 bar.sync 1, 32; @!%p3 bar.sync 1, 32; LOAD; -> race|never written
-64 1 FIRST 32; @%p3 bar.sync 1, 64; @!%p3 bar.sync 1, 96; -> others expect another number
-64 1 FIRST 32; @%p3 bar.sync 1, 64; @!%p3 bar.sync 2, 64; -> deadlock; warp 0 at barrier 1; warp 1
-64 1 FIRST 32; @%p3 bar.sync 1, 64; -> has returned while other warps wait
-32 1 bar.sync 1, 48; -> no such barrier
+96 1 FIRST 64; @%p3 barrier.sync 1, 64; bar.sync 0; ->
+96 1 FIRST 64; @%p3 barrier.sync 1, 64; @!%p3 bar.sync 0; -> has returned while other warps wait
+96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 barrier.sync 1, 64; @%p3 LOAD; ->
+96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 barrier.sync 1, 64; @!%p3 LOAD; -> race: |never written
+64 1 FIRST 32; @%p3 STORE 7; @%p3 barrier.sync 1, 32; @!%p3 barrier.sync 1, 32; LOAD; -> race|never written
+64 1 FIRST 32; @%p3 barrier.sync 1, 64; @!%p3 barrier.sync 1, 96; -> others expect another number
+64 1 FIRST 32; @%p3 barrier.sync 1, 64; @!%p3 barrier.sync 2, 64; -> deadlock; warp 0 at barrier 1; warp 1
+64 1 FIRST 32; @%p3 barrier.sync 1, 64; -> has returned while other warps wait
+32 1 barrier.sync 1, 48; -> no such barrier
+96 1 FIRST 64; @%p3 bar.sync 1, 64; -> aligned, but not for all threads
 32 1 @%p1 ret; bar.warp.sync -1; -> names lanes that have returned
 32 1 @%p1 SHUFFLE, -1; -> lanes that take part do not execute it
 32 1 SHUFFLE, 255; -> by lanes that its mask does not name
@@ -311,7 +346,14 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 32 1 $again: bra $again; -> does not end
 32 1 tan.approx.f32 %r2, %r0; -> tan.approx.f32
 32 1 mov.u32 %r2, %clock; -> %clock
-32 1 ld.global.mystery.b32 %r1, [%rd0]; -> ld.global.mystery.b32"""
+32 1 div.s32 %r6, %r0, %r0; -> divides by zero
+32 1 rem.u32 %r6, %r0, %r0; -> divides by zero
+32 1 cvt.rn.f32.u32 %r6, %r0; div.approx.f32 %r6, %r6, %r6; -> divides approximately by less
+64 1 FIRST 32; @%p3 STORE 0; @!%p3 st.shared.b64 [memory], 0; -> race:
+32 1 ld.global.v2.b32 {%r2, %r2}, [%rd0]; -> one register takes two results
+32 1 ld.global.nc.b32 %r2, [%rd20]; -> ld.global.nc.b32
+32 1 createpolicy.fractional.L2::evict_first.b64 %rd9, 0.0; -> the fraction is not in
+32 1 createpolicy.fractional.L2::evict_first.b64 %rd9, 1.5; -> the fraction is not in"""
 
 
 @pytest.mark.parametrize("row", FAULTS.split("\n"))
@@ -447,6 +489,11 @@ WRONG_COPIES += [(INIT, "", "never written"), ("[%rd0], 128", "[%rd0], 120", "no
 WRONG_COPIES += [(COPY, f"add.s32 %r1, %r1, 8; {COPY}", "no multiple of 16")]
 WRONG_COPIES += [(COPY, f"add.s64 %rd0, %rd0, 8; {COPY}", "no multiple of 16")]
 WRONG_COPIES += [(COPY, f"add.s64 %rd0, %rd0, 256; {COPY}", "in no tensor")]
+WRONG_COPIES += [(COPY, f"add.s32 %r1, %r1, 160; {COPY}", "out of bounds")]
+WRONG_COPIES += [("[%r2], 0;", "[%r2], 2;", "a parity other than 0 and 1")]
+WRONG_COPIES += [(AGAIN, f"ld.shared.b32 %r5, [%r2+4]; {AGAIN}", "of a barrier")]
+WRONG_COPIES += [(AGAIN, f"{AGAIN} @%p1 st.shared.b64 [%r2], 0;", "of a barrier")]
+WRONG_COPIES += [(INIT_FENCE, INIT_FENCE.replace("%p1", "!%p1"), "without a fence")]
 
 
 @pytest.mark.parametrize(("old", "new", "match"), [("", "", ""), *WRONG_COPIES])
@@ -458,9 +505,33 @@ def test_bulk_copies(old, new, match):
         assert match or torch.equal(left, x.view(2, 32).T.repeat(2, 1))
 
 
+PHASES = "mov.u32 %r2, memory;  setp.eq.s32 %p1, %r0, 0;  setp.lt.s32 %p4, %r0, 32;"
+PHASES += f"{INIT} {BLOCK}"
+
+
+@pytest.mark.parametrize("misses", [False, True])
+def test_phases_that_a_warp_misses(misses):
+    """The end of phase 4 is not that of phase 2, though both have one parity."""
+    text = PHASES
+    for i in range(5):
+        wait = FIRST_WAIT.replace("wait0", f"wait{i}").replace("[%r2], 0;", f"[%r2], {i % 2};")
+        skip = f"@%p4 bra $on{i};" if misses and i > 1 else ""
+        text += f"{ARRIVE} {skip} {wait} $on{i}: {BLOCK}"
+    text += FIRST_WAIT.replace("wait0", "wait5")
+    check("waits for a phase long before" if misses else "", text, threads=64)
+
+
+@pytest.mark.parametrize(("between", "match"), [(FIRST_WAIT, ""), ("", "arrives before anybody")])
+def test_phases_that_nobody_awaits(between, match):
+    check(match, f"{PHASES} {ARRIVE} {between} {ARRIVE}")
+
+
 MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 # Each block stores to the other one, which waits.
 SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%r6], %rd9, [%r7];"
+WORDS = SEND.replace("b64 [%r6], %rd9", "v2.b32 [%r6], {%r10, %r11}")
+HALF = SEND.replace("b64 [%r6], %rd9", "f32 [%r6], %r10")
+HALVES = f"{HALF} add.u32 %r6, %r6, 4; {HALF.replace('%r10', '%r11')}"
 RECEIVE = FIRST_WAIT.replace("acquire.cta", "acquire.cluster")
 RECEIVE += "ld.shared.b64 %rd10, [%r5];  st.global.b64 [%rd30], %rd10;"
 SENT = f"""
@@ -468,8 +539,10 @@ SENT = f"""
     {INIT} {INIT_FENCE} {EXPECT} {MEET} mov.u32 %r3, %cluster_ctarank;  xor.b32 %r4, %r3, 1;
     shl.b32 %r5, %r0, 3;  add.u32 %r5, %r5, %r1;  mapa.shared::cluster.u32 %r6, %r5, %r4;
     mapa.shared::cluster.u32 %r7, %r2, %r4;  mad.lo.u32 %r8, %r3, 100, %r0;
-    cvt.u64.u32 %rd9, %r8;  mad.wide.u32 %rd30, %r3, 8, %rd20;  {SEND} {RECEIVE} {MEET}"""
+    cvt.u64.u32 %rd9, %r8;  mad.wide.u32 %rd30, %r3, 8, %rd20;
+    setp.eq.s32 %p4, %r3, 0;  {SEND} {RECEIVE} {MEET}"""
 CLUSTER = dict(cluster=2, grid=(2, 1, 1))
+INTO, FROM = "st.global.b32 [%rd1], 7;", "ld.global.b32 %r9, [%rd1];"
 
 
 @pytest.mark.parametrize(
@@ -479,14 +552,38 @@ CLUSTER = dict(cluster=2, grid=(2, 1, 1))
         ("acquire.cluster", "acquire.cta", "race: .* copy or store that arrives later"),
         (f"{RECEIVE} {MEET}", "", "has returned"),
         (INIT_FENCE, "", "its barrier was initialised without a fence"),
-        (MEET, "", "race: |was initialised|never written|has returned"),
+        (MEET, "", "race: |was initialised|never written|has returned|may not have begun"),
+        (SEND, f"add.u32 %r6, %r6, 4; {SEND}", "misaligned or out of bounds"),
+        (SEND, f"add.u32 %r6, %r6, 256; {SEND}", "misaligned or out of bounds"),
+        (SEND, f"mov.b64 {{%r10, %r11}}, %rd9; {WORDS}", ""),
+        (SEND, f"mov.b64 {{%r10, %r11}}, %rd9; {HALVES}", ""),
+        (SEND, f"mov.b64 {{%r10, %r11}}, %rd9; {HALF}", "deadlock"),
+        (SEND, f"add.u32 %r6, %r6, 2; mov.b64 {{%r10, %r11}}, %rd9; {HALVES}", "misaligned"),
+        # Before and after the exchange one block reads and the other one writes, or the reverse.
+        (
+            f"{SEND} {RECEIVE}",
+            f"@%p4 {INTO} {SEND} {RECEIVE} @!%p4 {FROM}",
+            "race: load of .* store",
+        ),
+        (f"{SEND} {RECEIVE}", f"@%p4 {FROM} {SEND} {RECEIVE} @!%p4 {INTO}", ""),
     ],
 )
 def test_stores_to_the_other_block(old, new, match):
     assert old in SENT
     text, given = SENT.replace(old, new), torch.zeros(16, 2, dtype=torch.int64)
-    for (left,) in check(match, text, given, seeds=range(9), threads=16, **CLUSTER):
+    tensors = given, torch.zeros(1, dtype=S32)
+    for left, _ in check(match, text, *tensors, seeds=range(9), threads=16, **CLUSTER):
         assert match or left.tolist() == [[100 + i, i] for i in range(16)]
+    if not match:
+        relied = run(text, *tensors, threads=16, shared_bytes=256, **CLUSTER)
+        assert (relied.order > 0) == (FROM in text)
+        assert relied == executor.Relied(order=relied.order)
+
+
+def test_stores_to_other_blocks_need_one():
+    text = SENT.replace("xor.b32 %r4, %r3, 1", "mov.b32 %r4, %r3")
+    given = torch.zeros(16, 2, dtype=torch.int64)
+    check("undefined in a cluster of one block", text, given, threads=16)
 
 
 # Of the first block a store, of the second a load.
@@ -500,12 +597,43 @@ WRITES, READS = "@%p2 st.global.b32 [%rd0], 7;", " @!%p2 ld.global.b32 %r5, [%rd
         (MEET + WRITES + READS, "race: "),
         (WRITES + MEET.replace(" ", READS), "race: "),  # between arrival and wait
         (f"@!%p2 bra $end; {WRITES} {MEET}", ""),  # who has returned counts as arrived
-        (f"@!%p2 bar.sync 1, 64; {MEET}", "deadlock; warp 0 at the barrier of the cluster; warp 1"),
+        (f"@!%p2 barrier.sync 1, 64; {MEET}", "deadlock; warp 0 at the barrier of the cluster; warp 1"),
     ],
 )
 def test_barriers_of_clusters(statements, match):
     begin = "mov.u32 %r2, %cluster_ctarank;  setp.eq.s32 %p2, %r2, 0;"
     check(match, f"{begin} {statements} $end:", torch.zeros(1, dtype=S32), threads=32, **CLUSTER)
+
+
+def test_unknown_modifiers():
+    """No part of an opcode is left out of account."""
+    text = f"{COPIES} {SENT} {TICKET.format(BLOCK, 'relaxed', WARP)} bra.uni $end; ret; {BARRIER}"
+    begin = (
+        ".entry test(.param .u64 p0) { .shared .align 8 .b8 memory[256]; $end:; $wait0:; $wait1:;"
+    )
+    known = {}  # of each opcode a statement
+    for statement in " ".join(text.split()).split(";")[:-1]:
+        found = re.fullmatch(r"\s*(?:\$\w+: )?(?:@!?%p\d )?(([a-z][\w.:]*).*)", statement)
+        known[found[2]] = found[1]
+    for opcode, statement in known.items():
+        executor.load(f"{begin} {statement}; }}")
+        for place in [found.end() for found in re.finditer(r"\w+(?=\.|$)", opcode)]:
+            changed = statement.replace(opcode, f"{opcode[:place]}.mystery{opcode[place:]}")
+            with pytest.raises(parser.UnknownError, match="mystery"):
+                executor.load(f"{begin} {changed}; }}")
+
+
+LIMITS = [(".maxntid 64, 1, 1", 65, 1), (".reqntid 64", 32, 1), ("", 1_025, 1), ("", 32, 2**31)]
+
+
+@pytest.mark.parametrize(("directive", "threads", "blocks"), LIMITS)
+def test_limits_of_launches(directive, threads, blocks):
+    kernel = executor.load(f".entry test() {directive} {{ ret; }}")
+    with pytest.raises(executor.ExecutionError, match=f"{threads} threads|a grid of"):
+        executor.launch(kernel, (blocks, 1, 1), threads, [])
+    executor.launch(kernel, (2, 1, 1), 64, [])
+    with pytest.raises(parser.UnknownError, match="mystery"):
+        executor.load(".entry test() .maxntid 32 .mystery 2 { ret; }")
 
 
 MODULE = """
@@ -518,7 +646,7 @@ MODULE = """
 {
     .shared .align 1 .b8 flags[6];  // demoted variable
     .shared .align 8 .f64 numbers[5];  .shared .align 4 .u32 one;
-    ld.param.u64 %rd1, [second_2];  cvta.to.global.u64 %rd2, %rd1;  ld.param.u32 %r1, [second_0];
+    ld.param.u64 %rd1, [second_2];  cvta.to.global.u64 %rd2, %rd1;  ld.param.s32 %r1, [second_0];
     ld.param.u64 %rd3, [second_1+16];  mov.u32 %r2, one;  mov.u32 %r3, flags;
     mov.u32 %r4, dynamic;  mov.u32 %r5, numbers;  st.shared.u8 [dynamic+7], 1;
     st.global.v4.u32 [%rd2], {%r2, %r3, %r4, %r5};  st.global.u32 [%rd2+16], %r1;
@@ -559,6 +687,7 @@ def test_vectors_of_which_a_part_is_elsewhere(poisons):
     text = f"{load}16]; st.global.v4.b32 [%rd1], {numbers};"
     for _, left in check("" if poisons else "in no tensor", text, x, got, **options):
         assert not poisons or (left[:2].tolist() == [4, 5] and left[2:].isnan().all())
+    assert not poisons or run(text, x, got, **options) == executor.Relied(beyond=1)
     for place, match in ((32, "in no tensor"), (-16, "in no tensor"), (8, "misaligned")):
         check(match, f"{load}{place}];", x, got, **options)
     text = f"""
@@ -569,6 +698,7 @@ def test_vectors_of_which_a_part_is_elsewhere(poisons):
     for _, left in check("" if poisons else "race: ", text, x, got.repeat(2, 1), **options):
         assert not poisons or (left.isnan() | (left == x[:4])).all()
         assert not left.view(8)[[0, 1, 6, 7]].isnan().any()  # what each block writes itself
+    assert not poisons or run(text, x, got.repeat(2, 1), **options).foreign > 0
 
 
 def test_lanes_that_diverge_meet_again():

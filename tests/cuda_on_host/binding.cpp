@@ -18,6 +18,7 @@ void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters,
     emulated::device = {(int)major, (int)bytes_per_multiprocessor,
                         (int)bytes_per_multiprocessor - 1024, (int)clusters, (int)ptx_version};
     emulated::launches = {};
+    emulated::allowed.clear();
     cuda::clear_occupancy_cache();
 }
 

@@ -14,19 +14,22 @@ ROOT = HOST.parent.parent
 NVCC = shlex.split(os.environ.get("NVCC", "nvcc"))
 KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "token_loss"]
 KERNELS += ["sampling_sets", "head_sampling_sets"]
-PTX = "-gencode=arch=compute_90,code=compute_90"
+# Each device executes the code of its architecture, or of EMULATE_ARCH.
+ARCHITECTURES = os.environ.get("EMULATE_ARCH", "90 100 120").split()
+PTX = [f"-gencode=arch=compute_{each},code=compute_{each}" for each in ARCHITECTURES]
 
 
 def compile_kernels(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> Path:
-    """The object file, with the PTX beside it."""
+    """The object file, with the PTX for each architecture beside it."""
     target = folder / f"{source.stem}.o"
     kept = folder / f"kept_{source.stem}"
     kept.mkdir(exist_ok=True)
-    flags = ["-std=c++20", "-O3", "-w", PTX, f"-I{csrc}"]
+    flags = ["-std=c++20", "-O3", "-w", *PTX, f"-I{csrc}"]
     flags += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
     command = [*NVCC, *flags, "--keep", f"--keep-dir={kept}", "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
-    os.replace(kept / f"{source.stem}.ptx", folder / f"{source.stem}.ptx")
+    for ptx in kept.glob("*.ptx"):
+        os.replace(ptx, folder / ptx.name)
     return target
 
 

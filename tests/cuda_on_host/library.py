@@ -25,24 +25,27 @@ class Library:
         seed: of the schedules; 0 runs one warp after the other.
         error_seed: of the errors of approximate instructions.
         races: whether they are looked for.
+        relied: on what PTX does not promise, by all launches.
     """
 
     def __init__(self, built: Path) -> None:
         self.seed = self.error_seed = 0
         self.races = True
-        self.ptx = {  # the module of each kernel
-            name: text
-            for text in (path.read_text() for path in built.parent.glob("*.ptx"))
-            for name in re.findall(r"\.entry (\S+)\(", text)
-        }
+        self.relied = executor.Relied()  # by the operators so far
+        self.ptx: dict[str, dict[int, str]] = {}  # of each kernel the modules, by architecture
+        for text in (path.read_text() for path in sorted(built.parent.glob("*.ptx"))):
+            architecture = int(re.search(r"\.target sm_(\d+)", text)[1])
+            for name in re.findall(r"\.entry (\S+)\(", text):
+                self.ptx.setdefault(name, {})[architecture] = text
         self.tensors: list[torch.Tensor] = []  # of the operator that runs
         self.failure: Exception | None = None
         torch.ops.load_library(str(built))
         self.operators = getattr(torch.ops, NAMESPACE)
+        self.runtime = ctypes.CDLL(str(built))
         self.called = {"execute": EXECUTE(self.execute), "allocated": ALLOCATED(self.allocated)}
         for name, function in self.called.items():
             address = ctypes.cast(function, ctypes.c_void_p).value
-            ctypes.c_void_p.in_dll(ctypes.CDLL(str(built)), name).value = address
+            ctypes.c_void_p.in_dll(self.runtime, name).value = address
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operator = getattr(self.operators, name)
@@ -66,9 +69,11 @@ class Library:
 
     def execute(self, name: bytes, launch: Any, arguments: Any) -> int:
         try:
-            kernel = executor.load(self.ptx[name.decode()], name.decode())
+            modules, major = self.ptx[name.decode()], launch[6]
+            newest = max((each for each in modules if each <= 10 * major), default=min(modules))
+            kernel = executor.load(modules[newest], name.decode())
             sizes = [size for _, size in kernel.parameters]
-            executor.launch(
+            relied = executor.launch(
                 kernel,
                 tuple(launch[:3]),
                 launch[3],
@@ -81,6 +86,7 @@ class Library:
                 races=self.races,
                 poisons=True,
             )
+            self.relied = executor.Relied(*map(sum, zip(self.relied, relied, strict=True)))
         except Exception as failure:
             self.failure = failure
         return self.failure is not None

@@ -2,13 +2,16 @@
 // handed to `execute`, by the names that they have in PTX.
 #include "runtime.h"
 
+#include <climits>
 #include <cstring>
 #include <map>
 
+#define VISIBLE __attribute__((visibility("default")))  // for tests
+
 namespace {
 
-// Grid, threads, blocks in a cluster and bytes of dynamic shared memory; addresses of the
-// arguments. Returns whether it failed.
+// Grid, threads, blocks in a cluster, bytes of dynamic shared memory and compute capability;
+// addresses of the arguments. Returns whether it failed.
 using Execute = int (*)(const char* kernel, const unsigned* launch, void** arguments);
 
 std::map<const void*, const char*>& kernels() {
@@ -20,7 +23,7 @@ std::map<const void*, const char*>& kernels() {
 
 extern "C" {
 
-__attribute__((visibility("default"))) Execute execute = nullptr;
+VISIBLE Execute execute = nullptr;
 
 void** __cudaRegisterFatBinary(void*) {
     static void* handle;
@@ -41,10 +44,11 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStr
 }
 
 const char* cudaGetErrorString(cudaError_t error) {
-    return error == cudaErrorInvalidClusterSize ? "cluster misconfiguration"
-           : error == cudaErrorInvalidValue     ? "invalid argument"
-           : error == cudaErrorLaunchFailure    ? "unspecified launch failure"
-                                                : "unknown error";
+    return error == cudaErrorInvalidClusterSize     ? "cluster misconfiguration"
+           : error == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+           : error == cudaErrorInvalidValue         ? "invalid argument"
+           : error == cudaErrorLaunchFailure        ? "unspecified launch failure"
+                                                    : "unknown error";
 }
 cudaError_t cudaGetDevice(int* device) {
     *device = 0;
@@ -59,10 +63,14 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
                                                                     : -1;
     return *value < 0 ? cudaErrorInvalidValue : cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute which, int value) {
-    const bool fits = which != cudaFuncAttributeMaxDynamicSharedMemorySize ||
-                      value <= emulated::device.bytes_per_block;
-    return fits ? cudaSuccess : cudaErrorInvalidValue;
+VISIBLE cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute which, int value) {
+    if (which == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+        emulated::allowed[function].cluster = value && emulated::device.major < 12 ? 16 : 8;
+    } else if (which == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+        if (value > emulated::device.bytes_per_block) return cudaErrorInvalidValue;
+        emulated::allowed[function].bytes = value;
+    }
+    return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
     attributes->ptxVersion = emulated::device.ptx_version;
@@ -77,16 +85,20 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stre
     std::memset(to, value, bytes);
     return cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
-                                void** arguments) {
+VISIBLE cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
+                                        void** arguments) {
     const unsigned cluster = config->numAttrs ? config->attrs[0].val.clusterDim.x : 1;
     const dim3 grid = config->gridDim, block = config->blockDim;
-    if (grid.x == 0 || grid.x % cluster) return cudaErrorInvalidValue;
-    if (config->numAttrs && emulated::device.clusters == 0) return cudaErrorInvalidClusterSize;
+    const emulated::Allowed& most = emulated::allowed[function];
+    if (grid.x == 0 || grid.x > INT_MAX || grid.x % cluster) return cudaErrorInvalidConfiguration;
+    if (config->dynamicSmemBytes > (size_t)most.bytes) return cudaErrorInvalidValue;
+    if (config->numAttrs && (emulated::device.clusters == 0 || cluster > (unsigned)most.cluster)) {
+        return cudaErrorInvalidClusterSize;
+    }
     if (config->numAttrs) emulated::launches.cluster = cluster;
     emulated::launches.add(config->stream);
-    const unsigned launch[] = {grid.x,  grid.y,  grid.z,
-                               block.x, cluster, (unsigned)config->dynamicSmemBytes};
+    const auto bytes = (unsigned)config->dynamicSmemBytes, major = (unsigned)emulated::device.major;
+    const unsigned launch[] = {grid.x, grid.y, grid.z, block.x, cluster, bytes, major};
     const bool failed = execute(kernels().at(function), launch, arguments);
     return failed ? cudaErrorLaunchFailure : cudaSuccess;
 }

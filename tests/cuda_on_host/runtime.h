@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <map>
+
 namespace emulated {
 
 struct Device {
@@ -14,6 +16,13 @@ struct Device {
     int ptx_version = 90;
 };
 inline Device device;
+
+// What a launch of a kernel may ask for, by the attributes of the kernel.
+struct Allowed {
+    int bytes = 48 << 10;  // of dynamic shared memory
+    int cluster = 8;       // blocks in a cluster
+};
+inline std::map<const void*, Allowed> allowed;
 
 // The launches since these values were last reset.
 struct Launches {

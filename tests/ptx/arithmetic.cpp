@@ -33,7 +33,8 @@ struct Value {
     bool known;
 };
 
-// The low bits of a register as a value, and back. A NaN that is computed has one pattern.
+// The low bits of a register as a value, and back. A NaN that is computed has one pattern, but any
+// sign.
 template <typename T>
 T of_bits(uint64_t bits, bool known = true) {
     if constexpr (std::is_same_v<T, Value>) return {bits, known};
@@ -43,7 +44,10 @@ T of_bits(uint64_t bits, bool known = true) {
 }
 template <typename T>
 uint64_t bits_of(T value) {
-    if (value != value) return ~uint64_t{0} >> (65 - 8 * sizeof value);
+    if (value != value) {
+        const bool negative = error_seed && ++nans % 2;
+        return ~uint64_t{0} >> (64 - 8 * sizeof value) >> !negative;
+    }
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof value);
     return bits;
@@ -143,6 +147,12 @@ T extreme(T a, T b, bool least) {
     return less == least ? a : b;
 }
 
+// PTX does not say what a division by zero makes.
+Wide divisor(Wide b) {
+    if (b == 0) fail("divides by zero");
+    return b;
+}
+
 constexpr auto kConvert = [](auto a) { return a; };
 
 template <typename Integer, typename... To>
@@ -151,10 +161,13 @@ void conversions(Types<To...>) {
     (define<To(Integer)>("cvt" + type<To>() + t, kConvert), ...);
     define<float(Integer)>("cvt.rn.f32" + t, kConvert);
     define<double(Integer)>("cvt.rn.f64" + t, kConvert);
-    // Towards zero, held in the range of the integer; NaN is 0. A long double holds every integer.
-    const auto truncate = [](long double a) {
+    // Towards zero, held in the range of the integer; NaN is its highest bit, or 0 if neither has
+    // 64 bits. A long double holds every integer.
+    const auto truncate = []<typename Float>(Float a) {
         using Limits = std::numeric_limits<Integer>;
-        return a != a ? 0 : std::clamp<long double>(a, Limits::min(), Limits::max());
+        constexpr bool kWide = sizeof(Integer) == 8 || sizeof(Float) == 8;
+        if (a != a) return kWide ? Integer(Wide{1} << (8 * sizeof(Integer) - 1)) : Integer(0);
+        return Integer(std::clamp<long double>(a, Limits::min(), Limits::max()));
     };
     define<Integer(float)>("cvt.rzi" + t + ".f32", truncate);
     define<Integer(double)>("cvt.rzi" + t + ".f64", truncate);
@@ -176,6 +189,15 @@ void halves() {
     });
     define<std::array<bool, 2>(Pair, Pair)>("setp.eq" + t + "x2", [](Pair a, Pair b) {
         return std::array{a[0] == b[0], a[1] == b[1]};
+    });
+}
+
+// Two values in a register of 64 bits.
+using Pair = std::array<float, 2>;
+template <typename Signature, typename F>
+void pairs(const std::string& name, F) {
+    define<Signature>(name + ".f32x2", [](auto... x) {
+        return bits_of(F{}(x[1]...)) << 32 | bits_of(F{}(x[0]...));
     });
 }
 
@@ -225,17 +247,17 @@ void shuffle(const std::string& mode, F) {
 }
 
 // Of all lanes that take part.
-template <typename F>
+template <typename T, typename F>
 void reduce(const std::string& name, F) {
     const auto execute = [](Memory&, Warp& warp, const Instruction& in, Mask lanes) {
         const uint64_t* const from = warp.lanes_of(in.from[0]);
-        auto result = int32_t(from[std::countr_zero(lanes)]);
+        auto result = of_bits<T>(from[std::countr_zero(lanes)]);
         for_lanes(lanes & (lanes - 1),
-                  [&](int lane) { result = F{}(result, int32_t(from[lane])); });
+                  [&](int lane) { result = F{}(result, of_bits<T>(from[lane])); });
         const bool known = !(lanes & ~warp.written[size_t(in.from[0])]);
         warp.write(in.to[0], lanes, known ? kAllLanes : 0, [&](int) { return bits_of(result); });
     };
-    operations()["redux.sync." + name + ".s32"] = {Kind::kCollective, execute};
+    operations()["redux.sync." + name + type<T>()] = {Kind::kCollective, execute};
 }
 
 // Of each lane that takes part whether its predicate holds.
@@ -268,18 +290,24 @@ void define_arithmetic() {
     define<Binary>("mul", kFloats, multiply), define<Binary>("mul.rn", kFloats, multiply);
     define<Binary>("mul.lo", kIntegers, multiply);
     define<Binary>("min", kNumbers, minimum), define<Binary>("max", kNumbers, maximum);
+    const auto fused = [](auto a, auto b, auto c) { return std::fma(a, b, c); };
+    using TwoPairs = uint64_t(Pair, Pair);
+    for (const std::string rounding : {"", ".rn"}) {
+        pairs<TwoPairs>("add" + rounding, add), pairs<TwoPairs>("sub" + rounding, subtract);
+        pairs<TwoPairs>("mul" + rounding, multiply);
+    }
+    pairs<uint64_t(Pair, Pair, Pair)>("fma.rn", fused);
     define<Binary>("div.rn", kFloats, [](auto a, auto b) { return a / b; });
     define<Ternary>("mad.lo", kIntegers, [](auto a, auto b, auto c) { return a * b + c; });
-    define<Ternary>("fma.rn", kFloats, [](auto a, auto b, auto c) { return std::fma(a, b, c); });
+    define<Ternary>("fma.rn", kFloats, fused);
     define<double(double)>("rcp.rn.f64", [](double a) { return 1 / a; });
     define<Binary>("copysign", kFloats, [](auto a, auto b) { return std::copysign(b, a); });
     define<float(float)>("cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });
     define<Unary>("neg", kNumbers, [](auto a) { return -a; });
     define<Unary>("abs", kFloats, [](auto a) { return std::abs(a); });
     define<Unary>("abs.ftz", Types<float>{}, [](float a) { return flushed(std::abs(a)); });
-    // By zero as GPUs do it: PTX does not say.
-    define<Binary>("div", kIntegers, [](Wide a, Wide b) { return b == 0 ? -1 : a / b; });
-    define<Binary>("rem", kIntegers, [](Wide a, Wide b) { return b == 0 ? a : a % b; });
+    define<Binary>("div", kIntegers, [](Wide a, Wide b) { return a / divisor(b); });
+    define<Binary>("rem", kIntegers, [](Wide a, Wide b) { return a % divisor(b); });
 
     compare("lt", [](auto a, auto b) { return a < b; });
     compare("le", [](auto a, auto b) { return a <= b; });
@@ -372,8 +400,9 @@ void define_arithmetic() {
     approximate("sqrt", [](double a) { return inexact(std::sqrt(a), 0x1p-23); });
     define<float(float)>("tanh.approx.f32",
                          [](double a) { return inexact(std::tanh(a), 0x1p-11); });
-    // Of larger divisors than 2^126 it makes 0.
+    // Of larger divisors than 2^126 it makes 0; of smaller ones than 2^-126 PTX says nothing.
     define<float(float, float)>("div.approx.f32", [](double a, double b) {
+        if (std::abs(b) < 0x1p-126) fail("divides approximately by less than 2^-126");
         return std::isfinite(b) && std::abs(b) > 0x1p126 ? a * 0.0 : inexact(a / b, 0x1p-22);
     });
     define<float(float, float)>("div.full.f32",
@@ -381,7 +410,8 @@ void define_arithmetic() {
     define<double(double)>("rcp.approx.ftz.f64", [](double a) {
         constexpr uint64_t kUpper = 0xffffffff00000000;  // halves of argument and result
         const double exact = 1 / of_bits<double>(bits_of(a) & kUpper);
-        return of_bits<double>(bits_of(inexact(exact, 0x1p-21)) & kUpper);
+        // PTX states no bound; the mathematical library refines the result.
+        return of_bits<double>(bits_of(inexact(exact, 0x1p-18)) & kUpper);
     });
 
     shuffle<true>("up", [](int lane, int b, int) { return lane - b; });
@@ -391,7 +421,8 @@ void define_arithmetic() {
                    [](int lane, int b, int segment) { return (lane & segment) | (b & ~segment); });
     operations()["vote.sync.ballot.b32"] = {Kind::kCollective, ballot};
     operations()["elect.sync"] = {Kind::kCollective, elect};
-    reduce("add", add), reduce("min", minimum), reduce("max", maximum);
+    reduce<int32_t>("add", add), reduce<int32_t>("min", minimum), reduce<int32_t>("max", maximum);
+    reduce<float>("min", minimum), reduce<float>("max", maximum);
 }
 
 }  // namespace ptx

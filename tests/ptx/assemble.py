@@ -14,8 +14,8 @@ from . import executor, parser
 _REGISTERS = {1: "%p", 2: "%rs", 4: "%r", 8: "%rd"}
 
 
-def run(statements: str, *tensors: torch.Tensor, **options: Any) -> None:
-    """Executes statements.
+def run(statements: str, *tensors: torch.Tensor, **options: Any) -> executor.Relied:
+    """Executes statements, and tells what they relied on.
 
     ``%r0`` is ``%tid.x``, ``%rd0`` the address of the first tensor, ``%rd20`` that of its row %r0.
     """
@@ -26,7 +26,8 @@ def run(statements: str, *tensors: torch.Tensor, **options: Any) -> None:
         text += f"ld.param.b64 %rd{i}, [p{i}];\n"
         text += f"mad.wide.u32 %rd{20 + i}, %r0, {tensor[0].nbytes}, %rd{i};\n"
     kernel = executor.load(f"{text}{statements}\n}}\n")
-    executor.launch(kernel, arguments=tensors, **{"grid": (1, 1, 1), "threads": 32, **options})
+    options = {"grid": (1, 1, 1), "threads": 32, **options}
+    return executor.launch(kernel, arguments=tensors, **options)
 
 
 def evaluate(

@@ -3,10 +3,11 @@
 Triton compiles for a GPU that is not there, and launches. Below its launcher, in the place of the
 driver, the PTX is executed.
 
-With the environment variable TRITON_PTX, 80 or 90, tests of the backend ``triton`` run so instead
-of in Triton's interpreter. PTX_SEED is the seed of the schedules, PTX_ERRORS that of the errors of
-approximate instructions (0: none). With PTX_COMPLETE=1 tests fail that leave out a kernel, a tensor
-that a kernel may be given, or a value of a flag.
+With the environment variable TRITON_PTX, 80, 90 or 100, tests of the backend ``triton`` run so
+instead of in Triton's interpreter; of several of these, test files take turns. PTX_SEED is the seed
+of the schedules, PTX_ERRORS that of the errors of approximate instructions (0: none). With
+PTX_COMPLETE=1 tests fail that leave out a kernel, a tensor that a kernel may be given, or a value
+of a flag.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pkgutil
 import random
 import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +31,8 @@ os.environ["TRITON_INTERPRET"] = "0"
 import triton
 
 os.environ["TRITON_INTERPRET"] = "1"
+from triton.backends.compiler import GPUTarget
+
 import bapo_kernels  # noqa: F401
 
 triton.knobs.runtime.interpret = False
@@ -37,14 +41,14 @@ from benchmarks.host_time import absent_gpu  # noqa: E402
 
 from . import executor  # noqa: E402
 
-CAPABILITY = int(os.environ["TRITON_PTX"])
+CAPABILITIES = [int(each) for each in os.environ["TRITON_PTX"].split()]
 ERRORS = int(os.environ.get("PTX_ERRORS", "0"))
 # Tests with offsets that are broken: programs may write one place, or leave a place unwritten that
 # others read, as the results mean nothing then. That nothing else is touched is still checked.
 BROKEN_OFFSETS = "test_broken_offsets"
 TOO_LARGE = "test_offsets_beyond_32_bits"  # the shadow of a byte takes 20
 
-LIBCUDA = absent_gpu(CAPABILITY)  # of two multiprocessors, so that programs stride over rows
+LIBCUDA = absent_gpu(CAPABILITIES[0])  # of two multiprocessors, so that programs stride over rows
 
 import bapo_kernels.backends.triton as package  # noqa: E402
 from bapo_kernels.backends.triton import launch  # noqa: E402
@@ -127,6 +131,7 @@ class Launches:
                     yield f"{kernel}: {name} other than {only}" if launches else kernel
 
 
+@cache
 def kernels() -> list[Kernel]:
     """All of this backend."""
     modules = [
@@ -135,6 +140,21 @@ def kernels() -> list[Kernel]:
     ]
     found = [each for module in modules for each in vars(module).values()]
     return [each for each in found if isinstance(each, Kernel)]
+
+
+@cache
+def compiled_for(capability: int) -> list[dict[Any, Any]]:
+    """What each kernel has been compiled to."""
+    return [{} for _ in kernels()]
+
+
+def use(capability: int) -> None:
+    """Compiles and launches for this GPU; to Triton each is a device of its own."""
+    driver = triton.runtime.driver.active
+    driver.get_current_device = lambda: CAPABILITIES.index(capability)
+    driver.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+    for kernel, compiled in zip(kernels(), compiled_for(capability), strict=True):
+        kernel.compiled = compiled
 
 
 launches = Launches()
@@ -150,6 +170,7 @@ def strict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     name = request.node.originalname
     if name == TOO_LARGE:
         pytest.skip("too large for the executor of PTX")
+    use(CAPABILITIES[sum(request.path.stem.encode()) % len(CAPABILITIES)])
     monkeypatch.setattr(launches, "strict", not name.startswith(BROKEN_OFFSETS))
 
 

@@ -33,6 +33,8 @@ PhaseBarrier& touch(Memory& memory, Warp& warp, int lane, uint64_t address) {
     return barrier_at(*warp.block, address);
 }
 
+uint32_t thread(const Warp& warp, int lane) { return warp.number * kLanes + uint32_t(lane); }
+
 void init(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const addresses = warp.known(in.from[0], lanes, "an address");
     const uint64_t* const counts = warp.known(in.from[1], lanes, "a count");
@@ -40,14 +42,20 @@ void init(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
         const uint64_t address = addresses[lane], nothing = 0;
         const auto count = uint32_t(counts[lane]);
         if (count == 0 || count >= 1 << 20) fail("a count out of range");
-        memory.store(warp, lane, kShared, address, 8, kWrite, &nothing);
-        const PhaseBarrier made{memory.warps + memory.slots++, count, count};
+        const PhaseBarrier made{memory.warps + memory.slots++, count, count, 0, thread(warp, lane)};
         if (!warp.block->barriers.emplace(address, made).second) fail("initialised twice");
+        memory.store(warp, lane, kShared, address, 8, kWrite, &nothing);
+        for (int i = 0; i < 8; ++i) {
+            warp.block->shared.cells[address + uint64_t(i)].write.of_barrier = true;
+        }
     });
 }
 
-void fence_init(Memory&, Warp& warp, const Instruction&, Mask) {
-    for (auto& [address, barrier] : warp.block->barriers) barrier.fenced = true;
+// Of the barriers that the same thread initialised.
+void fence_init(Memory&, Warp& warp, const Instruction&, Mask lanes) {
+    for (auto& [address, barrier] : warp.block->barriers) {
+        for_lanes(lanes, [&](int lane) { barrier.fenced |= barrier.thread == thread(warp, lane); });
+    }
 }
 
 // Where some lanes arrive, they release what the warp has done until its lanes last met.
@@ -67,6 +75,7 @@ void arrive(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
 void try_wait(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t address = uniform(warp, in.from[0], lanes, "an address");
     const uint64_t parity = uniform(warp, in.from[1], lanes, "a parity");
+    if (parity > 1) fail("a parity other than 0 and 1");
     PhaseBarrier& barrier = touch(memory, warp, std::countr_zero(lanes), address);
     const bool ended = (barrier.phase & 1) != parity;
     const bool gives_up = memory.delays_stores && memory.random() % 8 == 0;
@@ -74,6 +83,13 @@ void try_wait(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
         const Clock& known = in.flags & kCluster ? barrier.of_cluster : barrier.of_block;
         join(warp.clock, known);
         warp.synchronised = std::max(warp.synchronised, at(known, warp.number));
+        // A wait for a phase two before may see the end of this one. Who has waited for each phase
+        // should not miss any.
+        auto& [seen, in_turn] = barrier.seen[warp.number];
+        if (in_turn > 1 && barrier.phase > seen + 2) fail("waits for a phase long before");
+        in_turn = barrier.phase <= seen + 1 ? in_turn + (barrier.phase - seen) : 0;
+        seen = barrier.phase;
+        barrier.awaited = true;
     } else if (!ended && lanes == warp.alive) {
         warp.wait = Wait::kPhase;
         warp.waits_at = address;
@@ -89,7 +105,12 @@ void send(Memory& memory, Warp& warp, uint64_t to, uint64_t barrier, Transfer tr
         if (rank > target->cluster->blocks.size()) fail("an address in no block");
         target = target->cluster->blocks[rank - 1].get();
     }
+    if (!target->started) fail("its target may not have begun");
     if (to >> kOffsetBits != barrier >> kOffsetBits) fail("its barrier is in another block");
+    const uint64_t size = transfer.copies ? 16 : transfer.bytes;
+    if (to % size || barrier % 8 || (to & kOffset) + transfer.bytes > target->bytes.size()) {
+        fail("misaligned or out of bounds");
+    }
     transfer.as.block = target;
     transfer.as.clock = warp.clock;
     transfer.as.instruction = warp.instruction;
@@ -103,6 +124,7 @@ void send(Memory& memory, Warp& warp, uint64_t to, uint64_t barrier, Transfer tr
 void store_later(Memory& memory, Warp& warp, const Instruction& in, Mask lanes) {
     const uint64_t* const to = warp.known(in.from[0], lanes, "an address");
     const uint64_t* const barriers = warp.known(in.from[1 + in.vector], lanes, "an address");
+    if (warp.block->cluster->blocks.size() == 1) fail("undefined in a cluster of one block");
     for_lanes(lanes, [&](int lane) {
         Transfer transfer{};
         for (int i = 0; i < in.vector; ++i) {
@@ -183,8 +205,9 @@ void Cluster::open() {
     gathered.clear();
 }
 
-// A transfer happens after what the warp that sent it had done before, and its completion releases
-// both. All that complete in a phase of a barrier have one time in clocks, and lanes of their own.
+// A transfer happens after what the warp that sent it had done before, but its completion releases
+// its own bytes alone. All that complete in a phase of a barrier have one time in clocks, and lanes
+// of their own.
 void Memory::complete_last(Cluster& cluster) {
     Transfer transfer = std::move(cluster.transfers.back());
     cluster.transfers.pop_back();
@@ -196,6 +219,10 @@ void Memory::complete_last(Cluster& cluster) {
     as.synchronised = at(as.clock, as.number);
     Clock now(as.number + 1);
     now[as.number] = barrier.phase + 1;
+    if (!transfer.copies) {
+        now.issued = as.clock.issued;
+        join(now.issued, as.clock);
+    }
     join(as.clock, now);
     const int lane = int(random() % kLanes);
     if (!transfer.copies) {
@@ -207,7 +234,7 @@ void Memory::complete_last(Cluster& cluster) {
         store(as, lane, kShared, transfer.to + i, 16, kWrite, vector);
     }
     touch(*this, as, lane, transfer.barrier);
-    barrier.update(0, -int64_t(transfer.bytes), as.clock, transfer.from_block);
+    barrier.update(0, -int64_t(transfer.bytes), now, transfer.from_block);
 }
 
 void define_cluster_operations() {

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,21 @@ POISON = np.array([0xAD, 0x7F, 0xA5, 0xFF, 0xBE, 0x7F, 0xF5, 0xFF] * 2, dtype=np
 
 class ExecutionError(Exception):
     """What a kernel must not do. Names instruction, block and warp."""
+
+
+class Relied(NamedTuple):
+    """How often a launch relied on what PTX does not promise, by what it is.
+
+    Attributes:
+        foreign: vectors of 16 bytes of which another cluster writes a part at the same time.
+        beyond: vectors of which a part is in no tensor, or was never written.
+        order: stores that come after a read only because hardware reads before it sends what
+            it issues next to another block.
+    """
+
+    foreign: int = 0
+    beyond: int = 0
+    order: int = 0
 
 
 @cache
@@ -81,8 +96,8 @@ def launch(
     races: bool = True,
     poisons: bool = False,
     most_instructions: int = 10**11,
-) -> None:
-    """Executes a grid.
+) -> Relied:
+    """Executes a grid; tells what it relied on.
 
     Args:
         arguments: tensors, or the bytes of others, such as ``struct.pack("<f", 3.0)``.
@@ -92,13 +107,20 @@ def launch(
         seed: of the schedule; 0 runs one warp after the other, and stores are visible at once.
         error_seed: of the errors of approximate instructions, 0 for none.
         races: whether they are looked for.
-        poisons: what should not be read is NaN, and no fault: memory that was never written, and
-            parts of vectors of 16 bytes, such as the elements around a row.
+        poisons: parts of vectors of 16 bytes that should not be read, such as the elements around
+            a row, are NaN, and no fault.
 
     Raises:
         ExecutionError: an access out of bounds, misaligned, in a race, or of what was never
-            written; lanes or warps that miss a barrier; no end.
+            written; lanes or warps that miss a barrier; no end; more threads or blocks than there
+            may be.
     """
+    most = kernel.directives.get("maxntid", 1024)
+    if threads > most or threads != kernel.directives.get("reqntid", threads):
+        limits = f".maxntid {most}, .reqntid {kernel.directives.get('reqntid')}"
+        raise ExecutionError(f"{threads} threads for {limits} of {kernel.name}")
+    if any(n > most for n, most in zip(grid, (2**31 - 1, 65_535, 65_535), strict=True)):
+        raise ExecutionError(f"a grid of {grid} blocks of {kernel.name}")
     parameters = bytearray(kernel.parameter_bytes + 1)
     for (offset, size), value in zip(kernel.parameters, arguments, strict=False):
         address = struct.pack("<Q", value.data_ptr()) if isinstance(value, torch.Tensor) else value
@@ -116,12 +138,14 @@ def launch(
     request += [len(kernel.initial), len(ranges), kernel.parameter_bytes, *grid]
     request += [threads, cluster, kernel.shared_bytes + shared_bytes]
     request += [seed, error_seed, most_instructions, races, poisons]
-    answer = np.array([*request, 0, 0, 0])
-    if machine().ptx_run(ctypes.c_void_p(answer.ctypes.data)):
-        at, warp = answer[-2:].tolist()
+    answer = np.array([*request, 0, 0, 0, 0, 0, 0])
+    failed = machine().ptx_run(ctypes.c_void_p(answer.ctypes.data))
+    at, warp, *relied = answer[-5:].tolist()
+    if failed:
         block, warp = divmod(warp, -(-threads // 32))
         where = f"instruction {at} `{kernel.text[at]}` of {kernel.name}, block {block}, warp {warp}"
         raise ExecutionError(f"{message.value.decode()}\n  at {where}")
+    return Relied(*relied)
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

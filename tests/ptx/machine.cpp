@@ -15,6 +15,7 @@ struct Launch {
     int64_t registers, range_count, parameter_bytes, grid[3], threads, cluster, shared_bytes;
     int64_t seed, error_seed, most_instructions, finds_races, poisons;
     int64_t executed, at, warp;  // instructions of threads so far, and where
+    Relied relied;
 };
 
 namespace {
@@ -26,7 +27,7 @@ class Grid {
   public:
     explicit Grid(Launch& launch)
         : launch_(launch), warps_per_block_(uint32_t((launch.threads + kLanes - 1) / kLanes)) {
-        error_seed = uint64_t(launch.error_seed);
+        error_seed = uint64_t(launch.error_seed), nans = 0;
         memory_.random.seed(uint64_t(launch.seed));
         memory_.warps_per_block = warps_per_block_;
         memory_.finds_races = launch.finds_races;
@@ -65,6 +66,7 @@ class Grid {
                 resident_.pop_back();
             }
         }
+        launch_.relied = memory_.relied;
     }
 
   private:
@@ -136,7 +138,9 @@ class Grid {
         for (size_t i = 0; i < cluster.blocks.size() * warps_per_block_; ++i) {
             const size_t each = (first + i) % (cluster.blocks.size() * warps_per_block_);
             Warp& warp = cluster.blocks[each / warps_per_block_]->warps[each % warps_per_block_];
-            if (warp.alive && goes_on(cluster, warp)) return &warp;
+            if (!warp.alive || !goes_on(cluster, warp)) continue;
+            warp.block->started = true;
+            return &warp;
         }
         return nullptr;
     }
@@ -256,7 +260,9 @@ class Grid {
     std::vector<std::unique_ptr<Cluster>> resident_;
 };
 
-// All warps of the block wait for each other, or as many threads as the second source says.
+// All warps of the block wait for each other, or as many threads as the second source says: those
+// that are aligned (bar.sync) come here together with all others of the block.
+template <bool kAligned>
 void meet_block(Memory&, Warp& warp, const Instruction& in, Mask lanes) {
     const auto source = [&](int i, uint64_t otherwise) {
         if (in.from[i] < 0) return otherwise;
@@ -268,6 +274,7 @@ void meet_block(Memory&, Warp& warp, const Instruction& in, Mask lanes) {
     Meeting& meeting = warp.block->meetings[number];
     if (meeting.arrived && meeting.expected != expected) fail("others expect another number");
     if (number > 15 || expected % kLanes || expected == 0) fail("no such barrier");
+    if (kAligned && expected != kLanes * warps.size()) fail("aligned, but not for all threads");
     meeting.expected = expected;
     meeting.arrived += kLanes;
     warp.wait = Wait::kBlock;
@@ -305,7 +312,8 @@ const void* ptx_operation(const char* name) {
         ptx::define_arithmetic(), ptx::define_memory_operations();
         ptx::define_cluster_operations();
         all["bra"] = {ptx::Kind::kBranch, nullptr};
-        all["bar.sync"] = {ptx::Kind::kCollective, ptx::meet_block};
+        all["bar.sync"] = {ptx::Kind::kCollective, ptx::meet_block<true>};
+        all["barrier.sync"] = {ptx::Kind::kCollective, ptx::meet_block<false>};
         all["bar.warp.sync"] = {ptx::Kind::kCollective, ptx::meet_warp};
     }
     const auto found = all.find(name);

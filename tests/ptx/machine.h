@@ -55,14 +55,25 @@ struct Instruction {
 };
 
 // How many instructions each warp had executed, as far as somebody knows (a vector clock).
-using Clock = std::vector<uint32_t>;
+using Times = std::vector<uint32_t>;
+struct Clock : Times {
+    using Times::Times;
+    // What would be known too if a store to another block came after all that its warp has issued
+    // before. PTX does not say so; hardware has at least read by then.
+    Times issued;
+    void clear() { Times::clear(), issued.clear(); }
+};
 
-inline void join(Clock& into, const Clock& other) {
+inline void join(Times& into, const Times& other) {
     if (into.size() < other.size()) into.resize(other.size());
     for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
 }
+inline void join(Clock& into, const Clock& other) {
+    join(static_cast<Times&>(into), static_cast<const Times&>(other));
+    join(into.issued, other.issued);
+}
 
-inline uint32_t at(const Clock& clock, uint32_t who) { return who < clock.size() ? clock[who] : 0; }
+inline uint32_t at(const Times& clock, uint32_t who) { return who < clock.size() ? clock[who] : 0; }
 
 struct Block;
 struct PhaseBarrier;

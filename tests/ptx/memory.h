@@ -13,6 +13,12 @@
 namespace ptx {
 
 inline uint64_t error_seed = 0;  // of the errors of approximate instructions; 0 for none
+inline uint64_t nans = 0;        // so far, whose signs alternate if there are errors
+
+// As executor.Relied.
+struct Relied {
+    int64_t foreign = 0, beyond = 0, order = 0;
+};
 
 enum Access : uint8_t { kNone, kRead, kVectorRead, kStrongRead, kWrite, kBlockAtomic, kAtomic };
 
@@ -27,6 +33,7 @@ struct Record {
     uint32_t warp = 0, time = 0, instruction = 0;
     uint8_t lane = 0;
     Access access = kNone;
+    bool of_barrier = false;  // of a place that only its instructions may access
 };
 
 // The last write of a place, and the list of what has happened since that does not exclude each
@@ -61,8 +68,12 @@ struct PhaseBarrier {
     uint32_t slot;  // in clocks, of what completes on it
     uint32_t count, pending;
     int64_t bytes = 0;
+    uint32_t thread;  // that initialised it
     uint32_t phase = 0;
-    bool fenced = false;  // visible to others than the warp that initialised it
+    bool fenced = false;  // visible to others than that thread
+    bool awaited = true;  // somebody knows that the phase before has ended
+    // Of each warp the phase that it last saw begin, and how many in turn it had seen by then.
+    std::map<uint32_t, std::pair<uint32_t, uint32_t>> seen{};
     // What those who wait may know: from arrivals in the block, or from all of the cluster.
     Clock of_block{}, of_cluster{};
     Clock next_of_block{}, next_of_cluster{};
@@ -70,6 +81,7 @@ struct PhaseBarrier {
     void update(uint32_t arrived, int64_t change, const Clock& clock, bool from_block) {
         constexpr int64_t kMostBytes = (1 << 20) - 1;
         if (arrived > pending) fail("more arrivals at a barrier than it counts");
+        if (arrived && !awaited) fail("arrives before anybody has seen the phase before end");
         pending -= arrived;
         bytes += change;
         if (std::abs(bytes) > kMostBytes) fail("more bytes on a barrier than it counts");
@@ -77,6 +89,7 @@ struct PhaseBarrier {
         if (from_block) join(next_of_block, clock);
         if (pending > 0 || bytes != 0) return;
         ++phase;
+        awaited = false;
         pending = count;
         join(of_block, next_of_block);
         join(of_cluster, next_of_cluster);
@@ -93,6 +106,8 @@ struct Block {
     std::vector<Warp> warps;
     std::map<uint64_t, Meeting> meetings;
     std::map<uint64_t, PhaseBarrier> barriers;
+
+    bool started = false;  // one of its warps
 
     bool returned() const {
         return std::none_of(warps.begin(), warps.end(),
@@ -126,7 +141,8 @@ struct Cluster {
 class Memory {
   public:
     bool finds_races = true, delays_stores = false;
-    bool poisons = false;  // what may not be read is NaN, and no fault (executor.launch)
+    bool poisons = false;  // parts of vectors that may not be read are NaN, and no fault
+    Relied relied;
     uint32_t warps_per_block = 1;
     uint32_t warps = 0, warps_per_cluster = 1;
     uint32_t slots = 0;  // what else has a place in clocks
@@ -169,10 +185,15 @@ class Memory {
         if (space == kParameter) return place;
         if (bytes % range.granule != 0) fault("part of an element");
         if (!warp.block->pending.empty()) settle(*warp.block, address, bytes);
+        bool beyond = false;
         for (uint64_t i = 0; i < bytes; i += range.granule) {
             Cell& cell = range.cells[(offset + i) / range.granule];
             const bool written = cell.write.access != kNone;
-            if (!stored && !written && !poisons) fault("reads what was never written");
+            if (cell.write.of_barrier && kind != kAtomic) fault("of a barrier");
+            if (!stored && !written) {
+                if (!poisons || bytes != 16) fault("reads what was never written");
+                beyond = true;
+            }
             const Record now{warp.number, warp.time(), warp.instruction, uint8_t(lane), kind};
             const bool same =
                 stored &&
@@ -184,6 +205,7 @@ class Memory {
                                 !before(cell.write, warp, lane);
             check(cell, warp, now, same, copies);
         }
+        relied.beyond += beyond;
         return place;
     }
 
@@ -200,9 +222,12 @@ class Memory {
     }
 
     // Reads a vector of 16 bytes of global memory. With `poisons` a part of it may be in no tensor,
-    // never written, or written by others, and is NaN.
+    // never written, or written by others, and is NaN. PTX has no such exception: it says that what
+    // is copied lies in memory, that its source does not change meanwhile (9.7.9.25), and that
+    // accesses of different size do not race (8.7.2). Rows that begin or end inside of 16 bytes
+    // need it, and cut away what is not theirs before they use it.
     void read_vector(Warp& warp, int lane, uint64_t address, uint8_t* bytes) {
-        bool all = true, none = true;
+        bool all = true, none = true, others = false;
         settle(*warp.block, address, 16);
         for (uint64_t i = address; poisons && i < address + 16; ++i) {
             const Range& range = range_of(i);
@@ -215,10 +240,14 @@ class Memory {
                     bytes[i - address] = range.data[i - range.begin];
                     continue;
                 }
+                others |= written.access != kNone;
             }
             all = false;
         }
-        if (poisons && !all && !none && address % 16 == 0) return;
+        if (poisons && !all && !none && address % 16 == 0) {
+            ++(others ? relied.foreign : relied.beyond);
+            return;
+        }
         std::memcpy(bytes, access(warp, lane, kGlobal, address, 16, kVectorRead), 16);
     }
 
@@ -291,9 +320,20 @@ class Memory {
         }
         const auto require_before = [&](const Record& record) {
             if (record.access == kNone || before(record, warp, now.lane)) return;
-            // A vector may have elements of the row beside, which somebody else computes.
+            // As for read_vector: somebody else computes the row beside.
             const bool same_row = record.warp / warps_per_cluster == now.warp / warps_per_cluster;
-            if (poisons && record.access == kVectorRead && !same_row) return;
+            if (poisons && record.access == kVectorRead && !same_row) {
+                ++relied.foreign;
+                return;
+            }
+            // Of transfers also a store after a store, whose bytes the block that has them awaited.
+            const bool transfers = record.warp >= warps && now.warp >= warps;
+            const bool by_issue =
+                record.access <= kStrongRead || (transfers && now.access == kWrite);
+            if (by_issue && record.time <= at(warp.clock.issued, record.warp)) {
+                ++relied.order;
+                return;
+            }
             const bool together = record.warp == now.warp && record.time == now.time;
             if (together && same_value) return;  // lanes of one store
             const bool scoped = record.access == kBlockAtomic || now.access == kBlockAtomic;

@@ -6,6 +6,7 @@ it does not know raises :class:`UnknownError`, which names the statement.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,12 +30,25 @@ _FLAGS |= {"relaxed": STRONG, "volatile": STRONG, "acquire": STRONG | ACQUIRE}
 _FLAGS |= {"release": STRONG | RELEASE, "acq_rel": STRONG | ACQUIRE | RELEASE}
 _VECTORS = {f"{kind}{n}": n for kind in "vx" for n in (1, 2, 4)}
 # Of caches, and of matrices, which have one shape: no effect on results.
-_HINTS = dict.fromkeys(["ca", "cg", "cs", "nc", "L1::evict_first", "L1::evict_last"])
+_HINTS = dict.fromkeys(["ca", "cg", "cs", "L1::evict_first", "L1::evict_last"])
 _HINTS |= dict.fromkeys(["L1::no_allocate", "L2::cache_hint", "sync", "aligned", "m8n8"])
 
+# Opcodes that are executed as another, or whose modifiers say nothing that their operands do not.
+_FORMS = r"""bra(.uni)? ret exit bar(rier)?(.cta)?.sync bar.warp.sync membar.(cta|gl|sys)
+    mapa.shared::cluster.u32
+    fence.(sc|acq_rel).(cta|cluster|gpu|sys) fence.mbarrier_init.release.cluster
+    barrier.cluster.(arrive(.release)?|wait(.acquire)?).aligned cvta.to.global.u64
+    mbarrier.(init|arrive(.expect_tx)?|try_wait.parity.acquire.(cta|cluster)).shared::cta.b64
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes(.L2::cache_hint)?
+    st.async(.weak)?.shared::cluster.mbarrier::complete_tx::bytes(.v2)?.[bf](32|64)
+    createpolicy.fractional.L2::evict_(first|last|normal|unchanged).b64"""
+_FORM = re.compile("|".join(_FORMS.replace(".", r"\.").split()))
+_FORMED = ["bra", "ret", "exit", "bar", "barrier", "membar", "fence", "mapa", "cvta", "mbarrier"]
+_FORMED += ["cp", "createpolicy"]
 _EXPECT = "mbarrier.arrive.expect_tx"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*\.(?:loc|file)\b[^\n]*$", re.DOTALL | re.M)
-_ENTRY = re.compile(r"\s+(\S+?)\s*\((.*?)\).*?\{(.*)\}", re.DOTALL)  # the rest of the module
+_ENTRY = re.compile(r"\s+(\S+?)\s*\((.*?)\)(.*?)\{(.*)\}", re.DOTALL)  # the rest of the module
+_DIRECTIVE = re.compile(r"\.(maxntid|reqntid|minnctapersm|maxnreg)\s+([\d,\s]+)")
 _ARRAY = r"\.[bufs](\d+)\b[^;,]*?([\w$]+)(\[\d*\])?\s*"
 _PARAMETER = re.compile(rf"\.param\s+(?:\.align\s+(\d+)\s+)?{_ARRAY}(?:,|$)")
 _SHARED = re.compile(rf"\.shared\s+\.align\s+(\d+)\s+{_ARRAY};")
@@ -76,6 +90,7 @@ class Kernel:
     initial: list[tuple[int, int]] = field(default_factory=list)
     parameter_bytes: int = 0
     shared_bytes: int = 0  # besides those that a launch asks for
+    directives: dict[str, int] = field(default_factory=dict)  # such as .maxntid, of all axes
     arrays: tuple[np.ndarray, ...] = ()  # code and initial values, as the machine takes them
 
 
@@ -119,8 +134,14 @@ def _statements(body: str) -> Iterator[str]:
 
 
 class _Decoder:
-    def __init__(self, name: str, parameters: str, body: str, variables: str) -> None:
+    def __init__(
+        self, name: str, parameters: str, directives: str, body: str, variables: str
+    ) -> None:
         self.kernel = Kernel(name)
+        if unknown := _DIRECTIVE.sub("", directives).strip():
+            raise UnknownError(f"{name}: {unknown}")
+        for directive, numbers in _DIRECTIVE.findall(directives):
+            self.kernel.directives[directive] = math.prod(map(int, numbers.split(",")))
         self.numbers: dict[str, int] = {}  # of registers and constants
         self.symbols: dict[str, int] = {}
         self.labels: dict[str, int] = {}
@@ -147,33 +168,38 @@ class _Decoder:
             try:
                 negated, predicate, opcode, rest = _parts(_STATEMENT, statement)
                 decoded = self.instruction(opcode, [x.strip() for x in _OPERAND.findall(rest)])
+                results = [each for each in decoded.to if each >= 0]
+                if len(set(results)) < len(results):
+                    raise ValueError("one register takes two results")
                 predicates = dict(predicate=self.operand(predicate), negated=bool(negated))
                 self.kernel.code.append(decoded._replace(**predicates))
             except (KeyError, IndexError, ValueError) as failure:
-                raise UnknownError(f"{name}: {statement}") from failure
+                raise UnknownError(f"{name}: {statement}: {failure}") from failure
 
     def instruction(self, name: str, operands: list[str]) -> Instruction:
         base, *parts = name.split(".")
+        if (base in _FORMED or parts[:1] == ["async"]) and not _FORM.fullmatch(name):
+            raise ValueError("no form that is known")
         match base:
             case "bra":
                 return Instruction("bra", target=self.labels[operands[0]])
             case "ret" | "exit":
                 return Instruction("bra")
-            case "bar" if parts[0] != "warp":
-                return Instruction("bar.sync", sources=self.operands(operands))
+            case "bar" | "barrier" if parts in (["sync"], ["cta", "sync"]):
+                return Instruction(f"{base}.sync", sources=self.operands(operands))
             case "fence" if parts[0] == "mbarrier_init":
                 return Instruction("fence.mbarrier_init")
             case "fence" | "membar":
                 return Instruction("fence", flags=_FLAGS[parts[-1]])
-            case "barrier" if parts == ["sync"]:
-                return Instruction("bar.sync", sources=self.operands(operands))
-            case "barrier" if "relaxed" not in parts:
+            case "barrier":
                 return Instruction(f"barrier.cluster.{parts[1]}")
             case "mbarrier" | "cp" | "mapa":
                 return self.of_cluster(base, parts, operands)
             case "st" if parts[0] == "async":
                 return self.of_cluster(base, parts, operands)
             case "createpolicy":
+                if not 0 < float(operands[1]) <= 1:
+                    raise ValueError("the fraction is not in (0, 1]")
                 return self.instruction("mov.b64", [operands[0], "0"])
             case "cvta":
                 return self.instruction("mov.b64", operands)
@@ -195,9 +221,8 @@ class _Decoder:
         """Barriers in shared memory, what completes on them, and addresses in other blocks."""
         kinds = ("init", "arrive", "expect_tx", "try_wait", "async", "bulk")
         name = ".".join([base, *(part for part in parts if part in kinds)])
-        keeps_state = "arrive" in parts and operands[0] != "_"
-        if keeps_state or "relaxed" in parts or (base == "mbarrier" and parts[-1] != "b64"):
-            raise ValueError(name)
+        if "arrive" in parts and operands[0] != "_":
+            raise ValueError("keeps the state")
         operands = [operand.strip("[]") for operand in operands]
         has_result = base == "mapa" or name in ("mbarrier.arrive", "mbarrier.try_wait", _EXPECT)
         to = self.operands(operands[:has_result])
