@@ -102,8 +102,8 @@ class Case:
     boost: bool = False
 
 
-BLOCKS = 12  # of the generic kernel, one after the other
 TEAMS = 4  # blocks that are simulated, at least, on as many multiprocessors as that takes
+ROWS_OF_TEAMS, ROWS_OF_A_TEAM = 48, 5  # of the generic kernel, one after the other, at least
 PREDICTED = Case()
 OPTIMISTIC = Case(Latencies(factor=0.8, packet=2.5), l2_used=1.0, boost=True)
 PESSIMISTIC = Case(Latencies(factor=1.25, packet=6.5), loaders_apart=False, l2_used=0.5)
@@ -185,7 +185,17 @@ def steps(
 def _library() -> ctypes.CDLL:
     library = Path(tempfile.mkdtemp()) / "simulate.so"
     source = Path(__file__).with_name("simulate.cpp")
-    command = ["c++", "-std=c++20", "-O2", "-shared", "-fPIC", "-o", library, source]
+    command = [
+        "c++",
+        "-std=c++20",
+        "-O3",
+        "-march=native",
+        "-shared",
+        "-fPIC",
+        "-o",
+        library,
+        source,
+    ]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
@@ -219,7 +229,8 @@ def predict(code: Sequence[np.ndarray], plan: Plan, gpu: GPU, case: Case = PREDI
     ends = np.cumsum([len(each) for each in code])
     placed = []
     many = -(-TEAMS // plan.blocks)  # multiprocessors
-    for team in range(many * plan.blocks):
+    teams = many * plan.blocks
+    for team in range(teams):
         block, at = divmod(team, many)
         # Warps lie on the sub-partitions in turn, and blocks start apart.
         begin = round(team / many * moved / speed)
@@ -227,7 +238,9 @@ def predict(code: Sequence[np.ndarray], plan: Plan, gpu: GPU, case: Case = PREDI
             loads = i >= plan.warps
             place = block * len(code) + i if case.loaders_apart or not loads else 0
             placed.append((end - len(code[i]), end, 4 * at + place % 4, team, loads, begin))
-    rows = len(sends(code[0]["event"])) if plan.cluster else BLOCKS
+    rows = max(ROWS_OF_TEAMS // teams, ROWS_OF_A_TEAM)
+    if plan.cluster:
+        rows = len(sends(code[0]["event"]))
     lat = case.latencies
     live = plan.blocks * plan.row_bytes
     in_flight = live * gpu.multiprocessors
@@ -246,7 +259,7 @@ def predict(code: Sequence[np.ndarray], plan: Plan, gpu: GPU, case: Case = PREDI
         full,
         plan.stages,
     ]
-    finished = np.zeros((many * plan.blocks, rows))
+    finished = np.zeros((teams, rows))
     issued, last = np.zeros(4), np.zeros(1)
     _simulate(
         np.concatenate(code),

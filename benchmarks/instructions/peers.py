@@ -138,7 +138,7 @@ def line(peer: Any, folder: Path) -> dict[str, str]:
 def table() -> pd.DataFrame:
     """Takes minutes, and wheels from the network."""
     lines = []
-    for (wheel, sha256), peers in pd.read_csv(TIMES).groupby(["wheel", "sha256"]):
+    for (wheel, sha256), peers in pd.read_csv(TIMES).groupby(["wheel", "sha256"], sort=False):
         with tempfile.TemporaryDirectory() as folder:
             locked = Path(folder, "requirements.txt")
             locked.write_text(f"{wheel} --hash=sha256:{sha256}\n")

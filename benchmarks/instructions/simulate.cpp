@@ -62,7 +62,7 @@ struct Team {  // the warps of a block
 struct Warp {
     const Step *begin, *end, *at;
     int partition, team, loader;
-    double time, last = 0;
+    double time, last = 0, ready = 0;  // until the scoreboards that it waits for
     double boards[8] = {};
     int waited = 0, released = 0, loaded = 0, row = 0, reads = 0, rereads = 0;
     bool sent = false;
@@ -121,11 +121,9 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
         for (Warp* warp : partition.warps) {
             if (warp->at == warp->end || warp->time == kNever) continue;
             const Step& step = *warp->at;
-            double time = std::max({warp->time, partition.clock, partition.units[step.unit],
-                                    blocked_until(*warp, step.event)});
-            for (int board = 0; board < 6; ++board) {
-                if (step.waits >> board & 1) time = std::max(time, warp->boards[board]);
-            }
+            const double time =
+                std::max({warp->time, warp->ready, partition.clock, partition.units[step.unit],
+                          blocked_until(*warp, step.event)});
             // Of those that are ready, the one that has waited longest.
             const bool first = time < partition.when ||
                                (time == partition.when && time < kNever &&
@@ -204,6 +202,10 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
         if (step.reads < kNone) {
             const double read = now + std::min(costs[step.unit].latency, set.operands);
             warp.boards[step.reads] = std::max(warp.boards[step.reads], read);
+        }
+        warp.ready = 0;
+        for (int board = 0; board < 6 && warp.at != warp.end; ++board) {
+            if (warp.at->waits >> board & 1) warp.ready = std::max(warp.ready, warp.boards[board]);
         }
         if (warp.at == warp.end && set.stages == 0 && ++team.ended == team.warps) {
             others = true;
