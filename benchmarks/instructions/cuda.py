@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from .model import (
     Case,
     Prediction,
     events,
+    first_loads,
+    is_vector,
     predict,
     sends,
     steps,
@@ -73,7 +76,8 @@ class Row:
         """What is simulated of every warp: the loads of 32 rows, and computation of 28."""
         plan, _, found = self.block
         if not plan.cluster:
-            return [steps(trace) for trace in found]
+            first = first_loads(found)
+            return [steps(trace, first=first) for trace in found]
         computing = [steps(turn.first + turn.nine(plan.cluster)) for turn in self.turns]
         return [*computing, steps(found[-1], loader=True)]
 
@@ -95,8 +99,9 @@ class Row:
                 total["set-up"] += len(turn.fields) / 32
             total["loads"] += len(found[-1]) / 32
         else:
+            first = first_loads(found)
             for trace in found:
-                total += phases(trace)
+                total += phases(trace, first=first)
         elements = self.vocabulary / max(plan.cluster, 1) / 32
         counts = {phase: total[phase] / elements for phase in PHASES}
         return counts | {"all": sum(counts.values())}
@@ -138,12 +143,14 @@ class Turn:
         return list(itertools.chain(*turns[:4], self.fields, *turns[4:]))
 
 
-def phases(trace: Trace, phase: str = "set-up") -> Counter[str]:
+def phases(
+    trace: Trace, phase: str = "set-up", first: Mapping[tuple[int, int], int] | None = None
+) -> Counter[str]:
     """Instructions by phase, of a trace that begins in one."""
     total, last = Counter[str](), 0
-    for i, ((one, *_), what) in enumerate(zip(trace, events(trace), strict=True)):
+    for i, ((one, *_), what) in enumerate(zip(trace, events(trace, first=first), strict=True)):
         before = phase
-        if what in (WAIT, READ) and phase != "first pass":
+        if (what == WAIT or (what == READ and is_vector(one))) and phase != "first pass":
             before = "decision" if phase == "decision" else "set-up"
             phase = "first pass"
         elif phase == "first pass" and one.name in ("REDUX", "CREDUX", "SHFL"):

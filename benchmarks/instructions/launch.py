@@ -40,7 +40,9 @@ WORDS = dict.fromkeys(range(11), 0) | {
 }
 LABEL = 11  # in another lane
 
-# Of every instruction: the value of its predicate, and the address of a wait in shared memory.
+ROWS = (1, 2)  # regions of logits and gradient
+# Of every instruction: the value of its predicate, and the address of a wait in shared memory or
+# of an access to global memory.
 Trace = list[tuple[Instruction, bool, int]]
 
 

@@ -32,6 +32,8 @@ NOTHING = frozenset(
     "UCGABAR_ARV UCGABAR_WAIT UBLKCP ENDCOLLECTIVE".split()
 )
 
+GLOBAL = ("LDG", "LD", "STG", "ST")
+
 
 def to_float(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits))[0]
@@ -98,17 +100,19 @@ class Machine:
     regions: dict[int, int]
     registers: dict[str, int] = field(default_factory=dict)
     memory: dict[int, int] = field(default_factory=dict)
+    spilled: dict[int, int] = field(default_factory=dict)  # local memory
 
     def run(self, most: int = 10_000_000) -> Iterator[tuple[Instruction, bool, int]]:
-        """The executed instructions, each with its predicate's value and the address of a wait."""
+        """The executed instructions, each with its predicate's value, and the address of a wait or
+        of an access to global memory."""
         at = {one.address: number for number, one in enumerate(self.code)}
         parsed = [_operands(one) for one in self.code]
         position = 0
         for _ in range(most):
             one = self.code[position]
             active = not one.predicate or self.predicate(one.predicate)
-            waits = active and "PHASECHK" in one.opcode
-            yield one, active, self.address(one.operands) if waits else 0
+            addressed = active and ("PHASECHK" in one.opcode or one.name in GLOBAL)
+            yield one, active, self.address(one.operands) if addressed else 0
             position += 1
             if not active or one.name in NOTHING:
                 continue
@@ -509,18 +513,19 @@ class Machine:
             words = _words(mods)
             for i in range(words):
                 self.put(ops[0], self.word(ops[1], i) & (0xFF if "U8" in mods else WORD), i)
-        elif name in ("LDS", "LDG", "LD"):
+        elif name in ("LDS", "LDG", "LD", "LDL"):
             address = self.address(ops[1])
+            memory = self.spilled if name == "LDL" else self.memory
             for i in range(_words(mods)):
-                value = self.memory.get(address // 4 + i, self.regions[address >> 32])
+                value = memory.get(address // 4 + i, self.regions[address >> 32])
                 value >>= address % 4 * 8
                 self.put(ops[0], value & {"U8": 0xFF, "U16": 0xFFFF}.get(_size(mods), WORD), i)
-        elif name in ("STS", "STG", "ST", "STAS"):
+        elif name in ("STS", "STG", "ST", "STAS", "STL"):
             # STAS takes a pair of addresses: of the value, and of a barrier.
             address = self.address(ops[0].replace(".64", "") if name == "STAS" else ops[0])
             for i in range(_words(mods)):
                 value = 0 if ops[1] == "RZ" else self.word(ops[1], i)
-                self.memory[address // 4 + i] = value
+                (self.spilled if name == "STL" else self.memory)[address // 4 + i] = value
         elif name == "SYNCS":
             if mods[0] == "PHASECHK":
                 self.flag(ops[0], True)
@@ -559,6 +564,12 @@ def _size(mods: list[str]) -> str:
 
 def _words(mods: list[str]) -> int:
     return {"64": 2, "128": 4}.get(_size(mods), 1)
+
+
+def access_bytes(one: Instruction) -> int:
+    """Of a lane."""
+    words = one.opcode.split(".")
+    return {"U8": 1, "S8": 1, "U16": 2, "S16": 2}.get(_size(words), 4 * _words(words))
 
 
 def _number(text: str) -> float:

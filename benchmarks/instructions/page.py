@@ -19,11 +19,12 @@ from ..tables import markdown
 from . import whole_op
 from .cuda import Row
 from .gpus import GPU, GPUS
-from .model import OPTIMISTIC, PESSIMISTIC, PREDICTED
+from .model import CASES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "cuda_plan.md"
 BEGIN = "<!-- from the disassembly: python -m benchmarks.instructions --write -->"
+PEERS = "<!-- from public kernels: python -m benchmarks.instructions --peers --write -->"
 END = "<!-- end of the disassembly -->"
 LENGTHS = (
     4_096,
@@ -36,6 +37,7 @@ LENGTHS = (
 ROWS = [*((V, "bfloat16") for V in LENGTHS), (151_936, "float32")]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TOKENS = (8_192, 1_024)
+FEW_TOKENS = (64, 128, 256, 1_024, 8_192)
 
 
 def title(vocabulary: int, dtype: str) -> str:
@@ -50,9 +52,7 @@ def blocks(row: Row) -> str:
 
 def over_copy(row: Row, gpu: GPU) -> str:
     """The predicted time over that of a copy, and its range."""
-    cases = PREDICTED, OPTIMISTIC, PESSIMISTIC
-    found = [row.predict(gpu, case).over_copy for case in cases]
-    return f"{found[0]:.2f} ({min(found):.2f}-{max(found):.2f})"
+    return whole_op.ranged([row.predict(gpu, case).over_copy for case in CASES])
 
 
 def of_length(length: tuple[int, str]) -> dict[str, dict[str, str]]:
@@ -92,6 +92,16 @@ def whole() -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
+def waves() -> pd.DataFrame:
+    """Of the row pass over a copy, on GPUs with clusters."""
+    lines = {
+        gpu.name: {f"N = {tokens:,}": whole_op.over_copy(tokens, gpu) for tokens in FEW_TOKENS}
+        for gpu in GPUS
+        if gpu.arch != "sm_80"
+    }
+    return pd.DataFrame(lines).T
+
+
 def triton(arch: str) -> pd.DataFrame:
     """By a process of its own: it compiles for one GPU only, and not if it interprets kernels."""
     code = "from benchmarks.instructions.triton_kernels import *; import json; "
@@ -107,10 +117,17 @@ def versions() -> str:
     return f"Compiled by nvcc {nvcc} and by Triton {importlib.metadata.version('triton')}."
 
 
+def _microseconds(times: Sequence[float]) -> str:
+    return whole_op.ranged([1e6 * time for time in times], 1, " us")
+
+
 def assumptions() -> str:
     words = (
-        f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.clock / 1e9:g} GHz, a copy at "
-        f"{gpu.copy / 1e12:g} TB/s, L2 of {gpu.l2 >> 20} MB at {gpu.l2_speed / 1e12:g} TB/s"
+        f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.clock / 1e9:g}"
+        + f" to {gpu.boost / 1e9:g}" * bool(gpu.boost)
+        + f" GHz, a copy at {gpu.copy / 1e12:g} TB/s, L2 of {gpu.l2 >> 20} MB"
+        + f", of which {gpu.l2_used:.0%} count," * (gpu.l2_used < 1)
+        + f" at {gpu.l2_speed / 1e12:g} TB/s"
         for gpu in GPUS
     )
     return f"Assumed are {'; '.join(words)}."
@@ -130,20 +147,23 @@ def block() -> str:
         made["log-probs"],
         f"Predicted time of `bapo_loss` and its backward (V = {whole_op.VOCABULARY:,}, bfloat16, "
         "every row active, on-policy). The kernels beside the row pass wait for memory rather than "
-        f"move bytes. Assumed are {1e6 * whole_op.BETWEEN_LAUNCHES:g} us between two kernels and "
-        f"{1e6 * whole_op.ROUND_TRIP:g} us per round trip to memory; their number is an estimate "
-        "by reading the kernels (`benchmarks/instructions/whole_op.py`):",
+        f"move bytes. Assumed are {_microseconds(whole_op.BETWEEN_LAUNCHES)} between two kernels "
+        f"and {_microseconds(whole_op.ROUND_TRIP)} per round trip to memory; their number is an "
+        "estimate by reading the kernels (`benchmarks/instructions/whole_op.py`):",
         markdown(whole()),
+        f"Predicted time of the row pass for few rows (V = {whole_op.VOCABULARY:,}, bfloat16, with "
+        "gradient), over a copy of their bytes without a launch. Clusters take whole rounds, at "
+        "best the last one in proportion to its rows, and "
+        f"{_microseconds(whole_op.CLUSTERS)} to begin and end:",
+        markdown(waves()),
         "Triton's row pass on sm_90, instructions per element in the loops of its passes:",
         markdown(triton("sm_90").map("{:.2f}".format)),
     ]
     return "\n\n".join(parts)
 
 
-def write() -> Path:
-    """Replaces the block of the page."""
-    made = block()  # takes minutes
-    before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{made}\n\n{END}{after}")
-    return PAGE
+def write(begin: str, made: str) -> None:
+    """Replaces a block of the page."""
+    before, rest = PAGE.read_text().split(begin)
+    after = rest.split(END, 1)[1]
+    PAGE.write_text(f"{before}{begin}\n{made}\n\n{END}{after}")

@@ -1,4 +1,4 @@
-// A multiprocessor that executes traces, cycle by cycle; model.py describes it and has the numbers.
+// Multiprocessors that execute traces, cycle by cycle; model.py describes them and has the numbers.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -12,14 +12,14 @@ constexpr int kNone = 7;  // no scoreboard
 enum Event { kPlain, kWait, kFree, kSums, kLoad, kStore, kSend, kBarrier, kRelease, kRead, kReread };
 
 struct Step {
-    int stall, waits, writes, reads, unit, event;
+    int stall, waits, writes, reads, unit, event, bytes;
 };
-// Cycles, and bytes per cycle of this multiprocessor.
+// Cycles, and bytes per cycle of all multiprocessors.
 struct Setting {
     double memory, l2, l1, operands, barrier, exchange, load, block_start;
     double memory_speed, l2_speed;
     double in_l1, in_l2;  // shares of a row that its second pass finds
-    double chunk_bytes, vector_bytes;  // of a load of a chunk, and of a warp's vectors
+    double chunk_bytes, full;  // of a load of a chunk; of a warp's access, the part that is a row
     double stages;  // 0: a block is a row, and is followed by another one
 };
 struct Unit {
@@ -51,8 +51,10 @@ struct Queue {
     double serve(double time, double bytes) { return free = std::max(free, time) + bytes / speed; }
 };
 
+struct Warp;
 struct Team {  // the warps of a block
-    int warps = 0, loaders = 0, at_barrier = 0, ended = 0, rows = 0;
+    std::vector<Warp*> members;
+    int warps = 0, at_barrier = 0, ended = 0, rows = 0;
     std::vector<double> arrivals;
     Done releases, sends;
 };
@@ -60,7 +62,7 @@ struct Team {  // the warps of a block
 struct Warp {
     const Step *begin, *end, *at;
     int partition, team, loader;
-    double time, last = 0;
+    double time, last = 0, ready = 0;  // until the scoreboards that it waits for
     double boards[8] = {};
     int waited = 0, released = 0, loaded = 0, row = 0, reads = 0, rereads = 0;
     bool sent = false;
@@ -77,21 +79,23 @@ struct Partition {
 
 }  // namespace
 
-// warps: {first step, end, partition, team, loads, begin} each. Writes when each team had finished
-// each row, and the instructions that each of the four partitions issued until `ends`.
+// warps: {first step, end, partition, team, loads, begin} each; a multiprocessor is four partitions.
+// Writes when each team had finished each row, and the instructions that the first, second, ...
+// partitions of all multiprocessors issued until `ends`.
 extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_count,
                          const Unit* costs, int unit_count, const Setting* settings, int team_count,
-                         int rows, double* finished, double* issued, double* ends) {
+                         int partition_count, int rows, double* finished, double* issued, double* ends) {
     const Setting& set = *settings;
     std::vector<Team> teams(team_count);
     std::vector<Warp> warps(warp_count);
-    std::vector<Partition> partitions(4);
+    std::vector<Partition> partitions(partition_count);
     for (int i = 0; i < warp_count; ++i) {
         const auto& [first, end, partition, team, loads, begin] = placed[i];
         warps[i] = {steps + first, steps + end, steps + first, partition, team, loads,
                     (double)begin};
         partitions[partition].warps.push_back(&warps[i]);
-        (loads ? teams[team].loaders : teams[team].warps) += 1;
+        teams[team].members.push_back(&warps[i]);
+        teams[team].warps += !loads;
     }
     for (Partition& each : partitions) each.units.assign(unit_count, 0);
     Queue memory{set.memory_speed}, l2{set.l2_speed};
@@ -117,11 +121,9 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
         for (Warp* warp : partition.warps) {
             if (warp->at == warp->end || warp->time == kNever) continue;
             const Step& step = *warp->at;
-            double time = std::max({warp->time, partition.clock, partition.units[step.unit],
-                                    blocked_until(*warp, step.event)});
-            for (int board = 0; board < 6; ++board) {
-                if (step.waits >> board & 1) time = std::max(time, warp->boards[board]);
-            }
+            const double time =
+                std::max({warp->time, warp->ready, partition.clock, partition.units[step.unit],
+                          blocked_until(*warp, step.event)});
             // Of those that are ready, the one that has waited longest.
             const bool first = time < partition.when ||
                                (time == partition.when && time < kNever &&
@@ -147,6 +149,7 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
         Team& team = teams[warp.team];
         const double now = best->when;
         const Step& step = *warp.at++;
+        const double bytes = set.full * step.bytes;
         double done = now + costs[step.unit].latency;
         bool others = true;
         warp.last = now;
@@ -154,11 +157,11 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
         best->clock = now + 1;
         best->units[step.unit] = now + costs[step.unit].interval;
         best->changed = true;
-        issued[warp.partition] += 1;
+        issued[warp.partition % 4] += 1;
         *ends = now;
         switch (step.event) {
             case kWait: ++warp.waited; warp.sent = others = false; break;
-            case kStore: from_memory(now, set.vector_bytes); others = false; break;
+            case kStore: from_memory(now, bytes); others = false; break;
             case kLoad:
                 ++warp.loaded;
                 team.arrivals.push_back(from_memory(now, set.chunk_bytes) + set.load);
@@ -172,16 +175,16 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
                 break;
             case kRead:
                 ++warp.reads;
-                done = from_memory(now, set.vector_bytes) + set.memory;
+                done = from_memory(now, bytes) + set.memory;
                 break;
             case kReread: {
                 const int place = warp.rereads++;
                 if (place < set.in_l1 * warp.reads) {
                     done = now + set.l1;
                 } else if (place < set.in_l2 * warp.reads) {
-                    done = l2.serve(now, set.vector_bytes) + set.l2;
+                    done = l2.serve(now, bytes) + set.l2;
                 } else {
-                    done = from_memory(now, set.vector_bytes) + set.memory;
+                    done = from_memory(now, bytes) + set.memory;
                 }
                 break;
             }
@@ -189,10 +192,8 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
                 warp.time = kNever;
                 if (++team.at_barrier < team.warps) break;
                 team.at_barrier = 0;
-                for (Warp& each : warps) {
-                    if (&teams[each.team] == &team && each.time == kNever) {
-                        each.time = now + set.barrier;
-                    }
+                for (Warp* each : team.members) {
+                    if (each->time == kNever) each->time = now + set.barrier;
                 }
                 break;
             default: others = false;
@@ -202,18 +203,23 @@ extern "C" void simulate(const Step* steps, const int (*placed)[6], int warp_cou
             const double read = now + std::min(costs[step.unit].latency, set.operands);
             warp.boards[step.reads] = std::max(warp.boards[step.reads], read);
         }
+        warp.ready = 0;
+        for (int board = 0; board < 6 && warp.at != warp.end; ++board) {
+            if (warp.at->waits >> board & 1) warp.ready = std::max(warp.ready, warp.boards[board]);
+        }
         if (warp.at == warp.end && set.stages == 0 && ++team.ended == team.warps) {
             others = true;
             team.ended = 0;
             finish_row(warp.team, now);
-            for (Warp& each : warps) {
-                if (&teams[each.team] != &team || team.rows >= rows) continue;
-                each = {each.begin, each.end, each.begin, each.partition, each.team, 0,
-                        now + set.block_start};
+            for (Warp* each : team.members) {
+                if (team.rows >= rows) continue;
+                *each = {each->begin, each->end, each->begin, each->partition, each->team, 0,
+                         now + set.block_start};
             }
         }
         if (others) {
-            for (Partition& each : partitions) each.changed = true;
+            const auto mine = partitions.begin() + warp.partition / 4 * 4;
+            std::for_each(mine, mine + 4, [](Partition& each) { each.changed = true; });
         }
     }
 }

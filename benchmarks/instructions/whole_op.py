@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .cuda import Row
 from .gpus import GPU
+from .model import CASES
 
 VOCABULARY, BYTES = 151_936, 2
-BETWEEN_LAUNCHES = 1.5e-6  # from the end of a kernel to the first instruction of the next
-ROUND_TRIP = 0.7e-6  # to memory under load, with the arithmetic that waits for it
+# Seconds in every case: from the end of a kernel to the first instruction of the next; to memory
+# under load, with the arithmetic that waits for it; to begin and end a launch of clusters.
+BETWEEN_LAUNCHES = 1.5e-6, 1.0e-6, 2.5e-6
+ROUND_TRIP = 0.7e-6, 0.5e-6, 1.0e-6
+CLUSTERS = 4e-6, 3e-6, 5e-6
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,8 @@ class Part:
     round_trips: int
     bytes_per_token: int
 
-    def seconds(self, tokens: int, gpu: GPU) -> float:
-        waits = self.launches * BETWEEN_LAUNCHES + self.round_trips * ROUND_TRIP
+    def seconds(self, tokens: int, gpu: GPU, case: int) -> float:
+        waits = self.launches * BETWEEN_LAUNCHES[case] + self.round_trips * ROUND_TRIP[case]
         return waits + tokens * self.bytes_per_token / gpu.copy
 
 
@@ -48,25 +53,45 @@ def parts(tokens: int) -> tuple[Part, ...]:
     return Part("prepare", 1 if tokens <= 2_048 else 3, 6, 70), *_PARTS
 
 
-def row_pass(tokens: int, gpu: GPU, row: Row) -> float:
-    """By the model, in whole rounds of the clusters."""
+def row_pass(tokens: int, gpu: GPU, row: Row, case: int) -> float:
+    """By the model, in whole rounds of the clusters; at best the last one takes as its rows do."""
     plan = row.plan(gpu)
     clusters = gpu.multiprocessors * plan.blocks // max(plan.cluster, 1)
-    rounds = math.ceil(tokens / clusters) * clusters / tokens
-    return row.predict(gpu).over_copy * rounds * copy(tokens, gpu)
+    rounds = math.ceil(tokens / clusters)
+    if CASES[case].boost:
+        rounds = max(1, tokens / clusters)
+    start = (CLUSTERS if plan.cluster else BETWEEN_LAUNCHES)[case]
+    return start + row.predict(gpu, CASES[case]).over_copy * copy(rounds * clusters, gpu)
 
 
-def copy(tokens: int, gpu: GPU) -> float:
+def copy(tokens: float, gpu: GPU) -> float:
     return 2 * tokens * VOCABULARY * BYTES / gpu.copy
+
+
+def over_copy(tokens: int, gpu: GPU) -> str:
+    """Of the row pass alone."""
+    row = Row(gpu.arch, VOCABULARY)
+    return ranged([row_pass(tokens, gpu, row, case) / copy(tokens, gpu) for case in range(3)])
 
 
 def predicted(tokens: int, gpu: GPU) -> dict[str, str]:
     """Microseconds of every part."""
-    rows = row_pass(tokens, gpu, Row(gpu.arch, VOCABULARY))
-    beside = {part.name: part.seconds(tokens, gpu) for part in parts(tokens)}
-    whole = rows + sum(beside.values())
-    times = {"row pass": rows, **beside, "all": whole, "copy": copy(tokens, gpu)}
-    return {name: f"{1e6 * time:,.1f} us" for name, time in times.items()} | {
-        "all : copy": f"{whole / times['copy']:.3f}",
-        "beside the row pass": f"{100 * sum(beside.values()) / whole:.1f} %",
+    row, times = Row(gpu.arch, VOCABULARY), []
+    for case in range(3):
+        beside = {part.name: part.seconds(tokens, gpu, case) for part in parts(tokens)}
+        both = {"row pass": row_pass(tokens, gpu, row, case), **beside}
+        times.append(both | {"all": sum(both.values())})
+    found = {name: ranged([1e6 * each[name] for each in times], 1, " us") for name in times[0]}
+    bytes_alone = copy(tokens, gpu)
+    beside_rows = [100 * (1 - each["row pass"] / each["all"]) for each in times]
+    return found | {
+        "copy": f"{1e6 * bytes_alone:,.1f} us",
+        "all : copy": ranged([each["all"] / bytes_alone for each in times]),
+        "beside the row pass": ranged(beside_rows, 1, " %"),
     }
+
+
+def ranged(values: Sequence[float], digits: int = 2, unit: str = "") -> str:
+    """What is predicted, and its range."""
+    first, least, most = (f"{v:,.{digits}f}" for v in (values[0], min(values), max(values)))
+    return f"{first}{unit} ({least}-{most})"

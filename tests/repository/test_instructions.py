@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +13,12 @@ pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
 pytest.importorskip("typer")
 
-from benchmarks.instructions import launch, page
+import pandas as pd
+
+from benchmarks.instructions import launch, model, page
 from benchmarks.instructions.cuda import Row, kernels
-from benchmarks.instructions.machine import to_double
+from benchmarks.instructions.gpus import GPUS
+from benchmarks.instructions.machine import Machine, to_double
 from benchmarks.instructions.paths import executed_paths
 from benchmarks.instructions.sass import cuobjdump, parse
 from benchmarks.tables import markdown
@@ -85,6 +90,86 @@ def test_the_executed_path(listing, executed):
     assert [instruction.opcode for instruction in path.instructions] == executed.split()
 
 
+PASSES = [
+    ("LDG.E.128 R4, [R2]", 0x100000000, "READ", 512),
+    ("BAR.SYNC 0", 0, "BARRIER", 0),
+    ("LDG.E.128 R4, [R2]", 0x100000200, "READ", 512),  # reduced in every iteration
+    ("BAR.SYNC 0", 0, "BARRIER", 0),
+    ("LDG.E.U16 R4, [R2]", 0x100000016, "READ", 64),
+    ("LDG.E.64 R4, [R2]", 0x700000000, "PLAIN", 0),  # a label
+    ("LDG.E.128 R4, [R2]", 0x1000003F0, "REREAD", 512),  # the first lane at the other end
+    ("@P0 LDG.E.128 R4, [R2]", 0x100000600, "PLAIN", 0),
+    ("LDG.E.128 R4, [R2]", 0x100000400, "READ", 512),
+    ("STG.E.64 [R2], R4", 0x200000000, "STORE", 256),
+]
+
+
+def test_what_moves_bytes():
+    instructions = code("\n".join(one for one, *_ in PASSES))
+    trace = [
+        (one, not one.predicate, at) for one, (_, at, *_) in zip(instructions, PASSES, strict=True)
+    ]
+    expected = [(getattr(model, event), size) for *_, event, size in PASSES]
+    assert model.steps(trace)[["event", "bytes"]].tolist() == expected
+    # Another warp of the block loaded one of the lines before the last barrier.
+    first = model.first_loads([trace]) | {model.line(trace[8][0], trace[8][2]): 1}
+    assert model.steps(trace, first=first)["event"][8] == model.REREAD
+
+
+def test_an_unknown_opcode_has_no_unit():
+    (one,) = code("FNEW R1, R2")
+    with pytest.raises(NotImplementedError, match="FNEW"):
+        model.unit(one)
+
+
+def test_spills_are_of_a_lane():
+    spill = code("STL [R1], R2; LDL R3, [R1]; EXIT")
+    machine = Machine(spill, {}, {}, {0: 7}, registers={"R1": 16, "R2": 5})
+    list(machine.run())
+    assert machine.registers["R3"] == 5
+    assert not machine.memory
+
+
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
+WHOLE_ROW = launch.Plan(32_768, "bfloat16", 0, 0, 1, 32, 0)  # one block of 32 warps
+
+
+def block(**executed):
+    """Of 32 warps: as many accesses to 512 bytes, or instructions that wait for them."""
+    kinds = {"arithmetic": (4, 1, 7, 7, 0, model.PLAIN, 0)}
+    for name in ("READ", "REREAD", "STORE"):
+        kinds[name] = (1, 0, 0, 7, list(model.UNITS).index("vector"), getattr(model, name), 512)
+    return [np.array([kinds[k] for k, n in executed.items() for _ in range(n)], model.STEP)] * 32
+
+
+def test_multiprocessors_share_bandwidth(monkeypatch):
+    """One that computes leaves its part to the others."""
+    row = block(READ=4, arithmetic=600, STORE=4)
+    shared = model.predict(row, WHOLE_ROW, H100)
+    monkeypatch.setattr(model, "TEAMS", 1)
+    assert shared.cycles < 0.95 * model.predict(row, WHOLE_ROW, H100).cycles
+
+
+def test_half_of_a_divided_l2_counts():
+    """But for the optimistic end of the range, which has the higher clock too."""
+    gpu = replace(H100, l2=8 << 20, l1=0)  # for 8.7 MB in flight
+    row = block(READ=4, arithmetic=20, REREAD=4, STORE=4)
+    found, best, worst = (model.predict(row, WHOLE_ROW, gpu, case) for case in model.CASES)
+    assert [found.clock, best.clock, worst.clock] == [1.755e9, 1.98e9, 1.755e9]
+    assert found.cycles / found.copy > 1.1 * best.cycles / best.copy
+    undivided = model.predict(row, WHOLE_ROW, replace(gpu, name="undivided"))
+    assert undivided.cycles < 0.95 * found.cycles
+
+
+def test_packets_of_sums():
+    """Those that a block receives per row, from the trace of one warp."""
+    plan = launch.Plan(151_936, "bfloat16", 8, 24, 4, 4, 2048)
+    for sent in (2, 3):
+        what = np.array(([model.WAIT] + [model.SEND] * sent) * 5)
+        assert model.packets(what, plan) == 4 * 8 * sent
+    assert model.packets(np.array([model.READ]), plan) == 0
+
+
 needs_kernels = pytest.mark.skipif(
     cuobjdump() is None or importlib.util.find_spec("triton") is None,
     reason="needs cuobjdump and Triton",
@@ -140,3 +225,45 @@ def test_page_has_the_predictions():
     cells = {cell.strip() for cell in text.split("|")}
     for line in page.of_length((4_096, "bfloat16")).values():
         assert set(line.values()) <= cells
+
+
+def tables_of(text, begin):
+    """Rows of cells in a block of the page, by the line above each table."""
+    block = text.split(begin)[1].split(page.END)[0]
+    for caption, table in re.findall(r"([^\n]*)\n\n(\|.*?)\n\n", block, re.DOTALL):
+        yield caption, [[c.strip() for c in row.split("|")[1:-1]] for row in table.split("\n")]
+
+
+RANGED = re.compile(r"([\d,.]+)(?: \w+| %)? \(([\d,.]+)-([\d,.]+)\)")
+
+
+def numbers(cell):
+    value, least, most = (float(each.replace(",", "")) for each in RANGED.fullmatch(cell).groups())
+    assert least <= value <= most, cell
+    return value
+
+
+def test_every_prediction_has_its_range():
+    found = 0
+    for caption, (_, _, *rows) in tables_of(page.PAGE.read_text(), page.BEGIN):
+        for name, *cells in rows if "Predicted" in caption else ():
+            found += len([numbers(cell) for cell in cells if name != "copy"])
+    assert found > 100
+
+
+def test_page_has_the_published_times():
+    """And how far the model is from them; the text has the extremes."""
+    text = page.PAGE.read_text()
+    ((_, (header, _, *rows)),) = tables_of(text, page.PEERS)
+    times = pd.read_csv(Path(page.__file__).with_name("peers.csv"))
+    rows = [dict(zip(header, row, strict=True)) for row in rows]
+    assert len(rows) == len(times)
+    deviations = []
+    for peer, row in zip(times.itertuples(), rows, strict=True):
+        assert row["published"].startswith(f"{peer.ms:.3f} ms")
+        assert f"{peer.rows:,} x {peer.V:,} {peer.dtype}" == row["rows x V"]
+        off = 100 * (numbers(row["predicted"]) / (peer.ms - peer.host) - 1)
+        assert float(row["deviation"].removesuffix(" %")) == pytest.approx(off, abs=0.6)
+        deviations.append(row["deviation"])
+    ends = [f(deviations, key=lambda d: int(d.split()[0])) for f in (min, max)]
+    assert f"from {ends[0]} to {ends[1]}" in " ".join(text.split())
