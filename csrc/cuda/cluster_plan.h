@@ -46,7 +46,7 @@ inline ClusterPlan plan_for(int64_t row_bytes, int most_blocks, int head_bytes,
     for (int blocks = most_blocks; blocks >= 1; --blocks) {
         const int room = std::min(bytes_per_multiprocessor / blocks - kReserved, bytes_per_block);
         const int stages = (room - head_bytes) / kStageBytes;
-        for (int cluster = 2; cluster <= most_cluster; cluster *= 2) {
+        for (int cluster = 1; cluster <= most_cluster; cluster *= 2) {
             const int64_t mine = (chunks + cluster - 1) / cluster;
             if (mine + kAhead <= stages) return {cluster, stages};
         }
