@@ -155,23 +155,31 @@ def nan_in_a_fresh_gradient(*arguments):
     arguments[-1][0, 0, 0] = torch.nan
 
 
-SEARCHED = {"V = 257", "logits[:, :-1]", "all options", "statistics=live", "inplace", "packed"}
+IN_PLACE = {"inplace", "sets"}  # the gradient has no tensor of its own
+SEARCHED = {"V = 257", "logits[:, :-1]", "all options", "statistics=live", "packed"} | IN_PLACE
 KNOWN = {"cispo, bounds per token", "sapo"}  # no row is undecided
 SEQUENCES = {"ratio of sequences"}  # the row pass decides no row
 LOSSES = SEARCHED | KNOWN | SEQUENCES
-FRESH = LOSSES - {"inplace"}  # the gradient has its own tensor
-HIDDEN, LOG_PROBS = {"bapo_linear_loss"}, {"log_probs"}
+FRESH = LOSSES - IN_PLACE
+HIDDEN_SETS = {"bapo_linear_loss, sets"}
+HIDDEN, LOG_PROBS = {"bapo_linear_loss"} | HIDDEN_SETS, {"log_probs", "log_probs, sets"}
+SETS = {"sets", "log_probs, sets"}
 OWN, ALL = FRESH | LOG_PROBS, LOSSES | LOG_PROBS | HIDDEN
 SEARCHES = {"search, paper", "search, recipe"}
 SEARCHING = (LOSSES - KNOWN) | HIDDEN | SEARCHES
 FAULTS = {  # the operators, and where the quantity is wrong, with float16 where that differs
     "gradient": (dict(row_pass=times(1.01, -1)), "gradient", FRESH - SEQUENCES, set()),
-    "gradient in place": (dict(row_pass_=times(1.01, 0)), "gradient", {"inplace"} | HIDDEN, set()),
+    "gradient in place": (dict(row_pass_=times(1.01, 0)), "gradient", IN_PLACE | HIDDEN, set()),
     "gradient of undecided rows": (dict(row_gradient_=times(1.1, 0)), "weight gradient", HIDDEN),
-    "gradient of log_probs": (dict(row_gradient=times(1.02, -1)), "gradient", OWN - KNOWN, OWN),
+    "gradient of log_probs": (
+        *(dict(row_gradient=times(1.02, -1)), "gradient"),
+        *(OWN - KNOWN, OWN | {"sets"} | HIDDEN_SETS),
+    ),
+    "gradient of sets": (dict(scatter_sets=times(1.02, -1)), "gradient", SETS),
+    "weight gradient of sets": (dict(sets_dweight=times(1.02, -2)), "weight gradient", HIDDEN_SETS),
     "NaN": (dict(row_pass=nan_in_a_fresh_gradient), "gradient", FRESH - SEQUENCES, set()),
-    "log_probs": (of_rows(-5), "log_probs", OWN, ALL),
-    "entropy": (of_rows(-4), "entropy", OWN, ALL),
+    "log_probs": (of_rows(-5), "log_probs", OWN | SETS, ALL),
+    "entropy": (of_rows(-4), "entropy", OWN | SETS, ALL),
     "lower bound": (dict.fromkeys(("solve", "search"), add(0.02, -2)), "bounds", SEARCHING),
     "loss": (dict(token_loss=add(1e-4, -5)), "loss", LOSSES | HIDDEN),
     "metric": (dict(token_loss=add(1e-3, -5, at=2)), "metric pg_clipfrac", LOSSES | HIDDEN),
