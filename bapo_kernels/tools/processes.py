@@ -53,8 +53,8 @@ class Worker:
         child, self._child = self._child, None
         if child is None:
             return "never started"
+        child.kill()  # before it sees that nobody listens any more
         self._pipe.close()
-        child.kill()
         with suppress(TimeoutExpired):
             child.wait(10)
         names = {-number: number.name for number in signal.Signals}
