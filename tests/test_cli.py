@@ -196,6 +196,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, name):
     checks = validate.run("cpu", ["cpu"], short)
     failed = [check for check in checks if not check.passed]
     shown = {(check.case, check.dtype) for check in failed if check.quantity == quantity}
+    assert shown
     assert shown == {(c.case, c.dtype) for c in checks if c.case in cases_of[c.dtype]}
 
 
