@@ -70,8 +70,8 @@ define_stages() {
   local native=$DEVICE
   stage library 240 "" "library" "-"
   stage environment 60 "" "environment" "-"
-  stage "answers_$native" 40 "$native" "answers $native" "answers_$native.jsonl"
-  stage answers_triton 60 "triton" "answers triton" "answers_triton.jsonl"
+  stage "answers_$native" 60 "$native" "answers $native" "answers_$native.json"
+  stage answers_triton 90 "triton" "answers triton" "answers_triton.json"
   stage "graphs_$native" 40 "gpu right:$native" "graphs $native" "-"
   stage graphs_triton 60 "gpu right:triton" "graphs triton" "-"
   stage "targets_$native" 45 "right:$native" "targets $native logits" \
@@ -82,7 +82,7 @@ define_stages() {
     "targets_${native}_hidden.jsonl, records"
   stage hidden_triton 45 "right:triton" "targets triton hidden" \
     "targets_triton_hidden.jsonl, records"
-  stage tests 120 "right:any" "tests tests" "tests.xml"
+  stage tests 160 "right:any" "tests tests" "tests.xml"
   stage training_step 240 "right:$native trl" "training_step" "training_step.jsonl"
   stage baselines_logits 140 "right:any" "baselines logits" "records"
   stage baselines_hidden 140 "right:any" "baselines hidden" "records"
@@ -98,7 +98,7 @@ define_stages() {
   stage forms_of_head 120 "right:any" "baselines head" "records"
   stage sampling_mask 200 "right:any" "baselines mask" "records"
   stage shapes 200 "right:any" "shapes" "records"
-  stage validate 150 "right:any" "validate" "validate.jsonl"
+  stage validate 300 "right:any" "validate" "validate.json"
 }
 
 # --- Commands, each in its own shell; the last line of the log is the result of the stage ---
@@ -154,7 +154,7 @@ environment() {
 
 answers() {
   $PYTHON -m bapo_kernels validate --device "$DEVICE" --backend "$1" --dtype bfloat16 \
-    --json "$NOW/answers_$1.jsonl"
+    --limit 45 --json "$NOW/answers_$1.json"
 }
 
 graphs() {
@@ -249,7 +249,7 @@ measure() {
 validate() {
   local backends
   read -ra backends <<<"--backend ${RIGHT// / --backend }"
-  $PYTHON -m bapo_kernels validate --device "$DEVICE" "${backends[@]}" --json "$NOW/validate.jsonl"
+  $PYTHON -m bapo_kernels validate --device "$DEVICE" "${backends[@]}" --json "$NOW/validate.json"
 }
 
 is_right() { [[ " $RIGHT " == *" $1 "* ]]; }

@@ -1,10 +1,18 @@
 """The commands: validate finds wrong kernels."""
 
+import ctypes
 import itertools
 import json
+import os
+import pickle
 import runpy
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
+from multiprocessing import Pipe
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +22,7 @@ from typer.testing import CliRunner
 import bapo_kernels
 from bapo_kernels import available_backends
 from bapo_kernels.core import autograd, rows, tokens
-from bapo_kernels.tools import validate
+from bapo_kernels.tools import processes, validate
 from bapo_kernels.tools.cli import commands
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -31,10 +39,10 @@ def error_of(*arguments):
 
 
 def validate_cpu(folder, *options):
-    """The command, and the checks that it has written, one a line."""
-    file = folder / "checks.jsonl"
+    """The command, and the report that it has written."""
+    file = folder / "report.json"
     done = run("validate", "--device", "cpu", "--backend", "cpu", "--json", str(file), *options)
-    return done, [json.loads(line) for line in file.read_text().splitlines()]
+    return done, json.loads(file.read_text(), parse_constant=pytest.fail)
 
 
 def short(tasks):
@@ -82,8 +90,9 @@ def test_help_lists_the_commands(monkeypatch, capsys, option):
 @pytest.mark.slow
 @needs_native
 def test_validate_finds_no_error(tmp_path):
-    done, checks = validate_cpu(tmp_path)
+    done, report = validate_cpu(tmp_path)
     assert done.exit_code == 0, done.output
+    checks = report["checks"]
     told, left = done.stdout.splitlines()[-2:]
     assert told == f"{len(checks)} checks, 0 failed"
     assert left.startswith("not checked: cuda (")
@@ -91,15 +100,19 @@ def test_validate_finds_no_error(tmp_path):
     assert {check["dtype"] for check in checks} == set(DTYPES)
     asked = {"bounds", "gradient", "weight gradient", "log_probs", "entropy", "loss"}
     assert asked | {"second run"} <= {check["quantity"] for check in checks}
+    run_here = dict.fromkeys("{backend}, {case}, {dtype}".format(**check) for check in checks)
+    assert report["plan"]["cases"] == [*run_here]
+    assert report["lost"] == []
+    assert report["machine"]["bapo_kernels"] == bapo_kernels.__version__
 
 
 @pytest.mark.slow
 def test_cases_pass_on_every_backend(backend, device, interpreted):
-    """On the CPU in one dtype; test_validate_finds_no_error has all of them."""
-    dtypes = [torch.float16] if device == "cpu" else validate.DTYPES
+    """In one dtype; test_validate_finds_no_error has all of them on a CPU."""
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16
 
     def some(tasks):
-        return [t for t in tasks if t.dtype in dtypes or t.case.startswith("search")]
+        return [t for t in tasks if t.dtype == dtype or t.case.startswith("search")]
 
     checks = validate.run(device, [backend], some)
     assert len({check.case for check in checks}) >= 11
@@ -142,23 +155,31 @@ def nan_in_a_fresh_gradient(*arguments):
     arguments[-1][0, 0, 0] = torch.nan
 
 
-SEARCHED = {"V = 257", "logits[:, :-1]", "all options", "statistics=live", "inplace", "packed"}
+IN_PLACE = {"inplace", "sets"}  # the gradient has no tensor of its own
+SEARCHED = {"V = 257", "logits[:, :-1]", "all options", "statistics=live", "packed"} | IN_PLACE
 KNOWN = {"cispo, bounds per token", "sapo"}  # no row is undecided
 SEQUENCES = {"ratio of sequences"}  # the row pass decides no row
 LOSSES = SEARCHED | KNOWN | SEQUENCES
-FRESH = LOSSES - {"inplace"}  # the gradient has its own tensor
-HIDDEN, LOG_PROBS = {"bapo_linear_loss"}, {"log_probs"}
+FRESH = LOSSES - IN_PLACE
+HIDDEN_SETS = {"bapo_linear_loss, sets"}
+HIDDEN, LOG_PROBS = {"bapo_linear_loss"} | HIDDEN_SETS, {"log_probs", "log_probs, sets"}
+SETS = {"sets", "log_probs, sets"}
 OWN, ALL = FRESH | LOG_PROBS, LOSSES | LOG_PROBS | HIDDEN
 SEARCHES = {"search, paper", "search, recipe"}
 SEARCHING = (LOSSES - KNOWN) | HIDDEN | SEARCHES
 FAULTS = {  # the operators, and where the quantity is wrong, with float16 where that differs
     "gradient": (dict(row_pass=times(1.01, -1)), "gradient", FRESH - SEQUENCES, set()),
-    "gradient in place": (dict(row_pass_=times(1.01, 0)), "gradient", {"inplace"} | HIDDEN, set()),
+    "gradient in place": (dict(row_pass_=times(1.01, 0)), "gradient", IN_PLACE | HIDDEN, set()),
     "gradient of undecided rows": (dict(row_gradient_=times(1.1, 0)), "weight gradient", HIDDEN),
-    "gradient of log_probs": (dict(row_gradient=times(1.02, -1)), "gradient", OWN - KNOWN, OWN),
+    "gradient of log_probs": (
+        *(dict(row_gradient=times(1.02, -1)), "gradient"),
+        *(OWN - KNOWN, OWN | {"sets"} | HIDDEN_SETS),
+    ),
+    "gradient of sets": (dict(scatter_sets=times(1.02, -1)), "gradient", SETS),
+    "weight gradient of sets": (dict(sets_dweight=times(1.02, -2)), "weight gradient", HIDDEN_SETS),
     "NaN": (dict(row_pass=nan_in_a_fresh_gradient), "gradient", FRESH - SEQUENCES, set()),
-    "log_probs": (of_rows(-5), "log_probs", OWN, ALL),
-    "entropy": (of_rows(-4), "entropy", OWN, ALL),
+    "log_probs": (of_rows(-5), "log_probs", OWN | SETS, ALL),
+    "entropy": (of_rows(-4), "entropy", OWN | SETS, ALL),
     "lower bound": (dict.fromkeys(("solve", "search"), add(0.02, -2)), "bounds", SEARCHING),
     "loss": (dict(token_loss=add(1e-4, -5)), "loss", LOSSES | HIDDEN),
     "metric": (dict(token_loss=add(1e-3, -5, at=2)), "metric pg_clipfrac", LOSSES | HIDDEN),
@@ -175,6 +196,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, name):
     checks = validate.run("cpu", ["cpu"], short)
     failed = [check for check in checks if not check.passed]
     shown = {(check.case, check.dtype) for check in failed if check.quantity == quantity}
+    assert shown
     assert shown == {(c.case, c.dtype) for c in checks if c.case in cases_of[c.dtype]}
 
 
@@ -196,13 +218,14 @@ def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path
         raise RuntimeError("out of [some] memory")
 
     wrong_operators(monkeypatch, row_pass=out_of_memory, row_statistics=out_of_memory)
-    tasks = validate.tasks
-    monkeypatch.setattr(validate, "tasks", lambda *names: short(tasks(*names)))
-    done, checks = validate_cpu(tmp_path)
+    tasks = [t for t in short(validate.tasks("cpu", "cpu")) if t.case not in HIDDEN_SETS]
+    monkeypatch.setattr(validate, "tasks", lambda *_: tasks)
+    done, report = validate_cpu(tmp_path, "--limit", "0")
     assert done.exit_code == 1
+    checks = report["checks"]
     failed = [check for check in checks if not check["passed"]]
     for dtype in DTYPES:
-        cases = ALL if dtype == "float16" else ALL - {"inplace"}
+        cases = ALL - HIDDEN_SETS - (set() if dtype == "float16" else {"inplace"})
         assert {check["case"] for check in failed if check["dtype"] == dtype} == cases
     of_each = dict(note="RuntimeError: out of [some] memory", quantity="call", error="nan")
     assert all(check | of_each == check for check in failed)
@@ -211,35 +234,109 @@ def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path
     assert "cpu, V = 257, float16: RuntimeError: out of [some] memory" in done.output
 
 
-def test_checks_are_written_as_they_are_made(monkeypatch, tmp_path):
-    """An interrupt, as by a time limit, loses none of them; --dtype selects a dtype."""
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    def good():
-        yield "loss", 0.0, 1.0
-
-    made_up = [(torch.float32, interrupted), (torch.bfloat16, good), (torch.bfloat16, interrupted)]
-    tasks = [validate.Task("cpu", "made up", *of) for of in made_up]
+def made_up(monkeypatch, **calls):
+    """Cases of these names on the CPU, in bfloat16."""
+    tasks = [validate.Task("cpu", name, torch.bfloat16, call) for name, call in calls.items()]
+    tasks.append(validate.Task("cpu", "other dtype", torch.float32, os.abort))
     monkeypatch.setattr(validate, "tasks", lambda *names: tasks)
     monkeypatch.setattr(validate, "runnable", lambda *names: ["cpu"])
-    done, (check,) = validate_cpu(tmp_path, "--dtype", "bfloat16")
+
+
+GOOD = partial(list, [("loss", 0.0, 1.0)])
+
+
+def test_an_interrupt_leaves_the_report_of_what_was_done(monkeypatch, tmp_path):
+    """And --dtype selects a dtype."""
+
+    def interrupted():
+        yield "gradient", 0.0, 1.0
+        raise KeyboardInterrupt
+
+    made_up(monkeypatch, first=GOOD, second=interrupted, third=GOOD)
+    done, report = validate_cpu(tmp_path, "--dtype", "bfloat16", "--limit", "0")
     assert done.exit_code != 0
-    assert check["passed"]
-    assert check["dtype"] == "bfloat16"
+    assert [check["quantity"] for check in report["checks"]] == ["loss", "gradient"]
+    assert report["running"] == "cpu, second, bfloat16"
+    assert report["plan"]["cases"] == [f"cpu, {n}, bfloat16" for n in ("first", "second", "third")]
+
+
+@pytest.mark.slow
+def test_a_kernel_that_hangs_or_dies_is_named_and_the_others_run(monkeypatch, tmp_path):
+    calls = dict(hangs=partial(time.sleep, 10**6), aborts=os.abort, raises=partial(int, "x"))
+    calls |= dict(faults=partial(ctypes.string_at, 0), exits=partial(os._exit, 3))
+    made_up(monkeypatch, first=GOOD, **calls, last=GOOD)
+    monkeypatch.setenv("TRITON_MADE_UP", "1")
+    done, report = validate_cpu(tmp_path, "--dtype", "bfloat16", "--limit", "5")
+    assert done.exit_code == 1
+    how = dict(hangs="did not end within 5 s", aborts="the process died: SIGABRT")
+    how |= dict(faults="the process died: SIGSEGV", exits="the process died: exit status 3")
+    lost = [f"cpu, {name}, bfloat16: {note}" for name, note in how.items()]
+    assert report["lost"] == lost
+    raised = "cpu, raises, bfloat16: ValueError: invalid literal for int() with base 10: 'x'"
+    assert {*lost, raised, "7 checks, 5 failed on cpu"} <= {*done.stdout.splitlines()}
+    checks = {check["case"]: check for check in report["checks"]}
+    assert [*checks] == ["first", *calls, "last"]
+    assert [name for name, check in checks.items() if check["passed"]] == ["first", "last"]
+    assert checks["hangs"]["quantity"] == "process"
+    assert checks["hangs"]["error"] == "nan"
+    assert report["machine"]["variables"]["TRITON_MADE_UP"] == "1"
+
+
+@pytest.mark.slow
+def test_no_process_is_left():
+    """And in it wrong kernels are not replaced by others."""
+    worker = processes.Worker(60)
+    assert list(worker.results(partial(os.getenv, "BAPO_SELF_CHECK"))) == ["0"]
+    child = worker._child
+    assert child.poll() is None
+    worker.close()
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_processes_that_do_not_start_end_the_command(monkeypatch, tmp_path):
+    made_up(monkeypatch, first=GOOD)
+    monkeypatch.setattr(processes, "_CHILD", "raise SystemExit(7)")
+    done, report = validate_cpu(tmp_path)
+    assert done.exit_code == 1
+    stopped = "3 processes in succession failed at their start: the process died: exit status 7"
+    assert report["stopped"] == stopped
+    assert stopped in done.output
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_after_an_error_of_the_device_the_process_is_lost(monkeypatch, lost):
+    """As by an illegal address, which every later call reports again."""
+    ours, theirs = Pipe()
+    cuda = mock.Mock(**{"synchronize.side_effect": RuntimeError if lost else None})
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ours.send_bytes(pickle.dumps(partial(int, "x")))
+    ours.send_bytes(pickle.dumps(sys.exit))
+    with pytest.raises(SystemExit):
+        processes.serve(theirs)
+    assert ours.recv() == ("end", None)
+    assert ours.recv()[0] == ("process" if lost else "call")
+
+
+def test_all_sizes_of_clusters_have_cases():
+    """On a GPU, for every kind of kernel that reads rows."""
+    cases = {(task.case, task.dtype) for task in validate.tasks("cuda", "cuda")}
+    sizes = [f"V = {V:,}" for V in (10_000, 30_000, 60_000, 151_936)]
+    kinds = "", "inplace, ", "log_probs, ", "sets, "
+    assert {(k + V, dtype) for k in kinds for V in sizes for dtype in validate.DTYPES} < cases
 
 
 @pytest.mark.parametrize(("required", "status"), [("cpu", 0), ("cuda", 1)])
 def test_backends_that_are_not_checked_are_named(monkeypatch, required, status):
-    made_up = [validate.Task("cpu", "made up", torch.float32, lambda: [("loss", 0.0, 1.0)])]
-    monkeypatch.setattr(validate, "tasks", lambda *names: made_up)
-    monkeypatch.setattr(validate, "runnable", lambda *names: ["cpu"])
+    made_up(monkeypatch, first=GOOD)
     monkeypatch.setattr(validate, "why_not", lambda name, *_: f"no {name} here")
-    done = run("validate", "--device", "cpu", "--require", required)
-    _, *told = done.stdout[done.stdout.index("1 checks") :].splitlines()
+    options = "--dtype", "bfloat16", "--limit", "0", "--require", required
+    done = run("validate", "--device", "cpu", *options)
+    told = [line for line in done.stdout.splitlines() if "closest" not in line]
     left = "not checked: cuda (no cuda here), triton (no triton here)"
-    assert told == [left, *["required, but not checked: cuda"] * status]
+    plan = ["1 cases of cpu on cpu, without a limit", left]
+    required = ["required, but not checked: cuda"] * status
+    assert told == [*plan, "1 checks, 0 failed", left, *required]
     assert done.exit_code == status
 
 
@@ -287,4 +384,4 @@ def test_no_backend_to_check_is_an_error(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.xdist_group("gpu memory")
 def test_the_commands_run_on_a_gpu():
-    assert run("validate", "--device", "cuda").exit_code == 0
+    assert run("validate", "--device", "cuda", "--dtype", "float32").exit_code == 0

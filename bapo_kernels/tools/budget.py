@@ -61,11 +61,12 @@ def error_and_budget(
     budget. The error is NaN, which exceeds every budget, if the shapes differ or if NaN and
     infinities are not where the truth has them.
     """
-    got64, truth = got.double().cpu(), truth.double().cpu()
+    truth = truth.double()
+    got64 = got.double().to(truth.device)
     finite = truth.isfinite()
     rounding = EPS[got.dtype] * max(largest(truth[finite]), operand) + TINY[got.dtype]
     references = [same_dtype] if isinstance(same_dtype, Tensor) else same_dtype
-    errors = [largest((same.double().cpu() - truth)[finite]) for same in references]
+    errors = [largest((same.double().to(truth.device) - truth)[finite]) for same in references]
     budget = 2 * max(errors) + rounding + inherited
     same_places = got64.shape == truth.shape and torch.allclose(
         got64[~finite], truth[~finite], rtol=0, atol=0, equal_nan=True

@@ -7,18 +7,17 @@ scripts: a failed check that exits with 0 would pass there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from json import dumps
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from typer import BadParameter, Option, Typer
 
 if TYPE_CHECKING:
@@ -53,47 +52,78 @@ def validate(
     backend: list[str] | None = None,
     dtype: Dtype | None = None,
     require: list[str] | None = None,
+    limit: Annotated[float, Option(min=0.0)] = 120.0,
     json: File = None,
 ) -> None:
     """Checks the kernels of this machine against the reference in float64.
 
     The device defaults to the GPU if there is one. --backend may be repeated and defaults to every
     backend that can run on the device; --dtype restricts the checks to one dtype. --require, which
-    may be repeated, names a backend that must have been checked. --json names a file that receives
-    one line per check as it is made. The exit status is 0 if no check failed and none is missing.
+    may be repeated, names a backend that must have been checked. The cases run in another process;
+    one that takes more than --limit seconds, or ends its process, has failed, and the others go on
+    in a new one. With 0 they run in this process, without a limit. --json names a file for a report
+    to attach to an issue. The exit status is 0 if no check failed and none is missing.
     """
-    from .validate import run, why_not_on
+    from .validate import machine, run, why_not_on
 
-    def selected(tasks: Sequence[Task]) -> Iterable[Task]:
-        wanted = None if dtype is None else getattr(torch, dtype)
-        return _with_progress([t for t in tasks if wanted in (None, t.dtype)])
+    report: dict[str, Any] = {"plan": {}, "machine": {}, "running": None, "lost": [], "checks": []}
+
+    def keep() -> None:
+        if json is not None:
+            json.write_text(dumps(report, indent=1) + "\n")
+
+    def selected(tasks: Sequence[Task]) -> Iterator[Task]:
+        tasks = [t for t in tasks if dtype is None or t.dtype == getattr(torch, dtype)]
+        names = dict.fromkeys(task.backend for task in tasks)
+        left = {name: why or "not asked for" for name, why in why_not_on(on).items()}
+        words = [f"{name} ({why})" for name, why in left.items() if name not in names]
+        plan = {"device": on, "backends": [*names], "not checked": ", ".join(words)}
+        report["plan"] = plan | {"limit": limit, "cases": [_name(task) for task in tasks]}
+        report["machine"] = machine(on)
+        limited = f"each in at most {limit:g} s" if limit else "without a limit"
+        where = report["machine"].get("gpu", on)
+        print(f"{len(tasks)} cases of {', '.join(names)} on {where}, {limited}", flush=True)
+        if words:
+            print("not checked:", plan["not checked"], flush=True)
+        for task in track(tasks, "cases", console=Console(stderr=True), transient=True):
+            report["running"] = _name(task)
+            keep()
+            print(report["running"], file=sys.stderr, flush=True)
+            yield task
+        report["running"] = None
 
     def tell(check: Check) -> None:
-        if file is not None:
-            print(_json(check), file=file, flush=True)
+        report["checks"].append(_row(check))
+        if check.quantity == "process":
+            report["lost"].append(f"{_name(check)}: {check.note}")
         if not check.passed:
-            where = f"{check.backend}, {check.case}, {check.dtype}"
-            numbers = f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
-            print(f"{where}: {check.note or numbers}", flush=True)
+            print(_told(check), flush=True)
 
-    with nullcontext() if json is None else json.open("w") as file:
-        try:
-            checks = run(on := _device(device), backend, selected, tell)
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
-    for name in dict.fromkeys(check.backend for check in checks):
-        _console().print(_checks_table(name, [c for c in checks if c.backend == name]))
+    try:
+        checks = run(on := _device(device), backend, selected, tell, limit)
+    except (ValueError, ChildProcessError) as error:
+        raise SystemExit(report.setdefault("stopped", str(error))) from None
+    finally:
+        keep()
     failed = [check for check in checks if not check.passed]
+    if shares := {c.error / c.budget: c for c in checks if c.passed and c.budget}:
+        print("closest to its budget:", _told(shares[max(shares)]))
     backends = ", ".join(dict.fromkeys(check.backend for check in failed))
     print(f"{len(checks)} checks, {len(failed)} failed", *([f"on {backends}"] if failed else ()))
-    checked = {check.backend for check in checks}
-    left = {name: why or "not asked for" for name, why in why_not_on(on).items()}
-    words = [f"{name} ({why})" for name, why in left.items() if name not in checked]
-    if words:
-        print("not checked:", ", ".join(words))
-    if missing := [name for name in require or () if name not in checked]:
+    if left := report["plan"]["not checked"]:
+        print("not checked:", left)
+    if missing := [name for name in require or () if name not in report["plan"]["backends"]]:
         print("required, but not checked:", ", ".join(missing))
     raise SystemExit(1 if failed or missing else 0)
+
+
+def _name(case: Task | Check) -> str:
+    return f"{case.backend}, {case.case}, {str(case.dtype).removeprefix('torch.')}"
+
+
+def _told(check: Check) -> str:
+    numbers = f"{check.quantity} off by {check.error:.1e}, budget {check.budget:.1e}"
+    return f"{_name(check)}: {check.note or numbers}"
 
 
 def _device(name: Device | None) -> str:
@@ -102,29 +132,9 @@ def _device(name: Device | None) -> str:
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _console() -> Console:
-    return Console(markup=False, highlight=False)
-
-
-def _with_progress(tasks: Sequence[Task]) -> Iterable[Task]:
-    return track(tasks, "cases", console=Console(stderr=True), transient=True)
-
-
-def _checks_table(backend: str, checks: list[Check]) -> Table:
-    table = Table(title=f"{backend} against float64")
-    for column in ("case", "dtype", "quantity", "error", "budget", "verdict"):
-        table.add_column(column, justify="right" if column in ("error", "budget") else "left")
-    for check in checks:
-        verdict = "ok" if check.passed else "FAILED"
-        row = check.case, check.dtype, check.quantity
-        numbers = f"{check.error:.1e}", f"{check.budget:.1e}"
-        table.add_row(*row, *numbers, verdict, style=None if check.passed else "bold red")
-    return table
-
-
-def _json(check: Check) -> str:
+def _row(check: Check) -> dict[str, Any]:
     row = asdict(check) | {"passed": check.passed}
     for name in ("error", "budget"):
         if not isfinite(row[name]):  # JSON has no NaN
             row[name] = str(row[name])
-    return dumps(row)
+    return row

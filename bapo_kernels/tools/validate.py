@@ -1,16 +1,20 @@
 """Checks the kernels that run on this machine against the reference in float64.
 
 ``python -m bapo_kernels validate`` prints the checks of :func:`run`. May import public modules, the
-reference, the table of backends and ``budget``. A backend or an option that has no case here is one
-that users cannot check on their machine.
+reference, the table of backends, ``budget`` and ``processes``. A backend or an option that has no
+case here is one that users cannot check on their machine.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +24,11 @@ from .. import reference
 from ..backends import NAMES, choose, triton, why_not
 from ..bounds import find_clip_bounds
 from ..config import BAPOConfig
+from ..debug import environment
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from ..linear import bapo_linear_loss
 from ..output import BAPOOutput, ClipBounds
+from ..sampling_mask import SamplingMask
 from .budget import (
     Case,
     Loss,
@@ -37,10 +43,15 @@ from .budget import (
     per_token,
     quantities,
 )
+from .processes import CallError, Worker
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
 VOCABULARY = 151_936  # Qwen3
+NARROWER = (10_000, 30_000, 60_000)  # with Qwen3's, rows of every size of a cluster of blocks
+SETS = (0, 1, 50, 10_000)  # ids of a row's set; an empty one is the whole vocabulary
+VARIABLES = ("BAPO_", "TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "OMP_", "ATEN_CPU_CAPABILITY")
+Quantities = Iterator[Measured]
 
 
 @dataclass(frozen=True)
@@ -75,32 +86,53 @@ def run(
     backends: Sequence[str] | None = None,
     track: Callable[[Sequence[Task]], Iterable[Task]] = iter,
     tell: Callable[[Check], None] = lambda check: None,
+    limit: float = 0.0,
 ) -> list[Check]:
-    """Runs every check of every backend; a case that raises is a failed check.
+    """Runs every check of every backend; a case that raises, hangs or dies is a failed check.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         backends: defaults to every backend with kernels that can run on the device.
         track: iterates over the tasks, to show progress or to select some of them.
         tell: receives each check as it is made.
+        limit: seconds that a case may take in another process; 0 runs all of them in this one.
 
     Raises:
         ValueError: a named backend cannot run on the device, or no backend can.
+        ChildProcessError: no process starts.
     """
     of_all = [task for name in runnable(device, backends) for task in tasks(name, device)]
     checks: list[Check] = []
-    for backend, case, dtype, measure in track(of_all):
-        for measured in _measured(measure):
-            checks.append(Check(backend, case, str(dtype).removeprefix("torch."), *measured))
-            tell(checks[-1])
+    with closing(Worker(limit)) as worker:
+        for backend, case, dtype, measure in track(of_all):
+            for measured in _measured(partial(worker.results, measure) if limit else measure):
+                checks.append(Check(backend, case, str(dtype).removeprefix("torch."), *measured))
+                tell(checks[-1])
     return checks
 
 
 def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, ...]]:
     try:
         yield from measure()
+    except ChildProcessError:
+        raise
+    except CallError as error:
+        yield error.args[0], math.nan, math.nan, error.args[1]
     except Exception as error:
         yield "call", math.nan, math.nan, f"{type(error).__name__}: {error}"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What to report of this machine. Makes no context on a GPU, which may admit only one."""
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
+    facts = {**environment(), "variables": variables, "cuda of torch": torch.version.cuda}
+    with suppress(ImportError):
+        facts["triton"] = import_module("triton").__version__
+    with suppress(OSError):
+        facts["driver"] = Path("/proc/driver/nvidia/version").read_text()
+    if device == "cuda":
+        facts["gpu"] = str(torch.cuda.get_device_properties(device))
+    return facts
 
 
 def why_not_on(device: str) -> dict[str, str | None]:
@@ -128,48 +160,64 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
     """All cases; with short rows in Triton's interpreter, which takes milliseconds per row."""
     interpreted = backend == "triton" and triton.INTERPRETED
     on_gpu = device.startswith("cuda")
-    V = 2_503 if interpreted else VOCABULARY
-    shape = (4, 64) if on_gpu else (2, 4)  # on a GPU more rows than fit on chip at once
-    losses: dict[str, tuple[Loss, dict[str, Any]]] = {
-        f"V = {V:,}": (bapo_loss, dict(shape=shape, V=V)),
-        "V = 257": (bapo_loss, {}),
-        "logits[:, :-1]": (_of_slice, {}),
-        "all options": (bapo_loss, _all_options()),
-        "statistics=live": (bapo_loss, dict(statistics="live")),
-        "inplace": (_inplace, {}),
-        "packed": (bapo_loss, _packed()),
-        "cispo, bounds per token": (bapo_loss, _own_bounds()),
-        "sapo": (bapo_loss, dict(config=BAPOConfig(surrogate="sapo"))),
-        "ratio of sequences": (bapo_loss, dict(config=BAPOConfig(ratio_level="sequence"))),
+    wide: dict[str, dict[str, Any]] = {  # on a GPU more rows than fit on chip at once
+        f"V = {V:,}": dict(shape=(8, 3_000_000 // V) if on_gpu else (2, 4), V=V)
+        for V in (*NARROWER * on_gpu, 2_503 if interpreted else VOCABULARY)
     }
+    cases: dict[str, Callable[..., Quantities]] = {
+        **{case: partial(_loss, bapo_loss, **rows) for case, rows in wide.items()},
+        "V = 257": partial(_loss, bapo_loss),
+        "logits[:, :-1]": partial(_loss, _of_slice),
+        "all options": partial(_loss, bapo_loss, **_all_options()),
+        "statistics=live": partial(_loss, bapo_loss, statistics="live"),
+        "inplace": partial(_loss, _inplace),
+        "packed": partial(_loss, bapo_loss, **_packed()),
+        "cispo, bounds per token": partial(_loss, bapo_loss, **_own_bounds()),
+        "sapo": partial(_loss, bapo_loss, config=BAPOConfig(surrogate="sapo")),
+        "ratio of sequences": partial(_loss, bapo_loss, config=BAPOConfig(ratio_level="sequence")),
+        "sets": partial(_loss, bapo_loss, sets=True),
+        **{f"log_probs, {case}": partial(_log_probs, **rows) for case, rows in wide.items()},
+        "log_probs": _log_probs,
+        "log_probs, sets": partial(_log_probs, sets=True),
+        "bapo_linear_loss": _linear,
+        "bapo_linear_loss, sets": partial(_linear, sets=True),
+    }
+    for case, rows in wide.items() if on_gpu else ():
+        cases[f"inplace, {case}"] = partial(_loss, _inplace, **rows)
+        cases[f"sets, {case}"] = partial(_loss, bapo_loss, **rows, sets=True)
     for dtype in DTYPES:
-        for case, (loss, options) in losses.items():
-            call = partial(loss, backend=backend)
-            yield Task(backend, case, dtype, partial(_loss, call, dtype, device, options))
-        for columns, case in ((V, f"log_probs, V = {V:,}"), (257, "log_probs")):
-            measure = partial(_log_probs, backend, dtype, device, columns)
+        for case, of in cases.items():
+            measure = partial(of, backend=backend, dtype=dtype, device=device)
             yield Task(backend, case, dtype, measure)
-        yield Task(backend, "bapo_linear_loss", dtype, partial(_linear, backend, dtype, device))
     batches = 10 if interpreted else 200
     for preset in ("paper", "recipe"):
         config = getattr(BAPOConfig, preset)()
         measure = partial(_search, backend, device, config, batches)
         yield Task(backend, f"search, {preset}", torch.float32, measure)
-    if on_gpu and torch.cuda.mem_get_info(device)[0] > 2 * 2**32:
+    if on_gpu:
         measure = partial(_beyond_32_bits, backend, device)
         yield Task(backend, "2^31 logits", torch.bfloat16, measure)
 
 
-def _loss(
-    loss: Loss, dtype: torch.dtype, device: str, options: dict[str, Any]
-) -> Iterator[Measured]:
-    case = make_case(dtype=dtype, device=device, **options)
-    yield from _compare(loss, reference.bapo_loss, case, (case.logits,))
+def _loss(loss: Loss, backend: str, sets: bool = False, **options: Any) -> Quantities:
+    case = make_case(**options)
+    case = _with_sets(case) if sets else case
+    yield from _compare(partial(loss, backend=backend), reference.bapo_loss, case, (case.logits,))
 
 
-def _compare(
-    loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, ...]
-) -> Iterator[Measured]:
+def _with_sets(case: Case) -> Case:
+    """With sets that have the labels, and a policy that has followed the advantages."""
+    V, labels = case.logits.shape[-1], case.labels.flatten()
+    counts = labels.new_tensor(SETS).clamp(max=V).repeat(len(labels))[: len(labels)]
+    places = torch.arange(min(V, max(SETS)), device=labels.device)
+    ids = (labels[:, None] + 7 * places) % V  # distinct: 7 divides no V here
+    mask = SamplingMask.from_counts(ids[places < counts[:, None]], counts)
+    logp = reference.log_probs(case.logits.double(), case.labels, sampling_mask=mask)[0]
+    old = (logp - case.advantages / 2).float()
+    return replace(case, old_log_probs=old).with_options(sampling_mask=mask)
+
+
+def _compare(loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, ...]) -> Quantities:
     got, again = (evaluate(loss, case, parameters) for _ in range(2))
     same = in_some_orders(partial(evaluate, expected, case, parameters))
     truth = evaluate(expected, case, parameters, torch.float64)
@@ -221,13 +269,15 @@ def _packed() -> dict[str, Any]:
     return dict(shape=(20,), config=config, cu_seqlens=torch.tensor([0, 5, 5, 12, 20]))
 
 
-def _log_probs(backend: str, dtype: torch.dtype, device: str, V: int) -> Iterator[Measured]:
-    case = make_case((2, 4), V, dtype, device, poison=False)
-    weights = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
+def _log_probs(backend: str, dtype: torch.dtype, sets: bool = False, **options: Any) -> Quantities:
+    case = make_case(dtype=dtype, poison=False, **options)
+    mask = _with_sets(case).options["sampling_mask"] if sets else None
+    g = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, *case.labels.shape, generator=g).to(case.labels.device)
 
     def of(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         x = case.logits.to(dtype, copy=True).requires_grad_()
-        outputs = function(x, case.labels)
+        outputs = function(x, case.labels, sampling_mask=mask)
         incoming = [w.to(outputs[0].dtype) for w in weights]
         return *outputs, *torch.autograd.grad(outputs, x, incoming)
 
@@ -240,19 +290,19 @@ def _log_probs(backend: str, dtype: torch.dtype, device: str, V: int) -> Iterato
         yield name, *error_and_budget(got[i], theirs, truth[i], operand=operand)
 
 
-def _linear(backend: str, dtype: torch.dtype, device: str) -> Iterator[Measured]:
+def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -> Quantities:
     """Several chunks and recomputed rows; logits are multiples of 1/2, exact in every dtype."""
     g, shape, V, H = torch.Generator().manual_seed(0), (6, 12), 193, 16
     hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
     weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
     logits = (hidden @ weight.T).cpu()
     case = make_case(shape, V, device=device, logits=logits, staleness=0.5)
+    case = _with_sets(case) if sets else case
     loss = partial(bapo_linear_loss, backend=backend, chunk_tokens=8)
-    parameters = hidden, weight
-    yield from _compare(loss, reference.bapo_linear_loss, case, parameters)
+    yield from _compare(loss, reference.bapo_linear_loss, case, (hidden, weight))
 
 
-def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Iterator[Measured]:
+def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Quantities:
     """Every second batch has a target at which its search stops inside the grids."""
     g = torch.Generator().manual_seed(0)
     errors = []
@@ -283,8 +333,11 @@ def _bounds(backend: str, *tokens: Tensor, config: BAPOConfig) -> ClipBounds:
     return bapo_loss_from_log_probs(*tokens, config=config, backend=backend).bounds
 
 
-def _beyond_32_bits(backend: str, device: str) -> Iterator[Measured]:
+def _beyond_32_bits(backend: str, device: str) -> Quantities:
     """Rows whose element offsets overflow 32 bits."""
+    if (free := torch.cuda.mem_get_info(device)[0]) < 2 * 2**32:
+        yield f"not run: {free} bytes are free", 0.0, 0.0
+        return
     N, V, g = 2**31 // VOCABULARY + 64, VOCABULARY, torch.Generator(device).manual_seed(0)
     logits = torch.empty(N, V, dtype=torch.bfloat16, device=device)
     for rows in logits.split(1024):
