@@ -68,7 +68,13 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
     attributes->ptxVersion = emulated::device.ptx_version;
     return cudaSuccess;
 }
+cudaError_t cudaFuncGetName(const char** name, const void* function) {
+    *name = kernels().at(function);
+    return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
+    if (const cudaError_t error = emulated::failure.now()) return error;
     *count = emulated::device.clusters;
     return cudaSuccess;
 }
@@ -83,6 +89,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
     const dim3 grid = config->gridDim, block = config->blockDim;
     if (grid.x == 0 || grid.x % cluster) return cudaErrorInvalidValue;
     if (config->numAttrs && emulated::device.clusters == 0) return cudaErrorInvalidClusterSize;
+    if (const cudaError_t error = emulated::failure.now()) return error;
     if (config->numAttrs) emulated::launches.cluster = cluster;
     emulated::launches.add(config->stream);
     const unsigned launch[] = {grid.x,  grid.y,  grid.z,
