@@ -74,6 +74,51 @@ def test_launches_are_on_the_current_stream(on_host, library):
     assert not library.launched_on(0x1234)
 
 
+INVALID_VALUE, INVALID_CONFIGURATION, OUT_OF_RESOURCES, INVALID_CLUSTER = 1, 9, 701, 912
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+@pytest.mark.parametrize(
+    ("error", "calls"),  # that succeed before it: the query of occupancy is the first
+    [(INVALID_VALUE, 0), (INVALID_CONFIGURATION, 1), (OUT_OF_RESOURCES, 1), (INVALID_CLUSTER, 1)],
+)
+def test_refused_clusters(on_host, library, error, calls):
+    """One warning; the generic row pass runs instead, from then on."""
+    logits, labels = torch.randn(3, 10_007), torch.tensor([5, 10_006, 0])
+    library.device(*DEVICES["A100"][0])
+    expected = log_probs(logits, labels, backend="cpu")
+    library.device(*DEVICES[on_host][0])
+    library.fail_launch(error, calls + 1)  # the tokens are prepared before
+    refuses = r"a slower row pass runs instead: .*\d blocks of \d+ .*row_pass_cluster_kernel"
+    with pytest.warns(UserWarning, match=refuses) as warned:
+        got = [log_probs(logits, labels, backend="cpu") for _ in range(2)]
+    assert len(warned) == 1
+    assert all(all(map(torch.equal, each, expected)) for each in got)
+    assert library.last_cluster() == 0
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+@pytest.mark.parametrize(
+    ("V", "calls", "kernel"), [(10_007, 2, "row_pass_cluster"), (7, 1, "row_pass")]
+)
+def test_other_errors_of_a_launch(on_host, library, V, calls, kernel):
+    """They name the kernel; the next call runs as if nothing had been."""
+    logits, labels = torch.randn(3, V), torch.tensor([5, 6, 0])
+    expected = log_probs(logits, labels, backend="cpu")
+    library.device(*DEVICES[on_host][0])
+    library.fail_launch(INVALID_VALUE, calls)
+    with pytest.raises(RuntimeError, match=rf"invalid argument \(\d blocks of .*{kernel}_kernel"):
+        log_probs(logits, labels, backend="cpu")
+    assert all(map(torch.equal, log_probs(logits, labels, backend="cpu"), expected))
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_clusters_turned_off(on_host, library, monkeypatch):
+    for value, size in (("1", 0), ("0", 2), ("", 2)):
+        monkeypatch.setenv("BAPO_NO_CLUSTERS", value)
+        assert library.planned_cluster(10_007) == size
+
+
 def spread_out(rows, shift, gap):
     """The same rows in other memory: ``shift`` elements from its start, ``gap`` elements apart."""
     memory = torch.full((*rows.shape[:-1], rows.shape[-1] + gap), torch.nan, dtype=rows.dtype)
