@@ -132,7 +132,7 @@ def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, 
     monkeypatch.setattr(native, "why_no_cuda", lambda: None)
     monkeypatch.setattr(native, "build_info", lambda: {"cuda": f"13.0 for {targets}"})
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: gpu)
-    monkeypatch.setattr(native, "_cuda_of_driver", lambda: driver)
+    monkeypatch.setattr(native, "cuda_of_driver", lambda: 1_000 * driver + 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     native._not_built_for.cache_clear()
     expected = reason and reason.format(targets)
