@@ -6,6 +6,7 @@ of them again; ``cuda_on_host/breaks.py`` shows which faults they notice.
 """
 
 import os
+import re
 import shutil
 from itertools import product
 
@@ -37,6 +38,7 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     log_probs,
 )
+from bapo_kernels.backends import self_check
 from bapo_kernels.config import SURROGATES
 from bapo_kernels.core import rows
 from bapo_kernels.core.arguments import loss_arguments
@@ -117,6 +119,20 @@ def test_clusters_turned_off(on_host, library, monkeypatch):
     for value, size in (("1", 0), ("0", 2), ("", 2)):
         monkeypatch.setenv("BAPO_NO_CLUSTERS", value)
         assert library.planned_cluster(10_007) == size
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_self_check(on_host, library, monkeypatch):
+    """It passes, names a kernel that is refused, and has rows for clusters of every size."""
+    planned = {library.planned_cluster(V // n) for V in self_check.COLUMNS for n in (1, 2)}
+    assert planned >= {0, 2, 4, 8, 16}  # of float32, and of as many bytes in bfloat16
+    monkeypatch.setattr(self_check, "COLUMNS", (257, 10_000))
+    device = torch.device("cpu")
+    assert self_check.first_failure(library, device) is None
+    assert library.last_cluster() > 0
+    library.fail_launch(INVALID_VALUE, library.launches() - 1)
+    failure = self_check.first_failure(library, device)
+    assert re.match(r"rows of 10,000 columns in float32: .*row_pass_cluster_kernel", failure)
 
 
 def spread_out(rows, shift, gap):
