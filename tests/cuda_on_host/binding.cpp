@@ -22,7 +22,9 @@ void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters,
     cuda::clear_occupancy_cache();
 }
 
-void fail_launch(int64_t error, int64_t after) { emulated::failure = {(cudaError_t)error, (int)after}; }
+void fail_launch(int64_t error, int64_t after) {
+    emulated::failure = {(cudaError_t)error, (int)after};
+}
 
 // Sets the stream that torch reports, and the status of that call.
 void stream(int64_t handle, int64_t status) {
