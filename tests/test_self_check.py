@@ -38,6 +38,11 @@ class Gpu:
     def chosen(self, backend=None):
         return backends.choose(backend, GPU_TENSOR, "logits")
 
+    def checks_of_processes(self):
+        new_process()
+        assert self.chosen() == "cuda"
+        return self.checks
+
 
 def new_process():
     self_check._found.clear()
@@ -67,31 +72,29 @@ def gpu(monkeypatch, tmp_path):
 
 
 def test_kernels_that_agree_are_checked_once(gpu, tmp_path, recwarn):
-    assert [gpu.chosen(), gpu.chosen("cuda"), gpu.checks] == ["cuda", "cuda", 1]
-    new_process()
+    assert (gpu.chosen("cuda"), gpu.checks) == ("cuda", 1)
     assert (gpu.chosen(), gpu.checks) == ("cuda", 1)
+    assert gpu.checks_of_processes() == 1
     (file,) = (tmp_path / "bapo_kernels").iterdir()
     file.unlink()
     file.parent.rmdir()
     file.parent.touch()  # so that no file can be written, which is no error
-    for checked in (2, 3):
-        new_process()
-        assert (gpu.chosen(), gpu.checks) == ("cuda", checked)
+    assert [gpu.checks_of_processes(), gpu.checks_of_processes()] == [2, 3]
     assert not recwarn.list
 
 
 def test_another_library_gpu_or_driver_is_checked_again(gpu, monkeypatch, tmp_path):
     other = tmp_path / "library"
     other.write_bytes(native.LIBRARY.read_bytes() + b"other")
-    gpu.chosen()
+    assert gpu.checks_of_processes() == 1
+    monkeypatch.setattr(native, "LIBRARY", other)
+    assert gpu.checks_of_processes() == 2
+    monkeypatch.setattr(native, "cuda_of_driver", lambda: 13_030)
+    assert gpu.checks_of_processes() == 3
+    monkeypatch.setattr(torch.cuda, "get_device_properties", str)
+    assert gpu.checks_of_processes() == 4
     monkeypatch.setenv("BAPO_NO_CLUSTERS", "1")
-    changes = [(native, "LIBRARY", other), (native, "cuda_of_driver", lambda: 13_030)]
-    changes += [(torch.cuda, "get_device_properties", lambda device: "an H200")]
-    for n, change in enumerate([(self_check, "COLUMNS", (257,)), *changes]):
-        monkeypatch.setattr(*change)
-        new_process()
-        gpu.chosen()
-        assert gpu.checks == n + 2
+    assert gpu.checks_of_processes() == 5
 
 
 def not_launched(*arguments):
@@ -114,7 +117,7 @@ SHORT = "rows of 257 columns in bfloat16 is off by 4 times"
     ],
 )
 def test_a_wrong_kernel_is_named_and_triton_takes_over(gpu, operator, at, dtype, failure, tmp_path):
-    """One number is off, by two units in the last place of bfloat16, or nothing is written."""
+    """A number is off, by two units in the last place of bfloat16, or nothing is written."""
 
     def run(*arguments):
         if at is not None:
@@ -124,27 +127,21 @@ def test_a_wrong_kernel_is_named_and_triton_takes_over(gpu, operator, at, dtype,
 
     gpu.wrong = {operator: run}
     with pytest.warns(RuntimeWarning, match=f"cuda:0: {failure}.*validate --json") as warned:
-        chosen = [gpu.chosen(), gpu.chosen("cuda"), gpu.chosen()]
-    assert (chosen, gpu.checks, len(warned)) == (["triton", "cuda", "triton"], 1, 1)
+        chosen = [gpu.chosen("cuda"), gpu.chosen(), gpu.chosen("cuda")]
+    assert (chosen, gpu.checks, len(warned)) == (["cuda", "triton", "cuda"], 1, 1)
     assert not list(tmp_path.iterdir())
-    new_process()
-    with pytest.warns(RuntimeWarning, match=failure):
-        assert gpu.chosen("cuda") == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "value"),
-    [
+def test_where_it_cannot_run_it_runs_later(gpu, monkeypatch):
+    for module, name, value in (
         (torch.cuda, "is_current_stream_capturing", True),
         (torch.cuda, "get_sync_debug_mode", 2),
         (torch.cuda, "is_initialized", False),
         (torch._C, "_are_functorch_transforms_active", True),
-    ],
-)
-def test_where_it_cannot_run_it_runs_later(gpu, monkeypatch, module, name, value):
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, lambda: value)
-        assert (gpu.chosen(), gpu.checks) == ("cuda", 0)
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda value=value: value)
+            assert (gpu.chosen(), gpu.checks) == ("cuda", 0), name
     with FakeTensorMode():
         assert (gpu.chosen(), gpu.checks) == ("cuda", 0)
     assert (gpu.chosen(), gpu.checks) == ("cuda", 1)
@@ -167,13 +164,10 @@ def test_a_compiled_function_takes_what_is_known(gpu):
     torch.compiler.reset()
 
 
-def test_off(gpu, monkeypatch):
-    gpu.wrong = {"row_pass": not_launched}
-    with monkeypatch.context() as patch:
-        patch.setenv("BAPO_SELF_CHECK", "0")
-        assert (gpu.chosen(), gpu.checks) == ("cuda", 0)
-    new_process()
-    monkeypatch.setattr(self_check, "enabled", False)
+@pytest.mark.parametrize(("variable", "enabled"), [("0", True), ("1", False)])
+def test_off(gpu, monkeypatch, variable, enabled):
+    monkeypatch.setenv("BAPO_SELF_CHECK", variable)
+    monkeypatch.setattr(self_check, "enabled", enabled)
     assert (gpu.chosen(), gpu.checks) == ("cuda", 0)
 
 
