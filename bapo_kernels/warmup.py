@@ -1,6 +1,6 @@
 """Compiling and loading the kernels of a call before the first one that counts.
 
-Imports the output alone, and calls what it is given.
+Imports the output and the backends, and calls what it is given.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .backends import self_check, why_not
 from .output import BAPOOutput
 
 
 def warm_up(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Calls ``function`` and its backward once, so that later calls compile and load no kernel.
 
-    The Triton backend compiles and loads a kernel at its first launch. The capture of a CUDA graph
-    does not allow that: a first call there raises an error that names this function.
-    One call with few tokens is enough, as neither their number nor values matter. What is compiled
+    Triton compiles and loads a kernel at its first launch, which the capture of a CUDA graph does
+    not allow: a first call there raises an error that names this function. The CUDA backend loads
+    its kernels and sets their attributes at their first launch, and checks itself before: neither
+    belongs in a capture, and a compiled function leaves the check out.
+    One call with few tokens is enough, as neither their number nor values matter. What is loaded
     depends on the device, dtypes, given arguments, options of the config, V, and the strides and
     alignment of the logits (on AMD GPUs also on whether they take 2 GB).
 
@@ -45,6 +48,9 @@ def warm_up(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         leaves.append(given.detach().requires_grad_())
         return _SameMemory.apply(leaves[-1])
 
+    for given in tree_leaves((args, kwargs)):
+        if isinstance(given, Tensor) and why_not("cuda", given, "an argument") is None:
+            self_check.why_not(given.device)
     args, kwargs = tree_map_only(Tensor, with_other_leaf, (args, kwargs))
     result = function(*args, **kwargs)
     results = tree_leaves(result.loss if isinstance(result, BAPOOutput) else result)

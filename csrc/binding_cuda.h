@@ -4,6 +4,8 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
+#include <string>
+
 #include "binding_sampling_sets.h"
 #include "cuda/launch_cuda.h"
 #include "tokens.h"
@@ -11,6 +13,11 @@
 // Defined by a torch with CUDA alone.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream)
     __attribute__((weak));
+
+[[gnu::used]] inline void bapo::cuda::warn_of_refusal(const char* message) {
+    std::string text("bapo_kernels: the GPU refuses clusters; a slower row pass runs instead: ");
+    aoti_torch_warn(__func__, __FILE__, __LINE__, (text + message).c_str());
+}
 
 namespace bapo::binding {
 

@@ -18,6 +18,8 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     folder = Path(tempfile.gettempdir()) / f"inductor_{getpass.getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
+os.environ.setdefault("BAPO_SELF_CHECK", "0")  # tests have it run where it is their subject
+
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX, needs_gpu_memory, not_tested_on_the_gpu
 from hypothesis import settings
 from world import world

@@ -132,7 +132,7 @@ def test_reason_where_the_gpu_has_no_kernels(monkeypatch, targets, gpu, driver, 
     monkeypatch.setattr(native, "why_no_cuda", lambda: None)
     monkeypatch.setattr(native, "build_info", lambda: {"cuda": f"13.0 for {targets}"})
     monkeypatch.setattr(native.torch.cuda, "get_device_capability", lambda device: gpu)
-    monkeypatch.setattr(native, "_cuda_of_driver", lambda: driver)
+    monkeypatch.setattr(native, "cuda_of_driver", lambda: 1_000 * driver + 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     native._not_built_for.cache_clear()
     expected = reason and reason.format(targets)
@@ -181,6 +181,28 @@ def test_fallback_to_the_reference_on_a_gpu_warns_once(monkeypatch, why_not_this
         chosen = [backends.choose(None, GPU_TENSOR, "logits") for _ in range(2)]
     assert chosen == ["reference", "reference"]
     assert len(warned) == 1
+
+
+@pytest.mark.usefixtures("hidden")
+@pytest.mark.parametrize(
+    ("capability", "hip", "warns"),
+    [((8, 0), None, True), ((7, 5), None, False), ((9, 4), "7", False)],
+)
+def test_triton_in_the_place_of_cuda_warns_once(monkeypatch, capability, hip, warns):
+    """Where a build could have the CUDA backend, and Triton was not asked for."""
+    monkeypatch.setattr(backends.triton, "why_not", lambda: None)
+    monkeypatch.setattr(backends.triton, "INTERPRETED", False)
+    monkeypatch.setattr(backends, "_UNASKED", backends.NAMES)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        backends.choose("triton", GPU_TENSOR, "logits")
+        assert not warned
+        assert [backends.choose(None, GPU_TENSOR, "logits") for _ in range(2)] == ["triton"] * 2
+    words = "on its Triton kernels, because those of the CUDA backend cannot run on cuda:0 here "
+    words += "(cuda: no CUDA). To have them, build again with nvcc on the path (pip install --no-b"
+    assert [words in str(warning.message) for warning in warned] == [True] * warns
 
 
 @needs_native

@@ -7,6 +7,7 @@ of them again; ``cuda_on_host/breaks.py`` shows which faults they notice.
 
 import ctypes
 import os
+import re
 import shutil
 from itertools import product
 
@@ -39,6 +40,7 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     log_probs,
 )
+from bapo_kernels.backends import self_check
 from bapo_kernels.config import SURROGATES
 from bapo_kernels.core import rows
 from bapo_kernels.core.arguments import loss_arguments
@@ -97,6 +99,65 @@ def test_launches_are_refused(on_host, library, blocks, kilobytes, cluster, erro
     no_kernel = ctypes.c_void_p(1)
     launched = library.runtime.cudaLaunchKernelExC(ctypes.byref(config), no_kernel, None)
     assert launched == error
+
+
+INVALID_VALUE, INVALID_CONFIGURATION, OUT_OF_RESOURCES, INVALID_CLUSTER = 1, 9, 701, 912
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+@pytest.mark.parametrize(
+    ("error", "calls"),  # that succeed before it: the query of occupancy is the first
+    [(INVALID_VALUE, 0), (INVALID_CONFIGURATION, 1), (OUT_OF_RESOURCES, 1), (INVALID_CLUSTER, 1)],
+)
+def test_refused_clusters(on_host, library, error, calls):
+    """One warning; the generic row pass runs instead, from then on."""
+    logits, labels = torch.randn(3, 10_007), torch.tensor([5, 10_006, 0])
+    library.device(*DEVICES["A100"][0])
+    expected = log_probs(logits, labels, backend="cpu")
+    library.device(*DEVICES[on_host][0])
+    library.fail_launch(error, calls + 1)  # the tokens are prepared before
+    refuses = r"a slower row pass runs instead: .*\d blocks of \d+ .*row_pass_cluster_kernel"
+    with pytest.warns(UserWarning, match=refuses) as warned:
+        got = [log_probs(logits, labels, backend="cpu") for _ in range(2)]
+    assert len(warned) == 1
+    assert all(all(map(torch.equal, each, expected)) for each in got)
+    assert library.last_cluster() == 0
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+@pytest.mark.parametrize(
+    ("V", "calls", "kernel"), [(10_007, 2, "row_pass_cluster"), (7, 1, "row_pass")]
+)
+def test_other_errors_of_a_launch(on_host, library, V, calls, kernel):
+    """They name the kernel; the next call runs as if nothing had been."""
+    logits, labels = torch.randn(3, V), torch.tensor([5, 6, 0])
+    expected = log_probs(logits, labels, backend="cpu")
+    library.device(*DEVICES[on_host][0])
+    library.fail_launch(INVALID_VALUE, calls)
+    with pytest.raises(RuntimeError, match=rf"invalid argument \(\d blocks of .*{kernel}_kernel"):
+        log_probs(logits, labels, backend="cpu")
+    assert all(map(torch.equal, log_probs(logits, labels, backend="cpu"), expected))
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_clusters_turned_off(on_host, library, monkeypatch):
+    for value, size in (("1", 0), ("0", 2), ("", 2)):
+        monkeypatch.setenv("BAPO_NO_CLUSTERS", value)
+        assert library.planned_cluster(10_007) == size
+
+
+@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
+def test_self_check(on_host, library, monkeypatch):
+    """It passes, names a kernel that is refused, and has rows for clusters of every size."""
+    planned = {library.planned_cluster(V // n) for V in self_check.COLUMNS for n in (1, 2)}
+    assert planned >= {0, 1, 2, 4, 8, 16}  # of float32, and of as many bytes in bfloat16
+    monkeypatch.setattr(self_check, "COLUMNS", (257, 10_000))
+    device = torch.device("cpu")
+    assert self_check.first_failure(library, device) is None
+    assert library.last_cluster() > 0
+    library.fail_launch(INVALID_VALUE, library.launches() - 1)
+    failure = self_check.first_failure(library, device)
+    assert re.match(r"rows of 10,000 columns in float32: .*row_pass_cluster_kernel", failure)
 
 
 def spread_out(rows, shift, gap):

@@ -12,6 +12,8 @@ from launches import LAUNCHES
 from torch.profiler import DeviceType
 
 from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs, warm_up
+from bapo_kernels.backends import self_check
+from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import Result
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +37,11 @@ def test_real_vocabularies(backend, V, dtype):
     config = BAPOConfig(entropy_coef=0.01, temperature=0.9)
     check_against_reference(make_case((4, 16), V, dtype, "cuda"), backend)
     check_against_reference(make_case((4, 8), V, dtype, "cuda", config=config), backend)
+
+
+@pytest.mark.skipif("cuda" not in KERNELS, reason="needs the CUDA backend")
+def test_self_check():
+    assert self_check.first_failure(torch_ops_of("cuda"), torch.device("cuda", 0)) is None
 
 
 def test_softcap_at_real_size(backend):

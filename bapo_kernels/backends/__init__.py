@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..core.checks import refuse, runs_while_traced, warn_once
-from . import native, triton
+from . import native, self_check, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")
 # Triton's interpreter is for tests: it runs only when it is asked for by name.
@@ -58,13 +58,15 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
         ValueError: the named backend is unknown or cannot run on this tensor.
     """
     if backend is None:
-        backend = next(n for n in NAMES if n in _UNASKED and why_not(n, tensor, name) is None)
-        if backend == "reference" and tensor.dtype in _DTYPES:
-            _warn_of_reference(tensor.device)
+        backend = next(n for n in _UNASKED if _why_not_unasked(n, tensor, name) is None)
+        if backend in ("triton", "reference") and tensor.dtype in _DTYPES:
+            _warn_of_fallback(backend, tensor.device)
     elif backend not in NAMES:
         raise ValueError(f"backend must be None or one of {list(NAMES)}, got {backend!r}")
     elif (reason := why_not(backend, tensor, name)) is not None:
         raise ValueError(f"backend {backend!r} cannot run: {reason}")
+    elif backend == "cuda":
+        self_check.why_not(tensor.device)  # warns, and the caller has it nevertheless
     if backend == "reference" and tensor.device.type == "meta":
         refuse(name, "have values", "a tensor on the meta device")
     return backend
@@ -84,10 +86,17 @@ def why_not(backend: str, tensor: torch.Tensor, name: str) -> str | None:
     return native.why_no_kernels(tensor.device) if backend == "cuda" else None
 
 
+def _why_not_unasked(backend: str, tensor: torch.Tensor, name: str) -> str | None:
+    reason = why_not(backend, tensor, name)
+    return self_check.why_not(tensor.device) if backend == "cuda" and reason is None else reason
+
+
 @runs_while_traced
-def _warn_of_reference(device: torch.device) -> None:
+def _warn_of_fallback(backend: str, device: torch.device) -> None:
+    """Where a slower backend takes the place of kernels that a build could have."""
     if device.type not in ("cpu", "cuda"):  # no other has kernels at all
         return
+    slower, why = "the PyTorch reference, many times slower than its kernels", "none of them can"
     if device.type == "cpu":
         absent = f"cpu: {native.WHY_NO_CPU}"
         cure = "install torch and a C++20 compiler and build again"
@@ -95,11 +104,17 @@ def _warn_of_reference(device: torch.device) -> None:
             cure = "work in another folder, or build here"
     else:
         cuda = native.why_no_cuda() or native.why_no_kernels(device)
-        absent = f"cuda: {cuda}; triton: {triton.why_not() or 'TRITON_INTERPRET=1 is for the CPU'}"
-        cure = "pip install triton, or build again with nvcc on the path"
+        absent = f"cuda: {cuda or self_check.known(device)}"
+        cure = "build again with nvcc on the path"
+        if backend == "triton":
+            if cuda is None or torch.version.hip or torch.cuda.get_device_capability(device) < (8,):
+                return  # the self-check has warned, or no build has kernels for this GPU
+            slower, why = "its Triton kernels", "those of the CUDA backend cannot"
+        else:
+            absent += f"; triton: {triton.why_not() or 'TRITON_INTERPRET=1 is for the CPU'}"
+            cure = f"pip install triton, or {cure}"
     warn_once(
-        "bapo_kernels runs on the PyTorch reference, many times slower than its kernels, because "
-        f"none of them can run on {device} here ({absent}). To have them, {cure} (pip install "
-        "--no-build-isolation . in the source folder); python -m bapo_kernels shows what was "
-        'built. backend="reference" takes the reference without this warning.'
+        f"bapo_kernels runs on {slower}, because {why} run on {device} here ({absent}). "
+        f"To have them, {cure} (pip install --no-build-isolation . in the source folder); "
+        f"python -m bapo_kernels shows what was built. backend={backend!r} avoids this warning."
     )

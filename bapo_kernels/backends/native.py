@@ -23,6 +23,7 @@ from ..core.checks import runs_while_traced
 
 OLDEST_TORCH = "2.10"  # the library is built for its stable ABI
 _PACKAGE = Path(__file__).resolve().parent.parent
+LIBRARY = _PACKAGE / "_C.abi3.so"
 
 
 def build_info() -> dict[str, Any]:
@@ -32,13 +33,12 @@ def build_info() -> dict[str, Any]:
 
 
 def _load() -> str | None:
-    path = _PACKAGE / "_C.abi3.so"
-    if not path.exists():
+    if not LIBRARY.exists():
         not_here = f"setup.py has not built it in {_PACKAGE.parent}, from where Python imports"
         cure = "work in another folder, or install with pip's -e"
         return f"the native library is absent: {build_info().get('native', f'{not_here}: {cure}')}"
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         reason = f"the native library does not load: {error}"
         if TorchVersion(torch.__version__) < OLDEST_TORCH:
@@ -71,7 +71,7 @@ def why_no_kernels(device: torch.device) -> str | None:
 @cache
 def _not_built_for(major: int, minor: int) -> str | None:
     toolkit, _, targets = build_info()["cuda"].split(maxsplit=2)  # "13.0 for sm_80, compute_80"
-    driver = _cuda_of_driver()
+    driver = cuda_of_driver() // 1000
     if driver < int(toolkit.split(".")[0]):
         return f"built with CUDA {toolkit}, the driver knows CUDA {driver}"
     # A binary (sm) runs on GPUs of its generation, and PTX (compute), which the driver compiles, on
@@ -84,11 +84,11 @@ def _not_built_for(major: int, minor: int) -> str | None:
     return f"built for {targets}, the GPU is sm_{major}{minor}{cure}"
 
 
-def _cuda_of_driver() -> int:
-    """The major version of CUDA that the driver supports, which torch does not report."""
+def cuda_of_driver() -> int:
+    """The version of CUDA that the driver supports, 13020 for 13.2; torch does not report it."""
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return version.value // 1000
+    return version.value
 
 
 # Why the CPU backend cannot run on this machine; None if it can.

@@ -208,12 +208,12 @@ def _warn_without_group() -> None:
 
 
 @cache
-def warn_once(message: str) -> None:
+def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns once per process, and points at the line of the user's code that led here."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level + 1)
+    warnings.warn(message, category, stacklevel=level + 1)
 
 
 # This package, torch, and code that dataclasses generate: frames that are not the user's.

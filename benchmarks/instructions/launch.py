@@ -41,7 +41,7 @@ WORDS = dict.fromkeys(range(11), 0) | {
 LABEL = 11  # in another lane
 
 ROWS = (1, 2)  # regions of logits and gradient
-# Of every instruction: the value of its predicate, and the address of a wait in shared memory or
+# Of every instruction: the value of its predicate, and the address of a barrier in shared memory or
 # of an access to global memory.
 Trace = list[tuple[Instruction, bool, int]]
 

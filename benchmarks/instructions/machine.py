@@ -103,15 +103,15 @@ class Machine:
     spilled: dict[int, int] = field(default_factory=dict)  # local memory
 
     def run(self, most: int = 10_000_000) -> Iterator[tuple[Instruction, bool, int]]:
-        """The executed instructions, each with its predicate's value, and the address of a wait or
-        of an access to global memory."""
+        """The executed instructions, each with its predicate's value, and the address of a barrier
+        or of an access to global memory."""
         at = {one.address: number for number, one in enumerate(self.code)}
         parsed = [_operands(one) for one in self.code]
         position = 0
         for _ in range(most):
             one = self.code[position]
             active = not one.predicate or self.predicate(one.predicate)
-            addressed = active and ("PHASECHK" in one.opcode or one.name in GLOBAL)
+            addressed = active and one.name in ("SYNCS", *GLOBAL)
             yield one, active, self.address(one.operands) if addressed else 0
             position += 1
             if not active or one.name in NOTHING:

@@ -157,6 +157,8 @@ def events(
             what = PLAIN
         elif one.name == "SYNCS" and "PHASECHK" in words:
             what = FREE if loader else SUMS if place in SUMS_ARRIVED else WAIT
+        elif one.name == "SYNCS" and "ARRIVE" in words and place in SUMS_ARRIVED:
+            what = SEND
         elif one.name == "SYNCS" and "A1T0" in words:
             what = RELEASE
         elif loads(one, place):
@@ -249,7 +251,7 @@ def predict(code: Sequence[np.ndarray], plan: Plan, gpu: GPU, case: Case = PREDI
     full = plan.row_bytes / (plan.chunks * plan.chunk_bytes) if plan.cluster else 1.0
     settings = [
         *(lat.factor * each for each in (lat.memory, lat.l2, lat.l1, lat.operands, lat.barrier)),
-        lat.factor * lat.exchange + packets(code[0]["event"], plan) * lat.packet,
+        exchange(packets(code[0]["event"], plan), lat),
         *(lat.factor * each for each in (lat.load, lat.block_start)),
         many * speed,
         many * gpu.l2_speed / gpu.multiprocessors / gpu.clock,
@@ -289,9 +291,16 @@ def sends(what: np.ndarray) -> np.ndarray:
 
 
 def packets(what: np.ndarray, plan: Plan) -> float:
-    """Stores of sums that a block of a cluster receives per row, from the events of a warp."""
+    """Stores of sums that a block of a cluster receives per row, from the events of a warp, which
+    also arrives at its own barrier once."""
     rows = len(sends(what))
-    return (what == SEND).sum() / rows * plan.warps * plan.cluster if rows else 0.0
+    return ((what == SEND).sum() / rows - 1) * plan.warps * plan.cluster if rows else 0.0
+
+
+def exchange(packets: float, lat: Latencies) -> float:
+    """From the last sums of a row until they have been seen; a block alone has no packets."""
+    first = lat.exchange if packets else lat.barrier
+    return lat.factor * first + packets * lat.packet
 
 
 def _simulate(steps, placed, costs, settings, finished, issued, last, many) -> None:

@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
 #include "params.h"
 
@@ -61,9 +63,15 @@ inline int device_attribute(cudaDeviceAttr which) {
     return value;
 }
 
+// BAPO_NO_CLUSTERS=1: every row takes the generic row pass.
+inline bool clusters_are_off() {
+    const char* const value = std::getenv("BAPO_NO_CLUSTERS");
+    return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
+}
+
 inline ClusterPlan plan_on_this_device(const LogitRows& rows, int head_bytes) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
-    if (major < 9) return {};
+    if (major < 9 || clusters_are_off()) return {};
     const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
     // Clusters of 16 blocks exist on sm_90 and sm_100 only.
     return plan_for(rows.vocab * size, blocks_per_multiprocessor(major), head_bytes,

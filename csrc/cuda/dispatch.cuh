@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdio>
+
 #include "row_math.cuh"
 
 namespace bapo::cuda {
@@ -55,6 +57,20 @@ auto with_row_type(const LogitRows& rows, F f) {
 inline const char* message_of(cudaError_t error) {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+// The same, with what was to be launched; valid until the next one of this thread.
+inline const char* message_of(cudaError_t error, const void* kernel,
+                              const cudaLaunchConfig_t& config) {
+    if (error == cudaSuccess) return nullptr;
+    static thread_local char message[1024];
+    const char* name = "its name is unknown";
+    cudaFuncGetName(&name, kernel);
+    std::snprintf(message, sizeof message,
+                  "%s (%u blocks of %u threads with %zu bytes of shared memory each, of the kernel "
+                  "%.600s)",
+                  cudaGetErrorString(error), config.gridDim.x, config.blockDim.x,
+                  config.dynamicSmemBytes, name);
+    return message;
+}
 
 // Dynamic shared memory that fits beside any declared memory, and the most that a launch takes.
 constexpr int kUnaskedBytes = 8 << 10, kMostDynamicBytes = 64 << 10;
@@ -76,7 +92,8 @@ const char* launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, in
     config.blockDim = threads;
     config.dynamicSmemBytes = bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    return message_of(cudaLaunchKernelEx(&config, kernel, arguments...));
+    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+    return message_of(error, reinterpret_cast<const void*>(kernel), config);
 }
 template <typename... Parameters, typename... Arguments>
 const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,

@@ -53,6 +53,8 @@ const char* sets_dweight(const SetWeightGradientParams& params, double* parts, v
 // The row pass for sm_90 and later, which holds rows in the shared memory of a cluster; false where
 // the device has no clusters or a row does not fit into one.
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error);
+// Called once for each of its kernels and plans that the device refuses; the binding defines it.
+void warn_of_refusal(const char* message);
 // For tests, in which one device takes the place of another.
 void clear_occupancy_cache();
 // Blocks in a cluster that holds such rows on this device; 0: they do not fit.

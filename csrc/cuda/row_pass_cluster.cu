@@ -472,15 +472,11 @@ std::map<OccupancyKey, int> occupancy_cache;
 std::mutex occupancy_mutex;
 
 // Clusters that run at once: 0 where none can, as on some partitions of a GPU. Prepares the kernel
-// for launches the first time.
+// for launches the first time. `refused`: the query failed.
 template <typename Kernel>
 cudaError_t max_active_clusters(Kernel kernel, const ClusterPlan& plan,
-                                const cudaLaunchConfig_t& config, int& clusters) {
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    const OccupancyKey key{reinterpret_cast<const void*>(kernel), device, plan.cluster,
-                           plan.stages};
+                                const cudaLaunchConfig_t& config, const OccupancyKey& key,
+                                int& clusters, bool& refused) {
     const std::lock_guard lock(occupancy_mutex);
     const auto known = occupancy_cache.find(key);
     if (known != occupancy_cache.end()) {
@@ -488,7 +484,7 @@ cudaError_t max_active_clusters(Kernel kernel, const ClusterPlan& plan,
         return cudaSuccess;
     }
     cudaFuncAttributes attributes{};
-    error = cudaFuncGetAttributes(&attributes, kernel);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
     if (attributes.ptxVersion < 90) {  // the driver compiled PTX of an older architecture
         clusters = occupancy_cache[key] = 0;
@@ -506,15 +502,20 @@ cudaError_t max_active_clusters(Kernel kernel, const ClusterPlan& plan,
         if (error != cudaSuccess) return error;
     }
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error == cudaErrorInvalidClusterSize) clusters = 0;
-    if (error != cudaSuccess && error != cudaErrorInvalidClusterSize) return error;
-    occupancy_cache[key] = clusters;
-    return cudaSuccess;
+    refused = error != cudaSuccess;
+    if (!refused) occupancy_cache[key] = clusters;
+    return error;
 }
 
-// As many clusters as run at once; `fits` is false where none can.
+// Errors of a launch after which the device still runs other kernels.
+bool is_refusal(cudaError_t error) {
+    return error == cudaErrorInvalidClusterSize || error == cudaErrorInvalidConfiguration ||
+           error == cudaErrorLaunchOutOfResources;
+}
+
+// As many clusters as run at once; `fits` is false where none can. A refusal is remembered.
 template <typename T, bool kSoftcap, bool kAligned>
-cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan,
+const char* launch_clusters(const RowPassParams& params, const ClusterPlan& plan,
                             cudaStream_t stream, bool& fits) {
     const auto kernel = row_pass_cluster_kernel<T, kSoftcap, kAligned>;
     // Two blocks of one cluster would decide at the same time, so they should not share a
@@ -531,14 +532,28 @@ cudaError_t launch_clusters(const RowPassParams& params, const ClusterPlan& plan
     config.attrs = attributes;
     config.numAttrs = 2;
     config.gridDim = plan.cluster;
-    int clusters = 0;
-    const cudaError_t error = max_active_clusters(kernel, plan, config, clusters);
-    fits = error != cudaSuccess || clusters > 0;
-    if (error != cudaSuccess || !fits) return error;
-    const int64_t used = std::min<int64_t>(clusters, params.rows.count());
-    config.gridDim = (unsigned)(plan.cluster * used);
-    return cudaLaunchKernelEx(&config, kernel, params, scales_of(params.rows.transform),
-                              plan.stages);
+    int device = 0, clusters = 0;
+    bool refused = false;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return message_of(error);
+    const auto function = reinterpret_cast<const void*>(kernel);
+    const OccupancyKey key{function, device, plan.cluster, plan.stages};
+    error = max_active_clusters(kernel, plan, config, key, clusters, refused);
+    if (error == cudaSuccess && clusters > 0) {
+        const int64_t used = std::min<int64_t>(clusters, params.rows.count());
+        config.gridDim = (unsigned)(plan.cluster * used);
+        error = cudaLaunchKernelEx(&config, kernel, params, scales_of(params.rows.transform),
+                                   plan.stages);
+        refused = is_refusal(error);
+    }
+    const char* const message = message_of(error, function, config);
+    fits = !refused && (error != cudaSuccess || clusters > 0);
+    if (!refused) return message;
+    cudaGetLastError();  // forgets it
+    warn_of_refusal(message);
+    const std::lock_guard lock(occupancy_mutex);
+    occupancy_cache[key] = 0;
+    return nullptr;
 }
 
 }  // namespace
@@ -548,10 +563,10 @@ bool row_pass_cluster(const RowPassParams& params, void* stream, const char** er
     const ClusterPlan plan = plan_on_this_device(params.rows, sizeof(Shared));
     if (plan.cluster == 0) return false;
     bool fits = true;
-    *error = message_of(with_row_type(params.rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
+    *error = with_row_type(params.rows, [&]<typename T, bool kSoftcap, bool kAligned>() {
         return launch_clusters<T, kSoftcap, kAligned>(params, plan,
                                                       static_cast<cudaStream_t>(stream), fits);
-    }));
+    });
     return fits;
 }
 

@@ -19,7 +19,12 @@ void device(int64_t major, int64_t bytes_per_multiprocessor, int64_t clusters,
                         (int)bytes_per_multiprocessor - 1024, (int)clusters, (int)ptx_version};
     emulated::launches = {};
     emulated::allowed.clear();
+    emulated::failure = {};
     cuda::clear_occupancy_cache();
+}
+
+void fail_launch(int64_t error, int64_t after) {
+    emulated::failure = {(cudaError_t)error, (int)after};
 }
 
 // Sets the stream that torch reports, and the status of that call.
@@ -88,6 +93,7 @@ STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CPU, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, m) {
     m.impl("device", TORCH_BOX(&device));
+    m.impl("fail_launch", TORCH_BOX(&fail_launch));
     m.impl("stream", TORCH_BOX(&stream));
     m.impl("last_cluster", TORCH_BOX(&last_cluster));
     m.impl("planned_cluster", TORCH_BOX(&planned_cluster));

@@ -18,6 +18,7 @@ from .library import NAMESPACE, Library
 
 CONTROLS = {
     "device": "(int major, int bytes, int clusters, int ptx_version=90) -> ()",
+    "fail_launch": "(int error, int after) -> ()",
     "stream": "(int handle, int status) -> ()",
     "last_cluster": "() -> int",
     "planned_cluster": "(int vocab) -> int",

@@ -76,7 +76,13 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
     attributes->ptxVersion = emulated::device.ptx_version;
     return cudaSuccess;
 }
+cudaError_t cudaFuncGetName(const char** name, const void* function) {
+    *name = kernels().at(function);
+    return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
+    if (const cudaError_t error = emulated::failure.now()) return error;
     *count = emulated::device.clusters;
     return cudaSuccess;
 }
@@ -95,6 +101,7 @@ VISIBLE cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const 
     if (config->numAttrs && (emulated::device.clusters == 0 || cluster > (unsigned)most.cluster)) {
         return cudaErrorInvalidClusterSize;
     }
+    if (const cudaError_t error = emulated::failure.now()) return error;
     if (config->numAttrs) emulated::launches.cluster = cluster;
     emulated::launches.add(config->stream);
     const auto bytes = (unsigned)config->dynamicSmemBytes, major = (unsigned)emulated::device.major;

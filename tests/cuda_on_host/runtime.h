@@ -38,4 +38,13 @@ struct Launches {
 };
 inline Launches launches;
 
+// Of the queries of occupancy and the launches, one fails: after so many others; -1: none does.
+struct Failure {
+    cudaError_t error = cudaSuccess;
+    int after = -1;
+
+    cudaError_t now() { return after >= 0 && after-- == 0 ? error : cudaSuccess; }
+};
+inline Failure failure;
+
 }  // namespace emulated

@@ -1,0 +1,174 @@
+"""The first call on a GPU compares the CUDA kernels with torch in float64, on a few rows.
+
+A file remembers for which library, GPU and driver they agreed. Imports ``config``, ``native`` and
+the operators, which it calls as they are: what a public function makes of its arguments is not
+checked here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import BAPOConfig
+from ..core.checks import runs_while_traced, warn_once
+from ..core.operators import FIELDS, SCHEMAS, torch_ops_of
+from . import native
+
+_C: Any = torch._C
+Comparisons = Iterator[tuple[str, Tensor, Tensor]]  # operator, what it found, and the truth
+
+enabled = True  # False leaves the check out, as BAPO_SELF_CHECK=0 does: before the first call
+
+# In either dtype these have the generic row pass and clusters of every size; one is not aligned.
+COLUMNS = (257, 10_000, 30_001, 60_000, 151_936)
+DTYPES = (torch.bfloat16, torch.float32)
+BOUNDS = (0.6, 2.0)  # that the reference finds for the tokens of _search
+
+_found: dict[int | None, str | None] = {}  # by GPU
+_lock = threading.Lock()
+
+
+def why_not(device: torch.device) -> str | None:
+    """Which kernel is wrong on this GPU, or ``None``; the first call finds out, and warns."""
+    if not torch.compiler.is_compiling() and device.index not in _found and _can_run_now():
+        with _lock:
+            if device.index not in _found:
+                _found[device.index] = _verdict(device)
+    return known(device)
+
+
+@runs_while_traced
+def known(device: torch.device) -> str | None:
+    """The same where it has been found out."""
+    return _found.get(device.index)
+
+
+def _can_run_now() -> bool:
+    """Whether kernels can be launched and awaited: nothing is traced, captured or fake."""
+    traced = _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active()
+    if traced or not torch.cuda.is_initialized():
+        return False
+    return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()
+
+
+def _verdict(device: torch.device) -> str | None:
+    if not enabled or os.environ.get("BAPO_SELF_CHECK") == "0":
+        return None
+    agreed = _record(device)
+    if os.path.exists(agreed):
+        return None
+    with torch.no_grad():
+        failure = first_failure(torch_ops_of("cuda"), device)
+    if failure is None:
+        with suppress(OSError):
+            agreed.parent.mkdir(parents=True, exist_ok=True)
+            agreed.touch()  # empty, so that no process reads a part of it
+    else:
+        warn_once(
+            f"bapo_kernels: a CUDA kernel fails its check on {device}: {failure}. Another backend "
+            'takes over, except where backend="cuda" is given. Please report this with the file '
+            "that `python -m bapo_kernels validate --json FILE` writes.",
+            RuntimeWarning,
+        )
+    return failure
+
+
+def _record(device: torch.device) -> Path:
+    """The file that exists where the kernels have agreed."""
+    gpu, no_clusters = torch.cuda.get_device_properties(device), os.environ.get("BAPO_NO_CLUSTERS")
+    facts = repr((gpu, native.cuda_of_driver(), torch.__version__, no_clusters)).encode()
+    checksum = hashlib.sha256(native.LIBRARY.read_bytes() + facts).hexdigest()
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder, "bapo_kernels", f"agreed-{checksum[:32]}")
+
+
+def first_failure(ops: Any, device: torch.device) -> str | None:
+    """The first operator that raises, or is further from the truth than rounding explains."""
+    g = torch.Generator(device).manual_seed(0)
+    logits = 3 * torch.randn(2, max(COLUMNS), generator=g, dtype=torch.float32, device=device)
+    checks = {"600 tokens": _search(ops, device), "two sets": _passes(ops, logits[:, :700])}
+    for V, dtype in product(COLUMNS, DTYPES):
+        rows = logits[None, :, :V].to(dtype)
+        checks[f"rows of {V:,} columns in {str(dtype)[6:]}"] = _passes(ops, rows)
+    for name, comparisons in checks.items():
+        try:
+            for operator, got, truth in comparisons:
+                rounding = torch.finfo(got.dtype).eps / 2 + 1e-5  # of the result, and before it
+                share = (got.double() - truth).abs() / (rounding * truth.abs() + 1e-37)
+                if not share.max() <= 1:  # NaN is not
+                    most = f"{share.max():.3g} times what rounding explains"
+                    return f"{operator} of {name} is off by {most}"
+        except torch.OutOfMemoryError:
+            raise  # no fault of a kernel: the next call checks
+        except Exception as error:
+            return f"{name}: {type(error).__name__}: {error}"
+    return None
+
+
+def _passes(ops: Any, rows: Tensor) -> Comparisons:
+    """Of two rows at ratio 1: of logits ``[1, 2, V]``, or values ``[2, V]`` of sets."""
+    V, are_sets, device = rows.shape[-1], rows.ndim == 2, rows.device
+    labels = torch.tensor([[V // 3], [V - 1]], device=device)
+    log_p = rows.reshape(2, V).double().log_softmax(1)
+    p = log_p.exp()
+    statistics = torch.cat([log_p.gather(1, labels)[:, 0], torch.special.entr(p).sum(1)])
+    gradient = p - (torch.arange(V, device=device) == labels).double()  # of -log_probs.sum()
+    x = rows.clone(memory_format=torch.contiguous_format)
+    out, found = torch.empty_like(x), torch.empty(8, dtype=torch.float64, device=device)
+    ones = torch.ones(2, dtype=torch.float64, device=device)
+    operands = dict(
+        logits=x.flatten() if are_sets else x,
+        dlogits=out.flatten() if are_sets else out,
+        offsets=torch.tensor([0, V, 2 * V], device=device) if are_sets else None,
+        labels=labels.flatten(),
+        counted=ones.bool(),
+        weights=ones,
+        tokens=ones.float().repeat(len(FIELDS), 1),
+        present=1,  # advantages
+        bounds=torch.tensor([0.8, 1.2], dtype=torch.float32, device=device),
+        options=BAPOConfig().options,
+        dlog_probs=-ones,
+        undecided=ones.byte(),
+        **dict(log_probs=found[:2], entropy=found[2:4], stats=found[4:].view(2, 2)),
+    )
+    for operator in ("row_statistics", "row_gradient", "row_pass", "row_pass_"):
+        out.fill_(torch.nan)
+        if operator != "row_gradient":  # which needs what the one before it has found
+            found.fill_(torch.nan)
+        _call(ops, operator, operands)
+        yield operator, found[:4], statistics
+        if operator != "row_statistics":
+            yield operator, (x if operator == "row_pass_" else out).view(2, V), gradient
+
+
+def _search(ops: Any, device: torch.device) -> Comparisons:
+    k = torch.arange(600, device=device).double()
+    old, advantages = (-1 - k % 7 / 7).float(), torch.where(k % 3 == 0, 1.35, -1.0).float()
+    bounds = torch.full((2,), torch.nan, dtype=torch.float32, device=device)
+    operands = dict(
+        log_probs=old + (k % 11 - 5) / 7,
+        counted=k >= 0,
+        tokens=torch.stack([advantages, *[old] * (len(FIELDS) - 1)]),
+        present=3,  # advantages and old log-probs
+        options=BAPOConfig().options,
+        bounds=bounds,
+        masses=k.new_empty(6),
+    )
+    _call(ops, "search", operands)
+    yield "search", bounds, torch.tensor(BOUNDS, dtype=torch.float64, device=device)
+
+
+def _call(ops: Any, operator: str, operands: dict[str, Any]) -> None:
+    """With the operands that it has names for; others are absent."""
+    names = [argument.split()[-1] for argument in SCHEMAS[operator].split(", ")]
+    getattr(ops, operator)(*map(operands.get, names))
