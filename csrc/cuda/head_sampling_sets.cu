@@ -210,7 +210,7 @@ struct alignas(8) Term {
 
 // Of rows of the head, over the ids of sets.
 struct HiddenSums : Sums {
-    static constexpr int kMost = 1;  // segments of a block
+    static constexpr bool kMany = false;
     SetHiddenGradientParams params;
     bool flag;  // of a row to write
 
@@ -227,7 +227,8 @@ struct HiddenSums : Sums {
 
 // Of hidden states, over the occurrences of columns.
 struct WeightSums : Sums {
-    static constexpr int kMost = kWarp;  // most columns are in no set
+    // Whether a block takes up to 32 segments, and writes zeros where they are empty, as most are.
+    static constexpr bool kMany = true;
     SetWeightGradientParams params;
 
     __device__ SetOfRow at(int64_t column) const {
@@ -235,7 +236,7 @@ struct WeightSums : Sums {
         const int64_t begin = within(params.segments[column]);
         return {begin, max(within(params.segments[column + 1]), begin) - begin, false};
     }
-    __device__ bool wants(const Piece& p) const { return p.segment >= 0 && (!add || p.end > 0); }
+    __device__ bool wants(const Piece& piece) const { return piece.end > 0; }
     __device__ Term term(const SetOfRow& segment, int64_t i) const {
         const int64_t k = params.order[segment.begin + i];
         const int32_t row = params.rows[segment.begin + i];
@@ -308,11 +309,19 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
     const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<T>;
     const int64_t block = blockIdx.x / slices, mine = block + threadIdx.x % kWarp * blocks;
     const int64_t window = block - blocks;
-    bool is_wanted = window >= 0 && threadIdx.x % kWarp == 0;
-    if (window < 0 && mine < sums.count) is_wanted = sums.wants(short_segment(mine, sums));
-    for (uint32_t lanes = __ballot_sync(kAllLanes, is_wanted); lanes != 0; lanes &= lanes - 1) {
-        const int64_t segment = block + (__ffs(lanes) - 1) * blocks;
-        const Piece piece = piece_of(window < 0 ? segment : sums.count + window, sums);
+    const auto segment = [&](uint32_t lanes) { return block + (__ffs(lanes) - 1) * blocks; };
+    Piece own;
+    if (window < 0 && mine < sums.count) own = short_segment(mine, sums);
+    if constexpr (Of::kMany) {
+        const bool is_empty = !sums.add && own.segment >= 0 && own.end == 0;
+        const float zeros[kVec<T>] = {};
+        for (uint32_t i = __ballot_sync(kAllLanes, is_empty); i != 0; i &= i - 1) {
+            store(zeros, false, sums.to, segment(i), h);
+        }
+    }
+    const bool is_wanted = window < 0 ? sums.wants(own) : threadIdx.x % kWarp == 0;
+    for (uint32_t i = __ballot_sync(kAllLanes, is_wanted); i != 0; i &= i - 1) {
+        const Piece piece = piece_of(window < 0 ? segment(i) : sums.count + window, sums);
         if (!sums.wants(piece)) return;
         const auto term = [&](int i) { return sums.term(piece.whole, piece.first + i); };
         float total[kVec<T>] = {};
@@ -378,7 +387,7 @@ const char* sum(const Of& sums, int64_t terms, double* memory, void* stream) {
     const Matrix parts{DType::kFloat32, pieces, H, memory, stride};
     const auto run = [&]<typename T, bool kAligned>() {
         const int slices = slices_of(H, kVec<T>);
-        const int64_t least = (sums.count + Of::kMost - 1) / Of::kMost;
+        const int64_t least = Of::kMany ? (sums.count + kWarp - 1) / kWarp : sums.count;
         const int64_t blocks = std::max(least, std::min<int64_t>(sums.count, kManyBlocks / slices));
         return launch(sets_sum_kernel<T, kAligned, Of>, (blocks + pieces) * slices, kThreads,
                       stream, sums, parts, blocks, slices);
