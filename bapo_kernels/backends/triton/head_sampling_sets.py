@@ -1,9 +1,10 @@
 """Products of the sets' rows of the head: with hidden states, and with the gradients of values.
 
 Sums are of float32 products: few terms in every place of a block, then over the block, and in
-float64 from block to block. Rows of the head are read where they matter: neither those of broken
-ids nor those times a zero. Imports what ``sampling_sets`` does, ``row_pass`` and ``row_gradient``.
-Another order of terms changes bits that must not depend on what else is in a call.
+float64 from block to block; those of pieces are rounded to float32. Rows of the head are read where
+they matter: neither those of broken ids nor those times a zero. Imports what ``sampling_sets``
+does, ``row_pass`` and ``row_gradient``. Another order of terms changes bits that must not depend on
+what else is in a call.
 """
 
 from __future__ import annotations
