@@ -113,6 +113,8 @@ def random_sets(sizes=SIZES, V=None, shard=None):
 HEAD_SIZES = (0, 1, 2, 31, 32, 33, 5, 0, 70, 130, 64, 3, 7, 4)  # products are slow here
 
 
+# Those from 8,192 on are shared among the warps of a block.
+WHOLE = (9_001, 8_192, 8_200)
 # Those from 512 on are shared among blocks, in pieces of 256 of which the last has the rest.
 LONG = (511, 512, 767, 1_100)
 
@@ -610,7 +612,7 @@ of_dtype = pytest.mark.parametrize("dtype", DTYPES)
 class OperatorTests:
     """Those that every backend has to pass, with sets of these sizes and with these heads."""
 
-    sizes, head_sizes, long, whole = SIZES, HEAD_SIZES, LONG, 12_001
+    sizes, head_sizes, long, whole, vocab = SIZES, HEAD_SIZES, LONG, WHOLE, 4_300
     heads = tuple(product(DTYPES, (*SHORT, (1_104, 8))))
     short_heads = tuple(product(DTYPES, SHORT))
     popular, columns = LONG, 520  # more than a block adds of parts
@@ -698,10 +700,16 @@ class OperatorTests:
         expected[size // 2] = -p[size // 2 - 1]
         assert_rounded(got, expected, gap + 4)  # exponent, exp, sum, quotient, and the last one
 
-    def test_a_set_of_a_whole_vocabulary(self, ops):
+    def test_sets_of_a_whole_vocabulary(self, schedules):
         """Sums of many terms are as accurate as those of few."""
-        sets = random_sets((3, self.whole))
-        check_pass(ops, Pass(sets, values_of(sets), BAPOConfig(entropy_coef=0.01)))
+        sets = random_sets((3, *self.whole))
+        case = Pass(sets, values_of(sets), BAPOConfig(entropy_coef=0.01))
+        for ops in schedules:
+            assert check_pass(ops, case)[1], "its gradient is the work of another operator"
+        check_move(ops, sets, torch.bfloat16)
+        broken = sets._replace(offsets=sets.offsets.clone())
+        broken.offsets[1] = -3
+        check_statistics(ops, Pass(broken, case.values, PLAIN))
         head = head_of(sets, torch.float32, 8)
         check_dhidden(ops, sets, head | dict(weight=head["weight"].abs()), torch.float32)
 
@@ -717,6 +725,13 @@ class OperatorTests:
         sets = random_sets(self.head_sizes)
         for ops, kind in product(schedules, {head[0], torch.float32}):
             check_dweight(ops, sets, head_of(sets, *head), kind, flags=self.flags)
+
+    def test_columns_most_of_which_are_in_no_set(self, ops):
+        """Of those of a block several are in one: these lie 4,096 apart."""
+        ids = torch.arange(0, self.vocab - 1, 64)
+        sets = Sets(torch.cat([ids, ids + 1, ids]).int(), len(ids) * torch.arange(4), self.vocab)
+        head = head_of(sets, torch.float32, 8)
+        check_dweight(ops, sets, head, torch.float32, flags=ADD_AND_BIAS[1::2])
 
     def test_long_sets_and_popular_ids(self, schedules, short_head):
         sets, popular = long_sets(self.long), popular_ids(self.popular)
@@ -741,14 +756,15 @@ class OperatorTests:
         for ops, options in product(schedules, ((PLAIN, False), (ALL, True))):
             assert check_head_pass(ops, sets, head_of(sets, *head), *options).any()
 
-    def test_a_row_of_sets_alone_has_the_bits_of_a_batch(self, ops):
-        sets = long_sets(self.long)
-        head = head_of(sets, torch.bfloat16, 520)
+    @pytest.mark.parametrize(("is_whole", "H"), [(False, 520), (True, 3)])
+    def test_a_row_of_sets_alone_has_the_bits_of_a_batch(self, ops, is_whole, H):
+        sets = random_sets((3, 0, self.whole[0])) if is_whole else long_sets(self.long)
+        head = head_of(sets, torch.bfloat16, H)
 
         def everything(sets, rows):
             """Values, their statistics, and gradients of hidden states, as if from these values."""
             of_rows = head | dict(hidden=head["hidden"][rows])
-            counted, dhidden = torch.ones(sets.N, dtype=torch.bool), left(sets.N, 520)
+            counted, dhidden = torch.ones(sets.N, dtype=torch.bool), left(sets.N, H)
             values, results = multiply(ops, sets, of_rows, counted), results_of(sets.N)
             known = sets.known | dict(counted=counted, labels=torch.zeros(sets.N).long())
             call(ops, "row_statistics", known, logits=values, **results)
@@ -757,7 +773,7 @@ class OperatorTests:
 
         together = everything(sets, slice(None))
         assert_same(together, everything(sets, slice(None)))
-        for n in (0, 2, 4):
+        for n in range(0, sets.N, 2):
             ids = sets.token_ids[sets.of_row(n)].clone()
             alone = Sets(ids, torch.tensor([0, len(ids)]), sets.V)
             values, *others = everything(alone, slice(n, n + 1))

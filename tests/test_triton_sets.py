@@ -64,7 +64,8 @@ def schedules(ops):
 class TestOperators(cases.OperatorTests):
     flags_of_no_row = cases.ADD_AND_BIAS[::2]  # a value of no row reaches the bias
     if INTERPRETED:  # where a row takes milliseconds: every dtype and every length once
-        sizes, head_sizes, long, whole = cases.FEW_IDS, (0, 1, 2, 33, 5, 0, 70, 3), (70, 130), 2_001
+        sizes, head_sizes, long = cases.FEW_IDS, (0, 1, 2, 33, 5, 0, 70, 3), (70, 130)
+        whole, vocab = (2_001,), 300
         heads = *zip(cases.DTYPES, cases.SHORT, strict=True), (torch.bfloat16, (520, 8))
         popular, columns, flags = (511, 512, 800), 8, cases.ADD_AND_BIAS[1:3]
         short_heads = heads[:1]

@@ -2,6 +2,8 @@
 // the ids of a set, and the occurrences of a column. Many blocks share a long one, in pieces that
 // depend on its size alone, because the bits of its sums do.
 
+#include <algorithm>
+
 #include "dispatch.cuh"
 #include "launch_cuda.h"
 #include "sampling_set_row.cuh"
@@ -12,11 +14,12 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 4;       // of a multiprocessor, which leaves a thread 128 registers
-constexpr int kSumBlocks = 5;    // and 96
-constexpr int kAtOnce = 4;       // rows of the head by which a warp multiplies at once
-constexpr int kParts = 2;        // blocks that multiply by one piece
-constexpr int64_t kPiece = 256;  // terms at least
+constexpr int kBlocks = 4;         // of a multiprocessor, which leaves a thread 128 registers
+constexpr int kSumBlocks = 5;      // and 96
+constexpr int kAtOnce = 4;         // rows of the head by which a warp multiplies at once
+constexpr int kParts = 2;          // blocks that multiply by one piece
+constexpr int64_t kPiece = 256;    // terms at least
+constexpr int kManyBlocks = 4096;  // fill every GPU more than once
 
 template <typename T>
 __device__ T* row_of(const Matrix& matrix, int64_t row) {
@@ -55,16 +58,21 @@ struct Piece {
 __device__ int64_t start_of(int64_t piece, const SetOfRow& whole) {
     return piece * whole.size / pieces_of(whole.size);
 }
+template <typename Segments>
+__device__ Piece short_segment(int64_t segment, const Segments& segments) {
+    const SetOfRow whole = segments.at(segment);
+    return pieces_of(whole.size) > 0 ? Piece{} : Piece{segment, whole, 0, whole.size};
+}
 // The first items are short segments, the others pieces of long ones, each of which begins in its
 // own window of kPiece terms of all: it has the last term of this window, and no other has.
 template <typename Segments>
 __device__ Piece piece_of(int64_t item, const Segments& segments) {
-    const int64_t window = item - segments.count, last = (window + 1) * kPiece - 1;
-    const int64_t segment = window < 0 ? item : last_up_to(last, segments.offsets, segments.count);
+    if (item < segments.count) return short_segment(item, segments);
+    const int64_t last = (item - segments.count + 1) * kPiece - 1;
+    const int64_t segment = last_up_to(last, segments.offsets, segments.count);
     if (segment >= segments.count) return {};
     const SetOfRow whole = segments.at(segment);
     const int64_t pieces = pieces_of(whole.size), place = last - whole.begin;
-    if (window < 0) return pieces > 0 ? Piece{} : Piece{item, whole, 0, whole.size};
     if (pieces == 0 || place < 0) return {};
     const int64_t piece = ((place + 1) * pieces - 1) / whole.size, first = start_of(piece, whole);
     if (piece >= pieces || place - first >= kPiece) return {};
@@ -202,6 +210,7 @@ struct alignas(8) Term {
 
 // Of rows of the head, over the ids of sets.
 struct HiddenSums : Sums {
+    static constexpr bool kMany = false;
     SetHiddenGradientParams params;
     bool flag;  // of a row to write
 
@@ -218,6 +227,8 @@ struct HiddenSums : Sums {
 
 // Of hidden states, over the occurrences of columns.
 struct WeightSums : Sums {
+    // Whether a block takes up to 32 segments, and writes zeros where they are empty, as most are.
+    static constexpr bool kMany = true;
     SetWeightGradientParams params;
 
     __device__ SetOfRow at(int64_t column) const {
@@ -225,7 +236,7 @@ struct WeightSums : Sums {
         const int64_t begin = within(params.segments[column]);
         return {begin, max(within(params.segments[column + 1]), begin) - begin, false};
     }
-    __device__ bool wants(const Piece& piece) const { return !add || piece.end > 0; }
+    __device__ bool wants(const Piece& piece) const { return piece.end > 0; }
     __device__ Term term(const SetOfRow& segment, int64_t i) const {
         const int64_t k = params.order[segment.begin + i];
         const int32_t row = params.rows[segment.begin + i];
@@ -289,25 +300,40 @@ __device__ float sum_rows(const Matrix& rows, int count, int h, F term, float (&
     return h < kWarp * n ? warp_sum(factors) : 0.0f;
 }
 
-// A block takes a slice of a segment or piece. Sums of pieces are parts of others; their last
+// A block takes a slice of short segments or of a piece. Segments of a block lie apart, since long
+// ones, as those of frequent tokens, are neighbours. Sums of pieces are parts of others; their last
 // vector begins with the sum of the factors.
 template <typename T, bool kAligned, typename Of>
 __global__ void __launch_bounds__(kThreads, kSumBlocks)
-    sets_sum_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
+    sets_sum_kernel(const __grid_constant__ Of sums, Matrix parts, int64_t blocks, int slices) {
     const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<T>;
-    const Piece piece = piece_of(blockIdx.x / slices, sums);
-    if (piece.segment < 0 || !sums.wants(piece)) return;
-    const auto term = [&](int i) { return sums.term(piece.whole, piece.first + i); };
-    float total[kVec<T>] = {};
-    const int count = (int)(piece.end - piece.first);
-    const float factors = sum_rows<T, kAligned>(sums.rows, count, h, term, total);
-    const int64_t window = blockIdx.x / slices - sums.count;
-    if (window < 0) {
-        store(total, sums.add, sums.to, piece.segment, h);
-        if (h == 0 && sums.dbias) sums.dbias[piece.segment] += factors;
-    } else {
-        store(total, false, parts, window, h);
-        if (h == 0) row_of<float>(parts, window + 1)[-kVec<float>] = factors;
+    const int64_t block = blockIdx.x / slices, mine = block + threadIdx.x % kWarp * blocks;
+    const int64_t window = block - blocks;
+    const auto segment = [&](uint32_t lanes) { return block + (__ffs(lanes) - 1) * blocks; };
+    Piece own;
+    if (window < 0 && mine < sums.count) own = short_segment(mine, sums);
+    if constexpr (Of::kMany) {
+        const bool is_empty = !sums.add && own.segment >= 0 && own.end == 0;
+        const float zeros[kVec<T>] = {};
+        for (uint32_t i = __ballot_sync(kAllLanes, is_empty); i != 0; i &= i - 1) {
+            store(zeros, false, sums.to, segment(i), h);
+        }
+    }
+    const bool is_wanted = window < 0 ? sums.wants(own) : threadIdx.x % kWarp == 0;
+    for (uint32_t i = __ballot_sync(kAllLanes, is_wanted); i != 0; i &= i - 1) {
+        const Piece piece = piece_of(window < 0 ? segment(i) : sums.count + window, sums);
+        if (!sums.wants(piece)) return;
+        const auto term = [&](int i) { return sums.term(piece.whole, piece.first + i); };
+        float total[kVec<T>] = {};
+        const int count = (int)(piece.end - piece.first);
+        const float factors = sum_rows<T, kAligned>(sums.rows, count, h, term, total);
+        if (window < 0) {
+            store(total, sums.add, sums.to, piece.segment, h);
+            if (h == 0 && sums.dbias) sums.dbias[piece.segment] += factors;
+        } else {
+            store(total, false, parts, window, h);
+            if (h == 0) row_of<float>(parts, window + 1)[-kVec<float>] = factors;
+        }
     }
 }
 
@@ -318,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
     const int h = ((int)(blockIdx.x % slices) * kThreads + (int)threadIdx.x) * kVec<float>;
     const int64_t window = blockIdx.x / slices;
     const Piece piece = piece_of(sums.count + window, sums);
-    if (piece.segment < 0 || piece.first > 0 || !sums.wants(piece)) return;
+    if (piece.first > 0 || !sums.wants(piece)) return;
     const auto term = [&](int i) {
         return Term{(int32_t)((piece.whole.begin + start_of(i, piece.whole)) / kPiece), 1.0f};
     };
@@ -361,8 +387,10 @@ const char* sum(const Of& sums, int64_t terms, double* memory, void* stream) {
     const Matrix parts{DType::kFloat32, pieces, H, memory, stride};
     const auto run = [&]<typename T, bool kAligned>() {
         const int slices = slices_of(H, kVec<T>);
-        return launch(sets_sum_kernel<T, kAligned, Of>, (sums.count + pieces) * slices, kThreads,
-                      stream, sums, parts, slices);
+        const int64_t least = Of::kMany ? (sums.count + kWarp - 1) / kWarp : sums.count;
+        const int64_t blocks = std::max(least, std::min<int64_t>(sums.count, kManyBlocks / slices));
+        return launch(sets_sum_kernel<T, kAligned, Of>, (blocks + pieces) * slices, kThreads,
+                      stream, sums, parts, blocks, slices);
     };
     if (const char* const error = with_rows(run, sums.rows)) return error;
     const int slices = slices_of(stride, kVec<float>);

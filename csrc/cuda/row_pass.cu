@@ -2,6 +2,7 @@
 // without clusters, for short rows and for rows that no cluster holds, the gradient of rows whose
 // statistics are known, and the scaling of a gradient.
 
+#include <algorithm>
 #include <bit>
 
 #include "cluster_plan.h"

@@ -7,6 +7,7 @@
 // gradients are written. The warps send their sums to every block, and every block takes the same
 // decision. Includes the headers of devices alone; a wait that is lost shows in tests/cuda_on_host.
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <tuple>

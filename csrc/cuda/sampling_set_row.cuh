@@ -1,11 +1,40 @@
-// Both passes of one warp over the values of a row's set, with the mathematics of whole rows, for
-// sets alone and with a head: two copies would differ in their bits.
+// Both passes over the values of a row's set, by a warp or by a block, with the mathematics of
+// whole rows, for sets alone and with a head: two copies would differ in their bits.
 #pragma once
 
 #include "row_math.cuh"
 #include "sampling_sets.h"
 
 namespace bapo::cuda {
+
+// Warps of a block, two of which leave a thread 128 registers, and sets that occupy all of them.
+constexpr int kSetWarps = 8;
+constexpr int64_t kLongSet = 8 << 10;
+
+// The warps that share a row.
+template <int kWarps>
+struct Team {
+    static constexpr int kThreads = kWarps * kWarp;
+    __device__ static int thread() { return (int)threadIdx.x % kThreads; }
+    __device__ static int warp() { return thread() / kWarp; }
+    __device__ static void sync() { kWarps == 1 ? __syncwarp() : __syncthreads(); }
+};
+
+// Calls f.operator()<Team>(row) with the rows of this block: one for each warp, then those with
+// long sets for all warps.
+template <typename F>
+__device__ void for_sets(const Sets& sets, F f) {
+    const int64_t first = (int64_t)blockIdx.x * kSetWarps;
+    const int count = (int)min(sets.rows - first, (int64_t)kSetWarps), warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    uint32_t rows =
+        __ballot_sync(kAllLanes, lane < count && set_of(sets, first + lane).size >= kLongSet);
+    if (warp < count && !(rows >> warp & 1)) f.template operator()<Team<1>>(first + warp);
+    for (; rows != 0; rows &= rows - 1) {
+        f.template operator()<Team<kSetWarps>>(first + __ffs(rows) - 1);
+        __syncthreads();  // before the sums of the next row
+    }
+}
 
 // The part of a set that a warp holds in registers. Element i of vector v of a lane is element
 // (4v + i)*32 + lane of the group, so that a warp reads neighbours.
@@ -48,7 +77,7 @@ struct Group {
 };
 
 // A row with a set, or with broken offsets, whose set is then empty.
-template <bool kSoftcap>
+template <bool kSoftcap, typename Team>
 class SetRow {
   public:
     __device__ SetRow(const float* values, const SetOfRow& set, int64_t position,
@@ -65,7 +94,7 @@ class SetRow {
 
     __device__ RowStatistics first_pass(const RowPassParams& params, int64_t row) {
         RowSums mine{-kInf, 0.0, 0.0};
-        for (int64_t first = 0; first < size_; first += Group::kSize) {
+        for (int64_t first = own_; first < size_; first += kStride) {
             last_.load(values_ + first, size_ - first);
             RowSums part =
                 last_.template sums<kSoftcap>(size_ - first, label_.index - first, scales_);
@@ -74,8 +103,8 @@ class SetRow {
             part.move_to(origin, scales_.scale2);
             mine.add(part);
         }
-        const RowSums total = warp_total(mine, scales_.scale2);
-        const bool first = threadIdx.x % kWarp == 0;
+        const RowSums total = total_of_team(mine);
+        const bool first = Team::thread() == 0;
         RowStatistics statistics =
             row_statistics(params, row, total, label_, transform_, scales_, first);
         if (label_.index < 0) {
@@ -90,10 +119,11 @@ class SetRow {
     __device__ SecondPass decided(const RowPassParams& params, int64_t row,
                                   const RowStatistics& statistics) const {
         return decided_pass(params, row, bounds_range(params), fields_at(params.tokens, row),
-                            statistics, label_, transform_, threadIdx.x % kWarp == 0);
+                            statistics, label_, transform_, Team::thread() == 0);
     }
     __device__ SecondPass gradient(const RowGradientParams& params, int64_t row) {
-        if (size_ > 0) last_.load(values_ + last_group(), size_ - last_group());
+        const int64_t last = last_group();
+        if (last >= 0) last_.load(values_ + last, size_ - last);
         return gradient_pass(statistics_at(params, row, label_, transform_), label_,
                              coefficients_at(params, row), transform_.slope);
     }
@@ -102,15 +132,28 @@ class SetRow {
     // registers.
     __device__ void second_pass(const SecondPass& pass, float* to) {
         if (pass.action == SecondPass::kNothing || size_ == 0) return;
-        __syncwarp();  // after every lane has read the label's value
-        for (int64_t first = last_group(); first >= 0; first -= Group::kSize) {
+        Team::sync();  // after every lane has read the label's value
+        for (int64_t first = last_group(); first >= 0; first -= kStride) {
             if (first != last_group()) last_.load(values_ + first, size_ - first);
             write(pass, first, to);
         }
     }
 
   private:
-    __device__ int64_t last_group() const { return (size_ - 1) / Group::kSize * Group::kSize; }
+    // The warps take groups in turn. The last one of this warp; negative: none.
+    static constexpr int kStride = Team::kThreads / kWarp * Group::kSize;
+    __device__ int64_t last_group() const {
+        return own_ + (size_ - 1 - own_ + kStride) / kStride * kStride - kStride;
+    }
+
+    __device__ RowSums total_of_team(const RowSums& mine) const {
+        const RowSums total = warp_total(mine, scales_.scale2);
+        if constexpr (Team::kThreads == kWarp) return total;
+        __shared__ RowSums partials[Team::kThreads / kWarp];
+        if (threadIdx.x % kWarp == 0) shared_store(&partials[Team::warp()], total);
+        __syncthreads();
+        return total_of(partials, Team::kThreads / kWarp, scales_.scale2);
+    }
 
     __device__ void write(const SecondPass& pass, int64_t first, float* to) const {
 #pragma unroll
@@ -131,6 +174,7 @@ class SetRow {
     }
 
     const float* values_;
+    int own_ = Team::warp() * Group::kSize;
     int64_t size_;
     int64_t position_;
     Transform transform_;
@@ -139,11 +183,11 @@ class SetRow {
     Group last_;
 };
 
-// The passes over one row by one warp. Rows without a set are left alone.
-template <bool kSoftcap>
+// The passes over one row. Rows without a set are left alone.
+template <bool kSoftcap, typename Team>
 __device__ void pass_over_set(const RowPassParams& params, int64_t row, Scales scales) {
     const LogitRows& rows = params.rows;
-    const bool first = threadIdx.x % kWarp == 0;
+    const bool first = Team::thread() == 0;
     const SetOfRow set = set_of(rows.sets, row);
     if (set.absent()) {
         if (first && params.undecided) params.undecided[row] = 0;
@@ -151,10 +195,10 @@ __device__ void pass_over_set(const RowPassParams& params, int64_t row, Scales s
         if (first) finish_skipped(params, row);
         if (rows.grad == nullptr) return;
         float* const grad = rows.dvalues() + set.begin;
-        for (int64_t k = threadIdx.x % kWarp; k < set.size; k += kWarp) grad[k] = 0.0f;
+        for (int64_t k = Team::thread(); k < set.size; k += Team::kThreads) grad[k] = 0.0f;
     } else {
-        SetRow<kSoftcap> of_set(rows.values(), set, params.labels[row], rows.transform.of_row(row),
-                                scales);
+        SetRow<kSoftcap, Team> of_set(rows.values(), set, params.labels[row],
+                                      rows.transform.of_row(row), scales);
         const RowStatistics statistics = of_set.first_pass(params, row);
         if (rows.grad == nullptr) return;
         of_set.second_pass(of_set.decided(params, row, statistics), rows.dvalues() + set.begin);

@@ -1,5 +1,5 @@
 // Kernels over the values of sampling masks, and between these and rows of logits. A warp takes a
-// row, whose set is short.
+// row, or a block one whose set is long.
 
 #include "dispatch.cuh"
 #include "launch_cuda.h"
@@ -9,13 +9,10 @@ namespace bapo::cuda {
 
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / kWarp;
+constexpr int kThreads = kSetWarps * kWarp, kBlocks = 2;
 constexpr int kAtOnce = 4;  // ids of a lane, whose loads overlap
 
 int64_t blocks_of(int64_t count, int per_block) { return (count + per_block - 1) / per_block; }
-
-__device__ int64_t row_of_warp() { return (int64_t)blockIdx.x * kWarps + threadIdx.x / kWarp; }
 
 __global__ void __launch_bounds__(kThreads)
     find_labels_kernel(const __grid_constant__ FindLabelsParams params) {
@@ -26,69 +23,73 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     gather_sets_kernel(const __grid_constant__ MoveSetsParams params) {
-    const int64_t row = row_of_warp();
-    if (row >= params.sets.rows || !params.counted[row]) return;
-    const SetOfRow set = set_of(params.sets, row);
-    const T* const logits = params.rows.logits_at<T>(row);
-    for (int64_t first = threadIdx.x % kWarp; first < set.size; first += kAtOnce * kWarp) {
-        float z[kAtOnce];
+    for_sets(params.sets, [&]<typename Team>(int64_t row) {
+        if (!params.counted[row]) return;
+        const SetOfRow set = set_of(params.sets, row);
+        const T* const logits = params.rows.logits_at<T>(row);
+        for (int64_t first = Team::thread(); first < set.size; first += kAtOnce * Team::kThreads) {
+            float z[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int64_t at = first + i * kWarp;
-            if (at >= set.size) continue;
-            const int64_t column = column_of(params.sets, params.columns, set, set.begin + at);
-            z[i] = column >= 0 ? to_float(logits[column]) : value_without_column(column);
-        }
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int64_t at = first + i * Team::kThreads;
+                if (at >= set.size) continue;
+                const int64_t column = column_of(params.sets, params.columns, set, set.begin + at);
+                z[i] = column >= 0 ? to_float(logits[column]) : value_without_column(column);
+            }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int64_t at = first + i * kWarp;
-            if (at < set.size) params.values[set.begin + at] = z[i];
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int64_t at = first + i * Team::kThreads;
+                if (at < set.size) params.values[set.begin + at] = z[i];
+            }
         }
-    }
+    });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     scatter_sets_kernel(const __grid_constant__ MoveSetsParams params) {
-    const int64_t row = row_of_warp();
-    if (row >= params.sets.rows || !params.counted[row]) return;
-    const SetOfRow set = set_of(params.sets, row);
-    T* const grad = params.rows.grad_at<T>(row);
-    for (int64_t first = threadIdx.x % kWarp; first < set.size; first += kAtOnce * kWarp) {
-        int64_t columns[kAtOnce];
-        float dz[kAtOnce];
+    for_sets(params.sets, [&]<typename Team>(int64_t row) {
+        if (!params.counted[row]) return;
+        const SetOfRow set = set_of(params.sets, row);
+        T* const grad = params.rows.grad_at<T>(row);
+        for (int64_t first = Team::thread(); first < set.size; first += kAtOnce * Team::kThreads) {
+            int64_t columns[kAtOnce];
+            float dz[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int64_t k = set.begin + first + i * kWarp;
-            const bool inside = first + i * kWarp < set.size;
-            columns[i] = inside ? column_of(params.sets, params.columns, set, k) : kElsewhere;
-            dz[i] = inside ? params.values[k] : 0.0f;
-        }
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int64_t at = first + i * Team::kThreads, k = set.begin + at;
+                const bool inside = at < set.size;
+                columns[i] = inside ? column_of(params.sets, params.columns, set, k) : kElsewhere;
+                dz[i] = inside ? params.values[k] : 0.0f;
+            }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (columns[i] >= 0) grad[columns[i]] = from_float<T>(dz[i]);
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (columns[i] >= 0) grad[columns[i]] = from_float<T>(dz[i]);
+            }
         }
-    }
+    });
 }
 
 template <bool kSoftcap>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     sets_pass_kernel(const __grid_constant__ RowPassParams params, Scales scales) {
-    const int64_t row = row_of_warp();
-    if (row < params.rows.rows) pass_over_set<kSoftcap>(params, row, scales);
+    for_sets(params.rows.sets, [&]<typename Team>(int64_t row) {
+        pass_over_set<kSoftcap, Team>(params, row, scales);
+    });
 }
 
 template <bool kSoftcap>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     sets_gradient_kernel(const __grid_constant__ RowGradientParams params, Scales scales) {
     const LogitRows& rows = params.rows;
-    const int64_t row = row_of_warp();
-    if (row >= rows.rows || (params.only && !params.only[row])) return;
-    const SetOfRow set = set_of(rows.sets, row);
-    if (set.size == 0) return;
-    SetRow<kSoftcap> of_set(rows.values(), set, params.labels[row], rows.transform.of_row(row),
-                            scales);
-    of_set.second_pass(of_set.gradient(params, row), rows.dvalues() + set.begin);
+    for_sets(rows.sets, [&]<typename Team>(int64_t row) {
+        if (params.only && !params.only[row]) return;
+        const SetOfRow set = set_of(rows.sets, row);
+        if (set.size == 0) return;
+        SetRow<kSoftcap, Team> of_set(rows.values(), set, params.labels[row],
+                                      rows.transform.of_row(row), scales);
+        of_set.second_pass(of_set.gradient(params, row), rows.dvalues() + set.begin);
+    });
 }
 
 }  // namespace
@@ -100,29 +101,29 @@ const char* find_labels(const FindLabelsParams& params, void* stream) {
 
 const char* gather_sets(const MoveSetsParams& params, void* stream) {
     return with_dtype(params.rows.dtype, [&]<typename T>() {
-        return launch(gather_sets_kernel<T>, blocks_of(params.sets.rows, kWarps), kThreads, stream,
-                      params);
+        return launch(gather_sets_kernel<T>, blocks_of(params.sets.rows, kSetWarps), kThreads,
+                      stream, params);
     });
 }
 
 const char* scatter_sets(const MoveSetsParams& params, void* stream) {
     return with_dtype(params.rows.dtype, [&]<typename T>() {
-        return launch(scatter_sets_kernel<T>, blocks_of(params.sets.rows, kWarps), kThreads, stream,
-                      params);
+        return launch(scatter_sets_kernel<T>, blocks_of(params.sets.rows, kSetWarps), kThreads,
+                      stream, params);
     });
 }
 
 const char* sets_pass(const RowPassParams& params, void* stream) {
     const Transform& transform = params.rows.transform;
     return launch(transform.softcapped ? sets_pass_kernel<true> : sets_pass_kernel<false>,
-                  blocks_of(params.rows.rows, kWarps), kThreads, stream, params,
+                  blocks_of(params.rows.rows, kSetWarps), kThreads, stream, params,
                   scales_of(transform));
 }
 
 const char* sets_gradient(const RowGradientParams& params, void* stream) {
     const Transform& transform = params.rows.transform;
     return launch(transform.softcapped ? sets_gradient_kernel<true> : sets_gradient_kernel<false>,
-                  blocks_of(params.rows.rows, kWarps), kThreads, stream, params,
+                  blocks_of(params.rows.rows, kSetWarps), kThreads, stream, params,
                   scales_of(transform));
 }
 

@@ -22,6 +22,7 @@ REGISTERS = {"row_pass_cluster_kernel": 96}
 REGISTERS |= dict.fromkeys(["row_pass_kernel", "row_gradient_kernel", "sequence_mean_kernel"], 64)
 # With which four blocks of 4 warps fit, all that there are of the first on a large GPU; and five.
 REGISTERS |= {"token_loss_kernel": 128, "multiply_sets_kernel": 128}
+REGISTERS |= {"sets_pass_kernel": 128, "sets_gradient_kernel": 128}  # two of 8 warps
 REGISTERS |= {"sets_sum_kernel": 96, "sets_parts_kernel": 96}
 DTYPES = pytest.mark.parametrize("dtype", ["13__nv_bfloat16", "6__half", "If"])
 

@@ -1,9 +1,10 @@
 """Products of the sets' rows of the head: with hidden states, and with the gradients of values.
 
 Sums are of float32 products: few terms in every place of a block, then over the block, and in
-float64 from block to block. Rows of the head are read where they matter: neither those of broken
-ids nor those times a zero. Imports what ``sampling_sets`` does, ``row_pass`` and ``row_gradient``.
-Another order of terms changes bits that must not depend on what else is in a call.
+float64 from block to block; those of pieces are rounded to float32. Rows of the head are read where
+they matter: neither those of broken ids nor those times a zero. Imports what ``sampling_sets``
+does, ``row_pass`` and ``row_gradient``. Another order of terms changes bits that must not depend on
+what else is in a call.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .row_pass import row_pass_
 TERMS, WIDTH, STEPS = 8, 512, 8
 WARPS = 4
 PARTS = 4  # programs of a row that multiply
-# Terms of a piece of a column at least twice as long, which has a program of its own; the last one
-# has the rest, too.
+# Terms of a piece of a set or of a column at least twice as long, which has a program of its own;
+# the last one has the rest, too.
 PIECE = 256
 
 
@@ -83,6 +84,38 @@ def _scaled_rows(matrix, stride, row, factor, h, H):
     return _rows(matrix, stride, tl.where(factor == 0.0, -1, row), h, H) * factor[:, None]
 
 
+@triton.jit
+def _last_up_to(most, offsets, count):
+    """The last of ascending offsets that is no larger than this; 32 are read at once."""
+    found, step = most * 0, most * 0 + 1
+    while step * 32 < count:
+        step *= 32
+    while step > 0:
+        at = found + tl.arange(0, 32) * step
+        up_to = (at < count) & (tl.load(offsets + at, at < count, other=0) <= most)
+        found += tl.maximum(tl.sum(up_to.to(tl.int32), 0) - 1, 0) * step
+        step //= 32
+    return found
+
+
+@triton.jit
+def _pieces_of(size, PIECE: tl.constexpr):
+    return tl.where(size < 2 * PIECE, 0, size // PIECE)
+
+
+@triton.jit
+def _piece_with(last, begin, end, PIECE: tl.constexpr):
+    """The piece of a segment that has this term, and whether it is that of its window.
+
+    A window is PIECE terms of all. Its last one is in the piece that begins in it, if one does.
+    """
+    pieces = _pieces_of(end - begin, PIECE)
+    piece = tl.minimum((last - begin) // PIECE, pieces - 1)
+    first = begin + piece * PIECE
+    stop = tl.where(piece < pieces - 1, first + PIECE, end)
+    return first, stop, (pieces > 0) & (last >= begin) & (last < first + PIECE)
+
+
 @partial(Kernel, specialised=("weight", "dhidden", "H", "weight_stride", "dhidden_stride"))
 def _sets_dhidden_kernel(
     weight,
@@ -92,6 +125,7 @@ def _sets_dhidden_kernel(
     shard,
     flags,
     dhidden,
+    parts,
     rows: tl.int64,
     K: tl.int64,
     V: tl.int64,
@@ -99,44 +133,62 @@ def _sets_dhidden_kernel(
     weight_stride: tl.int64,
     dhidden_stride: tl.int64,
     WANTED: tl.constexpr,
+    OF_PIECES: tl.constexpr,
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
+    PIECE: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
+    """Of rows; or parts of those with long sets, as of columns below."""
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    programs = tl.num_programs(0).to(tl.int64)
-    for start in range(tl.program_id(0).to(tl.int64), rows, FLAGS * programs):
-        stop = tl.minimum(rows, start + FLAGS * programs)
-        if any_wanted(flags, start, stop, programs, FLAGS, WANTED):
-            for index in range(start, stop, programs):
-                begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
-                if is_wanted(flags, index, WANTED) & (size > 0):
-                    total = tl.zeros((WIDTH,), tl.float64)
-                    for group in range(0, size, STEPS * TERMS):
-                        block = tl.zeros((TERMS, WIDTH), tl.float32)
-                        for first in range(group, tl.minimum(size, group + STEPS * TERMS), TERMS):
-                            at = first + tl.arange(0, TERMS)
-                            column = sampling_set_math.columns_of(
-                                token_ids, begin, size, at, shard, V
-                            )
-                            dz = tl.load(dvalues + begin + at, at < size, other=0.0)
-                            block += _scaled_rows(weight, weight_stride, column, dz, h, H)
-                        total += tl.sum(block, 0)
-                    dh = row_math.rounded(total.to(tl.float32), dhidden.dtype.element_ty)
-                    tl.store(dhidden + index * dhidden_stride + h, dh, h < H)
+    window, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    of_head, of_sets = (weight, weight_stride, V, H), (dvalues, token_ids, shard)
+    if OF_PIECES:
+        last = (window + 1) * PIECE - 1
+        index = _last_up_to(last, offsets, rows)
+        begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
+        first, stop, is_mine = _piece_with(last, begin, begin + size, PIECE)
+        if is_mine & is_wanted(flags, index, WANTED):
+            piece = first - begin, stop - begin
+            total = _sum_over_set(of_head, of_sets, begin, piece, h, TERMS, WIDTH, STEPS)
+            tl.store(parts + window * H + h, total.to(tl.float32), h < H)
+    else:
+        for start in range(window, rows, FLAGS * programs):
+            end = tl.minimum(rows, start + FLAGS * programs)
+            if any_wanted(flags, start, end, programs, FLAGS, WANTED):
+                for index in range(start, end, programs):
+                    begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
+                    if is_wanted(flags, index, WANTED) & (size > 0):
+                        pieces = _pieces_of(size, PIECE)
+                        alone = 0, tl.where(pieces > 0, 0, size)
+                        total = _sum_over_set(
+                            of_head, of_sets, begin, alone, h, TERMS, WIDTH, STEPS
+                        )
+                        for part in range(begin // PIECE, begin // PIECE + pieces):
+                            total += tl.load(parts + part * H + h, h < H, other=0.0)
+                        dh = row_math.rounded(total.to(tl.float32), dhidden.dtype.element_ty)
+                        tl.store(dhidden + index * dhidden_stride + h, dh, h < H)
 
 
 @triton.jit
-def _last_up_to(most, offsets, count):
-    """The last of ascending offsets that is no larger than this."""
-    found = most * 0
-    above = found + count
-    while above - found > 1:
-        half = (found + above) // 2
-        is_above = tl.load(offsets + half) > most
-        found, above = tl.where(is_above, found, half), tl.where(is_above, half, above)
-    return found
+def _sum_over_set(
+    head, sets, begin, places, h, TERMS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr
+):
+    """Rows of the head times the gradients of the values, over these places of a set."""
+    weight, weight_stride, V, H = head
+    dvalues, token_ids, shard = sets
+    first, stop = places
+    total = tl.zeros((WIDTH,), tl.float64)
+    for group in range(first, stop, STEPS * TERMS):
+        block = tl.zeros((TERMS, WIDTH), tl.float32)
+        for place in range(group, tl.minimum(stop, group + STEPS * TERMS), TERMS):
+            at = place + tl.arange(0, TERMS)
+            column = sampling_set_math.columns_of(token_ids, begin, stop, at, shard, V)
+            dz = tl.load(dvalues + begin + at, at < stop, other=0.0)
+            block += _scaled_rows(weight, weight_stride, column, dz, h, H)
+        total += tl.sum(block, 0)
+    return total
 
 
 @partial(Kernel, specialised=("hidden", "dweight", "H", "hidden_stride", "dweight_stride"))
@@ -162,25 +214,18 @@ def _sets_dweight_kernel(
     STEPS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Of columns; or parts of long ones, each of which begins in its own window of PIECE terms.
-
-    A piece has the last term of the window in which it begins, and no other has it.
-    """
+    """Of columns; or parts of long ones."""
     index = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     last = (index + 1) * PIECE - 1
     column = _last_up_to(last, segments, V) if OF_PIECES else index
     begin = tl.maximum(tl.load(segments + column), 0)
     end = tl.minimum(tl.load(segments + column + 1), K)
-    pieces = tl.where(end - begin < 2 * PIECE, 0, (end - begin) // PIECE)
-    first, stop, is_mine = begin, end, (not ADD) | (begin < end)
+    pieces = _pieces_of(end - begin, PIECE)
     if OF_PIECES:
-        piece = tl.minimum((last - begin) // PIECE, pieces - 1)
-        first = begin + piece * PIECE
-        stop = tl.where(piece < pieces - 1, first + PIECE, end)
-        is_mine = (pieces > 0) & (last >= begin) & (last < first + PIECE)
-    elif pieces > 0:
-        stop = begin
+        first, stop, is_mine = _piece_with(last, begin, end, PIECE)
+    else:
+        first, stop, is_mine = begin, tl.where(pieces > 0, begin, end), (not ADD) | (begin < end)
     if is_mine:
         total = tl.zeros((WIDTH,), tl.float64)
         total_bias = tl.zeros((TERMS,), tl.float64)
@@ -269,13 +314,18 @@ def _launch_dhidden(
 ) -> None:
     """In the rows whose flag is ``wanted``; each slice of H has programs that stride over rows."""
     rows, H = dhidden.shape
-    slices = ceil_div(H, WIDTH)
-    programs = ceil_div(resident_programs(rows * slices, WARPS), slices)
-    sizes = rows, dvalues.numel(), *weight.shape, weight.stride(0), dhidden.stride(0)
-    _sets_dhidden_kernel[(programs, slices)](
-        *(weight, dvalues, *sets, dhidden, *sizes, wanted, TERMS, WIDTH, STEPS, FLAGS),
-        **limits(WARPS, registers=128),
-    )
+    K, slices = dvalues.numel(), ceil_div(H, WIDTH)
+    resident = ceil_div(resident_programs(rows * slices, WARPS), slices)
+    pieces = K // PIECE if rows and K >= 2 * PIECE else 0
+    parts = dvalues.new_empty(pieces * H)
+    sizes = rows, K, *weight.shape, weight.stride(0), dhidden.stride(0)
+    arguments = weight, dvalues, *sets, dhidden, parts, *sizes, wanted
+    for programs, of_pieces in ((pieces, True), (resident, False)):
+        if programs > 0:
+            _sets_dhidden_kernel[(programs, slices)](
+                *(*arguments, of_pieces, TERMS, WIDTH, STEPS, PIECE, FLAGS),
+                **limits(WARPS, registers=128),
+            )
 
 
 def sets_dweight(
