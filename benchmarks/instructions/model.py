@@ -90,23 +90,24 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Case:
-    """What is varied: latencies, sub-partitions of loading warps, the part of L2, and the clock.
+    """What is varied: latencies, sub-partitions of loading warps, L2, clock, and who shares memory.
 
     Attributes:
         l2_used: None for that of the GPU.
+        teams: blocks that are simulated, at least, on as many multiprocessors as that takes.
     """
 
     latencies: Latencies = Latencies()
     loaders_apart: bool = True
     l2_used: float | None = None
     boost: bool = False
+    teams: int = 4
 
 
-TEAMS = 4  # blocks that are simulated, at least, on as many multiprocessors as that takes
 ROWS_OF_TEAMS, ROWS_OF_A_TEAM = 48, 5  # of the generic kernel, one after the other, at least
 PREDICTED = Case()
 OPTIMISTIC = Case(Latencies(factor=0.8, packet=2.5), l2_used=1.0, boost=True)
-PESSIMISTIC = Case(Latencies(factor=1.25, packet=6.5), loaders_apart=False, l2_used=0.5)
+PESSIMISTIC = Case(Latencies(factor=1.25, packet=6.5), loaders_apart=False, l2_used=0.5, teams=1)
 CASES = PREDICTED, OPTIMISTIC, PESSIMISTIC
 
 
@@ -228,7 +229,7 @@ def predict(code: Sequence[np.ndarray], plan: Plan, gpu: GPU, case: Case = PREDI
     speed = gpu.copy / gpu.multiprocessors / gpu.clock
     ends = np.cumsum([len(each) for each in code])
     placed = []
-    many = -(-TEAMS // plan.blocks)  # multiprocessors
+    many = -(-case.teams // plan.blocks)  # multiprocessors
     teams = many * plan.blocks
     for team in range(teams):
         block, at = divmod(team, many)
