@@ -122,11 +122,18 @@ def test_an_unknown_opcode_has_no_unit():
         model.unit(one)
 
 
-def test_spills_are_of_a_lane():
-    spill = code("STL [R1], R2; LDL R3, [R1]; EXIT")
-    machine = Machine(spill, {}, {}, {0: 7}, registers={"R1": 16, "R2": 5})
+def test_spills_and_halves():
+    """Local memory is of a lane; 2 - 0.5 and 1 - 0.5."""
+    listing = code("""
+        STL [R1], R2; LDL R3, [R1]
+        FHADD.BF16 R5, R4.H1, -R2; FHADD.BF16 R6, R4, -R2; EXIT
+    """)
+    known = {"R1": 16, "R2": 0x3F000000, "R4": 0x40003F80}
+    machine = Machine(listing, {}, {}, {0: 7}, registers=known)
     list(machine.run())
-    assert machine.registers["R3"] == 5
+    assert [machine.registers[name] for name in ("R3", "R5", "R6")] == [
+        *(0x3F000000, 0x3FC00000, 0x3F000000)
+    ]
     assert not machine.memory
 
 
