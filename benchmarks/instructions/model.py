@@ -90,23 +90,24 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Case:
-    """What is varied: latencies, sub-partitions of loading warps, the part of L2, and the clock.
+    """What is varied: latencies, sub-partitions of loading warps, L2, clock, and who shares memory.
 
     Attributes:
         l2_used: None for that of the GPU.
+        teams: blocks that are simulated, at least, on as many multiprocessors as that takes.
     """
 
     latencies: Latencies = Latencies()
     loaders_apart: bool = True
     l2_used: float | None = None
     boost: bool = False
+    teams: int = 4
 
 
-TEAMS = 4  # blocks that are simulated, at least, on as many multiprocessors as that takes
 ROWS_OF_TEAMS, ROWS_OF_A_TEAM = 48, 5  # of the generic kernel, one after the other, at least
 PREDICTED = Case()
 OPTIMISTIC = Case(Latencies(factor=0.8, packet=2.5), l2_used=1.0, boost=True)
-PESSIMISTIC = Case(Latencies(factor=1.25, packet=6.5), loaders_apart=False, l2_used=0.5)
+PESSIMISTIC = Case(Latencies(factor=1.25, packet=6.5), loaders_apart=False, l2_used=0.5, teams=1)
 CASES = PREDICTED, OPTIMISTIC, PESSIMISTIC
 
 
@@ -121,7 +122,10 @@ def is_vector(one: Instruction) -> bool:
     return "128" in one.opcode.split(".")
 
 
-def line(one: Instruction, place: int) -> tuple[int, int]:
+Line = tuple[int, int]  # number and bytes
+
+
+def line(one: Instruction, place: int) -> Line:
     """What a warp accesses at once; the first lane may be at either end."""
     size = 32 * access_bytes(one)
     return place // size, size
@@ -131,9 +135,9 @@ def loads(one: Instruction, place: int) -> bool:
     return one.name in ("LDG", "LD") and place >> 32 in ROWS
 
 
-def first_loads(traces: Iterable[Trace]) -> dict[tuple[int, int], int]:
+def first_loads(traces: Iterable[Trace]) -> dict[Line, int]:
     """After how many barriers a warp of the block first loads each line of a row."""
-    first: dict[tuple[int, int], int] = {}
+    first: dict[Line, int] = {}
     for trace in traces:
         barriers = 0
         for one, active, place in trace:
@@ -145,7 +149,7 @@ def first_loads(traces: Iterable[Trace]) -> dict[tuple[int, int], int]:
 
 
 def events(
-    trace: Trace, loader: bool = False, first: Mapping[tuple[int, int], int] | None = None
+    trace: Trace, loader: bool = False, first: Mapping[Line, int] | None = None
 ) -> Iterator[int]:
     """Of every instruction; by ``first_loads`` of the block, others of a line are loads again."""
     first = first_loads([trace]) if first is None else first
@@ -172,7 +176,7 @@ def events(
 
 
 def steps(
-    trace: Trace, loader: bool = False, first: Mapping[tuple[int, int], int] | None = None
+    trace: Trace, loader: bool = False, first: Mapping[Line, int] | None = None
 ) -> np.ndarray:
     numbers = {name: number for number, name in enumerate(UNITS)}
     rows = [
@@ -187,18 +191,8 @@ def steps(
 def _library() -> ctypes.CDLL:
     library = Path(tempfile.mkdtemp()) / "simulate.so"
     source = Path(__file__).with_name("simulate.cpp")
-    command = [
-        "c++",
-        "-std=c++20",
-        "-O3",
-        "-march=native",
-        "-shared",
-        "-fPIC",
-        "-o",
-        library,
-        source,
-    ]
-    subprocess.run(command, check=True)
+    options = "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC"
+    subprocess.run(["c++", *options, "-o", library, source], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -230,7 +224,7 @@ def predict(code: Sequence[np.ndarray], plan: Plan, gpu: GPU, case: Case = PREDI
     speed = gpu.copy / gpu.multiprocessors / gpu.clock
     ends = np.cumsum([len(each) for each in code])
     placed = []
-    many = -(-TEAMS // plan.blocks)  # multiprocessors
+    many = -(-case.teams // plan.blocks)  # multiprocessors
     teams = many * plan.blocks
     for team in range(teams):
         block, at = divmod(team, many)

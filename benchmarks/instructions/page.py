@@ -17,7 +17,7 @@ from bapo_kernels.backends import native
 
 from ..tables import markdown
 from . import whole_op
-from .cuda import Row
+from .cuda import LIBRARY, Row, kernels
 from .gpus import GPU, GPUS
 from .model import CASES
 
@@ -73,6 +73,8 @@ def of_length(length: tuple[int, str]) -> dict[str, dict[str, str]]:
 
 
 def tables(lengths: Sequence[tuple[int, str]] = ROWS) -> dict[str, pd.DataFrame]:
+    for arch in ARCHITECTURES:
+        kernels(LIBRARY, arch)  # before the processes fork
     with ProcessPoolExecutor() as pool:
         lines = dict(zip(lengths, pool.map(of_length, lengths), strict=True))
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,15 +54,23 @@ def parts(tokens: int) -> tuple[Part, ...]:
     return Part("prepare", 1 if tokens <= 2_048 else 3, 6, 70), *_PARTS
 
 
-def row_pass(tokens: int, gpu: GPU, row: Row, case: int) -> float:
+ROW = functools.cache(Row)
+
+
+@functools.cache
+def of_a_row(gpu: GPU, case: int) -> float:
+    return ROW(gpu.arch, VOCABULARY).predict(gpu, CASES[case]).over_copy
+
+
+def row_pass(tokens: int, gpu: GPU, case: int) -> float:
     """By the model, in whole rounds of the clusters; at best the last one takes as its rows do."""
-    plan = row.plan(gpu)
+    plan = ROW(gpu.arch, VOCABULARY).plan(gpu)
     clusters = gpu.multiprocessors * plan.blocks // max(plan.cluster, 1)
     rounds = math.ceil(tokens / clusters)
     if CASES[case].boost:
         rounds = max(1, tokens / clusters)
     start = (CLUSTERS if plan.cluster else BETWEEN_LAUNCHES)[case]
-    return start + row.predict(gpu, CASES[case]).over_copy * copy(rounds * clusters, gpu)
+    return start + of_a_row(gpu, case) * copy(rounds * clusters, gpu)
 
 
 def copy(tokens: float, gpu: GPU) -> float:
@@ -70,16 +79,15 @@ def copy(tokens: float, gpu: GPU) -> float:
 
 def over_copy(tokens: int, gpu: GPU) -> str:
     """Of the row pass alone."""
-    row = Row(gpu.arch, VOCABULARY)
-    return ranged([row_pass(tokens, gpu, row, case) / copy(tokens, gpu) for case in range(3)])
+    return ranged([row_pass(tokens, gpu, case) / copy(tokens, gpu) for case in range(3)])
 
 
 def predicted(tokens: int, gpu: GPU) -> dict[str, str]:
     """Microseconds of every part."""
-    row, times = Row(gpu.arch, VOCABULARY), []
+    times = []
     for case in range(3):
         beside = {part.name: part.seconds(tokens, gpu, case) for part in parts(tokens)}
-        both = {"row pass": row_pass(tokens, gpu, row, case), **beside}
+        both = {"row pass": row_pass(tokens, gpu, case), **beside}
         times.append(both | {"all": sum(both.values())})
     found = {name: ranged([1e6 * each[name] for each in times], 1, " us") for name in times[0]}
     bytes_alone = copy(tokens, gpu)
