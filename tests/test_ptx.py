@@ -333,9 +333,9 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 96 1 FIRST 64; @%p3 barrier.sync 1, 64; @!%p3 bar.sync 0; -> has returned while other warps wait
 96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 barrier.sync 1, 64; @%p3 LOAD; ->
 96 1 FIRST 32; @%p3 STORE 7; FIRST 64; @%p3 barrier.sync 1, 64; @!%p3 LOAD; -> race: |never written
-64 1 FIRST 32; @%p3 STORE 7; @%p3 barrier.sync 1, 32; @!%p3 barrier.sync 1, 32; LOAD; -> race|never written
+64 1 FIRST 32; @%p3 STORE 7; @%p3 barrier.sync 1, 32; @!%p3 barrier.sync 1, 32; LOAD; -> race|never
 64 1 FIRST 32; @%p3 barrier.sync 1, 64; @!%p3 barrier.sync 1, 96; -> others expect another number
-64 1 FIRST 32; @%p3 barrier.sync 1, 64; @!%p3 barrier.sync 2, 64; -> deadlock; warp 0 at barrier 1; warp 1
+64 1 FIRST 32; @%p3 barrier.sync 1, 64; @!%p3 barrier.sync 2, 64; -> deadlock; warp 0 at barrier 1
 64 1 FIRST 32; @%p3 barrier.sync 1, 64; -> has returned while other warps wait
 32 1 barrier.sync 1, 48; -> no such barrier
 96 1 FIRST 64; @%p3 bar.sync 1, 64; -> aligned, but not for all threads
@@ -597,7 +597,10 @@ WRITES, READS = "@%p2 st.global.b32 [%rd0], 7;", " @!%p2 ld.global.b32 %r5, [%rd
         (MEET + WRITES + READS, "race: "),
         (WRITES + MEET.replace(" ", READS), "race: "),  # between arrival and wait
         (f"@!%p2 bra $end; {WRITES} {MEET}", ""),  # who has returned counts as arrived
-        (f"@!%p2 barrier.sync 1, 64; {MEET}", "deadlock; warp 0 at the barrier of the cluster; warp 1"),
+        (
+            f"@!%p2 barrier.sync 1, 64; {MEET}",
+            "deadlock; warp 0 at the barrier of the cluster; warp 1",
+        ),
     ],
 )
 def test_barriers_of_clusters(statements, match):
