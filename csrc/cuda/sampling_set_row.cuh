@@ -149,8 +149,8 @@ class SetRow {
     __device__ RowSums total_of_team(const RowSums& mine) const {
         const RowSums total = warp_total(mine, scales_.scale2);
         if constexpr (Team::kThreads == kWarp) return total;
-        __shared__ RowSums partials[Team::kThreads / kWarp];
-        if (threadIdx.x % kWarp == 0) shared_store(&partials[Team::warp()], total);
+        __shared__ PartialSums<Team::kThreads / kWarp> partials;
+        if (threadIdx.x % kWarp == 0) partials.store(Team::warp(), total);
         __syncthreads();
         return total_of(partials, Team::kThreads / kWarp, scales_.scale2);
     }
