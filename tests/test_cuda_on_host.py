@@ -17,7 +17,7 @@ import torch
 from accuracy import assert_as_reference, assert_rounded, assert_sums
 from cuda_on_host.breaks import all_breaks
 from cuda_on_host.build import NVCC, ROOT
-from cuda_on_host.emulated import CALLERS, DEVICES, SEEDS
+from cuda_on_host.emulated import CALLERS, DEVICES, EVERYWHERE, SEEDS
 from helpers import (
     check_against_reference,
     make_case,
@@ -57,6 +57,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("on_host", DEVICES, indirect=True)
 def test_rows_lie_in_clusters_of_the_expected_size(on_host, library):
     """float32 rows of 40 KB. Otherwise the tests below would cover less than they seem to."""
     run_kernel(make_case((1, 2), 10_007), "cpu")
@@ -182,8 +183,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # This third has every pair of device, rows and dtype; `make emulate` runs every combination.
 EVERY = [
     (device, rows, dtype)
-    for (i, device), (j, rows), (k, dtype) in product(*map(enumerate, (DEVICES, ROWS, DTYPES)))
-    if device != "MIG" and ("EMULATE_FIRST" in os.environ or (i + j + k) % 3 == 0)
+    for (i, device), (j, rows), (k, dtype) in product(*map(enumerate, (EVERYWHERE, ROWS, DTYPES)))
+    if "EMULATE_FIRST" in os.environ or (i + j + k) % 3 == 0
 ]
 
 
@@ -192,7 +193,7 @@ def test_any_schedule(on_host, library, rows, dtype):
     """The same bits, within the error budget, with enough rows to fill each stage many times.
 
     Skipped, idle, decided and undecided rows alternate; out of place and in place, where nothing
-    outside rows changes.
+    outside rows changes. Rows that are aligned share no 16 bytes with another.
     """
     more, shift, gap, config = ROWS[rows]
     V = 10_008 * 4 // dtype.itemsize + more
@@ -214,8 +215,9 @@ def test_any_schedule(on_host, library, rows, dtype):
                 got.loss.backward()
         except RuntimeError as error:
             pytest.fail(f"{again}: {error}")
-        relied = library.relied
-        print("RELIED", on_host, rows, inplace, relied)
+        foreign, beyond, order = library.relied
+        assert foreign == 0 or (inplace and gap % 8), again
+        assert (beyond, order > 0) == (0, library.last_cluster() > 0), again
         for name in ("log_probs", "entropy", "loss"):
             assert torch.equal(getattr(got, name), getattr(expected.output, name)), again
         assert torch.equal(logits if inplace else logits.grad, expected.gradient), again

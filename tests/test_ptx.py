@@ -209,6 +209,11 @@ def test_parts_of_registers():
         got, pairs = torch.zeros(512, 2), [x.view(512, 2) for x in operands]
         evaluate(f"{name}x2", [got], pairs)
         assert [*map(repr, decode(got.flatten(), "f32"))] == [*map(repr, decode(expected, "f32"))]
+    for name in ("min.f32", "max.f32"):  # of three
+        of_two, got = INSTRUCTIONS[name][1], torch.zeros(1024)
+        operands, expected = cases(["f32"] * 3, lambda *x, f=of_two: f(f(*x[:2]), x[2]), "f32")
+        evaluate(name, [got], operands)
+        assert [*map(repr, decode(got, "f32"))] == [*map(repr, decode(expected, "f32"))]
     for t in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32"):
         x, got = values(t)[:32], torch.zeros(32, dtype=torch.int64)
         run(f"ld.global.{t} %rd30, [%rd20]; st.global.b64 [%rd21], %rd30;", x, got)
@@ -346,6 +351,7 @@ FAULTS = r"""32 1 ld.global.b32 %r2, [%rd20+256]; -> lane 0: in no tensor: 4 byt
 32 1 $again: bra $again; -> does not end
 32 1 tan.approx.f32 %r2, %r0; -> tan.approx.f32
 32 1 mov.u32 %r2, %clock; -> %clock
+32 1 add.s32 %r6, %r0, %r0, %r0; -> add.s32
 32 1 div.s32 %r6, %r0, %r0; -> divides by zero
 32 1 rem.u32 %r6, %r0, %r0; -> divides by zero
 32 1 cvt.rn.f32.u32 %r6, %r0; div.approx.f32 %r6, %r6, %r6; -> divides approximately by less

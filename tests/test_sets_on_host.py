@@ -6,7 +6,7 @@ import pytest
 import set_operators as cases
 import torch
 from cuda_on_host.build import NVCC
-from cuda_on_host.emulated import SEEDS
+from cuda_on_host.emulated import DEVICES, SEEDS
 from helpers import needs_native, per_token
 from launches import LAUNCHES
 from test_linear import CONFIGS, build, check, problem, staleness_of
@@ -68,6 +68,7 @@ def test_launches_of_sets(on_host, library):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_losses_with_sampling_masks(on_host, library, dtype, name):
     """The public functions, from logits and from hidden states, against the reference."""
+    library.device(*DEVICES["B200"][0])  # above it is the code for sm_90
     config = build(name)
     kl = dict(ref_log_probs=per_token()) if config.kl_loss_coef else {}
     case_of(True, dtype=dtype, config=config, **kl)[1]("cpu")

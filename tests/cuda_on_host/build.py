@@ -14,9 +14,15 @@ ROOT = HOST.parent.parent
 NVCC = shlex.split(os.environ.get("NVCC", "nvcc"))
 KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "token_loss"]
 KERNELS += ["sampling_sets", "head_sampling_sets"]
-# Each device executes the code of its architecture, or of EMULATE_ARCH.
-ARCHITECTURES = os.environ.get("EMULATE_ARCH", "90 100 120").split()
-PTX = [f"-gencode=arch=compute_{each},code=compute_{each}" for each in ARCHITECTURES]
+
+
+def architectures(unit: str) -> list[str]:
+    """Each device executes the newest code up to its architecture, or that of EMULATE_ARCH.
+
+    That for sm_120 is the same as for sm_100, but for one unit.
+    """
+    newest = ["120"] if unit == "row_pass_cluster" else []
+    return os.environ.get("EMULATE_ARCH", "").split() or ["90", "100", *newest]
 
 
 def compile_kernels(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> Path:
@@ -24,7 +30,8 @@ def compile_kernels(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> P
     target = folder / f"{source.stem}.o"
     kept = folder / f"kept_{source.stem}"
     kept.mkdir(exist_ok=True)
-    flags = ["-std=c++20", "-O3", "-w", *PTX, f"-I{csrc}"]
+    flags = ["-std=c++20", "-O3", "-w", f"-I{csrc}"]
+    flags += [f"-gencode=arch=compute_{n},code=compute_{n}" for n in architectures(source.stem)]
     flags += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
     command = [*NVCC, *flags, "--keep", f"--keep-dir={kept}", "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True)

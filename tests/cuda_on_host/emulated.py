@@ -14,8 +14,11 @@ DEVICES = {
     "RTX 5090, eight blocks": ((12, 24 << 10, 2), 8),
     "sixteen blocks, one cluster": ((9, 20 << 10, 1), 16),
     "A100": ((8, 164 << 10, 0), 0),
+    # For tests that name them: the others cover what these do, in more schedules.
+    "B200": ((10, 228 << 10, 3), 2),
     "MIG": ((9, 228 << 10, 0), 0),  # a partition of a GPU, where no cluster fits
 }
+EVERYWHERE = [name for name in DEVICES if name not in ("B200", "MIG")]
 if arch := os.environ.get("EMULATE_ARCH"):  # of every device with clusters
     major, most_bytes = int(arch) // 10, 100 if arch == "120" else 256
     for name, ((old, bytes_, clusters), blocks) in DEVICES.items():

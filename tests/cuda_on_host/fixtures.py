@@ -13,7 +13,7 @@ from ptx import executor
 from bapo_kernels.core import operators
 
 from .build import build
-from .emulated import CALLERS, DEVICES, ROUNDING
+from .emulated import CALLERS, DEVICES, EVERYWHERE, ROUNDING
 from .library import NAMESPACE, Library
 
 CONTROLS = {
@@ -45,7 +45,7 @@ def library(tmp_path_factory):
     definitions._destroy()
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=EVERYWHERE)
 def on_host(request, library, monkeypatch):
     """The CPU backend runs the CUDA kernels."""
     library.device(*DEVICES[request.param][0])

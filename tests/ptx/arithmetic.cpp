@@ -59,6 +59,7 @@ template <typename F, typename Signature>
 struct Elementwise;
 template <typename F, typename R, typename... Arguments>
 struct Elementwise<F, R(Arguments...)> {
+    static constexpr int64_t kSources = sizeof...(Arguments);
     static void execute(Memory&, Warp& warp, const Instruction& in, Mask lanes) {
         [&]<size_t... I>(std::index_sequence<I...>) {
             const uint64_t* const from[] = {warp.lanes_of(in.from[I])..., nullptr};
@@ -89,7 +90,8 @@ struct Elementwise<F, R(Arguments...)> {
 
 template <typename Signature, typename F>
 void define(const std::string& name, F) {
-    operations()[name] = {Kind::kPlain, Elementwise<F, Signature>::execute};
+    using Of = Elementwise<F, Signature>;
+    operations()[name] = {Kind::kPlain, Of::execute, Of::kSources};
 }
 
 // Types of an instruction, by which its name ends; kind is that of all where they are bare bits.
@@ -297,6 +299,10 @@ void define_arithmetic() {
         pairs<TwoPairs>("mul" + rounding, multiply);
     }
     pairs<uint64_t(Pair, Pair, Pair)>("fma.rn", fused);
+    define<Ternary>("min3", Types<float>{},
+                    [](auto a, auto b, auto c) { return extreme(extreme(a, b, true), c, true); });
+    define<Ternary>("max3", Types<float>{},
+                    [](auto a, auto b, auto c) { return extreme(extreme(a, b, false), c, false); });
     define<Binary>("div.rn", kFloats, [](auto a, auto b) { return a / b; });
     define<Ternary>("mad.lo", kIntegers, [](auto a, auto b, auto c) { return a * b + c; });
     define<Ternary>("fma.rn", kFloats, fused);

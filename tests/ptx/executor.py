@@ -73,7 +73,8 @@ def load(ptx: str, name: str | None = None) -> parser.Kernel:
     kernel = parser.parse(ptx, name)
     rows = []
     for each, text in zip(kernel.code, kernel.text, strict=True):
-        operation = machine().ptx_operation(each.operation.encode())
+        sources = ctypes.c_int64(len(each.sources))
+        operation = machine().ptx_operation(each.operation.encode(), sources)
         if operation is None:
             raise parser.UnknownError(f"{kernel.name}: {text}")
         operands = [(*numbers, *[-1] * (8 - len(numbers))) for numbers in (each.to, each.sources)]

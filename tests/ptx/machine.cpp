@@ -305,8 +305,8 @@ void meet_warp(Memory&, Warp& warp, const Instruction&, Mask lanes) {
 
 extern "C" {
 
-// The address of an operation, 0 for an unknown one.
-const void* ptx_operation(const char* name) {
+// The address of an operation on as many sources, 0 for an unknown one.
+const void* ptx_operation(const char* name, int64_t sources) {
     auto& all = ptx::operations();
     if (all.empty()) {
         ptx::define_arithmetic(), ptx::define_memory_operations();
@@ -317,7 +317,9 @@ const void* ptx_operation(const char* name) {
         all["bar.warp.sync"] = {ptx::Kind::kCollective, ptx::meet_warp};
     }
     const auto found = all.find(name);
-    return found == all.end() ? nullptr : &found->second;
+    if (found == all.end()) return nullptr;
+    const int64_t takes = found->second.sources;
+    return takes < 0 || takes == sources ? &found->second : nullptr;
 }
 
 // Returns whether the message says what went wrong.

@@ -37,6 +37,7 @@ enum class Kind { kPlain, kCollective, kBranch };  // the second is executed by 
 struct Operation {
     Kind kind;
     void (*execute)(Memory&, Warp&, const Instruction&, Mask lanes);
+    int64_t sources = -1;  // how many it takes; -1: any
 };
 std::map<std::string, Operation>& operations();
 void define_arithmetic();

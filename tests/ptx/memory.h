@@ -31,7 +31,7 @@ inline bool exclude(Access a, Access b) {
 // One access of one lane, or of several lanes of a warp.
 struct Record {
     uint32_t warp = 0, time = 0, instruction = 0;
-    uint8_t lane = 0;
+    uint8_t lane = 0, bytes = 0;
     Access access = kNone;
     bool of_barrier = false;  // of a place that only its instructions may access
 };
@@ -191,10 +191,12 @@ class Memory {
             const bool written = cell.write.access != kNone;
             if (cell.write.of_barrier && kind != kAtomic) fault("of a barrier");
             if (!stored && !written) {
+                // In shared memory a vector may have the padding of a structure.
                 if (!poisons || bytes != 16) fault("reads what was never written");
-                beyond = true;
+                beyond = space == kGlobal;
             }
-            const Record now{warp.number, warp.time(), warp.instruction, uint8_t(lane), kind};
+            const Record now{warp.number,   warp.time(),    warp.instruction,
+                             uint8_t(lane), uint8_t(bytes), kind};
             const bool same =
                 stored &&
                 !std::memcmp(place + i, static_cast<const uint8_t*>(stored) + i, range.granule);
@@ -233,11 +235,11 @@ class Memory {
             const Range& range = range_of(i);
             bytes[i - address] = poison[i % 8];
             if (i - range.begin < range.bytes) {
-                none = false;
                 const Record& written = range.cells[(i - range.begin) / range.granule].write;
                 const bool ordered = written.time == 0 || before(written, warp, lane);
                 if (written.access != kNone && (!finds_races || ordered)) {
                     bytes[i - address] = range.data[i - range.begin];
+                    none = false;
                     continue;
                 }
                 others |= written.access != kNone;
@@ -320,25 +322,21 @@ class Memory {
         }
         const auto require_before = [&](const Record& record) {
             if (record.access == kNone || before(record, warp, now.lane)) return;
-            // As for read_vector: somebody else computes the row beside.
-            const bool same_row = record.warp / warps_per_cluster == now.warp / warps_per_cluster;
-            if (poisons && record.access == kVectorRead && !same_row) {
-                ++relied.foreign;
-                return;
-            }
-            // Of transfers also a store after a store, whose bytes the block that has them awaited.
-            const bool transfers = record.warp >= warps && now.warp >= warps;
-            const bool by_issue =
-                record.access <= kStrongRead || (transfers && now.access == kWrite);
-            if (by_issue && record.time <= at(warp.clock.issued, record.warp)) {
-                ++relied.order;
-                return;
-            }
             const bool together = record.warp == now.warp && record.time == now.time;
             if (together && same_value) return;  // lanes of one store
             const bool scoped = record.access == kBlockAtomic || now.access == kBlockAtomic;
             const bool other = record.warp / warps_per_block != now.warp / warps_per_block;
-            if (exclude(record.access, now.access) || (scoped && other)) report(record, now);
+            if (!exclude(record.access, now.access) && !(scoped && other)) return;
+            // As for read_vector: somebody else stores the first or last elements of the row
+            // beside.
+            const bool same_row = record.warp / warps_per_cluster == now.warp / warps_per_cluster;
+            const bool foreign = record.access == kVectorRead && !same_row && now.bytes < 16;
+            if (poisons && foreign) return void(++relied.foreign);
+            // Of transfers also a store after a store, whose bytes the block that has them awaited.
+            const bool transfers = record.warp >= warps && now.warp >= warps;
+            const bool by_issue = record.access <= kStrongRead || transfers;
+            if (!by_issue || record.time > at(warp.clock.issued, record.warp)) report(record, now);
+            ++relied.order;
         };
         require_before(cell.write);
         // Atomics before one of its own come before what it does next.

@@ -214,6 +214,8 @@ class _Decoder:
             participants = self.operand(operands.pop())
         elif base == "mov" and any(operand.startswith("{") for operand in operands):
             name = ("unpack." if operands[0].startswith("{") else "pack.") + parts[-1]
+        elif base in ("min", "max") and len(operands) == 4:
+            name = name.replace(base, f"{base}3")
         to, sources = self.operands(operands[:1]), self.operands(operands[1:])
         return Instruction(name, to, sources, participants=participants)
 
