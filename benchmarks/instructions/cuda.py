@@ -23,6 +23,7 @@ from .model import (
     STORE,
     WAIT,
     Case,
+    Line,
     Prediction,
     events,
     first_loads,
@@ -144,7 +145,7 @@ class Turn:
 
 
 def phases(
-    trace: Trace, phase: str = "set-up", first: Mapping[tuple[int, int], int] | None = None
+    trace: Trace, phase: str = "set-up", first: Mapping[Line, int] | None = None
 ) -> Counter[str]:
     """Instructions by phase, of a trace that begins in one."""
     total, last = Counter[str](), 0

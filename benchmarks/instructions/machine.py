@@ -427,6 +427,10 @@ class Machine:
         elif name[0] == "F" and name[1:] in FLOATS:
             value = FLOATS[name[1:]](*(self.number(each) for each in ops[1:]))
             self.put(ops[0], float_bits(value))
+        elif name == "FHADD" and mods[0] == "BF16":  # of half a register and a float
+            register, upper, _ = ops[1].partition(".H1")
+            half = self.word(register) & 0xFFFF0000 if upper else self.word(register) << 16 & WORD
+            self.put(ops[0], float_bits(to_float(half) + self.number(ops[2])))
         elif name in ("FSETP", "DSETP"):
             a, b = (self.number(each, name == "DSETP") for each in ops[2:4])
             kind = mods[0]

@@ -122,7 +122,10 @@ def is_vector(one: Instruction) -> bool:
     return "128" in one.opcode.split(".")
 
 
-def line(one: Instruction, place: int) -> tuple[int, int]:
+Line = tuple[int, int]  # number and bytes
+
+
+def line(one: Instruction, place: int) -> Line:
     """What a warp accesses at once; the first lane may be at either end."""
     size = 32 * access_bytes(one)
     return place // size, size
@@ -132,9 +135,9 @@ def loads(one: Instruction, place: int) -> bool:
     return one.name in ("LDG", "LD") and place >> 32 in ROWS
 
 
-def first_loads(traces: Iterable[Trace]) -> dict[tuple[int, int], int]:
+def first_loads(traces: Iterable[Trace]) -> dict[Line, int]:
     """After how many barriers a warp of the block first loads each line of a row."""
-    first: dict[tuple[int, int], int] = {}
+    first: dict[Line, int] = {}
     for trace in traces:
         barriers = 0
         for one, active, place in trace:
@@ -146,7 +149,7 @@ def first_loads(traces: Iterable[Trace]) -> dict[tuple[int, int], int]:
 
 
 def events(
-    trace: Trace, loader: bool = False, first: Mapping[tuple[int, int], int] | None = None
+    trace: Trace, loader: bool = False, first: Mapping[Line, int] | None = None
 ) -> Iterator[int]:
     """Of every instruction; by ``first_loads`` of the block, others of a line are loads again."""
     first = first_loads([trace]) if first is None else first
@@ -171,7 +174,7 @@ def events(
 
 
 def steps(
-    trace: Trace, loader: bool = False, first: Mapping[tuple[int, int], int] | None = None
+    trace: Trace, loader: bool = False, first: Mapping[Line, int] | None = None
 ) -> np.ndarray:
     numbers = {name: number for number, name in enumerate(UNITS)}
     rows = [
@@ -186,18 +189,8 @@ def steps(
 def _library() -> ctypes.CDLL:
     library = Path(tempfile.mkdtemp()) / "simulate.so"
     source = Path(__file__).with_name("simulate.cpp")
-    command = [
-        "c++",
-        "-std=c++20",
-        "-O3",
-        "-march=native",
-        "-shared",
-        "-fPIC",
-        "-o",
-        library,
-        source,
-    ]
-    subprocess.run(command, check=True)
+    options = "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC"
+    subprocess.run(["c++", *options, "-o", library, source], check=True)
     return ctypes.CDLL(str(library))
 
 

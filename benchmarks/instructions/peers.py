@@ -121,9 +121,8 @@ def line(peer: Any, folder: Path) -> dict[str, str]:
     first = first_loads(found)
     executed = [steps(trace, first=first) for trace in found]
     predictions = (predict(executed, plan, gpu, case) for case in CASES)
-    times = [
-        1e3 * each.cycles / each.clock * peer.rows / gpu.multiprocessors for each in predictions
-    ]
+    of_one = 1e3 * peer.rows / gpu.multiprocessors
+    times = [each.cycles / each.clock * of_one for each in predictions]
     return {
         "kernel": f"{peer.wheel.replace('==', ' ')}, {Path(KERNELS[peer.kernel][0]).stem}",
         "GPU": peer.gpu,
