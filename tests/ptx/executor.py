@@ -36,7 +36,7 @@ class Relied(NamedTuple):
 
     Attributes:
         foreign: vectors of 16 bytes of which another cluster writes a part at the same time.
-        beyond: vectors of which a part is in no tensor, or was never written.
+        beyond: reads of global memory that was never written, or vectors partly in no tensor.
         order: stores that come after a read only because hardware reads before it sends what
             it issues next to another block.
     """
@@ -108,8 +108,8 @@ def launch(
         seed: of the schedule; 0 runs one warp after the other, and stores are visible at once.
         error_seed: of the errors of approximate instructions, 0 for none.
         races: whether they are looked for.
-        poisons: parts of vectors of 16 bytes that should not be read, such as the elements around
-            a row, are NaN, and no fault.
+        poisons: what should not be read is NaN, and no fault: memory that was never written, and
+            parts of vectors of 16 bytes, such as the elements around a row.
 
     Raises:
         ExecutionError: an access out of bounds, misaligned, in a race, or of what was never

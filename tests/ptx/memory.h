@@ -191,8 +191,8 @@ class Memory {
             const bool written = cell.write.access != kNone;
             if (cell.write.of_barrier && kind != kAtomic) fault("of a barrier");
             if (!stored && !written) {
-                // In shared memory a vector may have the padding of a structure.
-                if (!poisons || bytes != 16) fault("reads what was never written");
+                // In shared memory that may be the padding of a structure.
+                if (!poisons) fault("reads what was never written");
                 beyond = space == kGlobal;
             }
             const Record now{warp.number,   warp.time(),    warp.instruction,
