@@ -124,7 +124,7 @@ def test_all_files_with_tests_of_a_gpu_are_in_the_suite():
     of_devices = re.compile(r"def test_\w+\([^)]*\bdevice\b|mark\.gpu\b|DEVICES\[")
     paths = (ROOT / "tests").rglob("test_*.py")
     files = {path.name for path in paths if of_devices.search(path.read_text())}
-    not_there = {"test_cuda_on_host.py"}
+    not_there = {"test_cuda_on_host.py", "test_sets_on_host.py"}
     assert not_there < files
     script = (ROOT / SCRIPT).read_text()
     assert files - not_there <= set(re.findall(r"tests/(?:\w+/)?(\w+\.py)", script))

@@ -169,10 +169,10 @@ def test_half_of_a_divided_l2_counts():
 
 
 def test_packets_of_sums():
-    """Those that a block receives per row, from the trace of one warp."""
+    """Those that a block receives per row, from the trace of one warp; its arrival is none."""
     plan = launch.Plan(151_936, "bfloat16", 8, 24, 4, 4, 2048)
-    for sent in (2, 3):
-        what = np.array(([model.WAIT] + [model.SEND] * sent) * 5)
+    for sent in (0, 2, 3):
+        what = np.array(([model.WAIT] + [model.SEND] * (1 + sent)) * 5)
         assert model.packets(what, plan) == 4 * 8 * sent
     assert model.packets(np.array([model.READ]), plan) == 0
 
