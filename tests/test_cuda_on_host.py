@@ -150,9 +150,9 @@ def test_clusters_turned_off(on_host, library, monkeypatch):
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_self_check(on_host, library, monkeypatch):
     """It passes, names a kernel that is refused, and has rows for clusters of every size."""
-    planned = {library.planned_cluster(V // n) for V in self_check.COLUMNS for n in (1, 2)}
-    assert planned >= {0, 1, 2, 4, 8, 16}  # of float32, and of as many bytes in bfloat16
-    monkeypatch.setattr(self_check, "COLUMNS", (257, 10_000))
+    planned = {library.planned_cluster(V * t.itemsize // 4) for V, t in self_check.ROWS}  # float32
+    assert planned == {0, 1, 2, 4, 8, 16}
+    monkeypatch.setattr(self_check, "ROWS", [(257, torch.bfloat16), (10_000, torch.float32)])
     device = torch.device("cpu")
     assert self_check.first_failure(library, device) is None
     assert library.last_cluster() > 0

@@ -62,7 +62,9 @@ def gpu(monkeypatch, tmp_path):
             monkeypatch.setattr(module, name, lambda *given, value=value: value)
     monkeypatch.setattr(triton, "INTERPRETED", False)
     monkeypatch.setattr(backends, "_UNASKED", backends.NAMES)
-    monkeypatch.setattr(self_check, "COLUMNS", (257, 10_000))
+    monkeypatch.setattr(
+        self_check, "ROWS", [(V, t) for V in (257, 10_000) for t in (torch.bfloat16, torch.float32)]
+    )
     monkeypatch.setattr(self_check, "first_failure", gpu.first_failure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("BAPO_SELF_CHECK", raising=False)

@@ -98,7 +98,7 @@ def test_rows_are_read_and_written_by_vectors(sass, kernel, flags, wanted, dtype
 @DTYPES
 @pytest.mark.parametrize("softcap", ["Lb0", "Lb1"])
 def test_the_l1_cache_is_emptied_only_for_the_cluster(sass, dtype, softcap):
-    """At both cluster barriers, and at each try of the three waits for sums: two have a first one."""
+    """At both cluster barriers, and at five tries of the three waits for sums."""
     for aligned in ("ELb1E", "ELb0E"):
         got = instructions(listing(sass, CLUSTER, dtype, softcap + aligned))
         assert got["CCTL.IVALL"] == 7
