@@ -208,8 +208,9 @@ struct Block {
         return warp_total(RowSums::of(lane), scales.scale2);
     }
 
-    // Sends the sums of this warp to every block of the cluster, of which each expects the same from
-    // this warp of the others. A block alone stores them: st.async needs a cluster of two or more.
+    // Sends the sums of this warp to every block of the cluster, of which each expects the same
+    // from this warp of the others. A block alone stores them: st.async needs a cluster of two or
+    // more.
     __device__ void send(const RowSums& sums, int turn) {
         const int to = threadIdx.x % kWarp, slot = rank * kComputeWarps + threadIdx.x / kWarp;
         const uint32_t arrived = shared_address(&shared.sums_arrived[turn]);
