@@ -44,8 +44,8 @@ __device__ inline void shared_store(T* to, const T& value) {
 __device__ inline void shared_settle(float* to, float value) {
     *static_cast<volatile float*>(to) = value;
 }
-// Waits for this number of threads of the block, not all of which need to come here (bar.sync, which
-// is aligned, asks for all); barrier 0 is that of __syncthreads.
+// Waits for this number of threads of the block, not all of which need to come here (bar.sync,
+// which is aligned, asks for all); barrier 0 is that of __syncthreads.
 __device__ inline void block_barrier(int number, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
