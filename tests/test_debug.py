@@ -325,6 +325,7 @@ def test_environment_report():
 
 def test_missing_library_is_explained(tmp_path, monkeypatch):
     """What runs without it: repository/test_supply.py."""
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / native.LIBRARY.name)
     monkeypatch.setattr(native, "_PACKAGE", tmp_path)
     assert "setup.py has not built it" in native._load()
     monkeypatch.setattr(native, "WHY_NO_CPU", "no C++ compiler found")
