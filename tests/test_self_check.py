@@ -85,6 +85,17 @@ def test_kernels_that_agree_are_checked_once(gpu, tmp_path, recwarn):
     assert not recwarn.list
 
 
+def test_without_memory_a_later_call_checks(gpu, recwarn):
+    def full(*arguments):
+        raise torch.OutOfMemoryError
+
+    gpu.wrong["row_pass"] = full
+    assert (gpu.chosen(), gpu.checks) == ("cuda", 1)
+    gpu.wrong.clear()
+    assert [(gpu.chosen(), gpu.checks) for _ in range(2)] == [("cuda", 2)] * 2
+    assert not recwarn.list
+
+
 def test_another_library_gpu_or_driver_is_checked_again(gpu, monkeypatch, tmp_path):
     other = tmp_path / "library"
     other.write_bytes(native.LIBRARY.read_bytes() + b"other")

@@ -42,7 +42,8 @@ def why_not(device: torch.device) -> str | None:
     if not torch.compiler.is_compiling() and device.index not in _found and _can_run_now():
         with _lock:
             if device.index not in _found:
-                _found[device.index] = _verdict(device)
+                with suppress(torch.OutOfMemoryError):  # no fault of a kernel: a later call checks
+                    _found[device.index] = _verdict(device)
     return known(device)
 
 
@@ -109,7 +110,7 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
                     most = f"{share.max():.3g} times what rounding explains"
                     return f"{operator} of {name} is off by {most}"
         except torch.OutOfMemoryError:
-            raise  # no fault of a kernel: the next call checks
+            raise
         except Exception as error:
             return f"{name}: {type(error).__name__}: {error}"
     return None
