@@ -288,9 +288,10 @@ def log_probs(
         >>> log_probs(logits, torch.tensor([0, 2]), temperature=0.7)
         (tensor([-0.6931, -1.0986]), tensor([0.6931, 1.0986]))
     """
-    check_logits(logits, labels, vocab_group)
+    check_logits(logits, labels, vocab_group, several=True)
     transform = temperature, logit_scale, final_logit_softcapping
-    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask)
+    several = labels.ndim == logits.ndim
+    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask, several)
     backend = choose(backend, logits, "logits")
     arguments.check_ranks("log_probs", backend)
     if backend == "reference":
@@ -306,7 +307,7 @@ def log_probs(
         )
     call = prepared(backend, arguments, logits.shape[-1])
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
-    entropy = entropy.float().view(labels.shape) if return_entropy else None
+    entropy = entropy.float().view(logits.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
 
 

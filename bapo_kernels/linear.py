@@ -205,9 +205,10 @@ def linear_log_probs(
         >>> linear_log_probs(hidden, weight, torch.tensor([3, -100]), chunk_tokens=1)
         (tensor([-2.3026,  0.0000]), tensor([2.3026, 0.0000]))
     """
-    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group, several=True)
     transform = temperature, logit_scale, final_logit_softcapping
-    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask)
+    several = labels.ndim == hidden_states.ndim
+    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask, several)
     weight, bias, dtype, logits_dtype, backend = _local_head(
         hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
     )
@@ -235,7 +236,7 @@ def linear_log_probs(
     logp, entropy = LinearLogProbs.apply(
         *parameters, call, unscaled, dtype, logits_dtype, chunk_tokens
     )
-    entropy = entropy.float().view(labels.shape) if return_entropy else None
+    entropy = entropy.float().view(hidden_states.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
 
 

@@ -126,7 +126,8 @@ struct Cpu {
     }
 
     static void find_labels(const FindLabelsParams& params, const Tensor&) {
-        run_chunks(params.sets.rows, [&](int64_t chunk) { cpu::find_labels_chunk(params, chunk); });
+        const int64_t count = params.sets.rows * params.labels_per_row;
+        run_chunks(count, [&](int64_t chunk) { cpu::find_labels_chunk(params, chunk); });
     }
     static void gather_sets(const MoveSetsParams& params, const Tensor&) {
         run_queue(params.sets.rows, params, set_kernels().gather);

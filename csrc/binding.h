@@ -238,6 +238,12 @@ inline int64_t ranks_of(const Tensor& table) {
     return table.size(0);
 }
 
+inline int64_t labels_per_row(const Tensor& labels) {
+    const int64_t K = labels.dim() == 2 ? labels.size(1) : 1;
+    STD_TORCH_CHECK(K >= 1, "labels must be one or more per row");
+    return K;
+}
+
 // The first pass alone.
 inline RowPassParams statistics_params(const Reader& read, LogitRows rows, const Tensor& labels,
                                        const Tensor& counted, const Fields& fields,
@@ -247,9 +253,10 @@ inline RowPassParams statistics_params(const Reader& read, LogitRows rows, const
     const int64_t N = rows.count();
     rows.transform = options.transform(fields[kTemperatures]);
     params.rows = rows;
-    params.labels = read.data<int64_t>(labels, N, "labels");
+    const int64_t K = params.labels_per_row = labels_per_row(labels);
+    params.labels = read.data<int64_t>(labels, N * K, "labels");
     params.tokens.counted = read.data<bool>(counted, N, "counted");
-    params.log_probs = read.data<double>(log_probs, N, "log_probs");
+    params.log_probs = read.data<double>(log_probs, N * K, "log_probs");
     params.entropy = read.data<double>(entropy, N, "entropy");
     params.stats = read.data<double>(stats, 2 * N, "stats");
     return params;
@@ -267,6 +274,7 @@ inline RowPassParams pass_params(const Reader& read, const LogitRows& rows, cons
     const Fields fields = read.fields(tokens, present, N);
     RowPassParams params =
         statistics_params(read, rows, labels, counted, fields, options, log_probs, entropy, stats);
+    STD_TORCH_CHECK(params.labels_per_row == 1, "labels must be one per row");
     params.tokens = read.token_inputs(fields, counted);
     params.tokens.weights = read.data<double>(weights, N, "weights");
     params.options = options.policy();
@@ -323,10 +331,11 @@ void row_gradient(Tensor logits, Tensor dlogits, OptionalTensor offsets, Tensor 
     const int64_t N = params.rows.count();
     const Fields fields = read.fields(tokens, present, N);
     params.rows.transform = options_of(options).transform(fields[kTemperatures]);
-    params.labels = read.data<int64_t>(labels, N, "labels");
+    const int64_t K = params.labels_per_row = labels_per_row(labels);
+    params.labels = read.data<int64_t>(labels, N * K, "labels");
     params.stats = read.data<double>(stats, 2 * N, "stats");
     params.entropy = read.data<double>(entropy, N, "entropy");
-    params.dlog_probs = read.data<double>(dlog_probs, N, "dlog_probs");
+    params.dlog_probs = read.data<double>(dlog_probs, N * K, "dlog_probs");
     params.dentropy = read.data<double>(dentropy, N, "dentropy");
     params.only = read.data<uint8_t>(only, N, "only");
     Backend::row_gradient(params, logits);

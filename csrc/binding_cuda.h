@@ -55,6 +55,14 @@ void launch(const char* (*kernel)(const Params&, void*), const Params& params, c
     const Launch launch(like);
     launch.check(kernel(params, launch.stream()));
 }
+template <typename Params>
+void with_memory(const char* (*kernel)(const Params&, double*, void*), int64_t words,
+                 const Params& params, const Tensor& like) {
+    const Launch launch(like);
+    Tensor memory;
+    auto* const words_of_it = scratch<double>(like, words, memory);
+    launch.check(kernel(params, words_of_it, launch.stream()));
+}
 template <typename Params, const char* (*kernel)(const Params&, void*)>
 void launched(const Params& params, const Tensor& like) {
     launch(kernel, params, like);
@@ -68,11 +76,19 @@ struct Cuda {
     }
     static void row_pass(const RowPassParams& params, const Tensor& like) {
         check_columns(params.rows);
-        launch(params.rows.are_sets() ? cuda::sets_pass : cuda::row_pass, params, like);
+        if (params.labels_per_row > 1) {
+            with_memory(cuda::pass_of_labels, cuda::label_words(params), params, like);
+        } else {
+            launch(params.rows.are_sets() ? cuda::sets_pass : cuda::row_pass, params, like);
+        }
     }
     static void row_gradient(const RowGradientParams& params, const Tensor& like) {
         check_columns(params.rows);
-        launch(params.rows.are_sets() ? cuda::sets_gradient : cuda::row_gradient, params, like);
+        if (params.labels_per_row > 1) {
+            with_memory(cuda::gradient_of_labels, cuda::label_words(params), params, like);
+        } else {
+            launch(params.rows.are_sets() ? cuda::sets_gradient : cuda::row_gradient, params, like);
+        }
     }
     static void prepare(const PrepareParams& params, const Tensor& like) {
         const Launch launch(like);
@@ -112,10 +128,7 @@ struct Cuda {
     static constexpr auto multiply_sets = launched<MultiplySetsParams, cuda::multiply_sets>;
     template <typename Params, const char* (*kernel)(const Params&, double*, void*)>
     static void in_parts(const Params& params, const Tensor& like) {
-        const Launch launch(like);
-        Tensor memory;
-        auto* const parts = scratch<double>(like, cuda::part_words(params), memory);
-        launch.check(kernel(params, parts, launch.stream()));
+        with_memory(kernel, cuda::part_words(params), params, like);
     }
     static constexpr auto head_sets_pass = in_parts<HeadSetPassParams, cuda::head_sets_pass>;
     static constexpr auto sets_dhidden = in_parts<SetHiddenGradientParams, cuda::sets_dhidden>;

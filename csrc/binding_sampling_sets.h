@@ -35,8 +35,9 @@ template <typename Backend>
 void find_labels(Tensor labels, Tensor token_ids, Tensor offsets, int64_t vocab, Tensor positions) {
     const Reader read(labels);
     const Sets sets = read.sets(offsets, token_ids, token_ids.numel());
-    Backend::find_labels({sets, read.data<int64_t>(labels, sets.rows, "labels"), vocab,
-                          read.data<int64_t>(positions, sets.rows, "positions")},
+    const int64_t K = labels_per_row(labels), count = sets.rows * K;
+    Backend::find_labels({sets, read.data<int64_t>(labels, count, "labels"), K, vocab,
+                          read.data<int64_t>(positions, count, "positions")},
                          labels);
 }
 

@@ -48,6 +48,10 @@ void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_
 void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
                    const int64_t* of_sequences);
 
+// For each of K labels of a row the sum of the values of those that are equal, in their order; the
+// thread's own memory, until it asks for it again.
+double* sums_of_equal(const int64_t* labels, const double* values, int64_t K);
+
 void find_labels_chunk(const FindLabelsParams& params, int64_t chunk);
 
 // Of one of the span_count(sequences) sequences.

@@ -10,6 +10,8 @@
 
 namespace bapo {
 
+constexpr int64_t kIgnoredLabel = -100;
+
 // A row of the tokens of a call.
 enum Field : int {
     kAdvantages,
@@ -225,10 +227,12 @@ struct TokenInputs {
 };
 
 // Without rows.grad this is row_statistics: the first pass alone, for which counted is the only
-// input per token beside the label, and undecided is null.
+// input per token beside the labels, and undecided is null. It takes several labels per row, and
+// gives each its log-prob: 0 to kIgnoredLabel.
 struct RowPassParams {
     LogitRows rows;
     const int64_t* labels;
+    int64_t labels_per_row = 1;
     TokenInputs tokens;
     PolicyOptions options;
     const float* bounds;  // (lower, upper) of all; null: tokens have their own, or they are not
@@ -240,12 +244,14 @@ struct RowPassParams {
     uint8_t* undecided;  // 1 where the gradient depends on the bounds that the search will find
 };
 
+// Labels that have no column have no gradient of their own; those that repeat one add to its.
 struct RowGradientParams {
     LogitRows rows;
     const int64_t* labels;
+    int64_t labels_per_row = 1;
     const double* stats;
     const double* entropy;
-    const double* dlog_probs;
+    const double* dlog_probs;  // of each label
     const double* dentropy;
     const uint8_t* only;  // rows to write; null: all
 };
@@ -260,6 +266,7 @@ struct Columns {
 struct FindLabelsParams {
     Sets sets;
     const int64_t* labels;
+    int64_t labels_per_row;
     int64_t vocab;
     int64_t* positions;
 };

@@ -9,8 +9,6 @@
 
 namespace bapo {
 
-constexpr int64_t kIgnoredLabel = -100;
-
 BAPO_HD float float_of_bits(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);

@@ -44,6 +44,7 @@ BAPO_HD float value_without_column(int64_t column) { return column == kBrokenId 
 
 BAPO_HD int64_t position_of_label(const FindLabelsParams& params, const SetOfRow& set,
                                   int64_t label) {
+    if (label == kIgnoredLabel) return label;
     if (label < 0 || label >= params.vocab || set.broken) return kNoToken;
     int64_t low = 0, count = set.size;
     while (count > 0) {
@@ -55,11 +56,11 @@ BAPO_HD int64_t position_of_label(const FindLabelsParams& params, const SetOfRow
     const bool found = low < set.size && params.sets.token_ids[set.begin + low] == label;
     return found ? low : kOutsideOfSet;
 }
-// Of a row that has a set.
-BAPO_HD void find_label(const FindLabelsParams& params, int64_t row) {
-    const SetOfRow set = set_of(params.sets, row);
+// One of the labels of all rows, if its row has a set.
+BAPO_HD void find_label(const FindLabelsParams& params, int64_t i) {
+    const SetOfRow set = set_of(params.sets, i / params.labels_per_row);
     if (set.absent()) return;
-    params.positions[row] = position_of_label(params, set, params.labels[row]);
+    params.positions[i] = position_of_label(params, set, params.labels[i]);
 }
 
 // The log-prob of a label that has no position in its set.

@@ -66,11 +66,13 @@ struct RowCoefficients {
 };
 
 // d l/d z of the label, without the cancellation in 1 - p. In double: it is the largest entry of
-// the row's gradient, with an error budget of little more than its last rounding.
+// the row's gradient, with an error budget of little more than its last rounding. `others`: the sum
+// of d l/d log_prob of the other labels.
 BAPO_HD double label_gradient(float z, double log_p, double entropy, double slope,
-                              RowCoefficients coefficients) {
+                              RowCoefficients coefficients, double others = 0.0) {
     const double bonus = coefficients.entropy_bonus;
     double dx = -coefficients.dlog_prob * expm1(log_p);
+    if (others != 0.0) dx -= others * exp(log_p);
     if (bonus != 0.0) dx += bonus * exp(log_p) * (log_p + entropy);
     return z == -INFINITY ? 0.0 : dx * slope;
 }

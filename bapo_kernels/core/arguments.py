@@ -91,6 +91,7 @@ class Arguments(NamedTuple):
         weighted: weights of the aggregation are wanted; ``dp_size`` and ``divisor`` are for these.
         divisor: of the mode's mean; ``None``: it is counted.
         bounds: float32 ``[2]``, of all tokens.
+        labels: ``[..., K]``, where each token has several.
     """
 
     labels_or_log_probs: Tensor
@@ -106,6 +107,7 @@ class Arguments(NamedTuple):
     process_group: dist.ProcessGroup | None = None
     vocab_group: dist.ProcessGroup | None = None
     sampling_mask: SamplingMask | None = None
+    labels: Tensor | None = None
 
     def is_live(self) -> bool:
         """Whether tokens that cannot change the loss are skipped."""
@@ -155,7 +157,7 @@ class Arguments(NamedTuple):
         return {
             "shape": self.labels_or_log_probs.shape,
             "the unmasked tokens": self.unmasked(),
-            "labels": self.labels_or_log_probs,
+            "labels": self.labels_or_log_probs if self.labels is None else self.labels,
             **{name: self.field(name) for name in FIELDS},
             "the normalisers": self.divisor,
             "dp_size": self.dp_size,
@@ -173,8 +175,18 @@ def log_probs_arguments(
     final_logit_softcapping: float | None,
     vocab_group: dist.ProcessGroup | None,
     sampling_mask: SamplingMask | None,
+    several: bool = False,
 ) -> Arguments:
-    """Checks the arguments of log-probs and entropy of these labels, without a loss."""
+    """Checks the arguments of log-probs and entropy of these labels, without a loss.
+
+    Args:
+        several: labels are ``[..., K]``.
+    """
+    ids = None
+    if several:
+        ids = labels.long()
+        # Of a row, whether all its labels are masked.
+        labels = torch.where((ids == IGNORE_INDEX).all(-1), IGNORE_INDEX, 0)
     config = BAPOConfig(
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         logit_scale=logit_scale,
@@ -185,7 +197,8 @@ def log_probs_arguments(
     fields = {}
     if isinstance(temperature, Tensor):
         fields["temperatures"] = checked_temperature(temperature, labels, "labels")
-    return Arguments(labels, fields, config, vocab_group=vocab_group, sampling_mask=sampling_mask)
+    groups: Any = dict(vocab_group=vocab_group, sampling_mask=sampling_mask)
+    return Arguments(labels, fields, config, **groups, labels=ids)
 
 
 def loss_arguments(

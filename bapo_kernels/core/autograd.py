@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..output import BAPOOutput
 from .call import Call, Coefficients, RowStatistics, SamplingSets
+from .labels import of_finite
 from .memory import empty_gradient
 from .operators import NATIVE, ops_of
 from .rows import Rows, gathered, row_statistics, scatter, second_pass
@@ -233,8 +234,8 @@ def in_backward(dtype: torch.dtype) -> bool:
 class LogProbs(torch.autograd.Function):
     """Float64 ``(log_probs, entropy)`` of rows; backward makes the softmax again from their sums.
 
-    Rows that are not counted are not read, and 0. With ``overwritten`` backward writes the gradient
-    over the logits.
+    Log-probs are in the shape of the labels of the call. Rows that are not counted are not read,
+    and 0. With ``overwritten`` backward writes the gradient over the logits.
     """
 
     @staticmethod
@@ -272,12 +273,15 @@ class LogProbs(torch.autograd.Function):
             sets=sets,
         )
 
-        def masked(gradient: Tensor | None) -> Tensor | None:
-            return None if gradient is None else torch.where(counted, gradient.detach(), 0.0)
-
-        dlog_probs, dentropy = masked(dlog_probs), masked(dentropy)
+        dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
+        if dentropy is not None:
+            dentropy = torch.where(counted, dentropy, 0.0)
         if dlog_probs is None:
             dlog_probs = torch.zeros_like(found.log_probs)
+        elif labels.ndim == 1:
+            dlog_probs = torch.where(counted, dlog_probs, 0.0)
+        else:
+            dlog_probs = of_finite(dlog_probs, labels, found.log_probs, found.entropy)
         coefficients = Coefficients(dlog_probs, dentropy)
         if logits is not None:
             dlogits = empty_gradient(logits)
@@ -299,7 +303,8 @@ class LinearLogProbs(torch.autograd.Function):
     """As :class:`LogProbs`, of hidden states; backward makes the logits of some rows again.
 
     With ``unscaled`` (of a frozen head) forward makes the gradient of each log-prob, which
-    backward scales, and the logits are made again only for a gradient of the entropy.
+    backward scales, and the logits are made again only for a gradient of the entropy. Of several
+    labels per row, forward makes the part that they have in common.
     """
 
     @staticmethod
@@ -327,7 +332,9 @@ class LinearLogProbs(torch.autograd.Function):
         kept = [x is not None and not traced and x.is_inference() for x in tensors]
         ctx.inference = [x if keeps else None for x, keeps in zip(tensors, kept, strict=True)]
         saved = (None if keeps else x for x, keeps in zip(tensors, kept, strict=True))
-        ctx.save_for_backward(*saved, sizes, *mask, entropy, stats, values, gradient)
+        several = call.labels is not None and call.labels.ndim == 2
+        found = log_probs if several else None, entropy, stats
+        ctx.save_for_backward(*saved, sizes, *mask, *found, values, gradient)
         ctx.unscaled, ctx.group = unscaled, group
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -336,18 +343,26 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *tensors, sizes, ids, offsets, entropy, stats, values, unscaled = ctx.saved_tensors
+        *tensors, sizes, ids, offsets, log_probs, entropy, stats, values, unscaled = (
+            ctx.saved_tensors
+        )
         tensors = [x if y is None else y for x, y in zip(tensors, ctx.inference, strict=True)]
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
 
+        if log_probs is not None and dlog_probs is not None:
+            labels = tensors[3]
+            dlog_probs = of_finite(dlog_probs, labels, log_probs, entropy)
+        in_common = unscaled if ctx.unscaled and log_probs is not None else None
+
         def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
-            gradients = dlog_probs, dentropy, entropy, stats, values, needs
+            found = entropy if log_probs is None else log_probs, entropy, stats
+            gradients = dlog_probs, dentropy, *found, values, in_common, needs
             options = *tensors, *ctx.numbers, sizes, ctx.group, ids, offsets
             made: list[Tensor] = _OPS.head_backward(*gradients, *options)
             return made
 
-        if not ctx.unscaled:
+        if not ctx.unscaled or in_common is not None:
             gradients = map(without_derivative, recomputed(dlog_probs))
             return (*(next(gradients) if needed else None for needed in needs), *others)
         *_, counted, _ = tensors

@@ -53,8 +53,8 @@ class SamplingSets(NamedTuple):
         token_ids: int32 ``[K]``, ascending in each set.
         offsets: int64 ``[N + 1]``, of the sets.
         present: bool ``[N]``, whether a row has a set.
-        positions: int64 ``[N]``, of the labels in their sets; of a row without one, the label as a
-            column of this rank.
+        positions: int64 ``[N]`` or ``[N, K]``, of the labels in their sets; of a row without one,
+            the label as a column of this rank.
         span: int64 ``[2]``, the first column of this rank, and those of all; ``None``: all are
             here.
     """
@@ -98,20 +98,22 @@ class SamplingSets(NamedTuple):
 class RowStatistics(NamedTuple):
     """What the first pass finds for each row, in float64; ``stats`` is private to a backend."""
 
-    log_probs: Tensor
+    log_probs: Tensor  # in the shape of the labels
     entropy: Tensor
     stats: Tensor
 
     @classmethod
-    def empty(cls, N: int, device: torch.device) -> RowStatistics:
-        """Uninitialised, for ``N`` rows."""
-        log_probs = torch.empty(N, dtype=torch.float64, device=device)
-        return cls(log_probs, torch.empty_like(log_probs), log_probs.new_empty((N, 2)))
+    def empty(cls, call: Call) -> RowStatistics:
+        """Uninitialised."""
+        assert call.labels is not None
+        log_probs = torch.empty_like(call.labels, dtype=torch.float64)
+        N = len(log_probs)
+        return cls(log_probs, log_probs.new_empty(N), log_probs.new_empty((N, 2)))
 
     @classmethod
-    def zeros(cls, N: int, device: torch.device) -> RowStatistics:
+    def zeros(cls, call: Call) -> RowStatistics:
         """As of rows that are not counted."""
-        found = cls.empty(N, device)
+        found = cls.empty(call)
         for values in found:
             values.zero_()
         return found
@@ -127,7 +129,7 @@ class RowStatistics(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of each row: d loss / d log-prob and d loss / d entropy (``None``: 0)."""
+    """Of each row: d loss / d log-prob, of each label, and d loss / d entropy (``None``: 0)."""
 
     dlog_probs: Tensor
     dentropy: Tensor | None
@@ -142,11 +144,13 @@ class Coefficients(NamedTuple):
         """0 in the rows of bool ``[N]``."""
         dentropy = self.dentropy
         dentropy = None if dentropy is None else dentropy.masked_fill(rows, 0.0)
-        return Coefficients(self.dlog_probs.masked_fill(rows, 0.0), dentropy)
+        of_labels = rows if self.dlog_probs.ndim == 1 else rows[:, None]
+        return Coefficients(self.dlog_probs.masked_fill(of_labels, 0.0), dentropy)
 
     def has_gradient(self) -> Tensor:
         """bool ``[N]``: the gradient of a row is not surely zero."""
         some = self.dlog_probs != 0
+        some = some if some.ndim == 1 else some.any(1)
         return some if self.dentropy is None else some | (self.dentropy != 0)
 
 
@@ -164,7 +168,8 @@ class Call:
             ``statistics="live"`` those that can change the loss.
         tokens: float32 ``[fields, N]``, of which ``present`` says which fields are given
             (:data:`bapo_kernels.core.operators.FIELDS`); ``None``: none is.
-        labels: int64 ``[N]``; ``None`` where log-probs are given.
+        labels: int64 ``[N]``, or ``[N, K]`` where each row has several; ``None`` where log-probs
+            are given.
         weights: float64 ``[N]``, of the aggregation.
         ticket: int32 ``[1]``, 0: the scratch memory of ``token_loss``.
         bounds: float32 ``[2]``, of all tokens; ``None``: tokens have their own, or the call
@@ -257,7 +262,7 @@ class Call:
 
     @property
     def label_columns(self) -> Tensor:
-        """int64 ``[N]``: the label as a column of this rank's logits; -1: another rank has it.
+        """int64, the labels as columns of this rank's logits; -1: another rank has it.
 
         Of a row with a set, its position in that.
         """

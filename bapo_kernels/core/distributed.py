@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import BAPOConfig, Options
+from ..config import IGNORE_INDEX, BAPOConfig, Options
 from .checks import is_dtensor, require
 
 
@@ -156,10 +156,11 @@ class VocabShard:
         return torch.stack([self.sizes[: dist.get_rank(self.group)].sum(), self.sizes.sum()])
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Labels as columns of this shard; -1 where another shard has them."""
+        """Labels as columns of this shard; -1 where another shard has them; -100 stays."""
         first = self.sizes[: dist.get_rank(self.group)].sum()
         here = labels - first
-        return torch.where((here >= 0) & (here < self.columns), here, -1)
+        elsewhere = torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, -1)
+        return torch.where((here >= 0) & (here < self.columns), here, elsewhere)
 
     def combine(
         self,
@@ -178,14 +179,15 @@ class VocabShard:
         has the label, and ``entropy = sum_k q_k*(entropy_k - log q_k)``.
 
         Args:
-            labels: ``[N]``, of the whole vocabulary; here: what :meth:`labels` makes of them.
-            counted: bool ``[N]``; the other rows become 0.
-            log_probs, entropy: float64 ``[N]`` inside the shard.
+            labels: ``[N]`` or ``[N, K]``, of the whole vocabulary; here: what :meth:`labels` makes
+                of them.
+            counted: bool ``[N]``; the other rows become 0, and so do labels of -100.
+            log_probs: float64 inside the shard, of the labels; entropy: ``[N]``, too.
             stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
         """
-        of_label = torch.where(here >= 0, log_probs, -torch.inf)
-        mine = torch.stack([stats[:, 0], stats[:, 1], entropy, of_label])
-        origin, total, of_shard, logp = gather(mine, self.group).unbind(1)
+        of_labels = torch.where(here >= 0, log_probs, -torch.inf).view(len(stats), -1)
+        of_rows = gather(torch.cat([stats, entropy[:, None], of_labels], 1), self.group)
+        (origin, total, of_shard), logp = of_rows[..., :3].unbind(-1), of_rows[..., 3:]
         by = options.temperature if temperatures is None else temperatures.double()
         scale = options.logit_scale if options.softcap == math.inf else options.softcap
         top = origin.amax(0)
@@ -193,11 +195,15 @@ class VocabShard:
         q = log_q.exp()
         whole = q.sum(0)
         log_q, q = log_q - whole.log(), q / whole
-        logp = torch.where(total == 0, log_q, logp + log_q).amax(0)  # 0: -inf logits alone
-        known = (labels >= 0) & (labels < self.sizes.sum())
         entropy = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
+        log_q = log_q[..., None]
+        logp = torch.where(total[..., None] == 0, log_q, logp + log_q)  # 0: -inf logits alone
+        known = (labels >= 0) & (labels < self.sizes.sum())
         # New tensors: Dynamo of torch 2.11 gives no gradient to outputs that were written into.
-        logp = torch.where(counted, torch.where(known, logp, torch.nan), 0.0)
+        logp = torch.where(known, logp.amax(0).view(labels.shape), torch.nan)
+        given = labels != IGNORE_INDEX
+        given &= counted if labels.ndim == 1 else counted[:, None]
+        logp = torch.where(given, logp, 0.0)
         return logp, torch.where(counted, entropy, 0.0), torch.stack([top, whole], 1)
 
     def widest(self) -> int:

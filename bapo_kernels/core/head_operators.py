@@ -20,6 +20,7 @@ from .distributed import VocabShard
 from .head import Head, HeadGradients
 from .hidden import Chunks, HeldSets, add_recomputed, add_set_statistics, chunk_statistics
 from .inputs import bounds_tensor
+from .labels import hidden_gradient_of_labels
 from .operators import FIELDS, NATIVE, register
 from .rows import Rows, hidden_gradient, multiplied, second_pass
 
@@ -50,7 +51,7 @@ class _HeadCall(NamedTuple):
         call = Call(
             Options(*self.options),
             self.backend,
-            labels.shape,
+            self.counted.shape,
             self.counted,
             self.counted,
             self.tokens,
@@ -71,7 +72,9 @@ def _head_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the counted rows, a chunk at a time; ``others`` as :class:`_HeadCall` has them.
 
-    With ``unscaled`` also the gradient of each log-prob with respect to its hidden state.
+    With ``unscaled`` also the gradient of each log-prob with respect to its hidden state, or of
+    several labels per row what they have in common, ``sum_j p_j*dx_j/dz_j*W_j`` over the columns
+    that are none of them. That is of this rank's columns, and of rows without a set.
     """
     given = _HeadCall(*others)
     call, head = given.made(hidden, weight, bias)
@@ -80,10 +83,14 @@ def _head_forward(
     chunks, memory = rows.split(size), head.chunk_memory(size)
     no_gradient = hidden.new_empty(0)
     no_values = hidden.new_empty(0, dtype=torch.float32)
-    if not unscaled:
-        found = chunk_statistics(call, head, chunks, memory)
+    several = given.labels.ndim == 2
+    if not unscaled or several:
+        in_common = HeadGradients(head, (unscaled, False, False), True)
+        found = chunk_statistics(call, head, chunks, memory, in_common if unscaled else None)
         values = no_values if call.sets is None else add_set_statistics(call, head, found)
-        return *found, no_gradient, values
+        gradient = in_common.hidden
+        gradient = no_gradient if gradient is None else gradient.to(hidden.dtype).view(hidden.shape)
+        return *found, gradient, values
     # The loss whose gradient this is: the k1 term alone, summed.
     options = call.options._replace(kl_loss_coef=1.0, kl_loss_type=float(KL_LOSS_TYPES["k1"]))
     ones = torch.ones_like(given.labels, dtype=torch.float64)
@@ -113,23 +120,36 @@ def _head_forward(
 def _head_backward(
     dlog_probs: Tensor | None,
     dentropy: Tensor | None,
+    log_probs: Tensor,
     entropy: Tensor,
     stats: Tensor,
     values: Tensor,
+    unscaled: Tensor | None,
     needs: Sequence[bool],
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *others: Any,
 ) -> list[Tensor]:
-    """Makes the logits of the rows again whose incoming gradients are not zero."""
+    """Makes the logits of the rows again whose incoming gradients are not zero.
+
+    With ``unscaled`` (of several labels per row) those of the entropy alone.
+    """
     given = _HeadCall(*others)
     call, head = given.made(hidden, weight, bias)
-    no_log_probs = entropy  # the second pass does not read them
-    found = RowStatistics(no_log_probs, entropy, stats)
-    dlog_probs = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
-    coefficients = Coefficients(dlog_probs, dentropy)
-    gradients = _recomputed(call, head, tuple(needs), given.chunk_tokens, found, coefficients)
+    found = RowStatistics(log_probs, entropy, stats)
+    if dlog_probs is None:
+        dlog_probs = torch.zeros_like(given.labels, dtype=torch.float64)
+    coefficients = recomputed = Coefficients(dlog_probs, dentropy)
+    if unscaled is not None:
+        recomputed = Coefficients(torch.zeros_like(dlog_probs), dentropy)
+    gradients = _recomputed(call, head, tuple(needs), given.chunk_tokens, found, recomputed)
+    if unscaled is not None and gradients.hidden is not None:
+        of_logits = coefficients.without(~call.counted_logits).dlog_probs
+        sums = of_logits.sum(1, keepdim=True)
+        in_common = torch.where(sums != 0, -sums * unscaled.view(len(sums), -1), 0.0)
+        of_labels = hidden_gradient_of_labels(call, found, of_logits, head.weight)
+        gradients.hidden += (in_common + of_labels).to(gradients.hidden.dtype)
     if call.sets is not None:
         kept = values.numel() == call.sets.token_ids.numel()
         _, head_rows, _ = operands = head.set_operands

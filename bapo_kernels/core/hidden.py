@@ -31,6 +31,7 @@ from .rows import (
     hidden_gradient,
     multiplied,
     of_all_ranks,
+    pass_beside_labels,
     row_statistics,
     second_pass,
 )
@@ -93,7 +94,7 @@ class Chunks:
     def __init__(self, call: Call, head: Head, gradients: HeadGradients, memory: Tensor) -> None:
         self.call, self.head, self.gradients, self.memory = call, head, gradients, memory
         self.unscaled = gradients.of_hidden_alone and not call.options.entropy_coef
-        self.found = RowStatistics.zeros(call.counted.numel(), call.counted.device)
+        self.found = RowStatistics.zeros(call)
         self.undecided = torch.zeros_like(call.counted, dtype=torch.uint8)
 
     def forward(self, rows: Tensor) -> _Chunk:
@@ -101,7 +102,7 @@ class Chunks:
         h, logits = self.head.logits(rows, self.memory)
         call = self.call.at(rows)
         if call.rows_decide:
-            found = RowStatistics.empty(rows.numel(), rows.device)
+            found = RowStatistics.empty(call)
             self.undecided[rows] = both_passes(call, Rows.of_logits(call, logits), found)
         else:
             found = row_statistics(call, Rows.of_logits(call, logits))
@@ -223,7 +224,7 @@ def add_set_statistics(call: Call, head: Head, found: RowStatistics) -> Tensor:
     if call.shard is None:
         first_pass(call, sets, found)
         return values
-    of_sets = RowStatistics.zeros(call.counted.numel(), values.device)
+    of_sets = RowStatistics.zeros(call)
     first_pass(call, sets, of_sets)
     rows = call.sets.present.nonzero().squeeze(1)
     found.put(rows, of_all_ranks(call, of_sets).at(rows))
@@ -274,14 +275,27 @@ def _ends_of_the_search(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 def chunk_statistics(
-    call: Call, head: Head, chunks: Sequence[Tensor], memory: Tensor
+    call: Call,
+    head: Head,
+    chunks: Sequence[Tensor],
+    memory: Tensor,
+    in_common: HeadGradients | None = None,
 ) -> RowStatistics:
-    """First pass over the rows of some chunks; zeros in the others."""
-    found = RowStatistics.zeros(call.counted.numel(), call.counted.device)
+    """First pass over the rows of some chunks; zeros in the others.
+
+    Args:
+        in_common: where what the labels of a row have in common of their gradients goes.
+    """
+    found = RowStatistics.zeros(call)
     for rows in chunks:
-        _, logits = head.logits(rows, memory)
+        h, logits = head.logits(rows, memory)
         at_rows = call.at(rows)
-        found.put(rows, row_statistics(at_rows, Rows.of_logits(at_rows, logits)))
+        z = Rows.of_logits(at_rows, logits)
+        of_rows = row_statistics(at_rows, z)
+        found.put(rows, of_rows)
+        if in_common is not None:
+            pass_beside_labels(at_rows, z, of_rows)
+            in_common.add(rows, h, logits)
     return found
 
 

@@ -35,21 +35,30 @@ _OF_MASKS = (torch.bool, *NUMBERS)
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
-def check_logits(logits: Tensor, labels: Tensor, vocab_group: Any = None) -> None:
-    """``logits [..., V]`` and integer ``labels [...]``; a shard of the vocabulary may be empty."""
+def check_logits(
+    logits: Tensor, labels: Tensor, vocab_group: Any = None, several: bool = False
+) -> None:
+    """``logits [..., V]`` and integer ``labels [...]``; a shard of the vocabulary may be empty.
+
+    ``several``: labels may be ``[..., K]``.
+    """
     check_floating("logits", logits)
     if logits.ndim == 0:
         refuse("logits", "have shape (..., V)", logits.shape)
     if logits.shape[-1] == 0 and vocab_group is None:
         refuse("logits", "have V >= 1", logits.shape)
-    check_labels(labels, logits, "logits")
+    check_labels(labels, logits, "logits", several)
 
 
-def check_labels(labels: Tensor, rows: Tensor, rows_name: str) -> None:
-    """Integer ``labels`` of the rows of a tensor."""
+def check_labels(labels: Tensor, rows: Tensor, rows_name: str, several: bool) -> None:
+    """Integer ``labels`` of the rows of a tensor, one or ``several`` of each."""
     check_dtype("labels", labels, INTEGERS, "be integers")
     shape = rows.shape[:-1]
-    if labels.shape != shape:
+    if several and labels.ndim == rows.ndim:
+        fits = labels.shape[:-1] == shape and labels.shape[-1] >= 1
+        rule = ("have the leading shape of {} {}, then K >= 1 labels per row", rows_name, shape)
+        require(fits, "labels", rule, labels.shape)
+    elif labels.shape != shape:
         refuse("labels", ("have the leading shape of {} {}", rows_name, shape), labels.shape)
     check_device("labels", labels, rows, rows_name)
 
@@ -61,8 +70,12 @@ def check_head(
     labels: Tensor,
     chunk_tokens: int | None,
     vocab_group: Any = None,
+    several: bool = False,
 ) -> None:
-    """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``."""
+    """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``.
+
+    ``several``: labels may be ``[..., K]``.
+    """
     check_floating("hidden_states", hidden_states)
     check_floating("lm_head_weight", lm_head_weight, sharded=True)
     shape = hidden_states.shape
@@ -79,7 +92,7 @@ def check_head(
         require(bias.shape == V, "bias", ("have shape {}", V), bias.shape)
         check_device("bias", bias, hidden_states, "hidden_states")
     check_device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
-    check_labels(labels, hidden_states, "hidden_states")
+    check_labels(labels, hidden_states, "hidden_states", several)
     if chunk_tokens is not None:
         count("chunk_tokens", chunk_tokens, "be None or an integer >= 1")
 

@@ -37,7 +37,7 @@ def loss_of_logits(
     if dlogits is None or not call.rows_decide:
         found = row_statistics(call, z, values)
     else:
-        found = RowStatistics.empty(call.counted.numel(), logits.device)
+        found = RowStatistics.empty(call)
         undecided = both_passes(call, z, found, out)
         if values is not None:
             undecided_sets = both_passes(call, values, found)

@@ -46,7 +46,9 @@ FIELDS = (
 _TOKENS = "Tensor tokens, int present"
 _TEMPERATURES = "Tensor? tokens, int present"  # of which no other field is read
 _OPTIONS = "float[] options"
-_ROWS = "Tensor? offsets, Tensor labels"  # labels are positions in the sets, where rows are sets
+# labels: columns, or positions in the sets, where rows are sets. Those of row_statistics and
+#     row_gradient are [N], or [N, K], and so is what belongs to each of them. Those of -100 get 0.
+_ROWS = "Tensor? offsets, Tensor labels"
 _STATISTICS = "Tensor(a!) log_probs, Tensor(b!) entropy, Tensor(c!) stats"
 # bounds: float32 [2], of all tokens.
 _ROW_PASS = (
@@ -69,7 +71,7 @@ _SETS = "Tensor token_ids, Tensor offsets"
 _HEAD_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias"
 
 SCHEMAS = {
-    # The first pass over each counted row: its log-prob, entropy and (maximum, sum).
+    # The first pass over each counted row: its log-probs, entropy and (maximum, sum).
     "row_statistics": (
         f"Tensor logits, {_ROWS}, Tensor counted, {_TEMPERATURES}, {_OPTIONS}, {_STATISTICS}"
     ),
@@ -77,7 +79,8 @@ SCHEMAS = {
     # gradient depends on the bounds that the search will find are marked undecided.
     "row_pass": f"Tensor logits, {_ROW_PASS}, Tensor(e!) dlogits",
     "row_pass_": f"Tensor(e!) logits, {_ROW_PASS}",
-    # Gradient of the logits from the gradients of log-probs and entropy, in all rows or in some.
+    # Gradient of the logits from the gradients of log-probs and entropy, in all rows or in some. A
+    # label without a column adds to the gradients of the others alone.
     "row_gradient": f"Tensor logits, {_ROW_GRADIENT}, Tensor(a!) dlogits",
     "row_gradient_": f"Tensor(a!) logits, {_ROW_GRADIENT}",
     # What the other operators take per token: masks, labels, weights and fields, flat. The given
@@ -114,7 +117,7 @@ SCHEMAS = {
         "Tensor(a!) ticket, Tensor(b!) report, Tensor(c!) dlog_probs, Tensor(d!)? dentropy, "
         "Tensor(e!)? outputs, Tensor(f!)? dlog_ratios"
     ),
-    # Where each label is in the set of its row: -1 if nowhere, -2 if it is no token.
+    # Where each label is in the set of its row: -1 if nowhere, -2 if it is no token; -100 stays.
     "find_labels": f"Tensor labels, {_SETS}, int vocab, Tensor(a!) positions",
     # The logits of the sets of counted rows; NaN for an id that is no token or not above the one
     # before, -inf for one of another rank.
@@ -166,11 +169,12 @@ _HEAD = (
 HEAD_SCHEMAS = {
     # Log-probs, entropy and stats, as of row_statistics; the gradient of the log-probs with respect
     # to the hidden states, empty where it is not asked for, and otherwise the values of the sets.
+    # With several labels per row, the latter both, and the former without what is of the labels.
     "head_forward": f"(bool unscaled, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # Gradients of hidden, weight and bias, of those that need one.
     "head_backward": (
-        "(Tensor? dlog_probs, Tensor? dentropy, Tensor entropy, Tensor stats, Tensor values, "
-        f"bool[] needs, {_HEAD}) -> Tensor[]"
+        "(Tensor? dlog_probs, Tensor? dentropy, Tensor log_probs, Tensor entropy, Tensor stats, "
+        f"Tensor values, Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
     ),
 }
 
@@ -184,20 +188,22 @@ def _fake_head_forward(
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     log_probs = torch.empty_like(labels, dtype=torch.float64)
-    stats = log_probs.new_empty((labels.numel(), 2))
+    entropy = log_probs.new_empty(labels.shape[:1])
     gradient = hidden.new_empty(hidden.shape if unscaled else 0)
     token_ids = args[-2]
-    keeps = token_ids is not None and not unscaled
-    values = stats.new_empty(token_ids.shape if keeps else 0, dtype=torch.float32)
-    return log_probs, torch.empty_like(log_probs), stats, gradient, values
+    keeps = token_ids is not None and (not unscaled or labels.ndim == 2)
+    values = hidden.new_empty(token_ids.shape if keeps else 0, dtype=torch.float32)
+    return log_probs, entropy, log_probs.new_empty((*entropy.shape, 2)), gradient, values
 
 
 def _fake_head_backward(
     dlog_probs: Tensor | None,
     dentropy: Tensor | None,
+    log_probs: Tensor,
     entropy: Tensor,
     stats: Tensor,
     values: Tensor,
+    unscaled: Tensor | None,
     needs: list[bool],
     hidden: Tensor,
     weight: Tensor,

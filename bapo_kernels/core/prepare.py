@@ -76,10 +76,12 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
         call.sequences = given.sequences()
         if given.is_live():
             call.counted = unmasked & given.sequences().with_any(call.counted)
+    if given.labels is not None:
+        call.labels = given.labels.reshape(N, -1).contiguous()
     call.shard = VocabShard.of(columns, unmasked, given.vocab_group)
     if (mask := given.sampling_mask) is not None:
-        assert labels is not None
-        row_ids = mask._ids, mask._offsets, labels
+        assert call.labels is not None
+        row_ids = mask._ids, mask._offsets, call.labels
         call.sets = SamplingSets.of(*row_ids, backend, call.shard or columns)
     return call
 

@@ -51,7 +51,7 @@ def _counted(call: Call, rows: Rows) -> Tensor:
 
 def row_statistics(call: Call, *rows: Rows | None) -> RowStatistics:
     """Of all rows, also where each rank has a shard of them."""
-    found = RowStatistics.empty(call.counted.numel(), call.counted.device)
+    found = RowStatistics.empty(call)
     for each in rows:
         if each is not None:
             first_pass(call, each, found)
@@ -134,6 +134,20 @@ def second_pass(
         ops_of(call.backend).row_gradient_(*arguments)
     else:
         ops_of(call.backend).row_gradient(*arguments, out)
+
+
+def pass_beside_labels(call: Call, rows: Rows, found: RowStatistics) -> None:
+    """Over logits ``[1, n, V]``: ``p_j*dx_j/dz_j``, but 0 at the ``K`` labels of each row."""
+    none, minus = torch.full_like(rows.labels[:, 0], -1), torch.full_like(found.entropy, -1.0)
+    second_pass(call, rows._replace(labels=none), found, Coefficients(minus, None))
+    (logits,) = rows.data.unbind()
+    is_here = (rows.labels >= 0) & (rows.labels < logits.shape[1])
+    # A label that has no column repeats one that has; a row without any keeps its first entry.
+    of_row = torch.where(is_here, rows.labels, -1).amax(1, keepdim=True)
+    columns = torch.where(is_here, rows.labels, of_row.clamp(min=0))
+    kept = torch.where(of_row < 0, logits[:, :1], 0.0)
+    if logits.shape[1]:
+        logits.scatter_(1, columns, kept.to(logits.dtype).expand(columns.shape))
 
 
 def gathered(call: Call, logits: Tensor) -> Tensor:

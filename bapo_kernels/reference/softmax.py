@@ -39,7 +39,8 @@ def log_probs(
 
     Args:
         logits: ``[..., V]``. ``-inf`` forbids a token.
-        labels: ``[...]``, integer.
+        labels: ``[...]`` or ``[..., K]``, integer. Of several per row, those that are -100, NaN or
+            -inf have no gradient.
         temperature: a number, or a tensor ``[...]``, ``[B]`` for labels ``[B, ...]``, or 0-dim; no
             gradient flows to it. One that is not finite and > 0 makes the log-prob NaN.
         sampling_mask: a set for each of the labels: ``x_j`` is -inf for every ``j`` that is not in
@@ -51,19 +52,21 @@ def log_probs(
         >>> reference.log_probs(logits, torch.tensor([2]), return_entropy=False)
         (tensor([-1.3863], dtype=torch.float64), None)
     """
-    check_logits(logits, labels, vocab_group)
+    check_logits(logits, labels, vocab_group, several=True)
     transform = temperature, logit_scale, final_logit_softcapping
-    log_probs_arguments(labels, *transform, vocab_group, sampling_mask)
+    several = labels.ndim == logits.ndim
+    log_probs_arguments(labels, *transform, vocab_group, sampling_mask, several)
     logits = whole_vocabulary(logits, vocab_group, -1)
-    V, labels = logits.shape[-1], labels.long()
-    unmasked = labels != IGNORE_INDEX
-    known = (labels >= 0) & (labels < V)
+    V = logits.shape[-1]
+    ids = labels.long() if several else labels.long()[..., None]
+    given, known = ids != IGNORE_INDEX, (ids >= 0) & (ids < V)
+    unmasked = given.any(-1)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z = z.masked_fill(~unmasked[..., None], 0.0)
     forbidden = z == -torch.inf
     wrong = torch.zeros_like(unmasked)
     if sampling_mask is not None:
-        allowed, wrong = allowed_tokens(sampling_mask, labels, V)
+        allowed, wrong = allowed_tokens(sampling_mask, unmasked, V)
         z, forbidden = z.masked_fill(~allowed, 0.0), forbidden | ~allowed
 
     x = z * logit_scale
@@ -71,21 +74,23 @@ def log_probs(
         x = final_logit_softcapping * torch.tanh(x / final_logit_softcapping)
     if isinstance(temperature, Tensor):
         T = temperature.detach().to(x.dtype)
-        T = per_token(T if T.ndim else T.expand(labels.shape), labels)
+        T = per_token(T if T.ndim else T.expand(unmasked.shape), unmasked)
         T = torch.where((T > 0) & T.isfinite(), T, torch.nan)
         temperature = torch.where(unmasked, T, 1.0)[..., None]
     x = (x / temperature).masked_fill(forbidden, -torch.inf)
 
     log_p = torch.log_softmax(x, dim=-1)
-    label = torch.where(known, labels, 0)
-    logp = log_p.gather(-1, label[..., None]).squeeze(-1)
-    logp = torch.where(known & ~wrong, logp, torch.nan)
+    logp = log_p.gather(-1, torch.where(known, ids, 0))
+    if several:
+        logp = logp.masked_fill(logp == -torch.inf, -torch.inf)  # without a gradient
+    logp = torch.where(known & ~wrong[..., None], logp, torch.nan)
+    logp = torch.where(given, logp, 0.0)
     entropy = None
     if return_entropy:
         entropy = -(log_p.exp() * log_p.masked_fill(forbidden, 0.0)).sum(-1)
         entropy = torch.where(wrong, torch.nan, entropy)
         entropy = torch.where(unmasked, entropy, 0.0)
-    return torch.where(unmasked, logp, 0.0), entropy
+    return logp if several else logp.squeeze(-1), entropy
 
 
 def linear_log_probs(
@@ -114,8 +119,10 @@ def linear_log_probs(
         >>> reference.linear_log_probs(hidden, weight, torch.tensor([3, 1]))[1].exp()
         tensor([10.0000, 10.0000])
     """
-    check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group)
+    check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group, several=True)
     unmasked = labels.long() != IGNORE_INDEX
+    if labels.ndim == hidden_states.ndim:
+        unmasked = unmasked.any(-1)
     return log_probs(
         head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype),
         labels,

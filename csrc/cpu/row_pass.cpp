@@ -9,7 +9,7 @@ namespace {
 void row_pass(const RowPassParams& params, cpu::RowQueue& queue) {
     with_row_type(params.rows, [&]<typename T, bool kSoftcap>() {
         take_rows(params, queue, [](const RowPassParams& params, int64_t index) {
-            pass_row<T, kSoftcap>(params, index, NAN);
+            pass_row<T, kSoftcap>(params, index, [](int64_t) -> double { return NAN; });
         });
     });
 }

@@ -36,13 +36,16 @@ bool keeps_exp(const RowPassParams& params, int64_t index) {
 
 // absent: the log-prob of a label that is in none of the columns.
 template <typename T, bool kSoftcap>
-void pass_row(const RowPassParams& params, int64_t index, double absent) {
+void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64_t)) {
     const LogitRows& rows = params.rows;
     const Row<T> row(rows, index);
-    double* stats_out = params.stats + 2 * index;
+    const int64_t K = params.labels_per_row;
+    const int64_t* const labels = params.labels + index * K;
+    double *const log_probs = params.log_probs + index * K, *stats_out = params.stats + 2 * index;
     if (params.undecided) params.undecided[index] = 0;
     if (!params.tokens.counted[index]) {
-        params.log_probs[index] = params.entropy[index] = stats_out[0] = 0.0;
+        for (int64_t k = 0; k < K; ++k) log_probs[k] = 0.0;
+        params.entropy[index] = stats_out[0] = 0.0;
         stats_out[1] = 1.0;
         return row.zero_grad(rows.vocab, false);
     }
@@ -52,19 +55,22 @@ void pass_row(const RowPassParams& params, int64_t index, double absent) {
     const RowStats stats =
         (keep ? row_stats<kSoftcap, true, T>
               : row_stats<kSoftcap, false, T>)(row.logits, rows.vocab, transform);
-    const int64_t label = params.labels[index];
-    double logp = absent - stats.log_sum();
-    if (label >= 0 && label < rows.vocab) {
-        logp = log_prob<kSoftcap>(load_scalar(row.logits + label), transform, stats.origin,
-                                  stats.log_sum());
+    const double log_sum = stats.log_sum();
+    for (int64_t k = 0; k < K; ++k) {
+        const int64_t label = labels[k];
+        if (label >= 0 && label < rows.vocab) {
+            log_probs[k] = log_prob<kSoftcap>(load_scalar(row.logits + label), transform,
+                                              stats.origin, log_sum);
+        } else {
+            log_probs[k] = label == kIgnoredLabel ? 0.0 : absent(label) - log_sum;
+        }
     }
-    params.log_probs[index] = logp;
     params.entropy[index] = stats.entropy();
     stats_out[0] = stats.origin;
     stats_out[1] = stats.sum;
 
     if (row.grad == nullptr) return;
-    const Decision decision = decide(params, index, logp);
+    const Decision decision = decide(params, index, log_probs[0]);
     if (decision.undecided) {
         params.undecided[index] = 1;
     } else if (decision.coefficients.zero()) {
@@ -72,22 +78,46 @@ void pass_row(const RowPassParams& params, int64_t index, double absent) {
     } else {
         (keep ? row_gradient<kSoftcap, true, T>
               : row_gradient<kSoftcap, false, T>)(row.logits, row.grad, rows.vocab, transform,
-                                                  label, stats.origin, stats.sum, stats.entropy(),
-                                                  decision.coefficients);
+                                                  labels[0], stats.origin, stats.sum,
+                                                  stats.entropy(), decision.coefficients);
     }
 }
 
+// Of a row with several labels: the gradient of every other entry, then those of the labels, which
+// are computed before the logits may be overwritten.
 template <typename T, bool kSoftcap>
 void finish_row(const RowGradientParams& params, int64_t index) {
     if (params.only && !params.only[index]) return;
     const LogitRows& rows = params.rows;
     const Row<T> row(rows, index);
-    const RowCoefficients coefficients{params.dlog_probs[index],
-                                       params.dentropy ? -(double)params.dentropy[index] : 0.0};
-    if (coefficients.zero()) return row.zero_grad(rows.vocab, false);
-    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, rows.transform.of_row(index),
-                                  params.labels[index], (float)params.stats[2 * index],
-                                  params.stats[2 * index + 1], params.entropy[index], coefficients);
+    const int64_t K = params.labels_per_row;
+    const int64_t* const labels = params.labels + index * K;
+    const double* const given = params.dlog_probs + index * K;
+    const double entropy = params.entropy[index], sum = params.stats[2 * index + 1];
+    const auto origin = (float)params.stats[2 * index];
+    RowCoefficients all{given[0], params.dentropy ? -(double)params.dentropy[index] : 0.0};
+    for (int64_t k = 1; k < K; ++k) all.dlog_prob += given[k];
+    const Transform transform = rows.transform.of_row(index);
+    double* const of_labels = K > 1 ? cpu::sums_of_equal(labels, given, K) : nullptr;
+    for (int64_t k = 0; k < K && of_labels; ++k) {
+        if (labels[k] < 0 || labels[k] >= rows.vocab) continue;
+        const float z = load_scalar(row.logits + labels[k]);
+        const double log_p = log_prob<kSoftcap>(z, transform, origin, std::log(sum));
+        const RowCoefficients own{of_labels[k], all.entropy_bonus};
+        of_labels[k] = label_gradient(z, log_p, entropy, label_slope(z, transform), own,
+                                      all.dlog_prob - of_labels[k]);
+    }
+    if (all.zero()) {
+        row.zero_grad(rows.vocab, false);
+    } else {
+        row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, transform,
+                                      of_labels ? kIgnoredLabel : labels[0], origin, sum, entropy,
+                                      all);
+    }
+    for (int64_t k = 0; k < K && of_labels; ++k) {
+        if (labels[k] < 0 || labels[k] >= rows.vocab) continue;
+        store_scalar(row.grad + labels[k], (float)of_labels[k]);
+    }
 }
 
 template <typename F>

@@ -86,7 +86,7 @@ void pass_set(const RowPassParams& params, int64_t index) {
     if (set.absent()) return;
     RowPassParams row = params;
     row.rows = row_of_set(params.rows, set);
-    pass_row<float, kSoftcap>(row, index, log_prob_without_position(params.labels[index]));
+    pass_row<float, kSoftcap>(row, index, log_prob_without_position);
 }
 
 template <bool kSoftcap>

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "launch.h"
 #include "prepare.h"
@@ -54,11 +56,25 @@ void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts
     }
 }
 
-void find_labels_chunk(const FindLabelsParams& params, int64_t chunk) {
-    const int64_t end = chunk_end(chunk, params.sets.rows);
-    for (int64_t row = chunk * kTokensPerChunk; row < end; ++row) {
-        find_label(params, row);
+double* sums_of_equal(const int64_t* labels, const double* values, int64_t K) {
+    static thread_local std::vector<double> sums;
+    static thread_local std::vector<std::pair<int64_t, int64_t>> order;  // by label, then place
+    sums.resize(K);
+    order.resize(K);
+    for (int64_t k = 0; k < K; ++k) order[k] = {labels[k], k};
+    std::sort(order.begin(), order.end());
+    for (auto first = order.begin(); first != order.end();) {
+        double sum = 0.0;
+        auto end = first;
+        for (; end != order.end() && end->first == first->first; ++end) sum += values[end->second];
+        for (; first != end; ++first) sums[first->second] = sum;
     }
+    return sums.data();
+}
+
+void find_labels_chunk(const FindLabelsParams& params, int64_t chunk) {
+    const int64_t end = chunk_end(chunk, params.sets.rows * params.labels_per_row);
+    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) find_label(params, i);
 }
 
 void sequence_mean(const SequenceMeanParams& params, int64_t k) {

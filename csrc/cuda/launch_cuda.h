@@ -8,6 +8,11 @@ namespace bapo::cuda {
 
 const char* row_pass(const RowPassParams& params, void* stream);
 const char* row_gradient(const RowGradientParams& params, void* stream);
+// The same of several labels per row, in rows or sets, with label_words(params) of memory.
+int64_t label_words(const RowPassParams& params);
+int64_t label_words(const RowGradientParams& params);
+const char* pass_of_labels(const RowPassParams& params, double* memory, void* stream);
+const char* gradient_of_labels(const RowGradientParams& params, double* memory, void* stream);
 // x *= factor in rows; with a factor of 1 the kernel returns at once.
 const char* scale(const LogitRows& rows, const float* factor, void* stream);
 
