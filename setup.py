@@ -79,6 +79,7 @@ CUDA_ARCHITECTURES = {
     "search": ("80", "90", "100", "120"),
     "token_loss": ("80", "90", "100", "120"),
     "sequences": ("80", "90", "100", "120"),
+    "labels": ("80", "90", "100", "120"),
 }
 
 BUILD_ERRORS = (ImportError, OSError, subprocess.CalledProcessError)

@@ -6,7 +6,7 @@ from .bounds import ContributionHistogram, find_clip_bounds
 from .config import BAPOConfig
 from .core.memory import empty_cache
 from .functional import bapo_loss, bapo_loss_from_log_probs, log_probs
-from .linear import bapo_linear_loss, linear_log_probs
+from .linear import bapo_linear_loss, linear_log_probs, linear_top_k
 from .lm_head import LMHead
 from .modules import BAPOLinearLoss, BAPOLoss
 from .output import BAPOOutput, ClipBounds
@@ -34,6 +34,7 @@ __all__ = [
     "empty_cache",
     "find_clip_bounds",
     "linear_log_probs",
+    "linear_top_k",
     "log_probs",
     "reference",
     "warm_up",

@@ -23,8 +23,8 @@ from .core.autograd import (
     output_with_gradients,
 )
 from .core.call import Statistics
-from .core.checks import without_config
-from .core.distributed import local_parameter
+from .core.checks import require, without_config
+from .core.distributed import VocabShard, local_parameter
 from .core.head import Head
 from .core.hidden import loss_of_hidden
 from .core.inputs import (
@@ -34,6 +34,7 @@ from .core.inputs import (
     gemm_dtype,
 )
 from .core.prepare import prepared
+from .core.top_k import top_k
 from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 
@@ -238,6 +239,76 @@ def linear_log_probs(
     )
     entropy = entropy.float().view(hidden_states.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
+
+
+@without_config
+@torch.no_grad()
+def linear_top_k(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    sampling_mask: SamplingMask | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` most probable ids of each row and their log-probs, without a gradient.
+
+    What a teacher sends, or the student's own support: :func:`linear_log_probs` takes the ids as
+    labels. Logits exist a chunk of rows at a time; their products are those of one forward.
+
+    Args:
+        hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``, and the
+            other arguments as in :func:`linear_log_probs`.
+        k: from 1 to ``V``.
+        vocab_group: every rank gets the same ids, of the whole vocabulary. Each chunk takes an
+            all-gather of 16 bytes per token and id, and those of :func:`linear_log_probs`.
+
+    Returns:
+        Log-probs, float32 ``[..., k]`` (of float64 float64), and ids, int64 ``[..., k]``, the most
+        probable first. A row with fewer ids (:class:`SamplingMask`) ends in -inf and -100.
+
+    Examples:
+        >>> hidden, weight = torch.tensor([[1.0]]), torch.tensor([0.0, 2.0, 1.0])[:, None]
+        >>> linear_top_k(hidden, weight, 2)
+        (tensor([[-0.4076, -1.4076]]), tensor([[1, 2]]))
+    """
+    rows = torch.zeros_like(hidden_states[..., 0], dtype=torch.int64)
+    check_head(hidden_states, lm_head_weight, bias, rows, chunk_tokens, vocab_group)
+    transform = temperature, logit_scale, final_logit_softcapping
+    arguments = log_probs_arguments(rows, *transform, vocab_group, sampling_mask)
+    weight, bias, dtype, logits_dtype, backend = _local_head(
+        hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
+    )
+    in_common: Any = dict(k=k, chunk_tokens=chunk_tokens, dtype=dtype, logits_dtype=logits_dtype)
+    arguments.check_ranks("linear_top_k", backend, **in_common)
+    call = None if backend == "reference" else prepared(backend, arguments, weight.shape[0])
+    shard = VocabShard.of(weight.shape[0], rows, vocab_group) if call is None else call.shard
+    V = weight.shape[0] if shard is None else int(shard.sizes.sum())
+    rule = ("be in [1, {}], the size of the vocabulary", V)
+    require(isinstance(k, int) and 1 <= k <= V, "k", rule, k)
+    if call is None:
+        return reference.linear_top_k(
+            hidden_states.to(dtype),
+            weight.to(dtype),
+            k,
+            bias=bias,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            final_logit_softcapping=final_logit_softcapping,
+            sampling_mask=sampling_mask,
+            vocab_group=vocab_group,
+            logits_dtype=logits_dtype,
+        )
+    head = Head.of(hidden_states, weight, bias, dtype, call.shard, logits_dtype)
+    logp, ids = top_k(call, head, k, chunk_tokens)
+    return logp.float().view(*rows.shape, k), ids.view(*rows.shape, k)
 
 
 def _needs(*parameters: Tensor | None) -> tuple[bool, ...]:

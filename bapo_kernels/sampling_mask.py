@@ -1,7 +1,7 @@
 """The tokens that could have been drawn for each row: sets of ids in CSR form.
 
-Imports the checks alone. What the kernels read of a mask is sorted and copied here: they rely on it
-for their results, and on nothing for memory.
+Imports the checks and the config alone. What the kernels read of a mask is sorted and copied here:
+they rely on it for their results, and on nothing for memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import IGNORE_INDEX
 from .core.checks import OFFSETS, check_device, check_dtype, is_readable, refuse, require
 
 _WIDTH = 2**32  # of a row in the keys of the sort, more than the ids it may have
@@ -116,22 +117,23 @@ class SamplingMask:
         return cls(token_ids, torch.cat([ends.new_zeros(1), ends]))
 
     @classmethod
-    def from_padded(cls, token_ids: Tensor, padding: int = -1) -> SamplingMask:
-        """From sets padded to equal length; ``padding`` may stand anywhere in them.
+    def from_padded(cls, token_ids: Tensor) -> SamplingMask:
+        """From sets padded to equal length with -1 or -100, anywhere in them.
 
         On a GPU the host waits, to read the number of ids.
 
         Args:
-            token_ids: int32 or int64 ``[..., M]``; a row of padding alone stands for the whole
-                vocabulary.
+            token_ids: int32 or int64 ``[..., K]``; a row of padding alone stands for the whole
+                vocabulary. Of rows ``[sampled, candidates...]``, as vLLM's, pass ``rows[..., 1:]``:
+                the sampled id is among the candidates.
 
         Examples:
             >>> SamplingMask.from_padded(torch.tensor([[7, 3], [5, -1]]))
             SamplingMask(token_ids=tensor([7, 3, 5]), offsets=tensor([0, 2, 3]))
         """
         check_dtype("token_ids", token_ids, OFFSETS, "be int32 or int64")
-        require(token_ids.ndim >= 1, "token_ids", "have shape (..., M)", token_ids.shape)
-        given = token_ids != padding
+        require(token_ids.ndim >= 1, "token_ids", "have shape (..., K)", token_ids.shape)
+        given = (token_ids != -1) & (token_ids != IGNORE_INDEX)
         return cls.from_counts(token_ids[given], given.sum(-1))
 
     @classmethod

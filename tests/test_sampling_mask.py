@@ -427,14 +427,14 @@ SORTED = [sorted(ids) for ids in SETS]
 def test_constructors(kind):
     ids = torch.tensor([i for ids in SETS for i in ids], dtype=kind)
     counts = torch.tensor([*map(len, SETS)], dtype=kind).view(2, 3)
-    padded = torch.tensor([[-7, *ids, -7, -7, -7, -7][:5] for ids in SETS], dtype=kind)
+    padded = torch.tensor([[-1, *ids, -1, -100, -1, -1][:5] for ids in SETS], dtype=kind)
     allowed = torch.tensor([[v in ids for v in range(9)] for ids in SETS])
     offsets = torch.tensor([0, 2, 2, 5, 5, 6, 6], dtype=kind)
     for mask in (
         SamplingMask(ids, offsets),
         SamplingMask.from_lists(SETS),
         SamplingMask.from_counts(ids, counts),
-        SamplingMask.from_padded(padded.view(2, 3, 5), padding=-7),
+        SamplingMask.from_padded(padded.view(2, 3, 5)),
         SamplingMask.from_bool(allowed.view(2, 3, 9)),
     ):
         assert lists_of(mask) == SORTED
@@ -546,7 +546,7 @@ BAD = [
     (r"offsets must rise from 0 to 2, got 1 at \(2,\)", SamplingMask.from_counts, ONE, ONE),
     (r"offsets must rise .* got 2 at \(2,\)", SamplingMask.from_counts, ONE, torch.tensor([3, -1])),
     ("counts must be int32 or int64, got torch.fl", SamplingMask.from_counts, ONE, torch.ones(2)),
-    (r"token_ids must have shape \(..., M\), got \(\)", SamplingMask.from_padded, ONE[0]),
+    (r"token_ids must have shape \(..., K\), got \(\)", SamplingMask.from_padded, ONE[0]),
     ("allowed must be bool, got torch.int64", SamplingMask.from_bool, ONE[None]),
     ("rows must be a slice, got 0", OF_ONE.__getitem__, 0),
     ("rows must have step 1, got 2", OF_ONE.__getitem__, slice(None, None, 2)),

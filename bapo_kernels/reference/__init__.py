@@ -9,7 +9,7 @@ Sizes: B sequences, S tokens of a sequence, N tokens, V vocabulary, H hidden siz
 
 from .loss import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs
 from .search import Contributions, find_clip_bounds
-from .softmax import linear_log_probs, log_probs
+from .softmax import linear_log_probs, linear_top_k, log_probs
 
 __all__ = [
     "Contributions",
@@ -18,5 +18,6 @@ __all__ = [
     "bapo_loss_from_log_probs",
     "find_clip_bounds",
     "linear_log_probs",
+    "linear_top_k",
     "log_probs",
 ]

@@ -134,6 +134,29 @@ def linear_log_probs(
     )
 
 
+def linear_top_k(
+    hidden_states: Tensor, lm_head_weight: Tensor, k: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of the log-probs of all ids, and these ids; -inf has the id -100.
+
+    Args:
+        options: of :func:`linear_log_probs`, but for ``return_entropy``.
+
+    Examples:
+        >>> weight = torch.tensor([0.0, 2.0, 1.0])[:, None]
+        >>> reference.linear_top_k(torch.tensor([[1.0]]), weight, 2)
+        (tensor([[-0.4076, -1.4076]]), tensor([[1, 2]]))
+    """
+    columns = torch.tensor(lm_head_weight.shape[0], device=hidden_states.device)
+    if (group := options.get("vocab_group")) is not None:
+        dist.all_reduce(columns, group=group)
+    labels = torch.arange(int(columns), device=hidden_states.device)
+    labels = labels.expand(*hidden_states.shape[:-1], -1)
+    logp, _ = linear_log_probs(hidden_states, lm_head_weight, labels, **options)
+    logp, ids = logp.topk(k, dim=-1)
+    return logp, ids.masked_fill(logp == -torch.inf, IGNORE_INDEX)
+
+
 def head_logits(
     hidden_states: Tensor,
     unmasked: Tensor,

@@ -96,7 +96,12 @@ void finish_row(const RowGradientParams& params, int64_t index) {
     const double entropy = params.entropy[index], sum = params.stats[2 * index + 1];
     const auto origin = (float)params.stats[2 * index];
     RowCoefficients all{given[0], params.dentropy ? -(double)params.dentropy[index] : 0.0};
-    for (int64_t k = 1; k < K; ++k) all.dlog_prob += given[k];
+    bool none = all.zero();
+    for (int64_t k = 1; k < K; ++k) {
+        all.dlog_prob += given[k];
+        none = none && given[k] == 0.0;
+    }
+    if (none) return row.zero_grad(rows.vocab, false);
     const Transform transform = rows.transform.of_row(index);
     double* const of_labels = K > 1 ? cpu::sums_of_equal(labels, given, K) : nullptr;
     for (int64_t k = 0; k < K && of_labels; ++k) {

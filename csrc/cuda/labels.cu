@@ -106,8 +106,14 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t K = params.labels_per_row, first = row.index * K;
     const int64_t* const labels = params.labels + first;
     const double* const given = params.dlog_probs + first;
+    const double bonus = params.dentropy ? -params.dentropy[row.index] : 0.0;
     double all = 0.0;
-    for (int64_t k = own_lane(); k < K; k += kWarp) all += given[k];
+    bool some = bonus != 0.0;
+    for (int64_t k = own_lane(); k < K; k += kWarp) {
+        all += given[k];
+        some |= given[k] != 0.0;
+    }
+    some = __any_sync(kAllLanes, some);  // otherwise the row is zeros, and nothing of it is read
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) all += __shfl_xor_sync(kAllLanes, all, step);
     if (own_lane() == 0) {
@@ -119,7 +125,6 @@ __global__ void __launch_bounds__(kThreads)
     const auto origin = (float)params.stats[2 * row.index];
     const double log_sum = log(params.stats[2 * row.index + 1]),
                  entropy = params.entropy[row.index];
-    const double bonus = params.dentropy ? -params.dentropy[row.index] : 0.0;
     for (int64_t begin = own_lane(); begin < K; begin += kAtOnce * kWarp) {
         int64_t mine[kAtOnce];
         double own[kAtOnce] = {};
@@ -142,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kAtOnce; ++i) {
             const int64_t k = begin + i * kWarp;
             if (k >= K) break;
-            if (!row.has(mine[i]) || repeats[i]) {
+            if (!some || !row.has(mine[i]) || repeats[i]) {
                 gradients[first + k] = {-1, 0.0f};
                 continue;
             }

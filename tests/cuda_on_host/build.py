@@ -13,7 +13,7 @@ HOST = Path(__file__).parent
 ROOT = HOST.parent.parent
 NVCC = shlex.split(os.environ.get("NVCC", "nvcc"))
 KERNELS = ["row_pass_cluster", "row_pass", "prepare", "sequences", "search", "token_loss"]
-KERNELS += ["sampling_sets", "head_sampling_sets"]
+KERNELS += ["labels", "sampling_sets", "head_sampling_sets"]
 
 
 def architectures(unit: str) -> list[str]:

@@ -1,0 +1,68 @@
+"""The most probable ids of each row, a chunk of logits at a time. Imports hidden, rows and the head.
+
+Soft cap, scale and temperature keep the order of logits, so that it is these that are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import IGNORE_INDEX
+from .call import Call, RowStatistics, SamplingSets
+from .distributed import gather
+from .head import Head
+from .hidden import add_set_statistics
+from .rows import Rows, row_statistics
+
+
+def top_k(call: Call, head: Head, k: int, chunk_tokens: int | None) -> tuple[Tensor, Tensor]:
+    """Float64 log-probs and int64 ids ``[N, k]``, best first; -inf and -100 where there is none."""
+    rows = torch.arange(call.counted.numel(), device=call.counted.device)
+    ids = rows.new_full((len(rows), k), IGNORE_INDEX)
+    call = replace(call, labels=ids)
+    found = RowStatistics.zeros(call)
+    size = head.rows_per_chunk(len(rows), chunk_tokens, sums_weight=False)
+    memory = head.chunk_memory(size)
+    for chunk in rows.split(size):
+        _, logits = head.logits(chunk, memory)
+        if call.sets is not None:  # log-probs over sets follow
+            logits.masked_fill_(_outside(call.sets, chunk, logits), -torch.inf)
+        ids[chunk] = _best(call, logits, k)
+        at_chunk = call.at(chunk)
+        found.put(chunk, row_statistics(at_chunk, Rows.of_logits(at_chunk, logits)))
+    if call.sets is not None:
+        of_ids = ids, call.backend, call.shard or head.weight.shape[0]
+        sets = SamplingSets.of(call.sets.token_ids, call.sets.offsets, *of_ids)
+        add_set_statistics(replace(call, sets=sets), head, found)
+    return found.log_probs.masked_fill(ids == IGNORE_INDEX, -torch.inf), ids
+
+
+def _best(call: Call, logits: Tensor, k: int) -> Tensor:
+    """The ids of the largest logits of each row, over all ranks of a shard."""
+    values, ids = logits.topk(min(k, logits.shape[1]), dim=1)
+    if (shard := call.shard) is not None:
+        missing = 0, k - ids.shape[1]
+        values = F.pad(values.double(), missing, value=-torch.inf)
+        mine = torch.stack([values, F.pad(ids + shard.span()[0], missing).double()])
+        values, ids = gather(mine, shard.group).permute(1, 2, 0, 3).flatten(2)
+        values, places = values.topk(k, dim=1)
+        ids = ids.gather(1, places).long()
+    return torch.where(values == -torch.inf, IGNORE_INDEX, ids)
+
+
+def _outside(sets: SamplingSets, rows: Tensor, logits: Tensor) -> Tensor:
+    """bool, whether each of the logits of some rows is of an id that is not in the row's set."""
+    outside = sets.present[rows, None].repeat(1, logits.shape[1])
+    offsets = sets.offsets.contiguous()
+    places = torch.arange(sets.token_ids.numel(), device=rows.device)
+    of_ids = torch.searchsorted(offsets, places, right=True) - 1 - rows[:1]
+    columns = sets.token_ids.long()
+    if sets.span is not None:
+        columns = columns - sets.span[0]
+    here = (of_ids >= 0) & (of_ids < len(rows)) & (columns >= 0) & (columns < logits.shape[1])
+    outside[of_ids[here], columns[here]] = False
+    return outside

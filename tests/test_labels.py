@@ -1,0 +1,261 @@
+"""Several labels per row: log-probs, entropies and gradients of every backend; the best labels."""
+
+from functools import partial
+
+import pytest
+import torch
+from accuracy import assert_as_reference
+from helpers import allowed_by, sets_of
+from torch.testing import assert_close
+
+from bapo_kernels import (
+    SamplingMask,
+    bapo_linear_loss,
+    bapo_loss,
+    linear_log_probs,
+    linear_top_k,
+    log_probs,
+    reference,
+)
+
+B, S, H = 2, 4, 16
+OPTIONS = {
+    "plain": dict(),
+    "temperature": dict(temperature=0.6, logit_scale=1.5),
+    "temperatures": dict(temperature=torch.linspace(0.5, 2.0, B * S).view(S, B).T),
+    "soft cap": dict(final_logit_softcapping=6.0, temperature=torch.tensor([0.5, 1.25])),
+    "sets": dict(sets=True),
+    "sets, soft cap": dict(sets=True, final_logit_softcapping=6.0),
+}
+V, OF_HEAD = 1_003, 257
+
+
+def labels_of(K, columns=V):
+    """With repeated ones, -100, others outside of the vocabulary, and a row of -100 alone."""
+    labels = torch.randint(0, columns, (B, S, K), generator=torch.Generator().manual_seed(K))
+    labels[0, 1] = -100
+    labels[0, 2, K // 2] = -100
+    labels[1, 0, K // 2 :] = labels[1, 0, : K - K // 2].clone()  # in another order than first
+    labels[1, 1] = labels[1, 1, :1]
+    labels[1, 2, -1] = columns
+    labels[1, 2, : K // 3] = -7
+    return labels
+
+
+def options_of(name, labels, device="cpu", columns=V):
+    """Options of kernels, and the logits that a mask forbids."""
+    options = dict(OPTIONS[name])
+    outside = None
+    if options.pop("sets", False):
+        sets = sets_of(labels[..., 0], columns)
+        sets[4] = sorted({*sets[4], *labels[1, 0].tolist()}) if sets[4] else []
+        outside = ~allowed_by(sets, columns).view(B, S, columns).to(device)
+        options["sampling_mask"] = SamplingMask.from_lists(sets, device)
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}, outside
+
+
+def gradients_of(function, leaves, labels, weights, **options):
+    leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    if len(leaves) == 3:
+        options["bias"] = leaves.pop()
+    logp, entropy = function(*leaves, labels, **options)
+    wanted = [x for x in (*leaves, options.get("bias")) if x is not None and x.requires_grad]
+    incoming = [w.to(logp) for w in weights]
+    gradients = torch.autograd.grad([logp, entropy], wanted, incoming, allow_unused=True)
+    return logp.detach(), entropy.detach(), *gradients
+
+
+def check_labels(backend, device, dtype, K, name, dentropy=True):
+    """Of logits; what a mask forbids is NaN for the kernels and -inf for the reference."""
+    labels = labels_of(K)
+    options, outside = options_of(name, labels, device)
+    logits = (3 * torch.randn(B, S, V)).to(device, dtype)
+    logits[0, 1] = torch.nan  # of -100 alone
+    given = logits if outside is None else logits.masked_fill(outside, torch.nan)
+    labels = labels.to(device)
+    weights = torch.randn(B, S, K), torch.randn(B, S) * dentropy
+    call = partial(gradients_of, labels=labels, weights=weights, **options)
+    got = call(log_probs, [given.requires_grad_()], backend=backend)
+    assert got[0].dtype == got[1].dtype == torch.float32
+
+    def expected(kind):
+        return call(reference.log_probs, [logits.to(kind).requires_grad_()])
+
+    largest = got[0].nan_to_num(neginf=0.0).abs().max().item()
+    assert_as_reference(got, expected, dtype, operand=(0, largest, 0))
+    assert not got[0][0, 1].any()
+    assert not got[2][0, 1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("K", [1, 7, 64, 1_000])
+def test_of_logits(backend, device, dtype, name, K):
+    check_labels(backend, device, dtype, K, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dentropy", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_of_hidden_states(backend, device, dtype, name, frozen, dentropy):
+    K = 9
+    labels = labels_of(K, OF_HEAD)
+    options, _ = options_of(name, labels, device, OF_HEAD)
+    labels, hidden = labels.to(device), torch.randn(B, S, H)
+    weight, bias = torch.randn(OF_HEAD, H) / 2, torch.randn(OF_HEAD)
+    hidden[0, 1] = torch.nan
+    weights = torch.randn(B, S, K) * (torch.rand(B, S, 1) > 0.3), torch.randn(B, S) * dentropy
+    leaves = [x.to(device, dtype) for x in (hidden, weight, bias)]
+
+    def run(kind, function=reference.linear_log_probs, **more):
+        given = [x.to(kind) for x in leaves]
+        for leaf in given[: 1 if frozen else 3]:
+            leaf.requires_grad_()
+        return gradients_of(function, given, labels, weights, **options, **more)
+
+    got = run(dtype, linear_log_probs, backend=backend, chunk_tokens=4)
+    largest = got[0].nan_to_num(neginf=0.0).abs().max().item()
+    assert_as_reference(got, run, dtype, operand=(0, largest, *[0] * len(got[2:])))
+
+
+def test_confident_rows_of_a_frozen_head(backend, device):
+    """What 1 - p leaves of a gradient is not lost in the rounding of p."""
+    hidden, weight = torch.zeros(3, H), 0.1 * torch.randn(300, H)
+    hidden[:, 0], weight[5:7, 0] = 4.0, torch.tensor([5.0, 3.0])
+    labels, incoming = torch.tensor([[5, 6, 5], [5, 1, 2], [6, 5, 0]]), torch.rand(3, 3)
+
+    def run(kind, function=reference.linear_log_probs, **more):
+        x, W = (x.to(device, torch.bfloat16).to(kind) for x in (hidden, weight))
+        x.requires_grad_()
+        logp, _ = function(x, W, labels.to(device), **more)
+        return torch.autograd.grad(logp, x, incoming.to(logp))[0]
+
+    assert_as_reference(run(torch.bfloat16, linear_log_probs, backend=backend), run, torch.bfloat16)
+
+
+def test_values_and_bits(backend, device):
+    """One label is as without a dimension; every label has its value; bits are always the same."""
+    logits, labels = torch.randn(B, S, V, device=device), labels_of(7).to(device)
+    one, entropy = log_probs(logits, labels[..., 0], backend=backend)
+    logp, same_entropy = log_probs(logits, labels[..., :1], backend=backend)
+    assert_close(logp[..., 0], one, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(same_entropy, entropy)
+    logp, _ = log_probs(logits, labels, backend=backend)
+    ok = (labels >= 0) & (labels < V)
+    assert torch.equal(logp.isnan(), ~ok & (labels != -100))
+    assert not logp[labels == -100].any()
+    assert torch.equal(logp[1, 1], logp[1, 1, :1].expand(7))
+    # Where all is -100 but for an id outside, the row is computed.
+    outside = torch.full((1, 1, 3), -100, device=device)
+    outside[..., 1] = V
+    logp, entropy = log_probs(logits[:1, :1], outside, backend=backend)
+    assert logp.isnan().tolist() == [[[False, True, False]]]
+    assert entropy > 1
+
+    def gradient():
+        x = logits.clone().requires_grad_()
+        logp, _ = log_probs(x, labels, backend=backend)
+        return torch.autograd.grad(logp[ok].sum(), x)[0]
+
+    assert torch.equal(gradient(), gradient())
+
+
+def test_entries_without_a_gradient(backend, device):
+    """NaN and -inf: whatever arrives there, the other labels and entries keep theirs."""
+    logits = torch.randn(3, 30, device=device)
+    logits[0, 4] = -torch.inf
+    mask = SamplingMask.from_lists([[], [1, 2, 3], []], device)
+    labels = torch.tensor([[4, 1, 2], [9, 1, 2], [30, 1, -100]], device=device)
+
+    def gradient(incoming, labels=labels):
+        x = logits.clone().requires_grad_()
+        logp, _ = log_probs(x, labels, sampling_mask=mask, backend=backend)
+        return torch.autograd.grad(logp, x, incoming.to(device).expand(logp.shape))[0]
+
+    masked = labels.clone()
+    masked[:, 0] = masked[2, 2] = -100
+    got = gradient(torch.tensor([torch.nan, 1.0, 2.0]))
+    assert torch.equal(got, gradient(torch.tensor([0.0, 1.0, 2.0]), masked))
+    assert not got[0, 4]
+    assert not got[1, 4:].any()
+
+
+def test_reference_by_differences():
+    logits = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[1, 1, 5], [-100, 2, 3], [0, 7, -100]])
+    options = dict(temperature=0.7, final_logit_softcapping=3.0)
+    call = partial(reference.log_probs, labels=labels, **options)
+    assert torch.autograd.gradcheck(call, logits)
+    assert torch.autograd.gradgradcheck(call, logits)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_compiled_for_any_number_of_labels():
+    x, weight = torch.randn(6, H, requires_grad=True), torch.randn(40, H)
+    counts, torch._dynamo.config.error_on_recompile = [], False
+
+    def counted(graph, inputs):
+        counts.append(len(inputs))
+        return graph
+
+    for function in (
+        lambda h, y: log_probs(h @ weight.T, y),
+        lambda h, y: linear_log_probs(h, weight, y),
+    ):
+        torch._dynamo.reset()
+        counts.clear()
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counted)
+        for K in (2, 5, 9):
+            labels = torch.arange(6 * K).view(6, K) % 40
+            made = [
+                torch.autograd.grad((f(x, labels)[0] ** 2).sum(), x) for f in (compiled, function)
+            ]
+            assert torch.equal(made[0][0], made[1][0])
+        assert len(counts) == 1
+
+
+def test_errors(backend, device):
+    logits, labels = torch.randn(2, 5, 9), torch.zeros(2, 5, 3, dtype=torch.int64)
+    logits, labels = logits.to(device), labels.to(device)
+    rule = (
+        r"labels must have the leading shape of logits \(2, 5\), then K >= 1 labels per row, got "
+    )
+    for wrong in (labels[..., :0], labels[:, :4]):
+        with pytest.raises(ValueError, match=rule):
+            log_probs(logits, wrong, backend=backend)
+    for loss in (partial(bapo_loss, logits), partial(bapo_linear_loss, logits, logits[0, :3])):
+        with pytest.raises(
+            ValueError, match=r"labels must have the leading shape of \w+ \(2, 5\), got"
+        ):
+            loss(labels, None, torch.ones(2, 5, device=device), backend=backend)
+    for k in (0, 6, 2.0):
+        with pytest.raises(ValueError, match=r"k must be in \[1, 5\], the size of the vocabulary"):
+            linear_top_k(logits, logits[0, :5], k, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("k", [1, 5, V])
+def test_top_k(backend, device, dtype, name, k):
+    options, _ = options_of(name, labels_of(3), device)
+    hidden, weight = torch.randn(B, S, H), torch.randn(V, H)
+    leaves = [x.to(device, dtype) for x in (hidden, weight, torch.randn(V))]
+
+    def run(kind, function=reference.linear_top_k, **more):
+        given = [x.to(kind) for x in leaves]
+        return function(*given[:2], k, bias=given[2], **options, **more)
+
+    logp, ids = run(dtype, linear_top_k, backend=backend, chunk_tokens=3)
+    none = ids == -100
+    assert torch.equal(none, logp == -torch.inf)
+    assert torch.equal(none.sum(-1), (run(torch.float64)[1] == -100).sum(-1))
+
+    def of_these(kind):
+        given = [x.to(kind) for x in leaves]
+        of_ids, _ = reference.linear_log_probs(*given[:2], ids, bias=given[2], **options)
+        return of_ids.masked_fill(none, -torch.inf), run(kind)[0]
+
+    assert_as_reference((logp, logp), of_these, dtype)
+    assert all(len({*row}) == len(row) for row in (r[r >= 0].tolist() for r in ids.flatten(0, 1)))
