@@ -124,10 +124,15 @@ def outputs_and_loss(module, function, leaves, arguments, **options):
     if function.endswith("loss"):
         out = call(*leaves[:2], *arguments, **options)
         return out._asdict() | dict(bounds=torch.stack(tuple(out.bounds))), out.loss
+    labels, weights = arguments[0], per_token((B, S), 7)
+    if options.get("several"):  # of every rank, repeated ones, and one outside of the vocabulary
+        labels = torch.stack([labels, (labels + 9) % V, labels, V - 1 - labels % V], -1)
+        labels[0, 0, 1] = V
+        weights = per_token((B, S, 4), 7)
     given = transform_of(options["config"])
     given |= {name: options[name] for name in OF_LOG_PROBS if name in options}
-    logp, entropy = call(*leaves[:2], arguments[0], **given)
-    loss = (logp * per_token((B, S), 7)).sum()
+    logp, entropy = call(*leaves[:2], labels, **given)
+    loss = (logp.nan_to_num(0.0, neginf=0.0) * weights).sum()
     if leaves[-1].requires_grad:  # a frozen head gives entropies no gradient
         loss = loss + 0.3 * (entropy * per_token((B, S), 8)).sum()
     return dict(log_probs=logp, entropy=entropy), loss

@@ -31,6 +31,7 @@ from operands import call as call_operator
 from operands import tokens_of
 from prepared import MODES, check_prepared, packed_arguments, padded_arguments
 from ptx import executor
+from test_labels import check_labels
 from test_loss import OPTIONS, build_config
 
 from bapo_kernels import (
@@ -100,6 +101,14 @@ def test_launches_are_refused(on_host, library, blocks, kilobytes, cluster, erro
     no_kernel = ctypes.c_void_p(1)
     launched = library.runtime.cudaLaunchKernelExC(ctypes.byref(config), no_kernel, None)
     assert launched == error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("K", "name"), [(1, "plain"), (7, "sets, soft cap"), (64, "soft cap"), (1_000, "sets")]
+)
+def test_several_labels(on_host, K, name, dtype):
+    check_labels("cpu", "cpu", dtype, K, name)
 
 
 INVALID_VALUE, INVALID_CONFIGURATION, OUT_OF_RESOURCES, INVALID_CLUSTER = 1, 9, 701, 912

@@ -80,11 +80,13 @@ def gathered(parts, data, tensor):
 def check(worlds, function, name, dtype, backend, data, tensor, device="cpu", **kind):
     given = function, name, dtype, backend, data, tensor, device
     parts = worlds(data * tensor, device).run(loss_rank, *given, **kind)
-    (case, leaves), frozen = case_of(function, name, dtype), kind.get("frozen", False)
+    case, leaves = case_of(function, name, dtype)
+    frozen, several = kind.get("frozen", False), kind.get("several", False)
 
     def expected(work):
         given = [x.to(work) for x in leaves], case.arguments()
-        return evaluated(reference, function, *given, frozen=frozen, **case.options)
+        more = case.options | dict(several=several)
+        return evaluated(reference, function, *given, frozen=frozen, **more)
 
     same, truth = in_some_orders(partial(expected, dtype)), expected(torch.float64)
     if "loss" in truth and not truth["loss"].isfinite():
@@ -190,3 +192,39 @@ def test_log_probs(worlds, backend, tensor, name, level, dtype):
     function = "log_probs" if level == "logits" else "linear_log_probs"
     frozen = level == "frozen head"
     check(worlds, function, name, dtype, backend, 1, tensor, frozen=frozen)
+
+
+@pytest.mark.parametrize("level", ["logits", "hidden states", "frozen head"])
+@pytest.mark.parametrize(("tensor", "name"), [(2, "sampling mask"), (4, "temperatures")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_labels(worlds, backend, tensor, name, level):
+    function = "log_probs" if level == "logits" else "linear_log_probs"
+    options = dict(frozen=level == "frozen head", several=True)
+    check(worlds, function, name, torch.float32, backend, 1, tensor, **options)
+
+
+def top_k_rank(rank, backend, tensor, name):
+    case, leaves = case_of("linear_log_probs", name, torch.float32)
+    _, columns, mine = of_rank(case, rank, 1, tensor)
+    options = {k: mine.options.get(k) for k in ("vocab_group", "sampling_mask")}
+    return top_k_of(bapo_kernels, leaves, columns, backend=backend, chunk_tokens=7, **options)
+
+
+def top_k_of(module, leaves, columns=slice(None), **options):
+    hidden, weight, bias = leaves
+    return module.linear_top_k(hidden, weight[columns], 9, bias=bias[columns], **options)
+
+
+@pytest.mark.parametrize("name", ["paper", "sampling mask"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_top_k(worlds, backend, name):
+    """Of shards with fewer columns than ids, of which one is empty."""
+    parts = worlds(4).run(top_k_rank, backend, 4, name)
+    case, leaves = case_of("linear_log_probs", name, torch.float32)
+    mask = case.options.get("sampling_mask")
+    same = in_some_orders(partial(top_k_of, reference, leaves, sampling_mask=mask))
+    truth = top_k_of(reference, [x.double() for x in leaves], sampling_mask=mask)
+    size = truth[0].nan_to_num(neginf=0.0).abs().max().item()
+    for logp, ids in parts:
+        assert torch.equal(ids, truth[1])
+        assert_within_budget("log-probs", logp, [x for x, _ in same], truth[0], operand=size)

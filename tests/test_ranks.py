@@ -53,9 +53,11 @@ def collectives_rank(rank):
     both = of_data | of_shards
     by_token = both | dict(chunk_tokens=1)
 
-    def combine(counted):
-        return "all_gather", 2 * 4 * int(counted.sum())
+    def combine(counted, labels=1):
+        return "all_gather", 2 * (3 + labels) * int(counted.sum())
 
+    several = *of_head[:2], tokens[0][..., None].expand(*tokens[0].shape, 3)
+    frozen = several[0], several[1].detach(), several[2]
     labelled = tokens[0] != -100
     unmasked = (tokens[3] != 0) & labelled
     table = len(BAPOConfig().lower_grid) + len(BAPOConfig().upper_grid)
@@ -84,6 +86,8 @@ def collectives_rank(rank):
             (2, bapo_linear_loss, of_head, both, [sizes, combine(unmasked), search, dhidden]),
             (2, bapo_linear_loss, of_head, by_token, [sizes, *chunks, search, dhidden]),
             (1, linear_log_probs, of_head[:3], of_shards, [sizes, combine(labelled)], dhidden),
+            (1, linear_log_probs, several, of_shards, [sizes, combine(labelled, 3)], dhidden),
+            (0, linear_log_probs, frozen, of_shards, [sizes, combine(labelled, 3)], dhidden),
         ):
             distributed._AGREED.clear()
             # The first call compares the ranks of its groups.

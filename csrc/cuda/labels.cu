@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(kThreads)
         all += given[k];
         some |= given[k] != 0.0;
     }
-    some = __any_sync(kAllLanes, some);  // otherwise the row is zeros, and nothing of it is read
+    some = __ballot_sync(kAllLanes, some) !=
+           0;  // otherwise the row is zeros, and nothing of it is read
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) all += __shfl_xor_sync(kAllLanes, all, step);
     if (own_lane() == 0) {
