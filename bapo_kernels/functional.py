@@ -264,7 +264,7 @@ def log_probs(
     vocab_group: dist.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Differentiable log-probs of the labels and entropies of the rows.
+    """Differentiable log-probs of the labels, one or several per row, and entropies of the rows.
 
     ``logp = x_label - logsumexp(x)`` and ``entropy = logsumexp(x) - sum_j p_j x_j``, with
     ``x = softcap*tanh(logit_scale*z/softcap)/temperature``, or ``logit_scale*z/temperature``.
@@ -272,7 +272,10 @@ def log_probs(
     Args:
         logits: ``[..., V]`` float32, bfloat16 or float16, any row strides; float64 runs on the
             reference (slow, for checks).
-        labels: ``[...]`` integers. -100 gives 0 and no gradient; others outside ``[0, V)`` NaN.
+        labels: ``[...]`` or ``[..., K]`` integers, K >= 1. -100 gives 0 and no gradient; others
+            outside ``[0, V)`` NaN. Of K labels, those that are repeated have each their value, and
+            their gradients add; a log-prob of -inf or NaN has no gradient. A row of -100 alone is
+            not read. In a sum of probabilities a 0 counts as probability 1: mask it.
         temperature: a number, or a tensor ``[...]``, one per sequence or 0-dim, as in
             :func:`bapo_loss`.
         sampling_mask: as in :func:`bapo_loss`.
@@ -280,13 +283,16 @@ def log_probs(
         return_entropy: if false, the second output is ``None``.
 
     Returns:
-        Two ``[...]`` tensors, float32 (of float64 logits float64). Backward reads the logits again
-        and writes their gradient.
+        Log-probs in the shape of the labels and entropies ``[...]``, float32 (of float64 logits
+        float64). Backward reads the logits again and writes their gradient.
 
     Examples:
         >>> logits = torch.tensor([[1.0, 1.0, -torch.inf], [1.0, 1.0, 1.0]])
         >>> log_probs(logits, torch.tensor([0, 2]), temperature=0.7)
         (tensor([-0.6931, -1.0986]), tensor([0.6931, 1.0986]))
+        >>> log_probs(logits, torch.tensor([[0, 1], [2, -100]]), return_entropy=False)[0]
+        tensor([[-0.6931, -0.6931],
+                [-1.0986,  0.0000]])
     """
     check_logits(logits, labels, vocab_group, several=True)
     transform = temperature, logit_scale, final_logit_softcapping

@@ -191,13 +191,16 @@ def linear_log_probs(
     Backward recomputes the logits of the rows whose incoming gradients are not zero. With a frozen
     head (neither ``lm_head_weight`` nor ``bias`` requires a gradient) forward computes the gradient
     of each log-prob with respect to its hidden state, and backward scales it. No logits are then
-    recomputed, except in float16 and for a gradient of the entropy.
+    recomputed, except in float16 and for a gradient of the entropy. K labels per row take the
+    products of one, and with a frozen head ``2*N*K*H`` FLOPs in backward; ``[N, K, H]`` never
+    exists.
 
     Args:
         hidden_states: ``[..., H]``; ``lm_head_weight``: ``[V, H]``; ``bias``: ``[V]``; dtypes and
             shards as in :func:`bapo_linear_loss`.
-        vocab_group: as in :func:`bapo_linear_loss`. The all-reduce is in backward. With a frozen
-            head it is in forward, except in float16, and a gradient of the entropy takes another in
+        vocab_group: as in :func:`bapo_linear_loss`; with K labels the all-gather has 8*(3 + K)
+            bytes per token. The all-reduce is in backward. With a frozen head and labels ``[...]``
+            it is in forward, except in float16, and a gradient of the entropy takes another in
             backward.
         chunk_tokens, logits_dtype: as in :func:`bapo_linear_loss`.
 
@@ -279,8 +282,8 @@ def linear_top_k(
         >>> linear_top_k(hidden, weight, 2)
         (tensor([[-0.4076, -1.4076]]), tensor([[1, 2]]))
     """
+    check_head(hidden_states, lm_head_weight, bias, None, chunk_tokens, vocab_group)
     rows = torch.zeros_like(hidden_states[..., 0], dtype=torch.int64)
-    check_head(hidden_states, lm_head_weight, bias, rows, chunk_tokens, vocab_group)
     transform = temperature, logit_scale, final_logit_softcapping
     arguments = log_probs_arguments(rows, *transform, vocab_group, sampling_mask)
     weight, bias, dtype, logits_dtype, backend = _local_head(

@@ -5,6 +5,7 @@ It works as if it were of the right kind, or the error names the argument, its r
 
 import inspect
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from bapo_kernels import (
     bapo_loss_from_log_probs,
     find_clip_bounds,
     linear_log_probs,
+    linear_top_k,
     log_probs,
     reference,
 )
@@ -54,6 +56,8 @@ FUNCTIONS = {
     )
 }
 FUNCTIONS |= {f"reference.{n}": getattr(reference, n) for n in reference.__all__ if n.islower()}
+FUNCTIONS["linear_top_k"] = partial(linear_top_k, k=3)
+FUNCTIONS["reference.linear_top_k"] = partial(reference.linear_top_k, k=3)
 
 
 def tensors(dtype=torch.float32, packed=False):

@@ -67,7 +67,7 @@ def check_head(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    labels: Tensor | None,
     chunk_tokens: int | None,
     vocab_group: Any = None,
     several: bool = False,
@@ -92,7 +92,8 @@ def check_head(
         require(bias.shape == V, "bias", ("have shape {}", V), bias.shape)
         check_device("bias", bias, hidden_states, "hidden_states")
     check_device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
-    check_labels(labels, hidden_states, "hidden_states", several)
+    if labels is not None:
+        check_labels(labels, hidden_states, "hidden_states", several)
     if chunk_tokens is not None:
         count("chunk_tokens", chunk_tokens, "be None or an integer >= 1")
 

@@ -1,6 +1,7 @@
-"""The most probable ids of each row, a chunk of logits at a time. Imports hidden, rows and the head.
+"""The most probable ids of each row, a chunk of logits at a time.
 
 Soft cap, scale and temperature keep the order of logits, so that it is these that are compared.
+Imports hidden, rows and the head.
 """
 
 from __future__ import annotations

@@ -135,24 +135,38 @@ def linear_log_probs(
 
 
 def linear_top_k(
-    hidden_states: Tensor, lm_head_weight: Tensor, k: int, **options: Any
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    sampling_mask: SamplingMask | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` largest of the log-probs of all ids, and these ids; -inf has the id -100.
-
-    Args:
-        options: of :func:`linear_log_probs`, but for ``return_entropy``.
 
     Examples:
         >>> weight = torch.tensor([0.0, 2.0, 1.0])[:, None]
         >>> reference.linear_top_k(torch.tensor([[1.0]]), weight, 2)
         (tensor([[-0.4076, -1.4076]]), tensor([[1, 2]]))
     """
-    columns = torch.tensor(lm_head_weight.shape[0], device=hidden_states.device)
-    if (group := options.get("vocab_group")) is not None:
-        dist.all_reduce(columns, group=group)
-    labels = torch.arange(int(columns), device=hidden_states.device)
-    labels = labels.expand(*hidden_states.shape[:-1], -1)
-    logp, _ = linear_log_probs(hidden_states, lm_head_weight, labels, **options)
+    check_head(hidden_states, lm_head_weight, bias, None, None, vocab_group)
+    every_row = torch.ones_like(hidden_states[..., 0], dtype=torch.bool)
+    of_head = lm_head_weight, bias, vocab_group, logits_dtype
+    logits = head_logits(hidden_states, every_row, *of_head)
+    logp, _ = log_probs(
+        logits,
+        torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+        sampling_mask=sampling_mask,
+        return_entropy=False,
+    )
     logp, ids = logp.topk(k, dim=-1)
     return logp, ids.masked_fill(logp == -torch.inf, IGNORE_INDEX)
 

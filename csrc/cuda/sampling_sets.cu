@@ -16,8 +16,8 @@ int64_t blocks_of(int64_t count, int per_block) { return (count + per_block - 1)
 
 __global__ void __launch_bounds__(kThreads)
     find_labels_kernel(const __grid_constant__ FindLabelsParams params) {
-    const int64_t row = (int64_t)blockIdx.x * kThreads + threadIdx.x;
-    if (row < params.sets.rows) find_label(params, row);
+    const int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x;
+    if (i < params.sets.rows * params.labels_per_row) find_label(params, i);
 }
 
 template <typename T>
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }  // namespace
 
 const char* find_labels(const FindLabelsParams& params, void* stream) {
-    return launch(find_labels_kernel, blocks_of(params.sets.rows, kThreads), kThreads, stream,
-                  params);
+    const int64_t count = params.sets.rows * params.labels_per_row;
+    return launch(find_labels_kernel, blocks_of(count, kThreads), kThreads, stream, params);
 }
 
 const char* gather_sets(const MoveSetsParams& params, void* stream) {
