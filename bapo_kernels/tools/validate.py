@@ -179,6 +179,7 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         **{f"log_probs, {case}": partial(_log_probs, **rows) for case, rows in wide.items()},
         "log_probs": _log_probs,
         "log_probs, sets": partial(_log_probs, sets=True),
+        "log_probs, 64 labels per row": partial(_log_probs, labels=64),
         "bapo_linear_loss": _linear,
         "bapo_linear_loss, sets": partial(_linear, sets=True),
     }
@@ -269,15 +270,22 @@ def _packed() -> dict[str, Any]:
     return dict(shape=(20,), config=config, cu_seqlens=torch.tensor([0, 5, 5, 12, 20]))
 
 
-def _log_probs(backend: str, dtype: torch.dtype, sets: bool = False, **options: Any) -> Quantities:
+def _log_probs(
+    backend: str, dtype: torch.dtype, sets: bool = False, labels: int = 1, **options: Any
+) -> Quantities:
     case = make_case(dtype=dtype, poison=False, **options)
     mask = _with_sets(case).options["sampling_mask"] if sets else None
-    g = torch.Generator().manual_seed(0)
-    weights = torch.randn(2, *case.labels.shape, generator=g).to(case.labels.device)
+    ids, g = case.labels, torch.Generator().manual_seed(0)
+    if labels > 1:  # some are repeated, others -100
+        others = torch.randint(-1, labels, (*ids.shape, labels), generator=g).to(ids.device)
+        ids = torch.where(others < 0, -100, (ids[..., None] + others) % case.logits.shape[-1])
+    weights = [
+        torch.randn(shape, generator=g).to(ids.device) for shape in (ids.shape, case.labels.shape)
+    ]
 
     def of(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         x = case.logits.to(dtype, copy=True).requires_grad_()
-        outputs = function(x, case.labels, sampling_mask=mask)
+        outputs = function(x, ids, sampling_mask=mask)
         incoming = [w.to(outputs[0].dtype) for w in weights]
         return *outputs, *torch.autograd.grad(outputs, x, incoming)
 
