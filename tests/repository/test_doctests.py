@@ -141,6 +141,15 @@ def surroundings():
 # Names that some pages take as given in addition, mostly those of frameworks.
 OF_PAGES = {
     "distributed.md": dict(DistributedDataParallel=lambda module: module),  # test_ranks.py has it
+    "distillation.md": dict(
+        ids=torch.tensor([[[3, 5], [8, -100], [-100, -100]]] * 2),
+        teacher=torch.tensor([-0.5, -2.0]).expand(2, 3, 2),
+        teacher_hidden=torch.randn(2, 3, 4),
+        teacher_weight=torch.randn(31, 4),
+        request=SimpleNamespace(prompt_logprobs=[None, {7: SimpleNamespace(logprob=-0.5)}]),
+        meta_info=dict(input_top_logprobs=[None, [(-0.5, 7, None)]]),
+        k=2,
+    ),
     "frameworks.md": dict(
         self=SimpleNamespace(args=openrlhf_args()),  # OpenRLHF's trainer
         pipeline_config=SimpleNamespace(loss_agg_mode="token-mean"),
@@ -186,7 +195,7 @@ def test_pages(page, sources):
             raise
         losses = [names[name] for name in ("loss", "out") if name in names]
         values = [getattr(value, "loss", value) for value in losses]
-        assert all(value.isfinite() for value in values if isinstance(value, torch.Tensor))
+        assert all(value.isfinite().all() for value in values if isinstance(value, torch.Tensor))
     assert page != START or losses
 
 
