@@ -29,6 +29,8 @@ START = ROOT / "docs/getting_started.md"
 NOT_RUN = {
     ("trl.md", "trainer = BAPOTrainer("): "test_trl.py trains by it",
     ("trl.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has TRL's loss by it",
+    ("trl.md", "trl_loss._chunked_jsd_loss = "): "test_distillation_parity.py compares both",
+    ("verl.md", "losses._chunked_topk_log_probs = "): "test_distillation_parity.py compares both",
     ("migrating.md", "args = GRPOConfig("): "TRL's own trainer",
     ("migrating.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has DAPO by it",
     ("megatron.md", ""): "models of megatron-core, which test_megatron.py trains by the same head",
