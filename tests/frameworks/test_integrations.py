@@ -6,6 +6,7 @@ function: tests/data/authors_recipe.json. OpenRLHF: test_openrlhf.py.
 """
 
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import recipes
 import slime_case
 import torch
 from helpers import fixed_bounds, make_case, needs_native, unmasked_tokens
@@ -500,6 +502,18 @@ def test_recipes_of_sampling_masks():
     assert_gradient("gradient", *gradients, truth.log["size"])
 
 
+def test_formats_of_teachers():
+    """vLLM's entries with a further token and a NaN, and SGLang's, become ``[..., K]``."""
+    tops = [None, {4: -3.0, 9: -0.5, 2: -1.0}, {1: -0.25, 8: math.nan}, None]
+    vllm = [t and {id: Namespace(logprob=x) for id, x in t.items()} for t in tops]
+    sglang = [None, [(-0.5, 9, None), (-1.0, 2, None)], [(-0.25, 1, None)], None]
+    made = dict(request=Namespace(prompt_logprobs=vllm), k=2, torch=torch)
+    exec(recipes.TEACHERS, made := made | dict(meta_info=dict(input_top_logprobs=sglang)))
+    for ids, teacher in ((made["ids"], made["teacher"]), made["padded"](made["sglang"][1:], 2)):
+        assert ids.tolist() == [[9, 2], [1, -100], [-100, -100]]
+        assert teacher.tolist() == [[-0.5, -1.0], [-0.25, -math.inf], [-math.inf] * 2]
+
+
 def test_example_of_sampling_masks(capsys):
     """Before the first update every ratio is 1 with the sets; without, it is the mass kept."""
     for package in ("transformers", "typer", "rich"):
@@ -518,3 +532,17 @@ def test_example_of_sampling_masks(capsys):
         with_sets, without = (float(x) for x in re.findall(r"\d\.\d+", line))
         assert abs(with_sets - 1) <= of_ratio
         assert low < without < high
+
+
+def test_example_of_distillation(capsys):
+    """Gradients of one pass and of two agree, and what disagrees is not timed."""
+    pytest.importorskip("typer")
+    path = Path(__file__).parents[2] / "examples/distillation.py"
+    example = runpy.run_path(str(path), run_name="example")
+    sizes = dict(tokens=12, vocabulary=60, hidden=16, k=4)
+    example["main"](**sizes)
+    assert re.search(r"one pass: \d.* s, two passes: \d.* s", capsys.readouterr().out)
+    one_pass = example["WAYS"]["one pass"]
+    example["WAYS"]["one pass"] = lambda b: 1.0001 * one_pass(b)
+    with pytest.raises(SystemExit, match="the gradients of hidden differ"):
+        example["main"](**sizes)

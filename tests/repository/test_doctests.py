@@ -29,6 +29,8 @@ START = ROOT / "docs/getting_started.md"
 NOT_RUN = {
     ("trl.md", "trainer = BAPOTrainer("): "test_trl.py trains by it",
     ("trl.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has TRL's loss by it",
+    ("trl.md", "trl_loss._chunked_jsd_loss = "): "test_distillation_parity.py compares both",
+    ("verl.md", "losses._chunked_topk_log_probs = "): "test_distillation_parity.py compares both",
     ("migrating.md", "args = GRPOConfig("): "TRL's own trainer",
     ("migrating.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has DAPO by it",
     ("megatron.md", ""): "models of megatron-core, which test_megatron.py trains by the same head",
@@ -141,6 +143,15 @@ def surroundings():
 # Names that some pages take as given in addition, mostly those of frameworks.
 OF_PAGES = {
     "distributed.md": dict(DistributedDataParallel=lambda module: module),  # test_ranks.py has it
+    "distillation.md": dict(
+        ids=torch.tensor([[[3, 5], [8, -100], [-100, -100]]] * 2),
+        teacher=torch.tensor([-0.5, -2.0]).expand(2, 3, 2),
+        teacher_hidden=torch.randn(2, 3, 4),
+        teacher_weight=torch.randn(31, 4),
+        request=SimpleNamespace(prompt_logprobs=[None, {7: SimpleNamespace(logprob=-0.5)}]),
+        meta_info=dict(input_top_logprobs=[None, [(-0.5, 7, None)]]),
+        k=2,
+    ),
     "frameworks.md": dict(
         self=SimpleNamespace(args=openrlhf_args()),  # OpenRLHF's trainer
         pipeline_config=SimpleNamespace(loss_agg_mode="token-mean"),
@@ -186,7 +197,7 @@ def test_pages(page, sources):
             raise
         losses = [names[name] for name in ("loss", "out") if name in names]
         values = [getattr(value, "loss", value) for value in losses]
-        assert all(value.isfinite() for value in values if isinstance(value, torch.Tensor))
+        assert all(value.isfinite().all() for value in values if isinstance(value, torch.Tensor))
     assert page != START or losses
 
 
