@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo_kernels import reference
 
 from ..cases import Batch
-from .method import Method, Step, trained
+from .method import OF_TOP_K, Method, Step, trained
 
 
 def cross_entropy(*inputs: Tensor) -> Tensor:
@@ -20,6 +20,13 @@ def cross_entropy(*inputs: Tensor) -> Tensor:
     *factors, labels = inputs
     logits = factors[0] if len(factors) == 1 else F.linear(*factors)
     return -F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
+
+
+def log_softmax(batch: Batch) -> Tensor:
+    """The columns of the whole ``[N, V]``, in float32."""
+    logits = batch.inputs[0] if len(batch.inputs) == 1 else F.linear(*batch.inputs)
+    columns = batch.columns.view(*logits.shape[:-1], -1)
+    return logits.float().log_softmax(-1).gather(-1, columns)
 
 
 def chunked_head(batch: Batch) -> Tensor:
@@ -86,6 +93,10 @@ def _methods(level: str) -> list[Method]:
 
 
 METHODS = [
+    *(
+        Method("PyTorch log_softmax", level, log_probs=log_softmax, tasks=OF_TOP_K)
+        for level in ("logits", "hidden")
+    ),
     *_methods("logits"),
     *_methods("hidden"),
     Method(
