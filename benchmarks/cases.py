@@ -19,6 +19,7 @@ from bapo_kernels.tools.row_classes import row_classes
 from .distillation import Teacher
 from .sets import LONG, ZIPF, Places, labels_in, sampling_mask
 
+Divergence = Literal["forward_kl", "forward_kl_topk", "loss + forward_kl_topk"]
 Level = Literal["logits", "hidden"]  # what a method starts from
 SEQUENCES = 8
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # standard deviation of the log-ratio
@@ -70,16 +71,16 @@ class Case:
     and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
     Every token of the sweep ``SAMPLING_MASK`` has a set; its layouts are those of ``sets``.
 
-    In the sweep ``DISTILLATION`` the labels are the ``K`` most probable ids of a teacher: ``vjp``
-    is log-probs and the gradient of their sum with given weights, of one label each if K is 0.
-    ``forward_kl_topk`` is the loss of ``distillation.forward_kl``, ``loss + forward_kl_topk`` adds
-    it to BAPO's, and ``forward_kl`` is the divergence over the whole vocabulary, without labels.
+    In the sweep ``DISTILLATION`` the labels are the ``K`` most probable ids of a teacher, or one in
+    the shape of the rows where K is 0. ``vjp`` is log-probs and the gradient of their sum with
+    given weights, ``forward_kl_topk`` the loss of ``distillation.forward_kl``, which ``loss +
+    forward_kl_topk`` adds to BAPO's, and ``forward_kl`` that of the whole vocabulary.
     """
 
     level: Literal["logits", "hidden", "tokens"]
-    task: Literal["loss", "clip", "cispo", "sapo", "gspo", "log_probs", "search"] | Literal[
-        "vjp", "forward_kl", "forward_kl_topk", "loss + forward_kl_topk"
-    ]
+    task: (
+        Literal["loss", "clip", "cispo", "sapo", "gspo", "log_probs", "search", "vjp"] | Divergence
+    )
     model: str
     N: int
     V: int
@@ -120,17 +121,11 @@ class Case:
         elif self.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
             form = f", {self.sweep}{', frozen' if self.frozen else ''}"
         elif self.sweep == DISTILLATION:
-            of_head = f", {'frozen' if self.frozen else 'trained'} head"
-            form = f", {self.sweep}{of_head if self.level == 'hidden' else ''}, {self.labels}"
+            head = f", {'frozen' if self.frozen else 'trained'} head"
+            form = f", {self.sweep}{head if self.level == 'hidden' else ''}"
+            form += f", K = {self.K}" if self.K else ""
         source = f"{self.task} from {self.level}{form}"
         return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
-
-    @property
-    def labels(self) -> str:
-        """Per row, in words."""
-        if self.task == "forward_kl":
-            return "whole vocabulary"
-        return f"K = {self.K}" if self.K else "one label"
 
     def shrunk(self) -> Case:
         """The same case, small enough for the reference in float64."""
@@ -178,11 +173,14 @@ class Batch:
             self.labels = labels_in(self.sampling_mask, g).view(shape)
         else:
             self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
-        self.columns, self.teacher = self.labels, self._teacher(g)
-        if self.teacher is not None and case.K:
-            sampled = [self.labels[..., None]] if case.task.startswith("loss") else []
-            ids = self.teacher.ids.view(*shape, case.K)
-            self.columns = torch.cat([*sampled, ids], dim=-1)
+        self.columns, self.teacher = self.labels, None
+        if case.sweep == DISTILLATION:
+            rows, *head = self.inputs
+            self.teacher = Teacher.of(rows.flatten(0, -2), head, max(case.K, 1), g)
+            if case.K:
+                self.columns = self.teacher.ids.view(*shape, case.K)
+            if case.task.startswith("loss"):
+                self.columns = torch.cat([self.labels[..., None], self.columns], dim=-1)
         noise = torch.randn(shape, generator=g, device=device)
         if case.level == "tokens":
             self.logp = -3 * torch.rand(shape, generator=g, device=device)
@@ -233,12 +231,6 @@ class Batch:
             part = slice(first, first + rows)
             yield part, F.linear(flat[part], *weight) if weight else flat[part]
 
-    def _teacher(self, g: torch.Generator) -> Teacher | None:
-        if self.case.sweep != DISTILLATION:
-            return None
-        rows, *weight = self.inputs
-        return Teacher.of(rows.flatten(0, -2), weight, max(self.case.K, 1), g)
-
     def _leave_undecided(self, count: int) -> None:
         """Makes ``count`` active rows, evenly spread, undecided by moving their ratio."""
         assert self.mask is not None
@@ -273,11 +265,6 @@ class Batch:
                 leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in self.inputs
             )
         return self._overwritable
-
-    def cotangents(self) -> Tensor:
-        """Of the log-probs of ``columns`` in ``vjp``."""
-        assert self.teacher is not None
-        return self.teacher.log_probs.exp().view(self.columns.shape) / self.case.N
 
     def restore(self, source: Batch) -> None:
         """Copies the logits of another batch."""
@@ -342,8 +329,9 @@ def cpu_suite() -> Iterator[Case]:
     yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
     yield from _forms_of_the_head("Qwen3-0.6B", 512)
     yield from _sampling_masks("Qwen3-0.6B", 512)
-    for N in (256, 2_048):
-        yield from _distillation("Qwen3-0.6B", N, ("bfloat16", "float32"), (8, 64, 256))
+    for N, most in ((256, (8, 64, 256)), (2_048, (64,))):
+        # Products of half precision take minutes on a CPU without instructions for it.
+        yield from _distillation("Qwen3-0.6B", N, ("bfloat16", "float32"), most)
 
 
 def gpu_suite() -> Iterator[Case]:
@@ -407,11 +395,13 @@ def _sampling_masks(model: str, N: int) -> Iterator[Case]:
 def _distillation(
     model: str, N: int, dtypes: tuple[str, ...], most: tuple[int, ...]
 ) -> Iterator[Case]:
+    """From hidden states, in the last of the dtypes."""
     of = partial(Case.of, model=model, N=N, sweep=DISTILLATION)
     for dtype, K in itertools.product(dtypes, (0, 64)):
         yield of("logits", "vjp", dtype=dtype, K=K)
+    of = partial(of, "hidden", dtype=dtypes[-1])
+    yield of("loss + forward_kl_topk", K=64)
     for frozen in (False, True):
         for K in most:
-            yield of("hidden", "forward_kl_topk", frozen=frozen, K=K)
-        yield of("hidden", "forward_kl", frozen=frozen)
-    yield of("hidden", "loss + forward_kl_topk", K=64)
+            yield of("forward_kl_topk", frozen=frozen, K=K)
+        yield of("forward_kl", frozen=frozen)

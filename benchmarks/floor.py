@@ -4,8 +4,9 @@ From logits, with b bytes per element: each unmasked row is read once, each unde
 time, and each row of the gradient is written once, zeros included, ``(unmasked + undecided +
 1)*N*V*b`` bytes; log-probs alone take ``unmasked*N*V*b``. From hidden states: ``2*V*H`` FLOPs per
 unmasked row, and ``4*V*H``, or ``2*V*H`` with a frozen head, per row that has a gradient once the
-bounds are known; a divergence over the whole vocabulary needs the teacher's logits too. What weighs the
-log-probs of a ``vjp`` is known after them, so each row is read twice. The search reads three float32 values per token.
+bounds are known; a divergence over the whole vocabulary needs the teacher's logits too. The weights
+of a ``vjp`` come after its log-probs, so each row is read twice. The search reads three float32
+values per token.
 
 With a sampling mask of K ids in all and no id beside another: from logits, a line of 64 bytes is
 read per id of an unmasked row and one is written per id of a row that has a gradient, and each row

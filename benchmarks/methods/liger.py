@@ -97,13 +97,7 @@ METHODS = [
     _liger("GRPO", "logits", train=grpo, devices=("cuda",), tasks=("clip",), layouts=LAYOUTS),
     _liger("scaled cross entropy", "hidden", log_probs=scaled_cross_entropy),
     _liger("fused linear GRPO", "hidden", train=linear_grpo, tasks=("clip",), layouts=LAYOUTS),
-    *(
-        _liger(
-            f"fused linear JSD{form}",
-            "hidden",
-            train=partial(divergence, compiled=bool(form)),
-            tasks=("forward_kl",),
-        )
-        for form in ("", ", compiled")
-    ),
 ]
+for form in ("", ", compiled"):
+    whole = partial(divergence, compiled=bool(form))
+    METHODS += [_liger(f"fused linear JSD{form}", "hidden", train=whole, tasks=("forward_kl",))]

@@ -136,7 +136,7 @@ def distilled(logp: Tensor, batch: Batch) -> Step:
     teacher, task = batch.teacher, batch.case.task
     assert teacher is not None
     if task == "vjp":
-        logp.backward(batch.cotangents().to(logp.dtype))
+        logp.backward(teacher.log_probs.exp().view(logp.shape).to(logp.dtype))
         return logp.detach(), tuple(leaf.grad for leaf in batch.inputs)
     logp = logp.float()
     of_ids = logp[..., -batch.case.K :]

@@ -93,10 +93,6 @@ def _methods(level: str) -> list[Method]:
 
 
 METHODS = [
-    *(
-        Method("PyTorch log_softmax", level, log_probs=log_softmax, tasks=OF_TOP_K)
-        for level in ("logits", "hidden")
-    ),
     *_methods("logits"),
     *_methods("hidden"),
     Method(
@@ -111,3 +107,5 @@ METHODS = [
     ),
     Method("the paper's loop", "tokens", _search),
 ]
+for level in ("logits", "hidden"):
+    METHODS += [Method("PyTorch log_softmax", level, log_probs=log_softmax, tasks=OF_TOP_K)]

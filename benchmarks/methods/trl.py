@@ -51,15 +51,16 @@ def selective_log_softmax(batch: Batch) -> Tensor:
 
 
 def top_k_kl(batch: Batch) -> Step:
-    """``_chunked_jsd_loss`` of ``AsyncDistillationTrainer``; 256 rows at a time, its default."""
+    """``_chunked_jsd_loss`` of ``AsyncDistillationTrainer``; in its own choice of chunks."""
     from trl.experimental.async_distillation import async_distillation_trainer as trainer
 
     teacher, (hidden, weight) = batch.teacher, batch.inputs
     assert teacher is not None
     targets = teacher.ids, teacher.log_probs, torch.ones_like(teacher.ids, dtype=torch.bool)
     transform, beta, temperature = (1.0, None), 0.0, 1.0
-    head, options = (hidden.flatten(0, -2), weight, None), (beta, temperature, True, None, 1, 256)
-    loss = trainer._chunked_jsd_loss(*head, *transform, *targets, *options)[0]
+    chunk = trainer._CHUNKED_LM_HEAD_CHUNK_SIZE
+    head, options = (hidden.flatten(0, -2), weight, None), (beta, temperature, True, None, 1)
+    loss = trainer._chunked_jsd_loss(*head, *transform, *targets, *options, chunk)[0]
     return trained(loss / batch.case.N, batch)
 
 
@@ -75,15 +76,6 @@ def divergence(batch: Batch) -> Step:
 
 
 METHODS = [
-    Method(
-        "TRL top-K distillation",
-        "hidden",
-        top_k_kl,
-        package="trl",
-        tasks=("forward_kl_topk",),
-        float32_logits=True,
-    ),
-    Method("TRL divergence", "hidden", divergence, package="trl", tasks=("forward_kl",)),
     Method("TRL selective_log_softmax", "logits", log_probs=selective_log_softmax, package="trl"),
     Method("TRL Triton", "logits", log_probs=triton_kernel, package="trl", devices=("cuda",)),
     Method("TRL chunked head", "hidden", log_probs=chunked_head, package="trl"),
@@ -96,4 +88,9 @@ METHODS = [
         dtypes=("bfloat16",),
         float32_logits=True,
     ),
+]
+OPTIONS = {"package": "trl", "float32_logits": True}
+METHODS += [
+    Method("TRL top-K distillation", "hidden", top_k_kl, tasks=("forward_kl_topk",), **OPTIONS),
+    Method("TRL divergence", "hidden", divergence, tasks=("forward_kl",), **OPTIONS),
 ]

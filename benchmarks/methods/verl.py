@@ -60,11 +60,11 @@ def top_k(batch: Batch) -> Tensor:
 
 
 METHODS = [
-    *(
-        Method("verl top-K log-probs", level, log_probs=top_k, package="verl", tasks=OF_TOP_K)
-        for level in ("logits", "hidden")
-    ),
     Method("verl logprobs_from_logits", "logits", log_probs=logits, package="verl"),
     Method("verl chunked head", "hidden", log_probs=chunked_head, package="verl"),
     Method("verl Triton head", "hidden", log_probs=triton_head, package="verl", devices=("cuda",)),
 ]
+for level in ("logits", "hidden"):
+    METHODS += [
+        Method("verl top-K log-probs", level, log_probs=top_k, package="verl", tasks=OF_TOP_K)
+    ]
