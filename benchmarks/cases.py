@@ -71,10 +71,10 @@ class Case:
     and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
     Every token of the sweep ``SAMPLING_MASK`` has a set; its layouts are those of ``sets``.
 
-    In the sweep ``DISTILLATION`` the labels are the ``K`` most probable ids of a teacher, or one in
-    the shape of the rows where K is 0. ``vjp`` is log-probs and the gradient of their sum with
-    given weights, ``forward_kl_topk`` the loss of ``distillation.forward_kl``, which ``loss +
-    forward_kl_topk`` adds to BAPO's, and ``forward_kl`` that of the whole vocabulary.
+    In the sweep ``DISTILLATION`` the labels are the ``K`` most probable ids of a teacher. ``vjp``
+    is log-probs and the gradient of their sum with given weights, ``forward_kl_topk`` the loss of
+    ``distillation.forward_kl``, which ``loss + forward_kl_topk`` adds to BAPO's, and ``forward_kl``
+    that of the whole vocabulary, with a K of 0.
     """
 
     level: Literal["logits", "hidden", "tokens"]
@@ -177,8 +177,7 @@ class Batch:
         if case.sweep == DISTILLATION:
             rows, *head = self.inputs
             self.teacher = Teacher.of(rows.flatten(0, -2), head, max(case.K, 1), g)
-            if case.K:
-                self.columns = self.teacher.ids.view(*shape, case.K)
+            self.columns = self.teacher.ids.view(*shape, -1)
             if case.task.startswith("loss"):
                 self.columns = torch.cat([self.labels[..., None], self.columns], dim=-1)
         noise = torch.randn(shape, generator=g, device=device)
@@ -397,8 +396,8 @@ def _distillation(
 ) -> Iterator[Case]:
     """From hidden states, in the last of the dtypes."""
     of = partial(Case.of, model=model, N=N, sweep=DISTILLATION)
-    for dtype, K in itertools.product(dtypes, (0, 64)):
-        yield of("logits", "vjp", dtype=dtype, K=K)
+    for dtype in dtypes:
+        yield of("logits", "vjp", dtype=dtype, K=64)
     of = partial(of, "hidden", dtype=dtypes[-1])
     yield of("loss + forward_kl_topk", K=64)
     for frozen in (False, True):

@@ -113,7 +113,7 @@ def _distilled(batch: Batch, logits: Tensor, part: slice) -> Tensor:
     assert teacher is not None
     logp = logits.double().log_softmax(-1)
     if task == "vjp":
-        return logp.gather(-1, batch.columns.reshape(batch.case.N, -1)[part])
+        return logp.gather(-1, teacher.ids[part])
     if task == "forward_kl":
         assert teacher.hidden_states is not None
         factors = teacher.hidden_states[part], batch.inputs[1].detach()

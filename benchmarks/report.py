@@ -113,14 +113,13 @@ def distilled(device: str) -> Iterator[str]:
             continue
         yield machine(frame)
         of = frame.frozen.map({True: "frozen, ", False: "trained, "})
-        labels = frame.K.map("K = {}".format).where(frame.K > 0, "one label")
-        labels = labels.where(frame.task != "forward_kl", "whole vocabulary")
+        labels = frame.K.map("K = {}".format).where(frame.K > 0, "whole vocabulary")
         frame["column"] = of.where(frame.level == "hidden", frame["dtype"] + ", ") + labels
         frame["method"] = frame.method.str.replace("^(two|three) ", "", regex=True)
         tables = [frame.task.replace("forward_kl", "forward_kl_topk"), "level", "model", "N"]
         for (task, level, model, N), mine in frame.groupby(tables, sort=False):
             caption = f"{task} {LEVELS[level]}, {model}, N = {N:,}, ms"
-            yield by_column(mine, caption, mine[(mine.K == 64) | (mine.task == "forward_kl")])
+            yield by_column(mine, caption, mine[mine.K.isin([0, 64])])
 
 
 def avx2() -> Iterator[str]:

@@ -25,8 +25,7 @@ def cross_entropy(*inputs: Tensor) -> Tensor:
 def log_softmax(batch: Batch) -> Tensor:
     """The columns of the whole ``[N, V]``, in float32."""
     logits = batch.inputs[0] if len(batch.inputs) == 1 else F.linear(*batch.inputs)
-    columns = batch.columns.view(*logits.shape[:-1], -1)
-    return logits.float().log_softmax(-1).gather(-1, columns)
+    return logits.float().log_softmax(-1).gather(-1, batch.columns)
 
 
 def chunked_head(batch: Batch) -> Tensor:

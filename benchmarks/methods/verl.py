@@ -56,7 +56,7 @@ def top_k(batch: Batch) -> Tensor:
     from verl.trainer.distillation.fsdp.losses import _chunked_topk_log_probs
 
     logits = batch.inputs[0] if len(batch.inputs) == 1 else F.linear(*batch.inputs)
-    return _chunked_topk_log_probs(logits, batch.columns.view(*logits.shape[:-1], -1))
+    return _chunked_topk_log_probs(logits, batch.columns)
 
 
 METHODS = [

@@ -125,7 +125,6 @@ WITH_LOSS = replace(TOP_K, task="loss + forward_kl_topk")
 WHOLE = replace(TOP_K, task="forward_kl")
 OF_TOP_K = {"bapo_kernels cpu", "PyTorch log_softmax"}
 OF_TEACHERS = {
-    replace(VJP, K=0): OF_TOP_K,
     VJP: OF_TOP_K,
     TOP_K: OF_TOP_K,
     replace(TOP_K, frozen=True): OF_TOP_K,
@@ -141,7 +140,6 @@ def test_every_method_of_a_distillation_computes_the_same(case):
     expected = OF_TEACHERS[case]
     batch = Batch(case, "cpu")
     value = gate.value_at_full_size(batch, torch.float32)
-    assert (batch.columns.ndim == 3) == (case.K > 0)
     checked = set()
     for one in run.selected(case, "cpu", without=["compiled"])[0]:
         assert max(gate.check(one, case, "cpu")) < 2e-5, one.name
@@ -150,6 +148,18 @@ def test_every_method_of_a_distillation_computes_the_same(case):
         checked.add(one.name)
     assert checked >= expected
     assert expected or not any(name.startswith("bapo") for name in checked)
+
+
+@needs_native
+def test_one_label_is_the_yardstick_of_several():
+    batch = Batch(VJP, "cpu")
+    (copy, _), (one, call) = run._yardsticks(batch).values()
+    call()
+    got, logits = batch.inputs[0].grad.double(), batch.inputs[0].detach().double()
+    logp = reference.log_probs(logits.requires_grad_(), batch.labels)[0]
+    (expected,) = torch.autograd.grad(logp.sum(), logits)
+    assert gate.distance(got, expected) < 1e-6
+    assert one.bytes == 1.5 * copy.bytes == floor(VJP, batch.shares()).bytes
 
 
 def without_others(student, teacher):
