@@ -222,8 +222,8 @@ def _yardsticks(batch: Batch) -> dict[str, tuple[Floor, Call]]:
 
     They write to memory that previous calls have touched. A frozen head needs two products, a
     trained one three. With a sampling mask no product is of whole matrices: the yardsticks are a
-    copy, of the head from hidden states, and zeros over the logits. Several labels are compared with
-    one, by our default backend, in turns.
+    copy, of the head from hidden states, and zeros over the logits. Several labels take turns with
+    one, of our default backend.
     """
     case = batch.case
     inputs = [leaf.detach() for leaf in batch.inputs]
