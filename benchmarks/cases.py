@@ -123,7 +123,7 @@ class Case:
         elif self.sweep == DISTILLATION:
             head = f", {'frozen' if self.frozen else 'trained'} head"
             form = f", {self.sweep}{head if self.level == 'hidden' else ''}"
-            form += f", K = {self.K}" if self.K else ""
+            form += f", K = {self.K}" if self.K else ", whole vocabulary"
         source = f"{self.task} from {self.level}{form}"
         return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
 

@@ -23,20 +23,15 @@ def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
 
 def forms_of_the_head(device: str, folder: Path = RESULTS) -> pd.DataFrame:
     """The last record of each method in that sweep, where it was measured."""
-    return _measured_in([HEAD], device, folder)
+    return measured_in([HEAD], device, folder)
 
 
 def sampling_masks(device: str, folder: Path = RESULTS) -> pd.DataFrame:
     """The last record of each method with a sampling mask and without, where it was measured."""
-    return _measured_in([SAMPLING_MASK, WHOLE_VOCABULARY], device, folder)
+    return measured_in([SAMPLING_MASK, WHOLE_VOCABULARY], device, folder)
 
 
-def distillation(device: str, folder: Path = RESULTS) -> pd.DataFrame:
-    """The last record of each method with several labels per row, where it was measured."""
-    return _measured_in([DISTILLATION], device, folder)
-
-
-def _measured_in(sweeps: list[str], device: str, folder: Path) -> pd.DataFrame:
+def measured_in(sweeps: list[str], device: str, folder: Path = RESULTS) -> pd.DataFrame:
     frame = _last_records(device, folder)
     if frame.empty:
         return frame

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from . import scaling
-from .cases import POLICIES
-from .frames import distillation, forms_of_the_head, latest, plain_losses, sampling_masks
+from .cases import DISTILLATION, POLICIES
+from .frames import forms_of_the_head, latest, measured_in, plain_losses, sampling_masks
 from .mask_tables import of_masks
 from .plot import LEVELS
 from .records import RESULTS, WITHOUT_AVX512, load
@@ -108,7 +108,7 @@ def masks(device: str) -> Iterator[str]:
 def distilled(device: str) -> Iterator[str]:
     """With several labels per row; peaks of 64, and of the whole vocabulary."""
     for file in (device, WITHOUT_AVX512) if device == "cpu" else (device,):
-        frame = distillation(file)
+        frame = measured_in([DISTILLATION], file)
         if frame.empty:
             continue
         yield machine(frame)
