@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from bapo_kernels import BAPOConfig, SamplingMask, reference
 from bapo_kernels.tools.row_classes import row_classes
 
+from .distillation import Teacher
 from .sets import LONG, ZIPF, Places, labels_in, sampling_mask
 
+Divergence = Literal["forward_kl", "forward_kl_topk", "loss + forward_kl_topk"]
 Level = Literal["logits", "hidden"]  # what a method starts from
 SEQUENCES = 8
 NOISE = {"on-policy": 0.0, "stale": 0.05, "very stale": 0.5}  # standard deviation of the log-ratio
@@ -35,6 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 HEAD = "head"  # the sweep over the forms of the head
 # The sweep over sampling masks, and the same loss over the whole vocabulary.
 SAMPLING_MASK, WHOLE_VOCABULARY = "sampling mask", "no sampling mask"
+DISTILLATION = "distillation"  # the sweep over labels per row
 
 
 class Model(NamedTuple):
@@ -66,10 +70,17 @@ class Case:
     is the data of the targets: 25 % of the tokens are masked, 40 % of the others have no advantage,
     and 3 % of all are undecided. With a frozen head only the hidden states need a gradient.
     Every token of the sweep ``SAMPLING_MASK`` has a set; its layouts are those of ``sets``.
+
+    In the sweep ``DISTILLATION`` the labels are the ``K`` most probable ids of a teacher. ``vjp``
+    is log-probs and the gradient of their sum with given weights, ``forward_kl_topk`` the loss of
+    ``distillation.forward_kl``, which ``loss + forward_kl_topk`` adds to BAPO's, and ``forward_kl``
+    that of the whole vocabulary, with a K of 0.
     """
 
     level: Literal["logits", "hidden", "tokens"]
-    task: Literal["loss", "clip", "cispo", "sapo", "gspo", "log_probs", "search"]
+    task: (
+        Literal["loss", "clip", "cispo", "sapo", "gspo", "log_probs", "search", "vjp"] | Divergence
+    )
     model: str
     N: int
     V: int
@@ -79,6 +90,7 @@ class Case:
     data: str = "stale"
     sweep: str | None = None
     frozen: bool = False
+    K: int = 0
 
     @classmethod
     def of(cls, level: Any, task: Any, model: str, N: int, **options: Any) -> Case:
@@ -108,6 +120,10 @@ class Case:
             form = f", {'frozen' if self.frozen else 'trained'} head"
         elif self.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
             form = f", {self.sweep}{', frozen' if self.frozen else ''}"
+        elif self.sweep == DISTILLATION:
+            head = f", {'frozen' if self.frozen else 'trained'} head"
+            form = f", {self.sweep}{head if self.level == 'hidden' else ''}"
+            form += f", K = {self.K}" if self.K else ", whole vocabulary"
         source = f"{self.task} from {self.level}{form}"
         return f"{source}, {self.model}, {sizes}, {self.layout}, {self.data}"
 
@@ -128,6 +144,8 @@ class Batch:
     gradient, except for a frozen weight. ``labels``, ``old``, ``A`` and ``mask`` are ``[B, S]``, or
     ``[N]`` if packed. ``unmasked`` and ``active`` are numbers of rows. ``sampling_mask`` is None
     except in the sweep over these; its sets have the labels, and ``old`` is of its distribution.
+    ``columns`` are the labels whose log-probs the task needs, ``[..., K]`` if it has several, after
+    the sampled one if its loss is needed too; ``teacher`` is None except in a distillation.
     """
 
     def __init__(self, case: Case, device: str) -> None:
@@ -155,6 +173,13 @@ class Batch:
             self.labels = labels_in(self.sampling_mask, g).view(shape)
         else:
             self.labels = torch.randint(0, case.V, shape, generator=g, device=device)
+        self.columns, self.teacher = self.labels, None
+        if case.sweep == DISTILLATION:
+            rows, *head = self.inputs
+            self.teacher = Teacher.of(rows.flatten(0, -2), head, max(case.K, 1), g)
+            self.columns = self.teacher.ids.view(*shape, -1)
+            if case.task.startswith("loss"):
+                self.columns = torch.cat([self.labels[..., None], self.columns], dim=-1)
         noise = torch.randn(shape, generator=g, device=device)
         if case.level == "tokens":
             self.logp = -3 * torch.rand(shape, generator=g, device=device)
@@ -191,16 +216,19 @@ class Batch:
 
     def log_probs(self, logits_dtype: torch.dtype) -> Tensor:
         """Of the labels, by the reference: the data must not depend on the kernels under test."""
-        rows, *weight = (leaf.detach().to(logits_dtype) for leaf in self.inputs)
-        rows = rows.flatten(0, -2)
         logp = torch.empty(self.labels.shape, device=self.device)
-        for first in range(0, self.case.N, 256):
-            part = slice(first, first + 256)
-            logits = F.linear(rows[part], *weight) if weight else rows[part]
+        for part, logits in self.logits(logits_dtype):
             mask = None if self.sampling_mask is None else self.sampling_mask[part]
             labels = self.labels.flatten()[part]
             logp.view(-1)[part] = reference.log_probs(logits, labels, sampling_mask=mask)[0]
         return logp
+
+    def logits(self, dtype: torch.dtype, rows: int = 256) -> Iterator[tuple[slice, Tensor]]:
+        """So many rows at a time, with their place."""
+        flat, *weight = (leaf.detach().to(dtype).flatten(0, -2) for leaf in self.inputs)
+        for first in range(0, self.case.N, rows):
+            part = slice(first, first + rows)
+            yield part, F.linear(flat[part], *weight) if weight else flat[part]
 
     def _leave_undecided(self, count: int) -> None:
         """Makes ``count`` active rows, evenly spread, undecided by moving their ratio."""
@@ -271,6 +299,8 @@ class Batch:
         """
         tokens = self.logp, self.old, self.A, self.mask
         config = self.case.config
+        if self.case.sweep == DISTILLATION:
+            return dict(unmasked=1.0, active=1.0, undecided=1.0, gradient=1.0)
         if self.case.task in POLICIES and self.case.task != "clip":
             # Of every active row. A ratio of a sequence is known when all its rows have been read.
             active = self.active / self.case.N
@@ -298,6 +328,9 @@ def cpu_suite() -> Iterator[Case]:
     yield from _suite(small, {"logits": 256, "hidden": 128}, (32, 64, 512), many)
     yield from _forms_of_the_head("Qwen3-0.6B", 512)
     yield from _sampling_masks("Qwen3-0.6B", 512)
+    for N, most in ((256, (8, 64, 256)), (2_048, (64,))):
+        # Products of half precision take minutes on a CPU without instructions for it.
+        yield from _distillation("Qwen3-0.6B", N, ("bfloat16", "float32"), most)
 
 
 def gpu_suite() -> Iterator[Case]:
@@ -311,6 +344,8 @@ def gpu_suite() -> Iterator[Case]:
     for layout in (*LONG, ZIPF):
         options = {"sweep": SAMPLING_MASK, "layout": layout}
         yield Case.of("hidden", "loss", "Qwen3-8B", 8_192, **options)
+    for N, model in itertools.product((4_096, 16_384), ("Qwen3-8B", "Llama-3-8B")):
+        yield from _distillation(model, N, ("bfloat16",), (8, 64))
 
 
 def _suite(
@@ -354,3 +389,18 @@ def _sampling_masks(model: str, N: int) -> Iterator[Case]:
         yield Case.of("logits", "loss", model, N, **options)
         yield Case.of("hidden", "loss", model, N, **options)
         yield Case.of("hidden", "loss", model, N, **options, frozen=True)
+
+
+def _distillation(
+    model: str, N: int, dtypes: tuple[str, ...], most: tuple[int, ...]
+) -> Iterator[Case]:
+    """From hidden states, in the last of the dtypes."""
+    of = partial(Case.of, model=model, N=N, sweep=DISTILLATION)
+    for dtype in dtypes:
+        yield of("logits", "vjp", dtype=dtype, K=64)
+    of = partial(of, "hidden", dtype=dtypes[-1])
+    yield of("loss + forward_kl_topk", K=64)
+    for frozen in (False, True):
+        for K in most:
+            yield of("forward_kl_topk", frozen=frozen, K=K)
+        yield of("forward_kl", frozen=frozen)

@@ -4,7 +4,9 @@ From logits, with b bytes per element: each unmasked row is read once, each unde
 time, and each row of the gradient is written once, zeros included, ``(unmasked + undecided +
 1)*N*V*b`` bytes; log-probs alone take ``unmasked*N*V*b``. From hidden states: ``2*V*H`` FLOPs per
 unmasked row, and ``4*V*H``, or ``2*V*H`` with a frozen head, per row that has a gradient once the
-bounds are known. The search reads three float32 values per token.
+bounds are known; a divergence over the whole vocabulary needs the teacher's logits too. The weights
+of a ``vjp`` come after its log-probs, so each row is read twice. The search reads three float32
+values per token.
 
 With a sampling mask of K ids in all and no id beside another: from logits, a line of 64 bytes is
 read per id of an unmasked row and one is written per id of a row that has a gradient, and each row
@@ -46,9 +48,10 @@ def floor(case: Case, shares: dict[str, float], live: bool = False) -> Floor:
         return _of_sets(case, counted * ids, shares["gradient"] * ids if trains else 0.0)
     if case.level == "hidden":
         of_gradients = 2 if case.frozen else 4
-        products = 2 * counted + (of_gradients * shares["gradient"] if trains else 0.0)
+        of_teacher = 2 if case.task == "forward_kl" else 0
+        products = of_teacher + 2 * counted + (of_gradients * shares["gradient"] if trains else 0.0)
         return Floor(0.0, products * case.N * case.V * case.H)
-    again = shares["undecided"] if case.task in ("loss", "gspo") else 0.0
+    again = shares["undecided"] if case.task in ("loss", "gspo", "vjp") else 0.0
     written = 1.0 if trains else 0.0
     return Floor((counted + again + written) * elements, 0.0)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from .cases import HEAD, SAMPLING_MASK, WHOLE_VOCABULARY
+from .cases import DISTILLATION, HEAD, SAMPLING_MASK, WHOLE_VOCABULARY
 from .records import RESULTS, load
 
-CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep", "frozen"]
+CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep", "frozen", "K"]
 
 
 def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
@@ -17,21 +17,21 @@ def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
     frame = _last_records(device, folder)
     if frame.empty:
         return frame
-    apart = frame.sweep.isin([HEAD, SAMPLING_MASK, WHOLE_VOCABULARY])
+    apart = frame.sweep.isin([HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, DISTILLATION])
     return frame[~apart].reset_index(drop=True)
 
 
 def forms_of_the_head(device: str, folder: Path = RESULTS) -> pd.DataFrame:
     """The last record of each method in that sweep, where it was measured."""
-    return _measured_in([HEAD], device, folder)
+    return measured_in([HEAD], device, folder)
 
 
 def sampling_masks(device: str, folder: Path = RESULTS) -> pd.DataFrame:
     """The last record of each method with a sampling mask and without, where it was measured."""
-    return _measured_in([SAMPLING_MASK, WHOLE_VOCABULARY], device, folder)
+    return measured_in([SAMPLING_MASK, WHOLE_VOCABULARY], device, folder)
 
 
-def _measured_in(sweeps: list[str], device: str, folder: Path) -> pd.DataFrame:
+def measured_in(sweeps: list[str], device: str, folder: Path = RESULTS) -> pd.DataFrame:
     frame = _last_records(device, folder)
     if frame.empty:
         return frame
@@ -40,8 +40,8 @@ def _measured_in(sweeps: list[str], device: str, folder: Path) -> pd.DataFrame:
 
 
 def _last_records(device: str, folder: Path) -> pd.DataFrame:
-    trained = {"frozen": False}  # what records say nothing about that are older than the field
-    frame = pd.DataFrame([trained | record for record in load(folder / f"{device}.jsonl")])
+    older = {"frozen": False, "K": 0}  # what records say nothing about that are older than a field
+    frame = pd.DataFrame([older | record for record in load(folder / f"{device}.jsonl")])
     if frame.empty:
         return frame
     return frame.drop_duplicates(["method", *CASE], keep="last").reset_index(drop=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import reference
@@ -32,6 +33,17 @@ def truth(batch: Batch) -> Step:
     if case.level == "tokens":
         arguments = batch.logp, batch.old, batch.A, batch.mask
         return torch.stack(reference.find_clip_bounds(*arguments, config=case.config)), ()
+    if batch.teacher is not None:
+        rows, *weight = (leaf.flatten(0, -2) for leaf in leaves)
+        logits = F.linear(rows, *weight) if weight else rows
+        found = _distilled(batch, logits, slice(None))
+        if case.task == "vjp":
+            found.backward(batch.teacher.log_probs.exp().view(found.shape).double())
+            return found.detach(), tuple(leaf.grad for leaf in leaves)
+        logp = reference.log_probs(logits, batch.labels.flatten())[0]
+        loss = _with_loss(batch, found.mean(), logp.view(batch.labels.shape))
+        loss.backward()
+        return loss.detach(), tuple(leaf.grad for leaf in leaves)
     at_logits = case.level == "logits"
     if case.task == "log_probs":
         function = reference.log_probs if at_logits else reference.linear_log_probs
@@ -83,12 +95,42 @@ def value_at_full_size(batch: Batch, dtype: torch.dtype) -> Tensor:
     case = batch.case
     own = dtype == case.torch_dtype
     logp = batch.logp if own else batch.log_probs(dtype)
+    if batch.teacher is not None:
+        parts = [_distilled(batch, logits, part) for part, logits in batch.logits(dtype, 64)]
+        found = torch.cat(parts)
+        return found if case.task == "vjp" else _with_loss(batch, found.mean(), logp.double())
     if case.task == "log_probs":
         return logp
     arguments = logp.double(), batch.old, batch.A, batch.mask
     if case.task == "search":
         return torch.stack(reference.find_clip_bounds(*arguments, config=case.config))
     return reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss
+
+
+def _distilled(batch: Batch, logits: Tensor, part: slice) -> Tensor:
+    """Of these rows, in float64 and from the whole softmax: log-probs or a divergence."""
+    teacher, task = batch.teacher, batch.case.task
+    assert teacher is not None
+    logp = logits.double().log_softmax(-1)
+    if task == "vjp":
+        return logp.gather(-1, teacher.ids[part])
+    if task == "forward_kl":
+        assert teacher.hidden_states is not None
+        factors = teacher.hidden_states[part], batch.inputs[1].detach()
+        t = F.linear(*(factor.to(logits.dtype) for factor in factors)).double().log_softmax(-1)
+        return (t.exp() * (t - logp)).sum(-1)
+    ids, p = teacher.ids[part], teacher.log_probs[part].double().exp()
+    others, p_of_others = logp.scatter(-1, ids, -torch.inf).logsumexp(-1), 1 - p.sum(-1)
+    kl = (p * (p.log() - logp.gather(-1, ids))).sum(-1)
+    return kl + p_of_others * (p_of_others.log() - others)
+
+
+def _with_loss(batch: Batch, loss: Tensor, logp: Tensor) -> Tensor:
+    """BAPO's loss added if the task has it."""
+    if not batch.case.task.startswith("loss"):
+        return loss
+    arguments = logp, batch.old, batch.A, batch.mask
+    return loss + reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss
 
 
 def raise_above(most: float, name: str, error: float) -> None:

@@ -32,6 +32,7 @@ LOGITS=("${MODELS[@]/#/loss from logits, }")
 HIDDEN=("${MODELS[@]/#/loss from hidden, }")
 HEAD="head, Qwen3-8B" # trained and frozen
 MASK="sampling mask"  # and none
+TEACHER=distillation
 TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_probs.py
   tests/test_search.py tests/test_autograd.py tests/test_misuse.py tests/test_numerics.py
   tests/test_errors.py tests/repository/test_benchmarks.py tests/test_cli.py tests/test_fuzz.py)
@@ -46,7 +47,7 @@ STEP_SIZES=()
 if [[ $DEVICE == cpu ]]; then
   LOGITS=("search from tokens, at the starting bounds, N = 8,192")
   HIDDEN=("search from tokens, at the maximum bounds, N = 8,192")
-  HEAD=${LOGITS[0]} MASK=${LOGITS[0]}
+  HEAD=${LOGITS[0]} MASK=${LOGITS[0]} TEACHER=${LOGITS[0]}
   TESTS=(tests/test_log_probs.py)
   OTHER_TESTS=(tests/test_prepare.py)
   WORKERS=0
@@ -97,6 +98,7 @@ define_stages() {
   stage tune 40 "right:triton" "tune" "tune.jsonl"
   stage forms_of_head 120 "right:any" "baselines head" "records"
   stage sampling_mask 200 "right:any" "baselines mask" "records"
+  stage distillation 240 "right:any" "baselines distillation" "records"
   stage shapes 200 "right:any" "shapes" "records"
   stage validate 300 "right:any" "validate" "validate.json"
 }
@@ -231,6 +233,7 @@ baselines() {
     hidden) cases=("${HIDDEN[@]}") ;;
     head) cases=("$HEAD") ;;
     mask) cases=("$MASK") ;;
+    distillation) cases=("$TEACHER") ;;
   esac
   add_wheels
   measure "${cases[@]/#/--case=}"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from . import scaling
-from .cases import POLICIES
-from .frames import forms_of_the_head, latest, plain_losses, sampling_masks
+from .cases import DISTILLATION, POLICIES
+from .frames import forms_of_the_head, latest, measured_in, plain_losses, sampling_masks
 from .mask_tables import of_masks
 from .plot import LEVELS
 from .records import RESULTS, WITHOUT_AVX512, load
@@ -32,7 +32,7 @@ def write() -> list[Path]:
 def blocks() -> dict[str, str]:
     """The tables of the page by their marks; those of a GPU are together."""
     sections = {"losses": losses, "search": search, "head": forms, "masks": masks}
-    sections["training"] = training
+    sections |= {"distillation": distilled, "training": training}
     made = {name: "\n\n".join(tables("cpu")) for name, tables in sections.items()}
     of_gpu = (table for tables in sections.values() for table in tables("cuda"))
     return made | {"avx2": "\n\n".join(avx2()), "gpu": "\n\n".join(of_gpu)}
@@ -103,6 +103,23 @@ def masks(device: str) -> Iterator[str]:
     frame = sampling_masks(device)
     if len(frame):
         yield from of_masks(frame)
+
+
+def distilled(device: str) -> Iterator[str]:
+    """With several labels per row; peaks of 64, and of the whole vocabulary."""
+    for file in (device, WITHOUT_AVX512) if device == "cpu" else (device,):
+        frame = measured_in([DISTILLATION], file)
+        if frame.empty:
+            continue
+        yield machine(frame)
+        of = frame.frozen.map({True: "frozen, ", False: "trained, "})
+        labels = frame.K.map("K = {}".format).where(frame.K > 0, "whole vocabulary")
+        frame["column"] = of.where(frame.level == "hidden", frame["dtype"] + ", ") + labels
+        frame["method"] = frame.method.str.replace("^(two|three) ", "", regex=True)
+        tables = [frame.task.replace("forward_kl", "forward_kl_topk"), "level", "model", "N"]
+        for (task, level, model, N), mine in frame.groupby(tables, sort=False):
+            caption = f"{task} {LEVELS[level]}, {model}, N = {N:,}, ms"
+            yield by_column(mine, caption, mine[mine.K.isin([0, 64])])
 
 
 def avx2() -> Iterator[str]:

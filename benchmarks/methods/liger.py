@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -74,6 +76,18 @@ def scaled_cross_entropy(batch: Batch) -> Tensor:
     return -nll
 
 
+def divergence(batch: Batch, compiled: bool) -> Step:
+    """``LigerFusedLinearJSDLoss``, over the whole vocabulary; 1,024 rows at a time."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    teacher, (hidden, weight) = batch.teacher, batch.inputs
+    assert teacher is not None
+    options = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "beta": 0.0}
+    heads = hidden.flatten(0, -2), weight, teacher.hidden_states, weight.detach()
+    loss = LigerFusedLinearJSDLoss(**options, compiled=compiled)(*heads, batch.labels.flatten())
+    return trained(loss, batch)
+
+
 def _liger(name: str, level: str, **options: object) -> Method:
     return Method(f"Liger {name}", level, package="liger-kernel", **options)  # type: ignore[arg-type]
 
@@ -84,3 +98,6 @@ METHODS = [
     _liger("scaled cross entropy", "hidden", log_probs=scaled_cross_entropy),
     _liger("fused linear GRPO", "hidden", train=linear_grpo, tasks=("clip",), layouts=LAYOUTS),
 ]
+for form in ("", ", compiled"):
+    whole = partial(divergence, compiled=bool(form))
+    METHODS += [_liger(f"fused linear JSD{form}", "hidden", train=whole, tasks=("forward_kl",))]

@@ -12,7 +12,10 @@ from torch import Tensor
 from bapo_kernels import available_backends, reference
 
 from ..cases import HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, Batch, Case
+from ..distillation import forward_kl
 
+# What log-probs of several labels are enough for.
+OF_TOP_K = ("vjp", "forward_kl_topk", "loss + forward_kl_topk")
 Step = tuple[Tensor, tuple[Tensor | None, ...]]  # loss, log-probs or bounds; gradients of inputs
 
 
@@ -24,7 +27,8 @@ class Method:
         name: as shown in tables.
         level: level of the cases that it computes.
         train: computes loss and gradients of a batch.
-        log_probs: computes log-probs of a batch, ``[N]`` or ``[B, S]``, differentiable.
+        log_probs: computes log-probs of a batch, ``[N]`` or ``[B, S]``, differentiable; of its
+            columns ``[..., K]`` in a distillation.
         package: the distribution that it comes from.
         module: imported to find out whether the method can be used.
         devices: the devices that it runs on.
@@ -109,6 +113,8 @@ class Method:
         if batch.case.task == "log_probs":
             assert self.log_probs is not None
             return self.log_probs(batch), ()
+        if batch.teacher is not None and self.log_probs is not None:
+            return distilled(self.log_probs(batch).view(batch.columns.shape), batch)
         if self.train is not None:
             return self.train(batch)
         assert self.log_probs is not None
@@ -123,3 +129,19 @@ def trained(loss: Tensor, batch: Batch) -> Step:
     """The loss, and the gradients that its backward accumulates at the inputs."""
     loss.backward()
     return loss.detach(), tuple(leaf.grad for leaf in batch.inputs)
+
+
+def distilled(logp: Tensor, batch: Batch) -> Step:
+    """The task from log-probs of the columns, and the gradients of the inputs."""
+    teacher, task = batch.teacher, batch.case.task
+    assert teacher is not None
+    if task == "vjp":
+        logp.backward(teacher.log_probs.exp().view(logp.shape).to(logp.dtype))
+        return logp.detach(), tuple(leaf.grad for leaf in batch.inputs)
+    logp = logp.float()
+    of_ids = logp[..., -batch.case.K :]
+    loss = forward_kl(of_ids, teacher.log_probs.view(of_ids.shape)).mean()
+    if task != "forward_kl_topk":
+        arguments = logp[..., 0], batch.old, batch.A, batch.mask
+        loss = loss + reference.bapo_loss_from_log_probs(*arguments, **batch.options).loss
+    return trained(loss, batch)

@@ -12,7 +12,8 @@ from torch import Tensor
 from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
 
 from ..cases import HEAD, POLICIES, Batch
-from .method import Method, Step, trained
+from ..distillation import forward_kl
+from .method import OF_TOP_K, Method, Step, trained
 
 
 def train(batch: Batch, **options: Any) -> Step:
@@ -41,7 +42,17 @@ def probs(batch: Batch, backend: str) -> Tensor:
     """Log-probs; the entropy is computed with them."""
     function = log_probs if batch.case.level == "logits" else linear_log_probs
     options = {"backend": backend, "sampling_mask": batch.sampling_mask}
-    return function(*batch.inputs, batch.labels, **options)[0]
+    return function(*batch.inputs, batch.columns, **options)[0]
+
+
+def two_passes(batch: Batch, backend: str) -> Step:
+    """BAPO's loss, and the distillation from log-probs of its own."""
+    assert batch.teacher is not None
+    out = bapo_linear_loss(*batch.inputs, *batch.rest, backend=backend, **batch.options)
+    ids = batch.columns[..., 1:]
+    logp = linear_log_probs(*batch.inputs, ids, backend=backend)[0]
+    kl = forward_kl(logp, batch.teacher.log_probs.view(ids.shape))
+    return trained(out.loss + kl.mean(), batch)
 
 
 def search(batch: Batch) -> Step:
@@ -55,7 +66,8 @@ def _of_backend(backend: str, device: str) -> Iterator[Method]:
     runs = {"devices": (device,), "backend": backend, "tasks": ("loss", "log_probs", *POLICIES)}
     for level in ("logits", "hidden"):
         plain = partial(train, backend=backend)
-        yield Method(name, level, plain, partial(probs, backend=backend), **runs)
+        all_tasks = runs | {"tasks": (*runs["tasks"], *OF_TOP_K)}
+        yield Method(name, level, plain, partial(probs, backend=backend), **all_tasks)
         live = partial(train, backend=backend, statistics="live")
         yield Method(f"{name}, live", level, live, live=True, **runs)
     if device == "cuda":
@@ -63,6 +75,8 @@ def _of_backend(backend: str, device: str) -> Iterator[Method]:
         once = {"everywhere": False, "holds_logits": True}
         yield Method(f"{name}, one chunk", "hidden", whole, **once, **runs)
     yield from _forms_of_the_head(name, backend, runs)
+    apart = runs | {"tasks": OF_TOP_K[2:]}
+    yield Method(f"{name}, two passes", "hidden", partial(two_passes, backend=backend), **apart)
     yield Method(
         f"{name}, in place",
         "logits",

@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo_kernels import reference
 
 from ..cases import Batch
-from .method import Method, Step, trained
+from .method import OF_TOP_K, Method, Step, trained
 
 
 def cross_entropy(*inputs: Tensor) -> Tensor:
@@ -20,6 +20,12 @@ def cross_entropy(*inputs: Tensor) -> Tensor:
     *factors, labels = inputs
     logits = factors[0] if len(factors) == 1 else F.linear(*factors)
     return -F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
+
+
+def log_softmax(batch: Batch) -> Tensor:
+    """The columns of the whole ``[N, V]``, in float32."""
+    logits = batch.inputs[0] if len(batch.inputs) == 1 else F.linear(*batch.inputs)
+    return logits.float().log_softmax(-1).gather(-1, batch.columns)
 
 
 def chunked_head(batch: Batch) -> Tensor:
@@ -100,3 +106,5 @@ METHODS = [
     ),
     Method("the paper's loop", "tokens", _search),
 ]
+for level in ("logits", "hidden"):
+    METHODS += [Method("PyTorch log_softmax", level, log_probs=log_softmax, tasks=OF_TOP_K)]

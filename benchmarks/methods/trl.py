@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ..cases import HEAD, Batch
-from .method import Method
+from .method import Method, Step, trained
 
 CHUNK = 8_192  # columns of a tile, TRL's default
 
@@ -49,6 +50,31 @@ def selective_log_softmax(batch: Batch) -> Tensor:
     return selective_log_softmax(batch.inputs[0], batch.labels)
 
 
+def top_k_kl(batch: Batch) -> Step:
+    """``_chunked_jsd_loss`` of ``AsyncDistillationTrainer``; in its own choice of chunks."""
+    from trl.experimental.async_distillation import async_distillation_trainer as trainer
+
+    teacher, (hidden, weight) = batch.teacher, batch.inputs
+    assert teacher is not None
+    targets = teacher.ids, teacher.log_probs, torch.ones_like(teacher.ids, dtype=torch.bool)
+    transform, beta, temperature = (1.0, None), 0.0, 1.0
+    chunk = trainer._CHUNKED_LM_HEAD_CHUNK_SIZE
+    head, options = (hidden.flatten(0, -2), weight, None), (beta, temperature, True, None, 1)
+    loss = trainer._chunked_jsd_loss(*head, *transform, *targets, *options, chunk)[0]
+    return trained(loss / batch.case.N, batch)
+
+
+def divergence(batch: Batch) -> Step:
+    """``ChunkedDivergenceFunction`` of ``DistillationTrainer``: over the whole vocabulary."""
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    teacher, (hidden, weight) = batch.teacher, batch.inputs
+    assert teacher is not None
+    of_teacher = teacher.hidden_states, weight.detach(), None
+    heads = hidden.flatten(0, -2), weight, None, *of_teacher
+    return trained(ChunkedDivergenceFunction.apply(*heads, 0.0)[0].mean(), batch)
+
+
 METHODS = [
     Method("TRL selective_log_softmax", "logits", log_probs=selective_log_softmax, package="trl"),
     Method("TRL Triton", "logits", log_probs=triton_kernel, package="trl", devices=("cuda",)),
@@ -62,4 +88,9 @@ METHODS = [
         dtypes=("bfloat16",),
         float32_logits=True,
     ),
+]
+OPTIONS = {"package": "trl", "float32_logits": True}
+METHODS += [
+    Method("TRL top-K distillation", "hidden", top_k_kl, tasks=("forward_kl_topk",), **OPTIONS),
+    Method("TRL divergence", "hidden", divergence, tasks=("forward_kl",), **OPTIONS),
 ]

@@ -6,10 +6,11 @@ import sys
 from importlib.util import find_spec
 from unittest.mock import MagicMock
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cases import Batch
-from .method import Method
+from .method import OF_TOP_K, Method
 
 
 def _import_verl() -> None:
@@ -49,8 +50,21 @@ def triton_head(batch: Batch) -> Tensor:
     return linear_cross_entropy(*flat, 1.0, "none")[0]
 
 
+def top_k(batch: Batch) -> Tensor:
+    """``_chunked_topk_log_probs``, of all logits; its result is in their dtype."""
+    _import_verl()
+    from verl.trainer.distillation.fsdp.losses import _chunked_topk_log_probs
+
+    logits = batch.inputs[0] if len(batch.inputs) == 1 else F.linear(*batch.inputs)
+    return _chunked_topk_log_probs(logits, batch.columns)
+
+
 METHODS = [
     Method("verl logprobs_from_logits", "logits", log_probs=logits, package="verl"),
     Method("verl chunked head", "hidden", log_probs=chunked_head, package="verl"),
     Method("verl Triton head", "hidden", log_probs=triton_head, package="verl", devices=("cuda",)),
 ]
+for level in ("logits", "hidden"):
+    METHODS += [
+        Method("verl top-K log-probs", level, log_probs=top_k, package="verl", tasks=OF_TOP_K)
+    ]

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.text import Text
 
 from benchmarks import frames, plot, records, report, scaling, tables
-from benchmarks.cases import SAMPLING_MASK, WHOLE_VOCABULARY, Case, gpu_suite
+from benchmarks.cases import DISTILLATION, SAMPLING_MASK, WHOLE_VOCABULARY, Case, gpu_suite
 from benchmarks.floor import floor
 from benchmarks.methods import methods
 from benchmarks.tables import number
@@ -90,6 +90,21 @@ def test_tables_have_every_record_and_no_other():
     for record in {record["case"]: record for record in steps}.values():  # the last of each
         numbers = [number(record[name]) for name in ("step_ms", "ms", "peak_MiB")]
         assert " | ".join(numbers) in re.sub(" +", " ", blocks["training"])
+
+
+def test_tables_of_distillation(monkeypatch):
+    """Of made-up records of every case on a GPU: each time stands in a table, on its own."""
+    cases = [case for case in gpu_suite() if case.sweep == DISTILLATION]
+    facts = dict(status="measured", version=None, machine="a GPU", threads=1, torch="2", date="now")
+    facts |= {"commit": "none", "peak_bytes": 2**20, "method": "bapo_kernels cuda"}
+    made = [facts | case.fields() | {"ms": 1_000 + i} for i, case in enumerate(cases)]
+    monkeypatch.setattr(frames, "load", lambda path: made if path.stem == "cuda" else [])
+    text = "\n".join(report.distilled("cuda"))
+    assert len(cases) > 20
+    assert all(text.count(f" {number(record['ms'])} |") == 1 for record in made)
+    assert "frozen, whole vocabulary" in text
+    assert frames.latest("cuda").empty
+    assert list(report.distilled("cpu")) == []
 
 
 def test_the_floor():

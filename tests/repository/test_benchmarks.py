@@ -15,7 +15,15 @@ from bapo_kernels.core import autograd, memory, prepare, rows, tokens
 from bapo_kernels.tools.budget import in_some_orders
 from benchmarks import gate, records, run, targets, timing
 from benchmarks.__main__ import app
-from benchmarks.cases import HEAD, POLICIES, SAMPLING_MASK, WHOLE_VOCABULARY, Batch, Case
+from benchmarks.cases import (
+    DISTILLATION,
+    HEAD,
+    POLICIES,
+    SAMPLING_MASK,
+    WHOLE_VOCABULARY,
+    Batch,
+    Case,
+)
 from benchmarks.floor import floor
 from benchmarks.methods import Method, methods
 from benchmarks.sets import LONG, ZIPF
@@ -38,7 +46,11 @@ with_mask = partial(small, sweep=SAMPLING_MASK)
 ON_A_CPU = [
     name
     for name, method in METHODS.items()
-    if ("cpu" in method.devices and method.sweep != SAMPLING_MASK)
+    if (
+        "cpu" in method.devices
+        and method.sweep != SAMPLING_MASK
+        and {*method.tasks} & {*TASKS, "search"}
+    )
     or method.name == "PyTorch linear_cross_entropy"
 ]
 
@@ -105,6 +117,85 @@ def test_every_method_of_a_sweep_computes_the_same(sweep, level, frozen, dtype):
             checked.add(method.name)
     assert checked >= OF_SWEEPS[sweep]
     assert sweep != WHOLE_VOCABULARY or all(name.startswith("bapo") for name in checked)
+
+
+of_teacher = partial(small, sweep=DISTILLATION, dtype="float32")
+VJP, TOP_K = of_teacher("logits", "vjp", K=5), of_teacher("hidden", "forward_kl_topk", K=5)
+WITH_LOSS = replace(TOP_K, task="loss + forward_kl_topk")
+WHOLE = replace(TOP_K, task="forward_kl")
+OF_TOP_K = {"bapo_kernels cpu", "PyTorch log_softmax"}
+OF_TEACHERS = {
+    VJP: OF_TOP_K,
+    TOP_K: OF_TOP_K,
+    replace(TOP_K, frozen=True): OF_TOP_K,
+    WITH_LOSS: OF_TOP_K | {"bapo_kernels cpu, two passes"},
+    WHOLE: set(),  # packages alone
+    replace(WHOLE, frozen=True): set(),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("case", OF_TEACHERS, ids=lambda case: case.title)
+def test_every_method_of_a_distillation_computes_the_same(case):
+    expected = OF_TEACHERS[case]
+    batch = Batch(case, "cpu")
+    value = gate.value_at_full_size(batch, torch.float32)
+    checked = set()
+    for one in run.selected(case, "cpu", without=["compiled"])[0]:
+        assert max(gate.check(one, case, "cpu")) < 2e-5, one.name
+        gate.check_value(one.step(batch)[0], value, batch, torch.float32)
+        assert not case.frozen or batch.inputs[1].grad is None
+        checked.add(one.name)
+    assert checked >= expected
+    assert expected or not any(name.startswith("bapo") for name in checked)
+
+
+@needs_native
+def test_one_label_is_the_yardstick_of_several():
+    batch = Batch(VJP, "cpu")
+    (copy, _), (one, call) = run._yardsticks(batch).values()
+    call()
+    got, logits = batch.inputs[0].grad.double(), batch.inputs[0].detach().double()
+    logp = reference.log_probs(logits.requires_grad_(), batch.labels)[0]
+    (expected,) = torch.autograd.grad(logp.sum(), logits)
+    assert gate.distance(got, expected) < 1e-6
+    assert one.bytes == 1.5 * copy.bytes == floor(VJP, batch.shares()).bytes
+
+
+def without_others(student, teacher):
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def renormalised(student, teacher):
+    return without_others(student.log_softmax(-1), teacher.log_softmax(-1))
+
+
+def of_columns(batch):
+    function = reference.log_probs if batch.case.level == "logits" else reference.linear_log_probs
+    return function(*batch.inputs, batch.columns)[0]
+
+
+def of_columns_with_other_gradients(batch):
+    logp = of_columns(batch)
+    others = logp.roll(1, dims=-1)
+    return logp.detach() + others - others.detach()
+
+
+@pytest.mark.parametrize("case", [TOP_K, WITH_LOSS], ids=lambda case: case.task)
+@pytest.mark.parametrize("loss", [without_others, renormalised, lambda s, t: s.sum(-1)])
+def test_another_divergence_is_not_timed(monkeypatch, case, loss):
+    right = Method("right", "hidden", log_probs=of_columns)
+    gate.check(right, case, "cpu")
+    monkeypatch.setattr("benchmarks.methods.method.forward_kl", loss)
+    with pytest.raises(gate.WrongAnswerError, match="off by"):
+        gate.check(right, case, "cpu")
+
+
+def test_gradients_of_other_labels_are_not_timed():
+    gate.check(Method("right", "logits", log_probs=of_columns), VJP, "cpu")
+    wrong = Method("wrong", "logits", log_probs=of_columns_with_other_gradients)
+    with pytest.raises(gate.WrongAnswerError, match="gradient off by"):
+        gate.check(wrong, VJP, "cpu")
 
 
 SETS = [(layout, 512, V) for layout in ("dense", *LONG, ZIPF) for V in (10, 2_048)]

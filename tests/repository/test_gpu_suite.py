@@ -98,7 +98,7 @@ def test_all_stages_run_and_are_archived(suite):
     assert status == 0, summary
     listed = subprocess.check_output(["bash", ROOT / SCRIPT, "--list"], text=True).splitlines()
     stages = [line.split()[0] for line in listed]
-    assert len(stages) == 25
+    assert len(stages) == 26
     assert [(name, word) for name, (word, _) in summary.items()] == [(s, "ok") for s in stages]
     assert summary["ncu"][1] == summary["ncu_sets"][1] == "1 launches measured"
     assert {"summary.txt", *(f"{name}.log" for name in stages)} <= set(suite.archive())
@@ -110,7 +110,7 @@ def test_all_stages_run_and_are_archived(suite):
         parse(*call)
     cases = [word[7:] for call in commands for word in call if word.startswith("--case=")]
     of_each = [sum(case in each.title for each in gpu_suite()) for case in cases]
-    assert of_each == [1, 1, 1, 1, 1, 1, 5, 15]
+    assert of_each == [1, 1, 1, 1, 1, 1, 5, 15, 32]
     tests = [call for call in ours if call[0] == "pytest"]
     assert len(tests) == 4
     assert ["loadgroup" in call for call in tests] == ["-n" in call for call in tests]
@@ -147,7 +147,7 @@ def test_a_wrong_backend_skips_only_the_stages_that_need_it(suite):
     asked = [call[call.index("-k") + 1] for call in suite.calls() if "-n" in call]
     assert asked == 2 * ["(gpu or cuda or triton) and not cuda"]
     runs = [call for call in suite.calls() if call[2:3] == ["run"]]
-    assert len(runs) == 5
+    assert len(runs) == 6
     assert all(call[call.index("--without") + 1] == "bapo_kernels cuda" for call in runs)
     assert suite.calls()[-1][-4:-2] == ["--backend", "triton"]
 
@@ -199,7 +199,7 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch, tmp_path):
         assert done.exit_code == 0, (module, arguments, done.output, done.exception)
         if "--N" in arguments:
             assert re.fullmatch(r"(cpu, \w+, V = 50[01]: loss -?\d\.\d+\n){2,4}", done.output)
-    commands = ["validate", *["targets"] * 2, *["run"] * 5, "validate"]
+    commands = ["validate", *["targets"] * 2, *["run"] * 6, "validate"]
     assert [call[1] for call in here] == [*commands, *["--device"] * 6]
     now = suite.out / "now"
     levels = "logits", "hidden"
