@@ -83,46 +83,60 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
     }
 }
 
-// Of a row with several labels: the gradient of every other entry, then those of the labels, which
-// are computed before the logits may be overwritten.
+// With several labels per row: the gradient of all other entries, and those of the labels, which
+// are computed before it may overwrite the logits.
 template <typename T, bool kSoftcap>
-void finish_row(const RowGradientParams& params, int64_t index) {
-    if (params.only && !params.only[index]) return;
+void finish_labels(const RowGradientParams& params, int64_t index) {
     const LogitRows& rows = params.rows;
     const Row<T> row(rows, index);
     const int64_t K = params.labels_per_row;
     const int64_t* const labels = params.labels + index * K;
     const double* const given = params.dlog_probs + index * K;
-    const double entropy = params.entropy[index], sum = params.stats[2 * index + 1];
-    const auto origin = (float)params.stats[2 * index];
-    RowCoefficients all{given[0], params.dentropy ? -(double)params.dentropy[index] : 0.0};
+    const auto for_columns = [&](auto f) {
+        for (int64_t k = 0; k < K; ++k) {
+            if (labels[k] >= 0 && labels[k] < rows.vocab) f(k, labels[k]);
+        }
+    };
+    RowCoefficients all{0.0, params.dentropy ? -(double)params.dentropy[index] : 0.0};
     bool none = all.zero();
-    for (int64_t k = 1; k < K; ++k) {
+    for (int64_t k = 0; k < K; ++k) {
         all.dlog_prob += given[k];
         none = none && given[k] == 0.0;
     }
     if (none) return row.zero_grad(rows.vocab, false);
+    for_columns([&](int64_t, int64_t label) { __builtin_prefetch(row.logits + label); });
+    const double sum = params.stats[2 * index + 1], log_sum = std::log(sum);
+    const auto origin = (float)params.stats[2 * index];
+    const double entropy = params.entropy[index];
     const Transform transform = rows.transform.of_row(index);
-    double* const of_labels = K > 1 ? cpu::sums_of_equal(labels, given, K) : nullptr;
-    for (int64_t k = 0; k < K && of_labels; ++k) {
-        if (labels[k] < 0 || labels[k] >= rows.vocab) continue;
-        const float z = load_scalar(row.logits + labels[k]);
-        const double log_p = log_prob<kSoftcap>(z, transform, origin, std::log(sum));
-        const RowCoefficients own{of_labels[k], all.entropy_bonus};
-        of_labels[k] = label_gradient(z, log_p, entropy, label_slope(z, transform), own,
-                                      all.dlog_prob - of_labels[k]);
-    }
+    double* const sums = cpu::sums_of_equal(labels, given, K);
+    for_columns([&](int64_t k, int64_t label) {
+        const float z = load_scalar(row.logits + label);
+        const double log_p = log_prob<kSoftcap>(z, transform, origin, log_sum);
+        sums[k] = label_gradient(z, log_p, entropy, label_slope(z, transform),
+                                 {sums[k], all.entropy_bonus}, all.dlog_prob - sums[k]);
+    });
     if (all.zero()) {
         row.zero_grad(rows.vocab, false);
     } else {
-        row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, transform,
-                                      of_labels ? kIgnoredLabel : labels[0], origin, sum, entropy,
-                                      all);
+        row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, transform, kIgnoredLabel,
+                                      origin, sum, entropy, all);
     }
-    for (int64_t k = 0; k < K && of_labels; ++k) {
-        if (labels[k] < 0 || labels[k] >= rows.vocab) continue;
-        store_scalar(row.grad + labels[k], (float)of_labels[k]);
-    }
+    for_columns([&](int64_t k, int64_t label) { store_scalar(row.grad + label, (float)sums[k]); });
+}
+
+template <typename T, bool kSoftcap>
+void finish_row(const RowGradientParams& params, int64_t index) {
+    if (params.only && !params.only[index]) return;
+    if (params.labels_per_row > 1) return finish_labels<T, kSoftcap>(params, index);
+    const LogitRows& rows = params.rows;
+    const Row<T> row(rows, index);
+    const RowCoefficients coefficients{params.dlog_probs[index],
+                                       params.dentropy ? -(double)params.dentropy[index] : 0.0};
+    if (coefficients.zero()) return row.zero_grad(rows.vocab, false);
+    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, rows.transform.of_row(index),
+                                  params.labels[index], (float)params.stats[2 * index],
+                                  params.stats[2 * index + 1], params.entropy[index], coefficients);
 }
 
 template <typename F>

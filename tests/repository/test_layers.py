@@ -17,10 +17,10 @@ sampling_mask core.operators core.distributed
 backends.triton backends.native
 backends
 core.call core.inputs
-core.arguments core.rows core.tokens
+core.arguments core.rows core.tokens core.labels
 reference core.prepare core.head core.logits
 core.hidden
-core.head_operators core.autograd
+core.head_operators core.autograd core.top_k
 functional linear bounds lora
 modules scopes alignment lm_head warmup
 debug
