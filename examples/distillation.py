@@ -22,11 +22,10 @@ def batch(tokens: int, vocabulary: int, hidden: int, k: int) -> dict[str, Tensor
     w *= 3 / hidden**0.5
     labels = torch.randint(vocabulary, (tokens,), generator=g)
     old = linear_log_probs(h, w, labels)[0] + 0.1 * torch.randn(tokens, generator=g)
-    near = h + 0.3 * torch.randn(h.shape, generator=g)
-    teacher, ids = (near @ w.T).log_softmax(-1).topk(k)
-    made = dict(labels=labels, old=old, advantages=torch.randn(tokens, generator=g))
-    made |= dict(hidden=h.requires_grad_(), weight=w.requires_grad_())
-    return made | dict(teacher=teacher, ids=ids)
+    of_teacher = (h + 0.3 * torch.randn(h.shape, generator=g)) @ w.T
+    teacher, ids = of_teacher.log_softmax(-1).topk(k)
+    made = dict(hidden=h.requires_grad_(), weight=w.requires_grad_(), teacher=teacher, ids=ids)
+    return made | dict(labels=labels, old=old, advantages=torch.randn(tokens, generator=g))
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
