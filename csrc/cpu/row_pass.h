@@ -83,8 +83,8 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
     }
 }
 
-// With several labels per row: the gradient of all other entries, and those of the labels, which
-// are computed before it may overwrite the logits.
+// With several labels per row: the gradient of all other entries, and those of the labels. In place
+// these are computed before it overwrites the logits, otherwise when the row is in the cache.
 template <typename T, bool kSoftcap>
 void finish_labels(const RowGradientParams& params, int64_t index) {
     const LogitRows& rows = params.rows;
@@ -104,24 +104,26 @@ void finish_labels(const RowGradientParams& params, int64_t index) {
         none = none && given[k] == 0.0;
     }
     if (none) return row.zero_grad(rows.vocab, false);
-    for_columns([&](int64_t, int64_t label) { __builtin_prefetch(row.logits + label); });
     const double sum = params.stats[2 * index + 1], log_sum = std::log(sum);
     const auto origin = (float)params.stats[2 * index];
     const double entropy = params.entropy[index];
     const Transform transform = rows.transform.of_row(index);
     double* const sums = cpu::sums_of_equal(labels, given, K);
-    for_columns([&](int64_t k, int64_t label) {
+    const auto to_gradients = [&](int64_t k, int64_t label) {
         const float z = load_scalar(row.logits + label);
         const double log_p = log_prob<kSoftcap>(z, transform, origin, log_sum);
         sums[k] = label_gradient(z, log_p, entropy, label_slope(z, transform),
                                  {sums[k], all.entropy_bonus}, all.dlog_prob - sums[k]);
-    });
+    };
+    const bool in_place = row.logits == row.grad;
+    if (in_place) for_columns(to_gradients);
     if (all.zero()) {
         row.zero_grad(rows.vocab, false);
     } else {
         row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, transform, kIgnoredLabel,
                                       origin, sum, entropy, all);
     }
+    if (!in_place) for_columns(to_gradients);
     for_columns([&](int64_t k, int64_t label) { store_scalar(row.grad + label, (float)sums[k]); });
 }
 
