@@ -2,7 +2,7 @@
 
 An adversary chooses which warp runs next and when stores and copies arrive; its seed fixes the
 schedule. ``make emulate SEEDS=100`` runs many schedules, and ``make emulate FIRST=17 SEEDS=1`` one
-of them again; ``cuda_on_host/breaks.py`` shows which faults they notice.
+of them again.
 """
 
 import ctypes
@@ -15,8 +15,7 @@ import pytest
 import set_operators
 import torch
 from accuracy import assert_as_reference, assert_rounded, assert_sums
-from cuda_on_host.breaks import all_breaks
-from cuda_on_host.build import NVCC, ROOT
+from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import CALLERS, DEVICES, EVERYWHERE, SEEDS
 from helpers import (
     check_against_reference,
@@ -616,10 +615,3 @@ def test_empty_shard(on_host, library):
     nothing = torch.zeros(3, dtype=torch.float64)
     given = dict(logits=logits, labels=labels, stats=results.stats)
     call_operator(library, "row_gradient_", **given, entropy=nothing, dlog_probs=nothing + 1)
-
-
-@pytest.mark.parametrize("each", all_breaks(), ids=lambda each: each.name)
-def test_breaks_apply(each):
-    """cuda_on_host/breaks.py, which takes minutes, shows that each of them is noticed."""
-    text = (ROOT / "csrc/cuda" / each.file).read_text()
-    assert each.applied(text) != text
