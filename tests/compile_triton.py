@@ -153,6 +153,18 @@ def one_pass_over_sets(n=N, everything=False, **variant):
         launch(operator, known | optional)
 
 
+def several_labels(dtype, n=N, count=5, everything=False, of_sets=False, **variant):
+    """Statistics and gradient; with everything as above."""
+    known = operands(n, everything, **variant) | dict(labels=i64(n, count))
+    known |= dict.fromkeys(("log_probs", "dlog_probs"), zeros(n, count))
+    known |= dict(dentropy=zeros(n)) if everything else dict(only=u8(n))
+    of_rows = (
+        dict(logits=f32(8 * n), offsets=i64(n + 1)) if of_sets else dict(logits=rows(dtype, n))
+    )
+    for operator in ("row_statistics", "row_gradient_"):
+        launch(operator, known | of_rows)
+
+
 def one_search(uniform=False, unclipped=False, n=N, of_sequences=False, value=1.0):
     kinds = dict(uniform_weight=uniform, unclipped_only=unclipped, target_is_ratio=uniform)
     kinds |= dict(upper_first=not uniform, upper_max=PAPER.upper_max)
@@ -256,6 +268,7 @@ def compile_sets(compiled: Compiled, variants: Variants) -> None:
     for softcap, name in variants.rows:
         compiled.variant = f"sets, softcap {softcap}, {name}"
         one_pass_over_sets(softcap=softcap, kl=2, **OF_A_ROW[name])
+        several_labels(None, softcap=softcap, of_sets=True, **OF_A_ROW[name])
     for dtype in variants.dtypes:
         for everything in (False, True):
             compiled.variant = f"sets, {dtype}, everything {everything}"
@@ -287,6 +300,8 @@ def compile_variants(compiled: Compiled, variants: Variants) -> None:
             compiled.variant = f"{dtype}, softcap {softcap}, {name}"
             one_row_pass(dtype, softcap=softcap, kl=2, **OF_A_ROW[name])
             one_row_gradient(dtype, softcap=softcap, **OF_A_ROW[name])
+            compiled.variant = f"several labels, {dtype}, softcap {softcap}, {name}"
+            several_labels(dtype, softcap=softcap, **OF_A_ROW[name])
         compiled.variant = f"{dtype}"
         one_row_statistics(dtype)
         launch("scale_", x=torch.empty(N, V, dtype=dtype), factor=f32(1))
@@ -315,6 +330,7 @@ def compile_other_values(compiled: Compiled, variants: Variants) -> list[str]:
         of_rows = dict(n=max(n, least), value=value, softcap=30.0)
         one_row_pass(torch.bfloat16, everything=True, kl=2, **of_rows)
         one_row_gradient(torch.bfloat16, everything=True, **of_rows)
+        several_labels(torch.bfloat16, count=16, everything=True, **of_rows)
         one_search(n=n, value=value)
         one_token_loss(everything=True, kl=2, n=n, value=value)
         for packed in (False, True):

@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from bapo_kernels import BAPOConfig, bapo_linear_loss, bapo_loss, linear_log_probs
+from bapo_kernels import BAPOConfig, bapo_linear_loss, bapo_loss, linear_log_probs, log_probs
 from bapo_kernels.backends import triton as backend
 from bapo_kernels.config import SURROGATES
 from bapo_kernels.core.operators import torch_ops_of
@@ -96,6 +96,19 @@ def test_every_operator_on_sets(launches):
     most = {name: max(launches[name]) for name in OF_SETS}
     without_long_ones = {"head_sets_pass": 3, "sets_dhidden": 1, "sets_dweight": 1}
     assert most == {name: LAUNCHES[name] for name in OF_SETS} | without_long_ones
+
+
+def test_several_labels(launches):
+    """One launch before the second pass and one after it."""
+    case, mask = case_with_sets((2, 6), 33)
+    labels = case.labels[..., None].expand(2, 6, 3)
+    for given in ({}, dict(sampling_mask=mask)):
+        logits = case.logits.clone().requires_grad_()
+        log_probs(logits, labels, backend="triton", **given)[0].sum().backward()
+    assert set(launches["row_statistics"]) == {1}
+    hidden, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 6, 5), (33, 5)))
+    linear_log_probs(hidden, weight, labels, backend="triton")[0].sum().backward()
+    assert set(launches["row_gradient"] + launches["row_gradient_"]) == {3}
 
 
 def test_nothing_is_counted_where_the_divisor_is_given(launches, monkeypatch):

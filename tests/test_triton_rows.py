@@ -27,8 +27,8 @@ def double(*shape):
 
 def statistics(logits, labels):
     """Log-probs, entropies and sums, as the kernel writes them."""
-    n = labels.numel()
-    results = double(n), double(n), double(n, 2)
+    n = len(labels)
+    results = double(*labels.shape), double(n), double(n, 2)
     counted = torch.ones(n, dtype=torch.bool, device=DEVICE)
     torch.ops.bapo_kernels_triton.row_statistics(
         logits, None, labels, counted, *WITHOUT_FIELDS, *results
@@ -122,6 +122,35 @@ def test_labels_before_the_first_row_and_behind_the_last():
     got = gradient(logits, labels, found, dlog_probs, None)
     log_p = logits.double().log_softmax(-1)
     assert_rounded(got, -log_p.exp(), 4 - 2 * log_p)
+
+
+def test_several_labels_of_a_row():
+    """Each has the bits of one alone, and so has its gradient if the others have none."""
+    n, V, K = 5, 700, 130
+    logits, _ = rows_and_labels(n, V)
+    labels = torch.stack([torch.randperm(V, device=DEVICE)[:K] for _ in range(n)])
+    labels[:, 129] = labels[:, 3]
+    found = statistics(logits, labels)
+    for k in (0, 3, 127, 128, 129):
+        alone = statistics(logits, one := labels[:, k].contiguous())
+        assert torch.equal(found[0][:, k], alone[0])
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], alone[1:], strict=True))
+    dlog_probs = torch.zeros(n, K, dtype=torch.float64, device=DEVICE)
+    dlog_probs[:, 3], dlog_probs[:, 129] = 0.25, 0.5
+    got = gradient(logits, labels, found, dlog_probs, None)
+    others = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, labels[None], True)
+    others.scatter_(2, one[None, :, None], False)
+    expected = gradient(logits, one, alone, dlog_probs.sum(1), None)
+    assert torch.equal(got[~others], expected[~others])
+    log_p = logits.double().log_softmax(-1)[others]
+    assert_rounded(got[others], -0.75 * log_p.exp(), 4 - 2 * log_p)
+
+    only = torch.tensor([1, 1, 0, 1, 1], dtype=torch.uint8, device=DEVICE)
+    some = gradient(logits, labels, found, dlog_probs, only)
+    assert some[0, 2].isnan().all()
+    assert torch.equal(some[:, only != 0], got[:, only != 0])
+    logits[0, 1], dlog_probs[1] = float("nan"), 0.0
+    assert not gradient(logits, labels, statistics(logits, labels), dlog_probs, None)[0, 1].any()
 
 
 def test_rows_of_nothing_but_forbidden_tokens_and_of_the_lowest_numbers():

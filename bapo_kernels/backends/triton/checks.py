@@ -44,6 +44,8 @@ _NEED_ADVANTAGES = (
     *("row_pass", "row_pass_", "head_sets_pass"),
     *("contributions", "search", "token_loss"),
 )
+_OF_LABELS = "labels", "positions", "log_probs", "dlog_probs"
+_SEVERAL_LABELS = "row_statistics", "row_gradient", "row_gradient_", "find_labels"
 _require = partial(require, error=RuntimeError)
 
 _MAX_KNOWN = 4_096
@@ -83,6 +85,10 @@ def _check(op: str, given: dict[str, Any]) -> None:
         _check_present(op, given)
     are_sets = op.startswith("row_") and given["offsets"] is not None
     counts = _counts(given, are_sets)
+    if op in _SEVERAL_LABELS and given["labels"].ndim == 2:
+        per_row = given["labels"].shape[1]
+        _require(per_row >= 1, "labels", "be one or more per row", per_row)
+        counts |= dict.fromkeys(_OF_LABELS, per_row * counts["labels"])
     if "length" in given and given["cu_seqlens"] is None:
         N, length = counts["labels"], given["length"]
         divides = N == 0 or (length > 0 and N % length == 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import row_math, sampling_set_math
 from .kernel import Kernel
 from .launch import ceil_div, limits, resident_programs
-from .row_gradient import FLAGS, any_wanted, is_wanted
+from .row_gradient import FLAGS, any_wanted
 from .row_pass import row_pass_
 
 # Rows and columns of a block, which is in registers, and steps until it is summed. Few rows,
@@ -149,7 +149,7 @@ def _sets_dhidden_kernel(
         index = _last_up_to(last, offsets, rows)
         begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
         first, stop, is_mine = _piece_with(last, begin, begin + size, PIECE)
-        if is_mine & is_wanted(flags, index, WANTED):
+        if is_mine & row_math.is_wanted(flags, index, WANTED):
             piece = first - begin, stop - begin
             total = _sum_over_set(of_head, of_sets, begin, piece, h, TERMS, WIDTH, STEPS)
             tl.store(parts + window * H + h, total.to(tl.float32), h < H)
@@ -159,7 +159,7 @@ def _sets_dhidden_kernel(
             if any_wanted(flags, start, end, programs, FLAGS, WANTED):
                 for index in range(start, end, programs):
                     begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
-                    if is_wanted(flags, index, WANTED) & (size > 0):
+                    if row_math.is_wanted(flags, index, WANTED) & (size > 0):
                         pieces = _pieces_of(size, PIECE)
                         alone = 0, tl.where(pieces > 0, 0, size)
                         total = _sum_over_set(

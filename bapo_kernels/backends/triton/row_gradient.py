@@ -19,6 +19,7 @@ from ...config import Options
 from ...core.operators import as_rows
 from . import row_math
 from .kernel import Kernel
+from .labels import label_gradients
 from .launch import (
     limits,
     per_options,
@@ -31,16 +32,6 @@ from .launch import (
 from .tokens import TEMPERATURES, bits
 
 FLAGS = 64  # rows of a program whose flags it reads at once
-
-
-@triton.jit
-def is_wanted(flags, index, WANTED: tl.constexpr = True):
-    """Whether a row has this flag; without flags every row is wanted."""
-    if flags is None:
-        wanted = True
-    else:
-        wanted = (tl.load(flags + index) != 0) == WANTED
-    return wanted
 
 
 @triton.jit
@@ -93,7 +84,7 @@ def _row_gradient_kernel(
         end = tl.minimum(rows, begin + FLAGS * programs)
         if any_wanted(only, begin, end, programs, FLAGS):
             for index in range(begin, end, programs):
-                if is_wanted(only, index):
+                if row_math.is_wanted(only, index):
                     row, grad, length, _ = row_math.row_of(
                         logits, dlogits, offsets, index, rows, sizes, ALIGN
                     )
@@ -190,7 +181,15 @@ def row_gradient(
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
     kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     sizes, ALIGN = row_sizes(logits, dlogits, offsets)
-    rows = labels.numel()
+    rows, several = entropy.numel(), labels.numel() > entropy.numel()
+    tokens = tokens if present else None
+    if several:
+        packed, sums = labels.new_empty(rows + labels.numel()), dlog_probs.new_empty(rows)
+        known = labels, stats, entropy, dlog_probs, dentropy, only, tokens, packed, sums
+        numbers_and_flags = labels.shape[1], *sizes, *numbers, softcapped, present
+        of_labels = logits, dlogits, offsets, *known, *numbers_and_flags
+        label_gradients(rows, of_labels, found=False)
+        labels, dlog_probs = packed, sums
     kernel[(resident_programs(rows, shape.num_warps),)](
         logits,
         dlogits,
@@ -201,7 +200,7 @@ def row_gradient(
         dlog_probs,
         dentropy,
         only,
-        tokens if present else None,
+        tokens,
         rows,
         *sizes,
         *numbers,
@@ -213,6 +212,8 @@ def row_gradient(
         FLAGS,
         **limits(shape.num_warps, registers=64 if offsets is None else 72),
     )
+    if several:
+        label_gradients(rows, of_labels, found=True)
 
 
 def row_gradient_(logits: Tensor, *arguments: Any) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...config import IGNORE_INDEX
 from . import launch, policy_math, sampling_set_math
 from .tokens import TEMPERATURES, has, load_field
 
@@ -26,6 +27,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-160.0)  # of t as a factor of 2^t = 0
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that -inf - LOWEST is not NaN
 INF = tl.constexpr(float("inf"))
+IGNORED = tl.constexpr(IGNORE_INDEX)
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
 
 
@@ -129,6 +131,16 @@ def row_of(logits, dlogits, offsets, index, rows, sizes, ALIGN: tl.constexpr):
         if dlogits is not None:
             grad = dlogits + begin
     return row, grad, V, exists
+
+
+@triton.jit
+def is_wanted(flags, index, WANTED: tl.constexpr = True):
+    """Whether a row has this flag; without flags every row is wanted."""
+    if flags is None:
+        wanted = True
+    else:
+        wanted = (tl.load(flags + index) != 0) == WANTED
+    return wanted
 
 
 @triton.jit
@@ -248,10 +260,17 @@ def label_log_prob(z, origin, log_sum, transform, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def label_gradient(z, log_p, entropy, dlog_prob, bonus, transform, SOFTCAP: tl.constexpr):
-    """d l/d z of the label, without the cancellation in 1 - p."""
+def label_gradient(
+    z, log_p, entropy, dlog_prob, bonus, transform, SOFTCAP: tl.constexpr, others=None
+):
+    """d l/d z of the label, without the cancellation in 1 - p.
+
+    ``others``: the sum of d l/d log_prob of the other labels of the row.
+    """
     inner, _, _, slope = transform
     dz = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy_math.expm1(log_p)
+    if others is not None:
+        dz -= others * tl.exp(log_p)
     dz *= slope
     if SOFTCAP:
         em = policy_math.expm1(2.0 * tl.minimum(tl.abs(z.to(tl.float64) * inner), 20.0))

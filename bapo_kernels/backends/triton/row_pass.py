@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ctypes import c_float
 from typing import Any
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -30,6 +31,8 @@ from .tokens import (
     load_field,
 )
 
+LABELS = 256  # of a row that has several at once
+
 
 def _row_pass_kernel(
     logits,
@@ -44,6 +47,7 @@ def _row_pass_kernel(
     entropies,
     stats,
     undecided,
+    count: tl.int32,
     K: tl.int64,
     rows_per_batch: tl.int64,
     V: tl.int32,
@@ -69,6 +73,8 @@ def _row_pass_kernel(
     SURROGATE: tl.constexpr,
     KL_LOSS_TYPE: tl.constexpr,
     BONUS: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    LABELS: tl.constexpr,
     ALIGN: tl.constexpr,
     W: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -77,7 +83,10 @@ def _row_pass_kernel(
     sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
     row, grad, V, exists = row_math.row_of(logits, dlogits, offsets, index, N, sizes, ALIGN)
     if (tl.load(counted + index) == 0) | (not exists):
-        tl.store(log_probs + index, 0.0, exists)
+        if SEVERAL:
+            row_math.write_zeros(log_probs + index * count, tl.where(exists, count, 0), LABELS, 1)
+        else:
+            tl.store(log_probs + index, 0.0, exists)
         tl.store(entropies + index, 0.0, exists)
         tl.store(stats + 2 * index, 0.0, exists)
         tl.store(stats + 2 * index + 1, 1.0, exists)
@@ -92,16 +101,22 @@ def _row_pass_kernel(
         again = (A != 0.0) | BONUS | has(REF_LOG_PROBS, PRESENT)  # else the gradient is zero
         scale2 = transform[1]
         lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, ALIGN, W, UNROLL)
-        label = tl.load(labels + index)
-        z = row_math.label_logit(row, label, V)
+        if not SEVERAL:
+            label = tl.load(labels + index)
+            z = row_math.label_logit(row, label, V)
         origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, V)
         log_sum = tl.log(sum_2t)
         entropy = log_sum - row_math.LN2 * weighted / sum_2t
-        logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
-        if offsets is not None:
-            # NaN where the sum is, so that a broken id always shows.
-            logp = tl.where(label == sampling_set_math.OUTSIDE, -sum_2t - row_math.INF, logp)
-        tl.store(log_probs + index, logp)
+        if SEVERAL:
+            of_row = log_probs + index * count, labels + index * count, count, row, V
+            statistics = origin, sum_2t, log_sum, entropy
+            _write_log_probs(*of_row, statistics, transform, offsets is not None, SOFTCAP, LABELS)
+        else:
+            logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
+            if offsets is not None:
+                # NaN where the sum is, so that a broken id always shows.
+                logp = tl.where(label == sampling_set_math.OUTSIDE, -sum_2t - row_math.INF, logp)
+            tl.store(log_probs + index, logp)
         tl.store(entropies + index, entropy)
         tl.store(stats + 2 * index, origin.to(tl.float64))
         tl.store(stats + 2 * index + 1, sum_2t)
@@ -139,6 +154,31 @@ def _row_pass_kernel(
                     *(row, grad, V, at_label, statistics, coefficients, transform),
                     *(SOFTCAP, BONUS, W, UNROLL),
                 )
+
+
+@triton.jit
+def _write_log_probs(
+    log_probs,
+    labels,
+    count,
+    row,
+    V,
+    statistics,
+    transform,
+    IS_SET: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LABELS: tl.constexpr,
+):
+    """Of several labels of a row; 0 where they are ignored."""
+    origin, sum_2t, log_sum, _ = statistics
+    for first in range(0, count, LABELS):
+        k = first + tl.arange(0, LABELS)
+        label = tl.load(labels + k, k < count, other=row_math.IGNORED)
+        z = row_math.label_logit(row, label, V)
+        logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
+        if IS_SET:
+            logp = tl.where(label == sampling_set_math.OUTSIDE, -sum_2t - row_math.INF, logp)
+        tl.store(log_probs + k, tl.where(label == row_math.IGNORED, 0.0, logp), k < count)
 
 
 _kernel_of_rows = Kernel(_row_pass_kernel, specialised=("logits", "dlogits", "V"))
@@ -209,7 +249,7 @@ def _launch(
     options: list[float],
     results: Sequence[Any],
 ) -> None:
-    logits, dlogits, offsets, labels, _ = rows
+    logits, dlogits, offsets, labels, counted = rows
     weights, tokens, bounds = inputs
     gradient = dlogits is not None
     softcapped, present, numbers, flags = _from_options(options, present, gradient)
@@ -219,17 +259,21 @@ def _launch(
         shape, registers = set_shape(), 72
     sizes, ALIGN = row_sizes(logits, dlogits, offsets)
     kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
-    kernel[(labels.numel(),)](
+    several = labels.numel() > counted.numel()
+    kernel[(counted.numel(),)](
         *rows,
         weights,
         tokens if present else None,
         bounds,
         *results,
+        labels.shape[1] if several else 1,
         *sizes,
         *numbers,
         softcapped,
         present,
         *flags,
+        several,
+        LABELS,
         ALIGN,
         shape.W,
         shape.UNROLL,

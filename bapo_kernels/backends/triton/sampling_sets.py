@@ -29,11 +29,12 @@ def _find_labels_kernel(
     N: tl.int64,
     K: tl.int64,
     vocab: tl.int64,
+    per_row: tl.int32,
     LABELS: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64) * LABELS + tl.arange(0, LABELS)
-    inside = index < N
-    begin, size, is_broken = sampling_set_math.set_of(offsets, index, inside, N, K)
+    inside = index < N * per_row
+    begin, size, is_broken = sampling_set_math.set_of(offsets, index // per_row, inside, N, K)
     label = tl.load(labels + index, inside, other=0)
     position, count = tl.zeros_like(size), size
     while tl.max(count, 0) > 0:
@@ -47,6 +48,7 @@ def _find_labels_kernel(
     is_token = (label >= 0) & (label < vocab) & ~is_broken
     found = tl.where(is_found, position, sampling_set_math.OUTSIDE)
     found = tl.where(is_token, found, sampling_set_math.NO_TOKEN).to(tl.int64)
+    found = tl.where(label == row_math.IGNORED, label, found)
     tl.store(positions + index, found, inside & ((size > 0) | is_broken))
 
 
@@ -86,9 +88,10 @@ def _move_sets_kernel(
 def find_labels(
     labels: Tensor, token_ids: Tensor, offsets: Tensor, vocab: int, positions: Tensor
 ) -> None:
-    N, K = labels.numel(), token_ids.numel()
-    _find_labels_kernel[(ceil_div(N, LABELS),)](
-        *(labels, token_ids, offsets, positions, N, K, vocab, LABELS),
+    N, K = labels.shape[0], token_ids.numel()
+    per_row = labels.shape[1] if labels.ndim == 2 else 1
+    _find_labels_kernel[(ceil_div(labels.numel(), LABELS),)](
+        *(labels, token_ids, offsets, positions, N, K, vocab, per_row, LABELS),
         **limits(4, registers=64),
     )
 

@@ -1,0 +1,137 @@
+"""The gradients of several labels per row, around the second pass, which takes one.
+
+Before it they are computed, from logits that it may overwrite, and after it they are written: for
+that the labels of a row have none. A program of one warp takes a row. Imports ``row_math`` and
+``launch``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from . import row_math
+from .kernel import Kernel
+from .launch import INTERPRETED, limits
+
+LABELS = 128  # of a row at once
+OTHERS = 512 if INTERPRETED else 8  # among which these are looked for; more take too many registers
+_NOWHERE = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _columns_at(labels, k, count, V, none):
+    """The columns of these labels of a row; ``none`` of those that have none."""
+    label = tl.load(labels + k, k < count, other=-1)
+    return tl.where((label >= 0) & (label < V), label, none).to(tl.int32)
+
+
+@triton.jit
+def _with_equals(labels, values, first, count, V, LABELS: tl.constexpr, OTHERS: tl.constexpr):
+    """Of LABELS labels of a row the columns, and the sums of the values of all that are equal.
+
+    The column is negative where there is none, or where a label before has the same.
+    """
+    k = first + tl.arange(0, LABELS)
+    column = _columns_at(labels, k, count, V, _NOWHERE)
+    total, equals = tl.load(values + k, k < count, other=0.0), tl.zeros((LABELS,), tl.int32)
+    for start in range(0, count, OTHERS):
+        j = start + tl.arange(0, OTHERS)
+        other = tl.load(labels + j, j < count, other=-1).to(tl.int32)
+        equals += tl.sum((other[:, None] == column[None, :]).to(tl.int32), 0)
+    if tl.max(equals) > 1:  # or are so in their lower 32 bits
+        repeats = tl.zeros((LABELS,), tl.int32)
+        for start in range(0, count, OTHERS):
+            j = start + tl.arange(0, OTHERS)
+            other = _columns_at(labels, j, count, V, -1)[:, None]
+            value = tl.load(values + j, j < count, other=0.0)[:, None]
+            is_equal, is_before = other == column[None, :], j[:, None] < k[None, :]
+            repeats += tl.sum((is_equal & is_before).to(tl.int32), 0)
+            is_behind = j[:, None] > k[None, :]
+            total += tl.sum(tl.where(is_equal & is_behind, value, 0.0), 0)
+        column = tl.where(repeats == 0, column, -1)
+    return column, total
+
+
+@Kernel
+def _label_gradients_kernel(
+    logits,
+    dlogits,
+    offsets,
+    labels,
+    stats,
+    entropies,
+    dlog_probs,
+    dentropies,
+    only,
+    tokens,
+    packed,
+    sums,
+    count: tl.int32,
+    K: tl.int64,
+    rows_per_batch: tl.int64,
+    V: tl.int32,
+    batch_stride: tl.int64,
+    row_stride: tl.int64,
+    dbatch_stride: tl.int64,
+    drow_stride: tl.int64,
+    inner: tl.float64,
+    scale2: tl.float32,
+    scale: tl.float64,
+    slope: tl.float64,
+    SOFTCAP: tl.constexpr,
+    PRESENT: tl.constexpr,
+    FOUND: tl.constexpr,
+    LABELS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """``packed``: for every row a label without a column; of every label column and gradient."""
+    index, N = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    if row_math.is_wanted(only, index):
+        sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
+        row, grad, V, _ = row_math.row_of(logits, dlogits, offsets, index, N, sizes, 1)
+        of_labels = packed + N + index * count
+        if FOUND:
+            for first in range(0, count, LABELS):
+                k = first + tl.arange(0, LABELS)
+                both = tl.load(of_labels + k, k < count, other=-1)
+                column, value = both >> 32, both.to(tl.uint32).to(tl.float32, bitcast=True)
+                value = row_math.rounded(value, grad.dtype.element_ty)
+                tl.store(grad + column, value, column >= 0)
+        else:
+            labels += index * count
+            dlog_probs += index * count
+            lanes, some = tl.zeros((LABELS,), tl.float64), tl.zeros((LABELS,), tl.int32)
+            for first in range(0, count, LABELS):
+                k = first + tl.arange(0, LABELS)
+                g = tl.load(dlog_probs + k, k < count, other=0.0)
+                lanes += g
+                some |= (g != 0.0).to(tl.int32)
+            of_all = tl.sum(lanes)
+            tl.store(packed + index, row_math.IGNORED)
+            tl.store(sums + index, of_all)
+            token, transform = (tokens, N, index, True), (inner, scale2, scale, slope)
+            transform = row_math.transform_of(token, transform, SOFTCAP, PRESENT)
+            origin = tl.load(stats + 2 * index).to(tl.float32)
+            log_sum = tl.log(tl.load(stats + 2 * index + 1))
+            entropy, bonus = tl.load(entropies + index), of_all * 0.0
+            if dentropies is not None:
+                bonus = -tl.load(dentropies + index)
+            # Otherwise the row is zeros, and nothing of it is read.
+            V = tl.where((tl.max(some) != 0) | (bonus != 0.0), V, 0)
+            for first in range(0, count, LABELS):
+                column, g = _with_equals(labels, dlog_probs, first, count, V, LABELS, OTHERS)
+                z = row_math.label_logit(row, column, V)
+                logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
+                given = z, logp, entropy, g, bonus, transform
+                dz = row_math.label_gradient(*given, SOFTCAP, others=of_all - g)
+                value = dz.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
+                k = first + tl.arange(0, LABELS)
+                tl.store(of_labels + k, (column.to(tl.int64) << 32) | value, k < count)
+
+
+def label_gradients(rows: int, arguments: tuple[Any, ...], found: bool) -> None:
+    """Computes them, or writes what was ``found``."""
+    _label_gradients_kernel[(rows,)](*arguments, found, LABELS, OTHERS, **limits(1, registers=144))
