@@ -102,9 +102,16 @@ def test_launches_are_refused(on_host, library, blocks, kilobytes, cluster, erro
     assert launched == error
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("on_host", ["H100", "A100", "B200, four blocks"], indirect=True)
 @pytest.mark.parametrize(
-    ("K", "name"), [(1, "plain"), (7, "sets, soft cap"), (64, "soft cap"), (1_000, "sets")]
+    ("K", "name", "dtype"),
+    [
+        (1, "plain", torch.bfloat16),
+        (7, "sets, soft cap", torch.float32),
+        (64, "temperatures", torch.bfloat16),
+        (64, "soft cap", torch.float16),
+        (1_000, "sets", torch.bfloat16),
+    ],
 )
 def test_several_labels(on_host, K, name, dtype):
     check_labels("cpu", "cpu", dtype, K, name)
