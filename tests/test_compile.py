@@ -199,10 +199,11 @@ def arguments_of(operator, device="cpu", **changes):
 @pytest.mark.parametrize("name", sorted(HEAD_SCHEMAS))
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_opcheck_of_the_head(name, frozen, masked):
+@pytest.mark.parametrize("labels", [(N,), (N, 3)])
+def test_opcheck_of_the_head(name, frozen, masked, labels):
     head = torch.randn(2, 3, 8), torch.randn(V, 8), None if frozen else torch.randn(V)
     # The values of rows that are not counted may be anything.
-    tokens = torch.randint(0, V, (N,)), (torch.arange(N) % 3 != 0) | masked
+    tokens = torch.randint(0, V, labels), (torch.arange(N) % 3 != 0) | masked
     options = torch.rand(len(FIELDS), N) + 0.5, PRESENT, OPTIONS, torch.float32, torch.float32
     offsets = torch.tensor([0, 4, 4, 8, 12, 12, 12])
     mask = (torch.arange(12, dtype=torch.int32), offsets) if masked else (None, None)
@@ -210,9 +211,10 @@ def test_opcheck_of_the_head(name, frozen, masked):
     if name == "head_forward":
         arguments = (frozen, *arguments)
     else:
-        _, *statistics, _, values = torch_ops_of("cpu").head_forward(frozen, *arguments)
+        *found, unscaled, values = torch_ops_of("cpu").head_forward(frozen, *arguments)
+        unscaled = unscaled if frozen and len(labels) == 2 else None
         needs = [True, not frozen, not frozen]
-        arguments = (-double(N), double(N), *statistics, values, needs, *arguments)
+        arguments = (-double(*labels), double(N), *found, values, unscaled, needs, *arguments)
     op = getattr(torch_ops_of("cpu"), name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
@@ -234,6 +236,8 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         ("row_pass", "bounds", torch.ones(2, N)),  # of tokens in the place of those of all
         ("row_pass", "dlogits", torch.empty(2, 3, V - 1)),
         ("row_statistics", "stats", double(N)),  # too few
+        ("row_statistics", "labels", torch.zeros(N, 0).long(), torch.zeros(N, 2).long()),  # none, 2
+        ("row_gradient", "dlog_probs", double(N, 2)),  # of one label
         ("row_statistics", "tokens", None),  # no temperatures
         ("row_gradient", "stats", double(N)),  # too few
         ("row_pass_", "offsets", torch.arange(N + 1).int(), torch.arange(N)),  # int32, too few

@@ -39,6 +39,7 @@ def hidden_gradient_of_labels(
     assert call.labels is not None
     columns, log_probs, options = call.label_columns, found.log_probs, call.options
     is_here = (columns >= 0) & (columns < weight.shape[0]) & log_probs.isfinite()
+    is_here &= call.counted_logits[:, None]
     p = torch.where(repeat_others(call.labels), 0.0, log_probs.exp())
     factors = dlog_probs - p * dlog_probs.sum(1, keepdim=True)
     temperatures = call.field("temperatures")
