@@ -34,8 +34,9 @@ HEAD="head, Qwen3-8B" # trained and frozen
 MASK="sampling mask"  # and none
 TEACHER=distillation
 TESTS=(tests/test_gpu.py tests/test_loss.py tests/test_linear.py tests/test_log_probs.py
-  tests/test_search.py tests/test_autograd.py tests/test_misuse.py tests/test_numerics.py
-  tests/test_errors.py tests/repository/test_benchmarks.py tests/test_cli.py tests/test_fuzz.py)
+  tests/test_search.py tests/test_autograd.py tests/test_labels.py tests/test_misuse.py
+  tests/test_numerics.py tests/test_errors.py tests/repository/test_benchmarks.py tests/test_cli.py
+  tests/test_fuzz.py)
 OTHER_TESTS=(tests/test_sampling_mask.py tests/test_policies.py tests/test_prepare.py
   tests/test_triton_rows.py tests/test_triton_sets.py tests/test_triton_sequences.py
   tests/test_distributed.py tests/test_compile.py)

@@ -232,7 +232,6 @@ struct TokenInputs {
 struct RowPassParams {
     LogitRows rows;
     const int64_t* labels;
-    int64_t labels_per_row = 1;
     TokenInputs tokens;
     PolicyOptions options;
     const float* bounds;  // (lower, upper) of all; null: tokens have their own, or they are not
@@ -242,18 +241,19 @@ struct RowPassParams {
     double* entropy;
     double* stats;       // (origin, sum) of every row, which the second pass of this backend needs
     uint8_t* undecided;  // 1 where the gradient depends on the bounds that the search will find
+    int64_t labels_per_row = 1;
 };
 
 // Labels that have no column have no gradient of their own; those that repeat one add to its.
 struct RowGradientParams {
     LogitRows rows;
     const int64_t* labels;
-    int64_t labels_per_row = 1;
     const double* stats;
     const double* entropy;
     const double* dlog_probs;  // of each label
     const double* dentropy;
     const uint8_t* only;  // rows to write; null: all
+    int64_t labels_per_row = 1;
 };
 
 // The columns of the vocabulary that are here: all, or [first, first + count) of a total that only
