@@ -184,6 +184,19 @@ def test_entries_without_a_gradient(backend, device):
     assert not got[1, 4:].any()
 
 
+def test_no_rows(backend, device):
+    x, W = torch.empty(0, H, device=device).requires_grad_(), torch.randn(V, H, device=device)
+    labels = torch.empty(0, 3, dtype=torch.int64, device=device)
+    for head in (W, W.clone().requires_grad_()):
+        logp, entropy = linear_log_probs(x, head, labels, backend=backend)
+        logp.sum().backward()
+        assert (logp.shape, entropy.shape, x.grad.shape) == ((0, 3), (0,), (0, H))
+    logits = (x @ W.T).detach().requires_grad_()
+    log_probs(logits, labels, backend=backend)[0].sum().backward()
+    assert logits.grad.shape == (0, V)
+    assert linear_top_k(x, W, 2, backend=backend)[1].shape == (0, 2)
+
+
 def test_reference_by_differences():
     logits = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([[1, 1, 5], [-100, 2, 3], [0, 7, -100]])

@@ -87,7 +87,7 @@ def collectives_rank(rank):
             (2, bapo_linear_loss, of_head, by_token, [sizes, *chunks, search, dhidden]),
             (1, linear_log_probs, of_head[:3], of_shards, [sizes, combine(labelled)], dhidden),
             (1, linear_log_probs, several, of_shards, [sizes, combine(labelled, 3)], dhidden),
-            (0, linear_log_probs, frozen, of_shards, [sizes, combine(labelled, 3)], dhidden),
+            (1, linear_log_probs, frozen, of_shards, [sizes, combine(labelled, 3)], dhidden),
         ):
             distributed._AGREED.clear()
             # The first call compares the ranks of its groups.

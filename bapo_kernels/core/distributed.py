@@ -185,7 +185,8 @@ class VocabShard:
             log_probs: float64 inside the shard, of the labels; entropy: ``[N]``, too.
             stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
         """
-        of_labels = torch.where(here >= 0, log_probs, -torch.inf).view(len(stats), -1)
+        of_labels = torch.where(here >= 0, log_probs, -torch.inf)
+        of_labels = of_labels[:, None] if labels.ndim == 1 else of_labels
         of_rows = gather(torch.cat([stats, entropy[:, None], of_labels], 1), self.group)
         (origin, total, of_shard), logp = of_rows[..., :3].unbind(-1), of_rows[..., 3:]
         by = options.temperature if temperatures is None else temperatures.double()

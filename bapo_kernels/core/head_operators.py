@@ -147,7 +147,7 @@ def _head_backward(
     if unscaled is not None and gradients.hidden is not None:
         of_logits = coefficients.without(~call.counted_logits).dlog_probs
         sums = of_logits.sum(1, keepdim=True)
-        in_common = torch.where(sums != 0, -sums * unscaled.view(len(sums), -1), 0.0)
+        in_common = torch.where(sums != 0, -sums * unscaled.view(len(sums), weight.shape[1]), 0.0)
         of_labels = hidden_gradient_of_labels(call, found, of_logits, head.weight)
         gradients.hidden += (in_common + of_labels).to(gradients.hidden.dtype)
     if call.sets is not None:

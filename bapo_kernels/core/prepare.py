@@ -77,7 +77,7 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
         if given.is_live():
             call.counted = unmasked & given.sequences().with_any(call.counted)
     if given.labels is not None:
-        call.labels = given.labels.reshape(N, -1).contiguous()
+        call.labels = given.labels.reshape(N, given.labels.shape[-1]).contiguous()
     call.shard = VocabShard.of(columns, unmasked, given.vocab_group)
     if (mask := given.sampling_mask) is not None:
         assert call.labels is not None
