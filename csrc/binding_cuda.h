@@ -60,8 +60,8 @@ void with_memory(const char* (*kernel)(const Params&, double*, void*), int64_t w
                  const Params& params, const Tensor& like) {
     const Launch launch(like);
     Tensor memory;
-    auto* const words_of_it = scratch<double>(like, words, memory);
-    launch.check(kernel(params, words_of_it, launch.stream()));
+    auto* const scratch_memory = scratch<double>(like, words, memory);
+    launch.check(kernel(params, scratch_memory, launch.stream()));
 }
 template <typename Params, const char* (*kernel)(const Params&, void*)>
 void launched(const Params& params, const Tensor& like) {

@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(kThreads)
         all += given[k];
         some |= given[k] != 0.0;
     }
-    some = __ballot_sync(kAllLanes, some) !=
-           0;  // otherwise the row is zeros, and nothing of it is read
+    // Without any the row is zeros, and nothing of it is read.
+    some = __ballot_sync(kAllLanes, some) != 0;
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) all += __shfl_xor_sync(kAllLanes, all, step);
     if (own_lane() == 0) {
@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(kThreads)
     const Transform transform = params.rows.transform.of_row(row.index);
     scales = scales_at(transform, scales);
     const auto origin = (float)params.stats[2 * row.index];
-    const double log_sum = log(params.stats[2 * row.index + 1]),
-                 entropy = params.entropy[row.index];
+    const double log_sum = log(params.stats[2 * row.index + 1]);
+    const double entropy = params.entropy[row.index];
     for (int64_t begin = own_lane(); begin < K; begin += kAtOnce * kWarp) {
         int64_t mine[kAtOnce];
         double own[kAtOnce] = {};
