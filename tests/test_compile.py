@@ -375,6 +375,12 @@ def in_a_checkpoint(x, y, *batch):
     return (checkpoint(value, x, use_reentrant=False),)
 
 
+def by_k_labels(x, y, old, A, mask, offsets):
+    ids = torch.stack([y, (y + 1) % 6], -1)
+    (by_head, _), (logp, entropy) = linear_log_probs(x, HEAD, ids), log_probs(x, ids % 6)
+    return with_entropy((by_head + logp).sum(-1), entropy)
+
+
 def with_entropy(logp, entropy):
     return logp + 0.1 * entropy, entropy.detach()
 
@@ -395,9 +401,10 @@ FUNCTIONS = {
         lambda x, y, *_: log_probs(x, y % 6, return_entropy=False)[:1]
     ),
     "linear_log_probs": lambda x, y, *_: with_entropy(*linear_log_probs(x, HEAD, y)),
+    "K labels": by_k_labels,
     "sizes that become dynamic": by_log_probs,  # from the second on
 }
-ADDED_UP = ("temperatures", "a checkpoint", "bapo_linear_loss", "linear_log_probs")
+ADDED_UP = ("temperatures", "a checkpoint", "bapo_linear_loss", "linear_log_probs", "K labels")
 COMPILERS = {"[B]": "eager", "[B, S]": "inductor", "packed": "aot_eager"}
 
 
@@ -432,7 +439,7 @@ def test_numbers_of_a_call_may_be_dynamic(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["all terms", "temperatures", "linear_log_probs"])
+@pytest.mark.parametrize("name", ["all terms", "temperatures", "linear_log_probs", "K labels"])
 def test_export(name, strict):
     """Of a module that has the head as a parameter, for any number of sequences."""
 

@@ -107,7 +107,7 @@ class RowStatistics(NamedTuple):
         """Uninitialised."""
         assert call.labels is not None
         log_probs = torch.empty_like(call.labels, dtype=torch.float64)
-        N = len(log_probs)
+        N = log_probs.shape[0]  # `len` would fix the size in an export
         return cls(log_probs, log_probs.new_empty(N), log_probs.new_empty((N, 2)))
 
     @classmethod

@@ -94,5 +94,4 @@ def _matrix(values: Tensor, like: Tensor) -> Tensor:
     values = as_numbers(values.detach() if values.requires_grad else values)
     if values.ndim == 2 or values.shape != like.shape:
         return values
-    columns = like.shape[-1] if like.ndim else 1
-    return values.reshape(like.shape[:-1].numel(), columns)
+    return values.flatten(0, -2) if values.ndim > 2 else values.reshape(1, -1)

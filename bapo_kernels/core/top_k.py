@@ -23,10 +23,10 @@ from .rows import Rows, row_statistics
 def top_k(call: Call, head: Head, k: int, chunk_tokens: int | None) -> tuple[Tensor, Tensor]:
     """Float64 log-probs and int64 ids ``[N, k]``, best first; -inf and -100 where there is none."""
     rows = torch.arange(call.counted.numel(), device=call.counted.device)
-    ids = rows.new_full((len(rows), k), IGNORE_INDEX)
+    ids = rows.new_full((rows.numel(), k), IGNORE_INDEX)
     call = replace(call, labels=ids)
     found = RowStatistics.zeros(call)
-    size = head.rows_per_chunk(len(rows), chunk_tokens, sums_weight=False)
+    size = head.rows_per_chunk(rows.numel(), chunk_tokens, sums_weight=False)
     memory = head.chunk_memory(size)
     for chunk in rows.split(size):
         _, logits = head.logits(chunk, memory)
@@ -64,6 +64,6 @@ def _outside(sets: SamplingSets, rows: Tensor, logits: Tensor) -> Tensor:
     columns = sets.token_ids.long()
     if sets.span is not None:
         columns = columns - sets.span[0]
-    here = (of_ids >= 0) & (of_ids < len(rows)) & (columns >= 0) & (columns < logits.shape[1])
+    here = (of_ids >= 0) & (of_ids < rows.numel()) & (columns >= 0) & (columns < logits.shape[1])
     outside[of_ids[here], columns[here]] = False
     return outside
