@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, SamplingMask, reference
-from bapo_kernels.tools.row_classes import row_classes
 
 from .distillation import Teacher
+from .row_classes import row_classes
 from .sets import LONG, ZIPF, Places, labels_in, sampling_mask
 
 Divergence = Literal["forward_kl", "forward_kl_topk", "loss + forward_kl_topk"]

@@ -112,6 +112,9 @@ def distilled(device: str) -> Iterator[str]:
         if frame.empty:
             continue
         yield machine(frame)
+        frame = frame.assign(ids=frame.K.mask(frame.K == 0, frame.V))
+        frame = frame.sort_values(["N", "frozen", "ids"], kind="stable")
+        frame = frame.sort_values("level", ascending=False, kind="stable")
         of = frame.frozen.map({True: "frozen, ", False: "trained, "})
         labels = frame.K.map("K = {}".format).where(frame.K > 0, "whole vocabulary")
         frame["column"] = of.where(frame.level == "hidden", frame["dtype"] + ", ") + labels

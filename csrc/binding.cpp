@@ -129,20 +129,17 @@ struct Cpu {
         const int64_t count = params.sets.rows * params.labels_per_row;
         run_chunks(count, [&](int64_t chunk) { cpu::find_labels_chunk(params, chunk); });
     }
-    static void gather_sets(const MoveSetsParams& params, const Tensor&) {
-        run_queue(params.sets.rows, params, set_kernels().gather);
+    template <typename Params, auto kernel>
+    static void over_sets(const Params& params, const Tensor&) {
+        run_queue(params.sets.rows, params, set_kernels().*kernel);
     }
-    static void scatter_sets(const MoveSetsParams& params, const Tensor&) {
-        run_queue(params.sets.rows, params, set_kernels().scatter);
-    }
-    static void multiply_sets(const MultiplySetsParams& params, const Tensor&) {
-        run_queue(params.sets.rows, params, set_kernels().multiply);
-    }
+    static constexpr auto gather_sets = over_sets<MoveSetsParams, &cpu::SetKernels::gather>;
+    static constexpr auto scatter_sets = over_sets<MoveSetsParams, &cpu::SetKernels::scatter>;
+    static constexpr auto multiply_sets = over_sets<MultiplySetsParams, &cpu::SetKernels::multiply>;
+    static constexpr auto sets_dhidden =
+        over_sets<SetHiddenGradientParams, &cpu::SetKernels::dhidden>;
     static void head_sets_pass(const HeadSetPassParams& params, const Tensor&) {
         run_queue(params.pass.rows.rows, params, set_kernels().head_pass);
-    }
-    static void sets_dhidden(const SetHiddenGradientParams& params, const Tensor&) {
-        run_queue(params.sets.rows, params, set_kernels().dhidden);
     }
     static void sets_dweight(const SetWeightGradientParams& params, const Tensor&) {
         const Matrix& dweight = params.dweight;

@@ -41,29 +41,28 @@ class Launch {
     void* stream_ = nullptr;
 };
 
-// Memory for the partial results of one launch.
-template <typename T>
-T* scratch(const Tensor& like, int64_t count, Tensor& memory) {
-    const int64_t words = count * (int64_t)(sizeof(T) / sizeof(double));
+// Memory for one launch.
+template <typename T, typename Params>
+T* scratch(const Params& params, const Tensor& like, Tensor& memory) {
+    const int64_t words = cuda::scratch_words(params);
+    if (words == 0) return nullptr;
     memory = torch::stable::new_empty(like, {words}, ScalarType::Double);
     return static_cast<T*>(memory.data_ptr());
 }
 
-// A kernel that needs no memory but its operands.
 template <typename Params>
 void launch(const char* (*kernel)(const Params&, void*), const Params& params, const Tensor& like) {
     const Launch launch(like);
     launch.check(kernel(params, launch.stream()));
 }
-template <typename Params>
-void with_memory(const char* (*kernel)(const Params&, double*, void*), int64_t words,
-                 const Params& params, const Tensor& like) {
+template <typename Params, typename T>
+void launch(const char* (*kernel)(const Params&, T*, void*), const Params& params,
+            const Tensor& like) {
     const Launch launch(like);
     Tensor memory;
-    auto* const scratch_memory = scratch<double>(like, words, memory);
-    launch.check(kernel(params, scratch_memory, launch.stream()));
+    launch.check(kernel(params, scratch<T>(params, like, memory), launch.stream()));
 }
-template <typename Params, const char* (*kernel)(const Params&, void*)>
+template <typename Params, auto kernel>
 void launched(const Params& params, const Tensor& like) {
     launch(kernel, params, like);
 }
@@ -76,63 +75,31 @@ struct Cuda {
     }
     static void row_pass(const RowPassParams& params, const Tensor& like) {
         check_columns(params.rows);
-        if (params.labels_per_row > 1) {
-            with_memory(cuda::pass_of_labels, cuda::label_words(params), params, like);
-        } else {
-            launch(params.rows.are_sets() ? cuda::sets_pass : cuda::row_pass, params, like);
-        }
+        launch(cuda::pass_of_labels, params, like);
     }
     static void row_gradient(const RowGradientParams& params, const Tensor& like) {
         check_columns(params.rows);
-        if (params.labels_per_row > 1) {
-            with_memory(cuda::gradient_of_labels, cuda::label_words(params), params, like);
-        } else {
-            launch(params.rows.are_sets() ? cuda::sets_gradient : cuda::row_gradient, params, like);
-        }
-    }
-    static void prepare(const PrepareParams& params, const Tensor& like) {
-        const Launch launch(like);
-        Tensor memory;
-        cuda::CountedTokens* counted = nullptr;
-        if (needs_counts(params)) {
-            const int64_t words = cuda::counted_words(params);
-            counted = reinterpret_cast<cuda::CountedTokens*>(scratch<int64_t>(like, words, memory));
-        }
-        launch.check(cuda::prepare(params, counted, launch.stream()));
-    }
-    static void contributions(const ContributionParams& params, const Tensor& like) {
-        const Launch launch(like);
-        Tensor memory;
-        auto* const partials = scratch<Moments>(like, cuda::search_partials(params), memory);
-        launch.check(cuda::contributions(params, partials, launch.stream()));
+        launch(cuda::gradient_of_labels, params, like);
     }
     static void search(const ContributionParams& params, const Target& target,
                        const SearchResult& result, const Tensor& like) {
         const Launch launch(like);
         Tensor memory;
-        auto* const partials = scratch<Moments>(like, cuda::search_partials(params), memory);
+        auto* const partials = scratch<Moments>(params, like, memory);
         launch.check(cuda::search(params, target, result, partials, launch.stream()));
     }
-    static void token_loss(const TokenLossParams& params, const Tensor& like) {
-        const Launch launch(like);
-        Tensor memory;
-        const int64_t words = cuda::token_loss_partials(params.count);
-        auto* const partials = scratch<double>(like, words, memory);
-        launch.check(cuda::token_loss(params, partials, launch.stream()));
-    }
+    static constexpr auto prepare = launched<PrepareParams, cuda::prepare>;
+    static constexpr auto contributions = launched<ContributionParams, cuda::contributions>;
+    static constexpr auto token_loss = launched<TokenLossParams, cuda::token_loss>;
     static constexpr auto sequence_mean = launched<SequenceMeanParams, cuda::sequence_mean>;
     static constexpr auto solve = launched<SolveParams, cuda::solve>;
     static constexpr auto find_labels = launched<FindLabelsParams, cuda::find_labels>;
     static constexpr auto gather_sets = launched<MoveSetsParams, cuda::gather_sets>;
     static constexpr auto scatter_sets = launched<MoveSetsParams, cuda::scatter_sets>;
     static constexpr auto multiply_sets = launched<MultiplySetsParams, cuda::multiply_sets>;
-    template <typename Params, const char* (*kernel)(const Params&, double*, void*)>
-    static void in_parts(const Params& params, const Tensor& like) {
-        with_memory(kernel, cuda::part_words(params), params, like);
-    }
-    static constexpr auto head_sets_pass = in_parts<HeadSetPassParams, cuda::head_sets_pass>;
-    static constexpr auto sets_dhidden = in_parts<SetHiddenGradientParams, cuda::sets_dhidden>;
-    static constexpr auto sets_dweight = in_parts<SetWeightGradientParams, cuda::sets_dweight>;
+    static constexpr auto head_sets_pass = launched<HeadSetPassParams, cuda::head_sets_pass>;
+    static constexpr auto sets_dhidden = launched<SetHiddenGradientParams, cuda::sets_dhidden>;
+    static constexpr auto sets_dweight = launched<SetWeightGradientParams, cuda::sets_dweight>;
 };
 
 // A tensor to change in place: rows of its last dimension, with any strides up to three dimensions,

@@ -26,6 +26,15 @@ BAPO_HD SetOfRow set_of(const Sets& sets, int64_t row) {
     return {begin, end - begin, false};
 }
 
+// Its values as a row of logits.
+BAPO_HD LogitRows row_of_set(const LogitRows& rows, const SetOfRow& set) {
+    LogitRows row = rows;  // without strides, so that every index is this row
+    row.vocab = set.size;
+    row.logits = rows.values() + set.begin;
+    row.grad = rows.grad == nullptr ? nullptr : rows.dvalues() + set.begin;
+    return row;
+}
+
 // The column here of an id; of another rank, or of an id that breaks its rule: none.
 constexpr int64_t kElsewhere = -1;
 constexpr int64_t kBrokenId = -2;

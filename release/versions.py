@@ -22,7 +22,6 @@ RECORDS = ROOT / "release" / "compatibility.jsonl"
 # The fast tests, and all of torch.compile.
 OPTIONS = ["-q", "-n2", "--dist=loadgroup", "--hypothesis-profile=quick", "-m=not slow or compile"]
 LOSSES = ("compile", "linear", "log_probs", "loss", "policies")
-ON_HOST = ("test_cuda_on_host", "test_sets_on_host")  # minutes, in which torch has no part
 HUB = "tests/repository/test_hub.py"
 # The other versions in requirements/ need Python 3.11; ``kernels`` is for the hub.
 PINS = re.findall(r"^pytest(?:-xdist)?==.*", (ROOT / "requirements/all.in").read_text(), re.M)
@@ -82,8 +81,7 @@ def tested(folder: Path, base: str, packages: list[str], losses: bool) -> dict[s
     run(python, "setup.py", "-q", "build_ext", "--inplace", cwd=tree, env=env)
     files: list[str | Path] = [f"tests/test_{name}.py" for name in LOSSES]
     if not losses:
-        every = sorted(path.relative_to(tree) for path in tree.glob("tests/test_*.py"))
-        files = [*(path for path in every if path.stem not in ON_HOST), HUB]
+        files = [*sorted(path.relative_to(tree) for path in tree.glob("tests/test_*.py")), HUB]
     tests = "-m", "pytest", *OPTIONS, f"--junitxml={report}", *files
     run(python, *tests, fine=(0, 1), cwd=tree, env=env)  # 1: tests have failed
     cases = list(ElementTree.parse(report).iter("testcase"))

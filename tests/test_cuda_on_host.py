@@ -52,6 +52,7 @@ from bapo_kernels.reference.search import contribution_table, solve_table
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
     needs_native,
+    pytest.mark.slow,
     pytest.mark.xdist_group("on_host"),  # one worker builds the library
     pytest.mark.skipif(shutil.which(NVCC[0]) is None, reason="needs nvcc"),
 ]

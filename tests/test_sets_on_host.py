@@ -15,6 +15,7 @@ from test_loss import case_of
 pytest_plugins = ("cuda_on_host.fixtures",)
 pytestmark = [
     needs_native,
+    pytest.mark.slow,
     pytest.mark.xdist_group("on_host"),  # one worker builds the library
     pytest.mark.skipif(shutil.which(NVCC[0]) is None, reason="needs nvcc"),
     pytest.mark.parametrize("on_host", ["H100"], indirect=True),

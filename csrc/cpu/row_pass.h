@@ -83,10 +83,11 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
     }
 }
 
-// With several labels per row: the gradient of all other entries, and those of the labels. In place
-// these are computed before it overwrites the logits, otherwise when the row is in the cache.
+// The gradient of all entries but the labels, and those of the labels. In place these are computed
+// before it overwrites the logits, otherwise when the row is in the cache.
 template <typename T, bool kSoftcap>
-void finish_labels(const RowGradientParams& params, int64_t index) {
+void finish_row(const RowGradientParams& params, int64_t index) {
+    if (params.only && !params.only[index]) return;
     const LogitRows& rows = params.rows;
     const Row<T> row(rows, index);
     const int64_t K = params.labels_per_row;
@@ -117,28 +118,10 @@ void finish_labels(const RowGradientParams& params, int64_t index) {
     };
     const bool in_place = row.logits == row.grad;
     if (in_place) for_columns(to_gradients);
-    if (all.zero()) {
-        row.zero_grad(rows.vocab, false);
-    } else {
-        row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, transform, kIgnoredLabel,
-                                      origin, sum, entropy, all);
-    }
+    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, transform, kIgnoredLabel,
+                                  origin, sum, entropy, all);
     if (!in_place) for_columns(to_gradients);
     for_columns([&](int64_t k, int64_t label) { store_scalar(row.grad + label, (float)sums[k]); });
-}
-
-template <typename T, bool kSoftcap>
-void finish_row(const RowGradientParams& params, int64_t index) {
-    if (params.only && !params.only[index]) return;
-    if (params.labels_per_row > 1) return finish_labels<T, kSoftcap>(params, index);
-    const LogitRows& rows = params.rows;
-    const Row<T> row(rows, index);
-    const RowCoefficients coefficients{params.dlog_probs[index],
-                                       params.dentropy ? -(double)params.dentropy[index] : 0.0};
-    if (coefficients.zero()) return row.zero_grad(rows.vocab, false);
-    row_gradient<kSoftcap, false>(row.logits, row.grad, rows.vocab, rows.transform.of_row(index),
-                                  params.labels[index], (float)params.stats[2 * index],
-                                  params.stats[2 * index + 1], params.entropy[index], coefficients);
 }
 
 template <typename F>

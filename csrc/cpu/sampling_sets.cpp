@@ -71,14 +71,6 @@ void scatter_row(const MoveSetsParams& params, int64_t index) {
 
 // ---- passes over the values ------------------------------------------------------------------
 
-LogitRows row_of_set(const LogitRows& rows, const SetOfRow& set) {
-    LogitRows row = rows;  // without strides, so that every index is this row
-    row.vocab = set.size;
-    row.logits = rows.values() + set.begin;
-    row.grad = rows.grad == nullptr ? nullptr : rows.dvalues() + set.begin;
-    return row;
-}
-
 template <bool kSoftcap>
 void pass_set(const RowPassParams& params, int64_t index) {
     const SetOfRow set = set_of(params.rows.sets, index);

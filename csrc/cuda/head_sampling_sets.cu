@@ -404,13 +404,13 @@ HiddenSums sums_of(const SetHiddenGradientParams& params, bool flag) {
 
 }  // namespace
 
-int64_t part_words(const HeadSetPassParams& params) {
+int64_t scratch_words(const HeadSetPassParams& params) {
     return part_words(params.pass.rows.sets.count, params.dhidden.columns);
 }
-int64_t part_words(const SetHiddenGradientParams& params) {
+int64_t scratch_words(const SetHiddenGradientParams& params) {
     return part_words(params.sets.count, params.dhidden.columns);
 }
-int64_t part_words(const SetWeightGradientParams& params) {
+int64_t scratch_words(const SetWeightGradientParams& params) {
     return part_words(params.count, params.dweight.columns);
 }
 

@@ -12,7 +12,6 @@ namespace bapo::cuda {
 namespace {
 
 constexpr int kRows = 8, kThreads = kRows * kWarp;  // of a block
-constexpr int kAtOnce = 4;  // labels of a lane that it looks for among the others
 
 // A label's gradient, where it is the first of the labels of its row with this column; otherwise
 // the column is negative.
@@ -20,49 +19,47 @@ struct LabelGradient {
     int column;
     float value;
 };
+static_assert(sizeof(LabelGradient) == sizeof(double));
 
 // A row of logits, or a set.
-template <typename T>
 struct LabelledRow {
     int64_t index;
-    const T* logits;
-    T* grad;
-    int64_t size;
-    bool touched;  // there is such a row, and it is of this kind
-    bool counted;
+    LogitRows row;  // this one alone, if rows are sets
+    bool touched;   // there is such a row, and it is of this kind
 
-    __device__ LabelledRow(const LogitRows& rows, const bool* counted_rows, const uint8_t* only)
-        : index((int64_t)blockIdx.x * kRows + threadIdx.x / kWarp) {
+    __device__ LabelledRow(const LogitRows& rows, const uint8_t* only = nullptr)
+        : index((int64_t)blockIdx.x * kRows + threadIdx.x / kWarp), row(rows) {
         touched = index < rows.count() && (only == nullptr || only[index]);
-        if (!touched) return;
-        counted = counted_rows == nullptr || counted_rows[index];
-        if (rows.are_sets()) {
-            const SetOfRow set = set_of(rows.sets, index);
-            touched = !set.absent();
-            logits = static_cast<const T*>(rows.logits) + set.begin;
-            grad = static_cast<T*>(rows.grad) + set.begin;
-            size = set.size;
-        } else {
-            logits = rows.logits_at<T>(index);
-            grad = rows.grad_at<T>(index);
-            size = rows.vocab;
-        }
+        if (!touched || !rows.are_sets()) return;
+        const SetOfRow set = set_of(rows.sets, index);
+        touched = !set.absent();
+        row = row_of_set(rows, set);
     }
-    __device__ bool has(int64_t label) const { return label >= 0 && label < size; }
+    __device__ bool has(int64_t label) const { return label >= 0 && label < row.vocab; }
+    template <typename T>
+    __device__ float logit(int64_t label) const {
+        return to_float(row.logits_at<T>(index)[label]);
+    }
+    template <typename T>
+    __device__ Label label(int64_t column, const Transform& transform, Scales scales) const {
+        const float z = logit<T>(column);
+        return transform.softcapped ? label_of<true>((int)column, z, transform, scales)
+                                    : label_of<false>((int)column, z, transform, scales);
+    }
 };
 __device__ int own_lane() { return threadIdx.x % kWarp; }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     leading_label_kernel(const __grid_constant__ RowPassParams params, int64_t* leading) {
-    const LabelledRow<T> row(params.rows, params.tokens.counted, nullptr);
+    const LabelledRow row(params.rows);
     if (!row.touched) return;
-    const int64_t K = params.labels_per_row;
+    const int64_t K = params.tokens.counted[row.index] ? params.labels_per_row : 0;
     int64_t best = kIgnoredLabel;
     float top = -kInf;
-    for (int64_t k = own_lane(); k < K && row.counted; k += kWarp) {
+    for (int64_t k = own_lane(); k < K; k += kWarp) {
         const int64_t label = params.labels[row.index * K + k];
-        const float z = row.has(label) ? to_float(row.logits[label]) : NAN;
+        const float z = row.has(label) ? row.logit<T>(label) : NAN;
         if (z > top) top = z, best = label;
     }
     // Any of several is as good, but it must always be the same one.
@@ -72,94 +69,71 @@ __global__ void __launch_bounds__(kThreads)
     if (own_lane() == 0) leading[row.index] = best;
 }
 
-template <typename T, bool kSoftcap>
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     label_log_probs_kernel(const __grid_constant__ RowPassParams params, Scales scales) {
-    const LabelledRow<T> row(params.rows, params.tokens.counted, nullptr);
+    const LabelledRow row(params.rows);
     if (!row.touched) return;
+    const bool counted = params.tokens.counted[row.index];
     const int64_t K = params.labels_per_row;
     const Transform transform = params.rows.transform.of_row(row.index);
     scales = scales_at(transform, scales);
     const auto origin = (float)params.stats[2 * row.index];
     const double sum = params.stats[2 * row.index + 1], log_sum = log(sum);
     for (int64_t k = own_lane(); k < K; k += kWarp) {
-        const int64_t label = params.labels[row.index * K + k];
+        const int64_t column = params.labels[row.index * K + k];
         double log_prob = 0.0;
-        if (row.counted && row.has(label)) {
-            const float y = transformed<kSoftcap>(to_float(row.logits[label]), scales);
-            log_prob = ((double)y - origin) * transform.scale - log_sum;
-        } else if (row.counted && label != kIgnoredLabel) {
+        if (counted && row.has(column)) {
+            const Label label = row.label<T>(column, transform, scales);
+            log_prob = label_log_prob(label, origin, log_sum, transform);
+        } else if (counted && column != kIgnoredLabel) {
             // A row with a value that is NaN has no log-prob either.
             const bool in_set = params.rows.are_sets();
-            log_prob = in_set ? log_prob_without_position(label) + (sum - sum) : (double)NAN;
+            log_prob = in_set ? log_prob_without_position(column) + (sum - sum) : (double)NAN;
         }
         params.log_probs[row.index * K + k] = log_prob;
     }
 }
 
-template <typename T, bool kSoftcap>
+// `none` and `sums`: what the second pass takes as label and as gradient of its log-prob.
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     label_gradients_kernel(const __grid_constant__ RowGradientParams params, Scales scales,
                            int64_t* none, double* sums, LabelGradient* gradients) {
-    const LabelledRow<T> row(params.rows, nullptr, params.only);
+    const LabelledRow row(params.rows, params.only);
     if (!row.touched) return;
     const int64_t K = params.labels_per_row, first = row.index * K;
     const int64_t* const labels = params.labels + first;
     const double* const given = params.dlog_probs + first;
     const double bonus = params.dentropy ? -params.dentropy[row.index] : 0.0;
     double all = 0.0;
-    bool some = bonus != 0.0;
-    for (int64_t k = own_lane(); k < K; k += kWarp) {
+    bool some = bonus != 0.0;  // without any the row is zeros, and nothing of it is read
+    for (int64_t k = 0; k < K; ++k) {
         all += given[k];
         some |= given[k] != 0.0;
     }
-    // Without any the row is zeros, and nothing of it is read.
-    some = __ballot_sync(kAllLanes, some) != 0;
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) all += __shfl_xor_sync(kAllLanes, all, step);
     if (own_lane() == 0) {
         none[row.index] = kIgnoredLabel;
         sums[row.index] = all;
     }
     const Transform transform = params.rows.transform.of_row(row.index);
     scales = scales_at(transform, scales);
-    const auto origin = (float)params.stats[2 * row.index];
-    const double log_sum = log(params.stats[2 * row.index + 1]);
-    const double entropy = params.entropy[row.index];
-    for (int64_t begin = own_lane(); begin < K; begin += kAtOnce * kWarp) {
-        int64_t mine[kAtOnce];
-        double own[kAtOnce] = {};
-        bool repeats[kAtOnce] = {};
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int64_t k = begin + i * kWarp;
-            mine[i] = k < K ? labels[k] : kIgnoredLabel;
-        }
+    for (int64_t k = own_lane(); k < K; k += kWarp) {
+        const int64_t column = labels[k];
+        double own = 0.0;
+        bool repeats = false;
         for (int64_t other = 0; other < K; ++other) {
-            const int64_t label = labels[other];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (label != mine[i]) continue;
-                own[i] += given[other];
-                repeats[i] |= other < begin + i * kWarp;
-            }
+            if (labels[other] != column) continue;
+            own += given[other];
+            repeats |= other < k;
         }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int64_t k = begin + i * kWarp;
-            if (k >= K) break;
-            if (!some || !row.has(mine[i]) || repeats[i]) {
-                gradients[first + k] = {-1, 0.0f};
-                continue;
-            }
-            const auto index = (int)mine[i];
-            const float z = to_float(row.logits[index]);
-            const Label label = label_of<kSoftcap>(index, z, transform, scales);
-            const double log_p = label_log_prob(label, origin, log_sum, transform);
-            const double dz =
-                label_gradient(z, log_p, entropy, label.slope, {own[i], bonus}, all - own[i]);
-            gradients[first + k] = {index, (float)dz};
-        }
+        gradients[first + k] = {-1, 0.0f};
+        if (!some || repeats || !row.has(column)) continue;
+        const Label label = row.label<T>(column, transform, scales);
+        const RowStatistics found = statistics_at(params, row.index, label, transform);
+        const double dz = label_gradient(label.z, found.log_prob, found.entropy, label.slope,
+                                         {own, bonus}, all - own);
+        gradients[first + k] = {label.index, (float)dz};
     }
 }
 
@@ -167,72 +141,65 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     write_labels_kernel(const __grid_constant__ RowGradientParams params,
                         const LabelGradient* gradients) {
-    const LabelledRow<T> row(params.rows, nullptr, params.only);
+    const LabelledRow row(params.rows, params.only);
     if (!row.touched) return;
     const int64_t K = params.labels_per_row;
     for (int64_t k = own_lane(); k < K; k += kWarp) {
-        const LabelGradient label = gradients[row.index * K + k];
-        if (label.column >= 0) row.grad[label.column] = from_float<T>(label.value);
+        const auto [column, value] = gradients[row.index * K + k];
+        if (column >= 0) row.row.grad_at<T>(row.index)[column] = from_float<T>(value);
     }
 }
 
-// Calls f.operator()<T, kSoftcap>() with the number of blocks.
-template <typename F>
-const char* with_blocks(const LogitRows& rows, F f) {
+// Launches kernel.operator()<T>(), a warp per row.
+template <typename Kernel, typename... Arguments>
+const char* over_rows(Kernel kernel, const LogitRows& rows, void* stream, Arguments... arguments) {
     const int64_t blocks = (rows.count() + kRows - 1) / kRows;
     return with_dtype(rows.dtype, [&]<typename T>() {
-        return rows.transform.softcapped ? f.template operator()<T, true>(blocks)
-                                         : f.template operator()<T, false>(blocks);
+        return launch(kernel.template operator()<T>(), blocks, kThreads, stream, arguments...);
     });
 }
 
 }  // namespace
 
-int64_t label_words(const RowPassParams& params) { return 2 * params.rows.count(); }
+int64_t scratch_words(const RowPassParams& params) {
+    return params.labels_per_row == 1 ? 0 : 2 * params.rows.count();
+}
+int64_t scratch_words(const RowGradientParams& params) {
+    const int64_t K = params.labels_per_row;
+    return K == 1 ? 0 : params.rows.count() * (2 + K);
+}
 
 const char* pass_of_labels(const RowPassParams& params, double* memory, void* stream) {
+    const auto pass = params.rows.are_sets() ? sets_pass : row_pass;
+    if (params.labels_per_row == 1) return pass(params, stream);
     RowPassParams of_leading = params;
     auto* const leading = reinterpret_cast<int64_t*>(memory);
     of_leading.labels = leading;
-    of_leading.labels_per_row = 1;
     of_leading.log_probs = memory + params.rows.count();
-    const char* error = with_blocks(params.rows, [&]<typename T, bool kSoftcap>(int64_t blocks) {
-        return launch(leading_label_kernel<T>, blocks, kThreads, stream, params, leading);
-    });
+    const char* error = over_rows([]<typename T>() { return leading_label_kernel<T>; }, params.rows,
+                                  stream, params, leading);
+    if (!error) error = pass(of_leading, stream);
     if (error) return error;
-    error = params.rows.are_sets() ? sets_pass(of_leading, stream) : row_pass(of_leading, stream);
-    if (error) return error;
-    return with_blocks(params.rows, [&]<typename T, bool kSoftcap>(int64_t blocks) {
-        return launch(label_log_probs_kernel<T, kSoftcap>, blocks, kThreads, stream, params,
-                      scales_of(params.rows.transform));
-    });
-}
-
-int64_t label_words(const RowGradientParams& params) {
-    static_assert(sizeof(LabelGradient) == sizeof(double));
-    return params.rows.count() * (2 + params.labels_per_row);
+    return over_rows([]<typename T>() { return label_log_probs_kernel<T>; }, params.rows, stream,
+                     params, scales_of(params.rows.transform));
 }
 
 const char* gradient_of_labels(const RowGradientParams& params, double* memory, void* stream) {
-    const int64_t N = params.rows.count();
-    auto* const none = reinterpret_cast<int64_t*>(memory);
-    double* const sums = memory + N;
-    auto* const gradients = reinterpret_cast<LabelGradient*>(memory + 2 * N);
+    const auto gradient = params.rows.are_sets() ? sets_gradient : row_gradient;
+    if (params.labels_per_row == 1) return gradient(params, stream);
     RowGradientParams of_others = params;
+    auto* const none = reinterpret_cast<int64_t*>(memory);
+    double* const sums = memory + params.rows.count();
+    auto* const gradients = reinterpret_cast<LabelGradient*>(sums + params.rows.count());
     of_others.labels = none;
-    of_others.labels_per_row = 1;
     of_others.dlog_probs = sums;
-    const char* error = with_blocks(params.rows, [&]<typename T, bool kSoftcap>(int64_t blocks) {
-        return launch(label_gradients_kernel<T, kSoftcap>, blocks, kThreads, stream, params,
-                      scales_of(params.rows.transform), none, sums, gradients);
-    });
+    const char* error =
+        over_rows([]<typename T>() { return label_gradients_kernel<T>; }, params.rows, stream,
+                  params, scales_of(params.rows.transform), none, sums, gradients);
+    if (!error) error = gradient(of_others, stream);
     if (error) return error;
-    error =
-        params.rows.are_sets() ? sets_gradient(of_others, stream) : row_gradient(of_others, stream);
-    if (error) return error;
-    return with_blocks(params.rows, [&]<typename T, bool kSoftcap>(int64_t blocks) {
-        return launch(write_labels_kernel<T>, blocks, kThreads, stream, params, gradients);
-    });
+    return over_rows([]<typename T>() { return write_labels_kernel<T>; }, params.rows, stream,
+                     params, gradients);
 }
 
 }  // namespace bapo::cuda

@@ -97,17 +97,23 @@ __global__ void __launch_bounds__(kThreadsAlone, 1)
 
 }  // namespace
 
+int64_t scratch_words(const PrepareParams& params) {
+    if (!needs_counts(params)) return 0;
+    const int64_t sequences = counts_sequences(params) ? params.sequences : 0;
+    return (int64_t)(sizeof(TokenCounts) / sizeof(int64_t)) + sequences;
+}
+
 const char* prepare(const PrepareParams& params, CountedTokens* counted, void* stream) {
     const int64_t tokens = params.count();
     const int64_t items = params.offsets.data ? std::max(tokens, params.sequences + 1) : tokens;
     const int64_t blocks = std::clamp<int64_t>((items + kThreads - 1) / kThreads, 1, kMostBlocks);
     if (counted != nullptr && items <= kMostTokensAlone) {
         return launch(prepare_alone_kernel, 1, kThreadsAlone, stream, params, counted,
-                      counted_words(params));
+                      scratch_words(params));
     }
     if (counted != nullptr) {
         const cudaError_t error = cudaMemsetAsync(
-            counted, 0, counted_words(params) * sizeof(int64_t), static_cast<cudaStream_t>(stream));
+            counted, 0, scratch_words(params) * sizeof(int64_t), static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) return message_of(error);
         const char* message =
             launch(prepare_count_kernel, blocks, kThreads, stream, params, counted);

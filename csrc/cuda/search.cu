@@ -195,9 +195,9 @@ const char* run(const ContributionParams& params, const Target& target, const Se
 
 }  // namespace
 
-int64_t search_partials(const ContributionParams& params) {
+int64_t scratch_words(const ContributionParams& params) {
     const BinPlan plan(params);
-    return (int64_t)plan.blocks * plan.bins;
+    return (int64_t)plan.blocks * plan.bins * (int64_t)(sizeof(Moments) / sizeof(double));
 }
 
 const char* contributions(const ContributionParams& params, Moments* partials, void* stream) {

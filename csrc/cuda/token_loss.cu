@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-int64_t token_loss_partials(int64_t count) { return (int64_t)blocks_of(count) * kTokenLossSums; }
+int64_t scratch_words(const TokenLossParams& params) {
+    return (int64_t)blocks_of(params.count) * kTokenLossSums;
+}
 
 const char* token_loss(const TokenLossParams& params, double* partials, void* stream) {
     return launch(token_loss_kernel, blocks_of(params.count), kThreads, stream, params, partials);

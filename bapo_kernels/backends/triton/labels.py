@@ -18,7 +18,6 @@ from .launch import INTERPRETED, limits
 
 LABELS = 128  # of a row at once
 OTHERS = 512 if INTERPRETED else 8  # among which these are looked for; more take too many registers
-_NOWHERE = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -29,30 +28,20 @@ def _columns_at(labels, k, count, V, none):
 
 
 @triton.jit
-def _with_equals(labels, values, first, count, V, LABELS: tl.constexpr, OTHERS: tl.constexpr):
-    """Of LABELS labels of a row the columns, and the sums of the values of all that are equal.
+def _with_equals(labels, values, k, count, V, OTHERS: tl.constexpr):
+    """Of labels of a row the columns, and the sums of the values of all that are equal.
 
     The column is negative where there is none, or where a label before has the same.
     """
-    k = first + tl.arange(0, LABELS)
-    column = _columns_at(labels, k, count, V, _NOWHERE)
-    total, equals = tl.load(values + k, k < count, other=0.0), tl.zeros((LABELS,), tl.int32)
+    column = _columns_at(labels, k, count, V, -2)
+    total, repeats = tl.zeros(k.shape, tl.float64), tl.zeros(k.shape, tl.int32)
     for start in range(0, count, OTHERS):
         j = start + tl.arange(0, OTHERS)
-        other = tl.load(labels + j, j < count, other=-1).to(tl.int32)
-        equals += tl.sum((other[:, None] == column[None, :]).to(tl.int32), 0)
-    if tl.max(equals) > 1:  # or are so in their lower 32 bits
-        repeats = tl.zeros((LABELS,), tl.int32)
-        for start in range(0, count, OTHERS):
-            j = start + tl.arange(0, OTHERS)
-            other = _columns_at(labels, j, count, V, -1)[:, None]
-            value = tl.load(values + j, j < count, other=0.0)[:, None]
-            is_equal, is_before = other == column[None, :], j[:, None] < k[None, :]
-            repeats += tl.sum((is_equal & is_before).to(tl.int32), 0)
-            is_behind = j[:, None] > k[None, :]
-            total += tl.sum(tl.where(is_equal & is_behind, value, 0.0), 0)
-        column = tl.where(repeats == 0, column, -1)
-    return column, total
+        is_equal = _columns_at(labels, j, count, V, -1)[:, None] == column[None, :]
+        value = tl.load(values + j, j < count, other=0.0)[:, None]
+        total += tl.sum(tl.where(is_equal, value, 0.0), 0)
+        repeats += tl.sum((is_equal & (j[:, None] < k[None, :])).to(tl.int32), 0)
+    return tl.where(repeats == 0, column, -1), total
 
 
 @Kernel
@@ -122,13 +111,13 @@ def _label_gradients_kernel(
             # Otherwise the row is zeros, and nothing of it is read.
             V = tl.where((tl.max(some) != 0) | (bonus != 0.0), V, 0)
             for first in range(0, count, LABELS):
-                column, g = _with_equals(labels, dlog_probs, first, count, V, LABELS, OTHERS)
+                k = first + tl.arange(0, LABELS)
+                column, g = _with_equals(labels, dlog_probs, k, count, V, OTHERS)
                 z = row_math.label_logit(row, column, V)
                 logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
                 given = z, logp, entropy, g, bonus, transform
                 dz = row_math.label_gradient(*given, SOFTCAP, others=of_all - g)
                 value = dz.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
-                k = first + tl.arange(0, LABELS)
                 tl.store(of_labels + k, (column.to(tl.int64) << 32) | value, k < count)
 
 

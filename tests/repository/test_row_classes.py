@@ -5,7 +5,7 @@ import torch
 
 from bapo_kernels import BAPOConfig, reference
 from bapo_kernels.reference.tokens import clipped
-from bapo_kernels.tools.row_classes import row_classes
+from benchmarks.row_classes import row_classes
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Classes of rows: what the loss makes of a token, decided by its ratio and its advantage.
 
 The kernels decide the same for each token (``docs/internals/derivation.md``); this is the one
-statement of it in Python, for metrics and benchmarks.
-
-Imports the reference and the config.
+statement of it in Python, for the shares of rows in the records.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..config import BAPOConfig
-from ..reference.tokens import clipped
+from bapo_kernels import BAPOConfig, reference
+from bapo_kernels.reference.tokens import clipped
 
 Bounds = tuple[float | Tensor, float | Tensor]
 
