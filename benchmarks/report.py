@@ -112,16 +112,18 @@ def distilled(device: str) -> Iterator[str]:
         if frame.empty:
             continue
         yield machine(frame)
-        frame = frame.assign(ids=frame.K.mask(frame.K == 0, frame.V))
-        frame = frame.sort_values(["N", "frozen", "ids"], kind="stable")
+        # Tables: logits first, then by N and by the head. Columns: by K, the whole vocabulary last.
+        frame = frame.assign(order=frame.K.mask(frame.K == 0, frame.V))
+        frame = frame.sort_values(["N", "frozen", "order"], kind="stable")
         frame = frame.sort_values("level", ascending=False, kind="stable")
-        of = frame.frozen.map({True: "frozen, ", False: "trained, "})
         labels = frame.K.map("K = {}".format).where(frame.K > 0, "whole vocabulary")
-        frame["column"] = of.where(frame.level == "hidden", frame["dtype"] + ", ") + labels
+        frame["column"] = labels.where(frame.level == "hidden", frame["dtype"] + ", " + labels)
         frame["method"] = frame.method.str.replace("^(two|three) ", "", regex=True)
-        tables = [frame.task.replace("forward_kl", "forward_kl_topk"), "level", "model", "N"]
-        for (task, level, model, N), mine in frame.groupby(tables, sort=False):
-            caption = f"{task} {LEVELS[level]}, {model}, N = {N:,}, ms"
+        tasks = frame.task.replace("forward_kl", "forward_kl_topk")
+        tables = frame.groupby([tasks, "level", "model", "N", "frozen"], sort=False)
+        for (task, level, model, N, frozen), mine in tables:
+            head = ["trained head, ", "frozen head, "][frozen] if level == "hidden" else ""
+            caption = f"{task} {LEVELS[level]}, {head}{model}, N = {N:,}, ms"
             yield by_column(mine, caption, mine[mine.K.isin([0, 64])])
 
 

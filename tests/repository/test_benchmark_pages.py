@@ -102,7 +102,8 @@ def test_tables_of_distillation(monkeypatch):
     text = "\n".join(report.distilled("cuda"))
     assert len(cases) > 20
     assert all(text.count(f" {number(record['ms'])} |") == 1 for record in made)
-    assert "frozen, whole vocabulary" in text
+    assert "frozen head, " in text
+    assert "whole vocabulary" in text
     assert frames.latest("cuda").empty
     assert list(report.distilled("cpu")) == []
 
