@@ -459,13 +459,14 @@ def test_float32_logits_under_autocast(backend, device):
     """The operands have the dtype of autocast, their products are not rounded to it."""
     torch.manual_seed(0)
     weight, hidden = torch.randn(200, 32, device=device), torch.randn(30, 32, device=device)
-    bias, labels = 30 * torch.randn(200, device=device), torch.arange(30, device=device)
+    bias, one = 30 * torch.randn(200, device=device), torch.arange(30, device=device)
 
     def expected(kind):
         operands = [x.bfloat16().to(kind) for x in (hidden, weight)]
         return reference.linear_log_probs(*operands, labels, bias=bias.to(kind))[0]
 
-    for name in (backend, "reference"):
+    several = torch.stack([one, one + 100], -1)
+    for name, labels in product((backend, "reference"), (one, several)):
         options = dict(bias=bias, logits_dtype=torch.float32, backend=name)
         with torch.autocast(device, torch.bfloat16):
             log_probs = linear_log_probs(hidden, weight, labels, **options)[0]

@@ -19,7 +19,7 @@ import bapo_kernels
 from bapo_kernels import reference
 
 pytestmark = pytest.mark.xdist_group("world")
-LOSSES = "bapo_linear_loss", "linear_log_probs"
+CALLS = ("bapo_linear_loss", {}), ("linear_log_probs", {}), ("linear_log_probs", {"several": True})
 
 
 class Model(CausalLM):
@@ -51,7 +51,7 @@ def train(model, tokens, arguments, options, backend, kind=torch.nn.Parameter):
         hidden = model(tokens)
         assert isinstance(model.lm_head.weight, kind)
         leaves = hidden, model.lm_head.weight, model.lm_head.bias
-        _, loss = outputs_and_loss(bapo_kernels, LOSSES[0], leaves, arguments, **options)
+        _, loss = outputs_and_loss(bapo_kernels, CALLS[0][0], leaves, arguments, **options)
         loss.backward()
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
@@ -149,40 +149,41 @@ def loss_of_head(module, function, *leaves, **options):
     return outputs_and_loss(module, function, leaves, case.arguments(), **options)[1]
 
 
-@pytest.mark.parametrize("function", LOSSES)
-def test_zero3(function):
+@pytest.mark.parametrize(("function", "options"), CALLS)
+def test_zero3(function, options):
     """A weight that exists during forward and, gathered again, during backward only."""
     hidden, whole, bias = head()
     plain, gathered = (torch.nn.Parameter(x) for x in (whole.clone(), torch.empty(0)))
     gathered.data = whole.clone()
     weights = plain, gathered
-    losses = [loss_of_head(bapo_kernels, function, hidden, weight, bias) for weight in weights]
+    losses = [loss_of_head(bapo_kernels, function, hidden, x, bias, **options) for x in weights]
     gathered.data = torch.empty(0)
     gathered.data = whole.clone()
     sum(losses).backward()
     assert torch.equal(plain.grad, gathered.grad)
 
 
-def dtensor_rank(rank, function, mask):
+def dtensor_rank(rank, function, options):
     mesh = grid(1, 2)["tensor"]
     hidden, *parameters = head()
     parameters = [torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in parameters]
-    options = dict(vocab_group=mesh.get_group(), sampling_mask=mask)
+    options = options | dict(vocab_group=mesh.get_group())
     loss_of_head(bapo_kernels, function, hidden, *parameters, **options).backward()
     assert all(x.grad.placements == (Shard(0),) for x in parameters)
     return [x.grad.full_tensor() for x in parameters]
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("function", LOSSES)
-def test_vocabulary_sharded_as_a_dtensor(worlds, function, masked):
+@pytest.mark.parametrize(("function", "options"), CALLS)
+def test_vocabulary_sharded_as_a_dtensor(worlds, function, options, masked):
     sets = sets_of(linear_case().labels, V, outside=False) if masked else None
     mask = bapo_kernels.SamplingMask.from_lists(sets) if masked else None
-    parts = worlds(2).run(dtensor_rank, function, mask)
+    options = options | dict(sampling_mask=mask)
+    parts = worlds(2).run(dtensor_rank, function, options)
 
     def expected(kind):
         hidden, *parameters = (x.to(kind).requires_grad_() for x in head())
-        loss = loss_of_head(reference, function, hidden, *parameters, sampling_mask=mask)
+        loss = loss_of_head(reference, function, hidden, *parameters, **options)
         return torch.autograd.grad(loss, parameters)
 
     for got in parts:

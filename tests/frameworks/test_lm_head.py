@@ -83,7 +83,12 @@ def own_log_probs(model):
 def log_probs_of(head):
     hidden = head.decoder(input_ids=TOKENS, use_cache=False).last_hidden_state[:, :-1]
     options = head.transform | dict(bias=head.bias)
-    return linear_log_probs(hidden, head.weight, TOKENS[:, 1:], **options)[0]
+    several = torch.stack([TOKENS[:, 1:], TOKENS[:, :-1]], -1)
+    log_probs, _ = linear_log_probs(hidden, head.weight, TOKENS[:, 1:], **options)
+    assert torch.equal(
+        log_probs, linear_log_probs(hidden, head.weight, several, **options)[0][..., 0]
+    )
+    return log_probs
 
 
 def assert_own_log_probs(head, model):
