@@ -22,27 +22,31 @@ struct LabelGradient {
 static_assert(sizeof(LabelGradient) == sizeof(double));
 
 // A row of logits, or a set.
+template <typename T>
 struct LabelledRow {
     int64_t index;
-    LogitRows row;  // this one alone, if rows are sets
-    bool touched;   // there is such a row, and it is of this kind
+    bool touched;  // there is such a row, and it is of this kind
+    const T* logits;
+    T* grad;
+    int64_t size;
 
     __device__ LabelledRow(const LogitRows& rows, const uint8_t* only = nullptr)
-        : index((int64_t)blockIdx.x * kRows + threadIdx.x / kWarp), row(rows) {
+        : index((int64_t)blockIdx.x * kRows + threadIdx.x / kWarp) {
         touched = index < rows.count() && (only == nullptr || only[index]);
-        if (!touched || !rows.are_sets()) return;
-        const SetOfRow set = set_of(rows.sets, index);
-        touched = !set.absent();
-        row = row_of_set(rows, set);
+        if (!touched) return;
+        LogitRows row = rows;
+        if (rows.are_sets()) {
+            const SetOfRow set = set_of(rows.sets, index);
+            touched = !set.absent();
+            row = row_of_set(rows, set);
+        }
+        logits = row.logits_at<T>(index);
+        grad = row.grad_at<T>(index);
+        size = row.vocab;
     }
-    __device__ bool has(int64_t label) const { return label >= 0 && label < row.vocab; }
-    template <typename T>
-    __device__ float logit(int64_t label) const {
-        return to_float(row.logits_at<T>(index)[label]);
-    }
-    template <typename T>
+    __device__ bool has(int64_t label) const { return label >= 0 && label < size; }
     __device__ Label label(int64_t column, const Transform& transform, Scales scales) const {
-        const float z = logit<T>(column);
+        const float z = to_float(logits[column]);
         return transform.softcapped ? label_of<true>((int)column, z, transform, scales)
                                     : label_of<false>((int)column, z, transform, scales);
     }
@@ -52,14 +56,14 @@ __device__ int own_lane() { return threadIdx.x % kWarp; }
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     leading_label_kernel(const __grid_constant__ RowPassParams params, int64_t* leading) {
-    const LabelledRow row(params.rows);
+    const LabelledRow<T> row(params.rows);
     if (!row.touched) return;
     const int64_t K = params.tokens.counted[row.index] ? params.labels_per_row : 0;
     int64_t best = kIgnoredLabel;
     float top = -kInf;
     for (int64_t k = own_lane(); k < K; k += kWarp) {
         const int64_t label = params.labels[row.index * K + k];
-        const float z = row.has(label) ? row.logit<T>(label) : NAN;
+        const float z = row.has(label) ? to_float(row.logits[label]) : NAN;
         if (z > top) top = z, best = label;
     }
     // Any of several is as good, but it must always be the same one.
@@ -72,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     label_log_probs_kernel(const __grid_constant__ RowPassParams params, Scales scales) {
-    const LabelledRow row(params.rows);
+    const LabelledRow<T> row(params.rows);
     if (!row.touched) return;
     const bool counted = params.tokens.counted[row.index];
     const int64_t K = params.labels_per_row;
@@ -84,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t column = params.labels[row.index * K + k];
         double log_prob = 0.0;
         if (counted && row.has(column)) {
-            const Label label = row.label<T>(column, transform, scales);
+            const Label label = row.label(column, transform, scales);
             log_prob = label_log_prob(label, origin, log_sum, transform);
         } else if (counted && column != kIgnoredLabel) {
             // A row with a value that is NaN has no log-prob either.
@@ -100,7 +104,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     label_gradients_kernel(const __grid_constant__ RowGradientParams params, Scales scales,
                            int64_t* none, double* sums, LabelGradient* gradients) {
-    const LabelledRow row(params.rows, params.only);
+    const LabelledRow<T> row(params.rows, params.only);
     if (!row.touched) return;
     const int64_t K = params.labels_per_row, first = row.index * K;
     const int64_t* const labels = params.labels + first;
@@ -129,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         gradients[first + k] = {-1, 0.0f};
         if (!some || repeats || !row.has(column)) continue;
-        const Label label = row.label<T>(column, transform, scales);
+        const Label label = row.label(column, transform, scales);
         const RowStatistics found = statistics_at(params, row.index, label, transform);
         const double dz = label_gradient(label.z, found.log_prob, found.entropy, label.slope,
                                          {own, bonus}, all - own);
@@ -141,12 +145,12 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     write_labels_kernel(const __grid_constant__ RowGradientParams params,
                         const LabelGradient* gradients) {
-    const LabelledRow row(params.rows, params.only);
+    const LabelledRow<T> row(params.rows, params.only);
     if (!row.touched) return;
     const int64_t K = params.labels_per_row;
     for (int64_t k = own_lane(); k < K; k += kWarp) {
-        const auto [column, value] = gradients[row.index * K + k];
-        if (column >= 0) row.row.grad_at<T>(row.index)[column] = from_float<T>(value);
+        const LabelGradient label = gradients[row.index * K + k];
+        if (label.column >= 0) row.grad[label.column] = from_float<T>(label.value);
     }
 }
 
@@ -176,11 +180,11 @@ const char* pass_of_labels(const RowPassParams& params, double* memory, void* st
     auto* const leading = reinterpret_cast<int64_t*>(memory);
     of_leading.labels = leading;
     of_leading.log_probs = memory + params.rows.count();
-    const char* error = over_rows([]<typename T>() { return leading_label_kernel<T>; }, params.rows,
-                                  stream, params, leading);
+    const char* error = over_rows([&]<typename T>() { return leading_label_kernel<T>; },
+                                  params.rows, stream, params, leading);
     if (!error) error = pass(of_leading, stream);
     if (error) return error;
-    return over_rows([]<typename T>() { return label_log_probs_kernel<T>; }, params.rows, stream,
+    return over_rows([&]<typename T>() { return label_log_probs_kernel<T>; }, params.rows, stream,
                      params, scales_of(params.rows.transform));
 }
 
@@ -194,11 +198,11 @@ const char* gradient_of_labels(const RowGradientParams& params, double* memory, 
     of_others.labels = none;
     of_others.dlog_probs = sums;
     const char* error =
-        over_rows([]<typename T>() { return label_gradients_kernel<T>; }, params.rows, stream,
+        over_rows([&]<typename T>() { return label_gradients_kernel<T>; }, params.rows, stream,
                   params, scales_of(params.rows.transform), none, sums, gradients);
     if (!error) error = gradient(of_others, stream);
     if (error) return error;
-    return over_rows([]<typename T>() { return write_labels_kernel<T>; }, params.rows, stream,
+    return over_rows([&]<typename T>() { return write_labels_kernel<T>; }, params.rows, stream,
                      params, gradients);
 }
 
