@@ -59,7 +59,8 @@ void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts
 double* sums_of_equal(const int64_t* labels, const double* values, int64_t K) {
     static thread_local std::vector<double> sums;
     static thread_local std::vector<std::pair<int64_t, int64_t>> order;  // by label, then place
-    sums.resize(K);
+    sums.assign(values, values + K);
+    if (K == 1) return sums.data();  // short rows of sampling masks would notice the rest
     order.resize(K);
     for (int64_t k = 0; k < K; ++k) order[k] = {labels[k], k};
     std::sort(order.begin(), order.end());
