@@ -10,7 +10,7 @@ TORCH ?= 2.13.0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
-.PHONY: demo test test-all versions oldest aarch64 study bench docs lint lock sanitize emulate ptx fuzz \
+.PHONY: demo test test-all versions oldest aarch64 study bench docs lint lock sanitize emulate ptx \
   prebuilt baselines wheel clean
 .NOTPARALLEL:
 # Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
@@ -94,7 +94,7 @@ lint: .venv/built
 UNSANITISED := build cli cuda_on_host ranks sets_on_host sharded_weights triton_compile
 sanitize: .venv/built
 	rm -rf build/sanitize && mkdir -p build/sanitize
-	cp -r bapo_kernels csrc docs fuzz tests setup.py pyproject.toml README.md LICENSE build/sanitize
+	cp -r bapo_kernels csrc docs tests setup.py pyproject.toml README.md LICENSE build/sanitize
 	cd build/sanitize && BAPO_SANITIZE=1 BAPO_REQUIRE_NATIVE=1 \
 	  ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. BAPO_REQUIRE_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 \
@@ -130,10 +130,6 @@ UNEMULATED := compile ranks sharded_weights triton_compile
 aarch64:
 	release/aarch64.sh make test TORCH=2.10.0 \
 	  PYTEST_ADDOPTS="-k 'not triton and not cuda' $(UNEMULATED:%=--ignore=tests/test_%.py)"
-
-# Needs clang++; runs for DURATION seconds, 60 by default (fuzz/README.md).
-fuzz:
-	$(MAKE) -C fuzz run
 
 # Builds what benchmarks/gpu_suite.sh takes as BAPO_PREBUILT, so that a GPU machine builds nothing.
 # The checksums in SOURCES tell whether the sources have changed since.

@@ -1,4 +1,4 @@
-// Entry points of the CPU kernels, on params.h and tokens.h; no torch, so that the fuzzer has them.
+// Entry points of the CPU kernels, on params.h and tokens.h; no torch.
 // A launch is cut into pieces of work that any thread may take in any order; results do not depend
 // on which thread took which piece.
 #pragma once

@@ -16,7 +16,6 @@ OUTSIDE = {
     "index": "README.md",
     "changelog": "CHANGELOG.md",
     "contributing": "CONTRIBUTING.md",
-    "fuzzing": "fuzz/README.md",
 }
 PAGES = {str((ROOT / file).with_suffix("")): page for page, file in OUTSIDE.items()}
 RELATIVE_LINK = re.compile(r"\]\((?!\w+:|#)")

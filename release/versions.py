@@ -22,10 +22,9 @@ RECORDS = ROOT / "release" / "compatibility.jsonl"
 # The fast tests, and all of torch.compile.
 OPTIONS = ["-q", "-n2", "--dist=loadgroup", "--hypothesis-profile=quick", "-m=not slow or compile"]
 LOSSES = ("compile", "linear", "log_probs", "loss", "policies")
-HUB = "tests/repository/test_hub.py"
-# The other versions in requirements/ need Python 3.11; ``kernels`` is for the hub.
+# The other versions in requirements/ need Python 3.11;
 PINS = re.findall(r"^pytest(?:-xdist)?==.*", (ROOT / "requirements/all.in").read_text(), re.M)
-TOOLS = ["setuptools>=77", "numpy", "hypothesis", "rich", "typer", "kernels==0.17.2", *PINS]
+TOOLS = ["setuptools>=77", "numpy", "hypothesis", "rich", "typer", *PINS]
 FACTS = """
 import importlib.metadata, json
 from benchmarks.records import environment
@@ -81,7 +80,7 @@ def tested(folder: Path, base: str, packages: list[str], losses: bool) -> dict[s
     run(python, "setup.py", "-q", "build_ext", "--inplace", cwd=tree, env=env)
     files: list[str | Path] = [f"tests/test_{name}.py" for name in LOSSES]
     if not losses:
-        files = [*sorted(path.relative_to(tree) for path in tree.glob("tests/test_*.py")), HUB]
+        files = sorted(path.relative_to(tree) for path in tree.glob("tests/test_*.py"))
     tests = "-m", "pytest", *OPTIONS, f"--junitxml={report}", *files
     run(python, *tests, fine=(0, 1), cwd=tree, env=env)  # 1: tests have failed
     cases = list(ElementTree.parse(report).iter("testcase"))

@@ -119,7 +119,7 @@ def test_kernels_with_clusters_are_compiled_where_they_run(setup, targets, liste
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the wheel is built on Linux")
 def test_what_is_published_is_for_all(monkeypatch, tmp_path):
-    """The wheel and the variant of the hub, whatever the machine that builds them has."""
+    """The wheel, whatever the machine that builds them has."""
     tomllib = pytest.importorskip("tomllib")
     pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
     from release import wheel
@@ -129,9 +129,6 @@ def test_what_is_published_is_for_all(monkeypatch, tmp_path):
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr(os, "environ", os.environ | {"TORCH_CUDA_ARCH_LIST": "9.0"})
-    layout = runpy.run_path(str(ROOT / "release" / "hub" / "layout.py"))
-    with pytest.raises(InterruptedError, match="^all$"):
-        layout["build_library"](tmp_path, "cuda", "name")
     made = {"nvcc": "nvcc", "link_flags": [], "run": "0"}
     stubs = {name: lambda *_, made=value, **__: made for name, value in made.items()}
     for name, value in {"BUILD": tmp_path / "wheel", **stubs}.items():

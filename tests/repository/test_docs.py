@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 if not DOCS.exists():
     pytest.skip("the documentation is in the repository only", allow_module_level=True)
 
-FOLDERS = [DOCS, ROOT / "fuzz", ROOT / ".github", ROOT / "release"]
+FOLDERS = [DOCS, ROOT / ".github", ROOT / "release"]
 SOURCES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))]
 MARKDOWN = {page.relative_to(ROOT).as_posix(): Markdown(page) for page in sorted(SOURCES)}
 pytestmark = pytest.mark.xdist_group("docs")  # one worker builds the site
