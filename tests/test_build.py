@@ -58,6 +58,32 @@ def test_an_instruction_set_has_its_functions_to_itself(tmp_path, monkeypatch, s
     assert re.findall(r"^\w+ ([WVu]) (\S+)", names, re.MULTILINE) == []
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_what_a_change_compiles_again(tmp_path, monkeypatch):
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    compile_unless_current = runpy.run_path(str(ROOT / "setup.py"))["compile_unless_current"]
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    header, source, output = (folder / f"a.{suffix}" for suffix in ("h", "cpp", "o"))
+    header.write_text("inline int f() { return 1; }")
+    source.write_text('#include "a.h"\nint x = f();')
+    command = ["g++", "-c", str(source), "-o", str(output), "-MD", "-MF", str(folder / "a.d")]
+
+    def compiles(*more):
+        before = output.stat().st_mtime_ns if output.exists() else 0
+        compile_unless_current([*command, *more], output)
+        return output.stat().st_mtime_ns > before
+
+    assert [compiles(), compiles(), compiles("-O1"), compiles("-O1")] == [1, 0, 1, 0]
+    header.write_text("int f();")
+    assert [compiles("-O1"), compiles("-O1")] == [1, 0]
+    header.write_text("no C++")
+    for _ in range(2):  # what failed is tried again
+        with pytest.raises(subprocess.CalledProcessError):
+            compiles("-O1")
+
+
 FIND_STREAM = """
 import ctypes, sys
 ctypes.CDLL(sys.argv[1])  # torch and the extension use this libtorch
