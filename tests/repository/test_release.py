@@ -1,4 +1,4 @@
-"""A release: versions, locked requirements, checks, bill of materials, page of compatibility."""
+"""A release: versions, locked requirements, checks, workflows, bill of materials."""
 
 import json
 import re
@@ -140,20 +140,3 @@ def test_bill_of_materials_names_what_is_in_the_library():
     parts = materials.components({"torch": "2.13.0+cpu", "compiler": compiler})
     versions = {part.name: part.version for part in parts}
     assert versions == {"libstdc++": "14.2.1", "libgcc": "14.2.1", "torch": "2.13.0"}
-
-
-def test_the_page_of_compatibility_has_the_records():
-    pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
-    from release import compatibility
-
-    records = compatibility.load()
-    text = compatibility.PAGE.read_text()
-    assert text == compatibility.page_of(records)
-    assert [n for n in compatibility.blocks(records) if f"<!-- {n} -->" not in text] == []
-    for record in (record for record in records if record["kind"] == "installed"):
-        assert record["report"]["backend cpu"] == "available"
-        assert (record["loss"], record["validate"]["exit status"]) == (-0.25, 0)
-    project = (ROOT / "pyproject.toml").read_text()
-    for name in ("requires-python = ", "torch", "triton"):
-        (oldest,) = re.findall(rf'{name}"?>=([\d.]+)"', project)
-        assert re.search(rf"\| {re.escape(oldest)}\.\d", text), f"the oldest {name} has been run"
