@@ -40,7 +40,8 @@ class Page:
     def dead_links(self):
         """Relative links and images that lead to no file, or to no heading of a page."""
         links = [span.attrs.get("href") or span.attrs.get("src") for span in self.spans]
-        return [link for link in links if link and not urlsplit(link).scheme and self._is_dead(link)]
+        relative = [link for link in links if link and not urlsplit(link).scheme]
+        return [link for link in relative if self._is_dead(link)]
 
     def _is_dead(self, link):
         parts = urlsplit(link)

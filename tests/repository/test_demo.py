@@ -1,4 +1,4 @@
-"""``make demo``: what it imports, and what it does with a baseline or a kernel that is inexact."""
+"""``make demo``: what it imports, what it refuses to time, and that it runs."""
 
 import importlib
 import subprocess
@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import torch
-from helpers import EPS, needs_native
+from helpers import needs_native
 from pages import ROOT
+from typer.testing import CliRunner
 
-for package in ("transformers", "matplotlib", "pandas", "rich", "typer"):
+for package in ("transformers", "matplotlib", "pandas", "rich"):
     pytest.importorskip(package)
 EXAMPLES = ROOT / "examples"
 if not EXAMPLES.exists():
@@ -31,26 +32,44 @@ def test_the_demo_imports_no_more_than_its_environment_has():
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", ["before", "after", "inplace"])
-def test_a_kernel_is_timed_if_it_is_exact_and_a_baseline_with_its_error(monkeypatch, way, dtype):
+def test_an_inexact_kernel_is_not_timed(monkeypatch, way):
+    """But a baseline is, which may be inexact."""
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("before_after")
     monkeypatch.setattr(example, "VOCABULARY", 1_003)
-    gradient, off_by = example.gradient, 0.1 if way == "before" else 0.0
-    exact = example.checked_error(way, example.DTYPES[dtype])
+    assert example.measure(way, "bfloat16", tokens=8)["milliseconds"] > 0
+    gradient = example.gradient
 
     def inexact(which, logits, *arguments):
         got = gradient(which, logits, *arguments)
         wrong = which == way and logits.dtype != torch.float64
-        return got + off_by * got.abs().max() if wrong else got
+        return got + 0.02 * got.abs().max() if wrong else got
 
     monkeypatch.setattr(example, "gradient", inexact)
-    got = example.measure(way, dtype, tokens=8)
-    assert got["milliseconds"] > 0
-    rounded = exact + EPS[example.DTYPES[dtype]]  # also of what is added
-    assert abs(got["largest_error"] - off_by) <= (1 + 2 * off_by) * rounded
-    if way != "before":
-        off_by = 0.02
-        with pytest.raises(SystemExit, match=f"{way} torch.{dtype}: gradient is off by"):
-            example.measure(way, dtype, tokens=8)
+    if way == "before":
+        assert example.measure(way, "bfloat16", tokens=8)["largest_error"] > 0.01
+    else:
+        with pytest.raises(SystemExit, match=f"{way} torch.bfloat16: gradient is off by"):
+            example.measure(way, "bfloat16", tokens=8)
+
+
+@needs_native
+def test_the_demo_runs_and_its_search_acts(monkeypatch, tmp_path):
+    from study import compare, demo, policy, training
+    from study.__main__ import app
+
+    monkeypatch.setattr(policy, "WARM_UP_STEPS", 20)
+    for name in ("HELD_OUT", "HELD_OUT_AT_THE_END"):
+        monkeypatch.setattr(training, name, 16)
+    (tmp_path / "before_after.png").touch()
+    command = ["demo", "--out", str(tmp_path), "--seeds", "1", "--updates", "8"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    rows = compare.pd.read_csv(tmp_path / "offpolicy_rlvr.csv")
+    assert set(rows.arm) == set(demo.DEMO)
+    searched = rows[rows.arm == "BAPO"]
+    below = searched.bapo_pos_share_start < training.TARGET
+    assert below.any()
+    assert (below == (searched.bapo_clip_high > 1.21)).all()
+    assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
