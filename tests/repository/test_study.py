@@ -1,6 +1,5 @@
-"""The study: its rollouts, the Entropy-Clip Rule and its statistics, at toy size."""
+"""The study, at toy size: its arms, the Entropy-Clip Rule and its statistics."""
 
-import copy
 import math
 from functools import partial
 
@@ -11,73 +10,18 @@ from helpers import assert_within_budget, needs_native
 for package in ("transformers", "matplotlib", "pandas"):
     pytest.importorskip(package)
 pytest.importorskip("study")
-from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, log_probs, reference  # noqa: E402
-from bapo_kernels.tools.budget import in_some_orders, largest  # noqa: E402
-from study import board, compare, policy, rollouts, training  # noqa: E402
-from study.arms import ARMS, SCENARIOS, SCOPES, Scenario  # noqa: E402
+from bapo_kernels.tools.budget import in_some_orders  # noqa: E402
+from study import board, compare, policy, training  # noqa: E402
+from study.arms import ARMS, SCOPES, Scenario  # noqa: E402
 from study.entropy_rule import predicted_change  # noqa: E402
 
-pytestmark = [needs_native, pytest.mark.xdist_group("study")]
 
-
-@pytest.fixture(autouse=True)
-def toy_size(monkeypatch):
-    """A policy that walks at random, and so seldom arrives; little work, on one thread."""
-    monkeypatch.setattr(policy, "WARM_UP_STEPS", 20)
-    for name in ("HELD_OUT", "HELD_OUT_AT_THE_END"):
-        monkeypatch.setattr(training, name, 16)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
-@torch.no_grad()
-def log_probs_of(model, walks):
-    return log_probs(policy.move_logits(model, walks), walks.moves)[0]
-
-
-def assert_drawn_by(model, walks, where):
-    """These moves have the log-probs of the policy."""
-    same = [x[where] for x in in_some_orders(partial(log_probs_of, model, walks))]
-    truth = log_probs_of(copy.deepcopy(model).double(), walks)[where]
-    assert_within_budget("log_probs", walks.log_probs[where], same, truth)
-
-
-def test_held_out_prompts_are_never_trained_on(generator):
-    drawn = [board.draw_prompts(5_000, generator, held_out) for held_out in (False, True)]
-    trained, held_out = ({tuple(p) for p in prompts.tolist()} for prompts in drawn)
-    assert not trained & held_out
-    assert 0.15 < len(held_out) / len(trained | held_out) < 0.45  # 5,000 draws from a fifth
-
-
-def test_the_share_of_a_fresh_rollout_follows_from_lengths(generator):
-    """The formula of docs/choosing.md."""
-    starts = board.draw_prompts(64, generator).repeat_interleave(rollouts.GROUP, 0)
-    walks = board.Walks.begin(starts)
-    policy.walk_on(policy.warm_policy(0), walks, board.MOVES, generator)
-    advantages = rollouts.group_advantages(walks.rewards)
-    tokens = walks.log_probs, walks.log_probs, advantages, walks.mask
-    lengths, magnitudes = walks.mask.sum(-1).double(), advantages.double().abs()
-    signs = advantages > 0, advantages < 0
-    products = magnitudes * lengths
-    pos, neg = (products[sign].sum() / magnitudes[sign].sum() for sign in signs)
-
-    def start(loss):
-        return loss(*tokens, config=BAPOConfig()).metrics["bapo_pos_share_start"]
-
-    same = in_some_orders(partial(start, reference.bapo_loss_from_log_probs))
-    got, share = start(bapo_loss_from_log_probs), pos / (pos + neg)
-    assert_within_budget("share", got, same, share, operand=largest(walks.log_probs))
-
-
-def test_on_policy_the_arms_are_the_same():
+@needs_native
+def test_on_policy_the_arms_are_the_same(monkeypatch):
     """And so are micro-batches, which are summed in another order."""
+    monkeypatch.setattr(policy, "WARM_UP_STEPS", 20)
+    monkeypatch.setattr(training, "HELD_OUT", 16)
+    monkeypatch.setattr(training, "HELD_OUT_AT_THE_END", 16)
 
     def rows_of(arm):
         rows = training.train(policy.warm_policy(0), arm, Scenario(), 0, updates=2)
@@ -89,35 +33,6 @@ def test_on_policy_the_arms_are_the_same():
     for arm in others:
         for name, got, *of_orders in zip(operands, rows_of(arm), *same, strict=True):
             assert_within_budget(name, got, of_orders, of_orders[0], operands[name])
-
-
-def test_replay_mixes_in_groups_of_older_rollouts(generator):
-    model = policy.warm_policy(0)
-    source = rollouts.batches(model, SCENARIOS["sample replay"], generator)
-    old, _ = next(source)
-    model.lm_head.weight.data.mul_(3.0)
-    walks, _ = next(source)
-    half = len(walks.mask) // 2
-    fresh = torch.arange(2 * half)[:, None] < half
-    assert_drawn_by(model, walks, walks.mask & fresh)
-    before = {tuple(row) for row in old.moves.tolist()}
-    assert all(tuple(row) in before for row in walks.moves[half:].tolist())
-
-
-def test_a_partial_rollout_has_a_policy_for_each_part(generator):
-    """The head is scaled between batches; each part keeps the log-probs of its policy."""
-    model = policy.warm_policy(0)
-    weight = model.lm_head.weight.data
-    source = rollouts.batches(model, Scenario(segments=3), generator)
-    for _ in range(3):
-        walks, _ = next(source)
-        weight.mul_(1.5)
-    parts = [slice(n, n + board.MOVES // 3) for n in range(0, board.MOVES, board.MOVES // 3)]
-    for part in reversed(parts):  # drawn for the last batch, for the one before, and for the first
-        weight.div_(1.5)
-        of_part = torch.zeros_like(walks.mask)
-        of_part[:, part] = walks.mask[:, part]
-        assert_drawn_by(model, walks, of_part)
 
 
 def test_the_entropy_clip_rule_on_softmaxes():
