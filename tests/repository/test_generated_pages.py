@@ -7,8 +7,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 from benchmarks import frames, plot, records, report
-from benchmarks.cases import gpu_suite
-from benchmarks.methods import methods
 from benchmarks.tables import filled, number
 from study import compare
 from study import page as of_study
@@ -49,10 +47,3 @@ def test_figures_and_tables_of_a_gpu(monkeypatch, tmp_path):
     assert len(ours) > 5
     assert all(number(ms) in on_gpu for ms in ours.ms)
     assert "no code" in on_gpu
-
-
-def test_every_method_of_the_figures_has_a_style():
-    plain = "loss", "dense", "stale", "bfloat16"
-    for case in gpu_suite():
-        if (case.task, case.layout, case.data, case.dtype) == plain and case.sweep in (None, "N"):
-            assert {method.name for method in methods() if method.takes(case)} <= plot.STYLES.keys()

@@ -3,7 +3,6 @@
 import importlib.util
 import re
 
-import numpy as np
 import pytest
 from helpers import needs_machine_code
 
@@ -11,9 +10,8 @@ pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
 pytest.importorskip("typer")
 
-from benchmarks.instructions import launch, page
-from benchmarks.instructions.cuda import Row, kernels
-from benchmarks.instructions.machine import to_double
+from benchmarks.instructions import page
+from benchmarks.instructions.cuda import Row
 from benchmarks.instructions.sass import cuobjdump
 from benchmarks.tables import markdown
 
@@ -51,18 +49,6 @@ def test_triton_budget():
     text = page.PAGE.read_text()
     if page.versions() in text:
         assert markdown(found.map("{:.2f}".format)) in text
-
-
-@pytest.mark.parametrize("arch", page.ARCHITECTURES)
-def test_the_executed_log_prob(arch):
-    """Of 4,096 equal logits, by one warp: all of its 32 lanes add the sums of the whole row."""
-    needs_machine_code(arch)
-    row = Row(arch, 4_096)
-    plan, parameters = launch.launch(4_096, "bfloat16", arch)
-    memory = {}
-    launch.traces(kernels(row.library, arch)[False, "bfloat16"], arch, plan, parameters, memory)
-    place = (launch.LOG_PROBS << 32) // 4
-    assert to_double(memory[place] | memory[place + 1] << 32) == pytest.approx(-np.log(32 * 4_096))
 
 
 def test_page_has_the_predictions():

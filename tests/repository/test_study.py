@@ -1,33 +1,100 @@
-"""The study, at toy size: its arms, the Entropy-Clip Rule and its statistics."""
+"""``make demo`` and the study, at toy size; in a long run the fused loss drifts like rounding."""
 
+import importlib
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 from helpers import assert_within_budget, needs_native
+from pages import ROOT
+from typer.testing import CliRunner
 
-for package in ("transformers", "matplotlib", "pandas"):
-    pytest.importorskip(package)
-pytest.importorskip("study")
-from bapo_kernels.tools.budget import in_some_orders  # noqa: E402
-from study import board, compare, policy, training  # noqa: E402
-from study.arms import ARMS, SCOPES, Scenario  # noqa: E402
-from study.entropy_rule import predicted_change  # noqa: E402
+from bapo_kernels.tools.budget import in_some_orders
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("study", reason="it is in the repository only")
+EXAMPLES = ROOT / "examples"
+
+# Packages that the environment for everything has, and that of the demo lacks.
+ABSENT = "scipy tabulate triton trl verl megatron liger_kernel accelerate datasets pytest"
+IMPORTS = f"""
+import sys
+sys.modules.update(dict.fromkeys({ABSENT.split()}))  # importing them raises
+sys.path[:0] = {[str(ROOT), str(EXAMPLES)]}
+import before_after, study.__main__, study.demo
+"""
+
+
+def test_the_demo_imports_no_more_than_its_environment_has():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @needs_native
-def test_on_policy_the_arms_are_the_same(monkeypatch):
-    """And so are micro-batches, which are summed in another order."""
+@pytest.mark.parametrize("way", ["after", "inplace"])
+def test_an_inexact_kernel_is_not_timed(monkeypatch, way):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("before_after")
+    monkeypatch.setattr(example, "VOCABULARY", 1_003)
+    assert example.measure(way, "bfloat16", tokens=8)["milliseconds"] > 0
+    gradient = example.gradient
+
+    def inexact(which, logits, *arguments):
+        got = gradient(which, logits, *arguments)
+        wrong = which == way and logits.dtype != torch.float64
+        return got + 0.02 * got.abs().max() if wrong else got
+
+    monkeypatch.setattr(example, "gradient", inexact)
+    with pytest.raises(SystemExit, match=f"{way} torch.bfloat16: gradient is off by"):
+        example.measure(way, "bfloat16", tokens=8)
+
+
+@pytest.fixture
+def toy_size(monkeypatch):
+    """A policy that walks at random, and so seldom arrives; little work, on one thread."""
+    from study import policy, training
+
     monkeypatch.setattr(policy, "WARM_UP_STEPS", 20)
-    monkeypatch.setattr(training, "HELD_OUT", 16)
-    monkeypatch.setattr(training, "HELD_OUT_AT_THE_END", 16)
+    for name in ("HELD_OUT", "HELD_OUT_AT_THE_END"):
+        monkeypatch.setattr(training, name, 16)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@needs_native
+def test_the_demo_runs_and_its_search_acts(toy_size, tmp_path):
+    from study import compare, demo, training
+    from study.__main__ import app
+
+    (tmp_path / "before_after.png").touch()
+    command = ["demo", "--out", str(tmp_path), "--seeds", "1", "--updates", "8"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    rows = compare.pd.read_csv(tmp_path / "offpolicy_rlvr.csv")
+    assert set(rows.arm) == set(demo.DEMO)
+    searched = rows[rows.arm == "BAPO"]
+    below = searched.bapo_pos_share_start < training.TARGET
+    assert below.any()
+    assert (below == (searched.bapo_clip_high > 1.21)).all()
+    assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
+
+
+@needs_native
+def test_on_policy_the_arms_are_the_same(toy_size):
+    """And so are micro-batches, which are summed in another order."""
+    from study import arms, board, policy, training
 
     def rows_of(arm):
-        rows = training.train(policy.warm_policy(0), arm, Scenario(), 0, updates=2)
+        rows = training.train(policy.warm_policy(0), arm, arms.Scenario(), 0, updates=2)
         return torch.tensor([[row["entropy"], row["grad_norm"]] for row in rows]).T
 
-    first, *others = (ARMS | SCOPES).values()
+    first, *others = (arms.ARMS | arms.SCOPES).values()
     same = in_some_orders(partial(rows_of, first))
     operands = dict(entropy=math.log(board.VOCABULARY), grad_norm=0.0)  # the first: of log-probs
     for arm in others:
@@ -35,44 +102,19 @@ def test_on_policy_the_arms_are_the_same(monkeypatch):
             assert_within_budget(name, got, of_orders, of_orders[0], operands[name])
 
 
-def test_the_entropy_clip_rule_on_softmaxes():
-    """Logits that move by eta*A*X (natural gradient), from which the paper derives the rule.
+@needs_native
+def test_the_drift_is_below_that_of_rounding_the_weights(monkeypatch):
+    """A run whose weights are moved by one float32 unit after each update drifts further."""
+    from study import long_run
 
-    Two prefixes of different entropy and mean advantage: the rule is a covariance per prefix.
-    """
-    logits = torch.tensor([[0.3, -0.5, 1.0, 0.1], [2.0, 0.1, -3.0, 0.4]], dtype=torch.float64)
-    old = torch.tensor([[0.1, -0.2, 0.6, 0.4], [1.8, 0.5, -2.0, 0.4]], dtype=torch.float64)
-    A = torch.tensor([[1.0, -2.0, 0.5, -0.7], [1.5, 0.2, 1.0, -0.1]], dtype=torch.float64)
-    logp, old, bounds, eta = logits.log_softmax(-1), old.log_softmax(-1), (0.9, 1.1), 1e-6
-    ratio = (logp - old).exp()
-    unclipped = torch.where(A > 0, ratio <= bounds[1], ratio >= bounds[0])
-    assert 0 < unclipped.sum() < unclipped.numel()
-    before, after = (
-        torch.distributions.Categorical(logits=z).entropy()
-        for z in (logits, logits + eta * A * unclipped)
+    monkeypatch.delitem(long_run.LOSSES, "plain")  # is drawn, not compared
+    rows = list(long_run.run(64))
+    assert rows[-1]["moved"] > 1e3 * rows[-1]["distance, nudged"], "the run learns"
+    assert len({row["upper, exact"] for row in rows}) > 1, "the search moves the bounds"
+    assert all(row["distance, fused"] < row["distance, nudged"] for row in rows)
+    fused, nudged = (
+        max(abs(row[f"loss, {name}"] - row["loss, exact"]) for row in rows)
+        for name in ("fused", "nudged")
     )
-    # As many draws of each token as its old probability says; the prefixes are as many walks each.
-    state = torch.arange(2).repeat_interleave(20_000)
-    index = torch.arange(20_000).repeat(2) / 20_000
-    token = (index[:, None] >= old.exp().cumsum(-1)[state]).sum(-1).clamp(max=3)
-    walks = board.Walks.begin(torch.zeros(len(token), 4, dtype=torch.long))
-    walks.mask[:, 0] = True
-    columns = torch.zeros(3, *walks.moves.shape, dtype=torch.float64)
-    columns[:, :, 0] = torch.stack([old[state, token], logp[state, token], before[state]])
-    walks.log_probs = columns[0]
-    predicted = predicted_change(columns[1], columns[2], walks, A[state, token], bounds)
-    assert eta * predicted == pytest.approx((after - before).mean().item(), rel=2e-3)
-
-
-def test_paired_differences():
-    """Against a paired t interval computed by hand: t(2; 0.975) = 4.3027."""
-    pytest.importorskip("scipy")
-    held_out = {"fixed 0.8/1.2": [0.1, 0.2, 0.6], "BAPO": [0.2, 0.4, 0.9]}
-    records = [
-        dict(scenario="staleness 8", arm=arm, seed=seed, held_out=value, curves={"entropy": [1.0]})
-        for arm, values in held_out.items()
-        for seed, value in reversed(list(enumerate(values)))
-    ]
-    difference = compare.paired(compare.frame(records), "staleness 8", "BAPO")
-    half = 4.3027 * 0.1 / 3**0.5
-    assert difference == pytest.approx((0.2, 0.2 - half, 0.2 + half), abs=1e-4)
+    assert fused < nudged
+    assert all(row["same bits"] for row in rows)

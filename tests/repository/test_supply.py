@@ -3,7 +3,6 @@
 import email
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -33,8 +32,9 @@ def run(*arguments, cwd, **env):
     given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH", "TORCH_CUDA_ARCH_LIST")
     own = {k: v for k, v in os.environ.items() if k not in given and not k.startswith("BAPO_")}
     command = [sys.executable, *map(str, arguments)]
-    env = own | {"PATH": ""} | env
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=cwd, env=own | {"PATH": ""} | env, capture_output=True, text=True
+    )
 
 
 def python(*arguments, **options):
@@ -43,12 +43,12 @@ def python(*arguments, **options):
     return done
 
 
-def build_ext(folder, place=None, cwd=ROOT, **env):
-    """What has been run, and the report that it has left in ``place``, the folder or the tree."""
-    where = "--inplace" if place == cwd else f"--build-lib={place or folder}"
-    temp = f"--build-temp={folder / 'temp'}"
-    done = run("setup.py", "-q", "build_ext", temp, where, cwd=cwd, **env)
-    return done, json.loads(((place or folder) / "bapo_kernels" / "_build.json").read_text())
+def build_ext(folder, tree=None, **env):
+    """The run, and the report that it leaves in the folder, or beside the sources in a tree."""
+    where = "--inplace" if tree else f"--build-lib={folder}"
+    options = ["-q", "build_ext", f"--build-temp={folder / 'temp'}", where]
+    done = run("setup.py", *options, cwd=tree or ROOT, **env)
+    return done, json.loads(((tree or folder) / "bapo_kernels" / "_build.json").read_text())
 
 
 def unpacked(sdist, folder):
@@ -134,12 +134,6 @@ def given(tools, torch=TORCH_FOR_CUDA, **commands):
     return {"PYTHONPATH": str(tools)} | {k: v.format(tools) for k, v in commands.items()}
 
 
-def fields(wheel, file):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith(f".dist-info/{file}")]
-        return email.message_from_bytes(archive.read(name))
-
-
 def test_sdist_and_wheel_have_all_files(sdist, wheel):
     """Without compilers the wheel is pure Python: the library of an earlier build is not packed."""
     with tarfile.open(sdist) as archive:
@@ -147,67 +141,42 @@ def test_sdist_and_wheel_have_all_files(sdist, wheel):
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "bapo_kernels").rglob("*.py")}
     package.add("bapo_kernels/py.typed")
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*")}
-    assert len(sources | package) > 50
     assert {*sources, *package, "setup.py", "pyproject.toml", "LICENSE"} <= names
     assert not names & BUILT
     assert not any(name.startswith("tests/") for name in names)
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert "no C++ compiler found" in archive.read("bapo_kernels/_build.json").decode()
+        name = f"bapo_kernels-{bapo_kernels.__version__}.dist-info/METADATA"
+        metadata = email.message_from_bytes(archive.read(name))
     assert names == {*package, "bapo_kernels/_build.json"}
     assert wheel.name.endswith("-py3-none-any.whl")
-    metadata = fields(wheel, "METADATA")
-    assert metadata["Version"] == bapo_kernels.__version__
     needs = [line for line in metadata.get_all("Requires-Dist") if ";" not in line]
     oldest = re.search(r"TORCH = \((\d+), (\d+)\)", (ROOT / "setup.py").read_text())
     assert needs == ["torch>={}.{}".format(*oldest.groups())]
 
 
-@with_scripts
-@pytest.mark.parametrize("target", [None, "linux-aarch64"])
-def test_a_wheel_with_the_library_has_a_platform_tag(sdist, tools, tmp_path, target):
-    """That of this machine, or of the one that it is built for."""
-    tree = unpacked(sdist, tmp_path)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    other = {"_PYTHON_HOST_PLATFORM": target} if target else {}
-    python("-c", code, cwd=tree, **given(tools), **other)
-    (wheel,) = tmp_path.glob("*.whl")
-    machine = target.partition("-")[2] if target else platform.machine()
-    assert fields(wheel, "WHEEL")["Tag"] == f"cp310-abi3-linux_{machine}"
-    assert ("[-mavx2]" in (tools / "c++.log").read_text()) == (machine == "x86_64")
-    with zipfile.ZipFile(wheel) as archive:
-        assert archive.read("bapo_kernels/_C.abi3.so") == b""
-
-
 USE = """
-import os, runpy, sys, torch
-os.environ["BAPO_REQUIRE_NATIVE"] = "1"
-try:
-    import bapo_kernels
-except ImportError as error:
-    print(error)
-os.environ["BAPO_REQUIRE_NATIVE"] = "0"
-import bapo_kernels
-assert bapo_kernels.__file__.startswith({site!r}), bapo_kernels.__file__
+import runpy, torch, bapo_kernels
 logits = torch.zeros(2, 5, requires_grad=True)
-for _ in range(2):
-    out = bapo_kernels.bapo_loss(logits, torch.tensor([1, 3]), None, torch.tensor([1.0, -0.5]))
+out = bapo_kernels.bapo_loss(logits, torch.tensor([1, 3]), None, torch.tensor([1.0, -0.5]))
 out.loss.backward()
-print(out.loss.item(), logits.grad.isfinite().all().item())
+print(bapo_kernels.__file__, out.loss.item(), logits.grad.isfinite().all().item())
 runpy.run_module("bapo_kernels", run_name="__main__")
 """
 
 
 def test_an_install_without_compilers_works_and_reports_what_is_missing(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = python("-c", USE.format(site=str(tmp_path)), cwd=tmp_path)
+    done = python("-c", USE, cwd=tmp_path)
     missing = "the native library is absent: no C++ compiler found (g++ or c++ on the path, or CXX)"
-    refusal, loss, report = done.stdout.split("\n", maxsplit=2)
-    assert refusal == f"BAPO_REQUIRE_NATIVE is set, and {missing}"
-    assert loss == "-0.25 True"
+    loss, report = done.stdout.split("\n", maxsplit=1)
+    assert loss == f"{tmp_path}/bapo_kernels/__init__.py -0.25 True"
     assert re.search(rf"^backend cpu\s+absent: {re.escape(missing)}$", report, re.MULTILINE)
     assert re.search(r"^backend reference\s+available$", report, re.MULTILINE)
-    assert done.stderr.count("UserWarning: ") == done.stderr.count(f"(cpu: {missing})") == 1
+    assert done.stderr.count(f"(cpu: {missing})") == 1
+    done = run("-c", "import bapo_kernels", cwd=tmp_path, BAPO_REQUIRE_NATIVE="1")
+    assert f"BAPO_REQUIRE_NATIVE is set, and {missing}" in done.stderr
 
 
 @with_scripts
@@ -275,18 +244,7 @@ def test_cuda_is_not_compiled_for_a_torch_for_cpus(tools, tmp_path):
 @with_scripts
 def test_a_failed_build_removes_the_library_of_an_earlier_build(sdist, tools, tmp_path):
     tree = unpacked(sdist, tmp_path)
-    done, report = build_ext(tmp_path, tree, tree, BAPO_REQUIRE_CUDA="1", **given(tools))
+    done, report = build_ext(tmp_path, tree, BAPO_REQUIRE_CUDA="1", **given(tools))
     assert done.returncode != 0
     assert not (tree / "bapo_kernels" / "_C.abi3.so").exists()
     assert report["native"].startswith("BAPO_REQUIRE_CUDA is set, and no CUDA compiler found")
-
-
-def test_an_old_setuptools_is_refused_with_a_remedy(tmp_path):
-    """Under --no-build-isolation pip does not check the build requirements of pyproject.toml."""
-    commands = tmp_path / "setuptools" / "command"
-    commands.mkdir(parents=True)
-    (commands.parent / "__init__.py").write_text('__version__ = "76.1.0"')
-    (commands / "build_ext.py").write_text("build_ext = object")
-    done = run("setup.py", "build_ext", cwd=ROOT, PYTHONPATH=str(tmp_path))
-    assert done.returncode != 0
-    assert done.stderr.startswith("bapo_kernels: setuptools must be 77 or later to build, got 76.1")
