@@ -100,14 +100,12 @@ def not_run(page, source):
 
 
 def openrlhf_args():
-    """Of the versions on both sides of the change of names."""
     options = {"level": "seq", "mode": "mask", "gating": "binary_kl", "threshold": [0.0, 0.003]}
     options |= {"enable": True, "type": "tis"}
     correction = {f"is_correction_{name}": value for name, value in options.items()}
     actor = SimpleNamespace(dual_clip=2.5, loss_agg_mode="token-mean", policy_loss_type="gspo")
-    return SimpleNamespace(
-        actor=actor, algo=SimpleNamespace(advantage=SimpleNamespace(**correction))
-    )
+    algo = SimpleNamespace(advantage=SimpleNamespace(**correction))
+    return SimpleNamespace(actor=actor, algo=algo)
 
 
 def surroundings():

@@ -43,7 +43,7 @@ while (($#)) && [[ $1 != python3 ]]; do shift; done; "$@"
 
 
 class Suite:
-    """The script in a tree of its own, with fake tools and a folder with a prebuilt library."""
+    """The script in a tree of its own, with fake tools and a prebuilt library."""
 
     def __init__(self, folder):
         self.folder, self.out = folder, folder / "out"

@@ -6,9 +6,7 @@ import re
 import pytest
 from helpers import needs_machine_code
 
-pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
-pytest.importorskip("typer")
 
 from benchmarks.instructions import page
 from benchmarks.instructions.cuda import Row

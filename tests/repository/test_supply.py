@@ -16,8 +16,7 @@ import pytest
 import bapo_kernels
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["bapo_kernels", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-SOURCES += ["MANIFEST.in", "release", "tests"]
+SOURCES = "bapo_kernels csrc release tests setup.py pyproject.toml README.md LICENSE MANIFEST.in"
 BUILT = {"bapo_kernels/_C.abi3.so", "bapo_kernels/_build.json"}
 
 pytestmark = [
@@ -31,10 +30,8 @@ def run(*arguments, cwd, **env):
     """Runs this interpreter, by default without any compiler on the path."""
     given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH", "TORCH_CUDA_ARCH_LIST")
     own = {k: v for k, v in os.environ.items() if k not in given and not k.startswith("BAPO_")}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, env=own | {"PATH": ""} | env, capture_output=True, text=True
-    )
+    command, env = [sys.executable, *map(str, arguments)], own | {"PATH": ""} | env
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def python(*arguments, **options):
@@ -64,7 +61,7 @@ def unpacked(sdist, folder):
 def sdist(tmp_path_factory):
     """Built in a tree with the library of an earlier build in place."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("sdist")
-    for name in SOURCES:
+    for name in SOURCES.split():
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
     for name in BUILT:
