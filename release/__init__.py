@@ -1,1 +1,1 @@
-"""What is released: the wheel, its bill of materials, and on what it has been installed."""
+"""What is released: the wheel and its bill of materials; tests with other versions."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,7 @@ from release import materials
 
 PLATFORM = "manylinux_2_28"
 OF_TORCH = ("libtorch.so", "libtorch_cpu.so")
+GPUS = {"sm_80", "sm_90", "sm_100", "sm_120"}
 MOST_BYTES = 20e6  # of the library, which is most of the wheel
 # auditwheel allows the platforms of the machine that it is on, and no others.
 AUDITWHEEL = """
@@ -56,6 +58,8 @@ def repair(wheel: Path, folder: Path) -> str:
 def add_materials(tree: Path) -> None:
     """Beside the metadata, where PEP 770 puts it."""
     report = json.loads((tree / "bapo_kernels" / "_build.json").read_text())
+    if missing := GPUS - {*re.findall(r"sm_\d+", report.get("cuda", ""))}:
+        raise SystemExit(f"the library must have kernels for {', '.join(sorted(missing))}")
     (metadata,) = tree.glob("*.dist-info")
     folder = metadata / "sboms"
     folder.mkdir()

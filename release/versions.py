@@ -1,14 +1,13 @@
 """Builds and tests the package with other versions of Python, torch and Triton.
 
 ``make versions`` names them. Each has an environment and a clone of the last commit in
-``build/versions``, and leaves a record in ``release/compatibility.jsonl``. Imports the standard
-library alone, as any interpreter may run it.
+``build/versions``; what they print last is the table of ``docs/internals/compatibility.md``.
+Imports the standard library alone, as any interpreter may run it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -18,42 +17,40 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "release" / "compatibility.jsonl"
 # The fast tests, and all of torch.compile.
 OPTIONS = ["-q", "-n2", "--dist=loadgroup", "--hypothesis-profile=quick", "-m=not slow or compile"]
 LOSSES = ("compile", "linear", "log_probs", "loss", "policies")
 # The other versions in requirements/ need Python 3.11;
 PINS = re.findall(r"^pytest(?:-xdist)?==.*", (ROOT / "requirements/all.in").read_text(), re.M)
 TOOLS = ["setuptools>=77", "numpy", "hypothesis", "rich", "typer", *PINS]
+COLUMNS = ["Python", "torch", "Triton", "NumPy", "tests passed", "of torch.compile"]
 FACTS = """
-import importlib.metadata, json
-from benchmarks.records import environment
+import importlib.metadata, platform, torch
 versions = {d.name: d.version for d in importlib.metadata.distributions()}
-print(json.dumps(environment() | {name: versions.get(name, "") for name in ("triton", "numpy")}))
+others = (versions.get(name, "") for name in ("triton", "numpy"))
+print(platform.python_version(), torch.__version__, *others, sep=",")
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="+", metavar="python3.10,torch==2.10.0,...")
-    parser.add_argument("--losses", action="store_true", help="and torch.compile; no record")
+    parser.add_argument("--losses", action="store_true", help="and torch.compile alone")
     parser.add_argument("--keep", action="store_true", help="leave build/versions as it is")
     given = parser.parse_args()
-    failed = []
+    table = [COLUMNS, ["---"] * len(COLUMNS)]
     for version, python in [(name, interpreter(name.split(",")[0])) for name in given.versions]:
         print(f"== {version}", flush=True)
         folder = ROOT / "build" / "versions" / re.sub(r"\W+", "_", version)
         try:
-            record = tested(folder, python, version.split(",")[1:], given.losses)
-            if not given.losses:
-                with RECORDS.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+            table.append(tested(folder, python, version.split(",")[1:], given.losses))
         finally:
             if not given.keep:
                 shutil.rmtree(folder, ignore_errors=True)
-        failed += [version] * (record["failed"] > 0)
-    if failed:
-        raise SystemExit(f"tests failed with {'; '.join(failed)}")
+    print(f"Commit {run('git', 'describe', '--always', stdout=subprocess.PIPE, cwd=ROOT)}")
+    print("\n".join(f"| {' | '.join(row)} |" for row in table))
+    if any("failed" in cell for row in table for cell in row):
+        raise SystemExit("tests failed")
 
 
 def interpreter(name: str) -> str:
@@ -66,8 +63,8 @@ def interpreter(name: str) -> str:
         raise SystemExit(f"{name} must be on the path, or among the versions of pyenv") from None
 
 
-def tested(folder: Path, base: str, packages: list[str], losses: bool) -> dict[str, Any]:
-    """What the tests of the last commit have found."""
+def tested(folder: Path, base: str, packages: list[str], losses: bool) -> list[str]:
+    """The row of the table: versions, and what the tests of the last commit have found."""
     tree, report, python = folder / "tree", folder / "tests.xml", folder / "env" / "bin" / "python"
     run(base, "-m", "venv", folder / "env")
     run(python, "-m", "pip", "install", "-q", "--no-compile", *packages, *TOOLS)
@@ -86,16 +83,16 @@ def tested(folder: Path, base: str, packages: list[str], losses: bool) -> dict[s
     cases = list(ElementTree.parse(report).iter("testcase"))
     of_compile = [case for case in cases if case.get("classname") == "tests.test_compile"]
     facts = run(python, "-c", FACTS, cwd=tree, env=env, stdout=subprocess.PIPE)
-    found = {"kind": "tests", **counted(cases), "torch.compile": counted(of_compile)}
-    return found | {"packages": packages, "options": OPTIONS} | json.loads(facts)
+    return [*facts.strip().split(","), counted(cases), counted(of_compile)]
 
 
-def counted(cases: list[ElementTree.Element]) -> dict[str, int]:
+def counted(cases: list[ElementTree.Element]) -> str:
     """By their outcome; an error before or after a test is a failure."""
     outcomes = ["".join(part.tag for part in case) for case in cases]
     skipped = sum("skipped" in outcome for outcome in outcomes)
     failed = sum("failure" in outcome or "error" in outcome for outcome in outcomes)
-    return {"passed": len(cases) - skipped - failed, "skipped": skipped, "failed": failed}
+    passed = f"{len(cases) - skipped - failed:,}"
+    return f"{passed}, {failed} failed" if failed else passed
 
 
 def run(*command: str | Path, fine: tuple[int, ...] = (0,), **options: Any) -> str:

@@ -22,8 +22,7 @@ REGISTERS = {"cuda": 96, "hip": 256}
 # Bytes, outside of innermost loops: once per row, and where a float64 division is not ordinary.
 STACK = {("cuda", "locked"): 8, ("cuda", "3.9"): 24, ("hip", "locked"): 0}
 # The environment's version for all variants of one target of each vendor, and of the others for the
-# extremes. A newer one, which `make` installs, has another ptxas. `python -m release.compatibility`
-# also compiles for the GPUs between these, and with more versions.
+# extremes. A newer one, which `make` installs, has another ptxas.
 FOLDERS = {"locked": None, "3.9": Path(__file__).parent.parent / "build/triton_3.9"}
 COMPILED = [("locked", f"cuda:{capability}") for capability in (80, 90, 100, 120)]
 COMPILED += [("locked", "hip:gfx942"), ("3.9", "cuda:90")]

@@ -10,8 +10,7 @@ from pages import ROOT
 
 from bapo_kernels.tools import cli
 
-# Not part of the repository, but of what its commands make.
-MADE = {".venv", "build", "dist", "out"}
+MADE = {".venv", "build", "dist", "out"}  # by commands of the repository
 
 
 def commands(script):
@@ -36,7 +35,9 @@ def check(words):
     name, *others = words
     name = Path(name).name
     if name == "make":
-        _check_targets(others)
+        known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for target in others:
+            assert target in known or "=" in target, f"make has no target {target!r}"
     elif name in ("python", "python3") and others[:1] == ["-m"]:
         _check_module(*others[1:])
     elif name == "pip":
@@ -45,15 +46,6 @@ def check(words):
         top = word.partition("/")[0]
         if "/" in word and top not in MADE and (ROOT / top).is_dir():
             assert (ROOT / word).exists(), f"{word} does not exist"
-
-
-def _check_targets(words):
-    folder = ROOT
-    if words[:1] == ["-C"]:
-        folder, words = ROOT / words[1], words[2:]
-    known = re.findall(r"^([\w-]+):", (folder / "Makefile").read_text(), re.MULTILINE)
-    for target in words:
-        assert target in known or "=" in target, f"make has no target {target!r}"
 
 
 def _check_module(name, *words):

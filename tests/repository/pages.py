@@ -1,20 +1,17 @@
-"""Pages as their readers see them: Markdown in a forge, HTML in a browser."""
+"""Markdown pages as a forge shows them."""
 
 import re
 from collections import Counter
-from html.parser import HTMLParser
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-LOADS = {"src", "srcset", "data", "poster", "action", "href"}
 
 
-class Markdown:
-    """A page in GitHub's Markdown."""
-
+class Page:
     def __init__(self, path):
         self.path = path
         self.blocks = MarkdownIt("commonmark").enable("table").parse(path.read_text())
@@ -29,11 +26,6 @@ class Markdown:
         """The code in the text."""
         return [span.content for span in self.spans if span.type == "code_inline"]
 
-    def links(self):
-        """Relative links and images."""
-        found = [span.attrs.get("href") or span.attrs.get("src") for span in self.spans]
-        return relative(link for link in found if link)
-
     def anchors(self):
         """Of the headings, by GitHub's rules."""
         found, seen = set(), Counter()
@@ -45,40 +37,18 @@ class Markdown:
                 seen[slug] += 1
         return found
 
+    def dead_links(self):
+        """Relative links and images that lead to no file, or to no heading of a page."""
+        links = [span.attrs.get("href") or span.attrs.get("src") for span in self.spans]
+        relative = [link for link in links if link and not urlsplit(link).scheme]
+        return [link for link in relative if self._is_dead(link)]
 
-class Html(HTMLParser):
-    """A page of the site: its ids, its relative links, those of the sidebar, and what it loads."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path, self.ids, self.links, self.loads, self.navigation = path, set(), [], [], []
-        self.before = {}  # the attributes of the tag before
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag, attrs):
-        for name, value in attrs:
-            if name == "id":
-                self.ids.add(value)
-            elif tag == "a" and name == "href":
-                self.links += relative([value])
-                if "toctree-l" in self.before.get("class", ""):
-                    self.navigation.append(value)
-            elif name in LOADS and value:
-                self.loads.append(value)
-        self.before = dict(attrs)
-
-
-def relative(links):
-    return [link for link in links if not urlsplit(link).scheme]
-
-
-def dead_links(page, links, anchors_of):
-    """Those that lead to no file, or to an anchor that ``anchors_of(file)``, if any, lacks."""
-    dead = []
-    for link in links:
+    def _is_dead(self, link):
         parts = urlsplit(link)
-        file = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-        anchors = anchors_of(file) if file.exists() and parts.fragment else None
-        if not file.exists() or (anchors is not None and unquote(parts.fragment) not in anchors):
-            dead.append(link)
-    return dead
+        file = (self.path.parent / unquote(parts.path)).resolve() if parts.path else self.path
+        if parts.fragment and file.suffix == ".md" and file.exists():
+            return unquote(parts.fragment) not in page(file).anchors()
+        return not file.exists()
+
+
+page = cache(Page)

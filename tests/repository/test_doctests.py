@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from causal_lm import CausalLM
 from helpers import assert_within_budget
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, backends, config, reference
+from bapo_kernels import BAPOConfig, config, reference
 from bapo_kernels.backends import native
 from bapo_kernels.tools.budget import in_some_orders, largest
 
@@ -54,13 +55,8 @@ def documented():
     return found
 
 
-@pytest.mark.parametrize("reference_alone", [False, True], ids=["all backends", "reference alone"])
 @pytest.mark.parametrize("name", documented())
-def test_docstring(name, reference_alone, monkeypatch):
-    if reference_alone:
-        monkeypatch.setattr(native, "WHY_NO_CPU", "hidden by the test")
-        monkeypatch.setattr(native, "why_no_cuda", lambda: "hidden by the test")
-        monkeypatch.setattr(backends.triton, "why_not", lambda: "hidden by the test")
+def test_docstring(name):
     if name.endswith("instruction_set") and native.WHY_NO_CPU is not None:
         pytest.skip("needs the native library")
     value = documented()[name]
@@ -73,25 +69,24 @@ def test_docstring(name, reference_alone, monkeypatch):
         assert failed == 0, "".join(report)
 
 
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def sections(page):
+def blocks(page):
     """From the headings of the sections that have Python to the sources of their blocks."""
     found = {}
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
-        sources = BLOCK.findall(section)
+        sources = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
         if sources:
             found[section.partition("\n")[0]] = sources
     return found
 
 
-BLOCKS = [
-    (page, heading, source)
-    for page in PAGES
-    for heading, sources in sections(page).items()
-    for source in sources
-]
+def of_all_pages():
+    """Page, section and sources of its blocks; those of ``START`` are one section."""
+    for page in PAGES:
+        sections = blocks(page)
+        if page == START:
+            sections = {"all": list(itertools.chain(*sections.values()))}
+        for heading, sources in sections.items():
+            yield pytest.param(page, sources, id=f"{page.name}, {heading}")
 
 
 def is_absent(error):
@@ -105,14 +100,12 @@ def not_run(page, source):
 
 
 def openrlhf_args():
-    """Of the versions on both sides of the change of names."""
     options = {"level": "seq", "mode": "mask", "gating": "binary_kl", "threshold": [0.0, 0.003]}
     options |= {"enable": True, "type": "tis"}
     correction = {f"is_correction_{name}": value for name, value in options.items()}
     actor = SimpleNamespace(dual_clip=2.5, loss_agg_mode="token-mean", policy_loss_type="gspo")
-    return SimpleNamespace(
-        actor=actor, algo=SimpleNamespace(advantage=SimpleNamespace(**correction))
-    )
+    algo = SimpleNamespace(advantage=SimpleNamespace(**correction))
+    return SimpleNamespace(actor=actor, algo=algo)
 
 
 def surroundings():
@@ -171,17 +164,7 @@ OF_PAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("page", "sources"),
-    [
-        pytest.param(page, runnable, id=f"{page.name}, {heading}")
-        for page in PAGES
-        if page != START
-        for heading, sources in sections(page).items()
-        if (runnable := [source for source in sources if not_run(page, source) is None])
-    ]
-    + [pytest.param(START, BLOCK.findall(START.read_text()), id=START.name)],
-)
+@pytest.mark.parametrize(("page", "sources"), of_all_pages())
 def test_pages(page, sources):
     """Every block of Python runs, after those before it in its section; its losses are finite.
 
@@ -189,6 +172,9 @@ def test_pages(page, sources):
     """
     names = {} if page == START else surroundings() | OF_PAGES.get(page.name, {})
     for source in sources:
+        check_names(source)
+        if not_run(page, source):
+            continue
         try:
             exec(compile(source, str(page), "exec"), names)
         except ImportError as error:
@@ -201,26 +187,29 @@ def test_pages(page, sources):
     assert page != START or losses
 
 
-def test_openrlhf_blocks_pass_on_the_options_of_the_trainer():
-    for source in sections(ROOT / "docs/frameworks.md")["OpenRLHF"]:
-        trainer = SimpleNamespace(args=openrlhf_args())
-        exec(source, NAMES | dict(self=trainer))
-        config = trainer.actor_loss_fn.config
-        options = config.ratio_level, config.clip_ratio_c, config.target
-        assert options == ("sequence", 2.5, 0.45)
-        assert trainer.actor_loss_fn.correction is not None
+def check_names(source):
+    """Names and keywords that a block takes from this package exist, also where it cannot run."""
+    names, tree = NAMES | {"torch": None}, ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("bapo_kernels"):
+            names |= {a.asname or a.name: imported(node.module, a.name) for a in node.names}
+    if "BAPOTrainerConfig" in source:
+        names["BAPOTrainerConfig"] = imported("bapo_kernels.integrations.trl", "BAPOTrainerConfig")
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        function = getattr(names.get(owner), name, None) if owner else names.get(name)
+        if callable(function):
+            parameters = inspect.signature(function).parameters
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            assert takes_any or given.keys() <= parameters.keys(), ast.unparse(call)
+        if "bapo_options" in given:
+            options = {key.value for key in given["bapo_options"].keys}
+            assert options <= BAPOConfig.__dataclass_fields__.keys()
 
 
-def test_every_block_is_found():
-    """Also one that is indented, or whose fence has options, would otherwise run nowhere."""
-    for page in PAGES:
-        fences = re.findall(r"^\s*(?:```|~~~)\s*\{?py", page.read_text(), re.MULTILINE)
-        assert len(fences) == sum(len(sources) for sources in sections(page).values()), page.name
-    assert set(NOT_RUN) == {not_run(page, source) for page, _, source in BLOCKS} - {None}
-
-
-def resolved(module, name):
-    """What a block imports from this package; ``None`` where the framework is absent."""
+def imported(module, name):
+    """``None`` where the framework is absent."""
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
@@ -229,46 +218,20 @@ def resolved(module, name):
         raise
 
 
-def called(call, names):
-    """The keywords of the function of this package that a call in a block names, if known."""
-    owner, _, name = ast.unparse(call.func).rpartition(".")
-    function = getattr(names.get(owner), name, None) if owner else names.get(name)
-    if not callable(function):
-        return None
-    parameters = inspect.signature(function).parameters
-    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    fields = getattr(names.get(owner), "__dataclass_fields__", {})  # what presets of a config take
-    return None if any_keyword and not fields else parameters.keys() | fields.keys()
-
-
-@pytest.mark.parametrize(
-    ("page", "source"),
-    [pytest.param(page, source, id=f"{page.name}, {head}") for page, head, source in BLOCKS],
-)
-def test_names_and_keywords_exist(page, source):
-    """Every name that a block takes from this package exists, and so does every keyword it gives.
-
-    Blocks that run may define functions that they do not call.
-    """
-    names = {name: value for name, value in NAMES.items() if value is not torch}
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("bapo_kernels"):
-            names |= {a.asname or a.name: resolved(node.module, a.name) for a in node.names}
-    if "BAPOTrainerConfig" in source:
-        names["BAPOTrainerConfig"] = resolved("bapo_kernels.integrations.trl", "BAPOTrainerConfig")
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-        taken = called(call, names)
-        assert taken is None or given.keys() <= taken, ast.unparse(call)
-        if "bapo_options" in given:
-            options = {key.value for key in given["bapo_options"].keys}
-            assert options <= BAPOConfig.__dataclass_fields__.keys()
+def test_every_block_is_found():
+    """Also one that is indented, or whose fence has options, would otherwise run nowhere."""
+    found = []
+    for page in PAGES:
+        sources = list(itertools.chain(*blocks(page).values()))
+        fences = re.findall(r"^\s*(?:```|~~~)\s*\{?py", page.read_text(), re.MULTILINE)
+        assert len(fences) == len(sources), page.name
+        found += [not_run(page, source) for source in sources]
+    assert set(NOT_RUN) == {*found} - {None}
 
 
 def test_readme_before_and_after_agree():
     """The first two blocks compute one loss in two ways; here the paper's weights are equal."""
-    (before, after), *_ = sections(README).values()
+    (before, after), *_ = blocks(README).values()
     names = surroundings()
 
     def loss_before():

@@ -60,11 +60,3 @@ def listed(name):
 def test_imports_point_downwards(name):
     for imported in map(listed, imports_of(FILES[name])):
         assert imported == listed(name) or LEVELS[imported] < LEVELS[listed(name)], imported
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_named_tuples_have_methods_and_no_properties(name):
-    """The compiler of torch 2.10 cannot use what a property of a NamedTuple returns."""
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
-        if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
-            assert "@property" not in ast.unparse(node)

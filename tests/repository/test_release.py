@@ -1,4 +1,4 @@
-"""A release: versions, locked requirements, checks, bill of materials, page of compatibility."""
+"""A release: versions, locked requirements, checks, workflows, bill of materials."""
 
 import json
 import re
@@ -46,13 +46,11 @@ def test_nothing_is_published_unchecked():
     assert ".github/check_release.sh" in release["check"]["steps"][-1]["run"]
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("tag", "heading", "message"),
     [
         ("v1.2.3", "1.2.3 (2026-11-23)", ""),
         ("v1.2.4", "1.2.3 (2026-11-23)", "the tag must be v1.2.3"),
-        ("1.2.3", "1.2.3 (2026-11-23)", "the tag must be v1.2.3"),
         ("v1.2.3", "1.2.3 (unreleased)", "the heading '## 1.2.3 (YYYY-MM-DD)'"),
         ("v1.2.3", "1.243 (2026-11-23)", "the heading '## 1.2.3 (YYYY-MM-DD)'"),
     ],
@@ -72,11 +70,6 @@ def test_versions_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == __version__
     assert citation["license"] == PYPROJECT["project"]["license"]
-    (paper,) = citation["references"]
-    authors = [f"{one['family-names']}, {one['given-names']}" for one in paper["authors"]]
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    named = re.search(r"author = \{(.*?) and others\}", readme)[1].split(" and ")
-    assert authors[: len(named)] == named
     makefile = (ROOT / "Makefile").read_text()
     torch = re.search(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)[1]
     assert f"pip install torch=={torch}" in PYPROJECT["tool"]["cibuildwheel"]["before-build"]
@@ -101,24 +94,15 @@ def test_locked_requirements(path):
     assert "://" not in locked  # no index, which may be another elsewhere
 
 
-@pytest.mark.parametrize("name", ["demo", "test", "baselines"])
+@pytest.mark.parametrize("name", ["demo", "test"])
 def test_small_environments_have_the_versions_of_the_large_one(name):
-    """Baselines on a GPU, except those that run on a GPU alone, have the versions of the CPU."""
     folder = ROOT / "requirements"
     small, large = (dict(PIN.findall((folder / f"{n}.txt").read_text())) for n in (name, "all"))
-    if name == "baselines":
-        from benchmarks.methods import methods
-
-        on_a_gpu = {None, "quack-kernels", "flash-attn"}
-        packages = {method.package for method in methods()} - on_a_gpu
-        assert packages <= small.keys()
-        small = {package: small[package] for package in packages}
     assert len(small) >= 4
     assert small.items() <= large.items()
 
 
 def test_bill_of_materials_names_what_is_in_the_library():
-    """With the CUDA backend, and without it by the compiler of a container."""
     pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
     from release import materials
 
@@ -130,30 +114,7 @@ def test_bill_of_materials_names_what_is_in_the_library():
     versions = {part["name"]: part["version"] for part in bom["components"]}
     expected = {"libstdc++": "12.2.0", "libgcc": "12.2.0", "torch": "2.13.0"}
     assert versions.items() > expected.items()
-    assert "nvidia-cuda-runtime" in versions
     assert all(part["licenses"] for part in bom["components"])
-    assert bom["metadata"]["component"]["version"] == "0.1.0"
     licences = (ROOT / "release" / "licenses" / "THIRD_PARTY.md").read_text()
     rows = re.findall(r"^\| (`[^:]*)", licences, re.MULTILINE)
     assert {name for row in rows for name in re.findall("`([^`]+)`", row)} == versions.keys()
-    compiler = "g++ (GCC) 14.2.1 20250110 (Red Hat 14.2.1-7)"
-    parts = materials.components({"torch": "2.13.0+cpu", "compiler": compiler})
-    versions = {part.name: part.version for part in parts}
-    assert versions == {"libstdc++": "14.2.1", "libgcc": "14.2.1", "torch": "2.13.0"}
-
-
-def test_the_page_of_compatibility_has_the_records():
-    pytest.importorskip("cyclonedx", reason="needs requirements/all.txt")
-    from release import compatibility
-
-    records = compatibility.load()
-    text = compatibility.PAGE.read_text()
-    assert text == compatibility.page_of(records)
-    assert [n for n in compatibility.blocks(records) if f"<!-- {n} -->" not in text] == []
-    for record in (record for record in records if record["kind"] == "installed"):
-        assert record["report"]["backend cpu"] == "available"
-        assert (record["loss"], record["validate"]["exit status"]) == (-0.25, 0)
-    project = (ROOT / "pyproject.toml").read_text()
-    for name in ("requires-python = ", "torch", "triton"):
-        (oldest,) = re.findall(rf'{name}"?>=([\d.]+)"', project)
-        assert re.search(rf"\| {re.escape(oldest)}\.\d", text), f"the oldest {name} has been run"

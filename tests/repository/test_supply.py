@@ -1,10 +1,8 @@
 """Source distribution, builds and wheels: their contents, and what a failed build reports."""
 
 import email
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -14,13 +12,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 import bapo_kernels
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["bapo_kernels", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-SOURCES += ["MANIFEST.in", "release", "tests"]
+SOURCES = "bapo_kernels csrc release tests setup.py pyproject.toml README.md LICENSE MANIFEST.in"
 BUILT = {"bapo_kernels/_C.abi3.so", "bapo_kernels/_build.json"}
 
 pytestmark = [
@@ -34,8 +30,7 @@ def run(*arguments, cwd, **env):
     """Runs this interpreter, by default without any compiler on the path."""
     given = ("CXX", "CXXFLAGS", "LDFLAGS", "NVCC", "PYTHONPATH", "TORCH_CUDA_ARCH_LIST")
     own = {k: v for k, v in os.environ.items() if k not in given and not k.startswith("BAPO_")}
-    command = [sys.executable, *map(str, arguments)]
-    env = own | {"PATH": ""} | env
+    command, env = [sys.executable, *map(str, arguments)], own | {"PATH": ""} | env
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
@@ -45,12 +40,12 @@ def python(*arguments, **options):
     return done
 
 
-def build_ext(folder, place=None, cwd=ROOT, **env):
-    """What has been run, and the report that it has left in ``place``, the folder or the tree."""
-    where = "--inplace" if place == cwd else f"--build-lib={place or folder}"
-    temp = f"--build-temp={folder / 'temp'}"
-    done = run("setup.py", "-q", "build_ext", temp, where, cwd=cwd, **env)
-    return done, json.loads(((place or folder) / "bapo_kernels" / "_build.json").read_text())
+def build_ext(folder, tree=None, **env):
+    """The run, and the report that it leaves in the folder, or beside the sources in a tree."""
+    where = "--inplace" if tree else f"--build-lib={folder}"
+    options = ["-q", "build_ext", f"--build-temp={folder / 'temp'}", where]
+    done = run("setup.py", *options, cwd=tree or ROOT, **env)
+    return done, json.loads(((tree or folder) / "bapo_kernels" / "_build.json").read_text())
 
 
 def unpacked(sdist, folder):
@@ -66,7 +61,7 @@ def unpacked(sdist, folder):
 def sdist(tmp_path_factory):
     """Built in a tree with the library of an earlier build in place."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("sdist")
-    for name in SOURCES:
+    for name in SOURCES.split():
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
     for name in BUILT:
@@ -100,18 +95,16 @@ SCRIPTS = {
     "nvcc": COMPILER,
     "failing/nvcc": COMPILER.replace("eval", "echo 'row_pass.cu(7): error: a ;' >&2; exit 2; eval"),
     "old c++": COMPILER.replace("eval", "echo \"g++: error: no '-std=c++20'\" >&2; exit 1; eval"),
-    "no nvcc": "#!/bin/sh\n",
     "launcher": '#!/bin/sh\nexec "$@"\n',
 }
-TORCH = """
-__version__ = "2.13.0+{}"
-class version: cuda = {}
+TORCH_FOR_CUDA = """
+__version__ = "2.13.0+cu130"
+class version: cuda = "13.0"
 class cuda: is_available = staticmethod(lambda: False)
 """
-TORCH_FOR_CUDA, TORCH_FOR_CPUS = TORCH.format("cu130", "'13.0'"), TORCH.format("cpu", None)
-MACHINES = ["x86_64-linux", "sbsa-linux"]
+TORCH_FOR_CPUS = TORCH_FOR_CUDA.replace("cu130", "cpu").replace('"13.0"', "None")
+EXTENSION = "def include_paths():\n    return []\n\nlibrary_paths = include_paths\n"
 WITH_NVCC = {"NVCC": "'{0}/nvcc'"}
-OLD_TORCH, NO_TORCH = '__version__ = "2.9.1"', "raise ModuleNotFoundError(name='torch')"
 
 
 @pytest.fixture
@@ -121,18 +114,13 @@ def tools(tmp_path):
     The libraries of CUDA lie as an installer has them, or as a package for several machines has.
     """
     folder = tmp_path / "the tools"
-    for libraries in (
-        folder / "failing/lib64",
-        *(folder / "targets" / m / "lib" for m in MACHINES),
-    ):
-        libraries.mkdir(parents=True)
-        (libraries / "libcudart_static.a").touch()
-    for name, text in SCRIPTS.items():
+    files = {"torch/utils/cpp_extension.py": EXTENSION, **SCRIPTS}
+    places = ("failing/lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+    files |= {f"{place}/libcudart_static.a": "" for place in places}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    (folder / "torch" / "utils").mkdir(parents=True)
-    paths = "def include_paths():\n    return []\n\nlibrary_paths = include_paths\n"
-    (folder / "torch" / "utils" / "cpp_extension.py").write_text(paths)
     return folder
 
 
@@ -143,12 +131,6 @@ def given(tools, torch=TORCH_FOR_CUDA, **commands):
     return {"PYTHONPATH": str(tools)} | {k: v.format(tools) for k, v in commands.items()}
 
 
-def fields(wheel, file):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith(f".dist-info/{file}")]
-        return email.message_from_bytes(archive.read(name))
-
-
 def test_sdist_and_wheel_have_all_files(sdist, wheel):
     """Without compilers the wheel is pure Python: the library of an earlier build is not packed."""
     with tarfile.open(sdist) as archive:
@@ -156,80 +138,42 @@ def test_sdist_and_wheel_have_all_files(sdist, wheel):
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "bapo_kernels").rglob("*.py")}
     package.add("bapo_kernels/py.typed")
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*")}
-    assert len(sources | package) > 50
     assert {*sources, *package, "setup.py", "pyproject.toml", "LICENSE"} <= names
     assert not names & BUILT
     assert not any(name.startswith("tests/") for name in names)
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert "no C++ compiler found" in archive.read("bapo_kernels/_build.json").decode()
+        name = f"bapo_kernels-{bapo_kernels.__version__}.dist-info/METADATA"
+        metadata = email.message_from_bytes(archive.read(name))
     assert names == {*package, "bapo_kernels/_build.json"}
     assert wheel.name.endswith("-py3-none-any.whl")
-    of_wheel = fields(wheel, "WHEEL")
-    assert (of_wheel["Root-Is-Purelib"], of_wheel["Tag"]) == ("true", "py3-none-any")
-
-
-def test_the_metadata_of_the_wheel(wheel):
-    """The core depends on torch alone, at least the one whose ABI the library is built for."""
-    metadata = fields(wheel, "METADATA")
-    assert metadata["Version"] == bapo_kernels.__version__
-    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
-    (torch,) = [need for need in needs if need.marker is None]
-    assert torch.name == "torch"
-    setup = (ROOT / "setup.py").read_text()
-    major, minor = map(int, re.search(r"TORCH = \((\d+), (\d+)\)", setup).groups())
-    assert torch.specifier.contains(f"{major}.{minor}.0")
-    assert not torch.specifier.contains(f"{major}.{minor - 1}.1")
-    assert torch.specifier.contains(importlib.metadata.version("torch"))
-
-
-@with_scripts
-@pytest.mark.parametrize("target", [None, "linux-aarch64"])
-def test_a_wheel_with_the_library_has_a_platform_tag(sdist, tools, tmp_path, target):
-    """That of this machine, or of the one that it is built for."""
-    tree = unpacked(sdist, tmp_path)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    other = {"_PYTHON_HOST_PLATFORM": target} if target else {}
-    python("-c", code, cwd=tree, **given(tools), **other)
-    (wheel,) = tmp_path.glob("*.whl")
-    of_wheel = fields(wheel, "WHEEL")
-    assert of_wheel["Root-Is-Purelib"] == "false"
-    machine = target.partition("-")[2] if target else platform.machine()
-    assert of_wheel["Tag"] == f"cp310-abi3-linux_{machine}"
-    assert ("[-mavx2]" in (tools / "c++.log").read_text()) == (machine == "x86_64")
-    with zipfile.ZipFile(wheel) as archive:
-        assert archive.read("bapo_kernels/_C.abi3.so") == b""
+    needs = [line for line in metadata.get_all("Requires-Dist") if ";" not in line]
+    oldest = re.search(r"TORCH = \((\d+), (\d+)\)", (ROOT / "setup.py").read_text())
+    assert needs == ["torch>={}.{}".format(*oldest.groups())]
 
 
 USE = """
-import os, runpy, sys, torch
-os.environ["BAPO_REQUIRE_NATIVE"] = "1"
-try:
-    import bapo_kernels
-except ImportError as error:
-    print(error)
-os.environ["BAPO_REQUIRE_NATIVE"] = "0"
-import bapo_kernels
-assert bapo_kernels.__file__.startswith({site!r}), bapo_kernels.__file__
+import runpy, torch, bapo_kernels
 logits = torch.zeros(2, 5, requires_grad=True)
-for _ in range(2):
-    out = bapo_kernels.bapo_loss(logits, torch.tensor([1, 3]), None, torch.tensor([1.0, -0.5]))
+out = bapo_kernels.bapo_loss(logits, torch.tensor([1, 3]), None, torch.tensor([1.0, -0.5]))
 out.loss.backward()
-print(out.loss.item(), logits.grad.isfinite().all().item())
+print(bapo_kernels.__file__, out.loss.item(), logits.grad.isfinite().all().item())
 runpy.run_module("bapo_kernels", run_name="__main__")
 """
 
 
 def test_an_install_without_compilers_works_and_reports_what_is_missing(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = python("-c", USE.format(site=str(tmp_path)), cwd=tmp_path)
+    done = python("-c", USE, cwd=tmp_path)
     missing = "the native library is absent: no C++ compiler found (g++ or c++ on the path, or CXX)"
-    refusal, loss, report = done.stdout.split("\n", maxsplit=2)
-    assert refusal == f"BAPO_REQUIRE_NATIVE is set, and {missing}"
-    assert loss == "-0.25 True"
+    loss, report = done.stdout.split("\n", maxsplit=1)
+    assert loss == f"{tmp_path}/bapo_kernels/__init__.py -0.25 True"
     assert re.search(rf"^backend cpu\s+absent: {re.escape(missing)}$", report, re.MULTILINE)
     assert re.search(r"^backend reference\s+available$", report, re.MULTILINE)
-    assert done.stderr.count("UserWarning: ") == done.stderr.count(f"(cpu: {missing})") == 1
+    assert done.stderr.count(f"(cpu: {missing})") == 1
+    done = run("-c", "import bapo_kernels", cwd=tmp_path, BAPO_REQUIRE_NATIVE="1")
+    assert f"BAPO_REQUIRE_NATIVE is set, and {missing}" in done.stderr
 
 
 @with_scripts
@@ -238,27 +182,22 @@ def test_an_install_without_compilers_works_and_reports_what_is_missing(wheel, t
     [
         ("CUDA", {}, "no CUDA compiler found (nvcc on the path, or NVCC)"),
         ("CUDA", {"NVCC": "'{0}/failing/nvcc'"}, "nvcc: row_pass.cu(7): error: a ;"),
-        ("CUDA", {"NVCC": "'{0}/no nvcc'"}, "NVCC must be nvcc or call it, got "),
         ("CUDA", WITH_NVCC | {"TORCH_CUDA_ARCH_LIST": "8"}, "TORCH_CUDA_ARCH_LIST must be "),
         ("NATIVE", {"CXX": ""}, "no C++ compiler found (g++ or c++ on the path, or CXX)"),
-        ("NATIVE", {"CXX": "absent -m64"}, "CXX must name a program that can run, got 'absent'"),
         ("NATIVE", {"CXX": "'{0}/old c++'"}, "old c++: g++: error: no '-std=c++20'"),
-        ("NATIVE", {"torch": OLD_TORCH}, "torch must be 2.10 or later, got 2.9.1"),
-        ("NATIVE", {"torch": NO_TORCH}, "the build found no torch"),
+        ("NATIVE", {"torch": '__version__ = "2.9.1"'}, "torch must be 2.10 or later, got 2.9.1"),
     ],
 )
-@pytest.mark.parametrize("required", ["0", "1"])
-def test_a_build_without_a_part_warns_or_fails(tools, tmp_path, part, commands, reason, required):
+def test_a_build_without_a_part_warns_or_fails(tools, tmp_path, part, commands, reason):
     """A GPU machine must not silently lose its backend."""
-    env = given(tools, **commands) | {f"BAPO_REQUIRE_{part}": required}
-    done, report = build_ext(tmp_path, **env)
     missing = "the CUDA backend" if part == "CUDA" else "the native library"
-    assert f"WARNING: building without {missing}: " in done.stderr
-    assert (done.returncode != 0) == (required == "1"), done.stderr
-    last = done.stderr.splitlines()[-1]
-    refusal = f"bapo_kernels: BAPO_REQUIRE_{part} is set, and {reason}"
-    assert last.startswith(refusal) == (required == "1")
-    assert any(reason in value for value in report.values())
+    for required in ("0", "1"):
+        env = given(tools, **commands) | {f"BAPO_REQUIRE_{part}": required}
+        done, report = build_ext(tmp_path, **env)
+        assert f"WARNING: building without {missing}: " in done.stderr
+        assert any(reason in value for value in report.values())
+        refusal = f"bapo_kernels: BAPO_REQUIRE_{part} is set, and {reason}"
+        assert (refusal in done.stderr) == (done.returncode != 0) == (required == "1"), done.stderr
 
 
 @with_scripts
@@ -272,8 +211,7 @@ def test_compilers_flags_and_gpus_come_from_the_environment(tools, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    version, *compiled, linked = (tools / "c++.log").read_text().splitlines()
-    assert version == "[-m64][--version]"
+    _, *compiled, linked = (tools / "c++.log").read_text().splitlines()
     assert len(compiled) > 5
     for line in compiled:  # flags override preferences, but not what the code needs
         ours = "[-O1]" if "/binding" in line else "[-O3]"
@@ -281,13 +219,10 @@ def test_compilers_flags_and_gpus_come_from_the_environment(tools, tmp_path):
         places = [line.index(flag) for flag in wanted]
         assert places == sorted(places)
     assert "[-Wl,-s][-L/a b]" in linked
-    machine = MACHINES[platform.machine() != "x86_64"]
-    assert f"[-L{tools}/targets/{machine}/lib]" in linked
-    of_cuda = (tools / "nvcc.log").read_text().splitlines()
+    of_cuda = [line for line in (tools / "nvcc.log").read_text().splitlines() if "[-c]" in line]
+    assert len(of_cuda) > 5
     assert all(line.startswith("[-m64]") for line in of_cuda)
-    codes = [line.partition("[-c]")[0] for line in of_cuda if "[-c]" in line]
-    assert len(codes) > 5
-    assert not any("90" in line for line in codes)
+    assert not any("90" in line.partition("[-c]")[0] for line in of_cuda)
     assert report["cuda"] == "13.0 for sm_80, sm_120, compute_120"
 
 
@@ -297,39 +232,16 @@ def test_cuda_is_not_compiled_for_a_torch_for_cpus(tools, tmp_path):
     env = given(tools, TORCH_FOR_CPUS, **WITH_NVCC)
     done, report = build_ext(tmp_path, **env)
     assert done.stderr == ""
-    assert not (tools / "nvcc.log").exists()
-    assert report["why no cuda"] == (
-        "torch was 2.13.0+cpu, which has no CUDA support (BAPO_REQUIRE_CUDA=1 builds it anyway)"
-    )
+    assert "which has no CUDA support (BAPO_REQUIRE_CUDA=1 builds" in report["why no cuda"]
     done, report = build_ext(tmp_path, BAPO_REQUIRE_CUDA="1", **env)
     assert done.returncode == 0
     assert report["cuda"] == "13.0 for sm_80, sm_90, sm_100, sm_120, compute_120"
 
 
 @with_scripts
-@pytest.mark.parametrize("place", [".", "build/lib"])
-def test_a_failed_build_removes_the_library_of_an_earlier_build(sdist, tools, tmp_path, place):
+def test_a_failed_build_removes_the_library_of_an_earlier_build(sdist, tools, tmp_path):
     tree = unpacked(sdist, tmp_path)
-    library = tree / place / "bapo_kernels" / "_C.abi3.so"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    library.write_text("old")
-    done, report = build_ext(tmp_path, tree / place, tree, BAPO_REQUIRE_CUDA="1", **given(tools))
+    done, report = build_ext(tmp_path, tree, BAPO_REQUIRE_CUDA="1", **given(tools))
     assert done.returncode != 0
-    assert not library.exists()
+    assert not (tree / "bapo_kernels" / "_C.abi3.so").exists()
     assert report["native"].startswith("BAPO_REQUIRE_CUDA is set, and no CUDA compiler found")
-
-
-def test_an_old_setuptools_is_refused_with_a_remedy(tmp_path):
-    """Under --no-build-isolation pip does not check the build requirements of pyproject.toml."""
-    commands = tmp_path / "setuptools" / "command"
-    commands.mkdir(parents=True)
-    (commands.parent / "__init__.py").write_text('__version__ = "76.1.0"')
-    (commands / "build_ext.py").write_text("build_ext = object")
-    done = run("setup.py", "build_ext", cwd=ROOT, PYTHONPATH=str(tmp_path))
-    project = (ROOT / "pyproject.toml").read_text()
-    (oldest,) = re.findall(r'^requires = \["setuptools>=(.*?)"\]', project, re.MULTILINE)
-    assert done.returncode != 0
-    assert done.stderr == (
-        f"bapo_kernels: setuptools must be {oldest} or later to build, got 76.1.0: "
-        "pip install -U setuptools\n"
-    )

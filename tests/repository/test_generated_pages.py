@@ -1,0 +1,49 @@
+"""Generated tables are those of the committed records; a GPU's records will fill theirs."""
+
+import pytest
+
+pytest.importorskip("tabulate")
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+from benchmarks import frames, plot, records, report
+from benchmarks.tables import filled, number
+from study import compare
+from study import page as of_study
+from study.__main__ import RESULTS
+
+PAGES = {
+    report.README: lambda: {"records": report.readme_block()},
+    report.PAGE: report.blocks,
+    of_study.DOCS / of_study.NAME: lambda: of_study.blocks(compare.frame(RESULTS)),
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_match_the_committed_records(page):
+    text, blocks = page.read_text(), PAGES[page]()
+    assert text == filled(text, blocks)
+    assert all(f"<!-- {name} -->" in text for name in blocks)
+
+
+def test_pages_say_whether_a_gpu_was_measured():
+    words = "No GPU has been" in " ".join(report.PAGE.read_text().split())
+    assert words == frames.latest("cuda").empty
+
+
+def test_figures_and_tables_of_a_gpu(monkeypatch, tmp_path):
+    """Made as if a GPU had the records of the CPU, and a failure."""
+    lines = [
+        record | {"method": record["method"].replace("bapo_kernels cpu", "bapo_kernels cuda")}
+        for record in records.load(records.RESULTS / "cpu.jsonl")
+    ]
+    lines.append(lines[0] | {"method": "QuACK cross entropy", "status": "failed", "why": "no code"})
+    load = records.load
+    monkeypatch.setattr(frames, "load", lambda path: lines if path.stem == "cuda" else load(path))
+    assert all(path.stat().st_size > 5_000 for path in plot.plot("cuda", tmp_path))
+    frame = frames.latest("cuda")
+    shown = frames.plain_losses(frame[frame.sweep.isna() & (frame.model == "Qwen3-0.6B")])
+    ours, on_gpu = shown[shown.method.str.startswith("bapo")], report.blocks()["gpu"]
+    assert len(ours) > 5
+    assert all(number(ms) in on_gpu for ms in ours.ms)
+    assert "no code" in on_gpu
