@@ -102,7 +102,7 @@ def plot() -> None:
 
 @app.command()
 def report() -> None:
-    """Writes the pages on benchmarks and scaling and the tables of the README from the records."""
+    """Writes the tables of docs/internals/benchmarks.md and of the README from the records."""
     from .report import write
 
     for path in write():

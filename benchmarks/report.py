@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from . import scaling
 from .cases import DISTILLATION, POLICIES
 from .frames import forms_of_the_head, latest, measured_in, plain_losses, sampling_masks
 from .mask_tables import of_masks
@@ -22,11 +21,10 @@ KINDS = ["zero advantage", "clip", "log_probs", *POLICIES]  # columns of their o
 
 
 def write() -> list[Path]:
-    """Writes the tables of the pages and of the README, and the figure of the scaling page."""
+    """Writes the tables of the page and of the README."""
     PAGE.write_text(filled(PAGE.read_text(), blocks()))
     README.write_text(filled(README.read_text(), {"records": readme_block()}))
-    scaling.PAGE.write_text(filled(scaling.PAGE.read_text(), scaling.blocks()))
-    return [PAGE, README, scaling.PAGE, scaling.draw()]
+    return [PAGE, README]
 
 
 def blocks() -> dict[str, str]:

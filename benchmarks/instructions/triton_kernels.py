@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,15 +12,8 @@ from .launch import BYTES
 from .paths import Iteration, executed_paths
 from .sass import disassemble
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
-from compile_triton import (
-    TARGETS,
-    AbsentGPU,
-    Compiled,
-    one_row_pass,
-    one_row_statistics,
-)
+# isort: split  of tests/, which the emulation has put on the path
+from compile_triton import TARGETS, AbsentGPU, Compiled, one_row_pass, one_row_statistics
 
 
 def triton_counts(arch: str) -> dict[str, dict[str, float]]:

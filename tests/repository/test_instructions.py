@@ -1,9 +1,7 @@
-"""Executed instructions of the row pass, the model of its time, and the page that has both."""
+"""Executed instructions of the row passes, and their budget."""
 
 import importlib.util
 import re
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,15 +11,12 @@ pytest.importorskip("pandas")
 pytest.importorskip("tabulate")
 pytest.importorskip("typer")
 
-import pandas as pd
-
-from benchmarks.instructions import launch, model, page
+from benchmarks.instructions import launch
+from benchmarks.instructions.__main__ import ARCHITECTURES, triton
 from benchmarks.instructions.cuda import Row, kernels
-from benchmarks.instructions.gpus import GPUS
 from benchmarks.instructions.machine import Machine, to_double
 from benchmarks.instructions.paths import executed_paths
 from benchmarks.instructions.sass import cuobjdump, parse
-from benchmarks.tables import markdown
 
 # The most executed instructions per element on sm_90, with gradient and for log-probs alone.
 BUDGET = {
@@ -90,38 +85,6 @@ def test_the_executed_path(listing, executed):
     assert [instruction.opcode for instruction in path.instructions] == executed.split()
 
 
-PASSES = [
-    ("LDG.E.128 R4, [R2]", 0x100000000, "READ", 512),
-    ("BAR.SYNC 0", 0, "BARRIER", 0),
-    ("LDG.E.128 R4, [R2]", 0x100000200, "READ", 512),  # reduced in every iteration
-    ("BAR.SYNC 0", 0, "BARRIER", 0),
-    ("LDG.E.U16 R4, [R2]", 0x100000016, "READ", 64),
-    ("LDG.E.64 R4, [R2]", 0x700000000, "PLAIN", 0),  # a label
-    ("LDG.E.128 R4, [R2]", 0x1000003F0, "REREAD", 512),  # the first lane at the other end
-    ("@P0 LDG.E.128 R4, [R2]", 0x100000600, "PLAIN", 0),
-    ("LDG.E.128 R4, [R2]", 0x100000400, "READ", 512),
-    ("STG.E.64 [R2], R4", 0x200000000, "STORE", 256),
-]
-
-
-def test_what_moves_bytes():
-    instructions = code("\n".join(one for one, *_ in PASSES))
-    trace = [
-        (one, not one.predicate, at) for one, (_, at, *_) in zip(instructions, PASSES, strict=True)
-    ]
-    expected = [(getattr(model, event), size) for *_, event, size in PASSES]
-    assert model.steps(trace)[["event", "bytes"]].tolist() == expected
-    # Another warp of the block loaded one of the lines before the last barrier.
-    first = model.first_loads([trace]) | {model.line(trace[8][0], trace[8][2]): 1}
-    assert model.steps(trace, first=first)["event"][8] == model.REREAD
-
-
-def test_an_unknown_opcode_has_no_unit():
-    (one,) = code("FNEW R1, R2")
-    with pytest.raises(NotImplementedError, match="FNEW"):
-        model.unit(one)
-
-
 def test_spills_and_halves():
     """Local memory is of a lane; 2 - 0.5 and 1 - 0.5."""
     listing = code("""
@@ -135,46 +98,6 @@ def test_spills_and_halves():
         *(0x3F000000, 0x3FC00000, 0x3F000000)
     ]
     assert not machine.memory
-
-
-H100 = next(gpu for gpu in GPUS if gpu.name == "H100")
-WHOLE_ROW = launch.Plan(32_768, "bfloat16", 0, 0, 1, 32, 0)  # one block of 32 warps
-
-
-def block(**executed):
-    """Of 32 warps: as many accesses to 512 bytes, or instructions that wait for them."""
-    kinds = {"arithmetic": (4, 1, 7, 7, 0, model.PLAIN, 0)}
-    for name in ("READ", "REREAD", "STORE"):
-        kinds[name] = (1, 0, 0, 7, list(model.UNITS).index("vector"), getattr(model, name), 512)
-    return [np.array([kinds[k] for k, n in executed.items() for _ in range(n)], model.STEP)] * 32
-
-
-def test_multiprocessors_share_bandwidth():
-    """One that computes leaves its part to the others, but in the worst case."""
-    row = block(READ=4, arithmetic=600, STORE=4)
-    alone = model.predict(row, WHOLE_ROW, H100, model.Case(teams=1))
-    assert model.predict(row, WHOLE_ROW, H100).cycles < 0.95 * alone.cycles
-    assert model.predict(row, WHOLE_ROW, H100, model.PESSIMISTIC).cycles >= alone.cycles
-
-
-def test_half_of_a_divided_l2_counts():
-    """But for the optimistic end of the range, which has the higher clock too."""
-    gpu = replace(H100, l2=8 << 20, l1=0)  # for 8.7 MB in flight
-    row = block(READ=4, arithmetic=20, REREAD=4, STORE=4)
-    found, best, worst = (model.predict(row, WHOLE_ROW, gpu, case) for case in model.CASES)
-    assert [found.clock, best.clock, worst.clock] == [1.755e9, 1.98e9, 1.755e9]
-    assert found.cycles / found.copy > 1.1 * best.cycles / best.copy
-    undivided = model.predict(row, WHOLE_ROW, replace(gpu, name="undivided"))
-    assert undivided.cycles < 0.95 * found.cycles
-
-
-def test_packets_of_sums():
-    """Those that a block receives per row, from the trace of one warp; its arrival is none."""
-    plan = launch.Plan(151_936, "bfloat16", 8, 24, 4, 4, 2048)
-    for sent in (0, 2, 3):
-        what = np.array(([model.WAIT] + [model.SEND] * (1 + sent)) * 5)
-        assert model.packets(what, plan) == 4 * 8 * sent
-    assert model.packets(np.array([model.READ]), plan) == 0
 
 
 needs_kernels = pytest.mark.skipif(
@@ -196,7 +119,7 @@ def test_budget(vocabulary, dtype):
 
 @needs_kernels
 @compiled
-@pytest.mark.parametrize("arch", page.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_executed_log_prob(arch):
     """Of 4,096 equal logits, by one warp: all of its 32 lanes add the sums of the whole row."""
     needs_machine_code(arch)
@@ -212,69 +135,6 @@ def test_the_executed_log_prob(arch):
 @compiled
 def test_triton_budget():
     needs_machine_code("sm_90")
-    found = page.triton("sm_90")
+    found = triton("sm_90")
     assert set(found.index) == {"bfloat16", "float16", "float32"}
     assert [of for of in found if found[of].max() > OF_TRITON.get(of, 9.5)] == []
-    text = page.PAGE.read_text()
-    if page.versions() in text:
-        assert markdown(found.map("{:.2f}".format)) in text
-
-
-@needs_kernels
-@compiled
-def test_page_has_the_predictions():
-    """After a change of the kernels: ``python -m benchmarks.instructions --write``."""
-    needs_machine_code("sm_90")
-    text = page.PAGE.read_text()
-    assert page.assumptions() in text
-    if page.versions() not in text:
-        pytest.skip("built by other compilers than the page's")
-    cells = {cell.strip() for cell in text.split("|")}
-    for line in page.of_length((4_096, "bfloat16")).values():
-        assert set(line.values()) <= cells
-
-
-def tables_of(begin):
-    """Rows of cells in a block of the page, with the paragraph above each table."""
-    paragraphs = page.PAGE.read_text().split(begin)[1].split(page.END)[0].strip().split("\n\n")
-    for above, table in zip(["", *paragraphs], paragraphs, strict=False):
-        if table.startswith("|"):
-            rows = [row.split("|")[1:-1] for row in table.split("\n")]
-            yield above, [[cell.strip() for cell in row] for row in rows]
-
-
-RANGED = re.compile(r"([\d,.]+)(?: \w+| %)? \(([\d,.]+)-([\d,.]+)\)")
-
-
-def numbers(cell):
-    value, least, most = (float(each.replace(",", "")) for each in RANGED.fullmatch(cell).groups())
-    assert least <= value <= most, cell
-    return value
-
-
-def test_every_prediction_has_its_range():
-    found = 0
-    for caption, (_, _, *rows) in tables_of(page.BEGIN):
-        for name, *cells in rows if "Predicted" in caption else ():
-            found += len([numbers(cell) for cell in cells if name != "copy"])
-    assert found > 100
-
-
-def test_page_has_the_published_times():
-    """And how far the model is from them; the text has the extremes."""
-    ((_, (header, _, *rows)),) = tables_of(page.PEERS)
-    times = pd.read_csv(Path(page.__file__).with_name("peers.csv"))
-    rows = [dict(zip(header, row, strict=True)) for row in rows]
-    assert len(rows) == len(times)
-    deviations, inside = [], 0
-    for peer, row in zip(times.itertuples(), rows, strict=True):
-        assert row["published"].startswith(f"{peer.ms:.3f} ms")
-        assert f"{peer.rows:,} x {peer.V:,} {peer.dtype}" == row["rows x V"]
-        off = 100 * (numbers(row["predicted"]) / (peer.ms - peer.host) - 1)
-        assert float(row["deviation"].removesuffix(" %")) == pytest.approx(off, abs=0.6)
-        deviations.append(row["deviation"])
-        ends = RANGED.fullmatch(row["predicted"]).groups()[1:]
-        inside += float(ends[0]) <= peer.ms - peer.host <= float(ends[1])
-    ends = [f(deviations, key=lambda d: int(d.split()[0])) for f in (min, max)]
-    said = f"from {ends[0]} to {ends[1]}, and {inside} of {len(rows)} published times lie in"
-    assert said in " ".join(page.PAGE.read_text().split())

@@ -1,6 +1,7 @@
 """The package imports downwards only, TYPE_CHECKING and imports inside of functions included."""
 
 import ast
+import re
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -68,3 +69,12 @@ def test_named_tuples_have_methods_and_no_properties(name):
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
             assert "@property" not in ast.unparse(node)
+
+
+def test_emulations_import_no_benchmark():
+    """Benchmarks build on them (benchmarks/emulation.py)."""
+    tests = Path(__file__).parents[1]
+    for path in (*tests.glob("ptx/*.py"), *tests.glob("cuda_on_host/*.py")):
+        assert not re.search(r"^\s*(from|import) benchmarks\b", path.read_text(), re.MULTILINE), (
+            path
+        )
