@@ -15,7 +15,6 @@ make eight updates on them, from the same warm policy. They differ in the loss a
 from __future__ import annotations
 
 import copy
-import csv
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, BAPOOutput, bapo_loss, reference
-from benchmarks.plot import RC
+from benchmarks.plot import RC, save
 
 from .board import MOVES, Walks, draw_prompts
 from .policy import move_logits, walk_on, warm_policy
@@ -123,67 +121,48 @@ def run(updates: int, lr: float = LR, seed: int = 0) -> Iterator[dict[str, float
         yield row
 
 
-def plot(rows: list[dict[str, float]], folder: Path) -> None:
-    """Writes long_run.png."""
-    at = [row["update"] for row in rows]
-
-    def column(name: str) -> list[float]:
-        return [row[name] for row in rows]
-
+def plot(rows: pd.DataFrame, path: Path) -> None:
+    """Losses, weights, bounds and memory over the updates."""
+    rows = rows.set_index("update")
     with mpl.rc_context(RC):
         figure, axes = plt.subplots(2, 2, figsize=(12, 7), sharex=True, layout="constrained")
         (loss, distance), (bounds, memory) = axes
         for name, color in reversed(COLORS.items()):
-            pairs = zip(column(f"loss, {name}"), column("loss, exact"), strict=True)
-            gaps = [abs(a - b) for a, b in pairs]
-            loss.plot(at, gaps, ".", markersize=2, color=color, label=name)
-            distance.plot(at, column(f"distance, {name}"), color=color, label=name)
-        distance.plot(at, column("moved"), color="#222222", linestyle="--", label="moved so far")
+            gaps = (rows[f"loss, {name}"] - rows["loss, exact"]).abs()
+            loss.plot(gaps, ".", markersize=2, color=color, label=name)
+            distance.plot(rows[f"distance, {name}"], color=color, label=name)
+        distance.plot(rows.moved, color="#222222", linestyle="--", label="moved so far")
         loss.set(yscale="log", title="Loss, difference from exact")
         distance.set(yscale="log", title="Weights, distance from exact")
         for side in ("upper", "lower"):
-            bounds.plot(at, column(f"{side}, exact"), color="#222222", linewidth=0.8)
-            bounds.plot(at, column(f"{side}, fused"), ".", markersize=2.5, color=COLORS["fused"])
+            bounds.plot(rows[f"{side}, exact"], color="#222222", linewidth=0.8)
+            bounds.plot(rows[f"{side}, fused"], ".", markersize=2.5, color=COLORS["fused"])
         bounds.set(title="Clip bounds: exact (line), fused (dots)", xlabel="update")
-        memory.plot(at, column("MiB"), color="#222222")
+        memory.plot(rows.MiB, color="#222222")
         memory.set(title="Resident memory of the process, MiB", ylim=(0, None), xlabel="update")
         for ax in (loss, distance):
             ax.legend(markerscale=5)
-        figure.savefig(folder / "long_run.png", dpi=110)
-        plt.close(figure)
+        save(figure, path)
 
 
-def summary(rows: list[dict[str, float]]) -> Table:
-    """Distances from ``exact`` after selected updates."""
-    table = Table(title="Distance from exact: largest loss difference so far, weights now")
-    names = [f"{kind}, {name}" for kind in ("loss", "weights") for name in COLORS]
-    for column in ("update", *names, "moved", "different bounds", "MiB"):
-        table.add_column(column, justify="right")
-    for end in sorted({1, 10, 100, 500, 1000, len(rows)}):
-        past = rows[:end]
-        if len(past) < end:
-            continue
-        gaps = [max(abs(r[f"loss, {n}"] - r["loss, exact"]) for r in past) for n in COLORS]
-        distances = [past[-1][f"distance, {name}"] for name in COLORS]
-        other = sum(
-            r[f"{side}, fused"] != r[f"{side}, plain"] for r in past for side in ("lower", "upper")
-        )
-        numbers = [f"{x:.1e}" for x in (*gaps, *distances, past[-1]["moved"])]
-        table.add_row(str(end), *numbers, str(other), f"{past[-1]['MiB']:.0f}")
-    return table
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Distances from ``exact`` after selected updates: the largest of the loss so far, weights."""
+    rows = rows.set_index("update")
+    gaps = {f"loss, {n}": (rows[f"loss, {n}"] - rows["loss, exact"]).abs().cummax() for n in COLORS}
+    weights = {f"weights, {n}": rows[f"distance, {n}"] for n in COLORS}
+    sides = (rows[f"{side}, fused"] != rows[f"{side}, plain"] for side in ("lower", "upper"))
+    table = pd.DataFrame(gaps | weights | {"moved": rows.moved}).map("{:.1e}".format)
+    table = table.assign(different_bounds=sum(sides).cumsum(), MiB=rows.MiB.round())
+    return table[table.index.isin([1, 10, 100, 500, 1000, len(rows)])]
 
 
 def write(out: Path, updates: int, lr: float, seed: int) -> None:
     """Trains all learners; writes a CSV and a figure, prints a table."""
     out.mkdir(parents=True, exist_ok=True)
-    rows = list(track(run(updates, lr, seed), "updates", total=updates))
-    with (out / "long_run.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(rows, out)
-    console = Console()
-    console.print(summary(rows))
-    same = sum(row["same bits"] for row in rows)
-    console.print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
-    console.print(f"Wrote long_run.csv and long_run.png to {out}/")
+    rows = pd.DataFrame(track(run(updates, lr, seed), "updates", total=updates))
+    rows.to_csv(out / "long_run.csv", index=False)
+    plot(rows, out / "long_run.png")
+    print(summary(rows).T.to_string())
+    same = rows["same bits"].sum()
+    print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
+    print(f"Wrote long_run.csv and long_run.png to {out}/")

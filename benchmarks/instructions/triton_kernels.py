@@ -12,7 +12,7 @@ from .launch import BYTES
 from .paths import Iteration, executed_paths
 from .sass import disassemble
 
-# isort: split  of tests/, which the emulation has put on the path
+# isort: split
 from compile_triton import TARGETS, AbsentGPU, Compiled, one_row_pass, one_row_statistics
 
 

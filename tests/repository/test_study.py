@@ -15,7 +15,8 @@ for package in ("transformers", "matplotlib", "pandas", "scipy"):
 study = pytest.importorskip("study")
 from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, log_probs, reference  # noqa: E402
 from bapo_kernels.tools.budget import in_some_orders, largest  # noqa: E402
-from study import board, compare, demo, page, policy, rollouts, runs, training  # noqa: E402
+from benchmarks.tables import markdown  # noqa: E402
+from study import board, compare, demo, policy, rollouts, runs, training  # noqa: E402
 from study.__main__ import DOCS, RESULTS, app  # noqa: E402
 from study.arms import ARMS, SCENARIOS, SCOPES, Scenario  # noqa: E402
 from study.entropy_rule import predicted_change  # noqa: E402
@@ -235,11 +236,9 @@ def test_the_demo(tmp_path):
     assert figures[1].stat().st_size > 10_000
 
 
-def test_the_page_has_the_tables_of_the_records():
+def test_the_page_has_the_rewards_of_the_records():
     table = compare.frame(RESULTS)
-    text = (DOCS / page.NAME).read_text()
-    assert text == page.page(table)
-    assert [name for name in page.blocks(table) if f"<!-- {name} -->" not in text] == []
+    assert markdown(compare.end_points(table)) in (DOCS / "internals" / "study.md").read_text()
     keys = table[["scenario", "arm", "seed", "updates"]].values.tolist()
     planned = runs.planned(seeds=5, updates=160)
     assert sorted(keys) == sorted([r.scenario, r.arm, r.seed, r.updates] for r in planned)
