@@ -12,9 +12,9 @@ import typer
 from bapo_kernels.debug import instruction_set
 
 from .cases import Level, cpu_suite, gpu_suite
+from .console import wide_console
 from .records import append, environment, file_of
 from .run import run as measure
-from .run import wide_console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 

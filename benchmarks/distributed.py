@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from bapo_kernels import BAPOConfig, find_clip_bounds, reference
 
+from .console import table, wide_console
 from .records import append, environment
+from .timing import summary
 
 RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
 RANKS = 4
@@ -80,20 +80,15 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
                     start = time.perf_counter()
                     f(*tokens, config=config, process_group=group)
                     times.append(1e3 * (time.perf_counter() - start))
-            low, median, high = torch.tensor(times[1:]).quantile(torch.tensor([0.2, 0.5, 0.8]))
-            records.append(
-                {
-                    "case": f"search over ranks: {case}, {name}",
-                    "ranks": RANKS,
-                    "tokens_per_rank": TOKENS,
-                    "latency_us": latency_us,
-                    "collectives": network.count // 21,
-                    "bounds": [round(b.item(), 4) for b in bounds[0]],
-                    "ms": median.item(),
-                    "ms_20": low.item(),
-                    "ms_80": high.item(),
-                }
-            )
+            record = {
+                "case": f"search over ranks: {case}, {name}",
+                "ranks": RANKS,
+                "tokens_per_rank": TOKENS,
+                "latency_us": latency_us,
+                "collectives": network.count // 21,
+                "bounds": [round(b.item(), 4) for b in bounds[0]],
+            }
+            records.append(record | summary(times[1:]))
     if rank == 0:
         answers.put(records)
     dist.destroy_process_group()
@@ -102,17 +97,15 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
 def main(out: Path = RESULTS) -> None:
     """Measures, prints, and appends records to a file of JSON lines."""
     answers = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder, Console().status("measuring on four processes"):
+    with tempfile.TemporaryDirectory() as folder:
         mp.spawn(of_rank, (folder, answers), nprocs=RANKS)
         records = answers.get()
-    table = Table(title=f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds per call")
-    for column in ("case", "collectives", *(f"{us} us" for us in LATENCIES_US)):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for case in dict.fromkeys(r["case"] for r in records):
-        of_case = [r for r in records if r["case"] == case]
-        times = (f"{r['ms']:.2f}" for r in of_case)
-        table.add_row(case.split(": ")[1], str(of_case[0]["collectives"]), *times)
-    Console().print(table)
+    rows: dict[str, list[Any]] = {}
+    for r in records:
+        rows.setdefault(r["case"].split(": ")[1], [r["collectives"]]).append(f"{r['ms']:.2f}")
+    title = f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds per call"
+    columns = "case", "collectives", *(f"{us} us" for us in LATENCIES_US)
+    wide_console().print(table(title, columns, ((case, *cells) for case, cells in rows.items())))
     append(out, [{**environment(), **record} for record in records])
 
 

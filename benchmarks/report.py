@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from .cases import DISTILLATION, POLICIES
-from .frames import forms_of_the_head, latest, measured_in, plain_losses, sampling_masks
-from .mask_tables import of_masks
+from .cases import DISTILLATION, HEAD, POLICIES, SAMPLING_MASK, WHOLE_VOCABULARY
+from .frames import latest, measured_in, plain_losses
 from .plot import LEVELS
 from .records import RESULTS, WITHOUT_AVX512, load
 from .tables import by_column, filled, machine, markdown, number
@@ -83,7 +82,7 @@ def search(device: str) -> Iterator[str]:
 
 def forms(device: str) -> Iterator[str]:
     """The forms of the head in bfloat16, by what is trained."""
-    frame = forms_of_the_head(device)
+    frame = measured_in(device, HEAD)
     frame = frame if frame.empty else frame[frame["dtype"] == "bfloat16"].copy()
     if frame.empty:
         return
@@ -97,16 +96,34 @@ def forms(device: str) -> Iterator[str]:
 
 
 def masks(device: str) -> Iterator[str]:
-    """Losses with a sampling mask."""
-    frame = sampling_masks(device)
-    if len(frame):
-        yield from of_masks(frame)
+    """With a sampling mask, by dtype and head, with the floor at the rate of the copy."""
+    frame = measured_in(device, SAMPLING_MASK, WHOLE_VOCABULARY)
+    if frame.empty:
+        return
+    frame = frame[frame.layout == "dense"]
+    masked, ours = frame.sweep == SAMPLING_MASK, frame.method.str.startswith("bapo")
+    first = frame[masked].iloc[0]
+    ids = first.shares["allowed"] * first.V
+    sizes = f"N = {first.N:,}, V = {first.V:,}, H = {first.H:,}; {ids:.1f} ids per set"
+    yield f"{sizes}; {machine(frame)}"
+    heads = frame.frozen.map({True: ", frozen", False: ", trained"})
+    frame = frame.assign(
+        column=frame["dtype"] + heads.where(frame.level == "hidden", ""),
+        peak_bytes=frame.peak_bytes - frame.gradient_bytes,
+        method=frame.method.where(masked, frame.method + ", whole vocabulary"),
+    )
+    floors = frame[masked & ours & (frame.bytes > 0)].drop_duplicates(["level", "column"])
+    floors = floors.assign(method="floor", ms=floors.share * floors.ms, peak_bytes=float("nan"))
+    frame = pd.concat([frame[masked | ours], floors])
+    for level, of_level in frame.groupby("level", sort=False):
+        peaks = of_level[of_level["dtype"] == "bfloat16"]
+        yield by_column(of_level, f"Loss and gradients {LEVELS[str(level)]}, ms", peaks)
 
 
 def distilled(device: str) -> Iterator[str]:
     """With several labels per row; peaks of 64, and of the whole vocabulary."""
     for file in (device, WITHOUT_AVX512) if device == "cpu" else (device,):
-        frame = measured_in([DISTILLATION], file)
+        frame = measured_in(file, DISTILLATION)
         if frame.empty:
             continue
         yield machine(frame)

@@ -15,8 +15,6 @@ from unittest import mock
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bapo_kernels import bapo_loss
@@ -24,6 +22,7 @@ from bapo_kernels.backends.triton import launch, row_gradient, row_pass
 
 from . import gate
 from .cases import Batch, Case
+from .console import table, wide_console
 from .records import append, environment
 from .timing import Timed, clock_of, summary
 
@@ -60,12 +59,6 @@ def variants(row_bytes: int, multiprocessors: int) -> list[Variant]:
     return sorted(filter(resident.get, resident), key=resident.__getitem__)
 
 
-def cache_and_multiprocessors(device: str) -> tuple[int, int]:
-    """Bytes of the L2 cache, and the number of multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.L2_cache_size, properties.multi_processor_count
-
-
 def main(
     N: int = 8_192,
     V: int = 151_936,
@@ -79,7 +72,8 @@ def main(
     expected = gate.value_at_full_size(batch, case.torch_dtype)
     (leaf,) = batch.inputs
     vector, row_bytes = 16 // leaf.element_size(), V * leaf.element_size()
-    l2_bytes, multiprocessors = cache_and_multiprocessors(device)
+    gpu = torch.cuda.get_device_properties(device)
+    multiprocessors, l2_bytes = gpu.multi_processor_count, gpu.L2_cache_size
 
     def run() -> Tensor:
         leaf.grad = None
@@ -114,12 +108,8 @@ def main(
         if json is not None:
             append(json, [facts | case.fields() | variant._asdict() | times])
     results.sort()
-    table = Table(title=case.title)
-    for column in ("ms", *Variant._fields):
-        table.add_column(column, justify="right")
-    for ms, variant in results:
-        table.add_row(f"{ms:.3f}", *(str(value) for value in variant))
-    Console().print(table)
+    rows = [(f"{ms:.3f}", *variant) for ms, variant in results]
+    wide_console().print(table(case.title, ("ms", *Variant._fields), rows))
     if not results:
         raise SystemExit("no variant runs")
     print("{:.3f} ms at best: {}".format(*results[0]))

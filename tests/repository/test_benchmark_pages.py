@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.text import Text
 
 from benchmarks import frames, plot, records, report, tables
-from benchmarks.cases import DISTILLATION, SAMPLING_MASK, WHOLE_VOCABULARY, Case, gpu_suite
+from benchmarks.cases import DISTILLATION, HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, Case, gpu_suite
 from benchmarks.floor import floor
 from benchmarks.methods import methods
 from benchmarks.tables import number
@@ -71,10 +71,10 @@ def test_a_table_has_a_column_per_group_and_the_fastest_first():
 
 
 def test_tables_have_every_record_and_no_other():
-    blocks, heads = report.blocks(), frames.forms_of_the_head("cpu")
+    blocks, heads = report.blocks(), frames.measured_in("cpu", HEAD)
     plain = frames.plain_losses(frames.latest("cpu"))
     plain = plain[plain.sweep.isna() & ~plain.method.str.startswith("PyTorch reference")]
-    masks = frames.sampling_masks("cpu")
+    masks = frames.measured_in("cpu", SAMPLING_MASK, WHOLE_VOCABULARY)
     whole = masks.method.str.startswith("bapo") & (masks.sweep == WHOLE_VOCABULARY)
     shown = {
         "losses": plain[plain.model.isin(["Qwen3-0.6B", "Gemma-3-1B", "DeepSeek-V3"])],
