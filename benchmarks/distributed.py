@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,25 +33,20 @@ LATENCIES_US = (0, 20, 200)
 TARGETS = {"nothing to raise": 0.0, "raised half way": 0.49, "raised to the end": 1.0}
 
 
-class SlowNetwork:
-    """Counts all-reduces, and pauses before each of them."""
+@contextmanager
+def slow_network(latency_us: float) -> Iterator[list[float]]:
+    """Pauses before each all-reduce; the list gets when each pause ended."""
+    all_reduce, ends = dist.all_reduce, list[float]()
 
-    def __init__(self, latency_us: float) -> None:
-        self.latency, self.count, self.all_reduce = latency_us * 1e-6, 0, dist.all_reduce
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        end = time.perf_counter() + 1e-6 * latency_us
+        while time.perf_counter() < end:
+            pass
+        ends.append(end)
+        return all_reduce(*args, **kwargs)
 
-    def __enter__(self) -> SlowNetwork:
-        def all_reduce(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            end = time.perf_counter() + self.latency
-            while time.perf_counter() < end:
-                pass
-            return self.all_reduce(*args, **kwargs)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self.all_reduce
+    with mock.patch.object(dist, "all_reduce", paused):
+        yield ends
 
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,7 +71,7 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
         assert bounds[0] == bounds[1], "only a correct result is timed"
         for (name, f), latency_us in ((s, us) for s in searches.items() for us in LATENCIES_US):
             times = []
-            with SlowNetwork(latency_us) as network:
+            with slow_network(latency_us) as all_reduces:
                 for _ in range(21):  # the same number on every rank
                     dist.barrier()
                     start = time.perf_counter()
@@ -85,7 +82,7 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
                 "ranks": RANKS,
                 "tokens_per_rank": TOKENS,
                 "latency_us": latency_us,
-                "collectives": network.count // 21,
+                "collectives": len(all_reduces) // 21,
                 "bounds": [round(b.item(), 4) for b in bounds[0]],
             }
             records.append(record | summary(times[1:]))

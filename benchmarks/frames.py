@@ -13,8 +13,6 @@ CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "swe
 def latest(device: str) -> pd.DataFrame:
     """The last record of each method and case on a device, without sweeps that have a section."""
     frame = _last_records(device)
-    if frame.empty:
-        return frame
     apart = frame.sweep.isin([HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, DISTILLATION])
     return frame[~apart].reset_index(drop=True)
 
@@ -22,17 +20,14 @@ def latest(device: str) -> pd.DataFrame:
 def measured_in(device: str, *sweeps: str) -> pd.DataFrame:
     """The last record of each method in these sweeps, where it was measured."""
     frame = _last_records(device)
-    if frame.empty:
-        return frame
     mine = frame.sweep.isin(sweeps) & (frame.status == "measured")
     return frame[mine].reset_index(drop=True)
 
 
 def _last_records(device: str) -> pd.DataFrame:
     older = {"frozen": False, "K": 0}  # what records say nothing about that are older than a field
-    frame = pd.DataFrame([older | record for record in load(RESULTS / f"{device}.jsonl")])
-    if frame.empty:
-        return frame
+    records = [older | record for record in load(RESULTS / f"{device}.jsonl")]
+    frame = pd.DataFrame(records, columns=None if records else ["method", "status", *CASE])
     return frame.drop_duplicates(["method", *CASE], keep="last").reset_index(drop=True)
 
 

@@ -31,8 +31,7 @@ def truth(batch: Batch) -> Step:
     leaves = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in batch.inputs]
     case = batch.case
     if case.level == "tokens":
-        arguments = batch.logp, batch.old, batch.A, batch.mask
-        return torch.stack(reference.find_clip_bounds(*arguments, config=case.config)), ()
+        return torch.stack(reference.find_clip_bounds(*batch.tokens, config=case.config)), ()
     if batch.teacher is not None:
         rows, *weight = (leaf.flatten(0, -2) for leaf in leaves)
         logits = F.linear(rows, *weight) if weight else rows

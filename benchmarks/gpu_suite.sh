@@ -365,23 +365,9 @@ finish() {
   rm -rf "${DONE%/*}"
 }
 
-list() {
-  local name
-  for name in "${NAMES[@]}"; do
-    printf '%-16s %4d s\n' "$name" "${LIMIT[$name]}"
-  done
-}
-
 usage() {
   sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' "$SELF" >&2
   exit 2
-}
-
-known() {
-  [[ -n ${LIMIT[$1]-} ]] || {
-    echo "no stage is called '$1'; --list names them" >&2
-    exit 2
-  }
 }
 
 main() {
@@ -389,14 +375,16 @@ main() {
   BUDGET=560 RUNNING="" SUMMARY="" FAILED=0
   while (($#)); do
     case $1 in
-      --list) list && exit ;;
+      --list) printf '%s\n' "${NAMES[@]}"; exit ;;
       --only) only=${2?}; shift 2 ;;
-      --from) from=${2?}; known "$from"; shift 2 ;;
+      --from) from=${2?}; shift 2 ;;
       --budget) BUDGET=${2?}; shift 2 ;;
       *) usage ;;
     esac
   done
-  for name in ${only//,/ }; do known "$name"; done
+  for name in ${only//,/ } $from; do
+    [[ -n ${LIMIT[$name]-} ]] || { echo "--list names the stages, not '$name'" >&2; exit 2; }
+  done
   for name in "${NAMES[@]}"; do
     [[ $name != "$from" ]] || from=
     case $name in

@@ -8,7 +8,6 @@ memory, and is timed only after its loss and gradients have passed a check again
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
 import tempfile
 import time
@@ -36,7 +35,7 @@ from bapo_kernels import (
 from .console import digits, spread, table, wide_console
 from .gate import distance, raise_above, tolerance
 from .records import append, environment
-from .timing import summary
+from .timing import resident_MiB, summary
 
 RESULTS = Path(__file__).parent / "results" / "megatron.jsonl"
 CONFIG = BAPOConfig.paper()
@@ -168,11 +167,6 @@ def measure(name: str, case: Case) -> dict[str, Any]:
         times.append(1e3 * (time.perf_counter() - start))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return summary(times[1:]) | {"peak_MiB": peak, "grown_MiB": peak - before}
-
-
-def resident_MiB() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def of_rank(rank: int, folder: str, name: str, case: Case) -> dict[str, Any]:

@@ -73,17 +73,17 @@ def losses(device: str) -> Iterator[str]:
 def search(device: str) -> Iterator[str]:
     """The search alone, by where it stops."""
     frame = latest(device)
-    found = frame if frame.empty else frame[(frame.task == "search") & (frame.status == "measured")]
+    found = frame[(frame.task == "search") & (frame.status == "measured")]
     if len(found):
         yield machine(found)
-    for end, of_end in found.groupby("model", sort=False) if len(found) else ():
+    for end, of_end in found.groupby("model", sort=False):
         yield by_column(of_end.assign(column=of_end.N.map("N = {:,}".format)), f"Stops {end}, ms")
 
 
 def forms(device: str) -> Iterator[str]:
     """The forms of the head in bfloat16, by what is trained."""
     frame = measured_in(device, HEAD)
-    frame = frame if frame.empty else frame[frame["dtype"] == "bfloat16"].copy()
+    frame = frame[frame["dtype"] == "bfloat16"].copy()
     if frame.empty:
         return
     yield machine(frame)
@@ -161,7 +161,7 @@ def avx2() -> Iterator[str]:
 def training(device: str) -> Iterator[str]:
     """What is trained on a device, and the last record of every trainer."""
     frame = pd.DataFrame(load(RESULTS / "trl.jsonl"))
-    frame = frame if frame.empty else frame[frame.device == device]
+    frame = frame[frame.device == device]
     if frame.empty:
         return
     last = frame.iloc[-1]
@@ -182,8 +182,6 @@ def readme_block() -> str:
     parts = []
     for device in ("cuda", "cpu"):
         frame = latest(device)
-        if frame.empty:
-            continue
         frame = plain_losses(frame[frame.sweep.isna()])
         frame = frame[frame.model.str.startswith("Qwen3")]
         for level, words in LEVELS.items():

@@ -162,7 +162,7 @@ def _ready(
     """A call whose results have passed the check, with its errors and costs."""
     case = batch.case
     value_error, gradient_error = gate.check(method, case, batch.device.type)
-    own = batch.overwritable() if method.overwrites else batch
+    own = batch.overwritable if method.overwrites else batch
     call = _call(method, own)
     prepare = partial(own.restore, batch) if method.overwrites else None
     if prepare is not None:
@@ -231,7 +231,7 @@ def _yardsticks(batch: Batch) -> dict[str, tuple[Floor, Call]]:
         found["copy"] = Floor(2.0 * other.nbytes, 0.0), lambda: other.copy_(inputs[-1])
         if case.level == "logits" and case.sweep == SAMPLING_MASK:
             # The memory that methods in place write to, which is restored before each of them.
-            own = batch.overwritable().inputs[0].detach()
+            own = batch.overwritable.inputs[0].detach()
             found["zeros"] = Floor(float(own.nbytes), 0.0), own.zero_
         if case.task == "vjp":
             leaf, weights = batch.inputs[0], torch.ones_like(batch.old)

@@ -156,8 +156,7 @@ def _result(name: str, backend: str, most: float | None, unit: str) -> Record:
 
 
 def _judged(result: Record) -> Record:
-    most = result["most"]
-    met = None if most is None else bool(result["ratio"] <= most)
+    met = None if result["most"] is None else bool(result["ratio"] <= result["most"])
     return result | {"status": "measured", "met": met}
 
 
@@ -166,9 +165,9 @@ def in_words(result: Record) -> str:
     name = f"{result['backend']}, {result['target']}:"
     if result["status"] != "measured":
         return f"{name} {result['status']} {result.get('why', '')}"
-    most = result["most"]
-    met = "met" if result["met"] else "missed"
-    verdict = "no target" if most is None else f"target {most}, {met}"
+    verdict = "no target"
+    if result["met"] is not None:
+        verdict = f"target {result['most']}, {'met' if result['met'] else 'missed'}"
     time = f"{result['ms']:.3f} ms, " if "ms" in result else ""
     return f"{name} {time}{result['ratio']:.3f} x {result['unit']}; {verdict}"
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,24 +41,13 @@ class Costs(NamedTuple):
     product_flops: int | None
 
 
-class Clock(Protocol):
-    """Measures calls on a device."""
-
-    def samples(self, timed: Timed) -> list[float]:
-        """Milliseconds of a few calls."""
-        ...
-
-    def costs(self, run: Call) -> Costs:
-        """Memory and work of a call."""
-        ...
-
-
 class CPUClock:
     """Wall time; memory as counted by torch's allocator."""
 
     SECONDS = 0.25  # of consecutive samples
 
     def samples(self, timed: Timed) -> list[float]:
+        """Milliseconds of a few calls."""
         times: list[float] = []
         spent = 0.0
         while not times or spent < 1e3 * self.SECONDS:
@@ -111,6 +102,8 @@ class GPUClock:
         return Costs(torch.cuda.max_memory_allocated() - before, product_flops(events))
 
 
+Clock = CPUClock | GPUClock
+
 # The operators behind all matrix products, and the places of the two matrices in their arguments.
 PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2)}
 
@@ -150,6 +143,12 @@ def captured(run: Call) -> Call:
 def clock_of(device: str) -> Clock:
     """The clock of a device."""
     return GPUClock() if device == "cuda" else CPUClock()
+
+
+def resident_MiB() -> float:
+    """Resident memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def summary(times: list[float]) -> dict[str, float]:

@@ -39,11 +39,7 @@ class Variant(NamedTuple):
 
 
 def resident_bytes(variant: Variant, row_bytes: int, multiprocessors: int) -> int:
-    """Bytes of the rows that all programs of a device process at once.
-
-    Threads and registers limit how many programs share a multiprocessor. These bytes should fit
-    into the L2 cache (50 MB on H100 and H200, 126 MB on B200), from which the second pass reads.
-    """
+    """Of all programs that threads and registers let a device run at once; L2 should hold them."""
     threads = 32 * variant.warps
     programs = min(2_048 // threads, 65_536 // (threads * variant.registers))
     return multiprocessors * programs * row_bytes
@@ -52,11 +48,9 @@ def resident_bytes(variant: Variant, row_bytes: int, multiprocessors: int) -> in
 def variants(row_bytes: int, multiprocessors: int) -> list[Variant]:
     """The variants that fit into a multiprocessor: fewest resident bytes first, then the widest."""
     sizes = itertools.product((32, 16, 8), (4, 8, 2, 1), (128, 96, 64))
-    resident = {
-        variant: resident_bytes(variant, row_bytes, multiprocessors)
-        for variant in itertools.starmap(Variant, sizes)
-    }
-    return sorted(filter(resident.get, resident), key=resident.__getitem__)
+    every = list(itertools.starmap(Variant, sizes))
+    resident = {v: resident_bytes(v, row_bytes, multiprocessors) for v in every}
+    return sorted(filter(resident.get, every), key=resident.get)
 
 
 def main(

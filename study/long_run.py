@@ -15,7 +15,6 @@ make eight updates on them, from the same warm policy. They differ in the loss a
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from bapo_kernels import BAPOConfig, BAPOOutput, bapo_loss, reference
 from benchmarks.plot import RC, save
+from benchmarks.timing import resident_MiB
 
 from .board import MOVES, Walks, draw_prompts
 from .policy import move_logits, walk_on, warm_policy
@@ -88,12 +88,6 @@ class Learner:
         return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().double()
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def run(updates: int, lr: float = LR, seed: int = 0) -> Iterator[dict[str, float]]:
     """One row per update: losses, bounds, distances to the weights of ``exact``, memory."""
     warm = warm_policy(seed, WARM_UP_STEPS)
@@ -117,31 +111,27 @@ def run(updates: int, lr: float = LR, seed: int = 0) -> Iterator[dict[str, float
             torch.equal(weights["fused"], weights["fused again"])
             and torch.equal(outs["fused"].log_probs, outs["fused again"].log_probs)
         )
-        row["MiB"] = resident_bytes() / 2**20
+        row["MiB"] = resident_MiB()
         yield row
 
 
 def plot(rows: pd.DataFrame, path: Path) -> None:
     """Losses, weights, bounds and memory over the updates."""
     rows = rows.set_index("update")
+    losses = rows[[f"loss, {name}" for name in COLORS]]
+    panels = {
+        "Loss, difference from exact": losses.sub(rows["loss, exact"], axis=0).abs(),
+        "Weights, distance from exact": rows[[*(f"distance, {n}" for n in COLORS), "moved"]],
+        "Clip bounds": rows[
+            [f"{side}, {n}" for side in ("upper", "lower") for n in ("exact", "fused")]
+        ],
+        "Resident memory of the process, MiB": rows[["MiB"]],
+    }
     with mpl.rc_context(RC):
         figure, axes = plt.subplots(2, 2, figsize=(12, 7), sharex=True, layout="constrained")
-        (loss, distance), (bounds, memory) = axes
-        for name, color in reversed(COLORS.items()):
-            gaps = (rows[f"loss, {name}"] - rows["loss, exact"]).abs()
-            loss.plot(gaps, ".", markersize=2, color=color, label=name)
-            distance.plot(rows[f"distance, {name}"], color=color, label=name)
-        distance.plot(rows.moved, color="#222222", linestyle="--", label="moved so far")
-        loss.set(yscale="log", title="Loss, difference from exact")
-        distance.set(yscale="log", title="Weights, distance from exact")
-        for side in ("upper", "lower"):
-            bounds.plot(rows[f"{side}, exact"], color="#222222", linewidth=0.8)
-            bounds.plot(rows[f"{side}, fused"], ".", markersize=2.5, color=COLORS["fused"])
-        bounds.set(title="Clip bounds: exact (line), fused (dots)", xlabel="update")
-        memory.plot(rows.MiB, color="#222222")
-        memory.set(title="Resident memory of the process, MiB", ylim=(0, None), xlabel="update")
-        for ax in (loss, distance):
-            ax.legend(markerscale=5)
+        for ax, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+            colors = [COLORS.get(name.rpartition(", ")[2], "#222222") for name in lines]
+            lines.plot(ax=ax, title=title, logy=title.endswith("exact"), color=colors)
         save(figure, path)
 
 

@@ -27,7 +27,7 @@ def grpo(batch: Batch) -> Step:
     """Takes logits with one position more than it uses."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    logits = batch.padded_logits()
+    logits = batch.padded_logits
     logits.grad = None
     config = batch.case.config
     loss, _ = triton_grpo_loss(

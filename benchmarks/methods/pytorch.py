@@ -60,10 +60,7 @@ def _cross_entropy(batch: Batch, compile_it: bool) -> Tensor:
 
 
 def _search(batch: Batch) -> Step:
-    bounds = reference.find_clip_bounds(
-        batch.logp, batch.old, batch.A, batch.mask, config=batch.case.config
-    )
-    return torch.stack(bounds), ()
+    return torch.stack(reference.find_clip_bounds(*batch.tokens, config=batch.case.config)), ()
 
 
 def _methods(level: str) -> Iterator[Method]:

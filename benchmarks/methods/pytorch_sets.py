@@ -53,7 +53,7 @@ def _of_values(places: Places, values: Tensor) -> Tensor:
 
 
 def _eager(function: Callable[..., Tensor], batch: Batch) -> Tensor:
-    return function(batch.places(), batch.labels, *batch.inputs)
+    return function(batch.places, batch.labels, *batch.inputs)
 
 
 def _compiled(function: Callable[..., Tensor], batch: Batch) -> Tensor:

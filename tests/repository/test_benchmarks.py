@@ -216,7 +216,7 @@ def test_the_sets_that_are_measured(layout, N, V):
     occurrences = mask.token_ids.long().bincount().max()
     assert (occurrences > 400) == (layout == ZIPF or V == 10)
     assert batch.shares()["allowed"] == sizes.sum().item() / (N * V)
-    places = batch.places()
+    places = batch.places
     assert torch.equal(places.ids[mask.offsets[:-1] + places.labels], labels)
     assert torch.equal(Batch(batch.case, "cpu").sampling_mask.token_ids, mask.token_ids)
     if (layout, V) == ("dense", 151_936):

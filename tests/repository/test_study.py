@@ -19,8 +19,7 @@ from benchmarks.tables import markdown  # noqa: E402
 from study import board, compare, demo, policy, rollouts, runs, training  # noqa: E402
 from study.__main__ import DOCS, RESULTS, app  # noqa: E402
 from study.arms import ARMS, SCENARIOS, SCOPES, Scenario  # noqa: E402
-from study.entropy_rule import predicted_change  # noqa: E402
-from study.training import train  # noqa: E402
+from study.training import predicted_change, train  # noqa: E402
 
 pytestmark = [needs_native, pytest.mark.xdist_group("study")]
 RIGHT, LEFT, UP, DOWN = range(board.COORDINATES, board.VOCABULARY)
