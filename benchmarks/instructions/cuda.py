@@ -112,6 +112,6 @@ def event(one: Instruction, active: bool, place: int) -> str:
         return "" if place in SUMS_ARRIVED else "wait"
     if one.name == "STAS" or (one.name == "SYNCS" and "ARRIVE" in words and place in SUMS_ARRIVED):
         return "send"
-    if place >> 32 in ROWS and one.name in ("STG", "ST"):
+    if place >> 32 in ROWS and one.name == "STG":
         return "store"
     return "read" if place >> 32 in ROWS and "128" in words else ""

@@ -1,8 +1,8 @@
 """A machine that executes SASS as one lane of a warp: the executed path of a kernel, without rules.
 
 All lanes are taken to be alike: a shuffle or a reduction returns the lane's own value, a ballot is
-full, a wait succeeds at once. Branches for diverged warps are not taken. An instruction that is not
-known raises `NotImplementedError`.
+full, a wait succeeds at once. Branches for diverged warps are not taken. Known are the instructions
+of the row kernels; another one, as of a spill, raises `NotImplementedError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ NOTHING = frozenset(
     "UCGABAR_ARV UCGABAR_WAIT UBLKCP ENDCOLLECTIVE".split()
 )
 
-GLOBAL = ("LDG", "LD", "STG", "ST")
 # On uniform registers, and of lanes that are alike.
 SAME = {f"U{name}": name for name in "SHF MOV SEL LEA LOP3 IADD3 IMAD ISETP PRMT PLOP3".split()}  # noqa: SIM905
 SAME |= dict.fromkeys(("R2UR", "REDUX", "CREDUX"), "MOV") | dict.fromkeys(("ULDC", "LDCU"), "LDC")
@@ -92,7 +91,6 @@ INTEGERS: dict[str, Callable[..., int]] = {
     "VIADD": lambda a, b: a + b,
     "IABS": lambda a: abs(signed(a)),
     "BREV": lambda a: int(f"{a:032b}"[::-1], 2),
-    "POPC": int.bit_count,
     "PRMT": permuted,
 }
 FLOATS: dict[str, Callable[..., float]] = {
@@ -120,7 +118,6 @@ class Machine:
     regions: dict[int, int]
     registers: dict[str, int] = field(default_factory=dict)
     memory: dict[int, int] = field(default_factory=dict)
-    spilled: dict[int, int] = field(default_factory=dict)  # local memory
 
     def run(self, most: int = 10_000_000) -> Iterator[tuple[Instruction, bool, int]]:
         """The executed instructions, each with its predicate's value, and the address of a barrier
@@ -131,7 +128,7 @@ class Machine:
         for _ in range(most):
             one = self.code[position]
             active = not one.predicate or self.predicate(one.predicate)
-            addressed = active and one.name in ("SYNCS", *GLOBAL)
+            addressed = active and one.name in ("SYNCS", "LDG", "STG")
             yield one, active, self.address(one.operands) if addressed else 0
             position += 1
             if not active or one.name in NOTHING:
@@ -195,15 +192,6 @@ class Machine:
         if "|" in name:
             value = abs(value)
         return -value if name.startswith("-") else value
-
-    def pair_of_numbers(self, text: str) -> tuple[float, float]:
-        """Two floats; one that has no partner is used twice."""
-        name, _, which = text.partition(".F32")
-        if name.lstrip("-")[0] not in "RU" or name.endswith("RZ"):
-            return (self.number(name),) * 2
-        sign = -1 if name[0] == "-" else 1
-        low, high = (to_float(self.word(name.lstrip("-"), i)) for i in range(2))
-        return (sign * low, sign * (high if which == "x2.HI_LO" else low))
 
     def constant(self, name: str, offset: int) -> int:
         bank, base, place = re.fullmatch(
@@ -386,10 +374,6 @@ class Machine:
         elif name[0] == "F" and name[1:] in FLOATS:
             value = FLOATS[name[1:]](*(self.number(each) for each in ops[1:]))
             self.put(ops[0], float_bits(value))
-        elif name == "FHADD" and mods[0] == "BF16":  # of half a register and a float
-            register, upper, _ = ops[1].partition(".H1")
-            half = self.word(register) & 0xFFFF0000 if upper else self.word(register) << 16 & WORD
-            self.put(ops[0], float_bits(to_float(half) + self.number(ops[2])))
         elif name in ("FSETP", "DSETP"):
             a, b = (self.number(each, name == "DSETP") for each in ops[2:4])
             kind = mods[0]
@@ -418,11 +402,6 @@ class Machine:
             half = mods[1] == "BF16"
             value = to_float(self.word(ops[1]) << 16 & WORD) if half else self.number(ops[1])
             self.put_pair(ops[0], double_bits(value))
-        elif name[0] == "F" and name[-1] == "2" and name[1:-1] in FLOATS:
-            pairs = [self.pair_of_numbers(each) for each in ops[1:]]
-            for i in range(2):
-                value = FLOATS[name[1:-1]](*(pair[i] for pair in pairs))
-                self.put(ops[0], float_bits(value), i)
         elif name == "F2F" and mods[:2] == ["F32", "F64"]:
             self.put(ops[0], float_bits(self.number(ops[1], True)))
         elif name == "F2FP":
@@ -435,7 +414,7 @@ class Machine:
             self.put(ops[0], high << 16 | low)
         elif name == "FRND":
             self.put(ops[0], float_bits(float(round(self.number(ops[1])))))
-        elif name in ("I2F", "I2FP"):
+        elif name == "I2F":
             value = self.pair(ops[1]) if "U64" in mods else self.word(ops[1])
             value = value if any(each[0] == "U" for each in mods) else signed(value)
             bits = float_bits(value)
@@ -458,10 +437,6 @@ class Machine:
             flags = sum(self.predicate(f"P{i}") << i for i in range(7))
             mask = self.word(ops[-1])
             self.put(ops[0], flags & mask | self.word(ops[2]) & ~mask)
-        elif name == "R2P":
-            for i in range(7):
-                if self.word(ops[2]) >> i & 1:
-                    self.flag(f"P{i}", self.word(ops[1]) >> i & 1)
         elif name == "ELECT":
             self.flag(ops[0], True)
         elif name in ("S2R", "S2UR", "CS2R"):
@@ -471,19 +446,18 @@ class Machine:
         elif name == "LDC":
             for i in range(_words(mods)):
                 self.put(ops[0], self.word(ops[1], i) & (0xFF if "U8" in mods else WORD), i)
-        elif name in ("LDS", "LDG", "LD", "LDL"):
+        elif name in ("LDS", "LDG"):
             address = self.address(ops[1])
-            memory = self.spilled if name == "LDL" else self.memory
             for i in range(_words(mods)):
-                value = memory.get(address // 4 + i, self.regions[address >> 32])
+                value = self.memory.get(address // 4 + i, self.regions[address >> 32])
                 value >>= address % 4 * 8
                 self.put(ops[0], value & {"U8": 0xFF, "U16": 0xFFFF}.get(_size(mods), WORD), i)
-        elif name in ("STS", "STG", "ST", "STAS", "STL"):
+        elif name in ("STS", "STG", "STAS"):
             # STAS takes a pair of addresses: of the value, and of a barrier.
             address = self.address(ops[0].replace(".64", "") if name == "STAS" else ops[0])
             for i in range(_words(mods)):
                 value = 0 if ops[1] == "RZ" else self.word(ops[1], i)
-                (self.spilled if name == "STL" else self.memory)[address // 4 + i] = value
+                self.memory[address // 4 + i] = value
         elif name == "SYNCS":
             if mods[0] == "PHASECHK":
                 self.flag(ops[0], True)

@@ -1,7 +1,6 @@
 """Executed instructions of the row passes, and their budget."""
 
 import importlib.util
-import re
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ pytest.importorskip("typer")
 from benchmarks.instructions import launch
 from benchmarks.instructions.__main__ import ARCHITECTURES, triton
 from benchmarks.instructions.cuda import Row, kernels
-from benchmarks.instructions.machine import Machine, to_double
-from benchmarks.instructions.sass import cuobjdump, parse
+from benchmarks.instructions.machine import to_double
+from benchmarks.instructions.sass import cuobjdump
 
 # The most executed instructions per element on sm_90, with gradient and for log-probs alone.
 BUDGET = {
@@ -26,26 +25,6 @@ BUDGET = {
 }
 # In the loops of Triton's passes, in every dtype.
 OF_TRITON = {"first pass": 10.5, "second pass": 7.0, "log-probs alone": 10.5}
-
-
-def code(listing):
-    lines = filter(None, map(str.strip, re.split("[;\n]", listing)))
-    return parse("\n".join(f"/*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines)))
-
-
-def test_spills_and_halves():
-    """Local memory is of a lane; 2 - 0.5 and 1 - 0.5."""
-    listing = code("""
-        STL [R1], R2; LDL R3, [R1]
-        FHADD.BF16 R5, R4.H1, -R2; FHADD.BF16 R6, R4, -R2; EXIT
-    """)
-    known = {"R1": 16, "R2": 0x3F000000, "R4": 0x40003F80}
-    machine = Machine(listing, {}, {}, {0: 7}, registers=known)
-    list(machine.run())
-    assert [machine.registers[name] for name in ("R3", "R5", "R6")] == [
-        *(0x3F000000, 0x3FC00000, 0x3F000000)
-    ]
-    assert not machine.memory
 
 
 needs_kernels = pytest.mark.skipif(
