@@ -95,9 +95,7 @@ def plot() -> None:
     """Draws the figures of docs/internals/benchmarks.md from the records."""
     from .plot import plot as draw
 
-    for device in ("cpu", "cuda"):
-        for path in draw(device):
-            print(path)
+    print(*draw("cpu"), *draw("cuda"), sep="\n")
 
 
 @app.command()
@@ -105,8 +103,7 @@ def report() -> None:
     """Writes the tables of docs/internals/benchmarks.md and of the README from the records."""
     from .report import write
 
-    for path in write():
-        print(path)
+    print(*write(), sep="\n")
 
 
 if __name__ == "__main__":

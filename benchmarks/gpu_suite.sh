@@ -13,6 +13,7 @@
 # unless $BAPO_PREBUILT is the output of `make prebuilt` for the same sources. The wheels in $WHEELS
 # (`make baselines`) are installed without their dependencies, for the stages with baselines alone.
 # BAPO_SUITE_DEVICE=cpu is a rehearsal on the CPU in small sizes.
+
 # shellcheck disable=SC2034  # lists of cases, which baselines() takes by their names
 set -uo pipefail
 
@@ -181,7 +182,7 @@ sanitizer() {
   local sets
   for sets in "" --sets; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
-      "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${BACKENDS[@]}" "${CHECKED_SIZES[@]}" \
+      "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${ASKED[@]}" "${CHECKED_SIZES[@]}" \
       ${sets:+"$sets"} || return
   done
 }
@@ -199,7 +200,7 @@ counters() {
   )
   ncu --clock-control none --kernel-name "regex:$kernels" --page raw --csv \
     --log-file "$NOW/$1.csv" --metrics "$(IFS=, && echo "${metrics[*]}")" \
-    "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${BACKENDS[@]}" "${@:2}" || return
+    "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${ASKED[@]}" "${@:2}" || return
   grep "^==ERROR==" "$NOW/$1.csv"
   launches=$(grep -cE '^"[0-9]+",' "$NOW/$1.csv")
   echo "$launches launches measured"
@@ -239,7 +240,7 @@ measure() {
 }
 
 validate() {
-  $PYTHON -m bapo_kernels validate --device "$DEVICE" "${BACKENDS[@]}" --json "$NOW/validate.json"
+  $PYTHON -m bapo_kernels validate --device "$DEVICE" "${ASKED[@]}" --json "$NOW/validate.json"
 }
 
 is_right() { [[ " $RIGHT " == *" $1 "* ]]; }
@@ -365,11 +366,6 @@ finish() {
   rm -rf "${DONE%/*}"
 }
 
-usage() {
-  sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' "$SELF" >&2
-  exit 2
-}
-
 main() {
   local only="" from="" name chosen=()
   BUDGET=560 RUNNING="" SUMMARY="" FAILED=0
@@ -379,7 +375,7 @@ main() {
       --only) only=${2?}; shift 2 ;;
       --from) from=${2?}; shift 2 ;;
       --budget) BUDGET=${2?}; shift 2 ;;
-      *) usage ;;
+      *) sed -n '2,/^$/s/^# \{0,1\}//p' "$SELF" >&2; exit 2 ;;
     esac
   done
   for name in ${only//,/ } $from; do
@@ -409,7 +405,7 @@ main() {
 }
 
 if [[ ${1-} == --stage ]]; then
-  read -ra BACKENDS <<<"--backend ${RIGHT// / --backend }"
+  read -ra ASKED <<<"--backend ${RIGHT// / --backend }"
   "${@:2}"
 else
   define_stages

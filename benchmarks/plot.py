@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 
@@ -181,7 +180,12 @@ def speedup(frame: pd.DataFrame) -> Figure:
         ratios = times.div(times[first], axis=0).drop(columns=first)
         order = ratios.median().sort_values(ascending=False).index
         for height, method in enumerate(order):
-            _bar(ax, height, ratios[method].dropna(), STYLES[method]["color"])
+            of_method = ratios[method].dropna()
+            median, low, high = of_method.median(), of_method.min(), of_method.max()
+            whiskers = dict(elinewidth=1, ecolor="#444444", capsize=2)
+            options = dict(xerr=[[median - low], [high - median]], error_kw=whiskers, height=0.65)
+            ax.barh(height, median - 1, left=1, color=STYLES[method]["color"], **options)
+            ax.text(max(high, 1), height, f"  {median:.3g} x", va="center", fontsize=9)
         ax.axvline(1, color=STYLES[first]["color"], linewidth=2.4)
         ax.set_yticks(range(len(order)), order)
         ax.set(xscale="log", xlim=(0.8 * ratios.min().min(), 1.6 * ratios.max().max()))
@@ -191,11 +195,3 @@ def speedup(frame: pd.DataFrame) -> Figure:
         ax.set_title(f"Loss and gradients {LEVELS[level]}")
         ax.grid(visible=False, axis="y")
     return figure
-
-
-def _bar(ax: Axes, height: int, ratios: pd.Series[float], color: Any) -> None:
-    median, low, high = ratios.median(), ratios.min(), ratios.max()
-    whiskers = dict(elinewidth=1, ecolor="#444444", capsize=2)
-    error = [[median - low], [high - median]]
-    ax.barh(height, median - 1, left=1, color=color, height=0.65, xerr=error, error_kw=whiskers)
-    ax.text(max(high, 1), height, f"  {median:.3g} x", va="center", fontsize=9)

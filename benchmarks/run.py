@@ -7,7 +7,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -136,8 +135,7 @@ def _measure(case: Case, device: str, able: list[Method], records: list[Record])
         interrupted = True
     yardsticks = _yardsticks(batch)
     for name, (need, _) in yardsticks.items():
-        own = {"product_flops": need.flops or None, **need._asdict()}
-        found[name] = {"method": name, **case.fields(), **own}
+        found[name] = {"method": name, **case.fields(), **need._asdict()}
     calls = {name: Timed(call, graph=True) for name, (_, call) in yardsticks.items()} | calls
     times, failures, stopped = in_turns(calls, clock, 1 if interrupted else ROUNDS)
     for name, why in failures.items():
@@ -174,12 +172,12 @@ def _ready(
     # From hidden states the number of counted rows is read on the host.
     timed = Timed(call, prepare, graph=method.backend is not None and case.level == "logits")
     facts = {"value_error": value_error, "gradient_error": gradient_error}
-    return timed, facts | {"gradient_bytes": gradients} | clock.costs(call)._asdict()
+    return timed, facts | {"gradient_bytes": gradients, "peak_bytes": clock.peak_bytes(call)}
 
 
 def _call(method: Method, batch: Batch) -> Call:
     def call() -> torch.Tensor:
-        with torch.no_grad() if batch.case.task == "log_probs" else nullcontext():
+        with torch.set_grad_enabled(batch.case.task != "log_probs"):
             return method.step(batch)[0]
 
     return call

@@ -95,7 +95,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Stopwatch:
-    """Times and memory of a training: a step begins with its first loss, not with its rollout."""
+    """Times and memory of a training: ``begin`` and ``end`` are those of a micro-batch.
+
+    A step begins with its first loss, not with its rollout.
+    """
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
@@ -111,14 +114,12 @@ class Stopwatch:
         return 1e3 * time.perf_counter()
 
     def begin(self) -> None:
-        """Of a micro-batch."""
         self.began = self.now()
         if self.step_began is None:
             self.step_began = self.began
             self.reset_peak()
 
     def end(self) -> None:
-        """Of a micro-batch."""
         self.micro_batches.append(self.now() - self.began)
 
     def end_step(self) -> None:

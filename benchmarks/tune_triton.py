@@ -22,7 +22,6 @@ from bapo_kernels.backends.triton import launch, row_gradient, row_pass
 
 from . import gate
 from .cases import Batch, Case
-from .console import table, wide_console
 from .records import append, environment
 from .timing import Timed, clock_of, summary
 
@@ -101,12 +100,9 @@ def main(
         print(f"{what}: {times['ms']:.3f} ms", flush=True)
         if json is not None:
             append(json, [facts | case.fields() | variant._asdict() | times])
-    results.sort()
-    rows = [(f"{ms:.3f}", *variant) for ms, variant in results]
-    wide_console().print(table(case.title, ("ms", *Variant._fields), rows))
     if not results:
         raise SystemExit("no variant runs")
-    print("{:.3f} ms at best: {}".format(*results[0]))
+    print("{:.3f} ms at best: {}".format(*min(results)))
 
 
 if __name__ == "__main__":

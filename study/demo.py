@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.console import table
 from benchmarks.plot import RC, save
 
 from .arms import DEMO
@@ -75,10 +76,8 @@ def _smooth(rows: pd.DataFrame, name: str) -> list[float]:
 
 def summary(rows: pd.DataFrame) -> Table:
     """What came out, as mean and standard deviation over the seeds."""
-    table = Table("", title=TITLE)
     quantities = {}
     for arm in DEMO:
-        table.add_column(arm, justify="right")
         of_arm = rows[rows.arm == arm]
         of_seeds = of_arm.groupby("seed")
         over_seeds = {
@@ -93,6 +92,5 @@ def summary(rows: pd.DataFrame) -> Table:
         }
         cells |= {"below 0.4": f"{of_arm.below_target.mean():.0%}"}
         quantities[arm] = cells | {"raised": f"{of_arm.moved.mean():.0%}"}
-    for name in quantities[DEMO[0]]:
-        table.add_row(name, *(quantities[arm][name] for arm in DEMO))
-    return table
+    lines = ((name, *(quantities[arm][name] for arm in DEMO)) for name in quantities[DEMO[0]])
+    return table(TITLE, ("", *DEMO), lines)

@@ -8,7 +8,6 @@ import shlex
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,11 +54,6 @@ class Plan:
     warps: int  # of a block that compute
 
 
-def threads_of_rows(size: int) -> int:
-    """As in row_pass.cu."""
-    return 1 << (max(32, min(1024, size // 256)) - 1).bit_length()
-
-
 @functools.cache
 def _program() -> Path:
     program = Path(tempfile.mkdtemp()) / "launch_params"
@@ -76,7 +70,8 @@ def launch(
     vocabulary: int, dtype: str, arch: str, gradient: bool = True, rows: int = 8
 ) -> tuple[Plan, bytes]:
     """The distribution over the blocks of a GPU, and the kernel's parameters."""
-    threads = threads_of_rows(vocabulary * BYTES[dtype])
+    # As in row_pass.cu.
+    threads = 1 << (max(32, min(1024, vocabulary * BYTES[dtype] // 256)) - 1).bit_length()
     values = (DTYPE[dtype], vocabulary, rows, int(gradient), int(arch[3:]) // 10, SHARED, threads)
     output = subprocess.check_output([_program(), *map(str, values)])
     cluster, warps = struct.unpack("<2i", output[:8])
@@ -100,14 +95,12 @@ def traces(
         machines.append(Machine(code.instructions, banks, special, WORDS, memory=memory).run())
     result: list[Trace] = [[] for _ in machines]
     running = list(zip(machines, result, strict=True))
-    while running:  # each to the next barrier
-        running = [(machine, trace) for machine, trace in running if _goes_on(machine, trace)]
+    while running:
+        for machine, trace in [*running]:  # each to the next barrier
+            for step in machine:
+                trace.append(step)
+                if step[0].name == "BAR":
+                    break
+            else:
+                running.remove((machine, trace))
     return result
-
-
-def _goes_on(machine: Iterator[tuple[Instruction, bool, int]], trace: Trace) -> bool:
-    for one, active, place in machine:
-        trace.append((one, active, place))
-        if one.name == "BAR":
-            return True
-    return False

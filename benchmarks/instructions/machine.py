@@ -272,7 +272,7 @@ class Machine:
         elif name == "IMAD":
             self.multiply_add(mods, ops)
         elif name == "LOP3":
-            flags = [] if _is_register(ops[0]) else ops[:1]
+            flags = ops[:1] if re.fullmatch(r"U?P(T|\d)", ops[0]) else []
             dest, *sources, table = ops[len(flags) : len(flags) + 5]
             result = logic(int(table, 16), *map(word, sources)) & WORD
             self.put(dest, result)
@@ -469,10 +469,6 @@ class Machine:
 def _operands(one: Instruction) -> list[str]:
     text = one.operands.replace(".reuse", "")
     return [each.strip() for each in text.split(", ")] if text else []
-
-
-def _is_register(name: str) -> bool:
-    return bool(re.fullmatch(r"U?R(Z|\d+)", name))
 
 
 def _next(name: str, offset: int) -> str:

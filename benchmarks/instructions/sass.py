@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;")
 CONSTANTS = re.compile(r"^\.nv\.constant2\.(\S+)\n((?:(?:0x[0-9a-f]+ *)+\n)+)", re.MULTILINE)
@@ -57,13 +58,8 @@ def cuobjdump() -> str | None:
     return str(brought) if brought.exists() else None
 
 
-@dataclass(frozen=True)
-class Code:
-    """A kernel.
-
-    Attributes:
-        constants: the banks of constant memory that came with it, as {number: {offset: content}}.
-    """
+class Code(NamedTuple):
+    """A kernel, with banks of constant memory as {number: {offset: content}}."""
 
     instructions: list[Instruction]
     constants: dict[int, dict[int, bytes]]

@@ -82,10 +82,9 @@ def _of_backend(backend: str, device: str) -> Iterator[Method]:
 
 def _forms_of_the_head(name: str, backend: str, runs: dict[str, Any]) -> Iterator[Method]:
     in_chunks = partial(train_in_chunks, backend=backend, chunks=4)
-    yield _form(f"{name}, chunk_tokens = N/4", partial(in_chunks, live=False), **runs)
-    yield _form(
-        f"{name}, live, chunk_tokens = N/4", partial(in_chunks, live=True), live=True, **runs
-    )
+    for form, live in (("", False), (", live", True)):
+        function = partial(in_chunks, live=live)
+        yield _form(f"{name}{form}, chunk_tokens = N/4", function, live=live, **runs)
     wide = partial(train, backend=backend, logits_dtype=torch.float32)
     half = {"dtypes": ("bfloat16",), "float32_logits": True}
     yield _form(f"{name}, float32 logits", wide, **half, **runs)
