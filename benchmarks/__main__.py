@@ -12,9 +12,9 @@ import typer
 from bapo_kernels.debug import instruction_set
 
 from .cases import Level, cpu_suite, gpu_suite
+from .console import wide_console
 from .records import append, environment, file_of
 from .run import run as measure
-from .run import wide_console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -95,18 +95,15 @@ def plot() -> None:
     """Draws the figures of docs/internals/benchmarks.md from the records."""
     from .plot import plot as draw
 
-    for device in ("cpu", "cuda"):
-        for path in draw(device):
-            print(path)
+    print(*draw("cpu"), *draw("cuda"), sep="\n")
 
 
 @app.command()
 def report() -> None:
-    """Writes the pages on benchmarks and scaling and the tables of the README from the records."""
+    """Writes the tables of docs/internals/benchmarks.md and of the README from the records."""
     from .report import write
 
-    for path in write():
-        print(path)
+    print(*write(), sep="\n")
 
 
 if __name__ == "__main__":

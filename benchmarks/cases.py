@@ -6,8 +6,8 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,22 +41,15 @@ SAMPLING_MASK, WHOLE_VOCABULARY = "sampling mask", "no sampling mask"
 DISTILLATION = "distillation"  # the sweep over labels per row
 
 
-class Model(NamedTuple):
-    """Sizes of a published model."""
-
-    V: int
-    H: int
-
-
-MODELS = {
-    "Qwen3-0.6B": Model(151_936, 1_024),
-    "Qwen3-8B": Model(151_936, 4_096),
-    "Llama-3.2-1B": Model(128_256, 2_048),
-    "Llama-3-8B": Model(128_256, 4_096),
-    "Gemma-3-1B": Model(262_144, 1_152),
-    "Gemma-3-12B": Model(262_208, 3_840),
-    "DeepSeek-V3": Model(129_280, 7_168),
-    "gpt-oss-20b": Model(201_088, 2_880),
+MODELS = {  # V and H
+    "Qwen3-0.6B": (151_936, 1_024),
+    "Qwen3-8B": (151_936, 4_096),
+    "Llama-3.2-1B": (128_256, 2_048),
+    "Llama-3-8B": (128_256, 4_096),
+    "Gemma-3-1B": (262_144, 1_152),
+    "Gemma-3-12B": (262_208, 3_840),
+    "DeepSeek-V3": (129_280, 7_168),
+    "gpt-oss-20b": (201_088, 2_880),
 }
 
 
@@ -115,13 +108,12 @@ class Case:
     def title(self) -> str:
         """One line for tables and for ``--case``."""
         sizes = f"N = {self.N:,}, V = {self.V:,}, {self.dtype}"
-        form = ""
+        head, form = f", {'frozen' if self.frozen else 'trained'} head", ""
         if self.sweep == HEAD:
-            form = f", {'frozen' if self.frozen else 'trained'} head"
+            form = head
         elif self.sweep in (SAMPLING_MASK, WHOLE_VOCABULARY):
             form = f", {self.sweep}{', frozen' if self.frozen else ''}"
         elif self.sweep == DISTILLATION:
-            head = f", {'frozen' if self.frozen else 'trained'} head"
             form = f", {self.sweep}{head if self.level == 'hidden' else ''}"
             form += f", K = {self.K}" if self.K else ", whole vocabulary"
         source = f"{self.task} from {self.level}{form}"
@@ -208,9 +200,6 @@ class Batch:
             self._leave_undecided(round(MIXED_UNDECIDED * case.N))
         unmasked = torch.ones_like(self.A, dtype=torch.bool) if self.mask is None else self.mask
         self.unmasked, self.active = int(unmasked.sum()), int((unmasked & (self.A != 0)).sum())
-        self._overwritable: Batch | None = None
-        self._padded: Tensor | None = None
-        self._places: Places | None = None
         for leaf in self.inputs[:1] if case.frozen else self.inputs:
             leaf.requires_grad_()
 
@@ -252,18 +241,23 @@ class Batch:
         return self.labels, self.old, self.A, self.mask
 
     @property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """``log_probs, old_log_probs, advantages, response_mask``."""
+        return self.logp, self.old, self.A, self.mask
+
+    @property
     def options(self) -> dict[str, Any]:
         """The other arguments of a loss."""
         return {"config": self.case.config, "cu_seqlens": self.cu_seqlens}
 
+    @cached_property
     def overwritable(self) -> Batch:
         """The same batch with a copy of the logits, for methods that overwrite them."""
-        if self._overwritable is None:
-            own = self._overwritable = copy.copy(self)
-            own.inputs = tuple(
-                leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in self.inputs
-            )
-        return self._overwritable
+        own = copy.copy(self)
+        own.inputs = tuple(
+            leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in self.inputs
+        )
+        return own
 
     def restore(self, source: Batch) -> None:
         """Copies the logits of another batch."""
@@ -274,30 +268,26 @@ class Batch:
         """Frees the gradients of the last method."""
         for leaf in self.inputs:
             leaf.grad = None
-        self._padded = None
+        vars(self).pop("padded_logits", None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @cached_property
     def padded_logits(self) -> Tensor:
-        """Logits with one more position, as a leaf; made once."""
-        if self._padded is None:
-            padded = torch.nn.functional.pad(self.inputs[0].detach(), (0, 0, 0, 1))
-            self._padded = padded.requires_grad_()
-        return self._padded
+        """Logits with one more position, as a leaf."""
+        return F.pad(self.inputs[0].detach(), (0, 0, 0, 1)).requires_grad_()
 
+    @cached_property
     def places(self) -> Places:
-        """Of the ids of the sampling mask; made once."""
-        if self._places is None:
-            assert self.sampling_mask is not None
-            self._places = Places.of(self.sampling_mask, self.labels.flatten())
-        return self._places
+        """Of the ids of the sampling mask."""
+        assert self.sampling_mask is not None
+        return Places.of(self.sampling_mask, self.labels.flatten())
 
     def shares(self) -> dict[str, float]:
         """Shares of the rows, the search done: unmasked, active, undecided, with a gradient.
 
         With a sampling mask also ``allowed``, the share of the logits that is in a set.
         """
-        tokens = self.logp, self.old, self.A, self.mask
         config = self.case.config
         if self.case.sweep == DISTILLATION:
             return dict(unmasked=1.0, active=1.0, undecided=1.0, gradient=1.0)
@@ -307,13 +297,13 @@ class Batch:
             again = active if config.ratio_level == "sequence" else 0.0
             unmasked = self.unmasked / self.case.N
             return dict(unmasked=unmasked, active=active, undecided=again, gradient=active)
-        bounds = reference.find_clip_bounds(*tokens, config=config)
-        classes = row_classes(*tokens, config)
+        bounds = reference.find_clip_bounds(*self.tokens, config=config)
+        classes = row_classes(*self.tokens, config)
         rows = {
             "unmasked": ~classes.skipped,
             "active": ~(classes.skipped | classes.idle),
             "undecided": classes.undecided,
-            "gradient": row_classes(*tokens, config, bounds).kept,
+            "gradient": row_classes(*self.tokens, config, bounds).kept,
         }
         shares = {name: mask.double().mean().item() for name, mask in rows.items()}
         if self.sampling_mask is not None:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from bapo_kernels import BAPOConfig, find_clip_bounds, reference
 
+from .console import table, wide_console
 from .records import append, environment
+from .timing import summary
 
 RESULTS = Path(__file__).parent / "results" / "distributed.jsonl"
 RANKS = 4
@@ -31,25 +33,20 @@ LATENCIES_US = (0, 20, 200)
 TARGETS = {"nothing to raise": 0.0, "raised half way": 0.49, "raised to the end": 1.0}
 
 
-class SlowNetwork:
-    """Counts all-reduces, and pauses before each of them."""
+@contextmanager
+def slow_network(latency_us: float) -> Iterator[list[float]]:
+    """Pauses before each all-reduce; the list gets when each pause ended."""
+    all_reduce, ends = dist.all_reduce, list[float]()
 
-    def __init__(self, latency_us: float) -> None:
-        self.latency, self.count, self.all_reduce = latency_us * 1e-6, 0, dist.all_reduce
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        end = time.perf_counter() + 1e-6 * latency_us
+        while time.perf_counter() < end:
+            pass
+        ends.append(end)
+        return all_reduce(*args, **kwargs)
 
-    def __enter__(self) -> SlowNetwork:
-        def all_reduce(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            end = time.perf_counter() + self.latency
-            while time.perf_counter() < end:
-                pass
-            return self.all_reduce(*args, **kwargs)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self.all_reduce
+    with mock.patch.object(dist, "all_reduce", paused):
+        yield ends
 
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,26 +71,21 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
         assert bounds[0] == bounds[1], "only a correct result is timed"
         for (name, f), latency_us in ((s, us) for s in searches.items() for us in LATENCIES_US):
             times = []
-            with SlowNetwork(latency_us) as network:
+            with slow_network(latency_us) as all_reduces:
                 for _ in range(21):  # the same number on every rank
                     dist.barrier()
                     start = time.perf_counter()
                     f(*tokens, config=config, process_group=group)
                     times.append(1e3 * (time.perf_counter() - start))
-            low, median, high = torch.tensor(times[1:]).quantile(torch.tensor([0.2, 0.5, 0.8]))
-            records.append(
-                {
-                    "case": f"search over ranks: {case}, {name}",
-                    "ranks": RANKS,
-                    "tokens_per_rank": TOKENS,
-                    "latency_us": latency_us,
-                    "collectives": network.count // 21,
-                    "bounds": [round(b.item(), 4) for b in bounds[0]],
-                    "ms": median.item(),
-                    "ms_20": low.item(),
-                    "ms_80": high.item(),
-                }
-            )
+            record = {
+                "case": f"search over ranks: {case}, {name}",
+                "ranks": RANKS,
+                "tokens_per_rank": TOKENS,
+                "latency_us": latency_us,
+                "collectives": len(all_reduces) // 21,
+                "bounds": [round(b.item(), 4) for b in bounds[0]],
+            }
+            records.append(record | summary(times[1:]))
     if rank == 0:
         answers.put(records)
     dist.destroy_process_group()
@@ -102,17 +94,15 @@ def of_rank(rank: int, folder: str, answers: Any) -> None:
 def main(out: Path = RESULTS) -> None:
     """Measures, prints, and appends records to a file of JSON lines."""
     answers = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder, Console().status("measuring on four processes"):
+    with tempfile.TemporaryDirectory() as folder:
         mp.spawn(of_rank, (folder, answers), nprocs=RANKS)
         records = answers.get()
-    table = Table(title=f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds per call")
-    for column in ("case", "collectives", *(f"{us} us" for us in LATENCIES_US)):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for case in dict.fromkeys(r["case"] for r in records):
-        of_case = [r for r in records if r["case"] == case]
-        times = (f"{r['ms']:.2f}" for r in of_case)
-        table.add_row(case.split(": ")[1], str(of_case[0]["collectives"]), *times)
-    Console().print(table)
+    rows: dict[str, list[Any]] = {}
+    for r in records:
+        rows.setdefault(r["case"].split(": ")[1], [r["collectives"]]).append(f"{r['ms']:.2f}")
+    title = f"Search over {RANKS} ranks x {TOKENS:,} tokens, milliseconds per call"
+    columns = "case", "collectives", *(f"{us} us" for us in LATENCIES_US)
+    wide_console().print(table(title, columns, ((case, *cells) for case, cells in rows.items())))
     append(out, [{**environment(), **record} for record in records])
 
 

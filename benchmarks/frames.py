@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 
 from .cases import DISTILLATION, HEAD, SAMPLING_MASK, WHOLE_VOCABULARY
@@ -12,38 +10,24 @@ from .records import RESULTS, load
 CASE = ["level", "task", "model", "N", "V", "H", "dtype", "layout", "data", "sweep", "frozen", "K"]
 
 
-def latest(device: str, folder: Path = RESULTS) -> pd.DataFrame:
+def latest(device: str) -> pd.DataFrame:
     """The last record of each method and case on a device, without sweeps that have a section."""
-    frame = _last_records(device, folder)
-    if frame.empty:
-        return frame
+    frame = _last_records(device)
     apart = frame.sweep.isin([HEAD, SAMPLING_MASK, WHOLE_VOCABULARY, DISTILLATION])
     return frame[~apart].reset_index(drop=True)
 
 
-def forms_of_the_head(device: str, folder: Path = RESULTS) -> pd.DataFrame:
-    """The last record of each method in that sweep, where it was measured."""
-    return measured_in([HEAD], device, folder)
-
-
-def sampling_masks(device: str, folder: Path = RESULTS) -> pd.DataFrame:
-    """The last record of each method with a sampling mask and without, where it was measured."""
-    return measured_in([SAMPLING_MASK, WHOLE_VOCABULARY], device, folder)
-
-
-def measured_in(sweeps: list[str], device: str, folder: Path = RESULTS) -> pd.DataFrame:
-    frame = _last_records(device, folder)
-    if frame.empty:
-        return frame
+def measured_in(device: str, *sweeps: str) -> pd.DataFrame:
+    """The last record of each method in these sweeps, where it was measured."""
+    frame = _last_records(device)
     mine = frame.sweep.isin(sweeps) & (frame.status == "measured")
     return frame[mine].reset_index(drop=True)
 
 
-def _last_records(device: str, folder: Path) -> pd.DataFrame:
+def _last_records(device: str) -> pd.DataFrame:
     older = {"frozen": False, "K": 0}  # what records say nothing about that are older than a field
-    frame = pd.DataFrame([older | record for record in load(folder / f"{device}.jsonl")])
-    if frame.empty:
-        return frame
+    records = [older | record for record in load(RESULTS / f"{device}.jsonl")]
+    frame = pd.DataFrame(records, columns=None if records else ["method", "status", *CASE])
     return frame.drop_duplicates(["method", *CASE], keep="last").reset_index(drop=True)
 
 

@@ -31,29 +31,26 @@ def truth(batch: Batch) -> Step:
     leaves = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in batch.inputs]
     case = batch.case
     if case.level == "tokens":
-        arguments = batch.logp, batch.old, batch.A, batch.mask
-        return torch.stack(reference.find_clip_bounds(*arguments, config=case.config)), ()
+        return torch.stack(reference.find_clip_bounds(*batch.tokens, config=case.config)), ()
     if batch.teacher is not None:
         rows, *weight = (leaf.flatten(0, -2) for leaf in leaves)
         logits = F.linear(rows, *weight) if weight else rows
-        found = _distilled(batch, logits, slice(None))
+        value, weights = _distilled(batch, logits, slice(None)), None
         if case.task == "vjp":
-            found.backward(batch.teacher.log_probs.exp().view(found.shape).double())
-            return found.detach(), tuple(leaf.grad for leaf in leaves)
-        logp = reference.log_probs(logits, batch.labels.flatten())[0]
-        loss = _with_loss(batch, found.mean(), logp.view(batch.labels.shape))
-        loss.backward()
-        return loss.detach(), tuple(leaf.grad for leaf in leaves)
-    at_logits = case.level == "logits"
-    if case.task == "log_probs":
-        function = reference.log_probs if at_logits else reference.linear_log_probs
-        with torch.no_grad():
-            return function(*leaves, batch.labels, sampling_mask=batch.sampling_mask)[0], ()
-    loss = reference.bapo_loss if at_logits else reference.bapo_linear_loss
-    options = batch.options | {"sampling_mask": batch.sampling_mask}
-    out = loss(*leaves, *batch.rest, **options)
-    out.loss.backward()
-    return out.loss.detach(), tuple(leaf.grad for leaf in leaves)
+            weights = batch.teacher.log_probs.exp().view(value.shape).double()
+        else:
+            logp = reference.log_probs(logits, batch.labels.flatten())[0]
+            value = _with_loss(batch, value.mean(), logp.view(batch.labels.shape))
+    else:
+        at_logits, mask = case.level == "logits", {"sampling_mask": batch.sampling_mask}
+        if case.task == "log_probs":
+            function = reference.log_probs if at_logits else reference.linear_log_probs
+            with torch.no_grad():
+                return function(*leaves, batch.labels, **mask)[0], ()
+        loss = reference.bapo_loss if at_logits else reference.bapo_linear_loss
+        value, weights = loss(*leaves, *batch.rest, **batch.options, **mask).loss, None
+    value.backward(weights)
+    return value.detach(), tuple(leaf.grad for leaf in leaves)
 
 
 def check(method: Method, case: Case, device: str) -> tuple[float, float]:

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Runs everything that needs a GPU, the most important stages first, without a network.
 #
-#   benchmarks/gpu_suite.sh [--list] [--only STAGE,...] [--from STAGE] [--budget S] [--limit S]
+#   benchmarks/gpu_suite.sh [--list] [--only STAGE,...] [--from STAGE] [--budget S]
 #
-# Every stage has a time limit; --limit bounds all of them. A stage that fails or reaches its limit
-# keeps what it has written and does not stop the others. Stages that would be pointless after a
-# failure, or that no longer fit into the budget (560 s), are skipped. In $OUT the suite leaves
-# summary.txt and gpu_suite.tar.gz, both renewed after every stage, cuda.jsonl with the records of
-# the benchmarks, and now/ while a stage runs.
+# Every stage has a time limit. A stage that fails or reaches its limit keeps what it has written and
+# does not stop the others. Stages that would be pointless after a failure, or that no longer fit into
+# the budget (560 s), are skipped. In $OUT the suite leaves summary.txt and gpu_suite.tar.gz, both
+# renewed after every stage, cuda.jsonl with the records of the benchmarks, and now/ while a stage
+# runs.
 #
 # Needs torch >= 2.10, Triton, numpy, rich, typer, pytest, pytest-xdist and hypothesis, and nvcc
 # unless $BAPO_PREBUILT is the output of `make prebuilt` for the same sources. The wheels in $WHEELS
 # (`make baselines`) are installed without their dependencies, for the stages with baselines alone.
 # BAPO_SUITE_DEVICE=cpu is a rehearsal on the CPU in small sizes.
+
+# shellcheck disable=SC2034  # lists of cases, which baselines() takes by their names
 set -uo pipefail
 
 SELF=$(realpath "${BASH_SOURCE[0]}")
@@ -57,51 +59,47 @@ if [[ $DEVICE == cpu ]]; then
   STEP_SIZES=(--tokens 16 --vocab 500)
 fi
 
-# --- Stages: name, limit in seconds, needs, command, files left next to its log ---
+# --- Stages: name, limit in seconds, command, needs ---
 
 NAMES=()
-declare -A LIMIT NEEDS COMMAND LEAVES STATUS
+declare -A LIMIT COMMAND NEEDS STATUS
 
 stage() {
   NAMES+=("$1")
-  LIMIT[$1]=$2 NEEDS[$1]=$3 COMMAND[$1]=$4 LEAVES[$1]=$5
+  LIMIT[$1]=$2 COMMAND[$1]=$3 NEEDS[$1]=${*:4}
 }
 
 # right:X needs backend X to run here, and its results not to have been found wrong.
 define_stages() {
   local native=$DEVICE
-  stage library 240 "" "library" "-"
-  stage environment 60 "" "environment" "-"
-  stage "answers_$native" 60 "$native" "answers $native" "answers_$native.json"
-  stage answers_triton 90 "triton" "answers triton" "answers_triton.json"
-  stage "graphs_$native" 40 "gpu right:$native" "graphs $native" "-"
-  stage graphs_triton 60 "gpu right:triton" "graphs triton" "-"
-  stage "targets_$native" 45 "right:$native" "targets $native logits" \
-    "targets_${native}_logits.jsonl, records"
-  stage targets_triton 60 "right:triton" "targets triton logits" \
-    "targets_triton_logits.jsonl, records"
-  stage "hidden_$native" 40 "right:$native" "targets $native hidden" \
-    "targets_${native}_hidden.jsonl, records"
-  stage hidden_triton 45 "right:triton" "targets triton hidden" \
-    "targets_triton_hidden.jsonl, records"
-  stage tests 160 "right:any" "tests tests" "tests.xml"
-  stage training_step 240 "right:$native trl" "training_step" "training_step.jsonl"
-  stage baselines_logits 140 "right:any" "baselines logits" "records"
-  stage baselines_hidden 140 "right:any" "baselines hidden" "records"
-  stage memcheck 150 "right:any compute-sanitizer" "sanitizer memcheck" "-"
-  stage synccheck 150 "right:any compute-sanitizer" "sanitizer synccheck" "-"
+  stage library 240 library
+  stage environment 60 environment
+  stage "answers_$native" 60 "answers $native" "$native"
+  stage answers_triton 90 "answers triton" triton
+  stage "graphs_$native" 40 "graphs $native" gpu "right:$native"
+  stage graphs_triton 60 "graphs triton" gpu right:triton
+  stage "targets_$native" 45 "targets $native logits" "right:$native"
+  stage targets_triton 60 "targets triton logits" right:triton
+  stage "hidden_$native" 40 "targets $native hidden" "right:$native"
+  stage hidden_triton 45 "targets triton hidden" right:triton
+  stage tests 160 "tests tests" right:any
+  stage training_step 240 training_step "right:$native" trl
+  stage baselines_logits 140 "baselines LOGITS" right:any
+  stage baselines_hidden 140 "baselines HIDDEN" right:any
+  stage memcheck 150 "sanitizer memcheck" right:any compute-sanitizer
+  stage synccheck 150 "sanitizer synccheck" right:any compute-sanitizer
   # racecheck may take bulk copies, whose order a barrier in shared memory makes, for hazards: its
   # report is to be read before it is believed.
-  stage racecheck 150 "right:any compute-sanitizer" "sanitizer racecheck" "-"
-  stage ncu 60 "right:any ncu" "counters ncu" "ncu.csv"
-  stage ncu_sets 60 "right:any ncu" "counters ncu_sets --sets" "ncu_sets.csv"
-  stage other_tests 200 "right:any" "tests other_tests" "other_tests.xml"
-  stage tune 40 "right:triton" "tune" "tune.jsonl"
-  stage forms_of_head 120 "right:any" "baselines head" "records"
-  stage sampling_mask 200 "right:any" "baselines mask" "records"
-  stage distillation 240 "right:any" "baselines distillation" "records"
-  stage shapes 200 "right:any" "shapes" "records"
-  stage validate 300 "right:any" "validate" "validate.json"
+  stage racecheck 150 "sanitizer racecheck" right:any compute-sanitizer
+  stage ncu 60 "counters ncu" right:any ncu
+  stage ncu_sets 60 "counters ncu_sets --sets" right:any ncu
+  stage other_tests 200 "tests other_tests" right:any
+  stage tune 40 tune right:triton
+  stage forms_of_head 120 "baselines HEAD" right:any
+  stage sampling_mask 200 "baselines MASK" right:any
+  stage distillation 240 "baselines TEACHER" right:any
+  stage shapes 200 shapes right:any
+  stage validate 300 validate right:any
 }
 
 # --- Commands, each in its own shell; the last line of the log is the result of the stage ---
@@ -181,11 +179,10 @@ tests() {
 }
 
 sanitizer() {
-  local backends sets
-  read -ra backends <<<"--backend ${RIGHT// / --backend }"
+  local sets
   for sets in "" --sets; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
-      "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" "${CHECKED_SIZES[@]}" \
+      "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${ASKED[@]}" "${CHECKED_SIZES[@]}" \
       ${sets:+"$sets"} || return
   done
 }
@@ -193,7 +190,7 @@ sanitizer() {
 counters() {
   local kernels="row_pass|row_gradient|prepare|policy|search|contributions|table|solve"
   [[ $1 == ncu ]] || kernels="sets|find_labels"
-  local backends launches metrics=(
+  local launches metrics=(
     gpu__time_duration.sum dram__bytes_read.sum dram__bytes_write.sum
     dram__throughput.avg.pct_of_peak_sustained_elapsed lts__t_sector_hit_rate.pct
     smsp__issue_active.avg.pct_of_peak_sustained_active smsp__inst_executed.sum
@@ -201,10 +198,9 @@ counters() {
     sm__warps_active.avg.pct_of_peak_sustained_active sm__maximum_warps_per_active_cycle_pct
     launch__registers_per_thread launch__grid_size launch__waves_per_multiprocessor
   )
-  read -ra backends <<<"--backend ${RIGHT// / --backend }"
   ncu --clock-control none --kernel-name "regex:$kernels" --page raw --csv \
     --log-file "$NOW/$1.csv" --metrics "$(IFS=, && echo "${metrics[*]}")" \
-    "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${backends[@]}" "${@:2}" || return
+    "$PYTHON" -m benchmarks.launch_rows --device "$DEVICE" "${ASKED[@]}" "${@:2}" || return
   grep "^==ERROR==" "$NOW/$1.csv"
   launches=$(grep -cE '^"[0-9]+",' "$NOW/$1.csv")
   echo "$launches launches measured"
@@ -228,14 +224,7 @@ add_wheels() {
 }
 
 baselines() {
-  local cases
-  case $1 in
-    logits) cases=("${LOGITS[@]}") ;;
-    hidden) cases=("${HIDDEN[@]}") ;;
-    head) cases=("$HEAD") ;;
-    mask) cases=("$MASK") ;;
-    distillation) cases=("$TEACHER") ;;
-  esac
+  local -n cases=$1
   add_wheels
   measure "${cases[@]/#/--case=}"
 }
@@ -251,9 +240,7 @@ measure() {
 }
 
 validate() {
-  local backends
-  read -ra backends <<<"--backend ${RIGHT// / --backend }"
-  $PYTHON -m bapo_kernels validate --device "$DEVICE" "${backends[@]}" --json "$NOW/validate.json"
+  $PYTHON -m bapo_kernels validate --device "$DEVICE" "${ASKED[@]}" --json "$NOW/validate.json"
 }
 
 is_right() { [[ " $RIGHT " == *" $1 "* ]]; }
@@ -379,39 +366,21 @@ finish() {
   rm -rf "${DONE%/*}"
 }
 
-list() {
-  local name
-  for name in "${NAMES[@]}"; do
-    printf '%-16s %4d s  %s\n' "$name" "${LIMIT[$name]}" "${LEAVES[$name]}"
-  done
-}
-
-usage() {
-  sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' "$SELF" >&2
-  exit 2
-}
-
-known() {
-  [[ -n ${LIMIT[$1]-} ]] || {
-    echo "no stage is called '$1'; --list names them" >&2
-    exit 2
-  }
-}
-
 main() {
-  local only="" from="" limit=600 name chosen=()
+  local only="" from="" name chosen=()
   BUDGET=560 RUNNING="" SUMMARY="" FAILED=0
   while (($#)); do
     case $1 in
-      --list) list && exit ;;
+      --list) printf '%s\n' "${NAMES[@]}"; exit ;;
       --only) only=${2?}; shift 2 ;;
-      --from) from=${2?}; known "$from"; shift 2 ;;
+      --from) from=${2?}; shift 2 ;;
       --budget) BUDGET=${2?}; shift 2 ;;
-      --limit) limit=${2?}; shift 2 ;;
-      *) usage ;;
+      *) sed -n '2,/^$/s/^# \{0,1\}//p' "$SELF" >&2; exit 2 ;;
     esac
   done
-  for name in ${only//,/ }; do known "$name"; done
+  for name in ${only//,/ } $from; do
+    [[ -n ${LIMIT[$name]-} ]] || { echo "--list names the stages, not '$name'" >&2; exit 2; }
+  done
   for name in "${NAMES[@]}"; do
     [[ $name != "$from" ]] || from=
     case $name in
@@ -419,7 +388,6 @@ main() {
       *) [[ -z $from && (-z $only || ,$only, == *,$name,*) ]] || continue ;;
     esac
     chosen+=("$name")
-    ((limit >= LIMIT[$name])) || LIMIT[$name]=$limit
   done
 
   DONE=$(mktemp -d)/gpu_suite
@@ -437,6 +405,7 @@ main() {
 }
 
 if [[ ${1-} == --stage ]]; then
+  read -ra ASKED <<<"--backend ${RIGHT// / --backend }"
   "${@:2}"
 else
   define_stages

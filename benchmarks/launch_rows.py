@@ -1,8 +1,7 @@
 """``python -m benchmarks.launch_rows``: launches each kernel twice, for a profiler or a sanitizer.
 
 The data is that of the targets with mixed rows, which include undecided ones. With ``--sets`` every
-row has a sampling mask, from logits and from hidden states with a trained head, in any layout of
-``sets``.
+row has a sampling mask, from logits and from hidden states with a trained head.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ def main(
     H: int = 1_024,
     dtype: str = "bfloat16",
     sets: Annotated[bool, typer.Option("--sets", help="rows with a sampling mask")] = False,
-    layout: str = "dense",
 ) -> None:
     """Computes loss and gradient twice per backend."""
     cases = []
     for vocabulary in V:
         case = Case("logits", "loss", "any", N, vocabulary, H, dtype)
         if sets:
-            case = replace(case, layout=layout, sweep=SAMPLING_MASK)
+            case = replace(case, sweep=SAMPLING_MASK)
             cases += [case, replace(case, level="hidden")]
         else:
             cases.append(replace(case, layout="mixed", data="on-policy"))

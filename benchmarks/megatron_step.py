@@ -8,9 +8,7 @@ memory, and is timed only after its loss and gradients have passed a check again
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +22,6 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from bapo_kernels import (
@@ -35,9 +32,10 @@ from bapo_kernels import (
     reference,
 )
 
+from .console import digits, spread, table, wide_console
 from .gate import distance, raise_above, tolerance
 from .records import append, environment
-from .run import wide_console
+from .timing import resident_MiB, summary
 
 RESULTS = Path(__file__).parent / "results" / "megatron.jsonl"
 CONFIG = BAPOConfig.paper()
@@ -84,20 +82,18 @@ def by_cross_entropy(layer: Any, hidden: Tensor, labels: Tensor, *others: Tensor
 
 
 def by_head(layer: Any, hidden: Tensor, *arguments: Tensor, **options: Any) -> Tensor:
-    from bapo_kernels.integrations.megatron import FusedHead
-
-    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG, **options)
-    return processed(head, layer, hidden).loss
+    return in_head(layer, hidden, bapo_linear_loss, *arguments, config=CONFIG, **options).loss
 
 
 def by_log_probs(layer: Any, hidden: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
-    from bapo_kernels.integrations.megatron import FusedHead
-
-    log_probs, _ = processed(FusedHead(linear_log_probs, labels), layer, hidden)
+    log_probs, _ = in_head(layer, hidden, linear_log_probs, labels)
     return bapo_loss_from_log_probs(log_probs, *others, config=CONFIG).loss
 
 
-def processed(head: Any, layer: Any, hidden: Tensor) -> Any:
+def in_head(layer: Any, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
+    from bapo_kernels.integrations.megatron import FusedHead
+
+    head = FusedHead(*arguments, **options)
     of_model = dict(output_layer=layer, output_weight=None, config=layer.config)
     return head(hidden_states=hidden, **of_model)
 
@@ -170,20 +166,7 @@ def measure(name: str, case: Case) -> dict[str, Any]:
         step()
         times.append(1e3 * (time.perf_counter() - start))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    low, _, high = (statistics.quantiles(times[1:], n=5)[i] for i in (0, 1, 3))
-    return {
-        "ms": statistics.median(times[1:]),
-        "ms_20": low,
-        "ms_80": high,
-        "repetitions": REPETITIONS,
-        "peak_MiB": peak,
-        "grown_MiB": peak - before,
-    }
-
-
-def resident_MiB() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return summary(times[1:]) | {"peak_MiB": peak, "grown_MiB": peak - before}
 
 
 def of_rank(rank: int, folder: str, name: str, case: Case) -> dict[str, Any]:
@@ -205,12 +188,10 @@ def run(name: str, case: Case) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(RANKS, mp_context=spawn) as ranks,
     ):
-        answers = [ranks.submit(of_rank, rank, folder, name, case) for rank in range(RANKS)]
-        slower = max((answer.result() for answer in answers), key=lambda found: found["ms"])
-        memory = {
-            key: max(answer.result()[key] for answer in answers)
-            for key in ("peak_MiB", "grown_MiB")
-        }
+        started = [ranks.submit(of_rank, rank, folder, name, case) for rank in range(RANKS)]
+        answers = [each.result() for each in started]
+    slower = max(answers, key=lambda found: found["ms"])
+    memory = {key: max(found[key] for found in answers) for key in ("peak_MiB", "grown_MiB")}
     return {
         "case": f"Megatron's head: {name}",
         **vars(case),
@@ -228,14 +209,12 @@ def main(out: Path = RESULTS) -> None:
     pairs = [(name, case) for case in cases for name in METHODS]
     records = [run(*pair) for pair in track(pairs, "methods")]
     size = f"{cases[0].B} x {cases[0].S} tokens, V = {cases[0].V:,}, H = {cases[0].H}"
-    table = Table(title=f"Loss and gradients of {size}, {RANKS} ranks")
-    for column in ("", "dtype", "ms", "20 % .. 80 %", "peak MiB", "beyond inputs"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    columns = "", "dtype", "ms", "20 % .. 80 %", "peak MiB", "beyond inputs"
+    rows = []
     for r in records:
-        spread = f"{r['ms_20']:.0f} .. {r['ms_80']:.0f}"
-        others = f"{r['peak_MiB']:.0f}", f"{r['grown_MiB']:.0f}"
-        table.add_row(r["case"].split(": ")[1], r["dtype"], f"{r['ms']:.0f}", spread, *others)
-    wide_console().print(table)
+        memory = digits(r["peak_MiB"]), digits(r["grown_MiB"])
+        rows.append((r["case"].split(": ")[1], r["dtype"], digits(r["ms"]), spread(r), *memory))
+    wide_console().print(table(f"Loss and gradients of {size}, {RANKS} ranks", columns, rows))
     append(out, [{**environment(), **record} for record in records])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 
@@ -19,7 +18,7 @@ from .frames import latest, plain_losses
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 LEVELS = {"logits": "from logits", "hidden": "from hidden states"}
-YARDSTICKS = {"logits": "copy", "hidden": "three matrix products"}
+YARDSTICKS = "copy", "three matrix products"
 # One colour per project, one shade and marker per variant.
 STYLES = {
     "copy": dict(color="#222222", linestyle="--", marker=""),
@@ -119,25 +118,33 @@ def _comparable(of_level: pd.DataFrame) -> bool:
 
 def over(frame: pd.DataFrame, x: str, y: str, x_label: str, y_label: str) -> Figure:
     """One line per method over a size, one panel per level, both axes logarithmic."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
-        of_level = frame[frame.level == level]
+    figure, panels = _panels(frame, 4.4)
+    for ax, level, of_level in panels:
         ends = of_level.sort_values(x).groupby("method")[y].last().sort_values(ascending=False)
         for method in ends.index:  # so that the legend has the order of the lines
             line = of_level[of_level.method == method].sort_values(x)
             width = 2.4 if method.startswith("bapo") else 1.3
             ax.plot(line[x], line[y], label=method, linewidth=width, markersize=5, **STYLES[method])
         ax.set(xscale="log", yscale="log", xlabel=x_label)
-        ax.set_title(f"{y_label}, loss and gradients {words}")
+        ax.set_title(f"{y_label}, loss and gradients {LEVELS[level]}")
         ticks = sorted(of_level[x].unique())
         ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30 if x == "V" else 0)
-        plain_numbers(ax.yaxis)
+        _plain_numbers(ax.yaxis)
         ax.minorticks_off()
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return figure
 
 
-def plain_numbers(axis: Axis) -> None:
+def _panels(
+    frame: pd.DataFrame, height: float
+) -> tuple[Figure, Iterator[tuple[Axes, str, pd.DataFrame]]]:
+    """A figure with a panel per level, and what belongs in each."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, height), layout="constrained")
+    levels = zip(axes, LEVELS, strict=True)
+    return figure, ((ax, level, frame[frame.level == level]) for ax, level in levels)
+
+
+def _plain_numbers(axis: Axis) -> None:
     """1, 2, 5, 10, ... on a logarithmic axis."""
     axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5), numticks=30))
     axis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:,g}"))
@@ -145,9 +152,8 @@ def plain_numbers(axis: Axis) -> None:
 
 def roofline(frame: pd.DataFrame) -> Figure:
     """Rate of each method as a share of the yardstick's, one row per model."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
-    for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
-        of_level = frame[(frame.level == level) & (frame.method != YARDSTICKS[level])]
+    figure, panels = _panels(frame[~frame.method.isin(YARDSTICKS)], 3.8)
+    for ax, level, of_level in panels:
         models = list(of_level.model.unique())[::-1]
         for method, rows in of_level.groupby("method", sort=False):
             size = 90 if str(method).startswith("bapo") else 45
@@ -157,40 +163,35 @@ def roofline(frame: pd.DataFrame) -> Figure:
         ax.axvline(100, color="#222222", linestyle="--", linewidth=1.2)
         ax.set_yticks(range(len(models)), models)
         ax.set(xscale="log" if level == "logits" else "linear", ylim=(-0.6, len(models) - 0.4))
-        ax.set_xlabel(
-            f"% of the rate of a {'copy' if level == 'logits' else 'bare matrix product'}"
-        )
+        unit = "copy" if level == "logits" else "bare matrix product"
+        ax.set_xlabel(f"% of the rate of a {unit}")
         ax.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:g} %"))
-        ax.set_title(f"Share of the roofline, {words}")
+        ax.set_title(f"Share of the roofline, {LEVELS[level]}")
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return figure
 
 
 def speedup(frame: pd.DataFrame) -> Figure:
     """Time of each method relative to ours: the median over the models, and their range."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 3.6), layout="constrained")
-    for ax, (level, words) in zip(axes, LEVELS.items(), strict=True):
-        of_level = frame[(frame.level == level) & (frame.method != YARDSTICKS[level])]
+    figure, panels = _panels(frame[~frame.method.isin(YARDSTICKS)], 3.6)
+    for ax, level, of_level in panels:
         first = next(method for method in of_level.method if method.startswith("bapo"))
         times = of_level.pivot_table(index="model", columns="method", values="ms", observed=True)
         ratios = times.div(times[first], axis=0).drop(columns=first)
         order = ratios.median().sort_values(ascending=False).index
         for height, method in enumerate(order):
-            _bar(ax, height, ratios[method].dropna(), STYLES[method]["color"])
+            of_method = ratios[method].dropna()
+            median, low, high = of_method.median(), of_method.min(), of_method.max()
+            whiskers = dict(elinewidth=1, ecolor="#444444", capsize=2)
+            options = dict(xerr=[[median - low], [high - median]], error_kw=whiskers, height=0.65)
+            ax.barh(height, median - 1, left=1, color=STYLES[method]["color"], **options)
+            ax.text(max(high, 1), height, f"  {median:.3g} x", va="center", fontsize=9)
         ax.axvline(1, color=STYLES[first]["color"], linewidth=2.4)
         ax.set_yticks(range(len(order)), order)
         ax.set(xscale="log", xlim=(0.8 * ratios.min().min(), 1.6 * ratios.max().max()))
-        plain_numbers(ax.xaxis)
+        _plain_numbers(ax.xaxis)
         ax.minorticks_off()
         ax.set_xlabel(f"time relative to {first}; whiskers: range over the models")
-        ax.set_title(f"Loss and gradients {words}")
+        ax.set_title(f"Loss and gradients {LEVELS[level]}")
         ax.grid(visible=False, axis="y")
     return figure
-
-
-def _bar(ax: Axes, height: int, ratios: pd.Series[float], color: Any) -> None:
-    median, low, high = ratios.median(), ratios.min(), ratios.max()
-    whiskers = dict(elinewidth=1, ecolor="#444444", capsize=2)
-    error = [[median - low], [high - median]]
-    ax.barh(height, median - 1, left=1, color=color, height=0.65, xerr=error, error_kw=whiskers)
-    ax.text(max(high, 1), height, f"  {median:.3g} x", va="center", fontsize=9)

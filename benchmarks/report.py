@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from . import scaling
-from .cases import DISTILLATION, POLICIES
-from .frames import forms_of_the_head, latest, measured_in, plain_losses, sampling_masks
-from .mask_tables import of_masks
+from .cases import DISTILLATION, HEAD, POLICIES, SAMPLING_MASK, WHOLE_VOCABULARY
+from .frames import latest, measured_in, plain_losses
 from .plot import LEVELS
 from .records import RESULTS, WITHOUT_AVX512, load
 from .tables import by_column, filled, machine, markdown, number
@@ -22,11 +20,10 @@ KINDS = ["zero advantage", "clip", "log_probs", *POLICIES]  # columns of their o
 
 
 def write() -> list[Path]:
-    """Writes the tables of the pages and of the README, and the figure of the scaling page."""
+    """Writes the tables of the page and of the README."""
     PAGE.write_text(filled(PAGE.read_text(), blocks()))
     README.write_text(filled(README.read_text(), {"records": readme_block()}))
-    scaling.PAGE.write_text(filled(scaling.PAGE.read_text(), scaling.blocks()))
-    return [PAGE, README, scaling.PAGE, scaling.draw()]
+    return [PAGE, README]
 
 
 def blocks() -> dict[str, str]:
@@ -76,17 +73,17 @@ def losses(device: str) -> Iterator[str]:
 def search(device: str) -> Iterator[str]:
     """The search alone, by where it stops."""
     frame = latest(device)
-    found = frame if frame.empty else frame[(frame.task == "search") & (frame.status == "measured")]
+    found = frame[(frame.task == "search") & (frame.status == "measured")]
     if len(found):
         yield machine(found)
-    for end, of_end in found.groupby("model", sort=False) if len(found) else ():
+    for end, of_end in found.groupby("model", sort=False):
         yield by_column(of_end.assign(column=of_end.N.map("N = {:,}".format)), f"Stops {end}, ms")
 
 
 def forms(device: str) -> Iterator[str]:
     """The forms of the head in bfloat16, by what is trained."""
-    frame = forms_of_the_head(device)
-    frame = frame if frame.empty else frame[frame["dtype"] == "bfloat16"].copy()
+    frame = measured_in(device, HEAD)
+    frame = frame[frame["dtype"] == "bfloat16"].copy()
     if frame.empty:
         return
     yield machine(frame)
@@ -99,16 +96,34 @@ def forms(device: str) -> Iterator[str]:
 
 
 def masks(device: str) -> Iterator[str]:
-    """Losses with a sampling mask."""
-    frame = sampling_masks(device)
-    if len(frame):
-        yield from of_masks(frame)
+    """With a sampling mask, by dtype and head, with the floor at the rate of the copy."""
+    frame = measured_in(device, SAMPLING_MASK, WHOLE_VOCABULARY)
+    if frame.empty:
+        return
+    frame = frame[frame.layout == "dense"]
+    masked, ours = frame.sweep == SAMPLING_MASK, frame.method.str.startswith("bapo")
+    first = frame[masked].iloc[0]
+    ids = first.shares["allowed"] * first.V
+    sizes = f"N = {first.N:,}, V = {first.V:,}, H = {first.H:,}; {ids:.1f} ids per set"
+    yield f"{sizes}; {machine(frame)}"
+    heads = frame.frozen.map({True: ", frozen", False: ", trained"})
+    frame = frame.assign(
+        column=frame["dtype"] + heads.where(frame.level == "hidden", ""),
+        peak_bytes=frame.peak_bytes - frame.gradient_bytes,
+        method=frame.method.where(masked, frame.method + ", whole vocabulary"),
+    )
+    floors = frame[masked & ours & (frame.bytes > 0)].drop_duplicates(["level", "column"])
+    floors = floors.assign(method="floor", ms=floors.share * floors.ms, peak_bytes=float("nan"))
+    frame = pd.concat([frame[masked | ours], floors])
+    for level, of_level in frame.groupby("level", sort=False):
+        peaks = of_level[of_level["dtype"] == "bfloat16"]
+        yield by_column(of_level, f"Loss and gradients {LEVELS[str(level)]}, ms", peaks)
 
 
 def distilled(device: str) -> Iterator[str]:
     """With several labels per row; peaks of 64, and of the whole vocabulary."""
     for file in (device, WITHOUT_AVX512) if device == "cpu" else (device,):
-        frame = measured_in([DISTILLATION], file)
+        frame = measured_in(file, DISTILLATION)
         if frame.empty:
             continue
         yield machine(frame)
@@ -146,7 +161,7 @@ def avx2() -> Iterator[str]:
 def training(device: str) -> Iterator[str]:
     """What is trained on a device, and the last record of every trainer."""
     frame = pd.DataFrame(load(RESULTS / "trl.jsonl"))
-    frame = frame if frame.empty else frame[frame.device == device]
+    frame = frame[frame.device == device]
     if frame.empty:
         return
     last = frame.iloc[-1]
@@ -167,8 +182,6 @@ def readme_block() -> str:
     parts = []
     for device in ("cuda", "cpu"):
         frame = latest(device)
-        if frame.empty:
-            continue
         frame = plain_losses(frame[frame.sweep.isna()])
         frame = frame[frame.model.str.startswith("Qwen3")]
         for level, words in LEVELS.items():

@@ -1,8 +1,4 @@
-"""Classes of rows: what the loss makes of a token, decided by its ratio and its advantage.
-
-The kernels decide the same for each token (``docs/internals/derivation.md``); this is the one
-statement of it in Python, for the shares of rows in the records.
-"""
+"""What the loss makes of a token, as the kernels decide it (``docs/internals/derivation.md``)."""
 
 from __future__ import annotations
 
@@ -50,14 +46,10 @@ def row_classes(
         bounds: fixed bounds, at which no row is undecided.
     """
     tokens = reference.Contributions(config, log_probs, old_log_probs, advantages, counted)
-    start, last = bounds or config.options.start(), bounds or config.options.maximum()
-    at_start, at_last = (torch.logical_or(*clipped(tokens.r, tokens.A, *b)) for b in (start, last))
-    skipped = torch.zeros_like(at_start) if counted is None else counted == 0
+    ends = bounds or config.options.start(), bounds or config.options.maximum()
+    start, last = (torch.logical_or(*clipped(tokens.r, tokens.A, *end)) for end in ends)
+    skipped = torch.zeros_like(start) if counted is None else counted == 0
     active = tokens.A != 0
-    return RowClasses(
-        skipped=skipped,
-        idle=~skipped & ~active,
-        kept=active & ~at_start & ~at_last,
-        clipped=at_start & at_last,
-        undecided=at_start != at_last,
-    )
+    decided = start == last
+    kept, given_up = active & ~start & decided, start & decided
+    return RowClasses(skipped, ~skipped & ~active, kept, given_up, ~decided)

@@ -7,9 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,6 +18,7 @@ from bapo_kernels import log_probs
 
 from . import gate
 from .cases import HEAD, SAMPLING_MASK, Batch, Case
+from .console import digits, spread, table
 from .floor import Floor, floor
 from .methods import Method, methods
 from .records import Record
@@ -68,17 +67,12 @@ def run(
             try:
                 records = measure(case, device, only, without)
             except Interrupted as interrupted:
-                console.print(table(case, interrupted.records))
+                console.print(shown(case, interrupted.records))
                 yield interrupted.records
                 raise
-            console.print(table(case, records))
+            console.print(shown(case, records))
             yield records
             progress.advance(bar)
-
-
-def wide_console() -> Console:
-    """A console of the terminal's width, or wide enough for a table."""
-    return Console(width=None if Console().is_terminal else 140)
 
 
 def quiet() -> None:
@@ -112,14 +106,21 @@ def measure(case: Case, device: str, only: list[str], without: Sequence[str] = (
         Interrupted: by the user, or by an error after which this process cannot use the device.
             After the user's interrupt the methods that are ready have one turn.
     """
+    records: list[Record] = []
+    try:
+        return _measure(case, device, selected(case, device, only, without)[0], records)
+    except torch.AcceleratorError as error:
+        raise Interrupted(records) from error
+
+
+def _measure(case: Case, device: str, able: list[Method], records: list[Record]) -> list[Record]:
     batch, clock = Batch(case, device), clock_of(device)
     shares, expected = batch.shares(), cache(partial(gate.value_at_full_size, batch))
-    records: list[Record] = []
     calls: dict[str, Timed] = {}
     found: dict[str, Record] = {}
     interrupted = False
     try:
-        for method in selected(case, device, only, without)[0]:
+        for method in able:
             record: Record = {"method": method.name, "version": method.version, **case.fields()}
             try:
                 calls[method.name], facts = _ready(method, batch, expected, clock)
@@ -132,27 +133,22 @@ def measure(case: Case, device: str, only: list[str], without: Sequence[str] = (
             batch.release()
     except KeyboardInterrupt:
         interrupted = True
-    except torch.AcceleratorError as error:
-        raise Interrupted(records) from error
-    try:
-        yardsticks = _yardsticks(batch)
-    except torch.AcceleratorError as error:
-        raise Interrupted(records) from error
+    yardsticks = _yardsticks(batch)
     for name, (need, _) in yardsticks.items():
-        own = {"product_flops": need.flops or None, **need._asdict()}
-        found[name] = {"method": name, **case.fields(), **own}
+        found[name] = {"method": name, **case.fields(), **need._asdict()}
     calls = {name: Timed(call, graph=True) for name, (_, call) in yardsticks.items()} | calls
     times, failures, stopped = in_turns(calls, clock, 1 if interrupted else ROUNDS)
     for name, why in failures.items():
         records.append({**found[name], "status": "failed", "why": why})
-    for name in times:
-        rates = _rates(found[name], times[name])
-        records.append({**found[name], "status": "measured", "shares": shares, **rates})
-    records = _with_shares_of(next(iter(yardsticks), None), records)
-    try:
-        batch.release()
-    except torch.AcceleratorError as error:
-        raise Interrupted(records) from error
+    for name, of_name in times.items():
+        record = found[name] | {"status": "measured", "shares": shares} | of_name
+        if record["bytes"]:
+            record["GB_per_s"] = record["bytes"] / record["ms"] / 1e6
+        if record["flops"]:
+            record["TFLOP_per_s"] = record["flops"] / record["ms"] / 1e9
+        records.append(record)
+    _add_shares_of(next(iter(yardsticks), None), records)
+    batch.release()
     if interrupted or stopped:
         raise Interrupted(records)
     return records
@@ -164,7 +160,7 @@ def _ready(
     """A call whose results have passed the check, with its errors and costs."""
     case = batch.case
     value_error, gradient_error = gate.check(method, case, batch.device.type)
-    own = batch.overwritable() if method.overwrites else batch
+    own = batch.overwritable if method.overwrites else batch
     call = _call(method, own)
     prepare = partial(own.restore, batch) if method.overwrites else None
     if prepare is not None:
@@ -176,12 +172,12 @@ def _ready(
     # From hidden states the number of counted rows is read on the host.
     timed = Timed(call, prepare, graph=method.backend is not None and case.level == "logits")
     facts = {"value_error": value_error, "gradient_error": gradient_error}
-    return timed, facts | {"gradient_bytes": gradients} | clock.costs(call)._asdict()
+    return timed, facts | {"gradient_bytes": gradients, "peak_bytes": clock.peak_bytes(call)}
 
 
 def _call(method: Method, batch: Batch) -> Call:
     def call() -> torch.Tensor:
-        with torch.no_grad() if batch.case.task == "log_probs" else nullcontext():
+        with torch.set_grad_enabled(batch.case.task != "log_probs"):
             return method.step(batch)[0]
 
     return call
@@ -233,7 +229,7 @@ def _yardsticks(batch: Batch) -> dict[str, tuple[Floor, Call]]:
         found["copy"] = Floor(2.0 * other.nbytes, 0.0), lambda: other.copy_(inputs[-1])
         if case.level == "logits" and case.sweep == SAMPLING_MASK:
             # The memory that methods in place write to, which is restored before each of them.
-            own = batch.overwritable().inputs[0].detach()
+            own = batch.overwritable.inputs[0].detach()
             found["zeros"] = Floor(float(own.nbytes), 0.0), own.zero_
         if case.task == "vjp":
             leaf, weights = batch.inputs[0], torch.ones_like(batch.old)
@@ -268,55 +264,29 @@ def _yardsticks(batch: Batch) -> dict[str, tuple[Floor, Call]]:
     return found
 
 
-def _rates(record: Record, times: dict[str, float]) -> Record:
-    bytes_moved, flops = record["bytes"], record["flops"]
-    rates: Record = dict(times)
-    if bytes_moved:
-        rates["GB_per_s"] = bytes_moved / times["ms"] / 1e6
-    if flops:
-        rates["TFLOP_per_s"] = flops / times["ms"] / 1e9
-    return rates
-
-
-def _with_shares_of(yardstick: str | None, records: list[Record]) -> list[Record]:
+def _add_shares_of(yardstick: str | None, records: list[Record]) -> None:
     """Adds to each record its rate relative to that of the yardstick."""
     best = next((record for record in records if record["method"] == yardstick), {})
     for record in records:
         for rate in ("GB_per_s", "TFLOP_per_s"):
             if rate in record and rate in best:
                 record["yardstick"], record["share"] = yardstick, record[rate] / best[rate]
-    return records
 
 
-def table(case: Case, records: list[Record]) -> Table:
+def shown(case: Case, records: list[Record]) -> Table:
     """The table of a case, fastest first; its caption says why methods were not measured."""
-    out = Table(title=case.title, title_justify="left")
-    out.add_column("", max_width=34)
-    for column in ("ms", "20 % .. 80 %", "GB/s", "TFLOP/s", "of yardstick", "peak MiB", "error"):
-        out.add_column(column, justify="right")
-    measured = [r for r in records if r["status"] == "measured"]
-    for r in sorted(measured, key=lambda r: r["ms"]):
-        out.add_row(
-            r["method"],
-            _number(r["ms"]),
-            f"{_number(r['ms_20'])} .. {_number(r['ms_80'])}",
-            _number(r.get("GB_per_s")),
-            _number(r.get("TFLOP_per_s")),
-            f"{100 * r['share']:.0f} %" if "share" in r else "",
-            _number(r.get("peak_bytes"), 2**20),
-            f"{r['gradient_error'] or r['value_error']:.0e}" if "value_error" in r else "",
-        )
-    reasons: dict[str, list[str]] = {}
-    for r in (r for r in records if r["status"] != "measured"):
-        reasons.setdefault(f"{r['status']}, {r['why']}", []).append(r["method"])
-    out.caption = "\n".join(f"{'; '.join(names)}: {why}" for why, names in reasons.items())
-    out.caption_justify = "left"
-    return out
-
-
-def _number(value: Any, unit: float = 1.0) -> str:
-    """With three digits."""
-    if value is None:
-        return ""
-    value /= unit
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    columns = "", "ms", "20 % .. 80 %", "GB/s", "TFLOP/s", "of yardstick", "peak MiB", "error"
+    rows, reasons = [], dict[str, list[str]]()
+    for r in sorted(records, key=lambda r: r.get("ms", 0.0)):
+        if r["status"] != "measured":
+            reasons.setdefault(f"{r['status']}, {r['why']}", []).append(r["method"])
+            continue
+        rates = digits(r.get("GB_per_s")), digits(r.get("TFLOP_per_s"))
+        share = f"{100 * r['share']:.0f} %" if "share" in r else ""
+        peak = digits(r.get("peak_bytes"), 2**20)
+        error = f"{r['gradient_error'] or r['value_error']:.0e}" if "value_error" in r else ""
+        rows.append((r["method"], digits(r["ms"]), spread(r), *rates, share, peak, error))
+    made = table(case.title, columns, rows)
+    made.caption = "\n".join(f"{'; '.join(names)}: {why}" for why, names in reasons.items())
+    made.caption_justify = "left"
+    return made

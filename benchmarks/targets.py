@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from bapo_kernels.core.head import CHUNK_BYTES
 from .cases import Batch, Case, Level
 from .methods import Method, methods
 from .records import Record
-from .run import Interrupted, in_turns, measure, quiet, selected, table
+from .run import Interrupted, in_turns, measure, quiet, selected, shown
 from .timing import Call, Timed, clock_of
 
 
@@ -85,7 +86,7 @@ def run(
             records = measure(case, device, [f"bapo_kernels {backend}"])
         except Interrupted as error:
             interrupt, records = error, error.records
-        console.print(table(case, records))
+        console.print(shown(case, records))
         _, missing = selected(case, device, [f"bapo_kernels {backend}"])
         results = [goal.result(backend, records, missing) for goal in goals if goal.case == case]
         if level == "hidden":
@@ -123,25 +124,18 @@ def _method(backend: str, case: Case, form: str = "") -> Method | None:
 
 def _row_pass_of(method: Method, batch: Batch) -> Call:
     """The operator with the arguments of a call."""
-    seen: list[Call] = []
+    ops_of, seen = passes.ops_of, list[Call]()
 
-    class Recorder:
-        def __init__(self, ops: Any) -> None:
-            self.ops = ops
+    def recording(backend: str) -> Any:
+        ops = ops_of(backend)
 
-        def __getattr__(self, name: str) -> Any:
-            op = getattr(self.ops, name)
-            if name != "row_pass":
-                return op
+        def row_pass(*arguments: Any) -> None:
+            seen.append(partial(ops.row_pass, *arguments))
+            seen[-1]()
 
-            def recorded(*arguments: Any) -> None:
-                seen.append(lambda: op(*arguments))
-                op(*arguments)
+        return mock.Mock(wraps=ops, row_pass=row_pass)
 
-            return recorded
-
-    ops_of = passes.ops_of
-    with mock.patch.object(passes, "ops_of", lambda backend: Recorder(ops_of(backend))):
+    with mock.patch.object(passes, "ops_of", recording):
         method.step(batch)
     return seen[0]
 
@@ -162,8 +156,7 @@ def _result(name: str, backend: str, most: float | None, unit: str) -> Record:
 
 
 def _judged(result: Record) -> Record:
-    most = result["most"]
-    met = None if most is None else bool(result["ratio"] <= most)
+    met = None if result["most"] is None else bool(result["ratio"] <= result["most"])
     return result | {"status": "measured", "met": met}
 
 
@@ -172,9 +165,9 @@ def in_words(result: Record) -> str:
     name = f"{result['backend']}, {result['target']}:"
     if result["status"] != "measured":
         return f"{name} {result['status']} {result.get('why', '')}"
-    most = result["most"]
-    met = "met" if result["met"] else "missed"
-    verdict = "no target" if most is None else f"target {most}, {met}"
+    verdict = "no target"
+    if result["met"] is not None:
+        verdict = f"target {result['most']}, {'met' if result['met'] else 'missed'}"
     time = f"{result['ms']:.3f} ms, " if "ms" in result else ""
     return f"{name} {time}{result['ratio']:.3f} x {result['unit']}; {verdict}"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,37 +27,13 @@ class Timed:
     graph: bool = False
 
 
-class Costs(NamedTuple):
-    """What a call needs beside time.
-
-    Attributes:
-        peak_bytes: peak memory, above what was allocated before.
-        product_flops: floating-point operations of PyTorch's matrix products; None without any, as
-            in a Triton kernel.
-    """
-
-    peak_bytes: int
-    product_flops: int | None
-
-
-class Clock(Protocol):
-    """Measures calls on a device."""
-
-    def samples(self, timed: Timed) -> list[float]:
-        """Milliseconds of a few calls."""
-        ...
-
-    def costs(self, run: Call) -> Costs:
-        """Memory and work of a call."""
-        ...
-
-
 class CPUClock:
     """Wall time; memory as counted by torch's allocator."""
 
     SECONDS = 0.25  # of consecutive samples
 
     def samples(self, timed: Timed) -> list[float]:
+        """Milliseconds of a few calls."""
         times: list[float] = []
         spent = 0.0
         while not times or spent < 1e3 * self.SECONDS:
@@ -68,13 +45,16 @@ class CPUClock:
             spent += times[-1]
         return times
 
-    def costs(self, run: Call) -> Costs:
+    def peak_bytes(self, run: Call) -> int:
+        """Peak memory of a call, above what was allocated before."""
         empty_cache()  # memory that an earlier call has left belongs to the peak of this one
-        events = profiled(run)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            run()
+        events = profile.profiler.kineto_results.events()
         memory = [event for event in events if event.name() == "[memory]"]
         memory.sort(key=lambda event: event.start_ns())
-        peak = max(itertools.accumulate((event.nbytes() for event in memory), initial=0))
-        return Costs(peak, product_flops(events))
+        return max(itertools.accumulate((event.nbytes() for event in memory), initial=0))
 
 
 class GPUClock:
@@ -102,36 +82,16 @@ class GPUClock:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs[1:]]
 
-    def costs(self, run: Call) -> Costs:
+    def peak_bytes(self, run: Call) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        events = profiled(run)
-        torch.cuda.synchronize()
-        return Costs(torch.cuda.max_memory_allocated() - before, product_flops(events))
-
-
-# The operators behind all matrix products, and the places of the two matrices in their arguments.
-PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2)}
-
-
-def profiled(run: Call) -> list[Any]:
-    """What the host does in a call: operators with the shapes of their arguments, allocations."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    options = {"profile_memory": True, "record_shapes": True}
-    with torch.profiler.profile(activities=activities, **options) as profile:
         run()
-    return profile.profiler.kineto_results.events()  # type: ignore[no-any-return,union-attr]
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
 
 
-def product_flops(events: list[Any]) -> int | None:
-    """Twice the multiplications of all products among the events."""
-    flops = 0
-    for event in events:
-        if event.name() in PRODUCTS:
-            (n, k), (_, m) = (event.shapes()[place] for place in PRODUCTS[event.name()])
-            flops += 2 * math.prod((n, k, m))
-    return flops or None
+Clock = CPUClock | GPUClock
 
 
 def captured(run: Call) -> Call:
@@ -150,6 +110,12 @@ def captured(run: Call) -> Call:
 def clock_of(device: str) -> Clock:
     """The clock of a device."""
     return GPUClock() if device == "cuda" else CPUClock()
+
+
+def resident_MiB() -> float:
+    """Resident memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def summary(times: list[float]) -> dict[str, float]:

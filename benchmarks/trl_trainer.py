@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
-from rich.table import Table
 
+from .console import digits, spread, table, wide_console
 from .records import append, environment
-from .run import wide_console
+from .timing import summary
 
 RESULTS = Path(__file__).parent / "results" / "trl.jsonl"
 GROUP = 4  # answers to a prompt
@@ -95,7 +95,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Stopwatch:
-    """Times and memory of a training: a step begins with its first loss, not with its rollout."""
+    """Times and memory of a training: ``begin`` and ``end`` are those of a micro-batch.
+
+    A step begins with its first loss, not with its rollout.
+    """
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
@@ -111,14 +114,12 @@ class Stopwatch:
         return 1e3 * time.perf_counter()
 
     def begin(self) -> None:
-        """Of a micro-batch."""
         self.began = self.now()
         if self.step_began is None:
             self.step_began = self.began
             self.reset_peak()
 
     def end(self) -> None:
-        """Of a micro-batch."""
         self.micro_batches.append(self.now() - self.began)
 
     def end_step(self) -> None:
@@ -202,17 +203,13 @@ def run(name: str, case: Case, device: str) -> dict[str, Any]:
         before = watch.peak()
         trainer.train()
     times, steps = watch.micro_batches[MICRO_BATCHES:], watch.steps[1:]
-    low, _, high = (statistics.quantiles(times, n=5)[i] for i in (0, 1, 3))
     return {
         "case": f"TRL micro-batch: {name}",
         **asdict(case),
         "trl": version("trl"),
         "transformers": version("transformers"),
-        "ms": statistics.median(times),
+        **summary(times),
         "ms_mean": statistics.mean(times),  # includes the extra forward of scope "step"
-        "ms_20": low,
-        "ms_80": high,
-        "repetitions": len(times),
         "step_ms": statistics.median(steps),
         "peak_MiB": max(watch.peaks),
         "grown_MiB": max(watch.peaks) - before,
@@ -229,24 +226,23 @@ def main(
     case = CASES[device]
     case = replace(case, T=tokens or case.T, V=vocab or case.V)
     context = multiprocessing.get_context("spawn")
-    sizes = f"V = {case.V:,}, H = {case.H:,}, layers: {case.layers}"
-    table = Table(title=f"{MICRO_BATCHES} x {case.B} answers of up to {case.T} tokens, {sizes}")
-    for column in ("", "step, ms", "micro-batch, ms", "20 % .. 80 %", "mean", "peak MiB"):
-        table.add_column(column, justify="right" if column else "left")
-    failed, here = 0, environment(device)  # the file of records may be in the repository
+    here = environment(device)  # the file of records may be in the repository
+    rows, failed = [], 0
     for name in track(TRAINERS, "trainers"):
         try:
             with ProcessPoolExecutor(1, mp_context=context) as alone:
                 r = alone.submit(run, name, case, device).result()
         except Exception as error:  # which must not keep the others from running
             failed += 1
-            table.add_row(name, f"{type(error).__name__}: {error}")
+            rows.append((name, f"{type(error).__name__}: {error}"))
             continue
         append(out, [{**here, **r}])
-        spread = f"{r['ms_20']:.0f} .. {r['ms_80']:.0f}"
-        others = f"{r['ms_mean']:.0f}", f"{r['peak_MiB']:,.0f}"
-        table.add_row(name, f"{r['step_ms']:,.0f}", f"{r['ms']:,.0f}", spread, *others)
-    wide_console().print(table)
+        step, mean, peak = (digits(r[key]) for key in ("step_ms", "ms_mean", "peak_MiB"))
+        rows.append((name, step, digits(r["ms"]), spread(r), mean, peak))
+    sizes = f"V = {case.V:,}, H = {case.H:,}, layers: {case.layers}"
+    title = f"{MICRO_BATCHES} x {case.B} answers of up to {case.T} tokens, {sizes}"
+    columns = "", "step, ms", "micro-batch, ms", "20 % .. 80 %", "mean", "peak MiB"
+    wide_console().print(table(title, columns, rows))
     print(f"{len(TRAINERS) - failed} of {len(TRAINERS)} trainers measured")
     raise typer.Exit(failed > 0)
 

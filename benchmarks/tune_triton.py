@@ -15,8 +15,6 @@ from unittest import mock
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bapo_kernels import bapo_loss
@@ -40,11 +38,7 @@ class Variant(NamedTuple):
 
 
 def resident_bytes(variant: Variant, row_bytes: int, multiprocessors: int) -> int:
-    """Bytes of the rows that all programs of a device process at once.
-
-    Threads and registers limit how many programs share a multiprocessor. These bytes should fit
-    into the L2 cache (50 MB on H100 and H200, 126 MB on B200), from which the second pass reads.
-    """
+    """Of all programs that threads and registers let a device run at once; L2 should hold them."""
     threads = 32 * variant.warps
     programs = min(2_048 // threads, 65_536 // (threads * variant.registers))
     return multiprocessors * programs * row_bytes
@@ -53,17 +47,9 @@ def resident_bytes(variant: Variant, row_bytes: int, multiprocessors: int) -> in
 def variants(row_bytes: int, multiprocessors: int) -> list[Variant]:
     """The variants that fit into a multiprocessor: fewest resident bytes first, then the widest."""
     sizes = itertools.product((32, 16, 8), (4, 8, 2, 1), (128, 96, 64))
-    resident = {
-        variant: resident_bytes(variant, row_bytes, multiprocessors)
-        for variant in itertools.starmap(Variant, sizes)
-    }
-    return sorted(filter(resident.get, resident), key=resident.__getitem__)
-
-
-def cache_and_multiprocessors(device: str) -> tuple[int, int]:
-    """Bytes of the L2 cache, and the number of multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.L2_cache_size, properties.multi_processor_count
+    every = list(itertools.starmap(Variant, sizes))
+    resident = {v: resident_bytes(v, row_bytes, multiprocessors) for v in every}
+    return sorted(filter(resident.get, every), key=resident.get)
 
 
 def main(
@@ -79,7 +65,8 @@ def main(
     expected = gate.value_at_full_size(batch, case.torch_dtype)
     (leaf,) = batch.inputs
     vector, row_bytes = 16 // leaf.element_size(), V * leaf.element_size()
-    l2_bytes, multiprocessors = cache_and_multiprocessors(device)
+    gpu = torch.cuda.get_device_properties(device)
+    multiprocessors, l2_bytes = gpu.multi_processor_count, gpu.L2_cache_size
 
     def run() -> Tensor:
         leaf.grad = None
@@ -113,16 +100,9 @@ def main(
         print(f"{what}: {times['ms']:.3f} ms", flush=True)
         if json is not None:
             append(json, [facts | case.fields() | variant._asdict() | times])
-    results.sort()
-    table = Table(title=case.title)
-    for column in ("ms", *Variant._fields):
-        table.add_column(column, justify="right")
-    for ms, variant in results:
-        table.add_row(f"{ms:.3f}", *(str(value) for value in variant))
-    Console().print(table)
     if not results:
         raise SystemExit("no variant runs")
-    print("{:.3f} ms at best: {}".format(*results[0]))
+    print("{:.3f} ms at best: {}".format(*min(results)))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ that of plain PyTorch, plus one rounding; the error of plain PyTorch is shown, w
 
 from __future__ import annotations
 
-import csv
 import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 import typer
-from plots import plot_before_after
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from bapo_kernels import bapo_loss, log_probs, reference
 from bapo_kernels.tools.budget import error_and_budget, largest
@@ -108,24 +106,38 @@ def main(out: Path = Path("out"), tokens: int = 256) -> None:
     for way, dtype in track(cases, description="loss and gradient"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             records.append(pool.submit(measure, way, dtype, tokens).result())
-    with (out / "before_after.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, records[0])
-        writer.writeheader()
-        writer.writerows(records)
-    plot_before_after(records, figure := out / "before_after.png")
-    table = Table(title=f"Loss and gradient of {tokens} tokens, vocabulary {VOCABULARY:,}")
-    for column in ("dtype", "way", "milliseconds", "peak extra MiB", "largest relative error"):
-        table.add_column(column, justify="left" if column in ("dtype", "way") else "right")
-    for r in records:
-        table.add_row(
-            r["dtype"],
-            r["way"],
-            f"{r['milliseconds']:,.1f}",
-            f"{r['peak_mib']:,.0f}",
-            f"{r['largest_error']:.1e}",
+    table = pd.DataFrame(records)
+    table.to_csv(out / "before_after.csv", index=False)
+    print(f"Loss and gradient of {tokens} tokens, vocabulary {VOCABULARY:,}")
+    formats = ["{:,.1f}".format, "{:,.0f}".format, "{:.1e}".format]
+    print(
+        table.to_string(index=False, formatters=dict(zip(table.columns[2:], formats, strict=True)))
+    )
+    print(plot(table, out / "before_after.png"))
+
+
+def plot(table: pd.DataFrame, path: Path) -> Path:
+    """Time and peak memory of each way to compute the loss, side by side."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    titles = {
+        "milliseconds": "Loss and gradient, milliseconds (log scale)",
+        "peak_mib": "Peak extra memory, MiB",
+    }
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        values = table.pivot(index="dtype", columns="way", values=key)
+        values.loc[[*DTYPES], [*WAYS.values()]].plot.barh(
+            ax=axis, title=title, width=0.7, legend=False, logx=key == "milliseconds", ylabel=""
         )
-    Console().print(table)
-    print(figure)
+        for bars in axis.containers:
+            axis.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=9)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=len(WAYS), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,7 @@ from bapo_kernels import BAPOConfig, BAPOOutput, ClipBoundSearch, bapo_linear_lo
 
 V, H, B, S = 512, 32, 8, 16
 MICRO_BATCHES = 2
-
-
-class Scope(str, Enum):
-    call = "call"
-    step = "step"
-    lagged = "lagged"
+Scope = Literal["call", "step", "lagged"]
 
 
 class PolicyLoss(torch.nn.Module):
@@ -46,7 +40,7 @@ class PolicyLoss(torch.nn.Module):
         return bapo_linear_loss(hidden, self.lm_head.weight, tokens[:, 1:], *batch, **options)
 
 
-def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
+def main(tensor: int = 1, scope: Scope = "step", steps: int = 4) -> None:
     """Makes optimizer steps on synthetic stale rollouts; prints what each step decides."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -78,10 +72,10 @@ def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
         batches.append((tokens, log_probs(tokens, advantages) + stale, advantages))
 
     config = BAPOConfig.paper(target=0.45)
-    search = ClipBoundSearch(config, scope.value, mesh["data"].get_group(), device)
+    search = ClipBoundSearch(config, scope, mesh["data"].get_group(), device)
     tokens_of_the_step = mesh["data"].size() * MICRO_BATCHES * B * S
     for step in range(steps):
-        if scope is Scope.step:  # all micro-batches, before the first backward
+        if scope == "step":  # all micro-batches, before the first backward
             for tokens, old, advantages in batches:
                 search.update(log_probs(tokens, advantages), old, advantages)
             search.step()
@@ -96,9 +90,9 @@ def main(tensor: int = 1, scope: Scope = Scope.step, steps: int = 4) -> None:
             )
             out.loss.backward()
             total += out.loss.detach()
-            if scope is Scope.lagged:
+            if scope == "lagged":
                 search.update(out.log_probs, *batch[1:])
-        if scope is Scope.lagged:
+        if scope == "lagged":
             search.step()  # decides the bounds of the next step
         optimizer.step()
         optimizer.zero_grad()

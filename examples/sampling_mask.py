@@ -139,18 +139,15 @@ def summary(runs: dict[str, list[list[dict[str, float]]]], top_p: float) -> Tabl
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
 
-    first, last = slice(1), slice(-1, None)
-    table.add_row(
-        "mean ratio at the first update", *(f"{statistics.mean(x):.6f}" for x in of("mean ratio"))
-    )
+    def mean(key: str, digits: int) -> list[str]:
+        return [f"{statistics.mean(x):.{digits}f}" for x in of(key)]
+
+    table.add_row("mean ratio at the first update", *mean("mean ratio", 6))
     table.add_row("smallest", *(f"{min(x):.6f}" for x in of("smallest ratio")))
-    table.add_row(
-        "share of tokens clipped, all updates",
-        *(f"{statistics.mean(x):.3f}" for x in of("clipped")),
-    )
-    table.add_row("mean size of a set", *(f"{statistics.mean(x):.1f}" for x in of("ids")))
-    table.add_row("reward of the first rollout", *map(spread, of("reward", first)))
-    table.add_row("reward of the last rollout", *map(spread, of("reward", last)))
+    table.add_row("share of tokens clipped, all updates", *mean("clipped", 3))
+    table.add_row("mean size of a set", *mean("ids", 1))
+    table.add_row("reward of the first rollout", *map(spread, of("reward", slice(1))))
+    table.add_row("reward of the last rollout", *map(spread, of("reward", slice(-1, None))))
     return table
 
 

@@ -1,4 +1,4 @@
-"""``python -m study``: the demo, the study, and the page of the study."""
+"""``python -m study``: the demo and the study, whose page is ``docs/internals/study.md``."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def long_run(
 
 @app.command()
 def report(records: Path = RESULTS, out: Path = DOCS) -> None:
-    """Fills the tables of its page and draws its figures from the records."""
-    from . import figures, page  # with packages that the environment of the demo lacks
-    from .compare import frame
+    """Prints the rewards at the end and draws the figures from the records."""
+    from benchmarks.tables import markdown  # with packages that the environment of the demo lacks
+
+    from .compare import end_points, frame
+    from .figures import of_study
 
     runs = frame(records)
-    path = out / page.NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.page(runs))
-    for written in (path, *figures.of_study(runs, out / "figures")):
+    print(markdown(end_points(runs)))
+    for written in of_study(runs, out / "figures"):
         print(written)
 
 

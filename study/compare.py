@@ -56,3 +56,18 @@ def paired(
     test = stats.ttest_rel(both[arm], both[against])
     interval = test.confidence_interval(CONFIDENCE)
     return Difference(float((both[arm] - both[against]).mean()), interval.low, interval.high)
+
+
+def end_points(runs: pd.DataFrame) -> pd.DataFrame:
+    """Held-out rewards; in brackets the difference from the baseline, bold if it excludes zero."""
+
+    def cell(scenario: str, arm: str) -> str:
+        reward = runs[(runs.scenario == scenario) & (runs.arm == arm)].held_out.mean()
+        if arm == BASELINE:
+            return f"{reward:.3f}"
+        d = paired(runs, scenario, arm)
+        text = f"{reward:.3f} ({d.mean:+.3f}±{d.high - d.mean:.3f})"
+        return f"**{text}**" if d.separated else text
+
+    scenarios = compared(runs)
+    return pd.DataFrame({s: {arm: cell(s, arm) for arm in ARMS} for s in scenarios})

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from multiprocessing import Manager
 from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
+from benchmarks.console import table
 from benchmarks.plot import RC, save
 
 from .arms import DEMO
@@ -43,10 +42,9 @@ def run(out: Path, seeds: int, updates: int) -> pd.DataFrame:
     console.print(f"{seeds} policies have a supervised warm-up; each arm then updates all of them")
     runs = [Run(SCENARIO, arm, seed, updates) for seed in range(seeds) for arm in DEMO]
     frames = []
-    with Manager() as manager, Bars(made := manager.dict(), seeds * updates):
-        for done, updates_of_run in execute_all(runs, measure_rule=False, made=made):
-            frame = pd.DataFrame(updates_of_run).rename_axis("update").reset_index()
-            frames.append(frame.assign(arm=done.arm, seed=done.seed))
+    for done, updates_of_run in track(execute_all(runs), f"{len(runs)} runs", total=len(runs)):
+        frame = pd.DataFrame(updates_of_run).rename_axis("update").reset_index()
+        frames.append(frame.assign(arm=done.arm, seed=done.seed))
     rows = pd.concat(frames, ignore_index=True)
     rows = rows.sort_values(["arm", "seed", "update"], ignore_index=True)
     rows.to_csv(out / "offpolicy_rlvr.csv", index=False)
@@ -56,27 +54,6 @@ def run(out: Path, seeds: int, updates: int) -> pd.DataFrame:
     for figure in filter(Path.exists, (out / name for name in FIGURES)):
         print(figure)
     return rows
-
-
-class Bars(Progress):
-    """A bar per arm, which waits for the warm-up and then shows the updates made so far."""
-
-    def __init__(self, made: Mapping[Run, int], total: int) -> None:
-        self.made = made
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        super().__init__(*columns, TimeElapsedColumn())
-        for arm in DEMO:
-            self.add_task(arm, start=False, total=total)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Called at each refresh."""
-        made = self.made.copy()
-        for task in self.tasks:
-            completed = sum(made[run] for run in made if run.arm == task.description)
-            if completed:
-                self.start_task(task.id)
-            self.update(task.id, completed=completed)
-        yield from super().get_renderables()
 
 
 def draw(rows: pd.DataFrame, path: Path) -> Path:
@@ -99,10 +76,8 @@ def _smooth(rows: pd.DataFrame, name: str) -> list[float]:
 
 def summary(rows: pd.DataFrame) -> Table:
     """What came out, as mean and standard deviation over the seeds."""
-    table = Table("", title=TITLE)
     quantities = {}
     for arm in DEMO:
-        table.add_column(arm, justify="right")
         of_arm = rows[rows.arm == arm]
         of_seeds = of_arm.groupby("seed")
         over_seeds = {
@@ -117,6 +92,5 @@ def summary(rows: pd.DataFrame) -> Table:
         }
         cells |= {"below 0.4": f"{of_arm.below_target.mean():.0%}"}
         quantities[arm] = cells | {"raised": f"{of_arm.moved.mean():.0%}"}
-    for name in quantities[DEMO[0]]:
-        table.add_row(name, *(quantities[arm][name] for arm in DEMO))
-    return table
+    lines = ((name, *(quantities[arm][name] for arm in DEMO)) for name in quantities[DEMO[0]])
+    return table(TITLE, ("", *DEMO), lines)

@@ -44,9 +44,8 @@ def differences(runs: pd.DataFrame) -> Figure:
 def rule(runs: pd.DataFrame) -> Figure:
     """Predicted against measured change of the entropy, a point per update."""
     measured = runs[runs.scenario == RULE_SCENARIO].dropna(subset="rule")
-    figure, axes = plt.subplots(
-        3, 3, figsize=(10, 8.4), sharex=True, sharey=True, layout="constrained"
-    )
+    layout = dict(figsize=(10, 8.4), layout="constrained", sharex=True, sharey=True)
+    figure, axes = plt.subplots(3, 3, **layout)
     for arm, ax in zip(ARMS, axes.flat, strict=True):
         points = np.concatenate([np.array(r) for r in measured[measured.arm == arm].rule])
         ax.plot(*points.T, ".", markersize=2.5, alpha=0.5, color=STYLES[arm]["color"])
@@ -58,9 +57,8 @@ def rule(runs: pd.DataFrame) -> Figure:
         ax.text(0.98, 0.03, words, ha="right", fontsize=8, transform=ax.transAxes)
     x, y = RULE_LIMITS
     ax.set(xlim=(-x, x), ylim=(-y, y))
-    figure.supxlabel(
-        "predicted: mean over prefixes of -Cov[log pi, A X], up to the factor eta", fontsize=10
-    )
+    predicted = "predicted: mean over prefixes of -Cov[log pi, A X], up to the factor eta"
+    figure.supxlabel(predicted, fontsize=10)
     figure.supylabel("measured change of the entropy in the update, nats", fontsize=10)
     return figure
 

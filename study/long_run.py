@@ -15,22 +15,17 @@ make eight updates on them, from the same warm policy. They differ in the loss a
 from __future__ import annotations
 
 import copy
-import csv
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
+import pandas as pd
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from bapo_kernels import BAPOConfig, BAPOOutput, bapo_loss, reference
-from benchmarks.plot import RC
+from benchmarks.timing import resident_MiB
 
 from .board import MOVES, Walks, draw_prompts
 from .policy import move_logits, walk_on, warm_policy
@@ -41,7 +36,6 @@ LR = 1e-5  # with steps ten times larger the learners diverge, however small the
 PROMPTS = 4
 UPDATES = 8  # per rollout
 WARM_UP_STEPS = 60
-COLORS = {"fused": "#0b5fc0", "plain": "#b06a1d", "nudged": "#999999"}
 
 
 def exact(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
@@ -90,12 +84,6 @@ class Learner:
         return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().double()
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def run(updates: int, lr: float = LR, seed: int = 0) -> Iterator[dict[str, float]]:
     """One row per update: losses, bounds, distances to the weights of ``exact``, memory."""
     warm = warm_policy(seed, WARM_UP_STEPS)
@@ -119,71 +107,15 @@ def run(updates: int, lr: float = LR, seed: int = 0) -> Iterator[dict[str, float
             torch.equal(weights["fused"], weights["fused again"])
             and torch.equal(outs["fused"].log_probs, outs["fused again"].log_probs)
         )
-        row["MiB"] = resident_bytes() / 2**20
+        row["MiB"] = resident_MiB()
         yield row
 
 
-def plot(rows: list[dict[str, float]], folder: Path) -> None:
-    """Writes long_run.png."""
-    at = [row["update"] for row in rows]
-
-    def column(name: str) -> list[float]:
-        return [row[name] for row in rows]
-
-    with mpl.rc_context(RC):
-        figure, axes = plt.subplots(2, 2, figsize=(12, 7), sharex=True, layout="constrained")
-        (loss, distance), (bounds, memory) = axes
-        for name, color in reversed(COLORS.items()):
-            pairs = zip(column(f"loss, {name}"), column("loss, exact"), strict=True)
-            gaps = [abs(a - b) for a, b in pairs]
-            loss.plot(at, gaps, ".", markersize=2, color=color, label=name)
-            distance.plot(at, column(f"distance, {name}"), color=color, label=name)
-        distance.plot(at, column("moved"), color="#222222", linestyle="--", label="moved so far")
-        loss.set(yscale="log", title="Loss, difference from exact")
-        distance.set(yscale="log", title="Weights, distance from exact")
-        for side in ("upper", "lower"):
-            bounds.plot(at, column(f"{side}, exact"), color="#222222", linewidth=0.8)
-            bounds.plot(at, column(f"{side}, fused"), ".", markersize=2.5, color=COLORS["fused"])
-        bounds.set(title="Clip bounds: exact (line), fused (dots)", xlabel="update")
-        memory.plot(at, column("MiB"), color="#222222")
-        memory.set(title="Resident memory of the process, MiB", ylim=(0, None), xlabel="update")
-        for ax in (loss, distance):
-            ax.legend(markerscale=5)
-        figure.savefig(folder / "long_run.png", dpi=110)
-        plt.close(figure)
-
-
-def summary(rows: list[dict[str, float]]) -> Table:
-    """Distances from ``exact`` after selected updates."""
-    table = Table(title="Distance from exact: largest loss difference so far, weights now")
-    names = [f"{kind}, {name}" for kind in ("loss", "weights") for name in COLORS]
-    for column in ("update", *names, "moved", "different bounds", "MiB"):
-        table.add_column(column, justify="right")
-    for end in sorted({1, 10, 100, 500, 1000, len(rows)}):
-        past = rows[:end]
-        if len(past) < end:
-            continue
-        gaps = [max(abs(r[f"loss, {n}"] - r["loss, exact"]) for r in past) for n in COLORS]
-        distances = [past[-1][f"distance, {name}"] for name in COLORS]
-        other = sum(
-            r[f"{side}, fused"] != r[f"{side}, plain"] for r in past for side in ("lower", "upper")
-        )
-        numbers = [f"{x:.1e}" for x in (*gaps, *distances, past[-1]["moved"])]
-        table.add_row(str(end), *numbers, str(other), f"{past[-1]['MiB']:.0f}")
-    return table
-
-
 def write(out: Path, updates: int, lr: float, seed: int) -> None:
-    """Trains all learners; writes a CSV and a figure, prints a table."""
+    """Trains all learners; writes a CSV, prints selected updates."""
     out.mkdir(parents=True, exist_ok=True)
-    rows = list(track(run(updates, lr, seed), "updates", total=updates))
-    with (out / "long_run.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(rows, out)
-    console = Console()
-    console.print(summary(rows))
-    same = sum(row["same bits"] for row in rows)
-    console.print(f"fused and fused again: the same bits after {same:.0f} of {updates} updates")
-    console.print(f"Wrote long_run.csv and long_run.png to {out}/")
+    rows = pd.DataFrame(track(run(updates, lr, seed), "updates", total=updates)).set_index("update")
+    rows.to_csv(out / "long_run.csv")
+    shown = rows[rows.index.isin([1, 10, 100, 500, 1_000, updates])]
+    print(shown.T.to_string(float_format="{:.4g}".format))
+    print(f"the same bits in {rows['same bits'].mean():.0%} of the updates: {out / 'long_run.csv'}")

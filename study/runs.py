@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,33 +55,23 @@ def warmed_up(seed: int) -> bytes:
     return pickle.dumps(warm_policy(seed))  # processes would share the memory of its tensors
 
 
-def execute(
-    run: Run, policy: bytes, measure_rule: bool, made: MutableMapping[Run, int]
-) -> list[dict[str, float]]:
-    """The rows of a run, one per update, on one thread; ``made`` gets their number so far."""
+def execute(run: Run, policy: bytes, measure_rule: bool) -> list[dict[str, float]]:
+    """The rows of a run, one per update, on one thread."""
     torch.set_num_threads(1)
     arm, scenario = (ARMS | SCOPES)[run.arm], SCENARIOS[run.scenario]
     measure_rule &= run.scenario == RULE_SCENARIO and run.arm in ARMS
-    own, rows = pickle.loads(policy), []
-    for row in train(own, arm, scenario, run.seed, run.updates, measure_rule):
-        rows.append(row)
-        made[run] = len(rows)
-    return rows
+    return list(train(pickle.loads(policy), arm, scenario, run.seed, run.updates, measure_rule))
 
 
 def execute_all(
-    runs: Sequence[Run], measure_rule: bool, made: MutableMapping[Run, int]
+    runs: Sequence[Run], measure_rule: bool = False
 ) -> Iterator[tuple[Run, list[dict[str, float]]]]:
-    """Runs and their rows, in the order in which they end.
-
-    Args:
-        made: how many updates each run has made so far, if it is a dict of a manager.
-    """
+    """Runs and their rows, in the order in which they end."""
     with ProcessPoolExecutor(WORKERS) as pool:
         seeds = dict.fromkeys(run.seed for run in runs)
         policies = {seed: pool.submit(warmed_up, seed) for seed in seeds}
         pending = {
-            pool.submit(execute, run, policies[run.seed].result(), measure_rule, made): run
+            pool.submit(execute, run, policies[run.seed].result(), measure_rule): run
             for run in runs
         }
         for future in as_completed(pending):
@@ -96,15 +86,11 @@ def record(run: Run, rows: list[dict[str, float]]) -> Record:
         **asdict(run),
         "held_out": end["held_out_end"],
         "held_out_greedy": end["held_out_greedy"],
-        **{
-            name.removeprefix("bapo_"): rounded(fmean(row[name] for row in rows))
-            for name in DECISIONS
-        },
         "largest_grad_norm": rounded(max(row["grad_norm"] for row in rows)),
-        "curves": {
-            name: means([row[name] for row in rows]) for name in rows[0] if name not in RULE
-        },
+        "curves": {name: means([r[name] for r in rows]) for name in rows[0] if name not in RULE},
     }
+    for name in DECISIONS:
+        result[name.removeprefix("bapo_")] = rounded(fmean(row[name] for row in rows))
     if config.options.start() != config.options.maximum():
         sides = "bapo_clip_low", "bapo_clip_high"
         result["bounds"] = [[rounded(row[side]) for side in sides] for row in rows]
@@ -133,6 +119,6 @@ def complete(path: Path, runs: list[Run]) -> Iterator[Run]:
     known, facts = done(path), environment() | {"threads": 1}
     yield from (run for run in runs if run in known)
     missing = [run for run in runs if run not in known]
-    for run, rows in execute_all(missing, measure_rule=True, made={}):
+    for run, rows in execute_all(missing, measure_rule=True):
         append(path, [facts | record(run, rows)])
         yield run

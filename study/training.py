@@ -14,7 +14,6 @@ from bapo_kernels.scopes import ClipBoundSearch
 
 from .arms import PAPER, Arm, Scenario
 from .board import Walks
-from .entropy_rule import predicted_change
 from .policy import held_out_prompts, move_logits, success
 from .rollouts import GROUP, batches
 
@@ -149,6 +148,23 @@ def clip_fractions(
         name: ((side & clipped).sum() / side.sum().clamp(min=1)).item()
         for name, (side, clipped) in sides.items()
     }
+
+
+def predicted_change(
+    logp: Tensor, entropy: Tensor, walks: Walks, advantages: Tensor, bounds: tuple[float, float]
+) -> float:
+    """By the Entropy-Clip Rule, up to a factor: the mean over prefixes of ``-Cov[log pi, A*X]``.
+
+    X is 1 where the move is not clipped; the paper's constant C does not change a covariance. The
+    covariance is over the moves after a prefix, of which one was drawn, from an older policy: with
+    ``E[log pi] = -entropy`` it is estimated by ``r*A*X*(log pi + entropy)``.
+    """
+    ratio = (logp - walks.log_probs).exp()
+    A = advantages[:, None].expand_as(logp)
+    lower, upper = bounds
+    unclipped = torch.where(A > 0, ratio <= upper, ratio >= lower)
+    covariance = ratio * torch.where(unclipped, A, 0.0) * (logp + entropy)
+    return -covariance[walks.mask].mean().item()
 
 
 @torch.no_grad()

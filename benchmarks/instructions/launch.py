@@ -8,17 +8,17 @@ import shlex
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .gpus import SHARED
+from ..emulation import CUDA_ON_HOST
 from .machine import Machine
 from .sass import Code, Instruction
 
 ROOT = Path(__file__).parents[2]
 DTYPE = {"float16": 5, "bfloat16": 6, "float32": 7}  # DType of params.h
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+SHARED = 228 << 10  # bytes of a multiprocessor of sm_90 and sm_100
 # Where constant memory has the parameters, and what the cluster kernel reads beside them: the
 # number of blocks, of clusters, and of blocks in a cluster.
 PARAMETERS = {"sm_80": 0x160, "sm_90": 0x210, "sm_100": 0x380}
@@ -48,39 +48,17 @@ Trace = list[tuple[Instruction, bool, int]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How rows are distributed over blocks; of the generic kernel, cluster is 0."""
+    """How a row is distributed."""
 
-    vocabulary: int
-    dtype: str
-    cluster: int
-    stages: int
-    blocks: int  # resident on a multiprocessor, by its shared memory
+    cluster: int  # blocks; 0 for the generic kernel
     warps: int  # of a block that compute
-    chunk_bytes: int
-
-    @property
-    def row_bytes(self) -> float:
-        """Of a row in a block, on average."""
-        return self.vocabulary * BYTES[self.dtype] / max(self.cluster, 1)
-
-    @property
-    def chunks(self) -> int:
-        """Of the block that has most of a row."""
-        row = -(-self.vocabulary * BYTES[self.dtype] // self.chunk_bytes)
-        return -(-row // self.cluster)
-
-
-def threads_of_rows(size: int) -> int:
-    """As in row_pass.cu."""
-    return 1 << (max(32, min(1024, size // 256)) - 1).bit_length()
 
 
 @functools.cache
 def _program() -> Path:
     program = Path(tempfile.mkdtemp()) / "launch_params"
-    runtime = ROOT / "tests" / "cuda_on_host"
-    includes = ("-I", ROOT / "csrc", "-I", runtime)
-    sources = Path(__file__).with_name("launch_params.cpp"), runtime / "runtime.cpp"
+    includes = ("-I", ROOT / "csrc", "-I", CUDA_ON_HOST)
+    sources = Path(__file__).with_name("launch_params.cpp"), CUDA_ON_HOST / "runtime.cpp"
     nvcc = shlex.split(os.environ.get("NVCC", "nvcc"))
     command = [*nvcc, "-std=c++20", "--cudart=none", *includes, "-o", program, *sources]
     subprocess.run(command, check=True)
@@ -92,12 +70,12 @@ def launch(
     vocabulary: int, dtype: str, arch: str, gradient: bool = True, rows: int = 8
 ) -> tuple[Plan, bytes]:
     """The distribution over the blocks of a GPU, and the kernel's parameters."""
-    threads = threads_of_rows(vocabulary * BYTES[dtype])
+    # As in row_pass.cu.
+    threads = 1 << (max(32, min(1024, vocabulary * BYTES[dtype] // 256)) - 1).bit_length()
     values = (DTYPE[dtype], vocabulary, rows, int(gradient), int(arch[3:]) // 10, SHARED, threads)
     output = subprocess.check_output([_program(), *map(str, values)])
-    cluster, stages, blocks, warps, chunk = struct.unpack("<5i", output[:20])
-    warps = warps if cluster else threads // 32
-    return Plan(vocabulary, dtype, cluster, stages, blocks, warps, chunk), output[20:]
+    cluster, warps = struct.unpack("<2i", output[:8])
+    return Plan(cluster, warps), output[8:]
 
 
 def traces(
@@ -117,14 +95,12 @@ def traces(
         machines.append(Machine(code.instructions, banks, special, WORDS, memory=memory).run())
     result: list[Trace] = [[] for _ in machines]
     running = list(zip(machines, result, strict=True))
-    while running:  # each to the next barrier
-        running = [(machine, trace) for machine, trace in running if _goes_on(machine, trace)]
+    while running:
+        for machine, trace in [*running]:  # each to the next barrier
+            for step in machine:
+                trace.append(step)
+                if step[0].name == "BAR":
+                    break
+            else:
+                running.remove((machine, trace))
     return result
-
-
-def _goes_on(machine: Iterator[tuple[Instruction, bool, int]], trace: Trace) -> bool:
-    for one, active, place in machine:
-        trace.append((one, active, place))
-        if one.name == "BAR":
-            return True
-    return False

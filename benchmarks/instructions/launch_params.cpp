@@ -57,10 +57,9 @@ int main(int, char** argv) {
     emulated::device.bytes_per_multiprocessor = atoi(argv[6]);
     emulated::device.bytes_per_block = atoi(argv[6]) - 1024;
     const cuda::ClusterPlan plan = cuda::plan_on_this_device(params.rows, kHeadBytes);
-    const int block_bytes = kHeadBytes + plan.stages * cuda::kStageBytes + 1024;
-    all.last = plan.cluster ? plan.stages : atoi(argv[7]);
-    const int header[] = {plan.cluster, plan.stages, atoi(argv[6]) / block_bytes,
-                          cuda::kComputeWarps, cuda::kChunkBytes};
+    const int threads = atoi(argv[7]);
+    all.last = plan.cluster ? plan.stages : threads;
+    const int header[] = {plan.cluster, plan.cluster ? cuda::kComputeWarps : threads / 32};
     fwrite(header, 1, sizeof header, stdout);
     fwrite(&all, 1, sizeof all, stdout);
 }

@@ -1,8 +1,8 @@
 """A machine that executes SASS as one lane of a warp: the executed path of a kernel, without rules.
 
 All lanes are taken to be alike: a shuffle or a reduction returns the lane's own value, a ballot is
-full, a wait succeeds at once. Branches for diverged warps are not taken. An instruction that is not
-known raises `NotImplementedError`.
+full, a wait succeeds at once. Branches for diverged warps are not taken. Known are the instructions
+of the row kernels; another one, as of a spill, raises `NotImplementedError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ NOTHING = frozenset(
     "UCGABAR_ARV UCGABAR_WAIT UBLKCP ENDCOLLECTIVE".split()
 )
 
-GLOBAL = ("LDG", "LD", "STG", "ST")
+# On uniform registers, and of lanes that are alike.
+SAME = {f"U{name}": name for name in "SHF MOV SEL LEA LOP3 IADD3 IMAD ISETP PRMT PLOP3".split()}  # noqa: SIM905
+SAME |= dict.fromkeys(("R2UR", "REDUX", "CREDUX"), "MOV") | dict.fromkeys(("ULDC", "LDCU"), "LDC")
 
 
 def to_float(bits: int) -> float:
@@ -67,18 +69,34 @@ def inverse(x: float) -> float:
     return 1 / x if x else math.copysign(math.inf, x)
 
 
-def add(*values: float) -> float:
-    return sum(values)
+def logic(table: int, a: int, b: int, c: int) -> int:
+    """By a truth table of three bits."""
+    result = 0
+    for case in range(8):
+        if table >> case & 1:
+            x = a if case & 4 else ~a
+            y = b if case & 2 else ~b
+            result |= x & y & (c if case & 1 else ~c)
+    return result
 
 
-def fused(a: float, b: float, c: float) -> float:
-    return a * b + c
+def permuted(low: int, table: int, high: int) -> int:
+    content = (low | high << 32).to_bytes(8, "little")
+    picked = bytes(content[table >> 4 * i & 7] for i in range(4))
+    return int.from_bytes(picked, "little")
 
 
+INTEGERS: dict[str, Callable[..., int]] = {
+    "MOV": lambda a, *_: a,
+    "VIADD": lambda a, b: a + b,
+    "IABS": lambda a: abs(signed(a)),
+    "BREV": lambda a: int(f"{a:032b}"[::-1], 2),
+    "PRMT": permuted,
+}
 FLOATS: dict[str, Callable[..., float]] = {
-    "ADD": add,
+    "ADD": lambda a, b: a + b,
     "MUL": lambda a, b: a * b,
-    "FMA": fused,
+    "FMA": lambda a, b, c: a * b + c,
 }
 FUNCTIONS = {"EX2": power, "RCP": inverse, "LG2": math.log2, "RSQ": lambda x: x**-0.5}
 
@@ -100,7 +118,6 @@ class Machine:
     regions: dict[int, int]
     registers: dict[str, int] = field(default_factory=dict)
     memory: dict[int, int] = field(default_factory=dict)
-    spilled: dict[int, int] = field(default_factory=dict)  # local memory
 
     def run(self, most: int = 10_000_000) -> Iterator[tuple[Instruction, bool, int]]:
         """The executed instructions, each with its predicate's value, and the address of a barrier
@@ -111,7 +128,7 @@ class Machine:
         for _ in range(most):
             one = self.code[position]
             active = not one.predicate or self.predicate(one.predicate)
-            addressed = active and one.name in ("SYNCS", *GLOBAL)
+            addressed = active and one.name in ("SYNCS", "LDG", "STG")
             yield one, active, self.address(one.operands) if addressed else 0
             position += 1
             if not active or one.name in NOTHING:
@@ -159,34 +176,22 @@ class Machine:
         return value if carry else value & WORD
 
     def pair(self, name: str) -> int:
-        sign = name[0] if name[0] in "-~" and not name.startswith("-0x") else ""
-        bare = name.removeprefix(sign)
+        bare = name.removeprefix("-")
         value = self.word(bare) | self.word(bare, 1) << 32
-        return -value if sign else value
+        return -value if name.startswith("-") else value
 
     def number(self, name: str, double: bool = False) -> float:
         """A floating-point operand."""
         bare = name.lstrip("-").strip("|")
-        if bare[0] in "RUc" or bare in ("RZ", "URZ"):
-            zero = bare in ("RZ", "URZ")
-            if double:
-                value = 0.0 if zero else to_double(self.word(bare) | self.word(bare, 1) << 32)
-            else:
-                value = to_float(self.word(bare))
+        if bare in ("RZ", "URZ"):
+            value = 0.0
+        elif bare[0] in "RUc":
+            value = to_double(self.pair(bare)) if double else to_float(self.word(bare))
         else:
             value = _number(bare)
         if "|" in name:
             value = abs(value)
         return -value if name.startswith("-") else value
-
-    def pair_of_numbers(self, text: str) -> tuple[float, float]:
-        """Two floats; one that has no partner is used twice."""
-        name, _, which = text.partition(".F32")
-        if name.lstrip("-")[0] not in "RU" or name.endswith("RZ"):
-            return (self.number(name),) * 2
-        sign = -1 if name[0] == "-" else 1
-        low, high = (to_float(self.word(name.lstrip("-"), i)) for i in range(2))
-        return (sign * low, sign * (high if which == "x2.HI_LO" else low))
 
     def constant(self, name: str, offset: int) -> int:
         bank, base, place = re.fullmatch(
@@ -240,21 +245,7 @@ class Machine:
 
     def execute(self, one: Instruction, ops: list[str]) -> None:
         name, *modifiers = one.opcode.split(".")
-        if name in (
-            "USHF",
-            "UMOV",
-            "USEL",
-            "ULEA",
-            "ULOP3",
-            "UIADD3",
-            "UIMAD",
-            "UISETP",
-            "UPRMT",
-            "UPLOP3",
-        ):
-            name = name[1:]
-        if name in ("ULDC", "LDCU"):
-            name = "LDC"
+        name = SAME.get(name, name)
         for known in (self.integers, self.floats, self.others):
             if known(name, modifiers, ops):
                 return
@@ -262,102 +253,65 @@ class Machine:
 
     def integers(self, name: str, mods: list[str], ops: list[str]) -> bool:
         word = self.word
-        if name in ("MOV", "R2UR", "S2UR", "REDUX", "CREDUX"):
-            self.put(ops[0], self.special[ops[1]] if name == "S2UR" else word(ops[1]))
-        elif name == "VIADD":
-            self.put(ops[0], word(ops[1]) + word(ops[2]))
-        elif name == "IABS":
-            self.put(ops[0], abs(signed(word(ops[1]))))
+        if name in INTEGERS:
+            self.put(ops[0], INTEGERS[name](*map(word, ops[1:])))
         elif name in ("VIADDMNMX", "VIMNMX", "IMNMX"):
             # Newer ones have two more predicates.
-            values = [o for o in ops[1:-1] if not re.fullmatch(r"!?U?P[T\d]", o)]
-            view = (lambda x: x & WORD) if "U32" in mods else signed
+            values = [word(o) for o in ops[1:-1] if not re.fullmatch(r"!?U?P[T\d]", o)]
             if name == "VIADDMNMX":
-                values = [word(values[0]) + word(values[1]), word(values[2])]
-            else:
-                values = [word(values[0]), word(values[1])]
-            least = self.predicate(ops[-1])
-            self.put(ops[0], (min if least else max)(map(view, values)))
+                values = [(values[0] + values[1]) & WORD, values[2]]
+            view = (lambda x: x) if "U32" in mods else signed
+            pick = min if self.predicate(ops[-1]) else max
+            self.put(ops[0], pick(map(view, values[:2])))
         elif name == "IADD3":
             dest, outs, sources, ins = _carries(ops)
-            total = sum(word(each, carry=True) for each in sources)
-            if "X" in mods:
-                total += sum(self.predicate(each) for each in ins)
+            total = sum(word(each, carry=True) for each in sources) + self.carry(mods, ins)
             self.put(dest, total)
-            for out in outs[:1]:
-                self.flag(out, total >> 32 & 1)
-            if len(outs) > 1:
-                self.flag(outs[1], total >> 33 & 1)
+            for place, out in enumerate(outs, 32):
+                self.flag(out, total >> place & 1)
         elif name == "IMAD":
             self.multiply_add(mods, ops)
         elif name == "LOP3":
-            flags = [] if _is_register(ops[0]) else ops[:1]
+            flags = ops[:1] if re.fullmatch(r"U?P(T|\d)", ops[0]) else []
             dest, *sources, table = ops[len(flags) : len(flags) + 5]
-            a, b, c = map(word, sources)
-            table = int(table, 16)
-            result = 0
-            for case in range(8):
-                if table >> case & 1:
-                    x, y, z = case >> 2, case >> 1 & 1, case & 1
-                    result |= (
-                        (a ^ (0 if x else WORD))
-                        & (b ^ (0 if y else WORD))
-                        & (c ^ (0 if z else WORD))
-                    )
+            result = logic(int(table, 16), *map(word, sources)) & WORD
             self.put(dest, result)
             for each in flags:
                 self.flag(each, result)
         elif name == "PLOP3":
-            case = sum(
-                self.predicate(o) << shift for o, shift in zip(ops[2:5], (2, 1, 0), strict=True)
-            )
-            self.flag(ops[0], int(ops[5], 16) >> case & 1)
-            self.flag(ops[1], int(ops[6], 16) >> case & 1)
+            a, b, c = map(self.predicate, ops[2:5])
+            for out, table in zip(ops[:2], ops[5:7], strict=True):
+                self.flag(out, int(table, 16) >> (4 * a + 2 * b + c) & 1)
         elif name == "ISETP":
             self.compare_integers(mods, ops)
         elif name in ("SEL", "FSEL"):
             chosen = ops[1] if self.predicate(ops[3]) else ops[2]
-            if name == "FSEL" and chosen.startswith("-R"):
-                self.put(ops[0], word(chosen[1:]) ^ 1 << 31)
-            elif name == "FSEL" and chosen.startswith("|"):
-                self.put(ops[0], word(chosen) & 0x7FFFFFFF)
-            else:
+            if name == "SEL":
                 self.put(ops[0], word(chosen))
+            else:  # without a change of a NaN's bits
+                magnitude = word(chosen.lstrip("-")) & (0x7FFFFFFF if "|" in chosen else WORD)
+                self.put(ops[0], magnitude ^ chosen.startswith("-") << 31)
         elif name == "SHF":
-            low, by, high = word(ops[1]), word(ops[2]), word(ops[3])
+            low, by, high = map(word, ops[1:4])
             wide = low | high << 32
-            if "S32" in mods or "S64" in mods:
-                wide = signed(wide, 64)
-            both = wide << by if "L" in mods else wide >> by
-            if "L" in mods and "HI" not in mods:
-                both = low << by
-            self.put(
-                ops[0],
-                both >> 32 if "HI" in mods and "L" in mods else self._right(mods, both, high, by),
-            )
+            if "L" in mods:
+                value = wide << by >> 32 if "HI" in mods else low << by
+            elif "HI" in mods:  # the upper word alone
+                value = (signed(high) if "S32" in mods else high) >> min(by, 32)
+            else:
+                value = (signed(wide, 64) if {"S32", "S64"} & {*mods} else wide) >> by
+            self.put(ops[0], value)
         elif name == "LEA":
             self.shift_add(mods, ops)
-        elif name == "PRMT":
-            low, table, high = (word(each) for each in ops[1:4])
-            content = (low | high << 32).to_bytes(8, "little")
-            picked = bytes(content[table >> 4 * i & 7] for i in range(4))
-            self.put(ops[0], int.from_bytes(picked, "little"))
-        elif name == "BREV":
-            self.put(ops[0], int(f"{word(ops[1]):032b}"[::-1], 2))
         elif name == "FLO":
             highest = word(ops[1]).bit_length() - 1
             self.put(ops[0], 31 - highest if "SH" in mods else highest)
-        elif name == "POPC":
-            self.put(ops[0], word(ops[1]).bit_count())
         else:
             return False
         return True
 
-    def _right(self, mods: list[str], both: int, high: int, by: int) -> int:
-        if "L" in mods or "HI" not in mods:
-            return both
-        # The upper word alone is shifted.
-        return (signed(high) if "S32" in mods else high) >> min(by, 32)
+    def carry(self, mods: list[str], ins: list[str]) -> int:
+        return sum(map(self.predicate, ins)) if "X" in mods else 0
 
     def multiply_add(self, mods: list[str], ops: list[str]) -> None:
         dest, outs, sources, ins = _carries(ops)
@@ -372,9 +326,7 @@ class Machine:
             else:
                 self.put(dest, total >> 32)
         else:
-            total = self.word(a) * self.word(b) + self.word(c, carry=True)
-            if "X" in mods:
-                total += sum(self.predicate(each) for each in ins)
+            total = self.word(a) * self.word(b) + self.word(c, carry=True) + self.carry(mods, ins)
             carry = total >> 32 & 1
             self.put(dest, total)
         for out in outs:
@@ -384,16 +336,11 @@ class Machine:
         dest, outs, sources, ins = _carries(ops)
         low, other, by = self.word(sources[0]), self.word(sources[1]), int(sources[-1], 16)
         if "HI" in mods:
-            if "SX32" in mods:
-                wide = signed(low)
-            else:
-                wide = low | self.word(sources[2]) << 32
+            wide = signed(low) if "SX32" in mods else low | self.word(sources[2]) << 32
             low = wide >> (32 - by)
         else:
             low <<= by
-        total = (low & WORD) + other
-        if "X" in mods:
-            total += sum(self.predicate(each) for each in ins)
+        total = (low & WORD) + other + self.carry(mods, ins)
         self.put(dest, total)
         for out in outs:
             self.flag(out, total >> 32)
@@ -427,10 +374,6 @@ class Machine:
         elif name[0] == "F" and name[1:] in FLOATS:
             value = FLOATS[name[1:]](*(self.number(each) for each in ops[1:]))
             self.put(ops[0], float_bits(value))
-        elif name == "FHADD" and mods[0] == "BF16":  # of half a register and a float
-            register, upper, _ = ops[1].partition(".H1")
-            half = self.word(register) & 0xFFFF0000 if upper else self.word(register) << 16 & WORD
-            self.put(ops[0], float_bits(to_float(half) + self.number(ops[2])))
         elif name in ("FSETP", "DSETP"):
             a, b = (self.number(each, name == "DSETP") for each in ops[2:4])
             kind = mods[0]
@@ -456,14 +399,9 @@ class Machine:
             else:
                 self.put(ops[0], float_bits(FUNCTIONS[mods[0]](self.number(ops[1]))))
         elif name == "F2F" and mods[:1] == ["F64"]:
-            value = self.word(ops[1]) << 16 & WORD if mods[1] == "BF16" else None
-            value = self.number(ops[1]) if value is None else to_float(value)
+            half = mods[1] == "BF16"
+            value = to_float(self.word(ops[1]) << 16 & WORD) if half else self.number(ops[1])
             self.put_pair(ops[0], double_bits(value))
-        elif name[0] == "F" and name[-1] == "2" and name[1:-1] in FLOATS:
-            pairs = [self.pair_of_numbers(each) for each in ops[1:]]
-            for i in range(2):
-                value = FLOATS[name[1:-1]](*(pair[i] for pair in pairs))
-                self.put(ops[0], float_bits(value), i)
         elif name == "F2F" and mods[:2] == ["F32", "F64"]:
             self.put(ops[0], float_bits(self.number(ops[1], True)))
         elif name == "F2FP":
@@ -476,17 +414,14 @@ class Machine:
             self.put(ops[0], high << 16 | low)
         elif name == "FRND":
             self.put(ops[0], float_bits(float(round(self.number(ops[1])))))
-        elif name in ("I2F", "I2FP"):
+        elif name == "I2F":
             value = self.pair(ops[1]) if "U64" in mods else self.word(ops[1])
             value = value if any(each[0] == "U" for each in mods) else signed(value)
             bits = float_bits(value)
             self.put(ops[0], bits + (to_float(bits) < value) if "RP" in mods else bits)
         elif name == "F2I":
-            value = int(self.number(ops[1]))
-            if "U64" in mods:
-                self.put_pair(ops[0], value)
-            else:
-                self.put(ops[0], value)
+            put = self.put_pair if "U64" in mods else self.put
+            put(ops[0], int(self.number(ops[1])))
         else:
             return False
         return True
@@ -502,34 +437,27 @@ class Machine:
             flags = sum(self.predicate(f"P{i}") << i for i in range(7))
             mask = self.word(ops[-1])
             self.put(ops[0], flags & mask | self.word(ops[2]) & ~mask)
-        elif name == "R2P":
-            for i in range(7):
-                if self.word(ops[2]) >> i & 1:
-                    self.flag(f"P{i}", self.word(ops[1]) >> i & 1)
         elif name == "ELECT":
             self.flag(ops[0], True)
-        elif name in ("S2R", "CS2R"):
-            value = 0 if ops[1] == "SRZ" else self.special[ops[1]]
-            self.put(ops[0], value)
+        elif name in ("S2R", "S2UR", "CS2R"):
+            self.put(ops[0], 0 if ops[1] == "SRZ" else self.special[ops[1]])
             if name == "CS2R" and "32" not in mods:
                 self.put(ops[0], 0, 1)
         elif name == "LDC":
-            words = _words(mods)
-            for i in range(words):
-                self.put(ops[0], self.word(ops[1], i) & (0xFF if "U8" in mods else WORD), i)
-        elif name in ("LDS", "LDG", "LD", "LDL"):
-            address = self.address(ops[1])
-            memory = self.spilled if name == "LDL" else self.memory
             for i in range(_words(mods)):
-                value = memory.get(address // 4 + i, self.regions[address >> 32])
+                self.put(ops[0], self.word(ops[1], i) & (0xFF if "U8" in mods else WORD), i)
+        elif name in ("LDS", "LDG"):
+            address = self.address(ops[1])
+            for i in range(_words(mods)):
+                value = self.memory.get(address // 4 + i, self.regions[address >> 32])
                 value >>= address % 4 * 8
                 self.put(ops[0], value & {"U8": 0xFF, "U16": 0xFFFF}.get(_size(mods), WORD), i)
-        elif name in ("STS", "STG", "ST", "STAS", "STL"):
+        elif name in ("STS", "STG", "STAS"):
             # STAS takes a pair of addresses: of the value, and of a barrier.
             address = self.address(ops[0].replace(".64", "") if name == "STAS" else ops[0])
             for i in range(_words(mods)):
                 value = 0 if ops[1] == "RZ" else self.word(ops[1], i)
-                (self.spilled if name == "STL" else self.memory)[address // 4 + i] = value
+                self.memory[address // 4 + i] = value
         elif name == "SYNCS":
             if mods[0] == "PHASECHK":
                 self.flag(ops[0], True)
@@ -541,10 +469,6 @@ class Machine:
 def _operands(one: Instruction) -> list[str]:
     text = one.operands.replace(".reuse", "")
     return [each.strip() for each in text.split(", ")] if text else []
-
-
-def _is_register(name: str) -> bool:
-    return bool(re.fullmatch(r"U?R(Z|\d+)", name))
 
 
 def _next(name: str, offset: int) -> str:
@@ -568,12 +492,6 @@ def _size(mods: list[str]) -> str:
 
 def _words(mods: list[str]) -> int:
     return {"64": 2, "128": 4}.get(_size(mods), 1)
-
-
-def access_bytes(one: Instruction) -> int:
-    """Of a lane."""
-    words = one.opcode.split(".")
-    return {"U8": 1, "S8": 1, "U16": 2, "S16": 2}.get(_size(words), 4 * _words(words))
 
 
 def _number(text: str) -> float:

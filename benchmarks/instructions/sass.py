@@ -8,13 +8,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-LINE = re.compile(
-    r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;"
-    r"(?:\s*/\* 0x[0-9a-f]{16} \*/\s*/\* 0x([0-9a-f]{16}) \*/)?"
-)
-
-REGISTER = re.compile(r"\bR(\d+)")
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;")
 CONSTANTS = re.compile(r"^\.nv\.constant2\.(\S+)\n((?:(?:0x[0-9a-f]+ *)+\n)+)", re.MULTILINE)
 
 
@@ -26,12 +22,6 @@ class Instruction:
     predicate: str
     opcode: str
     operands: str
-    # What the compiler says of its timing: cycles until the next instruction, and the scoreboards
-    # that it waits for, and that its result and its reading of operands release; 7 is none.
-    stall: int = 1
-    waits: int = 0
-    writes: int = 7
-    reads: int = 7
 
     @property
     def name(self) -> str:
@@ -52,15 +42,9 @@ class Instruction:
 def parse(listing: str) -> list[Instruction]:
     """The instructions of one kernel."""
     return [
-        Instruction(int(at, 16), guard, opcode, operands, *(_control(high) if high else ()))
-        for at, guard, opcode, operands, high in LINE.findall(listing)
+        Instruction(int(at, 16), guard, opcode, operands)
+        for at, guard, opcode, operands in LINE.findall(listing)
     ]
-
-
-def _control(high: str) -> tuple[int, int, int, int]:
-    """The control code in the upper half of an encoding, the same since Volta."""
-    bits = int(high, 16) >> 41
-    return bits & 15, bits >> 11 & 63, bits >> 5 & 7, bits >> 8 & 7
 
 
 def cuobjdump() -> str | None:
@@ -74,30 +58,21 @@ def cuobjdump() -> str | None:
     return str(brought) if brought.exists() else None
 
 
-@dataclass(frozen=True)
-class Code:
-    """A kernel.
-
-    Attributes:
-        constants: the banks of constant memory that came with it, as {number: {offset: content}}.
-    """
+class Code(NamedTuple):
+    """A kernel, with banks of constant memory as {number: {offset: content}}."""
 
     instructions: list[Instruction]
     constants: dict[int, dict[int, bytes]]
 
-    @property
-    def registers(self) -> int:
-        return 1 + max(int(n) for i in self.instructions for n in REGISTER.findall(i.operands))
 
-
-def disassemble(binary: Path, *options: str) -> dict[str, Code]:
-    """Every kernel in a library or a cubin, by mangled name."""
+def disassemble(binary: Path, arch: str = "") -> dict[str, Code]:
+    """Every kernel in a cubin, or in a library for an architecture, by mangled name."""
     tool = cuobjdump()
     if tool is None:
         raise FileNotFoundError("needs cuobjdump, from the CUDA toolkit or the package of Triton")
 
     def run(what: str) -> str:
-        command = [tool, what, *options, str(binary)]
+        command = [tool, what, *(("-arch", arch) if arch else ()), str(binary)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     banks = {

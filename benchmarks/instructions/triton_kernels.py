@@ -2,65 +2,58 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
 import triton
 
 from .launch import BYTES
-from .paths import Iteration, executed_paths
 from .sass import disassemble
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
-from compile_triton import (
-    TARGETS,
-    AbsentGPU,
-    Compiled,
-    one_row_pass,
-    one_row_statistics,
-)
+# isort: split
+from compile_triton import TARGETS, AbsentGPU, Compiled, one_row_pass, one_row_statistics
 
 
 def triton_counts(arch: str) -> dict[str, dict[str, float]]:
-    """Instructions per element in the longest loop of each pass, by dtype."""
+    """Instructions per element in the loop of each pass, by dtype."""
     triton.runtime.driver.set_active(AbsentGPU(TARGETS[arch.replace("sm_", "cuda:")]))
     compiled = Compiled()
-    counts = {}
+    counts: dict[str, dict[str, float]] = {}
     for name, size in BYTES.items():
-        one_row_pass(getattr(torch, name), kl=2)
-        first, second = _longest(compiled, stores=False), _longest(compiled, stores=True)
-        one_row_pass(getattr(torch, name), everything=True, kl=2)
-        entropy = _longest(compiled, stores=True)
-        one_row_statistics(getattr(torch, name))
-        alone = _longest(compiled, stores=False)
-        passes = {
-            "first pass": first,
-            "second pass": second,
-            "second pass, entropy gradient": entropy,
-            "log-probs alone": alone,
-        }
-        counts[name] = {of: per_element(path, size) for of, path in passes.items()}
+        dtype, passes = getattr(torch, name), counts.setdefault(name, {})
+        one_row_pass(dtype, kl=2)
+        passes["first pass"] = per_element(compiled, size, stores=False)
+        passes["second pass"] = per_element(compiled, size, stores=True)
+        one_row_pass(dtype, everything=True, kl=2)
+        passes["second pass, entropy gradient"] = per_element(compiled, size, stores=True)
+        one_row_statistics(dtype)
+        passes["log-probs alone"] = per_element(compiled, size, stores=False)
     return counts
 
 
-def per_element(path: Iteration, size: int) -> float:
-    """Instructions per element of this many bytes, by the 16-byte accesses and by the exps."""
-    elements = (path.stores or path.loads) * 16 // size
-    # The first pass has some more exps, which move its sums to a new maximum.
-    if not 0 <= path.exps - elements <= elements:
-        raise ValueError(f"{path.exps} exps for {elements} elements")
-    return len(path.instructions) / elements
+def per_element(compiled: Compiled, size: int, stores: bool) -> float:
+    """Of the kernel compiled last, its loop over full chunks, which writes a gradient or does not.
 
-
-def _longest(compiled: Compiled, stores: bool) -> Iteration:
-    """Of the kernel compiled last: the path with the most elements, of those with stores or not."""
+    A loop is what a backward branch repeats; the shortest of those that load 16 bytes and compute
+    exps contains no other. The elements are ``size`` bytes each.
+    """
     *_, (_, _, kernel) = compiled.kernels.values()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         (code,) = disassemble(Path(file.name)).values()
-    paths = [path for path in executed_paths(code.instructions) if bool(path.stores) == stores]
-    return max(paths, key=lambda path: (path.loads, -len(path.instructions)))
+    number = {one.address: i for i, one in enumerate(code.instructions)}
+    loops = []
+    for end, branch in enumerate(code.instructions):
+        loop = code.instructions[number.get(branch.target, end + 1) : end + 1]
+        wide = Counter(one.name for one in loop if "128" in one.opcode.split("."))
+        exps = sum(one.opcode == "MUFU.EX2" for one in loop)
+        if exps and wide["LDG"] and bool(wide["STG"]) == stores:
+            loops.append((len(loop), 16 // size * wide["LDG"], exps))
+    length, elements, exps = min(loops)
+    # The first pass has some more exps, which move its sums to a new maximum.
+    if not elements <= exps <= 2 * elements:
+        raise ValueError(f"{exps} exps for {elements} elements")
+    return length / elements

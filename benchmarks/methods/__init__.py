@@ -8,23 +8,13 @@ next to the logits.
 
 from __future__ import annotations
 
-from . import (
-    cut_cross_entropy,
-    flash_attention,
-    liger,
-    ours,
-    pytorch,
-    pytorch_sets,
-    quack,
-    trl,
-    verl,
-)
+from . import cross_entropies, liger, ours, pytorch, pytorch_sets, trl, verl
 from .method import Method, Step
 
 __all__ = ["Method", "Step", "methods"]
 
 # PyTorch last, because compiling it takes longest.
-MODULES = (ours, trl, liger, cut_cross_entropy, verl, flash_attention, quack, pytorch, pytorch_sets)
+MODULES = (ours, trl, liger, verl, cross_entropies, pytorch, pytorch_sets)
 
 
 def methods() -> list[Method]:

@@ -27,24 +27,13 @@ def grpo(batch: Batch) -> Step:
     """Takes logits with one position more than it uses."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    logits = batch.padded_logits()
+    logits = batch.padded_logits
     logits.grad = None
     config = batch.case.config
-    loss, _ = triton_grpo_loss(
-        logits,
-        batch.old,
-        None,
-        batch.labels,
-        batch.sequence_A,
-        completion_mask=batch.mask,
-        temperature=1.0,
-        beta=0.0,
-        eps_low=1 - config.ratio_lower_start,
-        eps_high=config.ratio_upper_start - 1,
-        inplace=False,
-        loss_type="bnpo",
-        reduce=True,
-    )
+    clip = {"eps_low": 1 - config.ratio_lower_start, "eps_high": config.ratio_upper_start - 1}
+    options = {"temperature": 1.0, "beta": 0.0, "loss_type": "bnpo", "completion_mask": batch.mask}
+    tokens = batch.old, None, batch.labels, batch.sequence_A
+    loss, _ = triton_grpo_loss(logits, *tokens, inplace=False, reduce=True, **options, **clip)
     loss.backward()
     return loss.detach(), (logits.grad[:, :-1],)
 

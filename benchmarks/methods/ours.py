@@ -57,8 +57,7 @@ def two_passes(batch: Batch, backend: str) -> Step:
 
 def search(batch: Batch) -> Step:
     """The search alone, by the default backend of the device."""
-    tokens = batch.logp, batch.old, batch.A, batch.mask
-    return torch.stack(find_clip_bounds(*tokens, config=batch.case.config)), ()
+    return torch.stack(find_clip_bounds(*batch.tokens, config=batch.case.config)), ()
 
 
 def _of_backend(backend: str, device: str) -> Iterator[Method]:
@@ -77,21 +76,15 @@ def _of_backend(backend: str, device: str) -> Iterator[Method]:
     yield from _forms_of_the_head(name, backend, runs)
     apart = runs | {"tasks": OF_TOP_K[2:]}
     yield Method(f"{name}, two passes", "hidden", partial(two_passes, backend=backend), **apart)
-    yield Method(
-        f"{name}, in place",
-        "logits",
-        partial(train_inplace, backend=backend),
-        overwrites=True,
-        **runs,
-    )
+    inplace = partial(train_inplace, backend=backend)
+    yield Method(f"{name}, in place", "logits", inplace, overwrites=True, **runs)
 
 
 def _forms_of_the_head(name: str, backend: str, runs: dict[str, Any]) -> Iterator[Method]:
     in_chunks = partial(train_in_chunks, backend=backend, chunks=4)
-    yield _form(f"{name}, chunk_tokens = N/4", partial(in_chunks, live=False), **runs)
-    yield _form(
-        f"{name}, live, chunk_tokens = N/4", partial(in_chunks, live=True), live=True, **runs
-    )
+    for form, live in (("", False), (", live", True)):
+        function = partial(in_chunks, live=live)
+        yield _form(f"{name}{form}, chunk_tokens = N/4", function, live=live, **runs)
     wide = partial(train, backend=backend, logits_dtype=torch.float32)
     half = {"dtypes": ("bfloat16",), "float32_logits": True}
     yield _form(f"{name}, float32 logits", wide, **half, **runs)

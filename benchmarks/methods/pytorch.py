@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,47 +49,27 @@ def compiled(function: Any) -> Any:
     return torch.compile(function)
 
 
-def _train(batch: Batch, function: Any) -> Step:
+def _reference(batch: Batch, compile_it: bool) -> Step:
+    function = compiled(reference_loss) if compile_it else reference_loss
     return trained(function(*batch.inputs, *batch.rest, **batch.options), batch)
 
 
+def _cross_entropy(batch: Batch, compile_it: bool) -> Tensor:
+    function = compiled(cross_entropy) if compile_it else cross_entropy
+    return function(*batch.inputs, batch.labels)
+
+
 def _search(batch: Batch) -> Step:
-    bounds = reference.find_clip_bounds(
-        batch.logp, batch.old, batch.A, batch.mask, config=batch.case.config
-    )
-    return torch.stack(bounds), ()
+    return torch.stack(reference.find_clip_bounds(*batch.tokens, config=batch.case.config)), ()
 
 
-def _methods(level: str) -> list[Method]:
+def _methods(level: str) -> Iterator[Method]:
+    yield Method("PyTorch log_softmax", level, log_probs=log_softmax, tasks=OF_TOP_K)
     whole = {"holds_logits": True}
-    return [
-        Method(
-            "PyTorch reference",
-            level,
-            lambda batch: _train(batch, reference_loss),
-            everywhere=False,
-            **whole,
-        ),
-        Method(
-            "PyTorch reference, compiled",
-            level,
-            lambda batch: _train(batch, compiled(reference_loss)),
-            everywhere=False,
-            **whole,
-        ),
-        Method(
-            "PyTorch cross_entropy",
-            level,
-            log_probs=lambda batch: cross_entropy(*batch.inputs, batch.labels),
-            **whole,
-        ),
-        Method(
-            "PyTorch cross_entropy, compiled",
-            level,
-            log_probs=lambda batch: compiled(cross_entropy)(*batch.inputs, batch.labels),
-            **whole,
-        ),
-    ]
+    for name, it in (("", False), (", compiled", True)):
+        loss, log_probs = (partial(f, compile_it=it) for f in (_reference, _cross_entropy))
+        yield Method(f"PyTorch reference{name}", level, loss, everywhere=False, **whole)
+        yield Method(f"PyTorch cross_entropy{name}", level, log_probs=log_probs, **whole)
 
 
 METHODS = [
@@ -99,12 +80,9 @@ METHODS = [
         "hidden",
         log_probs=chunked_head,
         module="torch.nn.modules.linear_cross_entropy_options",
-        devices=(
-            "cuda",
-        ),  # the CPU's cases are too few tokens for its chunks (docs/internals/measured.md)
+        # The CPU's cases are too few tokens for its chunks (docs/internals/measured.md).
+        devices=("cuda",),
         everywhere=False,
     ),
     Method("the paper's loop", "tokens", _search),
 ]
-for level in ("logits", "hidden"):
-    METHODS += [Method("PyTorch log_softmax", level, log_probs=log_softmax, tasks=OF_TOP_K)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,26 +52,18 @@ def _of_values(places: Places, values: Tensor) -> Tensor:
     return -F.cross_entropy(padded, places.labels, reduction="none")
 
 
-def _eager(function: Callable[..., Tensor], batch: Batch) -> Tensor:
-    return function(batch.places(), batch.labels, *batch.inputs)
+def _method(name: str, level: str, function: Callable[..., Tensor], **options: Any) -> Method:
+    def log_probs(batch: Batch) -> Tensor:
+        made = compiled(function) if name.endswith("compiled") else function
+        return made(batch.places, batch.labels, *batch.inputs)
+
+    return Method(name, level, log_probs=log_probs, sweep=SAMPLING_MASK, **options)
 
 
-def _compiled(function: Callable[..., Tensor], batch: Batch) -> Tensor:
-    return _eager(compiled(function), batch)
-
-
-METHODS = [
-    Method(
-        "PyTorch sampled_addmm",
-        "hidden",
-        log_probs=partial(_eager, sampled),
-        sweep=SAMPLING_MASK,
-        dtypes=("float32",),
-    )
-]
+METHODS = [_method("PyTorch sampled_addmm", "hidden", sampled, dtypes=("float32",))]
 METHODS += [
-    Method(f"{name}{form}", level, log_probs=partial(log_probs, function), sweep=SAMPLING_MASK)
+    _method(f"PyTorch {name}{form}", level, function)
     for level in ("logits", "hidden")
-    for name, function in (("PyTorch masked_fill", filled), ("PyTorch gather", gathered))
-    for form, log_probs in (("", _eager), (", compiled", _compiled))
+    for name, function in (("masked_fill", filled), ("gather", gathered))
+    for form in ("", ", compiled")
 ]

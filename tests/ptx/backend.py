@@ -37,9 +37,8 @@ import bapo_kernels  # noqa: F401
 
 triton.knobs.runtime.interpret = False
 
-from benchmarks.host_time import absent_gpu  # noqa: E402
-
 from . import executor  # noqa: E402
+from .absent_gpu import absent_gpu  # noqa: E402
 
 CAPABILITIES = [int(each) for each in os.environ["TRITON_PTX"].split()]
 ERRORS = int(os.environ.get("PTX_ERRORS", "0"))

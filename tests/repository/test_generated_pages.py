@@ -7,15 +7,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 from benchmarks import frames, plot, records, report
-from benchmarks.tables import filled, number
+from benchmarks.tables import filled, markdown, number
 from study import compare
-from study import page as of_study
-from study.__main__ import RESULTS
+from study.__main__ import DOCS, RESULTS
 
 PAGES = {
     report.README: lambda: {"records": report.readme_block()},
     report.PAGE: report.blocks,
-    of_study.DOCS / of_study.NAME: lambda: of_study.blocks(compare.frame(RESULTS)),
 }
 
 
@@ -24,6 +22,11 @@ def test_pages_match_the_committed_records(page):
     text, blocks = page.read_text(), PAGES[page]()
     assert text == filled(text, blocks)
     assert all(f"<!-- {name} -->" in text for name in blocks)
+
+
+def test_the_study_has_the_rewards_of_its_records():
+    table = markdown(compare.end_points(compare.frame(RESULTS)))
+    assert table in (DOCS / "internals" / "study.md").read_text()
 
 
 def test_pages_say_whether_a_gpu_was_measured():

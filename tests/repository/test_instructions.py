@@ -1,17 +1,18 @@
-"""Executed instructions of the row passes, and the page with the times that follow from them."""
+"""Executed instructions of the row passes, and their budget."""
 
 import importlib.util
-import re
 
+import numpy as np
 import pytest
 from helpers import needs_machine_code
 
 pytest.importorskip("tabulate")
 
-from benchmarks.instructions import page
-from benchmarks.instructions.cuda import Row
+from benchmarks.instructions import launch
+from benchmarks.instructions.__main__ import ARCHITECTURES, triton
+from benchmarks.instructions.cuda import Row, kernels
+from benchmarks.instructions.machine import to_double
 from benchmarks.instructions.sass import cuobjdump
-from benchmarks.tables import markdown
 
 pytestmark = [
     pytest.mark.skipif(
@@ -39,26 +40,20 @@ def test_budget(vocabulary, dtype):
     assert all(f <= most for f, most in zip(found, BUDGET[vocabulary, dtype], strict=True)), found
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_executed_log_prob(arch):
+    """Of 4,096 equal logits, by one warp: all of its 32 lanes add the sums of the whole row."""
+    needs_machine_code(arch)
+    row = Row(arch, 4_096)
+    plan, parameters = launch.launch(4_096, "bfloat16", arch)
+    memory = {}
+    launch.traces(kernels(row.library, arch)[False, "bfloat16"], arch, plan, parameters, memory)
+    place = (launch.LOG_PROBS << 32) // 4
+    assert to_double(memory[place] | memory[place + 1] << 32) == pytest.approx(-np.log(32 * 4_096))
+
+
 def test_triton_budget():
     needs_machine_code("sm_90")
-    found = page.triton("sm_90")
+    found = triton("sm_90")
     assert set(found.index) == {"bfloat16", "float16", "float32"}
     assert [of for of in found if found[of].max() > OF_TRITON.get(of, 9.5)] == []
-    text = page.PAGE.read_text()
-    if page.versions() in text:
-        assert markdown(found.map("{:.2f}".format)) in text
-
-
-def test_page_has_the_predictions():
-    """After a change of the kernels: ``python -m benchmarks.instructions --write``."""
-    needs_machine_code("sm_90")
-    text = page.PAGE.read_text()
-    assert page.assumptions() in text
-    for value, least, most in re.findall(r"([\d,.]+)(?: \w+| %)? \(([\d,.]+)-([\d,.]+)\)", text):
-        low, middle, high = (float(each.replace(",", "")) for each in (least, value, most))
-        assert low <= middle <= high, value
-    if page.versions() not in text:
-        pytest.skip("built by other compilers than the page's")
-    cells = {cell.strip() for cell in text.split("|")}
-    for line in page.of_length((4_096, "bfloat16")).values():
-        assert set(line.values()) <= cells

@@ -60,3 +60,16 @@ def listed(name):
 def test_imports_point_downwards(name):
     for imported in map(listed, imports_of(FILES[name])):
         assert imported == listed(name) or LEVELS[imported] < LEVELS[listed(name)], imported
+
+
+def test_emulations_import_no_benchmark():
+    """Benchmarks build on them (benchmarks/emulation.py)."""
+    tests = Path(__file__).parents[1]
+    for path in (*tests.glob("ptx/*.py"), *tests.glob("cuda_on_host/*.py")):
+        lines = path.read_text().splitlines()
+        found = [
+            line
+            for line in lines
+            if line.split()[:2] in (["from", "benchmarks"], ["import", "benchmarks"])
+        ]
+        assert found == [], path
