@@ -56,22 +56,6 @@ def test_against_float64(backend, device, dtype, options, V):
     assert not got[2][0, 3].any()
 
 
-def test_bad_and_equal_temperatures(backend, device):
-    """Bad ones make the values of their rows NaN, unless the label is -100; no gradient flows."""
-    logits = torch.randn(4, 50, device=device, requires_grad=True)
-    labels = torch.tensor([3, -100, 7, 49], device=device)
-    T = torch.tensor([0.75, torch.nan, 0.0, 0.75], device=device, requires_grad=True)
-    got = log_probs(logits, labels, temperature=T, backend=backend)
-    plain = log_probs(logits, labels, temperature=0.75, backend=backend)
-    for mine, one in zip(got, plain, strict=True):
-        assert mine.isnan().tolist() == [False, False, True, False]
-        assert torch.equal(mine[[0, 1, 3]], one[[0, 1, 3]])
-    (got[0] + got[1])[[0, 1, 3]].sum().backward()
-    assert T.grad is None
-    gradient = torch.autograd.grad((plain[0] + plain[1])[[0, 1, 3]].sum(), logits)[0]
-    assert torch.equal(logits.grad[[0, 1, 3]], gradient[[0, 1, 3]])
-
-
 def test_gradient_of_one_output(backend, device):
     logits = torch.randn(3, 4, 20, device=device)
     labels, incoming = torch.randint(0, 20, (3, 4), device=device), torch.randn(3, 4, device=device)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from accuracy import assert_as_reference, assert_rounded
 from helpers import (
-    DEVICES,
-    KERNELS,
     Case,
     Result,
     assert_same_bits,
@@ -18,7 +16,6 @@ from helpers import (
     check_against_reference,
     check_result,
     check_with_sets,
-    examples,
     make_case,
     per_token,
     plain_result,
@@ -26,8 +23,7 @@ from helpers import (
     run_reference,
     unmasked_tokens,
 )
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -421,50 +417,6 @@ def test_reference_backend(device):
 
 # Shrinking thousands of interpreted rows would take an hour.
 NO_EXPLANATION = [Phase.explicit, Phase.reuse, Phase.generate]
-CONFIGS = st.builds(
-    BAPOConfig,
-    target=st.floats(0, 1),
-    raise_first=st.sampled_from(["upper", "lower"]),
-    token_weight=st.sampled_from(["rollout_prob", "uniform"]),
-    contribution=st.sampled_from(["surrogate", "gradient"]),
-    clip_ratio_c=st.sampled_from([None, 1.5, 3.0]),
-    kl_loss_coef=st.sampled_from([0.0, 0.1]),
-    kl_loss_type=st.sampled_from(["k1", "k2", "low_var_kl"]),
-    entropy_coef=st.sampled_from([0.0, 0.01, -0.02]),
-    loss_agg_mode=st.sampled_from(["token-mean", "token-sum", "seq-mean-token-mean"]),
-    ratio_level=st.sampled_from(["token", "sequence"]),
-    temperature=st.sampled_from([1.0, 0.6, 1.3]),
-    logit_scale=st.sampled_from([1.0, 0.5]),
-    final_logit_softcapping=st.sampled_from([None, 10.0]),
-)
-
-
-@settings(max_examples=examples(150), phases=NO_EXPLANATION)
-@given(
-    backend=st.sampled_from(KERNELS or ["none"]),
-    config=CONFIGS,
-    dtype=st.sampled_from(DTYPES),
-    B=st.integers(1, 4),
-    S=st.integers(1, 9),
-    V=st.integers(1, 300),
-    staleness=st.sampled_from([0.0, 0.1, 1.0]),
-    statistics=st.sampled_from(["all", "live"]),
-    seed=st.integers(0, 2**20),
-)
-@pytest.mark.skipif(not KERNELS, reason="no kernels")
-def test_any_combination(backend, config, dtype, B, S, V, staleness, statistics, seed):
-    case = make_case(
-        (B, S),
-        V,
-        dtype,
-        DEVICES[backend],
-        staleness=staleness,
-        config=config,
-        seed=seed,
-        ref_log_probs=per_token((B, S), seed),
-        rollout_is_weights=per_token((B, S), seed, low=0.0, high=2.0),
-    )
-    check_against_reference(case, backend, statistics=statistics)
 
 
 def scalars(results):

@@ -152,6 +152,7 @@ def test_bounds_are_inclusive(backend, device, name):
         ("clip", -1.0, [True, True, False]),
         ("mask", 1.0, [True, False, False]),
         ("mask", -1.0, [True, False, False]),
+        ("cispo", 1.0, [True, True, True]),
     ):
         config, advantages = BAPOConfig(surrogate=surrogate), torch.tensor([A], device=device)
         labels, logits = torch.tensor([0], device=device), torch.randn(1, 4, device=device)

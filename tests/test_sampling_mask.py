@@ -33,8 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bapo_kernels import (
     BAPOConfig,
-    BAPOLinearLoss,
-    BAPOLoss,
     SamplingMask,
     bapo_linear_loss,
     bapo_loss,
@@ -329,31 +327,6 @@ def test_offsets_beyond_32_bits(backend, device):
         return [torch.stack(of_all) for of_all in zip(*values, strict=True)]
 
     assert_as_reference(got, expected, operand=got[0].abs().max().item())
-
-
-ERRORS = {
-    "be None or a SamplingMask, got list": [[0], [1]],
-    r"have 2 rows, .*\(2,\).* got 1": SamplingMask.from_lists([[0]]),
-    r"be on the device of labels \(cpu\), got meta": SamplingMask.from_lists([[0], [1]], "meta"),
-}
-
-
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    labels, A, logits = torch.tensor([0, 1]), torch.ones(2), torch.ones(2, 5)
-    hidden, weight = torch.ones(2, 4), torch.ones(5, 4)
-    for function, *arguments in (
-        (bapo_loss, logits, labels, None, A),
-        (BAPOLoss(), logits, labels, None, A),
-        (log_probs, logits, labels),
-        (bapo_linear_loss, hidden, weight, labels, None, A),
-        (BAPOLinearLoss(), hidden, weight, labels, None, A),
-        (linear_log_probs, hidden, weight, labels),
-        (reference.bapo_loss, logits, labels, None, A),
-        (reference.linear_log_probs, hidden, weight, labels),
-    ):
-        with pytest.raises(ValueError, match=f"sampling_mask must {message}"):
-            function(*arguments, sampling_mask=ERRORS[message])
 
 
 # Compilers.

@@ -180,27 +180,3 @@ def test_sums_over_a_long_set_stay_accurate(ops):
     call(ops, "sets_dhidden", sets.known | known)
     expected = (terms[sets.token_ids.long()].double() * terms.double()).sum()
     assert_rounded(dhidden[0, 0], expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "message"),
-    [
-        ("offsets", lambda x: x.int(), "offsets must be torch.int64"),
-        ("token_ids", lambda x: x.long(), "token_ids must be torch.int32"),
-        ("values", lambda x: x[1:], "values must be contiguous with 9 elements"),
-        ("counted", lambda x: x[1:], "counted must be contiguous with 3 elements"),
-        ("hidden", lambda x: x[1:], r"hidden must have shape \(3, 5\)"),
-        ("weight", lambda x: x.bfloat16(), "weight must have the dtype torch.float32"),
-        ("weight", lambda x: x[:, 1:], "weight must have 5 columns"),
-        ("weight", lambda x: x.t().contiguous().t(), "weight must be a matrix with stride 1 in H"),
-        ("shard", lambda x: x[1:], "shard must be contiguous with 2 elements"),
-        ("bias", lambda x: x[1:], "bias must be contiguous with 700 elements"),
-    ],
-)
-def test_arguments_are_checked(ops, name, wrong, message):
-    sets = cases.random_sets((2, 3, 4), V=700, shard=(0, 700))
-    arguments = sets.known | cases.head_of(sets, torch.float32, 5) | dict(bias=rand(700))
-    arguments |= dict(counted=torch.ones(3).bool(), values=left(9))
-    arguments[name] = wrong(arguments[name])
-    with pytest.raises(RuntimeError, match=message):
-        call(ops, "multiply_sets", arguments)
