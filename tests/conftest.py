@@ -38,6 +38,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
 
 
 LIKE_OTHERS = "test_autograd", "test_misuse"  # their Triton kernels are those of other tests
+INNER = "test_loss", "test_labels", "test_policies"  # interpreted in `make test`
 OF_TOKENS = "test_options_of_loss_from_log_probs"  # without rows: quick in the interpreter
 
 
@@ -86,6 +87,8 @@ def shorten_triton(items):
             item.add_marker(pytest.mark.repeated)
         elif INTERPRETED or not is_first:
             item.add_marker(pytest.mark.repeated)
+            if INTERPRETED and on_all and item.path.stem not in INNER:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config):

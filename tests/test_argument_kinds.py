@@ -225,8 +225,11 @@ def test_kinds(name, argument):
 TRAINED = {"logits", "hidden_states", "lm_head_weight", "bias", "log_probs", "entropy"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if "update" not in n and "find" not in n])
+OF_DATA = "find_clip_bounds", "check_inputs", "search_update", "histogram_update"  # no gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # made in forward, in backward
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if not n.endswith(OF_DATA)])
 def test_inference_tensors(name, dtype):
     """Each of the arguments, where the others are trained."""
     function = FUNCTIONS[name]

@@ -68,6 +68,7 @@ print(library.aoti_torch_get_current_cuda_stream(7, None))
 """
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.skipif(sys.platform != "linux", reason="linker options of Linux")
@@ -232,6 +233,7 @@ import bapo_kernels
 """
 
 
+@pytest.mark.slow
 def test_import_asks_for_no_gpu():
     """It may initialise the driver, after which a process cannot fork; and a launcher of workers
     chooses their GPU later."""

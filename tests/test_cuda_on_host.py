@@ -5,7 +5,6 @@ schedule. ``make emulate SEEDS=100`` runs many schedules, and ``make emulate FIR
 of them again.
 """
 
-import ctypes
 import os
 import re
 import shutil
@@ -78,29 +77,6 @@ def test_launches_are_on_the_current_stream(on_host, library):
     with pytest.raises(RuntimeError, match="torch did not tell the current stream"):
         run_kernel(case, "cpu")
     assert not library.launched_on(0x1234)
-
-
-class LaunchConfig(ctypes.Structure):
-    """cudaLaunchConfig_t; an attribute is a number, and behind it blocks of a cluster."""
-
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3)]
-    _fields_ += [("bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p)]
-    _fields_ += [("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "kilobytes", "cluster", "error"),
-    [(16, 48.5, 0, 1), (2**31, 0, 0, 9), (16, 0, 16, 912), (12, 0, 8, 9)],
-)
-@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
-def test_launches_are_refused(on_host, library, blocks, kilobytes, cluster, error):
-    """Memory and clusters that the kernel was not allowed, and grids that are no grids."""
-    attribute = (ctypes.c_uint * 18)(4, 0, cluster, 1, 1)
-    given = ctypes.addressof(attribute), cluster > 0
-    config = LaunchConfig((blocks, 1, 1), (32, 1, 1), int(1024 * kilobytes), None, *given)
-    no_kernel = ctypes.c_void_p(1)
-    launched = library.runtime.cudaLaunchKernelExC(ctypes.byref(config), no_kernel, None)
-    assert launched == error
 
 
 @pytest.mark.parametrize("on_host", ["H100", "A100", "B200, four blocks"], indirect=True)
@@ -603,14 +579,6 @@ def test_scaled_tensors_of_any_form(on_host, library):
         library.scale_(x, torch.tensor(2.0))
         assert (x == 2).all(), name
         assert memory.sum() == 400 + x.numel(), name
-
-
-def test_every_token_is_masked(on_host):
-    case = make_case((2, 3), 10_001, poison=False)
-    case.response_mask[:] = False
-    got = run_kernel(case, "cpu")
-    assert got.output.loss == 0
-    assert not got.gradient.any()
 
 
 def test_empty_shard(on_host, library):

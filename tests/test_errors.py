@@ -56,7 +56,7 @@ PER_SEQUENCE = f"{SHAPE} or one entry per sequence (2,)"
 OF_PACKED = "the shape of labels (5,) or one entry per sequence"
 A_GROUP = "be None or a torch.distributed.ProcessGroup that this rank is in (mesh.get_group())"
 
-# By the argument, what it must be, and the value that it was. test_argument_kinds.py has others, for
+# By the argument, what it must be, and the value that it was. test_argument_kinds.py has others of
 # every argument: types, dtypes, layouts, devices and shapes.
 WRONG = {
     "logits": {

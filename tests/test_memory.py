@@ -2,9 +2,7 @@
 
 import gc
 import os
-import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -125,7 +123,7 @@ def test_held_memory_is_not_touched(holder):
     gradient = ones()
     read = HOLDERS[holder](gradient)
     del gradient
-    gc.collect()
+    gc.collect(1)  # what is young; all objects of a process take half a second
     later = {value: empty_gradient(LOGITS).fill_(value) for value in (2.0, 3.0, 4.0)}
     values = torch.as_tensor(read())
     assert values.numel()
@@ -201,27 +199,6 @@ def test_what_is_not_kept(monkeypatch):
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes)
     ones()
     assert memory.LOGITS.last
-
-
-def test_threads():
-    """No two gradients that exist at the same time share memory."""
-    start, interval = threading.Barrier(4), sys.getswitchinterval()
-
-    def work(number):
-        start.wait()
-        for _ in range(300):
-            gradient = empty_gradient(LOGITS).fill_(number)
-            time.sleep(0)
-            assert (gradient == number).all()
-            del gradient
-
-    sys.setswitchinterval(1e-7)  # threads take turns as often as they can
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, (1.0, 2.0, 3.0, 4.0)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(memory.LOGITS.last) == 1
 
 
 def test_a_thread_in_between(monkeypatch):

@@ -73,8 +73,10 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("softcap", [None, 10.0])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])  # without and with exp kept for the gradient
+@pytest.mark.parametrize(
+    ("softcap", "entropy_coef"),  # without and with exp kept for the gradient
+    [(None, 0.0), (10.0, 0.1)],
+)
 @pytest.mark.parametrize("where", FORBIDDEN)
 def test_forbidden_tokens(backend, device, dtype, softcap, entropy_coef, where):
     config = BAPOConfig(entropy_coef=entropy_coef, final_logit_softcapping=softcap)

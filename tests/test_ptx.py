@@ -1,9 +1,8 @@
-"""The executor of PTX (tests/ptx): its instructions, to the bit, and what it must notice."""
+"""The executor of PTX (tests/ptx): its own rules, and what it must notice."""
 
 import math
 import re
 import shutil
-import struct
 import sys
 
 import pytest
@@ -22,8 +21,8 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 S16, S32, S64, PRED = torch.int16, torch.int32, torch.int64, torch.bool
 U32, U64 = torch.uint32, torch.uint64
 NAN, INF, TOP = math.nan, math.inf, 2**31
-# Where PTX has a rule of its own, or C++ has none: the types of operands and result of an instruction,
-# and what it makes of examples. What is ordinary, the kernels' results tell.
+# Where PTX has a rule of its own, or C++ has none: types of operands and of the result, examples.
+# What is ordinary, the kernels' results tell.
 EXAMPLES = [
     ("add.s32", [S32, S32, S32], {(TOP - 1, 1): -TOP}),
     ("mul.lo.s32", [S32, S32, S32], {(TOP - 1, 4): -4}),
@@ -115,72 +114,6 @@ def test_approximate_instructions(name):
         assert got[0] == {"ex2": 1.0, "rcp": INF, "sqrt": 0.0}[name.split(".")[0]]
 
 
-def test_parts_of_registers():
-    x, got = torch.randint(-(2**31), 2**31, (32, 4), dtype=S32), torch.zeros(32, 8, dtype=S32)
-    text = """
-        createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
-        ld.global.L1::evict_first.L2::cache_hint.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd20 + 0 ], %rd9;
-        ld.v2.f32 {_, %r5}, [%rd20+8];
-        mov.b64 %rd30, {%r1, %r2};  { .reg .b32 tmp; mov.b64 {tmp, %r6}, %rd30; }
-        mov.b64 {%r7, %r8}, %rd30;  mov.b32 {%rs1, %rs2}, %r5;  mov.b32 %r9, {%rs2, %rs1};
-        st.global.v4.b32 [%rd21+-0], {%r4, %r3, %r2, %r1};
-        st.global.v2.b32 [%rd21+16], {%r6, %r7};  st.v2.u32 [%rd21 + 24], {%r8, %r9};
-    """
-    run(text, x, got)
-    assert torch.equal(got[:, :7], x[:, [3, 2, 1, 0, 1, 0, 1]])
-    assert torch.equal(got[:, 7], x[:, 3] << 16 | x[:, 3] >> 16 & 0xFFFF)
-    for t, signed in (("s8", torch.int8), ("s16", S16), ("s32", S32)):
-        x, got = torch.arange(-16, 16).to(signed), torch.zeros(32, dtype=S64)
-        run(f"ld.global.{t} %rd30, [%rd20]; st.global.b64 [%rd21], %rd30;", x, got)
-        assert torch.equal(got, x.long())
-
-
-def test_pairs_in_a_register():
-    x = torch.tensor([[NAN, -0.0], [1.0, 2.5], [-3.0, 9.0], [2.0, -INF]])
-    y = torch.tensor([[-1.0, 0.0], [1.0, -2.5], [5.0, NAN], [2.0, -INF]])
-    for t, dtype in (("f16x2", F16), ("bf16x2", BF16)):
-        a, b, larger, equal = x.to(dtype), y.to(dtype), x.to(dtype), torch.zeros(2, 4, dtype=PRED)
-        evaluate(f"max.{t}", [larger], [a, b])
-        assert larger.tolist() == [[-1.0, 0.0], [1.0, 2.5], [5.0, 9.0], [2.0, -INF]]
-        evaluate(f"setp.eq.{t} {{0}}|{{1}}, {{2}}, {{3}};", [*equal], [a, b])
-        assert torch.equal(equal.T, a == b)
-    sums = torch.zeros(4, 2)
-    evaluate("fma.rn.f32x2", [sums], [x, y, y])
-    assert torch.equal(sums[1:3].nan_to_num(7), (x * y + y)[1:3].nan_to_num(7))
-
-
-SHUFFLES = [(1, 31), (5, 31), (1, 0), (3, 0x1807), (9, 0x1807), (2, 0x1F), (16, 0x0F)]
-
-
-@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
-@pytest.mark.parametrize(("b", "c"), SHUFFLES)
-def test_shuffles(mode, b, c):
-    lane, segment = torch.arange(32, dtype=S32), c >> 8
-    got, inside = torch.zeros(32, dtype=S32), torch.zeros(32, dtype=PRED)
-    evaluate(f"shfl.sync.{mode}.b32 {{0}}|{{1}}, {{2}}, {b}, {c}, -1;", [got, inside], [lane])
-    last = lane & segment | c & 31 & ~segment
-    sources = dict(up=lane - b, down=lane + b, bfly=lane ^ b, idx=lane & segment | b & ~segment)
-    source = sources[mode]
-    valid = source >= last if mode == "up" else source <= last
-    assert torch.equal(inside, valid)
-    assert torch.equal(got, torch.where(valid, source, lane))
-
-
-def test_votes():
-    """One of the lanes that take part is elected, and they learn which."""
-    votes, mask = torch.arange(32) % 3 == 0, sum(1 << i for i in range(0, 32, 3))
-    ballot, leader, elected = *torch.zeros(2, 32, dtype=S32), torch.zeros(32, dtype=PRED)
-    text = f"""
-        vote.sync.ballot.b32 {{0}}, {{3}}, -1;  mov.b32 {{1}}, -1;  setp.lt.s32 {{2}}, %r0, 0;
-        @{{3}} elect.sync {{1}}|{{2}}, {mask};
-    """
-    evaluate(text, [ballot, leader, elected], [votes])
-    (place,) = elected.nonzero()
-    assert votes[place]
-    assert set(ballot.tolist()) == {mask}
-    assert torch.equal(leader, torch.where(votes, place, -1).to(S32))
-
-
 def test_largest_floats_of_a_warp():
     """NaN is left out, unless all are NaN; -0 is less than +0."""
     for x, largest in (
@@ -200,24 +133,6 @@ def test_signs_of_nan():
         evaluate("div.rn.f32", [got], [zeros, zeros], error_seed=error_seed)
         assert got.isnan().all()
         assert set(got.signbit().long().tolist()) == signs
-
-
-@pytest.mark.parametrize(("n", "trans"), [(1, ""), (2, ""), (4, ""), (2, ".trans")])
-def test_matrices(n, trans):
-    """Stored from registers, then read by words and by rows."""
-    x = torch.randint(-(2**15), 2**15, (n, 32, 2), dtype=torch.int16)
-    words, rows = torch.zeros_like(x), torch.zeros_like(x)
-    loaded, stored = (", ".join(f"{{{at + i}}}" for i in range(n)) for at in (n, 2 * n))
-    text = f"""
-        and.b32 %r1, %r0, {8 * n - 1};  shl.b32 %r1, %r1, 4;  mov.b32 %r2, memory;
-        add.s32 %r1, %r1, %r2;  shl.b32 %r2, %r0, 2;
-        stmatrix.sync.aligned.m8n8.x{n}{trans}.shared.b16 [%r1], {{{{{stored}}}}};  bar.sync 0;
-        ldmatrix.sync.aligned.m8n8.x{n}.shared.b16 {{{{{loaded}}}}}, [%r1];
-    """
-    text += "".join(f"ld.shared.b32 {{{i}}}, [%r2+{128 * i}];" for i in range(n))
-    evaluate(text, [*words, *rows], [*x], shared_bytes=512)
-    assert torch.equal(words.view(n, 8, 8), x.view(n, 8, 8).mT if trans else x.view(n, 8, 8))
-    assert torch.equal(rows, words)
 
 
 SHUFFLE, STORE = "shfl.sync.bfly.b32 %r6, %r60, 16, 31", "st.shared.b32 [memory],"
@@ -574,48 +489,6 @@ def test_limits_of_launches(directive, threads, blocks):
         executor.load(".entry test() .maxntid 32 .mystery 2 { ret; }")
 
 
-MODULE = """
-.extern .shared .align 16 .b8 dynamic[];
-.visible .entry first(.param .u64 first_0) { .shared .align 4 .b8 other[64]; ret; }
-.visible .entry second(
-    .param .u32 second_0, .param .align 8 .b8 second_1[24], .param .u64 second_2
-)
-.maxntid 32
-{
-    .shared .align 1 .b8 flags[6];  // demoted variable
-    .shared .align 8 .f64 numbers[5];  .shared .align 4 .u32 one;
-    ld.param.u64 %rd1, [second_2];  cvta.to.global.u64 %rd2, %rd1;  ld.param.s32 %r1, [second_0];
-    ld.param.u64 %rd3, [second_1+16];  mov.u32 %r2, one;  mov.u32 %r3, flags;
-    mov.u32 %r4, dynamic;  mov.u32 %r5, numbers;  st.shared.u8 [dynamic+7], 1;
-    st.global.v4.u32 [%rd2], {%r2, %r3, %r4, %r5};  st.global.u32 [%rd2+16], %r1;
-    st.global.u64 [%rd2+24], %rd3;  ret;
-}
-    .section .debug_abbrev
-    {
-.b8 1
-    }
-"""
-
-
-def test_modules():
-    """Entries have parameters and shared memory of their own; what a launch asks for comes last."""
-    assert parser.parse(MODULE).name == parser.parse(MODULE, "first").name == "first"
-    with pytest.raises(parser.UnknownError, match="third"):
-        parser.parse(MODULE, "third")
-    kernel, got = executor.load(MODULE, "second"), torch.zeros(8, dtype=S32)
-    assert kernel.parameters == [(0, 4), (8, 24), (32, 8)]
-    arguments = struct.pack("<i", 3), struct.pack("<qqq", 4, 5, 6 << 32 | 7), got
-    executor.launch(kernel, (1, 1, 1), 1, arguments, shared_bytes=8)
-    assert got[[4, 6, 7]].tolist() == [3, 7, 6]
-    begins, sizes, aligns = got[:4].tolist(), [4, 6, 8, 40], [4, 1, 16, 8]
-    assert not any(begin % align for begin, align in zip(begins, aligns, strict=True))
-    taken = [i for begin, n in zip(begins, sizes, strict=True) for i in range(begin, begin + n)]
-    assert len(set(taken)) == sum(sizes)
-    assert max(taken) == begins[2] + 7
-    with pytest.raises(executor.ExecutionError, match="out of bounds"):
-        executor.launch(kernel, (1, 1, 1), 1, arguments, shared_bytes=7)
-
-
 @pytest.mark.parametrize("poisons", [False, True])
 def test_vectors_of_which_a_part_is_elsewhere(poisons):
     """What lies in no tensor is NaN, and so may be what another block writes."""
@@ -637,20 +510,6 @@ def test_vectors_of_which_a_part_is_elsewhere(poisons):
         assert not poisons or (left.isnan() | (left == x[:4])).all()
         assert not left.view(8)[[0, 1, 6, 7]].isnan().any()  # what each block writes itself
     assert not poisons or run(text, x, got.repeat(2, 1), **options).foreign > 0
-
-
-def test_lanes_that_diverge_meet_again():
-    """Every lane counts its number of steps, and the warp reduces them, in any schedule."""
-    text = """
-        mov.b32 %r1, 0;  mul.lo.s32 %r2, %r0, 7;  and.b32 %r2, %r2, 31;
-        $next: setp.ge.s32 %p1, %r1, %r2;  @%p1 bra $done;  add.s32 %r1, %r1, 1;
-        and.b32 %r3, %r1, 1;  setp.eq.s32 %p2, %r3, 0;  @!%p2 bra $next;  bra.uni $next;
-        $done: sub.s32 %r1, %r1, 20;  redux.sync.min.s32 %r2, %r1, -1;
-        redux.sync.max.s32 %r3, %r1, -1;  redux.sync.add.s32 %r4, %r1, -1;
-        st.global.v4.b32 [%rd20], {%r1, %r2, %r3, %r4};
-    """
-    for (got,) in check("", text, torch.zeros(64, 4, dtype=S32), threads=64, seeds=range(9)):
-        assert got.tolist() == [[i * 7 % 32 - 20, -20, 11, -144] for i in range(64)]
 
 
 def test_a_seed_fixes_the_schedule():

@@ -237,18 +237,6 @@ def test_gradient_coefficient_by_hand(log_ratio, A, c):
     by_hand(torch.autograd.grad(out.loss, logp)[0], expected)
 
 
-def test_gradient_row_by_hand():
-    """(g*(1[j = label] - p_j) + entropy_coef*p_j*(log p_j + entropy)) / temperature."""
-    z = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    config = BAPOConfig(entropy_coef=0.2, temperature=0.7)
-    A = torch.tensor([1.5], dtype=torch.float64)
-    reference.bapo_loss(z, torch.tensor([2]), None, A, config=config).loss.backward()
-    p = torch.softmax(z.detach() / 0.7, -1)
-    entropy = -(p * p.log()).sum()
-    row = -1.5 * (torch.tensor([0.0, 0.0, 1.0]) - p) + 0.2 * p * (p.log() + entropy)
-    by_hand(z.grad, row / 0.7, of=1.5 / 0.7)  # an operand of 1[j = label] - p_j
-
-
 def test_sampling_mask_by_hand():
     """Sets of two ids, of one, of all, none, and one without the label."""
     logits = torch.tensor([[1.0, torch.nan, 1.0, torch.inf], *[[0.0, 0.0, 2.0, 0.0]] * 4])

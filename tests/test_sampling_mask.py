@@ -20,7 +20,6 @@ from helpers import (
     check_with_sets,
     examples,
     make_case,
-    needs_native,
     run_kernel,
     run_kernel_with_sets,
     unmasked_tokens,
@@ -330,33 +329,6 @@ def test_offsets_beyond_32_bits(backend, device):
 
 
 # Compilers.
-
-
-@pytest.mark.slow
-@needs_native
-@pytest.mark.compile
-def test_compiled():
-    """The mask is an argument or made in the graph; other sets do not compile again."""
-    torch._dynamo.reset()
-
-    def loss(x, token_ids, offsets, mask, labels, *batch):
-        made = SamplingMask(token_ids, offsets)
-        out = bapo_loss(x, labels, *batch, sampling_mask=made, backend="cpu")
-        logp, entropy = log_probs(x, labels, sampling_mask=mask, backend="cpu")
-        value = out.loss + (logp.exp() + entropy).mean()
-        return value, entropy.detach(), out.metrics["label_outside_mask"]
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for size in (7, 11):
-        case, mask = case_with_sets((3, size), 65, poison=False)
-        results = []
-        for function in (loss, compiled):
-            leaf = unread(case.logits).requires_grad_()
-            given = leaf, mask.token_ids, mask.offsets, mask, *case.arguments()
-            with torch._dynamo.config.patch(error_on_recompile=size != 7):
-                value, *others = function(*given)
-            results.append((value.detach(), *others, *torch.autograd.grad(value, leaf)))
-        assert all(map(torch.equal, *results))
 
 
 @pytest.mark.compile
