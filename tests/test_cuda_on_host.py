@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import set_operators
 import torch
-from accuracy import assert_as_reference, assert_rounded, assert_sums
+from accuracy import assert_rounded, assert_sums
 from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import CALLERS, DEVICES, EVERYWHERE, SEEDS
 from helpers import (
@@ -25,6 +25,14 @@ from helpers import (
     unmasked_tokens,
 )
 from launches import LAUNCHES
+from many_tokens import (
+    SEQUENCE_CONFIGS,
+    SEQUENCES,
+    batch_of_sequences,
+    check_log_probs,
+    sequence_options,
+    tokens,
+)
 from operands import call as call_operator
 from operands import tokens_of
 from prepared import MODES, check_prepared, packed_arguments, padded_arguments
@@ -298,20 +306,6 @@ def test_gradient_at_a_likely_label(on_host, dtype, gap):
     assert_rounded(x.grad[0, 4_000], -p[0, 4_001], gap + 4)  # exponent, exp, sum, quotient, product
 
 
-def test_log_probs_and_their_gradient(on_host):
-    logits = torch.randn(5, 10_001).bfloat16()
-    labels = torch.randint(0, 10_001, (5,))
-
-    def values(kind, backend="reference"):
-        x = logits.to(kind, copy=True).requires_grad_()
-        logp, entropy = log_probs(x, labels, backend=backend)
-        (gradient,) = torch.autograd.grad(logp.sum() + 0.5 * entropy.sum(), x)
-        return gradient, logp.detach(), entropy.detach()
-
-    got = values(torch.bfloat16, "cpu")
-    assert_as_reference(got, values, torch.bfloat16, (0, 0, got[1].abs().max().item()))
-
-
 POLICIES = ["own_bounds", "cispo", "cispo_own_bounds", "sapo", "mask", "mask_own_bounds"]
 POLICIES += ["sequence", "sequence_cispo", "sequence_sapo"]
 POLICIES += ["sequence, together", "temperatures, together"]
@@ -331,81 +325,28 @@ def test_policies(on_host, policy, dtype):
         check_against_reference(case, "cpu", bounds=(0.7, 1.3))
 
 
-def tokens(*shape):
-    """Log-probs, old ones, advantages and a mask."""
-    old, step, A = -3 * torch.rand(shape), 0.4 * torch.randn(shape), torch.randn(shape)
-    return old + step, old, A, torch.rand(shape) < 0.8
-
-
-def check_log_probs(logp, *batch, **options):
-    """The loss of log-probs, its gradient, bounds and metrics against the reference."""
-
-    def values(kind, backend="reference"):
-        x = logp.to(kind, copy=True).requires_grad_()
-        out = bapo_loss_from_log_probs(x, *batch, backend=backend, **options)
-        bounds = [bound.float() for bound in out.bounds]
-        return [*torch.autograd.grad(out.loss, x), *bounds, out.loss, *out.metrics.values()], out
-
-    got, out = values(torch.float32, "cpu")
-    assert all(map(torch.equal, got[1:3], values(torch.float64)[0][1:3]))
-    # The log-ratio, exp, and products with advantage and weight.
-    assert_as_reference(got, lambda kind: values(kind)[0], roundings=4)
-    return out, got[0]
-
-
 def test_many_tokens(on_host):
     """Several blocks of tokens, the last one partly filled."""
     batch = tokens(1_100)
     own = ClipBounds(1 - 0.4 * torch.rand(1_100), 1 + torch.rand(1_100))
-    check_log_probs(*batch, config=BAPOConfig(target=0.6))
-    check_log_probs(*batch, config=BAPOConfig.recipe(clip_ratio_c=1.5))
+    check_log_probs("cpu", *batch, config=BAPOConfig(target=0.6))
+    check_log_probs("cpu", *batch, config=BAPOConfig.recipe(clip_ratio_c=1.5))
     for surrogate in SURROGATES:
         options = {} if surrogate == "sapo" else dict(bounds=own)
-        check_log_probs(*batch, config=BAPOConfig(surrogate=surrogate), **options)
-
-
-# Offsets of packed tokens: sequences longer than a block, short and empty ones, and tokens behind
-# the last one.
-SEQUENCES = {"padded": None, "packed": (0, 0, 1, 40, 40, 1_000, 1_090, 1_090)}
-SEQUENCE_CONFIGS = {
-    "search": dict(target=0.5),
-    "dual clip": dict(clip_ratio_c=1.1, contribution="gradient"),
-    "cispo": dict(surrogate="cispo", target=0.5),
-    "sapo": dict(surrogate="sapo"),
-    "kl": dict(kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean"),
-}
-
-
-def batch_of_sequences(offsets):
-    """Every third sequence has no advantage, so that with ``statistics="live"`` it is skipped."""
-    logp, old, A, mask = tokens(3, 700) if offsets is None else tokens(1_100)
-    if offsets is None:
-        A[::3] = 0.0
-        mask[-1] = False
-    else:
-        sequence = torch.searchsorted(torch.tensor(offsets), torch.arange(1_100), right=True)
-        A[sequence % 3 == 0] = 0.0
-    logp[~mask] = old[~mask] = A[~mask] = torch.nan
-    return logp, old, A, mask
+        check_log_probs("cpu", *batch, config=BAPOConfig(surrogate=surrogate), **options)
 
 
 @pytest.mark.parametrize("name", SEQUENCE_CONFIGS)
 @pytest.mark.parametrize("of", SEQUENCES)
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_ratios_of_sequences(on_host, library, of, name):
-    batch, offsets = batch_of_sequences(SEQUENCES[of]), SEQUENCES[of]
-    config = BAPOConfig(ratio_level="sequence", **SEQUENCE_CONFIGS[name])
-    options = dict(config=config, cu_seqlens=offsets and torch.tensor(offsets))
-    if config.kl_loss_coef:
-        ranges = dict(ref_log_probs=(), rollout_is_weights=(2, 0, 2))
-        options |= {key: per_token(batch[0].shape, *each) for key, each in ranges.items()}
-        ranges = (3, 0.9, 1.0), (4, 1.0, 1.1)
-        options["bounds"] = tuple(per_token(batch[0].shape, *each) for each in ranges)
+    batch = batch_of_sequences(SEQUENCES[of])
+    options = sequence_options(name, of, batch[0].shape)
     for statistics in ("all", "live"):
         results = []
         for seed in (0, *SEEDS):
             library.seed = seed
-            got, gradient = check_log_probs(*batch, **options, statistics=statistics)
+            got, gradient = check_log_probs("cpu", *batch, **options, statistics=statistics)
             results.append((got.loss, gradient))
         assert all(all(map(torch.equal, each, results[0])) for each in results)
 

@@ -169,9 +169,8 @@ def test_errors_of_bapo_loss(shape, message, changes):
             function(**given)
 
 
-def with_chunks(chunk_tokens):
-    head = torch.randn(B, S, 4), torch.randn(V, 4)
-    return bapo_linear_loss(*head, LABELS, None, ONES, chunk_tokens=chunk_tokens)
+def of_hidden(**options):
+    return bapo_linear_loss(ROWS, ROWS[0], LABELS, None, ONES, **options)
 
 
 of_log_probs = bapo_loss_from_log_probs
@@ -183,8 +182,16 @@ OTHER_CALLS = {
     ),
     "statistics must be": lambda: of_log_probs(ONES, None, ONES, statistics="none"),
     "scope must be call, step or lagged, got batch": lambda: ClipBoundSearch(scope="batch"),
-    "chunk_tokens must be None or an integer >= 1, got 2.0 (float)": lambda: with_chunks(2.0),
-    "chunk_tokens must be None or an integer >= 1, got True (bool)": lambda: with_chunks(True),
+    "chunk_tokens must be None or an integer >= 1, got 0": lambda: of_hidden(chunk_tokens=0),
+    "chunk_tokens must be None or an integer >= 1, got 2.0 (float)": lambda: of_hidden(
+        chunk_tokens=2.0
+    ),
+    "chunk_tokens must be None or an integer >= 1, got True (bool)": lambda: of_hidden(
+        chunk_tokens=True
+    ),
+    "lm_head_weight must have the dtype": lambda: linear_log_probs(ROWS, ROWS[0].half(), LABELS),
+    "logits_dtype must be None, or torch.float32 for hidden states of half precision "
+    "(here torch.float32), got torch.bfloat16": lambda: of_hidden(logits_dtype=torch.bfloat16),
 }
 
 

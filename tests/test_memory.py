@@ -2,9 +2,7 @@
 
 import gc
 import os
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -51,24 +49,6 @@ def in_an_autograd_graph(gradient):
     return lambda: torch.autograd.grad(loss, w)[0]
 
 
-def in_a_thread(gradient):
-    asked, held, pool = threading.Event(), threading.Event(), ThreadPoolExecutor(1)
-
-    def holder(mine):
-        held.set()
-        asked.wait()
-        return mine.clone()
-
-    answer = pool.submit(holder, gradient)
-    held.wait()
-
-    def read():
-        asked.set()
-        return answer.result()
-
-    return read
-
-
 def set_to_another(gradient):
     other = torch.zeros(3).set_(gradient)
     gradient.set_(torch.ones(3).untyped_storage(), 0, (3,))
@@ -108,7 +88,6 @@ HOLDERS = {
     "DLPack capsule": lambda g: partial(torch.from_dlpack, torch.utils.dlpack.to_dlpack(g)),
     "DLPack in numpy": lambda g: partial(torch.tensor, np.from_dlpack(g)),
     "lazy clone": lambda g: partial(torch.clone, torch._lazy_clone(g)),
-    "thread": in_a_thread,
     "resize_": lambda g: partial(torch.narrow, g.resize_(2 * g.numel()), 0, 0, g.numel() // 2),
     "shrunk": lambda g: partial(torch.clone, g.resize_(3)),
     "set_": set_to_another,
@@ -129,20 +108,6 @@ def test_held_memory_is_not_touched(holder):
     assert values.numel()
     assert (values == 1).all()
     assert all((each == value).all() for value, each in later.items())
-
-
-@pytest.mark.parametrize("holder", ["resize_", "other process", "lazy clone"])
-def test_moved_memory_is_not_used_again(holder, monkeypatch):
-    """Even if only the storage of another memory is left, and nobody else holds it."""
-    gradient = ones()
-    address = gradient.data_ptr()
-    read = HOLDERS[holder](gradient)
-    del gradient
-    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda _: 1)
-    assert not memory.LOGITS.last[0].is_free()
-    monkeypatch.undo()
-    assert memory.LOGITS.last[0].address == address
-    assert (read() == 1).all()
 
 
 def test_free_memory_is_used_again():

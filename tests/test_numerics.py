@@ -1,8 +1,6 @@
 """What other kernels got wrong: extreme values, unusual layouts, results that vary."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,6 +14,7 @@ from helpers import (
     check_against_reference,
     make_case,
     plain_result,
+    poisoned_memory,
     run_kernel,
     run_reference,
     unmasked_tokens,
@@ -222,17 +221,6 @@ def test_offsets_beyond_32_bits(backend, device, gpu_memory):
     assert torch.equal(got[0], expected[0])
 
 
-@contextmanager
-def poisoned_memory():
-    """Fresh tensors, those allocated in C++ too, are full of NaN or of the largest integer."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 def test_fresh_memory_reaches_no_result(backend, device, interpreted, dtype, entropy_coef):
@@ -331,21 +319,6 @@ def test_given_bounds_are_not_rounded(backend, device, A, c):
         options = dict(bounds=bounds, config=BAPOConfig(clip_ratio_c=c))
         got = run_kernel(Case(logits, labels, old, advantages, None, options), backend)
         assert bool(got.gradient.any()) == kept, (ulps, bound)
-
-
-def test_dtypes_of_labels_and_masks(backend, device):
-    case = make_case((4, 6), 120, device=device)
-    case.response_mask &= case.labels != -100
-    expected = run_kernel(case, backend)
-    for dtype, of_mask in (
-        (torch.int8, torch.int64),
-        (torch.int16, torch.uint8),
-        (torch.int32, torch.float32),
-        (torch.uint8, torch.bool),  # has no -100
-    ):
-        labels = (case.labels if dtype.is_signed else case.labels.clamp(min=0)).to(dtype)
-        given = replace(case, labels=labels, response_mask=case.response_mask.to(of_mask))
-        assert_same_bits(run_kernel(given, backend), expected)
 
 
 def test_calls_from_several_python_threads(backend, device, interpreted):

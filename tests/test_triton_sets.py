@@ -126,17 +126,6 @@ def test_ids_at_every_place(ops):
         assert values.isfinite().all()
 
 
-def test_sets_of_every_size(ops):
-    """Behind each comes a higher id, of the next; two of each size, of which one is counted."""
-    sizes = torch.arange(1, OF_PRODUCTS + 1).repeat_interleave(2)
-    offsets = pad(sizes.cumsum(0), (1, 0))
-    sets = Sets(torch.arange(sizes.sum()).int(), offsets, V=1_200)
-    check_move(ops, sets, torch.float32)
-    head = cases.head_of(sets, torch.float32, 5)
-    check_multiply(ops, sets, head)
-    check_dhidden(ops, sets, head, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_every_length(ops, dtype):
     """The last number of a row of the head, and of the last hidden state, at every place."""
