@@ -87,13 +87,13 @@ def equal_to_the_loop(*case, **options):
     return got
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", range(5))
 def test_bounds_equal_the_loop(seed):
-    """9 x 396 random batches: every variant, and both presets with every option of the search."""
+    """5 x 396 random batches: every variant, and both presets with every option of the search."""
     g = torch.Generator().manual_seed(seed)
     moved = 0
     for config in 20 * CONFIGS + 3 * TOGETHER:
-        case = random_case(g, torch.float64 if seed == 8 else torch.float32)
+        case = random_case(g, torch.float64 if seed == 4 else torch.float32)
         rollout = -5 * torch.rand(case[0].shape, generator=g)
         rollout = rollout.masked_fill(~case[-1], torch.nan) if seed % 2 else None
         got = equal_to_the_loop(*case, config=config, rollout_log_probs=rollout)
