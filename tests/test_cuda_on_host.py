@@ -16,6 +16,7 @@ import torch
 from accuracy import assert_rounded, assert_sums
 from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import CALLERS, DEVICES, EVERYWHERE, SEEDS
+from cuda_on_host.library import Counted
 from helpers import (
     check_against_reference,
     make_case,
@@ -352,24 +353,6 @@ def test_ratios_of_sequences(on_host, library, of, name):
 
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
-def test_means_over_sequences(on_host, library):
-    """The same bits in any schedule; terms of all sizes, so that another order would show."""
-    values = torch.randn(3, 700).double() * 10.0 ** torch.randint(-6, 6, (3, 700))
-    counted, means = torch.rand(3, 700) < 0.8, []
-    for seed in range(4):
-        library.seed = seed
-        means.append(torch.ones_like(values))
-        library.add_sequence_means_(values, counted, 700, None, means[-1])
-    assert all(torch.equal(each, means[0]) for each in means)
-
-    def expected(values):
-        mean = torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
-        return 1 + torch.where(counted, mean[:, None], 0.0)
-
-    assert_sums(means[0], expected(values), 700, of=expected(values.abs()))
-
-
-@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_more_sequences_than_blocks(on_host, library):
     """The first 40 blocks take two: one of a token for each thread, and one of one token."""
     lengths = torch.tensor([512] * 40 + [1] * 1_024)
@@ -433,19 +416,9 @@ def test_prepare(on_host, library, mode):
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_launches(on_host, library, monkeypatch):
     """Of every operator; test_launches.py adds those of ATen and of a process group."""
-    launches = {}
-
-    class Counted:
-        def __getattr__(self, name):
-            def run(*arguments):
-                library.stream(1, 0)
-                getattr(library, name)(*arguments)
-                launches[name] = max(launches.get(name, 0), library.launches())
-
-            return run
-
+    counted = Counted(library)
     for module in CALLERS:
-        monkeypatch.setattr(module, "ops_of", lambda backend: Counted())
+        monkeypatch.setattr(module, "ops_of", lambda backend: counted)
     run_kernel(make_case((1, 3), 3), "cpu", config=BAPOConfig(ratio_level="sequence"))
     for N in (3, 8_200):
         case = make_case((1, N), 3, staleness=0.4)
@@ -456,7 +429,7 @@ def test_launches(on_host, library, monkeypatch):
         logp.sum().backward()
         bapo_loss(case.logits.detach(), *case.arguments(), inplace=True, backend="cpu")
     of_sets = set_operators.OPERATORS  # test_sets_on_host.py
-    assert launches == {name: n for name, n in LAUNCHES.items() if name not in of_sets}
+    assert counted.most == {name: n for name, n in LAUNCHES.items() if name not in of_sets}
 
 
 # Two warps in a block; and all lanes of a warp share their bins, and some take two tokens.

@@ -256,18 +256,9 @@ def test_rows_per_chunk(monkeypatch):
     monkeypatch.setattr("bapo_kernels.core.head.SUM_BYTES", 4)
     assert [rows(n, asked=5) for n in (0, 6, 128, 129)] == [1, 6, 128, 5]
     assert rows(129, asked=5, sums_weight=False) == rows(129, asked=5, dtype=torch.float32) == 5
-    assert rows(4096) == 4096  # 1 GiB
-    assert rows(4097) == 2049
-    assert rows(4097, dtype=torch.float32) == 1366
+    assert [rows(n) for n in (4096, 4097)] == [4096, 2049]  # 1 GiB
     assert rows(4096, logits_dtype=torch.float32) == 1024  # and their gradient in bfloat16
-    assert rows(8192, H=4096) == 8192
-    assert rows(8193, H=4096) == 2731
-    assert rows(8192, H=4096, sums_weight=False) == 4096
-    assert rows(2730, H=4096, logits_dtype=torch.float32) == 2730
-    assert rows(2731, H=4096, logits_dtype=torch.float32) == 911
-    weight = torch.empty(2**17, 64, device="meta")
-    head = Head.of(weight[:1], weight, None, torch.bfloat16)  # autocast: the sum is the gradient
-    assert head.rows_per_chunk(6, 5, sums_weight=True) == 3
+    assert [rows(n, H=4096) for n in (8192, 8193)] == [8192, 2731]
 
 
 def rounded_product(a, b, bias=0.0):

@@ -1,6 +1,5 @@
 """bapo_loss of every backend against the float64 reference."""
 
-import math
 from functools import partial
 from itertools import product
 from typing import get_args
@@ -318,17 +317,6 @@ def test_equal_temperatures_have_the_bits_of_one_number(backend, device, dtype, 
         assert torch.equal(got.entropy, plain.entropy)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (3, 5)])
-def test_shapes_of_temperature(backend, device, shape):
-    """One for all tokens, one per sequence, one per token: as the same ones written out."""
-    T = torch.linspace(0.5, 2.0, math.prod(shape), device=device).view(shape)
-    case = make_case((3, 5), 65, device=device, poison=False)
-    written_out = T.view(*shape, *[1] * (2 - len(shape))).expand(3, 5).clone()
-    expected = check_against_reference(case, backend, temperature=written_out)
-    got = check_against_reference(case, backend, temperature=T.clone().requires_grad_())
-    assert_same_bits(got, expected)
-
-
 @pytest.mark.parametrize("sets", [False, True])
 def test_temperatures_of_packed_sequences(backend, device, sets):
     """One per sequence, of empty ones any; tokens after the last sequence are masked."""
@@ -408,18 +396,6 @@ def test_module(backend, device):
         assert got.loss == expected.loss
     assert "recipe" not in repr(module)
     assert "statistics='live'" in repr(module)
-
-
-def test_reference_backend(device):
-    """The reference is a backend too, in place or not."""
-    case = make_case()
-    truth = run_reference(case)
-    assert torch.equal(run_kernel(case, "reference").gradient, truth.gradient)
-    weight = torch.ones((), requires_grad=True)
-    logits = case.logits * weight
-    out = bapo_loss(logits, *case.arguments(), backend="reference", inplace=True)
-    assert torch.equal(logits.detach(), truth.gradient)
-    out.loss.backward()
 
 
 # Shrinking thousands of interpreted rows would take an hour.

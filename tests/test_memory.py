@@ -2,7 +2,6 @@
 
 import gc
 import os
-import weakref
 from functools import partial
 
 import numpy as np
@@ -133,20 +132,6 @@ def test_memory_of_another_size(rows, again):
     spare = torch.empty(LOGITS.nbytes, dtype=torch.uint8)  # a freed block would come back here
     assert (empty_gradient(LOGITS[:1].expand(rows, 8)).data_ptr() == address) == again
     del spare
-
-
-def test_memory_of_one_gradient_is_kept():
-    first, second = ones(), ones()
-    blocks = [weakref.ref(block.memory) for block in memory.LOGITS.last]
-    assert len(blocks) == 1
-    address = second.data_ptr()
-    del first, second
-    assert blocks[0]().data_ptr() == address
-    third = ones()
-    assert third.data_ptr() == address
-    bapo_kernels.empty_cache()
-    assert blocks[0]() is None
-    assert (third == 1).all()
 
 
 def test_what_is_not_kept(monkeypatch):

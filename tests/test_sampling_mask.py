@@ -26,7 +26,7 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_linear import DTYPES, B, H, S, V, check, problem, run
+from test_linear import DTYPES, H, V, check, problem, run
 from test_loss import NO_EXPLANATION, OPTIONS, build_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -86,47 +86,7 @@ def parts_of(result):
     return result.output.log_probs, result.output.entropy, result.gradient
 
 
-def test_no_ids_no_rows_and_all_masked(backend, device):
-    case = make_case((2, 5), 65, device=device)
-
-    def of_sets(sets, case=case):
-        mask = SamplingMask.from_lists(sets, device)
-        return run_kernel(case, backend, sampling_mask=mask)
-
-    no_ids = of_sets([[]] * 10)
-    assert_same_bits(no_ids, run_kernel(case, backend))
-    assert no_ids.output.metrics["label_outside_mask"] == 0
-    logits, tokens = torch.empty(0, 11, device=device), torch.empty(0, device=device)
-    no_rows = of_sets([], Case(logits, tokens.long(), tokens, tokens, None))
-    case.response_mask = torch.zeros_like(case.response_mask)
-    for got in no_rows, of_sets([[2, 0, 70]] * 10):
-        assert got.output.loss == 0
-        assert not got.gradient.any()
-
-
 # Of hidden states.
-
-
-def test_hidden_states_in_two_calls_have_the_same_bits(backend, device, interpreted):
-    """Of every row, whatever is in its batch; weight and bias need the same batch."""
-    parameters, case = problem(torch.float32, device, BAPOConfig.fixed(0.8, 1.2), sets=True)
-    mask, ref = (case.options.pop(name) for name in ("sampling_mask", "ref_log_probs"))
-
-    def of_rows(begin, end):
-        part = Case(None, *(t[begin:end] for t in case.arguments()), case.options)
-        leaves = [parameters[0][begin:end], *parameters[1:]]
-        options = dict(sampling_mask=mask[S * begin : S * end], ref_log_probs=ref[begin:end])
-        options |= dict(backend=backend, batch_num_tokens=9)
-        return run(bapo_linear_loss, leaves, part, **options)
-
-    whole = of_rows(0, B)
-    assert all(map(torch.equal, of_rows(0, B).gradients, whole.gradients))
-    has_set = (mask.offsets.diff() > 0).view(B, S)
-    for row in range(1 if interpreted else B):
-        alone = of_rows(row, row + 1)
-        own = has_set[row]  # rows of a matrix product may depend on how many there are
-        assert torch.equal(alone.output.log_probs[0, own], whole.output.log_probs[row, own])
-        assert torch.equal(alone.gradient[0, own], whole.gradient[row, own])
 
 
 def test_rows_of_the_head_that_no_set_has_are_never_read(backend, device):

@@ -14,7 +14,6 @@ from world import grid
 
 from bapo_kernels import (
     BAPOConfig,
-    ClipBounds,
     ClipBoundSearch,
     ContributionHistogram,
     bapo_loss_from_log_probs,
@@ -243,26 +242,6 @@ class TestHistogram:
         with pytest.raises(ValueError, match=r"config.ratio_lower_max must .*0\.9.*got 0\.8"):
             histogram.solve(BAPOConfig.recipe())
 
-    def test_without_tokens(self):
-        used = ContributionHistogram(BAPOConfig(target=1.0)).update(*self.batch())
-        assert used.solve() == (0.9, 3.0)
-        used.reset()
-        on_device = ContributionHistogram(BAPOConfig.recipe(), device="cpu")
-        for histogram in (ContributionHistogram(), used, on_device):
-            bounds = histogram.solve()
-            assert bounds == (0.6, 1.2)
-            assert all(b.dtype == torch.float32 and b.ndim == 0 for b in bounds)
-
-    def test_shapes(self):
-        """Modes of sequences need no offsets to search; advantages may be per sequence."""
-        logp, old, A = self.batch()
-        config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.1)
-        flat = find_clip_bounds(logp.flatten(), old.flatten(), A.flatten(), config=config)
-        assert flat == find_clip_bounds(logp, old, A)
-        A = torch.tensor([1.0, -1.0, 2.0, -2.0])
-        expected = find_clip_bounds(logp, old, A[:, None].expand_as(logp))
-        assert ContributionHistogram().update(logp, old, A).solve() == expected
-
     @pytest.mark.parametrize("target", [None, 0.9])
     def test_metrics_are_those_of_one_call(self, target):
         """All micro-batches together, one-sided, empty and saturated batches among them."""
@@ -414,18 +393,11 @@ def test_a_search_in_inference_mode(scope):
         out.loss.backward()
 
 
-def test_first_bounds_are_of_the_type_of_later_ones():
-    """So that a compiled loss is compiled once; those in host memory go with tokens anywhere."""
-    search = ClipBoundSearch(scope="lagged")
-    first = search.bounds
-    search.update(*TOKENS)
-    search.step()
-    for each in (first, search.bounds):
-        assert isinstance(each, ClipBounds)
-        assert all(bound.dtype == torch.float32 and bound.ndim == 0 for bound in each)
+def test_first_bounds_go_with_tokens_anywhere():
+    """They are in host memory; test_compile.py has their type."""
     tokens = [x.to("meta") for x in TOKENS]
-    arguments = token_arguments(*tokens, None, bounds=first)
-    assert arguments.bounds.device.type == "meta"
+    given = token_arguments(*tokens, None, bounds=ClipBoundSearch(scope="lagged").bounds)
+    assert given.bounds.device.type == "meta"
 
 
 def test_a_copy_of_a_search():
