@@ -173,6 +173,7 @@ def of_hidden(**options):
     return bapo_linear_loss(ROWS, ROWS[0], LABELS, None, ONES, **options)
 
 
+CHUNK = "chunk_tokens must be None or an integer >= 1"
 of_log_probs = bapo_loss_from_log_probs
 OTHER_CALLS = {
     "temperature must be finite and > 0, got 0": lambda: log_probs(ROWS, LABELS, temperature=0.0),
@@ -182,13 +183,9 @@ OTHER_CALLS = {
     ),
     "statistics must be": lambda: of_log_probs(ONES, None, ONES, statistics="none"),
     "scope must be call, step or lagged, got batch": lambda: ClipBoundSearch(scope="batch"),
-    "chunk_tokens must be None or an integer >= 1, got 0": lambda: of_hidden(chunk_tokens=0),
-    "chunk_tokens must be None or an integer >= 1, got 2.0 (float)": lambda: of_hidden(
-        chunk_tokens=2.0
-    ),
-    "chunk_tokens must be None or an integer >= 1, got True (bool)": lambda: of_hidden(
-        chunk_tokens=True
-    ),
+    f"{CHUNK}, got 0": lambda: of_hidden(chunk_tokens=0),
+    f"{CHUNK}, got 2.0 (float)": lambda: of_hidden(chunk_tokens=2.0),
+    f"{CHUNK}, got True (bool)": lambda: of_hidden(chunk_tokens=True),
     "lm_head_weight must have the dtype": lambda: linear_log_probs(ROWS, ROWS[0].half(), LABELS),
     "logits_dtype must be None, or torch.float32 for hidden states of half precision "
     "(here torch.float32), got torch.bfloat16": lambda: of_hidden(logits_dtype=torch.bfloat16),
