@@ -372,7 +372,6 @@ def resources(kernel: object, in_loops: bool) -> dict[str, object]:
         "registers": registers,
         "stack": stack + local,  # spills are on the stack
         "in_loops": Counter(nvidia_accesses_in_loops(text)),
-        "limited": kernel.metadata.maxnreg is not None,
     }
 
 

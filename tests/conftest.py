@@ -38,6 +38,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
 
 
 LIKE_OTHERS = "test_autograd", "test_misuse"  # their Triton kernels are those of other tests
+INNER = "test_loss", "test_labels", "test_policies"  # interpreted in `make test` too
 OF_TOKENS = "test_options_of_loss_from_log_probs"  # without rows: quick in the interpreter
 
 
@@ -63,8 +64,9 @@ def pytest_collection_modifyitems(config, items):
 def shorten_triton(items):
     """Without a GPU: marks what is slow, and what other stages or `make ptx` run too.
 
-    Yields what the interpreter, where a row takes milliseconds, leaves to compiled kernels
-    (tests/ptx): all but the first case of a test, other than ``OF_TOKENS``.
+    In the interpreter a row takes milliseconds. It has the first case of a test, and ``OF_TOKENS``;
+    of `test_triton*.py` all, but not in `make test`. Yields what it leaves to compiled kernels
+    (tests/ptx).
     """
     seen = set()
     for item in items:
@@ -86,6 +88,9 @@ def shorten_triton(items):
             item.add_marker(pytest.mark.repeated)
         elif INTERPRETED or not is_first:
             item.add_marker(pytest.mark.repeated)
+            is_inner = item.path.stem in INNER if on_all else is_first
+            if INTERPRETED and not is_inner:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config):

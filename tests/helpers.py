@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -195,6 +196,17 @@ def check_with_sets(case: Case, mask: SamplingMask, backend: str, **extra: Any) 
     check_result(case, got, {"label_outside_mask"})
     assert not got.gradient[case.logits == -torch.inf].any()
     return got
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors, those allocated in C++ too, are full of NaN or of the largest integer."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def assert_same_bits(got: Result, expected: Result) -> None:

@@ -644,8 +644,10 @@ class OperatorTests:
     def test_sets_of_logits(self, ops, dtype, shard):
         check_move(ops, random_sets(self.sizes, shard=shard), dtype)
 
-    @pytest.mark.parametrize("options", OPTIONS)
-    @pytest.mark.parametrize("bounds", [None, (0.65, 1.4)])
+    @pytest.mark.parametrize(
+        ("bounds", "options"),
+        [*product([None], OPTIONS), *product([(0.65, 1.4)], ["plain", "all options"])],
+    )
     def test_passes_over_sets(self, schedules, options, bounds):
         sets = random_sets(self.sizes)
         case = Pass(sets, values_of(sets), *OPTIONS[options], bounds)
@@ -653,14 +655,14 @@ class OperatorTests:
             assert check_pass(ops, case).sum() == (4 if bounds is None else 0)
 
     @pytest.mark.parametrize("surrogate", SURROGATES)
-    @pytest.mark.parametrize("own_bounds", [False, True])
-    def test_surrogates(self, ops, surrogate, own_bounds):
-        sets = random_sets(self.sizes)
-        dual_clip = 3.0 if surrogate == "clip" else None
-        for config in (OF_LOSS, EVERYTHING):
-            config = replace(config, surrogate=surrogate, clip_ratio_c=dual_clip)
-            case = Pass(sets, values_of(sets), config, own_bounds=own_bounds)
-            assert check_pass(ops, case).any() == (surrogate != "sapo" and not own_bounds)
+    @pytest.mark.parametrize(
+        ("config", "own_bounds"), [(EVERYTHING, False), (OF_LOSS, True)], ids=["everything", "loss"]
+    )
+    def test_surrogates(self, ops, surrogate, config, own_bounds):
+        sets, dual_clip = random_sets(self.sizes), 3.0 if surrogate == "clip" else None
+        config = replace(config, surrogate=surrogate, clip_ratio_c=dual_clip)
+        case = Pass(sets, values_of(sets), config, own_bounds=own_bounds)
+        assert check_pass(ops, case).any() == (surrogate != "sapo" and not own_bounds)
 
     @pytest.mark.parametrize("name", BROKEN_IDS)
     def test_broken_ids(self, ops, name):

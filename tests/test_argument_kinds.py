@@ -127,6 +127,7 @@ KINDS = {
     "meta": lambda x: x.to("meta"),
     "sparse": lambda x: x.to_sparse(),
     "DTensor": dtensor,
+    "masked": lambda x: torch.masked.masked_tensor(x, x == x),
     "list": lambda x: x.tolist(),
     "ndarray": lambda x: x.numpy(),
     "inference": made_in_inference_mode,
@@ -141,7 +142,12 @@ RIGHT = {  # by the kind, the arguments that may have it; all may be inference t
     "list": ["bounds", *COUNTS],  # numbers
     "DTensor": ["lm_head_weight", "bias"],
 }
-OF_SETS = {"list": lambda mask: [[1]], "x[:1]": lambda mask: mask[:1]}
+OF_SETS = {  # kinds of a sampling mask
+    "list": lambda mask: [[1]],
+    "x[:1]": lambda mask: mask[:1],
+    "meta": lambda mask: mask.to("meta"),
+    "inference": made_in_inference_mode,
+}
 
 
 def in_kind(value, kind):
@@ -150,8 +156,7 @@ def in_kind(value, kind):
         values = tuple(in_kind(each, kind) for each in value)
         return None if values[0] is None else values
     if isinstance(value, SamplingMask):
-        changed = OF_SETS.get(kind) or (KINDS[kind] if kind == "inference" else lambda mask: None)
-        return changed(value)
+        return OF_SETS[kind](value) if kind in OF_SETS else None
     if kind in DTYPES and str(value.dtype) == f"torch.{kind}":
         return None
     try:
@@ -193,7 +198,7 @@ def _one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:.*quantized:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(quantized|MaskedTensor):UserWarning")
 @pytest.mark.parametrize(("name", "argument"), CELLS)
 def test_kinds(name, argument):
     function, packed = FUNCTIONS[name], argument == "cu_seqlens"
@@ -220,8 +225,11 @@ def test_kinds(name, argument):
 TRAINED = {"logits", "hidden_states", "lm_head_weight", "bias", "log_probs", "entropy"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if "update" not in n and "find" not in n])
+OF_DATA = "find_clip_bounds", "check_inputs", "search_update", "histogram_update"  # no gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # made in forward, in backward
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if not n.endswith(OF_DATA)])
 def test_inference_tensors(name, dtype):
     """Each of the arguments, where the others are trained."""
     function = FUNCTIONS[name]

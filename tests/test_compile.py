@@ -14,6 +14,7 @@ from bapo_kernels import (
     BAPOLoss,
     ClipBoundSearch,
     ContributionHistogram,
+    SamplingMask,
     bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
@@ -74,9 +75,10 @@ def check(function, given, compiler="inductor", dynamic=True, most=1, close=Fals
 
 
 # Without a loss_scale_factor the padded length takes its place.
-SUM_NORM = pytest.param(torch.float16, "seq-mean-token-sum-norm", marks=pytest.mark.slow)
+SUM_NORM = torch.float16, "seq-mean-token-sum-norm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, "token-mean"), SUM_NORM])
 def test_loss_with_dynamic_shapes(backend, device, interpreted, dtype, mode):
     given = batches((7, 9, 12), dtype=dtype, device=device)
@@ -110,6 +112,7 @@ def test_many_steps_do_not_recompile(backend, device, interpreted):
         check(loss_by(["bounds", "batch_num_tokens"], backend=backend), given(), "aot_eager")
 
 
+@pytest.mark.slow
 def test_a_lagged_search_compiles_once():
     """The first bounds, which no decision has made, are tensors as the later ones."""
     (batch,), search = batches([3], 65), ClipBoundSearch(scope="lagged")
@@ -196,10 +199,12 @@ def arguments_of(operator, device="cpu", **changes):
     return tree_map_only(torch.Tensor, lambda a: a.to(device), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(HEAD_SCHEMAS))
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("labels", [(N,), (N, 3)])
+@pytest.mark.parametrize(
+    ("frozen", "masked", "labels"),  # every pair
+    [(False, False, (N,)), (True, True, (N,)), (False, True, (N, 3)), (True, False, (N, 3))],
+)
 def test_opcheck_of_the_head(name, frozen, masked, labels):
     head = torch.randn(2, 3, 8), torch.randn(V, 8), None if frozen else torch.randn(V)
     # The values of rows that are not counted may be anything.
@@ -220,6 +225,7 @@ def test_opcheck_of_the_head(name, frozen, masked, labels):
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 def test_opcheck(backend, device, name):
     operator = getattr(torch_ops_of(backend), name).default
@@ -381,6 +387,13 @@ def by_k_labels(x, y, old, A, mask, offsets):
     return with_entropy((by_head + logp).sum(-1), entropy)
 
 
+def by_sets(x, y, *batch):
+    ids, counts = torch.stack([y, (y + 1) % 13], -1), torch.full_like(y, 2)
+    mask, logits = SamplingMask.from_counts(ids.flatten(), counts), x @ WEIGHT.T
+    logp, entropy = log_probs(logits, y, sampling_mask=mask)
+    return by_logits(x, y, *batch, sampling_mask=mask)[0] + logp.mean(), entropy.detach()
+
+
 def with_entropy(logp, entropy):
     return logp + 0.1 * entropy, entropy.detach()
 
@@ -402,6 +415,7 @@ FUNCTIONS = {
     ),
     "linear_log_probs": lambda x, y, *_: with_entropy(*linear_log_probs(x, HEAD, y)),
     "K labels": by_k_labels,
+    "sampling mask": by_sets,
     "sizes that become dynamic": by_log_probs,  # from the second on
 }
 ADDED_UP = ("temperatures", "a checkpoint", "bapo_linear_loss", "linear_log_probs", "K labels")

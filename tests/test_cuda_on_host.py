@@ -5,7 +5,6 @@ schedule. ``make emulate SEEDS=100`` runs many schedules, and ``make emulate FIR
 of them again.
 """
 
-import ctypes
 import os
 import re
 import shutil
@@ -14,9 +13,10 @@ from itertools import product
 import pytest
 import set_operators
 import torch
-from accuracy import assert_as_reference, assert_rounded, assert_sums
+from accuracy import assert_rounded, assert_sums
 from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import CALLERS, DEVICES, EVERYWHERE, SEEDS
+from cuda_on_host.library import Counted
 from helpers import (
     check_against_reference,
     make_case,
@@ -26,6 +26,14 @@ from helpers import (
     unmasked_tokens,
 )
 from launches import LAUNCHES
+from many_tokens import (
+    SEQUENCE_CONFIGS,
+    SEQUENCES,
+    batch_of_sequences,
+    check_log_probs,
+    sequence_options,
+    tokens,
+)
 from operands import call as call_operator
 from operands import tokens_of
 from prepared import MODES, check_prepared, packed_arguments, padded_arguments
@@ -78,29 +86,6 @@ def test_launches_are_on_the_current_stream(on_host, library):
     with pytest.raises(RuntimeError, match="torch did not tell the current stream"):
         run_kernel(case, "cpu")
     assert not library.launched_on(0x1234)
-
-
-class LaunchConfig(ctypes.Structure):
-    """cudaLaunchConfig_t; an attribute is a number, and behind it blocks of a cluster."""
-
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3)]
-    _fields_ += [("bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p)]
-    _fields_ += [("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "kilobytes", "cluster", "error"),
-    [(16, 48.5, 0, 1), (2**31, 0, 0, 9), (16, 0, 16, 912), (12, 0, 8, 9)],
-)
-@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
-def test_launches_are_refused(on_host, library, blocks, kilobytes, cluster, error):
-    """Memory and clusters that the kernel was not allowed, and grids that are no grids."""
-    attribute = (ctypes.c_uint * 18)(4, 0, cluster, 1, 1)
-    given = ctypes.addressof(attribute), cluster > 0
-    config = LaunchConfig((blocks, 1, 1), (32, 1, 1), int(1024 * kilobytes), None, *given)
-    no_kernel = ctypes.c_void_p(1)
-    launched = library.runtime.cudaLaunchKernelExC(ctypes.byref(config), no_kernel, None)
-    assert launched == error
 
 
 @pytest.mark.parametrize("on_host", ["H100", "A100", "B200, four blocks"], indirect=True)
@@ -322,20 +307,6 @@ def test_gradient_at_a_likely_label(on_host, dtype, gap):
     assert_rounded(x.grad[0, 4_000], -p[0, 4_001], gap + 4)  # exponent, exp, sum, quotient, product
 
 
-def test_log_probs_and_their_gradient(on_host):
-    logits = torch.randn(5, 10_001).bfloat16()
-    labels = torch.randint(0, 10_001, (5,))
-
-    def values(kind, backend="reference"):
-        x = logits.to(kind, copy=True).requires_grad_()
-        logp, entropy = log_probs(x, labels, backend=backend)
-        (gradient,) = torch.autograd.grad(logp.sum() + 0.5 * entropy.sum(), x)
-        return gradient, logp.detach(), entropy.detach()
-
-    got = values(torch.bfloat16, "cpu")
-    assert_as_reference(got, values, torch.bfloat16, (0, 0, got[1].abs().max().item()))
-
-
 POLICIES = ["own_bounds", "cispo", "cispo_own_bounds", "sapo", "mask", "mask_own_bounds"]
 POLICIES += ["sequence", "sequence_cispo", "sequence_sapo"]
 POLICIES += ["sequence, together", "temperatures, together"]
@@ -355,101 +326,30 @@ def test_policies(on_host, policy, dtype):
         check_against_reference(case, "cpu", bounds=(0.7, 1.3))
 
 
-def tokens(*shape):
-    """Log-probs, old ones, advantages and a mask."""
-    old, step, A = -3 * torch.rand(shape), 0.4 * torch.randn(shape), torch.randn(shape)
-    return old + step, old, A, torch.rand(shape) < 0.8
-
-
-def check_log_probs(logp, *batch, **options):
-    """The loss of log-probs, its gradient, bounds and metrics against the reference."""
-
-    def values(kind, backend="reference"):
-        x = logp.to(kind, copy=True).requires_grad_()
-        out = bapo_loss_from_log_probs(x, *batch, backend=backend, **options)
-        bounds = [bound.float() for bound in out.bounds]
-        return [*torch.autograd.grad(out.loss, x), *bounds, out.loss, *out.metrics.values()], out
-
-    got, out = values(torch.float32, "cpu")
-    assert all(map(torch.equal, got[1:3], values(torch.float64)[0][1:3]))
-    # The log-ratio, exp, and products with advantage and weight.
-    assert_as_reference(got, lambda kind: values(kind)[0], roundings=4)
-    return out, got[0]
-
-
 def test_many_tokens(on_host):
     """Several blocks of tokens, the last one partly filled."""
     batch = tokens(1_100)
     own = ClipBounds(1 - 0.4 * torch.rand(1_100), 1 + torch.rand(1_100))
-    check_log_probs(*batch, config=BAPOConfig(target=0.6))
-    check_log_probs(*batch, config=BAPOConfig.recipe(clip_ratio_c=1.5))
+    check_log_probs("cpu", *batch, config=BAPOConfig(target=0.6))
+    check_log_probs("cpu", *batch, config=BAPOConfig.recipe(clip_ratio_c=1.5))
     for surrogate in SURROGATES:
         options = {} if surrogate == "sapo" else dict(bounds=own)
-        check_log_probs(*batch, config=BAPOConfig(surrogate=surrogate), **options)
-
-
-# Offsets of packed tokens: sequences longer than a block, short and empty ones, and tokens behind
-# the last one.
-SEQUENCES = {"padded": None, "packed": (0, 0, 1, 40, 40, 1_000, 1_090, 1_090)}
-SEQUENCE_CONFIGS = {
-    "search": dict(target=0.5),
-    "dual clip": dict(clip_ratio_c=1.1, contribution="gradient"),
-    "cispo": dict(surrogate="cispo", target=0.5),
-    "sapo": dict(surrogate="sapo"),
-    "kl": dict(kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean"),
-}
-
-
-def batch_of_sequences(offsets):
-    """Every third sequence has no advantage, so that with ``statistics="live"`` it is skipped."""
-    logp, old, A, mask = tokens(3, 700) if offsets is None else tokens(1_100)
-    if offsets is None:
-        A[::3] = 0.0
-        mask[-1] = False
-    else:
-        sequence = torch.searchsorted(torch.tensor(offsets), torch.arange(1_100), right=True)
-        A[sequence % 3 == 0] = 0.0
-    logp[~mask] = old[~mask] = A[~mask] = torch.nan
-    return logp, old, A, mask
+        check_log_probs("cpu", *batch, config=BAPOConfig(surrogate=surrogate), **options)
 
 
 @pytest.mark.parametrize("name", SEQUENCE_CONFIGS)
 @pytest.mark.parametrize("of", SEQUENCES)
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_ratios_of_sequences(on_host, library, of, name):
-    batch, offsets = batch_of_sequences(SEQUENCES[of]), SEQUENCES[of]
-    config = BAPOConfig(ratio_level="sequence", **SEQUENCE_CONFIGS[name])
-    options = dict(config=config, cu_seqlens=offsets and torch.tensor(offsets))
-    if config.kl_loss_coef:
-        ranges = dict(ref_log_probs=(), rollout_is_weights=(2, 0, 2))
-        options |= {key: per_token(batch[0].shape, *each) for key, each in ranges.items()}
-        ranges = (3, 0.9, 1.0), (4, 1.0, 1.1)
-        options["bounds"] = tuple(per_token(batch[0].shape, *each) for each in ranges)
+    batch = batch_of_sequences(SEQUENCES[of])
+    options = sequence_options(name, of, batch[0].shape)
     for statistics in ("all", "live"):
         results = []
         for seed in (0, *SEEDS):
             library.seed = seed
-            got, gradient = check_log_probs(*batch, **options, statistics=statistics)
+            got, gradient = check_log_probs("cpu", *batch, **options, statistics=statistics)
             results.append((got.loss, gradient))
         assert all(all(map(torch.equal, each, results[0])) for each in results)
-
-
-@pytest.mark.parametrize("on_host", ["H100"], indirect=True)
-def test_means_over_sequences(on_host, library):
-    """The same bits in any schedule; terms of all sizes, so that another order would show."""
-    values = torch.randn(3, 700).double() * 10.0 ** torch.randint(-6, 6, (3, 700))
-    counted, means = torch.rand(3, 700) < 0.8, []
-    for seed in range(4):
-        library.seed = seed
-        means.append(torch.ones_like(values))
-        library.add_sequence_means_(values, counted, 700, None, means[-1])
-    assert all(torch.equal(each, means[0]) for each in means)
-
-    def expected(values):
-        mean = torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
-        return 1 + torch.where(counted, mean[:, None], 0.0)
-
-    assert_sums(means[0], expected(values), 700, of=expected(values.abs()))
 
 
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
@@ -516,19 +416,9 @@ def test_prepare(on_host, library, mode):
 @pytest.mark.parametrize("on_host", ["H100"], indirect=True)
 def test_launches(on_host, library, monkeypatch):
     """Of every operator; test_launches.py adds those of ATen and of a process group."""
-    launches = {}
-
-    class Counted:
-        def __getattr__(self, name):
-            def run(*arguments):
-                library.stream(1, 0)
-                getattr(library, name)(*arguments)
-                launches[name] = max(launches.get(name, 0), library.launches())
-
-            return run
-
+    counted = Counted(library)
     for module in CALLERS:
-        monkeypatch.setattr(module, "ops_of", lambda backend: Counted())
+        monkeypatch.setattr(module, "ops_of", lambda backend: counted)
     run_kernel(make_case((1, 3), 3), "cpu", config=BAPOConfig(ratio_level="sequence"))
     for N in (3, 8_200):
         case = make_case((1, N), 3, staleness=0.4)
@@ -539,7 +429,7 @@ def test_launches(on_host, library, monkeypatch):
         logp.sum().backward()
         bapo_loss(case.logits.detach(), *case.arguments(), inplace=True, backend="cpu")
     of_sets = set_operators.OPERATORS  # test_sets_on_host.py
-    assert launches == {name: n for name, n in LAUNCHES.items() if name not in of_sets}
+    assert counted.most == {name: n for name, n in LAUNCHES.items() if name not in of_sets}
 
 
 # Two warps in a block; and all lanes of a warp share their bins, and some take two tokens.
@@ -603,14 +493,6 @@ def test_scaled_tensors_of_any_form(on_host, library):
         library.scale_(x, torch.tensor(2.0))
         assert (x == 2).all(), name
         assert memory.sum() == 400 + x.numel(), name
-
-
-def test_every_token_is_masked(on_host):
-    case = make_case((2, 3), 10_001, poison=False)
-    case.response_mask[:] = False
-    got = run_kernel(case, "cpu")
-    assert got.output.loss == 0
-    assert not got.gradient.any()
 
 
 def test_empty_shard(on_host, library):

@@ -56,35 +56,20 @@ PER_SEQUENCE = f"{SHAPE} or one entry per sequence (2,)"
 OF_PACKED = "the shape of labels (5,) or one entry per sequence"
 A_GROUP = "be None or a torch.distributed.ProcessGroup that this rank is in (mesh.get_group())"
 
-WRONG = {  # by the argument, what it must be, and the value that it was
+# By the argument, what it must be, and the value that it was. test_argument_kinds.py has others of
+# every argument: types, dtypes, layouts, devices and shapes.
+WRONG = {
     "logits": {
         "be floating point, got torch.int64": ROWS.long(),
-        "be a tensor, got list": [1.0],
-        "be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn": (
-            ROWS.to(torch.float8_e4m3fn)
-        ),
         "be a dense tensor, got torch.jagged": NESTED,
-        "be a dense tensor, got torch.sparse_coo": ROWS.to_sparse(),
         "have shape (..., V), got ()": ONE,
         "have V >= 1, got (2, 5, 0)": ROWS[..., :0],
     },
-    "labels": {
-        "be integers, got torch.float32": ONES,
-        "have the leading shape of logits (2, 5), got (2, 4)": ONES[:, 1:].long(),
-        "be on the device of logits (cpu), got meta": ON_META.long(),
-    },
     "advantages": {
         f"have {PER_SEQUENCE}, got (5,)": ONES[0],
-        f"have {PER_SEQUENCE}, got (2, 5, 1)": ONES[..., None],
-    },
-    "response_mask": {
-        f"have {SHAPE}, got (2,)": ONES[:, 0],
-        "be bool, int, float64, float32, bfloat16 or float16, got torch.complex64": ONES.cfloat(),
     },
     "temperature": {
         "be a tensor (a number is config.temperature), got 0.7 (float)": 0.7,
-        "be floating point, got torch.int64": ONES.long(),
-        f"be 0-dim, or have {PER_SEQUENCE}, got (5,)": ONES[0],
         f"be 0-dim, or have {PER_SEQUENCE}, got (1, 1)": ONES[:1, :1],
         "be on the device of labels (cpu), got meta": ONE_ON_META,
     },
@@ -184,23 +169,26 @@ def test_errors_of_bapo_loss(shape, message, changes):
             function(**given)
 
 
-def with_chunks(chunk_tokens):
-    head = torch.randn(B, S, 4), torch.randn(V, 4)
-    return bapo_linear_loss(*head, LABELS, None, ONES, chunk_tokens=chunk_tokens)
+def of_hidden(**options):
+    return bapo_linear_loss(ROWS, ROWS[0], LABELS, None, ONES, **options)
 
 
+CHUNK = "chunk_tokens must be None or an integer >= 1"
 of_log_probs = bapo_loss_from_log_probs
 OTHER_CALLS = {
     "temperature must be finite and > 0, got 0": lambda: log_probs(ROWS, LABELS, temperature=0.0),
-    "labels must have the leading shape": lambda: log_probs(ROWS, LABELS[:1]),
     "vocab_group must be None": lambda: log_probs(ROWS, LABELS, vocab_group=1),
     "entropy must be given when config.entropy_coef is not 0": lambda: of_log_probs(
         ONES, None, ONES, config=BAPOConfig(entropy_coef=0.1)
     ),
     "statistics must be": lambda: of_log_probs(ONES, None, ONES, statistics="none"),
     "scope must be call, step or lagged, got batch": lambda: ClipBoundSearch(scope="batch"),
-    "chunk_tokens must be None or an integer >= 1, got 2.0 (float)": lambda: with_chunks(2.0),
-    "chunk_tokens must be None or an integer >= 1, got True (bool)": lambda: with_chunks(True),
+    f"{CHUNK}, got 0": lambda: of_hidden(chunk_tokens=0),
+    f"{CHUNK}, got 2.0 (float)": lambda: of_hidden(chunk_tokens=2.0),
+    f"{CHUNK}, got True (bool)": lambda: of_hidden(chunk_tokens=True),
+    "lm_head_weight must have the dtype": lambda: linear_log_probs(ROWS, ROWS[0].half(), LABELS),
+    "logits_dtype must be None, or torch.float32 for hidden states of half precision "
+    "(here torch.float32), got torch.bfloat16": lambda: of_hidden(logits_dtype=torch.bfloat16),
 }
 
 
@@ -225,15 +213,6 @@ def test_tensors_without_values(backend):
             function(*given, **backend)
     with raises("log_probs must have values, got a tensor on the meta"):
         find_clip_bounds(A, None, A)
-
-
-@pytest.mark.filterwarnings("ignore:.*MaskedTensor:UserWarning")
-@pytest.mark.parametrize("name", ["logits", "advantages"])
-def test_masked_tensors(name):
-    given = arguments()
-    given[name] = torch.masked.masked_tensor(given[name], given[name] > 0)
-    with raises(f"{name} must be an ordinary tensor (.to_tensor(value)), got a MaskedTensor"):
-        bapo_loss(**given)
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -377,14 +377,6 @@ def test_search_over_any_calls(scope):
     stateful.run_state_machine_as_test(machine, settings=few)
 
 
-def test_state_from_before_the_first_update():
-    search = ClipBoundSearch(scope="step")
-    state = search.state_dict()
-    search.update(torch.zeros(4), None, torch.ones(4))
-    search.load_state_dict(state)
-    assert search.histogram.table is None or not search.histogram.table.any()
-
-
 def test_sequences_without_tokens():
     config = BAPOConfig(loss_agg_mode="seq-mean-token-sum-norm")
     logits, tokens = torch.empty(3, 0, 5), torch.empty(3, 0)

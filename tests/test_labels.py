@@ -1,4 +1,4 @@
-"""Several labels per row: log-probs, entropies and gradients of every backend; the best labels."""
+"""Labels of rows, one or several: log-probs, entropies, gradients of every backend; the best."""
 
 from functools import partial
 
@@ -65,15 +65,15 @@ def gradients_of(function, leaves, labels, weights, **options):
     return logp.detach(), entropy.detach(), *gradients
 
 
-def check_labels(backend, device, dtype, K, name, dentropy=True):
+def check_labels(backend, device, dtype, K, name, columns=V):
     """Of logits; what a mask forbids is NaN for the kernels and -inf for the reference."""
-    labels = labels_of(K)
-    options, outside = options_of(name, labels, device)
-    logits = (3 * torch.randn(B, S, V)).to(device, dtype)
+    labels = labels_of(K, columns)
+    options, outside = options_of(name, labels, device, columns)
+    logits = (3 * torch.randn(B, S, columns)).to(device, dtype)
     logits[0, 1] = torch.nan  # of -100 alone
     given = logits if outside is None else logits.masked_fill(outside, torch.nan)
     labels = labels.to(device)
-    weights = torch.randn(B, S, K), torch.randn(B, S) * dentropy
+    weights = torch.randn(B, S, K), torch.randn(B, S)
     call = partial(gradients_of, labels=labels, weights=weights, **options)
     got = call(log_probs, [given.requires_grad_()], backend=backend)
     assert got[0].dtype == got[1].dtype == torch.float32
@@ -89,9 +89,12 @@ def check_labels(backend, device, dtype, K, name, dentropy=True):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("K", [1, 7, 64, 1_000])
-def test_of_logits(backend, device, dtype, name, K):
-    check_labels(backend, device, dtype, K, name)
+@pytest.mark.parametrize(
+    ("K", "columns"),  # also a vocabulary of one token, a tail, and more than a block
+    [*((K, V) for K in (1, 7, 64, 1_000)), (1, 1), (1, 37), (1, 4_100)],
+)
+def test_of_logits(backend, device, dtype, name, K, columns):
+    check_labels(backend, device, dtype, K, name, columns)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

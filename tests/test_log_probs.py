@@ -1,75 +1,12 @@
-"""log_probs of every backend: values, and gradients for any incoming gradient."""
+"""log_probs of every backend: one output, no entropy, two backward passes.
 
-import pytest
+Values and gradients with all options are in test_labels.py, of one label per row and of several.
+"""
+
 import torch
 from accuracy import assert_as_reference
-from helpers import allowed_by, sets_of
 
-from bapo_kernels import SamplingMask, log_probs, reference
-
-OPTIONS = [
-    dict(),
-    dict(temperature=0.6),
-    dict(logit_scale=2.0),
-    dict(final_logit_softcapping=8.0, temperature=1.2),
-    dict(temperature=torch.linspace(0.5, 2.0, 12).view(6, 2).T),
-    dict(final_logit_softcapping=8.0, temperature=torch.tensor([0.5, 1.25])),
-    dict(temperature=torch.tensor(0.75)),
-    dict(sets=True),
-    dict(sets=True, final_logit_softcapping=8.0, temperature=torch.linspace(0.5, 2, 12).view(2, 6)),
-]
-
-
-def run(function, logits, labels, dlogp, dentropy, **options):
-    logits = logits.clone().requires_grad_()
-    logp, entropy = function(logits, labels, **options)
-    (logp * dlogp + entropy * dentropy).sum().backward()
-    return logp.detach(), entropy.detach(), logits.grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("V", [1, 37, 4100])  # one token, a tail, more than a block
-def test_against_float64(backend, device, dtype, options, V):
-    logits = (3 * torch.randn(2, 6, V)).to(device, dtype)
-    labels = torch.randint(0, V, (2, 6), device=device)
-    labels[1, 2] = -100
-    weights = torch.randn(2, 2, 6, device=device)
-    weights[:, 0, 3] = 0.0
-    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    given, of_kernel = logits, dict(backend=backend)
-    if options.pop("sets", False):  # for the reference the others are -inf
-        sets = sets_of(labels.cpu(), V)
-        outside = ~allowed_by(sets, V).view(2, 6, V).to(device)
-        given, logits = (logits.masked_fill(outside, x) for x in (torch.nan, -torch.inf))
-        of_kernel |= dict(sampling_mask=SamplingMask.from_lists(sets, device))
-    got = run(log_probs, given, labels, *weights, **of_kernel, **options)
-    assert got[0].dtype == got[1].dtype == torch.float32
-
-    def expected(kind):
-        factors = weights.to(torch.promote_types(kind, torch.float32))
-        return run(reference.log_probs, logits.to(kind), labels, *factors, **options)
-
-    largest = got[0].nan_to_num(neginf=0.0).abs().max().item()
-    assert_as_reference(got, expected, dtype, operand=(0, largest, 0))
-    assert not got[2][1, 2].any()
-    assert not got[2][0, 3].any()
-
-
-def test_bad_and_equal_temperatures(backend, device):
-    """Bad ones make the values of their rows NaN, unless the label is -100; no gradient flows."""
-    logits = torch.randn(4, 50, device=device, requires_grad=True)
-    labels = torch.tensor([3, -100, 7, 49], device=device)
-    T = torch.tensor([0.75, torch.nan, 0.0, 0.75], device=device, requires_grad=True)
-    got = log_probs(logits, labels, temperature=T, backend=backend)
-    plain = log_probs(logits, labels, temperature=0.75, backend=backend)
-    for mine, one in zip(got, plain, strict=True):
-        assert mine.isnan().tolist() == [False, False, True, False]
-        assert torch.equal(mine[[0, 1, 3]], one[[0, 1, 3]])
-    (got[0] + got[1])[[0, 1, 3]].sum().backward()
-    assert T.grad is None
-    gradient = torch.autograd.grad((plain[0] + plain[1])[[0, 1, 3]].sum(), logits)[0]
-    assert torch.equal(logits.grad[[0, 1, 3]], gradient[[0, 1, 3]])
+from bapo_kernels import log_probs
 
 
 def test_gradient_of_one_output(backend, device):

@@ -2,11 +2,6 @@
 
 import gc
 import os
-import sys
-import threading
-import time
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -53,24 +48,6 @@ def in_an_autograd_graph(gradient):
     return lambda: torch.autograd.grad(loss, w)[0]
 
 
-def in_a_thread(gradient):
-    asked, held, pool = threading.Event(), threading.Event(), ThreadPoolExecutor(1)
-
-    def holder(mine):
-        held.set()
-        asked.wait()
-        return mine.clone()
-
-    answer = pool.submit(holder, gradient)
-    held.wait()
-
-    def read():
-        asked.set()
-        return answer.result()
-
-    return read
-
-
 def set_to_another(gradient):
     other = torch.zeros(3).set_(gradient)
     gradient.set_(torch.ones(3).untyped_storage(), 0, (3,))
@@ -110,7 +87,6 @@ HOLDERS = {
     "DLPack capsule": lambda g: partial(torch.from_dlpack, torch.utils.dlpack.to_dlpack(g)),
     "DLPack in numpy": lambda g: partial(torch.tensor, np.from_dlpack(g)),
     "lazy clone": lambda g: partial(torch.clone, torch._lazy_clone(g)),
-    "thread": in_a_thread,
     "resize_": lambda g: partial(torch.narrow, g.resize_(2 * g.numel()), 0, 0, g.numel() // 2),
     "shrunk": lambda g: partial(torch.clone, g.resize_(3)),
     "set_": set_to_another,
@@ -125,26 +101,12 @@ def test_held_memory_is_not_touched(holder):
     gradient = ones()
     read = HOLDERS[holder](gradient)
     del gradient
-    gc.collect()
+    gc.collect(1)  # what is young; all objects of a process take half a second
     later = {value: empty_gradient(LOGITS).fill_(value) for value in (2.0, 3.0, 4.0)}
     values = torch.as_tensor(read())
     assert values.numel()
     assert (values == 1).all()
     assert all((each == value).all() for value, each in later.items())
-
-
-@pytest.mark.parametrize("holder", ["resize_", "other process", "lazy clone"])
-def test_moved_memory_is_not_used_again(holder, monkeypatch):
-    """Even if only the storage of another memory is left, and nobody else holds it."""
-    gradient = ones()
-    address = gradient.data_ptr()
-    read = HOLDERS[holder](gradient)
-    del gradient
-    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda _: 1)
-    assert not memory.LOGITS.last[0].is_free()
-    monkeypatch.undo()
-    assert memory.LOGITS.last[0].address == address
-    assert (read() == 1).all()
 
 
 def test_free_memory_is_used_again():
@@ -172,20 +134,6 @@ def test_memory_of_another_size(rows, again):
     del spare
 
 
-def test_memory_of_one_gradient_is_kept():
-    first, second = ones(), ones()
-    blocks = [weakref.ref(block.memory) for block in memory.LOGITS.last]
-    assert len(blocks) == 1
-    address = second.data_ptr()
-    del first, second
-    assert blocks[0]().data_ptr() == address
-    third = ones()
-    assert third.data_ptr() == address
-    bapo_kernels.empty_cache()
-    assert blocks[0]() is None
-    assert (third == 1).all()
-
-
 def test_what_is_not_kept(monkeypatch):
     with FlopCounterMode(display=False):
         ones()
@@ -201,27 +149,6 @@ def test_what_is_not_kept(monkeypatch):
     monkeypatch.setattr(memory, "KEPT_FROM_BYTES", LOGITS.nbytes)
     ones()
     assert memory.LOGITS.last
-
-
-def test_threads():
-    """No two gradients that exist at the same time share memory."""
-    start, interval = threading.Barrier(4), sys.getswitchinterval()
-
-    def work(number):
-        start.wait()
-        for _ in range(300):
-            gradient = empty_gradient(LOGITS).fill_(number)
-            time.sleep(0)
-            assert (gradient == number).all()
-            del gradient
-
-    sys.setswitchinterval(1e-7)  # threads take turns as often as they can
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, (1.0, 2.0, 3.0, 4.0)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(memory.LOGITS.last) == 1
 
 
 def test_a_thread_in_between(monkeypatch):

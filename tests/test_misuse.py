@@ -3,16 +3,13 @@
 import copy
 import io
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import get_args
 
 import pytest
 import torch
 from accuracy import assert_as_reference, assert_within_budget
 from helpers import make_case, needs_native, run_kernel
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +29,6 @@ from bapo_kernels import (
     reference,
     warm_up,
 )
-from bapo_kernels.config import LossAggMode
 from bapo_kernels.core.head import Head, HeadGradients
 from bapo_kernels.debug import check_inputs
 
@@ -382,14 +378,6 @@ def test_only_the_policy_has_a_gradient(backend, device):
         loss.backward()
 
 
-def test_float64_logits_take_the_reference():
-    x, case = problem()
-    out = bapo_loss(x["logits"].double(), *case.arguments())
-    expected = reference.bapo_loss(x["logits"].double(), *case.arguments())
-    assert out.loss.dtype == torch.float64
-    assert torch.equal(out.loss, expected.loss)
-
-
 def test_uint8_label_156_is_not_ignored(backend, device):
     """-100 as uint8 is 156."""
     logits, A = torch.randn(2, 3, 257, device=device), torch.ones(2, 3, device=device)
@@ -433,51 +421,6 @@ def test_wrong_offsets_make_the_loss_nan(backend, device, name, mode, monkeypatc
     for reads_them in (check_inputs, partial(bapo_loss, backend="reference")):
         with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 9, got"):
             reads_them(*arguments, **options)
-
-
-def test_offsets_are_not_read_while_a_call_is_traced():
-    with FakeTensorMode():
-        tokens, offsets = torch.empty(9), torch.empty(4, dtype=torch.int64)
-        out = bapo_loss_from_log_probs(tokens, None, tokens, cu_seqlens=offsets)
-    assert out.log_probs.shape == (9,)
-
-
-def results_of(function, backend, device, advantages, mask=None, **options):
-    """What a packed call returns, and the gradients; tokens after the 7th may hold anything."""
-    x, case = problem(device, (9,), staleness=0.5, masked=0.0)
-    case.labels[7:], case.old_log_probs[7:] = torch.tensor([0, V - 1], device=device), -torch.inf
-    with torch.no_grad():
-        for name in ("logits", "hidden", "log_probs", "entropy"):
-            x[name][7:] = torch.nan
-    case.response_mask = torch.ones(9, device=device) if mask is None else mask
-    case.advantages = advantages
-    out = function(x, case, backend, **options)
-    out.loss.backward()
-    return [*out[:3], *out.bounds, *out.metrics.values(), *(leaf.grad for leaf in x.values())]
-
-
-LEVELS_AND_MODES = [  # a mode is a weight per token: all modes at one level are enough
-    *((of_log_probs, mode) for mode in get_args(LossAggMode)),
-    (of_logits, "seq-mean-token-mean"),
-    (of_hidden, "token-mean"),
-]
-
-
-@pytest.mark.parametrize("statistics", ["all", "live"])
-@pytest.mark.parametrize(("function", "mode"), LEVELS_AND_MODES)
-def test_tokens_after_the_last_sequence_are_masked(backend, device, function, mode, statistics):
-    """Bit for bit as if they were masked: they count nowhere."""
-    offsets = torch.tensor([0, 3, 7], device=device)
-    mask = (torch.arange(9, device=device) < 7).float()
-    config = BAPOConfig(loss_agg_mode=mode, entropy_coef=0.1, loss_scale_factor=5.0)
-    options = dict(config=config, cu_seqlens=offsets, statistics=statistics)
-    per_token = torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0, 1.0, 2.0, 5.0, 7.0], device=device)
-    for name, A in ((backend, per_token[:2]), ("reference", per_token)):
-        got = results_of(function, name, device, A, **options)
-        assert_same(got, results_of(function, name, device, A, mask, **options))
-        assert got[0].isfinite()
-        assert not got[1][7:].any()
-        assert all(g is None or g.isfinite().all() for g in got[5:])
 
 
 @contextmanager
@@ -538,14 +481,6 @@ def test_sum_of_chunks_stays_float32_under_autocast():
 
 
 TOKENS = ("labels", "old_log_probs", "advantages", "response_mask")
-
-
-def test_inference_tensors(call):
-    """Such as the tokens of a rollout."""
-    with torch.inference_mode():
-        for name in TOKENS:
-            setattr(call.case, name, getattr(call.case, name).clone())
-    call.check(call())
 
 
 def as_function(function, backend, device="cpu"):
@@ -659,14 +594,6 @@ def test_workers_of_a_data_loader(start):
     loader = DataLoader(range(4), collate_fn=loss_and_gradient, **options)
     for got, alone in zip(loader, expected, strict=True):
         assert_same(got, alone)
-
-
-@needs_native
-def test_threads(function):
-    calls = [Call(function, "cpu") for _ in range(8)]
-    plain_results(function, "cpu", "cpu")
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda call: call.check(call()), calls))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from test_loss import OPTIONS, build_config
 from torch.utils._pytree import tree_map_only
 
 from bapo_kernels import BAPOConfig, ClipBounds, reference
-from bapo_kernels.config import LossAggMode
 from bapo_kernels.sampling_mask import SamplingMask
 
 SHAPE = (2, 4)
@@ -145,40 +143,6 @@ def test_shares_on_the_grids_by_hand(contribution, start, highest, bounds):
     assert out.metrics["bapo_saturated"] == 0, "a share of 0 meets a target of 0"
 
 
-def verl_aggregate(losses, mask, mode, tokens=None, sequences=None, dp_size=1, factor=None):
-    """verl's agg_loss, written from its documentation, without the 1e-8 it adds to counts."""
-    sums, counts = (losses * mask).sum(-1), mask.sum(-1)
-    if mode == "token-sum":
-        return sums.sum() * dp_size
-    if mode == "token-mean":
-        return sums.sum() / (tokens or counts.sum()) * dp_size
-    if mode == "seq-mean-token-mean":
-        sums = sums / counts.clamp(min=1)
-    mean = sums[counts > 0].sum() / (sequences or (counts > 0).sum()) * dp_size
-    if mode == "seq-mean-token-sum-norm":
-        mean = mean / (factor or mask.shape[-1])
-    return mean
-
-
-GLOBAL = [dict(), dict(tokens=100, sequences=16, dp_size=4), dict(tokens=9, sequences=3)]
-
-
-@pytest.mark.parametrize("factor", [None, 11.0])
-@pytest.mark.parametrize("counts", GLOBAL)
-@pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_aggregation_matches_verl(mode, counts, factor):
-    advantages = torch.randn(3, 5, dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]])  # one sequence empty
-    config = BAPOConfig.fixed(0.8, 1.2, loss_agg_mode=mode, loss_scale_factor=factor)
-    names = dict(tokens="batch_num_tokens", sequences="global_batch_size", dp_size="dp_size")
-    options = {names[name]: count for name, count in counts.items()}
-    batch = torch.zeros_like(advantages), None, advantages, mask
-    loss = reference.bapo_loss_from_log_probs(*batch, config=config, **options).loss
-    expected = verl_aggregate(-advantages, mask, mode, factor=factor, **counts)
-    of = verl_aggregate(advantages.abs(), mask, mode, factor=factor, **counts)
-    by_hand(loss, expected, of=of)
-
-
 @pytest.mark.parametrize(
     ("kind", "logp", "ref", "expected"),
     [
@@ -235,18 +199,6 @@ def test_gradient_coefficient_by_hand(log_ratio, A, c):
     config = BAPOConfig.fixed(0.8, 1.2, clip_ratio_c=c)
     out = reference.bapo_loss_from_log_probs(logp.requires_grad_(), *batch, config=config)
     by_hand(torch.autograd.grad(out.loss, logp)[0], expected)
-
-
-def test_gradient_row_by_hand():
-    """(g*(1[j = label] - p_j) + entropy_coef*p_j*(log p_j + entropy)) / temperature."""
-    z = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    config = BAPOConfig(entropy_coef=0.2, temperature=0.7)
-    A = torch.tensor([1.5], dtype=torch.float64)
-    reference.bapo_loss(z, torch.tensor([2]), None, A, config=config).loss.backward()
-    p = torch.softmax(z.detach() / 0.7, -1)
-    entropy = -(p * p.log()).sum()
-    row = -1.5 * (torch.tensor([0.0, 0.0, 1.0]) - p) + 0.2 * p * (p.log() + entropy)
-    by_hand(z.grad, row / 0.7, of=1.5 / 0.7)  # an operand of 1[j = label] - p_j
 
 
 def test_sampling_mask_by_hand():

@@ -13,28 +13,25 @@ from accuracy import assert_as_reference
 from helpers import (
     DEVICES,
     KERNELS,
-    LAYOUTS,
     Case,
     assert_same_bits,
     case_with_sets,
     check_with_sets,
     examples,
     make_case,
-    needs_native,
+    poisoned_memory,
     run_kernel,
     run_kernel_with_sets,
     unmasked_tokens,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_linear import DTYPES, B, H, S, V, check, problem, run
+from test_linear import DTYPES, H, V, check, problem, run
 from test_loss import NO_EXPLANATION, OPTIONS, build_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bapo_kernels import (
     BAPOConfig,
-    BAPOLinearLoss,
-    BAPOLoss,
     SamplingMask,
     bapo_linear_loss,
     bapo_loss,
@@ -66,17 +63,6 @@ def test_in_place(backend, device, dtype, name):
         assert torch.equal(logits.detach(), expected.gradient)
 
 
-@pytest.mark.parametrize(
-    "layout", [LAYOUTS["every second row"], lambda x: x.mT.contiguous().mT], ids=["rows", "columns"]
-)
-def test_strided_logits(backend, device, layout):
-    case, mask = case_with_sets((2, 8), 33, device=device)
-    leaf, options = unread(case.logits).requires_grad_(), case.options | dict(sampling_mask=mask)
-    out = bapo_loss(layout(leaf), *case.arguments(), backend=backend, **options)
-    got = Result(out, torch.autograd.grad(out.loss, leaf))
-    assert_same_bits(got, run_kernel_with_sets(case, mask, backend))
-
-
 def test_rows_without_a_set_have_the_same_bits(backend, device):
     """As without a mask, and as in a call of their own; rows with a set too."""
     case, mask = case_with_sets((6, 7), 65, device=device, bounds=(0.8, 1.25), batch_num_tokens=9)
@@ -100,47 +86,7 @@ def parts_of(result):
     return result.output.log_probs, result.output.entropy, result.gradient
 
 
-def test_no_ids_no_rows_and_all_masked(backend, device):
-    case = make_case((2, 5), 65, device=device)
-
-    def of_sets(sets, case=case):
-        mask = SamplingMask.from_lists(sets, device)
-        return run_kernel(case, backend, sampling_mask=mask)
-
-    no_ids = of_sets([[]] * 10)
-    assert_same_bits(no_ids, run_kernel(case, backend))
-    assert no_ids.output.metrics["label_outside_mask"] == 0
-    logits, tokens = torch.empty(0, 11, device=device), torch.empty(0, device=device)
-    no_rows = of_sets([], Case(logits, tokens.long(), tokens, tokens, None))
-    case.response_mask = torch.zeros_like(case.response_mask)
-    for got in no_rows, of_sets([[2, 0, 70]] * 10):
-        assert got.output.loss == 0
-        assert not got.gradient.any()
-
-
 # Of hidden states.
-
-
-def test_hidden_states_in_two_calls_have_the_same_bits(backend, device, interpreted):
-    """Of every row, whatever is in its batch; weight and bias need the same batch."""
-    parameters, case = problem(torch.float32, device, BAPOConfig.fixed(0.8, 1.2), sets=True)
-    mask, ref = (case.options.pop(name) for name in ("sampling_mask", "ref_log_probs"))
-
-    def of_rows(begin, end):
-        part = Case(None, *(t[begin:end] for t in case.arguments()), case.options)
-        leaves = [parameters[0][begin:end], *parameters[1:]]
-        options = dict(sampling_mask=mask[S * begin : S * end], ref_log_probs=ref[begin:end])
-        options |= dict(backend=backend, batch_num_tokens=9)
-        return run(bapo_linear_loss, leaves, part, **options)
-
-    whole = of_rows(0, B)
-    assert all(map(torch.equal, of_rows(0, B).gradients, whole.gradients))
-    has_set = (mask.offsets.diff() > 0).view(B, S)
-    for row in range(1 if interpreted else B):
-        alone = of_rows(row, row + 1)
-        own = has_set[row]  # rows of a matrix product may depend on how many there are
-        assert torch.equal(alone.output.log_probs[0, own], whole.output.log_probs[row, own])
-        assert torch.equal(alone.gradient[0, own], whole.gradient[row, own])
 
 
 def test_rows_of_the_head_that_no_set_has_are_never_read(backend, device):
@@ -244,13 +190,9 @@ def test_any_sets(backend, kinds, V, dtype, of_ids, of_offsets, statistics, seed
 
 
 @pytest.fixture
-def poisoned_memory():
-    """Fresh tensors, those allocated in C++ too, are full of NaN or of the largest integer."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(deterministic)
+def of_poison():
+    with poisoned_memory():
+        yield
 
 
 BROKEN_OFFSETS = [
@@ -269,7 +211,7 @@ BROKEN_OFFSETS = [
 
 @pytest.mark.parametrize("level", ["logits", "in place", "hidden states", "frozen head"])
 @pytest.mark.parametrize("offsets", BROKEN_OFFSETS)
-def test_broken_offsets(backend, device, poisoned_memory, level, offsets):
+def test_broken_offsets(backend, device, of_poison, level, offsets):
     """As on a GPU, where nobody reads them: the loss is NaN, and nothing foreign is touched."""
     ids = torch.tensor([5, 5, 3, 0, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
     mask = SamplingMask._of(ids, torch.tensor(offsets, device=device))
@@ -301,7 +243,7 @@ def test_broken_offsets(backend, device, poisoned_memory, level, offsets):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("entropy_coef", [0.1, 0.0])
 def test_fresh_memory_reaches_no_result(
-    backend, device, dtype, entropy_coef, poisoned_memory, monkeypatch
+    backend, device, dtype, entropy_coef, of_poison, monkeypatch
 ):
     monkeypatch.setattr("bapo_kernels.core.head.SUM_BYTES", 0)  # chunks as asked for
     config = BAPOConfig(entropy_coef=entropy_coef)
@@ -331,59 +273,7 @@ def test_offsets_beyond_32_bits(backend, device):
     assert_as_reference(got, expected, operand=got[0].abs().max().item())
 
 
-ERRORS = {
-    "be None or a SamplingMask, got list": [[0], [1]],
-    r"have 2 rows, .*\(2,\).* got 1": SamplingMask.from_lists([[0]]),
-    r"be on the device of labels \(cpu\), got meta": SamplingMask.from_lists([[0], [1]], "meta"),
-}
-
-
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    labels, A, logits = torch.tensor([0, 1]), torch.ones(2), torch.ones(2, 5)
-    hidden, weight = torch.ones(2, 4), torch.ones(5, 4)
-    for function, *arguments in (
-        (bapo_loss, logits, labels, None, A),
-        (BAPOLoss(), logits, labels, None, A),
-        (log_probs, logits, labels),
-        (bapo_linear_loss, hidden, weight, labels, None, A),
-        (BAPOLinearLoss(), hidden, weight, labels, None, A),
-        (linear_log_probs, hidden, weight, labels),
-        (reference.bapo_loss, logits, labels, None, A),
-        (reference.linear_log_probs, hidden, weight, labels),
-    ):
-        with pytest.raises(ValueError, match=f"sampling_mask must {message}"):
-            function(*arguments, sampling_mask=ERRORS[message])
-
-
 # Compilers.
-
-
-@pytest.mark.slow
-@needs_native
-@pytest.mark.compile
-def test_compiled():
-    """The mask is an argument or made in the graph; other sets do not compile again."""
-    torch._dynamo.reset()
-
-    def loss(x, token_ids, offsets, mask, labels, *batch):
-        made = SamplingMask(token_ids, offsets)
-        out = bapo_loss(x, labels, *batch, sampling_mask=made, backend="cpu")
-        logp, entropy = log_probs(x, labels, sampling_mask=mask, backend="cpu")
-        value = out.loss + (logp.exp() + entropy).mean()
-        return value, entropy.detach(), out.metrics["label_outside_mask"]
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for size in (7, 11):
-        case, mask = case_with_sets((3, size), 65, poison=False)
-        results = []
-        for function in (loss, compiled):
-            leaf = unread(case.logits).requires_grad_()
-            given = leaf, mask.token_ids, mask.offsets, mask, *case.arguments()
-            with torch._dynamo.config.patch(error_on_recompile=size != 7):
-                value, *others = function(*given)
-            results.append((value.detach(), *others, *torch.autograd.grad(value, leaf)))
-        assert all(map(torch.equal, *results))
 
 
 @pytest.mark.compile

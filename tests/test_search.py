@@ -3,7 +3,6 @@
 import copy
 import itertools
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from world import grid
 
 from bapo_kernels import (
     BAPOConfig,
-    ClipBounds,
     ClipBoundSearch,
     ContributionHistogram,
     bapo_loss_from_log_probs,
@@ -26,7 +24,7 @@ from bapo_kernels.config import bound_grid
 from bapo_kernels.core.arguments import loss_arguments, token_arguments
 from bapo_kernels.core.prepare import prepared
 from bapo_kernels.core.tokens import contributions, search, solve
-from bapo_kernels.reference.search import algorithm_1, contribution_table, solve_table
+from bapo_kernels.reference.search import contribution_table, solve_table
 
 VARIANTS = [
     dict(),
@@ -88,13 +86,13 @@ def equal_to_the_loop(*case, **options):
     return got
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", range(5))
 def test_bounds_equal_the_loop(seed):
-    """9 x 396 random batches: every variant, and both presets with every option of the search."""
+    """5 x 396 random batches: every variant, and both presets with every option of the search."""
     g = torch.Generator().manual_seed(seed)
     moved = 0
     for config in 20 * CONFIGS + 3 * TOGETHER:
-        case = random_case(g, torch.float64 if seed == 8 else torch.float32)
+        case = random_case(g, torch.float64 if seed == 4 else torch.float32)
         rollout = -5 * torch.rand(case[0].shape, generator=g)
         rollout = rollout.masked_fill(~case[-1], torch.nan) if seed % 2 else None
         got = equal_to_the_loop(*case, config=config, rollout_log_probs=rollout)
@@ -102,39 +100,15 @@ def test_bounds_equal_the_loop(seed):
     assert moved > 40, "too few cases search at all"
 
 
-def printed_loop(config, quantity, exact=float):
+def printed_loop(config, quantity):
     """Algorithm 1 as the paper prints it, lines 9 to 17: a step past the maximum is refused."""
-    low, low_max, low_step, high, high_max, high_step = (
-        exact(str(value)) for value in config.options[:6]
-    )
+    low, low_max, low_step, high, high_max, high_step = config.options[:6]
     while quantity(low, high) < config.target and low + low_step <= low_max:
         if high + high_step <= high_max:
             high += high_step
         else:
             low += low_step
     return low, high
-
-
-PINNED, NEVER = dict(ratio_lower_start=0.9), lambda *bounds: 0.0
-OCTOTHINKER = dict(ratio_lower_start=0.8, ratio_upper_max=2.0, target=0.45)
-
-
-@pytest.mark.parametrize(
-    ("ranges", "printed"),
-    [
-        ({}, (0.8800000000000002, 2.999999999999997)),  # the paper's
-        (OCTOTHINKER, (0.8800000000000001, 1.9500000000000006)),
-        (PINNED, (0.9, 1.2)),  # it never searches where the lower bound is pinned
-    ],
-)
-def test_the_printed_loop_refuses_the_last_step(ranges, printed):
-    """Where the target is never met; in exact arithmetic it ends at the maxima, as ours does."""
-    config = BAPOConfig.paper(**ranges)
-    ours = algorithm_1(config, NEVER)
-    assert ours == (config.ratio_lower_max, config.ratio_upper_max)
-    assert printed_loop(config, NEVER) == printed
-    if ranges != PINNED:
-        assert tuple(map(float, printed_loop(config, NEVER, exact=Fraction))) == ours
 
 
 def test_bounds_equal_the_printed_loop():
@@ -233,31 +207,6 @@ def test_highest_share_of_all_points(backend, device, interpreted):
                 assert_rounded(metrics["bapo_pos_share_max"], highest)
 
 
-@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
-@pytest.mark.parametrize("raise_first", ["upper", "lower"])
-def test_a_target_above_the_highest_share_saturates(raise_first, contribution):
-    """The converse holds where the search passes through the bounds of the highest share.
-
-    It does not where it raises the lower bound first and the negative mass rises with it: the
-    highest share is at the first lower and the last upper point. A highest share of 0 is left out,
-    as it may mean that there is nothing to balance.
-    """
-    g = torch.Generator().manual_seed(5)
-    config = BAPOConfig(raise_first=raise_first, contribution=contribution)
-    seen = set()
-    for _ in range(100):
-        case = random_case(g)
-        found = bapo_loss_from_log_probs(*case, config=config).metrics
-        highest = found["bapo_pos_share_max"].item()
-        for target in (0.98 * highest, 1.02 * highest):
-            if 0 < target <= 1:
-                aimed = replace(config, target=target)
-                found = bapo_loss_from_log_probs(*case, config=aimed).metrics
-                seen.add((highest < target, found["bapo_saturated"].item() == 1))
-    passed_by = {(False, True)} if (raise_first, contribution) == ("lower", "surrogate") else set()
-    assert seen == {(True, True), (False, False)} | passed_by
-
-
 def test_highest_share_of_broken_tokens(backend, device):
     """NaN as in the reference, where only the first point of the grid counts a token's NaN."""
     logp = torch.tensor([1.5, 0.7, 1.0], device=device).log()
@@ -292,26 +241,6 @@ class TestHistogram:
         assert histogram.solve(lower_first) == expected
         with pytest.raises(ValueError, match=r"config.ratio_lower_max must .*0\.9.*got 0\.8"):
             histogram.solve(BAPOConfig.recipe())
-
-    def test_without_tokens(self):
-        used = ContributionHistogram(BAPOConfig(target=1.0)).update(*self.batch())
-        assert used.solve() == (0.9, 3.0)
-        used.reset()
-        on_device = ContributionHistogram(BAPOConfig.recipe(), device="cpu")
-        for histogram in (ContributionHistogram(), used, on_device):
-            bounds = histogram.solve()
-            assert bounds == (0.6, 1.2)
-            assert all(b.dtype == torch.float32 and b.ndim == 0 for b in bounds)
-
-    def test_shapes(self):
-        """Modes of sequences need no offsets to search; advantages may be per sequence."""
-        logp, old, A = self.batch()
-        config = BAPOConfig(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.1)
-        flat = find_clip_bounds(logp.flatten(), old.flatten(), A.flatten(), config=config)
-        assert flat == find_clip_bounds(logp, old, A)
-        A = torch.tensor([1.0, -1.0, 2.0, -2.0])
-        expected = find_clip_bounds(logp, old, A[:, None].expand_as(logp))
-        assert ContributionHistogram().update(logp, old, A).solve() == expected
 
     @pytest.mark.parametrize("target", [None, 0.9])
     def test_metrics_are_those_of_one_call(self, target):
@@ -383,31 +312,6 @@ def test_search_over_a_process_group(worlds):
     assert metrics == (metrics[0],) * 4
 
 
-@pytest.mark.parametrize(
-    "grids", [(0.6, 0.8, 0.05, 1.2, 2.0, 0.05), (0.6, 0.9, 0.02, 1.2, 3.0, 0.05)]
-)
-def test_every_grid_point_can_be_the_answer(grids):
-    """Ratios far outside: pos = c_high, neg = c_low; the target moves the answer over the grid."""
-    case = torch.tensor([3.0, -3.0]), torch.zeros(2), torch.tensor([1.0, -1.0])
-    options = dict(target_kind="ratio", token_weight="uniform", raise_first="lower")
-    reached = set()
-    for k in range(1, 200):
-        config = BAPOConfig(*grids, target=k * 0.0301, **options)
-        reached.add(equal_to_the_loop(*case, config=config).upper.item())
-    assert len(reached) > len(config.upper_grid) // 2
-
-
-def is_an_answer_of_the_loop(logp, old, A, config):
-    """Whether the bounds are the loop's for one of 40 orders of the tokens."""
-    answers = set()
-    for seed in range(40):
-        order = torch.randperm(len(A), generator=torch.Generator().manual_seed(seed))
-        reordered = None if old is None else old[order]
-        bounds = reference.find_clip_bounds(logp[order], reordered, A[order], config=config)
-        answers.add(tuple(numbers(bounds)))
-    return tuple(numbers(find_clip_bounds(logp, old, A, config=config))) in answers
-
-
 @pytest.mark.parametrize(("positive", "negative"), [(4, 18), (6, 18), (8, 18)])
 def test_exact_ties_with_the_target(positive, negative):
     """Loop and search round either way there, on x86 the loop by the order of the tokens.
@@ -425,16 +329,6 @@ def test_exact_ties_with_the_target(positive, negative):
     assert below != above
     for find in (find_clip_bounds, reference.find_clip_bounds):
         assert numbers(find(*case)) in (below, above)
-
-
-def test_mirrored_advantages_at_target_one_half():
-    """Pairs +A, -A of equal weight, on-policy: pos and neg sum the same numbers in two orders."""
-    config = BAPOConfig(target=0.5)
-    for seed in range(10):
-        g = torch.Generator().manual_seed(seed)
-        A, logp = torch.rand(19, generator=g) + 0.1, -3 * torch.rand(19, generator=g)
-        case = torch.cat([logp, logp]), None, torch.cat([A, -A])
-        assert is_an_answer_of_the_loop(*case, config)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -499,32 +393,11 @@ def test_a_search_in_inference_mode(scope):
         out.loss.backward()
 
 
-def test_bounds_of_undecided_tokens():
-    """In the scope of a step they would be those of other tokens."""
-    search = ClipBoundSearch(scope="step")
-    for _ in range(2):
-        search.update(*TOKENS)
-        resumed = ClipBoundSearch(scope="step")
-        resumed.load_state_dict(search.state_dict())
-        for each in (search, resumed):
-            with pytest.raises(RuntimeError, match="no bounds for these tokens yet"):
-                _ = each.options
-            each.step()
-        assert search.options == resumed.options
-
-
-def test_first_bounds_are_of_the_type_of_later_ones():
-    """So that a compiled loss is compiled once; those in host memory go with tokens anywhere."""
-    search = ClipBoundSearch(scope="lagged")
-    first = search.bounds
-    search.update(*TOKENS)
-    search.step()
-    for each in (first, search.bounds):
-        assert isinstance(each, ClipBounds)
-        assert all(bound.dtype == torch.float32 and bound.ndim == 0 for bound in each)
+def test_first_bounds_go_with_tokens_anywhere():
+    """They are in host memory; test_compile.py has their type."""
     tokens = [x.to("meta") for x in TOKENS]
-    arguments = token_arguments(*tokens, None, bounds=first)
-    assert arguments.bounds.device.type == "meta"
+    given = token_arguments(*tokens, None, bounds=ClipBoundSearch(scope="lagged").bounds)
+    assert given.bounds.device.type == "meta"
 
 
 def test_a_copy_of_a_search():

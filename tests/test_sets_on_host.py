@@ -7,6 +7,7 @@ import set_operators as cases
 import torch
 from cuda_on_host.build import NVCC
 from cuda_on_host.emulated import DEVICES, SEEDS
+from cuda_on_host.library import Counted
 from helpers import needs_native, per_token
 from launches import LAUNCHES
 from test_linear import CONFIGS, build, check, problem, staleness_of
@@ -42,27 +43,15 @@ class TestOperators(cases.OperatorTests):
 
 
 def test_launches_of_sets(on_host, library):
-    launches = {}
-
-    class Counted:
-        def __getattr__(self, name):
-            def run(*arguments):
-                library.stream(7, 0)
-                getattr(library, name)(*arguments)
-                assert library.launched_on(7)
-                launches[name] = max(launches.get(name, 0), library.launches())
-
-            return run
-
-    ops, sets = Counted(), cases.random_sets((2, 0, 520, 3), V=600)
+    ops, sets = Counted(library), cases.random_sets((2, 0, 520, 3), V=600)
     head = cases.head_of(sets, torch.float32, 8)
     cases.check_find_labels(ops, sets, cases.labels_of(sets))
     cases.check_move(ops, sets, torch.float32)
     cases.check_pass(ops, cases.Pass(sets, cases.values_of(sets), cases.PLAIN))
     cases.check_dweight(ops, sets, head, torch.float32)
     cases.check_head_pass(ops, sets, head, cases.PLAIN)
-    assert launches.keys() >= cases.OPERATORS
-    assert launches == {name: LAUNCHES[name] for name in launches}
+    assert ops.most.keys() >= cases.OPERATORS
+    assert ops.most == {name: LAUNCHES[name] for name in ops.most}
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -82,23 +82,6 @@ def test_kernels(compiled):
         assert narrow == [], f"{what}: narrow accesses in a loop"
 
 
-def test_registers_are_limited(compiled):
-    """Without a limit some versions of ptxas spill to fit one more program."""
-    assert all(kernel.get("limited", True) for kernel in compiled["kernels"])
-
-
-def test_only_rows_that_are_read_again_stay_in_the_cache(compiled):
-    if compiled["vendor"] != "cuda":
-        pytest.skip("the hint is read from NVIDIA's disassembly")
-    hints = {
-        kernel["variant"]: {name.split(".")[2] for name in kernel["in_loops"] if "LDG.E." in name}
-        for kernel in compiled["kernels"]
-        if kernel["kernel"] == "_row_pass_kernel" and kernel["in_loops"]
-    }
-    assert hints["torch.bfloat16"] == {"EF"}, "log-probs without a gradient"
-    assert hints["torch.bfloat16, softcap inf, everything False"] == {"EL", "EF"}
-
-
 def test_other_values_do_not_compile_again(compiled):
     """Options, numbers of tokens, addresses of their fields."""
     assert compiled["compiled_again"] == []

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import assert_rounded, assert_sums
 from helpers import INTERPRETED, KERNELS, case_with_sets, make_case, run_kernel
 from launches import LAUNCHES, CountLaunches
-from operands import options_of, tokens_of
+from many_tokens import check_log_probs, tokens
+from operands import call, options_of, tokens_of
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -54,14 +54,15 @@ def test_every_operator(launches, monkeypatch):
     """At most as many as in the table, by which the launches of a call are counted."""
     from bapo_kernels.backends.triton import prepare
 
-    case, searched = make_case((2, 6), 33, staleness=0.4), (*searched_tokens(12), options_of())
-    found = torch.empty(2), torch.empty(6, dtype=torch.float64)
+    case, found = make_case((2, 6), 33, staleness=0.4), (torch.empty(2), torch.empty(6).double())
     run_kernel(case, "triton")
     logits = case.logits.clone().requires_grad_().clone()
     bapo_loss(logits, *case.arguments(), backend="triton", inplace=True).loss.backward()
     bapo_loss(case.logits, *case.arguments(), backend="triton")
     run_kernel(case, "triton", config=BAPOConfig(ratio_level="sequence"))
-    torch_ops_of("triton").contributions(*searched, 0, torch.empty(1, 54, dtype=torch.float64))
+    searched = zip(("tokens", "present"), tokens_of(12, advantages=torch.ones(12)), strict=True)
+    known = dict(searched, log_probs=torch.zeros(12).double(), counted=torch.ones(12).bool())
+    call(torch_ops_of("triton"), "contributions", known, rank=0, table=torch.empty(1, 54).double())
     torch_ops_of("triton").solve(torch.rand(2, 54).double(), options_of(), *found)
     monkeypatch.setattr(prepare, "ALONE", 0)
     bapo_loss(case.logits, *case.arguments(), backend="triton")
@@ -129,20 +130,6 @@ def test_nothing_is_counted_where_the_divisor_is_given(launches, monkeypatch):
         assert launches["prepare"] == of_prepare
 
 
-def searched_tokens(N, of_sequences=False):
-    """What the search takes of tokens."""
-    g = torch.Generator().manual_seed(N)
-    log_probs = -3 * torch.rand(N, generator=g, dtype=torch.float64)
-    old = log_probs.float() + 0.4 * torch.randn(N, generator=g)
-    counted = torch.rand(N, generator=g) < 0.8
-    log_ratios = None
-    if of_sequences:
-        log_ratios = torch.randn(N, generator=g, dtype=torch.float64) * 0.3
-        log_ratios[::50], log_ratios[1::50] = -30.0, 21.0
-    fields = dict(advantages=torch.randn(N, generator=g), old_log_probs=old)
-    return log_probs, counted, log_ratios, *tokens_of(N, **fields)
-
-
 @pytest.fixture
 def few_programs(monkeypatch):
     """So that each of them takes several steps, the last of them in part."""
@@ -152,64 +139,24 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(launch, "MAX_PROGRAMS", 3)
 
 
-@pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("unclipped_only", [False, True])
-@pytest.mark.parametrize("of_sequences", [False, True])
-def test_search_of_many_tokens(few_programs, uniform, unclipped_only, of_sequences):
-    """As on the CPU, and the other ranks' rows of the table are 0."""
-    searched = searched_tokens(1_000, of_sequences)
-    chosen = dict(uniform_weight=uniform, unclipped_only=unclipped_only)
-    results, target = [], 0.5
-    for ops in map(torch_ops_of, ("cpu", "triton")):
-        table = torch.full((3, 54), torch.nan, dtype=torch.float64)
-        ops.contributions(*searched, options_of(**chosen), 1, table)
-        assert not table[::2].any()
-        if not results:  # reached between the third and the fourth upper point
-            neg, pos = table[1, 0], table[1, 18:20]
-            target = (pos / (neg + pos)).mean().item()
-        bounds, masses = torch.empty(2), torch.empty(6, dtype=torch.float64)
-        ops.search(*searched, options_of(**chosen, target=target), bounds, masses)
-        results.append((table, bounds, masses))
-    for got, expected in zip(*results, strict=True):
-        assert_sums(got, expected, 1_000)
-    assert results[0][1][1] == torch.tensor(1.35)
+POLICIES = {
+    "clip": dict(target=0.5, clip_ratio_c=3.0, kl_loss_coef=0.1),
+    "gradient": dict(contribution="gradient", token_weight="uniform", raise_first="lower"),
+    "cispo": dict(surrogate="cispo", target=0.5),
+    "sapo": dict(surrogate="sapo", sapo_tau_pos=0.75, sapo_tau_neg=1.625),
+    "mask": dict(surrogate="mask", target=0.5),
+}
 
 
-@pytest.mark.parametrize("given_masses", [False, True])
-@pytest.mark.parametrize("surrogate", SURROGATES)
-@pytest.mark.parametrize("own_bounds", [False, True])
-@pytest.mark.parametrize("of_sequences", [False, True])
-def test_loss_of_many_tokens(few_programs, given_masses, surrogate, own_bounds, of_sequences):
-    """The last program to finish reports for all, and leaves the ticket at 0 for the next call."""
-    N = 1_000
-    log_probs, counted, log_ratios, tokens, _ = searched_tokens(N, of_sequences)
-    fields = dict(advantages=tokens[0], old_log_probs=tokens[1], ref_log_probs=tokens[1] + 0.1)
-    bounds = torch.tensor([0.8, 1.3])
-    if own_bounds:
-        own = (bounds[:, None] + 0.4 * torch.rand(2, N) - 0.2).where(counted, torch.nan)
-        fields |= dict(lower=own[0], upper=own[1])
-    # Float32 represents tau, which the interpreter rounds to it.
-    terms = dict(clip_ratio_c=3.0, sapo_tau_pos=0.75, sapo_tau_neg=1.625, kl_loss_coef=0.1)
-    options = options_of(surrogate=SURROGATES[surrogate], entropy_coef=0.01, **terms)
-    entropy, weights = -log_probs, torch.rand(N, dtype=torch.float64)
-    masses = torch.rand(6, dtype=torch.float64) if given_masses else None
-    results = []
-    for name in ("triton", "triton", "cpu"):
-        ticket = torch.zeros(1, dtype=torch.int32)
-        made = [torch.full((N,), torch.nan, dtype=torch.float64) for _ in range(3)]
-        made += [torch.full((15,), torch.nan), torch.full((2, N), -1.0)]
-        dlog_probs, dentropy, dlog_ratios, report, outputs = made
-        torch_ops_of(name).token_loss(
-            *(log_probs, entropy, counted, torch.ones_like(counted), weights, log_ratios),
-            *(*tokens_of(N, **fields), None if own_bounds else bounds, masses, options),
-            *(ticket, report, dlog_probs, dentropy, outputs, dlog_ratios if of_sequences else None),
-        )
-        assert ticket.item() == 0
-        results.append(made)
-    torch.testing.assert_close(*results[:2], rtol=0, atol=0, equal_nan=True)
-    # In float32 the last one, in float64 exp and three products, on either side.
-    for got, expected in zip(*results[1:], strict=True):
-        assert_rounded(got, expected, 2 if got.dtype == torch.float32 else 8)
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_many_tokens(few_programs, name, level):
+    """With a search, and with bounds of tokens; the last program to finish reports for all."""
+    config, batch = BAPOConfig(ratio_level=level, **POLICIES[name]), tokens(4, 250)
+    own = 1 - 0.4 * torch.rand(4, 250), 1 + torch.rand(4, 250)
+    for bounds in (None, own) if config.has_bounds else (None,):
+        options = dict(config=config, bounds=bounds, ref_log_probs=batch[1] + 0.1)
+        check_log_probs("triton", *batch, **options)
 
 
 def test_arguments_are_checked_after_those_of_another_call():
@@ -242,15 +189,6 @@ def test_what_has_no_memory_is_waited_for(monkeypatch):
     out = bapo_loss(*wrapped, backend="triton")
     assert torch.equal(out.loss, bapo_loss(case.logits, *case.arguments(), backend="triton").loss)
     assert {type(each) for each in taken if isinstance(each, torch.Tensor)} == {torch.Tensor}
-
-
-def test_checked_calls_are_forgotten(monkeypatch):
-    from bapo_kernels.backends.triton import checks
-
-    monkeypatch.setattr(checks, "_MAX_KNOWN", 4)
-    for rows in range(1, 20):
-        torch_ops_of("triton").scale_(torch.ones(1, rows, 2), torch.tensor(1.0))
-    assert len(checks._known) <= 4
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

@@ -112,18 +112,6 @@ def test_rows_end_at_every_number_of_a_thread(dtype, vector):
         assert torch.equal(logits, scaled.to(dtype))
 
 
-def test_labels_before_the_first_row_and_behind_the_last():
-    """Are not read; the log-prob is NaN, and every column has a gradient."""
-    logits, _ = rows_and_labels(2, 130)
-    labels = torch.tensor([-1, 130], device=DEVICE)
-    found = statistics(logits, labels)
-    assert found[0].isnan().all()
-    dlog_probs = torch.ones(2, dtype=torch.float64, device=DEVICE)
-    got = gradient(logits, labels, found, dlog_probs, None)
-    log_p = logits.double().log_softmax(-1)
-    assert_rounded(got, -log_p.exp(), 4 - 2 * log_p)
-
-
 def test_several_labels_of_a_row():
     """Each has the bits of one alone, and so has its gradient if the others have none."""
     n, V, K = 5, 700, 130

@@ -90,3 +90,20 @@ class Library:
         except Exception as failure:
             self.failure = failure
         return self.failure is not None
+
+
+class Counted:
+    """The operators of a library, and the most launches of each, all on the current stream."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.most: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            self.library.stream(7, 0)
+            getattr(self.library, name)(*arguments)
+            assert self.library.launched_on(7)
+            self.most[name] = max(self.most.get(name, 0), self.library.launches())
+
+        return run
