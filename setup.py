@@ -289,7 +289,7 @@ class NativeBuild(build_ext):
             output = folder / f"{unit.name}.o"
             reads = ["-MD", "-MF", str(output.with_suffix(".d"))]
             source = ["-c", str(ROOT / unit.source), "-o", str(output)]
-            compile_unless_current([*command, *unit.flags, *reads, *source], output)
+            compile_unless_current([*command, *unit.flags, *source, *reads], output)
             return str(output)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -340,7 +340,7 @@ def compile_unless_current(command: list[str], output: Path) -> None:
     """Not again what this command has made of the same files."""
     made_by, depfile = output.with_suffix(".cmd"), output.with_suffix(".d")
     line = shlex.join(command)
-    if made_by.exists() and made_by.read_text() == line:
+    if made_by.exists() and depfile.exists() and made_by.read_text() == line:
         files = shlex.split(depfile.read_text().replace("\\\n", " ").partition(":")[2])
         made = output.stat().st_mtime_ns
         if all(os.path.exists(x) and os.stat(x).st_mtime_ns <= made for x in files):
