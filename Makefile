@@ -77,8 +77,6 @@ study: .venv/built
 bench: .venv/built
 	$(BIN)/python -m benchmarks run
 	$(BIN)/python -m benchmarks.trl_trainer
-	$(BIN)/python -m benchmarks.megatron_step
-	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks plot
 	$(BIN)/python -m benchmarks report
 
