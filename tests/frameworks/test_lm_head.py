@@ -189,22 +189,18 @@ def test_several_lora_adapters():
     for name, target in (("second", "lm_head"), ("elsewhere", "q_proj")):
         options = dict(r=3, lora_alpha=1, init_lora_weights=False)
         model.add_adapter(name, peft.LoraConfig(target_modules=[target], **options))
-    head, weights = LMHead.of(model), []
-    layer = model.lm_head
+    head, layer = LMHead.of(model), model.lm_head
     for names in (["default"], ["second"], ["default", "second"], ["elsewhere"]):
         model.base_model.set_adapter(names)
         _, got = assert_same_training(model)
-        assert all("lora_" in name for name in got)
         assert {name.split(".")[-2] for name in got} == set(names)
-        weights.append(head.weight.detach())
     assert head.weight is layer.base_layer.weight
-    assert len({tuple(weight.flatten().tolist()) for weight in weights}) == 4
 
     model.base_model.set_adapter(["default", "second"])
-    exact = exact_sum(layer)
+    exact, both = exact_sum(layer), head.weight.detach()
     model.merge_adapter()
     assert head.weight is layer.base_layer.weight
-    assert_within_budget("weight", weights[2], head.weight.detach(), exact)
+    assert_within_budget("weight", both, head.weight.detach(), exact)
     assert_own_log_probs(head, model)
     model.unmerge_adapter()
     with model.disable_adapter():
@@ -212,7 +208,7 @@ def test_several_lora_adapters():
         assert_own_log_probs(head, model)
     # What PEFT added and subtracted is rounded, twice for each adapter.
     inherited = 4 * EPS[torch.float32] * largest(exact)
-    assert_within_budget("weight", head.weight.detach(), weights[2], exact, inherited=inherited)
+    assert_within_budget("weight", head.weight.detach(), both, exact, inherited=inherited)
 
 
 def exact_sum(layer):
@@ -235,81 +231,30 @@ def test_lora_is_rounded_once():
     assert ((weight.double() - exact).abs() <= half * ulp).all()
 
 
-def test_dropout_of_lora():
-    """Training mode alone has it."""
-    model = lora(lora_dropout=0.1)
-    head = LMHead.of(model.eval())
-    assert_own_log_probs(head, model)
-    model.train()
-    for use in (lambda: LMHead.of(model), lambda: head.weight, lambda: head.bias):
-        with pytest.raises(ValueError, match=r"Linear with a dropout of 0\.1 in training mode"):
-            use()
-
-
-TWO_TOKENS = {"num_virtual_tokens": 2}
 RULE = "lm_head must have no adapter of its own but plain LoRA: merge it, disable it, or leave"
-HOOKS = "with hooks or another forward"
-CHANGED = [
-    (lambda layer: layer.lora_B.update({"default": torch.nn.Linear(2, V)}), "with lora_bias"),
-    (lambda layer: layer.register_forward_hook(print), HOOKS),
-    (lambda layer: setattr(layer, "forward", layer.base_layer.forward), HOOKS),
-    (lambda layer: layer.lora_B.default.register_forward_hook(print), "whose A and B are more"),
-    (lambda layer: setattr(layer, "base_layer", lora().lm_head), "around another adapter"),
-    (None, "with sharded weights"),
-]
-
-
-@pytest.mark.parametrize(("change", "got"), CHANGED)
-def test_changed_lora_on_the_head_raises(change, got, monkeypatch):
-    model = lora()
-    if change is None:
-        monkeypatch.setattr("bapo_kernels.lora.is_dtensor", lambda weight: True)
-    else:
-        change(model.lm_head)
-    with pytest.raises(ValueError, match=f"{RULE}.*got .*{got}"):
-        LMHead.of(model)
-
-
-OTHER_ADAPTERS = [
+OTHER_ADAPTERS = [  # and what takes the adapter away and brings it back
     ("LoHaConfig", {}, "peft.tuners.loha"),
     ("LoraConfig", {"use_dora": True}, "Linear with DoraLinearVariant"),
+    ("LoraConfig", {"lora_dropout": 0.1}, "Linear with a dropout of 0.1 in training mode"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options", "got"), OTHER_ADAPTERS)
 def test_adapter_on_the_head_raises(kind, options, got):
-    """It raises, also if it is added later, until it is merged or disabled."""
-    model = adapted(kind, target_modules=["lm_head"], **options)
-    rule = f"{RULE}.*got .*{got}"
-    with pytest.raises(ValueError, match=rule):
-        LMHead.of(model)
+    """It raises, also if it is added later, until it is merged, disabled or without dropout."""
+    model = adapted(kind, target_modules=["lm_head"], **options).train()
     with model.disable_adapter():
         head = LMHead.of(model)
         assert_own_log_probs(head, model)
-    for use in (lambda: head.weight, lambda: head.bias):
-        with pytest.raises(ValueError, match=rule):
+    for use in (lambda: LMHead.of(model), lambda: head.weight, lambda: head.bias):
+        with pytest.raises(ValueError, match=f"{RULE}.*got .*{got}"):
             use()
+    if "lora_dropout" in options:
+        assert_own_log_probs(LMHead.of(model.eval()), model)
     model.merge_adapter()
     assert_own_log_probs(head, model)
     with model.disable_adapter(), pytest.raises(ValueError, match=RULE):
         head.weight  # noqa: B018  PEFT has not unmerged it yet
-
-
-OF_THE_FORWARD = [
-    ("PromptTuningConfig", TWO_TOKENS, "the tokens alone: ['inputs_embeds']"),
-    ("PrefixTuningConfig", TWO_TOKENS, "the tokens alone: ['input_ids', 'past_key_values']"),
-    ("LoraConfig", {"alora_invocation_tokens": [3]}, "have no adapter that its own forward"),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "got"), OF_THE_FORWARD)
-def test_adapters_that_only_the_forward_applies_raise(kind, options, got):
-    """``decoder(tokens)`` would not apply them."""
-    peft = pytest.importorskip("peft")
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(family("Llama", num_key_value_heads=2), config)
-    with pytest.raises(ValueError, match=re.escape(got)):
-        LMHead.of(model)
 
 
 class FourBit(torch.nn.Linear):
@@ -329,29 +274,49 @@ def with_weight(weight):
     return layer
 
 
-HEADS = {  # or a change of a plain layer
-    "MLP": torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Linear(H, V)),
-    "4 bits": FourBit(H, V),
-    "bytes": with_weight(torch.zeros(V, H, dtype=torch.int8)),
-    "subclass of tensor": with_weight(torch.zeros(V, H).as_subclass(Quantised)),
-    "another forward": lambda layer: setattr(layer, "forward", torch.nn.Linear(H, V).forward),
-    "forward hook": lambda layer: layer.register_forward_hook(print),
-    "forward pre-hook": lambda layer: layer.register_forward_pre_hook(print),
-    "backward hook": lambda layer: layer.register_full_backward_hook(print),
-}
+PLAIN = "lm_head must be a plain torch.nn.Linear (otherwise"
+FLOATING = "lm_head must have a weight of floating point (otherwise"
+HEADS = [  # or a change of a plain layer
+    (torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Linear(H, V)), PLAIN),
+    (FourBit(H, V), PLAIN),
+    (with_weight(torch.zeros(V, H, dtype=torch.int8)), FLOATING),
+    (with_weight(torch.zeros(V, H).as_subclass(Quantised)), FLOATING),
+    (lambda layer: setattr(layer, "forward", torch.nn.Linear(H, V).forward), PLAIN),
+    (lambda layer: layer.register_forward_hook(print), PLAIN),
+    (lambda layer: layer.register_forward_pre_hook(print), PLAIN),
+    (lambda layer: layer.register_full_backward_hook(print), PLAIN),
+]
+OF_LORA = [
+    (lambda layer: layer.lora_B.update({"default": torch.nn.Linear(2, V)}), "with lora_bias"),
+    (lambda layer: layer.register_forward_hook(print), "with hooks or another forward"),
+    (lambda layer: setattr(layer, "forward", layer.base_layer.forward), "or another forward"),
+    (lambda layer: layer.lora_B.default.register_forward_hook(print), "whose A and B are more"),
+    (lambda layer: setattr(layer, "base_layer", lora().lm_head), "around another adapter"),
+    (None, "with sharded weights"),
+]
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_heads_that_are_not_plain_raise(kind):
-    model, head = CausalLM(), HEADS[kind]
+@pytest.mark.parametrize(("head", "rule"), HEADS)
+def test_heads_that_are_not_plain_raise(head, rule):
+    model = CausalLM()
     if isinstance(head, torch.nn.Module):
         model.lm_head = head
     else:
         head(model.lm_head)
-    rule = r"lm_head must (be a plain torch.nn.Linear|have a weight of floating point) \(otherwise"
     for given in (model, model.lm_head):
-        with pytest.raises(ValueError, match=rule):
+        with pytest.raises(ValueError, match=re.escape(rule)):
             LMHead.of(given)
+
+
+@pytest.mark.parametrize(("change", "got"), OF_LORA)
+def test_changed_lora_on_the_head_raises(change, got, monkeypatch):
+    model = lora()
+    if change is None:
+        monkeypatch.setattr("bapo_kernels.lora.is_dtensor", lambda weight: True)
+    else:
+        change(model.lm_head)
+    with pytest.raises(ValueError, match=f"{RULE}.*got .*{got}"):
+        LMHead.of(model)
 
 
 COLUMN = torch.tensor([3])
@@ -414,6 +379,46 @@ def test_models_that_do_something_else_raise(got, logits):
     assert dict(model.named_modules()) == modules, "the stand-ins are gone"
 
 
+def around_llama(kind, **options):
+    """PEFT that the model's own forward applies, and ``decoder(tokens)`` would not."""
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(family("Llama", num_key_value_heads=2), config)
+
+
+def base_model():
+    model = CausalLM().model
+    model.get_output_embeddings = lambda: None  # as transformers' base models do
+    return model
+
+
+def without_decoder():
+    class Nameless(CausalLM):
+        base_model = None
+
+    model = Nameless()
+    model.decoder = model._modules.pop("model")
+    return model
+
+
+NO_MODEL = "must be a causal language model, or its head, got"
+TWO = dict(num_virtual_tokens=2)
+MODELS = [
+    (lambda: "a name", NO_MODEL),
+    (base_model, NO_MODEL),
+    (without_decoder, "got Nameless: it has no decoder"),
+    (partial(around_llama, "PromptTuningConfig", **TWO), "tokens alone: ['inputs_embeds']"),
+    (partial(around_llama, "PrefixTuningConfig", **TWO), "alone: ['input_ids', 'past_key_values']"),
+    (partial(around_llama, "LoraConfig", alora_invocation_tokens=[3]), "that its own forward"),
+]
+
+
+@pytest.mark.parametrize(("make", "got"), MODELS)
+def test_other_models_raise(make, got):
+    with pytest.raises(ValueError, match=re.escape(got)):
+        LMHead.of(make())
+
+
 @pytest.mark.parametrize("where", ["model", "compiled", "PeftModel", "LoraModel", "within PEFT"])
 def test_hooks_on_the_model_raise(where):
     whole = family("Llama") if where in ("model", "compiled") else adapted()
@@ -427,15 +432,17 @@ def test_hooks_on_the_model_raise(where):
     LMHead.of(whole)
 
 
-def test_transforms_are_measured_exactly():
-    def tail(z, scale, cap):
-        return z * scale if cap is None else cap * torch.tanh(scale * z / cap)
+TAILS = [(1.0, None), (0.0625, None), (1 / 12, None), (1.0, 30.0), (3.7, 0.5)]
 
-    for scale, cap in ((1.0, None), (0.0625, None), (1 / 12, None), (1.0, 30.0), (3.7, 0.5)):
-        head = LMHead.of(CausalLM(tail=partial(tail, scale=scale, cap=cap)))
-        assert abs(head.logit_scale - scale) <= 5e-12 * scale  # it has twelve digits
-        assert head.final_logit_softcapping == cap
-    assert LMHead.of(CausalLM(tail=lambda z: z.mul_(3))).logit_scale == 3, "in place"
+
+@pytest.mark.parametrize(("scale", "cap"), TAILS)
+def test_transforms_are_measured_exactly(scale, cap):
+    def tail(z):
+        return z.mul_(scale) if cap is None else cap * torch.tanh(scale * z / cap)
+
+    head = LMHead.of(CausalLM(tail=tail))
+    assert abs(head.logit_scale - scale) <= 5e-12 * scale  # it has twelve digits
+    assert head.final_logit_softcapping == cap
 
 
 def test_layers_are_looked_up_at_every_use():
@@ -479,30 +486,18 @@ def test_layers_on_several_devices():
 
 def test_policy_of_the_documentation():
     """PolicyLoss of docs/distributed.md, in one process, against the model's own logits."""
-    model = family("Gemma2", **CAP)
+    model, A = family("Gemma2", **CAP), torch.tensor([1.0, -1.0])
     policy = recipe()(model, temperature=0.7)
     assert policy.config == BAPOConfig.paper(temperature=0.7, final_logit_softcapping=1.5)
     assert dict(policy.named_parameters()).keys() == dict(model.named_parameters("model")).keys()
-    out = policy(TOKENS, None, torch.tensor([1.0, -1.0]))
+    out = policy(TOKENS, None, A)
 
     def theirs(model):
         logits = model(input_ids=TOKENS).logits[:, :-1] / 0.7
-        out = reference.bapo_loss(logits, TOKENS[:, 1:], None, torch.tensor([1.0, -1.0]))
+        out = reference.bapo_loss(logits, TOKENS[:, 1:], None, A)
         return out.log_probs.detach(), gradients(model, out.loss.view(1, 1) * 2)
 
     (log_probs, truth), got = theirs(in_double(model)), gradients(model, out.loss.view(1, 1) * 2)
     of_log_probs, same = zip(*in_some_orders(partial(theirs, model)), strict=True)
     assert_within_budget("log_probs", out.log_probs, of_log_probs, log_probs)
     assert_gradients(got, same, truth, largest(log_probs))
-
-
-def test_other_objects_than_language_models_raise(monkeypatch):
-    model, base = CausalLM(), CausalLM().model
-    base.get_output_embeddings = lambda: None  # as transformers' base models do
-    for given in ("a name", base):
-        with pytest.raises(ValueError, match="must be a causal language model, or its head, got"):
-            LMHead.of(given)
-    monkeypatch.setattr(CausalLM, "base_model", None)
-    model.decoder = model._modules.pop("model")
-    with pytest.raises(ValueError, match="got CausalLM: it has no decoder"):
-        LMHead.of(model)
