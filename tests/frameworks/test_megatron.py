@@ -12,8 +12,6 @@ import torch.distributed as dist
 from helpers import EPS, assert_within_budget, needs_native
 from packaging.version import Version
 from parity import assert_gradients
-from torch.distributed.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from world import world
 
@@ -26,7 +24,6 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from bapo_kernels import (
     BAPOConfig,
@@ -68,36 +65,17 @@ class Norm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
-class Attention(torch.nn.Module):
-    """Attention over the sequences of both context-parallel ranks; Megatron's needs a GPU."""
-
-    def __init__(self, *_, **__):
-        super().__init__()
-
-    def forward(self, query, key, value, attention_mask, **_):
-        group = parallel_state.get_context_parallel_group()
-
-        def whole(x):
-            chunks = torch.cat(functional.all_gather(x, group)).chunk(4)
-            return torch.cat([chunks[i] for i in (0, 2, 3, 1)])  # rank 0 has the outer two
-
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, whole(key), whole(value)))
-        found = scaled_dot_product_attention(query, key, value, ~attention_mask)
-        return found.permute(2, 0, 1, 3).flatten(2)
-
-
 @functools.lru_cache(1)
-def make_groups(tensor, context):
+def make_groups(tensor):
     """Megatron's process groups, unless they are those of the call before."""
     parallel_state.destroy_model_parallel()
-    sizes = dict(context_parallel_size=context, distributed_timeout_minutes=1)
-    parallel_state.initialize_model_parallel(tensor, **sizes)
+    parallel_state.initialize_model_parallel(tensor, distributed_timeout_minutes=1)
 
 
 @contextlib.contextmanager
-def layout(tensor=1, context=1):
+def layout(tensor=1):
     """Megatron's process groups, without a GPU."""
-    make_groups(tensor, context)
+    make_groups(tensor)
     # Its tracker for inference keeps no state of a GPU's generator.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     with pytest.MonkeyPatch.context() as patch, _ForCuda():
@@ -111,7 +89,6 @@ def config_of(**options):
     """Of a tiny model in the present layout."""
     given = dict(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         num_layers=2, hidden_size=H, num_attention_heads=4, use_cpu_initialization=True,
         init_method_std=0.2, attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False,
         bias_activation_fusion=False, gradient_accumulation_fusion=False,
@@ -119,19 +96,17 @@ def config_of(**options):
     return TransformerConfig(**given | options)
 
 
-def layer_of(config):
-    """Megatron's layer, with this file's stand-ins for classes that need a GPU."""
+def layer_of_gpt():
+    """Megatron's layer, with this file's stand-in for a class that needs a GPU."""
     layer = gpt_layer_specs.get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    if config.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = Attention
     return layer
 
 
 def model_of(tied=False, dtype=torch.float32, last=True, fusion=False, **options):
     """A tiny model, with the same parameters in every layout."""
     config, further = config_of(**options), None
-    block = TransformerBlockSubmodules([layer_of(config)] * config.num_layers, Norm)
+    block = TransformerBlockSubmodules([layer_of_gpt()] * config.num_layers, Norm)
     if config.mtp_num_layers:
         make = gpt_layer_specs.get_gpt_mtp_block_spec
         further = make(config, block, use_transformer_engine=False)
@@ -179,29 +154,13 @@ def of_head_with_labels(model, inputs, arguments):
     return of_head(model, inputs, arguments, labels=arguments[0])
 
 
-def of_part(model, inputs, arguments):
-    """By the head, of this context-parallel rank's part of the sequences."""
-    names = "tokens", "positions", "attention_mask", "labels", "old", "advantages", "mask"
-    whole = {name: x.contiguous() for name, x in zip(names, inputs + arguments, strict=True)}
-    group = parallel_state.get_context_parallel_group()
-    one_size = {"is_hybrid_cp": False} if HAS_HOOK else {}
-    part = get_batch_on_this_cp_rank(whole, **one_size, cp_group=group)
-    tokens, positions, causal, *arguments = part.values()
-    counts = dict(process_group=group, batch_num_tokens=int(batch()[1][3].sum()))
-    head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG, **counts)
-    return head.forward(model, tokens, positions, causal).loss
-
-
 def found(model, output):
     """The loss and the gradients of parameters by name, summed over ranks as Megatron does."""
     loss = output(model, *batch())
     loss.backward()
-    summed, context = [], model.config.context_parallel_size > 1
     for parameter in model.parameters():
-        if getattr(parameter, "sequence_parallel", False) or context:
-            summed.append(parameter.grad)  # as by finalize_model_grads
-    for value in [*summed, *[loss.detach()] * context]:
-        dist.all_reduce(value)
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(parameter.grad)  # as finalize_model_grads does
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -213,26 +172,16 @@ def plain_rank(rank, tied):
         return same, found(model_of(tied, torch.float64), of_logits)
 
 
-def assert_found(got, same, truth):
-    """A loss is a mean of ratios times advantages."""
-    _, (_, old, advantages, _) = batch()
-    losses, gradients = zip(got, *same, truth, strict=True)
-    loss, *others, exact = losses
-    assert_within_budget("loss", loss, others, exact, largest(old) * largest(advantages))
-    got, *same, truth = gradients
-    assert_gradients(got, same, truth, largest(old))
-
-
-def layout_rank(rank, output, tensor=1, context=1, **options):
+def layout_rank(rank, **options):
     """What is found, and the dimension of the parameters that are shards."""
-    with layout(tensor, context=context):
+    with layout(tensor=2):
         model = model_of(**options)
         dimension = {
             name: parameter.partition_dim
             for name, parameter in model.named_parameters()
-            if tensor > 1 and getattr(parameter, "tensor_model_parallel", False)
+            if getattr(parameter, "tensor_model_parallel", False)
         }
-        return *found(model, output), dimension
+        return *found(model, of_head), dimension
 
 
 @pytest.fixture(scope="module")
@@ -241,30 +190,24 @@ def ranks(tmp_path_factory):
         yield two
 
 
-LAYOUTS = {
-    "tensor": (of_head, dict(tensor=2)),
-    "tensor, tied": (of_head, dict(tensor=2, tied=True)),
-    "sequence": (of_head, dict(tensor=2, sequence_parallel=True)),
-    "sequence, tied": (of_head, dict(tensor=2, sequence_parallel=True, tied=True)),
-    # Megatron's function divides the sequences: rank 0 has their outer two quarters.
-    "context": (of_part, dict(context=2)),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(ranks, name):
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallelism(ranks, sequence_parallel, tied):
     """Loss and gradients of each rank, of which some are shards along a dimension."""
-    output, options = LAYOUTS[name]
-    tied, results = "tied" in name, ranks.run(layout_rank, output, **options)
-    plain, dimension = ranks.run(plain_rank, tied)[0], results[0][2]
-    assert ("embedding.word_embeddings.weight" in dimension) == (name != "context")
-    assert ("output_layer.weight" in dimension) == (name != "context" and not tied)
+    results = ranks.run(layout_rank, sequence_parallel=sequence_parallel, tied=tied)
+    (same, truth), dimension = ranks.run(plain_rank, tied)[0], results[0][2]
+    assert "embedding.word_embeddings.weight" in dimension
+    assert ("output_layer.weight" in dimension) != tied
     shards = {
         key: torch.cat([gradients[key] for _, gradients, _ in results], at)
         for key, at in dimension.items()
     }
+    _, (_, old, advantages, _) = batch()
+    of_ratios = largest(old) * largest(advantages)  # a loss is a mean of these products
     for loss, gradients, _ in results:
-        assert_found((loss, gradients | shards), *plain)
+        assert_within_budget("loss", loss, [loss for loss, _ in same], truth[0], of_ratios)
+        plain = [gradients for _, gradients in same]
+        assert_gradients(gradients | shards, plain, truth[1], largest(old))
 
 
 def gradients_rank(rank, tied, wrapped, dtype, fusion):
@@ -350,7 +293,7 @@ def hybrid_of(**options):
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     config = config_of(**options)
-    layers = HybridStackSubmodules(attention_layer=layer_of(config))
+    layers = HybridStackSubmodules(attention_layer=layer_of_gpt())
     stack = ModuleSpec(HybridStack, {"post_layer_norm": False}, layers)
     torch.manual_seed(0)
     pattern = dict(hybrid_layer_pattern="**", position_embedding_type="learned_absolute")

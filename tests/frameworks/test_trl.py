@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ from bapo_kernels.tools.sum_order import SumOrder
 
 pytestmark = needs_native
 
-GUIDE = (Path(__file__).parents[2] / "docs/trl.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
 V = 2_000
 WORDS = ["<pad>", "<eos>", *"abcdefghijklmnop"]
 
@@ -279,8 +279,20 @@ SEARCHES = {
     "sets, KL, call": dict(temperature=0.8, bapo_scope="call", **SETS, **PLAIN_KL),
     "sets, log_probs, step": dict(entropy_coef=0.02, bapo_scope="step", **SETS),
 }
-# At fixed bounds, with a small vocabulary. Others: in test_policy_parity.py.
+# At fixed bounds, with a small vocabulary.
+SEQUENCE = dict(importance_sampling_level="sequence")
 FIXED = {
+    "dapo, on-policy": dict(num_iterations=1),  # without old log-probs
+    "grpo, sequence level, KL": dict(
+        loss_type="grpo", beta=0.1, use_bias_correction_kl=False, **SEQUENCE
+    ),
+    "bnpo, importance weights": dict(loss_type="bnpo", weights=True),
+    "dr_grpo, dual clip": dict(loss_type="dr_grpo", delta=1.75),
+    "luspo, sequence level, dual clip": dict(loss_type="luspo", delta=1.75, **SEQUENCE),
+    "cispo, KL with ratio": dict(loss_type="cispo", beta=0.1, use_bias_correction_kl=True),
+    # TRL rounds taus to float32.
+    "sapo": dict(loss_type="sapo", sapo_temperature_neg=1.25, beta=0.1, weights=True),
+    "sapo, sequence level": dict(loss_type="sapo", sapo_temperature_pos=1.5, **SEQUENCE),
     "dapo, with evaluations": dict(eval_strategy="steps", eval_steps=2),
     "KL with ratio, reference updated": dict(
         beta=0.1, use_bias_correction_kl=True, sync_ref_model=True, ref_model_sync_steps=2,
@@ -381,8 +393,9 @@ def test_searched_bounds(tmp_path, name):
 @pytest.mark.parametrize("name", FIXED)
 def test_fixed_bounds(tmp_path, name):
     """TRL's trainer as it is, which also generates."""
-    options, cispo = FEW | FIXED[name], FIXED[name].get("loss_type") == "cispo"
-    bounds = fixed_bounds(0.0 if cispo else 0.8, 1.28)
+    options, kind = FEW | FIXED[name], FIXED[name].get("loss_type")
+    cispo = kind == "cispo"
+    bounds = None if kind == "sapo" else fixed_bounds(0.0 if cispo else 0.8, 1.28)
     ours = trained(Ours, tmp_path, bapo_options=bounds, **options)
     options |= dict(epsilon_high=1.28) if cispo else dict(epsilon=0.2, epsilon_high=0.28)
     trls = [trained(TRLs, tmp_path, **options)]
@@ -395,12 +408,18 @@ def test_fixed_bounds(tmp_path, name):
     kinds = {name: name in options for name in ("experts", "lora")}
     start = weights_of(model(words=len(WORDS), **kinds))
     A = max(largest(x["advantages"]) for x in true.rollouts)
-    size = max(largest(x["old_per_token_logps"]) for x in true.rollouts)
+    size = size_of(true)
     for entry in ours.state.log_history:
         json.dumps(entry, allow_nan=False)
         for name in [name for name in entry if "bapo/" in name]:
             del entry[name]
     check_training(ours, trls, true, start, size * A)  # means of ratios times A
+
+
+def size_of(trainer):
+    """The largest log-prob, whose rounding is in every ratio."""
+    old = [x.get("old_per_token_logps") for x in trainer.rollouts]
+    return max(math.log(len(WORDS)) if x is None else largest(x) for x in old)
 
 
 TIMES = re.compile("time|runtime|per_second|flos")
@@ -409,7 +428,7 @@ TIMES = re.compile("time|runtime|per_second|flos")
 def check_training(ours, theirs, true, start, of_losses):
     """Loss by loss, metric by metric, and the weights that are trained."""
     runs = ours, *theirs, true
-    size = max(largest(x["old_per_token_logps"]) for x in true.rollouts)
+    size = size_of(true)
     assert len(ours.losses) >= 8
     losses, *same, truth = (torch.tensor(x.losses).double() for x in runs)
     assert_within_budget("losses", losses.float(), same, truth, of_losses)
@@ -479,7 +498,7 @@ def test_sampling_masks_that_do_not_fit_are_refused(tmp_path, change, options, m
 
 def test_guide_runs(tmp_path):
     """The first block of docs/trl.md, run as it stands."""
-    block = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL).group(1)
+    block = re.search(r"```python\n(.*?)```", (DOCS / "trl.md").read_text(), re.DOTALL).group(1)
     model().save_pretrained(tmp_path / "policy")
     tokenizer().save_pretrained(tmp_path / "policy")
     names = dict(model=str(tmp_path / "policy"), reward=reward, dataset=PROMPTS, folder=tmp_path)
@@ -488,6 +507,23 @@ def test_guide_runs(tmp_path):
     assert code != block
     exec(code, names)
     assert names["trainer"].state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "expected"),
+    [
+        ("trl.md", "## CISPO, SAPO and GSPO", BAPOConfig.fixed(0.0, 5.0, surrogate="cispo")),
+        ("migrating.md", "After, the same loss in `BAPOTrainer`", BAPOConfig.fixed(0.8, 1.28)),
+    ],
+)
+def test_fixed_bounds_of_the_docs(page, heading, expected):
+    """The options that are TRL's CISPO with ``epsilon_high=5.0``, and DAPO's bounds."""
+    text = (DOCS / page).read_text()
+    block = re.search(r"```python\n(.*?)```", text.partition(heading)[2], re.DOTALL).group(1)
+    code = block.replace("output_dir=folder", "output_dir='out', use_cpu=True, bf16=False")
+    names = dict(BAPOTrainerConfig=BAPOTrainerConfig)
+    exec(code, names)
+    assert bapo_config(names["args"]) == replace(expected, kl_loss_type="k3")
 
 
 OF_GRADIENT = {"contribution": "gradient"}
