@@ -31,6 +31,7 @@ from bapo_kernels.tools.budget import largest
 
 pytestmark = needs_native
 ROOT = Path(__file__).parents[2]
+HAS_TRINITY = find_spec("trinity") is not None
 AUTHORS = json.loads((ROOT / "tests/data/authors_recipe.json").read_text())["cases"]
 
 
@@ -75,7 +76,7 @@ def stand_ins(monkeypatch):
     """Of Trinity, and of Megatron for slime."""
     kind = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
     registry = Namespace(register_module=lambda name: lambda made: {"bapo": made}[name])
-    if not find_spec("trinity"):
+    if not HAS_TRINITY:
         name = "trinity.algorithm.policy_loss_fn"
         stand_in(monkeypatch, name, PolicyLossFn=kind, POLICY_LOSS_FN=registry)
     test_slime.megatron(monkeypatch)
@@ -88,7 +89,7 @@ def openrlhf_loss(tokens, level="token", **options):
 
 
 def roll_loss(tokens, level="token", **options):
-    unmasked, options = float((tokens[-1] != 0).sum()), options | dict(ratio_level=level)
+    unmasked, options = tokens[-1].sum().clamp(min=1), options | dict(ratio_level=level)
     return bapo_pg_loss(*tokens, "token-mean", unmasked, options=options)
 
 
@@ -375,13 +376,13 @@ TRINITY = {
 }
 
 
+@pytest.mark.skipif(not HAS_TRINITY, reason="needs Trinity-RFT")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", TRINITY)
 def test_trinitys_own_losses(kind, mode):
     """Through the names of the trainer, with which Trinity calls a loss."""
-    if not find_spec("trinity"):
-        pytest.skip("needs Trinity-RFT")
-    registry = pytest.importorskip("trinity.algorithm.policy_loss_fn").POLICY_LOSS_FN
+    from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN as registry  # noqa: N811
+
     if "bapo" not in registry.modules:
         trinity.register()
     arguments = dict(loss_agg_mode=mode, clip_range_low=LOW, clip_range_high=HIGH)

@@ -352,6 +352,11 @@ class Base(torch.nn.Module):
         return None
 
 
+def hooked(whole, inner=""):
+    whole.get_submodule(inner).register_forward_hook(lambda *_: None)
+    return whole
+
+
 PLAIN = "lm_head must be a plain torch.nn.Linear (otherwise"
 FLOATING = "lm_head must have a weight of floating point (otherwise"
 NO_MODEL = "must be a causal language model, or its head, got"
@@ -373,7 +378,14 @@ OF_LORA = [
     (lambda layer: setattr(layer, "base_layer", lora().lm_head), "around another adapter"),
 ]
 TWO = dict(num_virtual_tokens=2)
+NO_HOOKS = "model must have no hooks (otherwise"
 REFUSED = [
+    (lambda: hooked(family("Llama")), (NO_HOOKS, "lambda")),
+    (lambda: hooked(torch.compile(family("Llama"))), (NO_HOOKS, "lambda")),
+    *(
+        (lambda inner=inner: hooked(adapted(), inner), (NO_HOOKS, "lambda"))
+        for inner in ("", "base_model", "base_model.model")
+    ),
     *((partial(with_head, head), (rule,)) for head, rule in HEADS),
     *((lambda head=head: with_head(head).lm_head, (rule,)) for head, rule in HEADS),
     *((partial(with_head, change, lora), (RULE, got)) for change, got in OF_LORA),
@@ -401,19 +413,6 @@ def test_sharded_lora_raises(monkeypatch):
     monkeypatch.setattr("bapo_kernels.lora.is_dtensor", lambda weight: True)
     with pytest.raises(ValueError, match=f"{RULE}.*with sharded weights"):
         LMHead.of(lora())
-
-
-@pytest.mark.parametrize("where", ["model", "compiled", "PeftModel", "LoraModel", "within PEFT"])
-def test_hooks_on_the_model_raise(where):
-    whole = family("Llama") if where in ("model", "compiled") else adapted()
-    whole = torch.compile(whole) if where == "compiled" else whole
-    inner = {"LoraModel": "base_model", "within PEFT": "base_model.model"}.get(where, "")
-    hooked = whole.get_submodule(inner)
-    handle = hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"model must have no hooks \(otherwise .* got .*lambda"):
-        LMHead.of(whole)
-    handle.remove()
-    LMHead.of(whole)
 
 
 TAILS = [(1.0, None), (0.0625, None), (1 / 12, None), (1.0, 30.0), (3.7, 0.5)]
