@@ -61,6 +61,7 @@ LOSSES = [
     (dict(preset="paper", target=0.6), BAPOConfig(target=0.6)),
     (dict(target=1.3), BAPOConfig.recipe(target=1.3)),
     (dict(adv_ratio_target=0.5, **AUTHORS), BAPOConfig.recipe(target=0.5, **AUTHORS)),
+    (dict(preset="paper", adv_ratio_target=0.5), BAPOConfig(target=0.5, target_kind="ratio")),
     (dict(target=1.1, surrogate="vanilla"), BAPOConfig.recipe(target=1.1)),
     (dict(target=1.1, surrogate="gspo"), BAPOConfig.recipe(target=1.1, ratio_level="sequence")),
     (dict(target=1.1, surrogate="cispo"), BAPOConfig.recipe(target=1.1, surrogate="cispo")),
