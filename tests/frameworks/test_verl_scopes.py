@@ -64,9 +64,8 @@ def test_training(worlds, tmp_path, scope):
                 got = torch.tensor(metrics[f"actor/{name}"], dtype=torch.float32)
                 others = [made[n]["metrics"][name] for made, _ in same]
                 # The steps before have their roundings, too.
-                assert_within_budget(
-                    name, torch.tensor(got).float(), others, exact, len(steps) * size
-                )
+                exact, operand = step["metrics"][name].double(), len(steps) * size
+                assert_within_budget(name, got, others, exact, operand)
             assert all(value == value for value in metrics.values()), "no NaN"
         of_orders = [parameters for _, parameters in same]
         assert_trained(full, of_orders, parameters, before, len(steps), size)
