@@ -283,9 +283,7 @@ SEARCHES = {
 SEQUENCE = dict(importance_sampling_level="sequence")
 FIXED = {
     "dapo, on-policy": dict(num_iterations=1),  # without old log-probs
-    "grpo, sequence level, KL": dict(
-        loss_type="grpo", beta=0.1, use_bias_correction_kl=False, **SEQUENCE
-    ),
+    "grpo, sequence level, KL": dict(loss_type="grpo", **SEQUENCE, **PLAIN_KL),
     "bnpo, importance weights": dict(loss_type="bnpo", weights=True),
     "dr_grpo, dual clip": dict(loss_type="dr_grpo", delta=1.75),
     "luspo, sequence level, dual clip": dict(loss_type="luspo", delta=1.75, **SEQUENCE),
