@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -62,10 +62,7 @@ SIZES = dict(
 )  # fmt: skip
 
 
-LORA = dict(target_modules=["lm_head"], r=2, init_lora_weights=False)
-
-
-def model(dtype=torch.float32, words=V, experts=False, lora=False):
+def model(dtype=torch.float32, words=V, experts=False):
     torch.manual_seed(0)
     if experts:
         few = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
@@ -77,9 +74,6 @@ def model(dtype=torch.float32, words=V, experts=False, lora=False):
     with torch.no_grad():  # a head that prefers the known words, and some of these to others
         made.lm_head.weight.mul_(20)
         made.lm_head.weight[len(WORDS) :].mul_(0.1)
-    if lora:
-        peft = pytest.importorskip("peft")
-        made = peft.get_peft_model(made, peft.LoraConfig(**LORA))
     return made.to(dtype)
 
 
@@ -279,18 +273,9 @@ SEARCHES = {
     "sets, KL, call": dict(temperature=0.8, bapo_scope="call", **SETS, **PLAIN_KL),
     "sets, log_probs, step": dict(entropy_coef=0.02, bapo_scope="step", **SETS),
 }
-# At fixed bounds, with a small vocabulary.
-SEQUENCE = dict(importance_sampling_level="sequence")
+# At fixed bounds, with a small vocabulary. Others: in test_policy_parity.py.
 FIXED = {
     "dapo, on-policy": dict(num_iterations=1),  # without old log-probs
-    "grpo, sequence level, KL": dict(loss_type="grpo", **SEQUENCE, **PLAIN_KL),
-    "bnpo, importance weights": dict(loss_type="bnpo", weights=True),
-    "dr_grpo, dual clip": dict(loss_type="dr_grpo", delta=1.75),
-    "luspo, sequence level, dual clip": dict(loss_type="luspo", delta=1.75, **SEQUENCE),
-    "cispo, KL with ratio": dict(loss_type="cispo", beta=0.1, use_bias_correction_kl=True),
-    # TRL rounds taus to float32.
-    "sapo": dict(loss_type="sapo", sapo_temperature_neg=1.25, beta=0.1, weights=True),
-    "sapo, sequence level": dict(loss_type="sapo", sapo_temperature_pos=1.5, **SEQUENCE),
     "dapo, with evaluations": dict(eval_strategy="steps", eval_steps=2),
     "KL with ratio, reference updated": dict(
         beta=0.1, use_bias_correction_kl=True, sync_ref_model=True, ref_model_sync_steps=2,
@@ -308,7 +293,6 @@ FIXED = {
     "sampling": dict(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1),
     "uneven window": dict(gradient_accumulation_steps=2, steps_per_generation=3, num_generations=4),
     "float32 head": dict(cast_lm_head_to_fp32=True, disable_dropout=True),
-    "LoRA on the head": dict(lora=True, learning_rate=0.5),
 }  # fmt: skip
 TARGET = {"paper": 0.62, "recipe": 1.5}
 FEW = dict(words=len(WORDS), learning_rate=0.05)
@@ -316,10 +300,10 @@ FEW = dict(words=len(WORDS), learning_rate=0.05)
 
 def trainer_of(
     kind, folder, rollouts=None, dtype=torch.float32, search=None, weights=False, words=V,
-    experts=False, lora=False, rollout_func=None, **options,
+    experts=False, rollout_func=None, **options,
 ):  # fmt: skip
     """With ``search`` it has these options besides the target of its preset."""
-    policy, preset = model(dtype, words, experts, lora), options.get("bapo_preset", "paper")
+    policy, preset = model(dtype, words, experts), options.get("bapo_preset", "paper")
     policy.config._name_or_path = str(folder / "model")  # where the KL's reference comes from
     policy.save_pretrained(folder / "model")
     search = None if search is None else dict(target=TARGET[preset]) | search
@@ -393,9 +377,8 @@ def test_searched_bounds(tmp_path, name):
 @pytest.mark.parametrize("name", FIXED)
 def test_fixed_bounds(tmp_path, name):
     """TRL's trainer as it is, which also generates."""
-    options, kind = FEW | FIXED[name], FIXED[name].get("loss_type")
-    cispo = kind == "cispo"
-    bounds = None if kind == "sapo" else fixed_bounds(0.0 if cispo else 0.8, 1.28)
+    options, cispo = FEW | FIXED[name], FIXED[name].get("loss_type") == "cispo"
+    bounds = fixed_bounds(0.0 if cispo else 0.8, 1.28)
     ours = trained(Ours, tmp_path, bapo_options=bounds, **options)
     options |= dict(epsilon_high=1.28) if cispo else dict(epsilon=0.2, epsilon_high=0.28)
     trls = [trained(TRLs, tmp_path, **options)]
@@ -405,8 +388,7 @@ def test_fixed_bounds(tmp_path, name):
             trls.append(trained(TRLs, tmp_path, given, **options))
     exact = dict(cast_lm_head_to_fp32=False, rollouts=in_double(given), dtype=torch.float64)
     true = trained(TRLs, tmp_path, **(options | exact))
-    kinds = {name: name in options for name in ("experts", "lora")}
-    start = weights_of(model(words=len(WORDS), **kinds))
+    start = weights_of(model(words=len(WORDS), experts="experts" in options))
     A = max(largest(x["advantages"]) for x in true.rollouts)
     size = size_of(true)
     for entry in ours.state.log_history:
@@ -506,23 +488,6 @@ def test_guide_runs(tmp_path):
     assert code != block
     exec(code, names)
     assert names["trainer"].state.global_step == 1
-
-
-@pytest.mark.parametrize(
-    ("page", "heading", "expected"),
-    [
-        ("trl.md", "## CISPO, SAPO and GSPO", BAPOConfig.fixed(0.0, 5.0, surrogate="cispo")),
-        ("migrating.md", "After, the same loss in `BAPOTrainer`", BAPOConfig.fixed(0.8, 1.28)),
-    ],
-)
-def test_fixed_bounds_of_the_docs(page, heading, expected):
-    """The options that are TRL's CISPO with ``epsilon_high=5.0``, and DAPO's bounds."""
-    text = (DOCS / page).read_text()
-    block = re.search(r"```python\n(.*?)```", text.partition(heading)[2], re.DOTALL).group(1)
-    code = block.replace("output_dir=folder", "output_dir='out', use_cpu=True, bf16=False")
-    names = dict(BAPOTrainerConfig=BAPOTrainerConfig)
-    exec(code, names)
-    assert bapo_config(names["args"]) == replace(expected, kl_loss_type="k3")
 
 
 OF_GRADIENT = {"contribution": "gradient"}
@@ -707,10 +672,46 @@ def test_without_args(tmp_path, monkeypatch):
     assert all(part in card for part in parts)
 
 
-def test_an_adapter_of_the_head_is_left_to_trl():
-    """But for LoRA without dropout: see the trainings."""
+# Heads that an adapter or TRL has changed; for the gradients of LoRA see test_lm_head.py.
+
+TOKENS = torch.arange(12).view(2, 6)
+LABELS = TOKENS[:, -3:]
+
+
+def log_probs_of_head(model):
+    def head(hidden, weight, bias):
+        assert hidden.dtype == weight.dtype
+        return linear_log_probs(hidden, weight, LABELS, bias=bias)[0]
+
+    return model(input_ids=TOKENS, bapo_head=head, bapo_tokens=3)
+
+
+def log_probs_of_logits(model):
+    log_p = model(input_ids=TOKENS).logits[:, -4:-1].log_softmax(-1)
+    return log_p.gather(-1, LABELS[..., None]).squeeze(-1)
+
+
+def with_lora(**options):
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model(), peft.LoraConfig(**LORA, lora_dropout=0.1))
+    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False, **options)
+    return peft.get_peft_model(model(), config)
+
+
+def test_lora_is_summed_at_each_use():
+    adapted = with_lora()
+    exact = copy.deepcopy(adapted).double()
+    add_head(adapted, arguments("out"))
+    for _ in range(2):
+        same = in_some_orders(lambda: log_probs_of_logits(adapted))
+        got, truth = log_probs_of_head(adapted), log_probs_of_logits(exact)
+        assert_within_budget("log_probs", got, same, truth)
+        with torch.no_grad():
+            for made in (adapted, exact):
+                next(p for p in made.parameters() if p.requires_grad).mul_(2)
+
+
+def test_another_adapter_of_the_head_is_left_to_trl():
+    adapted = with_lora(lora_dropout=0.1)
     with pytest.warns(UserWarning, match=r"bapo_head is 'trl', .*adapter.*a dropout of 0\.1"):
         assert add_head(adapted, arguments("out")) is None
     with pytest.raises(ValueError, match="adapter"):
@@ -718,24 +719,16 @@ def test_an_adapter_of_the_head_is_left_to_trl():
 
 
 def test_a_head_in_float32():
-    """Of a model in bfloat16, with the forward that TRL sets."""
-    made, ids = model(torch.bfloat16), torch.arange(12).view(2, 6)
+    made = model(torch.bfloat16)
     made.lm_head = made.lm_head.float()
 
-    def product(hidden, dtype=torch.float32):
+    def product(hidden, dtype=torch.float32):  # as TRL sets it
         return torch.nn.functional.linear(hidden.to(dtype), made.lm_head.weight.to(dtype))
 
-    def theirs(dtype=torch.float32):
-        made.lm_head.forward = functools.partial(product, dtype=dtype)
-        log_p = made(input_ids=ids).logits[:, -4:-1].log_softmax(-1)
-        return log_p.gather(-1, ids[:, -3:, None]).squeeze(-1)
-
-    def head(hidden, weight, bias):
-        assert hidden.dtype == weight.dtype == torch.float32
-        return linear_log_probs(hidden, weight, ids[:, -3:], bias=bias)[0]
-
-    truth, same, forward = theirs(torch.float64), in_some_orders(theirs), made.lm_head.forward
+    made.lm_head.forward = functools.partial(product, dtype=torch.float64)
+    truth = log_probs_of_logits(made)
+    made.lm_head.forward = product
+    same = in_some_orders(lambda: log_probs_of_logits(made))
     add_head(made, arguments("out", cast_lm_head_to_fp32=True))
-    got = made(input_ids=ids, bapo_head=head, bapo_tokens=3)
-    assert_within_budget("log_probs", got, same, truth)
-    assert made.lm_head.forward is forward
+    assert_within_budget("log_probs", log_probs_of_head(made), same, truth)
+    assert made.lm_head.forward is product
