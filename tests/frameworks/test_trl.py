@@ -295,7 +295,7 @@ FIXED = {
     "float32 head": dict(cast_lm_head_to_fp32=True, disable_dropout=True),
 }  # fmt: skip
 TARGET = {"paper": 0.62, "recipe": 1.5}
-FEW = dict(words=len(WORDS), learning_rate=0.05)
+FEW = dict(words=len(WORDS), learning_rate=0.05, same_draws=True)
 
 
 def trainer_of(
@@ -320,9 +320,10 @@ def trainer_of(
     return made.start(rollouts, weights, getattr(BAPOConfig, preset)(**search))
 
 
-def trained(*args, **options):
+def trained(*args, same_draws=False, **options):
     trainer = trainer_of(*args, **options)
-    torch.manual_seed(0)
+    if same_draws:  # of trainers that generate themselves
+        torch.manual_seed(0)
     trainer.train()
     return trainer
 
