@@ -61,16 +61,16 @@ CORRECTIONS = {
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("token_level_loss", [True, False])
+@pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("counts", [{}, COUNTS])
-def test_search(correction, token_level_loss, counts):
+def test_search(correction, per_token, counts):
     """The weights of a correction are factors, and change neither divisor nor decision."""
-    tokens, options = tokens_of_data(torch.float32), dict(dual_clip=2.5, options=SEARCH)
-    options |= {f"is_correction_{name}": x for name, x in CORRECTIONS[correction].items()}
-    function = PolicyLoss(**CLIP, token_level_loss=token_level_loss, **options)
-    logp, *others = tokens.values()
-    mode = "token-mean" if token_level_loss else "seq-mean-token-mean"
-    config = BAPOConfig.paper(clip_ratio_c=2.5, loss_agg_mode=mode, **SEARCH)
+    options = {f"is_correction_{name}": x for name, x in CORRECTIONS[correction].items()}
+    options |= dict(token_level_loss=per_token, dual_clip=2.5, options=SEARCH)
+    function = PolicyLoss(**CLIP, **options)
+    logp, *others = tokens_of_data(torch.float32).values()
+    mode = "token-mean" if per_token else "seq-mean-token-mean"
+    config, uppers = BAPOConfig.paper(clip_ratio_c=2.5, loss_agg_mode=mode, **SEARCH), set()
 
     def theirs(leaf):
         old, A, mask, rollout = (x.to(leaf) for x in others)
@@ -80,32 +80,24 @@ def test_search(correction, token_level_loss, counts):
             assert 0 < (weights == 0).sum() < weights.numel() or correction == "TIS"
             given["rollout_is_weights"] = weights
         out = reference.bapo_loss_from_log_probs(leaf, old, A, mask, **given)
-        assert out.bounds.upper > 1.2, "the case must need a search"
-        uppers.append(out.bounds.upper)
+        uppers.add(out.bounds.upper.item())
         return out.loss, dict(clip_ratio=out.metrics["pg_clipfrac"])
 
-    uppers = []
     compare(partial(outputs, function, others, counts), theirs, logp)
-    assert {function.metrics["bapo_clip_high"].item()} == {upper.item() for upper in uppers}
+    assert {function.metrics["bapo_clip_high"].item()} == uppers
+    assert min(uppers) > 1.2, "the case must need a search"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rejected_and_masked_tokens(dtype):
-    """A ratio that overflows is rejected, and masked tokens may hold anything."""
-    tokens = tokens_of_data(dtype)
+def test_rejected_tokens():
+    """Also where the ratio overflows."""
     function = PolicyLoss(is_correction_level="token", options=FIXED)
-    logp, *others = tokens.values()
-    ours = partial(outputs, function, others, {})
-    expected = found(ours, logp)
-    row, column = expected.gradient.nonzero()[0].tolist()
-    masked = tokens["action_mask"] == 0
-    for name in ("log_probs", "old_log_probs", "advantages", "rollout_log_probs"):
-        tokens[name][masked] = torch.nan
-    torch.testing.assert_close(found(ours, logp), expected, rtol=0, atol=0)
-    tokens["rollout_log_probs"][row, column] = -1000.0
-    got = found(ours, logp)
+    logp, *others, rollout = tokens_of_data(torch.float32).values()
+    run = partial(found, partial(outputs, function, (*others, rollout), {}), logp)
+    row, column = run().gradient.nonzero()[0]
+    rollout[row, column] = -1000.0
+    got = run()
     assert got.gradient[row, column] == 0
-    assert torch.isfinite(got.gradient).all()
+    assert got.gradient.isfinite().all()
     assert got.loss.isfinite()
 
 

@@ -1,25 +1,21 @@
-"""Real TRL training against TRL's own loss at the bounds that the paper's loop finds.
+"""Real TRL training against TRL's own loss, at fixed bounds and at those of the paper's loop."""
 
-At fixed bounds every option of ``GRPOConfig`` is compared with TRL's ``GRPOTrainer``.
-"""
-
+import contextlib
 import copy
 import functools
 import json
 import math
 import os
 import re
-import runpy
 import warnings
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
 from helpers import allowed_by, assert_within_budget, fixed_bounds, needs_native
-from parity import assert_gradient, assert_trained
+from parity import assert_trained
 from world import world
 
 pytest.importorskip("trl")
@@ -47,7 +43,7 @@ from bapo_kernels.tools.sum_order import SumOrder
 
 pytestmark = needs_native
 
-GUIDE = (Path(__file__).parents[2] / "docs/trl.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
 V = 2_000
 WORDS = ["<pad>", "<eos>", *"abcdefghijklmnop"]
 
@@ -104,8 +100,7 @@ class Recorder:
 
     def start(self, rollouts=None, weights=False):
         self.given, self.weights = rollouts, weights
-        self.rollouts, self.losses, self.decided, self.logged = [], [], [], []
-        self.operands = []
+        self.rollouts, self.losses, self.decided, self.operands = [], [], [], []
         return self
 
     def _generate_and_score_completions(self, inputs):
@@ -141,11 +136,21 @@ class Ours(Recorder, BAPOTrainer):
         super()._log_metrics(out, *args)
 
 
+class TRLs(Recorder, GRPOTrainer):
+    pass
+
+
 LOGGED = ("clip_low", "clip_high", "pos_share", "pos_share_start", "pos_share_max", "saturated")
 
 
-class Plain(Recorder, GRPOTrainer):
+class Searching(TRLs):
     """TRL's own loss of materialised logits, at the bounds that the paper's loop finds."""
+
+    def start(self, rollouts, weights, config):
+        self.search_config, self.scope, self.seen = config, self.args.bapo_scope, []
+        self.bounds = [0.6, 1.2]
+        self.metrics = {"clip_low": 0.6, "clip_high": 1.2}  # before the first decision
+        return super().start(rollouts, weights)
 
     def log_probs(self, model, inputs):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -201,7 +206,8 @@ class Plain(Recorder, GRPOTrainer):
         if self.scope == "call":
             self.decide([part])
         self.decided.append(self.bounds)
-        self.logged.append(self.metrics)
+        for name, value in self.metrics.items():
+            self._metrics["train"][f"bapo/{name}"].append(value)
         low, high = self.bounds
         cispo = self.loss_type == "cispo"  # whose epsilon_high is the bound itself
         self.epsilon_low, self.epsilon_high = 1 - low, high if cispo else high - 1
@@ -249,7 +255,7 @@ CAPPED = dict(ratio_upper_max=1.5)  # TRL caps the ratios of positive advantages
 WITHOUT_LOWER = dict(ratio_lower_start=0.0, ratio_lower_max=0.0)  # as TRL's CISPO
 MASKED = dict(top_entropy_quantile=0.5, off_policy_mask_threshold=0.05)
 SCOPES = ("call", "step", "lagged")
-CASES = {
+SEARCHES = {
     "dapo, lagged": dict(bapo_scope="lagged"),
     "grpo, recipe, step": dict(loss_type="grpo", bapo_preset="recipe", bapo_scope="step"),
     "bnpo, KL, call": dict(loss_type="bnpo", bapo_scope="call", **PLAIN_KL),
@@ -267,156 +273,63 @@ CASES = {
     "sets, KL, call": dict(temperature=0.8, bapo_scope="call", **SETS, **PLAIN_KL),
     "sets, log_probs, step": dict(entropy_coef=0.02, bapo_scope="step", **SETS),
 }
+# At fixed bounds, with a small vocabulary. Others: in test_policy_parity.py.
+FIXED = {
+    "dapo, on-policy": dict(num_iterations=1),  # without old log-probs
+    "dapo, with evaluations": dict(eval_strategy="steps", eval_steps=2),
+    "KL with ratio, reference updated": dict(
+        beta=0.1, use_bias_correction_kl=True, sync_ref_model=True, ref_model_sync_steps=2,
+        ref_model_mixup_alpha=0.5,
+    ),
+    "adaptive entropy": dict(
+        use_adaptive_entropy=True, entropy_target=1.7, entropy_coef_delta=0.1, entropy_coef=0.1
+    ),
+    "tokens of high entropy": dict(top_entropy_quantile=0.4, entropy_coef=0.1, beta=0.1),
+    "off-policy mask, importance weights": dict(
+        off_policy_mask_threshold=0.4, weights=True, loss_type="cispo", top_entropy_quantile=0.7
+    ),
+    "router losses": dict(experts=True, router_aux_loss_coef=0.5),
+    "truncated completions": dict(mask_truncated_completions=True, loss_type="grpo"),
+    "sampling": dict(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1),
+    "uneven window": dict(gradient_accumulation_steps=2, steps_per_generation=3, num_generations=4),
+    "float32 head": dict(cast_lm_head_to_fp32=True, disable_dropout=True),
+}  # fmt: skip
+TARGET = {"paper": 0.62, "recipe": 1.5}
+FEW = dict(words=len(WORDS), learning_rate=0.05, same_draws=True)
 
 
-def trainer_of(kind, folder, policy=None, config=BAPOTrainerConfig, **options):
-    policy, rollout_func = policy or model(), options.pop("rollout_func", None)
+def trainer_of(
+    kind, folder, rollouts=None, dtype=torch.float32, search=None, weights=False, words=V,
+    experts=False, rollout_func=None, **options,
+):  # fmt: skip
+    """With ``search`` it has these options besides the target of its preset."""
+    policy, preset = model(dtype, words, experts), options.get("bapo_preset", "paper")
     policy.config._name_or_path = str(folder / "model")  # where the KL's reference comes from
     policy.save_pretrained(folder / "model")
-    args = config(output_dir=str(folder), **(STANDARD | options))
+    search = None if search is None else dict(target=TARGET[preset]) | search
+    if search is not None and kind is Ours:
+        options["bapo_options"] = search
     data = dict(train_dataset=PROMPTS, eval_dataset=PROMPTS.select(range(2)))
     others = dict(processing_class=tokenizer(), rollout_func=rollout_func)
-    return kind(model=policy, reward_funcs=reward, args=args, **data, **others)
+    made = kind(policy, reward, arguments(folder, **options), **data, **others)
+    if made.beta:
+        made.ref_model.to(dtype)
+    if kind is not Searching:
+        return made.start(rollouts, weights)
+    search |= {"clip_ratio_c": options["delta"]} if "delta" in options else {}
+    return made.start(rollouts, weights, getattr(BAPOConfig, preset)(**search))
+
+
+def trained(*args, same_draws=False, **options):
+    trainer = trainer_of(*args, **options)
+    if same_draws:  # of trainers that generate themselves
+        torch.manual_seed(0)
+    trainer.train()
+    return trainer
 
 
 def weights_of(model):
     return {key: weight.detach() for key, weight in model.named_parameters()}
-
-
-TARGET = {"paper": 0.62, "recipe": 1.5}
-
-
-def trained(kind, folder, rollouts=None, dtype=torch.float32, search=None, **options):
-    preset = options.get("bapo_preset", "paper")
-    search = dict(target=TARGET[preset]) | (search or {})
-    if kind is Ours:
-        options["bapo_options"] = search
-    trainer = trainer_of(kind, folder, model().to(dtype), **options).start(rollouts)
-    if kind is Plain:
-        search |= {"clip_ratio_c": options["delta"]} if "delta" in options else {}
-        trainer.search_config = getattr(BAPOConfig, preset)(**search)
-        trainer.scope = options.get("bapo_scope", "lagged")
-        trainer.bounds, trainer.seen = [0.6, 1.2], []
-        trainer.metrics = {"clip_low": 0.6, "clip_high": 1.2}  # before the first decision
-    if trainer.beta:
-        trainer.ref_model.to(dtype)
-    trainer.train()
-    return trainer, weights_of(trainer.model)
-
-
-def training_rank(rank, folder, name):
-    """:func:`test_training` as under torchrun."""
-    number = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    os.environ |= number | dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
-    place = Path(folder) / number["RANK"]
-    place.mkdir()
-    test_training(place, name)
-
-
-def test_two_processes(tmp_path):
-    """DDP, and decisions over both processes."""
-    with world(2, tmp_path, timeout=300) as two:
-        two.run(training_rank, str(tmp_path), "dapo, lagged")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_training(tmp_path, name):
-    """Stale rollouts, two iterations, two micro-batches per step: losses, bounds and updates."""
-    options = CASES[name]
-    ours, got = trained(Ours, tmp_path, **options)
-    plain = [trained(Plain, tmp_path, ours.rollouts, **options)]
-    with SumOrder(1):  # no third, because a training takes seconds
-        plain.append(trained(Plain, tmp_path, ours.rollouts, **options))
-    true, truth = trained(Plain, tmp_path, in_double(ours.rollouts), torch.float64, **options)
-    assert len(ours.losses) == 8
-    assert torch.equal(torch.tensor(ours.decided), torch.tensor(true.decided))
-    assert len({tuple(b) for b in ours.decided}) > 1, "the search must have work"
-    same = [torch.tensor(made.losses) for made, _ in plain]
-    losses = torch.tensor(ours.losses), same, torch.tensor(true.losses, dtype=torch.float64)
-    assert_within_budget("losses", *losses, operand=max(true.operands))
-    size = max(largest(x["old_per_token_logps"]) for x in ours.rollouts)
-    start, same = weights_of(model()), [weights for _, weights in plain]
-    assert all((truth[key] != before).any() for key, before in start.items())
-    assert_trained(got, same, truth, start, STANDARD["max_steps"], size)
-    entries = [entry for entry in ours.state.log_history if "loss" in entry]
-    means = (means_of(made) for made in (true, *(made for made, _ in plain)))
-    for entry, exact, *others in zip(entries, *means, strict=True):
-        assert entry.pop("bapo/label_outside_mask", None) == (0 if "sets" in name else None)
-        got = {k.removeprefix("bapo/"): value for k, value in entry.items() if "bapo/" in k}
-        assert got.keys() == exact.keys()
-        got, *same = (torch.tensor([x[key] for key in exact]) for x in (got, *others))
-        exact = torch.tensor([*exact.values()], dtype=torch.float64)
-        assert_within_budget("metrics", got, same, exact, operand=size)
-
-
-def means_of(trainer):
-    """Of two micro-batches."""
-    for both in zip(trainer.logged[::2], trainer.logged[1::2], strict=True):
-        yield {key: sum(of_one[key] for of_one in both) / 2 for key in both[0]}
-
-
-def with_masks(folder, rollout_func=from_the_likely_tokens, **options):
-    """A trainer whose rollouts have sampling masks."""
-    made = trainer_of(Ours, folder, rollout_func=rollout_func, **(dict(max_steps=1) | options))
-    return made.start()
-
-
-def test_rollouts_of_the_guide(tmp_path):
-    """The block of docs/trl.md about sampling masks, with a stand-in for vLLM."""
-    block = re.search(r"## Sampling masks.*?```python\n(.*?)```", GUIDE, re.DOTALL).group(1)
-
-    def generate(prompts, params):
-        ids = [4, 5, 6, 7]
-        logprobs, mask = [{i: Namespace(logprob=-0.7)} for i in ids], [[i, 9] for i in ids]
-        output = dict(token_ids=ids, logprobs=logprobs, sampling_mask=Namespace(token_ids=mask))
-        prompts = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
-        return [Namespace(prompt_token_ids=p, outputs=[Namespace(**output)]) for p in prompts]
-
-    names = dict(llm=Namespace(generate=generate), params=None)
-    function, _, rest = block.partition("trainer = ")
-    exec(function, names)
-    made = with_masks(tmp_path, names["rollout"], max_completion_length=4)
-    made.train()
-    assert len(made.rollouts[0]["sampling_mask"]) == 8
-    assert "rollout_func=rollout" in rest
-
-
-def test_scores_of_rollouts_with_sampling_masks(tmp_path):
-    """Before the first update old policy, reference and sampler agree."""
-    trainer = with_masks(tmp_path, beta=0.05)
-    torch.manual_seed(1)
-    prompts = [{"prompt": prompt} for prompt in ["a b c"] * 4 + ["m"] * 4]
-    scored = BAPOTrainer._generate_and_score_completions(trainer, prompts)
-    mask = scored["completion_mask"] != 0
-    assert not mask.all(), "one completion must be shorter"
-
-    def plain(policy):
-        return Plain.log_probs(trainer, policy, scored)[0][mask]
-
-    same, truth = in_some_orders(lambda: plain(trainer.model)), plain(trainer.model.double())
-    for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
-        assert_within_budget(name, scored[name][mask], same, truth)
-
-
-def test_sampling_masks_that_do_not_fit_are_refused(tmp_path):
-    """A set for each token of each completion, and a head that takes them."""
-
-    def fails(change, message, **options):
-        def rollout(prompts, trainer):
-            made = from_the_likely_tokens(prompts, trainer)
-            change(made["sampling_mask"])
-            return made
-
-        with pytest.raises(ValueError, match=f"sampling_mask{message}"):
-            with_masks(tmp_path, rollout, **options).train()
-
-    fails(lambda sets: sets.pop(), " must have a list of sets for each of the 8 completions")
-    fails(lambda sets: sets[2].append([7]), r"\[2\] must have a set for each of the")
-    fails(lambda sets: None, " must not be given with TRL's head", bapo_head="trl")
-    trainer = with_masks(tmp_path)
-    trainer.tools = [len]
-    with pytest.raises(ValueError, match="sampling_mask must not be given where TRL calls tools"):
-        trainer.rollout_func(["a"], trainer)
 
 
 def in_double(rollouts):
@@ -427,9 +340,147 @@ def in_double(rollouts):
     return [{name: of(value) for name, value in rollout.items()} for rollout in rollouts]
 
 
+def training_rank(rank, folder, name):
+    """:func:`test_searched_bounds` as under torchrun."""
+    number = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= number | dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    place = Path(folder) / number["RANK"]
+    place.mkdir()
+    test_searched_bounds(place, name)
+
+
+def test_two_processes(tmp_path):
+    """DDP, and decisions over both processes."""
+    with world(2, tmp_path, timeout=300) as two:
+        two.run(training_rank, str(tmp_path), "dapo, lagged")
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_searched_bounds(tmp_path, name):
+    """Stale rollouts, two iterations, two micro-batches per step."""
+    options = dict(search={}) | SEARCHES[name]
+    ours = trained(Ours, tmp_path, **options)
+    plain = [trained(Searching, tmp_path, ours.rollouts, **options)]
+    with SumOrder(1):  # no third, because a training takes seconds
+        plain.append(trained(Searching, tmp_path, ours.rollouts, **options))
+    exact = options | dict(rollouts=in_double(ours.rollouts), dtype=torch.float64)
+    true = trained(Searching, tmp_path, **exact)
+    assert torch.equal(torch.tensor(ours.decided), torch.tensor(true.decided))
+    assert len({tuple(b) for b in ours.decided}) > 1, "the search must have work"
+    for entry in ours.state.log_history:
+        outside = entry.pop("bapo/label_outside_mask", None)
+        assert outside == (0 if "sets" in name and "loss" in entry else None)
+    start, trained_weights = weights_of(model()), weights_of(true.model)
+    assert all((trained_weights[key] != before).any() for key, before in start.items())
+    check_training(ours, plain, true, start, max(true.operands))
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_bounds(tmp_path, name):
+    """TRL's trainer as it is, which also generates."""
+    options, cispo = FEW | FIXED[name], FIXED[name].get("loss_type") == "cispo"
+    bounds = fixed_bounds(0.0 if cispo else 0.8, 1.28)
+    ours = trained(Ours, tmp_path, bapo_options=bounds, **options)
+    options |= dict(epsilon_high=1.28) if cispo else dict(epsilon=0.2, epsilon_high=0.28)
+    trls = [trained(TRLs, tmp_path, **options)]
+    given = trls[0].rollouts
+    for seed in (1, 2):
+        with SumOrder(seed):
+            trls.append(trained(TRLs, tmp_path, given, **options))
+    exact = dict(cast_lm_head_to_fp32=False, rollouts=in_double(given), dtype=torch.float64)
+    true = trained(TRLs, tmp_path, **(options | exact))
+    start = weights_of(model(words=len(WORDS), experts="experts" in options))
+    A = max(largest(x["advantages"]) for x in true.rollouts)
+    size = size_of(true)
+    for entry in ours.state.log_history:
+        json.dumps(entry, allow_nan=False)
+        for name in [name for name in entry if "bapo/" in name]:
+            del entry[name]
+    check_training(ours, trls, true, start, size * A)  # means of ratios times A
+
+
+def size_of(trainer):
+    """The largest log-prob, whose rounding is in every ratio."""
+    old = [x.get("old_per_token_logps") for x in trainer.rollouts]
+    return max(math.log(len(WORDS)) if x is None else largest(x) for x in old)
+
+
+TIMES = re.compile("time|runtime|per_second|flos")
+
+
+def check_training(ours, theirs, true, start, of_losses):
+    """Loss by loss, metric by metric, and the weights that are trained."""
+    runs = ours, *theirs, true
+    size = size_of(true)
+    assert len(ours.losses) >= 8
+    losses, *same, truth = (torch.tensor(x.losses).double() for x in runs)
+    assert_within_budget("losses", losses.float(), same, truth, of_losses)
+    got, *same, truth = (weights_of(made.model) for made in runs)
+    assert_trained(got, same, truth, start, STANDARD["max_steps"], size)
+    logs = [made.state.log_history for made in runs]
+    numbers = [defaultdict(list) for _ in logs]
+    for got, right, *others in zip(*logs, strict=True):
+        further = got.keys() - right.keys()  # of a generation, if their rollouts are given
+        assert right.keys() <= got.keys()
+        assert not further or (theirs[0].given and not any("bapo/" in key for key in further))
+        for key in {key for key in right if not TIMES.search(key)}:
+            if key not in others[-1]:  # of the generation
+                assert got[key] == right[key], key
+                continue
+            for of_key, entry in zip(numbers, (got, right, *others), strict=True):
+                of_key[key].append(float(entry[key]))
+    for key in numbers[0]:
+        got, *same, truth = (torch.tensor(of_key[key], dtype=torch.float64) for of_key in numbers)
+        # The steps before have their roundings, too.
+        steps = 1 if "bapo/" in key else STANDARD["max_steps"]
+        operand = steps * size * (1.0 if "bapo/" in key else max(1.0, largest(truth)))
+        assert_within_budget(key, got.float(), same, truth, operand)
+
+
+def test_scores_of_rollouts_with_sampling_masks(tmp_path):
+    """Before the first update old policy, reference and sampler agree."""
+    trainer = trainer_of(Ours, tmp_path, beta=0.05, **SETS)
+    torch.manual_seed(1)
+    prompts = [{"prompt": prompt} for prompt in ["a b c"] * 4 + ["m"] * 4]
+    scored = BAPOTrainer._generate_and_score_completions(trainer, prompts)
+    mask = scored["completion_mask"] != 0
+    assert not mask.all(), "one completion must be shorter"
+
+    def plain(policy):
+        return Searching.log_probs(trainer, policy, scored)[0][mask]
+
+    same, truth = in_some_orders(lambda: plain(trainer.model)), plain(trainer.model.double())
+    for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
+        assert_within_budget(name, scored[name][mask], same, truth)
+
+
+SETS_THAT_DO_NOT_FIT = [
+    (lambda sets: sets.pop(), {}, " must have a list of sets for each of the 8 completions"),
+    (lambda sets: sets[2].append([7]), {}, r"\[2\] must have a set for each of the"),
+    (len, dict(bapo_head="trl"), " must not be given with TRL's head"),
+    (len, dict(tools=[len]), " must not be given where TRL calls tools"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), SETS_THAT_DO_NOT_FIT)
+def test_sampling_masks_that_do_not_fit_are_refused(tmp_path, change, options, message):
+    """A set for each token of each completion, and a head that takes them."""
+
+    def rollout(prompts, trainer):
+        made = from_the_likely_tokens(prompts, trainer)
+        change(made["sampling_mask"])
+        return made
+
+    head = options.get("bapo_head")
+    trainer = trainer_of(Ours, tmp_path, rollout_func=rollout, bapo_head=head)
+    trainer.tools = options.get("tools")
+    with pytest.raises(ValueError, match=f"sampling_mask{message}"):
+        trainer.train() if head else trainer.rollout_func(["a"] * 8, trainer)
+
+
 def test_guide_runs(tmp_path):
     """The first block of docs/trl.md, run as it stands."""
-    block = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL).group(1)
+    block = re.search(r"```python\n(.*?)```", (DOCS / "trl.md").read_text(), re.DOTALL).group(1)
     model().save_pretrained(tmp_path / "policy")
     tokenizer().save_pretrained(tmp_path / "policy")
     names = dict(model=str(tmp_path / "policy"), reward=reward, dataset=PROMPTS, folder=tmp_path)
@@ -455,9 +506,7 @@ BAD_OPTIONS = [
     (dict(bapo_head="liger"), r"bapo_head must be one of \(None, 'fused', 'log_probs', 'trl'\)"),
     (dict(bapo_scope="batch"), r"bapo_scope must be one of .*'call'\) with BAPO, got 'batch'"),
     (dict(bapo_scope="step", steps_per_generation=3), "steps_per_generation must be a multiple"),
-    (dict(bapo_preset="authors"), "bapo_preset must be 'paper' or 'recipe', got 'authors'"),
     (dict(bapo_options="target"), "bapo_options must be a dict or None, got 'target'"),
-    (dict(bapo_options={"target": 2.0}), "target must .*in"),
     (dict(bapo_options={"epsilon": 0.2}), "bapo_options must name options of BAPOConfig"),
 ]
 OF_LOG_PROBS = "entropy_coef use_adaptive_entropy top_entropy_quantile off_policy_mask_threshold"
@@ -498,6 +547,15 @@ def test_args_are_refused_before_a_model_is_loaded():
             BAPOTrainer(model="/no/such/model", reward_funcs=reward, args=args)
 
 
+def test_liger_is_refused_where_it_replaces_the_loss(monkeypatch):
+    """Before TRL 1.14; since then it replaces layers."""
+    monkeypatch.delattr(GRPOTrainer, "compute_liger_loss", raising=False)
+    arguments("out", use_liger_kernel=True)
+    monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
+    with pytest.raises(ValueError, match="use_liger_kernel must be False before TRL 1.14"):
+        arguments("out", use_liger_kernel=True)
+
+
 def test_every_option_is_the_users_or_has_an_owner():
     search = dict(
         ratio_lower_start=0.7, ratio_lower_max=0.8, ratio_lower_step=0.1, ratio_upper_start=1.3,
@@ -517,10 +575,8 @@ STEPS = dict(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_
 LATER = STEPS | dict(num_iterations=4)
 ADVICE = [
     (LATER, None),
-    (LATER | dict(epsilon=0.3), "epsilon=0.3 is not used.*bapo_options"),
     (LATER | dict(epsilon_high=0.28), "epsilon_high=0.28 is not used.*never epsilons"),
     (STEPS | dict(num_iterations=1), "BAPO cannot act: every ratio is 1"),
-    (STEPS | dict(num_iterations=1, steps_per_generation=1), "BAPO cannot act"),
     (STEPS | dict(num_iterations=2, steps_per_generation=1), "BAPO cannot act"),  # one step
     (STEPS | dict(num_iterations=1, steps_per_generation=3), None),
     (STEPS | dict(num_iterations=1, steps_per_generation=4), "with two optimizer steps"),
@@ -548,22 +604,38 @@ def test_settings_that_are_probably_mistakes_warn(options, message):
             assert (warning.category, warning.filename) == (UserWarning, __file__)
 
 
-def test_resumed_training(tmp_path):
-    """With scope lagged, a resumed training has the bounds it had."""
-    first, _ = trained(Ours, tmp_path, bapo_scope="lagged", save_strategy="steps", save_steps=2)
-    options = dict(bapo_scope="lagged", bapo_options={"target": TARGET["paper"]})
-    second = trainer_of(Ours, tmp_path, **options).start()
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert second.decided[0] == first.decided[4] != first.decided[0]
-    logs = (trainer.state.log_history for trainer in (first, second))
-    third, again = (next(entry for entry in log if entry["step"] == 3) for log in logs)
+SAVED = [
+    (Ours, dict(bapo_scope="lagged"), None),
+    (TRLs, {}, "No such file or directory"),
+    (Ours, dict(bapo_scope="step"), "scope must be 'lagged' in the state too, got 'step'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "why"), SAVED)
+def test_resumed_training(tmp_path, kind, options, why):
+    """It has the bounds it had, or starts anew. For a search of another config: test_search.py."""
+    warn_once.cache_clear()
+    search = None if kind is TRLs else {}
+    saved = dict(save_strategy="steps", save_steps=2)
+    first = trained(kind, tmp_path, search=search, **saved, **options)
+    again = trainer_of(Ours, tmp_path, search={}, bapo_scope="lagged")
+    message = rf"the search starts anew, from the bounds \(0.6, 1.2\): {why} \(.*bapo_search.pt\)"
+    with pytest.warns(UserWarning, match=message) if why else contextlib.nullcontext():
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len({tuple(bounds) for bounds in again.decided}) > 1
+    if why:
+        assert torch.equal(torch.tensor(again.decided[0]), torch.tensor([0.6, 1.2]))
+        return
+    assert again.decided[0] == first.decided[4] != first.decided[0]
+    logs = (trainer.state.log_history for trainer in (first, again))
+    third, same = (next(entry for entry in log if entry["step"] == 3) for log in logs)
     for name in LOGGED:  # what the decision was based on
-        assert third[f"bapo/{name}"] == again[f"bapo/{name}"]
+        assert third[f"bapo/{name}"] == same[f"bapo/{name}"]
 
 
 def test_evaluation(tmp_path):
     """Evaluation decides nothing, and leaves the decision of the training unchanged."""
-    trainer, _ = trained(Ours, tmp_path, bapo_scope="lagged")
+    trainer = trained(Ours, tmp_path, search={}, bapo_scope="lagged")
     before, table = trainer.search.bounds, trainer.search.histogram.table.clone()
     trainer.decided.clear()
     assert math.isfinite(trainer.evaluate()["eval_loss"])
@@ -576,124 +648,6 @@ def test_evaluation(tmp_path):
     assert all(torch.equal(torch.tensor(b), torch.tensor([0.6, 1.2])) for b in trainer.decided)
 
 
-def test_example(capsys):
-    path = Path(__file__).parents[2] / "examples/trl_bapo.py"
-    example = runpy.run_path(str(path), run_name="example")
-    example["main"](scope="step", preset="recipe", steps=2)
-    assert "BAPO in TRL, scope step, preset recipe" in capsys.readouterr().out
-
-
-class TRLs(Recorder, GRPOTrainer):
-    pass
-
-
-FEW = len(WORDS)
-
-
-def trainer_of_words(
-    kind, folder, weights=False, experts=False, rollouts=None, dtype=torch.float32, **options
-):
-    config = BAPOTrainerConfig if kind is Ours else GRPOConfig
-    policy, options = model(dtype, FEW, experts), dict(learning_rate=0.05) | options
-    made = trainer_of(kind, folder, policy, config, **options).start(rollouts, weights)
-    if made.beta:
-        made.ref_model.to(dtype)
-    return made
-
-
-# Others: in test_policy_parity.py, and in CASES with the search.
-OPTIONS = {
-    "dapo, with evaluations": dict(eval_strategy="steps", eval_steps=2),
-    "KL with ratio, reference updated": dict(
-        beta=0.1, use_bias_correction_kl=True, sync_ref_model=True, ref_model_sync_steps=2,
-        ref_model_mixup_alpha=0.5,
-    ),
-    "adaptive entropy": dict(
-        use_adaptive_entropy=True, entropy_target=1.7, entropy_coef_delta=0.1, entropy_coef=0.1
-    ),
-    "tokens of high entropy": dict(top_entropy_quantile=0.4, entropy_coef=0.1, beta=0.1),
-    "off-policy mask, importance weights": dict(
-        off_policy_mask_threshold=0.4, weights=True, loss_type="cispo", top_entropy_quantile=0.7
-    ),
-    "router losses": dict(experts=True, router_aux_loss_coef=0.5),
-    "truncated completions": dict(mask_truncated_completions=True, loss_type="grpo"),
-    "sampling": dict(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1),
-    "uneven window": dict(gradient_accumulation_steps=2, steps_per_generation=3, num_generations=4),
-    "float32 head": dict(cast_lm_head_to_fp32=True, disable_dropout=True),
-}  # fmt: skip
-TIMES = re.compile("time|runtime|per_second|flos")
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_fixed_bounds_are_trls_own_loss(tmp_path, name):
-    """Loss by loss, metric by metric, and the weights that are trained."""
-    options = OPTIONS[name]
-    bounds, epsilons = fixed_bounds(0.8, 1.28), dict(epsilon=0.2, epsilon_high=0.28)
-    if options.get("loss_type") == "cispo":
-        bounds, epsilons = fixed_bounds(0.0, 1.28), dict(epsilon_high=1.28)
-    ours = trainer_of_words(Ours, tmp_path, bapo_options=bounds, **options)
-
-    def train(made):
-        torch.manual_seed(0)
-        made.train()
-        return made
-
-    train(ours)
-    options = options | epsilons
-    trls = [train(trainer_of_words(TRLs, tmp_path, **options))]
-    given = trls[0].rollouts
-    for seed in (1, 2):
-        with SumOrder(seed):
-            trls.append(train(trainer_of_words(TRLs, tmp_path, rollouts=given, **options)))
-    exact = options | dict(cast_lm_head_to_fp32=False, rollouts=in_double(given))
-    true = train(trainer_of_words(TRLs, tmp_path, dtype=torch.float64, **exact))
-    assert len(ours.losses) >= 8
-    names = "old_per_token_logps", "advantages"
-    size, A = (max(largest(x[name]) for x in true.rollouts) for name in names)
-    losses, *same, truth = (torch.tensor(x.losses).double() for x in (ours, *trls, true))
-    assert_within_budget("losses", losses.float(), same, truth, size * A)  # means of ratios times A
-    start, runs = weights_of(model(words=FEW, experts="experts" in options)), (ours, *trls, true)
-    got, *same, truth = (weights_of(made.model) for made in runs)
-    assert_trained(got, same, truth, start, STANDARD["max_steps"], size)
-    logs = [made.state.log_history for made in runs]
-    numbers = [defaultdict(list) for _ in logs]
-    for got, right, *others in zip(*logs, strict=True):
-        assert {key for key in got if "bapo/" not in key} == right.keys()
-        json.dumps(got, allow_nan=False)
-        for key in right.keys() - {key for key in right if TIMES.search(key)}:
-            if key not in others[-1]:  # of the generation
-                assert got[key] == right[key], key
-                continue
-            for of_key, entry in zip(numbers, (got, right, *others), strict=True):
-                of_key[key].append(float(entry[key]))
-    for key in numbers[0]:
-        got, *same, truth = (torch.tensor(of_key[key], dtype=torch.float64) for of_key in numbers)
-        # The steps before have their roundings, too.
-        operand = STANDARD["max_steps"] * size * max(1.0, largest(truth))
-        assert_within_budget(key, got.float(), same, truth, operand)
-
-
-BEFORE = [
-    (TRLs, {}, "No such file or directory"),
-    (Ours, dict(bapo_scope="step"), "scope must be 'lagged' in the state too, got 'step'"),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "why"), BEFORE)
-def test_search_that_starts_at_a_checkpoint(tmp_path, kind, options, why):
-    """For a search of another config see test_search.py."""
-    trainer_of_words(
-        kind, tmp_path, save_strategy="steps", save_steps=2, max_steps=2, **options
-    ).train()
-    again = trainer_of_words(Ours, tmp_path, bapo_options={"target": 0.7}, bapo_scope="lagged")
-    warn_once.cache_clear()
-    message = rf"the search starts anew, from the bounds \(0.6, 1.2\): {why} \(.*bapo_search.pt\)"
-    with pytest.warns(UserWarning, match=message):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert torch.equal(torch.tensor(again.decided[0]), torch.tensor([0.6, 1.2]))
-    assert len({tuple(bounds) for bounds in again.decided}) > 1
-
-
 def test_options_on_a_command_line(tmp_path):
     line = f"--output_dir {tmp_path} --use_cpu true --bf16 false --bapo_scope step --bapo_options"
     given = [*line.split(), '{"target": 0.5}']
@@ -704,14 +658,11 @@ def test_options_on_a_command_line(tmp_path):
 def test_without_args(tmp_path, monkeypatch):
     """A default config and its name as TRL makes them, and the model card."""
     made = GRPOConfig.__post_init__
-
-    def on_cpu(self):
-        self.use_cpu = True
-        made(self)
-
-    monkeypatch.setattr(GRPOConfig, "__post_init__", on_cpu)
+    monkeypatch.setattr(
+        GRPOConfig, "__post_init__", lambda self: made(setattr(self, "use_cpu", True) or self)
+    )
     monkeypatch.chdir(tmp_path)
-    policy = model(words=FEW)
+    policy = model(words=len(WORDS))
     policy.config._name_or_path = "somebody/tiny"
     data = dict(train_dataset=PROMPTS, processing_class=tokenizer())
     ours, trls = (kind(policy, reward, **data) for kind in (BAPOTrainer, GRPOTrainer))
@@ -722,76 +673,63 @@ def test_without_args(tmp_path, monkeypatch):
     assert all(part in card for part in parts)
 
 
-def test_liger_is_refused_where_it_replaces_the_loss(monkeypatch):
-    """Before TRL 1.14; since then it replaces layers."""
-    monkeypatch.delattr(GRPOTrainer, "compute_liger_loss", raising=False)
-    arguments("out", use_liger_kernel=True)
-    monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
-    with pytest.raises(ValueError, match="use_liger_kernel must be False before TRL 1.14"):
-        arguments("out", use_liger_kernel=True)
+# Heads that an adapter or TRL has changed; for the gradients of LoRA see test_lm_head.py.
+
+TOKENS = torch.arange(12).view(2, 6)
+LABELS = TOKENS[:, -3:]
 
 
-class TestHeads:
-    """The head of a model that an adapter or TRL has changed."""
+def log_probs_of_head(model):
+    def head(hidden, weight, bias):
+        assert hidden.dtype == weight.dtype
+        return linear_log_probs(hidden, weight, LABELS, bias=bias)[0]
 
-    tokens = torch.arange(12).view(2, 6)
-    labels = tokens[:, -3:]
+    return model(input_ids=TOKENS, bapo_head=head, bapo_tokens=3)
 
-    def log_probs(self, model):
-        def head(hidden, weight, bias):
-            assert hidden.dtype == weight.dtype
-            return linear_log_probs(hidden, weight, self.labels, bias=bias)[0]
 
-        return model(input_ids=self.tokens, bapo_head=head, bapo_tokens=3)
+def log_probs_of_logits(model):
+    log_p = model(input_ids=TOKENS).logits[:, -4:-1].log_softmax(-1)
+    return log_p.gather(-1, LABELS[..., None]).squeeze(-1)
 
-    def expected(self, model):
-        log_p = model(input_ids=self.tokens).logits[:, -4:-1].log_softmax(-1)
-        return log_p.gather(-1, self.labels[..., None]).squeeze(-1)
 
-    def adapted(self, **options):
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False, **options)
-        return peft.get_peft_model(model(), config)
+def with_lora(**options):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False, **options)
+    return peft.get_peft_model(model(), config)
 
-    def test_lora(self):
-        """The sum is made at each use; for its gradients see test_lm_head.py."""
-        adapted = self.adapted()
-        exact = copy.deepcopy(adapted).double()
-        add_head(adapted, arguments("out"))
 
-        def found(log_probs, adapted):
-            parameters = [p for p in adapted.parameters() if p.requires_grad]
-            return log_probs.detach(), *torch.autograd.grad(log_probs.sum(), parameters)
+def test_lora_is_summed_at_each_use():
+    adapted = with_lora()
+    exact = copy.deepcopy(adapted).double()
+    add_head(adapted, arguments("out"))
+    for _ in range(2):
+        same = in_some_orders(lambda: log_probs_of_logits(adapted))
+        got, truth = log_probs_of_head(adapted), log_probs_of_logits(exact)
+        assert_within_budget("log_probs", got, same, truth)
+        with torch.no_grad():
+            for made in (adapted, exact):
+                next(p for p in made.parameters() if p.requires_grad).mul_(2)
 
-        for _ in range(2):
-            same = in_some_orders(lambda: found(self.expected(adapted), adapted))
-            truth, got = found(self.expected(exact), exact), found(self.log_probs(adapted), adapted)
-            log_probs, *gradients = zip(got, zip(*same, strict=True), truth, strict=True)
-            assert_within_budget("log_probs", *log_probs)
-            for numbers in gradients:
-                assert_gradient("gradient", *numbers, largest(truth[0]))
-            with torch.no_grad():
-                for made in (adapted, exact):
-                    next(p for p in made.parameters() if p.requires_grad).mul_(2)
 
-    def test_another_adapter_of_the_head_is_left_to_trl(self):
-        adapted = self.adapted(lora_dropout=0.1)
-        with pytest.warns(UserWarning, match=r"bapo_head is 'trl', .*adapter.*a dropout of 0\.1"):
-            assert add_head(adapted, arguments("out")) is None
-        with pytest.raises(ValueError, match="adapter"):
-            add_head(adapted, arguments("out", bapo_head="fused"))
+def test_another_adapter_of_the_head_is_left_to_trl():
+    adapted = with_lora(lora_dropout=0.1)
+    with pytest.warns(UserWarning, match=r"bapo_head is 'trl', .*adapter.*a dropout of 0\.1"):
+        assert add_head(adapted, arguments("out")) is None
+    with pytest.raises(ValueError, match="adapter"):
+        add_head(adapted, arguments("out", bapo_head="fused"))
 
-    def test_a_head_in_float32(self):
-        made = model(torch.bfloat16)
-        made.lm_head = made.lm_head.float()
 
-        def product(hidden, dtype=torch.float32):  # as TRL sets it
-            return torch.nn.functional.linear(hidden.to(dtype), made.lm_head.weight.to(dtype))
+def test_a_head_in_float32():
+    made = model(torch.bfloat16)
+    made.lm_head = made.lm_head.float()
 
-        made.lm_head.forward = functools.partial(product, dtype=torch.float64)
-        truth = self.expected(made)
-        made.lm_head.forward = product
-        same = in_some_orders(lambda: self.expected(made))
-        add_head(made, arguments("out", cast_lm_head_to_fp32=True))
-        assert_within_budget("log_probs", self.log_probs(made), same, truth)
-        assert made.lm_head.forward is product
+    def product(hidden, dtype=torch.float32):  # as TRL sets it
+        return torch.nn.functional.linear(hidden.to(dtype), made.lm_head.weight.to(dtype))
+
+    made.lm_head.forward = functools.partial(product, dtype=torch.float64)
+    truth = log_probs_of_logits(made)
+    made.lm_head.forward = product
+    same = in_some_orders(lambda: log_probs_of_logits(made))
+    add_head(made, arguments("out", cast_lm_head_to_fp32=True))
+    assert_within_budget("log_probs", log_probs_of_head(made), same, truth)
+    assert made.lm_head.forward is product

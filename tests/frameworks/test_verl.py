@@ -2,23 +2,25 @@
 
 import os
 import re
-import runpy
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from forked import in_fork
 from helpers import allowed_by, assert_within_budget, needs_native, sets_of
-from parity import assert_gradient, compare
+from parity import assert_gradients
 
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
 from transformers import Qwen3ForCausalLM
+from verl import DataProto
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -26,8 +28,9 @@ from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl_engine import TEMPERATURE, V, logits, padded, tiny_model
 
-from bapo_kernels import BAPOConfig, reference
+from bapo_kernels import BAPOConfig
 from bapo_kernels.core.checks import warn_once
+from bapo_kernels.integrations import verl
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from bapo_kernels.tools.budget import in_some_orders, largest
 
@@ -52,50 +55,33 @@ def batch(seed=0):
 
 
 AUTHORS = dict(ratio_lower_start=0.8, ratio_lower_max=0.95)  # and their name of the target
-TAUS = dict(sapo_tau_pos=0.9, sapo_tau_neg=1.2)  # verl's
+TAUS = dict(sapo_tau_pos=0.9, sapo_tau_neg=1.2)  # verl's, with any surrogate
 LOSSES = [
     (None, BAPOConfig()),  # verl's own class
     (dict(preset="paper", target=0.6), BAPOConfig(target=0.6)),
     (dict(target=1.3), BAPOConfig.recipe(target=1.3)),
     (dict(adv_ratio_target=0.5, **AUTHORS), BAPOConfig.recipe(target=0.5, **AUTHORS)),
+    (dict(preset="paper", adv_ratio_target=0.5), BAPOConfig(target=0.5, target_kind="ratio")),
     (dict(target=1.1, surrogate="vanilla"), BAPOConfig.recipe(target=1.1)),
     (dict(target=1.1, surrogate="gspo"), BAPOConfig.recipe(target=1.1, ratio_level="sequence")),
     (dict(target=1.1, surrogate="cispo"), BAPOConfig.recipe(target=1.1, surrogate="cispo")),
     (dict(target=1.1, surrogate="mask"), BAPOConfig.recipe(target=1.1, surrogate="mask")),
-    (dict(target=1.1, surrogate="sapo"), BAPOConfig(surrogate="sapo", **TAUS)),
+    (dict(target=1.1, surrogate="sapo"), BAPOConfig.recipe(target=1.1, surrogate="sapo")),
 ]
 
 
 @pytest.mark.parametrize(("fields", "true"), LOSSES)
-def test_registered_loss(fields, true):
-    """Padded tensors, as verl calls it; the dual clip of the recipe is that of the clip alone."""
+def test_config_of_the_registered_loss(fields, true, monkeypatch):
+    """The dual clip of the recipe is that of the clip alone. For the loss see test_adapters.py."""
     loss = PolicyLossConfig(loss_mode="bapo")
     if fields is not None:
         loss = BAPOPolicyLossConfig(**({"preset": "recipe"} | fields))
-    tokens, weights = batch(), 0.5 + torch.rand(B, R)
-    log_prob = tokens.pop("log_prob")
-    others = [tokens[name] for name in ("old_log_prob", "advantages", "response_mask")]
-    names, of_bounds = ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"], []
-    if true.surrogate != "sapo":
-        names, of_bounds = [*names, "bapo_pos_share"], ["bapo_clip_low", "bapo_clip_high"]
-
-    def ours(leaf):
-        given = dict(config=actor(loss, tau_pos=0.9, tau_neg=1.2), rollout_is_weights=weights)
-        got, metrics = POLICY_LOSS_REGISTRY["bapo"](log_prob=leaf, **tokens, **given)
-        got -= 0.0  # as ppo_loss does
-        return got, metrics
-
-    def theirs(leaf):
-        given = dict(config=true, rollout_is_weights=weights)
-        out = reference.bapo_loss_from_log_probs(leaf, *others, **given)
-        return out.loss, {f"actor/{name}": out.metrics[name] for name in names + of_bounds}
-
-    got, truth = compare(ours, theirs, log_prob)
-    assert any("bapo" in key for key in got.log) == bool(of_bounds)
-    bounds = [truth.log[f"actor/{name}"].item() for name in of_bounds]
-    assert bounds == [got.log[f"actor/{name}"] for name in of_bounds]
-    if of_bounds and fields is not None:
-        assert bounds[0] > 0.6 or bounds[1] > 1.2, "the case must need a search"
+    called = Mock(wraps=verl.bapo_loss_from_log_probs)
+    monkeypatch.setattr(verl, "bapo_loss_from_log_probs", called)
+    tokens, config = batch(), actor(loss, tau_pos=0.9, tau_neg=1.2)
+    tokens["log_prob"].requires_grad_()
+    POLICY_LOSS_REGISTRY["bapo"](**tokens, config=config)[0].sub_(0.0)  # as ppo_loss does
+    assert called.call_args.kwargs["config"] == replace(true, **TAUS)
 
 
 BAD_FIELDS = [
@@ -214,46 +200,43 @@ def test_entry_point(tmp_path):
     assert in_fork(partial(imported_again, tmp_path, named), 300) == f"{ours} {ours}_head"
 
 
-class Engine:
+def engine_of(monkeypatch, **attributes):
     """verl's FSDP engine around a tiny model: its forward step, without wrappers and devices."""
+    from verl.models.transformers.dense_common import forward_with_torch_backend
+    from verl.workers.engine.fsdp import transformer_impl as engines
 
-    def __init__(self, monkeypatch, **attributes):
-        from verl.models.transformers.dense_common import forward_with_torch_backend
-        from verl.workers.engine.fsdp import transformer_impl as engines
+    import bapo_kernels.integrations.verl_head  # noqa: F401  whose head the forward calls
 
-        import bapo_kernels.integrations.verl_head  # noqa: F401  whose head the forward calls
+    class Model(Qwen3ForCausalLM):
+        forward = forward_with_torch_backend
 
-        class Model(Qwen3ForCausalLM):
-            forward = forward_with_torch_backend
+    for name in ("get_device_id", "get_device_name"):
+        monkeypatch.setattr(engines, name, lambda: "cpu")
+    engine = object.__new__(engines.FSDPEngineWithLMHead)
+    defaults = dict(module=tiny_model(kind=Model), pad_to_length=False, use_ulysses_sp=False)
+    defaults |= dict(_autocast_dtype=torch.float32, get_data_parallel_group=lambda: None)
+    vars(engine).update(defaults | attributes)
+    return engine
 
-        self.model, self.dense = tiny_model(kind=Model), tiny_model()
-        monkeypatch.setattr(engines, "get_device_id", lambda: "cpu")
-        monkeypatch.setattr(engines, "get_device_name", lambda: "cpu")
-        self.engine = object.__new__(engines.FSDPEngineWithLMHead)
-        defaults = dict(module=self.model, pad_to_length=False, use_ulysses_sp=False)
-        defaults |= dict(_autocast_dtype=torch.float32, get_data_parallel_group=lambda: None)
-        vars(self.engine).update(defaults | attributes)
 
-    def log_probs(self, batches):
-        """Of the responses, ``[B, R]``, and their entropies, from micro-batches."""
-        from verl.workers.utils.padding import no_padding_2_padding
+def found_by(engine, batches):
+    """Log-probs of the responses, ``[B, R]``, and their entropies, from micro-batches."""
+    from verl.workers.utils.padding import no_padding_2_padding
 
-        made = []
+    made = []
 
-        def loss(model_output, data, dp_group):
-            names = ("log_probs", "entropy")
-            made.append([no_padding_2_padding(model_output[name], data) for name in names])
-            return made[-1][0].sum(), {}
+    def loss(model_output, data, dp_group):
+        names = ("log_probs", "entropy")
+        made.append([no_padding_2_padding(model_output[name], data) for name in names])
+        return made[-1][0].sum(), {}
 
-        for batch in batches:
-            self.engine.forward_step(batch, loss, forward_only=False)
-        return [torch.cat(values) for values in zip(*made, strict=True)]
+    for batch in batches:
+        engine.forward_step(batch, loss, forward_only=False)
+    return [torch.cat(values) for values in zip(*made, strict=True)]
 
 
 def data_with_sets(given=True, missing=0):
     """A batch of 4 as the trainer has it, with prompts padded on the left."""
-    from verl import DataProto
-
     prompts, lengths = torch.tensor([3, 1, 2, 3]), torch.tensor([8, 3, 6, 1])
     tensors = padded(prompts, lengths, V, torch.Generator().manual_seed(0))
     data = DataProto.from_dict(tensors=tensors, meta_info=dict(temperature=TEMPERATURE))
@@ -282,53 +265,50 @@ def micro_batches(data, packed=True, **options):
 @pytest.mark.parametrize("given", [True, False])
 def test_sampling_masks_of_a_batch(monkeypatch, packed, given):
     """From a DataProto through ranks and micro-batches to log-probs and gradients over the sets."""
-    engine = Engine(monkeypatch)
-    data = data_with_sets(given)
-    got, entropy = engine.log_probs(micro_batches(data, packed))
+    engine, data = engine_of(monkeypatch), data_with_sets(given)
     column = data.non_tensor_batch.get("sampling_mask", [None] * B)
     sets = [ids for of_one in column for ids in [*(of_one or []), *[[]] * R][:R]]
     allowed, batch = allowed_by(sets, V).view(B, R, V), data.batch
     mask = batch["response_mask"].bool()
 
-    def gradients(log_probs, model):
-        return torch.autograd.grad(log_probs.sin().sum(), [*model.parameters()])
+    def found(model, log_probs, entropy):
+        log_probs[mask].sin().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return log_probs[mask].detach(), entropy[mask].detach(), gradients
 
-    def theirs(model):
+    def theirs(dtype):
+        model = tiny_model().to(dtype)
         log_p = logits(model, batch).masked_fill(~allowed, -torch.inf).log_softmax(-1)
-        log_probs = log_p.gather(-1, batch["responses"][..., None]).squeeze(-1)[mask]
-        H = -(log_p.exp() * log_p.masked_fill(~allowed, 0.0)).sum(-1)[mask]
-        return log_probs.detach(), H.detach(), *gradients(log_probs, model)
+        log_probs = log_p.gather(-1, batch["responses"][..., None]).squeeze(-1)
+        return found(model, log_probs, -(log_p.exp() * log_p.masked_fill(~allowed, 0.0)).sum(-1))
 
-    same = in_some_orders(partial(theirs, engine.dense))
-    truth = theirs(engine.dense.double())
-    made = got[mask].detach(), entropy[mask].detach(), *gradients(got[mask], engine.model)
-    size, numbers = largest(truth[0]), list(zip(made, zip(*same, strict=True), truth, strict=True))
-    assert_within_budget("log_probs", *numbers[0])
-    assert_within_budget("entropy", *numbers[1], operand=size)
-    for of_parameter in numbers[2:]:
-        assert_gradient("gradient", *of_parameter, size)
+    got = found(engine.module, *found_by(engine, micro_batches(data, packed)))
+    truth = theirs(torch.float64)
+    log_probs, entropies, gradients = zip(
+        *in_some_orders(partial(theirs, torch.float32)), strict=True
+    )
+    size = largest(truth[0])
+    assert_within_budget("log_probs", got[0], log_probs, truth[0])
+    assert_within_budget("entropy", got[1], entropies, truth[1], operand=size)
+    assert_gradients(got[2], gradients, truth[2], size)
 
 
-def test_sampling_masks_that_would_be_ignored_are_refused(monkeypatch):
+IGNORED = [  # attributes of the engine, tokens without a set, options of the batch
+    (dict(use_ulysses_sp=True), 0, {}, "sampling_mask must be absent with sequence parallelism"),
+    (
+        dict(module=tiny_model()), 0, dict(use_fused_kernels=False, calculate_entropy=False),
+        "sampling_mask must be absent unless use_fused_kernels",
+    ),
+    ({}, 1, {}, r"sampling_mask\[0\] must have a set for each of the 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attributes", "missing", "options", "message"), IGNORED)
+def test_sampling_masks_that_would_be_ignored_are_refused(
+    attributes, missing, options, message, monkeypatch
+):
     """A batch with sets, and a forward that does not use them."""
-    (first, *_) = micro_batches(data_with_sets())
+    (first, *_) = micro_batches(data_with_sets(missing=missing), **options)
     loss = lambda **_: (torch.ones(()), {})  # noqa: E731
-    with pytest.raises(ValueError, match="sampling_mask must be absent with sequence parallelism"):
-        Engine(monkeypatch, use_ulysses_sp=True).engine.forward_step(first, loss, False)
-    plain = dict(use_fused_kernels=False, calculate_entropy=False)
-    (first, *_) = micro_batches(data_with_sets(), **plain)
-    engine = Engine(monkeypatch)
-    del type(engine.model).forward
-    with pytest.raises(ValueError, match="sampling_mask must be absent unless use_fused_kernels"):
-        engine.engine.forward_step(first, loss, False)
-    with pytest.raises(ValueError, match=r"sampling_mask\[0\] must have a set for each of the 8"):
-        Engine(monkeypatch).log_probs(micro_batches(data_with_sets(missing=1)))
-
-
-def test_example(capsys):
-    path = Path(__file__).parents[2] / "examples/verl_bapo.py"
-    example = runpy.run_path(str(path), run_name="example")
-    example["main"](preset="recipe", staleness=0.3)
-    printed = capsys.readouterr().out
-    assert "bapo_clip_low" in printed
-    assert "gradient norm" in printed
+    with pytest.raises(ValueError, match=message):
+        engine_of(monkeypatch, **attributes).forward_step(first, loss, forward_only=False)

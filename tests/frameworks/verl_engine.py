@@ -1,8 +1,7 @@
 """verl's own FSDP engine on CPU processes, around a tiny model.
 
-verl has no platform for a CPU, patches models for attention kernels of GPUs and pins the memory
-that it offloads to; these are replaced here. Mini-batches, epochs, micro-batches, FSDP2, activation
-offload, loss and optimizer steps are verl's.
+verl has no platform for a CPU, and patches models for attention kernels of GPUs; these are replaced
+here. Mini-batches, epochs, micro-batches, FSDP2, loss and optimizer steps are verl's.
 """
 
 from functools import partial
@@ -16,9 +15,9 @@ B, P, R, V = 8, 3, 7, 31  # of all ranks
 TEMPERATURE, LR = 0.8, 0.05
 
 
-def tiny_model(layers=1, kind=Qwen3ForCausalLM):
+def tiny_model(kind=Qwen3ForCausalLM):
     torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=layers, head_dim=8)
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
     model = kind(Qwen3Config(vocab_size=V, **sizes, **heads))
     with torch.no_grad():
@@ -68,7 +67,6 @@ def log_probs(model, batch):
 def on_a_cpu():
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_cuda import PlatformCUDA
-    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler
 
     of_memory = ("memory_allocated", "memory_reserved")
     none = {f"{most}{name}": lambda: 0 for name in of_memory for most in ("", "max_")}
@@ -82,27 +80,22 @@ def on_a_cpu():
             return "cpu"
 
     platform_manager._current_platform = PlatformCPU()
-    offload = lambda source, pin_memory=False: (source.device, source.clone())  # noqa: E731
-    SynchronizedGroupOffloadHandler.offload = staticmethod(offload)
 
 
-def engine_of(folder, layers, offload):
+def engine_of(folder):
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
     class Engine(FSDPEngineWithLMHead):
         def _build_module(self):
-            model = tiny_model(layers)
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            return model
+            return tiny_model()
 
     float32 = dict(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
     folder = f"{folder}/{dist.get_rank()}"  # ranks that write one would read half of a file
-    tiny_model(layers).save_pretrained(folder)
-    options = dict(use_remove_padding=False, enable_activation_offload=offload)
+    tiny_model().save_pretrained(folder)
     engine = Engine(
-        HFModelConfig(path=folder, load_tokenizer=False, **options),
+        HFModelConfig(path=folder, load_tokenizer=False, use_remove_padding=False),
         FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=float32),
         FSDPOptimizerConfig(optimizer="SGD", lr=LR, weight_decay=0.0, clip_grad=1e9),
         CheckpointConfig(),
@@ -119,7 +112,7 @@ def data_of(rank, ranks):
     return left_right_2_no_padding(data.chunk(ranks)[rank].to_tensordict())
 
 
-def train(rank, folder, policy_loss, epochs, layers=1, offload=False):
+def train(rank, folder, policy_loss, epochs):
     """As verl's worker: the metrics of each optimizer step, and all parameters at the end.
 
     An epoch has two mini-batches, of two micro-batches on each of two ranks.
@@ -134,7 +127,7 @@ def train(rank, folder, policy_loss, epochs, layers=1, offload=False):
     sizes = dict(rollout_n=1, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1)
     loss = BAPOPolicyLossConfig(**policy_loss)
     config = ActorConfig(strategy="fsdp2", policy_loss=loss, **sizes)
-    engine, ranks = engine_of(folder, layers, offload), dist.get_world_size()
+    engine, ranks = engine_of(folder), dist.get_world_size()
     of_steps = []
     with engine.train_mode():
         loader = dict(seed=0, dataloader_kwargs=dict(shuffle=False))
