@@ -35,7 +35,7 @@ NOT_RUN = {
     ("migrating.md", "args = GRPOConfig("): "TRL's own trainer",
     ("migrating.md", "args = BAPOTrainerConfig("): "test_policy_parity.py has DAPO by it",
     ("megatron.md", ""): "models of megatron-core, which test_megatron.py trains by the same head",
-    ("sampling_masks.md", ""): "test_integrations.py runs them all, with stand-ins for the engines",
+    ("sampling_masks.md", ""): "test_pages.py runs them all, with stand-ins for the engines",
 }
 # Blocks that import an absent one are skipped.
 FRAMEWORKS = {"trl", "verl", "skyrl", "trinity", "megatron"}
