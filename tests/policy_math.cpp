@@ -14,6 +14,7 @@ struct Results {
 };
 
 void terms(int64_t count, const Inputs* inputs, const double* numbers, Results* results) {
+    static_assert(sizeof(PolicyOptions) == 7 * sizeof(double), "test_policy_math.py has seven");
     const PolicyOptions options{(int64_t)numbers[0], numbers[1],          numbers[2], numbers[3],
                                 numbers[4],          (int64_t)numbers[5], numbers[6]};
     for (int64_t i = 0; i < count; ++i) {

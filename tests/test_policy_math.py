@@ -69,8 +69,8 @@ RESULTS = (
 
 
 def terms_of(library, config, tokens):
-    first = config.options._fields.index("surrogate")
-    options = torch.tensor(config.options[first : first + 7], dtype=torch.float64)
+    first, last = map(config.options._fields.index, ("surrogate", "entropy_coef"))
+    options = torch.tensor(config.options[first : last + 1], dtype=torch.float64)
     got = torch.empty(len(tokens), len(RESULTS), dtype=torch.float64)
     library.terms(len(tokens), *(x.data_ptr() for x in (tokens, options, got)))
     return dict(zip(RESULTS, got.unbind(1), strict=True))
