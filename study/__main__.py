@@ -8,7 +8,6 @@ import typer
 from rich.progress import track
 
 from . import demo as demo_
-from . import long_run as long_run_
 from .runs import complete, planned
 
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"
@@ -28,14 +27,6 @@ def run(out: Path = RESULTS, seeds: int = 5, updates: int = 160) -> None:
     runs = planned(seeds, updates)
     for _ in track(complete(out, runs), "runs", total=len(runs)):
         pass
-
-
-@app.command()
-def long_run(
-    out: Path = Path("out"), updates: int = 2000, lr: float = long_run_.LR, seed: int = 0
-) -> None:
-    """Thousands of updates with the kernels and with plain PyTorch, side by side."""
-    long_run_.write(out, updates, lr, seed)
 
 
 @app.command()
