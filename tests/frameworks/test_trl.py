@@ -622,9 +622,9 @@ def test_resumed_training(tmp_path, kind, options, why):
     message = rf"the search starts anew, from the bounds \(0.6, 1.2\): {why} \(.*bapo_search.pt\)"
     with pytest.warns(UserWarning, match=message) if why else contextlib.nullcontext():
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert len({tuple(bounds) for bounds in again.decided}) > 1
     if why:
         assert torch.equal(torch.tensor(again.decided[0]), torch.tensor([0.6, 1.2]))
+        assert len({tuple(bounds) for bounds in again.decided}) > 1
         return
     assert again.decided[0] == first.decided[4] != first.decided[0]
     logs = (trainer.state.log_history for trainer in (first, again))
