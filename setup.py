@@ -288,8 +288,8 @@ class NativeBuild(build_ext):
         def build(command: list[str], unit: Unit) -> str:
             output = folder / f"{unit.name}.o"
             reads = ["-MD", "-MF", str(output.with_suffix(".d"))]
-            source = ["-c", str(ROOT / unit.source), "-o", str(output)]
-            compile_unless_current([*command, *unit.flags, *source, *reads], output)
+            command = [*command, *unit.flags, "-c", str(ROOT / unit.source), *reads]
+            compile_unless_current([*command, "-o", str(output)], output)
             return str(output)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:

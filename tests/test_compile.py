@@ -423,7 +423,10 @@ FUNCTIONS = {
     "sampling mask": by_sets,
     "sizes that become dynamic": by_log_probs,  # from the second on
 }
-ADDED_UP = ("temperatures", "a checkpoint", "bapo_linear_loss", "linear_log_probs", "K labels")
+ADDED_UP = (
+    *("temperatures", "a checkpoint", "bapo_linear_loss", "linear_log_probs"),
+    *("K labels", "sampling mask"),
+)
 COMPILERS = {"[B]": "eager", "[B, S]": "inductor", "packed": "aot_eager"}
 
 
