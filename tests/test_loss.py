@@ -238,6 +238,15 @@ def part_of(case, rows):
     return Case(case.logits[rows], *(t[rows] for t in case.arguments()), case.options)
 
 
+def test_the_mean_over_ranks_is_undone(backend, device):
+    """Of the reference too, which takes the same arguments."""
+    logp, A = torch.randn(2, 3, 4, device=device)
+    for name in (backend, "reference"):
+        counts = dict(batch_num_tokens=100, backend=name)
+        one, four = (bapo_loss_from_log_probs(logp, None, A, dp_size=n, **counts) for n in (1, 4))
+        assert four.loss == 4 * one.loss != 0
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", SEQ_MEAN])
 def test_micro_batches_add_up(backend, device, interpreted, mode):
     """Eight micro-batches with global counts and shared bounds add up to one batch."""
