@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,12 +108,6 @@ def captured(run: Call) -> Call:
 def clock_of(device: str) -> Clock:
     """The clock of a device."""
     return GPUClock() if device == "cuda" else CPUClock()
-
-
-def resident_MiB() -> float:
-    """Resident memory of this process (Linux)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def summary(times: list[float]) -> dict[str, float]:
