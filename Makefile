@@ -10,7 +10,7 @@ TORCH ?= 2.13.0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
-.PHONY: check demo test test-all processors versions oldest aarch64 study bench docs lint lock sanitize \
+.PHONY: check demo test test-all exhaustive processors versions oldest aarch64 study bench docs lint lock sanitize \
   emulate ptx prebuilt baselines wheel clean
 .NOTPARALLEL:
 # Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
@@ -36,11 +36,16 @@ test: build/test_env/installed $(LIBRARY)
 	$(PYTEST) -m "not slow" --hypothesis-profile quick tests/test_*.py
 
 # Also frameworks, processes, compiled GPU code, documentation, benchmarks and packaging. Without a GPU
-# Triton's tests have stages of their own: as PTX (`ptx`), one case each, where files take turns with
-# sm_90 and sm_100; and in the interpreter of a newer Triton than that of `make test`.
-test-all: .venv/built build/triton_3.9/installed
-	$(PYTEST) -m "not repeated"
+# Triton's tests have a stage of their own, as PTX (`ptx`), one case each, where files take turns with
+# sm_90 and sm_100.
+test-all: .venv/built
+	$(PYTEST) -m "not repeated and not exhaustive"
 	TRITON_PTX="90 100" $(PTX) -m "not slow and not repeated"
+
+# The other cases of what `make test-all` has a part of, such as targets of compilers, emulated devices
+# and options of trainers; and Triton's tests in the interpreter of a newer Triton.
+exhaustive: .venv/built build/triton_3.9/installed
+	$(PYTEST) -m exhaustive
 	PYTHONPATH=$(CURDIR)/build/triton_3.9 \
 	  $(PYTEST) -m "not slow or repeated" -k triton tests/test_*.py
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -32,6 +32,13 @@ from bapo_kernels.tools.budget import per_token as per_token
 def examples(count: int) -> int:
     """Of a property under the default profile of hypothesis; others make as many times more."""
     return max(1, count * settings.default.max_examples // 100)
+
+
+def exhaustive_unless(kept: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
+    """Cases of a test: `make test-all` has those ``kept``, `make exhaustive` the others."""
+    marks = {True: (), False: pytest.mark.exhaustive}
+    each = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=marks[kept(*case)]) for case in each]
 
 
 # Backends that have their own kernels and can run here; the reference is what they are checked

@@ -31,6 +31,7 @@ from bapo_kernels import (
     find_clip_bounds,
     reference,
 )
+from bapo_kernels.tools.budget import Case
 
 SURROGATES = ["clip", "cispo", "sapo", "mask"]
 LEVELS = ["token", "sequence"]
@@ -205,17 +206,21 @@ def test_sequences_alone_and_together_have_the_same_bits(backend, device):
     assert torch.equal(gradient(slice(None)), together)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("surrogate", SURROGATES)
-def test_live_statistics_skip_whole_sequences(backend, device, surrogate):
+def test_live_statistics_skip_whole_sequences(backend, device, surrogate, packed):
     """A token without advantage is part of its sequence's ratio, if another one has one."""
     case = make_case((4, 6), 50, device=device, config=policy(surrogate, "sequence"), poison=False)
     case.advantages[1] = 0.0
     case.advantages[2] = torch.tensor([0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
     unmasked = unmasked_tokens(case)
+    if packed:
+        flat = [x.flatten(0, 1) for x in (case.logits, *case.arguments())]
+        case = Case(*flat, case.options | dict(cu_seqlens=torch.arange(0, 30, 6, device=device)))
     everything, live = (run_kernel(case, backend, statistics=s) for s in ("all", "live"))
     assert_same_bits(everything, live)
     skipped = unmasked & (torch.arange(4, device=device) == 1)[:, None]
-    assert torch.equal(live.output.log_probs.isnan(), skipped)
+    assert torch.equal(live.output.log_probs.isnan().view(4, 6), skipped)
     assert live.output.metrics["live_tokens"] == unmasked[[0, 2, 3]].sum()
 
 

@@ -27,6 +27,22 @@ CONTROLS = {
 }
 
 
+def pytest_collection_modifyitems(items):
+    """Each case runs on two devices, another one on others; `make exhaustive` has the rest."""
+    cases = {}
+    for item in items:
+        if "on_host" not in getattr(item, "fixturenames", ()):
+            continue
+        if any("on_host" in mark.args[0] for mark in item.iter_markers("parametrize")):
+            continue  # it names its devices
+        case = {name: value for name, value in item.callspec.params.items() if name != "on_host"}
+        seen = cases.setdefault((item.path, item.originalname), [])
+        if case not in seen:
+            seen.append(case)
+        if (seen.index(case) + EVERYWHERE.index(item.callspec.params["on_host"])) % 3:
+            item.add_marker(pytest.mark.exhaustive)
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """Built once for all workers, unless EMULATE_LIBRARY names a library."""

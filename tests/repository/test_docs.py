@@ -23,6 +23,7 @@ SOURCES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.r
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in SOURCES)
 
 
+@pytest.mark.exhaustive
 def test_the_site_builds_and_has_every_public_name(tmp_path):
     """A page outside of the navigation and a dead link are warnings, which are errors."""
     build = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-q", "-b", "dummy"]

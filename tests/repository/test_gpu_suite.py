@@ -173,6 +173,7 @@ def test_the_commands_run_on_the_cpu(suite, monkeypatch):
     assert measured >= {"copy", "three matrix products", "the paper's loop", "bapo_kernels cpu"}
 
 
+@pytest.mark.exhaustive
 @needs_native
 def test_the_training_step_runs_on_the_cpu(suite, monkeypatch):
     """As the suite calls it, a small model of the form of a GPU's; a trainer that fails is told."""

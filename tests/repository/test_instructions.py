@@ -4,7 +4,7 @@ import importlib.util
 
 import numpy as np
 import pytest
-from helpers import needs_machine_code
+from helpers import exhaustive_unless, needs_machine_code
 
 pytest.importorskip("tabulate")
 
@@ -32,7 +32,9 @@ BUDGET = {
 OF_TRITON = {"first pass": 10.5, "second pass": 7.0, "log-probs alone": 10.5}
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), BUDGET)
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), exhaustive_unless(lambda V, dtype: V == 4_096, BUDGET)
+)
 def test_budget(vocabulary, dtype):
     needs_machine_code("sm_90")
     rows = (Row("sm_90", vocabulary, dtype, gradient) for gradient in (True, False))
@@ -40,7 +42,7 @@ def test_budget(vocabulary, dtype):
     assert all(f <= most for f, most in zip(found, BUDGET[vocabulary, dtype], strict=True)), found
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", exhaustive_unless("sm_90".__eq__, ARCHITECTURES))
 def test_the_executed_log_prob(arch):
     """Of 4,096 equal logits, by one warp: all of its 32 lanes add the sums of the whole row."""
     needs_machine_code(arch)
@@ -52,6 +54,7 @@ def test_the_executed_log_prob(arch):
     assert to_double(memory[place] | memory[place + 1] << 32) == pytest.approx(-np.log(32 * 4_096))
 
 
+@pytest.mark.exhaustive
 def test_triton_budget():
     needs_machine_code("sm_90")
     found = triton("sm_90")

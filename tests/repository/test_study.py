@@ -85,6 +85,7 @@ def test_the_demo_runs_and_its_search_acts(toy_size, tmp_path):
     assert (tmp_path / "offpolicy_rlvr.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 @needs_native
 def test_on_policy_the_arms_are_the_same(toy_size):
     """And so are micro-batches, which are summed in another order."""
