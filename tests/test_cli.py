@@ -254,6 +254,7 @@ def test_an_interrupt_leaves_the_report_of_what_was_done(monkeypatch, tmp_path):
     assert report["plan"]["cases"] == [f"cpu, {n}, bfloat16" for n in ("first", "second", "third")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_kernel_that_hangs_or_dies_is_named_and_the_others_run(monkeypatch, tmp_path):
     calls = dict(hangs=partial(time.sleep, 10**6), aborts=os.abort, raises=partial(int, "x"))

@@ -295,9 +295,8 @@ FIXED = {
     "float32 head": dict(cast_lm_head_to_fp32=True, disable_dropout=True),
 }  # fmt: skip
 KEPT = (
-    *("grpo, recipe, step", "KL with ratio, entropy, long generation", "masked as TRL does, call"),
-    *("sets, KL, call", "dapo, with evaluations", "adaptive entropy", "router losses"),
-    *("off-policy mask, importance weights", "uneven window"),
+    *("grpo, recipe, step", "KL with ratio, entropy, long generation", "sets, KL, call"),
+    *("adaptive entropy", "router losses", "off-policy mask, importance weights"),
 )
 TARGET = {"paper": 0.62, "recipe": 1.5}
 FEW = dict(words=len(WORDS), learning_rate=0.05, same_draws=True)

@@ -140,6 +140,7 @@ def invoke(module, *arguments):
     return CliRunner().invoke(application(module), arguments)
 
 
+@pytest.mark.exhaustive
 @needs_native
 def test_the_commands_run_on_the_cpu(suite, monkeypatch):
     """Each command as the suite calls it, in small sizes and with few repetitions."""

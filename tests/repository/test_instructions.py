@@ -4,7 +4,7 @@ import importlib.util
 
 import numpy as np
 import pytest
-from helpers import exhaustive_unless, needs_machine_code
+from helpers import needs_machine_code
 
 pytest.importorskip("tabulate")
 
@@ -15,6 +15,7 @@ from benchmarks.instructions.machine import to_double
 from benchmarks.instructions.sass import cuobjdump
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.skipif(
         cuobjdump() is None or importlib.util.find_spec("triton") is None,
         reason="needs cuobjdump and Triton",
@@ -32,9 +33,7 @@ BUDGET = {
 OF_TRITON = {"first pass": 10.5, "second pass": 7.0, "log-probs alone": 10.5}
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "dtype"), exhaustive_unless(lambda V, dtype: V == 4_096, BUDGET)
-)
+@pytest.mark.parametrize(("vocabulary", "dtype"), BUDGET)
 def test_budget(vocabulary, dtype):
     needs_machine_code("sm_90")
     rows = (Row("sm_90", vocabulary, dtype, gradient) for gradient in (True, False))
@@ -42,7 +41,7 @@ def test_budget(vocabulary, dtype):
     assert all(f <= most for f, most in zip(found, BUDGET[vocabulary, dtype], strict=True)), found
 
 
-@pytest.mark.parametrize("arch", exhaustive_unless("sm_90".__eq__, ARCHITECTURES))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_executed_log_prob(arch):
     """Of 4,096 equal logits, by one warp: all of its 32 lanes add the sums of the whole row."""
     needs_machine_code(arch)
@@ -54,7 +53,6 @@ def test_the_executed_log_prob(arch):
     assert to_double(memory[place] | memory[place + 1] << 32) == pytest.approx(-np.log(32 * 4_096))
 
 
-@pytest.mark.exhaustive
 def test_triton_budget():
     needs_machine_code("sm_90")
     found = triton("sm_90")

@@ -29,6 +29,7 @@ import before_after, study.__main__, study.demo
 """
 
 
+@pytest.mark.exhaustive
 def test_the_demo_imports_no_more_than_its_environment_has():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
