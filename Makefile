@@ -39,13 +39,13 @@ test: build/test_env/installed $(LIBRARY)
 # Triton's tests have a stage of their own, as PTX (`ptx`), one case each, where files take turns with
 # sm_90 and sm_100; CUDA's here as that for sm_90.
 test-all: .venv/built
-	EMULATE_ARCH=90 $(PYTEST) -m "not repeated and not exhaustive"
+	EMULATE_ARCH=90 $(PYTEST) -m "not repeated and not exhaustive" --hypothesis-profile quick
 	TRITON_PTX="90 100" $(PTX) -m "not slow and not repeated"
 
 # The other cases of what `make test-all` has a part of, such as targets of compilers, emulated devices
-# and options of trainers; and Triton's tests in the interpreter of a newer Triton.
+# and options of trainers; more examples of properties; Triton's tests in a newer Triton's interpreter.
 exhaustive: .venv/built build/triton_3.9/installed
-	$(PYTEST) -m exhaustive
+	$(PYTEST) -m "exhaustive or hypothesis and not repeated"
 	PYTHONPATH=$(CURDIR)/build/triton_3.9 \
 	  $(PYTEST) -m "not slow or repeated" -k triton tests/test_*.py
 

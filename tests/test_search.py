@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accuracy import assert_rounded
-from helpers import needs_native
+from helpers import PTX, needs_native
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from world import grid
 
@@ -162,7 +162,7 @@ def test_kernels_find_what_the_reference_finds(backend, device, interpreted, mos
     if interpreted and copies > 1:
         pytest.skip("takes half a minute in the interpreter")
     g = torch.Generator().manual_seed(0)
-    repeats = 2 if interpreted else 20
+    repeats = 2 if interpreted or PTX else 20
     for variant in VARIANTS[:4] if copies > 1 else repeats * VARIANTS:
         config = BAPOConfig(**variant)
         logp, old, A, mask = (t.repeat(copies)[:most].to(device) for t in random_case(g))
