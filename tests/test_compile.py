@@ -432,10 +432,6 @@ ADDED_UP = (
     *("temperatures", "a checkpoint", "bapo_linear_loss", "linear_log_probs"),
     *("K labels", "sampling mask"),
 )
-TRACED_ALONE = (
-    *("own bounds", "temperatures", "a checkpoint", "BAPOLoss", "find_clip_bounds"),
-    *("no gradient, no entropy", "linear_log_probs", "sizes that become dynamic"),
-)
 COMPILERS = {"[B]": "eager", "[B, S]": "inductor", "packed": "aot_eager"}
 
 
@@ -443,9 +439,7 @@ COMPILERS = {"[B]": "eager", "[B, S]": "inductor", "packed": "aot_eager"}
 @pytest.mark.parametrize(
     ("name", "layout"),
     exhaustive_unless(
-        lambda name, layout: (
-            name == "bapo_loss" or layout == ("[B]" if name in TRACED_ALONE else "packed")
-        ),
+        lambda name, layout: layout == ("packed" if [*FUNCTIONS].index(name) % 2 else "[B]"),
         product(FUNCTIONS, COMPILERS),
     ),
 )

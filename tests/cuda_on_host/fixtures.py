@@ -28,18 +28,14 @@ CONTROLS = {
 
 
 def pytest_collection_modifyitems(items):
-    """Each case runs on two devices, another one on others; `make exhaustive` has the rest."""
-    cases = {}
+    """Each case runs on a device or two, the next one on others; `make exhaustive` has the rest."""
     for item in items:
         if "on_host" not in getattr(item, "fixturenames", ()):
             continue
-        if any("on_host" in mark.args[0] for mark in item.iter_markers("parametrize")):
-            continue  # it names its devices
-        case = {name: value for name, value in item.callspec.params.items() if name != "on_host"}
-        seen = cases.setdefault((item.path, item.originalname), [])
-        if case not in seen:
-            seen.append(case)
-        if (seen.index(case) + EVERYWHERE.index(item.callspec.params["on_host"])) % 3:
+        names_its_devices = any(
+            "on_host" in mark.args[0] for mark in item.iter_markers("parametrize")
+        )
+        if not names_its_devices and sum(item.callspec.indices.values()) % 5:
             item.add_marker(pytest.mark.exhaustive)
 
 
