@@ -10,8 +10,8 @@ TORCH ?= 2.13.0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 LIBRARY := bapo_kernels/_build.json
 
-.PHONY: check demo test test-all exhaustive processors versions oldest aarch64 study bench docs lint lock sanitize \
-  emulate ptx prebuilt baselines wheel clean
+.PHONY: check demo test test-all exhaustive processors versions oldest aarch64 study bench docs lint \
+  lock sanitize emulate ptx prebuilt baselines wheel clean
 .NOTPARALLEL:
 # Without bytecode every process compiles the modules of torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,7 +21,7 @@ check demo test processors: export PYTHONPATH = $(CURDIR)
 # the first dtype of every loss. Other targets then build for all.
 check: .venv/installed
 	$(PYTEST) -n 0 -x tests/test_policy_math.py
-	BAPO_PORTABLE=1 NVCC=false $(BIN)/python setup.py -q build_ext --inplace
+	BAPO_REQUIRE_NATIVE=1 BAPO_PORTABLE=1 NVCC=false $(BIN)/python setup.py -q build_ext --inplace
 	@touch -d @0 $(LIBRARY) && rm -f .venv/built
 	$(PYTEST) -n 0 -x -k "cpu and dtype0 or cpu and hand" tests/test_policies.py tests/test_loss.py
 

@@ -22,7 +22,6 @@ os.environ.setdefault("BAPO_SELF_CHECK", "0")  # tests have it run where it is t
 
 from helpers import DEVICES, INTERPRETED, KERNELS, PTX, needs_gpu_memory, not_tested_on_the_gpu
 from hypothesis import settings
-from world import world
 
 from bapo_kernels import available_backends
 from bapo_kernels.tools.sum_order import SumOrder
@@ -149,6 +148,8 @@ def gpu_memory():
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory):
     """Process groups by number of ranks, each started on first use."""
+    from world import world  # imports DTensor, which takes longer than `make check` allows
+
     with ExitStack() as stack:
 
         def start(ranks, device="cpu"):
