@@ -32,6 +32,11 @@ class SumOrder(TorchDispatchMode):
         super().__init__()
         self.seed = seed
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep the compiler out, torch would import it and slow down every operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the operator on permuted operands."""
         args, kwargs, name = list(args), kwargs or {}, func.overloadpacket
