@@ -24,7 +24,7 @@ from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_loss, log_probs, refe
 from bapo_kernels.config import IGNORE_INDEX, LossAggMode
 from bapo_kernels.tools.budget import Case, Result, make_case
 
-pytestmark = [pytest.mark.slow, pytest.mark.hypothesis]
+pytestmark = [pytest.mark.slow, pytest.mark.hypothesis]  # `make exhaustive`: more examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [1, 2, 3, 15, 16, 17, 31, 127, 257]  # one token, vectors and their neighbours, primes
