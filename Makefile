@@ -23,7 +23,8 @@ check: .venv/installed
 	$(PYTEST) -n 0 -x tests/test_policy_math.py
 	BAPO_REQUIRE_NATIVE=1 BAPO_PORTABLE=1 NVCC=false $(BIN)/python setup.py -q build_ext --inplace
 	@touch -d @0 $(LIBRARY) && rm -f .venv/built
-	$(PYTEST) -n 0 -x -k "cpu and dtype0 or cpu and hand" tests/test_policies.py tests/test_loss.py
+	$(PYTEST) -n 0 -x -k "cpu and (dtype0 or hand) and not real and not plain" \
+	  tests/test_policies.py tests/test_loss.py
 
 demo: BIN = build/demo_env/bin
 demo: build/demo_env/installed $(LIBRARY)
