@@ -294,7 +294,7 @@ FIXED = {
     "uneven window": dict(gradient_accumulation_steps=2, steps_per_generation=3, num_generations=4),
     "float32 head": dict(cast_lm_head_to_fp32=True, disable_dropout=True),
 }  # fmt: skip
-KEPT = (
+KEPT = (  # of both, in `make test-all`
     *("grpo, recipe, step", "KL with ratio, entropy, long generation", "sets, KL, call"),
     *("adaptive entropy", "router losses", "off-policy mask, importance weights"),
 )
