@@ -16,18 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backends import choose
+from .checks import check_device, check_group, check_tensor, outside_inference_mode, require
 from .config import GRID_FIELDS, BAPOConfig
-from .core.arguments import TokenOptions, token_arguments
-from .core.checks import (
-    check_device,
-    check_group,
-    check_tensor,
-    outside_inference_mode,
-    require,
-)
-from .core.distributed import check_ranks, device_of_tables, rows_of_ranks
-from .core.inputs import check_search, config_or_default
-from .core.prepare import prepared
+from .core.arguments.options import TokenOptions
+from .core.arguments.prepare import prepared
+from .core.arguments.ranks import check_ranks
+from .core.arguments.single import check_search, config_or_default
+from .core.arguments.together import token_arguments
+from .core.distributed import device_of_tables, rows_of_ranks
 from .core.tokens import contributions, solve, with_log_ratios
 from .output import REPORT, ClipBounds
 from .reference.search import contribution_table, search_metrics, solve_table

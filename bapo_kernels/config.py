@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from .core.checks import number, require
+from .checks import number, require
 
 IGNORE_INDEX = -100
 LOG_RATIO_LIMIT = 20.0

@@ -14,25 +14,17 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
+from .checks import refuse, typed, without_config
 from .config import BAPOConfig
-from .core.arguments import LossOptions, log_probs_arguments, loss_arguments, token_arguments
-from .core.autograd import (
-    LogProbs,
-    OverwrittenLogits,
-    differentiable_loss,
-    in_backward,
-    output_with_gradients,
-)
+from .core.arguments.options import LossOptions
+from .core.arguments.prepare import prepared
+from .core.arguments.single import check_inplace, check_logits, config_or_default
+from .core.arguments.together import log_probs_arguments, loss_arguments, token_arguments
+from .core.autograd import OverwrittenLogits, in_backward, output_with_gradients
 from .core.call import Statistics
-from .core.checks import refuse, typed, without_config
-from .core.inputs import (
-    check_inplace,
-    check_logits,
-    config_or_default,
-)
-from .core.logits import loss_of_logits
 from .core.operators import as_rows
-from .core.prepare import prepared
+from .core.rows import LogProbs, loss_of_logits
+from .core.tokens import differentiable_loss
 from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 

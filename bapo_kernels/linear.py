@@ -13,28 +13,19 @@ from torch import Tensor
 
 from . import reference
 from .backends import choose
+from .checks import require, without_config
 from .config import BAPOConfig
-from .core import head_operators as head_operators  # registers what autograd calls
-from .core.arguments import log_probs_arguments, loss_arguments
-from .core.autograd import (
-    LinearLogProbs,
-    differentiable_loss,
-    in_backward,
-    output_with_gradients,
-)
+from .core.arguments.prepare import prepared
+from .core.arguments.single import check_head, check_logits_dtype, config_or_default, gemm_dtype
+from .core.arguments.together import log_probs_arguments, loss_arguments
+from .core.autograd import in_backward, output_with_gradients
 from .core.call import Statistics
-from .core.checks import require, without_config
 from .core.distributed import VocabShard, local_parameter
-from .core.head import Head
-from .core.hidden import loss_of_hidden
-from .core.inputs import (
-    check_head,
-    check_logits_dtype,
-    config_or_default,
-    gemm_dtype,
-)
-from .core.prepare import prepared
-from .core.top_k import top_k
+from .core.head.head import Head
+from .core.head.hidden import loss_of_hidden
+from .core.head.log_probs import LinearLogProbs
+from .core.head.top_k import top_k
+from .core.tokens import differentiable_loss
 from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
 

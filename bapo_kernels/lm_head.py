@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.checks import is_dtensor, require
+from .checks import is_dtensor, require
 from .lora import OTHERWISE, adapted, hooks_of, kind_of, without_adapters
 
 # These wrappers synchronise gradients in a forward of their own.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .core.checks import is_dtensor, require
+from .checks import is_dtensor, require
 
 OTHERWISE = " (otherwise take bapo_loss on the model's own logits; in TRL bapo_head='trl')"
 _RULE = (

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .config import BAPOConfig
-from .core.arguments import LinearOptions, LogitsOptions
+from .core.arguments.options import LinearOptions, LogitsOptions
+from .core.arguments.single import config_or_default
 from .core.call import Statistics
-from .core.inputs import config_or_default
 from .functional import bapo_loss
 from .linear import bapo_linear_loss
 from .output import BAPOOutput

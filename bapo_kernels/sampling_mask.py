@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import OFFSETS, check_device, check_dtype, is_readable, refuse, require
 from .config import IGNORE_INDEX
-from .core.checks import OFFSETS, check_device, check_dtype, is_readable, refuse, require
 
 _WIDTH = 2**32  # of a row in the keys of the sort, more than the ids it may have
 _LARGEST = 2**31 - 1  # id; larger ones are in no vocabulary, and neither is -1

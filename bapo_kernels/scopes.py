@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bounds import SEARCH_METRICS, TABLE_FIELDS, ContributionHistogram
+from .checks import check_group, outside_inference_mode, require
 from .config import BAPOConfig
-from .core.checks import check_group, outside_inference_mode, require
-from .core.inputs import config_or_default
+from .core.arguments.single import config_or_default
 from .output import ClipBounds
 
 Scope = Literal["call", "step", "lagged"]

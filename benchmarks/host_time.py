@@ -17,7 +17,6 @@ import typer
 
 from bapo_kernels import bapo_loss
 from bapo_kernels.backends import triton as triton_backend
-from bapo_kernels.core.operators import SCHEMAS, TRITON, register
 
 from .emulation import absent_gpu
 
@@ -28,8 +27,7 @@ def install_absent_gpu() -> None:
     """Lets the operators of this package launch on CPU tensors, for a GPU that is not there."""
     absent_gpu()
     triton_backend.why_not, triton_backend.INTERPRETED = lambda: None, True  # takes CPU tensors
-    for name in SCHEMAS:
-        register(TRITON, name, triton_backend.operator(name), ["CPU"])
+    triton_backend.implement_all(["CPU"])
 
 
 def tiny_call(backend: str) -> Callable[[], tuple[float, float]]:

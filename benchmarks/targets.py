@@ -15,7 +15,7 @@ from unittest import mock
 from rich.console import Console
 
 from bapo_kernels.core import rows as passes
-from bapo_kernels.core.head import CHUNK_BYTES
+from bapo_kernels.core.head.head import CHUNK_BYTES
 
 from .cases import Batch, Case, Level
 from .methods import Method, methods

@@ -21,7 +21,6 @@ import bapo_kernels
 from bapo_kernels import BAPOConfig, SamplingMask, reference
 from bapo_kernels.backends import native
 from bapo_kernels.config import IGNORE_INDEX
-from bapo_kernels.core.operators import torch_ops_of
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import Case, Result, evaluate
 from bapo_kernels.tools.budget import in_some_orders as in_some_orders
@@ -78,7 +77,7 @@ if "triton" in KERNELS and INTERPRETED:
 
 # The CPU kernels run as on a processor without wider instructions: in every process of the tests.
 if (chosen := os.environ.get("INSTRUCTION_SET", "widest")) != "widest":
-    torch_ops_of("cpu").instruction_set(chosen)
+    torch.ops.bapo_kernels.instruction_set(chosen)
 
 needs_native = pytest.mark.skipif(
     bapo_kernels.available_backends()["cpu"] is not None, reason="the native library is absent"

@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_map_only
 
 from bapo_kernels import BAPOConfig
 from bapo_kernels.config import IGNORE_INDEX, LossAggMode
-from bapo_kernels.core.arguments import Arguments
+from bapo_kernels.core.arguments.prepare import prepared
+from bapo_kernels.core.arguments.together import Arguments
 from bapo_kernels.core.operators import FIELDS
-from bapo_kernels.core.prepare import prepared
 
 MODES = get_args(LossAggMode)
 

@@ -28,7 +28,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels.core.arguments import LossOptions
+from bapo_kernels.core.arguments.options import LossOptions
 from bapo_kernels.debug import check_inputs
 
 B, S, V, H = 2, 6, 11, 4

@@ -16,10 +16,9 @@ import torch
 from helpers import exhaustive_unless, needs_native
 
 import bapo_kernels
-from bapo_kernels import backends
+from bapo_kernels import backends, checks
 from bapo_kernels.backends import native
 from bapo_kernels.config import Options
-from bapo_kernels.core import checks
 from bapo_kernels.core.operators import FIELDS
 from bapo_kernels.output import REPORT
 

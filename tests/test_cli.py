@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import bapo_kernels
 from bapo_kernels import available_backends
 from bapo_kernels.core import autograd, rows, tokens
+from bapo_kernels.core.head import sets
 from bapo_kernels.tools import processes, validate
 from bapo_kernels.tools.cli import commands
 
@@ -131,7 +132,7 @@ def wrong_operators(monkeypatch, **faults):
                 return op
             return lambda *arguments: (op(*arguments), faults[asked](*arguments))
 
-    for module in (rows, tokens, autograd):
+    for module in (rows, sets, tokens, autograd):
         ops_of = module.ops_of
         monkeypatch.setattr(module, "ops_of", lambda backend, ops_of=ops_of: Wrong(ops_of(backend)))
 

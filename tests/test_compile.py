@@ -25,7 +25,7 @@ from bapo_kernels import (
     log_probs,
 )
 from bapo_kernels.config import Options
-from bapo_kernels.core.operators import FIELDS, HEAD_SCHEMAS, SCHEMAS, torch_ops_of
+from bapo_kernels.core.operators import FIELDS, HEAD_SCHEMAS, NAMESPACES, SCHEMAS
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(not KERNELS, reason="no kernels")]
 
@@ -222,11 +222,11 @@ def test_opcheck_of_the_head(name, frozen, masked, labels):
     if name == "head_forward":
         arguments = (frozen, *arguments)
     else:
-        *found, unscaled, values = torch_ops_of("cpu").head_forward(frozen, *arguments)
+        *found, unscaled, values = torch.ops.bapo_kernels.head_forward(frozen, *arguments)
         unscaled = unscaled if frozen and len(labels) == 2 else None
         needs = [True, not frozen, not frozen]
         arguments = (-double(*labels), double(N), *found, values, unscaled, needs, *arguments)
-    op = getattr(torch_ops_of("cpu"), name).default
+    op = getattr(torch.ops.bapo_kernels, name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"
 
@@ -234,7 +234,7 @@ def test_opcheck_of_the_head(name, frozen, masked, labels):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 def test_opcheck(backend, device, name):
-    operator = getattr(torch_ops_of(backend), name).default
+    operator = getattr(getattr(torch.ops, NAMESPACES[backend]), name).default
     torch.library.opcheck(operator, tuple(arguments_of(name, device)))
 
 
@@ -287,7 +287,7 @@ def test_ops_refuse_what_would_corrupt_memory(backend, device):
         for value in wrong:
             arguments = arguments_of(operator, device, **{name: value})
             with pytest.raises(RuntimeError, match=rule):
-                getattr(torch_ops_of(backend), operator)(*arguments)
+                getattr(getattr(torch.ops, NAMESPACES[backend]), operator)(*arguments)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def loss_rank(rank, function, name, dtype, backend, data, tensor, device="cpu", 
     leaves, arguments, options = tree_map_only(torch.Tensor, lambda x: x.to(device), given)
     with pytest.MonkeyPatch.context() as patch:
         chunk_bytes = 4 * max(COLUMNS[tensor]) * dtype.itemsize
-        patch.setattr("bapo_kernels.core.head.CHUNK_BYTES", chunk_bytes)
+        patch.setattr("bapo_kernels.core.head.head.CHUNK_BYTES", chunk_bytes)
         options.update(backend=backend, **kind)
         return evaluated(bapo_kernels, function, leaves, arguments, **options)
 

@@ -17,12 +17,12 @@ from bapo_kernels import (
     bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
+    checks,
     find_clip_bounds,
     linear_log_probs,
     log_probs,
     reference,
 )
-from bapo_kernels.core import checks
 from bapo_kernels.debug import check_inputs
 
 B, S, V = 2, 5, 11

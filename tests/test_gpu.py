@@ -13,7 +13,7 @@ from torch.profiler import DeviceType
 
 from bapo_kernels import BAPOConfig, SamplingMask, bapo_loss, log_probs, warm_up
 from bapo_kernels.backends import self_check
-from bapo_kernels.core.operators import torch_ops_of
+from bapo_kernels.core.operators import ops_of
 from bapo_kernels.tools.budget import Result
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_real_vocabularies(backend, V, dtype):
 
 @pytest.mark.skipif("cuda" not in KERNELS, reason="needs the CUDA backend")
 def test_self_check():
-    assert self_check.first_failure(torch_ops_of("cuda"), torch.device("cuda", 0)) is None
+    assert self_check.first_failure(ops_of("cuda"), torch.device("cuda", 0)) is None
 
 
 @pytest.mark.xdist_group("gpu memory")

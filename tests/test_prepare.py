@@ -8,7 +8,7 @@ import torch
 from prepared import MODES, arguments_of, check_prepared, packed_arguments, padded_arguments
 
 from bapo_kernels import BAPOConfig
-from bapo_kernels.core.inputs import as_numbers
+from bapo_kernels.core.arguments.single import as_numbers
 from bapo_kernels.core.operators import FIELDS
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -21,8 +21,8 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.config import bound_grid
-from bapo_kernels.core.arguments import loss_arguments, token_arguments
-from bapo_kernels.core.prepare import prepared
+from bapo_kernels.core.arguments.prepare import prepared
+from bapo_kernels.core.arguments.together import loss_arguments, token_arguments
 from bapo_kernels.core.tokens import contributions, search, solve
 from bapo_kernels.reference.search import contribution_table, solve_table
 

@@ -12,10 +12,8 @@ import torch
 from helpers import needs_native
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bapo_kernels import backends, warm_up, warmup
+from bapo_kernels import backends, checks, warm_up, warmup
 from bapo_kernels.backends import native, self_check, triton
-from bapo_kernels.core import checks
-from bapo_kernels.core.operators import torch_ops_of
 
 pytestmark = needs_native
 GPU_TENSOR = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
@@ -29,7 +27,7 @@ class Gpu:
         self.wrong, self.checks = {}, 0
 
     def __getattr__(self, name):
-        return self.wrong.get(name, getattr(torch_ops_of("cpu"), name))
+        return self.wrong.get(name, getattr(torch.ops.bapo_kernels, name))
 
     def first_failure(self, ops, device):
         self.checks += 1
@@ -134,7 +132,7 @@ def test_a_wrong_kernel_is_named_and_triton_takes_over(gpu, operator, at, dtype,
 
     def run(*arguments):
         before = arguments[at].clone()
-        getattr(torch_ops_of("cpu"), operator)(*arguments)
+        getattr(torch.ops.bapo_kernels, operator)(*arguments)
         if dtype is None:
             arguments[at].copy_(before)
         elif arguments[0].dtype == dtype:

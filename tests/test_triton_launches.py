@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from bapo_kernels import BAPOConfig, bapo_linear_loss, bapo_loss, linear_log_probs, log_probs
 from bapo_kernels.backends import triton as backend
 from bapo_kernels.config import SURROGATES
-from bapo_kernels.core.operators import torch_ops_of
 
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS or not INTERPRETED, reason="needs Triton's interpreter"
@@ -59,8 +58,9 @@ def test_every_operator(launches, monkeypatch):
     run_kernel(case, "triton", config=BAPOConfig(ratio_level="sequence"))
     searched = zip(("tokens", "present"), tokens_of(12, advantages=torch.ones(12)), strict=True)
     known = dict(searched, log_probs=torch.zeros(12).double(), counted=torch.ones(12).bool())
-    call(torch_ops_of("triton"), "contributions", known, rank=0, table=torch.empty(1, 54).double())
-    torch_ops_of("triton").solve(torch.rand(2, 54).double(), options_of(), *found)
+    ops, table = torch.ops.bapo_kernels_triton, torch.empty(1, 54).double()
+    call(ops, "contributions", known, rank=0, table=table)
+    torch.ops.bapo_kernels_triton.solve(torch.rand(2, 54).double(), options_of(), *found)
     monkeypatch.setattr(prepare, "ALONE", 0)
     bapo_loss(case.logits, *case.arguments(), backend="triton")
 
@@ -159,15 +159,15 @@ def test_many_tokens(few_programs, name, level):
 def test_arguments_are_checked_after_those_of_another_call():
     """Only what has passed is remembered."""
     x, factor = torch.ones(1, 2, 8), torch.tensor(2.0)
-    torch_ops_of("triton").scale_(x, factor)
+    torch.ops.bapo_kernels_triton.scale_(x, factor)
     for wrong in (factor.double(), torch.ones(2)):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="factor must be"):
-                torch_ops_of("triton").scale_(x, wrong)
+                torch.ops.bapo_kernels_triton.scale_(x, wrong)
     table, found = torch.rand(1, 54).double(), (torch.empty(2), torch.empty(6).double())
-    torch_ops_of("triton").solve(table, options_of(), *found)
+    torch.ops.bapo_kernels_triton.solve(table, options_of(), *found)
     with pytest.raises(RuntimeError, match=r"table must have shape \(ranks, 55\)"):
-        torch_ops_of("triton").solve(table, options_of(lower_max=0.92), *found)
+        torch.ops.bapo_kernels_triton.solve(table, options_of(lower_max=0.92), *found)
 
 
 def test_what_has_no_memory_is_waited_for(monkeypatch):

@@ -8,8 +8,6 @@ from accuracy import assert_sums
 from helpers import DEVICES, KERNELS
 from operands import tokens_of
 
-from bapo_kernels.core.operators import torch_ops_of
-
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
 )
@@ -36,7 +34,7 @@ def run(name, log_probs, counted, *more, length=0, cu_seqlens=None, out=None):
         cu_seqlens = cu_seqlens.to(DEVICE)
     out = out.to(DEVICE, copy=True)
     given = log_probs.to(DEVICE), counted.to(DEVICE), *more
-    getattr(torch_ops_of("triton"), name)(*given, length, cu_seqlens, out)
+    getattr(torch.ops.bapo_kernels_triton, name)(*given, length, cu_seqlens, out)
     return out.cpu()
 
 
@@ -130,8 +128,8 @@ def test_broken_offsets_touch_nothing_foreign(offsets):
         tokens_of(12, DEVICE, old_log_probs=old),
     )
     of = 0, torch.tensor(offsets, device=DEVICE), memory[20:32]
-    torch_ops_of("triton").sequence_log_ratios(*given, *tokens, *of)
-    torch_ops_of("triton").add_sequence_means_(*given, *of)
+    torch.ops.bapo_kernels_triton.sequence_log_ratios(*given, *tokens, *of)
+    torch.ops.bapo_kernels_triton.add_sequence_means_(*given, *of)
     place = torch.arange(52)
     assert torch.equal((memory != -7).cpu(), (place >= 20) & (place < 32))
     outside = [i for i in range(12) if i < min(offsets) or i >= max(offsets)]

@@ -10,8 +10,6 @@ from set_operators import Sets, check_dhidden, check_move, check_multiply, left,
 from torch import nan
 from torch.nn.functional import pad
 
-from bapo_kernels.core.operators import torch_ops_of
-
 pytestmark = pytest.mark.skipif(
     "triton" not in KERNELS, reason="needs Triton's interpreter or a GPU"
 )
@@ -40,7 +38,7 @@ class OnDevice:
                 memory = there[id(memory_of(x))][1]
                 return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
-            getattr(torch_ops_of("triton"), name)(*map(moved, arguments))
+            getattr(torch.ops.bapo_kernels_triton, name)(*map(moved, arguments))
             for here, other in there.values():
                 here.copy_(other)
 

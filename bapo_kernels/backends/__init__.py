@@ -1,6 +1,6 @@
 """The backends: which can run here, why the others cannot, and the choice between them.
 
-Imports its files and ``core.checks``. To know what runs here must not import Triton or initialise
+Imports its files and ``checks``. To know what runs here must not import Triton or initialise
 CUDA, because ``import bapo_kernels`` would do so too.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core.checks import refuse, runs_while_traced, warn_once
+from ..checks import refuse, runs_while_traced, warn_once
 from . import native, self_check, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")

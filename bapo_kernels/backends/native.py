@@ -1,6 +1,6 @@
 """Loads the C++ library, which lies beside the package, or explains why it is absent.
 
-Imports ``core.operators`` and ``core.checks``. If the library is absent and BAPO_REQUIRE_NATIVE=1
+Imports ``core.operators`` and ``checks``. If the library is absent and BAPO_REQUIRE_NATIVE=1
 is set, the import fails; whatever else keeps it from loading must become a reason, because the
 package also runs without it.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+from ..checks import runs_while_traced
 from ..core import operators  # noqa: F401 (schemas are defined before kernels implement them)
-from ..core.checks import runs_while_traced
 
 OLDEST_TORCH = "2.10"  # the library is built for its stable ABI
 _PACKAGE = Path(__file__).resolve().parent.parent

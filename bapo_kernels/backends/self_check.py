@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import runs_while_traced, warn_once
 from ..config import BAPOConfig
-from ..core.checks import runs_while_traced, warn_once
-from ..core.operators import FIELDS, SCHEMAS, torch_ops_of
+from ..core.operators import FIELDS, SCHEMAS, ops_of
 from . import native
 
 _C: Any = torch._C
@@ -68,7 +68,7 @@ def _verdict(device: torch.device) -> str | None:
     if os.path.exists(agreed):
         return None
     with torch.no_grad():
-        failure = first_failure(torch_ops_of("cuda"), device)
+        failure = first_failure(ops_of("cuda"), device)
     if failure is None:
         with suppress(OSError):
             agreed.parent.mkdir(parents=True, exist_ok=True)

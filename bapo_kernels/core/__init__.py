@@ -1,7 +1,5 @@
-"""What a call is made of, in layers; each file imports from those before it alone.
+"""What a call is made of; users import none of it, as the public functions are in the folder above.
 
-checks, operators, memory, distributed, gemm; call (data); inputs, arguments, prepare (its makers);
-rows, tokens (the kernels); head; logits, hidden, head_operators; autograd. The order is tested by
-``tests/repository/test_layers.py``. Users import none of it: the public functions are in the folder
-above.
+Operators, memory and ranks; the data of a call; its ``arguments``; tokens, rows and autograd; the
+``head``. Each imports from those before it alone (``tests/repository/test_layers.py``).
 """

@@ -209,6 +209,12 @@ class Call:
         return self.tokens[FIELDS.index(name)]
 
     @property
+    def given_sets(self) -> SamplingSets:
+        """The sampling mask of a call that has one."""
+        assert self.sets is not None
+        return self.sets
+
+    @property
     def own_bounds(self) -> Tensor | None:
         """float32 ``[2, N]``, where tokens have their own."""
         if self.tokens is None or not self.has("lower"):
@@ -270,3 +276,9 @@ class Call:
         if self.sets is not None:
             return self.sets.positions
         return self.labels if self.shard is None else self.shard.labels(self.labels)
+
+
+def bounds_tensor(bounds: tuple[float, float], like: Tensor) -> Tensor:
+    """The same bounds for all tokens, float32 ``[2]`` on the device of ``like``."""
+    parts = [torch.full((), bound, dtype=torch.float32, device=like.device) for bound in bounds]
+    return torch.stack(parts)

@@ -23,7 +23,7 @@ _C: Any = torch._C
 # The package's own name: a copy of it under another name has operators of its own. Its library must
 # be built for them (BAPO_NAMESPACE in csrc/binding.h).
 NATIVE = __name__.partition(".")[0]
-TRITON = f"{NATIVE}_triton"
+NAMESPACES = {"cuda": NATIVE, "triton": f"{NATIVE}_triton", "cpu": NATIVE}
 
 # What crosses into the kernels, besides what they write:
 #
@@ -146,7 +146,9 @@ SCHEMAS = {
     "scale_": "Tensor(a!) x, Tensor factor",
 }
 
-_libraries = {name: torch.library.Library(name, "DEF") for name in (NATIVE, TRITON)}
+_libraries = {
+    name: torch.library.Library(name, "DEF") for name in dict.fromkeys(NAMESPACES.values())
+}
 
 
 def _fake(*args: object) -> None:
@@ -236,19 +238,37 @@ def as_rows(logits: Tensor) -> Tensor:
     return logits if logits.ndim == 3 else logits.flatten(0, -3)
 
 
-def register(namespace: str, name: str, kernel: Callable[..., object], keys: Iterable[str]) -> None:
-    """``kernel`` implements operator ``name`` for tensors of these dispatch keys."""
+def _torch_ops(backend: str) -> Any:
+    return getattr(torch.ops, NAMESPACES[backend])
+
+
+_eager = {
+    backend: SimpleNamespace(**{name: getattr(_torch_ops(backend), name) for name in SCHEMAS})
+    for backend in NAMESPACES
+}
+
+
+def implement(
+    backend: str,
+    name: str,
+    kernel: Callable[..., Any],
+    keys: Iterable[str],
+    unchecked: Callable[..., None] | None = None,
+) -> None:
+    """``kernel`` is operator ``name`` of a backend, for tensors of these dispatch keys.
+
+    Args:
+        unchecked: what :func:`ops_of` runs in its place, which relies on its arguments.
+    """
     for key in keys:
-        _libraries[namespace].impl(name, kernel, key)
-
-
-def torch_ops_of(backend: str) -> Any:
-    """The operators of a backend as torch has them: anybody can call them, a trace records them."""
-    return getattr(torch.ops, TRITON if backend == "triton" else NATIVE)
+        _libraries[NAMESPACES[backend]].impl(name, kernel, key)
+    if name in SCHEMAS:
+        operator = getattr(_torch_ops(backend), name)
+        setattr(_eager[backend], name, _on_plain_tensors(unchecked or kernel, operator))
 
 
 def ops_of(backend: str) -> Any:
-    """The operators of a backend, for the public functions, which have checked their arguments.
+    """The operators of a backend, for callers that have checked their arguments.
 
     Those written in Python are functions here, because the dispatcher would take the host longer
     than they do; but a trace, a mode, a function transform, a profiler and a subclass of tensors
@@ -260,15 +280,8 @@ def ops_of(backend: str) -> Any:
         or _C._are_functorch_transforms_active()
         or _C._autograd._profiler_enabled()
     ):
-        return torch_ops_of(backend)
+        return _torch_ops(backend)
     return _eager[backend]
-
-
-def call_directly(backend: str, functions: dict[str, Callable[..., None]]) -> None:
-    """These operators of a backend are called as functions; see :func:`ops_of`."""
-    operators = {name: getattr(torch_ops_of(backend), name) for name in SCHEMAS}
-    direct = {name: _on_plain_tensors(f, operators[name]) for name, f in functions.items()}
-    _eager[backend] = SimpleNamespace(**operators | direct)
 
 
 def _on_plain_tensors(
@@ -286,14 +299,9 @@ def _on_plain_tensors(
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, list, tuple, Options}
 
 
-_eager: dict[str, SimpleNamespace] = {}
-
-
 def _scale_cpu(x: Tensor, factor: Tensor) -> None:
     if factor.item() != 1:
         x.mul_(factor)
 
 
-register(NATIVE, "scale_", _scale_cpu, ["CPU"])
-call_directly("cpu", {"scale_": _scale_cpu})
-call_directly("cuda", {})
+implement("cpu", "scale_", _scale_cpu, ["CPU"])

@@ -1,26 +1,32 @@
-"""The two passes over rows: of logits, and of the values of sampling sets.
+"""The two passes over rows of logits or of the values of sampling sets, and the loss of logits.
 
-The values of a call are float32 ``[K]``, the logits of all its sets in the order of their ids:
-short rows for the same two passes. They are gathered from the logits, or made of hidden states by
-products with the rows of the head that the ids name; then they become their gradients. Imports the
-data of a call and the operators; a pass is launched here and nowhere else.
+Imports the data of a call, tokens, memory and the operators. A pass is launched here and nowhere
+else; which rows the second has to touch shows in results where logits are overwritten.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import IGNORE_INDEX
+from ..output import BAPOOutput
+from .autograd import HANDED_OVER, OverwrittenLogits, without_derivative
 from .call import Call, Coefficients, RowStatistics, SamplingSets
+from .memory import empty_gradient
 from .operators import as_rows, ops_of
+from .tokens import loss_of_log_probs
 
 
 class Rows(NamedTuple):
     """What is passed over: logits ``[B, S, V]``, or values ``[K]`` and the offsets of their sets.
 
-    A pass touches no row that the other kind stands for.
+    The values of a call are float32, the logits of all its sets in the order of their ids. They are
+    gathered from the logits, or are products of hidden states and rows of a head; then they become
+    their gradients. A pass touches no row that the other kind stands for.
     """
 
     data: Tensor
@@ -35,7 +41,7 @@ class Rows(NamedTuple):
     @classmethod
     def of_values(cls, call: Call, values: Tensor) -> Rows:
         """Of the sets of a call."""
-        sets = _sets(call)
+        sets = call.given_sets
         return cls(values, sets.offsets, sets.positions)
 
 
@@ -79,7 +85,7 @@ def both_passes(call: Call, rows: Rows, found: RowStatistics, out: Tensor | None
         uint8 ``[N]``: 1 where a row is undecided and has no gradient yet.
     """
     undecided = torch.empty_like(call.counted, dtype=torch.uint8)
-    arguments = *_to_decide(call, rows), *found, undecided
+    arguments = *to_decide(call, rows), *found, undecided
     if out is None:
         ops_of(call.backend).row_pass_(rows.data, *arguments)
     else:
@@ -87,26 +93,7 @@ def both_passes(call: Call, rows: Rows, found: RowStatistics, out: Tensor | None
     return undecided
 
 
-def head_set_pass(
-    call: Call, operands: tuple[Any, ...], found: RowStatistics, dhidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Products and both passes; the hidden states' gradient of each decided row goes to dhidden.
-
-    Args:
-        operands: as of :func:`multiplied`.
-
-    Returns:
-        The values, and as of :func:`both_passes`.
-    """
-    values = _sets(call).zero_values()
-    undecided = torch.empty_like(call.counted, dtype=torch.uint8)
-    arguments = *_to_decide(call, Rows.of_values(call, values)), *found, undecided
-    ids = _sets(call).token_ids
-    ops_of(call.backend).head_sets_pass(*operands, ids, *arguments, values, dhidden)
-    return values, undecided
-
-
-def _to_decide(call: Call, rows: Rows) -> tuple[Any, ...]:
+def to_decide(call: Call, rows: Rows) -> tuple[Any, ...]:
     """What operators take that decide on the gradients of rows, between these and the results."""
     of_tokens = _counted(call, rows), call.weights, call.tokens, call.present
     return *rows[1:], *of_tokens, call.bounds, call.options
@@ -152,64 +139,123 @@ def pass_beside_labels(call: Call, rows: Rows, found: RowStatistics) -> None:
 
 def gathered(call: Call, logits: Tensor) -> Tensor:
     """The values of the counted rows, of logits ``[B, S, V]``."""
-    sets = _sets(call)
+    sets = call.given_sets
     values = sets.empty_values()
     ops_of(call.backend).gather_sets(logits, call.counted, *sets.columns(), values)
     return values
 
 
-def multiplied(call: Call, operands: tuple[Any, ...]) -> Tensor:
-    """The values of the counted rows: products of hidden states and rows of the head.
-
-    Args:
-        operands: hidden states, weight and bias, as :attr:`Head.set_operands` has them.
-    """
-    sets = _sets(call)
-    values = sets.zero_values()
-    ops_of(call.backend).multiply_sets(*operands, call.counted, *sets.columns(), values)
-    return values
-
-
 def scatter(call: Call, dvalues: Tensor, dlogits: Tensor) -> None:
     """Puts the gradients of the values into ``dlogits [B, S, V]``, 0 so far in these rows."""
-    ops_of(call.backend).scatter_sets(dvalues, call.counted, *_sets(call).columns(), dlogits)
+    ops_of(call.backend).scatter_sets(dvalues, call.counted, *call.given_sets.columns(), dlogits)
 
 
-def hidden_gradient(
-    call: Call, dvalues: Tensor, weight: Tensor, dhidden: Tensor, only: Tensor | None = None
-) -> None:
-    """Writes the gradient of the hidden states of rows with a set; ``only``: of those rows."""
-    ops_of(call.backend).sets_dhidden(dvalues, weight, *_sets(call).columns(), only, dhidden)
+def loss_of_logits(
+    call: Call, logits: Tensor, needs_gradient: bool, inplace: bool
+) -> tuple[BAPOOutput, Tensor | None]:
+    """Row pass, search, loss, and the gradient of the rows that were undecided.
 
-
-def weight_gradient(
-    call: Call,
-    dvalues: Tensor,
-    hidden: Tensor,
-    add: bool,
-    dweight: Tensor,
-    dbias: Tensor | None,
-) -> None:
-    """Sums over the rows whose sets have a column: in the order of the rows, in float32.
-
-    Args:
-        add: to what is in ``dweight``; otherwise it is overwritten. It may have no columns where
-            only ``dbias`` is wanted, which is always added to.
+    Where the row pass can decide no row (:attr:`Call.rows_decide`), all are; with given bounds none
+    of the others is. The values of sets are gathered before their rows of logits become zeros,
+    among which the gradients are scattered at the end.
     """
-    sets, V = _sets(call), dweight.shape[0]
-    order = sets.token_ids.argsort(stable=True)
-    last = max(0, sets.offsets.numel() - 2)
-    rows = torch.searchsorted(sets.offsets, order, right=True).sub_(1).clamp_(0, last)
-    # Ids of other ranks, and of no token, come before column 0 and after the last one.
-    columns = sets.token_ids.long() if sets.span is None else sets.token_ids - sets.span[0]
-    counts = columns.new_zeros(V + 2)
-    counts.scatter_add_(0, columns.clamp(-1, V) + 1, torch.ones_like(columns))
-    segments = counts.cumsum(0)[:-1]
-    ops_of(call.backend).sets_dweight(
-        dvalues, hidden[:, : dweight.shape[1]], order, rows.int(), segments, add, dweight, dbias
-    )
+    z = Rows.of_logits(call, logits)
+    dlogits = out = undecided = undecided_sets = values = None
+    if call.sets is not None:
+        values = Rows.of_values(call, gathered(call, z.data))
+    if inplace:
+        dlogits = logits
+    elif needs_gradient:
+        dlogits = empty_gradient(logits)
+        out = as_rows(dlogits)
+    if dlogits is None or not call.rows_decide:
+        found = row_statistics(call, z, values)
+    else:
+        found = RowStatistics.empty(call)
+        undecided = both_passes(call, z, found, out)
+        if values is not None:
+            undecided_sets = both_passes(call, values, found)
+    output, coefficients = loss_of_log_probs(call, found.log_probs, found.entropy)
+    if dlogits is None:
+        return output, None
+    if call.searches or not call.rows_decide:
+        second_pass(call, z, found, coefficients, out, undecided)
+        if values is not None:
+            second_pass(call, values, found, coefficients, None, undecided_sets)
+    if values is not None:
+        scatter(call, values.data, z.data if out is None else out)
+    return output, dlogits
 
 
-def _sets(call: Call) -> SamplingSets:
-    assert call.sets is not None
-    return call.sets
+class LogProbs(torch.autograd.Function):
+    """Float64 ``(log_probs, entropy)`` of rows; backward makes the softmax again from their sums.
+
+    Log-probs are in the shape of the labels of the call. Rows that are not counted are not read,
+    and 0. With ``overwritten`` backward writes the gradient over the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, call: Call, overwritten: OverwrittenLogits | None
+    ) -> tuple[Tensor, Tensor]:
+        values = set_rows = None
+        if call.sets is not None:
+            values = gathered(call, logits)
+            set_rows = Rows.of_values(call, values)
+        found = row_statistics(call, Rows.of_logits(call, logits), set_rows)
+        ctx.call, ctx.overwritten = call, overwritten
+        ctx.inplace = None if overwritten is None else logits.detach()
+        # Autograd would refuse logits that it knows to be overwritten.
+        saved = logits if overwritten is None else None
+        tokens, ctx.present = call.temperatures
+        of_call = call.labels, call.counted, tokens
+        ctx.save_for_backward(saved, *of_call, values, *found, *(call.sets or ()))
+        ctx.set_materialize_grads(False)
+        return found.log_probs, found.entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits, labels, counted, tokens, values, *others = ctx.saved_tensors
+        found = RowStatistics(*others[:3])
+        sets = None if values is None else SamplingSets(*others[3:])
+        call = replace(
+            ctx.call,
+            labels=labels,
+            counted=counted,
+            tokens=tokens,
+            present=ctx.present,
+            sets=sets,
+        )
+
+        dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
+        if dentropy is not None:
+            dentropy = torch.where(counted, dentropy, 0.0)
+        if dlog_probs is None:
+            dlog_probs = torch.zeros_like(found.log_probs)
+        elif labels.ndim == 1:
+            dlog_probs = torch.where(counted, dlog_probs, 0.0)
+        else:
+            dlog_probs = of_finite(dlog_probs, labels, found.log_probs, found.entropy)
+        coefficients = Coefficients(dlog_probs, dentropy)
+        if logits is not None:
+            dlogits = empty_gradient(logits)
+            second_pass(call, Rows.of_logits(call, logits), found, coefficients, dlogits)
+        elif ctx.inplace is not None:
+            ctx.overwritten.check()
+            dlogits, ctx.inplace, ctx.overwritten = ctx.inplace, None, None
+            second_pass(call, Rows.of_logits(call, dlogits), found, coefficients)
+        else:
+            raise RuntimeError(HANDED_OVER)
+        if values is not None:
+            dvalues = call.sets.empty_values()
+            second_pass(call, Rows.of_values(call, values), found, coefficients, dvalues)
+            scatter(call, dvalues, dlogits)
+        return without_derivative(dlogits), None, None
+
+
+def of_finite(dlog_probs: Tensor, labels: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
+    """0 where a label is -100, or its log-prob -inf or NaN; not in rows that are NaN as a whole."""
+    kept = (labels != IGNORE_INDEX) & (log_probs.isfinite() | entropy.isnan()[:, None])
+    return torch.where(kept, dlog_probs, 0.0)

@@ -7,6 +7,7 @@ the operators here is the contract of the bits: bounds first, then the loss at t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..config import Options
 from ..output import REPORT, BAPOOutput, ClipBounds
+from .autograd import with_gradients, with_own_version
 from .call import Call, Coefficients
 from .operators import ops_of
 
@@ -105,6 +107,38 @@ def loss_of_log_probs(
     used_bounds = ClipBounds(*bounds.unbind())
     entropy = None if entropy is None else shown[1]
     return BAPOOutput(loss, shown[0], entropy, used_bounds, metrics), coefficients
+
+
+class _PerToken(torch.autograd.Function):
+    """Outputs per token, with the gradient of the flat float64 values that they show."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, shown: Tensor, counted: Tensor) -> Tensor:
+        ctx.save_for_backward(counted)
+        return with_own_version(shown)
+
+    @staticmethod
+    def backward(ctx: Any, dshown: Tensor) -> tuple[Tensor, None, None]:
+        (counted,) = ctx.saved_tensors
+        return torch.where(counted, dshown.reshape(-1).double(), 0.0), None, None
+
+
+def differentiable_loss(call: Call, log_probs: Tensor, entropy: Tensor | None) -> BAPOOutput:
+    """The loss of flat float64 log-probs and entropy; all its outputs have their gradients."""
+    with torch.no_grad():
+        detached = None if entropy is None else entropy.detach()
+        output, coefficients = loss_of_log_probs(call, log_probs.detach(), detached)
+    per_token = log_probs, entropy
+    gradients = [
+        made if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad else None
+        for tensor, made in zip(per_token, coefficients, strict=True)
+    ]
+    (loss,) = with_gradients(output.loss, (), call.backend, per_token, gradients)
+    shown: Tensor = _PerToken.apply(log_probs, output.log_probs, call.counted)
+    if entropy is not None:
+        entropy = _PerToken.apply(entropy, output.entropy, call.counted)
+    # Dynamo of torch 2.11 cannot return what _replace makes.
+    return BAPOOutput(loss, shown, entropy, output.bounds, output.metrics)
 
 
 def token_loss(

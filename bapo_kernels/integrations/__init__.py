@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..bounds import SEARCH_METRICS
+from ..checks import require
 from ..config import BAPOConfig
-from ..core.checks import require
 
 # The ratio of the masses, which may be infinite: frameworks average what they log.
 _NOT_AVERAGED = "bapo_pos_neg_ratio"

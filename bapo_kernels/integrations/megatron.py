@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import require
+from ..checks import require
 from . import require_version
 
 require_version("megatron.core", "0.16")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.checks import require
+from ..checks import require
 from ..functional import bapo_loss_from_log_probs
 from . import config_of, left_to, names_of_metrics
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checks import require
 from ..config import BAPOConfig
-from ..core.checks import require
 from ..functional import bapo_loss_from_log_probs
 from . import config_of, left_to, on_host
 

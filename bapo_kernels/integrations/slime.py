@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import require
 from ..config import BAPOConfig
-from ..core.checks import require
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from . import config_of, names_of_metrics
 from .slime_tokens import (

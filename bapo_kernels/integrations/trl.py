@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import require, warn_once
 from ..config import IGNORE_INDEX
-from ..core.checks import require, warn_once
 from ..functional import bapo_loss_from_log_probs
 from ..linear import bapo_linear_loss, linear_log_probs
 from ..output import BAPOOutput

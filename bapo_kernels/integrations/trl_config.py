@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checks import require, warn_once
 from ..config import BAPOConfig
-from ..core.checks import require, warn_once
 from . import config_of, require_version
 
 require_version("trl", "1.9")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import warn_once
+from ..checks import warn_once
 from ..lm_head import LMHead
 
 

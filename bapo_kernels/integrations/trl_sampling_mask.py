@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..core.checks import require
+from ..checks import require
 from ..sampling_mask import SamplingMask
 
 KEY = "sampling_mask"  # of the output of rollout_func, and of the inputs of the loss

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..bounds import TABLE_FIELDS
+from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
-from ..core.checks import check_group, require, warn_once
 from ..functional import bapo_loss_from_log_probs
 from ..scopes import ClipBoundSearch, Scope
 from . import DECISION_METRICS, config_of, on_host, require_version, verl_scopes

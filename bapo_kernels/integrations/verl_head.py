@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.checks import require
+from ..checks import require
 from ..linear import linear_log_probs
 from ..sampling_mask import SamplingMask
 from . import require_version

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ..core.checks import require
+from ..checks import require
 from ..scopes import ClipBoundSearch
 from . import require_version
 

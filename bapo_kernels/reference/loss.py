@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import IGNORE_INDEX, BAPOConfig
-from ..core.arguments import loss_arguments, token_arguments
-from ..core.distributed import whole_vocabulary
-from ..core.inputs import (
+from ..core.arguments.single import (
     bounds_are_valid,
-    bounds_tensor,
     check_head,
     check_logits,
     checked_bounds,
     config_or_default,
     rising_offsets,
 )
+from ..core.arguments.together import loss_arguments, token_arguments
+from ..core.call import bounds_tensor
+from ..core.distributed import whole_vocabulary
 from ..output import BAPOOutput, ClipBounds
 from ..sampling_mask import SamplingMask
 from .sampling_sets import outside_of_sets
@@ -41,7 +41,7 @@ from .tokens import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..core.arguments import LossOptions
+    from ..core.arguments.options import LossOptions
 
 
 def bapo_loss_from_log_probs(

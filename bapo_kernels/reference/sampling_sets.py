@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.inputs import check_sampling_mask
+from ..core.arguments.single import check_sampling_mask
 from ..sampling_mask import SamplingMask
 
 

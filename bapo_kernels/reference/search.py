@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import check_group
 from ..config import RATIO_EPS, BAPOConfig, TargetKind
-from ..core.arguments import token_arguments
-from ..core.checks import check_group
-from ..core.inputs import check_search, config_or_default
+from ..core.arguments.single import check_search, config_or_default
+from ..core.arguments.together import token_arguments
 from ..output import ClipBounds
 from .tokens import behaviour_log_probs, per_token, ratios, unmasked_tokens
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import IGNORE_INDEX
-from ..core.arguments import log_probs_arguments
+from ..core.arguments.single import check_head, check_logits, check_logits_dtype, gemm_dtype
+from ..core.arguments.together import log_probs_arguments
 from ..core.distributed import local_parameter, whole_vocabulary
-from ..core.inputs import check_head, check_logits, check_logits_dtype, gemm_dtype
 from ..sampling_mask import SamplingMask
 from .sampling_sets import allowed_tokens
 from .tokens import per_token

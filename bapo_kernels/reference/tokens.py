@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import LOG_RATIO_LIMIT, RatioLevel
-from ..core.inputs import rising_offsets
+from ..core.arguments.single import rising_offsets
 
 
 def unmasked_tokens(

@@ -2,9 +2,11 @@
 
 import os
 
-from bapo_kernels.core import autograd, call, prepare, rows, tokens
+from bapo_kernels.core import autograd, call, rows, tokens
+from bapo_kernels.core.arguments import prepare
+from bapo_kernels.core.head import sets
 
-CALLERS = (autograd, call, prepare, rows, tokens)  # of operators
+CALLERS = (autograd, call, prepare, rows, sets, tokens)  # of operators
 # Compute capability, whose code a device executes, shared memory per multiprocessor, clusters that
 # are active at once; and the number of blocks that hold a row of 40 KB, 0 for the generic row pass.
 DEVICES = {

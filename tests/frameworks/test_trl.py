@@ -34,7 +34,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from bapo_kernels import BAPOConfig, ClipBoundSearch, linear_log_probs, reference
-from bapo_kernels.core.checks import warn_once
+from bapo_kernels.checks import warn_once
 from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
 from bapo_kernels.integrations.trl_config import bapo_config
 from bapo_kernels.integrations.trl_head import add_head

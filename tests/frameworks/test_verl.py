@@ -29,7 +29,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl_engine import TEMPERATURE, V, logits, padded, tiny_model
 
 from bapo_kernels import BAPOConfig
-from bapo_kernels.core.checks import warn_once
+from bapo_kernels.checks import warn_once
 from bapo_kernels.integrations import verl
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from bapo_kernels.tools.budget import in_some_orders, largest

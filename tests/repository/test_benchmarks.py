@@ -10,7 +10,9 @@ from helpers import KERNELS, assert_within_budget, needs_native
 from typer.testing import CliRunner
 
 from bapo_kernels import reference
-from bapo_kernels.core import autograd, prepare, rows, tokens
+from bapo_kernels.core import autograd, rows, tokens
+from bapo_kernels.core.arguments import prepare
+from bapo_kernels.core.head import sets
 from bapo_kernels.tools.budget import in_some_orders
 from benchmarks import gate, records, run, targets, timing
 from benchmarks.__main__ import app
@@ -132,7 +134,7 @@ def test_only_correct_methods_are_timed(tmp_path, monkeypatch):
 
 def test_the_data_does_not_come_from_the_kernels_under_test(monkeypatch):
     """Kernels that are wrong, or hang, do not compute the data."""
-    for module in (prepare, rows, tokens, autograd):
+    for module in (prepare, rows, sets, tokens, autograd):
         monkeypatch.setattr(module, "ops_of", None)
     for level, sweep in itertools.product(("logits", "hidden"), (None, SAMPLING_MASK)):
         batch = Batch(small(level, dtype="bfloat16", sweep=sweep), "cpu")

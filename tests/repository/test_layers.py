@@ -11,18 +11,18 @@ import bapo_kernels
 PACKAGE = Path(bapo_kernels.__file__).parent
 # From bottom to top; modules of a line do not import each other. A folder stands for its files.
 LAYERS = """
-core core.checks
-config output core.memory core.gemm
-sampling_mask core.operators core.distributed
-backends.triton backends.native
-backends
-core.call core.inputs
-core.arguments core.rows core.tokens core.labels
-reference core.prepare core.head core.logits
-core.hidden
-core.head_operators core.autograd core.top_k
+checks
+config output
+sampling_mask core.operators core.memory core.distributed core.head.gemm
+backends.triton backends.native core.call core.autograd
+backends core.arguments.options core.arguments.ranks core.arguments.single core.tokens
+core.arguments.together core.rows
+reference core.arguments.prepare core.head.head
+core.head.sets
+core.head.hidden
+core.head.log_probs core.head.top_k
 functional linear bounds lora
-modules scopes alignment lm_head warmup
+modules scopes lm_head warmup
 debug
 __init__
 tools integrations

@@ -1,6 +1,6 @@
 """Kernels in Triton for NVIDIA and AMD GPUs, or interpreted on the CPU (TRITON_INTERPRET=1).
 
-Registers the operators. Files here import ``core.operators``, ``core.checks``, ``config`` and
+Registers the operators. Files here import ``core.operators``, ``checks``, ``config`` and
 ``output``, and each other downwards: the launchers of kernels, then ``row_math``, then the
 mathematics of tokens and sets, then ``tokens``, ``launch`` and ``kernel``. None may import Triton
 before the first call: that takes longer than the import of the package.
@@ -12,13 +12,13 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from ...core.operators import SCHEMAS, TRITON, call_directly, register
+from ...core.operators import SCHEMAS, implement
 
 
 def _is_interpreted() -> bool:
@@ -62,29 +62,19 @@ def _check() -> Callable[[str, tuple[Any, ...]], None]:
     return check
 
 
-def launcher(name: str) -> Callable[..., None]:
-    """An operator that launches on the device of its arguments, without checks."""
-
-    def run(*arguments: Any) -> None:
-        device = arguments[0].device
-        if device.type == "cpu" or device.index == torch.cuda.current_device():
-            _operators()[name](*arguments)
-            return
-        with torch.cuda.device(device):
-            _operators()[name](*arguments)
-
-    return run
+def _launch(name: str, *arguments: Any) -> None:
+    """An operator on the device of its arguments, without checks."""
+    device = arguments[0].device
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        _operators()[name](*arguments)
+        return
+    with torch.cuda.device(device):
+        _operators()[name](*arguments)
 
 
-def operator(name: str) -> Callable[..., None]:
-    """An operator for anybody to call."""
-    launch = launcher(name)
-
-    def run(*arguments: Any) -> None:
-        _check()(name, arguments)
-        launch(*arguments)
-
-    return run
+def _checked_launch(name: str, *arguments: Any) -> None:
+    _check()(name, arguments)
+    _launch(name, *arguments)
 
 
 # Of every loss: the public functions have checked what the caller gave, and make the rest.
@@ -92,8 +82,13 @@ _UNCHECKED = (
     *("prepare", "row_statistics", "row_pass", "row_pass_", "search", "token_loss"),
     *("row_gradient", "row_gradient_", "scale_"),
 )
-call_directly(
-    "triton", {name: operator(name) for name in SCHEMAS} | {n: launcher(n) for n in _UNCHECKED}
-)
-for _name in SCHEMAS:
-    register(TRITON, _name, operator(_name), ("CUDA", "CPU") if INTERPRETED else ("CUDA",))
+
+
+def implement_all(keys: Iterable[str]) -> None:
+    """Registers the launchers of all operators, for tensors of these dispatch keys."""
+    for name in SCHEMAS:
+        unchecked = partial(_launch, name) if name in _UNCHECKED else None
+        implement("triton", name, partial(_checked_launch, name), keys, unchecked)
+
+
+implement_all(("CUDA", "CPU") if INTERPRETED else ("CUDA",))

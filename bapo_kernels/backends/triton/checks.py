@@ -1,7 +1,7 @@
 """What the kernels rely on: dtypes, sizes and devices of an operator's arguments.
 
 Friendly messages are left to the public functions; this keeps a direct call of an operator from
-reading or writing outside a tensor. Imports ``core.operators``, ``core.checks``, ``output``,
+reading or writing outside a tensor. Imports ``core.operators``, ``checks``, ``output``,
 ``launch`` and ``tokens``. What has passed once is not checked again: a rule may depend on nothing
 but the facts that a call is remembered by.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import require
 from ...config import Options
-from ...core.checks import require
 from ...core.operators import FIELDS, SCHEMAS
 from ...output import REPORT
 from .launch import grid_sizes

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import Arguments
-from .call import Call, SamplingSets
-from .checks import check_no_transform
-from .distributed import VocabShard
-from .inputs import as_numbers
-from .operators import FIELDS, ops_of
+from ...checks import check_no_transform
+from ..call import Call, SamplingSets
+from ..distributed import VocabShard
+from ..operators import FIELDS, ops_of
+from .single import as_numbers
+from .together import Arguments
 
 
 def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:

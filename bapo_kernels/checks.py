@@ -217,7 +217,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 # This package, torch, and code that dataclasses generate: frames that are not the user's.
-_LIBRARIES = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__), "<")
+_LIBRARIES = (os.path.dirname(__file__), os.path.dirname(torch.__file__), "<")
 
 
 def _shown(value: Any) -> Any:

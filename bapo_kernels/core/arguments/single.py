@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import BAPOConfig
-from ..sampling_mask import SamplingMask
-from .checks import (
+from ...checks import (
     INTEGERS,
     NUMBERS,
     OFFSETS,
@@ -29,6 +27,8 @@ from .checks import (
     require,
     typed,
 )
+from ...config import BAPOConfig
+from ...sampling_mask import SamplingMask
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
 _OF_MASKS = (torch.bool, *NUMBERS)
@@ -201,12 +201,6 @@ def checked_bounds(
     if lower.ndim or upper.ndim:
         lower, upper = (part if part.ndim else part.expand(like.shape) for part in parts)
     return lower, upper
-
-
-def bounds_tensor(bounds: tuple[float, float], like: Tensor) -> Tensor:
-    """The same bounds for all tokens, float32 ``[2]`` on the device of ``like``."""
-    parts = [torch.full((), bound, dtype=torch.float32, device=like.device) for bound in bounds]
-    return torch.stack(parts)
 
 
 def bounds_are_valid(lower: Tensor, upper: Tensor) -> Tensor:

@@ -17,23 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .alignment import check_alignment
-from .backends import available_backends, choose, native
-from .config import IGNORE_INDEX
-from .core import gemm
-from .core.arguments import LossOptions, loss_arguments
-from .core.checks import refuse, require
-from .core.distributed import whole_vocabulary
-from .core.inputs import (
+from ..backends import available_backends, choose, native
+from ..checks import refuse, require
+from ..config import IGNORE_INDEX
+from ..core.arguments.options import LossOptions
+from ..core.arguments.single import (
     LIMITS_OF_BOUNDS,
     check_logits,
     config_or_default,
     rising_offsets,
 )
-from .core.operators import FIELDS, torch_ops_of
-from .functional import bapo_loss
-from .reference.sampling_sets import allowed_tokens, outside_of_sets
-from .sampling_mask import SamplingMask, check_rise
+from ..core.arguments.together import loss_arguments
+from ..core.distributed import whole_vocabulary
+from ..core.head import gemm
+from ..core.operators import FIELDS, NATIVE
+from ..functional import bapo_loss
+from ..reference.sampling_sets import allowed_tokens, outside_of_sets
+from ..sampling_mask import SamplingMask, check_rise
+from . import alignment
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -154,7 +155,7 @@ def check_inputs(
     _check_rows(logits, unmasked)
     if (old := fields.get("old_log_probs")) is not None:
         T = None if T is None else T.reshape(-1)
-        check_alignment(logits, labels, old, T, unmasked, cu_seqlens, config)
+        alignment.check_alignment(logits, labels, old, T, unmasked, cu_seqlens, config)
 
 
 # So that help and editors show the options by name.
@@ -282,7 +283,7 @@ def instruction_set(name: str) -> Iterator[None]:
         ...     debug.environment()["cpu kernels"]
         'portable'
     """
-    ops = torch_ops_of("cpu")
+    ops = getattr(torch.ops, NATIVE)
     in_use = ops.instruction_set("")
     ops.instruction_set(name)
     try:
@@ -301,7 +302,7 @@ def environment() -> dict[str, str]:
     n = torch.get_num_threads()
     threads = "1 thread" if n == 1 else f"{n} threads"
     report = {
-        "bapo_kernels": sys.modules[__package__].__version__,
+        "bapo_kernels": sys.modules[NATIVE].__version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "machine": f"{platform.system()} {platform.machine()}, {threads}",
@@ -312,7 +313,7 @@ def environment() -> dict[str, str]:
     elif info:
         report["native build"] = ", ".join(f"{k}: {v}" for k, v in info.items() if v)
     if native.WHY_NO_CPU is None:
-        report["cpu kernels"] = torch_ops_of("cpu").instruction_set("")
+        report["cpu kernels"] = getattr(torch.ops, NATIVE).instruction_set("")
     report["cpu products"] = ", ".join(map(_product, (torch.bfloat16, torch.float16)))
     for name, reason in available_backends().items():
         report[f"backend {name}"] = "available" if reason is None else f"absent: {reason}"

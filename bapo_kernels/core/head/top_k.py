@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import IGNORE_INDEX
-from .call import Call, RowStatistics, SamplingSets
-from .distributed import gather
+from ...config import IGNORE_INDEX
+from ..call import Call, RowStatistics, SamplingSets
+from ..distributed import gather
+from ..rows import Rows, row_statistics
 from .head import Head
-from .hidden import add_set_statistics
-from .rows import Rows, row_statistics
+from .sets import add_set_statistics
 
 
 def top_k(call: Call, head: Head, k: int, chunk_tokens: int | None) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,29 @@
-"""The operators of a head: log-probs of hidden states, forward and backward, for all backends.
+"""Log-probs of hidden states: two operators for all backends, and autograd around them.
 
-A compiler cannot trace the loop over chunks, which reads on the host how many rows are counted: to
-it these are two operators, and autograd takes them in eager code, too. Imports hidden, rows and the
-data of a call; the schemas stand in ``operators``.
+A compiler cannot trace the loop over chunks, which reads on the host how many rows are counted.
+Imports the other files of the head, autograd, rows and the data of a call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import KL_LOSS_TYPES, Options
-from .call import Call, Coefficients, RowStatistics, SamplingSets
-from .distributed import VocabShard
+from ...config import KL_LOSS_TYPES, Options
+from ..autograd import without_derivative
+from ..call import Call, Coefficients, RowStatistics, SamplingSets, bounds_tensor
+from ..distributed import VocabShard
+from ..operators import FIELDS, NATIVE, implement
+from ..rows import Rows, of_finite, second_pass
 from .head import Head, HeadGradients
-from .hidden import Chunks, HeldSets, add_recomputed, add_set_statistics, chunk_statistics
-from .inputs import bounds_tensor
-from .labels import hidden_gradient_of_labels
-from .operators import FIELDS, NATIVE, register
-from .rows import Rows, hidden_gradient, multiplied, second_pass
+from .hidden import Chunks, add_recomputed, chunk_statistics
+from .sets import HeldSets, add_set_gradients, add_set_statistics, hidden_gradient, multiplied
 
 
 class _HeadCall(NamedTuple):
@@ -159,7 +160,7 @@ def _head_backward(
         second_pass(call, Rows.of_values(call, values), found, of_counted, dvalues)
         if gradients.hidden is not None:
             hidden_gradient(call, dvalues, head_rows, gradients.hidden)
-        gradients.add_sets(call, dvalues)
+        add_set_gradients(gradients, call, dvalues)
     return [gradient for gradient in gradients.of(hidden, weight, bias) if gradient is not None]
 
 
@@ -181,5 +182,118 @@ def _recomputed(
     return gradients
 
 
-register(NATIVE, "head_forward", _head_forward, ["CompositeExplicitAutograd"])
-register(NATIVE, "head_backward", _head_backward, ["CompositeExplicitAutograd"])
+def repeat_others(labels: Tensor) -> Tensor:
+    """bool ``[N, K]``: whether a label stands further ahead in its row, too."""
+    ascending, order = labels.sort(stable=True, dim=1)
+    repeats = F.pad(ascending[:, 1:] == ascending[:, :-1], (1, 0))
+    return torch.empty_like(repeats).scatter_(1, order, repeats)
+
+
+def hidden_gradient_of_labels(
+    call: Call, found: RowStatistics, dlog_probs: Tensor, weight: Tensor
+) -> Tensor:
+    """``sum_i (G_i - p_i*sum_k g_k) * dx_i/dz_i * W_i`` over the columns that are labels of a row.
+
+    ``G_i`` adds the ``g_k`` of the labels that are ``i``. What is never made is ``[N, K, H]``.
+    """
+    assert call.labels is not None
+    columns, log_probs, options = call.label_columns, found.log_probs, call.options
+    is_here = (columns >= 0) & (columns < weight.shape[0]) & log_probs.isfinite()
+    is_here &= call.counted_logits[:, None]
+    p = torch.where(repeat_others(call.labels), 0.0, log_probs.exp())
+    factors = dlog_probs - p * dlog_probs.sum(1, keepdim=True)
+    temperatures = call.field("temperatures")
+    by = options.temperature if temperatures is None else temperatures.double()[:, None]
+    slope = options.logit_scale / by
+    if options.softcap < math.inf:
+        origin, total = found.stats[:, :1], found.stats[:, 1:]
+        y = (log_probs + total.log()) * (by / options.softcap) + origin
+        slope = slope * (1 - y * y)
+    factors = torch.where(is_here, factors * slope, 0.0).to(weight.dtype)
+    if weight.shape[0] == 0:
+        return weight.new_zeros(len(columns), weight.shape[1])
+    columns = torch.where(is_here, columns, 0)
+    return F.embedding_bag(columns, weight, mode="sum", per_sample_weights=factors)
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """As :class:`LogProbs`, of hidden states; backward makes the logits of some rows again.
+
+    With ``unscaled`` (of a frozen head) forward makes the gradient of each log-prob, which
+    backward scales, and the logits are made again only for a gradient of the entropy. Of several
+    labels per row, forward makes the part that they have in common.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        unscaled: bool,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        shard = call.shard
+        sizes, group = (None, None) if shard is None else (shard.sizes, shard.group.group_name)
+        dtype, logits_dtype, chunk_tokens = options
+        tokens, present = call.temperatures
+        tensors = hidden, weight, bias, call.labels, call.counted, tokens
+        mask = (None, None) if call.sets is None else call.sets[:2]
+        ctx.numbers = present, call.options, dtype, logits_dtype, call.backend, chunk_tokens
+        log_probs, entropy, stats, gradient, values = _OPS.head_forward(
+            unscaled, *tensors, *ctx.numbers, sizes, group, *mask
+        )
+        # Autograd refuses tensors that were made in inference mode and have no versions.
+        traced = torch.compiler.is_compiling()
+        kept = [x is not None and not traced and x.is_inference() for x in tensors]
+        ctx.inference = [x if keeps else None for x, keeps in zip(tensors, kept, strict=True)]
+        saved = (None if keeps else x for x, keeps in zip(tensors, kept, strict=True))
+        several = call.labels is not None and call.labels.ndim == 2
+        found = log_probs if several else None, entropy, stats
+        ctx.save_for_backward(*saved, sizes, *mask, *found, values, gradient)
+        ctx.unscaled, ctx.group = unscaled, group
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *tensors, sizes, ids, offsets, log_probs, entropy, stats, values, unscaled = (
+            ctx.saved_tensors
+        )
+        tensors = [x if y is None else y for x, y in zip(tensors, ctx.inference, strict=True)]
+        dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
+        needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 5
+
+        if log_probs is not None and dlog_probs is not None:
+            labels = tensors[3]
+            dlog_probs = of_finite(dlog_probs, labels, log_probs, entropy)
+        in_common = unscaled if ctx.unscaled and log_probs is not None else None
+
+        def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
+            found = entropy if log_probs is None else log_probs, entropy, stats
+            gradients = dlog_probs, dentropy, *found, values, in_common, needs
+            options = *tensors, *ctx.numbers, sizes, ctx.group, ids, offsets
+            made: list[Tensor] = _OPS.head_backward(*gradients, *options)
+            return made
+
+        if not ctx.unscaled or in_common is not None:
+            gradients = map(without_derivative, recomputed(dlog_probs))
+            return (*(next(gradients) if needed else None for needed in needs), *others)
+        *_, counted, _ = tensors
+        factors = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
+        factors = torch.where(counted, factors, 0.0).float().view(*unscaled.shape[:-1], 1)
+        # A row without a gradient may hold anything.
+        gradient = torch.where(factors != 0, unscaled * factors, 0.0)
+        if dentropy is not None:  # compiled, it is 0 where it is unused, and no row is recomputed
+            gradient = gradient + recomputed(None)[0]
+        return without_derivative(gradient.to(unscaled.dtype)), None, None, *others
+
+
+implement("cpu", "head_forward", _head_forward, ["CompositeExplicitAutograd"])
+implement("cpu", "head_backward", _head_backward, ["CompositeExplicitAutograd"])
+
+
+_OPS: Any = getattr(torch.ops, NATIVE)  # one operator of a head for all backends

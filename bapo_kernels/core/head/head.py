@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed import VocabShard
+from ..memory import CHUNKS, SUMS, WEIGHTS
 from . import gemm
-from .call import Call
-from .distributed import VocabShard
-from .memory import CHUNKS, SUMS, WEIGHTS
-from .rows import weight_gradient
 
 CHUNK_BYTES = 2**30
 SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks are added up
@@ -162,21 +160,6 @@ class HeadGradients:
             memory = WEIGHTS if dtype == h.dtype else SUMS
             self.weight = memory.empty(self.head.weight.shape, dtype, h.device)
         gemm.add_weight_gradient(self.weight, dlogits, h, first)
-
-    def add_sets(self, call: Call, dvalues: Tensor) -> None:
-        """The gradients of weight and bias of the rows with a sampling mask."""
-        dweight, h = self.weight, self.head.hidden
-        if self.needs_weight and dweight is None:
-            dtype = torch.float32 if self.head.trains_float32 else h.dtype
-            dweight = WEIGHTS.empty(self.head.weight.shape, dtype, h.device)
-        elif not self.needs_weight and self.bias is not None:
-            dweight = h.new_empty(self.bias.numel(), 0)  # the kernel of both makes the bias alone
-        if dweight is not None:
-            add = self.weight is not None
-            hidden, _, _ = self.head.set_operands
-            weight_gradient(call, dvalues, hidden, add, dweight, self.bias)
-        if self.needs_weight:
-            self.weight = dweight
 
     def of(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
         """In the shapes and dtypes of hidden states, weight and bias; zeros without any row.

@@ -19,23 +19,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..output import BAPOOutput
-from .call import Call, Coefficients, RowStatistics
-from .head import Head, HeadGradients
-from .inputs import bounds_tensor
-from .rows import (
+from ...output import BAPOOutput
+from ..call import Call, Coefficients, RowStatistics, bounds_tensor
+from ..rows import (
     Rows,
     both_passes,
-    first_pass,
-    head_set_pass,
-    hidden_gradient,
-    multiplied,
-    of_all_ranks,
     pass_beside_labels,
     row_statistics,
     second_pass,
 )
-from .tokens import loss_of_log_probs, token_loss
+from ..tokens import loss_of_log_probs, token_loss
+from .head import Head, HeadGradients
+from .sets import HeldSets, add_set_statistics
 
 
 def loss_of_hidden(
@@ -180,55 +175,6 @@ class Chunks:
         if rows.numel() == 0:
             return
         add_recomputed(self.call, self.gradients, rows, self.memory, self.found, of_all)
-
-
-class HeldSets:
-    """The rows of a call that have a sampling mask: their values, until the bounds are known.
-
-    The hidden states' gradients of decided rows are made at once, which on a CPU finds the head's
-    rows in the cache.
-    """
-
-    def __init__(
-        self, call: Call, head: Head, gradients: HeadGradients, found: RowStatistics
-    ) -> None:
-        self.call, self.head, self.gradients, self.found = call, head, gradients, found
-        self.undecided: Tensor | None = None
-        if not call.rows_decide:
-            self.values = add_set_statistics(call, head, found)
-        elif gradients.hidden is not None:
-            self.values, self.undecided = head_set_pass(
-                call, head.set_operands, found, gradients.hidden
-            )
-        else:
-            self.values = multiplied(call, head.set_operands)
-            self.undecided = both_passes(call, Rows.of_values(call, self.values), found)
-
-    def add(self, coefficients: Coefficients) -> None:
-        """Adds the gradients of all these rows, which no bounds change any more."""
-        call, values, dhidden = self.call, self.values, self.gradients.hidden
-        if call.searches or not call.rows_decide:
-            sets = Rows.of_values(call, values)
-            second_pass(call, sets, self.found, coefficients, only=self.undecided)
-            if dhidden is not None:
-                _, weight, _ = self.head.set_operands
-                hidden_gradient(call, values, weight, dhidden, self.undecided)
-        self.gradients.add_sets(call, values)
-
-
-def add_set_statistics(call: Call, head: Head, found: RowStatistics) -> Tensor:
-    """The values of the rows that have a sampling mask, and what the first pass finds in them."""
-    assert call.sets is not None
-    values = multiplied(call, head.set_operands)
-    sets = Rows.of_values(call, values)
-    if call.shard is None:
-        first_pass(call, sets, found)
-        return values
-    of_sets = RowStatistics.zeros(call)
-    first_pass(call, sets, of_sets)
-    rows = call.sets.present.nonzero().squeeze(1)
-    found.put(rows, of_all_ranks(call, of_sets).at(rows))
-    return values
 
 
 class Compaction(NamedTuple):

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
-from .config import BAPOConfig
-from .core.call import Sequences
-from .core.checks import refuse, require
+from .. import reference
+from ..checks import refuse, require
+from ..config import BAPOConfig
+from ..core.call import Sequences
 
 # In nats, of the mean of |log_prob - old_log_prob|, which is 0 in a correct first step. Below FAR a
 # correction must be SURE standard errors better, and only what changes all rows alike is tried.

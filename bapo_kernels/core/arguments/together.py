@@ -7,20 +7,19 @@ among the ``FIELDS`` of ``operators``, and both in :func:`loss_arguments`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import IGNORE_INDEX, BAPOConfig
-from ..output import GivenBounds
-from ..sampling_mask import SamplingMask
-from .call import Sequences, Statistics
-from .checks import check_floating, check_group, check_like, count, refuse, require
-from .distributed import check_ranks
-from .inputs import (
-    bounds_tensor,
+from ...checks import check_floating, check_group, check_like, count, refuse, require
+from ...config import IGNORE_INDEX, BAPOConfig
+from ...sampling_mask import SamplingMask
+from ..call import Sequences, Statistics, bounds_tensor
+from ..operators import FIELDS
+from .ranks import check_ranks
+from .single import (
     check_aggregation,
     check_mask,
     check_offsets,
@@ -33,53 +32,11 @@ from .inputs import (
     config_or_default,
     normaliser,
 )
-from .operators import FIELDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-class TokenOptions(TypedDict, total=False):
-    """What a loss may be given per token, and the normalisers of its aggregation."""
-
-    cu_seqlens: Tensor | None
-    rollout_log_probs: Tensor | None
-    rollout_is_weights: Tensor | None
-    ref_log_probs: Tensor | None
-    batch_num_tokens: float | Tensor | None
-    global_batch_size: float | Tensor | None
-    dp_size: int
-
-
-class LossOptions(TokenOptions, total=False):
-    """Keyword arguments of every loss; :func:`bapo_kernels.bapo_loss` documents them."""
-
-    config: BAPOConfig | None
-    bounds: GivenBounds | None
-    statistics: Statistics
-    process_group: dist.ProcessGroup | None
-
-
-class LogitsOptions(LossOptions, total=False):
-    """Keyword arguments of :func:`bapo_kernels.bapo_loss`."""
-
-    temperature: Tensor | None
-    sampling_mask: SamplingMask | None
-    backend: str | None
-    inplace: bool
-    vocab_group: dist.ProcessGroup | None
-
-
-class LinearOptions(LossOptions, total=False):
-    """Keyword arguments of :func:`bapo_kernels.bapo_linear_loss`."""
-
-    bias: Tensor | None
-    temperature: Tensor | None
-    sampling_mask: SamplingMask | None
-    backend: str | None
-    chunk_tokens: int | None
-    logits_dtype: torch.dtype | None
-    vocab_group: dist.ProcessGroup | None
+    from .options import LossOptions
 
 
 class Arguments(NamedTuple):

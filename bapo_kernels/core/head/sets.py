@@ -1,0 +1,149 @@
+"""Rows with a sampling mask through a head: products with the rows of it that their ids name.
+
+Imports the head, rows and the data of a call. Values of sets are held until the bounds are known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import Call, Coefficients, RowStatistics
+from ..memory import WEIGHTS
+from ..operators import ops_of
+from ..rows import Rows, both_passes, first_pass, of_all_ranks, second_pass, to_decide
+from .head import Head, HeadGradients
+
+
+class HeldSets:
+    """The rows of a call that have a sampling mask: their values, until the bounds are known.
+
+    The hidden states' gradients of decided rows are made at once, which on a CPU finds the head's
+    rows in the cache.
+    """
+
+    def __init__(
+        self, call: Call, head: Head, gradients: HeadGradients, found: RowStatistics
+    ) -> None:
+        self.call, self.head, self.gradients, self.found = call, head, gradients, found
+        self.undecided: Tensor | None = None
+        if not call.rows_decide:
+            self.values = add_set_statistics(call, head, found)
+        elif gradients.hidden is not None:
+            self.values, self.undecided = head_set_pass(
+                call, head.set_operands, found, gradients.hidden
+            )
+        else:
+            self.values = multiplied(call, head.set_operands)
+            self.undecided = both_passes(call, Rows.of_values(call, self.values), found)
+
+    def add(self, coefficients: Coefficients) -> None:
+        """Adds the gradients of all these rows, which no bounds change any more."""
+        call, values, dhidden = self.call, self.values, self.gradients.hidden
+        if call.searches or not call.rows_decide:
+            sets = Rows.of_values(call, values)
+            second_pass(call, sets, self.found, coefficients, only=self.undecided)
+            if dhidden is not None:
+                _, weight, _ = self.head.set_operands
+                hidden_gradient(call, values, weight, dhidden, self.undecided)
+        add_set_gradients(self.gradients, call, values)
+
+
+def add_set_statistics(call: Call, head: Head, found: RowStatistics) -> Tensor:
+    """The values of the rows that have a sampling mask, and what the first pass finds in them."""
+    assert call.sets is not None
+    values = multiplied(call, head.set_operands)
+    sets = Rows.of_values(call, values)
+    if call.shard is None:
+        first_pass(call, sets, found)
+        return values
+    of_sets = RowStatistics.zeros(call)
+    first_pass(call, sets, of_sets)
+    rows = call.sets.present.nonzero().squeeze(1)
+    found.put(rows, of_all_ranks(call, of_sets).at(rows))
+    return values
+
+
+def head_set_pass(
+    call: Call, operands: tuple[Any, ...], found: RowStatistics, dhidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Products and both passes; the hidden states' gradient of each decided row goes to dhidden.
+
+    Args:
+        operands: as of :func:`multiplied`.
+
+    Returns:
+        The values, and as of :func:`both_passes`.
+    """
+    values = call.given_sets.zero_values()
+    undecided = torch.empty_like(call.counted, dtype=torch.uint8)
+    arguments = *to_decide(call, Rows.of_values(call, values)), *found, undecided
+    ids = call.given_sets.token_ids
+    ops_of(call.backend).head_sets_pass(*operands, ids, *arguments, values, dhidden)
+    return values, undecided
+
+
+def multiplied(call: Call, operands: tuple[Any, ...]) -> Tensor:
+    """The values of the counted rows: products of hidden states and rows of the head.
+
+    Args:
+        operands: hidden states, weight and bias, as :attr:`Head.set_operands` has them.
+    """
+    sets = call.given_sets
+    values = sets.zero_values()
+    ops_of(call.backend).multiply_sets(*operands, call.counted, *sets.columns(), values)
+    return values
+
+
+def hidden_gradient(
+    call: Call, dvalues: Tensor, weight: Tensor, dhidden: Tensor, only: Tensor | None = None
+) -> None:
+    """Writes the gradient of the hidden states of rows with a set; ``only``: of those rows."""
+    ops_of(call.backend).sets_dhidden(dvalues, weight, *call.given_sets.columns(), only, dhidden)
+
+
+def add_set_gradients(gradients: HeadGradients, call: Call, dvalues: Tensor) -> None:
+    """Adds the gradients of weight and bias of the rows with a sampling mask."""
+    head, dweight, h = gradients.head, gradients.weight, gradients.head.hidden
+    if gradients.needs_weight and dweight is None:
+        dtype = torch.float32 if head.trains_float32 else h.dtype
+        dweight = WEIGHTS.empty(head.weight.shape, dtype, h.device)
+    elif not gradients.needs_weight and gradients.bias is not None:
+        # The kernel of both makes the bias alone.
+        dweight = h.new_empty(gradients.bias.numel(), 0)
+    if dweight is not None:
+        hidden, _, _ = head.set_operands
+        add = gradients.weight is not None
+        _weight_gradient(call, dvalues, hidden, add, dweight, gradients.bias)
+    if gradients.needs_weight:
+        gradients.weight = dweight
+
+
+def _weight_gradient(
+    call: Call,
+    dvalues: Tensor,
+    hidden: Tensor,
+    add: bool,
+    dweight: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Sums over the rows whose sets have a column: in the order of the rows, in float32.
+
+    Args:
+        add: to what is in ``dweight``; otherwise it is overwritten. It may have no columns where
+            only ``dbias`` is wanted, which is always added to.
+    """
+    sets, V = call.given_sets, dweight.shape[0]
+    order = sets.token_ids.argsort(stable=True)
+    last = max(0, sets.offsets.numel() - 2)
+    rows = torch.searchsorted(sets.offsets, order, right=True).sub_(1).clamp_(0, last)
+    # Ids of other ranks, and of no token, come before column 0 and after the last one.
+    columns = sets.token_ids.long() if sets.span is None else sets.token_ids - sets.span[0]
+    counts = columns.new_zeros(V + 2)
+    counts.scatter_add_(0, columns.clamp(-1, V) + 1, torch.ones_like(columns))
+    segments = counts.cumsum(0)[:-1]
+    ops_of(call.backend).sets_dweight(
+        dvalues, hidden[:, : dweight.shape[1]], order, rows.int(), segments, add, dweight, dbias
+    )
