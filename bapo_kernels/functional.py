@@ -1,12 +1,12 @@
 """The public functions of logits and log-probs: check, run the kernels, attach the gradient.
 
-Users rely on the names, order and defaults of the arguments. Imports core, the backends and the
-reference. A call that the reference runs makes nothing for the kernels.
+Imports core, the backends and the reference. Users rely on the names, order and defaults of the
+arguments. A call that the reference runs makes nothing for the kernels.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from . import reference
 from .backends import choose
 from .checks import refuse, typed, without_config
 from .config import BAPOConfig
-from .core.arguments.options import LossOptions
+from .core.arguments.options import LossOptions, RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
 from .core.arguments.single import check_inplace, check_logits, config_or_default
 from .core.arguments.together import log_probs_arguments, loss_arguments, token_arguments
@@ -131,7 +131,7 @@ def bapo_loss(
         >>> (logits.grad != 0).any(-1)  # kept, clipped, masked
         tensor([ True, False, False])
     """
-    options: Any = dict(
+    options: RowOptions = dict(
         config=config_or_default(config),
         bounds=bounds,
         temperature=temperature,
@@ -156,13 +156,16 @@ def bapo_loss(
     batch = old_log_probs, advantages, response_mask
     arguments = loss_arguments(labels, *batch, **options)
     arguments.check_ranks("bapo_loss", backend)
-    if backend == "reference" and not inplace:
+
+    def reference_loss(logits: Tensor) -> BAPOOutput:
         return reference.bapo_loss(logits, labels, *batch, **options)
 
+    if backend == "reference" and not inplace:
+        return reference_loss(logits)
     overwritten = OverwrittenLogits() if inplace else None
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if backend == "reference":
-        output, dlogits = _reference_in_place(logits, labels, *batch, **options)
+        output, dlogits = _in_place(reference_loss, logits)
         output = output_with_gradients(output, backend, (logits,), (dlogits,), overwritten)
     else:
         call = prepared(backend, arguments, logits.shape[-1])
@@ -218,9 +221,8 @@ def bapo_loss_from_log_probs(
         >>> torch.autograd.grad(loss, log_probs)[0]  # the second ratio, 0.37, is below 0.8
         tensor([-0.5000,  0.0000])
     """
-    config = config_or_default(config)
     options: LossOptions = dict(
-        config=config,
+        config=config_or_default(config),
         bounds=bounds,
         statistics=statistics,
         process_group=process_group,
@@ -286,38 +288,34 @@ def log_probs(
         tensor([[-0.6931, -0.6931],
                 [-1.0986,  0.0000]])
     """
+    options: SoftmaxOptions = dict(
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+        sampling_mask=sampling_mask,
+        vocab_group=vocab_group,
+    )
     check_logits(logits, labels, vocab_group, several=True)
-    transform = temperature, logit_scale, final_logit_softcapping
-    several = labels.ndim == logits.ndim
-    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask, several)
+    arguments = log_probs_arguments(labels, labels.ndim == logits.ndim, **options)
     backend = choose(backend, logits, "logits")
     arguments.check_ranks("log_probs", backend)
     if backend == "reference":
-        return reference.log_probs(
-            logits,
-            labels,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            final_logit_softcapping=final_logit_softcapping,
-            sampling_mask=sampling_mask,
-            return_entropy=return_entropy,
-            vocab_group=vocab_group,
-        )
+        return reference.log_probs(logits, labels, return_entropy=return_entropy, **options)
     call = prepared(backend, arguments, logits.shape[-1])
     logp, entropy = LogProbs.apply(as_rows(logits), call, None)
     entropy = entropy.float().view(logits.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
 
 
-def _reference_in_place(
-    logits: Tensor, *batch: Any, **options: Any
+def _in_place(
+    reference_loss: Callable[[Tensor], BAPOOutput], logits: Tensor
 ) -> tuple[BAPOOutput, Tensor | None]:
-    """The reference's loss and its gradient, which is written over the logits."""
+    """A differentiable loss and its gradient, which is written over the logits."""
     # In float32, so that a loss scale finds what float16 could not hold.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     source = logits.detach().to(dtype, copy=True).requires_grad_()
     with torch.enable_grad():
-        output = reference.bapo_loss(source, *batch, **options)
+        output = reference_loss(source)
     (dlogits,) = torch.autograd.grad(output.loss, source)
     logits.detach().copy_(dlogits)
     loss, logp, entropy, bounds, metrics = output

@@ -1,11 +1,11 @@
 """The public functions of hidden states: check, run the chunks, attach the gradients.
 
-``functional`` has those of logits. Imports core, the backends and the reference.
+Imports core, the backends and the reference; ``functional`` has the functions of logits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,14 @@ from . import reference
 from .backends import choose
 from .checks import require, without_config
 from .config import BAPOConfig
+from .core.arguments.options import RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
 from .core.arguments.single import check_head, check_logits_dtype, config_or_default, gemm_dtype
 from .core.arguments.together import log_probs_arguments, loss_arguments
 from .core.autograd import in_backward, output_with_gradients
-from .core.call import Statistics
+from .core.call import Call, Statistics
 from .core.distributed import VocabShard, local_parameter
-from .core.head.head import Head
+from .core.head.head import Head, Products
 from .core.head.hidden import loss_of_hidden
 from .core.head.log_probs import LinearLogProbs
 from .core.head.top_k import top_k
@@ -107,7 +108,7 @@ def bapo_linear_loss(
         >>> (hidden.grad != 0).any(-1)
         tensor([ True, False, False])
     """
-    options: Any = dict(
+    options: RowOptions = dict(
         config=config_or_default(config),
         bounds=bounds,
         temperature=temperature,
@@ -124,40 +125,28 @@ def bapo_linear_loss(
         dp_size=dp_size,
     )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
-    weight, bias, dtype, logits_dtype, backend = _local_head(
-        hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
-    )
     batch = old_log_probs, advantages, response_mask
-    parameters = hidden_states, weight, bias
-    needs = _needs(*parameters)
     arguments = loss_arguments(labels, *batch, **options)
-    dtypes = dict(dtype=dtype, logits_dtype=logits_dtype)
-    in_common = _in_common(needs, chunk_tokens=chunk_tokens, **dtypes)
-    arguments.check_ranks("bapo_linear_loss", backend, **in_common)
-    if backend == "reference":
+    head = _local_head(
+        *(hidden_states, lm_head_weight, bias, logits_dtype, chunk_tokens, vocab_group, backend)
+    )
+    arguments.check_ranks("bapo_linear_loss", head.backend, **head.in_common())
+    if head.backend == "reference":
+        hidden, weight = head.operands()
         return reference.bapo_linear_loss(
-            hidden_states.to(dtype),
-            weight.to(dtype),
-            labels,
-            *batch,
-            bias=bias,
-            logits_dtype=logits_dtype,
-            **options,
+            hidden, weight, labels, *batch, **head.reference_options(), **options
         )
 
-    call = prepared(backend, arguments, weight.shape[0])
+    call, needs = prepared(head.backend, arguments, head.weight.shape[0]), head.needs()
     # A compiler cannot trace the loop over chunks; it is inside an operator there.
-    if (any(needs) or torch.compiler.is_compiling()) and in_backward(dtype):
-        unscaled = _leaves_unscaled(needs, dtype) and not call.options.entropy_coef
-        logp, entropy = LinearLogProbs.apply(
-            *parameters, call, unscaled, dtype, logits_dtype, chunk_tokens
-        )
+    if (any(needs) or torch.compiler.is_compiling()) and in_backward(head.products.dtype):
+        unscaled = head.leaves_unscaled() and not call.options.entropy_coef
+        logp, entropy = LinearLogProbs.apply(*head.parameters, call, unscaled, head.products)
         return differentiable_loss(call, logp, entropy)
     with torch.no_grad():
-        head = Head.of(*parameters, dtype, call.shard, logits_dtype)
-        output, gradients = loss_of_hidden(call, head, needs, chunk_tokens)
-    made = [None, None, None] if gradients is None else gradients.of(*parameters)
-    return output_with_gradients(output, backend, parameters, made)
+        output, gradients = loss_of_hidden(call, head.of_call(call), needs)
+    made = [None, None, None] if gradients is None else gradients.like(*head.parameters)
+    return output_with_gradients(output, head.backend, head.parameters, made)
 
 
 @without_config
@@ -200,37 +189,27 @@ def linear_log_probs(
         >>> linear_log_probs(hidden, weight, torch.tensor([3, -100]), chunk_tokens=1)
         (tensor([-2.3026,  0.0000]), tensor([2.3026, 0.0000]))
     """
+    options: SoftmaxOptions = dict(
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+        sampling_mask=sampling_mask,
+        vocab_group=vocab_group,
+    )
     check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group, several=True)
-    transform = temperature, logit_scale, final_logit_softcapping
-    several = labels.ndim == hidden_states.ndim
-    arguments = log_probs_arguments(labels, *transform, vocab_group, sampling_mask, several)
-    weight, bias, dtype, logits_dtype, backend = _local_head(
-        hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
+    arguments = log_probs_arguments(labels, labels.ndim == hidden_states.ndim, **options)
+    head = _local_head(
+        *(hidden_states, lm_head_weight, bias, logits_dtype, chunk_tokens, vocab_group, backend)
     )
-    parameters = hidden_states, weight, bias
-    needs = _needs(*parameters)
-    dtypes = dict(dtype=dtype, logits_dtype=logits_dtype)
-    in_common = _in_common(needs, chunk_tokens=chunk_tokens, **dtypes)
-    arguments.check_ranks("linear_log_probs", backend, **in_common)
-    if backend == "reference":
+    arguments.check_ranks("linear_log_probs", head.backend, **head.in_common())
+    if head.backend == "reference":
+        others = head.reference_options()
         return reference.linear_log_probs(
-            hidden_states.to(dtype),
-            weight.to(dtype),
-            labels,
-            bias=bias,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            final_logit_softcapping=final_logit_softcapping,
-            sampling_mask=sampling_mask,
-            return_entropy=return_entropy,
-            vocab_group=vocab_group,
-            logits_dtype=logits_dtype,
+            *head.operands(), labels, return_entropy=return_entropy, **others, **options
         )
-    call = prepared(backend, arguments, weight.shape[0])
-    unscaled = _leaves_unscaled(needs, dtype)
-    logp, entropy = LinearLogProbs.apply(
-        *parameters, call, unscaled, dtype, logits_dtype, chunk_tokens
-    )
+    call = prepared(head.backend, arguments, head.weight.shape[0])
+    unscaled = head.leaves_unscaled()
+    logp, entropy = LinearLogProbs.apply(*head.parameters, call, unscaled, head.products)
     entropy = entropy.float().view(hidden_states.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
 
@@ -273,58 +252,82 @@ def linear_top_k(
         >>> linear_top_k(hidden, weight, 2)
         (tensor([[-0.4076, -1.4076]]), tensor([[1, 2]]))
     """
+    options: SoftmaxOptions = dict(
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+        sampling_mask=sampling_mask,
+        vocab_group=vocab_group,
+    )
     check_head(hidden_states, lm_head_weight, bias, None, chunk_tokens, vocab_group)
     rows = torch.zeros_like(hidden_states[..., 0], dtype=torch.int64)
-    transform = temperature, logit_scale, final_logit_softcapping
-    arguments = log_probs_arguments(rows, *transform, vocab_group, sampling_mask)
-    weight, bias, dtype, logits_dtype, backend = _local_head(
-        hidden_states, lm_head_weight, bias, logits_dtype, vocab_group, backend
+    arguments = log_probs_arguments(rows, **options)
+    head = _local_head(
+        *(hidden_states, lm_head_weight, bias, logits_dtype, chunk_tokens, vocab_group, backend)
     )
-    in_common: Any = dict(k=k, chunk_tokens=chunk_tokens, dtype=dtype, logits_dtype=logits_dtype)
-    arguments.check_ranks("linear_top_k", backend, **in_common)
-    call = None if backend == "reference" else prepared(backend, arguments, weight.shape[0])
-    shard = VocabShard.of(weight.shape[0], rows, vocab_group) if call is None else call.shard
-    V = weight.shape[0] if shard is None else int(shard.sizes.sum())
+    arguments.check_ranks("linear_top_k", head.backend, k=k, **head.products._asdict())
+    columns = head.weight.shape[0]
+    call = None if head.backend == "reference" else prepared(head.backend, arguments, columns)
+    shard = VocabShard.of(columns, rows, vocab_group) if call is None else call.shard
+    V = columns if shard is None else int(shard.sizes.sum())
     rule = ("be in [1, {}], the size of the vocabulary", V)
     require(isinstance(k, int) and 1 <= k <= V, "k", rule, k)
     if call is None:
-        return reference.linear_top_k(
-            hidden_states.to(dtype),
-            weight.to(dtype),
-            k,
-            bias=bias,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            final_logit_softcapping=final_logit_softcapping,
-            sampling_mask=sampling_mask,
-            vocab_group=vocab_group,
-            logits_dtype=logits_dtype,
-        )
-    head = Head.of(hidden_states, weight, bias, dtype, call.shard, logits_dtype)
-    logp, ids = top_k(call, head, k, chunk_tokens)
+        return reference.linear_top_k(*head.operands(), k, **head.reference_options(), **options)
+    logp, ids = top_k(call, head.of_call(call), k)
     return logp.float().view(*rows.shape, k), ids.view(*rows.shape, k)
 
 
-def _needs(*parameters: Tensor | None) -> tuple[bool, ...]:
-    """Whether hidden states, weight and bias need a gradient."""
-    return tuple(
-        torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
-        for parameter in parameters
-    )
+class _LocalHead(NamedTuple):
+    """What this rank computes with."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    products: Products
+    backend: str
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias, each of which may need a gradient."""
+        return self.hidden, self.weight, self.bias
+
+    def needs(self) -> tuple[bool, ...]:
+        """Whether each of the parameters needs a gradient."""
+        return tuple(
+            torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
+            for parameter in self.parameters
+        )
+
+    def leaves_unscaled(self) -> bool:
+        """Whether forward makes the gradients of log-probs, to be scaled in backward.
+
+        In float16 that would lose small probabilities, which a gradient times a loss scale keeps.
+        """
+        is_frozen = self.needs() == (True, False, False)
+        return is_frozen and self.products.dtype != torch.float16
+
+    def in_common(self) -> dict[str, Any]:
+        """What the ranks of ``vocab_group`` must also have in common, by name."""
+        names = (f"requires_grad of {name}" for name in ("hidden_states", "lm_head_weight", "bias"))
+        return dict(zip(names, self.needs(), strict=True)) | self.products._asdict()
+
+    def of_call(self, call: Call) -> Head:
+        """The head of a call, without a graph."""
+        return Head.of(*self.parameters, self.products, call.shard)
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Hidden states and weight in the dtype of the products."""
+        return self.hidden.to(self.products.dtype), self.weight.to(self.products.dtype)
+
+    def reference_options(self) -> _ReferenceOptions:
+        """The other arguments of a function of the reference."""
+        return dict(bias=self.bias, logits_dtype=self.products.logits_dtype)
 
 
-def _in_common(needs: tuple[bool, ...], **of_call: Any) -> dict[str, Any]:
-    """What the ranks of ``vocab_group`` must also have in common, by name."""
-    names = (f"requires_grad of {name}" for name in ("hidden_states", "lm_head_weight", "bias"))
-    return dict(zip(names, needs, strict=True)) | of_call
-
-
-def _leaves_unscaled(needs: tuple[bool, ...], dtype: torch.dtype) -> bool:
-    """Whether forward makes the gradients of log-probs, to be scaled in backward.
-
-    In float16 that would lose small probabilities, which a gradient times a loss scale keeps.
-    """
-    return needs == (True, False, False) and dtype != torch.float16
+class _ReferenceOptions(TypedDict):
+    bias: Tensor | None
+    logits_dtype: torch.dtype
 
 
 def _local_head(
@@ -332,13 +335,15 @@ def _local_head(
     lm_head_weight: Tensor,
     bias: Tensor | None,
     logits_dtype: torch.dtype | None,
+    chunk_tokens: int | None,
     vocab_group: dist.ProcessGroup | None,
     backend: str | None,
-) -> tuple[Tensor, Tensor | None, torch.dtype, torch.dtype, str]:
-    """What this rank computes with: weight and bias, dtypes of the GEMMs and logits, backend."""
+) -> _LocalHead:
+    """Chooses the dtypes and the backend, and gathers parameters that are sharded by FSDP2."""
     dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
     weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
     bias = None if bias is None else local_parameter("bias", bias, vocab_group)
     like = hidden_states.new_empty(0, dtype=dtype)
-    logits_dtype = check_logits_dtype(logits_dtype, dtype)
-    return weight, bias, dtype, logits_dtype, choose(backend, like, "hidden_states")
+    products = Products(dtype, check_logits_dtype(logits_dtype, dtype), chunk_tokens)
+    backend = choose(backend, like, "hidden_states")
+    return _LocalHead(hidden_states, weight, bias, products, backend)

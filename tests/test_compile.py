@@ -218,7 +218,7 @@ def test_opcheck_of_the_head(name, frozen, masked, labels):
     options = torch.rand(len(FIELDS), N) + 0.5, PRESENT, OPTIONS, torch.float32, torch.float32
     offsets = torch.tensor([0, 4, 4, 8, 12, 12, 12])
     mask = (torch.arange(12, dtype=torch.int32), offsets) if masked else (None, None)
-    arguments = (*head, *tokens, *options, "cpu", 4, None, None, *mask)
+    arguments = (*head, *tokens, *options, 4, "cpu", None, None, *mask)
     if name == "head_forward":
         arguments = (frozen, *arguments)
     else:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_kernels import BAPOConfig, debug
 from bapo_kernels.core.head import gemm
-from bapo_kernels.core.head.head import Head
+from bapo_kernels.core.head.head import Head, Products
 
 HALVES = [torch.bfloat16, torch.float16]
 n, H, V = 9, 24, 193
@@ -94,8 +94,9 @@ def test_one_block_is_float32(products, dtype):
         gemm.add_weight_gradient(torch.empty_like(weight), dlogits, h, first=True)
     assert max(sizes.found) == BLOCK * H
     with Sizes() as sizes:  # all other rows have a sampling mask
-        head = Head.of(h, weight, bias, dtype)
-        head.logits(torch.arange(0), head.chunk_memory(1))
+        head = Head.of(h, weight, bias, Products(dtype, dtype))
+        (rows,), memory = head.chunks(torch.arange(0))
+        head.logits(rows, memory)
     assert not any(sizes.found)
 
 

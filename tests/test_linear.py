@@ -30,7 +30,7 @@ from bapo_kernels import (
     reference,
 )
 from bapo_kernels.core.head import gemm
-from bapo_kernels.core.head.head import Head, HeadGradients
+from bapo_kernels.core.head.head import Head, HeadGradients, Products
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193
@@ -253,8 +253,8 @@ def test_rows_per_chunk(monkeypatch):
 
     def rows(count, asked=None, H=64, dtype=torch.bfloat16, sums_weight=True, logits_dtype=None):
         weight = torch.empty(2**17, H, dtype=dtype, device="meta")
-        head = Head.of(weight[:1], weight, None, dtype, None, logits_dtype)
-        return head.rows_per_chunk(count, asked, sums_weight)
+        head = Head.of(weight[:1], weight, None, Products(dtype, logits_dtype or dtype, asked))
+        return head.rows_per_chunk(count, sums_weight)
 
     assert [rows(n, asked=5) for n in (0, 1, 5, 6, 11, 15, 16)] == [1, 1, 5, 3, 4, 5, 4]
     monkeypatch.setattr("bapo_kernels.core.head.head.SUM_BYTES", 4)
@@ -280,7 +280,7 @@ def sums_of_chunks(dtype, rows, needed=(True, True, False)):
     torch.manual_seed(0)
     hidden, weight = torch.randn(rows, H).to(dtype), torch.randn(V, H).to(dtype)
     dlogits = torch.randn(rows, V).to(dtype)
-    head = Head.of(hidden, weight, None, dtype)
+    head = Head.of(hidden, weight, None, Products(dtype, dtype))
     gradients = HeadGradients(head, needed, one_chunk=False)
     return hidden, weight, dlogits, gradients, rounded_product(dlogits.T, hidden)
 
@@ -299,7 +299,7 @@ def test_weight_gradient_of_many_chunks(dtype):
     assert gradients.weight.dtype == torch.float32
     if dtype != torch.bfloat16:
         assert_as_reference(gradients.weight, expected)
-    dhidden, dweight, _ = gradients.of(hidden, weight, None)
+    dhidden, dweight, _ = gradients.like(hidden, weight, None)
     assert dhidden.dtype == dweight.dtype == dtype
     assert_as_reference(dweight, expected, dtype)
     if dtype == torch.bfloat16:

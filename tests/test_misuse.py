@@ -29,7 +29,7 @@ from bapo_kernels import (
     reference,
     warm_up,
 )
-from bapo_kernels.core.head.head import Head, HeadGradients
+from bapo_kernels.core.head.head import Head, HeadGradients, Products
 from bapo_kernels.debug import check_inputs
 
 V, H = 65, 8
@@ -471,12 +471,12 @@ def test_sum_of_chunks_stays_float32_under_autocast():
     dlogits = torch.randn(20, V).bfloat16()
     made = []
     for enabled in (False, True):
-        of_head = Head.of(hidden, weight, None, torch.bfloat16)
+        of_head = Head.of(hidden, weight, None, Products(torch.bfloat16, torch.bfloat16))
         total = HeadGradients(of_head, (True, True, False), one_chunk=False)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             for rows in torch.arange(20).chunk(4):
                 total.add(rows, hidden[rows], dlogits[rows])
-        made.append(total.of(hidden, weight.float(), None)[:2])
+        made.append(total.like(hidden, weight.float(), None)[:2])
     assert_same(*made)
 
 

@@ -162,7 +162,7 @@ for _namespace, _library in _libraries.items():
 
 _HEAD = (
     f"{_HEAD_OPERANDS}, Tensor labels, Tensor counted, {_TEMPERATURES}, {_OPTIONS}, "
-    "ScalarType dtype, ScalarType logits_dtype, str backend, int? chunk_tokens, "
+    "ScalarType dtype, ScalarType logits_dtype, int? chunk_tokens, str backend, "
     "Tensor? shard_sizes, str? group, Tensor? token_ids, Tensor? offsets"
 )
 

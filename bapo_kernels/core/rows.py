@@ -237,7 +237,7 @@ class LogProbs(torch.autograd.Function):
         elif labels.ndim == 1:
             dlog_probs = torch.where(counted, dlog_probs, 0.0)
         else:
-            dlog_probs = of_finite(dlog_probs, labels, found.log_probs, found.entropy)
+            dlog_probs = finite_only(dlog_probs, labels, found.log_probs, found.entropy)
         coefficients = Coefficients(dlog_probs, dentropy)
         if logits is not None:
             dlogits = empty_gradient(logits)
@@ -255,7 +255,10 @@ class LogProbs(torch.autograd.Function):
         return without_derivative(dlogits), None, None
 
 
-def of_finite(dlog_probs: Tensor, labels: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
-    """0 where a label is -100, or its log-prob -inf or NaN; not in rows that are NaN as a whole."""
+def finite_only(dlog_probs: Tensor, labels: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
+    """Zeros in place of the gradients of labels that are -100, or have a log-prob of -inf or NaN.
+
+    Rows that are NaN as a whole keep theirs.
+    """
     kept = (labels != IGNORE_INDEX) & (log_probs.isfinite() | entropy.isnan()[:, None])
     return torch.where(kept, dlog_probs, 0.0)

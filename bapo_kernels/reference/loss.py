@@ -6,7 +6,7 @@ Imports the other files of the reference and the checks; nothing of the kernels,
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from ..core.arguments.single import (
     check_head,
     check_logits,
     checked_bounds,
-    config_or_default,
     rising_offsets,
 )
 from ..core.arguments.together import loss_arguments, token_arguments
@@ -41,7 +40,7 @@ from .tokens import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..core.arguments.options import LossOptions
+    from ..core.arguments.options import LossOptions, RowOptions
 
 
 def bapo_loss_from_log_probs(
@@ -96,7 +95,7 @@ def bapo_loss_from_log_probs(
     elif bounds is None:
         bounds = at = ClipBounds(*bounds_tensor(config.options.start(), log_probs).unbind())
     else:
-        pair = checked_bounds(bounds, log_probs, "log_probs", config, cu_seqlens)
+        pair = checked_bounds(bounds, log_probs, config, cu_seqlens)
         bounds = ClipBounds(*(_of_tokens(bound, log_probs, cu_seqlens) for bound in pair))
         at = ClipBounds(*(torch.where(unmasked, b, 1.0) if b.ndim else b.clone() for b in bounds))
         valid = torch.where(bounds_are_valid(*at), 1.0, torch.nan)
@@ -231,14 +230,15 @@ def bapo_loss(
     """
     check_logits(logits, labels, vocab_group)
     batch = old_log_probs, advantages, response_mask
-    of_logits: Any = dict(temperature=temperature, sampling_mask=sampling_mask)
-    loss_arguments(labels, *batch, vocab_group=vocab_group, **of_logits, **options)
-    labels, config = labels.long(), config_or_default(options.get("config"))
+    row_options: RowOptions = dict(
+        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group, **options
+    )
+    config = loss_arguments(labels, *batch, **row_options).config
+    labels, cu_seqlens = labels.long(), options.get("cu_seqlens")
     logits = whole_vocabulary(logits, vocab_group, -1)
-    unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
-    unmasked = unmasked & (labels != IGNORE_INDEX)
+    unmasked = unmasked_tokens(labels, response_mask, cu_seqlens) & (labels != IGNORE_INDEX)
     if temperature is not None and temperature.ndim > 0:
-        temperature = per_token(temperature, labels, options.get("cu_seqlens"))
+        temperature = per_token(temperature, labels, cu_seqlens)
     logp, entropy = log_probs(
         logits,
         torch.where(unmasked, labels, IGNORE_INDEX),
@@ -265,11 +265,8 @@ def bapo_linear_loss(
     response_mask: Tensor | None = None,
     *,
     bias: Tensor | None = None,
-    temperature: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
-    sampling_mask: SamplingMask | None = None,
-    vocab_group: dist.ProcessGroup | None = None,
-    **options: Unpack[LossOptions],
+    **options: Unpack[RowOptions],
 ) -> BAPOOutput:
     """:func:`bapo_loss` of ``hidden_states @ lm_head_weight.T + bias``.
 
@@ -279,14 +276,15 @@ def bapo_linear_loss(
         >>> out.loss, out.metrics["pg_clipfrac"]  # on-policy every ratio is 1
         (tensor(-1.), tensor(0.))
     """
+    vocab_group = options.get("vocab_group")
     check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group)
     batch = old_log_probs, advantages, response_mask
-    of_logits: Any = dict(temperature=temperature, sampling_mask=sampling_mask)
-    loss_arguments(labels, *batch, vocab_group=vocab_group, **of_logits, **options)
+    loss_arguments(labels, *batch, **options)
     unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
     unmasked = unmasked & (labels.long() != IGNORE_INDEX)
     logits = head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype)
-    return bapo_loss(logits, labels, *batch, **of_logits, **options)
+    options["vocab_group"] = None  # all columns are here now
+    return bapo_loss(logits, labels, *batch, **options)
 
 
 def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:

@@ -6,7 +6,7 @@ Imports ``tokens`` and the checks; nothing of the kernels, whose truth it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from ..core.arguments.single import check_search, config_or_default
 from ..core.arguments.together import token_arguments
 from ..output import ClipBounds
 from .tokens import behaviour_log_probs, per_token, ratios, unmasked_tokens
+
+if TYPE_CHECKING:
+    from ..core.arguments.options import TokenOptions
 
 
 def find_clip_bounds(
@@ -103,8 +106,8 @@ class Contributions:
         cu_seqlens: Tensor | None = None,
     ) -> None:
         batch = old_log_probs, advantages, response_mask
-        of_tokens: Any = dict(rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens)
-        token_arguments(log_probs, *batch, config=config, for_search=True, **of_tokens)
+        options: TokenOptions = dict(rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens)
+        token_arguments(log_probs, *batch, config=config, for_search=True, **options)
         unmasked = unmasked_tokens(log_probs, response_mask, cu_seqlens)
         logp = log_probs.detach().double()
         old = behaviour_log_probs(logp, old_log_probs).double()

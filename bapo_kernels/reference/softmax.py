@@ -5,7 +5,7 @@ Imports ``tokens``, ``sampling_sets`` and the checks; nothing of the kernels, wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,11 @@ from ..core.distributed import local_parameter, whole_vocabulary
 from ..sampling_mask import SamplingMask
 from .sampling_sets import allowed_tokens
 from .tokens import per_token
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..core.arguments.options import SoftmaxOptions
 
 
 def log_probs(
@@ -53,9 +58,16 @@ def log_probs(
         (tensor([-1.3863], dtype=torch.float64), None)
     """
     check_logits(logits, labels, vocab_group, several=True)
-    transform = temperature, logit_scale, final_logit_softcapping
     several = labels.ndim == logits.ndim
-    log_probs_arguments(labels, *transform, vocab_group, sampling_mask, several)
+    log_probs_arguments(
+        labels,
+        several,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        final_logit_softcapping=final_logit_softcapping,
+        sampling_mask=sampling_mask,
+        vocab_group=vocab_group,
+    )
     logits = whole_vocabulary(logits, vocab_group, -1)
     V = logits.shape[-1]
     ids = labels.long() if several else labels.long()[..., None]
@@ -99,13 +111,9 @@ def linear_log_probs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    final_logit_softcapping: float | None = None,
     return_entropy: bool = True,
-    sampling_mask: SamplingMask | None = None,
-    vocab_group: dist.ProcessGroup | None = None,
     logits_dtype: torch.dtype | None = None,
+    **options: Unpack[SoftmaxOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs` of ``hidden_states @ lm_head_weight.T + bias``.
 
@@ -119,19 +127,13 @@ def linear_log_probs(
         >>> reference.linear_log_probs(hidden, weight, torch.tensor([3, 1]))[1].exp()
         tensor([10.0000, 10.0000])
     """
+    vocab_group = options.pop("vocab_group", None)
     check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group, several=True)
     unmasked = labels.long() != IGNORE_INDEX
     if labels.ndim == hidden_states.ndim:
         unmasked = unmasked.any(-1)
-    return log_probs(
-        head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype),
-        labels,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        final_logit_softcapping=final_logit_softcapping,
-        return_entropy=return_entropy,
-        sampling_mask=sampling_mask,
-    )
+    logits = head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype)
+    return log_probs(logits, labels, return_entropy=return_entropy, **options)
 
 
 def linear_top_k(
@@ -140,12 +142,8 @@ def linear_top_k(
     k: int,
     *,
     bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    final_logit_softcapping: float | None = None,
-    sampling_mask: SamplingMask | None = None,
-    vocab_group: dist.ProcessGroup | None = None,
     logits_dtype: torch.dtype | None = None,
+    **options: Unpack[SoftmaxOptions],
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` largest of the log-probs of all ids, and these ids; -inf has the id -100.
 
@@ -154,19 +152,12 @@ def linear_top_k(
         >>> reference.linear_top_k(torch.tensor([[1.0]]), weight, 2)
         (tensor([[-0.4076, -1.4076]]), tensor([[1, 2]]))
     """
+    vocab_group = options.pop("vocab_group", None)
     check_head(hidden_states, lm_head_weight, bias, None, None, vocab_group)
     every_row = torch.ones_like(hidden_states[..., 0], dtype=torch.bool)
-    of_head = lm_head_weight, bias, vocab_group, logits_dtype
-    logits = head_logits(hidden_states, every_row, *of_head)
-    logp, _ = log_probs(
-        logits,
-        torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape),
-        temperature=temperature,
-        logit_scale=logit_scale,
-        final_logit_softcapping=final_logit_softcapping,
-        sampling_mask=sampling_mask,
-        return_entropy=False,
-    )
+    logits = head_logits(hidden_states, every_row, lm_head_weight, bias, vocab_group, logits_dtype)
+    every_id = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
+    logp, _ = log_probs(logits, every_id, return_entropy=False, **options)
     logp, ids = logp.topk(k, dim=-1)
     return logp, ids.masked_fill(logp == -torch.inf, IGNORE_INDEX)
 

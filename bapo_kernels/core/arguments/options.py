@@ -1,6 +1,7 @@
-"""The options of the public functions as typed dictionaries, which mypy checks from end to end.
+"""The keyword arguments of the public functions, as typed dictionaries.
 
-Imports public data classes alone.
+Imports the public data classes and the data of a call. An option of every loss is stated here,
+in the signatures of the losses, and where ``together`` checks it; mypy compares the three.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..call import Statistics
 
 
 class TokenOptions(TypedDict, total=False):
-    """What a loss may be given per token, and the normalisers of its aggregation."""
+    """Arguments per token of every loss, and the normalisers of its aggregation."""
 
     cu_seqlens: Tensor | None
     rollout_log_probs: Tensor | None
@@ -30,7 +31,7 @@ class TokenOptions(TypedDict, total=False):
 
 
 class LossOptions(TokenOptions, total=False):
-    """Keyword arguments of every loss; :func:`bapo_kernels.bapo_loss` documents them."""
+    """Options of every loss; :func:`bapo_kernels.bapo_loss` documents them."""
 
     config: BAPOConfig | None
     bounds: GivenBounds | None
@@ -38,23 +39,35 @@ class LossOptions(TokenOptions, total=False):
     process_group: dist.ProcessGroup | None
 
 
-class LogitsOptions(LossOptions, total=False):
-    """Keyword arguments of :func:`bapo_kernels.bapo_loss`."""
+class RowOptions(LossOptions, total=False):
+    """Options of a loss that computes log-probs, of logits or of hidden states."""
 
     temperature: Tensor | None
     sampling_mask: SamplingMask | None
-    backend: str | None
-    inplace: bool
     vocab_group: dist.ProcessGroup | None
 
 
-class LinearOptions(LossOptions, total=False):
+class LogitsOptions(RowOptions, total=False):
+    """Keyword arguments of :func:`bapo_kernels.bapo_loss`."""
+
+    backend: str | None
+    inplace: bool
+
+
+class LinearOptions(RowOptions, total=False):
     """Keyword arguments of :func:`bapo_kernels.bapo_linear_loss`."""
 
     bias: Tensor | None
-    temperature: Tensor | None
-    sampling_mask: SamplingMask | None
     backend: str | None
     chunk_tokens: int | None
     logits_dtype: torch.dtype | None
+
+
+class SoftmaxOptions(TypedDict, total=False):
+    """Options of the distribution that log-probs are of, without a loss."""
+
+    temperature: float | Tensor
+    logit_scale: float
+    final_logit_softcapping: float | None
+    sampling_mask: SamplingMask | None
     vocab_group: dist.ProcessGroup | None

@@ -1,7 +1,7 @@
-"""Checks and forms of the arguments that several public functions take.
+"""Checks and forms of single arguments that several public functions take.
 
-Imports the checks of single arguments and the public data classes. Every message here is seen by
-users and tested word for word; a check that reads values would make every call wait for the GPU.
+Imports the general checks and the public data classes. Users see every message, and tests compare
+them word for word; a check that reads values would make every call wait for the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...checks import (
     check_device,
     check_dtype,
     check_floating,
-    check_group,
+    check_like,
     count,
     is_readable,
     number,
@@ -31,7 +31,7 @@ from ...config import BAPOConfig
 from ...sampling_mask import SamplingMask
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
-_OF_MASKS = (torch.bool, *NUMBERS)
+_MASK_DTYPES = (torch.bool, *NUMBERS)
 _SEQUENCE_MODES = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
@@ -79,13 +79,13 @@ def check_head(
     check_floating("hidden_states", hidden_states)
     check_floating("lm_head_weight", lm_head_weight, sharded=True)
     shape = hidden_states.shape
-    some = hidden_states.ndim >= 1 and shape[-1] >= 1
-    require(some, "hidden_states", "have shape (..., H) with H >= 1", shape)
+    has_columns = hidden_states.ndim >= 1 and shape[-1] >= 1
+    require(has_columns, "hidden_states", "have shape (..., H) with H >= 1", shape)
     fits = lm_head_weight.ndim == 2 and lm_head_weight.shape[1] == shape[-1]
     rule = ("have shape (V, {}), as hidden_states {} ask for", shape[-1], shape)
     require(fits, "lm_head_weight", rule, lm_head_weight.shape)
-    some = lm_head_weight.shape[0] >= 1 or vocab_group is not None
-    require(some, "lm_head_weight", "have V >= 1", lm_head_weight.shape)
+    has_rows = lm_head_weight.shape[0] >= 1 or vocab_group is not None
+    require(has_rows, "lm_head_weight", "have V >= 1", lm_head_weight.shape)
     if bias is not None:
         check_floating("bias", bias, sharded=True)
         V = lm_head_weight.shape[:1]
@@ -124,9 +124,8 @@ def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:
         return
     rule = "be None or a SamplingMask"
     require(isinstance(mask, SamplingMask), "sampling_mask", rule, type(mask).__name__)
-    template = "have {} rows, as many as labels {} have entries"
-    rule_of_rows = template, labels.numel(), labels.shape
-    require(len(mask) == labels.numel(), "sampling_mask", rule_of_rows, len(mask))
+    rows = "have {} rows, as many as labels {} have entries", labels.numel(), labels.shape
+    require(len(mask) == labels.numel(), "sampling_mask", rows, len(mask))
     check_device("sampling_mask", mask.token_ids, labels, "labels")
 
 
@@ -155,15 +154,18 @@ def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
     return config
 
 
-def check_options(statistics: str, process_group: Any = None, vocab_group: Any = None) -> None:
-    """Options that are not tensors."""
+def check_statistics(statistics: str) -> None:
+    """One of two words."""
     if statistics not in ("all", "live"):
         refuse("statistics", "be 'all' or 'live'", repr(statistics))
-    check_group("process_group", process_group)
-    check_group("vocab_group", vocab_group)
 
 
-# Of the sides of given bounds: their rule, the least and the most.
+def tokens_name(like: Tensor) -> str:
+    """The name of the argument whose shape and device other arguments per token must have."""
+    return "log_probs" if like.is_floating_point() else "labels"
+
+
+# The rule of each side of given bounds, the least and the most.
 LIMITS_OF_BOUNDS = {
     "lower": ("be in [0, 1], a bound of the ratio, not an epsilon", 0.0, 1.0),
     "upper": ("be >= 1, a bound of the ratio, not an epsilon", 1.0, math.inf),
@@ -171,11 +173,7 @@ LIMITS_OF_BOUNDS = {
 
 
 def checked_bounds(
-    bounds: Any,
-    like: Tensor,
-    like_name: str,
-    config: BAPOConfig,
-    cu_seqlens: Tensor | None = None,
+    bounds: Any, like: Tensor, config: BAPOConfig, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Given bounds: both 0-dim and float32, or both as :func:`checked_advantages` makes them.
 
@@ -196,7 +194,7 @@ def checked_bounds(
             parts.append(_scalar(name, bound, like, "the tokens").float())
         else:
             single = "have one element, or "
-            parts.append(_per_token(name, bound, like, like_name, cu_seqlens, single).detach())
+            parts.append(_per_token(name, bound, like, cu_seqlens, single).detach())
     lower, upper = parts
     if lower.ndim or upper.ndim:
         lower, upper = (part if part.ndim else part.expand(like.shape) for part in parts)
@@ -212,7 +210,7 @@ _UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # by the kernels, which re
 
 
 def as_numbers(values: Tensor) -> Tensor:
-    """In a dtype that the kernels read."""
+    """The same in a dtype that the kernels read."""
     return values.long() if values.dtype in _UNREAD else values
 
 
@@ -229,54 +227,57 @@ def _scalar(name: str, given: Tensor, like: Tensor, like_name: str) -> Tensor:
     return as_numbers(given.detach()).reshape(())
 
 
-def check_mask(like: Tensor, like_name: str, response_mask: Tensor | None) -> None:
+def check_mask(like: Tensor, response_mask: Tensor | None) -> None:
     """Real ``response_mask`` with the shape and on the device of ``like``."""
     if response_mask is None:
         return
     rule = "be bool, int, float64, float32, bfloat16 or float16"
-    check_dtype("response_mask", response_mask, _OF_MASKS, rule)
+    check_dtype("response_mask", response_mask, _MASK_DTYPES, rule)
     if response_mask.shape != like.shape:
-        shape = "have the shape of {} {}", like_name, like.shape
+        shape = "have the shape of {} {}", tokens_name(like), like.shape
         refuse("response_mask", shape, response_mask.shape)
-    check_device("response_mask", response_mask, like, like_name)
+    check_device("response_mask", response_mask, like, tokens_name(like))
 
 
-def checked_advantages(
-    advantages: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None
-) -> Tensor:
+def check_per_token(name: str, values: Any, like: Tensor) -> None:
+    """Floating point, one for each token."""
+    check_like(name, values, like, tokens_name(like))
+
+
+def checked_advantages(advantages: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence."""
-    return _per_token("advantages", advantages, like, like_name, cu_seqlens)
+    return _per_token("advantages", advantages, like, cu_seqlens)
 
 
 def checked_temperature(
-    temperature: Tensor, like: Tensor, like_name: str, cu_seqlens: Tensor | None = None
+    temperature: Tensor, like: Tensor, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """As :func:`checked_advantages`; a 0-dim tensor is the temperature of every token."""
+    """A view as of :func:`checked_advantages`; a 0-dim tensor is the temperature of every token."""
     if not isinstance(temperature, Tensor):
         refuse("temperature", "be a tensor (a number is config.temperature)", typed(temperature))
-    return _per_token("temperature", temperature, like, like_name, cu_seqlens, "be 0-dim, or ")
+    return _per_token("temperature", temperature, like, cu_seqlens, "be 0-dim, or ")
 
 
 def _per_token(
     name: str,
     values: Tensor,
     like: Tensor,
-    like_name: str,
     cu_seqlens: Tensor | None = None,
     single: str = "",
 ) -> Tensor:
     """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence.
 
     Args:
-        single: what the rule begins with where one value, then 0-dim, may stand for all tokens.
+        single: the beginning of the rule where one value, then 0-dim, may stand for all tokens.
     """
     check_floating(name, values)
-    check_device(name, values, like, like_name)
+    check_device(name, values, like, tokens_name(like))
     if single and values.ndim == 0:
         return values.expand(like.shape)
     if values.shape == like.shape:
         return values
-    rule = (single + "have the shape of {} {} or one entry per sequence {}", like_name, like.shape)
+    text = f"{single}have the shape of {{}} {{}} or one entry per sequence {{}}"
+    rule = text, tokens_name(like), like.shape
     if cu_seqlens is not None:
         B = cu_seqlens.shape[0] - 1
         ok = values.ndim == 1 and values.shape[0] == B
@@ -289,13 +290,13 @@ def _per_token(
     return values.reshape(-1, *(1 for _ in like.shape[1:])).expand(like.shape)
 
 
-def check_offsets(like: Tensor, like_name: str, cu_seqlens: Tensor) -> None:
+def check_offsets(like: Tensor, cu_seqlens: Tensor) -> None:
     """``cu_seqlens [B + 1]`` of packed ``[N]`` tokens, which on a CPU rise from 0 to at most N."""
     check_dtype("cu_seqlens", cu_seqlens, OFFSETS, "be int32 or int64")
     ok = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
     require(ok, "cu_seqlens", "have shape (B + 1,) with B >= 1", cu_seqlens.shape)
-    check_device("cu_seqlens", cu_seqlens, like, like_name)
-    require(like.ndim == 1, like_name, "have packed shape (N,) with cu_seqlens", like.shape)
+    check_device("cu_seqlens", cu_seqlens, like, tokens_name(like))
+    require(like.ndim == 1, tokens_name(like), "have packed shape (N,) with cu_seqlens", like.shape)
     if is_readable(cu_seqlens):
         rising_offsets(cu_seqlens, like.shape[0])
 
@@ -308,23 +309,17 @@ def rising_offsets(cu_seqlens: Tensor, N: int) -> list[int]:
     return offsets
 
 
-def check_aggregation(
-    like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
-) -> None:
+def check_aggregation(like: Tensor, config: BAPOConfig, cu_seqlens: Tensor | None) -> None:
     """The sequences of a mode that is about sequences are known."""
     mode = config.loss_agg_mode
     if mode not in _SEQUENCE_MODES:
         return
-    rule = (
-        "be given for packed {} of shape {} with loss_agg_mode={!r}",
-        like_name,
-        like.shape,
-        mode,
-    )
+    template = "be given for packed {} of shape {} with loss_agg_mode={!r}"
+    rule = template, tokens_name(like), like.shape, mode
     require(like.ndim >= 2 or cu_seqlens is not None, "cu_seqlens", rule, None)
     if mode == "seq-mean-token-sum-norm" and cu_seqlens is not None:
-        of_length = "be given for packed input: there is no padded length to take its place"
-        require(config.loss_scale_factor is not None, "config.loss_scale_factor", of_length, None)
+        length = "be given for packed input: there is no padded length to take its place"
+        require(config.loss_scale_factor is not None, "config.loss_scale_factor", length, None)
 
 
 def check_search(config: BAPOConfig) -> None:
@@ -333,17 +328,15 @@ def check_search(config: BAPOConfig) -> None:
     require(config.has_bounds, name, rule, repr(config.surrogate))
 
 
-def check_ratio_level(
-    like: Tensor, like_name: str, config: BAPOConfig, cu_seqlens: Tensor | None
-) -> None:
+def check_ratio_level(like: Tensor, config: BAPOConfig, cu_seqlens: Tensor | None) -> None:
     """The sequences are known where the ratio is that of a sequence."""
     if config.ratio_level == "sequence":
         rule = "be given for packed {} of shape {} with ratio_level='sequence'"
         known = like.ndim >= 2 or cu_seqlens is not None
-        require(known, "cu_seqlens", (rule, like_name, like.shape), None)
+        require(known, "cu_seqlens", (rule, tokens_name(like), like.shape), None)
 
 
-def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | Tensor | None:
+def normaliser(name: str, given: Any, like: Tensor) -> float | Tensor | None:
     """A count of tokens or sequences: a number, or a 0-dim tensor, whose value is not read."""
     if given is None:
         return None
@@ -351,4 +344,4 @@ def normaliser(name: str, given: Any, like: Tensor, like_name: str) -> float | T
         value = number(name, given)
         require(0 < value < math.inf, name, "be finite and > 0", given)
         return value
-    return _scalar(name, given, like, like_name)
+    return _scalar(name, given, like, tokens_name(like))

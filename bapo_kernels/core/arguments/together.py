@@ -1,8 +1,6 @@
 """The arguments of a call as the caller has them, checked together.
 
-Imports the checks of ``inputs`` and the data of a call; ``prepare`` makes a call of them. An
-argument that every loss takes stands in ``LossOptions``, one per token in ``TokenOptions`` and
-among the ``FIELDS`` of ``operators``, and both in :func:`loss_arguments`.
+Imports the checks of ``single`` and ``ranks``, and the data of a call. Nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -23,9 +21,10 @@ from .single import (
     check_aggregation,
     check_mask,
     check_offsets,
-    check_options,
+    check_per_token,
     check_ratio_level,
     check_sampling_mask,
+    check_statistics,
     checked_advantages,
     checked_bounds,
     checked_temperature,
@@ -36,7 +35,7 @@ from .single import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import LossOptions
+    from .options import LossOptions, RowOptions, SoftmaxOptions
 
 
 class Arguments(NamedTuple):
@@ -45,10 +44,10 @@ class Arguments(NamedTuple):
     Attributes:
         labels_or_log_probs: the labels, or the log-probs where these are given.
         fields: what the kernels take per token as float32, by name.
-        weighted: weights of the aggregation are wanted; ``dp_size`` and ``divisor`` are for these.
         divisor: of the mode's mean; ``None``: it is counted.
         bounds: float32 ``[2]``, of all tokens.
         labels: ``[..., K]``, where each token has several.
+        weighted: weights of the aggregation are wanted; ``dp_size`` and ``divisor`` are for these.
     """
 
     labels_or_log_probs: Tensor
@@ -57,14 +56,14 @@ class Arguments(NamedTuple):
     response_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     statistics: Statistics = "all"
-    weighted: bool = False
     dp_size: int = 1
     divisor: float | Tensor | None = None
     bounds: Tensor | None = None
-    process_group: dist.ProcessGroup | None = None
-    vocab_group: dist.ProcessGroup | None = None
     sampling_mask: SamplingMask | None = None
     labels: Tensor | None = None
+    weighted: bool = False
+    process_group: dist.ProcessGroup | None = None
+    vocab_group: dist.ProcessGroup | None = None
 
     def is_live(self) -> bool:
         """Whether tokens that cannot change the loss are skipped."""
@@ -72,20 +71,19 @@ class Arguments(NamedTuple):
         return self.statistics == "live" and not needs_all
 
     def sequences(self) -> Sequences:
-        """Of the tokens, whatever the ratio is of."""
-        like = self.labels_or_log_probs
-        return Sequences(like.shape[-1] if like.ndim else 1, self.cu_seqlens)
+        """The sequences of the tokens, whether or not the ratio is theirs."""
+        length = self.labels_or_log_probs.shape[-1] if self.labels_or_log_probs.ndim else 1
+        return Sequences(length, self.cu_seqlens)
 
     def unmasked(self) -> Tensor:
         """bool, in the shape of the tokens; for checks, since the kernels find out themselves."""
-        like = self.labels_or_log_probs
-        unmasked = torch.ones_like(like, dtype=torch.bool)
-        if not like.is_floating_point():
-            unmasked = like != IGNORE_INDEX
+        unmasked = torch.ones_like(self.labels_or_log_probs, dtype=torch.bool)
+        if not self.labels_or_log_probs.is_floating_point():
+            unmasked = self.labels_or_log_probs != IGNORE_INDEX
         if self.response_mask is not None:
             unmasked = unmasked & (self.response_mask != 0)
         if self.cu_seqlens is not None:
-            ids = self.sequences().sequence_ids(len(like))
+            ids = self.sequences().sequence_ids(len(self.labels_or_log_probs))
             unmasked = unmasked & (ids < len(self.cu_seqlens) - 1)
         return unmasked
 
@@ -104,58 +102,60 @@ class Arguments(NamedTuple):
             in_common: what else the ranks of ``vocab_group`` must have in common.
         """
         searches = self.bounds is None and "lower" not in self.fields
-        search = self.process_group if searches else None
-        if search is not None or self.vocab_group is not None:
-            like = self.labels_or_log_probs
-            of_call = search, self.vocab_group, lambda: in_common | self._facts()
-            check_ranks(function, backend, self.config, like, *of_call)
+        search, shards = self.process_group if searches else None, self.vocab_group
+        if search is not None or shards is not None:
+            compared = search, shards, lambda: in_common | self._facts()
+            check_ranks(function, backend, self.config, self.labels_or_log_probs, *compared)
 
     def _facts(self) -> dict[str, Any]:
-        return {
+        """All members by the names that users know, but for those that are compared apart."""
+        facts: dict[str, Any] = {
             "shape": self.labels_or_log_probs.shape,
             "the unmasked tokens": self.unmasked(),
-            "labels": self.labels_or_log_probs if self.labels is None else self.labels,
-            **{name: self.field(name) for name in FIELDS},
-            "the normalisers": self.divisor,
-            "dp_size": self.dp_size,
-            "bounds": self.bounds,
-            "statistics": self.statistics,
-            "cu_seqlens": self.cu_seqlens,
-            "sampling_mask": getattr(self.sampling_mask, "token_ids", None),
         }
+        facts |= self._asdict() | {name: self.field(name) for name in FIELDS}
+        facts["labels"] = self.labels_or_log_probs if self.labels is None else self.labels
+        facts["the normalisers"] = self.divisor
+        facts["sampling_mask"] = getattr(self.sampling_mask, "token_ids", None)
+        for name in (
+            "labels_or_log_probs",
+            "fields",
+            "config",
+            "response_mask",
+            "divisor",
+            "weighted",
+        ):
+            del facts[name]
+        del facts["process_group"], facts["vocab_group"]
+        return facts
 
 
 def log_probs_arguments(
-    labels: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    final_logit_softcapping: float | None,
-    vocab_group: dist.ProcessGroup | None,
-    sampling_mask: SamplingMask | None,
-    several: bool = False,
+    labels: Tensor, several: bool = False, **options: Unpack[SoftmaxOptions]
 ) -> Arguments:
     """Checks the arguments of log-probs and entropy of these labels, without a loss.
 
     Args:
         several: labels are ``[..., K]``.
     """
-    ids = None
-    if several:
-        ids = labels.long()
-        # Of a row, whether all its labels are masked.
-        labels = torch.where((ids == IGNORE_INDEX).all(-1), IGNORE_INDEX, 0)
+    like = labels
+    if several:  # a row is masked where all its labels are
+        labels = labels.long()
+        like = torch.where((labels == IGNORE_INDEX).all(-1), IGNORE_INDEX, 0)
+    temperature, mask = options.get("temperature", 1.0), options.get("sampling_mask")
     config = BAPOConfig(
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        logit_scale=logit_scale,
-        final_logit_softcapping=final_logit_softcapping,
+        logit_scale=options.get("logit_scale", 1.0),
+        final_logit_softcapping=options.get("final_logit_softcapping"),
     )
-    check_sampling_mask(sampling_mask, labels)
-    check_group("vocab_group", vocab_group)
+    check_sampling_mask(mask, like)
+    group = options.get("vocab_group")
+    check_group("vocab_group", group)
     fields = {}
     if isinstance(temperature, Tensor):
-        fields["temperatures"] = checked_temperature(temperature, labels, "labels")
-    groups: Any = dict(vocab_group=vocab_group, sampling_mask=sampling_mask)
-    return Arguments(labels, fields, config, **groups, labels=ids)
+        fields["temperatures"] = checked_temperature(temperature, like)
+    given = Arguments(like, fields, config, sampling_mask=mask, vocab_group=group)
+    return given._replace(labels=labels) if several else given
 
 
 def loss_arguments(
@@ -164,11 +164,8 @@ def loss_arguments(
     advantages: Tensor,
     response_mask: Tensor | None,
     *,
-    temperature: Tensor | None = None,
-    sampling_mask: SamplingMask | None = None,
-    vocab_group: dist.ProcessGroup | None = None,
     for_search: bool = False,
-    **options: Unpack[LossOptions],
+    **options: Unpack[RowOptions],
 ) -> Arguments:
     """Checks the arguments of a loss.
 
@@ -177,22 +174,23 @@ def loss_arguments(
 
     Args:
         like: the labels, or log-probs where those are given.
-        temperature: per token or per sequence, or 0-dim.
         for_search: only contributions to the search are needed, no loss.
     """
-    like_name = "log_probs" if like.is_floating_point() else "labels"
-    check_sampling_mask(sampling_mask, like)
+    mask, vocab_group = options.get("sampling_mask"), options.get("vocab_group")
     statistics, process_group = options.get("statistics", "all"), options.get("process_group")
+    check_sampling_mask(mask, like)
     if not for_search:
-        check_options(statistics, process_group, vocab_group)
+        check_statistics(statistics)
+        check_group("process_group", process_group)
+        check_group("vocab_group", vocab_group)
     config = config_or_default(options.get("config"))
     cu_seqlens = options.get("cu_seqlens")
-    check_mask(like, like_name, response_mask)
+    check_mask(like, response_mask)
     if cu_seqlens is not None:
-        check_offsets(like, like_name, cu_seqlens)
-    check_ratio_level(like, like_name, config, cu_seqlens)
-    divisor = None if for_search else _divisor(like, like_name, config, options)
-    fields = {"advantages": checked_advantages(advantages, like, like_name, cu_seqlens)}
+        check_offsets(like, cu_seqlens)
+    check_ratio_level(like, config, cu_seqlens)
+    divisor = None if for_search else _divisor(like, config, options)
+    fields = {"advantages": checked_advantages(advantages, like, cu_seqlens)}
     for name, value in (
         ("old_log_probs", old_log_probs),
         ("rollout_log_probs", options.get("rollout_log_probs")),
@@ -200,13 +198,13 @@ def loss_arguments(
         ("ref_log_probs", options.get("ref_log_probs")),
     ):
         if value is not None:
-            check_like(name, value, like, like_name)
+            check_per_token(name, value, like)
             fields[name] = value
-    if temperature is not None:
-        fields["temperatures"] = checked_temperature(temperature, like, like_name, cu_seqlens)
+    if (temperature := options.get("temperature")) is not None:
+        fields["temperatures"] = checked_temperature(temperature, like, cu_seqlens)
     bounds = None
     if (given := options.get("bounds")) is not None:
-        lower, upper = checked_bounds(given, like, like_name, config, cu_seqlens)
+        lower, upper = checked_bounds(given, like, config, cu_seqlens)
         if lower.ndim:
             fields |= {"lower": lower, "upper": upper}
         else:
@@ -219,20 +217,23 @@ def loss_arguments(
         config,
         response_mask,
         cu_seqlens,
-        statistics=statistics,
+        statistics,
+        options.get("dp_size", 1),
+        divisor,
+        bounds,
+        mask,
         weighted=not for_search,
-        dp_size=options.get("dp_size", 1),
-        divisor=divisor,
-        bounds=bounds,
         process_group=process_group,
         vocab_group=vocab_group,
-        sampling_mask=sampling_mask,
     )
 
 
 def token_arguments(
     log_probs: Tensor,
-    *batch: Any,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor | None,
+    *,
     entropy: Tensor | None = None,
     for_search: bool = False,
     **options: Unpack[LossOptions],
@@ -244,24 +245,26 @@ def token_arguments(
     require(entropy is not None or not needed, "entropy", rule, None)
     if entropy is not None:
         check_like("entropy", entropy, log_probs, "log_probs")
+    batch = old_log_probs, advantages, response_mask
     return loss_arguments(log_probs, *batch, for_search=for_search, **options)
 
 
-# Of the mode's mean: the argument that holds its divisor.
+# The argument that holds the divisor of a mode's mean.
 _DIVISORS = {"token-mean": "batch_num_tokens", "token-sum": None}
 
 
-def _divisor(
-    like: Tensor, like_name: str, config: BAPOConfig, options: Any
-) -> float | Tensor | None:
-    """What the mean of ``config.loss_agg_mode`` divides by, if it is given."""
-    check_aggregation(like, like_name, config, options.get("cu_seqlens"))
+def _divisor(like: Tensor, config: BAPOConfig, options: RowOptions) -> float | Tensor | None:
+    """The divisor of the mean of ``config.loss_agg_mode``, if it is given."""
+    check_aggregation(like, config, options.get("cu_seqlens"))
     if config.kl_loss_coef and options.get("ref_log_probs") is None:
         refuse("ref_log_probs", "be given when config.kl_loss_coef is not 0", None)
     mode = config.loss_agg_mode
     needed = _DIVISORS.get(mode, "global_batch_size")
-    names = "batch_num_tokens", "global_batch_size"
-    given = {name: normaliser(name, options.get(name), like, like_name) for name in names}
+    counts = {
+        "batch_num_tokens": options.get("batch_num_tokens"),
+        "global_batch_size": options.get("global_batch_size"),
+    }
+    given = {name: normaliser(name, value, like) for name, value in counts.items()}
     divisor = None if needed is None else given.pop(needed)
     ignored = [name for name, value in given.items() if value is not None]
     dp_size = count("dp_size", options.get("dp_size", 1))
@@ -269,5 +272,5 @@ def _divisor(
         refuse(needed, f"be given when dp_size > 1 with loss_agg_mode={mode!r}", None)
     if divisor is None and len(ignored) == 1:  # frameworks give both, whatever the mode
         rule = f"be None with loss_agg_mode={mode!r}, which divides by {needed or 'neither count'}"
-        refuse(ignored[0], rule, options[ignored[0]])
+        refuse(ignored[0], rule, counts[ignored[0]])
     return divisor

@@ -1,13 +1,14 @@
 """A head: its logits, a chunk of rows at a time, and the sums of its gradients.
 
-Imports the matrix products, rows and the data of a call. How much memory a loss of hidden states
-takes, and in which dtype the gradient of the weight is summed, is decided here.
+Imports the matrix products, memory and ``distributed``. The memory of a loss of hidden states, and
+the dtype in which the gradient of the weight is summed, are decided here.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,17 @@ SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks ar
 _ALIGNED = 8  # logits of a row begin at a multiple of 16 bytes, as the fastest products ask for
 
 
+class Products(NamedTuple):
+    """How logits are made: the dtype of the products, that of the logits, the most rows at once."""
+
+    dtype: torch.dtype
+    logits_dtype: torch.dtype
+    chunk_tokens: int | None = None
+
+
 @dataclass(frozen=True)
 class Head:
-    """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the GEMMs.
+    """``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` in the dtype of the products.
 
     With a shard, ``weight`` and ``bias`` are those of its part of the vocabulary. Logits are of the
     same dtype, or float32. Under autocast the weight that is trained may be float32
@@ -34,8 +43,8 @@ class Head:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    products: Products
     shard: VocabShard | None
-    logits_dtype: torch.dtype
     trains_float32: bool
 
     @classmethod
@@ -44,57 +53,57 @@ class Head:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dtype: torch.dtype,
+        products: Products,
         shard: VocabShard | None = None,
-        logits_dtype: torch.dtype | None = None,
     ) -> Head:
-        """Detached, rows flat, in the dtype of the GEMMs, the bias in that of the logits."""
+        """Detached, rows flat, in the dtype of the products, the bias in that of the logits."""
         rows = hidden.detach().reshape(-1, hidden.shape[-1])
-        logits_dtype = logits_dtype or dtype
-        bias = None if bias is None else bias.detach().to(logits_dtype)
-        trains_float32 = weight.dtype == torch.float32
-        of_gemms = rows.to(dtype), weight.detach().to(dtype)
-        return cls(*of_gemms, bias, shard, logits_dtype, trains_float32)
+        bias = None if bias is None else bias.detach().to(products.logits_dtype)
+        operands = rows.to(products.dtype), weight.detach().to(products.dtype), bias
+        return cls(*operands, products, shard, weight.dtype == torch.float32)
 
     @property
     def widens(self) -> bool:
         """Whether logits have more bits than what they are made of."""
-        return self.logits_dtype != self.weight.dtype
+        return self.products.logits_dtype != self.weight.dtype
 
     @property
     def set_operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of products of sets: matrices with unit stride along their rows, the bias in float32."""
+        """Matrices with unit stride along their rows, and the bias in float32, for the sets."""
         hidden, weight = (
             matrix if matrix.stride(1) == 1 else matrix.contiguous()
             for matrix in (self.hidden, self.weight)
         )
         return hidden, weight, None if self.bias is None else self.bias.float().contiguous()
 
-    def rows_per_chunk(self, rows: int, asked: int | None, sums_weight: bool) -> int:
+    def rows_per_chunk(self, rows: int, sums_weight: bool = False) -> int:
         """Rows of each chunk, for the fewest equal chunks; the same on every rank of a shard.
 
-        A chunk has at most the rows that were asked for, or 1 GiB of logits. Several chunks need a
+        A chunk has at most ``chunk_tokens`` rows, or 1 GiB of logits. Several chunks need a
         float32 sum of the weight's gradient, ``sums_weight``, before that has half precision: if
         all logits take no more memory than the sum would, they are one chunk.
         """
         halves = not self.trains_float32 and self.shard is None
-        of_logits, of_sum = rows * self._bytes_per_logit, SUM_BYTES * self.weight.shape[1]
-        if sums_weight and halves and of_logits <= of_sum:  # bytes per column
+        logits, total = rows * self._bytes_per_logit, SUM_BYTES * self.weight.shape[1]  # per column
+        if sums_weight and halves and logits <= total:
             return max(1, rows)
-        if asked is None:
+        most = self.products.chunk_tokens
+        if most is None:
             columns = self.weight.shape[0] if self.shard is None else self.shard.widest()
-            asked = max(1, CHUNK_BYTES // (columns * self._bytes_per_logit))
-        return max(1, math.ceil(rows / max(1, math.ceil(rows / asked))))
+            most = max(1, CHUNK_BYTES // (columns * self._bytes_per_logit))
+        return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
     @property
     def _bytes_per_logit(self) -> int:
         narrow = self.weight.element_size()
         return 4 + narrow if self.widens else narrow
 
-    def chunk_memory(self, rows: int) -> Tensor:
-        """Where :meth:`logits` puts those of up to ``rows`` rows, chunk after chunk."""
-        shape = rows, _aligned(self.weight.shape[0])
-        return CHUNKS.empty(shape, self.logits_dtype, self.weight.device)
+    def chunks(self, rows: Tensor, sums_weight: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The rows in chunks, and memory for the :meth:`logits` of one chunk after the other."""
+        size = self.rows_per_chunk(rows.numel(), sums_weight)
+        shape = size, _aligned(self.weight.shape[0])
+        memory = CHUNKS.empty(shape, self.products.logits_dtype, self.weight.device)
+        return rows.split(size), memory
 
     def logits(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
@@ -140,7 +149,7 @@ class HeadGradients:
                 self._add_weight(h, dlogits)
 
     @property
-    def of_hidden_alone(self) -> bool:
+    def are_of_hidden_alone(self) -> bool:
         """Whether the head is frozen: only hidden states need a gradient."""
         return self.hidden is not None and not self.needs_weight and self.bias is None
 
@@ -161,8 +170,10 @@ class HeadGradients:
             self.weight = memory.empty(self.head.weight.shape, dtype, h.device)
         gemm.add_weight_gradient(self.weight, dlogits, h, first)
 
-    def of(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-        """In the shapes and dtypes of hidden states, weight and bias; zeros without any row.
+    def like(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> list[Tensor | None]:
+        """The gradients in the shapes and dtypes of these; zeros without any row.
 
         With a shard the hidden states' is summed over the ranks, by one all-reduce.
         """
@@ -187,7 +198,7 @@ def _aligned(columns: int) -> int:
 
 
 def _narrowed(dlogits: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype, with aligned rows too."""
+    """A copy in another dtype, with aligned rows too."""
     rows, columns = dlogits.shape
     return dlogits.new_empty((rows, _aligned(columns)), dtype=dtype)[:, :columns].copy_(dlogits)
 

@@ -34,7 +34,7 @@ from .sets import HeldSets, add_set_statistics
 
 
 def loss_of_hidden(
-    call: Call, head: Head, needs: tuple[bool, ...], chunk_tokens: int | None
+    call: Call, head: Head, needs: tuple[bool, ...]
 ) -> tuple[BAPOOutput, HeadGradients | None]:
     """Forward GEMM, row pass and gradient GEMMs of every chunk; search and loss; undecided rows.
 
@@ -42,9 +42,7 @@ def loss_of_hidden(
     so are the values of the rows with a sampling mask, which are in no chunk.
     """
     counted = call.counted_logits.nonzero().squeeze(1)
-    size = head.rows_per_chunk(counted.numel(), chunk_tokens, sums_weight=needs[1])
-    *earlier, last = counted.split(size)
-    memory = head.chunk_memory(size)
+    (*earlier, last), memory = head.chunks(counted, sums_weight=needs[1])
     if not any(needs):
         found = chunk_statistics(call, head, [*earlier, last], memory)
         if call.sets is not None:
@@ -62,7 +60,7 @@ def loss_of_hidden(
     if earlier and chunks.unscaled:
         chunks.scale_undecided(coefficients)
     elif earlier:
-        for rows in chunks.undecided_rows(earlier, coefficients).split(size):
+        for rows in chunks.undecided_rows(earlier, coefficients).split(memory.shape[0]):
             chunks.add_recomputed(rows, coefficients)
     if of_sets is not None:
         of_sets.add(coefficients)
@@ -88,7 +86,7 @@ class Chunks:
 
     def __init__(self, call: Call, head: Head, gradients: HeadGradients, memory: Tensor) -> None:
         self.call, self.head, self.gradients, self.memory = call, head, gradients, memory
-        self.unscaled = gradients.of_hidden_alone and not call.options.entropy_coef
+        self.unscaled = gradients.are_of_hidden_alone and not call.options.entropy_coef
         self.found = RowStatistics.zeros(call)
         self.undecided = torch.zeros_like(call.counted, dtype=torch.uint8)
 

@@ -20,15 +20,14 @@ from .head import Head
 from .sets import add_set_statistics
 
 
-def top_k(call: Call, head: Head, k: int, chunk_tokens: int | None) -> tuple[Tensor, Tensor]:
+def top_k(call: Call, head: Head, k: int) -> tuple[Tensor, Tensor]:
     """Float64 log-probs and int64 ids ``[N, k]``, best first; -inf and -100 where there is none."""
     rows = torch.arange(call.counted.numel(), device=call.counted.device)
     ids = rows.new_full((rows.numel(), k), IGNORE_INDEX)
     call = replace(call, labels=ids)
     found = RowStatistics.zeros(call)
-    size = head.rows_per_chunk(rows.numel(), chunk_tokens, sums_weight=False)
-    memory = head.chunk_memory(size)
-    for chunk in rows.split(size):
+    chunks, memory = head.chunks(rows)
+    for chunk in chunks:
         _, logits = head.logits(chunk, memory)
         if call.sets is not None:  # log-probs over sets follow
             logits.masked_fill_(_outside(call.sets, chunk, logits), -torch.inf)
