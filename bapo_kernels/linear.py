@@ -5,7 +5,7 @@ Imports core, the backends and the reference; ``functional`` has the functions o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,12 @@ from .checks import require, without_config
 from .config import BAPOConfig
 from .core.arguments.options import RowOptions, SoftmaxOptions
 from .core.arguments.prepare import prepared
-from .core.arguments.single import check_head, check_logits_dtype, config_or_default, gemm_dtype
+from .core.arguments.single import check_head, config_or_default
 from .core.arguments.together import log_probs_arguments, loss_arguments
 from .core.autograd import in_backward, output_with_gradients
-from .core.call import Call, Statistics
-from .core.distributed import VocabShard, local_parameter
-from .core.head.head import Head, Products
+from .core.call import Products, Statistics
+from .core.distributed import VocabShard, local_head
+from .core.head.head import Head
 from .core.head.hidden import loss_of_hidden
 from .core.head.log_probs import LinearLogProbs
 from .core.head.top_k import top_k
@@ -124,29 +124,37 @@ def bapo_linear_loss(
         global_batch_size=global_batch_size,
         dp_size=dp_size,
     )
-    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group)
+    products = check_head(
+        *(hidden_states, lm_head_weight, bias, labels, logits_dtype, chunk_tokens, vocab_group)
+    )
     batch = old_log_probs, advantages, response_mask
     arguments = loss_arguments(labels, *batch, **options)
-    head = _local_head(
-        *(hidden_states, lm_head_weight, bias, logits_dtype, chunk_tokens, vocab_group, backend)
-    )
-    arguments.check_ranks("bapo_linear_loss", head.backend, **head.in_common())
-    if head.backend == "reference":
-        hidden, weight = head.operands()
+    backend = _choose(backend, hidden_states, products)
+    weight, bias = local_head(lm_head_weight, bias, vocab_group)
+    needs = _needs(hidden_states, weight, bias)
+    arguments.check_ranks("bapo_linear_loss", backend, **_in_common(needs, products))
+    if backend == "reference":
         return reference.bapo_linear_loss(
-            hidden, weight, labels, *batch, **head.reference_options(), **options
+            hidden_states.to(products.dtype),
+            weight.to(products.dtype),
+            labels,
+            *batch,
+            bias=bias,
+            logits_dtype=products.logits_dtype,
+            **options,
         )
 
-    call, needs = prepared(head.backend, arguments, head.weight.shape[0]), head.needs()
+    call, parameters = prepared(backend, arguments, weight.shape[0]), (hidden_states, weight, bias)
     # A compiler cannot trace the loop over chunks; it is inside an operator there.
-    if (any(needs) or torch.compiler.is_compiling()) and in_backward(head.products.dtype):
-        unscaled = head.leaves_unscaled() and not call.options.entropy_coef
-        logp, entropy = LinearLogProbs.apply(*head.parameters, call, unscaled, head.products)
+    if (any(needs) or torch.compiler.is_compiling()) and in_backward(products.dtype):
+        unscaled = _leaves_unscaled(needs, products) and not call.options.entropy_coef
+        logp, entropy = LinearLogProbs.apply(*parameters, call, unscaled, products)
         return differentiable_loss(call, logp, entropy)
     with torch.no_grad():
-        output, gradients = loss_of_hidden(call, head.of_call(call), needs)
-    made = [None, None, None] if gradients is None else gradients.like(*head.parameters)
-    return output_with_gradients(output, head.backend, head.parameters, made)
+        head = Head.of(*parameters, products, call.shard)
+        output, gradients = loss_of_hidden(call, head, needs)
+    made = [None, None, None] if gradients is None else gradients.like(*parameters)
+    return output_with_gradients(output, backend, parameters, made)
 
 
 @without_config
@@ -196,20 +204,28 @@ def linear_log_probs(
         sampling_mask=sampling_mask,
         vocab_group=vocab_group,
     )
-    check_head(hidden_states, lm_head_weight, bias, labels, chunk_tokens, vocab_group, several=True)
-    arguments = log_probs_arguments(labels, labels.ndim == hidden_states.ndim, **options)
-    head = _local_head(
-        *(hidden_states, lm_head_weight, bias, logits_dtype, chunk_tokens, vocab_group, backend)
+    parameters = hidden_states, lm_head_weight, bias
+    products = check_head(
+        *parameters, labels, logits_dtype, chunk_tokens, vocab_group, several=True
     )
-    arguments.check_ranks("linear_log_probs", head.backend, **head.in_common())
-    if head.backend == "reference":
-        others = head.reference_options()
+    arguments = log_probs_arguments(labels, labels.ndim == hidden_states.ndim, **options)
+    backend = _choose(backend, hidden_states, products)
+    weight, bias = local_head(lm_head_weight, bias, vocab_group)
+    needs = _needs(hidden_states, weight, bias)
+    arguments.check_ranks("linear_log_probs", backend, **_in_common(needs, products))
+    if backend == "reference":
         return reference.linear_log_probs(
-            *head.operands(), labels, return_entropy=return_entropy, **others, **options
+            hidden_states.to(products.dtype),
+            weight.to(products.dtype),
+            labels,
+            bias=bias,
+            return_entropy=return_entropy,
+            logits_dtype=products.logits_dtype,
+            **options,
         )
-    call = prepared(head.backend, arguments, head.weight.shape[0])
-    unscaled = head.leaves_unscaled()
-    logp, entropy = LinearLogProbs.apply(*head.parameters, call, unscaled, head.products)
+    call = prepared(backend, arguments, weight.shape[0])
+    unscaled = _leaves_unscaled(needs, products)
+    logp, entropy = LinearLogProbs.apply(hidden_states, weight, bias, call, unscaled, products)
     entropy = entropy.float().view(hidden_states.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
 
@@ -259,91 +275,54 @@ def linear_top_k(
         sampling_mask=sampling_mask,
         vocab_group=vocab_group,
     )
-    check_head(hidden_states, lm_head_weight, bias, None, chunk_tokens, vocab_group)
+    parameters = hidden_states, lm_head_weight, bias
+    products = check_head(*parameters, None, logits_dtype, chunk_tokens, vocab_group)
     rows = torch.zeros_like(hidden_states[..., 0], dtype=torch.int64)
     arguments = log_probs_arguments(rows, **options)
-    head = _local_head(
-        *(hidden_states, lm_head_weight, bias, logits_dtype, chunk_tokens, vocab_group, backend)
-    )
-    arguments.check_ranks("linear_top_k", head.backend, k=k, **head.products._asdict())
-    columns = head.weight.shape[0]
-    call = None if head.backend == "reference" else prepared(head.backend, arguments, columns)
-    shard = VocabShard.of(columns, rows, vocab_group) if call is None else call.shard
-    V = columns if shard is None else int(shard.sizes.sum())
+    backend = _choose(backend, hidden_states, products)
+    weight, bias = local_head(lm_head_weight, bias, vocab_group)
+    arguments.check_ranks("linear_top_k", backend, k=k, **products._asdict())
+    call = None if backend == "reference" else prepared(backend, arguments, weight.shape[0])
+    shard = VocabShard.of(weight.shape[0], rows, vocab_group) if call is None else call.shard
+    V = weight.shape[0] if shard is None else int(shard.sizes.sum())
     rule = ("be in [1, {}], the size of the vocabulary", V)
     require(isinstance(k, int) and 1 <= k <= V, "k", rule, k)
     if call is None:
-        return reference.linear_top_k(*head.operands(), k, **head.reference_options(), **options)
-    logp, ids = top_k(call, head.of_call(call), k)
+        return reference.linear_top_k(
+            hidden_states.to(products.dtype),
+            weight.to(products.dtype),
+            k,
+            bias=bias,
+            logits_dtype=products.logits_dtype,
+            **options,
+        )
+    logp, ids = top_k(call, Head.of(hidden_states, weight, bias, products, call.shard), k)
     return logp.float().view(*rows.shape, k), ids.view(*rows.shape, k)
 
 
-class _LocalHead(NamedTuple):
-    """What this rank computes with."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    products: Products
-    backend: str
-
-    @property
-    def parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, weight and bias, each of which may need a gradient."""
-        return self.hidden, self.weight, self.bias
-
-    def needs(self) -> tuple[bool, ...]:
-        """Whether each of the parameters needs a gradient."""
-        return tuple(
-            torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
-            for parameter in self.parameters
-        )
-
-    def leaves_unscaled(self) -> bool:
-        """Whether forward makes the gradients of log-probs, to be scaled in backward.
-
-        In float16 that would lose small probabilities, which a gradient times a loss scale keeps.
-        """
-        is_frozen = self.needs() == (True, False, False)
-        return is_frozen and self.products.dtype != torch.float16
-
-    def in_common(self) -> dict[str, Any]:
-        """What the ranks of ``vocab_group`` must also have in common, by name."""
-        names = (f"requires_grad of {name}" for name in ("hidden_states", "lm_head_weight", "bias"))
-        return dict(zip(names, self.needs(), strict=True)) | self.products._asdict()
-
-    def of_call(self, call: Call) -> Head:
-        """The head of a call, without a graph."""
-        return Head.of(*self.parameters, self.products, call.shard)
-
-    def operands(self) -> tuple[Tensor, Tensor]:
-        """Hidden states and weight in the dtype of the products."""
-        return self.hidden.to(self.products.dtype), self.weight.to(self.products.dtype)
-
-    def reference_options(self) -> _ReferenceOptions:
-        """The other arguments of a function of the reference."""
-        return dict(bias=self.bias, logits_dtype=self.products.logits_dtype)
+def _choose(backend: str | None, hidden_states: Tensor, products: Products) -> str:
+    """The backend, for logits that are products in this dtype."""
+    like = hidden_states.new_empty(0, dtype=products.dtype)
+    return choose(backend, like, "hidden_states")
 
 
-class _ReferenceOptions(TypedDict):
-    bias: Tensor | None
-    logits_dtype: torch.dtype
+def _needs(*parameters: Tensor | None) -> tuple[bool, ...]:
+    """Whether hidden states, weight and bias need a gradient."""
+    return tuple(
+        torch.is_grad_enabled() and parameter is not None and parameter.requires_grad
+        for parameter in parameters
+    )
 
 
-def _local_head(
-    hidden_states: Tensor,
-    lm_head_weight: Tensor,
-    bias: Tensor | None,
-    logits_dtype: torch.dtype | None,
-    chunk_tokens: int | None,
-    vocab_group: dist.ProcessGroup | None,
-    backend: str | None,
-) -> _LocalHead:
-    """Chooses the dtypes and the backend, and gathers parameters that are sharded by FSDP2."""
-    dtype = gemm_dtype(hidden_states, lm_head_weight, bias)
-    weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
-    bias = None if bias is None else local_parameter("bias", bias, vocab_group)
-    like = hidden_states.new_empty(0, dtype=dtype)
-    products = Products(dtype, check_logits_dtype(logits_dtype, dtype), chunk_tokens)
-    backend = choose(backend, like, "hidden_states")
-    return _LocalHead(hidden_states, weight, bias, products, backend)
+def _in_common(needs: tuple[bool, ...], products: Products) -> dict[str, Any]:
+    """What the ranks of ``vocab_group`` must also have in common, by name."""
+    names = (f"requires_grad of {name}" for name in ("hidden_states", "lm_head_weight", "bias"))
+    return dict(zip(names, needs, strict=True)) | products._asdict()
+
+
+def _leaves_unscaled(needs: tuple[bool, ...], products: Products) -> bool:
+    """Whether forward makes the gradients of log-probs, to be scaled in backward.
+
+    In float16 that would lose small probabilities, which a gradient times a loss scale keeps.
+    """
+    return needs == (True, False, False) and products.dtype != torch.float16

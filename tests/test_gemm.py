@@ -10,8 +10,9 @@ from test_linear import check, problem, rounded_product
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_kernels import BAPOConfig, debug
+from bapo_kernels.core.call import Products
 from bapo_kernels.core.head import gemm
-from bapo_kernels.core.head.head import Head, Products
+from bapo_kernels.core.head.head import Head
 
 HALVES = [torch.bfloat16, torch.float16]
 n, H, V = 9, 24, 193

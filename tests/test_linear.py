@@ -29,8 +29,9 @@ from bapo_kernels import (
     linear_log_probs,
     reference,
 )
+from bapo_kernels.core.call import Products
 from bapo_kernels.core.head import gemm
-from bapo_kernels.core.head.head import Head, HeadGradients, Products
+from bapo_kernels.core.head.head import Head, HeadGradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, S, H, V = 3, 7, 24, 193

@@ -29,7 +29,8 @@ from bapo_kernels import (
     reference,
     warm_up,
 )
-from bapo_kernels.core.head.head import Head, HeadGradients, Products
+from bapo_kernels.core.call import Products
+from bapo_kernels.core.head.head import Head, HeadGradients
 from bapo_kernels.debug import check_inputs
 
 V, H = 65, 8

@@ -46,6 +46,14 @@ class Sequences(NamedTuple):
         return (counts > 0)[index]
 
 
+class Products(NamedTuple):
+    """How logits are made: the dtype of the products, that of the logits, the most rows at once."""
+
+    dtype: torch.dtype
+    logits_dtype: torch.dtype
+    chunk_tokens: int | None = None
+
+
 class SamplingSets(NamedTuple):
     """The sampling mask of a call.
 

@@ -162,7 +162,7 @@ class _MeanGradient(torch.autograd.Function):
         return gradient / ctx.ranks, None
 
 
-def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
+def _local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
     """The part of a DTensor that a rank computes with: all of it, or its shard of ``vocab_group``.
 
     The gradient returns to the placement of the parameter. Over the mesh dimensions that are
@@ -191,3 +191,11 @@ def local_parameter(name: str, parameter: Tensor, vocab_group: dist.ProcessGroup
     averaged = _MeanGradient.apply(weight, ranks_averaged)
     local: Tensor = averaged.redistribute(placements=placements).to_local(grad_placements=gradients)
     return local
+
+
+def local_head(
+    weight: Tensor, bias: Tensor | None, vocab_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias as this rank computes with them, each of which may be a DTensor."""
+    local = _local_parameter("lm_head_weight", weight, vocab_group)
+    return local, None if bias is None else _local_parameter("bias", bias, vocab_group)

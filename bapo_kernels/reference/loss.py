@@ -277,12 +277,13 @@ def bapo_linear_loss(
         (tensor(-1.), tensor(0.))
     """
     vocab_group = options.get("vocab_group")
-    check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group)
+    parameters = hidden_states, lm_head_weight, bias
+    check_head(*parameters, labels, logits_dtype, vocab_group=vocab_group)
     batch = old_log_probs, advantages, response_mask
     loss_arguments(labels, *batch, **options)
     unmasked = unmasked_tokens(labels, response_mask, options.get("cu_seqlens"))
     unmasked = unmasked & (labels.long() != IGNORE_INDEX)
-    logits = head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype)
+    logits = head_logits(*parameters, unmasked, vocab_group, logits_dtype)
     options["vocab_group"] = None  # all columns are here now
     return bapo_loss(logits, labels, *batch, **options)
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import IGNORE_INDEX
-from ..core.arguments.single import check_head, check_logits, check_logits_dtype, gemm_dtype
+from ..core.arguments.single import check_head, check_logits
 from ..core.arguments.together import log_probs_arguments
-from ..core.distributed import local_parameter, whole_vocabulary
+from ..core.distributed import local_head, whole_vocabulary
 from ..sampling_mask import SamplingMask
 from .sampling_sets import allowed_tokens
 from .tokens import per_token
@@ -128,11 +128,12 @@ def linear_log_probs(
         tensor([10.0000, 10.0000])
     """
     vocab_group = options.pop("vocab_group", None)
-    check_head(hidden_states, lm_head_weight, bias, labels, None, vocab_group, several=True)
+    parameters = hidden_states, lm_head_weight, bias
+    check_head(*parameters, labels, logits_dtype, vocab_group=vocab_group, several=True)
     unmasked = labels.long() != IGNORE_INDEX
     if labels.ndim == hidden_states.ndim:
         unmasked = unmasked.any(-1)
-    logits = head_logits(hidden_states, unmasked, lm_head_weight, bias, vocab_group, logits_dtype)
+    logits = head_logits(*parameters, unmasked, vocab_group, logits_dtype)
     return log_probs(logits, labels, return_entropy=return_entropy, **options)
 
 
@@ -153,9 +154,10 @@ def linear_top_k(
         (tensor([[-0.4076, -1.4076]]), tensor([[1, 2]]))
     """
     vocab_group = options.pop("vocab_group", None)
-    check_head(hidden_states, lm_head_weight, bias, None, None, vocab_group)
+    parameters = hidden_states, lm_head_weight, bias
+    check_head(*parameters, None, logits_dtype, vocab_group=vocab_group)
     every_row = torch.ones_like(hidden_states[..., 0], dtype=torch.bool)
-    logits = head_logits(hidden_states, every_row, lm_head_weight, bias, vocab_group, logits_dtype)
+    logits = head_logits(*parameters, every_row, vocab_group, logits_dtype)
     every_id = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
     logp, _ = log_probs(logits, every_id, return_entropy=False, **options)
     logp, ids = logp.topk(k, dim=-1)
@@ -164,9 +166,9 @@ def linear_top_k(
 
 def head_logits(
     hidden_states: Tensor,
-    unmasked: Tensor,
     lm_head_weight: Tensor,
     bias: Tensor | None,
+    unmasked: Tensor,
     vocab_group: dist.ProcessGroup | None,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -175,14 +177,13 @@ def head_logits(
     In ``logits_dtype``, by default that of the hidden states, to which the gradient is rounded.
     Masked hidden states may hold anything.
     """
-    check_logits_dtype(logits_dtype, gemm_dtype(hidden_states, lm_head_weight, bias))
     hidden_states = hidden_states.masked_fill(~unmasked[..., None], 0.0)
-    weight = local_parameter("lm_head_weight", lm_head_weight, vocab_group)
+    weight, bias = local_head(lm_head_weight, bias, vocab_group)
     if not torch.compiler.is_compiling() and weight.is_inference():
         weight = weight.clone()  # which autograd can save
     lm_head_weight = whole_vocabulary(weight, vocab_group, 0)
     if bias is not None:
-        bias = whole_vocabulary(local_parameter("bias", bias, vocab_group), vocab_group, 0)
+        bias = whole_vocabulary(bias, vocab_group, 0)
     if logits_dtype is None or logits_dtype == hidden_states.dtype:
         return F.linear(hidden_states, lm_head_weight, bias)
     bias = None if bias is None else bias.to(logits_dtype)

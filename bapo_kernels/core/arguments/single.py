@@ -29,6 +29,7 @@ from ...checks import (
 )
 from ...config import BAPOConfig
 from ...sampling_mask import SamplingMask
+from ..call import Products
 
 _PAPER = BAPOConfig()  # made once, since its checks take longer than a tiny loss
 _MASK_DTYPES = (torch.bool, *NUMBERS)
@@ -68,13 +69,19 @@ def check_head(
     lm_head_weight: Tensor,
     bias: Tensor | None,
     labels: Tensor | None,
-    chunk_tokens: int | None,
+    logits_dtype: torch.dtype | None,
+    chunk_tokens: int | None = None,
     vocab_group: Any = None,
     several: bool = False,
-) -> None:
+) -> Products:
     """``hidden_states [..., H]``, ``lm_head_weight [V, H]``, ``bias [V]``, ``labels [...]``.
 
-    ``several``: labels may be ``[..., K]``.
+    Args:
+        several: labels may be ``[..., K]``.
+
+    Returns:
+        Products in the dtype of autocast where it is on, otherwise in that which all three must
+        have. Logits have the same, or are float32.
     """
     check_floating("hidden_states", hidden_states)
     check_floating("lm_head_weight", lm_head_weight, sharded=True)
@@ -96,26 +103,19 @@ def check_head(
         check_labels(labels, hidden_states, "hidden_states", several)
     if chunk_tokens is not None:
         count("chunk_tokens", chunk_tokens, "be None or an integer >= 1")
-
-
-def gemm_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype of autocast where it is on; otherwise all three must have the same."""
+    dtype, device = hidden_states.dtype, hidden_states.device
     # Torch has no autocast of meta tensors; that they have no values is said later.
-    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
-        return torch.get_autocast_dtype(hidden.device.type)
-    for name, tensor in (("lm_head_weight", weight), ("bias", bias)):
-        rule = f"have the dtype of hidden_states {hidden.dtype}"
-        same = tensor is None or tensor.dtype == hidden.dtype
-        require(same, name, rule, getattr(tensor, "dtype", None))
-    return hidden.dtype
-
-
-def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits that are made of products in ``dtype``: the same, or float32."""
-    rule = f"be None, or torch.float32 for hidden states of half precision (here {dtype})"
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    else:
+        for name, tensor in (("lm_head_weight", lm_head_weight), ("bias", bias)):
+            if tensor is not None and tensor.dtype != dtype:
+                refuse(name, f"have the dtype of hidden_states {dtype}", tensor.dtype)
     widens = logits_dtype == torch.float32 and dtype != torch.float64
-    require(logits_dtype in (None, dtype) or widens, "logits_dtype", rule, logits_dtype)
-    return logits_dtype or dtype
+    if not (logits_dtype in (None, dtype) or widens):
+        float32 = f"torch.float32 for hidden states of half precision (here {dtype})"
+        refuse("logits_dtype", f"be None, or {float32}", logits_dtype)
+    return Products(dtype, logits_dtype or dtype, chunk_tokens)
 
 
 def check_sampling_mask(mask: SamplingMask | None, labels: Tensor) -> None:

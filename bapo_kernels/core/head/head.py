@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call import Products
 from ..distributed import VocabShard
 from ..memory import CHUNKS, SUMS, WEIGHTS
 from . import gemm
@@ -21,14 +21,6 @@ from . import gemm
 CHUNK_BYTES = 2**30
 SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks are added up
 _ALIGNED = 8  # logits of a row begin at a multiple of 16 bytes, as the fastest products ask for
-
-
-class Products(NamedTuple):
-    """How logits are made: the dtype of the products, that of the logits, the most rows at once."""
-
-    dtype: torch.dtype
-    logits_dtype: torch.dtype
-    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ...config import KL_LOSS_TYPES, Options
 from ..autograd import without_derivative
-from ..call import Call, Coefficients, RowStatistics, SamplingSets, bounds_tensor
+from ..call import Call, Coefficients, Products, RowStatistics, SamplingSets, bounds_tensor
 from ..distributed import VocabShard
 from ..operators import FIELDS, NATIVE, implement
 from ..rows import Rows, finite_only, second_pass
-from .head import Head, HeadGradients, Products
+from .head import Head, HeadGradients
 from .hidden import Chunks, add_recomputed, chunk_statistics
 from .sets import HeldSets, add_set_gradients, add_set_statistics, hidden_gradient, multiplied
 
