@@ -22,8 +22,7 @@ from .core.arguments.single import check_inplace, check_logits, config_or_defaul
 from .core.arguments.together import log_probs_arguments, loss_arguments, token_arguments
 from .core.autograd import OverwrittenLogits, in_backward, output_with_gradients
 from .core.call import Statistics
-from .core.operators import as_rows
-from .core.rows import LogProbs, loss_of_logits
+from .core.rows import differentiable_log_probs, loss_of_logits
 from .core.tokens import differentiable_loss
 from .output import BAPOOutput, GivenBounds
 from .sampling_mask import SamplingMask
@@ -170,7 +169,7 @@ def bapo_loss(
     else:
         call = prepared(backend, arguments, logits.shape[-1])
         if needs_gradient and in_backward(logits.dtype):
-            logp, entropy = LogProbs.apply(as_rows(logits), call, overwritten)
+            logp, entropy = differentiable_log_probs(call, logits, overwritten)
             output = differentiable_loss(call, logp, entropy)
         else:
             with torch.no_grad():
@@ -302,8 +301,8 @@ def log_probs(
     if backend == "reference":
         return reference.log_probs(logits, labels, return_entropy=return_entropy, **options)
     call = prepared(backend, arguments, logits.shape[-1])
-    logp, entropy = LogProbs.apply(as_rows(logits), call, None)
-    entropy = entropy.float().view(logits.shape[:-1]) if return_entropy else None
+    logp, entropies = differentiable_log_probs(call, logits)
+    entropy = entropies.float().view(logits.shape[:-1]) if return_entropy else None
     return logp.float().view(labels.shape), entropy
 
 

@@ -22,7 +22,7 @@ from .tokens import loss_of_log_probs
 
 
 class Rows(NamedTuple):
-    """What is passed over: logits ``[B, S, V]``, or values ``[K]`` and the offsets of their sets.
+    """Rows to pass over: logits ``[B, S, V]``, or values ``[K]`` and the offsets of their sets.
 
     The values of a call are float32, the logits of all its sets in the order of their ids. They are
     gathered from the logits, or are products of hidden states and rows of a head; then they become
@@ -33,22 +33,21 @@ class Rows(NamedTuple):
     offsets: Tensor | None
     labels: Tensor
 
-    @classmethod
-    def of_logits(cls, call: Call, logits: Tensor) -> Rows:
-        """``[..., V]``, the columns of this rank."""
-        return cls(as_rows(logits), None, call.label_columns)
 
-    @classmethod
-    def of_values(cls, call: Call, values: Tensor) -> Rows:
-        """Of the sets of a call."""
-        sets = call.given_sets
-        return cls(values, sets.offsets, sets.positions)
+def logit_rows(call: Call, logits: Tensor) -> Rows:
+    """The rows of logits ``[..., V]``, the columns of this rank."""
+    return Rows(as_rows(logits), None, call.label_columns)
+
+
+def set_rows(call: Call, values: Tensor) -> Rows:
+    """The rows that are values of the sets of a call."""
+    return Rows(values, call.given_sets.offsets, call.given_sets.positions)
 
 
 def first_pass(call: Call, rows: Rows, found: RowStatistics) -> None:
-    """Writes the statistics of the rows, of those of a shard what is in it."""
-    of_call = _counted(call, rows), *call.temperatures, call.options
-    ops_of(call.backend).row_statistics(*rows, *of_call, *found)
+    """Writes the statistics of the rows, of a shard those of its columns."""
+    given = _counted(call, rows), *call.temperatures, call.options
+    ops_of(call.backend).row_statistics(*rows, *given, *found)
 
 
 def _counted(call: Call, rows: Rows) -> Tensor:
@@ -56,15 +55,15 @@ def _counted(call: Call, rows: Rows) -> Tensor:
 
 
 def row_statistics(call: Call, *rows: Rows | None) -> RowStatistics:
-    """Of all rows, also where each rank has a shard of them."""
+    """Makes the first pass over all rows of a call, also where each rank has a shard of them."""
     found = RowStatistics.empty(call)
     for each in rows:
         if each is not None:
             first_pass(call, each, found)
-    return of_all_ranks(call, found)
+    return combined(call, found)
 
 
-def of_all_ranks(call: Call, found: RowStatistics) -> RowStatistics:
+def combined(call: Call, found: RowStatistics) -> RowStatistics:
     """The statistics of counted rows of which each rank has a shard."""
     if call.shard is None:
         return found
@@ -94,9 +93,9 @@ def both_passes(call: Call, rows: Rows, found: RowStatistics, out: Tensor | None
 
 
 def to_decide(call: Call, rows: Rows) -> tuple[Any, ...]:
-    """What operators take that decide on the gradients of rows, between these and the results."""
-    of_tokens = _counted(call, rows), call.weights, call.tokens, call.present
-    return *rows[1:], *of_tokens, call.bounds, call.options
+    """The arguments of operators that decide on gradients, between the rows and the results."""
+    tokens = _counted(call, rows), call.weights, call.tokens, call.present
+    return *rows[1:], *tokens, call.bounds, call.options
 
 
 def second_pass(
@@ -107,7 +106,7 @@ def second_pass(
     out: Tensor | None = None,
     only: Tensor | None = None,
 ) -> None:
-    """Of rows whose coefficients are known; the logits of rows with a set get zeros.
+    """Makes the gradients of rows whose coefficients are known; logits of rows with a set get 0.
 
     Args:
         out: where the gradients go; ``None``: over the rows.
@@ -123,16 +122,36 @@ def second_pass(
         ops_of(call.backend).row_gradient(*arguments, out)
 
 
-def pass_beside_labels(call: Call, rows: Rows, found: RowStatistics) -> None:
-    """Over logits ``[1, n, V]``: ``p_j*dx_j/dz_j``, but 0 at the ``K`` labels of each row."""
+def statistics_at(call: Call, rows: Tensor, logits: Tensor) -> RowStatistics:
+    """Makes the first pass over the logits ``[n, V]`` of some rows of a call."""
+    call = call.at(rows)
+    return row_statistics(call, logit_rows(call, logits))
+
+
+def gradients_at(
+    call: Call,
+    rows: Tensor,
+    logits: Tensor,
+    found: RowStatistics,
+    coefficients: Coefficients,
+    only: Tensor | None = None,
+) -> None:
+    """Makes the second pass over the logits of some rows, to which the others belong."""
+    call = call.with_labels_of(rows)
+    second_pass(call, logit_rows(call, logits), found, coefficients, only=only)
+
+
+def pass_beside_labels(call: Call, at: Tensor, logits: Tensor, found: RowStatistics) -> None:
+    """Turns the logits of some rows into ``p_j*dx_j/dz_j``, and 0 at the ``K`` labels of each."""
+    call = call.with_labels_of(at)
+    rows = logit_rows(call, logits)
     none, minus = torch.full_like(rows.labels[:, 0], -1), torch.full_like(found.entropy, -1.0)
     second_pass(call, rows._replace(labels=none), found, Coefficients(minus, None))
-    (logits,) = rows.data.unbind()
     is_here = (rows.labels >= 0) & (rows.labels < logits.shape[1])
     # A label that has no column repeats one that has; a row without any keeps its first entry.
-    of_row = torch.where(is_here, rows.labels, -1).amax(1, keepdim=True)
-    columns = torch.where(is_here, rows.labels, of_row.clamp(min=0))
-    kept = torch.where(of_row < 0, logits[:, :1], 0.0)
+    last = torch.where(is_here, rows.labels, -1).amax(1, keepdim=True)
+    columns = torch.where(is_here, rows.labels, last.clamp(min=0))
+    kept = torch.where(last < 0, logits[:, :1], 0.0)
     if logits.shape[1]:
         logits.scatter_(1, columns, kept.to(logits.dtype).expand(columns.shape))
 
@@ -159,10 +178,10 @@ def loss_of_logits(
     of the others is. The values of sets are gathered before their rows of logits become zeros,
     among which the gradients are scattered at the end.
     """
-    z = Rows.of_logits(call, logits)
+    z = logit_rows(call, logits)
     dlogits = out = undecided = undecided_sets = values = None
     if call.sets is not None:
-        values = Rows.of_values(call, gathered(call, z.data))
+        values = set_rows(call, gathered(call, z.data))
     if inplace:
         dlogits = logits
     elif needs_gradient:
@@ -198,18 +217,16 @@ class LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, call: Call, overwritten: OverwrittenLogits | None
     ) -> tuple[Tensor, Tensor]:
-        values = set_rows = None
-        if call.sets is not None:
-            values = gathered(call, logits)
-            set_rows = Rows.of_values(call, values)
-        found = row_statistics(call, Rows.of_logits(call, logits), set_rows)
+        values = None if call.sets is None else gathered(call, logits)
+        sets = None if values is None else set_rows(call, values)
+        found = row_statistics(call, logit_rows(call, logits), sets)
         ctx.call, ctx.overwritten = call, overwritten
         ctx.inplace = None if overwritten is None else logits.detach()
         # Autograd would refuse logits that it knows to be overwritten.
         saved = logits if overwritten is None else None
         tokens, ctx.present = call.temperatures
-        of_call = call.labels, call.counted, tokens
-        ctx.save_for_backward(saved, *of_call, values, *found, *(call.sets or ()))
+        given = call.labels, call.counted, tokens
+        ctx.save_for_backward(saved, *given, values, *found, *(call.sets or ()))
         ctx.set_materialize_grads(False)
         return found.log_probs, found.entropy
 
@@ -241,18 +258,26 @@ class LogProbs(torch.autograd.Function):
         coefficients = Coefficients(dlog_probs, dentropy)
         if logits is not None:
             dlogits = empty_gradient(logits)
-            second_pass(call, Rows.of_logits(call, logits), found, coefficients, dlogits)
+            second_pass(call, logit_rows(call, logits), found, coefficients, dlogits)
         elif ctx.inplace is not None:
             ctx.overwritten.check()
             dlogits, ctx.inplace, ctx.overwritten = ctx.inplace, None, None
-            second_pass(call, Rows.of_logits(call, dlogits), found, coefficients)
+            second_pass(call, logit_rows(call, dlogits), found, coefficients)
         else:
             raise RuntimeError(HANDED_OVER)
         if values is not None:
             dvalues = call.sets.empty_values()
-            second_pass(call, Rows.of_values(call, values), found, coefficients, dvalues)
+            second_pass(call, set_rows(call, values), found, coefficients, dvalues)
             scatter(call, dvalues, dlogits)
         return without_derivative(dlogits), None, None
+
+
+def differentiable_log_probs(
+    call: Call, logits: Tensor, overwritten: OverwrittenLogits | None = None
+) -> tuple[Tensor, Tensor]:
+    """Flat float64 log-probs and entropy, whose gradient backward makes."""
+    made: tuple[Tensor, Tensor] = LogProbs.apply(as_rows(logits), call, overwritten)
+    return made
 
 
 def finite_only(dlog_probs: Tensor, labels: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:

@@ -1,13 +1,7 @@
-"""From hidden states: the rows of a call through the head, a chunk of logits at a time.
+"""The loss of hidden states: the rows of a call through the head, a chunk of logits at a time.
 
-Gradients are made in forward; of float16, and under ``torch.compile``, in backward, by
-``head_operators``. Three sets of rows are kept apart: those that are counted (the
-others are skipped), those of them whose gradient is not surely zero (the others need no gradient
-GEMM), and the undecided ones. Of the last chunk the logits are held until the bounds are known;
-those of the others are recomputed then, or with a frozen head the gradients of their log-probs are
-scaled. What is kept until backward are the gradients of the hidden states, in their dtype, and of
-the weight, in float32 while several chunks are added up and in the weight's dtype then; never
-logits. Imports head, rows and tokens.
+Imports head, its sets, rows and tokens. What is kept until backward, gradients and never logits,
+is decided here, and which rows need a gradient GEMM.
 """
 
 from __future__ import annotations
@@ -22,11 +16,12 @@ from torch import Tensor
 from ...output import BAPOOutput
 from ..call import Call, Coefficients, RowStatistics, bounds_tensor
 from ..rows import (
-    Rows,
     both_passes,
+    gradients_at,
+    logit_rows,
     pass_beside_labels,
     row_statistics,
-    second_pass,
+    statistics_at,
 )
 from ..tokens import loss_of_log_probs, token_loss
 from .head import Head, HeadGradients
@@ -38,8 +33,10 @@ def loss_of_hidden(
 ) -> tuple[BAPOOutput, HeadGradients | None]:
     """Forward GEMM, row pass and gradient GEMMs of every chunk; search and loss; undecided rows.
 
-    The last chunk is held until the bounds are known, so that none of its rows is recomputed, and
-    so are the values of the rows with a sampling mask, which are in no chunk.
+    Skipped rows never reach the head, and rows whose gradient is surely zero no gradient GEMM. The
+    logits of the last chunk are held until the bounds are known, and so are the values of the rows
+    with a sampling mask, which are in no chunk; undecided rows of the other chunks are recomputed
+    then, or with a frozen head the gradients of their log-probs are scaled.
     """
     counted = call.counted_logits.nonzero().squeeze(1)
     (*earlier, last), memory = head.chunks(counted, sums_weight=needs[1])
@@ -54,7 +51,7 @@ def loss_of_hidden(
     for rows in earlier:
         chunks.add_decided(chunks.forward(rows))
     held = chunks.forward(last)
-    of_sets = None if call.sets is None else HeldSets(call, head, chunks.gradients, chunks.found)
+    held_sets = None if call.sets is None else HeldSets(call, head, chunks.gradients, chunks.found)
     output, coefficients = loss_of_log_probs(call, chunks.found.log_probs, chunks.found.entropy)
     chunks.add_held(held, coefficients)
     if earlier and chunks.unscaled:
@@ -62,8 +59,8 @@ def loss_of_hidden(
     elif earlier:
         for rows in chunks.undecided_rows(earlier, coefficients).split(memory.shape[0]):
             chunks.add_recomputed(rows, coefficients)
-    if of_sets is not None:
-        of_sets.add(coefficients)
+    if held_sets is not None:
+        held_sets.add(coefficients)
     return output, chunks.gradients
 
 
@@ -81,7 +78,7 @@ class Chunks:
 
     Attributes:
         unscaled: only hidden states need a gradient, and that of a row is the gradient of its
-            log-prob times a number. So undecided rows get the former at once, and the number later.
+            log-prob times a number. So undecided rows get the former now, and the number later.
     """
 
     def __init__(self, call: Call, head: Head, gradients: HeadGradients, memory: Tensor) -> None:
@@ -96,9 +93,9 @@ class Chunks:
         call = self.call.at(rows)
         if call.rows_decide:
             found = RowStatistics.empty(call)
-            self.undecided[rows] = both_passes(call, Rows.of_logits(call, logits), found)
+            self.undecided[rows] = both_passes(call, logit_rows(call, logits), found)
         else:
-            found = row_statistics(call, Rows.of_logits(call, logits))
+            found = row_statistics(call, logit_rows(call, logits))
         self.found.put(rows, found)
         return _Chunk(rows, call, h, logits)
 
@@ -120,8 +117,8 @@ class Chunks:
             self.undecided[rows] = differs.to(torch.uint8)
         undecided = self.undecided[rows] != 0
         if self.unscaled:
-            of_undecided = torch.where(undecided, 1.0, coefficients.dlog_probs)
-            coefficients = Coefficients(of_undecided, None)
+            dlog_probs = torch.where(undecided, 1.0, coefficients.dlog_probs)
+            coefficients = Coefficients(dlog_probs, None)
             self.add(chunk, coefficients, coefficients.has_gradient())
         else:
             self.add(chunk, coefficients, coefficients.has_gradient() & ~undecided)
@@ -136,9 +133,9 @@ class Chunks:
             return call.counted
         return call.sequences.with_any(call.counted & (advantages != 0))
 
-    def add_held(self, chunk: _Chunk, of_all: Coefficients) -> None:
+    def add_held(self, chunk: _Chunk, whole: Coefficients) -> None:
         """Adds all rows of a chunk that was held until the bounds were known."""
-        coefficients = of_all.at(chunk.rows)
+        coefficients = whole.at(chunk.rows)
         self.add(chunk, coefficients, coefficients.has_gradient())
         self.undecided[chunk.rows] = 0
 
@@ -153,36 +150,34 @@ class Chunks:
             kept = Compaction.of(keep)
             rows, h, dlogits = rows[kept.rows], h[kept.rows], kept.moved(dlogits)
             coefficients = coefficients.at(kept.rows)
-        call, found = self.call.with_labels_of(rows), self.found.at(rows)
-        only = self.undecided[rows] if call.rows_decide else None
-        z = Rows.of_logits(call, dlogits)
-        second_pass(call, z, found, coefficients, only=only)
+        only = self.undecided[rows] if self.call.rows_decide else None
+        gradients_at(self.call, rows, dlogits, self.found.at(rows), coefficients, only)
         self.gradients.add(rows, h, dlogits)
 
-    def scale_undecided(self, of_all: Coefficients) -> None:
-        """From the gradients of the undecided rows' log-probs to those of the loss."""
-        self.gradients.scale_hidden(torch.where(self.undecided != 0, of_all.dlog_probs, 1.0))
+    def scale_undecided(self, whole: Coefficients) -> None:
+        """Turns the gradients of the undecided rows' log-probs into those of the loss."""
+        self.gradients.scale_hidden(torch.where(self.undecided != 0, whole.dlog_probs, 1.0))
 
-    def undecided_rows(self, chunks: Sequence[Tensor], of_all: Coefficients) -> Tensor:
-        """Those rows of some chunks that were undecided and have a gradient."""
+    def undecided_rows(self, chunks: Sequence[Tensor], whole: Coefficients) -> Tensor:
+        """The rows of some chunks that were undecided and have a gradient."""
         rows = torch.cat(list(chunks))
-        return rows[(self.undecided[rows] != 0) & of_all.at(rows).has_gradient()]
+        return rows[(self.undecided[rows] != 0) & whole.at(rows).has_gradient()]
 
-    def add_recomputed(self, rows: Tensor, of_all: Coefficients) -> None:
+    def add_recomputed(self, rows: Tensor, whole: Coefficients) -> None:
         """Makes the logits of undecided rows a second time and adds their gradients."""
         if rows.numel() == 0:
             return
-        add_recomputed(self.call, self.gradients, rows, self.memory, self.found, of_all)
+        add_recomputed(self.call, self.gradients, rows, self.memory, self.found, whole)
 
 
 class Compaction(NamedTuple):
-    """Where the rows of a chunk go that stay when others are dropped: to its front, in its memory.
+    """How the rows of a chunk that stay move to its front, in its memory, when others are dropped.
 
     The last of those that stay take the places of those that are dropped; no other row moves.
 
     Attributes:
-        rows: of each place, the row that it gets.
-        places, fillers: of the rows that move, to and from.
+        rows: the row that each place gets.
+        places, fillers: the places to and from which rows move.
     """
 
     rows: Tensor
@@ -191,7 +186,7 @@ class Compaction(NamedTuple):
 
     @classmethod
     def of(cls, keep: Tensor) -> Compaction:
-        """For bool ``keep [n]``. Reads two counts on the host, at once."""
+        """The compaction to the rows of bool ``keep [n]``. Reads two counts on the host."""
         order = (~keep).argsort(stable=True)  # rows that stay, then the others, both ascending
         index = torch.arange(keep.numel(), device=keep.device)
         staying = keep.sum()
@@ -203,7 +198,7 @@ class Compaction(NamedTuple):
         return cls(rows, places, fillers)
 
     def moved(self, values: Tensor) -> Tensor:
-        """``values[rows]``, in the memory of ``values``; a 32nd of them is copied at once."""
+        """``values[rows]``, in the memory of ``values``; a 32nd of them is copied at a time."""
         size = max(1, values.shape[0] // 32)
         for to, by in zip(self.places.split(size), self.fillers.split(size), strict=True):
             values[to] = values[by]
@@ -225,20 +220,17 @@ def chunk_statistics(
     memory: Tensor,
     in_common: HeadGradients | None = None,
 ) -> RowStatistics:
-    """First pass over the rows of some chunks; zeros in the others.
+    """Makes the first pass over the rows of some chunks; zeros in the others.
 
     Args:
-        in_common: where what the labels of a row have in common of their gradients goes.
+        in_common: to which the part is added that the gradients of all labels of a row share.
     """
     found = RowStatistics.zeros(call)
     for rows in chunks:
         h, logits = head.logits(rows, memory)
-        at_rows = call.at(rows)
-        z = Rows.of_logits(at_rows, logits)
-        of_rows = row_statistics(at_rows, z)
-        found.put(rows, of_rows)
+        found.put(rows, statistics_at(call, rows, logits))
         if in_common is not None:
-            pass_beside_labels(at_rows, z, of_rows)
+            pass_beside_labels(call, rows, logits, found.at(rows))
             in_common.add(rows, h, logits)
     return found
 
@@ -258,11 +250,6 @@ def add_recomputed(
     collective, and the first ones are kept.
     """
     h, logits = gradients.head.logits(rows, memory)
-    if call.shard is None:
-        at_rows = call.at(rows)
-        of_rows = row_statistics(at_rows, Rows.of_logits(at_rows, logits))
-    else:
-        of_rows = found.at(rows)
-    call, of_loss = call.with_labels_of(rows), coefficients.at(rows)
-    second_pass(call, Rows.of_logits(call, logits), of_rows, of_loss)
+    mine = statistics_at(call, rows, logits) if call.shard is None else found.at(rows)
+    gradients_at(call, rows, logits, mine, coefficients.at(rows))
     gradients.add(rows, h, logits)

@@ -20,7 +20,7 @@ from ..autograd import without_derivative
 from ..call import Call, Coefficients, Products, RowStatistics, SamplingSets, bounds_tensor
 from ..distributed import VocabShard
 from ..operators import FIELDS, NATIVE, implement
-from ..rows import Rows, finite_only, second_pass
+from ..rows import finite_only, second_pass, set_rows
 from .head import Head, HeadGradients
 from .hidden import Chunks, add_recomputed, chunk_statistics
 from .sets import HeldSets, add_set_gradients, add_set_statistics, hidden_gradient, multiplied
@@ -178,7 +178,7 @@ def _head_backward(
             values = multiplied(call, operands)
         dvalues = call.sets.zero_values()
         counted = coefficients.without(~given.counted)
-        second_pass(call, Rows.of_values(call, values), found, counted, dvalues)
+        second_pass(call, set_rows(call, values), found, counted, dvalues)
         if gradients.hidden is not None:
             hidden_gradient(call, dvalues, head_rows, gradients.hidden)
         add_set_gradients(gradients, call, dvalues)

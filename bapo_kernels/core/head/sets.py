@@ -13,7 +13,7 @@ from torch import Tensor
 from ..call import Call, Coefficients, RowStatistics
 from ..memory import WEIGHTS
 from ..operators import ops_of
-from ..rows import Rows, both_passes, first_pass, of_all_ranks, second_pass, to_decide
+from ..rows import both_passes, combined, first_pass, second_pass, set_rows, to_decide
 from .head import Head, HeadGradients
 
 
@@ -37,13 +37,13 @@ class HeldSets:
             )
         else:
             self.values = multiplied(call, head.set_operands)
-            self.undecided = both_passes(call, Rows.of_values(call, self.values), found)
+            self.undecided = both_passes(call, set_rows(call, self.values), found)
 
     def add(self, coefficients: Coefficients) -> None:
         """Adds the gradients of all these rows, which no bounds change any more."""
         call, values, dhidden = self.call, self.values, self.gradients.hidden
         if call.searches or not call.rows_decide:
-            sets = Rows.of_values(call, values)
+            sets = set_rows(call, values)
             second_pass(call, sets, self.found, coefficients, only=self.undecided)
             if dhidden is not None:
                 _, weight, _ = self.head.set_operands
@@ -55,14 +55,14 @@ def add_set_statistics(call: Call, head: Head, found: RowStatistics) -> Tensor:
     """The values of the rows that have a sampling mask, and what the first pass finds in them."""
     assert call.sets is not None
     values = multiplied(call, head.set_operands)
-    sets = Rows.of_values(call, values)
+    sets = set_rows(call, values)
     if call.shard is None:
         first_pass(call, sets, found)
         return values
     of_sets = RowStatistics.zeros(call)
     first_pass(call, sets, of_sets)
     rows = call.sets.present.nonzero().squeeze(1)
-    found.put(rows, of_all_ranks(call, of_sets).at(rows))
+    found.put(rows, combined(call, of_sets).at(rows))
     return values
 
 
@@ -79,7 +79,7 @@ def head_set_pass(
     """
     values = call.given_sets.zero_values()
     undecided = torch.empty_like(call.counted, dtype=torch.uint8)
-    arguments = *to_decide(call, Rows.of_values(call, values)), *found, undecided
+    arguments = *to_decide(call, set_rows(call, values)), *found, undecided
     ids = call.given_sets.token_ids
     ops_of(call.backend).head_sets_pass(*operands, ids, *arguments, values, dhidden)
     return values, undecided

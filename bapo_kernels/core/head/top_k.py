@@ -1,7 +1,7 @@
 """The most probable ids of each row, a chunk of logits at a time.
 
-Soft cap, scale and temperature keep the order of logits, so that it is these that are compared.
-Imports hidden, rows and the head.
+Imports the head, its sets and rows. Logits are compared as they are: soft cap, scale and
+temperature keep their order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...config import IGNORE_INDEX
 from ..call import Call, RowStatistics, SamplingSets
 from ..distributed import gather
-from ..rows import Rows, row_statistics
+from ..rows import statistics_at
 from .head import Head
 from .sets import add_set_statistics
 
@@ -32,11 +32,10 @@ def top_k(call: Call, head: Head, k: int) -> tuple[Tensor, Tensor]:
         if call.sets is not None:  # log-probs over sets follow
             logits.masked_fill_(_outside(call.sets, chunk, logits), -torch.inf)
         ids[chunk] = _best(call, logits, k)
-        at_chunk = call.at(chunk)
-        found.put(chunk, row_statistics(at_chunk, Rows.of_logits(at_chunk, logits)))
+        found.put(chunk, statistics_at(call, chunk, logits))
     if call.sets is not None:
-        of_ids = ids, call.backend, call.shard or head.weight.shape[0]
-        sets = SamplingSets.of(call.sets.token_ids, call.sets.offsets, *of_ids)
+        where = ids, call.backend, call.shard or head.weight.shape[0]
+        sets = SamplingSets.of(call.sets.token_ids, call.sets.offsets, *where)
         add_set_statistics(replace(call, sets=sets), head, found)
     return found.log_probs.masked_fill(ids == IGNORE_INDEX, -torch.inf), ids
 
@@ -59,10 +58,10 @@ def _outside(sets: SamplingSets, rows: Tensor, logits: Tensor) -> Tensor:
     outside = sets.present[rows, None].repeat(1, logits.shape[1])
     offsets = sets.offsets.contiguous()
     places = torch.arange(sets.token_ids.numel(), device=rows.device)
-    of_ids = torch.searchsorted(offsets, places, right=True) - 1 - rows[:1]
+    row = torch.searchsorted(offsets, places, right=True) - 1 - rows[:1]
     columns = sets.token_ids.long()
     if sets.span is not None:
         columns = columns - sets.span[0]
-    here = (of_ids >= 0) & (of_ids < rows.numel()) & (columns >= 0) & (columns < logits.shape[1])
-    outside[of_ids[here], columns[here]] = False
+    here = (row >= 0) & (row < rows.numel()) & (columns >= 0) & (columns < logits.shape[1])
+    outside[row[here], columns[here]] = False
     return outside
