@@ -1,12 +1,7 @@
 """The search for the clip bounds: one pass over the tokens, one tiny solve, no host read.
 
-The masses matter only at the points of two grids known beforehand. A table has the negative mass
-at every lower point and the positive mass at every upper point. Tables add up over chunks,
-micro-batches and ranks. The sum tells where Algorithm 1 of the paper stops (its last step stops at
-the maximum).
-
-Imports core and the reference, which runs where no kernel can. The table has the order of the
-kernels, so that a saved one keeps its meaning.
+Imports core, and the reference where no kernel can run. A table of masses at the points of both
+grids has the order of the kernels, so that a saved one keeps its meaning.
 """
 
 from __future__ import annotations
@@ -36,6 +31,10 @@ TABLE_FIELDS = (*GRID_FIELDS, "token_weight", "contribution", "ratio_level")
 
 class ContributionHistogram:
     """Contributions of many tokens to the search, gathered call by call.
+
+    The masses matter at the points of two grids alone, which are known beforehand: a table has the
+    negative mass at every lower and the positive mass at every upper point. Tables add up over
+    chunks, micro-batches and ranks, and their sum tells where Algorithm 1 of the paper stops.
 
     Scope *step*: ``update`` with the log-probs of every micro-batch of an optimizer step, ``solve``
     once, and pass the result as ``bounds=`` to every call. Scope *lagged*: ``update`` with what the

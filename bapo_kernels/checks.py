@@ -86,7 +86,7 @@ def require(
 def refuse(
     name: str, rule: str | tuple[Any, ...], got: Any, error: type[Exception] = ValueError
 ) -> NoReturn:
-    """What :func:`require` does where a rule is broken.
+    """Raises as :func:`require` does where a rule is broken.
 
     For checks of every call: its condition comes first, and what the message says is not computed.
     """

@@ -17,7 +17,7 @@ LOG_RATIO_LIMIT = 20.0
 RATIO_EPS = 1e-8
 MAX_GRID_POINTS = 1024
 
-# As in csrc/policy_math.h.
+# The numbers are those of csrc/policy_math.h.
 KL_LOSS_TYPES = {"k1": 0, "k2": 1, "k3": 2, "low_var_kl": 2}
 SURROGATES = {"clip": 0, "cispo": 1, "sapo": 2, "mask": 3}
 

@@ -1,4 +1,4 @@
-"""What the public functions return.
+"""The results of the public functions.
 
 Imports nothing of the package. REPORT is in the order of ``Report`` in ``csrc/params.h``: in
 another, one metric would be shown as another.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-# What the kernels report, in this order.
+# The report of the kernels, in their order.
 REPORT = (
     "loss",
     "pg_loss",

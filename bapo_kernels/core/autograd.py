@@ -1,4 +1,4 @@
-"""Autograd around the kernels: gradients that forward has made, and what may not be differentiated.
+"""Autograd around the kernels: gradients that forward has made, and values that have none.
 
 Imports the operators and the output. A loss hands over the memory of its gradient: a second
 backward, or one through values beside the loss, must raise and not return a wrong number.
@@ -154,7 +154,7 @@ def output_with_gradients(
     gradients: Sequence[Tensor | None],
     overwritten: OverwrittenLogits | None = None,
 ) -> BAPOOutput:
-    """With d loss / d inputs = ``gradients``, which it takes over; None where not needed.
+    """Attaches ``gradients`` = d loss / d inputs, which it takes over; None where not needed.
 
     Log-probs and entropy have none: a backward through them raises instead of giving 0.
     Forward-mode AD and ``torch.func`` raise here, since the inputs are arguments of a Function.

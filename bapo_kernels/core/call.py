@@ -1,7 +1,7 @@
 """The data of a call: made once from the arguments, taken by everything behind them.
 
-Imports config, output and the layers below in this folder: operators, distributed. All layers above
-take their per-token tensors from here, so what a member means is said here and nowhere else.
+Imports the config, the operators and ``distributed``. What a member means is said here and nowhere
+else: all layers above take their per-token tensors from here.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SamplingSets(NamedTuple):
         return cls(ids, offsets, offsets[1:] != offsets[:-1], positions, span)
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What operators take that look for the ids among the columns of this rank."""
+        """The arguments of operators that look for the ids among the columns of this rank."""
         return self.token_ids, self.offsets, self.span
 
     def labels_outside(self, unmasked: Tensor) -> Tensor:
@@ -99,12 +99,12 @@ class SamplingSets(NamedTuple):
         return self.token_ids.new_empty(self.token_ids.shape, dtype=torch.float32)
 
     def zero_values(self) -> Tensor:
-        """The same where they are summed: wrong offsets leave values to no row, unwritten."""
+        """Zeros to add to: wrong offsets leave values to no row, which nothing writes."""
         return self.empty_values().zero_()
 
 
 class RowStatistics(NamedTuple):
-    """What the first pass finds for each row, in float64; ``stats`` is private to a backend."""
+    """The results of the first pass for each row, in float64; ``stats`` is private to a backend."""
 
     log_probs: Tensor  # in the shape of the labels
     entropy: Tensor
@@ -120,14 +120,14 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def zeros(cls, call: Call) -> RowStatistics:
-        """As of rows that are not counted."""
+        """The statistics of rows that are not counted."""
         found = cls.empty(call)
         for values in found:
             values.zero_()
         return found
 
     def at(self, rows: Tensor) -> RowStatistics:
-        """Of some rows."""
+        """The statistics of some rows."""
         return RowStatistics(*(values[rows] for values in self))
 
     def put(self, rows: Tensor, found: RowStatistics) -> None:
@@ -137,23 +137,23 @@ class RowStatistics(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of each row: d loss / d log-prob, of each label, and d loss / d entropy (``None``: 0)."""
+    """d loss / d log-prob of each label, and d loss / d entropy of each row (``None``: 0)."""
 
     dlog_probs: Tensor
     dentropy: Tensor | None
 
     def at(self, rows: Tensor) -> Coefficients:
-        """Of some rows."""
+        """The coefficients of some rows."""
         return Coefficients(
             self.dlog_probs[rows], None if self.dentropy is None else self.dentropy[rows]
         )
 
     def without(self, rows: Tensor) -> Coefficients:
-        """0 in the rows of bool ``[N]``."""
+        """The coefficients, but 0 in the rows of bool ``[N]``."""
         dentropy = self.dentropy
         dentropy = None if dentropy is None else dentropy.masked_fill(rows, 0.0)
-        of_labels = rows if self.dlog_probs.ndim == 1 else rows[:, None]
-        return Coefficients(self.dlog_probs.masked_fill(of_labels, 0.0), dentropy)
+        masked = rows if self.dlog_probs.ndim == 1 else rows[:, None]
+        return Coefficients(self.dlog_probs.masked_fill(masked, 0.0), dentropy)
 
     def has_gradient(self) -> Tensor:
         """bool ``[N]``: the gradient of a row is not surely zero."""
@@ -247,7 +247,7 @@ class Call:
         return self.counted if self.sets is None else self.counted > self.sets.present
 
     def at(self, rows: Tensor) -> Call:
-        """The same call of some of its tokens that have no set."""
+        """The call of some of its tokens, which have no set."""
         return replace(
             self,
             shape=rows.shape,
@@ -260,7 +260,7 @@ class Call:
         )
 
     def with_labels_of(self, rows: Tensor) -> Call:
-        """With labels and temperatures of some rows: a second pass takes nothing else per token."""
+        """Keeps labels and temperatures of some rows: a second pass takes no more per token."""
         assert self.labels is not None
         tokens, present = self.temperatures
         tokens = None if tokens is None else tokens.index_select(1, rows)
@@ -287,6 +287,6 @@ class Call:
 
 
 def bounds_tensor(bounds: tuple[float, float], like: Tensor) -> Tensor:
-    """The same bounds for all tokens, float32 ``[2]`` on the device of ``like``."""
+    """Bounds of all tokens, float32 ``[2]`` on the device of ``like``."""
     parts = [torch.full((), bound, dtype=torch.float32, device=like.device) for bound in bounds]
     return torch.stack(parts)

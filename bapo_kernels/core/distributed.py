@@ -1,8 +1,7 @@
 """Many ranks: sums in rank order, shards of the vocabulary, sharded weights.
 
-All communication is by ``torch.distributed``, and nothing is read on the host except where a
-function says so. The kernels know nothing of ranks: to them a shard is a short row. Imports the
-checks and the config. Every rank must make the same collectives in the same order.
+Imports the checks and the config. To the kernels a shard is a short row. Every rank must make the
+same collectives in the same order; the host reads nothing except where a function says so.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def rows_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def device_of_tables(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a rank that had no tokens has its table: NCCL adds those of GPUs alone."""
+    """The device for the table of a rank that had no tokens: NCCL adds tables of GPUs alone."""
     if group is not None and "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.get_default_device()
@@ -95,7 +94,7 @@ class VocabShard:
         options: Options,
         temperatures: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From the statistics of every rank's shard to those of the whole rows.
+        """Combines the statistics of every rank's shard into those of the whole rows.
 
         With ``q_k`` the probability of shard ``k``, ``logp = logp_k + log q_k`` for the shard that
         has the label, and ``entropy = sum_k q_k*(entropy_k - log q_k)``.
@@ -107,10 +106,10 @@ class VocabShard:
             log_probs: float64 inside the shard, of the labels; entropy: ``[N]``, too.
             stats: float64 ``[N, 2]``: origin of y and sum of exp(x - scale*origin), x = scale*y.
         """
-        of_labels = torch.where(here >= 0, log_probs, -torch.inf)
-        of_labels = of_labels[:, None] if labels.ndim == 1 else of_labels
-        of_rows = gather(torch.cat([stats, entropy[:, None], of_labels], 1), self.group)
-        (origin, total, of_shard), logp = of_rows[..., :3].unbind(-1), of_rows[..., 3:]
+        mine = torch.where(here >= 0, log_probs, -torch.inf)
+        mine = mine[:, None] if labels.ndim == 1 else mine
+        shards = gather(torch.cat([stats, entropy[:, None], mine], 1), self.group)
+        (origin, total, entropies), logp = shards[..., :3].unbind(-1), shards[..., 3:]
         by = options.temperature if temperatures is None else temperatures.double()
         scale = options.logit_scale if options.softcap == math.inf else options.softcap
         top = origin.amax(0)
@@ -118,7 +117,7 @@ class VocabShard:
         q = log_q.exp()
         whole = q.sum(0)
         log_q, q = log_q - whole.log(), q / whole
-        entropy = torch.where(q == 0, 0.0, q * (of_shard - log_q)).sum(0)
+        entropy = torch.where(q == 0, 0.0, q * (entropies - log_q)).sum(0)
         log_q = log_q[..., None]
         logp = torch.where(total[..., None] == 0, log_q, logp + log_q)  # 0: -inf logits alone
         known = (labels >= 0) & (labels < self.sizes.sum())

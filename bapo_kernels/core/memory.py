@@ -1,7 +1,6 @@
 """Memory on a CPU that is used again: fresh memory costs more than the kernels that fill it.
 
-Imports nothing of the package. Memory must never be given away twice: a mistake here overwrites a
-gradient that a user still holds.
+Imports nothing of the package. A mistake here overwrites a gradient that a user still holds.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class Memory:
         self.last: deque[_Block] = deque(maxlen=1)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As ``torch.empty``; on a CPU in the last memory if that is free and large enough.
+        """Makes a tensor as ``torch.empty``, on a CPU in the last memory if that is free.
 
-        At most half of the memory is left unused.
+        The memory must suffice, and at most half of it is left unused.
         """
         size = math.prod(shape) * dtype.itemsize
         if torch.compiler.is_compiling() or not _is_kept(size, device):
@@ -61,7 +60,7 @@ class Memory:
 
 
 def _is_kept(size: int, device: torch.device) -> bool:
-    """For real, ordinary tensors: not those that torch traces or that belong to inference mode."""
+    """Whether memory is kept: for tensors that torch neither traces nor made in inference mode."""
     return (
         device.type == "cpu"
         and size >= KEPT_FROM_BYTES

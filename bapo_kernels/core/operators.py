@@ -1,9 +1,7 @@
-"""Schemas and fake implementations of all operators, for the native and the Triton kernels alike.
+"""The operators: their schemas for all backends, how they are implemented, and how they are called.
 
-The kernels write into tensors that the caller allocated, so their fakes have nothing to compute.
-The native library registers its kernels under the first namespace, ``backends/triton`` under the
-second. Imports the config alone. A schema stands here, in ``csrc/binding*.h`` and in the
-launchers of ``backends/triton``: the three must change together.
+Imports the config alone. A schema stands here, in ``csrc/binding*.h`` and in the launchers of
+``backends/triton``: the three must change together.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _C: Any = torch._C
 NATIVE = __name__.partition(".")[0]
 NAMESPACES = {"cuda": NATIVE, "triton": f"{NATIVE}_triton", "cpu": NATIVE}
 
-# What crosses into the kernels, besides what they write:
+# The arguments of the kernels, besides their results:
 #
 # rows: Tensor logits [batches, rows, V]; with offsets the values of sampling sets, float32 [K], of
 #     which row n has values[offsets[n]:offsets[n + 1]]. Rows without a set are then not touched.
@@ -83,7 +81,7 @@ SCHEMAS = {
     # label without a column adds to the gradients of the others alone.
     "row_gradient": f"Tensor logits, {_ROW_GRADIENT}, Tensor(a!) dlogits",
     "row_gradient_": f"Tensor(a!) logits, {_ROW_GRADIENT}",
-    # What the other operators take per token: masks, labels, weights and fields, flat. The given
+    # Makes the inputs per token of the others, flat: masks, labels, weights and fields. The given
     # ones are matrices of any dtype and strides, with cu_seqlens also vectors of one per sequence.
     "prepare": (
         "Tensor labels_or_log_probs, Tensor? response_mask, Tensor?[] fields, Tensor? cu_seqlens, "
@@ -91,8 +89,8 @@ SCHEMAS = {
         f"{_OPTIONS}, Tensor(a!) unmasked, Tensor(b!)? counted, Tensor(c!)? labels, "
         "Tensor(d!)? weights, Tensor(e!)? tokens, Tensor(f!)? ticket"
     ),
-    # Of each counted token the mean of log_probs - old_log_probs over those of its sequence; the
-    # others get 0.
+    # Writes the mean of log_probs - old_log_probs over the counted tokens of its sequence to each
+    # of these, and 0 to the others.
     "sequence_log_ratios": (
         f"Tensor log_probs, Tensor counted, {_TOKENS}, {_SEQUENCES}, Tensor(a!) log_ratios"
     ),
@@ -103,8 +101,8 @@ SCHEMAS = {
     # Writes row `rank` of the table, and zeros into the others: the negative mass at every point of
     # the lower grid, then the positive mass at every point of the upper grid.
     "contributions": f"{_SEARCHED}, int rank, Tensor(a!) table",
-    # Of the sum of the rows of the table: the bounds at which Algorithm 1 stops; masses = positive
-    # and negative mass at these, then at the starting bounds, then at the last points of the grids.
+    # Finds the bounds at which Algorithm 1 stops on the sum of the rows of the table; masses: the
+    # positive and the negative one at these, at the starting bounds and at the last points.
     "solve": f"Tensor table, {_OPTIONS}, Tensor(a!) bounds, Tensor(b!) masses",
     # Both, for tokens that are searched alone.
     "search": f"{_SEARCHED}, Tensor(a!) bounds, Tensor(b!) masses",
@@ -146,6 +144,7 @@ SCHEMAS = {
     "scale_": "Tensor(a!) x, Tensor factor",
 }
 
+# The kernels write into tensors that the caller allocated, so their fakes have nothing to compute.
 _libraries = {
     name: torch.library.Library(name, "DEF") for name in dict.fromkeys(NAMESPACES.values())
 }

@@ -1,7 +1,7 @@
 """From the log-probs of a call to its loss: search, ratios of sequences, loss of the tokens.
 
-Nothing is read on the host in between. Imports the data of a call and the operators. The order of
-the operators here is the contract of the bits: bounds first, then the loss at these bounds.
+Imports the data of a call, autograd and the operators. The host reads nothing in between. The order
+of the operators is the contract of the bits: bounds first, then the loss at these bounds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def contributions(call: Call, log_probs: Tensor, group: dist.ProcessGroup | None
 
 
 def solve(backend: str, table: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Where Algorithm 1 stops on the sum of the rows of a table.
+    """Finds where Algorithm 1 stops on the sum of the rows of a table.
 
     Returns:
         Bounds, float32 ``[2]``; masses, float64 ``[6]``: the positive and the negative mass at the
@@ -71,7 +71,7 @@ def solve(backend: str, table: Tensor, options: Options) -> tuple[Tensor, Tensor
 
 
 def _searched(call: Call, log_probs: Tensor) -> tuple[object, ...]:
-    """What the operators of the search read."""
+    """The arguments of the operators of the search."""
     return log_probs, call.counted, call.log_ratios, call.tokens, call.present, call.options
 
 

@@ -1,10 +1,7 @@
 """The specification in plain, differentiable PyTorch: the paper's formulas, line by line.
 
-Every function takes any float dtype: bfloat16 and float16 are computed in float32, the others in
-their own dtype. The kernels are tested against the results in float64. The reference shares no
-mathematics with them. It is slow, and reads values back at every probe of the search.
-
-Sizes: B sequences, S tokens of a sequence, N tokens, V vocabulary, H hidden size.
+Any float dtype: bfloat16 and float16 are computed in float32. Imports nothing of the kernels, which
+are tested against it in float64. It is slow, and reads values back at every probe of the search.
 """
 
 from .loss import bapo_linear_loss, bapo_loss, bapo_loss_from_log_probs

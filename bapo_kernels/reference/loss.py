@@ -150,7 +150,7 @@ def bapo_loss_from_log_probs(
 
 
 class _Terms(NamedTuple):
-    """Of each token: its loss, the policy and the KL term of it, and what the metrics count."""
+    """The loss of each token, its policy and KL terms, and the tokens that the metrics count."""
 
     loss: Tensor
     policy: Tensor
@@ -347,7 +347,7 @@ def _of_tokens(bound: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor
 
 
 def _masses(probe: Contributions, bounds: ClipBounds, searched: bool) -> Tensor:
-    """At the bounds, at the starting bounds and at the last points of the grids."""
+    """The masses at the bounds, at the starting bounds and at the last points of the grids."""
     config = probe.config
     lower, upper = (bound.double() for bound in bounds)
     if searched:

@@ -66,7 +66,7 @@ def find_clip_bounds(
 def algorithm_1(
     config: BAPOConfig, quantity: Callable[[float, float], float]
 ) -> tuple[float, float]:
-    """Where the loop stops, its steps cut at the maxima, for the quantity at given bounds."""
+    """Finds where the loop stops for the quantity at given bounds, its steps cut at the maxima."""
     bound = {"lower": config.ratio_lower_start, "upper": config.ratio_upper_start}
     step = {"lower": config.ratio_lower_step, "upper": config.ratio_upper_step}
     maximum = {"lower": config.ratio_lower_max, "upper": config.ratio_upper_max}
@@ -144,18 +144,18 @@ class Contributions:
         return masses
 
     def sums(self, lower: float, upper: float) -> tuple[float, float]:
-        """The same as numbers."""
+        """The masses as numbers."""
         pos, neg = self.masses(lower, upper).tolist()
         return pos, neg
 
     def quantity(self, lower: float, upper: float) -> float:
-        """What the search compares with the target; infinite if there is nothing to balance."""
+        """The quantity at these bounds that is compared with the target."""
         pos, neg = self.masses(lower, upper).unbind()
         return float(tested_quantity(pos, neg, self.config.target_kind))
 
 
 def tested_quantity(pos: Tensor, neg: Tensor, kind: TargetKind) -> Tensor:
-    """What the search compares with its target; infinite where there is nothing to balance."""
+    """The quantity that is compared with the target; infinite where nothing is to be balanced."""
     if kind == "ratio":
         return torch.where(neg <= 0, torch.inf, pos / (neg + RATIO_EPS))
     return torch.where(pos + neg == 0, torch.inf, pos / (pos + neg))
@@ -191,9 +191,9 @@ def contribution_table(config: BAPOConfig, *tokens: Any) -> Tensor:
 
     float64; ``tokens`` as :class:`Contributions` takes them.
     """
-    of_tokens = Contributions(config, *tokens)
-    negative = [of_tokens.negative(point) for point in config.lower_grid]
-    return torch.stack(negative + [of_tokens.positive(point) for point in config.upper_grid])
+    probe = Contributions(config, *tokens)
+    negative = [probe.negative(point) for point in config.lower_grid]
+    return torch.stack(negative + [probe.positive(point) for point in config.upper_grid])
 
 
 def solve_table(config: BAPOConfig, table: Tensor) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,7 @@ def head_logits(
 
 
 class _RoundedGradient(torch.autograd.Function):
-    """The same values, and their gradient rounded to a dtype."""
+    """Passes values on, and rounds their gradient to a dtype."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, dtype: torch.dtype) -> Tensor:

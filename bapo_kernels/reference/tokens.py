@@ -1,4 +1,4 @@
-"""What log-probs, search and loss share of one token: mask, advantage, ratio.
+"""The parts of one token that log-probs, search and loss share: mask, advantage, ratio.
 
 Imports the config and the checks; nothing of the kernels, whose truth it is.
 """
@@ -63,7 +63,7 @@ def ratios(
 
 
 def sequence_mean(values: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Of each token, the mean over the unmasked tokens of its sequence."""
+    """The mean over the unmasked tokens of its sequence, for each token."""
     values = torch.where(unmasked, values, 0.0)
     if cu_seqlens is None:
         mean = values.sum(-1, keepdim=True) / unmasked.sum(-1, keepdim=True).clamp(min=1)
@@ -76,5 +76,5 @@ def sequence_mean(values: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -
 def clipped(
     ratio: Tensor, advantages: Tensor, lower: float | Tensor, upper: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where the clip removes the gradient: below the lower bound, and above the upper."""
+    """Tells where the clip removes the gradient: below the lower bound, and above the upper."""
     return (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)

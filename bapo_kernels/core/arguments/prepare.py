@@ -1,8 +1,7 @@
 """From the arguments of a caller to a call: flat, of one dtype, weighted, by one operator.
 
-Imports the arguments, the data of a call and the operators. At most three launches; a second read
-of the arguments anywhere else would cost every call of a small batch. Masked entries may hold
-anything, before and after. What only the device knows to be wrong makes weights or advantages NaN.
+Imports the arguments, the data of a call and the operators. A second read of the arguments anywhere
+else would cost every call of a small batch; what only the device knows to be wrong becomes NaN.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def check_ranks(
     like: Tensor,
     search: Any,
     shards: Any = None,
-    of_call: Callable[[], dict[str, Any]] = dict,
+    in_common: Callable[[], dict[str, Any]] = dict,
 ) -> None:
     """Raises on every rank of a group if its ranks differ in their first call; later ones pass.
 
@@ -40,7 +40,7 @@ def check_ranks(
     search must have function and config in common, those of a vocabulary everything.
 
     Args:
-        of_call: what the ranks of ``shards`` must have in common besides, by name.
+        in_common: by name, what else must be the same on the ranks of ``shards``.
     """
     traced = torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter)
     if traced or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -53,7 +53,7 @@ def check_ranks(
         facts["the result of the check of vocab_group"] = not problem
         facts |= {f"config.{field.name}": getattr(config, field.name) for field in fields(config)}
         if name == "vocab_group":
-            facts |= of_call()
+            facts |= in_common()
         differs = _difference(facts, name, group, like.device)
         if not differs:
             _AGREED.setdefault(group, set()).add(kind)
@@ -71,8 +71,8 @@ def _difference(facts: dict[str, Any], name: str, group: Any, device: torch.devi
     apart, slack = (table - table[0]).abs()[..., 0], (table + table[0])[..., 1]
     differs = (table != table[0])[..., 0] & ~(apart <= slack)
     ranks = dist.get_process_group_ranks(group)
-    for (fact, value), of_ranks in zip(facts.items(), differs.T.tolist(), strict=False):
-        if others := [rank for rank, other in zip(ranks, of_ranks, strict=True) if other]:
+    for (fact, value), flags in zip(facts.items(), differs.T.tolist(), strict=False):
+        if others := [rank for rank, other in zip(ranks, flags, strict=True) if other]:
             here = "" if isinstance(value, Tensor) else f" ({value!r} on this rank)"
             got = f"another on ranks {others} than on rank {ranks[0]}{here}"
             return f"{fact} must be the same on all ranks of {name}, got {got}"

@@ -210,7 +210,7 @@ _UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # by the kernels, which re
 
 
 def as_numbers(values: Tensor) -> Tensor:
-    """The same in a dtype that the kernels read."""
+    """Converts numbers to a dtype that the kernels read."""
     return values.long() if values.dtype in _UNREAD else values
 
 

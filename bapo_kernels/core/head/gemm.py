@@ -1,9 +1,7 @@
 """The three matrix products of a head with hidden states, and the dtypes in which they are summed.
 
-PyTorch makes them in the dtype of their operands where the processor has instructions for it. On a
-CPU without them, products of half precision take twice (emulated with AVX-512) to a hundred times
-as long as those of float32. There, and where a result has more bits than the operands, a block of
-the head after the other is multiplied in float32. Imports nothing of the package.
+Imports nothing of the package. On a CPU without instructions for half precision, PyTorch's products
+of it take twice to a hundred times as long as those of float32, which then takes their place.
 """
 
 from __future__ import annotations
@@ -61,11 +59,11 @@ def multiply(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
     else:
         h = h.float()
         for columns, part in _in_float32(weight):
-            of_part = out[:, columns]
-            product = torch.mm(h, part.T, out=of_part if out.dtype == torch.float32 else None)
+            there = out[:, columns]
+            product = torch.mm(h, part.T, out=there if out.dtype == torch.float32 else None)
             if bias is not None:
                 product += bias[columns]
-            of_part.copy_(product)
+            there.copy_(product)
 
 
 def hidden_gradient(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,7 +126,7 @@ def _add_in_blocks(total: Tensor, dlogits: Tensor, h: Tensor, first: bool) -> No
 
 
 def _in_float32(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Its blocks, in one memory: each is there until the next one."""
+    """The blocks of a weight in float32, in one memory: each lasts until the next one."""
     memory = weight.new_empty(min(_BLOCK, weight.shape[0]), weight.shape[1], dtype=torch.float32)
     for begin in range(0, weight.shape[0], _BLOCK):
         block = slice(begin, begin + _BLOCK)

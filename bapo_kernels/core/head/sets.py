@@ -1,6 +1,7 @@
-"""Rows with a sampling mask through a head: products with the rows of it that their ids name.
+"""Rows with a sampling mask: products of hidden states with the rows of a head that their ids name.
 
-Imports the head, rows and the data of a call. Values of sets are held until the bounds are known.
+Imports the head, rows and the data of a call. The sums over rows have a fixed order: another would
+change the bits of a gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .head import Head, HeadGradients
 class HeldSets:
     """The rows of a call that have a sampling mask: their values, until the bounds are known.
 
-    The hidden states' gradients of decided rows are made at once, which on a CPU finds the head's
-    rows in the cache.
+    The hidden states' gradients of decided rows are made with the values, which on a CPU finds the
+    head's rows in the cache.
     """
 
     def __init__(
@@ -52,30 +53,30 @@ class HeldSets:
 
 
 def add_set_statistics(call: Call, head: Head, found: RowStatistics) -> Tensor:
-    """The values of the rows that have a sampling mask, and what the first pass finds in them."""
+    """Makes the values of the rows that have a sampling mask, and their first pass."""
     assert call.sets is not None
     values = multiplied(call, head.set_operands)
     sets = set_rows(call, values)
     if call.shard is None:
         first_pass(call, sets, found)
         return values
-    of_sets = RowStatistics.zeros(call)
-    first_pass(call, sets, of_sets)
+    parts = RowStatistics.zeros(call)
+    first_pass(call, sets, parts)
     rows = call.sets.present.nonzero().squeeze(1)
-    found.put(rows, combined(call, of_sets).at(rows))
+    found.put(rows, combined(call, parts).at(rows))
     return values
 
 
 def head_set_pass(
     call: Call, operands: tuple[Any, ...], found: RowStatistics, dhidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Products and both passes; the hidden states' gradient of each decided row goes to dhidden.
+    """Makes products and both passes, and into dhidden the gradients of decided rows.
 
     Args:
-        operands: as of :func:`multiplied`.
+        operands: those of :func:`multiplied`.
 
     Returns:
-        The values, and as of :func:`both_passes`.
+        The values, and the result of :func:`both_passes`.
     """
     values = call.given_sets.zero_values()
     undecided = torch.empty_like(call.counted, dtype=torch.uint8)
@@ -100,7 +101,7 @@ def multiplied(call: Call, operands: tuple[Any, ...]) -> Tensor:
 def hidden_gradient(
     call: Call, dvalues: Tensor, weight: Tensor, dhidden: Tensor, only: Tensor | None = None
 ) -> None:
-    """Writes the gradient of the hidden states of rows with a set; ``only``: of those rows."""
+    """Writes the gradient of the hidden states of rows with a set, or ``only`` of some of them."""
     ops_of(call.backend).sets_dhidden(dvalues, weight, *call.given_sets.columns(), only, dhidden)
 
 
