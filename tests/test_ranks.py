@@ -30,7 +30,7 @@ from bapo_kernels import (
     bapo_loss,
     linear_log_probs,
 )
-from bapo_kernels.core import distributed
+from bapo_kernels.core.arguments import ranks
 from bapo_kernels.debug import check_inputs
 from bapo_kernels.lm_head import LMHead
 
@@ -95,7 +95,7 @@ def collectives_rank(rank):
             (1, linear_log_probs, several, of_shards, [sizes, combine(labelled, 3)], dhidden),
             (1, linear_log_probs, frozen, of_shards, [sizes, combine(labelled, 3)], dhidden),
         ):
-            distributed._AGREED.clear()
+            ranks._AGREED.clear()
             # The first call compares the ranks of its groups.
             for agreement in ([("all_gather", 2 * 64 * 2)] * groups, []):
                 made.clear()
@@ -196,7 +196,7 @@ def search_rank(rank):
         dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert all(group in dist.distributed_c10d._world.pg_map for group in distributed._AGREED)
+    assert all(group in dist.distributed_c10d._world.pg_map for group in ranks._AGREED)
     return messages
 
 
@@ -210,7 +210,7 @@ def test_searches_of_different_calls(worlds):
 
 def grid_rank(rank, fact):
     """A call of its own on rank 1 of a grid: ranks that do not share a group with it say so."""
-    distributed._AGREED.clear()
+    ranks._AGREED.clear()
     config = BAPOConfig(target=0.3 if (rank, fact) == (1, "config.target") else 0.6)
     _, _, mine = of_rank(whole_case().with_options(config=config), rank, 2, 2)
     labels, *batch = mine.arguments()
