@@ -28,7 +28,7 @@ from bapo_kernels import (
     log_probs,
     reference,
 )
-from bapo_kernels.core.arguments.options import LossOptions
+from bapo_kernels.core.arguments import options
 from bapo_kernels.debug import check_inputs
 
 B, S, V, H = 2, 6, 11, 4
@@ -176,9 +176,10 @@ def results(function, given):
 
 
 def arguments_of(function, packed=False):
-    names = list(inspect.signature(function).parameters)
-    if "options" in names:
-        names += LossOptions.__optional_keys__
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    if "options" in names:  # Unpack[LossOptions], or of others
+        names += getattr(options, parameters["options"].annotation[7:-1]).__optional_keys__
     given = {name: x for name, x in tensors(packed=packed).items() if name in names}
     return given | ({"config": CONFIG} if "config" in names and "bounds" in names else {})
 
