@@ -1,7 +1,7 @@
 """Trinity-RFT: a policy loss of its registry (``algorithm.policy_loss_fn: bapo``).
 
-Load a module that calls :func:`register` as a plugin of Trinity. May import public modules, and
-Trinity inside of functions. Trinity finds arguments by their names, so these must stay.
+May import public modules, and Trinity inside of functions. Trinity finds arguments by their names,
+so these must stay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def bapo_policy_loss(
 
 
 def register(name: str = "bapo") -> Any:
-    """Adds a ``PolicyLossFn`` with this loss to Trinity's registry, and returns the class."""
+    """Adds a ``PolicyLossFn`` with this loss to Trinity's registry, and returns the class.
+
+    Call it in a module that Trinity loads as a plugin.
+    """
     from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 
     class BAPOPolicyLossFn(PolicyLossFn):

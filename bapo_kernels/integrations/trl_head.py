@@ -1,7 +1,7 @@
 """TRL: a model whose forward ends in the head that a trainer gives to it.
 
-Wrappers (DDP, FSDP, autocast) have the weights of a model ready only in its forward. Outside it, no
-gradients would be synchronised. May import public modules and the package's checks.
+May import public modules and the package's checks. The head must stay in the forward: wrappers
+(DDP, FSDP, autocast) have weights ready and synchronise gradients only there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_head(model: Any, args: Any) -> LMHead | None:
 
 def _lm_head(model: Any, args: Any) -> LMHead | None:
     layer = model.get_output_embeddings()
-    # TRL's forward, which multiplies in float32; _replace_forward does the same.
+    # TRL's forward multiplies in float32, as _replace_forward does.
     cast = vars(layer).pop("forward", None) if args.cast_lm_head_to_fp32 else None
     try:
         return LMHead.of(model)
@@ -57,7 +57,7 @@ def _replace_forward(head: LMHead, float32: bool) -> None:
             return original(*inputs, **options)
         states = head.decoder(*inputs, use_cache=False, **options).last_hidden_state
         layer = self.get_output_embeddings() if float32 else head
-        weight, bias = layer.weight, layer.bias  # of a head with LoRA: summed at each use
+        weight, bias = layer.weight, layer.bias  # once: LoRA is summed at each use
         hidden = states[:, -bapo_tokens - 1 : -1].to(weight.device)
         context = nullcontext()
         if float32:

@@ -1,9 +1,7 @@
 """TRL's rollouts with sampling masks: from a ``rollout_func`` to the micro-batches.
 
-TRL asks no sampler for them and passes on only what it knows. The trainer takes them from the
-output of ``rollout_func``, scores the completions over them, and adds them to the inputs of the
-loss. Each completion has its own mask, because TRL shuffles and splits lists like tensors; a single
-one would stay behind. May import public modules, the package's checks and TRL.
+May import public modules, the package's checks and TRL. TRL passes on only what it knows, and
+shuffles and splits lists like tensors: a single mask, not one per completion, would stay behind.
 """
 
 from __future__ import annotations
@@ -19,18 +17,21 @@ from trl import GRPOTrainer
 from ..checks import require
 from ..sampling_mask import SamplingMask
 
-KEY = "sampling_mask"  # of the output of rollout_func, and of the inputs of the loss
+KEY = "sampling_mask"  # in the output of rollout_func, and in the inputs of the loss
 
 
 class TrainerWithSamplingMasks(GRPOTrainer):
-    """Old and reference log-probs over the sets that the rollouts were sampled from."""
+    """Scores completions over the sets that ``rollout_func`` returned, and gives them to the loss.
+
+    TRL itself asks no sampler for sets.
+    """
 
     rollout_func: Any
-    _log_probs: Callable[..., Any]  # of the completions of a micro-batch, over its sets
+    _log_probs: Callable[..., Any]  # scores the completions of a micro-batch over its sets
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._masks: list[SamplingMask] | None = None  # of the completions that are being scored
+        self._masks: list[SamplingMask] | None = None  # while completions are scored: one for each
         if self.rollout_func is not None:
             self.rollout_func = functools.partial(self._rollout, self.rollout_func)
 
@@ -60,7 +61,7 @@ class TrainerWithSamplingMasks(GRPOTrainer):
         batch_size: int | None = None,
         **options: Any,
     ) -> Any:
-        """What TRL scores completions with, under the policy and the reference policy."""
+        """Scores completions, as TRL asks for under the policy and the reference policy."""
         if self._masks is None:
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **options
@@ -91,13 +92,13 @@ def _masks_of(sets: Sequence[Any], completions: Sequence[Sequence[int]]) -> list
     """A mask for each completion, with a row for each of its tokens."""
     rule = f"have a list of sets for each of the {len(completions)} completions"
     require(len(sets) == len(completions), KEY, rule, len(sets))
-    for i, (of_one, ids) in enumerate(zip(sets, completions, strict=True)):
+    for i, (rows, ids) in enumerate(zip(sets, completions, strict=True)):
         rule = f"have a set for each of the {len(ids)} tokens of the completion"
-        require(len(of_one) == len(ids), f"{KEY}[{i}]", rule, len(of_one))
-    return [SamplingMask.from_lists(of_one) for of_one in sets]
+        require(len(rows) == len(ids), f"{KEY}[{i}]", rule, len(rows))
+    return [SamplingMask.from_lists(rows) for rows in sets]
 
 
 def _padded(masks: list[SamplingMask], length: int) -> list[SamplingMask]:
-    """Every mask with so many rows; those added have no set."""
+    """Extends every mask to ``length`` rows; those added have no set."""
     none = SamplingMask.from_lists([[]] * length, masks[0].offsets.device)
     return [SamplingMask.cat([mask, none[len(mask) :]]) for mask in masks]

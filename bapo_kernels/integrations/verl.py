@@ -1,9 +1,7 @@
 """verl 0.6.1 and later: the policy loss ``bapo``.
 
-verl 0.9 and later load this module by themselves (entry point ``verl.plugins``); for older versions
-set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl``. Then select the loss with
-``actor_rollout_ref.actor.policy_loss.loss_mode=bapo``. May import public modules, the package's
-checks and ``verl_scopes``, which does not import this one. Users' configs have its names.
+May import public modules, the package's checks and ``verl_scopes``, which does not import this one.
+Users' configs have the names of the module, of the class and of its fields.
 """
 
 from __future__ import annotations
@@ -14,19 +12,17 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from ..bounds import TABLE_FIELDS
 from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from ..scopes import ClipBoundSearch, Scope
-from . import DECISION_METRICS, config_of, on_host, require_version, verl_scopes
+from . import DECISION_METRICS, OPTIONS, config_of, on_host, require_version, verl_scopes
 
 require_version("verl", "0.6.1")
 
 from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
-_SEARCH = (*TABLE_FIELDS, "target", "target_kind", "raise_first")
 _METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", *DECISION_METRICS)
 _group: dist.ProcessGroup | None = None
 
@@ -36,9 +32,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
     """The ``policy_loss`` of an actor whose ``policy_loss._target_`` names this class.
 
     Args:
-        preset: ``"paper"``, or ``"recipe"`` for what the authors' code does.
-        adv_ratio_target: the authors' name for a target of the ratio of the masses; ``target`` and
-            ``target_kind`` are those of :class:`bapo_kernels.BAPOConfig`.
+        preset: ``"paper"``, or ``"recipe"`` to do as the authors' code.
+        adv_ratio_target: the authors' name for a target of the ratio of the masses.
         surrogate: ``"clip"``, ``"cispo"``, ``"sapo"``, ``"mask"``, or verl's names ``"vanilla"``
             (the clip) and ``"gspo"`` (the clip with ``ratio_level="sequence"``). ``"sapo"`` has no
             bounds and no search; its taus are ``actor.tau_pos`` and ``actor.tau_neg``.
@@ -101,6 +96,9 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
         return ClipBoundSearch(_config(self), cast(Scope, self.scope), group, device)
 
 
+_OPTIONS = OPTIONS & BAPOPolicyLossConfig.__annotations__.keys()
+
+
 def use_process_group(group: dist.ProcessGroup | None) -> None:
     """Sets the data-parallel ranks that decide together with this one (``mesh.get_group()``)."""
     global _group
@@ -109,8 +107,8 @@ def use_process_group(group: dist.ProcessGroup | None) -> None:
 
 
 def _config(loss: Any, **decided: Any) -> BAPOConfig:
-    """The config of a ``policy_loss``, which may be of any class, with what verl has decided."""
-    options = {name: loss.get(name, None) for name in _SEARCH}
+    """Makes the config of a ``policy_loss``, which may be of any class, and verl's own options."""
+    options = {name: loss.get(name, None) for name in _OPTIONS}
     ratio = loss.get("adv_ratio_target", None)
     if ratio is not None:
         rule = "not be given together with adv_ratio_target"
@@ -119,7 +117,7 @@ def _config(loss: Any, **decided: Any) -> BAPOConfig:
         rule = "be 'ratio' with adv_ratio_target"
         require(kind in (None, "ratio"), "policy_loss.target_kind", rule, repr(kind))
         options.update(target=ratio, target_kind="ratio")
-    surrogate, level = (loss.get(name, None) for name in ("surrogate", "ratio_level"))
+    surrogate, level = options["surrogate"], options["ratio_level"]
     if surrogate == "gspo":
         rule = "be 'sequence' with surrogate='gspo'"
         require(level in (None, "sequence"), "policy_loss.ratio_level", rule, repr(level))
@@ -151,7 +149,7 @@ def _deciding_ranks(loss: Any, config: BAPOConfig) -> dist.ProcessGroup | None:
 
 def _warn_of_unused(config: Any, made: BAPOConfig) -> None:
     """Warns of options of verl's own clipping that were changed, but are not used."""
-    if not made.has_bounds:  # nor does verl use any of them
+    if not made.has_bounds:  # verl's own SAPO uses none of them either
         return
     unused = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"]
     if made.clip_ratio_c is None:

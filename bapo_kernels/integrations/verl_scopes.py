@@ -1,18 +1,14 @@
 """verl's optimizer step: the scopes ``step`` and ``lagged`` of the search.
 
-In verl 0.8 and later every engine makes an optimizer step in ``BaseEngine.train_batch``: first the
-gradients of all micro-batches, then the step of the optimizer. Its argument ``loss_function`` holds
-the config of the actor, and so the scope. verl does not tell a policy loss which step it is called
-in, so the search of a step is kept here while the step runs; left behind, it would decide for the
-losses of another engine. May import public modules, the package's checks, and verl inside of
-functions, but not the adapter ``verl``, which imports this one.
+May import public modules, the package's checks, and verl inside of functions, but not the adapter
+``verl``. A search left behind after its step would decide for the losses of another engine.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,13 +23,12 @@ class OptimizerStep(NamedTuple):
     """The step that an engine is in."""
 
     search: ClipBoundSearch
-    gathers: bool  # log-probs for the decision, before the losses
-    decision: dict[str, Tensor]  # its metrics
+    gathers: bool  # whether losses only give their log-probs to the decision
+    decision: dict[str, Tensor]  # the metrics of the decision
 
 
-# Of the engines that have completed a decision.
-_searches: WeakKeyDictionary[Any, ClipBoundSearch] = WeakKeyDictionary()
-_running: OptimizerStep | None = None
+_searches: WeakKeyDictionary[Any, ClipBoundSearch] = WeakKeyDictionary()  # by engine, once decided
+_running: OptimizerStep | None = None  # verl does not tell a policy loss which step calls it
 
 
 def running_step(scope: str) -> OptimizerStep | None:
@@ -53,9 +48,10 @@ def running_step(scope: str) -> OptimizerStep | None:
 def install(kind: Any) -> None:
     """Lets ``train_batch`` decide for its micro-batches, over all data-parallel ranks.
 
-    It does so if the ``policy_loss`` is a ``kind``, which has the search.
+    It does so if the ``policy_loss`` is a ``kind``, which has the search. In every engine,
+    ``train_batch`` computes the gradients of all micro-batches, then steps the optimizer.
     """
-    require_version("verl", "0.8")  # whose actors run on these engines
+    require_version("verl", "0.8")  # since which actors run on these engines
     from verl.workers.engine.base import BaseEngine
 
     original = BaseEngine.train_batch
@@ -66,10 +62,13 @@ def install(kind: Any) -> None:
         if search is None:
             return original(self, data, loss_function)
         if search.scope == "step":
-            with _running_in(OptimizerStep(search, True, {})), _evaluating(self.module):
+            with _running_in(OptimizerStep(search, True, {})), ExitStack() as stack:
+                # In eval mode dropout draws nothing, and activation offload expects no backward.
+                stack.callback(self.module.train, self.module.training)
+                self.module.eval()
                 self.infer_batch(data, loss_function)
             _decide(self, search)
-        # The starting bounds of the scope "lagged" have no metrics: each call has its own.
+        # At the starting bounds of the scope "lagged", each call logs metrics of its own.
         decision = search.metrics if self in _searches else {}
         with _running_in(OptimizerStep(search, False, decision)):
             outputs = original(self, data, loss_function)
@@ -92,7 +91,7 @@ def _search_of(engine: Any, loss_function: Any, kind: Any) -> ClipBoundSearch | 
         _check_engine(engine, loss.scope)
         search = loss.search(engine.get_data_parallel_group(), get_device_name())
     elif search.histogram is not None:
-        search.histogram.reset()  # of the tokens of a step that raised
+        search.histogram.reset()  # a step that raised has left tokens there
     return search
 
 
@@ -108,22 +107,11 @@ def _check_engine(engine: Any, scope: str) -> None:
     is_fsdp = type(engine).forward_backward_batch is FSDPEngine.forward_backward_batch
     rule = f"be 'call' or 'lagged' with {type(engine).__name__}"
     require(scope == "lagged" or is_fsdp, "policy_loss.scope", rule, repr(scope))
-    # verl's group is then a single rank, though the batch is split over several.
+    # verl's group would be a single rank, though the batch is split over several.
     config = getattr(engine, "engine_config", None)
     splits = getattr(config, "dynamic_context_parallel", False)
     rule = "be 'call' with dynamic_context_parallel=True"
     require(not splits, "policy_loss.scope", rule, repr(scope))
-
-
-@contextmanager
-def _evaluating(module: Any) -> Iterator[None]:
-    """Eval mode: dropout draws nothing, and verl's activation offload expects no backward."""
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
 
 
 @contextmanager

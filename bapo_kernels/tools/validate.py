@@ -1,8 +1,7 @@
 """Checks the kernels that run on this machine against the reference in float64.
 
-``python -m bapo_kernels validate`` prints the checks of :func:`run`. May import public modules, the
-reference, the table of backends, ``budget`` and ``processes``. A backend or an option that has no
-case here is one that users cannot check on their machine.
+May import public modules, the reference, the table of backends, ``budget`` and ``processes``. A
+backend or an option without a case here is one that users cannot check on their machine.
 """
 
 from __future__ import annotations
@@ -101,10 +100,10 @@ def run(
         ValueError: a named backend cannot run on the device, or no backend can.
         ChildProcessError: no process starts.
     """
-    of_all = [task for name in runnable(device, backends) for task in tasks(name, device)]
+    found = [task for name in runnable(device, backends) for task in tasks(name, device)]
     checks: list[Check] = []
     with closing(Worker(limit)) as worker:
-        for backend, case, dtype, measure in track(of_all):
+        for backend, case, dtype, measure in track(found):
             for measured in _measured(partial(worker.results, measure) if limit else measure):
                 checks.append(Check(backend, case, str(dtype).removeprefix("torch."), *measured))
                 tell(checks[-1])
@@ -123,7 +122,7 @@ def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, 
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What to report of this machine. Makes no context on a GPU, which may admit only one."""
+    """Describes this machine, without a context on a GPU, which may admit only one."""
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
     facts = {**environment(), "variables": variables, "cuda of torch": torch.version.cuda}
     with suppress(ImportError):
@@ -136,7 +135,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def why_not_on(device: str) -> dict[str, str | None]:
-    """Why each backend with kernels cannot run on a device; ``None`` for one that can."""
+    """The reason why each backend with kernels cannot run on a device; ``None`` if it can."""
     tensor = torch.empty(0, device=device)
     return {name: why_not(name, tensor, "tensors") for name in CANDIDATES}
 
@@ -157,7 +156,7 @@ def runnable(device: str, names: Sequence[str] | None) -> list[str]:
 
 
 def tasks(backend: str, device: str) -> Iterator[Task]:
-    """All cases; with short rows in Triton's interpreter, which takes milliseconds per row."""
+    """All cases; their rows are short in Triton's interpreter, which takes milliseconds each."""
     interpreted = backend == "triton" and triton.INTERPRETED
     on_gpu = device.startswith("cuda")
     wide: dict[str, dict[str, Any]] = {  # on a GPU more rows than fit on chip at once
@@ -167,7 +166,7 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
     cases: dict[str, Callable[..., Quantities]] = {
         **{case: partial(_loss, bapo_loss, **rows) for case, rows in wide.items()},
         "V = 257": partial(_loss, bapo_loss),
-        "logits[:, :-1]": partial(_loss, _of_slice),
+        "logits[:, :-1]": partial(_loss, _sliced),
         "all options": partial(_loss, bapo_loss, **_all_options()),
         "statistics=live": partial(_loss, bapo_loss, statistics="live"),
         "inplace": partial(_loss, _inplace),
@@ -187,8 +186,8 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         cases[f"inplace, {case}"] = partial(_loss, _inplace, **rows)
         cases[f"sets, {case}"] = partial(_loss, bapo_loss, **rows, sets=True)
     for dtype in DTYPES:
-        for case, of in cases.items():
-            measure = partial(of, backend=backend, dtype=dtype, device=device)
+        for case, measure in cases.items():
+            measure = partial(measure, backend=backend, dtype=dtype, device=device)
             yield Task(backend, case, dtype, measure)
     batches = 10 if interpreted else 200
     for preset in ("paper", "recipe"):
@@ -207,7 +206,7 @@ def _loss(loss: Loss, backend: str, sets: bool = False, **options: Any) -> Quant
 
 
 def _with_sets(case: Case) -> Case:
-    """With sets that have the labels, and a policy that has followed the advantages."""
+    """Returns a copy with sets that have the labels, and a policy that follows the advantages."""
     V, labels = case.logits.shape[-1], case.labels.flatten()
     counts = labels.new_tensor(SETS).clamp(max=V).repeat(len(labels))[: len(labels)]
     places = torch.arange(min(V, max(SETS)), device=labels.device)
@@ -228,13 +227,13 @@ def _compare(loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, .
 
 
 def _tensors(result: Result) -> list[Tensor]:
-    """Everything that a loss returned, with NaN replaced by a comparable number."""
+    """All tensors that a loss returned, with NaN replaced by a comparable number."""
     loss, log_probs, entropy, bounds, metrics = result.output
     tensors = (loss, log_probs, entropy, *bounds, *metrics.values(), *result.gradients)
     return [t.detach().nan_to_num(nan=1e30) for t in tensors if t is not None]
 
 
-def _of_slice(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
+def _sliced(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
     longer = torch.cat([logits, logits[:, :1]], 1)
     return bapo_loss(longer[:, :-1], *arguments, **options)
 
@@ -283,15 +282,15 @@ def _log_probs(
         torch.randn(shape, generator=g).to(ids.device) for shape in (ids.shape, case.labels.shape)
     ]
 
-    def of(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def run(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         x = case.logits.to(dtype, copy=True).requires_grad_()
         outputs = function(x, ids, sampling_mask=mask)
         incoming = [w.to(outputs[0].dtype) for w in weights]
         return *outputs, *torch.autograd.grad(outputs, x, incoming)
 
-    got = of(partial(log_probs, backend=backend), dtype)
-    same = in_some_orders(partial(of, reference.log_probs, dtype))
-    truth = of(reference.log_probs, torch.float64)
+    got = run(partial(log_probs, backend=backend), dtype)
+    same = in_some_orders(partial(run, reference.log_probs, dtype))
+    truth = run(reference.log_probs, torch.float64)
     for i, name in enumerate(("log_probs", "entropy", "gradient")):
         operand = largest(truth[0]) if name == "entropy" else 0.0
         theirs = [values[i] for values in same]
@@ -299,7 +298,7 @@ def _log_probs(
 
 
 def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -> Quantities:
-    """Several chunks and recomputed rows; logits are multiples of 1/2, exact in every dtype."""
+    """Takes several chunks and recomputes rows; logits are multiples of 1/2, always exact."""
     g, shape, V, H = torch.Generator().manual_seed(0), (6, 12), 193, 16
     hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
     weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
@@ -335,14 +334,14 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Quan
 
 
 def _bounds(backend: str, *tokens: Tensor, config: BAPOConfig) -> ClipBounds:
-    """By ``find_clip_bounds`` where it chooses this backend, else by a loss that searches."""
+    """Calls ``find_clip_bounds`` if it chooses this backend, else a loss that searches."""
     if choose(None, tokens[0], "log_probs") == backend:
         return find_clip_bounds(*tokens, config=config)
     return bapo_loss_from_log_probs(*tokens, config=config, backend=backend).bounds
 
 
 def _beyond_32_bits(backend: str, device: str) -> Quantities:
-    """Rows whose element offsets overflow 32 bits."""
+    """Takes rows whose element offsets overflow 32 bits."""
     if (free := torch.cuda.mem_get_info(device)[0]) < 2 * 2**32:
         yield f"not run: {free} bytes are free", 0.0, 0.0
         return
@@ -358,8 +357,8 @@ def _beyond_32_bits(backend: str, device: str) -> Quantities:
     options: dict[str, Any] = dict(batch_num_tokens=1.0)
     out = bapo_loss(logits, labels, old, A, inplace=True, backend=backend, **options)
     case = case.with_options(bounds=out.bounds, **options)
-    of_reference = partial(evaluate, reference.bapo_loss, case, (case.logits,))
-    same, truth = in_some_orders(of_reference), of_reference(torch.float64)
-    log_probs_of = [r.output.log_probs for r in same], truth.output.log_probs
-    yield "log_probs", *error_and_budget(out.log_probs[last], *log_probs_of)
+    expected = partial(evaluate, reference.bapo_loss, case, (case.logits,))
+    same, truth = in_some_orders(expected), expected(torch.float64)
+    theirs = [result.output.log_probs for result in same]
+    yield "log_probs", *error_and_budget(out.log_probs[last], theirs, truth.output.log_probs)
     yield "gradient", *error_and_budget(logits[last], [r.gradient for r in same], truth.gradient)
