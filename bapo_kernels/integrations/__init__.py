@@ -19,6 +19,7 @@ from ..checks import require
 from ..config import BAPOConfig
 
 _NOT_AVERAGED = "bapo_pos_neg_ratio"  # may be infinite, and frameworks average what they log
+BOUND_METRICS = ("bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")
 DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name != _NOT_AVERAGED)
 OPTIONS = {field.name for field in fields(BAPOConfig)}
 # A framework decides these if it computes log-probs itself and adds its own KL and entropy terms.
@@ -54,11 +55,7 @@ def require_version(package: str, oldest: str) -> Any:
 
 
 def left_to(framework: str, **others: str) -> dict[str, str]:
-    """The ``owners`` of :func:`config_of` in a framework that computes log-probs itself.
-
-    Args:
-        others: further options, and the framework's names for what decides them.
-    """
+    """The ``owners`` of :func:`config_of`: the framework of its own options, ``others`` by name."""
     return dict.fromkeys(_OF_THE_FRAMEWORK, framework) | others
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,7 @@ from . import require_version
 
 require_version("megatron.core", "0.16")
 
-from megatron.core.tensor_parallel import (  # noqa: E402
-    ColumnParallelLinear,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 _WITHOUT_THE_HOOK = "be None for a model without output_processor"
@@ -113,12 +111,8 @@ class FusedHead:
     ) -> Any:
         """Acts as the model's ``output_processor``, which megatron-core has from 0.18 on."""
         _check(output_layer, config, inference_context)
-
-        def instead(hidden_states: Tensor, weight: Tensor | None) -> Any:
-            return self._apply(output_layer, hidden_states, weight)
-
         # The layer is called for its hooks, which await weights that are still being gathered.
-        with _replaced(output_layer, instead):
+        with _replaced(output_layer, partial(self._apply, output_layer)):
             return output_layer(hidden_states, output_weight)
 
     def _apply(self, layer: Any, hidden: Tensor, weight: Tensor | None) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import require
+from ..checks import refuse, require
 from ..functional import bapo_loss_from_log_probs
 from . import averageable, config_of, left_to
 
@@ -84,9 +84,9 @@ class PolicyLoss(torch.nn.Module):
         conflict = self.four_outputs and self.correction
         require(not conflict, "is_correction_level", rule, repr(level))
         if enable_vllm_is_correction:
-            self.correction = _Correction.of_type(
-                vllm_is_correction_type, vllm_is_truncated_threshold
-            )
+            _require_choice("vllm_is_correction_type", vllm_is_correction_type, _TYPES)
+            limits = _range("vllm_is_truncated_threshold", vllm_is_truncated_threshold)
+            self.correction = _Correction(*_TYPES[vllm_is_correction_type], "ratio", *limits)
         per_token = kind == "ppo" and token_level_loss
         self.config = config_of(
             preset,
@@ -118,9 +118,8 @@ class PolicyLoss(torch.nn.Module):
         unmasked = (torch.ones_like(log_probs) if action_mask is None else action_mask) != 0
         behaviour, weights, vllm_kl, filtered = old_log_probs, None, None, None
         if self.correction is not None:
-            given, rule = rollout_log_probs is not None, "be given with a correction"
-            require(given, "rollout_log_probs", rule, rollout_log_probs)
-            assert rollout_log_probs is not None
+            if rollout_log_probs is None:
+                refuse("rollout_log_probs", "be given with a correction", None)
             if self.config.ratio_level == "sequence":
                 behaviour = rollout_log_probs
             else:
@@ -176,13 +175,6 @@ class _Correction(NamedTuple):
         rule = f"have a lower bound <= 0 with is_correction_gating={gating!r}"
         require(gating == "ratio" or low <= 0, "is_correction_threshold", rule, threshold)
         return cls(level, mode, gating, low, high)
-
-    @classmethod
-    def of_type(cls, kind: str, threshold: Sequence[float] | None) -> _Correction:
-        """Reads the ``vllm_is_...`` of 0.11.0 and 0.11.1."""
-        _require_choice("vllm_is_correction_type", kind, _TYPES)
-        level, mode = _TYPES[kind]
-        return cls(level, mode, "ratio", *_range("vllm_is_truncated_threshold", threshold))
 
     def weights(self, old: Tensor, rollout: Tensor, unmasked: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each token, and the share of the tokens or sequences outside the range.

@@ -56,7 +56,9 @@ def bapo_loss_function(
     several = mpu.get_tensor_model_parallel_world_size() > 1
     group = mpu.get_tensor_model_parallel_group() if several else None
     logp = entropy = None
-    if not _is_one_pass(args, batch, tokens):
+    knows_weights = not corrects(args) or batch.get("log_probs")
+    other_terms = args.use_kl_loss or args.entropy_coef or args.use_opsm
+    if tokens.group is not None or other_terms or not knows_weights:
         logp, entropy = _log_probs(logits[0], tokens, config, group)
     old = values.get("old_log_probs")
     weights = weights_of(args, batch, tokens, sum_of_sample_mean, logp, old)
@@ -66,7 +68,8 @@ def bapo_loss_function(
         rollout_is_weights=weights.policy,
     )
     if logp is None:
-        rows = {name: tokens.spread(value) for name, value in given.items()}
+        T = len(tokens.labels)
+        rows = {k: x.new_zeros(T).index_copy(0, tokens.rows, x) for k, x in given.items()}
         options = _options(config, rows, batch["total_lengths"])
         out = bapo_loss(logits[0], tokens.labels, vocab_group=group, **options)
         logp = out.log_probs.detach()[tokens.rows]
@@ -79,7 +82,16 @@ def bapo_loss_function(
     loss = out.loss - args.entropy_coef * entropy_loss
     log = dict(pg_loss=out.metrics["pg_loss"], entropy_loss=entropy_loss)
     if args.use_kl_loss:
-        log["kl_loss"] = (weights.others * _kl(args, logp, values)).sum()
+        from slime.utils.ppo_utils import compute_approx_kl
+
+        old = values.get("old_log_probs", logp.detach())
+        kl: Tensor = compute_approx_kl(
+            logp,
+            values["ref_log_probs"],
+            kl_loss_type=args.kl_loss_type,
+            importance_ratio=(logp - old).exp() if args.use_unbiased_kl else None,
+        )
+        log["kl_loss"] = (weights.others * kl).sum()
         loss = loss + args.kl_loss_coef * log["kl_loss"]
     # slime divides what is logged by the number of rollouts or tokens, as it does with the loss.
     scale = weights.logged.sum() + _without_tokens(args, batch, tokens)
@@ -103,12 +115,6 @@ def _config(args: Any) -> BAPOConfig:
         surrogate="cispo" if args.advantage_estimator == "cispo" else None,
         ratio_level="sequence" if args.advantage_estimator == "gspo" else None,
     )
-
-
-def _is_one_pass(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> bool:
-    other_terms = args.use_kl_loss or args.entropy_coef or args.use_opsm
-    knows_weights = not corrects(args) or bool(batch.get("log_probs"))
-    return tokens.group is None and not other_terms and knows_weights
 
 
 def _values(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> dict[str, Tensor]:
@@ -155,19 +161,6 @@ def _options(config: BAPOConfig, given: dict[str, Tensor], lengths: list[int]) -
         starts = torch.tensor([0, *lengths]).cumsum(0)
         starts = on_device(starts, given["advantages"].device)
     return dict(old_log_probs=None, config=config, cu_seqlens=starts) | given
-
-
-def _kl(args: Any, logp: Tensor, values: dict[str, Tensor]) -> Tensor:
-    from slime.utils.ppo_utils import compute_approx_kl
-
-    old = values.get("old_log_probs", logp.detach())
-    kl: Tensor = compute_approx_kl(
-        logp,
-        values["ref_log_probs"],
-        kl_loss_type=args.kl_loss_type,
-        importance_ratio=(logp - old).exp() if args.use_unbiased_kl else None,
-    )
-    return kl
 
 
 def _differences(

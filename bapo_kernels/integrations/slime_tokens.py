@@ -46,10 +46,6 @@ class ResponseTokens:
         summed: Tensor = own if self.group is None else _Sum.apply(own, self.group)
         return summed
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Makes ``[T]`` from ``[R]``, on a rank that has all tokens; the other rows get 0."""
-        return values.new_zeros(len(self.labels)).index_copy(0, self.rows, values)
-
     def means(self, values: Tensor, masks: list[Tensor]) -> Tensor:
         """The mean of its response for each token, ``[R]``."""
         samples = zip(values.split(self.lengths), masks, strict=True)

@@ -31,15 +31,8 @@ require_version("trl", "1.9")
 from trl import GRPOTrainer  # noqa: E402
 from trl.trainer.utils import get_config_model_id  # noqa: E402
 
-from .trl_config import (  # noqa: E402
-    BAPOTrainerConfig,
-    bapo_config,
-    check,
-    corrects_kl,
-    needs_log_probs,
-)
-from .trl_head import add_head  # noqa: E402
-from .trl_sampling_mask import KEY, TrainerWithSamplingMasks, mask_of  # noqa: E402
+from .trl_config import BAPOTrainerConfig, bapo_config, check, corrects_kl, needs_log_probs  # noqa: E402
+from .trl_head import KEY, TrainerWithSamplingMasks, add_head, mask_of  # noqa: E402
 
 __all__ = ["BAPOTrainer", "BAPOTrainerConfig"]
 
@@ -154,7 +147,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             rule = "be None or 'trl' with images or router losses"
             require(asked in (None, "trl"), "bapo_head", rule, repr(asked))
         elif self._lm_head is not None:
-            return str(asked or ("log_probs" if any(needs_log_probs(self.args)) else "fused"))
+            return str(asked or ("log_probs" if needs_log_probs(self.args) else "fused"))
         rule = "not be given with TRL's head (bapo_head='trl', images, router losses)"
         require(inputs.get(KEY) is None, KEY, rule, "one")
         return "trl"
@@ -264,21 +257,18 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         is_weights = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             is_weights = inputs["importance_sampling_ratio"].expand_as(inputs["completion_mask"])
+        bounds: Any = self.bapo_config.options.start()
+        if self.search.scope != "step" or self.search.metrics or self.model.training:
+            bounds = self.search.bounds  # not in an evaluation before the first decision
         return dict(
             **_tokens(inputs),
             rollout_is_weights=is_weights,
             ref_log_probs=inputs["ref_per_token_logps"] if self.beta else None,
             config=self.bapo_config,
-            bounds=self._bounds(),
+            bounds=bounds,
             process_group=self.search.process_group,
             **self._counts(inputs),
         )
-
-    def _bounds(self) -> Any:
-        """The bounds in use; in an evaluation before the first decision, the starting bounds."""
-        if self.search.scope == "step" and not self.search.metrics and not self.model.training:
-            return self.bapo_config.options.start()
-        return self.search.bounds
 
     def _counts(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The normaliser that TRL uses for its loss type."""

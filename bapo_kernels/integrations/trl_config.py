@@ -117,9 +117,9 @@ def check(args: Any) -> None:
     check_option(ok, "delta", "be None or > 1" if clips else f"be None{case}")
     heads: tuple[str | None, ...] = (None, "fused", "log_probs", "trl")
     rule = f"be one of {heads}"
-    if first := next(needs_log_probs(args), None):
+    if names := needs_log_probs(args):
         heads = (None, "log_probs", "trl")
-        rule = f"be one of {heads} with {first}"
+        rule = f"be one of {heads} with {names[0]}"
     check_option(args.bapo_head in heads, "bapo_head", rule)
     scopes = ("lagged", "step", "call") if searches else ("call",)
     rule = f"be one of {scopes}" if searches else f"be 'call'{case} (it has no search)"
@@ -168,18 +168,16 @@ def corrects_kl(args: Any) -> bool:
     return bool(args.beta and args.use_bias_correction_kl)
 
 
-def needs_log_probs(args: Any) -> Iterator[str]:
-    """Options in use whose terms, or masks of the policy term, need log-probs or entropies."""
-    if args.entropy_coef:
-        yield "entropy_coef"
-    if corrects_kl(args):
-        yield "use_bias_correction_kl"
-    if args.use_adaptive_entropy:
-        yield "use_adaptive_entropy"
-    if args.top_entropy_quantile < 1.0:
-        yield "top_entropy_quantile"
-    if args.off_policy_mask_threshold is not None:
-        yield "off_policy_mask_threshold"
+def needs_log_probs(args: Any) -> list[str]:
+    """The options in use whose terms, or masks of the policy term, need log-probs or entropies."""
+    in_use = {
+        "entropy_coef": args.entropy_coef,
+        "use_bias_correction_kl": corrects_kl(args),
+        "use_adaptive_entropy": args.use_adaptive_entropy,
+        "top_entropy_quantile": args.top_entropy_quantile < 1.0,
+        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
+    }
+    return [name for name, used in in_use.items() if used]
 
 
 def _warnings(args: Any) -> Iterator[str]:

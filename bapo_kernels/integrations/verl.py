@@ -1,13 +1,17 @@
 """verl 0.6.1 and later: the policy loss ``bapo``.
 
-May import public modules, the package's checks and ``verl_scopes``, which does not import this one.
-Users' configs have the names of the module, of the class and of its fields.
+May import public modules and the package's checks. Users' configs have the names of the module, of
+the class and of its fields. A search left behind after a step would decide for another engine.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +20,7 @@ from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from ..scopes import ClipBoundSearch, Scope
-from . import DECISION_METRICS, OPTIONS, config_of, on_host, require_version, verl_scopes
+from . import DECISION_METRICS, OPTIONS, config_of, on_host, require_version
 
 require_version("verl", "0.6.1")
 
@@ -49,13 +53,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
 
     The other fields are those of :class:`bapo_kernels.BAPOConfig`; ``None`` takes the preset's.
     With fixed bounds (``ratio_lower_start=ratio_lower_max``, ``ratio_upper_start=ratio_upper_max``,
-    ``target=0``) losses and gradients are verl's, with these exceptions:
-
-    - verl's ``gspo`` gives each token the gradient of its own loss. This one gives it the mean of
-      these over the sequence, the derivative of its ratio. Both are equal where advantages and
-      importance weights are constant in each sequence, as with GRPO.
-    - verl clamps the log-ratio of a sequence at 10 from above, this one at 20 on both sides.
-    - verl's ``sapo`` ignores ``actor.loss_agg_mode``: it aggregates by ``"seq-mean-token-mean"``.
+    ``target=0``) losses and gradients are verl's, except for the gradient and the clamp of ``gspo``
+    and the mean of ``sapo`` (docs/migrating.md, Where TRL and verl differ).
 
     Raises:
         ValueError: a value breaks its rule, two values contradict each other, or ``loss_mode``
@@ -87,7 +86,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
         _deciding_ranks(self, _config(self))
         if self.scope != "call":
             self.search()
-            verl_scopes.install(BAPOPolicyLossConfig)
+            _install()
 
     def search(
         self, group: dist.ProcessGroup | None = None, device: str = "cpu"
@@ -133,17 +132,17 @@ def _config(loss: Any, **decided: Any) -> BAPOConfig:
 def _deciding_ranks(loss: Any, config: BAPOConfig) -> dist.ProcessGroup | None:
     name, ranks = "policy_loss.search_ranks", loss.get("search_ranks", "own")
     require(ranks in ("own", "world"), name, "be 'own' or 'world'", repr(ranks))
-    rule = f"be 'own' with surrogate={config.surrogate!r}, which has no search"
-    require(config.has_bounds or ranks == "own", name, rule, repr(ranks))
     scope = loss.get("scope", "call")
-    rule = f"be 'own' with scope={scope!r}, whose decisions cover all data-parallel ranks"
-    require(scope == "call" or ranks == "own", name, rule, repr(ranks))
+    for ok, why in (
+        (config.has_bounds, f"with surrogate={config.surrogate!r}, which has no search"),
+        (scope == "call", f"with scope={scope!r}, whose decisions cover all data-parallel ranks"),
+        (_group is None, "after use_process_group(), which gave the ranks"),
+    ):
+        require(ok or ranks == "own", name, f"be 'own' {why}", repr(ranks))
     rule = "be 'call' after use_process_group(), whose ranks decide call by call"
     require(scope == "call" or _group is None, "policy_loss.scope", rule, repr(scope))
     if ranks == "own":
         return _group
-    rule = "be 'own' after use_process_group(), which gave the ranks"
-    require(_group is None, name, rule, repr(ranks))
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -165,6 +164,107 @@ def _warn_of_unused(config: Any, made: BAPOConfig) -> None:
             )
 
 
+class _Step(NamedTuple):
+    """The step that an engine is in."""
+
+    search: ClipBoundSearch
+    gathers: bool  # whether losses only give their log-probs to the decision
+    decision: dict[str, Tensor]  # the metrics of the decision
+
+
+_searches: WeakKeyDictionary[Any, ClipBoundSearch] = WeakKeyDictionary()  # by engine, once decided
+_running: _Step | None = None  # verl does not tell a policy loss which step calls it
+
+
+def _running_step(scope: str) -> _Step | None:
+    """The step that a policy loss is called in; ``None`` with the scope ``call``.
+
+    Raises:
+        ValueError: no engine is in a step that has a search.
+    """
+    if scope == "call":
+        return None
+    rule = "be 'call' outside of the optimizer step of an engine (train_batch)"
+    require(_running is not None, "policy_loss.scope", rule, repr(scope))
+    return _running
+
+
+@functools.cache
+def _install() -> None:
+    """Lets every engine's ``train_batch`` decide for its micro-batches, over all its ranks."""
+    require_version("verl", "0.8")  # since which actors run on these engines
+    from verl.workers.engine.base import BaseEngine
+
+    original = BaseEngine.train_batch
+
+    @functools.wraps(original)
+    def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
+        search = _search_of(self, loss_function)
+        if search is None:
+            return original(self, data, loss_function)
+        if search.scope == "step":
+            with _running_in(_Step(search, True, {})), ExitStack() as stack:
+                # In eval mode dropout draws nothing, and activation offload expects no backward.
+                stack.callback(self.module.train, self.module.training)
+                self.module.eval()
+                self.infer_batch(data, loss_function)
+            _decide(self, search)
+        # At the starting bounds of the scope "lagged", each call logs metrics of its own.
+        decision = search.metrics if self in _searches else {}
+        with _running_in(_Step(search, False, decision)):
+            outputs = original(self, data, loss_function)
+        if search.scope == "lagged":
+            _decide(self, search)
+        return outputs
+
+    BaseEngine.train_batch = train_batch
+
+
+def _search_of(engine: Any, loss_function: Any) -> ClipBoundSearch | None:
+    from verl.utils.device import get_device_name
+
+    config = getattr(loss_function, "keywords", {}).get("config")  # verl's is a partial
+    loss = getattr(config, "policy_loss", None)
+    if not isinstance(loss, BAPOPolicyLossConfig) or loss.scope == "call":
+        return None
+    search = _searches.get(engine)
+    if search is None:
+        _check_engine(engine, loss.scope)
+        search = loss.search(engine.get_data_parallel_group(), get_device_name())
+    elif search.histogram is not None:
+        search.histogram.reset()  # a step that raised has left tokens there
+    return search
+
+
+def _decide(engine: Any, search: ClipBoundSearch) -> None:
+    search.step()
+    _searches[engine] = search
+
+
+def _check_engine(engine: Any, scope: str) -> None:
+    """Refuses an engine that cannot make the forward of ``step``, or whose ranks cannot share."""
+    from verl.workers.engine.fsdp import FSDPEngine
+
+    is_fsdp = type(engine).forward_backward_batch is FSDPEngine.forward_backward_batch
+    rule = f"be 'call' or 'lagged' with {type(engine).__name__}"
+    require(scope == "lagged" or is_fsdp, "policy_loss.scope", rule, repr(scope))
+    # verl's group would be a single rank, though the batch is split over several.
+    config = getattr(engine, "engine_config", None)
+    splits = getattr(config, "dynamic_context_parallel", False)
+    rule = "be 'call' with dynamic_context_parallel=True"
+    require(not splits, "policy_loss.scope", rule, repr(scope))
+
+
+@contextmanager
+def _running_in(step: _Step) -> Iterator[None]:
+    global _running
+    _running = step
+    try:
+        yield
+    finally:
+        _running = None
+
+
 @register_policy_loss("bapo")
 def compute_policy_loss_bapo(
     old_log_prob: Tensor,
@@ -181,7 +281,7 @@ def compute_policy_loss_bapo(
     weight of the paper's search is exp of the old log-prob, because verl passes no rollout
     log-probs.
     """
-    step = verl_scopes.running_step(config.policy_loss.get("scope", "call"))
+    step = _running_step(config.policy_loss.get("scope", "call"))
     tokens = log_prob, old_log_prob, advantages, response_mask
     if step is not None and step.gathers:
         step.search.update(*tokens)

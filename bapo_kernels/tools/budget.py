@@ -148,23 +148,15 @@ def make_case(
     unmasked = mask & (labels != IGNORE_INDEX)
     if poison:
         logits[~unmasked] = torch.nan
-        old[~unmasked] = torch.nan
-        advantages[~unmasked] = torch.nan
 
     def finished(value: Tensor) -> Tensor:
         if value.shape == tuple(shape) and poison:
             value = value.masked_fill(~unmasked, torch.nan)
         return value.to(device)
 
+    tokens = labels.to(device), finished(old), finished(advantages), mask.to(device)
     moved = tree_map_only(Tensor, finished, options)
-    return Case(
-        logits.to(device),
-        labels.to(device),
-        old.to(device),
-        advantages.to(device),
-        mask.to(device),
-        {"config": config, **moved},
-    )
+    return Case(logits.to(device), *tokens, {"config": config, **moved})
 
 
 def per_token(

@@ -28,20 +28,8 @@ from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from ..linear import bapo_linear_loss
 from ..output import BAPOOutput, ClipBounds
 from ..sampling_mask import SamplingMask
-from .budget import (
-    Case,
-    Loss,
-    Measured,
-    Result,
-    difference,
-    error_and_budget,
-    evaluate,
-    in_some_orders,
-    largest,
-    make_case,
-    per_token,
-    quantities,
-)
+from . import budget
+from .budget import Case, Loss, Measured, Result
 from .processes import CallError, Worker
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
@@ -163,6 +151,9 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         f"V = {V:,}": dict(shape=(8, 3_000_000 // V) if on_gpu else (2, 4), V=V)
         for V in (*NARROWER * on_gpu, 2_503 if interpreted else VOCABULARY)
     }
+    by_sequence = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
+    offsets, cispo = torch.tensor([0, 5, 5, 12, 20]), BAPOConfig(surrogate="cispo")
+    bounds = budget.per_token(low=0.7, high=1.0), budget.per_token(seed=2, low=1.0, high=1.3)
     cases: dict[str, Callable[..., Quantities]] = {
         **{case: partial(_loss, bapo_loss, **rows) for case, rows in wide.items()},
         "V = 257": partial(_loss, bapo_loss),
@@ -170,8 +161,8 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         "all options": partial(_loss, bapo_loss, **_all_options()),
         "statistics=live": partial(_loss, bapo_loss, statistics="live"),
         "inplace": partial(_loss, _inplace),
-        "packed": partial(_loss, bapo_loss, **_packed()),
-        "cispo, bounds per token": partial(_loss, bapo_loss, **_own_bounds()),
+        "packed": partial(_loss, bapo_loss, shape=(20,), config=by_sequence, cu_seqlens=offsets),
+        "cispo, bounds per token": partial(_loss, bapo_loss, config=cispo, bounds=bounds),
         "sapo": partial(_loss, bapo_loss, config=BAPOConfig(surrogate="sapo")),
         "ratio of sequences": partial(_loss, bapo_loss, config=BAPOConfig(ratio_level="sequence")),
         "sets": partial(_loss, bapo_loss, sets=True),
@@ -200,7 +191,7 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
 
 
 def _loss(loss: Loss, backend: str, sets: bool = False, **options: Any) -> Quantities:
-    case = make_case(**options)
+    case = budget.make_case(**options)
     case = _with_sets(case) if sets else case
     yield from _compare(partial(loss, backend=backend), reference.bapo_loss, case, (case.logits,))
 
@@ -218,10 +209,10 @@ def _with_sets(case: Case) -> Case:
 
 
 def _compare(loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, ...]) -> Quantities:
-    got, again = (evaluate(loss, case, parameters) for _ in range(2))
-    same = in_some_orders(partial(evaluate, expected, case, parameters))
-    truth = evaluate(expected, case, parameters, torch.float64)
-    yield from quantities(case, got, same, truth)
+    got, again = (budget.evaluate(loss, case, parameters) for _ in range(2))
+    same = budget.in_some_orders(partial(budget.evaluate, expected, case, parameters))
+    truth = budget.evaluate(expected, case, parameters, torch.float64)
+    yield from budget.quantities(case, got, same, truth)
     pairs = zip(_tensors(got), _tensors(again), strict=True)
     yield "second run", float(sum(not torch.equal(a, b) for a, b in pairs)), 0.0
 
@@ -253,26 +244,16 @@ def _all_options() -> dict[str, Any]:
     )
     return dict(
         config=config,
-        ref_log_probs=per_token(),
-        rollout_is_weights=per_token(low=0.2, high=2.0),
-        rollout_log_probs=per_token(seed=2),
+        ref_log_probs=budget.per_token(),
+        rollout_is_weights=budget.per_token(low=0.2, high=2.0),
+        rollout_log_probs=budget.per_token(seed=2),
     )
-
-
-def _own_bounds() -> dict[str, Any]:
-    bounds = per_token(low=0.7, high=1.0), per_token(seed=2, low=1.0, high=1.3)
-    return dict(config=BAPOConfig(surrogate="cispo"), bounds=bounds)
-
-
-def _packed() -> dict[str, Any]:
-    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
-    return dict(shape=(20,), config=config, cu_seqlens=torch.tensor([0, 5, 5, 12, 20]))
 
 
 def _log_probs(
     backend: str, dtype: torch.dtype, sets: bool = False, labels: int = 1, **options: Any
 ) -> Quantities:
-    case = make_case(dtype=dtype, poison=False, **options)
+    case = budget.make_case(dtype=dtype, poison=False, **options)
     mask = _with_sets(case).options["sampling_mask"] if sets else None
     ids, g = case.labels, torch.Generator().manual_seed(0)
     if labels > 1:  # some are repeated, others -100
@@ -289,12 +270,12 @@ def _log_probs(
         return *outputs, *torch.autograd.grad(outputs, x, incoming)
 
     got = run(partial(log_probs, backend=backend), dtype)
-    same = in_some_orders(partial(run, reference.log_probs, dtype))
+    same = budget.in_some_orders(partial(run, reference.log_probs, dtype))
     truth = run(reference.log_probs, torch.float64)
     for i, name in enumerate(("log_probs", "entropy", "gradient")):
-        operand = largest(truth[0]) if name == "entropy" else 0.0
+        operand = budget.largest(truth[0]) if name == "entropy" else 0.0
         theirs = [values[i] for values in same]
-        yield name, *error_and_budget(got[i], theirs, truth[i], operand=operand)
+        yield name, *budget.error_and_budget(got[i], theirs, truth[i], operand=operand)
 
 
 def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -> Quantities:
@@ -303,7 +284,7 @@ def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -
     hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
     weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
     logits = (hidden @ weight.T).cpu()
-    case = make_case(shape, V, device=device, logits=logits, staleness=0.5)
+    case = budget.make_case(shape, V, device=device, logits=logits, staleness=0.5)
     case = _with_sets(case) if sets else case
     loss = partial(bapo_linear_loss, backend=backend, chunk_tokens=8)
     yield from _compare(loss, reference.bapo_linear_loss, case, (hidden, weight))
@@ -329,8 +310,8 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Quan
             search(*tokens, config=replace(config, target=target))
             for search in (partial(_bounds, backend), reference.find_clip_bounds)
         )
-        errors.append(difference(found, expected))
-    yield "bounds", largest(torch.tensor(errors)), 0.0
+        errors.append(budget.difference(found, expected))
+    yield "bounds", budget.largest(torch.tensor(errors)), 0.0
 
 
 def _bounds(backend: str, *tokens: Tensor, config: BAPOConfig) -> ClipBounds:
@@ -357,8 +338,9 @@ def _beyond_32_bits(backend: str, device: str) -> Quantities:
     options: dict[str, Any] = dict(batch_num_tokens=1.0)
     out = bapo_loss(logits, labels, old, A, inplace=True, backend=backend, **options)
     case = case.with_options(bounds=out.bounds, **options)
-    expected = partial(evaluate, reference.bapo_loss, case, (case.logits,))
-    same, truth = in_some_orders(expected), expected(torch.float64)
+    expected = partial(budget.evaluate, reference.bapo_loss, case, (case.logits,))
+    same, truth = budget.in_some_orders(expected), expected(torch.float64)
     theirs = [result.output.log_probs for result in same]
-    yield "log_probs", *error_and_budget(out.log_probs[last], theirs, truth.output.log_probs)
-    yield "gradient", *error_and_budget(logits[last], [r.gradient for r in same], truth.gradient)
+    yield "log_probs", *budget.error_and_budget(out.log_probs[last], theirs, truth.output.log_probs)
+    theirs = [result.gradient for result in same]
+    yield "gradient", *budget.error_and_budget(logits[last], theirs, truth.gradient)

@@ -30,7 +30,7 @@ from verl_engine import TEMPERATURE, V, logits, padded, tiny_model
 
 from bapo_kernels import BAPOConfig
 from bapo_kernels.checks import warn_once
-from bapo_kernels.integrations import verl
+from bapo_kernels.integrations import OPTIONS, left_to, verl
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from bapo_kernels.tools.budget import in_some_orders, largest
 
@@ -82,6 +82,12 @@ def test_config_of_the_registered_loss(fields, true, monkeypatch):
     tokens["log_prob"].requires_grad_()
     POLICY_LOSS_REGISTRY["bapo"](**tokens, config=config)[0].sub_(0.0)  # as ppo_loss does
     assert called.call_args.kwargs["config"] == replace(true, **TAUS)
+
+
+def test_every_option_is_a_field_or_has_an_owner():
+    """A new field of ``BAPOConfig`` is in neither set until somebody decides."""
+    decided = {"clip_ratio_c", "loss_agg_mode", "loss_scale_factor", *TAUS}
+    assert verl._OPTIONS | decided | left_to("verl").keys() == OPTIONS
 
 
 BAD_FIELDS = [

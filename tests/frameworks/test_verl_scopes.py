@@ -16,7 +16,7 @@ from test_verl import actor, batch
 from verl_engine import LR, B, rollout, tiny_model
 
 from bapo_kernels import BAPOConfig, reference
-from bapo_kernels.integrations import verl_scopes
+from bapo_kernels.integrations import verl
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from bapo_kernels.tools.budget import in_some_orders, largest
 
@@ -135,7 +135,7 @@ def test_engines_have_searches_of_their_own():
 @pytest.fixture
 def any_engine_is_fsdp(monkeypatch):
     """Lets the scope ``step`` run on the engine of :func:`engine_of`."""
-    monkeypatch.setattr(verl_scopes, "_check_engine", lambda engine, scope: None)
+    monkeypatch.setattr(verl, "_check_engine", lambda engine, scope: None)
 
 
 @pytest.mark.usefixtures("any_engine_is_fsdp")
