@@ -84,7 +84,7 @@ class SamplingMask:
             object.__setattr__(self, name, tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.token_ids, self.offsets)  # checks what files contain
+        return type(self), (self.token_ids, self.offsets)  # a loaded mask is checked, too
 
     @classmethod
     def from_lists(

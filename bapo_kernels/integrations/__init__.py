@@ -55,7 +55,7 @@ def require_version(package: str, oldest: str) -> Any:
 
 
 def left_to(framework: str, **others: str) -> dict[str, str]:
-    """The ``owners`` of :func:`config_of`: the framework of its own options, ``others`` by name."""
+    """The ``owners`` of :func:`config_of`: the framework, and ``others`` for further options."""
     return dict.fromkeys(_OF_THE_FRAMEWORK, framework) | others
 
 
@@ -115,7 +115,7 @@ def masked_reduction(
 def averageable(
     config: BAPOConfig, metrics: Mapping[str, Tensor], names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """The named metrics, or all, that a framework can average; no search without bounds."""
+    """The named metrics, or all, that can be averaged; without bounds, none of the search."""
     kept = (name for name in names or metrics if name != _NOT_AVERAGED)
     return {name: metrics[name] for name in kept if config.has_bounds or "bapo_" not in name}
 

@@ -137,9 +137,9 @@ class Weights(NamedTuple):
     """The weights of each response token, ``[R]``; 0 where another rank lists the token.
 
     Attributes:
-        policy: weigh the policy term, with the factors of OPSM and of a correction.
-        others: weigh the KL and entropy terms; 0 where a correction rejects the token.
-        logged: weigh what is logged of all tokens, rejected ones included.
+        policy: weights of the policy term, with the factors of OPSM and of a correction.
+        others: weights of the KL and entropy terms; 0 where a correction rejects the token.
+        logged: weights for logs of all tokens, rejected ones included.
         kept: 0 for tokens that a correction rejects, of all ranks. With an advantage of 0 they
             leave the search, but stay in the ratio of a sequence, as in slime.
         log: metrics of OPSM and of the correction.

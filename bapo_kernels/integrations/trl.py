@@ -76,7 +76,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **options: Any
     ) -> None:
-        if args is None:  # as TRL does
+        if args is None:  # TRL's default has such a name
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = BAPOTrainerConfig(f"{name.split('/')[-1]}-BAPO")
         rule = "be None or a BAPOTrainerConfig"
@@ -259,7 +259,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             is_weights = inputs["importance_sampling_ratio"].expand_as(inputs["completion_mask"])
         bounds: Any = self.bapo_config.options.start()
         if self.search.scope != "step" or self.search.metrics or self.model.training:
-            bounds = self.search.bounds  # not in an evaluation before the first decision
+            bounds = self.search.bounds  # undecided in an evaluation before the first step
         return dict(
             **_tokens(inputs),
             rollout_is_weights=is_weights,

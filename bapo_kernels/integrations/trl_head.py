@@ -114,7 +114,7 @@ class TrainerWithSamplingMasks(GRPOTrainer):
         batch_size: int | None = None,
         **options: Any,
     ) -> Any:
-        """Scores completions, as TRL asks for under the policy and the reference policy."""
+        """Scores completions by the policy or the reference policy, over their sets if any."""
         if self._masks is None:
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **options

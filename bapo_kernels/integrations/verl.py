@@ -177,11 +177,7 @@ _running: _Step | None = None  # verl does not tell a policy loss which step cal
 
 
 def _running_step(scope: str) -> _Step | None:
-    """The step that a policy loss is called in; ``None`` with the scope ``call``.
-
-    Raises:
-        ValueError: no engine is in a step that has a search.
-    """
+    """The step that a policy loss is called in; required unless the scope is ``call``."""
     if scope == "call":
         return None
     rule = "be 'call' outside of the optimizer step of an engine (train_batch)"

@@ -35,8 +35,7 @@ def forward(
     """``(log_probs, entropy)``, float32, of ``hidden_states [..., H]`` and aligned ``input_ids``.
 
     It replaces the forward of verl's ``FusedLinearForPPO``, which the fused forward of every model
-    family calls. With verl 0.8 and later, log-probs and entropies are over the sets of
-    ``sampling_mask``, if the batch has it among its non-tensors.
+    family calls.
     """
     return linear_log_probs(
         hidden_states,

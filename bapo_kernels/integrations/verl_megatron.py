@@ -25,10 +25,7 @@ from .megatron import FusedHead  # noqa: E402
 def fused_output_processor(
     *, hidden_states: Tensor, labels: Tensor, context: Any, **given: Any
 ) -> CausalLMOutputForPPO:
-    """Log-probs and entropy ``[1, T]``, float32, of packed sequences, at the context's temperature.
-
-    It replaces the ``output_processor`` that verl passes to the model.
-    """
+    """Log-probs and entropy ``[1, T]``, float32, of packed sequences, at its temperature."""
     head = FusedHead(linear_log_probs, labels, temperature=context.temperature)
     log_probs, entropy = head(hidden_states=hidden_states, **given)
     return CausalLMOutputForPPO(hidden_states=hidden_states, log_probs=log_probs, entropy=entropy)

@@ -25,7 +25,7 @@ _CHILD = "from bapo_kernels.tools.processes import *; serve(Connection(int(sys.a
 
 
 class CallError(Exception):
-    """Its arguments are what failed, the ``"call"`` or also its ``"process"``, and how."""
+    """Raised with what failed, the ``"call"`` or also its ``"process"``, and how."""
 
 
 class Worker:
@@ -109,7 +109,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _failed() -> str:
-    """Tells whether more than the call failed: after some errors of CUDA all later calls do."""
+    """Says what an exception has ended: after some errors of CUDA all later calls would fail."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()

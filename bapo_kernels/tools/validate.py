@@ -35,7 +35,7 @@ from .processes import CallError, Worker
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
 VOCABULARY = 151_936  # Qwen3
-NARROWER = (10_000, 30_000, 60_000)  # with Qwen3's, rows of every size of a cluster of blocks
+NARROWER = (10_000, 30_000, 60_000)  # with Qwen3's, one for every size of a cluster of blocks
 SETS = (0, 1, 50, 10_000)  # ids of a row's set; an empty one is the whole vocabulary
 VARIABLES = ("BAPO_", "TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "OMP_", "ATEN_CPU_CAPABILITY")
 Quantities = Iterator[Measured]
