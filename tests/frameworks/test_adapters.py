@@ -19,7 +19,7 @@ import pytest
 import test_slime
 import torch
 from helpers import fixed_bounds, make_case, needs_native, unmasked_tokens
-from parity import OF_DIGITS, Found, assert_parity, compare, found, in_both, recorded
+from parity import DIGITS, Found, assert_parity, compare, found, in_both, recorded
 from test_slime import stand_in
 
 from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, integrations, reference
@@ -54,7 +54,7 @@ def test_recipe_matches_the_authors_function(backend):
         truth = Found(recorded(log.pop("loss")), log, recorded(log.pop("dlog_prob")))
         got = found(partial(run, bapo_loss_from_log_probs, backend=backend), logp)
         same, _ = in_both(partial(run, reference.bapo_loss_from_log_probs), logp)
-        assert_parity(got, same, truth, largest(logp), OF_DIGITS)
+        assert_parity(got, same, truth, largest(logp), DIGITS)
         reached.add((log["clip_low"], log["clip_high"]))
     assert len(reached) >= 6
 
@@ -154,8 +154,8 @@ def test_surrogates(framework, level, surrogate):
 def test_metrics_can_be_averaged(framework, surrogate, A):
     """Also those of tokens without negative or positive mass: infinity would be the mean."""
     logp, old, _, mask = tokens_of(5)
-    for of_mask in (mask, torch.zeros_like(mask)):
-        tokens = logp, old, torch.full_like(logp, A), of_mask
+    for counted in (mask, torch.zeros_like(mask)):
+        tokens = logp, old, torch.full_like(logp, A), counted
         log = LOSSES[framework](tokens, surrogate=surrogate)[1]
         assert log
         assert all(torch.as_tensor(value).isfinite() for value in log.values())
@@ -252,11 +252,11 @@ MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 def roll_agg_loss(loss_mat, mask, mode, tokens, samples, weights):
     """ROLL's masked reduction, in its own terms."""
-    loss_mat, of_sample = loss_mat * mask * weights[:, None], mask.sum(1).clamp(min=1)
+    loss_mat, counts = loss_mat * mask * weights[:, None], mask.sum(1).clamp(min=1)
     return {
         "token-mean": loss_mat.sum() / tokens,
         "seq-mean-token-sum": loss_mat.sum() / samples,
-        "seq-mean-token-mean": (loss_mat.sum(1) / of_sample).sum() / samples,
+        "seq-mean-token-mean": (loss_mat.sum(1) / counts).sum() / samples,
         "seq-mean-token-sum-norm": loss_mat.sum() / mask.shape[1],
     }[mode]
 
@@ -356,8 +356,8 @@ def test_skyrls_own_losses(correction, kind):
 
     def theirs(leaf):
         old_, A_, mask_, rollout_ = (x.to(leaf) for x in (old, A, mask, rollout))
-        of_tokens = dict(config=config, loss_mask=mask_, rollout_logprobs=rollout_)
-        loss, metrics = registry.get(kind)(leaf, old_, A_, **of_tokens)
+        named = dict(config=config, loss_mask=mask_, rollout_logprobs=rollout_)
+        loss, metrics = registry.get(kind)(leaf, old_, A_, **named)
         if correction != "none" or kind not in ("regular", "gspo"):
             del metrics["clip_ratio"]
         return loss, metrics
@@ -392,8 +392,8 @@ def test_trinitys_own_losses(kind, mode):
     assert function.select_keys == ["old_log_probs", "response_mask", "advantages"]
 
     def theirs(leaf):
-        of_tokens = batch | dict(old_log_probs=old.to(leaf), advantages=A.to(leaf))
-        loss, metrics = registry.get(kind)(**arguments)(logprob=leaf, **of_tokens)
+        named = batch | dict(old_log_probs=old.to(leaf), advantages=A.to(leaf))
+        loss, metrics = registry.get(kind)(**arguments)(logprob=leaf, **named)
         return loss, metrics if kind == "ppo" else {}
 
     compare(lambda leaf: function(logprob=leaf, **batch), theirs, logp)
