@@ -60,10 +60,6 @@ _PAPER = {
 class BAPOTrainer(TrainerWithSamplingMasks):
     """``GRPOTrainer`` with the loss of :func:`bapo_kernels.bapo_loss`.
 
-    Normalisation, masks, KL and importance sampling correction are TRL's. If a ``rollout_func``
-    returns the sets that its tokens were drawn from, as ``sampling_mask``, all log-probs are over
-    them.
-
     Raises:
         ValueError: ``args`` is neither ``None`` nor a :class:`BAPOTrainerConfig`, or was later
             changed to values that it refuses.
