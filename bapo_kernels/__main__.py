@@ -1,4 +1,7 @@
-"""``python -m bapo_kernels``: versions and backends; with a command, validation."""
+"""``python -m bapo_kernels``: versions and backends; with a command, validation.
+
+May import ``debug``, and ``tools`` for a command. The report must not need typer and rich.
+"""
 
 import sys
 from importlib.util import find_spec

@@ -1,6 +1,6 @@
 """The head of a language model, verified to be what the losses from hidden states compute.
 
-Imports ``lora`` and the checks. A head that is taken for a plain one without a measurement would
+May import ``lora`` and the checks. A head that is taken for a plain one without a measurement would
 train another model than the one that samples.
 """
 
@@ -30,7 +30,7 @@ _INSIDE = (
     "(docs/distributed.md, DDP and FSDP2 from hidden states)"
 )
 _FLAGS = (type(None), bool, int, float, str)
-# Logits at which a soft cap is linear, curved and saturated.
+# A soft cap is linear, curved or saturated at these logits.
 _PROBES = [2.0**power for power in (-40, -20, 0, 2, 4, 6, 8, 20, 40)]
 
 
@@ -49,8 +49,7 @@ class LMHead:
     Attributes:
         model: the causal language model, or the head alone.
         decoder_name: name of the submodule that turns tokens into hidden states.
-        logit_scale: as in :class:`BAPOConfig`.
-        final_logit_softcapping: as in :class:`BAPOConfig`.
+        logit_scale, final_logit_softcapping: as in :class:`BAPOConfig`.
 
     Examples:
         >>> head = LMHead.of(torch.nn.Linear(4, 10))  # or of a causal language model
@@ -136,7 +135,7 @@ class LMHead:
 
     @property
     def transform(self) -> dict[str, float | None]:
-        """Scale and soft cap as options of :class:`BAPOConfig` and the log-probs functions."""
+        """Scale and soft cap, as options of :class:`BAPOConfig` and the log-probs functions."""
         return dict(
             logit_scale=self.logit_scale, final_logit_softcapping=self.final_logit_softcapping
         )
@@ -215,7 +214,7 @@ def _replaced(model: torch.nn.Module, *stand_ins: _StandIn) -> Iterator[None]:
 
 
 def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | None]:
-    """Scale and soft cap, from the model's forward with stand-ins for decoder and head."""
+    """Measures scale and soft cap: runs the model's forward between two stand-ins."""
     decoder, layer = base.get_submodule(decoder_name), base.get_output_embeddings()
     V, H = (linear := _linear(layer)).out_features, linear.in_features
     T = len(_PROBES)
@@ -225,9 +224,9 @@ def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | 
     t, v = torch.arange(T)[:, None], torch.arange(V)
     probes = torch.tensor(_PROBES, dtype=torch.float64)[(t + v // T**t) % T]
     z = (probes * (1 - 2 * ((t + v) % 2)))[None]
-    # Copies, which the model may write into.
+    # The model may write into what the stand-ins return, hence the copies.
     for_decoder, for_head = _StandIn(decoder, _Hidden([hidden.clone()])), _StandIn(layer, z.clone())
-    # Without this a compiled forward would be compiled again.
+    # Otherwise a compiled forward would be compiled again.
     dynamo = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if dynamo else nullcontext()
     with _replaced(whole, for_decoder, for_head), torch.enable_grad(), eager:
@@ -249,7 +248,7 @@ def _measured(whole: Any, base: Any, decoder_name: str) -> tuple[float, float | 
 
 
 def _scale_and_softcap(logits: Tensor, z: Tensor) -> tuple[float, float | None]:
-    """What turns ``z`` into the logits: their slope at small ``z``, and their limit at large."""
+    """Finds what turns ``z`` into logits: the slope at small ``z``, and the limit at large."""
     scale, top = (float(f"{x:.12g}") for x in ((logits / z)[0, 0, 0], logits[0, -1, 0]))
     softcap = top if abs(top) < scale * _PROBES[-2] else None
     expected = scale * z

@@ -1,6 +1,6 @@
 """The head of a language model within PEFT: copied, merged, disabled, or with LoRA.
 
-Imports the checks alone. An adapter that is not refused must be exactly what is computed here.
+May import the checks alone. An adapter that is not refused must be exactly what is computed here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RULE = (
     "have no adapter of its own but plain LoRA: "
     "merge it, disable it, or leave it out of target_modules" + OTHERWISE
 )
-_BLOCK = 1024  # rows of the head, as caches of a CPU hold
+_BLOCK = 1024  # rows of the head that fit into the caches of a CPU
 _LORA = "peft.tuners.lora.layer.Linear"
 # Hooks from these modules move weights and activations, and do not change their values.
 _MOVERS = ("torch.distributed.", "deepspeed.", "trl.models.activation_offloading")
@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def kind_of(layer: Any) -> str:
-    """The class, for messages."""
+    """The name of the class, for messages."""
     return f"{type(layer).__module__}.{type(layer).__name__}"
 
 
@@ -45,7 +45,7 @@ def without_adapters(layer: Any) -> Any:
         return copies[active[0]] if active and active[0] in copies else layer.original_module
     if not hasattr(layer, "base_layer"):
         return layer
-    # Forward unmerges a disabled adapter.
+    # Forward unmerges an adapter that is disabled.
     if layer.disable_adapters == layer.merged:
         kind = kind_of(layer)
         require(kind == _LORA and not layer.merged, "lm_head", _RULE, kind)
@@ -90,14 +90,14 @@ class _Adapted(torch.autograd.Function):
         dB, dA = torch.empty_like(B), torch.zeros_like(A)
         with torch.autocast(dweight.device.type, enabled=False):
             for block in _blocks(dweight):
-                of_block = dweight[block].to(A.dtype)
-                dB[block] = of_block @ A.T
-                dA += B[block].T @ of_block
+                rows = dweight[block].to(A.dtype)
+                dB[block] = rows @ A.T
+                dA += B[block].T @ rows
         return dweight, dB, dA
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Rows that are float32 at once; all where a compiler would unroll the loop."""
+    """The blocks of rows to convert at once; one where a compiler would unroll the loop."""
     V = weight.shape[0]
     size = V if torch.compiler.is_compiling() else _BLOCK * 16 if weight.is_cuda else _BLOCK
     for begin in range(0, V, size):
@@ -105,14 +105,14 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
 
 
 def _active(layer: Any) -> list[str]:
-    """Names of the adapters that forward adds to the output of the base layer."""
+    """The names of the adapters that forward adds to the output of the base layer."""
     if not hasattr(layer, "lora_A") or layer.disable_adapters or layer.merged:
         return []
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def _more_than_lora(layer: Any) -> str:
-    """What the forward does besides ``base(x) + sum scaling*B(A(x))``; empty if nothing."""
+    """Describes what forward does besides ``base(x) + sum scaling*B(A(x))``; empty if nothing."""
     if layer.base_layer is not layer.get_base_layer():
         return "around another adapter"
     if "forward" in vars(layer) or hooks_of(layer):

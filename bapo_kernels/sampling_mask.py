@@ -1,7 +1,7 @@
 """The tokens that could have been drawn for each row: sets of ids in CSR form.
 
-Imports the checks and the config alone. What the kernels read of a mask is sorted and copied here:
-they rely on it for their results, and on nothing for memory.
+May import the checks and the config. The kernels read sorted copies made here: they rely on these
+for their results, and on nothing for memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from .checks import OFFSETS, check_device, check_dtype, is_readable, refuse, require
 from .config import IGNORE_INDEX
 
-_WIDTH = 2**32  # of a row in the keys of the sort, more than the ids it may have
-_LARGEST = 2**31 - 1  # id; larger ones are in no vocabulary, and neither is -1
+_WIDTH = 2**32  # keys of the sort that belong to a row: more than it may have ids
+_LARGEST = 2**31 - 1  # larger ids are in no vocabulary, and neither is -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class SamplingMask:
 
     token_ids: Tensor
     offsets: Tensor
-    # What the kernels read: int32 ids that ascend within a set, and int64 offsets that are right,
+    # The kernels read these: int32 ids that ascend within a set, and int64 offsets that are right,
     # or -1 alone.
     _ids: Tensor = field(init=False, repr=False)
     _offsets: Tensor = field(init=False, repr=False)
@@ -84,13 +84,13 @@ class SamplingMask:
             object.__setattr__(self, name, tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.token_ids, self.offsets)  # so that files are checked, too
+        return type(self), (self.token_ids, self.offsets)  # a loaded mask is checked, too
 
     @classmethod
     def from_lists(
         cls, sets: Sequence[Sequence[int]], device: torch.device | str | None = None
     ) -> SamplingMask:
-        """From a list of ids per row; an empty one stands for the whole vocabulary.
+        """Makes a mask of a list of ids per row; an empty one stands for the whole vocabulary.
 
         Examples:
             >>> SamplingMask.from_lists([[7, 3], [], [5]])
@@ -102,7 +102,7 @@ class SamplingMask:
 
     @classmethod
     def from_counts(cls, token_ids: Tensor, counts: Tensor) -> SamplingMask:
-        """From concatenated ids, and the number of ids per row.
+        """Makes a mask of concatenated ids, and the number of ids per row.
 
         Args:
             token_ids: int32 or int64 ``[K]``.
@@ -118,13 +118,13 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, token_ids: Tensor) -> SamplingMask:
-        """From sets padded to equal length with -1 or -100, anywhere in them.
+        """Makes a mask of sets padded to equal length with -1 or -100, anywhere in them.
 
         On a GPU the host waits, to read the number of ids.
 
         Args:
             token_ids: int32 or int64 ``[..., K]``; a row of padding alone stands for the whole
-                vocabulary. Of rows ``[sampled, candidates...]``, as vLLM's, pass ``rows[..., 1:]``:
+                vocabulary. Pass ``rows[..., 1:]`` of rows ``[sampled, candidates...]``, as vLLM's:
                 the sampled id is among the candidates.
 
         Examples:
@@ -138,7 +138,7 @@ class SamplingMask:
 
     @classmethod
     def from_bool(cls, allowed: Tensor) -> SamplingMask:
-        """From whether each token could have been drawn, by row.
+        """Makes a mask of bools by row: whether each token could have been drawn.
 
         On a GPU the host waits, to read the number of ids.
 
@@ -174,7 +174,7 @@ class SamplingMask:
 
     @classmethod
     def _of(cls, ids: Tensor, offsets: Tensor) -> SamplingMask:
-        """Of what another mask has sorted and checked."""
+        """Makes a mask of what another one has sorted and checked."""
         mask = object.__new__(cls)
         mask._keep(ids, offsets, ids, offsets)
         return mask
@@ -246,19 +246,19 @@ def _row_starts(ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _ascend(ids: Tensor, offsets: Tensor) -> bool:
-    """Whether the ids of every set do. Reads the device."""
+    """Whether the ids of every set ascend. Reads the device."""
     return bool(((ids[1:] >= ids[:-1]) | _row_starts(ids, offsets)[1:]).all())
 
 
 def _sorted(ids: Tensor, offsets: Tensor) -> Tensor:
-    """Ascending within each set; by one sort of keys, of which nothing is read."""
+    """Sorts the ids of each set, by one sort of keys; reads nothing on the host."""
     places = torch.arange(len(ids), device=ids.device)
     rows = torch.searchsorted(offsets, places, right=True) * _WIDTH
     return (rows + ids.long().clamp(-1, _LARGEST)).sort().values - rows
 
 
 def _narrowed(ids: Tensor) -> Tensor:
-    """As int32, where ids that are in no vocabulary stay so."""
+    """Converts to int32; ids that are in no vocabulary stay so."""
     return ids if ids.dtype == torch.int32 else ids.clamp(-1, _LARGEST).int()
 
 

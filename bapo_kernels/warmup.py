@@ -1,6 +1,7 @@
 """Compiling and loading the kernels of a call before the first one that counts.
 
-Imports the output and the backends, and calls what it is given.
+May import the output and the backends. A kernel that it leaves out is loaded inside of the capture
+of a CUDA graph, which fails.
 """
 
 from __future__ import annotations

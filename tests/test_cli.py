@@ -142,7 +142,7 @@ def times(by, index):
     return lambda *arguments: None if arguments[index] is None else arguments[index].mul_(by)
 
 
-def of_rows(index):
+def in_rows(index):
     """``index``: in the row pass; without a gradient it has two results fewer."""
     return dict(row_pass=times(1 + 1e-5, index), row_statistics=times(1 + 1e-5, index + 2))
 
@@ -157,7 +157,7 @@ def nan_in_a_fresh_gradient(*arguments):
 
 HIDDEN = {"bapo_linear_loss", "bapo_linear_loss, sets"}
 BOTH = {"V = 257", "packed", "sets", "log_probs", "log_probs, sets"}
-OF_LOSS = {"V = 257", "cispo, bounds per token", *HIDDEN}
+LOSSES = {"V = 257", "cispo, bounds per token", *HIDDEN}
 SEARCHES = {"search, paper", "search, recipe"}
 FAULTS = {  # the operators, the quantity that is wrong, and some cases that must tell
     "gradient": (dict(row_pass=times(1.01, -1)), "gradient", {"V = 257", "packed", "sapo"}),
@@ -173,14 +173,14 @@ FAULTS = {  # the operators, the quantity that is wrong, and some cases that mus
         {"bapo_linear_loss, sets"},
     ),
     "NaN": (dict(row_pass=nan_in_a_fresh_gradient), "gradient", {"V = 257"}),
-    "log_probs": (of_rows(-5), "log_probs", BOTH),
-    "entropy": (of_rows(-4), "entropy", BOTH),
+    "log_probs": (in_rows(-5), "log_probs", BOTH),
+    "entropy": (in_rows(-4), "entropy", BOTH),
     "lower bound": (
         *(dict.fromkeys(("solve", "search"), add(0.02, -2)), "bounds"),
         {"V = 257", *HIDDEN, *SEARCHES},
     ),
-    "loss": (dict(token_loss=add(1e-4, -5)), "loss", OF_LOSS),
-    "metric": (dict(token_loss=add(1e-3, -5, at=2)), "metric pg_clipfrac", OF_LOSS),
+    "loss": (dict(token_loss=add(1e-4, -5)), "loss", LOSSES),
+    "metric": (dict(token_loss=add(1e-3, -5, at=2)), "metric pg_clipfrac", LOSSES),
 }
 
 
@@ -205,7 +205,7 @@ def test_different_bits_in_a_second_run_are_found(monkeypatch):
     wrong_operators(monkeypatch, token_loss=lambda *a: a[-5][:1].mul_(next(factors)))
     failed = [check for check in validate.run("cpu", ["cpu"], short) if not check.passed]
     assert {check.quantity for check in failed} == {"second run"}
-    assert {check.case for check in failed} >= OF_LOSS - HIDDEN
+    assert {check.case for check in failed} >= LOSSES - HIDDEN
 
 
 @pytest.mark.slow
@@ -221,8 +221,8 @@ def test_a_kernel_that_raises_fails_its_check_and_no_other(monkeypatch, tmp_path
     assert done.exit_code == 1
     checks = report["checks"]
     failed = [check for check in checks if not check["passed"]]
-    of_each = dict(note="RuntimeError: out of [some] memory", quantity="call", error="nan")
-    assert all(check | of_each == check for check in failed)
+    expected = dict(note="RuntimeError: out of [some] memory", quantity="call", error="nan")
+    assert all(check | expected == check for check in failed)
     assert {check["case"] for check in failed} >= {"V = 257", "log_probs", "bapo_linear_loss"}
     assert {check["case"] for check in checks if check["passed"]} >= {"inplace"} | SEARCHES
     assert f"{len(checks)} checks, {len(failed)} failed on cpu" in done.output.splitlines()

@@ -155,7 +155,7 @@ def test_shifted_labels(V, layout, stale):
     old = log_probs(rows, labels)[0]
     old = (old - stale * torch.rand_like(old)).clamp(max=0)
 
-    def of_layout(rows, labels, old, refused=None):
+    def in_layout(rows, labels, old, refused=None):
         options = {}
         if layout == "packed":
             options["cu_seqlens"] = torch.arange(7) * labels.shape[1]
@@ -164,19 +164,19 @@ def test_shifted_labels(V, layout, stale):
             rows, labels, old = (x[0] for x in (rows, labels, old))
         check(rows, labels, old, torch.ones_like(old), **options, refused=refused)
 
-    of_layout(rows, labels, old)
+    in_layout(rows, labels, old)
     aligned = "labels must be aligned with the rows of logits .*labels one position"
     for wrong, where in ((tokens[:, :-2], "later"), (tokens[:, 2:], "earlier")):
-        of_layout(rows, wrong, old, f"{aligned} {where}. Corrected, mean .*instead of")
+        in_layout(rows, wrong, old, f"{aligned} {where}. Corrected, mean .*instead of")
     moved = old.roll(1, 1)
     moved[:, 0] = -50.0  # belongs to no row
-    of_layout(rows[:, 1:], tokens[:, 1:-2], moved[:, 1:], f"{aligned} later")
+    in_layout(rows[:, 1:], tokens[:, 1:-2], moved[:, 1:], f"{aligned} later")
     after, before = (f"old_log_probs must be .*position {which}" for which in ("after", "before"))
-    of_layout(rows[:, 1:], labels[:, 1:], moved[:, 1:], after)
-    of_layout(rows[:, :-1], labels[:, :-1], old[:, 1:], before)
+    in_layout(rows[:, 1:], labels[:, 1:], moved[:, 1:], after)
+    in_layout(rows[:, :-1], labels[:, :-1], old[:, 1:], before)
     if not stale:
         first_step = "nats; in a correct first step ppo_kl and pg_clipfrac are about 0"
-        of_layout(rows, tokens[:, :-2], old, first_step)
+        in_layout(rows, tokens[:, :-2], old, first_step)
 
 
 def test_wrong_temperature():
@@ -213,9 +213,9 @@ def test_rows_of_other_sequences():
     check(logits.roll(2, 0), labels, old, A, refused=rows)
     values = "old_log_probs must be those of labels, got those of the sequence at [+]1 in the batch"
     check(logits, labels, old.roll(1, 0), A, refused=values)
-    of_sequences = "old_log_probs must be those of single tokens, got the same value at all tokens"
+    spread = "old_log_probs must be those of single tokens, got the same value at all tokens"
     for each in (old.sum(1, keepdim=True), old.mean(1, keepdim=True) - 1):
-        check(logits, labels, each.expand(6, 12), A, refused=of_sequences)
+        check(logits, labels, each.expand(6, 12), A, refused=spread)
 
 
 def test_temperatures():
@@ -224,9 +224,9 @@ def test_temperatures():
     given = logits, labels, _, A = policy((4, 12), 500, temperature=T)
     check(*given, temperature=T)
     check(*given, temperature=T[:, 0])
-    of_another = policy((4, 12), 500, temperature=0.7)[2]
+    others = policy((4, 12), 500, temperature=0.7)[2]
     fitting = "^temperature must be that of old_log_probs, got the tensor .*, they fit 0.7"
-    check(logits, labels, of_another, A, temperature=T, refused=fitting)
+    check(logits, labels, others, A, temperature=T, refused=fitting)
     mask = torch.ones(4, 12, dtype=torch.bool)
     mask[1, 3] = False
     for bad in (0.0, -1.0, torch.inf, torch.nan):

@@ -1,6 +1,6 @@
 """Debugging aids: checks that read values, a report of the environment, the instruction set.
 
-Imports everything below the public functions, and ``bapo_loss``. It may read values, which the
+May import everything below the public functions, and ``bapo_loss``. It may read values, which the
 functions that it checks must not.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from ..core.arguments.single import (
     config_or_default,
     rising_offsets,
 )
-from ..core.arguments.together import loss_arguments
+from ..core.arguments.together import Arguments, loss_arguments
 from ..core.distributed import whole_vocabulary
 from ..core.head import gemm
 from ..core.operators import FIELDS, NATIVE
@@ -40,13 +40,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _ROWS = 64  # rows of logits checked at a time
-_CHECKED = (
-    "old_log_probs",
-    "advantages",
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "ref_log_probs",
-)
 
 
 @torch.no_grad()
@@ -115,10 +108,8 @@ def check_inputs(
     labels = labels.long()
     choose(backend, logits, "logits")
     batch = old_log_probs, advantages, response_mask
-    of_logits: Any = dict(
-        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group
-    )
-    arguments = loss_arguments(labels, *batch, **of_logits, **options)
+    head: Any = dict(temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group)
+    arguments = loss_arguments(labels, *batch, **head, **options)
     arguments.check_ranks("check_inputs", "reference")
     for name in ("batch_num_tokens", "global_batch_size"):
         if isinstance(count := options.get(name), Tensor):
@@ -128,37 +119,31 @@ def check_inputs(
     cu_seqlens = options.get("cu_seqlens")
     V = logits.shape[-1]
     _check_mask(labels, response_mask)
-    _check_offsets(labels, response_mask, cu_seqlens)
+    if cu_seqlens is not None:
+        _check_offsets(arguments, cu_seqlens)
     unmasked = arguments.unmasked()
     name = "labels" if response_mask is None else "response_mask"
     require(bool(unmasked.any()) or not unmasked.numel(), name, "leave a token unmasked", "none")
     given = {name: arguments.field(name) for name in FIELDS}
-    # As the kernels see them, to whom 1e300 is infinite.
+    # Kernels get float32, in which 1e300 is infinite.
     fields = {name: values.float() for name, values in given.items() if values is not None}
     outside = unmasked & ((labels < 0) | (labels >= V))
     _raise_first("labels", f"be in [0, {V}) or {IGNORE_INDEX}", outside, labels)
-    for name in _CHECKED:
-        if (values := fields.get(name)) is not None:
-            _check_values(name, values, unmasked)
     if arguments.bounds is not None:
-        _check_bounds(arguments.bounds.unbind(), unmasked)
-    if "lower" in fields:
-        _check_bounds((fields["lower"], fields["upper"]), unmasked)
-    T = fields.get("temperatures")
-    if T is not None:
-        bad = unmasked & ~((T > 0) & T.isfinite())
-        _raise_first("temperature", "be finite and > 0", bad, T)
+        fields |= zip(LIMITS_OF_BOUNDS, arguments.bounds, strict=True)
+    for name, values in fields.items():
+        _check_values(name, values, unmasked)
     _check_not_probabilities(logits, unmasked)
     if sampling_mask is not None:
         allowed = _checked_sets(sampling_mask, labels, unmasked, V)
         logits = logits.masked_fill(~allowed, -torch.inf)
     _check_rows(logits, unmasked)
     if (old := fields.get("old_log_probs")) is not None:
-        T = None if T is None else T.reshape(-1)
+        T = fields["temperatures"].reshape(-1) if "temperatures" in fields else None
         alignment.check_alignment(logits, labels, old, T, unmasked, cu_seqlens, config)
 
 
-# So that help and editors show the options by name.
+# Help and editors then show the options by name.
 check_inputs.__signature__ = inspect.signature(bapo_loss).replace(  # type: ignore[attr-defined]
     return_annotation="None"
 )
@@ -176,19 +161,23 @@ def _check_mask(labels: Tensor, response_mask: Tensor | None) -> None:
     require(not inverted, "response_mask", rule, "0 at all of them: every token is masked")
 
 
-def _check_offsets(labels: Tensor, response_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    if cu_seqlens is None:
-        return
-    N = labels.numel()
-    offsets = rising_offsets(cu_seqlens, N)
-    left = labels[offsets[-1] :] != IGNORE_INDEX
-    if response_mask is not None:
-        left = left & (response_mask[offsets[-1] :] != 0)
-    got = f"{offsets[-1]}: tokens {offsets[-1]} to {N - 1} are in no sequence, and are masked"
-    require(not left.any(), "cu_seqlens", f"end at {N}", got)
+def _check_offsets(arguments: Arguments, cu_seqlens: Tensor) -> None:
+    unmasked = arguments._replace(cu_seqlens=None).unmasked()
+    N, end = len(unmasked), rising_offsets(cu_seqlens, len(unmasked))[-1]
+    got = f"{end}: tokens {end} to {N - 1} are in no sequence, and are masked"
+    require(not unmasked[end:].any(), "cu_seqlens", f"end at {N}", got)
 
 
 def _check_values(name: str, values: Tensor, unmasked: Tensor) -> None:
+    """Checks a field of the tokens, or a bound of all tokens, which is 0-dim."""
+    if name in LIMITS_OF_BOUNDS:
+        rule, least, most = LIMITS_OF_BOUNDS[name]
+        bad = ~((values >= least) & (values <= most))
+        _raise_first(f"bounds.{name}", rule, unmasked & bad if bad.ndim else bad, values)
+        return
+    if name == "temperatures":
+        bad = unmasked & ~((values > 0) & values.isfinite())
+        _raise_first("temperature", "be finite and > 0", bad, values)
     _raise_first(name, "be finite", unmasked & ~values.isfinite(), values)
     if name.endswith("log_probs"):
         # Rounding can put some log-probs above 0, but not all of them.
@@ -198,18 +187,8 @@ def _check_values(name: str, values: Tensor, unmasked: Tensor) -> None:
         _raise_first(name, "be >= 0", unmasked & (values < 0), values)
 
 
-def _check_bounds(bounds: Sequence[Tensor], unmasked: Tensor) -> None:
-    """0-dim, of all tokens, or in the shape of the tokens."""
-    for (side, (rule, least, most)), values in zip(LIMITS_OF_BOUNDS.items(), bounds, strict=True):
-        bad = ~((values >= least) & (values <= most))
-        if bad.ndim == 0:
-            require(not bad, f"bounds.{side}", rule, values.item())
-        else:
-            _raise_first(f"bounds.{side}", rule, unmasked & bad, values)
-
-
 def _checked_sets(mask: SamplingMask, labels: Tensor, unmasked: Tensor, V: int) -> Tensor:
-    """bool ``[..., V]``: what the sets of the rows allow."""
+    """Checks the sets, and returns the tokens that they allow, bool ``[..., V]``."""
     name, ids, offsets = "sampling_mask.token_ids", mask.token_ids, mask.offsets
     check_rise(offsets, len(ids))
     rows = torch.arange(len(mask), device=ids.device).repeat_interleave(offsets.diff())
@@ -265,7 +244,8 @@ def _check_not_probabilities(logits: Tensor, unmasked: Tensor) -> None:
 
 def _raise_first(name: str, rule: str, bad: Tensor, values: Tensor) -> None:
     for index in bad.nonzero()[:1].tolist():
-        refuse(name, rule, f"{values[tuple(index)].item()} at {tuple(index)}")
+        place = f" at {tuple(index)}" if index else ""
+        refuse(name, rule, f"{values[tuple(index)].item()}{place}")
 
 
 @contextmanager
@@ -293,7 +273,7 @@ def instruction_set(name: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """Versions, and for each backend whether it can run here, or why it cannot.
+    """The versions, and for each backend whether it can run here, or why it cannot.
 
     Examples:
         >>> debug.environment()["backend reference"]

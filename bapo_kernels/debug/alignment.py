@@ -1,7 +1,7 @@
 """Finds the mistake that explains why log-probs of the labels are far from ``old_log_probs``.
 
-Imports the reference and the data of a call; ``debug`` alone calls it. A hint that is wrong
-costs its reader more than none: only what explains the distance far better is reported.
+May import the reference and the data of a call; ``debug`` alone calls it. A wrong hint costs its
+reader more than none: only what explains the distance far better is reported.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..checks import refuse, require
 from ..config import BAPOConfig
 from ..core.call import Sequences
 
-# In nats, of the mean of |log_prob - old_log_prob|, which is 0 in a correct first step. Below FAR a
-# correction must be SURE standard errors better, and only what changes all rows alike is tried.
+# Limits on the mean of |log_prob - old_log_prob|, in nats; a correct first step has 0. Below FAR a
+# correction must be SURE standard errors better, and only those that change all rows are tried.
 NEAR, FAR, SURE = 0.02, 0.2, 10
 BETTER = 4  # a mistake is reported if correcting it makes that mean this many times smaller
-SOFTCAP = 30.0  # of Gemma's head
+SOFTCAP = 30.0  # Gemma's
 TEMPERATURES = tuple(t / 10 for t in range(5, 16))
 _FEWEST, _MOST = 8, 512  # tokens to compare
-_SEQUENCES = 4  # how far away another sequence is looked for
+_SEQUENCES = 4  # the largest distance to another sequence that is tried
 _ROWS = 64  # rows of logits read at a time
 
 
@@ -48,7 +48,7 @@ _SHIFTS += [_Mistake(old_at=by) for by in (-1, 1)]
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A batch, flattened, and the positions ``at`` which its tokens are compared."""
+    """A batch, flattened, and the positions ``at`` of the tokens to compare."""
 
     rows: Tensor
     labels: Tensor
@@ -59,32 +59,29 @@ class _Comparison:
     at: Tensor
     config: BAPOConfig
 
-    def _temperature(self, rows: Tensor) -> float | Tensor:
-        return self.config.temperature if self.temperatures is None else self.temperatures[rows]
-
     def distances(self, mistake: _Mistake) -> Tensor:
         """``|log_prob - old_log_prob|`` with a mistake corrected; NaN where that is undefined."""
         labels_at, old_at, sequences, temperature, transform = mistake
-        at, N, config = self.at, self.labels.numel(), self.config
+        at, N, config, T = self.at, self.labels.numel(), self.config, self.temperatures
         scale, softcap = transform or (config.logit_scale, config.final_logit_softcapping)
-        of_label, of_old = ((at + by).remainder(N) for by in (labels_at, old_at))
-        label = self.labels[of_label]
+        label_places, old_places = ((at + by).remainder(N) for by in (labels_at, old_at))
+        label = self.labels[label_places]
         log_probs = [
             reference.log_probs(
                 self.rows[some],
                 chosen,
-                temperature=temperature or self._temperature(some),
+                temperature=temperature or (config.temperature if T is None else T[some]),
                 logit_scale=scale,
                 final_logit_softcapping=softcap,
                 return_entropy=False,
             )[0]
             for some, chosen in zip(at.split(_ROWS), label.split(_ROWS), strict=True)
         ]
-        off = (torch.cat(log_probs) - self.old_log_probs[of_old]).abs()
+        off = (torch.cat(log_probs) - self.old_log_probs[old_places]).abs()
         V = self.rows.shape[-1]
-        defined = self.unmasked[of_old] & (label >= 0) & (label < V) & off.isfinite()
-        for of, by in ((of_label, labels_at), (of_old, old_at)):
-            inside = (of == at + by) & (self.sequence[of] == self.sequence[at])
+        defined = self.unmasked[old_places] & (label >= 0) & (label < V) & off.isfinite()
+        for places, by in ((label_places, labels_at), (old_places, old_at)):
+            inside = (places == at + by) & (self.sequence[places] == self.sequence[at])
             defined &= inside | bool(sequences)
         return torch.where(defined, off, torch.nan)
 

@@ -1,7 +1,7 @@
 """Adapters, one per framework, and what they share; ``import bapo_kernels`` imports none of them.
 
-This file may import public modules and the package's checks, no framework and no adapter. An option
-missing from ``_OF_THE_FRAMEWORK`` would be applied twice, by the framework and by the loss.
+May import public modules and the package's checks, no framework and no adapter. An option missing
+from ``_OF_THE_FRAMEWORK`` would be applied twice, by the framework and by the loss.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..bounds import SEARCH_METRICS
 from ..checks import require
 from ..config import BAPOConfig
 
-# The ratio of the masses, which may be infinite: frameworks average what they log.
-_NOT_AVERAGED = "bapo_pos_neg_ratio"
+_NOT_AVERAGED = "bapo_pos_neg_ratio"  # may be infinite, and frameworks average what they log
+BOUND_METRICS = ("bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")
 DECISION_METRICS = tuple(name for name in SEARCH_METRICS if name != _NOT_AVERAGED)
-_OPTIONS = {field.name for field in fields(BAPOConfig)}
-# What a framework decides that computes log-probs itself, and adds KL and entropy itself.
+OPTIONS = {field.name for field in fields(BAPOConfig)}
+# A framework decides these if it computes log-probs itself and adds its own KL and entropy terms.
 _OF_THE_FRAMEWORK = (
     "temperature",
     "logit_scale",
@@ -34,7 +34,7 @@ _OF_THE_FRAMEWORK = (
 
 
 def require_version(package: str, oldest: str) -> Any:
-    """Imports a framework, if its adapter supports the version.
+    """Imports a framework if its adapter supports the version.
 
     Raises:
         ImportError: the framework is not installed, or too old.
@@ -55,7 +55,7 @@ def require_version(package: str, oldest: str) -> Any:
 
 
 def left_to(framework: str, **others: str) -> dict[str, str]:
-    """The ``owners`` of :func:`config_of`: options that the user may not give, and who decides."""
+    """The ``owners`` of :func:`config_of`: the framework, and ``others`` for further options."""
     return dict.fromkeys(_OF_THE_FRAMEWORK, framework) | others
 
 
@@ -67,13 +67,13 @@ def config_of(
     prefix: str = "",
     **decided: Any,
 ) -> BAPOConfig:
-    """A preset with the options of the framework and those of its user.
+    """Makes the config from a preset, the options of a framework and those of its user.
 
     Args:
         preset: ``"paper"`` or ``"recipe"``.
         options: the user's options, a dict.
         owners: options that the user may not give, and who decides them.
-        prefix: of the names ``preset`` and ``options`` in error messages.
+        prefix: what precedes the names ``preset`` and ``options`` in error messages.
         decided: the framework's options; ``None`` keeps the value of the preset.
 
     Raises:
@@ -85,7 +85,7 @@ def config_of(
     is_dict = options is None or isinstance(options, Mapping)
     require(is_dict, f"{prefix}options", "be a dict or None", repr(options))
     for name, value in (options or {}).items():
-        require(name in _OPTIONS, f"{prefix}options", "name options of BAPOConfig", repr(name))
+        require(name in OPTIONS, f"{prefix}options", "name options of BAPOConfig", repr(name))
         owner = (owners or {}).get(name)
         rule = f"be left to {owner}"
         require(owner is None, f"{prefix}options[{name!r}]", rule, repr(value))
@@ -100,7 +100,7 @@ def masked_reduction(
     tokens: float | Tensor | None = None,
     samples: float | Tensor | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Our mode and normalisers for a reduction of values ``[B, T]`` in ROLL or Trinity.
+    """The ``loss_agg_mode`` and counts of a loss that reduces ``[B, T]`` as ROLL and Trinity do.
 
     Without ``samples``, a mean over sequences also counts those without an unmasked token.
     ``seq-mean-token-sum-norm`` divides the sum by the padded length alone.
@@ -112,16 +112,17 @@ def masked_reduction(
     return loss_agg_mode, dict(global_batch_size=mask.shape[0] if samples is None else samples)
 
 
-def names_of_metrics(config: BAPOConfig, names: Iterable[str]) -> list[str]:
-    """The names of what can be averaged; none of the search if the surrogate has no bounds."""
-    names = (name for name in names if name != _NOT_AVERAGED)
-    return [name for name in names if config.has_bounds or not name.startswith("bapo_")]
+def averageable(
+    config: BAPOConfig, metrics: Mapping[str, Tensor], names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """The named metrics, or all, that can be averaged; without bounds, none of the search."""
+    kept = (name for name in names or metrics if name != _NOT_AVERAGED)
+    return {name: metrics[name] for name in kept if config.has_bounds or "bapo_" not in name}
 
 
 def on_host(
     config: BAPOConfig, metrics: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, float]:
-    """The named metrics as numbers, by one read of the device."""
-    names = names_of_metrics(config, names)
-    values = torch.stack([metrics[name] for name in names]).tolist()
-    return dict(zip(names, values, strict=True))
+    """The numbers of :func:`averageable`; one read of the device gets all of them."""
+    chosen = averageable(config, metrics, names)
+    return dict(zip(chosen, torch.stack([*chosen.values()]).tolist(), strict=True))

@@ -1,9 +1,7 @@
 """Megatron-core: a loss or log-probs from hidden states, in place of the logits of a ``GPTModel``.
 
-:class:`FusedHead` is an ``output_processor``, which megatron-core has from 0.18 on.
-:meth:`FusedHead.forward` also runs models of earlier versions, and those inside Megatron's
-wrappers. May import Megatron and the package's checks: the function of the head is the caller's.
-What ``_check`` lets through by mistake trains on other logits than the model's.
+May import Megatron and the package's checks: the function of the head is the caller's. A head that
+``_check`` lets through by mistake trains on other logits than the model's.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +20,7 @@ from . import require_version
 
 require_version("megatron.core", "0.16")
 
-from megatron.core.tensor_parallel import (  # noqa: E402
-    ColumnParallelLinear,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 _WITHOUT_THE_HOOK = "be None for a model without output_processor"
@@ -42,8 +38,8 @@ class FusedHead:
             :func:`~bapo_kernels.linear_log_probs`.
         labels: int64 ``[B, S]``, the next tokens; under context parallelism, of this rank's part
             of the sequences. For packed sequences ``[S]``, with ``cu_seqlens``.
-        arguments, options: those of ``function`` after ``labels``. ``bias`` and ``vocab_group``
-            come from the model.
+        arguments, options: what ``function`` takes after ``labels``, except ``bias`` and
+            ``vocab_group``, which come from the model.
 
     Examples:
         >>> head = FusedHead(bapo_linear_loss, labels, old, advantages, mask)  # doctest: +SKIP
@@ -64,7 +60,7 @@ class FusedHead:
         """Runs a ``GPTModel``, also within DDP and ``Float16Module``.
 
         Args:
-            inputs, others: the model's. Only multi-token prediction needs ``labels``.
+            inputs, others: what the model takes; only multi-token prediction needs ``labels``.
 
         Returns:
             On the last pipeline stage the result of ``function``, elsewhere the hidden states.
@@ -83,8 +79,8 @@ class FusedHead:
         outputs: list[Any] = []  # Float16Module would make a plain tuple of a named one
         if "output_processor" in signature.parameters:
 
-            def processor(**of_model: Any) -> Any:
-                outputs.append(self(**of_model))
+            def processor(**given: Any) -> Any:
+                outputs.append(self(**given))
                 return outputs[0]
 
             model(*inputs, output_processor=processor, **others)
@@ -96,7 +92,7 @@ class FusedHead:
             def instead(
                 hidden_states: Tensor, weight: Tensor | None = None, **_: Any
             ) -> tuple[Tensor, None]:
-                outputs.append(self._of(inner.output_layer, hidden_states, weight))
+                outputs.append(self._apply(inner.output_layer, hidden_states, weight))
                 return hidden_states.new_empty(1, 1), None  # which the model transposes
 
             with _replaced(inner.output_layer, instead):
@@ -113,18 +109,14 @@ class FusedHead:
         inference_context: Any = None,
         **_: Any,
     ) -> Any:
-        """The model's ``output_processor``."""
+        """Acts as the model's ``output_processor``, which megatron-core has from 0.18 on."""
         _check(output_layer, config, inference_context)
-
-        def instead(hidden_states: Tensor, weight: Tensor | None) -> Any:
-            return self._of(output_layer, hidden_states, weight)
-
-        # Through the layer: its hooks wait for weights that are still being gathered.
-        with _replaced(output_layer, instead):
+        # The layer is called for its hooks, which await weights that are still being gathered.
+        with _replaced(output_layer, partial(self._apply, output_layer)):
             return output_layer(hidden_states, output_weight)
 
-    def _of(self, layer: Any, hidden: Tensor, weight: Tensor | None) -> Any:
-        """Of ``hidden [S, B, H]``, or this rank's part of S under sequence parallelism."""
+    def _apply(self, layer: Any, hidden: Tensor, weight: Tensor | None) -> Any:
+        """Calls the function on ``hidden [S, B, H]``; under sequence parallelism S is a part."""
         weight = layer.weight if weight is None else weight
         managed = hasattr(weight, "__fsdp_param__")
         require(not managed, "output_layer.weight", "not be managed by Megatron-FSDP", "a shard")
@@ -140,10 +132,8 @@ class FusedHead:
         if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad"):
             weight = _AddedToMainGrad.apply(weight)
         bias = None if layer.skip_bias_add else layer.bias
-        of_model = dict(bias=bias, vocab_group=group)
-        return self.function(
-            hidden, weight, self.labels, *self.arguments, **of_model, **self.options
-        )
+        given = hidden, weight, self.labels, *self.arguments
+        return self.function(*given, bias=bias, vocab_group=group, **self.options)
 
 
 class _AddedToMainGrad(torch.autograd.Function):
@@ -188,5 +178,5 @@ def _check(layer: Any, config: Any, inference_context: Any) -> None:
     require(not layer.disable_grad_reduce, "disable_grad_reduce", "be False", True)
     shards = getattr(layer, "gtp_remat_size", 1)
     require(shards == 1, "gtp_remat_size", "be 1", shards)
-    of_inference = type(inference_context).__name__
-    require(inference_context is None, "inference_context", "be None", of_inference)
+    kind = type(inference_context).__name__
+    require(inference_context is None, "inference_context", "be None", kind)

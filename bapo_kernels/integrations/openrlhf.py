@@ -1,25 +1,20 @@
 """OpenRLHF (signatures of 0.11.0, 0.11.1 and 0.11.2): ``PolicyLoss`` with the BAPO loss.
 
-In ``ActorPPOTrainer.__init__`` (``openrlhf/trainer/ray/ppo_actor.py``), with the arguments that
-OpenRLHF itself passes there; docs/frameworks.md has all of them::
-
-    self.actor_loss_fn = PolicyLoss(dual_clip=self.args.actor.dual_clip)
-
 May import public modules and the package's checks. OpenRLHF unpacks the outputs by position, so
 another order would log and filter by wrong numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import require
+from ..checks import refuse, require
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to, names_of_metrics
+from . import averageable, config_of, left_to
 
 _OWNERS = left_to(
     "OpenRLHF",
@@ -28,7 +23,7 @@ _OWNERS = left_to(
     clip_ratio_c="dual_clip",
     ratio_level="policy_loss_type",
 )
-# The names of 0.11.0 and 0.11.1: level and mode. All of them test the ratio.
+# Level and mode of the names of 0.11.0 and 0.11.1, all of which test the ratio.
 _TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 _CHOICES = dict(
     level=("off", "token", "seq"), mode=("mask", "clip"), gating=("ratio", "binary_kl", "tv")
@@ -39,7 +34,7 @@ class PolicyLoss(torch.nn.Module):
     """Drop-in replacement of ``openrlhf.models.loss.PolicyLoss``.
 
     Args:
-        clip_eps_low, clip_eps_high: ignored, because the search sets the bounds.
+        clip_eps_low, clip_eps_high: are ignored, because the search sets the bounds.
         dual_clip: cap of the ratio for negative advantages; ``None`` takes the preset's.
         token_level_loss: ``True``: the mean over all tokens. ``False``: the mean over sequences of
             the means over their tokens.
@@ -48,11 +43,11 @@ class PolicyLoss(torch.nn.Module):
         is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold: the
             importance sampling correction of 0.11.2. As in OpenRLHF, with ``"gspo"`` it weights
             nothing, and the ratio is to the rollout log-probs.
-        enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type: that of
-            0.11.0 and 0.11.1. Giving the first, ``True`` or ``False``, selects the four outputs of
-            these versions.
-        preset, options: of the search, named as in :class:`bapo_kernels.BAPOConfig`. An option
-            that OpenRLHF decides raises.
+        enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type: the
+            correction of 0.11.0 and 0.11.1. Giving the first, ``True`` or ``False``, selects the
+            four outputs of these versions.
+        preset, options: preset and options of the search, named as in
+            :class:`bapo_kernels.BAPOConfig`. An option that OpenRLHF decides raises.
         process_group: data-parallel ranks that decide together.
 
     Raises:
@@ -85,13 +80,13 @@ class PolicyLoss(torch.nn.Module):
             is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold
         )
         self.four_outputs = enable_vllm_is_correction is not None
-        rule = "be 'off' with enable_vllm_is_correction"
-        level, of_one_version = is_correction_level, not (self.four_outputs and self.correction)
-        require(of_one_version, "is_correction_level", rule, repr(level))
+        level, rule = is_correction_level, "be 'off' with enable_vllm_is_correction"
+        conflict = self.four_outputs and self.correction
+        require(not conflict, "is_correction_level", rule, repr(level))
         if enable_vllm_is_correction:
-            self.correction = _Correction.of_type(
-                vllm_is_correction_type, vllm_is_truncated_threshold
-            )
+            _require_choice("vllm_is_correction_type", vllm_is_correction_type, _TYPES)
+            limits = _range("vllm_is_truncated_threshold", vllm_is_truncated_threshold)
+            self.correction = _Correction(*_TYPES[vllm_is_correction_type], "ratio", *limits)
         per_token = kind == "ppo" and token_level_loss
         self.config = config_of(
             preset,
@@ -120,13 +115,11 @@ class PolicyLoss(torch.nn.Module):
         OpenRLHF 0.11.0 and 0.11.1 get the first four. ``self.metrics`` has all metrics of the
         loss that can be averaged.
         """
-        unmasked = torch.ones_like(log_probs) if action_mask is None else action_mask
-        unmasked = unmasked != 0
+        unmasked = (torch.ones_like(log_probs) if action_mask is None else action_mask) != 0
         behaviour, weights, vllm_kl, filtered = old_log_probs, None, None, None
         if self.correction is not None:
-            given, rule = rollout_log_probs is not None, "be given with a correction"
-            require(given, "rollout_log_probs", rule, rollout_log_probs)
-            assert rollout_log_probs is not None
+            if rollout_log_probs is None:
+                refuse("rollout_log_probs", "be given with a correction", None)
             if self.config.ratio_level == "sequence":
                 behaviour = rollout_log_probs
             else:
@@ -147,8 +140,7 @@ class PolicyLoss(torch.nn.Module):
             global_batch_size=global_batch_size,
             process_group=self.process_group,
         )
-        names = names_of_metrics(self.config, out.metrics)
-        self.metrics = {name: out.metrics[name] for name in names}
+        self.metrics = averageable(self.config, out.metrics)
         ppo_kl = _masked_mean(old_log_probs - log_probs.detach(), unmasked)
         outputs = out.loss, out.metrics["pg_clipfrac"], ppo_kl, vllm_kl, filtered
         return outputs[:4] if self.four_outputs else outputs
@@ -171,10 +163,9 @@ class _Correction(NamedTuple):
     def of(
         cls, level: str, mode: str, gating: str, threshold: Sequence[float]
     ) -> _Correction | None:
-        """From the ``is_correction_...`` of 0.11.2; ``None``: no correction."""
+        """Reads the ``is_correction_...`` of 0.11.2; returns ``None`` without a correction."""
         for (name, choices), value in zip(_CHOICES.items(), (level, mode, gating), strict=True):
-            rule = f"be one of {', '.join(map(repr, choices))}"
-            require(value in choices, f"is_correction_{name}", rule, repr(value))
+            _require_choice(f"is_correction_{name}", value, choices)
         rule = "be 'mask' unless is_correction_level is 'token' and is_correction_gating is 'ratio'"
         clips = level != "seq" and gating == "ratio"
         require(mode == "mask" or clips, "is_correction_mode", rule, repr(mode))
@@ -185,27 +176,19 @@ class _Correction(NamedTuple):
         require(gating == "ratio" or low <= 0, "is_correction_threshold", rule, threshold)
         return cls(level, mode, gating, low, high)
 
-    @classmethod
-    def of_type(cls, kind: str, threshold: Sequence[float] | None) -> _Correction:
-        """From the ``vllm_is_...`` of 0.11.0."""
-        rule = f"be one of {', '.join(map(repr, _TYPES))}"
-        require(kind in _TYPES, "vllm_is_correction_type", rule, repr(kind))
-        level, mode = _TYPES[kind]
-        return cls(level, mode, "ratio", *_range("vllm_is_truncated_threshold", threshold))
-
     def weights(self, old: Tensor, rollout: Tensor, unmasked: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each token, and the share of the tokens or sequences outside the range.
 
         Args:
-            old, rollout: ``[B, T]``, log-probs of the policy before the update, by the trainer and
-                by the engine that generated.
+            old, rollout: ``[B, T]``, log-probs of the policy before the update, computed by the
+                trainer and by the engine that generated.
         """
         log_ratio = torch.where(unmasked, old - rollout, 0.0)
         statistic = log_ratio if self.gating == "ratio" else self._divergence(old, rollout)
         if self.level == "seq":
-            of_sequence = torch.where(unmasked, statistic, 0.0).sum(-1, keepdim=True)
+            total = torch.where(unmasked, statistic, 0.0).sum(-1, keepdim=True)
             # NaN without tokens, which is outside the range, as in OpenRLHF.
-            statistic = of_sequence / unmasked.sum(-1, keepdim=True)
+            statistic = total / unmasked.sum(-1, keepdim=True)
         if self.gating == "ratio":
             statistic = statistic.exp()
         inside = (statistic >= self.low) & (statistic <= self.high)
@@ -218,9 +201,10 @@ class _Correction(NamedTuple):
         return weights, share
 
     def _divergence(self, old: Tensor, rollout: Tensor) -> Tensor:
-        """Of two coins, the sampled token or any other, in float64.
+        """The divergence of two binary distributions: the sampled token, or any other.
 
-        In float32 the binary KL of equal policies rounds to either side of 0, the lower bound.
+        It is float64: in float32 the binary KL of equal policies can round to below 0, the lower
+        bound.
         """
         q, p = (values.double().exp().clamp(1e-6, 1 - 1e-6) for values in (old, rollout))
         if self.gating == "tv":
@@ -231,6 +215,10 @@ class _Correction(NamedTuple):
 def _masked_mean(values: Tensor, unmasked: Tensor) -> Tensor:
     """The mean over the unmasked tokens; 0 if there is none."""
     return torch.where(unmasked, values, 0.0).sum() / unmasked.sum().clamp(min=1)
+
+
+def _require_choice(name: str, value: str, choices: Collection[str]) -> None:
+    require(value in choices, name, f"be one of {', '.join(map(repr, choices))}", repr(value))
 
 
 def _range(name: str, threshold: Sequence[float] | None) -> tuple[float, float]:

@@ -1,9 +1,7 @@
 """ROLL 0.3: the policy term of an actor worker.
 
-In a subclass of ``roll.pipeline.rlvr.actor_worker.ActorWorker`` (``actor_train.worker_cls``),
-:func:`bapo_pg_loss` replaces the ratio, the clipping and their ``agg_loss`` in ``loss_func``. The
-KL and entropy terms remain ROLL's. May import public modules; with another divisor than that of
-``agg_loss`` these terms would have another weight against the policy's.
+May import public modules. With another divisor than that of ROLL's ``agg_loss``, its KL and entropy
+terms would have another weight against the policy's.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to, masked_reduction, names_of_metrics
+from . import averageable, config_of, left_to, masked_reduction
 
 _OWNERS = left_to("ROLL", loss_agg_mode="loss_agg_mode", loss_scale_factor="loss_agg_mode")
 
@@ -35,8 +33,9 @@ def bapo_pg_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss of tensors ``[B, T]``, and metrics ``actor/...``.
 
-    Aggregates like ROLL's ``agg_loss``: ``seq-mean-token-sum-norm`` divides the sum by the padded
-    length alone, and without ``global_valid_samples`` a mean over sequences counts all of them.
+    The KL and entropy terms remain ROLL's. Aggregates like ROLL's ``agg_loss``:
+    ``seq-mean-token-sum-norm`` divides the sum by the padded length alone, and without
+    ``global_valid_samples`` a mean over sequences counts all of them.
     ``weights`` are ROLL's weights ``[B]`` of the samples. ``options`` set the search, the dual
     clip, the surrogate and the level of the ratio. An option that ROLL decides raises.
     """
@@ -59,5 +58,5 @@ def bapo_pg_loss(
         process_group=process_group,
         **counts,
     )
-    names = names_of_metrics(config, out.metrics)
-    return out.loss, {f"actor/{name}": out.metrics[name] for name in names}
+    metrics = averageable(config, out.metrics)
+    return out.loss, {f"actor/{name}": value for name, value in metrics.items()}

@@ -1,8 +1,7 @@
 """SkyRL 0.3: a registered policy loss.
 
-Call :func:`register` where the trainer is set up (SkyRL passes registered losses to its workers),
-and set ``trainer.algorithm.policy_loss_type=bapo``. May import public modules, the package's
-checks, and SkyRL inside of functions. SkyRL expects a sum: a mean would be divided twice.
+May import public modules, the package's checks, and SkyRL inside of functions. SkyRL expects a sum:
+a mean would be divided twice.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from torch import Tensor
 from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to, on_host
-
-_METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share", "bapo_saturated")
+from . import BOUND_METRICS, config_of, left_to, on_host
 
 
 def bapo_policy_loss(
@@ -53,14 +50,14 @@ def bapo_policy_loss(
         value = getattr(bapo, name)
         is_default = value == getattr(BAPOConfig, name)
         require(is_default, f"bapo.{name}", f"be left to {owner}", repr(value))
-    weights, of_correction = None, {}
+    weights, correction_metrics = None, {}
     correction = getattr(config, "off_policy_correction", None)
     if correction is not None and rollout_logprobs is not None:
         from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import (
             compute_off_policy_correction,
         )
 
-        weights, of_correction, kept = compute_off_policy_correction(
+        weights, correction_metrics, kept = compute_off_policy_correction(
             old_log_probs, rollout_logprobs, loss_mask, correction
         )
         weights = None if weights is None else weights.expand_as(log_probs)
@@ -74,12 +71,15 @@ def bapo_policy_loss(
         rollout_log_probs=rollout_logprobs,
         rollout_is_weights=weights,
     )
-    metrics = on_host(bapo, out.metrics, _METRICS)
-    return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics, **of_correction}
+    metrics = on_host(bapo, out.metrics, ("pg_clipfrac", *BOUND_METRICS))
+    return out.loss, {"clip_ratio": metrics.pop("pg_clipfrac"), **metrics, **correction_metrics}
 
 
 def register(name: str = "bapo") -> None:
-    """Adds the loss to SkyRL's registry."""
+    """Adds the loss to SkyRL's registry, for ``trainer.algorithm.policy_loss_type=bapo``.
+
+    Call it where the trainer is set up: SkyRL passes registered losses to its workers.
+    """
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 
     register_policy_loss(name)(bapo_policy_loss)

@@ -1,9 +1,7 @@
 """slime 0.3: ``--loss-type custom_loss`` on the raw, packed, vocabulary-parallel logits.
 
-Set ``--custom-loss-function-path bapo_kernels.integrations.slime.bapo_loss_function``. The options
-``bapo_preset`` and ``bapo_options`` belong in the file of ``--custom-config-path``. May import
-public modules, the package's checks, ``slime_tokens``, and slime and Megatron inside of functions.
-A host read here would make every micro-batch wait for the device.
+May import public modules, the package's checks, ``slime_tokens``, and slime and Megatron inside of
+functions. A host read here would make every micro-batch wait for the device.
 """
 
 from __future__ import annotations
@@ -18,24 +16,15 @@ from torch import Tensor
 from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
-from . import config_of, names_of_metrics
-from .slime_tokens import (
-    ResponseTokens,
-    Weights,
-    corrects,
-    on_device,
-    response_tokens,
-    weights_of,
-)
+from . import averageable, config_of, left_to
+from .slime_tokens import ResponseTokens, Weights, corrects, on_device, response_tokens, weights_of
 
-_OWNERS = dict(
-    loss_agg_mode="slime's reduction",
-    loss_scale_factor="slime's reduction",
+_OWNERS = left_to(
+    "slime, which computes the old log-probs",
+    **dict.fromkeys(("loss_agg_mode", "loss_scale_factor"), "slime's reduction"),
+    **{name: f"slime's {name}" for name in ("kl_loss_coef", "kl_loss_type", "entropy_coef")},
     clip_ratio_c="eps_clip_c",
     temperature="rollout_temperature",
-    kl_loss_coef="slime's kl_loss_coef",
-    kl_loss_type="slime's kl_loss_type",
-    entropy_coef="slime's entropy_coef",
 )
 _METRICS = ("pg_clipfrac", "bapo_clip_low", "bapo_clip_high", "bapo_pos_share")
 
@@ -46,9 +35,9 @@ def bapo_loss_function(
     """Loss and metrics of a micro-batch, from ``logits [1, T, V/TP]``.
 
     ``sum_of_sample_mean`` is linear in the values per token, so its gradient is the weight of every
-    response token. These weights replace slime's reduction.
-    The search covers the micro-batch, on all context-parallel ranks that share it. Each
-    data-parallel rank decides alone, as their numbers of micro-batches may differ.
+    response token. These weights replace slime's reduction. The search covers the micro-batch, on
+    all context-parallel ranks that share it. Each data-parallel rank decides alone, as their
+    numbers of micro-batches may differ.
 
     One pass makes loss and gradient, unless the loss needs log-probs first (context parallelism,
     KL, entropy, OPSM, a correction without ``log_probs`` in the batch). Backward then reads the
@@ -57,13 +46,19 @@ def bapo_loss_function(
     Raises:
         ValueError: ``--rollout-top-p`` is below 1; ``bapo_preset`` or ``bapo_options`` break their
             rules, or name an option that slime decides; or another option of slime breaks a rule of
-            :class:`bapo_kernels.BAPOConfig`, as ``--eps-clip-c`` does with CISPO.
+            :class:`bapo_kernels.BAPOConfig`, such as ``--eps-clip-c`` with CISPO.
     """
+    from megatron.core import mpu
+
     require(args.rollout_top_p == 1, "rollout_top_p", "be 1 with BAPO", args.rollout_top_p)
     tokens = response_tokens(args, batch, logits.shape[1], logits.device)
-    values, config, group = _values(args, batch, tokens), _config(args), _tensor_group()
+    values, config = _values(args, batch, tokens), _config(args)
+    several = mpu.get_tensor_model_parallel_world_size() > 1
+    group = mpu.get_tensor_model_parallel_group() if several else None
     logp = entropy = None
-    if not _is_one_pass(args, batch, tokens):
+    knows_weights = not corrects(args) or batch.get("log_probs")
+    other_terms = args.use_kl_loss or args.entropy_coef or args.use_opsm
+    if tokens.group is not None or other_terms or not knows_weights:
         logp, entropy = _log_probs(logits[0], tokens, config, group)
     old = values.get("old_log_probs")
     weights = weights_of(args, batch, tokens, sum_of_sample_mean, logp, old)
@@ -73,7 +68,8 @@ def bapo_loss_function(
         rollout_is_weights=weights.policy,
     )
     if logp is None:
-        rows = {name: tokens.spread(value) for name, value in given.items()}
+        T = len(tokens.labels)
+        rows = {k: x.new_zeros(T).index_copy(0, tokens.rows, x) for k, x in given.items()}
         options = _options(config, rows, batch["total_lengths"])
         out = bapo_loss(logits[0], tokens.labels, vocab_group=group, **options)
         logp = out.log_probs.detach()[tokens.rows]
@@ -86,18 +82,28 @@ def bapo_loss_function(
     loss = out.loss - args.entropy_coef * entropy_loss
     log = dict(pg_loss=out.metrics["pg_loss"], entropy_loss=entropy_loss)
     if args.use_kl_loss:
-        log["kl_loss"] = (weights.others * _kl(args, logp, values)).sum()
+        from slime.utils.ppo_utils import compute_approx_kl
+
+        old = values.get("old_log_probs", logp.detach())
+        kl: Tensor = compute_approx_kl(
+            logp,
+            values["ref_log_probs"],
+            kl_loss_type=args.kl_loss_type,
+            importance_ratio=(logp - old).exp() if args.use_unbiased_kl else None,
+        )
+        log["kl_loss"] = (weights.others * kl).sum()
         loss = loss + args.kl_loss_coef * log["kl_loss"]
     # slime divides what is logged by the number of rollouts or tokens, as it does with the loss.
     scale = weights.logged.sum() + _without_tokens(args, batch, tokens)
-    log |= {name: out.metrics[name] * scale for name in names_of_metrics(config, _METRICS)}
+    averages = averageable(config, out.metrics, _METRICS)
+    log |= {name: value * scale for name, value in averages.items()}
     log |= _differences(args, batch, tokens, weights, values, config, logp.detach())
     log |= dict(loss=loss, **weights.log)
     return loss, {name: value.detach() for name, value in log.items()}
 
 
 def _config(args: Any) -> BAPOConfig:
-    """slime's estimators GSPO and CISPO are a level of the ratio and a surrogate here."""
+    """Makes the config of slime's options; GSPO and CISPO are a level and a surrogate here."""
     return config_of(
         getattr(args, "bapo_preset", "paper"),
         getattr(args, "bapo_options", None),
@@ -111,21 +117,8 @@ def _config(args: Any) -> BAPOConfig:
     )
 
 
-def _tensor_group() -> Any:
-    from megatron.core import mpu
-
-    several = mpu.get_tensor_model_parallel_world_size() > 1
-    return mpu.get_tensor_model_parallel_group() if several else None
-
-
-def _is_one_pass(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> bool:
-    other_terms = args.use_kl_loss or args.entropy_coef or args.use_opsm
-    knows_weights = not corrects(args) or bool(batch.get("log_probs"))
-    return tokens.group is None and not other_terms and knows_weights
-
-
 def _values(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> dict[str, Tensor]:
-    """What the batch has for every response token, each ``[R]``."""
+    """The tensors ``[R]`` that the batch has of the response tokens."""
     rollout = batch.get("rollout_log_probs")
     lists = dict(
         advantages=batch["advantages"],
@@ -142,17 +135,17 @@ def _log_probs(
     logits: Tensor, tokens: ResponseTokens, config: BAPOConfig, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all response tokens, each ``[R]``, with their gradients."""
-    of_rows = log_probs(logits, tokens.labels, temperature=config.temperature, vocab_group=group)
-    of_rank = torch.stack([value[tokens.rows] for value in of_rows if value is not None])
-    logp, entropy = tokens.whole(of_rank, tokens.predicted)
+    made = log_probs(logits, tokens.labels, temperature=config.temperature, vocab_group=group)
+    predicting = torch.stack([values[tokens.rows] for values in made if values is not None])
+    logp, entropy = tokens.whole(predicting, tokens.predicted)
     return logp, entropy
 
 
 def _without_tokens(args: Any, batch: dict[str, Any], tokens: ResponseTokens) -> Tensor:
-    """How many samples have no weights, but count in slime's number of rollouts or tokens.
+    """The number of samples without weights that slime's number of rollouts or tokens counts.
 
-    Those of a rollout that is masked as a whole, for instance by ``remove_sample``. If it has
-    several samples, slime counts it once.
+    Their rollout is masked as a whole, for instance by ``remove_sample``. If it has several
+    samples, slime counts it once.
     """
     counts = batch["rollout_mask_sums"]
     if args.calculate_per_token_loss or counts is None:
@@ -162,25 +155,12 @@ def _without_tokens(args: Any, batch: dict[str, Any], tokens: ResponseTokens) ->
 
 
 def _options(config: BAPOConfig, given: dict[str, Tensor], lengths: list[int]) -> dict[str, Any]:
-    """Arguments of a loss of this package, for sequences of these lengths."""
+    """The arguments of a loss of this package, for sequences of these lengths."""
     starts = None
     if config.ratio_level == "sequence":
         starts = torch.tensor([0, *lengths]).cumsum(0)
         starts = on_device(starts, given["advantages"].device)
     return dict(old_log_probs=None, config=config, cu_seqlens=starts) | given
-
-
-def _kl(args: Any, logp: Tensor, values: dict[str, Tensor]) -> Tensor:
-    from slime.utils.ppo_utils import compute_approx_kl
-
-    old = values.get("old_log_probs", logp.detach())
-    kl: Tensor = compute_approx_kl(
-        logp,
-        values["ref_log_probs"],
-        kl_loss_type=args.kl_loss_type,
-        importance_ratio=(logp - old).exp() if args.use_unbiased_kl else None,
-    )
-    return kl
 
 
 def _differences(
@@ -192,7 +172,7 @@ def _differences(
     config: BAPOConfig,
     logp: Tensor,
 ) -> dict[str, Tensor]:
-    """What slime logs of the differences between log-probs."""
+    """The differences between log-probs that slime logs."""
     old, rollout = values.get("old_log_probs", logp), values.get("rollout_log_probs")
     log_ratios = logp - old
     if config.ratio_level == "sequence":

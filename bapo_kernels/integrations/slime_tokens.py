@@ -1,8 +1,7 @@
 """The response tokens of a micro-batch of slime: which rank has them, and what they weigh.
 
-The weights are those of slime's reductions, corrections and OPSM. May import public modules, and
-slime and Megatron inside of functions. Positions must be those of slime's context parallelism: one
-that is off gives a token the advantage of another, without an error.
+May import public modules, and slime and Megatron inside of functions. Positions must be those of
+slime's context parallelism: one that is off gives a token the advantage of another, silently.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class ResponseTokens:
     """Positions in the concatenated response tokens of all samples.
 
     Attributes:
-        lengths: of the responses; their sum is ``R``.
-        labels: ``[T]``, of this rank's rows of the logits; -100 in rows that predict no response
-            token.
+        lengths: the tokens of each response; their sum is ``R``.
+        labels: ``[T]``, one for each of this rank's rows of the logits; -100 in rows that predict
+            no response token.
         rows: ``[n]``, the rows that predict one.
         predicted: ``[n]``, the positions of the tokens that these predict.
         listed: ``[m]``, the positions of the tokens in the batch's lists per sample.
@@ -41,29 +40,25 @@ class ResponseTokens:
     group: dist.ProcessGroup | None
 
     def whole(self, values: Tensor, positions: Tensor) -> Tensor:
-        """``[k, R]`` from the values ``[k, ...]`` that each rank has at its positions."""
+        """Makes ``[k, R]`` from the values ``[k, ...]`` that each rank has at its positions."""
         empty = values.new_zeros(len(values), sum(self.lengths))
         own = empty.index_copy(1, positions, values)
         summed: Tensor = own if self.group is None else _Sum.apply(own, self.group)
         return summed
 
-    def spread(self, values: Tensor) -> Tensor:
-        """``[T]`` from the values ``[R]`` of a rank that has all tokens; 0 in the other rows."""
-        return values.new_zeros(len(self.labels)).index_copy(0, self.rows, values)
-
     def means(self, values: Tensor, masks: list[Tensor]) -> Tensor:
-        """``[R]``: for each token the mean of its response."""
+        """The mean of its response for each token, ``[R]``."""
         samples = zip(values.split(self.lengths), masks, strict=True)
         means = [((x * mask).sum() / mask.sum().clamp(min=1)).expand_as(x) for x, mask in samples]
         return torch.cat(means)
 
     def weights(self, reduction: Callable[[Tensor], Tensor]) -> Tensor:
-        """Weights ``[R]`` of a reduction of slime: its gradient, as it is linear.
+        """The weights ``[R]`` of a reduction of slime: its gradient, as it is linear.
 
         Tokens of other ranks have 0.
         """
-        # Under slime's --recompute-loss-function, whose own hooks these replace, the gradient would
-        # otherwise recompute the loss function, inside its forward.
+        # These replace the hooks of slime's --recompute-loss-function, by which the gradient would
+        # recompute the loss function, inside its forward.
         own_hooks = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
         with torch.enable_grad(), own_hooks:
             ones = torch.ones(len(self.listed), device=self.listed.device, requires_grad=True)
@@ -99,13 +94,13 @@ def response_tokens(
     at = torch.arange(len(sample)) + before_response[sample]  # predicts the next token
     chunk, offset = at // chunks[sample], at % chunks[sample]
     mirrored = chunk == 2 * size - 1 - rank
-    of_rank = (chunk == rank) | mirrored
+    mine = (chunk == rank) | mirrored
     row = row_starts[sample] + offset + chunks[sample] * mirrored
-    listed = of_rank.nonzero().flatten()
+    listed = mine.nonzero().flatten()
     if size > 1 and getattr(args, "allgather_cp", False):
         row = starts[sample] + at - rank * T
-        of_rank = (row >= 0) & (row < T)
-    predicted = of_rank.nonzero().flatten()
+        mine = (row >= 0) & (row < T)
+    predicted = mine.nonzero().flatten()
     label = (starts[sample] + at + 1)[predicted]
 
     indices = (row[predicted], label, predicted, listed)
@@ -124,7 +119,7 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Over ranks whose losses add up, so the gradients add up too."""
+    """Sums values over ranks whose losses add up, so the gradients add up too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -139,12 +134,12 @@ class _Sum(torch.autograd.Function):
 
 
 class Weights(NamedTuple):
-    """Of each response token, ``[R]``; 0 where another rank has the token in its lists.
+    """The weights of each response token, ``[R]``; 0 where another rank lists the token.
 
     Attributes:
-        policy: of the policy term, with the factors of OPSM and of a correction.
-        others: of the KL and entropy terms; 0 where a correction rejects the token.
-        logged: of what is logged of all tokens, rejected ones included.
+        policy: weights of the policy term, with the factors of OPSM and of a correction.
+        others: weights of the KL and entropy terms; 0 where a correction rejects the token.
+        logged: weights for logs of all tokens, rejected ones included.
         kept: 0 for tokens that a correction rejects, of all ranks. With an advantage of 0 they
             leave the search, but stay in the ratio of a sequence, as in slime.
         log: metrics of OPSM and of the correction.
@@ -173,12 +168,14 @@ def weights_of(
     """The weights that slime's own functions give.
 
     OPSM and the correction (``use_tis``, or the function at ``custom_tis_function_path``) multiply
-    the policy terms by factors. Given ones, they return the factors.
+    the policy terms by factors. On a policy term of ones, they return the factors.
 
     Args:
-        log_probs: ``[R]``, for OPSM, and for a correction if the batch has none.
+        log_probs: ``[R]``; OPSM needs them, and so does a correction if the batch has none.
         old_log_probs: ``[R]``; default: ``log_probs``.
     """
+    from slime.utils.misc import load_function
+
     lengths, masks = (batch["total_lengths"], batch["response_lengths"]), batch["loss_masks"]
     per_token = args.calculate_per_token_loss
     logged = others = tokens.weights(reduction)
@@ -201,11 +198,16 @@ def weights_of(
         from slime.backends.megatron_utils.loss import vanilla_tis_function
 
         path = args.custom_tis_function_path
-        correction = vanilla_tis_function if path is None else _load(path)
+        correction = vanilla_tis_function if path is None else load_function(path)
+        trained = batch.get("log_probs")
+        if not trained:
+            assert log_probs is not None
+            counts = [len(values) for values in batch["advantages"]]
+            trained = log_probs.detach()[tokens.listed].split(counts)
         factors, masks, metrics = correction(
             args=args,
             pg_loss=factors,
-            train_log_probs=_train_log_probs(batch, tokens, log_probs),
+            train_log_probs=list(trained),
             rollout_log_probs=batch["rollout_log_probs"],
             loss_masks=masks,
             total_lengths=lengths[0],
@@ -217,22 +219,6 @@ def weights_of(
         others = tokens.weights(kept)
     policy, path = others, getattr(args, "custom_pg_loss_reducer_function_path", None)
     if path is not None:
-        policy = tokens.weights(_load(path)(*lengths, masks, per_token))
+        policy = tokens.weights(load_function(path)(*lengths, masks, per_token))
     policy = policy.index_copy(0, tokens.listed, policy[tokens.listed] * factors.detach())
     return Weights(policy, others, logged, torch.cat(list(masks)).to(others), log)
-
-
-def _train_log_probs(
-    batch: dict[str, Any], tokens: ResponseTokens, log_probs: Tensor | None
-) -> list[Tensor]:
-    if batch.get("log_probs"):
-        return list(batch["log_probs"])
-    assert log_probs is not None
-    counts = [len(values) for values in batch["advantages"]]
-    return list(log_probs.detach()[tokens.listed].split(counts))
-
-
-def _load(path: str) -> Any:
-    from slime.utils.misc import load_function
-
-    return load_function(path)

@@ -1,7 +1,7 @@
 """Trinity-RFT: a policy loss of its registry (``algorithm.policy_loss_fn: bapo``).
 
-Load a module that calls :func:`register` as a plugin of Trinity. May import public modules, and
-Trinity inside of functions. Trinity finds arguments by their names, so these must stay.
+May import public modules, and Trinity inside of functions. Trinity finds arguments by their names,
+so these must stay.
 """
 
 from __future__ import annotations
@@ -13,19 +13,10 @@ from torch import Tensor
 
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
-from . import config_of, left_to, masked_reduction, on_host
+from . import BOUND_METRICS, config_of, left_to, masked_reduction, on_host
 
-_OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode")
-_METRICS = (
-    "pg_loss",
-    "pg_clipfrac",
-    "pg_clipfrac_lower",
-    "ppo_kl",
-    "bapo_clip_low",
-    "bapo_clip_high",
-    "bapo_pos_share",
-    "bapo_saturated",
-)
+_OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode", loss_scale_factor="loss_agg_mode")
+_METRICS = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", *BOUND_METRICS)
 
 
 def bapo_policy_loss(
@@ -49,7 +40,10 @@ def bapo_policy_loss(
 
 
 def register(name: str = "bapo") -> Any:
-    """Adds a ``PolicyLossFn`` with this loss to Trinity's registry, and returns the class."""
+    """Adds a ``PolicyLossFn`` with this loss to Trinity's registry, and returns the class.
+
+    Call it in a module that Trinity loads as a plugin.
+    """
     from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 
     class BAPOPolicyLossFn(PolicyLossFn):

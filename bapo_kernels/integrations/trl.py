@@ -1,19 +1,12 @@
 """TRL 1.9 and later: ``GRPOTrainer`` with the BAPO loss.
 
-The model's forward stops at the hidden states, and :func:`bapo_kernels.bapo_linear_loss` computes
-the rest. Log-probs and loss take two steps where TRL adds a term that this loss does not have (an
-entropy bonus with its own normaliser, a KL term multiplied by the ratio, router losses), where it
-drops the policy term of tokens by their log-probs or entropies, or where there are images.
-Normalisation, masks, KL and importance sampling correction are TRL's. TRL's own loss, at the bounds
-in use, logs its metrics. If a ``rollout_func`` returns the sets that its tokens were drawn from, as
-``sampling_mask``, all log-probs are over them.
-
 May import public modules, the package's checks and the ``trl_...`` files, which do not import this
-one. Private methods of TRL are overridden here; one that changes its meaning changes the loss.
+one. It overrides private methods of TRL: one that changes its meaning changes the loss.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,32 +31,13 @@ require_version("trl", "1.9")
 from trl import GRPOTrainer  # noqa: E402
 from trl.trainer.utils import get_config_model_id  # noqa: E402
 
-from .trl_config import (  # noqa: E402
-    BAPOTrainerConfig,
-    bapo_config,
-    check,
-    corrects_kl,
-    needs_log_probs,
-)
-from .trl_head import add_head  # noqa: E402
-from .trl_sampling_mask import KEY, TrainerWithSamplingMasks, mask_of  # noqa: E402
+from .trl_config import BAPOTrainerConfig, bapo_config, check, corrects_kl, needs_log_probs  # noqa: E402
+from .trl_head import KEY, TrainerWithSamplingMasks, add_head, mask_of  # noqa: E402
 
 __all__ = ["BAPOTrainer", "BAPOTrainerConfig"]
 
 _SEARCH_FILE = "bapo_search.pt"
-_IMAGES = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
-# Of the model card that TRL writes.
+# TRL cites it in the model card that it writes.
 _PAPER = {
     "id": "2510.18927",
     "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy "
@@ -98,7 +72,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **options: Any
     ) -> None:
-        if args is None:  # named as TRL names it
+        if args is None:  # TRL's default has such a name
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = BAPOTrainerConfig(f"{name.split('/')[-1]}-BAPO")
         rule = "be None or a BAPOTrainerConfig"
@@ -165,11 +139,11 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     def _head(self, inputs: dict[str, Any]) -> str:
         """The head that the user asked for, or the fastest that is exact for these inputs."""
         asked = self.args.bapo_head
-        if self.aux_loss_enabled or any(inputs.get(name) is not None for name in _IMAGES):
+        if self.aux_loss_enabled or any(x is not None for x in self._images(inputs).values()):
             rule = "be None or 'trl' with images or router losses"
             require(asked in (None, "trl"), "bapo_head", rule, repr(asked))
         elif self._lm_head is not None:
-            return str(asked or ("log_probs" if any(needs_log_probs(self.args)) else "fused"))
+            return str(asked or ("log_probs" if needs_log_probs(self.args) else "fused"))
         rule = "not be given with TRL's head (bapo_head='trl', images, router losses)"
         require(inputs.get(KEY) is None, KEY, rule, "one")
         return "trl"
@@ -177,15 +151,15 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     def _counted(
         self, log_probs: Tensor, entropies: Tensor | None, inputs: dict[str, Any]
     ) -> tuple[dict[str, Any], Tensor]:
-        """Inputs with advantages of 0 where TRL drops the policy term, and the entropy bonus' mask.
+        """Sets advantages to 0 where TRL drops the policy term; also returns the bonus' mask.
 
-        So neither the loss nor the search counts these tokens; their other terms stay.
+        Neither the loss nor the search then counts these tokens; their other terms stay.
         """
         mask = chosen = _mask(inputs)
         A = inputs["advantages"]
         A = A.unsqueeze(1) if A.ndim == 1 else A
         if self.top_entropy_quantile < 1.0:
-            assert entropies is not None, "of the heads that these options leave"
+            assert entropies is not None, "these options leave only heads that return them"
             least = 1 - self.top_entropy_quantile
             chosen = self.get_high_entropy_mask(entropies.detach(), mask, least)
         kept = chosen
@@ -205,7 +179,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         chosen: Tensor,
         inputs: dict[str, Any],
     ) -> Tensor:
-        """What TRL adds to the loss: the KL times the ratio, the entropy bonus, router losses."""
+        """The terms that TRL adds: the KL times the ratio, the entropy bonus, router losses."""
         dtype = torch.promote_types(log_probs.dtype, torch.float32)
         terms = log_probs.new_zeros((), dtype=dtype)
         accumulation = self._accumulation_steps
@@ -244,7 +218,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
                 inputs["completion_ids"].shape[1],
                 compute_entropy=True,
                 compute_aux_loss=self.aux_loss_enabled,
-                **{name: inputs.get(name) for name in _IMAGES},
+                **self._images(inputs),
             )
             return log_probs, entropies, aux_loss
         head = partial(
@@ -256,6 +230,12 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             sampling_mask=mask_of(inputs),
         )
         return *self._forward(model, inputs, head), None
+
+    def _images(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of TRL's head for images: what it takes besides tokens, by default None."""
+        takes = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+        optional = [name for name, each in takes.items() if each.default is None]
+        return {name: inputs.get(name) for name in optional if name != "batch_size"}
 
     def _forward(self, model: Any, inputs: dict[str, Any], head: Callable[..., Any]) -> Any:
         """``head(hidden states of the completions, weight, bias=bias)``, in the model's forward."""
@@ -273,21 +253,18 @@ class BAPOTrainer(TrainerWithSamplingMasks):
         is_weights = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             is_weights = inputs["importance_sampling_ratio"].expand_as(inputs["completion_mask"])
+        bounds: Any = self.bapo_config.options.start()
+        if self.search.scope != "step" or self.search.metrics or self.model.training:
+            bounds = self.search.bounds  # undecided in an evaluation before the first step
         return dict(
             **_tokens(inputs),
             rollout_is_weights=is_weights,
             ref_log_probs=inputs["ref_per_token_logps"] if self.beta else None,
             config=self.bapo_config,
-            bounds=self._bounds(),
+            bounds=bounds,
             process_group=self.search.process_group,
             **self._counts(inputs),
         )
-
-    def _bounds(self) -> Any:
-        """The bounds in use; in an evaluation before the first decision, the starting bounds."""
-        if self.search.scope == "step" and not self.search.metrics and not self.model.training:
-            return self.bapo_config.options.start()
-        return self.search.bounds
 
     def _counts(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The normaliser that TRL uses for its loss type."""
@@ -333,9 +310,9 @@ class BAPOTrainer(TrainerWithSamplingMasks):
     def _log_metrics(
         self, out: BAPOOutput, model: Any, inputs: dict[str, Any], aux_loss: Tensor | None
     ) -> None:
-        """Has TRL's loss log its metrics, over all processes, and logs ``bapo/...``.
+        """Lets TRL's loss log its metrics, over all processes, and logs ``bapo/...``.
 
-        With adaptive entropy it also updates the coefficient for the next step.
+        With adaptive entropy, TRL's loss also updates the coefficient for the next step.
         """
         self._known = out.log_probs, out.entropy, aux_loss
         if self.bapo_config.has_bounds:
@@ -349,7 +326,7 @@ class BAPOTrainer(TrainerWithSamplingMasks):
             self._log("bapo/label_outside_mask", count)
         if not self.bapo_config.has_bounds:
             return
-        # Those of the decision in use; an evaluation, or a micro-batch that decides, has its own.
+        # An evaluation, or a micro-batch that decides, logs its own decision.
         decision = (self.model.training and self.search.metrics) or out.metrics
         for name in DECISION_METRICS:
             if not decision[name].isnan():  # as it is before the first decision
@@ -363,7 +340,7 @@ def _sequences(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _tokens(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What loss and search take of the completions, besides their log-probs."""
+    """The arguments that both loss and search take besides the log-probs."""
     return dict(
         old_log_probs=inputs.get("old_per_token_logps"),
         advantages=inputs["advantages"],

@@ -100,9 +100,9 @@ def check(args: Any) -> None:
     def check_option(ok: bool, name: str, rule: str) -> None:
         require(ok, name, f"{rule} with BAPO", repr(getattr(args, name)))
 
-    surrogate, of_type = _surrogate(args), f" for loss_type={args.loss_type!r}"
+    surrogate, case = _surrogate(args), f" for loss_type={args.loss_type!r}"
     if surrogate == "mask":
-        of_type = " for surrogate='mask'"
+        case = " for surrogate='mask'"
     searches, clips = surrogate != "sapo", surrogate == "clip"
     rule = f"be one of {sorted(_AGGREGATION)}"
     if args.loss_type == "vespo":
@@ -114,18 +114,18 @@ def check(args: Any) -> None:
     rule = "be False before TRL 1.14 (where it replaces the loss)"
     check_option(not replaces_loss, "use_liger_kernel", rule)
     ok = args.delta is None or (clips and args.delta > 1)
-    check_option(ok, "delta", "be None or > 1" if clips else f"be None{of_type}")
+    check_option(ok, "delta", "be None or > 1" if clips else f"be None{case}")
     heads: tuple[str | None, ...] = (None, "fused", "log_probs", "trl")
     rule = f"be one of {heads}"
-    if first := next(needs_log_probs(args), None):
+    if names := needs_log_probs(args):
         heads = (None, "log_probs", "trl")
-        rule = f"be one of {heads} with {first}"
+        rule = f"be one of {heads} with {names[0]}"
     check_option(args.bapo_head in heads, "bapo_head", rule)
     scopes = ("lagged", "step", "call") if searches else ("call",)
-    rule = f"be one of {scopes}" if searches else f"be 'call'{of_type} (it has no search)"
+    rule = f"be one of {scopes}" if searches else f"be 'call'{case} (it has no search)"
     check_option(args.bapo_scope in scopes, "bapo_scope", rule)
     ok = searches or not args.bapo_options
-    check_option(ok, "bapo_options", f"be None{of_type} (it has no search)")
+    check_option(ok, "bapo_options", f"be None{case} (it has no search)")
     ok = args.steps_per_generation % args.gradient_accumulation_steps == 0
     rule = "be a multiple of gradient_accumulation_steps with bapo_scope='step'"
     check_option(ok or args.bapo_scope != "step", "steps_per_generation", rule)
@@ -133,7 +133,7 @@ def check(args: Any) -> None:
 
 
 def bapo_config(args: Any, **transform: Any) -> BAPOConfig:
-    """:class:`BAPOConfig` of a trainer's ``args`` and the ``transform`` of its logits."""
+    """Makes the :class:`BAPOConfig` of ``args`` and of the ``transform`` of the logits."""
     surrogate, options = _surrogate(args), args.bapo_options
     if surrogate == "mask":
         options = {name: value for name, value in options.items() if name != "surrogate"}
@@ -168,23 +168,21 @@ def corrects_kl(args: Any) -> bool:
     return bool(args.beta and args.use_bias_correction_kl)
 
 
-def needs_log_probs(args: Any) -> Iterator[str]:
-    """Options in use whose terms, or masks of the policy term, need log-probs or entropies."""
-    if args.entropy_coef:
-        yield "entropy_coef"
-    if corrects_kl(args):
-        yield "use_bias_correction_kl"
-    if args.use_adaptive_entropy:
-        yield "use_adaptive_entropy"
-    if args.top_entropy_quantile < 1.0:
-        yield "top_entropy_quantile"
-    if args.off_policy_mask_threshold is not None:
-        yield "off_policy_mask_threshold"
+def needs_log_probs(args: Any) -> list[str]:
+    """The options in use whose terms, or masks of the policy term, need log-probs or entropies."""
+    in_use = {
+        "entropy_coef": args.entropy_coef,
+        "use_bias_correction_kl": corrects_kl(args),
+        "use_adaptive_entropy": args.use_adaptive_entropy,
+        "top_entropy_quantile": args.top_entropy_quantile < 1.0,
+        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
+    }
+    return [name for name, used in in_use.items() if used]
 
 
 def _warnings(args: Any) -> Iterator[str]:
     """Warnings about settings that are allowed, but are probably not intended."""
-    if _surrogate(args) == "sapo":  # without a search none of them applies
+    if _surrogate(args) == "sapo":  # none of them applies without a search
         return
     for name in ("epsilon", "epsilon_high"):
         value = getattr(args, name)

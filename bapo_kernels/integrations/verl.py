@@ -1,32 +1,32 @@
 """verl 0.6.1 and later: the policy loss ``bapo``.
 
-verl 0.9 and later load this module by themselves (entry point ``verl.plugins``); for older versions
-set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl``. Then select the loss with
-``actor_rollout_ref.actor.policy_loss.loss_mode=bapo``. May import public modules, the package's
-checks and ``verl_scopes``, which does not import this one. Users' configs have its names.
+May import public modules and the package's checks. Users' configs have the names of the module, of
+the class and of its fields. A search left behind after a step would decide for another engine.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..bounds import TABLE_FIELDS
 from ..checks import check_group, require, warn_once
 from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from ..scopes import ClipBoundSearch, Scope
-from . import DECISION_METRICS, config_of, on_host, require_version, verl_scopes
+from . import DECISION_METRICS, OPTIONS, config_of, on_host, require_version
 
 require_version("verl", "0.6.1")
 
 from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
-_SEARCH = (*TABLE_FIELDS, "target", "target_kind", "raise_first")
 _METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", *DECISION_METRICS)
 _group: dist.ProcessGroup | None = None
 
@@ -36,9 +36,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
     """The ``policy_loss`` of an actor whose ``policy_loss._target_`` names this class.
 
     Args:
-        preset: ``"paper"``, or ``"recipe"`` for what the authors' code does.
-        adv_ratio_target: the authors' name for a target of the ratio of the masses; ``target`` and
-            ``target_kind`` are those of :class:`bapo_kernels.BAPOConfig`.
+        preset: ``"paper"``, or ``"recipe"`` to do as the authors' code.
+        adv_ratio_target: the authors' name for a target of the ratio of the masses.
         surrogate: ``"clip"``, ``"cispo"``, ``"sapo"``, ``"mask"``, or verl's names ``"vanilla"``
             (the clip) and ``"gspo"`` (the clip with ``ratio_level="sequence"``). ``"sapo"`` has no
             bounds and no search; its taus are ``actor.tau_pos`` and ``actor.tau_neg``.
@@ -54,13 +53,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
 
     The other fields are those of :class:`bapo_kernels.BAPOConfig`; ``None`` takes the preset's.
     With fixed bounds (``ratio_lower_start=ratio_lower_max``, ``ratio_upper_start=ratio_upper_max``,
-    ``target=0``) losses and gradients are verl's, with these exceptions:
-
-    - verl's ``gspo`` gives each token the gradient of its own loss. This one gives it the mean of
-      these over the sequence, the derivative of its ratio. Both are equal where advantages and
-      importance weights are constant in each sequence, as with GRPO.
-    - verl clamps the log-ratio of a sequence at 10 from above, this one at 20 on both sides.
-    - verl's ``sapo`` ignores ``actor.loss_agg_mode``: it aggregates by ``"seq-mean-token-mean"``.
+    ``target=0``) losses and gradients are verl's, except for the gradient and the clamp of ``gspo``
+    and the mean of ``sapo`` (docs/migrating.md, Where TRL and verl differ).
 
     Raises:
         ValueError: a value breaks its rule, two values contradict each other, or ``loss_mode``
@@ -92,13 +86,16 @@ class BAPOPolicyLossConfig(PolicyLossConfig):
         _deciding_ranks(self, _config(self))
         if self.scope != "call":
             self.search()
-            verl_scopes.install(BAPOPolicyLossConfig)
+            _install()
 
     def search(
         self, group: dist.ProcessGroup | None = None, device: str = "cpu"
     ) -> ClipBoundSearch:
         """The search of an engine, over the tokens of the data-parallel ranks ``group``."""
         return ClipBoundSearch(_config(self), cast(Scope, self.scope), group, device)
+
+
+_OPTIONS = OPTIONS & BAPOPolicyLossConfig.__annotations__.keys()
 
 
 def use_process_group(group: dist.ProcessGroup | None) -> None:
@@ -109,8 +106,8 @@ def use_process_group(group: dist.ProcessGroup | None) -> None:
 
 
 def _config(loss: Any, **decided: Any) -> BAPOConfig:
-    """The config of a ``policy_loss``, which may be of any class, with what verl has decided."""
-    options = {name: loss.get(name, None) for name in _SEARCH}
+    """Makes the config of a ``policy_loss``, which may be of any class, and verl's own options."""
+    options = {name: loss.get(name, None) for name in _OPTIONS}
     ratio = loss.get("adv_ratio_target", None)
     if ratio is not None:
         rule = "not be given together with adv_ratio_target"
@@ -119,7 +116,7 @@ def _config(loss: Any, **decided: Any) -> BAPOConfig:
         rule = "be 'ratio' with adv_ratio_target"
         require(kind in (None, "ratio"), "policy_loss.target_kind", rule, repr(kind))
         options.update(target=ratio, target_kind="ratio")
-    surrogate, level = (loss.get(name, None) for name in ("surrogate", "ratio_level"))
+    surrogate, level = options["surrogate"], options["ratio_level"]
     if surrogate == "gspo":
         rule = "be 'sequence' with surrogate='gspo'"
         require(level in (None, "sequence"), "policy_loss.ratio_level", rule, repr(level))
@@ -135,23 +132,23 @@ def _config(loss: Any, **decided: Any) -> BAPOConfig:
 def _deciding_ranks(loss: Any, config: BAPOConfig) -> dist.ProcessGroup | None:
     name, ranks = "policy_loss.search_ranks", loss.get("search_ranks", "own")
     require(ranks in ("own", "world"), name, "be 'own' or 'world'", repr(ranks))
-    rule = f"be 'own' with surrogate={config.surrogate!r}, which has no search"
-    require(config.has_bounds or ranks == "own", name, rule, repr(ranks))
     scope = loss.get("scope", "call")
-    rule = f"be 'own' with scope={scope!r}, whose decisions cover all data-parallel ranks"
-    require(scope == "call" or ranks == "own", name, rule, repr(ranks))
+    for ok, why in (
+        (config.has_bounds, f"with surrogate={config.surrogate!r}, which has no search"),
+        (scope == "call", f"with scope={scope!r}, whose decisions cover all data-parallel ranks"),
+        (_group is None, "after use_process_group(), which gave the ranks"),
+    ):
+        require(ok or ranks == "own", name, f"be 'own' {why}", repr(ranks))
     rule = "be 'call' after use_process_group(), whose ranks decide call by call"
     require(scope == "call" or _group is None, "policy_loss.scope", rule, repr(scope))
     if ranks == "own":
         return _group
-    rule = "be 'own' after use_process_group(), which gave the ranks"
-    require(_group is None, name, rule, repr(ranks))
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _warn_of_unused(config: Any, made: BAPOConfig) -> None:
     """Warns of options of verl's own clipping that were changed, but are not used."""
-    if not made.has_bounds:  # nor does verl use any of them
+    if not made.has_bounds:  # verl's own SAPO uses none of them either
         return
     unused = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"]
     if made.clip_ratio_c is None:
@@ -165,6 +162,103 @@ def _warn_of_unused(config: Any, made: BAPOConfig) -> None:
                 "never epsilons (0.2, 0.28). It has a dual clip, clip_ratio_c, only with "
                 "preset='recipe' and surrogate='clip'."
             )
+
+
+class _Step(NamedTuple):
+    """The step that an engine is in."""
+
+    search: ClipBoundSearch
+    gathers: bool  # whether losses only give their log-probs to the decision
+    decision: dict[str, Tensor]  # the metrics of the decision
+
+
+_searches: WeakKeyDictionary[Any, ClipBoundSearch] = WeakKeyDictionary()  # by engine, once decided
+_running: _Step | None = None  # verl does not tell a policy loss which step calls it
+
+
+def _running_step(scope: str) -> _Step | None:
+    """The step that a policy loss is called in; required unless the scope is ``call``."""
+    if scope == "call":
+        return None
+    rule = "be 'call' outside of the optimizer step of an engine (train_batch)"
+    require(_running is not None, "policy_loss.scope", rule, repr(scope))
+    return _running
+
+
+@functools.cache
+def _install() -> None:
+    """Lets every engine's ``train_batch`` decide for its micro-batches, over all its ranks."""
+    require_version("verl", "0.8")  # since which actors run on these engines
+    from verl.workers.engine.base import BaseEngine
+
+    original = BaseEngine.train_batch
+
+    @functools.wraps(original)
+    def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
+        search = _search_of(self, loss_function)
+        if search is None:
+            return original(self, data, loss_function)
+        if search.scope == "step":
+            with _running_in(_Step(search, True, {})), ExitStack() as stack:
+                # In eval mode dropout draws nothing, and activation offload expects no backward.
+                stack.callback(self.module.train, self.module.training)
+                self.module.eval()
+                self.infer_batch(data, loss_function)
+            _decide(self, search)
+        # At the starting bounds of the scope "lagged", each call logs metrics of its own.
+        decision = search.metrics if self in _searches else {}
+        with _running_in(_Step(search, False, decision)):
+            outputs = original(self, data, loss_function)
+        if search.scope == "lagged":
+            _decide(self, search)
+        return outputs
+
+    BaseEngine.train_batch = train_batch
+
+
+def _search_of(engine: Any, loss_function: Any) -> ClipBoundSearch | None:
+    from verl.utils.device import get_device_name
+
+    config = getattr(loss_function, "keywords", {}).get("config")  # verl's is a partial
+    loss = getattr(config, "policy_loss", None)
+    if not isinstance(loss, BAPOPolicyLossConfig) or loss.scope == "call":
+        return None
+    search = _searches.get(engine)
+    if search is None:
+        _check_engine(engine, loss.scope)
+        search = loss.search(engine.get_data_parallel_group(), get_device_name())
+    elif search.histogram is not None:
+        search.histogram.reset()  # a step that raised has left tokens there
+    return search
+
+
+def _decide(engine: Any, search: ClipBoundSearch) -> None:
+    search.step()
+    _searches[engine] = search
+
+
+def _check_engine(engine: Any, scope: str) -> None:
+    """Refuses an engine that cannot make the forward of ``step``, or whose ranks cannot share."""
+    from verl.workers.engine.fsdp import FSDPEngine
+
+    is_fsdp = type(engine).forward_backward_batch is FSDPEngine.forward_backward_batch
+    rule = f"be 'call' or 'lagged' with {type(engine).__name__}"
+    require(scope == "lagged" or is_fsdp, "policy_loss.scope", rule, repr(scope))
+    # verl's group would be a single rank, though the batch is split over several.
+    config = getattr(engine, "engine_config", None)
+    splits = getattr(config, "dynamic_context_parallel", False)
+    rule = "be 'call' with dynamic_context_parallel=True"
+    require(not splits, "policy_loss.scope", rule, repr(scope))
+
+
+@contextmanager
+def _running_in(step: _Step) -> Iterator[None]:
+    global _running
+    _running = step
+    try:
+        yield
+    finally:
+        _running = None
 
 
 @register_policy_loss("bapo")
@@ -183,7 +277,7 @@ def compute_policy_loss_bapo(
     weight of the paper's search is exp of the old log-prob, because verl passes no rollout
     log-probs.
     """
-    step = verl_scopes.running_step(config.policy_loss.get("scope", "call"))
+    step = _running_step(config.policy_loss.get("scope", "call"))
     tokens = log_prob, old_log_prob, advantages, response_mask
     if step is not None and step.gathers:
         step.search.update(*tokens)

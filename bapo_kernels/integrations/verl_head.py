@@ -1,18 +1,7 @@
-"""verl's ``use_fused_kernels`` with :func:`bapo_kernels.linear_log_probs` as its head.
+"""verl's ``use_fused_kernels`` with :func:`bapo_kernels.linear_log_probs`, once this is imported.
 
-Set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl_head`` and
-``actor_rollout_ref.model.use_fused_kernels=True`` with the backend ``torch``. Importing this module
-replaces the forward of verl's ``FusedLinearForPPO``, which the fused forward of every model family
-calls. Log-probs and entropy stay the same up to rounding, and both are float32.
-
-With verl 0.8 and later a batch may have ``sampling_mask`` among its non-tensors: for each sequence
-a list with the token ids that each response token was drawn from. An empty entry stands for the
-whole vocabulary. All log-probs and entropies, old and reference ones too, are over these sets.
-
-verl carries the sets from the ``extra_fields`` of an agent loop to the micro-batches. Its fused
-head gets no micro-batch, so the engine leaves the sets here for the head that it is about to call.
-If the head does not take them, it would use the whole vocabulary, so this raises. May import public
-modules and the package's checks.
+May import public modules and the package's checks. verl's fused head gets no micro-batch, so the
+engine leaves its sets here. A head that did not take them would use the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +22,7 @@ from packaging.version import Version  # noqa: E402
 from verl.utils.experimental.torch_functional import FusedLinearForPPO  # noqa: E402
 
 _SETS = "sampling_mask"
-_micro_batch: Any = None  # whose sets the head has not taken yet
+_micro_batch: Any = None  # the one whose sets the head has not taken yet
 
 
 def forward(
@@ -43,7 +32,11 @@ def forward(
     input_ids: Tensor,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """``(log_probs, entropy)`` of ``hidden_states [..., H]`` and aligned labels ``input_ids``."""
+    """``(log_probs, entropy)``, float32, of ``hidden_states [..., H]`` and aligned ``input_ids``.
+
+    It replaces the forward of verl's ``FusedLinearForPPO``, which the fused forward of every model
+    family calls.
+    """
     return linear_log_probs(
         hidden_states,
         vocab_weights,
@@ -54,7 +47,7 @@ def forward(
 
 
 def _carry_sampling_masks() -> None:
-    """Lets the engine leave the sets of each micro-batch here, as the fused head gets none."""
+    """Lets the engine leave the sets of each micro-batch here, for the head that it will call."""
     from verl.workers.engine.fsdp import transformer_impl as engines
 
     original = engines.FSDPEngineWithLMHead.forward_step
@@ -99,10 +92,10 @@ def _sampling_mask(labels: Tensor) -> SamplingMask | None:
         counts = responses.offsets().diff()
     else:
         counts = batch["attention_mask"][:, -responses.shape[1] :].sum(1)
-    of_sequences = tensordict_utils.get(batch, _SETS)
+    column = tensordict_utils.get(batch, _SETS)
     rows: list[Any] = [()] * labels.numel()
     for i, count in enumerate(counts.tolist()):
-        sets = of_sequences[i]
+        sets = column[i]
         if sets is not None:
             rule = f"have a set for each of the {count} tokens of the response"
             require(len(sets) >= count, f"{_SETS}[{i}]", rule, len(sets))
@@ -112,5 +105,5 @@ def _sampling_mask(labels: Tensor) -> SamplingMask | None:
 
 
 FusedLinearForPPO.forward = forward
-if Version(verl.__version__) >= Version("0.8"):  # whose actors run on this engine
+if Version(verl.__version__) >= Version("0.8"):  # since which actors run on this engine
     _carry_sampling_masks()

@@ -1,10 +1,7 @@
-"""verl's ``use_fused_kernels`` in its Megatron engine, with ``linear_log_probs`` as its head.
+"""verl's ``use_fused_kernels`` in its Megatron engine, with ``linear_log_probs``, once imported.
 
-Set ``VERL_USE_EXTERNAL_MODULES=bapo_kernels.integrations.verl_megatron`` and
-``actor_rollout_ref.model.use_fused_kernels=True``. Importing this module replaces the
-``output_processor`` that verl passes to the models of megatron-core 0.18 and later. Log-probs and
-entropy stay the same up to rounding, and both are float32. May import public modules and the
-adapter ``megatron``. verl passes the arguments of ``fused_output_processor`` by their names.
+May import public modules and the adapter ``megatron``. verl passes the arguments of
+``fused_output_processor`` by their names.
 """
 
 from __future__ import annotations
@@ -26,11 +23,11 @@ from .megatron import FusedHead  # noqa: E402
 
 
 def fused_output_processor(
-    *, hidden_states: Tensor, labels: Tensor, context: Any, **of_model: Any
+    *, hidden_states: Tensor, labels: Tensor, context: Any, **given: Any
 ) -> CausalLMOutputForPPO:
-    """Log-probs and entropy ``[1, T]`` of packed sequences, at the context's temperature."""
+    """Log-probs and entropy ``[1, T]``, float32, of packed sequences, at its temperature."""
     head = FusedHead(linear_log_probs, labels, temperature=context.temperature)
-    log_probs, entropy = head(hidden_states=hidden_states, **of_model)
+    log_probs, entropy = head(hidden_states=hidden_states, **given)
     return CausalLMOutputForPPO(hidden_states=hidden_states, log_probs=log_probs, entropy=entropy)
 
 

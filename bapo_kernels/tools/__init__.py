@@ -1,4 +1,4 @@
 """Tools around the kernels: error budgets, validation and the command line.
 
-Nothing of the package imports them but ``__main__``.
+No other module of the package may import them but ``__main__``.
 """

@@ -1,10 +1,7 @@
-"""A test case, its results, and the error budget of a kernel.
+"""A test case, its results, and the error budget of a kernel, which is computed, never tuned.
 
-The budget is computed, never tuned: twice the error of the reference in the kernel's dtype, plus
-one rounding. That error is the largest over a few orders of the reference's sums, because in one
-order it may be small by luck. May import public modules, ``sum_order`` and the reference, never a
-kernel: a wider budget hides wrong kernels from ``validate`` and from the tests, which take it from
-here.
+May import public modules, ``sum_order`` and the reference, never a kernel: a wider budget hides
+wrong kernels from ``validate`` and from the tests, which take it from here.
 """
 
 from __future__ import annotations
@@ -38,7 +35,10 @@ T = TypeVar("T")
 
 
 def in_some_orders(run: Callable[[], T]) -> list[T]:
-    """What ``run`` returns, then what it returns with its sums in other orders."""
+    """Returns the results of ``run`` with its sums in PyTorch's order and in two others.
+
+    In a single order the error of a reference may be small by luck.
+    """
     results = [run()]
     for seed in (1, 2):
         with SumOrder(seed):
@@ -56,10 +56,10 @@ def error_and_budget(
 ) -> tuple[float, float]:
     """``|got - truth|``, and ``2*|same_dtype - truth| + one rounding``, in the maximum norm.
 
-    Of several references in the dtype, the one with the largest error counts. The rounding is that
-    of the largest value, or of the largest operand of a difference; ``inherited`` is added to the
-    budget. The error is NaN, which exceeds every budget, if the shapes differ or if NaN and
-    infinities are not where the truth has them.
+    If there are several references in the dtype, the one with the largest error counts. The
+    rounding is that of the largest value, or of the largest operand of a difference; ``inherited``
+    is added to the budget. The error is NaN, which exceeds every budget, if the shapes differ or if
+    NaN and infinities are not where the truth has them.
     """
     truth = truth.double()
     got64 = got.double().to(truth.device)
@@ -104,7 +104,7 @@ class Case:
         return self.labels, self.old_log_probs, self.advantages, self.response_mask
 
     def with_options(self, **options: Any) -> Case:
-        """The same case with further options."""
+        """Returns a copy with further options."""
         return replace(self, options=self.options | options)
 
 
@@ -133,13 +133,13 @@ def make_case(
     if logits is None:
         logits = (spread * torch.randn(*shape, V, generator=g)).to(dtype)
     labels = torch.randint(0, V, shape, generator=g)
-    transform = {
-        name: getattr(config, name)
-        for name in ("temperature", "logit_scale", "final_logit_softcapping")
-    }
-    if "temperature" in options:
-        transform["temperature"] = options["temperature"]
-    logp = reference.log_probs(logits.double(), labels, **transform)[0]
+    logp, _ = reference.log_probs(
+        logits.double(),
+        labels,
+        temperature=options.get("temperature", config.temperature),
+        logit_scale=config.logit_scale,
+        final_logit_softcapping=config.final_logit_softcapping,
+    )
     old = (logp + staleness * torch.randn(shape, generator=g)).float()
     advantages = torch.randn(shape, generator=g)
     advantages[torch.rand(shape, generator=g) < idle] = 0.0
@@ -148,23 +148,15 @@ def make_case(
     unmasked = mask & (labels != IGNORE_INDEX)
     if poison:
         logits[~unmasked] = torch.nan
-        old[~unmasked] = torch.nan
-        advantages[~unmasked] = torch.nan
 
     def finished(value: Tensor) -> Tensor:
         if value.shape == tuple(shape) and poison:
             value = value.masked_fill(~unmasked, torch.nan)
         return value.to(device)
 
+    tokens = labels.to(device), finished(old), finished(advantages), mask.to(device)
     moved = tree_map_only(Tensor, finished, options)
-    return Case(
-        logits.to(device),
-        labels.to(device),
-        old.to(device),
-        advantages.to(device),
-        mask.to(device),
-        {"config": config, **moved},
-    )
+    return Case(logits.to(device), *tokens, {"config": config, **moved})
 
 
 def per_token(
@@ -177,7 +169,7 @@ def per_token(
 
 @dataclass
 class Result:
-    """Output of a loss and its gradients: of logits, or of hidden states and weight."""
+    """The output of a loss, and its gradients by logits, or by hidden states and weight."""
 
     output: BAPOOutput
     gradients: tuple[Tensor, ...]
@@ -191,40 +183,39 @@ class Result:
 def evaluate(
     loss: Loss, case: Case, parameters: tuple[Tensor, ...], dtype: torch.dtype | None = None
 ) -> Result:
-    """``loss(*parameters, ...)`` of a case, the parameters cast to ``dtype`` if it is given."""
+    """Calls ``loss(*parameters, ...)`` on a case, its parameters cast to ``dtype`` if given."""
     leaves = [p.detach().to(dtype or p.dtype, copy=True).requires_grad_() for p in parameters]
     output = loss(*leaves, *case.arguments(), **case.options)
     return Result(output, torch.autograd.grad(output.loss, leaves))
 
 
 def loss_sensitivity(case: Case, truth: Result) -> tuple[float, float]:
-    """Sums of |d loss / d log_prob| and of |d loss / d entropy|."""
+    """The sums of |d loss / d log_prob| and of |d loss / d entropy|."""
     unmasked = case.labels != IGNORE_INDEX
     if case.response_mask is not None:
         unmasked = unmasked & (case.response_mask != 0)
     log_probs, entropy = truth.output.log_probs, truth.output.entropy
     assert entropy is not None
     leaves = [v.double().nan_to_num(0.0).requires_grad_() for v in (log_probs, entropy)]
-    options = dict(case.options)
+    in_log_probs = ("temperature", "sampling_mask")
+    options = {name: x for name, x in case.options.items() if name not in in_log_probs}
     if options["config"].has_bounds:
         options["bounds"] = truth.output.bounds
-    for of_softmax in ("temperature", "sampling_mask"):  # the log-probs have them
-        options.pop(of_softmax, None)
     loss = reference.bapo_loss_from_log_probs(
         leaves[0], case.old_log_probs, case.advantages, unmasked, entropy=leaves[1], **options
     ).loss
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    of_log_probs, of_entropy = (0.0 if g is None else g.abs().sum().item() for g in gradients)
-    return of_log_probs, of_entropy
+    gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    by_log_probs, by_entropy = (gradient.abs().sum().item() for gradient in gradients)
+    return by_log_probs, by_entropy
 
 
 def quantities(
     case: Case, got: Result, same: Sequence[Result], truth: Result
 ) -> Iterator[Measured]:
-    """Bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
+    """Measures bounds, gradients, log-probs, entropy, loss, and the metric closest to its budget.
 
-    What is summed from log-probs and entropies inherits their rounding, and the gradients inherit
-    it through the ratio.
+    Sums of log-probs and entropies inherit their rounding, and gradients inherit it through the
+    ratio.
 
     Args:
         same: the reference in the dtype, with its sums in some orders.
@@ -233,27 +224,27 @@ def quantities(
     log_probs = truth.output.log_probs
     operand = largest(log_probs[log_probs.isfinite()])
     names = "gradient", "weight gradient", "bias gradient"
-    of_leaves = zip(*(result.gradients for result in (got, truth, *same)), strict=True)
-    for name, (mine, exact, *theirs) in zip(names, of_leaves, strict=False):
-        of_ratio = EPS[torch.float32] * operand * largest(exact.nan_to_num())
-        yield name, *error_and_budget(mine, theirs, exact, inherited=of_ratio)
+    by_leaf = zip(*(result.gradients for result in (got, truth, *same)), strict=True)
+    for name, (mine, exact, *theirs) in zip(names, by_leaf, strict=False):
+        inherited = EPS[torch.float32] * operand * largest(exact.nan_to_num())
+        yield name, *error_and_budget(mine, theirs, exact, inherited=inherited)
 
-    of_got, of_truth, *of_same = (_values(result.output) for result in (got, truth, *same))
+    values, true, *others = (_values(result.output) for result in (got, truth, *same))
 
     def compared(name: str, operand: float = 0.0) -> Measured:
-        references = [values[name] for values in of_same]
-        return name, *error_and_budget(of_got[name], references, of_truth[name], operand=operand)
+        references = [each[name] for each in others]
+        return name, *error_and_budget(values[name], references, true[name], operand=operand)
 
     yield compared("log_probs")
-    of_entropy = max(1.0, operand)  # of a logarithm, which has a sum's relative rounding
-    yield compared("entropy", of_entropy)
+    entropy_operand = max(1.0, operand)  # a logarithm, which has a sum's relative rounding
+    yield compared("entropy", entropy_operand)
     by_log_probs, by_entropy = loss_sensitivity(case, truth)
-    yield compared("loss", operand * by_log_probs + of_entropy * by_entropy)
+    yield compared("loss", operand * by_log_probs + entropy_operand * by_entropy)
     metrics = []
     for name, value in truth.output.metrics.items():
-        size = max(1.0, value.abs().nan_to_num(posinf=0.0).item())  # of a ratio of sums
-        of_metric = of_entropy if name == "entropy" else operand
-        metrics.append(compared(f"metric {name}", of_metric * size))
+        size = max(1.0, value.abs().nan_to_num(posinf=0.0).item())  # it may be a ratio of sums
+        factor = entropy_operand if name == "entropy" else operand
+        metrics.append(compared(f"metric {name}", factor * size))
     yield max(metrics, key=lambda m: (not m[1] <= m[2], m[1] / m[2]))
 
 

@@ -1,7 +1,7 @@
-"""The commands of ``python -m bapo_kernels``. They need typer and rich, the package does not.
+"""The commands of ``python -m bapo_kernels``.
 
-May import these two and, inside of a command, its tool. Options and exit statuses are used by
-scripts: a failed check that exits with 0 would pass there.
+May import typer and rich, which the package does not need, and, inside of a command, its tool.
+Scripts use options and exit statuses: a failed check that exits with 0 would pass there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Click's own checks are of files that exist."""
+    """Refuses a file that cannot be made; Click itself checks only files that exist."""
     if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise BadParameter(f"no file can be made in {path.parent}")
     return path

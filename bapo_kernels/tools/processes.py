@@ -25,7 +25,7 @@ _CHILD = "from bapo_kernels.tools.processes import *; serve(Connection(int(sys.a
 
 
 class CallError(Exception):
-    """What failed, the ``"call"`` or also its ``"process"``, and how."""
+    """Raised with what failed, the ``"call"`` or also its ``"process"``, and how."""
 
 
 class Worker:
@@ -36,7 +36,7 @@ class Worker:
         self._child: Popen[bytes] | None = None
 
     def results(self, call: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        """What a call that can be pickled yields.
+        """Yields the values of a call that can be pickled.
 
         Raises:
             CallError: it raised, did not end in time, or ended its process.
@@ -95,8 +95,8 @@ class Worker:
 
 
 def serve(pipe: Connection) -> None:
-    """In the other process: makes the calls that arrive."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the first process gets as well
+    """Makes the calls that arrive; runs in the other process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process gets it as well
     pipe.send(("end", None))
     while True:
         call = pipe.recv_bytes()
@@ -109,7 +109,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _failed() -> str:
-    """What an exception leaves: after some errors of CUDA all later calls fail."""
+    """Says what an exception has ended: after some errors of CUDA all later calls would fail."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """The sums of PyTorch in another order, as other processors and libraries add them.
 
-Imports nothing of the package.
+Imports nothing of the package. An operator that is not listed keeps its order: budgets get smaller.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SumOrder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to keep the compiler out, torch would import it and slow down every operator."""
+        """Says no: to keep the compiler out, torch would import it and slow down every operator."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

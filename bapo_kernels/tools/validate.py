@@ -1,8 +1,7 @@
 """Checks the kernels that run on this machine against the reference in float64.
 
-``python -m bapo_kernels validate`` prints the checks of :func:`run`. May import public modules, the
-reference, the table of backends, ``budget`` and ``processes``. A backend or an option that has no
-case here is one that users cannot check on their machine.
+May import public modules, the reference, the table of backends, ``budget`` and ``processes``. A
+backend or an option without a case here is one that users cannot check on their machine.
 """
 
 from __future__ import annotations
@@ -29,26 +28,14 @@ from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
 from ..linear import bapo_linear_loss
 from ..output import BAPOOutput, ClipBounds
 from ..sampling_mask import SamplingMask
-from .budget import (
-    Case,
-    Loss,
-    Measured,
-    Result,
-    difference,
-    error_and_budget,
-    evaluate,
-    in_some_orders,
-    largest,
-    make_case,
-    per_token,
-    quantities,
-)
+from . import budget
+from .budget import Case, Loss, Measured, Result
 from .processes import CallError, Worker
 
 CANDIDATES = tuple(name for name in NAMES if name != "reference")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)  # training's usual dtype first
 VOCABULARY = 151_936  # Qwen3
-NARROWER = (10_000, 30_000, 60_000)  # with Qwen3's, rows of every size of a cluster of blocks
+NARROWER = (10_000, 30_000, 60_000)  # with Qwen3's, one for every size of a cluster of blocks
 SETS = (0, 1, 50, 10_000)  # ids of a row's set; an empty one is the whole vocabulary
 VARIABLES = ("BAPO_", "TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "OMP_", "ATEN_CPU_CAPABILITY")
 Quantities = Iterator[Measured]
@@ -101,10 +88,10 @@ def run(
         ValueError: a named backend cannot run on the device, or no backend can.
         ChildProcessError: no process starts.
     """
-    of_all = [task for name in runnable(device, backends) for task in tasks(name, device)]
+    found = [task for name in runnable(device, backends) for task in tasks(name, device)]
     checks: list[Check] = []
     with closing(Worker(limit)) as worker:
-        for backend, case, dtype, measure in track(of_all):
+        for backend, case, dtype, measure in track(found):
             for measured in _measured(partial(worker.results, measure) if limit else measure):
                 checks.append(Check(backend, case, str(dtype).removeprefix("torch."), *measured))
                 tell(checks[-1])
@@ -123,7 +110,7 @@ def _measured(measure: Callable[[], Iterable[Measured]]) -> Iterator[tuple[Any, 
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What to report of this machine. Makes no context on a GPU, which may admit only one."""
+    """Describes this machine, without a context on a GPU, which may admit only one."""
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
     facts = {**environment(), "variables": variables, "cuda of torch": torch.version.cuda}
     with suppress(ImportError):
@@ -136,7 +123,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def why_not_on(device: str) -> dict[str, str | None]:
-    """Why each backend with kernels cannot run on a device; ``None`` for one that can."""
+    """The reason why each backend with kernels cannot run on a device; ``None`` if it can."""
     tensor = torch.empty(0, device=device)
     return {name: why_not(name, tensor, "tensors") for name in CANDIDATES}
 
@@ -157,22 +144,25 @@ def runnable(device: str, names: Sequence[str] | None) -> list[str]:
 
 
 def tasks(backend: str, device: str) -> Iterator[Task]:
-    """All cases; with short rows in Triton's interpreter, which takes milliseconds per row."""
+    """All cases; their rows are short in Triton's interpreter, which takes milliseconds each."""
     interpreted = backend == "triton" and triton.INTERPRETED
     on_gpu = device.startswith("cuda")
     wide: dict[str, dict[str, Any]] = {  # on a GPU more rows than fit on chip at once
         f"V = {V:,}": dict(shape=(8, 3_000_000 // V) if on_gpu else (2, 4), V=V)
         for V in (*NARROWER * on_gpu, 2_503 if interpreted else VOCABULARY)
     }
+    by_sequence = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
+    offsets, cispo = torch.tensor([0, 5, 5, 12, 20]), BAPOConfig(surrogate="cispo")
+    bounds = budget.per_token(low=0.7, high=1.0), budget.per_token(seed=2, low=1.0, high=1.3)
     cases: dict[str, Callable[..., Quantities]] = {
         **{case: partial(_loss, bapo_loss, **rows) for case, rows in wide.items()},
         "V = 257": partial(_loss, bapo_loss),
-        "logits[:, :-1]": partial(_loss, _of_slice),
+        "logits[:, :-1]": partial(_loss, _sliced),
         "all options": partial(_loss, bapo_loss, **_all_options()),
         "statistics=live": partial(_loss, bapo_loss, statistics="live"),
         "inplace": partial(_loss, _inplace),
-        "packed": partial(_loss, bapo_loss, **_packed()),
-        "cispo, bounds per token": partial(_loss, bapo_loss, **_own_bounds()),
+        "packed": partial(_loss, bapo_loss, shape=(20,), config=by_sequence, cu_seqlens=offsets),
+        "cispo, bounds per token": partial(_loss, bapo_loss, config=cispo, bounds=bounds),
         "sapo": partial(_loss, bapo_loss, config=BAPOConfig(surrogate="sapo")),
         "ratio of sequences": partial(_loss, bapo_loss, config=BAPOConfig(ratio_level="sequence")),
         "sets": partial(_loss, bapo_loss, sets=True),
@@ -187,8 +177,8 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
         cases[f"inplace, {case}"] = partial(_loss, _inplace, **rows)
         cases[f"sets, {case}"] = partial(_loss, bapo_loss, **rows, sets=True)
     for dtype in DTYPES:
-        for case, of in cases.items():
-            measure = partial(of, backend=backend, dtype=dtype, device=device)
+        for case, measure in cases.items():
+            measure = partial(measure, backend=backend, dtype=dtype, device=device)
             yield Task(backend, case, dtype, measure)
     batches = 10 if interpreted else 200
     for preset in ("paper", "recipe"):
@@ -201,13 +191,13 @@ def tasks(backend: str, device: str) -> Iterator[Task]:
 
 
 def _loss(loss: Loss, backend: str, sets: bool = False, **options: Any) -> Quantities:
-    case = make_case(**options)
+    case = budget.make_case(**options)
     case = _with_sets(case) if sets else case
     yield from _compare(partial(loss, backend=backend), reference.bapo_loss, case, (case.logits,))
 
 
 def _with_sets(case: Case) -> Case:
-    """With sets that have the labels, and a policy that has followed the advantages."""
+    """Returns a copy with sets that have the labels, and a policy that follows the advantages."""
     V, labels = case.logits.shape[-1], case.labels.flatten()
     counts = labels.new_tensor(SETS).clamp(max=V).repeat(len(labels))[: len(labels)]
     places = torch.arange(min(V, max(SETS)), device=labels.device)
@@ -219,22 +209,22 @@ def _with_sets(case: Case) -> Case:
 
 
 def _compare(loss: Loss, expected: Loss, case: Case, parameters: tuple[Tensor, ...]) -> Quantities:
-    got, again = (evaluate(loss, case, parameters) for _ in range(2))
-    same = in_some_orders(partial(evaluate, expected, case, parameters))
-    truth = evaluate(expected, case, parameters, torch.float64)
-    yield from quantities(case, got, same, truth)
+    got, again = (budget.evaluate(loss, case, parameters) for _ in range(2))
+    same = budget.in_some_orders(partial(budget.evaluate, expected, case, parameters))
+    truth = budget.evaluate(expected, case, parameters, torch.float64)
+    yield from budget.quantities(case, got, same, truth)
     pairs = zip(_tensors(got), _tensors(again), strict=True)
     yield "second run", float(sum(not torch.equal(a, b) for a, b in pairs)), 0.0
 
 
 def _tensors(result: Result) -> list[Tensor]:
-    """Everything that a loss returned, with NaN replaced by a comparable number."""
+    """All tensors that a loss returned, with NaN replaced by a comparable number."""
     loss, log_probs, entropy, bounds, metrics = result.output
     tensors = (loss, log_probs, entropy, *bounds, *metrics.values(), *result.gradients)
     return [t.detach().nan_to_num(nan=1e30) for t in tensors if t is not None]
 
 
-def _of_slice(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
+def _sliced(logits: Tensor, *arguments: Any, **options: Any) -> BAPOOutput:
     longer = torch.cat([logits, logits[:, :1]], 1)
     return bapo_loss(longer[:, :-1], *arguments, **options)
 
@@ -254,26 +244,16 @@ def _all_options() -> dict[str, Any]:
     )
     return dict(
         config=config,
-        ref_log_probs=per_token(),
-        rollout_is_weights=per_token(low=0.2, high=2.0),
-        rollout_log_probs=per_token(seed=2),
+        ref_log_probs=budget.per_token(),
+        rollout_is_weights=budget.per_token(low=0.2, high=2.0),
+        rollout_log_probs=budget.per_token(seed=2),
     )
-
-
-def _own_bounds() -> dict[str, Any]:
-    bounds = per_token(low=0.7, high=1.0), per_token(seed=2, low=1.0, high=1.3)
-    return dict(config=BAPOConfig(surrogate="cispo"), bounds=bounds)
-
-
-def _packed() -> dict[str, Any]:
-    config = BAPOConfig(loss_agg_mode="seq-mean-token-mean")
-    return dict(shape=(20,), config=config, cu_seqlens=torch.tensor([0, 5, 5, 12, 20]))
 
 
 def _log_probs(
     backend: str, dtype: torch.dtype, sets: bool = False, labels: int = 1, **options: Any
 ) -> Quantities:
-    case = make_case(dtype=dtype, poison=False, **options)
+    case = budget.make_case(dtype=dtype, poison=False, **options)
     mask = _with_sets(case).options["sampling_mask"] if sets else None
     ids, g = case.labels, torch.Generator().manual_seed(0)
     if labels > 1:  # some are repeated, others -100
@@ -283,28 +263,28 @@ def _log_probs(
         torch.randn(shape, generator=g).to(ids.device) for shape in (ids.shape, case.labels.shape)
     ]
 
-    def of(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def run(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         x = case.logits.to(dtype, copy=True).requires_grad_()
         outputs = function(x, ids, sampling_mask=mask)
         incoming = [w.to(outputs[0].dtype) for w in weights]
         return *outputs, *torch.autograd.grad(outputs, x, incoming)
 
-    got = of(partial(log_probs, backend=backend), dtype)
-    same = in_some_orders(partial(of, reference.log_probs, dtype))
-    truth = of(reference.log_probs, torch.float64)
+    got = run(partial(log_probs, backend=backend), dtype)
+    same = budget.in_some_orders(partial(run, reference.log_probs, dtype))
+    truth = run(reference.log_probs, torch.float64)
     for i, name in enumerate(("log_probs", "entropy", "gradient")):
-        operand = largest(truth[0]) if name == "entropy" else 0.0
+        operand = budget.largest(truth[0]) if name == "entropy" else 0.0
         theirs = [values[i] for values in same]
-        yield name, *error_and_budget(got[i], theirs, truth[i], operand=operand)
+        yield name, *budget.error_and_budget(got[i], theirs, truth[i], operand=operand)
 
 
 def _linear(backend: str, dtype: torch.dtype, device: str, sets: bool = False) -> Quantities:
-    """Several chunks and recomputed rows; logits are multiples of 1/2, exact in every dtype."""
+    """Takes several chunks and recomputes rows; logits are multiples of 1/2, always exact."""
     g, shape, V, H = torch.Generator().manual_seed(0), (6, 12), 193, 16
     hidden = torch.randint(-1, 2, (*shape, H), generator=g).to(device, dtype)
     weight = (torch.randint(-2, 3, (V, H), generator=g) / 2).to(device, dtype)
     logits = (hidden @ weight.T).cpu()
-    case = make_case(shape, V, device=device, logits=logits, staleness=0.5)
+    case = budget.make_case(shape, V, device=device, logits=logits, staleness=0.5)
     case = _with_sets(case) if sets else case
     loss = partial(bapo_linear_loss, backend=backend, chunk_tokens=8)
     yield from _compare(loss, reference.bapo_linear_loss, case, (hidden, weight))
@@ -330,19 +310,19 @@ def _search(backend: str, device: str, config: BAPOConfig, batches: int) -> Quan
             search(*tokens, config=replace(config, target=target))
             for search in (partial(_bounds, backend), reference.find_clip_bounds)
         )
-        errors.append(difference(found, expected))
-    yield "bounds", largest(torch.tensor(errors)), 0.0
+        errors.append(budget.difference(found, expected))
+    yield "bounds", budget.largest(torch.tensor(errors)), 0.0
 
 
 def _bounds(backend: str, *tokens: Tensor, config: BAPOConfig) -> ClipBounds:
-    """By ``find_clip_bounds`` where it chooses this backend, else by a loss that searches."""
+    """Calls ``find_clip_bounds`` if it chooses this backend, else a loss that searches."""
     if choose(None, tokens[0], "log_probs") == backend:
         return find_clip_bounds(*tokens, config=config)
     return bapo_loss_from_log_probs(*tokens, config=config, backend=backend).bounds
 
 
 def _beyond_32_bits(backend: str, device: str) -> Quantities:
-    """Rows whose element offsets overflow 32 bits."""
+    """Takes rows whose element offsets overflow 32 bits."""
     if (free := torch.cuda.mem_get_info(device)[0]) < 2 * 2**32:
         yield f"not run: {free} bytes are free", 0.0, 0.0
         return
@@ -358,8 +338,9 @@ def _beyond_32_bits(backend: str, device: str) -> Quantities:
     options: dict[str, Any] = dict(batch_num_tokens=1.0)
     out = bapo_loss(logits, labels, old, A, inplace=True, backend=backend, **options)
     case = case.with_options(bounds=out.bounds, **options)
-    of_reference = partial(evaluate, reference.bapo_loss, case, (case.logits,))
-    same, truth = in_some_orders(of_reference), of_reference(torch.float64)
-    log_probs_of = [r.output.log_probs for r in same], truth.output.log_probs
-    yield "log_probs", *error_and_budget(out.log_probs[last], *log_probs_of)
-    yield "gradient", *error_and_budget(logits[last], [r.gradient for r in same], truth.gradient)
+    expected = partial(budget.evaluate, reference.bapo_loss, case, (case.logits,))
+    same, truth = budget.in_some_orders(expected), expected(torch.float64)
+    theirs = [result.output.log_probs for result in same]
+    yield "log_probs", *budget.error_and_budget(out.log_probs[last], theirs, truth.output.log_probs)
+    theirs = [result.gradient for result in same]
+    yield "gradient", *budget.error_and_budget(logits[last], theirs, truth.gradient)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bapo_kernels.tools.budget import in_some_orders, largest
 
-OF_DIGITS = 5e-9  # the relative error of recorded numbers, of which nine digits are
+DIGITS = 5e-9  # the relative error of recorded numbers, of which nine digits are
 
 
 class Found(NamedTuple):
@@ -57,9 +57,9 @@ def assert_parity(got, same, truth, size, relative=0.0):
     gradients = got.gradient, [x.gradient for x in same], truth.gradient
     assert_gradient("gradient", *gradients, size + relative / eps)
     assert truth.gradient.any()
-    of_terms = eps * size * truth.gradient.abs().sum().item() + relative * largest(truth.loss)
+    inherited = eps * size * truth.gradient.abs().sum().item() + relative * largest(truth.loss)
     losses = got.loss, [x.loss for x in same], truth.loss
-    assert_within_budget("loss", *losses, inherited=of_terms)
+    assert_within_budget("loss", *losses, inherited=inherited)
     for name, value in truth.log.items():  # in float32, whatever the dtype of the loss
         mine, *others = (torch.as_tensor(x.log[name]).detach().float() for x in (got, *same))
         exact = torch.as_tensor(value, dtype=torch.float64).detach()

@@ -19,14 +19,12 @@ import pytest
 import test_slime
 import torch
 from helpers import fixed_bounds, make_case, needs_native, unmasked_tokens
-from parity import OF_DIGITS, Found, assert_parity, compare, found, in_both, recorded
+from parity import DIGITS, Found, assert_parity, compare, found, in_both, recorded
 from test_slime import stand_in
 
-from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, reference
-from bapo_kernels.integrations import config_of, require_version, skyrl, trinity
-from bapo_kernels.integrations.openrlhf import PolicyLoss
-from bapo_kernels.integrations.roll import bapo_pg_loss
-from bapo_kernels.integrations.slime import bapo_loss_function
+from bapo_kernels import BAPOConfig, bapo_loss_from_log_probs, integrations, reference
+from bapo_kernels.bounds import TABLE_FIELDS
+from bapo_kernels.integrations import openrlhf, roll, skyrl, slime, trinity
 from bapo_kernels.tools.budget import largest
 
 pytestmark = needs_native
@@ -56,7 +54,7 @@ def test_recipe_matches_the_authors_function(backend):
         truth = Found(recorded(log.pop("loss")), log, recorded(log.pop("dlog_prob")))
         got = found(partial(run, bapo_loss_from_log_probs, backend=backend), logp)
         same, _ = in_both(partial(run, reference.bapo_loss_from_log_probs), logp)
-        assert_parity(got, same, truth, largest(logp), OF_DIGITS)
+        assert_parity(got, same, truth, largest(logp), DIGITS)
         reached.add((log["clip_low"], log["clip_high"]))
     assert len(reached) >= 6
 
@@ -73,7 +71,7 @@ def tokens_of(seed=0):
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Of Trinity, and of Megatron for slime."""
+    """They replace Trinity, and Megatron for slime."""
     kind = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
     registry = Namespace(register_module=lambda name: lambda made: {"bapo": made}[name])
     if not HAS_TRINITY:
@@ -84,13 +82,13 @@ def stand_ins(monkeypatch):
 
 def openrlhf_loss(tokens, level="token", **options):
     kind = "ppo" if level == "token" else "gspo"
-    function = PolicyLoss(token_level_loss=False, policy_loss_type=kind, options=options)
+    function = openrlhf.PolicyLoss(token_level_loss=False, policy_loss_type=kind, options=options)
     return function(*tokens)[0], function.metrics
 
 
 def roll_loss(tokens, level="token", **options):
     unmasked, options = tokens[-1].sum().clamp(min=1), options | dict(ratio_level=level)
-    return bapo_pg_loss(*tokens, "token-mean", unmasked, options=options)
+    return roll.bapo_pg_loss(*tokens, "token-mean", unmasked, options=options)
 
 
 def skyrl_loss(tokens, level="token", **options):
@@ -117,7 +115,7 @@ def verl_loss(tokens, level="token", **options):
 def slime_loss(tokens, **options):
     args = test_slime.arguments(bapo_options=options)
     batch, logits, *_ = test_slime.batch_of(args)
-    return bapo_loss_function(args, batch, logits, torch.sum)
+    return slime.bapo_loss_function(args, batch, logits, torch.sum)
 
 
 LOSSES = dict(
@@ -156,8 +154,8 @@ def test_surrogates(framework, level, surrogate):
 def test_metrics_can_be_averaged(framework, surrogate, A):
     """Also those of tokens without negative or positive mass: infinity would be the mean."""
     logp, old, _, mask = tokens_of(5)
-    for of_mask in (mask, torch.zeros_like(mask)):
-        tokens = logp, old, torch.full_like(logp, A), of_mask
+    for counted in (mask, torch.zeros_like(mask)):
+        tokens = logp, old, torch.full_like(logp, A), counted
         log = LOSSES[framework](tokens, surrogate=surrogate)[1]
         assert log
         assert all(torch.as_tensor(value).isfinite() for value in log.values())
@@ -172,35 +170,35 @@ def test_masked_tokens_may_hold_anything(framework):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-OWNED = {  # options that a framework decides, and by which of its own
-    "OpenRLHF": dict(
-        loss_agg_mode="token_level_loss", clip_ratio_c="dual_clip", temperature="OpenRLHF",
-        ratio_level="policy_loss_type",
-    ),
-    "ROLL": dict(loss_agg_mode="loss_agg_mode", kl_loss_coef="ROLL"),
-    "slime": dict(
-        loss_agg_mode="slime's reduction", clip_ratio_c="eps_clip_c",
-        temperature="rollout_temperature", entropy_coef="slime's entropy_coef",
-    ),
-    "Trinity": dict(loss_agg_mode="loss_agg_mode", final_logit_softcapping="Trinity"),
-    "SkyRL": dict(temperature="SkyRL"),
-}  # fmt: skip
-REFUSED = [(framework, {name: 0.5}) for framework in OWNED for name in OWNED[framework]]
-REFUSED += [(framework, {"targte": 0.5}) for framework in OWNED if framework != "SkyRL"]
+# Options that a framework decides, and by which of its own.
+OWNERS = dict(
+    OpenRLHF=openrlhf._OWNERS, ROLL=roll._OWNERS, slime=slime._OWNERS, Trinity=trinity._OWNERS
+)
+REFUSED = [(framework, name) for framework in OWNERS for name in (*OWNERS[framework], "targte")]
 
 
-@pytest.mark.parametrize(("framework", "options"), REFUSED)
-def test_options_are_refused(framework, options):
-    (name,) = options
-    rule = rf"{name}\b.* must be left to {OWNED[framework].get(name)}\b.*, got 0.5"
+@pytest.mark.parametrize(("framework", "name"), [*REFUSED, ("SkyRL", "temperature")])
+def test_options_are_refused(framework, name):
+    owners = OWNERS.get(framework, {"temperature": "SkyRL"})
+    rule = rf"{name}\b.* must be left to {owners.get(name)}, got 0.5"
     if name == "targte":
         rule = "options must name options of BAPOConfig, got 'targte'"
     with pytest.raises(ValueError, match=rule):
-        (LOSSES | {"slime": slime_loss})[framework](tokens_of(), **options)
+        (LOSSES | {"slime": slime_loss})[framework](tokens_of(), **{name: 0.5})
+
+
+def test_every_option_is_the_users_or_has_an_owner():
+    """A new field of ``BAPOConfig`` is in neither set until somebody decides."""
+    users = {*TABLE_FIELDS, "target", "target_kind", "raise_first", "clip_ratio_c", "surrogate"}
+    users |= {"sapo_tau_pos", "sapo_tau_neg"}
+    skyrls = integrations.left_to("SkyRL", loss_agg_mode="a sum", loss_scale_factor="a sum")
+    for owners in (*OWNERS.values(), skyrls):
+        assert users | owners.keys() == integrations.OPTIONS
 
 
 def test_options_of_a_preset():
     """``None`` turns the recipe's dual clip off; from a framework it means the preset's."""
+    config_of = integrations.config_of
     assert config_of("recipe", {"clip_ratio_c": None}).clip_ratio_c is None
     assert config_of("recipe", clip_ratio_c=None).clip_ratio_c == 3.0
     for arguments, rule in (
@@ -254,11 +252,11 @@ MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 def roll_agg_loss(loss_mat, mask, mode, tokens, samples, weights):
     """ROLL's masked reduction, in its own terms."""
-    loss_mat, of_sample = loss_mat * mask * weights[:, None], mask.sum(1).clamp(min=1)
+    loss_mat, counts = loss_mat * mask * weights[:, None], mask.sum(1).clamp(min=1)
     return {
         "token-mean": loss_mat.sum() / tokens,
         "seq-mean-token-sum": loss_mat.sum() / samples,
-        "seq-mean-token-mean": (loss_mat.sum(1) / of_sample).sum() / samples,
+        "seq-mean-token-mean": (loss_mat.sum(1) / counts).sum() / samples,
         "seq-mean-token-sum-norm": loss_mat.sum() / mask.shape[1],
     }[mode]
 
@@ -274,7 +272,7 @@ def test_reductions(framework, mode):
         tokens = dict(old_log_probs=old, advantages=A, response_mask=mask.long(), options=options)
         counts = dict(loss_agg_mode=mode, batch_num_tokens=60, global_valid_samples=9)
         factors = dict(weights=weights, train_infer_is_weight=correction)
-        ours = partial(bapo_pg_loss, **tokens, **counts, **factors)
+        ours = partial(roll.bapo_pg_loss, **tokens, **counts, **factors)
         divisors, prefix = (60, 9), "actor/"
     else:
         mask[3] = 0
@@ -358,8 +356,8 @@ def test_skyrls_own_losses(correction, kind):
 
     def theirs(leaf):
         old_, A_, mask_, rollout_ = (x.to(leaf) for x in (old, A, mask, rollout))
-        of_tokens = dict(config=config, loss_mask=mask_, rollout_logprobs=rollout_)
-        loss, metrics = registry.get(kind)(leaf, old_, A_, **of_tokens)
+        named = dict(config=config, loss_mask=mask_, rollout_logprobs=rollout_)
+        loss, metrics = registry.get(kind)(leaf, old_, A_, **named)
         if correction != "none" or kind not in ("regular", "gspo"):
             del metrics["clip_ratio"]
         return loss, metrics
@@ -394,14 +392,15 @@ def test_trinitys_own_losses(kind, mode):
     assert function.select_keys == ["old_log_probs", "response_mask", "advantages"]
 
     def theirs(leaf):
-        of_tokens = batch | dict(old_log_probs=old.to(leaf), advantages=A.to(leaf))
-        loss, metrics = registry.get(kind)(**arguments)(logprob=leaf, **of_tokens)
+        named = batch | dict(old_log_probs=old.to(leaf), advantages=A.to(leaf))
+        loss, metrics = registry.get(kind)(**arguments)(logprob=leaf, **named)
         return loss, metrics if kind == "ppo" else {}
 
     compare(lambda leaf: function(logprob=leaf, **batch), theirs, logp)
 
 
 def test_versions_are_checked(monkeypatch):
+    require_version = integrations.require_version
     with pytest.raises(ImportError, match="nothing_like_it must be installed"):
         require_version("nothing_like_it", "1.0")
     old = ModuleType("some_framework")

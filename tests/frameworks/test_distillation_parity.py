@@ -66,13 +66,13 @@ def test_trl_of_k_ids(monkeypatch, beta, entries):
     names, found, (temperature, *transform) = case(K), [], TRANSFORM.values()
     names["ids"][2, 3:], names["ids"][5, 1:] = -100, -100
     given = names["ids"] >= 0
-    of_teacher = names["ids"].where(given, -1), names["teacher"].where(given, -math.inf), given
+    teacher = names["ids"].where(given, -1), names["teacher"].where(given, -math.inf), given
     options = beta, temperature, "tail" in entries, None, 1, 3
     for loss in plug_in(monkeypatch, "trl.md", pytest.importorskip(TRL), "_chunked_jsd_loss"):
         made = run(names)
         head = made["hidden"], made["weight"], None, *transform
-        value, *logged, of_each = loss(*head, *of_teacher, *options)
-        assert of_each.tolist() == [0.0] * 3
+        value, *logged, each = loss(*head, *teacher, *options)
+        assert each.tolist() == [0.0] * 3
         found.append([*logged, *gradients(made, value)])
     assert_parity(names, found, beta, entries, **TRANSFORM)
 
@@ -83,25 +83,25 @@ def test_trl_and_liger_over_the_vocabulary(beta):
     trl_loss = pytest.importorskip("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     liger = pytest.importorskip("liger_kernel.transformers").LigerFusedLinearJSD(float(beta))
     names = case(V)
-    made, of_liger, of_teacher = run(names), run(names), (names["teacher_hidden"], names["weight"])
-    value, entropy = trl_loss.apply(made["hidden"], made["weight"], None, *of_teacher, None, beta)
+    made, ligers, teacher = run(names), run(names), (names["teacher_hidden"], names["weight"])
+    value, entropy = trl_loss.apply(made["hidden"], made["weight"], None, *teacher, None, beta)
     found = [[value.detach().sum(), entropy.sum(), None, *gradients(made, value)]]
-    value = N * liger(of_liger["hidden"], of_liger["weight"], *of_teacher, None)
-    found.append([value.detach(), None, None, *gradients(of_liger, value)])
+    value = N * liger(ligers["hidden"], ligers["weight"], *teacher, None)
+    found.append([value.detach(), None, None, *gradients(ligers, value)])
     assert_parity(names, found, beta)
 
 
 def test_verl(monkeypatch):
     losses = pytest.importorskip("verl.trainer.distillation.fsdp.losses")
     names, found, nested = case(K), [], partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-    of_teacher = nested([names["teacher"]]), nested([names["ids"]])
+    teacher = nested([names["teacher"]]), nested([names["ids"]])
     theirs, ours = plug_in(monkeypatch, "verl.md", losses, "_chunked_topk_log_probs")
     for chunked, function in ((False, None), (True, theirs), (True, ours)):
         monkeypatch.setattr(losses, "_chunked_topk_log_probs", function)
         options = SimpleNamespace(log_prob_min_clamp=None, use_chunked_topk=chunked)
         made, config = run(names), SimpleNamespace(distillation_loss=options)
         logits = (made["hidden"] @ made["weight"].T)[None]
-        out = losses.compute_forward_kl_topk(logits, *of_teacher, config, "thd")
+        out = losses.compute_forward_kl_topk(logits, *teacher, config, "thd")
         value = out["distillation_losses"].sum()
         found.append([value.detach(), None, None, *gradients(made, value)])
     assert_parity(names, found, 0)

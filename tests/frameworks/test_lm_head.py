@@ -370,7 +370,7 @@ HEADS = [  # or a change of a plain layer
     (lambda layer: layer.register_forward_pre_hook(print), PLAIN),
     (lambda layer: layer.register_full_backward_hook(print), PLAIN),
 ]
-OF_LORA = [
+LORA_CHANGES = [
     (lambda layer: layer.lora_B.update({"default": torch.nn.Linear(2, V)}), "with lora_bias"),
     (lambda layer: layer.register_forward_hook(print), "with hooks or another forward"),
     (lambda layer: setattr(layer, "forward", layer.base_layer.forward), "or another forward"),
@@ -388,7 +388,7 @@ REFUSED = [
     ),
     *((partial(with_head, head), (rule,)) for head, rule in HEADS),
     *((lambda head=head: with_head(head).lm_head, (rule,)) for head, rule in HEADS),
-    *((partial(with_head, change, lora), (RULE, got)) for change, got in OF_LORA),
+    *((partial(with_head, change, lora), (RULE, got)) for change, got in LORA_CHANGES),
     *((partial(Other, logits), (f"got Other: {got}",)) for got, logits in OTHERS),
     (lambda: "a name", (NO_MODEL,)),
     (Base, (NO_MODEL,)),

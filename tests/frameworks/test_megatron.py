@@ -110,11 +110,11 @@ def model_of(tied=False, dtype=torch.float32, last=True, fusion=False, **options
     if config.mtp_num_layers:
         make = gpt_layer_specs.get_gpt_mtp_block_spec
         further = make(config, block, use_transformer_engine=False)
-        of_further = further.layer_specs[0].submodules
-        of_further.enorm = of_further.hnorm = of_further.layer_norm = Norm
+        norms = further.layer_specs[0].submodules
+        norms.enorm = norms.hnorm = norms.layer_norm = Norm
     torch.manual_seed(0)
-    of_stage = dict(post_process=last, mtp_block_spec=further)
-    model = GPTModel(config, block, V, S, share_embeddings_and_output_weights=tied, **of_stage)
+    stage = dict(post_process=last, mtp_block_spec=further)
+    model = GPTModel(config, block, V, S, share_embeddings_and_output_weights=tied, **stage)
     if last:
         model.output_layer.gradient_accumulation_fusion = fusion
     return model.to(dtype)
@@ -135,7 +135,7 @@ def batch():
 # Loss of the batch, by the logits in float64, by megatron-core's cross entropy, and by the head.
 
 
-def of_logits(model, inputs, arguments):
+def by_logits(model, inputs, arguments):
     return reference.bapo_loss(model(*inputs).double(), *arguments, config=CONFIG).loss
 
 
@@ -145,13 +145,13 @@ def of_cross_entropy(model, inputs, arguments):
     return bapo_loss_from_log_probs(log_probs, *others, config=CONFIG).loss
 
 
-def of_head(model, inputs, arguments, **others):
+def by_head(model, inputs, arguments, **others):
     head = FusedHead(bapo_linear_loss, *arguments, config=CONFIG)
     return head.forward(model, *inputs, **others).loss
 
 
 def of_head_with_labels(model, inputs, arguments):
-    return of_head(model, inputs, arguments, labels=arguments[0])
+    return by_head(model, inputs, arguments, labels=arguments[0])
 
 
 def found(model, output):
@@ -168,8 +168,8 @@ def found(model, output):
 def plain_rank(rank, tied):
     """Found in plain layers on one rank: in float32 in some orders, and in float64."""
     with layout():
-        same = in_some_orders(lambda: found(model_of(tied), of_logits))
-        return same, found(model_of(tied, torch.float64), of_logits)
+        same = in_some_orders(lambda: found(model_of(tied), by_logits))
+        return same, found(model_of(tied, torch.float64), by_logits)
 
 
 def layout_rank(rank, **options):
@@ -181,7 +181,7 @@ def layout_rank(rank, **options):
             for name, parameter in model.named_parameters()
             if getattr(parameter, "tensor_model_parallel", False)
         }
-        return *found(model, of_head), dimension
+        return *found(model, by_head), dimension
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +203,9 @@ def test_tensor_parallelism(ranks, sequence_parallel, tied):
         for key, at in dimension.items()
     }
     _, (_, old, advantages, _) = batch()
-    of_ratios = largest(old) * largest(advantages)  # a loss is a mean of these products
+    inherited = largest(old) * largest(advantages)  # a loss is a mean of these products
     for loss, gradients, _ in results:
-        assert_within_budget("loss", loss, [loss for loss, _ in same], truth[0], of_ratios)
+        assert_within_budget("loss", loss, [loss for loss, _ in same], truth[0], inherited)
         plain = [gradients for _, gradients in same]
         assert_gradients(gradients | shards, plain, truth[1], largest(old))
 
@@ -303,9 +303,9 @@ def hybrid_of(**options):
 def both_heads_rank(rank, make, output, **options):
     """Gradients with Megatron's head, in some orders and in float64, and with this one."""
 
-    def run(of_output, dtype=torch.float32):
+    def run(loss_of, dtype=torch.float32):
         model = make(**options).to(dtype)
-        of_output(model, *batch()).backward()
+        loss_of(model, *batch()).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
     with layout(tensor=2):
@@ -316,12 +316,12 @@ def both_heads_rank(rank, make, output, **options):
 SEQUENCE = dict(sequence_parallel=True)
 FURTHER = SEQUENCE | dict(mtp_num_layers=1)
 MODELS = {
-    "bias": (Biased, of_head, dict(skip_bias_add=False)),
-    "skipped bias": (Biased, of_head, dict(skip_bias_add=True)),
+    "bias": (Biased, by_head, dict(skip_bias_add=False)),
+    "skipped bias": (Biased, by_head, dict(skip_bias_add=True)),
     # The loss of the second head, for the token after next, stays Megatron's.
     "multi-token prediction": (model_of, of_head_with_labels, FURTHER),
     "multi-token prediction, tied": (model_of, of_head_with_labels, FURTHER | dict(tied=True)),
-    "hybrid": (hybrid_of, of_head, SEQUENCE),
+    "hybrid": (hybrid_of, by_head, SEQUENCE),
 }
 
 
@@ -350,7 +350,7 @@ def verl_rank(rank):
 
     from bapo_kernels.integrations import verl_megatron  # noqa: F401  # replaces verl's
 
-    def of_logits(logits, label):
+    def label_probs(logits, label):
         scaled = logits / TEMPERATURE
         entropy = tensor_parallel.vocab_parallel_entropy(scaled.clone())
         log_probs = tensor_parallel.vocab_parallel_log_probs_from_logits(scaled, label)
@@ -367,7 +367,7 @@ def verl_rank(rank):
             output = forward(model, tokens, tokens.clone(), {}, TEMPERATURE, True, 0)
         else:
             forward = model_forward.gptmodel_forward_model_engine
-            output = forward(model, tokens, {}, of_logits, {"label": tokens.clone()})
+            output = forward(model, tokens, {}, label_probs, {"label": tokens.clone()})
         log_probs, entropy = (output[name].values() for name in ("log_probs", "entropy"))
         (log_probs.square() + 0.3 * entropy).sum().backward()
         made = {"log_probs": log_probs.detach(), "entropy": entropy.detach()}

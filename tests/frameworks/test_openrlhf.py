@@ -49,8 +49,8 @@ def test_numbers_of_openrlhf(case, dtype):
     assert given.keys() == {name for name, value in got.log.items() if value is not None}
     truth = Found(loss, given, gradient)
     size = sum(map(largest, tokens.values()))  # the decimals of all are rounded
-    of_bounds = EPS[torch.float32]  # as which 0.8 and 1.28 are rounded in any dtype
-    assert_parity(got, [truth], truth, size, of_bounds)
+    rounding = EPS[torch.float32]  # as which 0.8 and 1.28 are rounded in any dtype
+    assert_parity(got, [truth], truth, size, rounding)
 
 
 CORRECTIONS = {

@@ -60,7 +60,7 @@ def test_sampling_masks():
     B, S, V, H = 4, 5, 20, 8
     hidden, weight = torch.randn(B, S, H, requires_grad=True), torch.randn(V, H)
     labels, old, A = torch.randint(V, (B, S)), torch.full((B, S), -2.0), torch.rand(B, S)
-    first, of_vllm, of_sglang, function, slices = blocks_of("sampling_masks.md")
+    first, vllm_code, sglang_code, function, slices = blocks_of("sampling_masks.md")
     names = dict(LLM=vllm, SamplingParams=Namespace, model="m", generate=sglang)
     names |= dict(SamplingMask=SamplingMask, bapo_linear_loss=bapo_linear_loss)
     names |= dict(prompts=list(GENERATED), B=B, S=S, weight=weight)
@@ -68,7 +68,7 @@ def test_sampling_masks():
     exec(first, made := names | tokens | dict(advantages=A[0, :4]))
     assert made["out"].metrics["label_outside_mask"] == 0
     assert made["out"].loss.isfinite()
-    for source in (of_vllm, of_sglang):
+    for source in (vllm_code, sglang_code):
         exec(source, names)
         assert names["sets"] == list(SETS.values())
         assert names["old_log_probs"] == LOG_PROBS
@@ -153,9 +153,9 @@ def check_ratios(example, printed):
     logits = in_some_orders(lambda: model(tokens).logits)
     same, truth = [x.log_softmax(-1) for x in logits], model.double()(tokens).logits.log_softmax(-1)
     # A ratio is that of two log-probs, and is printed with six decimals.
-    of_ratio = 2 * error_and_budget(same[0], same, truth)[1] + 5e-7
+    error = 2 * error_and_budget(same[0], same, truth)[1] + 5e-7
     for name, low, high in (("mean ratio", 0.8, 0.95), ("smallest", 0.7999, 0.801)):
         (line,) = (line for line in printed.splitlines() if name in line)
         with_sets, without = (float(x) for x in re.findall(r"\d\.\d+", line))
-        assert abs(with_sets - 1) <= of_ratio
+        assert abs(with_sets - 1) <= error
         assert low < without < high

@@ -234,7 +234,7 @@ def test_verl(name, normalised, mode):
     loss = BAPOPolicyLossConfig(surrogate=name, preset=preset, **bounds)
     own = "seq-mean-token-mean" if name == "sapo" else mode  # verl's, whatever it is told
     # verl divides the sum of a sequence by its count + 1e-8.
-    of_counts = 1e-8 if own == "seq-mean-token-mean" else 0.0
+    added = 1e-8 if own == "seq-mean-token-mean" else 0.0
     for per_token, weights in ((False, True), (name != "gspo", False)):
         data = batch(per_token)
         if name == "vanilla":
@@ -242,7 +242,7 @@ def test_verl(name, normalised, mode):
         given = normalised, data, weights
         ours = partial(verl_loss, loss, own, *given)
         theirs = partial(verl_loss, PolicyLossConfig(loss_mode=name), mode, *given)
-        made, truth = compare(ours, theirs, data, of_counts)
+        made, truth = compare(ours, theirs, data, added)
         for got in made:
             assert ("actor/bapo_clip_high" in got.log) == (name != "sapo")
         if name == "vanilla" and not per_token:

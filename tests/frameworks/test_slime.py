@@ -29,7 +29,7 @@ pytestmark = [needs_native, pytest.mark.xdist_group("world")]
 V, TEMPERATURE = 33, 0.8
 PADDING = 5  # rows at the end: slime has multiples of 128
 DENOMINATORS = [3.0, 2.0, 9.0]  # of the rollouts, not of the samples
-OF_RESPONSES = ("loss_masks", "log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+RESPONSE_LISTS = ("loss_masks", "log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 DEFAULTS = dict(
     advantage_estimator="grpo", allgather_cp=False, calculate_per_token_loss=False,
     custom_pg_loss_reducer_function_path=None, custom_tis_function_path=None, entropy_coef=0.0,
@@ -210,8 +210,8 @@ def truncated(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **_
 
 def rejecting(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **_):
     """A correction with rejection: the first token of every response."""
-    of_tokens = pg_loss, train_log_probs, rollout_log_probs, loss_masks
-    pg_loss, masks, metrics = truncated(args, *of_tokens)
+    tokens = pg_loss, train_log_probs, rollout_log_probs, loss_masks
+    pg_loss, masks, metrics = truncated(args, *tokens)
     kept = [torch.cat([0.0 * mask[:1], mask[1:]]) for mask in masks]
     return pg_loss, kept, metrics
 
@@ -245,13 +245,13 @@ def expected(args, batch, logits, rows, labels):
     A = torch.cat(batch["advantages"]).to(logits)
     factors, kept, log, metrics = torch.ones_like(A), masks, {}, {}
     if args.use_opsm:
-        of_samples = [x.split(lengths) for x in (logp, old, A)]
-        factors, log["opsm_clipfrac"] = opsm(args, *of_samples, masks)
+        samples = [x.split(lengths) for x in (logp, old, A)]
+        factors, log["opsm_clipfrac"] = opsm(args, *samples, masks)
         assert 0 < factors.sum() < len(A), "the case must need the masking"
     if args.use_tis:
         correction = rejecting if args.custom_tis_function_path else truncated
-        of_samples = [x.split(lengths) for x in (train, rollout)]
-        factors, kept, metrics = correction(args, factors, *of_samples, masks)
+        samples = [x.split(lengths) for x in (train, rollout)]
+        factors, kept, metrics = correction(args, factors, *samples, masks)
     reduce, given = (reduction_of_batch(args, batch | dict(loss_masks=m)) for m in (kept, masks))
     ones = torch.ones_like(A, requires_grad=True)
     reducer = sums(None, None, kept, None) if args.custom_pg_loss_reducer_function_path else reduce
@@ -292,15 +292,15 @@ def expected(args, batch, logits, rows, labels):
     return loss, log
 
 
-OF_BAPO = {  # which slime has no names for
+SAPO = {  # which slime has no names for
     "SAPO": dict(bapo_options=dict(surrogate="sapo")),
     "SAPO of sequences": dict(bapo_options=dict(surrogate="sapo", ratio_level="sequence")),
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS | OF_BAPO)
+@pytest.mark.parametrize("name", OPTIONS | SAPO)
 def test_options(name):
-    args = arguments(**(OPTIONS | OF_BAPO)[name])
+    args = arguments(**(OPTIONS | SAPO)[name])
     batch, *case = batch_of(args)
     got = run(args, batch, case[0])
     check(got, args, batch, *case)
@@ -335,20 +335,20 @@ def rank_of_context(rank, size, options, case):
         chunks = torch.arange(2 * size * -(-total // (2 * size))).view(2 * size, -1)
         at = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
         rows.append(torch.where(at < total, start + at, -1))
-        of_response = at - (total - response - 1)
-        own.append(of_response[(of_response >= 0) & (of_response < response)])
+        places = at - (total - response - 1)
+        own.append(places[(places >= 0) & (places < response)])
     rows = torch.cat([*rows, torch.full((PADDING,), -1)])
     if args.allgather_cp:
         padded = torch.arange(-(-logits.shape[1] // size) * size).view(size, -1)[rank]
         rows = torch.where(padded < sum(totals), padded, -1)
-    for name in OF_RESPONSES[1:]:
+    for name in RESPONSE_LISTS[1:]:
         if batch[name]:
             batch[name] = [x[at] for x, at in zip(batch[name], own, strict=True)]
-    of_rank = torch.where(rows[:, None] < 0, 7.0, logits[0, rows])[None]
+    part = torch.where(rows[:, None] < 0, 7.0, logits[0, rows])[None]
     with pytest.MonkeyPatch.context() as monkeypatch:
         megatron(monkeypatch, size, rank, dist.group.WORLD)
         slimes(monkeypatch, own)
-        return run(args, batch, of_rank, own), rows
+        return run(args, batch, part, own), rows
 
 
 CONTEXT = {
@@ -369,11 +369,11 @@ def test_context_parallelism(name, allgather_cp, worlds):
     args = arguments(**options)
     batch, *others = batch_of(args, **case)
     gradient = torch.zeros_like(others[0])
-    for of_rank, rows in ranks:
-        gradient[0].index_add_(0, rows[rows >= 0], of_rank.gradient[0, rows >= 0])
-        assert not of_rank.gradient[0, rows < 0].any()
-    logged = {key: sum(of_rank.log[key] for of_rank, _ in ranks) for key in ranks[0][0].log}
-    got = Found(sum(of_rank.loss for of_rank, _ in ranks), logged, gradient)
+    for part, rows in ranks:
+        gradient[0].index_add_(0, rows[rows >= 0], part.gradient[0, rows >= 0])
+        assert not part.gradient[0, rows < 0].any()
+    logged = {key: sum(part.log[key] for part, _ in ranks) for key in ranks[0][0].log}
+    got = Found(sum(part.loss for part, _ in ranks), logged, gradient)
     check(got, args, batch, *others)
     if name == "idle rank" and not allgather_cp:
         assert not ranks[1][0].gradient.any()
@@ -394,8 +394,8 @@ def test_tensor_parallelism(name, worlds):
     """Every rank has the loss of the whole vocabulary, and the gradient of its columns."""
     ranks, args = worlds(2).run(rank_of_vocabulary, OPTIONS[name]), arguments(**OPTIONS[name])
     gradient = torch.cat([found.gradient for found in ranks], -1)
-    for of_rank in ranks:
-        check(of_rank._replace(gradient=gradient), args, *batch_of(args))
+    for part in ranks:
+        check(part._replace(gradient=gradient), args, *batch_of(args))
 
 
 def test_masked_tokens_are_not_logged():
@@ -425,8 +425,8 @@ def test_masked_rollouts(name):
         divisor = sum(n.clamp(min=1) for n in counts) if args.calculate_per_token_loss else 3
         bounds = torch.stack([log["bapo_clip_low"], log["bapo_clip_high"]])
         true = recorded([0.8, 1.28])
-        of_product = 2 * 1.28 * EPS[torch.float32]  # and of the quotient
-        assert_within_budget("bounds", bounds / divisor, true, true, inherited=of_product)
+        inherited = 2 * 1.28 * EPS[torch.float32]  # and of the quotient
+        assert_within_budget("bounds", bounds / divisor, true, true, inherited=inherited)
     assert not gradient.any()
     assert all(value.isfinite() for value in log.values())
     assert log["pg_loss"] == log["entropy_loss"] == log["loss"] == 0
@@ -438,7 +438,7 @@ def test_empty_response(name):
     args = arguments(**OPTIONS[name])
     batch, logits, *_ = batch_of(args)
     without = run(args, batch, logits)
-    further = {key: torch.empty(0) for key in OF_RESPONSES if batch[key]} | dict(
+    further = {key: torch.empty(0) for key in RESPONSE_LISTS if batch[key]} | dict(
         unconcat_tokens=torch.tensor([3, 1]), total_lengths=2, response_lengths=0,
         rollout_mask_sums=torch.tensor(2.0),
     )  # fmt: skip

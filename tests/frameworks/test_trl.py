@@ -36,7 +36,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 from bapo_kernels import BAPOConfig, ClipBoundSearch, linear_log_probs, reference
 from bapo_kernels.checks import warn_once
 from bapo_kernels.integrations.trl import BAPOTrainer, BAPOTrainerConfig
-from bapo_kernels.integrations.trl_config import bapo_config
+from bapo_kernels.integrations.trl_config import _OWNERS, bapo_config
 from bapo_kernels.integrations.trl_head import add_head
 from bapo_kernels.tools.budget import in_some_orders, largest
 from bapo_kernels.tools.sum_order import SumOrder
@@ -183,9 +183,9 @@ class Searching(TRLs):
     def decide(self, parts):
         """The bounds over all processes, in rank order, and their metrics."""
         if self.accelerator.num_processes > 1:
-            of_ranks = [None] * self.accelerator.num_processes
-            torch.distributed.all_gather_object(of_ranks, parts)
-            parts = [part for of_rank in of_ranks for part in of_rank]
+            gathered = [None] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(gathered, parts)
+            parts = [part for mine in gathered for part in mine]
         logp, old, A, rollout = (torch.cat(x) for x in zip(*parts, strict=True))
         out = reference.bapo_loss_from_log_probs(
             logp, old, A, config=self.search_config, rollout_log_probs=rollout
@@ -225,7 +225,7 @@ class Searching(TRLs):
 def allowed(masks):
     """bool ``[B, T, V]``."""
     sets = [mask.token_ids.long().split(mask.offsets.diff().tolist()) for mask in masks]
-    return torch.stack([allowed_by([x.tolist() for x in of_one], V) for of_one in sets])
+    return torch.stack([allowed_by([x.tolist() for x in rows], V) for rows in sets])
 
 
 @torch.no_grad()
@@ -243,8 +243,8 @@ def from_the_likely_tokens(prompts, trainer):
             completion.append(order[drawn].item())
             logprobs.append((p[drawn] / p.sum()).log().item())
             sets.append(order[: len(p)].tolist())
-        for name, of_prompt in zip(made, (ids, completion, logprobs, sets), strict=True):
-            made[name].append(of_prompt)
+        for name, values in zip(made, (ids, completion, logprobs, sets), strict=True):
+            made[name].append(values)
     return made
 
 
@@ -412,13 +412,13 @@ def size_of(trainer):
 TIMES = re.compile("time|runtime|per_second|flos")
 
 
-def check_training(ours, theirs, true, start, of_losses):
+def check_training(ours, theirs, true, start, inherited):
     """Loss by loss, metric by metric, and the weights that are trained."""
     runs = ours, *theirs, true
     size = size_of(true)
     assert len(ours.losses) >= 8
     losses, *same, truth = (torch.tensor(x.losses).double() for x in runs)
-    assert_within_budget("losses", losses.float(), same, truth, of_losses)
+    assert_within_budget("losses", losses.float(), same, truth, inherited)
     got, *same, truth = (weights_of(made.model) for made in runs)
     assert_trained(got, same, truth, start, STANDARD["max_steps"], size)
     logs = [made.state.log_history for made in runs]
@@ -431,10 +431,10 @@ def check_training(ours, theirs, true, start, of_losses):
             if key not in others[-1]:  # of the generation
                 assert got[key] == right[key], key
                 continue
-            for of_key, entry in zip(numbers, (got, right, *others), strict=True):
-                of_key[key].append(float(entry[key]))
+            for lists, entry in zip(numbers, (got, right, *others), strict=True):
+                lists[key].append(float(entry[key]))
     for key in numbers[0]:
-        got, *same, truth = (torch.tensor(of_key[key], dtype=torch.float64) for of_key in numbers)
+        got, *same, truth = (torch.tensor(lists[key], dtype=torch.float64) for lists in numbers)
         # The steps before have their roundings, too.
         steps = 1 if "bapo/" in key else STANDARD["max_steps"]
         operand = steps * size * (1.0 if "bapo/" in key else max(1.0, largest(truth)))
@@ -495,17 +495,17 @@ def test_guide_runs(tmp_path):
     assert names["trainer"].state.global_step == 1
 
 
-OF_GRADIENT = {"contribution": "gradient"}
-OF_MASK = {"surrogate": "mask"}  # which TRL has no name for
+GRADIENT = {"contribution": "gradient"}
+MASK = {"surrogate": "mask"}  # which TRL has no name for
 BAD_OPTIONS = [
     (dict(loss_type="vespo"), "loss_type must be one of .*smooth, without bounds to search for"),
     (dict(importance_sampling_level="batch"), "importance_sampling_level must be one of .*'sequen"),
     (dict(loss_type="sapo", bapo_scope="step"), "scope must be 'call' for loss_type='sap.*'step'"),
     (dict(loss_type="cispo", delta=2.0), "delta must be None for loss_type='cispo' with BAPO"),
     (dict(loss_type="sapo", bapo_options={"target": 0.5}), "bapo_options must be None for loss_t"),
-    (dict(loss_type="cispo", bapo_options=OF_GRADIENT), "contribution must be 'surrogate' with"),
-    (dict(delta=2.0, bapo_options=OF_MASK), "delta must be None for surrogate='mask' with BAPO"),
-    (dict(loss_type="cispo", bapo_options=OF_MASK), "'surrogate'.* be left to TRL's loss_type"),
+    (dict(loss_type="cispo", bapo_options=GRADIENT), "contribution must be 'surrogate' with"),
+    (dict(delta=2.0, bapo_options=MASK), "delta must be None for surrogate='mask' with BAPO"),
+    (dict(loss_type="cispo", bapo_options=MASK), "'surrogate'.* be left to TRL's loss_type"),
     (dict(delta=0.9), "delta must be None or > 1 with BAPO, got 0.9"),
     (dict(bapo_head="liger"), r"bapo_head must be one of \(None, 'fused', 'log_probs', 'trl'\)"),
     (dict(bapo_scope="batch"), r"bapo_scope must be one of .*'call'\) with BAPO, got 'batch'"),
@@ -513,23 +513,14 @@ BAD_OPTIONS = [
     (dict(bapo_options="target"), "bapo_options must be a dict or None, got 'target'"),
     (dict(bapo_options={"epsilon": 0.2}), "bapo_options must name options of BAPOConfig"),
 ]
-OF_LOG_PROBS = "entropy_coef use_adaptive_entropy top_entropy_quantile off_policy_mask_threshold"
+NEED_LOG_PROBS = "entropy_coef use_adaptive_entropy top_entropy_quantile off_policy_mask_threshold"
 BAD_OPTIONS += [
     ({"bapo_head": "fused", name: 0.5}, rf"be one of \(None, 'log_probs', 'trl'\) with {name}")
-    for name in OF_LOG_PROBS.split()
+    for name in NEED_LOG_PROBS.split()
 ]
-# Options of BAPOConfig that the user does not set, and who does.
-OWNED = dict(
-    loss_agg_mode="TRL's loss_type", loss_scale_factor="TRL's loss_type",
-    kl_loss_coef="TRL's beta", kl_loss_type="TRL's beta", entropy_coef="TRL's entropy_coef",
-    temperature="TRL's temperature", clip_ratio_c="TRL's delta", surrogate="TRL's loss_type",
-    sapo_tau_pos="TRL's sapo_temperature_pos", sapo_tau_neg="TRL's sapo_temperature_neg",
-    ratio_level="TRL's importance_sampling_level", logit_scale="the model's config",
-    final_logit_softcapping="the model's config",
-)  # fmt: skip
 BAD_OPTIONS += [
-    (dict(bapo_options={name: 3.0}), rf"bapo_options\['{name}'\] must be left to {owner}.*got 3.0")
-    for name, owner in OWNED.items()
+    (dict(bapo_options={name: 3.0}), rf"bapo_options\['{name}'\] must be left to {owner}, got 3.0")
+    for name, owner in _OWNERS.items()
 ]
 
 
@@ -543,10 +534,10 @@ def test_options_without_a_meaning_are_refused(options, message):
 
 
 def test_args_are_refused_before_a_model_is_loaded():
-    changed, of_trl = arguments("out"), GRPOConfig("out", use_cpu=True, bf16=False)
+    changed, trls = arguments("out"), GRPOConfig("out", use_cpu=True, bf16=False)
     changed.loss_type = "vespo"
-    of_type = "args must be None or a BAPOTrainerConfig, got GRPOConfig"
-    for args, message in ((changed, "loss_type must be one of"), (of_trl, of_type)):
+    kinds = "args must be None or a BAPOTrainerConfig, got GRPOConfig"
+    for args, message in ((changed, "loss_type must be one of"), (trls, kinds)):
         with pytest.raises(ValueError, match=message):
             BAPOTrainer(model="/no/such/model", reward_funcs=reward, args=args)
 
@@ -566,13 +557,19 @@ def test_every_option_is_the_users_or_has_an_owner():
         ratio_upper_max=1.4, ratio_upper_step=0.2, target=0.9, target_kind="ratio",
         raise_first="lower", token_weight="uniform", contribution="gradient",
     )  # fmt: skip
-    assert {*search, *OWNED} == {field.name for field in fields(BAPOConfig)}
+    assert {*search, *_OWNERS} == {field.name for field in fields(BAPOConfig)}
     config = bapo_config(arguments("out", bapo_options=search))
     assert {name: getattr(config, name) for name in search} == search
-    kinds = dict(clip={}, cispo=dict(loss_type="cispo"), mask=dict(bapo_options=OF_MASK))
+    kinds = dict(clip={}, cispo=dict(loss_type="cispo"), mask=dict(bapo_options=MASK))
     for surrogate, options in kinds.items():
         recipe = bapo_config(arguments("out", bapo_preset="recipe", **options))
         assert recipe == BAPOConfig.recipe(surrogate=surrogate, kl_loss_type="k3")
+
+
+def test_images_are_arguments_of_trls_head():
+    names = BAPOTrainer._images(None, {}).keys()
+    assert "pixel_values" in names
+    assert not names & {"model", "batch_size", "compute_entropy", "compute_aux_loss"}
 
 
 STEPS = dict(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_generations=2)

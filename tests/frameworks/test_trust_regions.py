@@ -73,8 +73,8 @@ def test_recorded(name, dtype):
     ours, same = (partial(shares, function, (old, A, mask), given) for function in functions)
     got, (same, _) = found(ours, logp), in_both(same, logp)
     truth = Found(numbers(case["loss"]), {}, numbers(case["gradient"]))
-    of_ratios = EPS[torch.float32] if "SkyRL" in case["origin"] else 0.0  # which are float32
-    assert_parity(got, same, truth, largest(logp), of_ratios)
+    rounding = EPS[torch.float32] if "SkyRL" in case["origin"] else 0.0  # which are float32
+    assert_parity(got, same, truth, largest(logp), rounding)
     for key in {"masked", "below"} & case.keys():
         assert tokens(got.log[key], mask) == tokens(case[key], mask)
 
@@ -94,8 +94,8 @@ def test_verl(mode, low, high, dtype):
     config = actor(PolicyLossConfig(loss_mode=mode), **clip)
 
     def verls(leaf):
-        of_tokens = old.to(leaf), leaf, A.to(leaf), mask
-        loss, metrics = POLICY_LOSS_REGISTRY[mode](*of_tokens, "token-mean", config)
+        batch = old.to(leaf), leaf, A.to(leaf), mask
+        loss, metrics = POLICY_LOSS_REGISTRY[mode](*batch, "token-mean", config)
         assert metrics["actor/pg_clipfrac"] > 0.1
         return loss, {"masked": metrics["actor/pg_clipfrac"]}
 

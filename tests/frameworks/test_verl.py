@@ -30,7 +30,7 @@ from verl_engine import TEMPERATURE, V, logits, padded, tiny_model
 
 from bapo_kernels import BAPOConfig
 from bapo_kernels.checks import warn_once
-from bapo_kernels.integrations import verl
+from bapo_kernels.integrations import OPTIONS, left_to, verl
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from bapo_kernels.tools.budget import in_some_orders, largest
 
@@ -84,6 +84,12 @@ def test_config_of_the_registered_loss(fields, true, monkeypatch):
     assert called.call_args.kwargs["config"] == replace(true, **TAUS)
 
 
+def test_every_option_is_a_field_or_has_an_owner():
+    """A new field of ``BAPOConfig`` is in neither set until somebody decides."""
+    decided = {"clip_ratio_c", "loss_agg_mode", "loss_scale_factor", *TAUS}
+    assert verl._OPTIONS | decided | left_to("verl").keys() == OPTIONS
+
+
 BAD_FIELDS = [
     (dict(search_ranks="all"), "policy_loss.search_ranks must be 'own' or 'world', got 'all'"),
     (dict(preset="author"), "preset must be 'paper' or 'recipe', got 'author'"),
@@ -101,7 +107,7 @@ BAD_FIELDS = [
     (dict(surrogate="sapo", search_ranks="world"), "search_ranks must be 'own' with surrogate='sa"),
     (dict(search_ranks="world"), r"search_ranks must be 'own' after use_process_group\(\)"),
 ]
-OF_THE_CLASS = [  # these fields have no meaning in another class
+CLASS_FIELDS = [  # these fields have no meaning in another class
     (dict(scope="epoch"), "scope must be call, step or lagged, got epoch"),
     (dict(scope="lagged", surrogate="sapo"), "scope must be 'call' with surrogate='sapo'"),
     (dict(scope="step", search_ranks="world"), "search_ranks must be 'own' with scope='step'"),
@@ -110,14 +116,14 @@ OF_THE_CLASS = [  # these fields have no meaning in another class
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS + OF_THE_CLASS)
+@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS + CLASS_FIELDS)
 def test_bad_fields_are_refused(fields, message, monkeypatch):
     """Where the config is made, or in the call if the config is of another class."""
     if "use_process_group" in message:
         monkeypatch.setattr("bapo_kernels.integrations.verl._group", object())
     with pytest.raises(ValueError, match=message):
         BAPOPolicyLossConfig(**fields)
-    if (fields, message) in OF_THE_CLASS:
+    if (fields, message) in CLASS_FIELDS:
         return
     other = OmegaConf.create(fields)
     with pytest.raises(ValueError, match=message):
@@ -138,8 +144,8 @@ UNUSED = [
 @pytest.mark.parametrize(("preset", "options", "warned"), UNUSED)
 def test_unused_clip_options_of_verl_warn(preset, options, warned):
     warn_once.cache_clear()
-    of_loss = dict(preset=preset, surrogate=options.pop("surrogate", None))
-    config = actor(BAPOPolicyLossConfig(**of_loss), **options)
+    fields = dict(preset=preset, surrogate=options.pop("surrogate", None))
+    config = actor(BAPOPolicyLossConfig(**fields), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):  # micro-batches
@@ -252,13 +258,13 @@ def micro_batches(data, packed=True, **options):
     from verl.workers.utils.padding import left_right_2_no_padding
 
     for part in data.chunk(2):  # the ranks
-        of_rank = left_right_2_no_padding(part.to_tensordict())
+        shard = left_right_2_no_padding(part.to_tensordict())
         options = dict(use_fused_kernels=True, calculate_entropy=True) | options
-        tu.assign_non_tensor(of_rank, use_remove_padding=packed, **options)
+        tu.assign_non_tensor(shard, use_remove_padding=packed, **options)
         if packed:
-            yield from (tu.index_select_tensor_dict(of_rank, [i]) for i in (0, 1))
+            yield from (tu.index_select_tensor_dict(shard, [i]) for i in (0, 1))
         else:
-            yield of_rank
+            yield shard
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -267,7 +273,7 @@ def test_sampling_masks_of_a_batch(monkeypatch, packed, given):
     """From a DataProto through ranks and micro-batches to log-probs and gradients over the sets."""
     engine, data = engine_of(monkeypatch), data_with_sets(given)
     column = data.non_tensor_batch.get("sampling_mask", [None] * B)
-    sets = [ids for of_one in column for ids in [*(of_one or []), *[[]] * R][:R]]
+    sets = [ids for rows in column for ids in [*(rows or []), *[[]] * R][:R]]
     allowed, batch = allowed_by(sets, V).view(B, R, V), data.batch
     mask = batch["response_mask"].bool()
 

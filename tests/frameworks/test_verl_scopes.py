@@ -16,14 +16,14 @@ from test_verl import actor, batch
 from verl_engine import LR, B, rollout, tiny_model
 
 from bapo_kernels import BAPOConfig, reference
-from bapo_kernels.integrations import verl_scopes
+from bapo_kernels.integrations import verl
 from bapo_kernels.integrations.verl import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from bapo_kernels.tools.budget import in_some_orders, largest
 
 pytestmark = [needs_native, pytest.mark.xdist_group("world")]
 SEARCH = dict(target=0.55, token_weight="uniform")
 EPOCHS = 2
-OF_DECISION = ("bapo_pos_share", "bapo_pos_share_start", "bapo_saturated")
+DECISION = ("bapo_pos_share", "bapo_pos_share_start", "bapo_saturated")
 
 
 def plain_training(scope, dtype):
@@ -56,19 +56,19 @@ def test_training(worlds, tmp_path, scope):
     same = in_some_orders(lambda: plain_training(scope, torch.float32))
     assert len({tuple(step["bounds"]) for step in steps}) > 2, "the decisions must differ"
     before, size = dict(tiny_model().named_parameters()), largest(rollout()["old_log_probs"])
-    for of_steps, full in results:
-        for n, (metrics, step) in enumerate(zip(of_steps, steps, strict=True)):
+    for logged, full in results:
+        for n, (metrics, step) in enumerate(zip(logged, steps, strict=True)):
             bounds = metrics["actor/bapo_clip_low"], metrics["actor/bapo_clip_high"]
             assert [*bounds] == step["bounds"]
-            for name in OF_DECISION if step["metrics"] else ():
+            for name in DECISION if step["metrics"] else ():
                 got = torch.tensor(metrics[f"actor/{name}"], dtype=torch.float32)
                 others = [made[n]["metrics"][name] for made, _ in same]
                 # The steps before have their roundings, too.
                 exact, operand = step["metrics"][name].double(), len(steps) * size
                 assert_within_budget(name, got, others, exact, operand)
             assert all(value == value for value in metrics.values()), "no NaN"
-        of_orders = [parameters for _, parameters in same]
-        assert_trained(full, of_orders, parameters, before, len(steps), size)
+        theirs = [parameters for _, parameters in same]
+        assert_trained(full, theirs, parameters, before, len(steps), size)
     decided = [{k: v for k, v in of[-1].items() if "bapo" in k} for of, _ in results]
     assert len(decided[0]) == 6
     assert decided[0] == decided[1], "it is made by both ranks"
@@ -135,7 +135,7 @@ def test_engines_have_searches_of_their_own():
 @pytest.fixture
 def any_engine_is_fsdp(monkeypatch):
     """Lets the scope ``step`` run on the engine of :func:`engine_of`."""
-    monkeypatch.setattr(verl_scopes, "_check_engine", lambda engine, scope: None)
+    monkeypatch.setattr(verl, "_check_engine", lambda engine, scope: None)
 
 
 @pytest.mark.usefixtures("any_engine_is_fsdp")
@@ -165,8 +165,8 @@ def test_the_extra_forward_is_in_eval_mode(training):
     engine = engine_of(BAPOPolicyLossConfig(scope="step", **SEARCH))
     engine.module.train(training)
     engine.step()
-    (extra, before), (of_loss, after) = engine.modes
-    assert (extra, of_loss) == (False, training)
+    (extra, before), (trains, after) = engine.modes
+    assert (extra, trains) == (False, training)
     assert before == after, "dropout must not have drawn"
     engine.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):

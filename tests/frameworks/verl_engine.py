@@ -68,8 +68,8 @@ def on_a_cpu():
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
-    of_memory = ("memory_allocated", "memory_reserved")
-    none = {f"{most}{name}": lambda: 0 for name in of_memory for most in ("", "max_")}
+    counters = ("memory_allocated", "memory_reserved")
+    none = {f"{most}{name}": lambda: 0 for name in counters for most in ("", "max_")}
     none |= dict(mem_get_info=lambda: (0, 0), empty_cache=lambda: None)
 
     class PlatformCPU(PlatformCUDA):
@@ -128,7 +128,7 @@ def train(rank, folder, policy_loss, epochs):
     loss = BAPOPolicyLossConfig(**policy_loss)
     config = ActorConfig(strategy="fsdp2", policy_loss=loss, **sizes)
     engine, ranks = engine_of(folder), dist.get_world_size()
-    of_steps = []
+    logged = []
     with engine.train_mode():
         loader = dict(seed=0, dataloader_kwargs=dict(shuffle=False))
         data = data_of(rank, ranks)
@@ -137,8 +137,6 @@ def train(rank, folder, policy_loss, epochs):
             tu.assign_non_tensor(mini_batch, use_remove_padding=False, **options)
             outputs = engine.train_batch(mini_batch, partial(ppo_loss, config=config))
             metrics = outputs["metrics"].items()
-            of_steps.append(
-                {k: x.aggregate() if hasattr(x, "aggregate") else x for k, x in metrics}
-            )
+            logged.append({k: x.aggregate() if hasattr(x, "aggregate") else x for k, x in metrics})
     full = {name: p.full_tensor().detach() for name, p in engine.module.named_parameters()}
-    return of_steps, full
+    return logged, full
