@@ -16,11 +16,10 @@ from torch import Tensor
 from ..checks import require
 from ..config import BAPOConfig
 from ..functional import bapo_loss, bapo_loss_from_log_probs, log_probs
-from . import averageable, config_of, left_to
+from . import averageable, config_of
 from .slime_tokens import ResponseTokens, Weights, corrects, on_device, response_tokens, weights_of
 
-_OWNERS = left_to(
-    "slime, which computes the old log-probs",
+_OWNERS = dict(
     **dict.fromkeys(("loss_agg_mode", "loss_scale_factor"), "slime's reduction"),
     **{name: f"slime's {name}" for name in ("kl_loss_coef", "kl_loss_type", "entropy_coef")},
     clip_ratio_c="eps_clip_c",

@@ -15,7 +15,7 @@ from ..config import BAPOConfig
 from ..functional import bapo_loss_from_log_probs
 from . import BOUND_METRICS, config_of, left_to, masked_reduction, on_host
 
-_OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode", loss_scale_factor="loss_agg_mode")
+_OWNERS = left_to("Trinity", loss_agg_mode="loss_agg_mode")
 _METRICS = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", *BOUND_METRICS)
 
 

@@ -191,9 +191,10 @@ def test_every_option_is_the_users_or_has_an_owner():
     """A new field of ``BAPOConfig`` is in neither set until somebody decides."""
     users = {*TABLE_FIELDS, "target", "target_kind", "raise_first", "clip_ratio_c", "surrogate"}
     users |= {"sapo_tau_pos", "sapo_tau_neg"}
+    also = {"slime": {"logit_scale", "final_logit_softcapping"}, "Trinity": {"loss_scale_factor"}}
     skyrls = integrations.left_to("SkyRL", loss_agg_mode="a sum", loss_scale_factor="a sum")
-    for owners in (*OWNERS.values(), skyrls):
-        assert users | owners.keys() == integrations.OPTIONS
+    for name, owners in {**OWNERS, "SkyRL": skyrls}.items():
+        assert users | also.get(name, set()) | owners.keys() == integrations.OPTIONS, name
 
 
 def test_options_of_a_preset():
