@@ -68,11 +68,7 @@ def without_config(function: F) -> F:
 
 
 def require(
-    ok: bool,
-    name: str,
-    rule: str | tuple[Any, ...],
-    got: Any,
-    error: type[Exception] = ValueError,
+    ok: bool, name: str, rule: str | tuple[Any, ...], got: Any, error: type[Exception] = ValueError
 ) -> None:
     """Raises ``error`` with name, rule and the value got.
 

@@ -181,12 +181,7 @@ HEAD_SCHEMAS = {
 
 
 def _fake_head_forward(
-    unscaled: bool,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *args: Any,
+    unscaled: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     log_probs = torch.empty_like(labels, dtype=torch.float64)
     entropy = log_probs.new_empty(labels.shape[:1])

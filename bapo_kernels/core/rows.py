@@ -238,12 +238,7 @@ class LogProbs(torch.autograd.Function):
         found = RowStatistics(*others[:3])
         sets = None if values is None else SamplingSets(*others[3:])
         call = replace(
-            ctx.call,
-            labels=labels,
-            counted=counted,
-            tokens=tokens,
-            present=ctx.present,
-            sets=sets,
+            ctx.call, labels=labels, counted=counted, tokens=tokens, present=ctx.present, sets=sets
         )
 
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))

@@ -28,14 +28,7 @@ from ..sampling_mask import SamplingMask
 from .sampling_sets import outside_of_sets
 from .search import Contributions, find_clip_bounds, search_metrics
 from .softmax import head_logits, log_probs
-from .tokens import (
-    behaviour_log_probs,
-    clipped,
-    per_token,
-    ratios,
-    sequence_mean,
-    unmasked_tokens,
-)
+from .tokens import behaviour_log_probs, clipped, per_token, ratios, sequence_mean, unmasked_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -42,11 +42,7 @@ def behaviour_log_probs(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:
 
 
 def ratios(
-    logp: Tensor,
-    old: Tensor,
-    unmasked: Tensor,
-    level: RatioLevel,
-    cu_seqlens: Tensor | None = None,
+    logp: Tensor, old: Tensor, unmasked: Tensor, level: RatioLevel, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``r = exp(clamp(logp - old, -20, 20))``, and its logarithm.
 

@@ -87,11 +87,7 @@ def sequence_log_ratios(
 
 
 def add_sequence_means_(
-    dlog_ratios: Tensor,
-    counted: Tensor,
-    length: int,
-    cu_seqlens: Tensor | None,
-    dlog_probs: Tensor,
+    dlog_ratios: Tensor, counted: Tensor, length: int, cu_seqlens: Tensor | None, dlog_probs: Tensor
 ) -> None:
     _launch(dlog_ratios, counted, None, length, cu_seqlens, dlog_probs, False, 0)
 

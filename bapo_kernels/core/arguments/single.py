@@ -259,11 +259,7 @@ def checked_temperature(
 
 
 def _per_token(
-    name: str,
-    values: Tensor,
-    like: Tensor,
-    cu_seqlens: Tensor | None = None,
-    single: str = "",
+    name: str, values: Tensor, like: Tensor, cu_seqlens: Tensor | None = None, single: str = ""
 ) -> Tensor:
     """A view in the shape of ``like``; with ``cu_seqlens`` it may be one per sequence.
 

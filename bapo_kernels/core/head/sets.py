@@ -123,12 +123,7 @@ def add_set_gradients(gradients: HeadGradients, call: Call, dvalues: Tensor) -> 
 
 
 def _weight_gradient(
-    call: Call,
-    dvalues: Tensor,
-    hidden: Tensor,
-    add: bool,
-    dweight: Tensor,
-    dbias: Tensor | None,
+    call: Call, dvalues: Tensor, hidden: Tensor, add: bool, dweight: Tensor, dbias: Tensor | None
 ) -> None:
     """Sums over the rows whose sets have a column: in the order of the rows, in float32.
 
