@@ -1,7 +1,7 @@
-"""Launching a kernel with little work on the host.
+"""Launches kernels with little work on the host.
 
-Imports nothing of the package. Which arguments specialise a kernel is decided here: one more, and
-a training compiles in the middle of a run.
+May import nothing of the package. Decides which arguments specialise a kernel: with one more, a
+training run compiles kernels at later steps too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Kernel:
         values: list[Any],
         options: dict[str, Any],
     ) -> Any:
-        """By Triton, for these arguments and all that have the same key, and loads it.
+        """Compiles with Triton, for these arguments and all of the same key, and loads the result.
 
         A load may fail, and another thread may wait for it: ``self.compiled`` has what is loaded.
         """
@@ -102,12 +102,12 @@ class Kernel:
 
     @staticmethod
     def load(compiled: Any) -> None:
-        """On the current device; launches nothing."""
+        """Loads what was compiled onto the current device; launches nothing."""
         compiled[1, 1, 1]
 
     @staticmethod
     def run(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
-        """As ``compiled[grid](*values)``, which gathers arguments of hooks that are not there."""
+        """Does what ``compiled[grid](*values)`` does, but gathers no arguments for absent hooks."""
         runtime = triton.knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         # Each is a chain of functions, in older versions one function or None.
@@ -116,12 +116,12 @@ class Kernel:
             return
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        of_kernel = stream, compiled.function, compiled.packed_metadata
-        compiled.run(*grid, *of_kernel, None, None, None, *values)
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*grid, stream, function, metadata, None, None, None, *values)
 
 
 def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:
-    """What Triton specialises on. Of a pointer: its alignment, and on AMD GPUs 32-bit addresses."""
+    """What Triton specialises on: the alignment of a pointer, and on AMD GPUs 32-bit addresses."""
     if value is None:
         return None
     if isinstance(value, int):
