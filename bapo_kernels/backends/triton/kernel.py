@@ -45,31 +45,20 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, (*grid, 1, 1)[:3])
 
-    def _launch(
-        self,
-        grid: tuple[int, ...],
-        *given: Any,
-        num_warps: int,
-        maxnreg: int | None = None,
-        **named: Any,
-    ) -> None:
-        values = [*given, *map(named.__getitem__, self._names[len(given) :])]
-        assert len(given) + len(named) == len(values), f"unknown options among {set(named)}"
+    def _launch(self, grid: tuple[int, ...], *values: Any, **limits: int) -> None:
         if self._interpreted:
             self._function[grid](*values)
             return
         key = (
             values[0].device,
-            num_warps,
-            maxnreg,
+            *limits.values(),
             *map(getattr, values[: self._pointers], repeat("dtype"), repeat(None)),
             *[_specialisation(values[index]) for index in self._specialised],
             *values[self._constants :],
         )
         compiled = self.compiled.get(key)
         if compiled is None:
-            options = {} if maxnreg is None else {"maxnreg": maxnreg}
-            compiled = self.compile(key, grid, values, {"num_warps": num_warps, **options})
+            compiled = self.compile(key, grid, values, limits)
         if compiled is not None:
             self.run(compiled, grid, values)
 
@@ -77,8 +66,8 @@ class Kernel:
         self,
         key: tuple[Any, ...],
         grid: tuple[int, ...],
-        values: list[Any],
-        options: dict[str, Any],
+        values: tuple[Any, ...],
+        limits: dict[str, int],
     ) -> Any:
         """Compiles with Triton, for these arguments and all of the same key, and loads the result.
 
@@ -93,7 +82,7 @@ class Kernel:
             compiled = self.compiled.get(key)
             if compiled is None:
                 # Versions of Triton differ in whether they fuse by default.
-                options["enable_fp_fusion"] = True
+                options = {**limits, "enable_fp_fusion": True}
                 compiled = self._function.warmup(*values, grid=grid, **options)
                 if compiled is not None:  # a hook of the user may keep Triton from compiling
                     self.load(compiled)
@@ -106,7 +95,7 @@ class Kernel:
         compiled[1, 1, 1]
 
     @staticmethod
-    def run(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
+    def run(compiled: Any, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
         """Does what ``compiled[grid](*values)`` does, but gathers no arguments for absent hooks."""
         runtime = triton.knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

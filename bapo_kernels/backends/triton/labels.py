@@ -15,7 +15,7 @@ from . import row_math
 from .kernel import Kernel
 from .launch import INTERPRETED, limits
 
-LABELS = 128  # of a row per step
+LABELS = 128  # per row and step
 OTHERS = 512 if INTERPRETED else 8  # compared with them per step; more take too many registers
 
 
@@ -75,7 +75,7 @@ def _label_gradients_kernel(
     LABELS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """Computes gradients; with FOUND writes those of ``packed``. A program is a warp and a row.
+    """Computes gradients, or with FOUND writes those of ``packed``; a program of a warp per row.
 
     ``packed`` has a label without a column for every row, then column and gradient of every label.
     """

@@ -19,7 +19,7 @@ from ...config import Options, bound_grid
 
 Result = TypeVar("Result")
 INTERPRETED: bool = triton.knobs.runtime.interpret
-MAX_PROGRAMS = 256  # over tokens: adding up their sums is short
+MAX_PROGRAMS = 256  # that share the tokens: adding up their sums takes little time
 
 
 def warp_size() -> int:

@@ -24,7 +24,7 @@ from .tokens import TEMPERATURES, has, load_field
 # `coefficients` has the gradients of log-prob and negative entropy.
 
 LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-160.0)  # of t as a factor of 2^t = 0
+FLOOR = tl.constexpr(-160.0)  # keeps t finite in products with 2^t = 0
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that -inf - LOWEST is not NaN
 INF = tl.constexpr(float("inf"))
 IGNORED = tl.constexpr(IGNORE_INDEX)

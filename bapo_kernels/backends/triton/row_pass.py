@@ -29,7 +29,7 @@ from .tokens import (
     load_field,
 )
 
-LABELS = 256  # of a row with several, per step
+LABELS = 256  # per step, in a row with several
 
 
 def _row_pass_kernel(
@@ -121,7 +121,7 @@ def _row_pass_kernel(
         tl.store(stats + 2 * index, origin.to(tl.float64))
         tl.store(stats + 2 * index + 1, sum_2t)
         if dlogits is not None:
-            tl.debug_barrier()  # before the row is overwritten: one warp sums without
+            tl.debug_barrier()  # before the row is overwritten: a single warp sums without one
             clip, last_clip = (lower_start, upper_start), (lower_max, upper_max)
             if (bounds is not None) | has(LOWER, PRESENT):
                 clip = policy_math.load_bounds(bounds, token, PRESENT)
@@ -231,7 +231,7 @@ def row_pass(
     options: list[float],
     *results: Tensor | None,
 ) -> None:
-    """``results``: log_probs, entropy, stats, undecided and dlogits."""
+    """Writes ``results``: log_probs, entropy, stats, undecided and dlogits."""
     *statistics, dlogits = results
     gradient = dlogits is not None
     softcapped, present, numbers, flags = _from_options(options, present, gradient)
