@@ -66,7 +66,7 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
     elif (reason := why_not(backend, tensor, name)) is not None:
         raise ValueError(f"backend {backend!r} cannot run: {reason}")
     elif backend == "cuda":
-        self_check.why_not(tensor.device)  # warns, and the caller has it nevertheless
+        self_check.why_not(tensor.device)  # only warns, as the caller named it
     if backend == "reference" and tensor.device.type == "meta":
         refuse(name, "have values", "a tensor on the meta device")
     return backend

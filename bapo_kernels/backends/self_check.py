@@ -1,7 +1,7 @@
 """Compares the CUDA kernels with torch in float64, on a few rows, at the first call on a GPU.
 
 May import ``checks``, ``config``, ``native`` and ``core.operators``. A file remembers for which
-library, GPU and driver they agreed: a new fact that decides must become a part of its name.
+library, GPU and driver they agreed: whatever else may change a result must change its name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..core.operators import FIELDS, SCHEMAS, ops_of
 from . import native
 
 _C: Any = torch._C
-Comparisons = Iterator[tuple[str, Tensor, Tensor]]  # operator, what it found, and the truth
+Comparisons = Iterator[tuple[str, Tensor, Tensor]]  # operator, its result, and the truth
 
-enabled = True  # False leaves the check out, as BAPO_SELF_CHECK=0 does: before the first call
+enabled = True  # False before the first call leaves the check out, like BAPO_SELF_CHECK=0
 
 # Numbers of columns for the generic row pass and for clusters of every size, some not aligned.
 _BF16, _F32 = torch.bfloat16, torch.float32
@@ -103,9 +103,9 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
     for name, comparisons in checks.items():
         try:
             for operator, got, truth in comparisons:
-                rounding = torch.finfo(got.dtype).eps / 2 + 1e-5  # of the result, and before it
+                rounding = torch.finfo(got.dtype).eps / 2 + 1e-5  # of the result, and before
                 share = (got.double() - truth).abs() / (rounding * truth.abs() + 1e-37)
-                if not share.max() <= 1:  # NaN is not
+                if not share.max() <= 1:  # NaN fails too
                     most = f"{share.max():.3g} times what rounding explains"
                     return f"{operator} of {name} is off by {most}"
         except torch.OutOfMemoryError:
@@ -143,7 +143,7 @@ def _passes(ops: Any, rows: Tensor) -> Comparisons:
     )
     for operator in ("row_statistics", "row_gradient", "row_pass", "row_pass_"):
         out.fill_(torch.nan)
-        if operator != "row_gradient":  # which needs the results of the operator before it
+        if operator != "row_gradient":  # it needs those of row_statistics
             found.fill_(torch.nan)
         _call(ops, operator, operands)
         yield operator, found[:4], statistics

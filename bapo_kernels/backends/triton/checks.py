@@ -1,4 +1,4 @@
-"""Checks dtypes, sizes and devices of an operator's arguments, so that no kernel leaves a tensor.
+"""Checks an operator's arguments, so that no kernel reads or writes outside a tensor.
 
 May import ``core.operators``, ``checks``, ``config``, ``output``, ``launch`` and ``tokens``. A call
 that has passed is not checked again: a rule may depend on its ``_facts`` alone.

@@ -283,7 +283,7 @@ def head_sets_pass(
     counted: Tensor,
     *arguments: Any,
 ) -> None:
-    """Runs three operators in turn: the rows in flight use more of the head than is cached."""
+    """Runs three operators in turn: rows in flight use more of the head than the cache holds."""
     *inputs, undecided, values, dhidden = arguments
     multiply_sets(hidden, weight, bias, counted, token_ids, offsets, None, values)
     row_pass_(values, offsets, labels, counted, *inputs, undecided)

@@ -129,7 +129,7 @@ def per_options(function: Callable[..., Result]) -> Callable[..., Result]:
 def transform(options: Options, per_row: bool) -> tuple[bool, tuple[float, ...]]:
     """Whether there is a soft cap, and (inner, scale/ln 2, scale, slope) of logits z.
 
-    x = scale*y with y = z, or y = tanh(inner*z) with a soft cap; dx/dz = slope*derivative(y).
+    x = scale*y with y = z, or y = tanh(inner*z) with a soft cap; dx/dz = slope, or slope*(1 - y*y).
     ``per_row``: rows have temperatures of their own; scale and slope are those at 1.
     """
     temperature = 1.0 if per_row else options.temperature

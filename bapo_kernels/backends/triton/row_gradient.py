@@ -1,7 +1,7 @@
 """The gradient of rows with known statistics, and its scaling; each program strides over the rows.
 
-May import what ``row_pass`` may, and ``labels``. Both must write the same gradient of a row: the
-result of the search decides which of them does.
+May import what ``row_pass`` may, and ``labels``. Must write the same gradient of a row as
+``row_pass``: the result of the search decides which of the two does.
 """
 
 from __future__ import annotations
