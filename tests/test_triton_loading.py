@@ -42,7 +42,7 @@ def fill():
 
     def launch(value):
         x = torch.zeros(32)
-        kernel[(1,)](x, value, SIZE=32, num_warps=1)
+        kernel[(1,)](x, value, 32, num_warps=1)
         return x.unique().tolist()
 
     return launch

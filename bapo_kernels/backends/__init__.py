@@ -1,7 +1,7 @@
 """The backends: which can run here, why the others cannot, and the choice between them.
 
-Imports its files and ``checks``. To know what runs here must not import Triton or initialise
-CUDA, because ``import bapo_kernels`` would do so too.
+May import ``checks`` and the files of this folder. Must not import Triton or initialise CUDA at
+import: ``import bapo_kernels`` would do so too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ..checks import refuse, runs_while_traced, warn_once
 from . import native, self_check, triton
 
 NAMES = ("cuda", "triton", "cpu", "reference")
-# Triton's interpreter is for tests: it runs only when it is asked for by name.
+# Triton's interpreter is for tests: it runs only if the caller names the backend.
 _UNASKED = tuple(n for n in NAMES if n != "triton" or not triton.INTERPRETED)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels take
 
 
 def available_backends() -> dict[str, str | None]:
@@ -66,7 +66,7 @@ def choose(backend: str | None, tensor: torch.Tensor, name: str) -> str:
     elif (reason := why_not(backend, tensor, name)) is not None:
         raise ValueError(f"backend {backend!r} cannot run: {reason}")
     elif backend == "cuda":
-        self_check.why_not(tensor.device)  # warns, and the caller has it nevertheless
+        self_check.why_not(tensor.device)  # only warns, as the caller named it
     if backend == "reference" and tensor.device.type == "meta":
         refuse(name, "have values", "a tensor on the meta device")
     return backend
@@ -93,8 +93,8 @@ def _why_not_unasked(backend: str, tensor: torch.Tensor, name: str) -> str | Non
 
 @runs_while_traced
 def _warn_of_fallback(backend: str, device: torch.device) -> None:
-    """Where a slower backend takes the place of kernels that a build could have."""
-    if device.type not in ("cpu", "cuda"):  # no other has kernels at all
+    """Warns that a slower backend takes the place of kernels that a build could have."""
+    if device.type not in ("cpu", "cuda"):  # no other device has kernels
         return
     slower, why = "the PyTorch reference, many times slower than its kernels", "none of them can"
     if device.type == "cpu":

@@ -1,8 +1,7 @@
-"""The first call on a GPU compares the CUDA kernels with torch in float64, on a few rows.
+"""Compares the CUDA kernels with torch in float64, on a few rows, at the first call on a GPU.
 
-A file remembers for which library, GPU and driver they agreed. Imports ``config``, ``native`` and
-the operators, which it calls as they are: what a public function makes of its arguments is not
-checked here.
+May import ``checks``, ``config``, ``native`` and ``core.operators``. A file remembers for which
+library, GPU and driver they agreed: whatever else may change a result must change its name.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from ..core.operators import FIELDS, SCHEMAS, ops_of
 from . import native
 
 _C: Any = torch._C
-Comparisons = Iterator[tuple[str, Tensor, Tensor]]  # operator, what it found, and the truth
+Comparisons = Iterator[tuple[str, Tensor, Tensor]]  # operator, its result, and the truth
 
-enabled = True  # False leaves the check out, as BAPO_SELF_CHECK=0 does: before the first call
+enabled = True  # False before the first call leaves the check out, like BAPO_SELF_CHECK=0
 
-# Columns for the generic row pass and for clusters of every size; rows of some are not aligned.
+# Numbers of columns for the generic row pass and for clusters of every size, some not aligned.
 _BF16, _F32 = torch.bfloat16, torch.float32
 ROWS = [*((V, _BF16) for V in (257, 10_000, 30_001, 60_000, 151_936)), (257, _F32), (151_936, _F32)]
-BOUNDS = (0.6, 2.0)  # that the reference finds for the tokens of _search
+BOUNDS = (0.6, 2.0)  # the result of the reference for the tokens of _search
 
-_found: dict[int | None, str | None] = {}  # by GPU
+_found: dict[int | None, str | None] = {}  # verdict by GPU
 _lock = threading.Lock()
 
 
 def why_not(device: torch.device) -> str | None:
-    """Which kernel is wrong on this GPU, or ``None``; the first call finds out, and warns."""
+    """Which kernel is wrong on this GPU, or ``None``; the first call checks, and warns."""
     if not torch.compiler.is_compiling() and device.index not in _found and _can_run_now():
         with _lock:
             if device.index not in _found:
@@ -49,12 +48,12 @@ def why_not(device: torch.device) -> str | None:
 
 @runs_while_traced
 def known(device: torch.device) -> str | None:
-    """The same where it has been found out."""
+    """The verdict on this GPU, if it has been checked."""
     return _found.get(device.index)
 
 
 def _can_run_now() -> bool:
-    """Whether kernels can be launched and awaited: nothing is traced, captured or fake."""
+    """Whether kernels can be launched and synchronised: nothing is traced, captured or fake."""
     traced = _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active()
     if traced or not torch.cuda.is_initialized():
         return False
@@ -84,7 +83,7 @@ def _verdict(device: torch.device) -> str | None:
 
 
 def _record(device: torch.device) -> Path:
-    """The file that exists where the kernels have agreed."""
+    """The file that exists if the kernels have agreed."""
     gpu, no_clusters = torch.cuda.get_device_properties(device), os.environ.get("BAPO_NO_CLUSTERS")
     facts = repr((gpu, native.cuda_of_driver(), torch.__version__, no_clusters)).encode()
     checksum = hashlib.sha256(native.LIBRARY.read_bytes() + facts).hexdigest()
@@ -104,9 +103,9 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
     for name, comparisons in checks.items():
         try:
             for operator, got, truth in comparisons:
-                rounding = torch.finfo(got.dtype).eps / 2 + 1e-5  # of the result, and before it
+                rounding = torch.finfo(got.dtype).eps / 2 + 1e-5  # of the result, and before
                 share = (got.double() - truth).abs() / (rounding * truth.abs() + 1e-37)
-                if not share.max() <= 1:  # NaN is not
+                if not share.max() <= 1:  # NaN fails too
                     most = f"{share.max():.3g} times what rounding explains"
                     return f"{operator} of {name} is off by {most}"
         except torch.OutOfMemoryError:
@@ -117,7 +116,7 @@ def first_failure(ops: Any, device: torch.device) -> str | None:
 
 
 def _passes(ops: Any, rows: Tensor) -> Comparisons:
-    """Of two rows at ratio 1: of logits ``[1, 2, V]``, or values ``[2, V]`` of sets."""
+    """Runs two rows at ratio 1: logits ``[1, 2, V]``, or values ``[2, V]`` of sets."""
     V, are_sets, device = rows.shape[-1], rows.ndim == 2, rows.device
     labels = torch.tensor([[V // 3], [V - 1]], device=device)
     log_p = rows.reshape(2, V).double().log_softmax(1)
@@ -144,7 +143,7 @@ def _passes(ops: Any, rows: Tensor) -> Comparisons:
     )
     for operator in ("row_statistics", "row_gradient", "row_pass", "row_pass_"):
         out.fill_(torch.nan)
-        if operator != "row_gradient":  # which needs what the one before it has found
+        if operator != "row_gradient":  # it needs those of row_statistics
             found.fill_(torch.nan)
         _call(ops, operator, operands)
         yield operator, found[:4], statistics
@@ -170,6 +169,6 @@ def _search(ops: Any, device: torch.device) -> Comparisons:
 
 
 def _call(ops: Any, operator: str, operands: dict[str, Any]) -> None:
-    """With the operands that it has names for; others are absent."""
+    """Calls an operator with those of the operands that it has, and ``None`` for the others."""
     names = [argument.split()[-1] for argument in SCHEMAS[operator].split(", ")]
     getattr(ops, operator)(*map(operands.get, names))

@@ -80,7 +80,7 @@ class Launches:
         address = ctypes.cast(self.launched, ctypes.c_void_p).value
         ctypes.c_void_p.in_dll(LIBCUDA, "launched").value = address
 
-    def run(self, compiled: Any, grid: tuple[int, int, int], values: list[Any]) -> None:
+    def run(self, compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
         """As Kernel.run; raises what was wrong."""
         self.current.compiled, self.current.values, self.current.failure = compiled, values, None
         self.launch(compiled, grid, values)

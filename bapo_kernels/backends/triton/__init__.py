@@ -1,9 +1,7 @@
-"""Kernels in Triton for NVIDIA and AMD GPUs, or interpreted on the CPU (TRITON_INTERPRET=1).
+"""Registers the Triton kernels, for NVIDIA and AMD GPUs, or interpreted on the CPU.
 
-Registers the operators. Files here import ``core.operators``, ``checks``, ``config`` and
-``output``, and each other downwards: the launchers of kernels, then ``row_math``, then the
-mathematics of tokens and sets, then ``tokens``, ``launch`` and ``kernel``. None may import Triton
-before the first call: that takes longer than the import of the package.
+May import ``core.operators`` alone. ``import bapo_kernels`` must not import Triton, which takes
+longer than the package: the other files of this folder are imported at the first call.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ...core.operators import SCHEMAS, implement
 
 
 def _is_interpreted() -> bool:
-    """By Triton's own rule, for which its import, which takes long, is rarely needed."""
+    """Whether Triton interprets kernels, by its own rule; rarely needs its slow import."""
     may_be = "TRITON_INTERPRET" in os.environ or "triton" in sys.modules
     if not may_be or importlib.util.find_spec("triton") is None:
         return False
@@ -47,23 +45,16 @@ def why_not() -> str | None:
 @cache
 def _operators() -> dict[str, Callable[..., None]]:
     """The launchers, each in a module as the function of its name."""
-    names = [
+    names = (
         *("prepare", "row_pass", "row_gradient", "search", "sequences", "token_loss"),
         *("sampling_sets", "head_sampling_sets"),
-    ]
+    )
     modules = [importlib.import_module(f".{name}", __name__) for name in names]
     return {name: f for module in modules for name, f in vars(module).items() if name in SCHEMAS}
 
 
-@cache
-def _check() -> Callable[[str, tuple[Any, ...]], None]:
-    from .checks import check
-
-    return check
-
-
 def _launch(name: str, *arguments: Any) -> None:
-    """An operator on the device of its arguments, without checks."""
+    """Runs an operator on the device of its arguments, without checks."""
     device = arguments[0].device
     if device.type == "cpu" or device.index == torch.cuda.current_device():
         _operators()[name](*arguments)
@@ -73,11 +64,13 @@ def _launch(name: str, *arguments: Any) -> None:
 
 
 def _checked_launch(name: str, *arguments: Any) -> None:
-    _check()(name, arguments)
+    from .checks import check
+
+    check(name, arguments)
     _launch(name, *arguments)
 
 
-# Of every loss: the public functions have checked what the caller gave, and make the rest.
+# The operators of every loss: public functions check what the caller gives, and make the rest.
 _UNCHECKED = (
     *("prepare", "row_statistics", "row_pass", "row_pass_", "search", "token_loss"),
     *("row_gradient", "row_gradient_", "scale_"),

@@ -1,9 +1,7 @@
-"""What the kernels rely on: dtypes, sizes and devices of an operator's arguments.
+"""Checks an operator's arguments, so that no kernel reads or writes outside a tensor.
 
-Friendly messages are left to the public functions; this keeps a direct call of an operator from
-reading or writing outside a tensor. Imports ``core.operators``, ``checks``, ``output``,
-``launch`` and ``tokens``. What has passed once is not checked again: a rule may depend on nothing
-but the facts that a call is remembered by.
+May import ``core.operators``, ``checks``, ``config``, ``output``, ``launch`` and ``tokens``. A call
+that has passed is not checked again: a rule may depend on its ``_facts`` alone.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import require
+from ...checks import OFFSETS, require
 from ...config import Options
 from ...core.operators import FIELDS, SCHEMAS
 from ...output import REPORT
@@ -34,17 +32,14 @@ _DTYPES = {
 _ROWS = ("logits", "dlogits", "x")
 _MATRICES = ("hidden", "weight", "dhidden", "dweight")
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of prepare, whose arguments are as the caller has them.
+# The arguments of prepare with the dtypes and strides of the caller.
 _CALLERS = ("labels_or_log_probs", "response_mask", "cu_seqlens", "device_divisor")
 _CALLER_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-_NEED_ADVANTAGES = (
-    *("row_pass", "row_pass_", "head_sets_pass"),
-    *("contributions", "search", "token_loss"),
-)
-_OF_LABELS = "labels", "positions", "log_probs", "dlog_probs"
+_ADVANTAGE_OPS = "row_pass", "row_pass_", "head_sets_pass", "contributions", "search", "token_loss"
+_PER_LABEL = "labels", "positions", "log_probs", "dlog_probs"
 _SEVERAL_LABELS = "row_statistics", "row_gradient", "row_gradient_", "find_labels"
 _require = partial(require, error=RuntimeError)
 
@@ -57,7 +52,10 @@ _NAMES = {
 
 
 def check(op: str, arguments: tuple[Any, ...]) -> None:
-    """Raises ``RuntimeError`` where an argument is not as the kernel expects it."""
+    """Raises ``RuntimeError`` if an argument breaks a rule of the kernel.
+
+    Friendly messages are left to the public functions.
+    """
     signature = op, *map(_facts, arguments)
     if signature not in _known:
         _check(op, dict(zip(_NAMES[op], arguments, strict=True)))
@@ -67,7 +65,7 @@ def check(op: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _facts(x: Any) -> Any:
-    """Of a tensor all but its values; a number like a divisor is free, those of options are not."""
+    """All of a tensor but its values. A number like a divisor is free, those of options are not."""
     if isinstance(x, Tensor):
         return x.dtype, x.device, x.shape, x.stride()
     if isinstance(x, list | tuple):
@@ -88,7 +86,7 @@ def _check(op: str, given: dict[str, Any]) -> None:
     if op in _SEVERAL_LABELS and given["labels"].ndim == 2:
         per_row = given["labels"].shape[1]
         _require(per_row >= 1, "labels", "be one or more per row", per_row)
-        counts |= dict.fromkeys(_OF_LABELS, per_row * counts["labels"])
+        counts |= dict.fromkeys(_PER_LABEL, per_row * counts["labels"])
     if "length" in given and given["cu_seqlens"] is None:
         N, length = counts["labels"], given["length"]
         divides = N == 0 or (length > 0 and N % length == 0)
@@ -102,10 +100,13 @@ def _check(op: str, given: dict[str, Any]) -> None:
         _require(value.device == device, name, f"be on {device}", value.device)
         if name == "cu_seqlens":
             _check_offsets(value)
-        elif name in _ROWS and not are_sets:
-            _check_rows(name, value, given.get("logits", value))
-        elif name in _MATRICES:
-            _check_matrix(name, value, given, counts)
+        elif name in _MATRICES or (name in _ROWS and not are_sets):
+            rule = "be float32, bfloat16 or float16"
+            _require(value.dtype in _ROW_DTYPES, name, rule, value.dtype)
+            if name in _MATRICES:
+                _check_matrix(name, value, given, counts)
+            else:
+                _check_rows(name, value, given.get("logits", value))
         elif op != "prepare" or name not in _CALLERS:
             _require(value.dtype == _DTYPES[name], name, f"be {_DTYPES[name]}", value.dtype)
             rule = f"be contiguous with {counts[name]} elements"
@@ -114,7 +115,7 @@ def _check(op: str, given: dict[str, Any]) -> None:
 
 
 def _counts(given: dict[str, Any], are_sets: bool) -> dict[str, int]:
-    """Elements of contiguous tensors, of N rows or tokens, K ids and V columns."""
+    """The elements of contiguous tensors, from N rows or tokens, K ids and V columns."""
     rows = given.get("logits", given.get("dlogits"))
     if rows is not None and not are_sets:
         N = int(rows.shape[:-1].numel())
@@ -126,30 +127,22 @@ def _counts(given: dict[str, Any], are_sets: bool) -> dict[str, int]:
     head = given.get("weight", given.get("dweight"))
     K, V = ids[0].numel() if ids else 0, 0 if head is None else head.shape[0]
     counts = dict.fromkeys(_DTYPES, N)
-    counts |= dict.fromkeys(("token_ids", "values", "dvalues", "order", "rows"), K)
-    counts |= {
-        "logits": K,
-        "dlogits": K,
-        "offsets": N + 1,
-        "segments": V + 1,
-        "bias": V,
-        "dbias": V,
-    }
-    counts |= {"stats": 2 * N, "tokens": len(FIELDS) * N, "bounds": 2, "masses": 6, "shard": 2}
-    counts |= {"report": len(REPORT), "factor": 1, "ticket": 1}
+    counts |= dict.fromkeys(("token_ids", "order", "rows"), K)
+    counts |= dict.fromkeys(("values", "dvalues", "logits", "dlogits"), K)
+    counts |= dict(offsets=N + 1, segments=V + 1, bias=V, dbias=V, bounds=2, masses=6, shard=2)
+    counts |= dict(stats=2 * N, tokens=len(FIELDS) * N, report=len(REPORT), factor=1, ticket=1)
     counts["outputs"] = N if given.get("entropy") is None else 2 * N
     counts["table"] = given["table"].numel() if "table" in given else 0
     return counts
 
 
 def _check_present(op: str, given: dict[str, Any]) -> None:
-    """The fields that there must be, and tokens that have them."""
+    """Checks that the fields that an operator needs are there, and tokens with them."""
     present, own = given["present"], given["present"] & bits(LOWER, UPPER)
     known = 0 <= present < 1 << len(FIELDS) and own in (0, bits(LOWER, UPPER))
-    _require(
-        known, "present", f"be bits of {len(FIELDS)} fields, with both bounds or none", present
-    )
-    has_advantages = op not in _NEED_ADVANTAGES or present & bits(ADVANTAGES)
+    rule = f"be bits of {len(FIELDS)} fields, with both bounds or none"
+    _require(known, "present", rule, present)
+    has_advantages = op not in _ADVANTAGE_OPS or present & bits(ADVANTAGES)
     _require(has_advantages, "present", "have the advantages", present)
     has_tokens = given["tokens"] is not None or not present & bits(TEMPERATURES)
     _require(has_tokens, "tokens", "be given with temperatures", None)
@@ -158,35 +151,32 @@ def _check_present(op: str, given: dict[str, Any]) -> None:
 
 
 def _check_matrix(name: str, matrix: Tensor, given: dict[str, Any], counts: dict[str, int]) -> None:
-    """The hidden states, the head, or their gradients."""
-    _require(matrix.dtype in _ROW_DTYPES, name, "be float32, bfloat16 or float16", matrix.dtype)
+    """Checks the hidden states, the head, or the gradient of one of them."""
     operand = given["hidden"] if "hidden" in given else given["weight"]
     dtypes = (operand.dtype, *([torch.float32] if name in ("dhidden", "dweight") else []))
     rule = f"have the dtype {operand.dtype} of its operand" + ", or float32" * (len(dtypes) - 1)
     _require(matrix.dtype in dtypes, name, rule, matrix.dtype)
-    unit_stride = matrix.ndim == 2 and (matrix.shape[1] <= 1 or matrix.stride(1) == 1)
-    rule = "be a matrix with stride 1 in H"
-    _require(unit_stride, name, rule, (tuple(matrix.shape), matrix.stride()))
-    N, H = counts["labels"], operand.shape[-1]
-    of_rows = name == "dhidden" or (name == "hidden" and "offsets" in given)
-    size_is_right = matrix.shape == (N if of_rows else matrix.shape[0], H)
-    rule = f"have shape ({N}, {H})" if of_rows else f"have {H} columns"
-    _require(size_is_right, name, rule, tuple(matrix.shape))
+    shape, H = tuple(matrix.shape), operand.shape[-1]
+    unit_stride = matrix.ndim == 2 and (shape[1] <= 1 or matrix.stride(1) == 1)
+    _require(unit_stride, name, "be a matrix with stride 1 in H", (shape, matrix.stride()))
+    if name == "dhidden" or (name == "hidden" and "offsets" in given):
+        N = counts["labels"]
+        _require(shape == (N, H), name, f"have shape ({N}, {H})", shape)
+    _require(shape[1] == H, name, f"have {H} columns", shape)
 
 
 def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
-    _require(rows.dtype in _ROW_DTYPES, name, "be float32, bfloat16 or float16", rows.dtype)
-    got = tuple(rows.shape), rows.stride()
+    shape, stride = tuple(rows.shape), rows.stride()
     if name == "x":
-        in_place = rows.is_contiguous() or (rows.ndim <= 3 and rows.stride(-1) == 1)
+        in_place = rows.is_contiguous() or (rows.ndim <= 3 and stride[-1] == 1)
         rule = "be contiguous, or have at most 3 dimensions and last stride 1"
-        _require(in_place, name, rule, got)
+        _require(in_place, name, rule, (shape, stride))
         return
-    unit_stride = rows.shape[-1] <= 1 or rows.stride(-1) == 1
-    _require(rows.ndim == 3 and unit_stride, name, "be [batches, rows, V] with stride 1 in V", got)
-    alike = rows.shape == like.shape and rows.dtype == like.dtype
+    is_right = rows.ndim == 3 and (shape[-1] <= 1 or stride[-1] == 1)
+    _require(is_right, name, "be [batches, rows, V] with stride 1 in V", (shape, stride))
     rule = f"have the shape and dtype of logits {tuple(like.shape)}, {like.dtype}"
-    _require(alike, name, rule, (tuple(rows.shape), rows.dtype))
+    alike = rows.shape == like.shape and rows.dtype == like.dtype
+    _require(alike, name, rule, (shape, rows.dtype))
 
 
 def _check_table(table: Tensor, options: list[float], rank: int = 0, **others: Any) -> None:
@@ -197,7 +187,7 @@ def _check_table(table: Tensor, options: list[float], rank: int = 0, **others: A
 
 
 def _check_prepare(given: dict[str, Any]) -> None:
-    """The arguments that are as the caller has them."""
+    """Checks the arguments with the dtypes and strides of the caller."""
     first, fields, cu_seqlens = given["labels_or_log_probs"], given["fields"], given["cu_seqlens"]
     name = "labels_or_log_probs"
     _require(first.ndim == 2, name, "be [sequences, tokens]", tuple(first.shape))
@@ -205,9 +195,8 @@ def _check_prepare(given: dict[str, Any]) -> None:
     has_tokens = given["tokens"] is not None or all(field is None for field in fields)
     _require(has_tokens, "tokens", "be given with fields", None)
     advantages, lower, upper = (fields[one.value] for one in (ADVANTAGES, LOWER, UPPER))
-    _require(
-        advantages is not None or not given["live"], "fields", "have advantages with live", None
-    )
+    has_advantages = advantages is not None or not given["live"]
+    _require(has_advantages, "fields", "have advantages with live", None)
     both = (lower is None) == (upper is None)
     _require(both, "fields", "have both bounds or none", "one of them")
     mode = given["options"][Options._fields.index("loss_agg_mode")]
@@ -238,5 +227,4 @@ def _check_prepare(given: dict[str, Any]) -> None:
 def _check_offsets(cu_seqlens: Tensor) -> None:
     is_right = cu_seqlens.ndim == 1 and cu_seqlens.numel() >= 2
     _require(is_right, "cu_seqlens", "have shape (K + 1,)", tuple(cu_seqlens.shape))
-    is_integer = cu_seqlens.dtype in (torch.int32, torch.int64)
-    _require(is_integer, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)
+    _require(cu_seqlens.dtype in OFFSETS, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype)

@@ -1,10 +1,7 @@
 """Products of the sets' rows of the head: with hidden states, and with the gradients of values.
 
-Sums are of float32 products: few terms in every place of a block, then over the block, and in
-float64 from block to block; those of pieces are rounded to float32. Rows of the head are read where
-they matter: neither those of broken ids nor those times a zero. Imports what ``sampling_sets``
-does, ``row_pass`` and ``row_gradient``. Another order of terms changes bits that must not depend on
-what else is in a call.
+May import what ``sampling_sets`` may, ``row_pass`` and ``row_gradient``. Another order of terms
+changes bits that must not depend on what else is in a call.
 """
 
 from __future__ import annotations
@@ -22,13 +19,17 @@ from .launch import ceil_div, limits, resident_programs
 from .row_gradient import FLAGS, any_wanted
 from .row_pass import row_pass_
 
+# Sums are of float32 products: few terms in every place of a block, then over the block, and in
+# float64 from block to block; those of pieces are rounded to float32. Rows of the head that belong
+# to broken ids or are multiplied by zero are not read.
+#
 # Rows and columns of a block, which is in registers, and steps until it is summed. Few rows,
 # because sets are often short and most columns are in few sets.
 TERMS, WIDTH, STEPS = 8, 512, 8
 WARPS = 4
-PARTS = 4  # programs of a row that multiply
-# Terms of a piece of a set or of a column at least twice as long, which has a program of its own;
-# the last one has the rest, too.
+PARTS = 4  # programs that share the products of a row
+# Sets and columns of at least twice as many terms are cut into pieces of PIECE terms, each with a
+# program of its own; the last piece has the rest, too.
 PIECE = 256
 
 
@@ -60,7 +61,7 @@ def _multiply_sets_kernel(
             column = sampling_set_math.columns_of(token_ids, begin, size, at, shard, V)
             products = tl.zeros((TERMS, WIDTH), tl.float32)
             for left in range(0, H, UNROLL * WIDTH):
-                for u in tl.static_range(UNROLL):  # 8 loads of a thread at once
+                for u in tl.static_range(UNROLL):  # 8 loads of a thread in flight
                     h = left + u * WIDTH + tl.arange(0, WIDTH)
                     x = row_math.widened(tl.load(row + h, h < H, other=0.0))
                     products += _rows(weight, weight_stride, column, h, H) * x[None, :]
@@ -73,20 +74,20 @@ def _multiply_sets_kernel(
 
 @triton.jit
 def _rows(matrix, stride, row, h, H):
-    """These columns of rows, as float32; zeros for negative rows."""
+    """Columns ``h`` of these rows, as float32; zeros for negative rows."""
     mask = (row >= 0)[:, None] & (h < H)[None, :]
     return row_math.widened(tl.load(matrix + (row * stride)[:, None] + h[None, :], mask, other=0.0))
 
 
 @triton.jit
 def _scaled_rows(matrix, stride, row, factor, h, H):
-    """The same times factors; nothing is read for a factor of 0."""
+    """``_rows`` times their factors; a row with the factor 0 is not read."""
     return _rows(matrix, stride, tl.where(factor == 0.0, -1, row), h, H) * factor[:, None]
 
 
 @triton.jit
 def _last_up_to(most, offsets, count):
-    """The last of ascending offsets that is no larger than this; 32 are read at once."""
+    """The place of the last of ascending offsets that is at most ``most``; reads 32 per step."""
     found, step = most * 0, most * 0 + 1
     while step * 32 < count:
         step *= 32
@@ -105,9 +106,10 @@ def _pieces_of(size, PIECE: tl.constexpr):
 
 @triton.jit
 def _piece_with(last, begin, end, PIECE: tl.constexpr):
-    """The piece of a segment that has this term, and whether it is that of its window.
+    """Begin and end of the piece that has term ``last`` of a segment, and whether there is one.
 
-    A window is PIECE terms of all. Its last one is in the piece that begins in it, if one does.
+    A window is PIECE consecutive terms of all segments, and ``last`` its last one: that is in the
+    piece that begins in the window, if one does.
     """
     pieces = _pieces_of(end - begin, PIECE)
     piece = tl.minimum((last - begin) // PIECE, pieces - 1)
@@ -125,7 +127,7 @@ def _sets_dhidden_kernel(
     shard,
     flags,
     dhidden,
-    parts,
+    partials,
     rows: tl.int64,
     K: tl.int64,
     V: tl.int64,
@@ -133,26 +135,26 @@ def _sets_dhidden_kernel(
     weight_stride: tl.int64,
     dhidden_stride: tl.int64,
     WANTED: tl.constexpr,
-    OF_PIECES: tl.constexpr,
+    PARTIAL: tl.constexpr,
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     PIECE: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """Of rows; or parts of those with long sets, as of columns below."""
+    """Sums over the sets of rows; or with PARTIAL over the pieces of long sets."""
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     window, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    of_head, of_sets = (weight, weight_stride, V, H), (dvalues, token_ids, shard)
-    if OF_PIECES:
+    head, sets = (weight, weight_stride, V, H), (dvalues, token_ids, shard)
+    if PARTIAL:
         last = (window + 1) * PIECE - 1
         index = _last_up_to(last, offsets, rows)
         begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
-        first, stop, is_mine = _piece_with(last, begin, begin + size, PIECE)
-        if is_mine & row_math.is_wanted(flags, index, WANTED):
-            piece = first - begin, stop - begin
-            total = _sum_over_set(of_head, of_sets, begin, piece, h, TERMS, WIDTH, STEPS)
-            tl.store(parts + window * H + h, total.to(tl.float32), h < H)
+        first, stop, is_piece = _piece_with(last, begin, begin + size, PIECE)
+        if is_piece & row_math.is_wanted(flags, index, WANTED):
+            places = first - begin, stop - begin
+            total = _sum_over_set(head, sets, begin, places, h, TERMS, WIDTH, STEPS)
+            tl.store(partials + window * H + h, total.to(tl.float32), h < H)
     else:
         for start in range(window, rows, FLAGS * programs):
             end = tl.minimum(rows, start + FLAGS * programs)
@@ -161,12 +163,10 @@ def _sets_dhidden_kernel(
                     begin, size, _ = sampling_set_math.set_of(offsets, index, True, rows, K)
                     if row_math.is_wanted(flags, index, WANTED) & (size > 0):
                         pieces = _pieces_of(size, PIECE)
-                        alone = 0, tl.where(pieces > 0, 0, size)
-                        total = _sum_over_set(
-                            of_head, of_sets, begin, alone, h, TERMS, WIDTH, STEPS
-                        )
-                        for part in range(begin // PIECE, begin // PIECE + pieces):
-                            total += tl.load(parts + part * H + h, h < H, other=0.0)
+                        places = 0, tl.where(pieces > 0, 0, size)
+                        total = _sum_over_set(head, sets, begin, places, h, TERMS, WIDTH, STEPS)
+                        for piece in range(begin // PIECE, begin // PIECE + pieces):
+                            total += tl.load(partials + piece * H + h, h < H, other=0.0)
                         dh = row_math.rounded(total.to(tl.float32), dhidden.dtype.element_ty)
                         tl.store(dhidden + index * dhidden_stride + h, dh, h < H)
 
@@ -175,7 +175,7 @@ def _sets_dhidden_kernel(
 def _sum_over_set(
     head, sets, begin, places, h, TERMS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr
 ):
-    """Rows of the head times the gradients of the values, over these places of a set."""
+    """The sum, over places of a set, of rows of the head times the gradients of the values."""
     weight, weight_stride, V, H = head
     dvalues, token_ids, shard = sets
     first, stop = places
@@ -200,7 +200,7 @@ def _sets_dweight_kernel(
     segments,
     dweight,
     dbias,
-    parts,
+    partials,
     N: tl.int64,
     K: tl.int64,
     V: tl.int64,
@@ -208,25 +208,25 @@ def _sets_dweight_kernel(
     hidden_stride: tl.int64,
     dweight_stride: tl.int64,
     ADD: tl.constexpr,
-    OF_PIECES: tl.constexpr,
+    PARTIAL: tl.constexpr,
     TERMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Of columns; or parts of long ones."""
+    """Sums over the terms of columns; or with PARTIAL over the pieces of long ones."""
     index = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     last = (index + 1) * PIECE - 1
-    column = _last_up_to(last, segments, V) if OF_PIECES else index
+    column = _last_up_to(last, segments, V) if PARTIAL else index
     begin = tl.maximum(tl.load(segments + column), 0)
     end = tl.minimum(tl.load(segments + column + 1), K)
     pieces = _pieces_of(end - begin, PIECE)
-    if OF_PIECES:
-        first, stop, is_mine = _piece_with(last, begin, end, PIECE)
+    if PARTIAL:
+        first, stop, has_sum = _piece_with(last, begin, end, PIECE)
     else:
-        first, stop, is_mine = begin, tl.where(pieces > 0, begin, end), (not ADD) | (begin < end)
-    if is_mine:
+        first, stop, has_sum = begin, tl.where(pieces > 0, begin, end), (not ADD) | (begin < end)
+    if has_sum:
         total = tl.zeros((WIDTH,), tl.float64)
         total_bias = tl.zeros((TERMS,), tl.float64)
         for group in range(first, stop, STEPS * TERMS):
@@ -241,15 +241,15 @@ def _sets_dweight_kernel(
                 total_bias += dz
             total += tl.sum(block, 0)
         sum_bias = tl.sum(total_bias, 0)
-        if OF_PIECES:
-            to = parts + index * (H + 1)
+        if PARTIAL:
+            to = partials + index * (H + 1)
             tl.store(to + h, total.to(tl.float32), h < H)
             if tl.program_id(1) == 0:
                 tl.store(to + H, sum_bias.to(tl.float32))
         else:
-            for part in range(begin // PIECE, begin // PIECE + pieces):
-                total += tl.load(parts + part * (H + 1) + h, h < H, other=0.0)
-                sum_bias += tl.load(parts + part * (H + 1) + H)
+            for piece in range(begin // PIECE, begin // PIECE + pieces):
+                total += tl.load(partials + piece * (H + 1) + h, h < H, other=0.0)
+                sum_bias += tl.load(partials + piece * (H + 1) + H)
             to = dweight + column * dweight_stride + h
             if ADD:
                 total += tl.load(to, h < H, other=0.0).to(tl.float32)
@@ -263,20 +263,13 @@ def _sets_dweight_kernel(
 
 
 def multiply_sets(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    counted: Tensor,
-    token_ids: Tensor,
-    offsets: Tensor,
-    shard: Tensor | None,
-    values: Tensor,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, counted: Tensor, *sets: Any
 ) -> None:
-    sizes = values.numel(), *weight.shape, weight.stride(0), hidden.stride(0)
+    """Takes ``sets``: token_ids, offsets, shard and values."""
+    sizes = sets[-1].numel(), *weight.shape, weight.stride(0), hidden.stride(0)
     blocks = TERMS, WIDTH, 4 // weight.element_size()
     _multiply_sets_kernel[(counted.numel(), PARTS)](
-        *(weight, hidden, bias, counted, token_ids, offsets, shard, values, *sizes, *blocks),
-        **limits(WARPS, registers=128),
+        *(weight, hidden, bias, counted, *sets, *sizes, *blocks), **limits(WARPS, registers=128)
     )
 
 
@@ -290,11 +283,11 @@ def head_sets_pass(
     counted: Tensor,
     *arguments: Any,
 ) -> None:
-    """One operator after the other: more rows are in work than whose part of the head is cached."""
+    """Runs three operators in turn: rows in flight use more of the head than the cache holds."""
     *inputs, undecided, values, dhidden = arguments
     multiply_sets(hidden, weight, bias, counted, token_ids, offsets, None, values)
     row_pass_(values, offsets, labels, counted, *inputs, undecided)
-    _launch_dhidden(values, weight, (token_ids, offsets, None, undecided), dhidden, wanted=False)
+    sets_dhidden(values, weight, token_ids, offsets, None, undecided, dhidden, wanted=False)
 
 
 def sets_dhidden(
@@ -303,27 +296,22 @@ def sets_dhidden(
     token_ids: Tensor,
     offsets: Tensor,
     shard: Tensor | None,
-    only: Tensor | None,
+    flags: Tensor | None,
     dhidden: Tensor,
+    wanted: bool = True,
 ) -> None:
-    _launch_dhidden(dvalues, weight, (token_ids, offsets, shard, only), dhidden, wanted=True)
-
-
-def _launch_dhidden(
-    dvalues: Tensor, weight: Tensor, sets: tuple[Any, ...], dhidden: Tensor, wanted: bool
-) -> None:
-    """In the rows whose flag is ``wanted``; each slice of H has programs that stride over rows."""
+    """Writes rows whose flag is ``wanted``; each slice of H has programs that stride over rows."""
     rows, H = dhidden.shape
     K, slices = dvalues.numel(), ceil_div(H, WIDTH)
     resident = ceil_div(resident_programs(rows * slices, WARPS), slices)
     pieces = K // PIECE if rows and K >= 2 * PIECE else 0
-    parts = dvalues.new_empty(pieces * H)
+    partials = dvalues.new_empty(pieces * H)
+    tensors = weight, dvalues, token_ids, offsets, shard, flags, dhidden, partials
     sizes = rows, K, *weight.shape, weight.stride(0), dhidden.stride(0)
-    arguments = weight, dvalues, *sets, dhidden, parts, *sizes, wanted
-    for programs, of_pieces in ((pieces, True), (resident, False)):
+    for programs, partial_sums in ((pieces, True), (resident, False)):
         if programs > 0:
             _sets_dhidden_kernel[(programs, slices)](
-                *(*arguments, of_pieces, TERMS, WIDTH, STEPS, PIECE, FLAGS),
+                *(*tensors, *sizes, wanted, partial_sums, TERMS, WIDTH, STEPS, PIECE, FLAGS),
                 **limits(WARPS, registers=128),
             )
 
@@ -338,15 +326,15 @@ def sets_dweight(
     dweight: Tensor,
     dbias: Tensor | None,
 ) -> None:
-    V, H = dweight.shape  # without columns where the bias alone has a gradient
+    V, H = dweight.shape  # H = 0 if the bias alone has a gradient
     K = dvalues.numel()
     pieces = K // PIECE if V and K >= 2 * PIECE else 0
-    parts = dvalues.new_empty(pieces * (H + 1))
-    tensors = hidden, dvalues, order, rows, segments, dweight, dbias, parts
+    partials = dvalues.new_empty(pieces * (H + 1))
+    tensors = hidden, dvalues, order, rows, segments, dweight, dbias, partials
     sizes = hidden.shape[0], K, V, H, hidden.stride(0), dweight.stride(0)
-    for programs, of_pieces in ((pieces, True), (V, False)):
+    for programs, partial_sums in ((pieces, True), (V, False)):
         if programs > 0:
             _sets_dweight_kernel[(programs, max(1, ceil_div(H, WIDTH)))](
-                *(*tensors, *sizes, add, of_pieces, TERMS, WIDTH, STEPS, PIECE),
+                *(*tensors, *sizes, add, partial_sums, TERMS, WIDTH, STEPS, PIECE),
                 **limits(WARPS, registers=128),
             )

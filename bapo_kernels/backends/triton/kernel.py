@@ -1,7 +1,7 @@
-"""Launching a kernel with little work on the host.
+"""Launches kernels with little work on the host.
 
-Imports nothing of the package. Which arguments specialise a kernel is decided here: one more, and
-a training compiles in the middle of a run.
+May import nothing of the package. Decides which arguments specialise a kernel: with one more, a
+training run compiles kernels at later steps too.
 """
 
 from __future__ import annotations
@@ -45,31 +45,20 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, (*grid, 1, 1)[:3])
 
-    def _launch(
-        self,
-        grid: tuple[int, ...],
-        *given: Any,
-        num_warps: int,
-        maxnreg: int | None = None,
-        **named: Any,
-    ) -> None:
-        values = [*given, *map(named.__getitem__, self._names[len(given) :])]
-        assert len(given) + len(named) == len(values), f"unknown options among {set(named)}"
+    def _launch(self, grid: tuple[int, ...], *values: Any, **limits: int) -> None:
         if self._interpreted:
             self._function[grid](*values)
             return
         key = (
             values[0].device,
-            num_warps,
-            maxnreg,
+            *limits.values(),
             *map(getattr, values[: self._pointers], repeat("dtype"), repeat(None)),
             *[_specialisation(values[index]) for index in self._specialised],
             *values[self._constants :],
         )
         compiled = self.compiled.get(key)
         if compiled is None:
-            options = {} if maxnreg is None else {"maxnreg": maxnreg}
-            compiled = self.compile(key, grid, values, {"num_warps": num_warps, **options})
+            compiled = self.compile(key, grid, values, limits)
         if compiled is not None:
             self.run(compiled, grid, values)
 
@@ -77,10 +66,10 @@ class Kernel:
         self,
         key: tuple[Any, ...],
         grid: tuple[int, ...],
-        values: list[Any],
-        options: dict[str, Any],
+        values: tuple[Any, ...],
+        limits: dict[str, int],
     ) -> Any:
-        """By Triton, for these arguments and all that have the same key, and loads it.
+        """Compiles with Triton, for these arguments and all of the same key, and loads the result.
 
         A load may fail, and another thread may wait for it: ``self.compiled`` has what is loaded.
         """
@@ -93,7 +82,7 @@ class Kernel:
             compiled = self.compiled.get(key)
             if compiled is None:
                 # Versions of Triton differ in whether they fuse by default.
-                options["enable_fp_fusion"] = True
+                options = {**limits, "enable_fp_fusion": True}
                 compiled = self._function.warmup(*values, grid=grid, **options)
                 if compiled is not None:  # a hook of the user may keep Triton from compiling
                     self.load(compiled)
@@ -102,12 +91,12 @@ class Kernel:
 
     @staticmethod
     def load(compiled: Any) -> None:
-        """On the current device; launches nothing."""
+        """Loads what was compiled onto the current device; launches nothing."""
         compiled[1, 1, 1]
 
     @staticmethod
-    def run(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
-        """As ``compiled[grid](*values)``, which gathers arguments of hooks that are not there."""
+    def run(compiled: Any, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
+        """Does what ``compiled[grid](*values)`` does, but gathers no arguments for absent hooks."""
         runtime = triton.knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         # Each is a chain of functions, in older versions one function or None.
@@ -116,12 +105,12 @@ class Kernel:
             return
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        of_kernel = stream, compiled.function, compiled.packed_metadata
-        compiled.run(*grid, *of_kernel, None, None, None, *values)
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*grid, stream, function, metadata, None, None, None, *values)
 
 
 def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:
-    """What Triton specialises on. Of a pointer: its alignment, and on AMD GPUs 32-bit addresses."""
+    """What Triton specialises on: the alignment of a pointer, and on AMD GPUs 32-bit addresses."""
     if value is None:
         return None
     if isinstance(value, int):

@@ -1,8 +1,7 @@
-"""The gradients of several labels per row, around the second pass, which takes one.
+"""The gradients of several labels per row: computed before the second pass, and written after it.
 
-Before it they are computed, from logits that it may overwrite, and after it they are written: for
-that the labels of a row have none. A program of one warp takes a row. Imports ``row_math`` and
-``launch``.
+May import ``row_math``, ``kernel`` and ``launch``. The pass takes no label here, and overwrites the
+logits in place: a label written earlier, or computed later, gets a wrong gradient.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from . import row_math
 from .kernel import Kernel
 from .launch import INTERPRETED, limits
 
-LABELS = 128  # of a row at once
-OTHERS = 512 if INTERPRETED else 8  # among which these are looked for; more take too many registers
+LABELS = 128  # per row and step
+OTHERS = 512 if INTERPRETED else 8  # compared with them per step; more take too many registers
 
 
 @triton.jit
 def _columns_at(labels, k, count, V, none):
-    """The columns of these labels of a row; ``none`` of those that have none."""
+    """The columns of these labels of a row; ``none`` for labels without one."""
     label = tl.load(labels + k, k < count, other=-1)
     return tl.where((label >= 0) & (label < V), label, none).to(tl.int32)
 
 
 @triton.jit
 def _with_equals(labels, values, k, count, V, OTHERS: tl.constexpr):
-    """Of labels of a row the columns, and the sums of the values of all that are equal.
+    """The columns of labels of a row, and for each the sum of the values of all equal labels.
 
-    The column is negative where there is none, or where a label before has the same.
+    A column is negative if there is none, or if an earlier label has the same.
     """
     column = _columns_at(labels, k, count, V, -2)
     total, repeats = tl.zeros(k.shape, tl.float64), tl.zeros(k.shape, tl.int32)
@@ -76,16 +75,19 @@ def _label_gradients_kernel(
     LABELS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """``packed``: for every row a label without a column; of every label column and gradient."""
+    """Computes gradients, or with FOUND writes those of ``packed``; a program of a warp per row.
+
+    ``packed`` has a label without a column for every row, then column and gradient of every label.
+    """
     index, N = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     if row_math.is_wanted(only, index):
         sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
         row, grad, V, _ = row_math.row_of(logits, dlogits, offsets, index, N, sizes, 1)
-        of_labels = packed + N + index * count
+        entries = packed + N + index * count
         if FOUND:
             for first in range(0, count, LABELS):
                 k = first + tl.arange(0, LABELS)
-                both = tl.load(of_labels + k, k < count, other=-1)
+                both = tl.load(entries + k, k < count, other=-1)
                 column, value = both >> 32, both.to(tl.uint32).to(tl.float32, bitcast=True)
                 value = row_math.rounded(value, grad.dtype.element_ty)
                 tl.store(grad + column, value, column >= 0)
@@ -98,17 +100,17 @@ def _label_gradients_kernel(
                 g = tl.load(dlog_probs + k, k < count, other=0.0)
                 lanes += g
                 some |= (g != 0.0).to(tl.int32)
-            of_all = tl.sum(lanes)
+            total = tl.sum(lanes)
             tl.store(packed + index, row_math.IGNORED)
-            tl.store(sums + index, of_all)
+            tl.store(sums + index, total)
             token, transform = (tokens, N, index, True), (inner, scale2, scale, slope)
             transform = row_math.transform_of(token, transform, SOFTCAP, PRESENT)
             origin = tl.load(stats + 2 * index).to(tl.float32)
             log_sum = tl.log(tl.load(stats + 2 * index + 1))
-            entropy, bonus = tl.load(entropies + index), of_all * 0.0
+            entropy, bonus = tl.load(entropies + index), total * 0.0
             if dentropies is not None:
                 bonus = -tl.load(dentropies + index)
-            # Otherwise the row is zeros, and nothing of it is read.
+            # A row whose gradient is zero is not read.
             V = tl.where((tl.max(some) != 0) | (bonus != 0.0), V, 0)
             for first in range(0, count, LABELS):
                 k = first + tl.arange(0, LABELS)
@@ -116,11 +118,11 @@ def _label_gradients_kernel(
                 z = row_math.label_logit(row, column, V)
                 logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
                 given = z, logp, entropy, g, bonus, transform
-                dz = row_math.label_gradient(*given, SOFTCAP, others=of_all - g)
+                dz = row_math.label_gradient(*given, SOFTCAP, others=total - g)
                 value = dz.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
-                tl.store(of_labels + k, (column.to(tl.int64) << 32) | value, k < count)
+                tl.store(entries + k, (column.to(tl.int64) << 32) | value, k < count)
 
 
 def label_gradients(rows: int, arguments: tuple[Any, ...], found: bool) -> None:
-    """Computes them, or writes what was ``found``."""
+    """Computes the gradients of all labels, or writes those that were ``found``."""
     _label_gradients_kernel[(rows,)](*arguments, found, LABELS, OTHERS, **limits(1, registers=144))

@@ -1,9 +1,7 @@
-"""The policy mathematics of BAPO for Triton kernels, of one token or a block of them.
+"""The policy mathematics of BAPO, for one token or a block of them.
 
-The loss of Algorithm 1, line 20, the surrogates in its place, and the sums of Eq. 8 (arXiv
-2510.18927), in float64 as in ``csrc/policy_math.h``: it costs a few operations per token, and
-decisions (clipped or not, which bounds) then agree with the float64 reference. Imports ``tokens``
-alone. A formula that changes here and not there gives the backends different losses.
+May import ``tokens`` alone. A formula that changes here and not in ``csrc/policy_math.h`` gives the
+backends different losses.
 """
 
 from __future__ import annotations
@@ -12,6 +10,10 @@ import triton
 import triton.language as tl
 
 from .tokens import LOWER, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, UPPER, has, load_field
+
+# The loss of Algorithm 1, line 20, the surrogates in its place, and the sums of Eq. 8 (arXiv
+# 2510.18927). float64 costs a few operations per token, and decisions (clipped or not, which
+# bounds) then agree with the float64 reference.
 
 LOG_RATIO_LIMIT = tl.constexpr(20.0)
 KL_LIMIT = tl.constexpr(10.0)
@@ -31,7 +33,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def expm1(x):
-    """Accurate near 0 too, because the rounding of exp cancels in (u - 1)/log(u)."""
+    """exp(x) - 1, accurate near 0 too: the rounding of exp cancels in (u - 1)/log(u)."""
     u = tl.exp(x)
     log_u = tl.log(tl.where(u == 1.0, 2.0, u))
     inside = tl.where(u == 1.0, x, (u - 1.0) * (x / log_u))
@@ -40,7 +42,7 @@ def expm1(x):
 
 @triton.jit
 def old_log_prob(token, log_prob, PRESENT: tl.constexpr):
-    """The given one; on-policy that of the policy itself, kept finite at forbidden labels."""
+    """The given old log-prob; on-policy the policy's own, kept finite at forbidden labels."""
     if has(OLD_LOG_PROBS, PRESENT):
         old = load_field(token, OLD_LOG_PROBS)
     else:
@@ -50,7 +52,7 @@ def old_log_prob(token, log_prob, PRESENT: tl.constexpr):
 
 @triton.jit
 def load_bounds(bounds, token, PRESENT: tl.constexpr):
-    """Lower and upper bound: a token's own, or those of all."""
+    """Lower and upper bound: a token's own, or those of all tokens."""
     if has(LOWER, PRESENT):
         lower, upper = load_field(token, LOWER), load_field(token, UPPER)
     else:
@@ -67,14 +69,14 @@ def ratio_of(log_ratio):
 
 @triton.jit
 def policy_ratio(log_prob, old):
-    """The same of one token; NaN if ``old`` is not finite, which the clamp would hide."""
+    """``ratio_of`` for a token; r is NaN if ``old`` is not finite, which the clamp would hide."""
     r, log_ratio, saturated = ratio_of(log_prob - old)
     return tl.where(old - old == 0.0, r, float("nan")), log_ratio, saturated
 
 
 @triton.jit
 def ratio_at(log_ratios, index, mask, log_prob, old):
-    """The same, of the given log-ratios where there are any."""
+    """``ratio_of`` for given log-ratios, else ``policy_ratio``."""
     if log_ratios is None:
         ratio = policy_ratio(log_prob, old)
     else:
@@ -84,7 +86,7 @@ def ratio_at(log_ratios, index, mask, log_prob, old):
 
 @triton.jit
 def passes_clip(r, A, lower, upper, clip_ratio_c):
-    """Whether the gradient of a token passes the clip (bounds inclusive)."""
+    """Whether the clip lets the gradient of a token pass (bounds inclusive)."""
     return ((A > 0.0) & (r <= upper)) | ((A <= 0.0) & (r >= lower) & (r <= clip_ratio_c))
 
 
@@ -104,7 +106,7 @@ def clip_term(r, saturated, A, lower, upper, clip_ratio_c):
 
 @triton.jit
 def cispo_term(r, A, log_prob, lower, upper):
-    """-clip(r, c_low, c_high)*A*log_prob, the clipped ratio held constant."""
+    """-clip(r, c_low, c_high)*A*log_prob, with the clipped ratio held constant."""
     grad = -clamp(r, lower, upper) * A
     # The row pass knows early whether A is 0; without this ptxas spills it for sm_100.
     grad = tl.where((A != 0.0) | (grad != grad), grad, 0.0)
@@ -125,7 +127,7 @@ def sapo_term(r, saturated, A, tau_pos, tau_neg):
 
 @triton.jit
 def mask_term(r, saturated, A, lower, upper):
-    """-r*A inside of the bounds (inclusive), nothing outside."""
+    """-r*A inside of the bounds (inclusive), 0 outside."""
     below = r < lower
     masked = below | (r > upper)
     loss = -A * tl.where(masked, 0.0, r)
@@ -136,8 +138,8 @@ def mask_term(r, saturated, A, lower, upper):
 def policy_term(r, saturated, A, log_prob, clip, options, SURROGATE: tl.constexpr):
     """Loss, its derivative by log_prob, and whether the clip (or mask) and the dual clip applied.
 
-    Of a sequence's ratio the derivative is by the logarithm of that. ``clip``: lower and upper
-    bound; ``options``: clip_ratio_c, sapo_tau_pos and sapo_tau_neg.
+    With the ratio of a sequence, the derivative is by the logarithm of that. ``clip``: lower and
+    upper bound; ``options``: clip_ratio_c, sapo_tau_pos and sapo_tau_neg.
     """
     lower, upper = clip
     if SURROGATE == CISPO:
@@ -153,7 +155,7 @@ def policy_term(r, saturated, A, log_prob, clip, options, SURROGATE: tl.constexp
 
 @triton.jit
 def kl_term(log_prob, ref_log_prob, KL_LOSS_TYPE: tl.constexpr):
-    """Estimator of http://joschu.net/blog/kl-approx.html and its derivative; k3 as verl clamps."""
+    """Estimator of http://joschu.net/blog/kl-approx.html and its derivative; k3 as in verl."""
     delta = ref_log_prob - log_prob
     if KL_LOSS_TYPE == K1:
         kl, grad = -delta, tl.zeros_like(delta) + 1.0
@@ -171,7 +173,7 @@ def kl_term(log_prob, ref_log_prob, KL_LOSS_TYPE: tl.constexpr):
 
 @triton.jit
 def search_weight(token, old, UNIFORM_WEIGHT: tl.constexpr, PRESENT: tl.constexpr):
-    """Weight of a token in both masses: its probability under the rollout policy, or 1."""
+    """The weight of a token in both masses: its probability under the rollout policy, or 1."""
     if UNIFORM_WEIGHT:
         w = tl.zeros_like(old) + 1.0
     elif has(ROLLOUT_LOG_PROBS, PRESENT):
@@ -183,7 +185,7 @@ def search_weight(token, old, UNIFORM_WEIGHT: tl.constexpr, PRESENT: tl.constexp
 
 @triton.jit
 def contribution(r, A, clip, UNCLIPPED_ONLY: tl.constexpr):
-    """What a token adds to the positive (A > 0) or negative (A < 0) mass, without its weight."""
+    """A token's addend of the positive (A > 0) or negative (A < 0) mass, without its weight."""
     lower, upper = clip
     if UNCLIPPED_ONLY:
         positive, negative = tl.where(r > upper, 0.0, r), tl.where(r < lower, 0.0, r)
@@ -194,9 +196,9 @@ def contribution(r, A, clip, UNCLIPPED_ONLY: tl.constexpr):
 
 @triton.jit
 def contributions_at(r, A, w, points, is_upper, UNCLIPPED_ONLY: tl.constexpr):
-    """``[tokens, points]``: what tokens add to the masses at points of both grids.
+    """``[tokens, points]``: the addends of tokens in the masses at points of both grids.
 
-    A lower point bounds r from below, so -r from above: the same operations for both.
+    A lower point bounds r from below, and so -r from above: both grids take the same operations.
     """
     x = tl.where(A > 0.0, r, -r)[:, None]
     limit = tl.where(is_upper, points, -points)[None, :]
@@ -208,7 +210,7 @@ def contributions_at(r, A, w, points, is_upper, UNCLIPPED_ONLY: tl.constexpr):
 
 @triton.jit
 def tested_quantity(pos, neg, TARGET_IS_RATIO: tl.constexpr):
-    """What the search compares with its target; infinite where there is nothing to balance."""
+    """The quantity that the search compares with its target; infinite with nothing to balance."""
     if TARGET_IS_RATIO:
         nothing, divisor = neg <= 0.0, neg + RATIO_EPS
     else:

@@ -1,8 +1,7 @@
-"""What the kernels take per token, from the arguments as the caller has them.
+"""The kernels' inputs per token, from arguments in the dtypes and strides of the caller.
 
-All sums are of integers, so that the order of the atomics does not matter. Imports ``config``,
-``tokens`` and ``launch``. Nothing else reads the caller's dtypes and strides, and nothing else
-checks values on the device: what breaks a rule must make the weights NaN here.
+May import ``config``, ``tokens``, ``kernel`` and ``launch``. Nothing else checks values on the
+device: those that break a rule must make the weights NaN here.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from .kernel import Kernel
 from .launch import ceil_div, limits
 from .tokens import ADVANTAGES, LOWER, UPPER
 
-TOKENS = 2_048  # of a program at once
-ALONE = 4 * TOKENS  # that one program takes: one launch in place of three
+TOKENS = 2_048  # per program and step
+ALONE = 4 * TOKENS  # tokens that one program takes: one launch in place of three
 _COUNT, _WRITE, _COUNT_AND_WRITE = (1, 0), (0, 1), (1, 1)
 _IGNORE_INDEX = tl.constexpr(IGNORE_INDEX)
 # Modes of aggregation by number, in the order of LossAggMode.
@@ -32,14 +31,14 @@ _TOKEN_MEAN, _TOKEN_SUM, _SEQ_MEAN_TOKEN_SUM_NORM, _SEQ_MEAN_TOKEN_MEAN = 0, 1, 
 
 @triton.jit
 def offset_at(cu_seqlens, stride, at, mask, N):
-    """``cu_seqlens[at]``, cut to the tokens that there are."""
+    """``cu_seqlens[at]``, clamped to the number of tokens."""
     offset = tl.load(cu_seqlens + at * stride, mask, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(offset, 0), N)
 
 
 @triton.jit
 def _sequence_of(cu_seqlens, stride, K, steps, index, N):
-    """How many of the ends of sequences are not behind the token: by bisection, in ``steps``."""
+    """The number of sequences that end before the token or at it: a bisection in ``steps``."""
     sequence = tl.zeros_like(index)
     size = sequence + K
     for _ in range(steps):
@@ -53,7 +52,7 @@ def _sequence_of(cu_seqlens, stride, K, steps, index, N):
 
 @triton.jit
 def _label_and_unmasked(labels, mask, index, N, S):
-    """Of matrices ``(pointer, row stride, column stride)``; log-probs have no labels."""
+    """Loads from matrices ``(pointer, row stride, column stride)``; log-probs have no labels."""
     labels, label_row, label_column = labels
     mask, mask_row, mask_column = mask
     inside = index < N
@@ -73,12 +72,12 @@ def _label_and_unmasked(labels, mask, index, N, S):
 
 @triton.jit
 def _count(unmasked, index, first, begin, end, sequence, K, N, counts, SEQUENCES: tl.constexpr):
-    """Adds unmasked tokens to counts[1], or with SEQUENCES to their sequence's of counts[2:], and
-    to counts[1] the sequences that had none before.
+    """Adds unmasked tokens to counts[1]; or with SEQUENCES adds those of each sequence to its entry
+    of counts[2:], and to counts[1] the sequences that had none before.
     """
     if SEQUENCES:
-        # One atomic per sequence: the running count at its last token here, less that before its
-        # first. Offsets that fall make the loss NaN, so that only the addresses matter.
+        # Each sequence takes one atomic: the running count at its last token here, less that before
+        # its first. Offsets that fall make the loss NaN, so that only the addresses matter.
         TOKENS: tl.constexpr = index.shape[0]
         running = tl.cumsum(unmasked.to(tl.int32), 0)
         start = tl.minimum(tl.maximum(begin - first, 0), TOKENS - 1).to(tl.int32)
@@ -109,14 +108,14 @@ def _count_broken(cu_seqlens, stride, index, K, N, counts):
 def _prepare_kernel(
     labels_or_log_probs,
     mask,
-    field0,
-    field1,
-    field2,
-    field3,
-    field4,
-    field5,
-    field6,
-    field7,
+    advantages,
+    old_log_probs,
+    rollout_log_probs,
+    rollout_is_weights,
+    ref_log_probs,
+    temperatures,
+    lower,
+    upper,
     cu_seqlens,
     device_divisor,
     bounds,
@@ -136,28 +135,28 @@ def _prepare_kernel(
     scale: tl.float64,
     length: tl.float64,
     divisor: tl.float64,
-    label_row: tl.int64,
+    label_row: tl.int64,  # strides
     label_column: tl.int64,
     mask_row: tl.int64,
     mask_column: tl.int64,
-    row0: tl.int64,
-    column0: tl.int64,
-    row1: tl.int64,
-    column1: tl.int64,
-    row2: tl.int64,
-    column2: tl.int64,
-    row3: tl.int64,
-    column3: tl.int64,
-    row4: tl.int64,
-    column4: tl.int64,
-    row5: tl.int64,
-    column5: tl.int64,
-    row6: tl.int64,
-    column6: tl.int64,
-    row7: tl.int64,
-    column7: tl.int64,
+    advantage_row: tl.int64,
+    advantage_column: tl.int64,
+    old_row: tl.int64,
+    old_column: tl.int64,
+    rollout_row: tl.int64,
+    rollout_column: tl.int64,
+    is_weight_row: tl.int64,
+    is_weight_column: tl.int64,
+    ref_row: tl.int64,
+    ref_column: tl.int64,
+    temperature_row: tl.int64,
+    temperature_column: tl.int64,
+    lower_row: tl.int64,
+    lower_column: tl.int64,
+    upper_row: tl.int64,
+    upper_column: tl.int64,
     offset_stride: tl.int64,
-    PER_SEQUENCE: tl.constexpr,  # one bit per field
+    PER_SEQUENCE: tl.constexpr,  # a bit per field
     LIVE: tl.constexpr,
     MEAN: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -166,7 +165,10 @@ def _prepare_kernel(
     SEQUENCES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Counts, or writes by what was counted, or both in one program."""
+    """Counts, or writes with the counts, or does both in one program.
+
+    All sums are of integers, so that the order of the atomics does not matter.
+    """
     first = tl.program_id(0).to(tl.int64) * TOKENS
     stride = tl.num_programs(0).to(tl.int64) * TOKENS
     lane = tl.arange(0, TOKENS)
@@ -199,15 +201,15 @@ def _prepare_kernel(
     if write:
         if ticket is not None:
             tl.store(ticket, 0, tl.program_id(0) == 0)
-        fields = (
-            (field0, row0, column0),
-            (field1, row1, column1),
-            (field2, row2, column2),
-            (field3, row3, column3),
-            (field4, row4, column4),
-            (field5, row5, column5),
-            (field6, row6, column6),
-            (field7, row7, column7),
+        fields = (  # in the order of FIELDS
+            (advantages, advantage_row, advantage_column),
+            (old_log_probs, old_row, old_column),
+            (rollout_log_probs, rollout_row, rollout_column),
+            (rollout_is_weights, is_weight_row, is_weight_column),
+            (ref_log_probs, ref_row, ref_column),
+            (temperatures, temperature_row, temperature_column),
+            (lower, lower_row, lower_column),
+            (upper, upper_row, upper_column),
         )
         for begin in range(first, N, stride):
             index = begin + lane
@@ -227,7 +229,7 @@ def _prepare_kernel(
             for i in tl.static_range(8):
                 field, row_stride, column_stride = fields[i]
                 if field is not None:
-                    if PER_SEQUENCE >> i & 1:  # tokens behind the last sequence take its
+                    if PER_SEQUENCE >> i & 1:  # tokens after the last sequence take its
                         place = tl.minimum(sequence, K - 1) * column_stride
                     else:
                         place = row * row_stride + column * column_stride
@@ -239,9 +241,9 @@ def _prepare_kernel(
                             is_counted = is_counted & (value != 0.0)
                     tl.store(tokens + i * N + index, value, inside)
                     if i == LOWER:
-                        lower = value
+                        lower_bound = value
                     if i == UPPER:
-                        upper = value
+                        upper_bound = value
             if counted is not None:
                 tl.store(counted + index, is_counted, inside)
 
@@ -263,9 +265,8 @@ def _prepare_kernel(
                     weight = weight / length
                 if bounds is not None:
                     weight = _where_valid(tl.load(bounds), tl.load(bounds + 1), weight)
-                own_lower, _, _ = fields[LOWER]
-                if own_lower is not None:
-                    weight = _where_valid(lower, upper, weight)
+                if lower is not None:
+                    weight = _where_valid(lower_bound, upper_bound, weight)
                 if cu_seqlens is not None:
                     weight = tl.where(is_broken, float("nan"), weight)
                 tl.store(weights + index, tl.where(is_unmasked, weight, 0.0), inside)
@@ -273,7 +274,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _where_valid(lower, upper, weight):
-    """NaN where bounds of the ratio are negative, in the wrong order, or NaN."""
+    """The weight; NaN where bounds of the ratio are negative, in the wrong order, or NaN."""
     return tl.where((lower >= 0.0) & (lower <= upper), weight, float("nan"))
 
 
@@ -309,9 +310,9 @@ def prepare(
 
     counts, phases = None, [_WRITE]
     if counts_tokens or counts_sequences or cu_seqlens is not None:
-        alone = places <= ALONE
-        phases = [_COUNT_AND_WRITE] if alone else [_COUNT, _WRITE]
-        new = torch.empty if alone else torch.zeros
+        is_alone = places <= ALONE
+        phases = [_COUNT_AND_WRITE] if is_alone else [_COUNT, _WRITE]
+        new = torch.empty if is_alone else torch.zeros
         size = 2 + K if counts_sequences else 2
         counts = new(size, dtype=torch.int64, device=unmasked.device)
     inputs = labels_or_log_probs, response_mask, *fields, cu_seqlens, device_divisor, bounds
@@ -321,19 +322,13 @@ def prepare(
         scale_factor or float(S),
         math.nan if divisor is None else divisor,
         *labels_or_log_probs.stride(),
-        *_strides(response_mask),
-        *[stride for field in fields for stride in _strides(field)],
+        *[stride for each in (response_mask, *fields) for stride in _strides(each)],
         offset_stride,
     )
-    flags = (
-        sum((field is not None and field.ndim == 1) << i for i, field in enumerate(fields)),
-        live,
-        mode != _TOKEN_SUM,
-        divisor is not None,
-        mode == _SEQ_MEAN_TOKEN_MEAN,
-        mode == _SEQ_MEAN_TOKEN_SUM_NORM,
-        counts_sequences,
-    )
+    vectors = [i for i, field in enumerate(fields) if field is not None and field.ndim == 1]
+    per_sequence = sum(1 << i for i in vectors)
+    modes = mode == _SEQ_MEAN_TOKEN_MEAN, mode == _SEQ_MEAN_TOKEN_SUM_NORM
+    flags = per_sequence, live, mode != _TOKEN_SUM, divisor is not None, *modes, counts_sequences
     for phase in phases:
         programs = 1 if phase == _COUNT_AND_WRITE else max(1, ceil_div(places, TOKENS))
         _prepare_kernel[(programs,)](

@@ -1,9 +1,7 @@
-"""The gradient of known rows, and its scaling; each program strides over the rows.
+"""The gradient of rows with known statistics, and its scaling; each program strides over the rows.
 
-Often there is nothing to do, because no row was undecided or the factor is 1: few programs find
-that out sooner than one per row. With ``offsets`` rows are the values of sampling sets, as in
-``row_pass``, and imports are as there. Both must write the same gradient of a row: which one does
-depends on what the search finds.
+May import what ``row_pass`` may, and ``labels``. Must write the same gradient of a row as
+``row_pass``: the result of the search decides which of the two does.
 """
 
 from __future__ import annotations
@@ -15,23 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import Options
 from ...core.operators import as_rows
 from . import row_math
 from .kernel import Kernel
 from .labels import label_gradients
-from .launch import (
-    limits,
-    per_options,
-    resident_programs,
-    row_shape,
-    row_sizes,
-    set_shape,
-    transform,
-)
+from .launch import limits, resident_programs, row_shape, row_sizes, set_shape, transform
 from .tokens import TEMPERATURES, bits
 
-FLAGS = 64  # rows of a program whose flags it reads at once
+FLAGS = 64  # rows of a program, whose flags it reads together
 
 
 @triton.jit
@@ -76,6 +65,11 @@ def _row_gradient_kernel(
     UNROLL: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
+    """With ``offsets`` rows are the values of sampling sets.
+
+    Often there is nothing to do, because no row was undecided: few programs find that out sooner
+    than one per row.
+    """
     sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
     transform = inner, scale2, scale, slope
     known = labels, stats, entropies, dlog_probs, dentropies
@@ -85,17 +79,14 @@ def _row_gradient_kernel(
         if any_wanted(only, begin, end, programs, FLAGS):
             for index in range(begin, end, programs):
                 if row_math.is_wanted(only, index):
-                    row, grad, length, _ = row_math.row_of(
-                        logits, dlogits, offsets, index, rows, sizes, ALIGN
-                    )
-                    token = tokens, rows, index, True
-                    _gradient_of_row(
-                        row, grad, length, known, token, transform, SOFTCAP, PRESENT, W, UNROLL
-                    )
+                    operands = logits, dlogits, offsets, index, rows, sizes
+                    row, grad, length, _ = row_math.row_of(*operands, ALIGN)
+                    given = row, grad, length, known, (tokens, rows, index, True), transform
+                    _write_row_gradient(*given, SOFTCAP, PRESENT, W, UNROLL)
 
 
 @triton.jit
-def _gradient_of_row(
+def _write_row_gradient(
     row,
     grad,
     V,
@@ -124,16 +115,14 @@ def _gradient_of_row(
         label = tl.load(labels + index)
         z = row_math.label_logit(row, label, V)
         logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
-        at_label, coefficients = (label, z, logp), (g, bonus)
+        given = row, grad, V, (label, z, logp), statistics, (g, bonus), transform
         BONUS: tl.constexpr = dentropies is not None
         tl.debug_barrier()
-        row_math.write_gradient(
-            row, grad, V, at_label, statistics, coefficients, transform, SOFTCAP, BONUS, W, UNROLL
-        )
+        row_math.write_gradient(*given, SOFTCAP, BONUS, W, UNROLL)
 
 
-_kernel_of_rows = Kernel(_row_gradient_kernel, specialised=("logits", "dlogits", "V"))
-_kernel_of_sets = Kernel(_row_gradient_kernel)  # they begin anywhere
+_row_kernel = Kernel(_row_gradient_kernel, specialised=("logits", "dlogits", "V"))
+_set_kernel = Kernel(_row_gradient_kernel)  # sets begin anywhere
 
 
 @partial(Kernel, specialised=("x", "V"))
@@ -149,17 +138,13 @@ def _scale_kernel(
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    """Reads and writes no row if the factor is 1, as it often is."""
     by = tl.load(factor)
     if by != 1.0:
         programs = tl.num_programs(0).to(tl.int64)
         for index in range(tl.program_id(0).to(tl.int64), rows, programs):
             row = row_math.row_pointer(x, index, rows_per_batch, batch_stride, row_stride, ALIGN)
             row_math.scale_row(row, V, by, W, UNROLL)
-
-
-@per_options
-def _from_options(options: Options, present: int) -> tuple[bool, tuple[float, ...]]:
-    return transform(options, bool(present))
 
 
 def row_gradient(
@@ -177,43 +162,26 @@ def row_gradient(
     dlogits: Tensor,
 ) -> None:
     present &= bits(TEMPERATURES)
-    softcapped, numbers = _from_options(options, present)
+    softcapped, numbers = transform(options, bool(present))
     shape = row_shape(logits, softcapped) if offsets is None else set_shape()
-    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     sizes, ALIGN = row_sizes(logits, dlogits, offsets)
     rows, several = entropy.numel(), labels.numel() > entropy.numel()
-    tokens = tokens if present else None
+    matrices, optional = (logits, dlogits, offsets), (dentropy, only, tokens if present else None)
+    scalars = *sizes, *numbers, softcapped, present
     if several:
         packed, sums = labels.new_empty(rows + labels.numel()), dlog_probs.new_empty(rows)
-        known = labels, stats, entropy, dlog_probs, dentropy, only, tokens, packed, sums
-        numbers_and_flags = labels.shape[1], *sizes, *numbers, softcapped, present
-        of_labels = logits, dlogits, offsets, *known, *numbers_and_flags
-        label_gradients(rows, of_labels, found=False)
+        known = labels, stats, entropy, dlog_probs, *optional, packed, sums
+        label_operands = *matrices, *known, labels.shape[1], *scalars
+        label_gradients(rows, label_operands, found=False)
         labels, dlog_probs = packed, sums
+    kernel = _row_kernel if offsets is None else _set_kernel
     kernel[(resident_programs(rows, shape.num_warps),)](
-        logits,
-        dlogits,
-        offsets,
-        labels,
-        stats,
-        entropy,
-        dlog_probs,
-        dentropy,
-        only,
-        tokens,
-        rows,
-        *sizes,
-        *numbers,
-        softcapped,
-        present,
-        ALIGN,
-        shape.W,
-        shape.UNROLL,
-        FLAGS,
+        *(*matrices, labels, stats, entropy, dlog_probs, *optional, rows, *scalars),
+        *(ALIGN, shape.W, shape.UNROLL, FLAGS),
         **limits(shape.num_warps, registers=64 if offsets is None else 72),
     )
     if several:
-        label_gradients(rows, of_labels, found=True)
+        label_gradients(rows, label_operands, found=True)
 
 
 def row_gradient_(logits: Tensor, *arguments: Any) -> None:

@@ -1,17 +1,7 @@
 """The two passes over a row: statistics, then gradient; the second pass reads from the L2 cache.
 
-Everything is in base 2: with ``x = scale*y``, ``t = (y - origin)*scale/ln 2`` and ``p = 2^t/sum``.
-
-Element ``j`` belongs to lane ``j % W``, whatever the alignment or the layout that the compiler
-chooses; every lane adds its elements in order, and lanes are added as integers, in any order. The
-bits of a row therefore depend on the row alone.
-
-Imports the mathematics of tokens and sets, and ``launch``. ptxas has few registers to spare here:
-after any change tests/test_triton_compile.py shows whether a loop spills.
-
-What belongs together comes as a tuple: ``transform`` is (inner, scale2, scale, slope) of
-``launch.transform``, ``statistics`` (origin, sum_2t, log_sum, entropy), ``at_label`` (label, its
-logit, its log-prob), and ``coefficients`` has the gradients of log-prob and negative entropy.
+May import the mathematics of tokens and sets, ``tokens`` and ``launch``. ptxas has few registers to
+spare here: after any change tests/test_triton_compile.py shows whether a loop spills.
 """
 
 from __future__ import annotations
@@ -23,8 +13,18 @@ from ...config import IGNORE_INDEX
 from . import launch, policy_math, sampling_set_math
 from .tokens import TEMPERATURES, has, load_field
 
+# Everything is in base 2: with x = scale*y, t = (y - origin)*scale/ln 2 and p = 2^t/sum.
+#
+# Element j belongs to lane j % W, whatever the alignment or the layout that the compiler chooses;
+# every lane adds its elements in order, and lanes are added as integers, in any order. The bits of
+# a row therefore depend on the row alone.
+#
+# Tuples of parameters: `transform` is (inner, scale2, scale, slope) of launch.transform,
+# `statistics` (origin, sum_2t, log_sum, entropy), `at_label` (label, its logit, its log-prob), and
+# `coefficients` has the gradients of log-prob and negative entropy.
+
 LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-160.0)  # of t as a factor of 2^t = 0
+FLOOR = tl.constexpr(-160.0)  # keeps t finite in products with 2^t = 0
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that -inf - LOWEST is not NaN
 INF = tl.constexpr(float("inf"))
 IGNORED = tl.constexpr(IGNORE_INDEX)
@@ -45,7 +45,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def widened(z):
-    """``z`` as float32; of bfloat16 with one shift or mask per element, as a cast is not."""
+    """``z`` as float32; one shift or mask widens an element of bfloat16, a cast takes more."""
     if z.dtype == tl.bfloat16:
         bits = z.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         result = bits.to(tl.float32, bitcast=True)
@@ -56,7 +56,7 @@ def widened(z):
 
 @triton.jit
 def tanh(u):
-    """Within 1 ulp: odd polynomial below 1.3, else 1 - 2q/(1 + q) with q = exp(-2|u|)."""
+    """tanh within 1 ulp: odd polynomial below 1.3, else 1 - 2q/(1 + q) with q = exp(-2|u|)."""
     square = u * u
     tail = -1.54474019e-5 * square + 1.66917860e-4
     tail = tail * square - 8.66876682e-4
@@ -84,13 +84,6 @@ def transformed(z, inner, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def derivative(y):
-    """d tanh(u) / d u of y = tanh(u); 0 at -inf."""
-    held = tl.maximum(y, -1.0)
-    return 1.0 - held * held
-
-
-@triton.jit
 def tile(first, R: tl.constexpr, W: tl.constexpr):
     """Pointers to R*W consecutive elements, one column per lane."""
     # Lanes first, so that one address serves a thread: the rest is a constant of the instruction.
@@ -99,7 +92,7 @@ def tile(first, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def is_inside(rest, R: tl.constexpr, W: tl.constexpr):
-    """Which elements of a tile are among its first ``rest``."""
+    """The mask of the first ``rest`` elements of a tile."""
     return tl.arange(0, W)[None, :] < rest - tl.arange(0, R)[:, None] * W
 
 
@@ -114,7 +107,7 @@ def row_pointer(rows, index, rows_per_batch, batch_stride, row_stride, ALIGN: tl
 def row_of(logits, dlogits, offsets, index, rows, sizes, ALIGN: tl.constexpr):
     """Row ``index`` of logits and of the gradient, its length, and whether it is there.
 
-    With ``offsets`` the values of a set; ``sizes`` are those of ``launch.row_sizes``.
+    With ``offsets`` a row is the values of a set; ``sizes`` are those of ``launch.row_sizes``.
     """
     K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride = sizes
     exists = True
@@ -145,7 +138,7 @@ def is_wanted(flags, index, WANTED: tl.constexpr = True):
 
 @triton.jit
 def transform_of(token, transform, SOFTCAP: tl.constexpr, PRESENT: tl.constexpr):
-    """At the temperature of a row, if it has its own: NaN unless that is finite and > 0."""
+    """The transform at a row's own temperature, if it has one: NaN unless that is finite, > 0."""
     inner, scale2, scale, slope = transform
     if has(TEMPERATURES, PRESENT):
         temperature = load_field(token, TEMPERATURES)
@@ -159,17 +152,17 @@ def transform_of(token, transform, SOFTCAP: tl.constexpr, PRESENT: tl.constexpr)
 
 @triton.jit
 def add_to_lanes(z, inner, scale2, origin, total, weighted, SOFTCAP: tl.constexpr):
-    """Adds ``[R, lanes]`` logits to the sums, of 2^t and of t*2^t; -inf adds nothing."""
+    """Adds ``[R, lanes]`` logits to the sums of 2^t and of t*2^t; -inf adds nothing."""
     y = transformed(widened(z), inner, SOFTCAP)
     top = tl.maximum(origin, tl.max(y, 0))
     t = (y - top[None, :]) * scale2
     shift = (origin - top) * scale2
     factor = tl.exp2(shift)
     e = tl.exp2(t)
-    weighted_of_tile = tl.sum(e * tl.maximum(t, FLOOR), 0)
-    total_of_tile = tl.sum(e, 0)
-    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total) + weighted_of_tile
-    total = factor * total + total_of_tile
+    tile_weighted = tl.sum(e * tl.maximum(t, FLOOR), 0)
+    tile_total = tl.sum(e, 0)
+    weighted = factor * (weighted + tl.maximum(shift, FLOOR) * total) + tile_weighted
+    total = factor * total + tile_total
     return top, total, weighted
 
 
@@ -197,7 +190,7 @@ def lane_sums(
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Maximum of y, sum of 2^t and of t*2^t per lane. Rows read ``again`` stay cached."""
+    """Maximum of y, sums of 2^t and of t*2^t per lane; rows that are read ``again`` stay cached."""
     zeros = tl.zeros((W // 2,), tl.float32)
     some, others = (zeros + LOWEST, zeros, zeros), (zeros + LOWEST, zeros, zeros)
     step: tl.constexpr = UNROLL * W
@@ -227,7 +220,7 @@ def fixed_point(V):
 
 @triton.jit
 def row_sums(origin, total, weighted, scale2, V):
-    """Maximum of y, sum of 2^t and of t*2^t (float64) of one row; NaN sums for NaN or +inf."""
+    """Maximum of y, sums of 2^t and of t*2^t (float64) of a row; sums are NaN for NaN or +inf."""
     fixed = fixed_point(V)
     bad = total != total
     top = tl.max(tl.where(bad, INF, origin))
@@ -238,7 +231,7 @@ def row_sums(origin, total, weighted, scale2, V):
     sums = tl.sum((tl.where(bad, 0.0, factor * total) * fixed).to(tl.int64))
     weighted_sums = tl.sum((tl.where(bad, 0.0, weighted) * fixed).to(tl.int64))
     sum_2t = tl.where(top == INF, float("nan"), sums.to(tl.float64) / fixed)
-    top = tl.where((sums == 0) & (top != INF), -INF, top)  # of a row of nothing but -inf
+    top = tl.where((sums == 0) & (top != INF), -INF, top)  # a row of nothing but -inf
     return top, sum_2t, weighted_sums.to(tl.float64) / fixed
 
 
@@ -265,7 +258,7 @@ def label_gradient(
 ):
     """d l/d z of the label, without the cancellation in 1 - p.
 
-    ``others``: the sum of d l/d log_prob of the other labels of the row.
+    ``others``: the sum of d l/d log_prob over the other labels of the row.
     """
     inner, _, _, slope = transform
     dz = bonus * tl.exp(log_p) * (log_p + entropy) - dlog_prob * policy_math.expm1(log_p)
@@ -312,13 +305,11 @@ def write_gradient(
         inside = is_inside(V - whole, UNROLL, W)
         z = tl.load(tile(row + whole, UNROLL, W), inside, other=-INF, eviction_policy="evict_first")
         dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
-        dz = rounded(dz, grad.dtype.element_ty)
         tl.store(tile(grad + whole, UNROLL, W), dz, inside, eviction_policy="evict_first")
     for done in range(0, V // step):
         begin = (V // step - 1 - done) * step
         z = tl.load(tile(row + begin, UNROLL, W), eviction_policy="evict_first")
         dz = tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP, BONUS)
-        dz = rounded(dz, grad.dtype.element_ty)
         tl.store(tile(grad + begin, UNROLL, W), dz, eviction_policy="evict_first")
     tl.debug_barrier()  # after the thread that wrote the label's tile
     label_grad = rounded(label_grad.to(tl.float32), grad.dtype.element_ty)
@@ -327,7 +318,7 @@ def write_gradient(
 
 @triton.jit
 def tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP: tl.constexpr, BONUS: tl.constexpr):
-    """The gradient of ``[R, W]`` logits."""
+    """The gradient of ``[R, W]`` logits, in their dtype."""
     y = transformed(widened(z), inner, SOFTCAP)
     t = (y - origin) * scale2
     if BONUS:
@@ -335,13 +326,14 @@ def tile_gradient(z, a, b, origin, inner, scale2, SOFTCAP: tl.constexpr, BONUS: 
     else:
         dx = tl.exp2(t) * b
     if SOFTCAP:
-        dx *= derivative(y)
-    return dx
+        held = tl.maximum(y, -1.0)  # at -inf the derivative is 0
+        dx *= 1.0 - held * held
+    return rounded(dx, z.dtype)
 
 
 @triton.jit
 def write_zeros(grad, V, W: tl.constexpr, UNROLL: tl.constexpr):
-    """A row of zeros; nothing is read."""
+    """Writes a row of zeros, and reads nothing."""
     zeros = tl.zeros((UNROLL, W), grad.dtype.element_ty)
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
@@ -354,7 +346,7 @@ def write_zeros(grad, V, W: tl.constexpr, UNROLL: tl.constexpr):
 
 @triton.jit
 def scale_row(row, V, by, W: tl.constexpr, UNROLL: tl.constexpr):
-    """A row times ``by``, in place."""
+    """Multiplies a row by ``by``, in place."""
     step: tl.constexpr = UNROLL * W
     whole = V // step * step
     for begin in range(0, whole, step):

@@ -1,13 +1,11 @@
-"""The row pass, with one program per row, and the statistics of rows, which are a part of it.
+"""The row pass and, as a part of it, the statistics of rows; one program per row or set.
 
-With ``offsets`` rows are the values of sampling sets, and labels are positions in these. Imports
-the mathematics below it and ``launch``. The two launchers share a kernel, so that the statistics of
-a row have the same bits with and without its gradient.
+May import the mathematics, ``tokens``, ``kernel`` and ``launch``. Both launchers share the kernel:
+otherwise the statistics of a row could have other bits with its gradient than without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import c_float
 from typing import Any
 
@@ -31,7 +29,7 @@ from .tokens import (
     load_field,
 )
 
-LABELS = 256  # of a row that has several at once
+LABELS = 256  # per step, in a row with several
 
 
 def _row_pass_kernel(
@@ -79,6 +77,7 @@ def _row_pass_kernel(
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    """With ``offsets`` rows are the values of sampling sets, and labels are positions in these."""
     index, N = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
     row, grad, V, exists = row_math.row_of(logits, dlogits, offsets, index, N, sizes, ALIGN)
@@ -107,10 +106,11 @@ def _row_pass_kernel(
         origin, sum_2t, weighted = row_math.row_sums(*lanes, scale2, V)
         log_sum = tl.log(sum_2t)
         entropy = log_sum - row_math.LN2 * weighted / sum_2t
+        statistics = origin, sum_2t, log_sum, entropy
         if SEVERAL:
-            of_row = log_probs + index * count, labels + index * count, count, row, V
-            statistics = origin, sum_2t, log_sum, entropy
-            _write_log_probs(*of_row, statistics, transform, offsets is not None, SOFTCAP, LABELS)
+            row_labels = log_probs + index * count, labels + index * count, count, row, V
+            IS_SET: tl.constexpr = offsets is not None
+            _write_log_probs(*row_labels, statistics, transform, IS_SET, SOFTCAP, LABELS)
         else:
             logp = row_math.label_log_prob(z, origin, log_sum, transform, SOFTCAP)
             if offsets is not None:
@@ -121,7 +121,7 @@ def _row_pass_kernel(
         tl.store(stats + 2 * index, origin.to(tl.float64))
         tl.store(stats + 2 * index + 1, sum_2t)
         if dlogits is not None:
-            tl.debug_barrier()  # before the row is overwritten: one warp sums without
+            tl.debug_barrier()  # before the row is overwritten: a single warp sums without one
             clip, last_clip = (lower_start, upper_start), (lower_max, upper_max)
             if (bounds is not None) | has(LOWER, PRESENT):
                 clip = policy_math.load_bounds(bounds, token, PRESENT)
@@ -149,7 +149,6 @@ def _row_pass_kernel(
                 row_math.write_zeros(grad, V, W, UNROLL)
             elif not is_undecided:
                 at_label, coefficients = (label, z, logp), (g, bonus)
-                statistics = origin, sum_2t, log_sum, entropy
                 row_math.write_gradient(
                     *(row, grad, V, at_label, statistics, coefficients, transform),
                     *(SOFTCAP, BONUS, W, UNROLL),
@@ -169,7 +168,7 @@ def _write_log_probs(
     SOFTCAP: tl.constexpr,
     LABELS: tl.constexpr,
 ):
-    """Of several labels of a row; 0 where they are ignored."""
+    """Writes the log-probs of several labels of a row; those of ignored labels are 0."""
     origin, sum_2t, log_sum, _ = statistics
     for first in range(0, count, LABELS):
         k = first + tl.arange(0, LABELS)
@@ -181,15 +180,15 @@ def _write_log_probs(
         tl.store(log_probs + k, tl.where(label == row_math.IGNORED, 0.0, logp), k < count)
 
 
-_kernel_of_rows = Kernel(_row_pass_kernel, specialised=("logits", "dlogits", "V"))
-_kernel_of_sets = Kernel(_row_pass_kernel)  # they begin anywhere
+_row_kernel = Kernel(_row_pass_kernel, specialised=("logits", "dlogits", "V"))
+_set_kernel = Kernel(_row_pass_kernel)  # sets begin anywhere
 
 
 @per_options
 def _from_options(
     options: Options, present: int, gradient: bool
 ) -> tuple[bool, int, tuple[float, ...], tuple[int, ...]]:
-    """Soft cap, the fields that are read, and the kernel's numbers and flags of the options."""
+    """Whether there is a soft cap, the fields that are read, and the kernel's numbers and flags."""
     softcapped, transformed = transform(options, bool(present & bits(TEMPERATURES)))
     ends = options.lower_start, options.lower_max, options.upper_start, options.upper_max
     numbers = (
@@ -215,9 +214,9 @@ def row_statistics(
     options: list[float],
     *statistics: Tensor,
 ) -> None:
-    """The row pass without a gradient, which needs no input of the policy."""
-    rows = logits, None, offsets, labels, counted
-    _launch(rows, (None, tokens, None), present, options, (*statistics, None))
+    """Runs the row pass without a gradient, which needs no input of the policy."""
+    inputs = None, tokens, present, None, options
+    row_pass(logits, offsets, labels, counted, *inputs, *statistics, None, None)
 
 
 def row_pass(
@@ -225,32 +224,15 @@ def row_pass(
     offsets: Tensor | None,
     labels: Tensor,
     counted: Tensor,
-    weights: Tensor,
-    tokens: Tensor,
+    weights: Tensor | None,
+    tokens: Tensor | None,
     present: int,
     bounds: Tensor | None,
     options: list[float],
-    *results: Tensor,
+    *results: Tensor | None,
 ) -> None:
-    """``results``: log_probs, entropy, stats, undecided and dlogits."""
+    """Writes ``results``: log_probs, entropy, stats, undecided and dlogits."""
     *statistics, dlogits = results
-    rows = logits, dlogits, offsets, labels, counted
-    _launch(rows, (weights, tokens, bounds), present, options, statistics)
-
-
-def row_pass_(logits: Tensor, *arguments: Any) -> None:
-    row_pass(*[logits, *arguments, logits])
-
-
-def _launch(
-    rows: tuple[Any, ...],
-    inputs: tuple[Any, ...],
-    present: int,
-    options: list[float],
-    results: Sequence[Any],
-) -> None:
-    logits, dlogits, offsets, labels, counted = rows
-    weights, tokens, bounds = inputs
     gradient = dlogits is not None
     softcapped, present, numbers, flags = _from_options(options, present, gradient)
     if offsets is None:
@@ -258,24 +240,15 @@ def _launch(
     else:
         shape, registers = set_shape(), 72
     sizes, ALIGN = row_sizes(logits, dlogits, offsets)
-    kernel = _kernel_of_rows if offsets is None else _kernel_of_sets
     several = labels.numel() > counted.numel()
-    kernel[(counted.numel(),)](
-        *rows,
-        weights,
-        tokens if present else None,
-        bounds,
-        *results,
-        labels.shape[1] if several else 1,
-        *sizes,
-        *numbers,
-        softcapped,
-        present,
-        *flags,
-        several,
-        LABELS,
-        ALIGN,
-        shape.W,
-        shape.UNROLL,
+    flags = softcapped, present, *flags, several
+    (_row_kernel if offsets is None else _set_kernel)[(counted.numel(),)](
+        *(logits, dlogits, offsets, labels, counted, weights, tokens if present else None, bounds),
+        *(*statistics, labels.shape[1] if several else 1, *sizes, *numbers),
+        *(*flags, LABELS, ALIGN, shape.W, shape.UNROLL),
         **limits(shape.num_warps, registers if gradient else 96),
     )
+
+
+def row_pass_(logits: Tensor, *arguments: Any) -> None:
+    row_pass(*[logits, *arguments, logits])

@@ -1,8 +1,7 @@
 """Sampling masks: gathers the values of sets from rows of logits, and scatters their gradients.
 
-In between they are rows of ``row_pass`` and ``row_gradient``. Imports ``row_math``,
-``sampling_set_math`` and ``launch``. Ids come from outside: what is read or written follows from
-``set_of`` and ``columns_of`` alone, or a broken id reaches foreign memory.
+May import ``row_math``, ``sampling_set_math``, ``kernel`` and ``launch``. Ids come from outside:
+addresses must follow from ``set_of`` and ``columns_of``, or a broken id reaches foreign memory.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from . import row_math, sampling_set_math
 from .kernel import Kernel
 from .launch import ceil_div, limits
 
-LABELS = 128  # of a program
-IDS = 128  # of a set at once
+LABELS = 128  # per program
+IDS = 128  # per set and step
 
 
 @Kernel
@@ -96,31 +95,19 @@ def find_labels(
     )
 
 
-def gather_sets(
-    logits: Tensor,
-    counted: Tensor,
-    token_ids: Tensor,
-    offsets: Tensor,
-    shard: Tensor | None,
-    values: Tensor,
-) -> None:
-    _move((logits, values, counted, token_ids, offsets, shard), gather=True)
+def gather_sets(logits: Tensor, counted: Tensor, *operands: Any) -> None:
+    *sets, values = operands
+    _move(logits, values, counted, sets, gather=True)
 
 
-def scatter_sets(
-    dvalues: Tensor,
-    counted: Tensor,
-    token_ids: Tensor,
-    offsets: Tensor,
-    shard: Tensor | None,
-    dlogits: Tensor,
-) -> None:
-    _move((dlogits, dvalues, counted, token_ids, offsets, shard), gather=False)
+def scatter_sets(dvalues: Tensor, counted: Tensor, *operands: Any) -> None:
+    *sets, dlogits = operands
+    _move(dlogits, dvalues, counted, sets, gather=False)
 
 
-def _move(tensors: tuple[Any, ...], gather: bool) -> None:
-    rows, values, counted, *_ = tensors
+def _move(rows: Tensor, values: Tensor, counted: Tensor, sets: list[Any], gather: bool) -> None:
+    """Takes ``sets``: token_ids, offsets and shard."""
     sizes = values.numel(), rows.shape[2], rows.shape[1], *rows.stride()[:2]
     _move_sets_kernel[(counted.numel(),)](
-        *(*tensors, *sizes, gather, IDS), **limits(1, registers=64)
+        *(rows, values, counted, *sets, *sizes, gather, IDS), **limits(1, registers=64)
     )

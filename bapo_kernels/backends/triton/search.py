@@ -1,8 +1,7 @@
 """The contributions of tokens to the search for the clip bounds, and the search.
 
-Every program sums its share of the tokens into a row of a table; then the rows are added in order:
-the same bits in every run. Imports ``policy_math``, ``tokens`` and ``launch``. The points of the
-grids must be those of ``config.bound_grid`` to the bit, as every rank and backend has them.
+May import ``config``, ``policy_math``, ``tokens``, ``kernel`` and ``launch``. The points must be
+those of ``config.bound_grid`` to the bit, as every rank and backend has them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from .kernel import Kernel
 from .launch import ceil_div, grid_sizes, limits, per_options, token_programs
 from .tokens import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, bits, load_field
 
-TOKENS, POINTS = 128, 64  # of a program at once, their products in registers
+TOKENS, POINTS = 128, 64  # per program and step, with their products in registers
 
 
 @triton.jit
 def _grid_points(place, lower_count, upper_count, grids):
-    """The points at these places of a table, by the same repeated addition as in Algorithm 1."""
+    """The points at these places of a table, by repeated addition as in Algorithm 1."""
     lower_start, lower_max, lower_step, upper_start, upper_max, upper_step = grids
     is_upper = place >= lower_count
     index = tl.where(is_upper, place - lower_count, place)
@@ -60,6 +59,10 @@ def _contributions_kernel(
     TOKENS: tl.constexpr,
     POINTS: tl.constexpr,
 ):
+    """Every program sums its share of the tokens into a row of a table.
+
+    The rows are then added in order, so that every run has the same bits.
+    """
     place = tl.program_id(1) * POINTS + tl.arange(0, POINTS)
     is_upper = place >= lower_count
     grids = lower_start, lower_max, lower_step, upper_start, upper_max, upper_step
@@ -86,7 +89,7 @@ def _contributions_kernel(
 
 @triton.jit
 def _sum_of_rows(table, rows, place, inside, ROWS: tl.constexpr):
-    """``ROWS`` at a time, and in order."""
+    """Adds the rows of a table in order, ``ROWS`` at a time."""
     sums = tl.zeros_like(place).to(tl.float64)
     points = tl.sum(inside.to(tl.int32), 0)
     for begin in range(0, rows, ROWS):
@@ -138,8 +141,8 @@ def _solve_kernel(
     inside = place < lower_count + upper_count
     sums = _sum_of_rows(table, rows, place, inside, ROWS)
 
-    # Algorithm 1 raises one bound up to its maximum, then the other. So a place of the table is the
-    # step that raises a bound to it, while the other bound is at its first or at its last point.
+    # Algorithm 1 raises one bound up to its maximum, then the other. So each place of the table has
+    # the step that raises a bound to it, while the other is at its first or at its last point.
     is_upper = place >= lower_count
     if UPPER_FIRST:
         step = tl.where(is_upper, place - lower_count, place + upper_count - 1)
@@ -177,17 +180,10 @@ def _at(values, place, wanted):
     return tl.sum(tl.where(place == wanted, values, 0.0), 0)
 
 
-def contributions(
-    log_probs: Tensor,
-    counted: Tensor,
-    log_ratios: Tensor | None,
-    tokens: Tensor,
-    present: int,
-    options: list[float],
-    rank: int,
-    table: Tensor,
-) -> None:
-    partials = _partial_table(log_probs, counted, log_ratios, tokens, present, options)
+def contributions(*operands: Any) -> None:
+    """Takes the operands of ``_partial_table``, rank and table."""
+    *searched, rank, table = operands
+    partials = _partial_table(*searched)
     programs, points = partials.shape
     rows, padded = _tile(points)
     _table_kernel[(1,)](
@@ -196,34 +192,31 @@ def contributions(
     )
 
 
-def solve(table: Tensor, options: list[float], bounds: Tensor, masses: Tensor) -> None:
-    padded = _tile(table.shape[1])[1]
-    # One row at a time, for the same sum as on the CPU.
-    _launch_solve(table, options, bounds, masses, (1, padded))
+def search(*operands: Any) -> None:
+    """Takes the operands of ``_partial_table``, bounds and masses."""
+    *searched, bounds, masses = operands
+    partials = _partial_table(*searched)
+    solve(partials, searched[-1], bounds, masses, rows=_tile(partials.shape[1])[0])
 
 
-def search(
-    log_probs: Tensor,
-    counted: Tensor,
-    log_ratios: Tensor | None,
-    tokens: Tensor,
-    present: int,
-    options: list[float],
-    bounds: Tensor,
-    masses: Tensor,
+def solve(
+    table: Tensor, options: list[float], bounds: Tensor, masses: Tensor, rows: int = 1
 ) -> None:
-    partials = _partial_table(log_probs, counted, log_ratios, tokens, present, options)
-    _launch_solve(partials, options, bounds, masses, _tile(partials.shape[1]))
+    """Adds ``rows`` rows of the table at a time; one at a time gives the sum of the CPU."""
+    padded = _tile(table.shape[1])[1]
+    _solve_kernel[(1,)](
+        *(table, bounds, masses, table.shape[0], *_solve_options(options), rows, padded),
+        **limits(8, registers=128),
+    )
 
 
 @per_options
 def _contributions_options(
     options: Options, present: int
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The kernel's numbers and flags of the options, and the fields that are read."""
-    reads = bits(ADVANTAGES, OLD_LOG_PROBS)
-    if not options.uniform_weight:
-        reads |= bits(ROLLOUT_LOG_PROBS)
+    """The numbers of the options for the kernel, and its flags, with the fields that it reads."""
+    weight_field = [] if options.uniform_weight else [ROLLOUT_LOG_PROBS]
+    reads = bits(ADVANTAGES, OLD_LOG_PROBS, *weight_field)
     flags = bool(options.uniform_weight), bool(options.unclipped_only), present & reads
     return (*grid_sizes(options), *options[:6]), flags
 
@@ -236,7 +229,7 @@ def _partial_table(
     present: int,
     options: list[float],
 ) -> Tensor:
-    """A row of the table from each program."""
+    """A table with a row from each program."""
     numbers, flags = _contributions_options(options, present)
     N, points = log_probs.numel(), numbers[0] + numbers[1]
     programs = token_programs(N, TOKENS)
@@ -250,22 +243,13 @@ def _partial_table(
 
 @lru_cache
 def _tile(points: int) -> tuple[int, int]:
-    """How many rows of a table are added at once, and the points of a row with padding."""
+    """The rows of a table that are added at a time, and the points of a row with padding."""
     padded = triton.next_power_of_2(points)
     return max(1, 8_192 // padded), padded
 
 
 @per_options
 def _solve_options(options: Options) -> tuple[float, ...]:
-    """The numbers and flags of its kernel."""
+    """The numbers and flags of the options for the kernel."""
     flags = bool(options.target_is_ratio), bool(options.upper_first)
     return *grid_sizes(options), *options[:6], options.target, *flags
-
-
-def _launch_solve(
-    table: Tensor, options: list[float], bounds: Tensor, masses: Tensor, tile: tuple[int, int]
-) -> None:
-    _solve_kernel[(1,)](
-        *(table, bounds, masses, table.shape[0], *_solve_options(options), *tile),
-        **limits(8, registers=128),
-    )

@@ -1,11 +1,12 @@
 """Means over the counted tokens of each sequence, with one program per sequence.
 
-Lane ``j % TOKENS`` adds the ``j``-th token of the sequence, then the lanes are added: the bits of a
-mean depend on its sequence alone, not on what it is packed with. Imports ``policy_math``,
-``tokens`` and, for offsets that may be broken, ``prepare``.
+May import ``policy_math``, ``tokens``, ``kernel``, ``launch`` and ``prepare``. The bits of a mean
+must depend on its sequence alone, not on what it is packed with.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -17,7 +18,7 @@ from .launch import limits
 from .prepare import offset_at
 from .tokens import OLD_LOG_PROBS, bits
 
-TOKENS = 2_048  # at once, so that a single long sequence takes few steps
+TOKENS = 2_048  # per step, so that a single long sequence takes few steps
 
 
 @triton.jit
@@ -41,13 +42,16 @@ def _sequence_mean_kernel(
     PRESENT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Writes the means of log-ratios, or adds means of gradients."""
+    """Writes the means of log-ratios, or adds means of gradients.
+
+    Lane ``j % TOKENS`` adds the ``j``-th token of the sequence, then the lanes are added.
+    """
     program = tl.program_id(0).to(tl.int64)
     if cu_seqlens is None:
         begin, end = program * length, (program + 1) * length
         last = end
     else:
-        # The first program has the tokens before all sequences, the last one those behind.
+        # The first program has the tokens before all sequences, the last one those after them.
         begin = offset_at(cu_seqlens, offset_stride, program - 1, program > 0, N)
         end = offset_at(cu_seqlens, offset_stride, program, program <= K, N)
         end = tl.where(program <= K, end, N)
@@ -74,32 +78,24 @@ def _sequence_mean_kernel(
 
 
 def sequence_log_ratios(
-    log_probs: Tensor,
-    counted: Tensor,
-    tokens: Tensor,
-    present: int,
-    length: int,
-    cu_seqlens: Tensor | None,
-    log_ratios: Tensor,
+    log_probs: Tensor, counted: Tensor, tokens: Tensor, present: int, *sequences: Any
 ) -> None:
-    present &= bits(OLD_LOG_PROBS)
-    _launch(log_probs, counted, tokens, length, cu_seqlens, log_ratios, True, present)
+    flags = True, present & bits(OLD_LOG_PROBS)
+    _launch(log_probs, counted, tokens, flags, *sequences)
 
 
-def add_sequence_means_(
-    dlog_ratios: Tensor, counted: Tensor, length: int, cu_seqlens: Tensor | None, dlog_probs: Tensor
-) -> None:
-    _launch(dlog_ratios, counted, None, length, cu_seqlens, dlog_probs, False, 0)
+def add_sequence_means_(dlog_ratios: Tensor, counted: Tensor, *sequences: Any) -> None:
+    _launch(dlog_ratios, counted, None, (False, 0), *sequences)
 
 
 def _launch(
     values: Tensor,
     counted: Tensor,
     tokens: Tensor | None,
+    flags: tuple[bool, int],
     length: int,
     cu_seqlens: Tensor | None,
     out: Tensor,
-    *flags: int,
 ) -> None:
     N = values.numel()
     if cu_seqlens is None:

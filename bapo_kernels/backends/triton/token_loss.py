@@ -1,8 +1,7 @@
 """Loss and metrics of tokens whose log-probs are known, and the gradients of their loss.
 
-Every program sums its share of the tokens; the last to finish adds up the sums in order: the same
-bits in every run. Imports ``policy_math``, ``tokens``, ``launch`` and ``output``. The derivatives
-must be those of ``row_pass`` to the bit: a decided row has its gradient from there.
+May import ``policy_math``, ``tokens``, ``kernel``, ``launch``, ``config`` and ``output``. The
+derivatives must be those of ``row_pass`` to the bit: a decided row has its gradient from there.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from .tokens import (
     load_field,
 )
 
-TOKENS = 256  # of a program at once
-# Of each program's tokens, in the order of csrc/tokens.h.
+TOKENS = 256  # per program and step
+# Sums over the tokens of each program, in the order of csrc/tokens.h.
 SUMS = (
     *("loss", "pg_loss", "kl_loss", "count", "clipped", "dual_clipped", "log_ratio", "entropy"),
     *("pos", "neg", "pos_start", "neg_start", "pos_last", "neg_last", "lower", "upper"),
@@ -86,6 +85,10 @@ def _token_loss_kernel(
     TOKENS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """Every program sums its share of the tokens; the last to finish adds up the sums in order.
+
+    Their bits are therefore the same in every run.
+    """
     zeros = tl.zeros((TOKENS,), tl.float64)
     loss_sum, pg_loss_sum, kl_loss_sum, count = zeros, zeros, zeros, zeros
     clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum = zeros, zeros, zeros, zeros
@@ -109,10 +112,8 @@ def _token_loss_kernel(
             clip = policy_math.load_bounds(bounds, token, PRESENT)
             lower_sum += clip[0]
             upper_sum += clip[1]
-        options = clip_ratio_c, sapo_tau_pos, sapo_tau_neg
-        pg_loss, grad, clipped, dual_clipped = policy_math.policy_term(
-            r, saturated, A, logp, clip, options, SURROGATE
-        )
+        given = r, saturated, A, logp, clip, (clip_ratio_c, sapo_tau_pos, sapo_tau_neg)
+        pg_loss, grad, clipped, dual_clipped = policy_math.policy_term(*given, SURROGATE)
         if has(ROLLOUT_IS_WEIGHTS, PRESENT):
             is_weight = load_field(token, ROLLOUT_IS_WEIGHTS)
             pg_loss *= is_weight
@@ -178,7 +179,7 @@ def _token_loss_kernel(
 
 @triton.jit
 def _add_masses(sums, terms, clip, UNCLIPPED_ONLY: tl.constexpr):
-    """Adds what tokens contribute at these bounds to the positive and the negative mass."""
+    """Adds the contributions of tokens at these bounds to the positive and the negative mass."""
     r, A, w, mask = terms
     mass = w * policy_math.contribution(r, A, clip, UNCLIPPED_ONLY)
     positive = sums[0] + tl.where(mask & (A > 0.0), mass, 0.0)
@@ -187,7 +188,7 @@ def _add_masses(sums, terms, clip, UNCLIPPED_ONLY: tl.constexpr):
 
 @triton.jit
 def _store_sums(partials, first: tl.constexpr, sums):
-    """From the sum of this name on, in the order of SUMS."""
+    """Stores consecutive sums, in the order of SUMS; ``first`` is the name of the first one."""
     programs = tl.num_programs(0)
     place = _sum_index(first) * programs + tl.program_id(0)
     for i in tl.static_range(len(sums)):
@@ -265,7 +266,7 @@ def _store_entry(report, name: tl.constexpr, value):
 def _from_options(
     options: Options, present: int, searched: bool
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The kernel's numbers and flags of the options, and the fields that are read."""
+    """The numbers of the options for the kernel, and its flags, with the fields that it reads."""
     last = (
         options.lower_max if options.lower_step else options.lower_start,
         options.upper_max if options.upper_step else options.upper_start,
@@ -296,7 +297,7 @@ def token_loss(
     ticket: Tensor,
     *results: Tensor | None,
 ) -> None:
-    """``results``: report, dlog_probs, dentropy, outputs and dlog_ratios."""
+    """Writes ``results``: report, dlog_probs, dentropy, outputs and dlog_ratios."""
     N = log_probs.numel()
     programs = token_programs(N, TOKENS)
     partials = log_probs.new_empty((len(SUMS), programs))

@@ -1,7 +1,7 @@
 """The fields of tokens by name, as kernels load them from ``tokens`` [fields, N].
 
-Imports ``core.operators`` alone. The places follow from the order of its FIELDS, which C++ has too:
-in another order a kernel would take one number of a token for another.
+May import ``core.operators`` alone. The order of its FIELDS gives the places, as in C++: with
+another order a kernel reads the wrong field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UPPER = tl.constexpr(FIELDS.index("upper"))
 
 
 def bits(*fields: tl.constexpr) -> int:
-    """As in ``present``; those that a kernel does not read must not compile it again."""
+    """The bits of fields in ``present``; those that a kernel does not read must not compile it."""
     return sum(1 << field.value for field in fields)
 
 
@@ -34,6 +34,6 @@ def has(field, present):
 
 @triton.jit
 def load_field(token, FIELD: tl.constexpr):
-    """In float64. A token, or a block of them, is ``(tokens, N, index, mask)`` with int64 N."""
+    """Loads a field in float64; ``token``: (tokens, int64 N, index, mask) of one or a block."""
     tokens, N, index, mask = token
     return tl.load(tokens + FIELD * N + index, mask, other=0.0).to(tl.float64)
