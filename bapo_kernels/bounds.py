@@ -77,9 +77,8 @@ class ContributionHistogram:
         """
         batch = old_log_probs, advantages, response_mask
         options: TokenOptions = dict(rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens)
-        arguments = token_arguments(
-            log_probs, *batch, config=self.config, for_search=True, **options
-        )
+        config = self.config
+        arguments = token_arguments(log_probs, *batch, config=config, for_search=True, **options)
         backend = choose(None, log_probs, "log_probs")
         if self.table is None:
             self.table = empty_table(self.config, log_probs.device)
@@ -112,10 +111,8 @@ class ContributionHistogram:
         check_search(config)
         for name in TABLE_FIELDS:
             mine, other = getattr(self.config, name), getattr(config, name)
-            if mine != other:
-                raise ValueError(
-                    f"config.{name} must be that of the histogram ({mine!r}), got {other!r}"
-                )
+            rule = f"be that of the histogram ({mine!r})"
+            require(mine == other, f"config.{name}", rule, repr(other))
         if self.table is None:
             self.table = empty_table(self.config, device_of_tables(process_group))
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")
@@ -212,14 +209,8 @@ def find_clip_bounds(
         ClipBounds(lower=tensor(0.9000), upper=tensor(3.))
     """
     histogram = ContributionHistogram(config)
-    histogram.update(
-        log_probs,
-        old_log_probs,
-        advantages,
-        response_mask,
-        rollout_log_probs=rollout_log_probs,
-        cu_seqlens=cu_seqlens,
-    )
+    tokens = log_probs, old_log_probs, advantages, response_mask
+    histogram.update(*tokens, rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens)
     return histogram.solve(process_group=process_group)
 
 

@@ -134,14 +134,9 @@ def bapo_linear_loss(
     needs = _needs(hidden_states, weight, bias)
     arguments.check_ranks("bapo_linear_loss", backend, **_in_common(needs, products))
     if backend == "reference":
+        operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.bapo_linear_loss(
-            hidden_states.to(products.dtype),
-            weight.to(products.dtype),
-            labels,
-            *batch,
-            bias=bias,
-            logits_dtype=products.logits_dtype,
-            **options,
+            *(*operands, labels, *batch), bias=bias, logits_dtype=products.logits_dtype, **options
         )
 
     call, parameters = prepared(backend, arguments, weight.shape[0]), (hidden_states, weight, bias)
@@ -214,9 +209,9 @@ def linear_log_probs(
     needs = _needs(hidden_states, weight, bias)
     arguments.check_ranks("linear_log_probs", backend, **_in_common(needs, products))
     if backend == "reference":
+        operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.linear_log_probs(
-            hidden_states.to(products.dtype),
-            weight.to(products.dtype),
+            *operands,
             labels,
             bias=bias,
             return_entropy=return_entropy,
@@ -288,13 +283,9 @@ def linear_top_k(
     rule = ("be in [1, {}], the size of the vocabulary", V)
     require(isinstance(k, int) and 1 <= k <= V, "k", rule, k)
     if call is None:
+        operands = hidden_states.to(products.dtype), weight.to(products.dtype)
         return reference.linear_top_k(
-            hidden_states.to(products.dtype),
-            weight.to(products.dtype),
-            k,
-            bias=bias,
-            logits_dtype=products.logits_dtype,
-            **options,
+            *operands, k, bias=bias, logits_dtype=products.logits_dtype, **options
         )
     logp, ids = top_k(call, Head.of(hidden_states, weight, bias, products, call.shard), k)
     return logp.float().view(*rows.shape, k), ids.view(*rows.shape, k)

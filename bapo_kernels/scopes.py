@@ -130,13 +130,9 @@ class ClipBoundSearch:
         With the scope ``"call"`` this and :meth:`step` do nothing.
         """
         if self.histogram is not None:
+            tokens = log_probs, old_log_probs, advantages, response_mask
             self.histogram.update(
-                log_probs,
-                old_log_probs,
-                advantages,
-                response_mask,
-                rollout_log_probs=rollout_log_probs,
-                cu_seqlens=cu_seqlens,
+                *tokens, rollout_log_probs=rollout_log_probs, cu_seqlens=cu_seqlens
             )
             self._undecided = True
 

@@ -192,25 +192,9 @@ def _fake_head_forward(
     return log_probs, entropy, log_probs.new_empty((*entropy.shape, 2)), gradient, values
 
 
-def _fake_head_backward(
-    dlog_probs: Tensor | None,
-    dentropy: Tensor | None,
-    log_probs: Tensor,
-    entropy: Tensor,
-    stats: Tensor,
-    values: Tensor,
-    unscaled: Tensor | None,
-    needs: list[bool],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *args: object,
-) -> list[Tensor]:
-    return [
-        parameter.new_empty(parameter.shape)
-        for parameter, needed in zip((hidden, weight, bias), needs, strict=True)
-        if needed and parameter is not None
-    ]
+def _fake_head_backward(*args: Any) -> list[Tensor]:
+    needs, parameters = args[7], args[8:11]
+    return [p.new_empty(p.shape) for p, n in zip(parameters, needs, strict=True) if n]
 
 
 _HOST_READS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)

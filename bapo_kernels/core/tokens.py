@@ -161,24 +161,12 @@ def token_loss(
     dentropy = torch.empty_like(log_probs) if options.entropy_coef else None
     is_spread = call.log_ratios is not None and options.differentiates_ratio()
     dlog_ratios = torch.empty_like(log_probs) if is_spread else None
+    unmasked = call.unmasked if call.statistics == "live" else None
+    tokens = call.weights, call.log_ratios, call.tokens, call.present
+    results = report, dlog_probs, dentropy, outputs, dlog_ratios
     ops_of(call.backend).token_loss(
-        log_probs,
-        entropy,
-        call.counted,
-        call.unmasked if call.statistics == "live" else None,
-        call.weights,
-        call.log_ratios,
-        call.tokens,
-        call.present,
-        bounds,
-        masses,
-        options,
-        call.ticket,
-        report,
-        dlog_probs,
-        dentropy,
-        outputs,
-        dlog_ratios,
+        *(log_probs, entropy, call.counted, unmasked, *tokens),
+        *(bounds, masses, options, call.ticket, *results),
     )
     if dlog_ratios is not None:
         assert call.sequences is not None

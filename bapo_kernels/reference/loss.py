@@ -76,10 +76,7 @@ def bapo_loss_from_log_probs(
     valid = torch.ones((), device=log_probs.device)
     if searched:
         bounds = at = find_clip_bounds(
-            given_logp,
-            old_log_probs,
-            A,
-            unmasked,
+            *(given_logp, old_log_probs, A, unmasked),
             config=config,
             rollout_log_probs=rollout_log_probs,
             cu_seqlens=cu_seqlens,

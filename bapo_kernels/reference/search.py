@@ -49,16 +49,8 @@ def find_clip_bounds(
     config = config_or_default(config)
     check_search(config)
     check_group("process_group", process_group)
-    probe = Contributions(
-        config,
-        log_probs,
-        old_log_probs,
-        advantages,
-        response_mask,
-        rollout_log_probs,
-        process_group,
-        cu_seqlens,
-    )
+    batch = log_probs, old_log_probs, advantages, response_mask
+    probe = Contributions(config, *batch, rollout_log_probs, process_group, cu_seqlens)
     bounds = algorithm_1(config, probe.quantity)
     return ClipBounds(*torch.tensor(bounds, dtype=torch.float32, device=log_probs.device).unbind())
 

@@ -15,19 +15,10 @@ from torch import Tensor
 
 from ...config import Options
 from . import policy_math, row_math, sampling_set_math
+from . import tokens as fields
 from .kernel import Kernel
 from .launch import limits, per_options, row_shape, row_sizes, set_shape, transform
-from .tokens import (
-    ADVANTAGES,
-    LOWER,
-    REF_LOG_PROBS,
-    ROLLOUT_IS_WEIGHTS,
-    ROLLOUT_LOG_PROBS,
-    TEMPERATURES,
-    bits,
-    has,
-    load_field,
-)
+from .tokens import bits, has, load_field
 
 LABELS = 256  # per step, in a row with several
 
@@ -94,10 +85,10 @@ def _row_pass_kernel(
             row_math.write_zeros(grad, V, W, UNROLL)
     else:
         token = tokens, N, index, True
-        A = load_field(token, ADVANTAGES).to(tl.float32) if dlogits is not None else 0.0
+        A = load_field(token, fields.ADVANTAGES).to(tl.float32) if dlogits is not None else 0.0
         transform = inner, scale2, scale, slope
         transform = row_math.transform_of(token, transform, SOFTCAP, PRESENT)
-        again = (A != 0.0) | BONUS | has(REF_LOG_PROBS, PRESENT)  # else the gradient is zero
+        again = (A != 0.0) | BONUS | has(fields.REF_LOG_PROBS, PRESENT)  # else the gradient is zero
         scale2 = transform[1]
         lanes = row_math.lane_sums(row, V, inner, scale2, again, SOFTCAP, ALIGN, W, UNROLL)
         if not SEVERAL:
@@ -123,7 +114,7 @@ def _row_pass_kernel(
         if dlogits is not None:
             tl.debug_barrier()  # before the row is overwritten: a single warp sums without one
             clip, last_clip = (lower_start, upper_start), (lower_max, upper_max)
-            if (bounds is not None) | has(LOWER, PRESENT):
+            if (bounds is not None) | has(fields.LOWER, PRESENT):
                 clip = policy_math.load_bounds(bounds, token, PRESENT)
                 last_clip = clip
             old = policy_math.old_log_prob(token, logp, PRESENT)
@@ -133,13 +124,13 @@ def _row_pass_kernel(
             term = policy_math.policy_term(r, saturated, A, logp, clip, options, SURROGATE)
             last = policy_math.policy_term(r, saturated, A, logp, last_clip, options, SURROGATE)
             g, g_last = term[1], last[1]
-            if has(ROLLOUT_IS_WEIGHTS, PRESENT):
-                is_weight = load_field(token, ROLLOUT_IS_WEIGHTS)
+            if has(fields.ROLLOUT_IS_WEIGHTS, PRESENT):
+                is_weight = load_field(token, fields.ROLLOUT_IS_WEIGHTS)
                 g *= is_weight
                 g_last *= is_weight
             is_undecided = (g != g_last) & (g == g)
-            if has(REF_LOG_PROBS, PRESENT):
-                ref = load_field(token, REF_LOG_PROBS)
+            if has(fields.REF_LOG_PROBS, PRESENT):
+                ref = load_field(token, fields.REF_LOG_PROBS)
                 g += kl_loss_coef * policy_math.kl_term(logp, ref, KL_LOSS_TYPE)[1]
             weight = tl.load(weights + index)
             g *= weight
@@ -189,7 +180,7 @@ def _from_options(
     options: Options, present: int, gradient: bool
 ) -> tuple[bool, int, tuple[float, ...], tuple[int, ...]]:
     """Whether there is a soft cap, the fields that are read, and the kernel's numbers and flags."""
-    softcapped, transformed = transform(options, bool(present & bits(TEMPERATURES)))
+    softcapped, transformed = transform(options, bool(present & bits(fields.TEMPERATURES)))
     ends = options.lower_start, options.lower_max, options.upper_start, options.upper_max
     numbers = (
         *transformed,
@@ -198,8 +189,8 @@ def _from_options(
         *(options.kl_loss_coef, options.entropy_coef),
     )
     if not gradient:
-        return softcapped, present & bits(TEMPERATURES), numbers, (0, 0, False)
-    unread = bits(ROLLOUT_LOG_PROBS, *[] if options.kl_loss_coef else [REF_LOG_PROBS])
+        return softcapped, present & bits(fields.TEMPERATURES), numbers, (0, 0, False)
+    unread = bits(fields.ROLLOUT_LOG_PROBS, *[] if options.kl_loss_coef else [fields.REF_LOG_PROBS])
     flags = int(options.surrogate), int(options.kl_loss_type), options.entropy_coef != 0
     return softcapped, present & ~unread, numbers, flags
 

@@ -13,19 +13,10 @@ from torch import Tensor
 from ...config import Options
 from ...output import REPORT
 from . import policy_math
+from . import tokens as fields
 from .kernel import Kernel
 from .launch import MAX_PROGRAMS, limits, per_options, token_programs
-from .tokens import (
-    ADVANTAGES,
-    LOWER,
-    REF_LOG_PROBS,
-    ROLLOUT_IS_WEIGHTS,
-    ROLLOUT_LOG_PROBS,
-    TEMPERATURES,
-    bits,
-    has,
-    load_field,
-)
+from .tokens import bits, has, load_field
 
 TOKENS = 256  # per program and step
 # Sums over the tokens of each program, in the order of csrc/tokens.h.
@@ -93,7 +84,7 @@ def _token_loss_kernel(
     loss_sum, pg_loss_sum, kl_loss_sum, count = zeros, zeros, zeros, zeros
     clipped_sum, dual_clipped_sum, log_ratio_sum, entropy_sum = zeros, zeros, zeros, zeros
     at_bounds, at_start, at_last = (zeros, zeros), (zeros, zeros), (zeros, zeros)
-    if has(LOWER, PRESENT):
+    if has(fields.LOWER, PRESENT):
         lower_sum, upper_sum = zeros, zeros
     else:
         clip = policy_math.load_bounds(bounds, None, PRESENT)
@@ -105,25 +96,25 @@ def _token_loss_kernel(
         token = tokens, N, index, mask
         logp = tl.load(log_probs + index, mask, other=0.0)
         old = policy_math.old_log_prob(token, logp, PRESENT)
-        A = load_field(token, ADVANTAGES)
+        A = load_field(token, fields.ADVANTAGES)
         weight = tl.load(weights + index, mask, other=0.0)
         r, log_ratio, saturated = policy_math.ratio_at(log_ratios, index, mask, logp, old)
-        if has(LOWER, PRESENT):
+        if has(fields.LOWER, PRESENT):
             clip = policy_math.load_bounds(bounds, token, PRESENT)
             lower_sum += clip[0]
             upper_sum += clip[1]
         given = r, saturated, A, logp, clip, (clip_ratio_c, sapo_tau_pos, sapo_tau_neg)
         pg_loss, grad, clipped, dual_clipped = policy_math.policy_term(*given, SURROGATE)
-        if has(ROLLOUT_IS_WEIGHTS, PRESENT):
-            is_weight = load_field(token, ROLLOUT_IS_WEIGHTS)
+        if has(fields.ROLLOUT_IS_WEIGHTS, PRESENT):
+            is_weight = load_field(token, fields.ROLLOUT_IS_WEIGHTS)
             pg_loss *= is_weight
             grad *= is_weight
         if dlog_ratios is not None:
             tl.store(dlog_ratios + index, tl.where(mask, weight * grad, 0.0), inside)
             grad = zeros
         loss, kl, entropy = pg_loss, zeros, zeros
-        if has(REF_LOG_PROBS, PRESENT):
-            ref = load_field(token, REF_LOG_PROBS)
+        if has(fields.REF_LOG_PROBS, PRESENT):
+            ref = load_field(token, fields.REF_LOG_PROBS)
             kl, kl_grad = policy_math.kl_term(logp, ref, KL_LOSS_TYPE)
             if kl_loss_coef != 0.0:
                 loss += kl_loss_coef * kl
@@ -166,7 +157,7 @@ def _token_loss_kernel(
         _store_sums(partials, "pos", at_bounds)
         _store_sums(partials, "pos_start", at_start)
         _store_sums(partials, "pos_last", at_last)
-    if has(LOWER, PRESENT):
+    if has(fields.LOWER, PRESENT):
         _store_sums(partials, "lower", (lower_sum, upper_sum))
     # The barrier orders the stores of all threads before the atomic of one of them. It releases
     # them, and in the last program acquires those of the other programs, whose sums are then read
@@ -243,7 +234,7 @@ def _report(
     _store_entry(report, "ppo_kl", -_sum_of(partials, "log_ratio", PROGRAMS) / count)
     _store_entry(report, "entropy", _sum_of(partials, "entropy", PROGRAMS) / count)
     _store_entry(report, "kl_loss", _sum_of(partials, "kl_loss", PROGRAMS))
-    if has(LOWER, PRESENT):
+    if has(fields.LOWER, PRESENT):
         _store_entry(report, "bapo_clip_low", _sum_of(partials, "lower", PROGRAMS) / count)
         _store_entry(report, "bapo_clip_high", _sum_of(partials, "upper", PROGRAMS) / count)
     else:
@@ -274,7 +265,7 @@ def _from_options(
     policy = options.clip_ratio_c, options.sapo_tau_pos, options.sapo_tau_neg
     coefs = options.kl_loss_coef, options.entropy_coef
     without_weight = searched or options.uniform_weight
-    unread = bits(TEMPERATURES, *[ROLLOUT_LOG_PROBS] if without_weight else [])
+    unread = bits(fields.TEMPERATURES, *[fields.ROLLOUT_LOG_PROBS] if without_weight else [])
     flags = (
         *(int(options.surrogate), int(options.kl_loss_type), bool(options.uniform_weight)),
         *(bool(options.unclipped_only), bool(options.target_is_ratio), present & ~unread),

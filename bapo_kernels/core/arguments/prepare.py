@@ -38,37 +38,19 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
     if given.fields:
         tokens = torch.empty((len(FIELDS), N), dtype=torch.float32, device=device)
     fields = [given.fields.get(name) for name in FIELDS]
+    mask = None if given.response_mask is None else _matrix(given.response_mask, like)
+    matrices = [None if field is None else _matrix(field, like) for field in fields]
+    divisors = (None, given.divisor) if on_device else (given.divisor, None)
     ops_of(backend).prepare(
-        matrix,
-        None if given.response_mask is None else _matrix(given.response_mask, like),
-        [None if field is None else _matrix(field, like) for field in fields],
-        given.cu_seqlens,
-        given.dp_size,
-        None if on_device else given.divisor,
-        given.divisor if on_device else None,
-        given.bounds,
-        given.is_live(),
-        config.options,
-        unmasked,
-        counted,
-        labels,
-        weights,
-        tokens,
-        ticket,
+        *(matrix, mask, matrices, given.cu_seqlens, given.dp_size, *divisors),
+        *(given.bounds, given.is_live(), config.options),
+        *(unmasked, counted, labels, weights, tokens, ticket),
     )
+    present = sum(1 << k for k, field in enumerate(fields) if field is not None)
+    masks = unmasked, unmasked if counted is None else counted
     call = Call(
-        config.options,
-        backend,
-        like.shape,
-        unmasked,
-        unmasked if counted is None else counted,
-        tokens,
-        sum(1 << k for k, field in enumerate(fields) if field is not None),
-        given.statistics,
-        labels,
-        weights,
-        ticket,
-        given.bounds,
+        *(config.options, backend, like.shape, *masks, tokens, present, given.statistics),
+        *(labels, weights, ticket, given.bounds),
         process_group=given.process_group,
     )
     if config.ratio_level == "sequence":
@@ -78,9 +60,9 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
     if given.labels is not None:
         call.labels = given.labels.reshape(N, given.labels.shape[-1]).contiguous()
     call.shard = VocabShard.of(columns, unmasked, given.vocab_group)
-    if (mask := given.sampling_mask) is not None:
+    if (sets := given.sampling_mask) is not None:
         assert call.labels is not None
-        row_ids = mask._ids, mask._offsets, call.labels
+        row_ids = sets._ids, sets._offsets, call.labels
         call.sets = SamplingSets.of(*row_ids, backend, call.shard or columns)
     return call
 

@@ -16,21 +16,8 @@ from ...config import IGNORE_INDEX, BAPOConfig
 from ...sampling_mask import SamplingMask
 from ..call import Sequences, Statistics, bounds_tensor
 from ..operators import FIELDS
+from . import single
 from .ranks import check_ranks
-from .single import (
-    check_aggregation,
-    check_mask,
-    check_offsets,
-    check_per_token,
-    check_ratio_level,
-    check_sampling_mask,
-    check_statistics,
-    checked_advantages,
-    checked_bounds,
-    checked_temperature,
-    config_or_default,
-    normaliser,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -148,12 +135,12 @@ def log_probs_arguments(
         logit_scale=options.get("logit_scale", 1.0),
         final_logit_softcapping=options.get("final_logit_softcapping"),
     )
-    check_sampling_mask(mask, like)
+    single.check_sampling_mask(mask, like)
     group = options.get("vocab_group")
     check_group("vocab_group", group)
     fields = {}
     if isinstance(temperature, Tensor):
-        fields["temperatures"] = checked_temperature(temperature, like)
+        fields["temperatures"] = single.checked_temperature(temperature, like)
     given = Arguments(like, fields, config, sampling_mask=mask, vocab_group=group)
     return given._replace(labels=labels) if several else given
 
@@ -178,19 +165,19 @@ def loss_arguments(
     """
     mask, vocab_group = options.get("sampling_mask"), options.get("vocab_group")
     statistics, process_group = options.get("statistics", "all"), options.get("process_group")
-    check_sampling_mask(mask, like)
+    single.check_sampling_mask(mask, like)
     if not for_search:
-        check_statistics(statistics)
+        single.check_statistics(statistics)
         check_group("process_group", process_group)
         check_group("vocab_group", vocab_group)
-    config = config_or_default(options.get("config"))
+    config = single.config_or_default(options.get("config"))
     cu_seqlens = options.get("cu_seqlens")
-    check_mask(like, response_mask)
+    single.check_mask(like, response_mask)
     if cu_seqlens is not None:
-        check_offsets(like, cu_seqlens)
-    check_ratio_level(like, config, cu_seqlens)
+        single.check_offsets(like, cu_seqlens)
+    single.check_ratio_level(like, config, cu_seqlens)
     divisor = None if for_search else _divisor(like, config, options)
-    fields = {"advantages": checked_advantages(advantages, like, cu_seqlens)}
+    fields = {"advantages": single.checked_advantages(advantages, like, cu_seqlens)}
     for name, value in (
         ("old_log_probs", old_log_probs),
         ("rollout_log_probs", options.get("rollout_log_probs")),
@@ -198,34 +185,23 @@ def loss_arguments(
         ("ref_log_probs", options.get("ref_log_probs")),
     ):
         if value is not None:
-            check_per_token(name, value, like)
+            single.check_per_token(name, value, like)
             fields[name] = value
     if (temperature := options.get("temperature")) is not None:
-        fields["temperatures"] = checked_temperature(temperature, like, cu_seqlens)
+        fields["temperatures"] = single.checked_temperature(temperature, like, cu_seqlens)
     bounds = None
     if (given := options.get("bounds")) is not None:
-        lower, upper = checked_bounds(given, like, config, cu_seqlens)
+        lower, upper = single.checked_bounds(given, like, config, cu_seqlens)
         if lower.ndim:
             fields |= {"lower": lower, "upper": upper}
         else:
             bounds = torch.stack((lower, upper))
     elif not config.has_bounds:
         bounds = bounds_tensor(config.options.start(), like)
-    return Arguments(
-        like,
-        fields,
-        config,
-        response_mask,
-        cu_seqlens,
-        statistics,
-        options.get("dp_size", 1),
-        divisor,
-        bounds,
-        mask,
-        weighted=not for_search,
-        process_group=process_group,
-        vocab_group=vocab_group,
-    )
+    tokens = like, fields, config, response_mask, cu_seqlens
+    others = statistics, options.get("dp_size", 1), divisor, bounds, mask
+    groups = process_group, vocab_group
+    return Arguments(*tokens, *others, None, not for_search, *groups)
 
 
 def token_arguments(
@@ -240,7 +216,7 @@ def token_arguments(
 ) -> Arguments:
     """Checks the arguments of a loss on given log-probs, or of a search alone."""
     check_floating("log_probs", log_probs)
-    needed = not for_search and config_or_default(options.get("config")).entropy_coef
+    needed = not for_search and single.config_or_default(options.get("config")).entropy_coef
     rule = "be given when config.entropy_coef is not 0"
     require(entropy is not None or not needed, "entropy", rule, None)
     if entropy is not None:
@@ -255,7 +231,7 @@ _DIVISORS = {"token-mean": "batch_num_tokens", "token-sum": None}
 
 def _divisor(like: Tensor, config: BAPOConfig, options: RowOptions) -> float | Tensor | None:
     """The divisor of the mean of ``config.loss_agg_mode``, if it is given."""
-    check_aggregation(like, config, options.get("cu_seqlens"))
+    single.check_aggregation(like, config, options.get("cu_seqlens"))
     if config.kl_loss_coef and options.get("ref_log_probs") is None:
         refuse("ref_log_probs", "be given when config.kl_loss_coef is not 0", None)
     mode = config.loss_agg_mode
@@ -264,7 +240,7 @@ def _divisor(like: Tensor, config: BAPOConfig, options: RowOptions) -> float | T
         "batch_num_tokens": options.get("batch_num_tokens"),
         "global_batch_size": options.get("global_batch_size"),
     }
-    given = {name: normaliser(name, value, like) for name, value in counts.items()}
+    given = {name: single.normaliser(name, value, like) for name, value in counts.items()}
     divisor = None if needed is None else given.pop(needed)
     ignored = [name for name, value in given.items() if value is not None]
     dp_size = count("dp_size", options.get("dp_size", 1))

@@ -59,18 +59,9 @@ class _HeadCall(NamedTuple):
         if self.token_ids is not None and self.offsets is not None:
             where = self.labels, self.backend, shard or columns
             sets = SamplingSets.of(self.token_ids, self.offsets, *where)
-        call = Call(
-            Options(*self.options),
-            self.backend,
-            self.counted.shape,
-            self.counted,
-            self.counted,
-            self.tokens,
-            self.present,
-            labels=self.labels,
-            shard=shard,
-            sets=sets,
-        )
+        tokens = self.counted.shape, self.counted, self.counted, self.tokens, self.present
+        options, labels = Options(*self.options), self.labels
+        call = Call(options, self.backend, *tokens, labels=labels, shard=shard, sets=sets)
         products = Products(self.dtype, self.logits_dtype, self.chunk_tokens)
         return call, Head.of(hidden, weight, bias, products, shard)
 
