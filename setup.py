@@ -304,12 +304,7 @@ class NativeBuild(build_ext):
         link = [*cxx, *words("CXXFLAGS"), *words("LDFLAGS"), *sanitize_flags(), "-shared"]
         run([*link, *objects, *libraries, "-o", str(target)])
         sets = ", ".join(INSTRUCTION_SETS)
-        return {
-            "compiler": version,
-            "torch": torch.__version__,
-            "instruction sets": sets,
-            **cuda,
-        }
+        return {"compiler": version, "torch": torch.__version__, "instruction sets": sets, **cuda}
 
     def get_source_files(self) -> list[str]:
         return [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")]

@@ -37,10 +37,7 @@ def run(
     case: Annotated[
         list[str] | None, typer.Option(help="part of a case's title; repeatable")
     ] = None,
-    without: Annotated[
-        list[str] | None,
-        typer.Option(help="part of a name to leave out"),
-    ] = None,
+    without: Annotated[list[str] | None, typer.Option(help="part of a name to leave out")] = None,
     minutes: Annotated[float, typer.Option(help="start no case after this time")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="JSON lines file for the records")] = None,
 ) -> None:

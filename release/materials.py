@@ -23,11 +23,7 @@ OF_CUDA = (
     ("nvidia-cuda-runtime", "libcudart_static, linked statically, and headers", CUDA),
     ("nvidia-nvvm", "libdevice, compiled into the kernels", CUDA),
     ("nvidia-cuda-crt", "headers", CUDA),
-    (
-        "nvidia-cuda-cccl",
-        "header nv/target",
-        LicenseExpression("Apache-2.0 WITH LLVM-exception"),
-    ),
+    ("nvidia-cuda-cccl", "header nv/target", LicenseExpression("Apache-2.0 WITH LLVM-exception")),
 )
 
 

@@ -315,8 +315,7 @@ POLICIES += ["sequence, together", "temperatures, together"]
 
 
 @pytest.mark.parametrize(
-    ("policy", "dtype"),
-    [*product(["together"], DTYPES), *product(POLICIES, [torch.float32])],
+    ("policy", "dtype"), [*product(["together"], DTYPES), *product(POLICIES, [torch.float32])]
 )
 def test_policies(on_host, policy, dtype):
     config, options = OPTIONS[policy]

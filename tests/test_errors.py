@@ -65,9 +65,7 @@ WRONG = {
         "have shape (..., V), got ()": ONE,
         "have V >= 1, got (2, 5, 0)": ROWS[..., :0],
     },
-    "advantages": {
-        f"have {PER_SEQUENCE}, got (5,)": ONES[0],
-    },
+    "advantages": {f"have {PER_SEQUENCE}, got (5,)": ONES[0]},
     "temperature": {
         "be a tensor (a number is config.temperature), got 0.7 (float)": 0.7,
         f"be 0-dim, or have {PER_SEQUENCE}, got (1, 1)": ONES[:1, :1],

@@ -313,7 +313,7 @@ loss_of = bapo_loss_from_log_probs
 # By message, the calls that it refuses.
 REFUSED = {
     "bounds must be None with surrogate='sapo', which has no bounds, got tuple": [
-        lambda: loss_of(*BATCH, config=SAPO, bounds=(0.8, 1.2)),
+        lambda: loss_of(*BATCH, config=SAPO, bounds=(0.8, 1.2))
     ],
     "config.surrogate must have bounds to search for, got 'sapo'": [
         lambda: find_clip_bounds(*BATCH, config=SAPO),
@@ -331,7 +331,7 @@ REFUSED = {
         lambda: ContributionHistogram(policy()).solve(SEQUENCE)
     ],
     "config.ratio_level must be 'sequence' in the state too, got 'token'": [
-        lambda: load(ClipBoundSearch(policy(), scope="step").state_dict()),
+        lambda: load(ClipBoundSearch(policy(), scope="step").state_dict())
     ],
     "scope must be 'call' with surrogate='sapo', which has no search, got 'lagged'": [
         lambda: ClipBoundSearch(SAPO, scope="lagged")

@@ -23,13 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from world import grid, whole_tensor
 
 import bapo_kernels
-from bapo_kernels import (
-    BAPOConfig,
-    ClipBoundSearch,
-    bapo_linear_loss,
-    bapo_loss,
-    linear_log_probs,
-)
+from bapo_kernels import BAPOConfig, ClipBoundSearch, bapo_linear_loss, bapo_loss, linear_log_probs
 from bapo_kernels.core.arguments import ranks
 from bapo_kernels.debug import check_inputs
 from bapo_kernels.lm_head import LMHead

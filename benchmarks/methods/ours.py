@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_kernels import (
-    bapo_linear_loss,
-    bapo_loss,
-    find_clip_bounds,
-    linear_log_probs,
-    log_probs,
-)
+from bapo_kernels import bapo_linear_loss, bapo_loss, find_clip_bounds, linear_log_probs, log_probs
 
 from ..cases import HEAD, POLICIES, Batch
 from ..distillation import forward_kl

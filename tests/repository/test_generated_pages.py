@@ -11,10 +11,7 @@ from benchmarks.tables import filled, markdown, number
 from study import compare
 from study.__main__ import DOCS, RESULTS
 
-PAGES = {
-    report.README: lambda: {"records": report.readme_block()},
-    report.PAGE: report.blocks,
-}
+PAGES = {report.README: lambda: {"records": report.readme_block()}, report.PAGE: report.blocks}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
