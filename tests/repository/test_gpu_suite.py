@@ -191,3 +191,10 @@ def test_the_training_step_runs_on_the_cpu(suite, monkeypatch):
     assert done.output.endswith("1 of 2 trainers measured\n")
     (record,) = records.load(suite.out / "now/training_step.jsonl")
     assert 0 < record["ms_20"] <= record["ms"] <= record["ms_80"] < record["step_ms"]
+
+
+def test_every_file_of_the_kernels_is_in_a_stage():
+    """The fixture ``backend`` has the kernels of a GPU, but for those of a GPU that is not there."""
+    files, listed = ROOT.glob("tests/test_*.py"), (ROOT / SCRIPT).read_text()
+    tested = [f for f in files if re.search(r"def test_\w+\(.*\bbackend\b", f.read_text())]
+    assert [f.name for f in tested if f"tests/{f.name}" not in listed] == ["test_fake_gpu.py"]
