@@ -36,10 +36,9 @@ void advise_large_pages([[maybe_unused]] void* gradient, [[maybe_unused]] int64_
                         [[maybe_unused]] DType dtype) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t kPage = uintptr_t{1} << 21;
-    const uintptr_t element = dtype == DType::kFloat32 ? 4 : 2;
     const auto address = reinterpret_cast<uintptr_t>(gradient);
     const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
-    const uintptr_t end = (address + (uintptr_t)elements * element) / kPage * kPage;
+    const uintptr_t end = (address + (uintptr_t)(elements * size_of(dtype))) / kPage * kPage;
     if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }

@@ -36,6 +36,8 @@ enum class DType : int64_t {
     kFloat32,
     kFloat64,
 };
+// The bytes of a logit.
+constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // x = scale*y with y = z, or y = tanh(logit_scale*z/softcap); dx/dz = slope, times 1 - y^2 under
 // softcap. Where every row has a temperature of its own, scale and slope are those at

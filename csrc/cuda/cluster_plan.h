@@ -72,9 +72,8 @@ inline bool clusters_are_off() {
 inline ClusterPlan plan_on_this_device(const LogitRows& rows, int head_bytes) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
     if (major < 9 || clusters_are_off()) return {};
-    const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
     // Clusters of 16 blocks exist on sm_90 and sm_100 only.
-    return plan_for(rows.vocab * size, blocks_per_multiprocessor(major), head_bytes,
+    return plan_for(rows.vocab * size_of(rows.dtype), blocks_per_multiprocessor(major), head_bytes,
                     device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
                     device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
                     major >= 12 ? kPortableCluster : kMaxCluster);

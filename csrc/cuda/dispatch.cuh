@@ -15,18 +15,18 @@ inline Scales scales_of(const Transform& transform) {
     return {(float)inner, scale2_of(transform)};
 }
 
-// Whether every row, of the logits and of the gradient, starts at a multiple of 16 bytes.
+// Whether every row starts at a multiple of 16 bytes.
+inline bool aligned(const void* data, DType dtype, int64_t rows, int64_t row_stride,
+                    int64_t batches = 1, int64_t batch_stride = 0) {
+    const int64_t steps = (rows > 1 ? row_stride : 0) | (batches > 1 ? batch_stride : 0);
+    return (reinterpret_cast<uintptr_t>(data) | (uintptr_t)(steps * size_of(dtype))) % 16 == 0;
+}
+// A gradient that is absent has neither an address nor strides.
 inline bool aligned(const LogitRows& rows) {
-    const uint64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
-    uint64_t starts = reinterpret_cast<uintptr_t>(rows.logits);
-    if (rows.batches > 1) starts |= rows.batch_stride * size;
-    if (rows.rows > 1) starts |= rows.row_stride * size;
-    if (rows.grad != nullptr) {
-        starts |= reinterpret_cast<uintptr_t>(rows.grad);
-        if (rows.batches > 1) starts |= rows.grad_batch_stride * size;
-        if (rows.rows > 1) starts |= rows.grad_row_stride * size;
-    }
-    return starts % 16 == 0;
+    return aligned(rows.logits, rows.dtype, rows.rows, rows.row_stride, rows.batches,
+                   rows.batch_stride) &&
+           aligned(rows.grad, rows.dtype, rows.rows, rows.grad_row_stride, rows.batches,
+                   rows.grad_batch_stride);
 }
 
 // Calls f.operator()<T>().

@@ -26,14 +26,6 @@ __device__ T* row_of(const Matrix& matrix, int64_t row) {
     return static_cast<T*>(matrix.data) + row * matrix.row_stride;
 }
 
-__device__ float warp_sum(float value) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-        value += __shfl_xor_sync(kAllLanes, value, step);
-    }
-    return value;
-}
-
 // How many pieces of equal size a segment of this many terms has; 0: it is short, and whole.
 BAPO_HD int64_t pieces_of(int64_t terms) { return terms < 2 * kPiece ? 0 : terms / kPiece; }
 
@@ -145,8 +137,8 @@ __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, i
         float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const float sum = warp_sum(sums[i]);
-            if (lane == i) value = sum;
+            add_lanes(sums[i]);
+            if (lane == i) value = sums[i];
         }
         if (!mine) continue;
         if (head.bias && column >= 0) value += head.bias[column];
@@ -297,7 +289,9 @@ __device__ float sum_rows(const Matrix& rows, int count, int h, F term, float (&
         for (int e = 0; e < n; ++e) total[e] += sum[e];
         __syncwarp();  // before the terms are overwritten
     }
-    return h < kWarp * n ? warp_sum(factors) : 0.0f;
+    if (h >= kWarp * n) return 0.0f;
+    add_lanes(factors);
+    return factors;
 }
 
 // A block takes a slice of short segments or of a piece. Segments of a block lie apart, since long
@@ -355,18 +349,13 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
     if (h + kVec<float> == parts.columns && sums.dbias) sums.dbias[piece.segment] += total[0];
 }
 
-// Whether every row starts at a multiple of 16 bytes.
-bool aligned(const Matrix& matrix) {
-    const uint64_t size = matrix.dtype == DType::kFloat32 ? 4 : 2;
-    uint64_t starts = reinterpret_cast<uintptr_t>(matrix.data);
-    if (matrix.rows > 1) starts |= matrix.row_stride * size;
-    return starts % 16 == 0;
-}
-
 // Calls f.operator()<T, kAligned>() for rows that are read from these.
 template <typename F, typename... Matrices>
 auto with_rows(F f, const Matrix& matrix, const Matrices&... more) {
-    const bool all = (aligned(matrix) && ... && aligned(more));
+    const auto is_aligned = [](const Matrix& rows) {
+        return aligned(rows.data, rows.dtype, rows.rows, rows.row_stride);
+    };
+    const bool all = (is_aligned(matrix) && ... && is_aligned(more));
     return with_dtype(matrix.dtype, [&]<typename T>() {
         return all ? f.template operator()<T, true>() : f.template operator()<T, false>();
     });

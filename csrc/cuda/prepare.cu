@@ -23,8 +23,7 @@ __device__ int64_t add(int64_t* to, int64_t value) {
 }
 // The sum over the lanes of a warp, added once.
 __device__ void add_of_warp(int64_t* to, int mine) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) mine += __shfl_xor_sync(kAllLanes, mine, step);
+    add_lanes(mine);
     if (threadIdx.x % kWarp == 0 && mine != 0) add(to, mine);
 }
 

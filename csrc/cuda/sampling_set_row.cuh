@@ -96,12 +96,8 @@ class SetRow {
         RowSums mine{-kInf, 0.0, 0.0};
         for (int64_t first = own_; first < size_; first += kStride) {
             last_.load(values_ + first, size_ - first);
-            RowSums part =
-                last_.template sums<kSoftcap>(size_ - first, label_.index - first, scales_);
-            const float origin = fmaxf(mine.origin, part.origin);
-            mine.move_to(origin, scales_.scale2);
-            part.move_to(origin, scales_.scale2);
-            mine.add(part);
+            mine.add(last_.template sums<kSoftcap>(size_ - first, label_.index - first, scales_),
+                     scales_.scale2);
         }
         const RowSums total = total_of_team(mine);
         const bool first = Team::thread() == 0;

@@ -73,16 +73,6 @@ __device__ T sum_of(const T* values, int first, int step, int end) {
     return sum;
 }
 
-// The sums of a warp's lanes, in every lane.
-__device__ Moments warp_sum(Moments mine) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-        mine += {__shfl_xor_sync(kAllLanes, mine.ratio_mass, step),
-                 __shfl_xor_sync(kAllLanes, mine.mass, step)};
-    }
-    return mine;
-}
-
 // Most tokens are between the grids: their lanes add them to registers. The others of a warp are
 // added to its bins in the order of their lanes. A token that does not count adds 0.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
@@ -113,8 +103,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
             __syncwarp();
         }
     }
-    negative = warp_sum(negative);
-    positive = warp_sum(positive);
+    add_lanes(negative.ratio_mass, negative.mass);
+    add_lanes(positive.ratio_mass, positive.mass);
     if (my_bit == 1) {
         mine[above_lower] += negative;
         mine[below_upper] += positive;
