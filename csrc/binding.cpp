@@ -31,6 +31,14 @@ std::string instruction_set(std::string name) {
     return kernels_in_use.load()->isa;
 }
 
+// The names that cross from and to Python, in their order.
+#define BAPO_TEXT_(...) #__VA_ARGS__
+#define BAPO_TEXT(...) BAPO_TEXT_(__VA_ARGS__)
+std::string layout() {
+    return "fields: " BAPO_TEXT(BAPO_FIELDS) "; options: " BAPO_TEXT(
+        BAPO_OPTIONS) "; report: " BAPO_TEXT(BAPO_REPORT);
+}
+
 // Large pages make the first touch of a fresh gradient several times cheaper.
 void advise_large_pages([[maybe_unused]] void* gradient, [[maybe_unused]] int64_t elements,
                         [[maybe_unused]] DType dtype) {
@@ -158,4 +166,5 @@ STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("instruction_set", TORCH_BOX(&instruction_set));
+    m.impl("layout", TORCH_BOX(&layout));
 }

@@ -12,18 +12,26 @@ namespace bapo {
 
 constexpr int64_t kIgnoredLabel = -100;
 
+// The fields of a token, the options of a call and the metrics of a report, in the order and by the
+// names of Python, with which backends/native.py compares them when it loads the library.
+#define BAPO_FIELDS                                                                                \
+    advantages, old_log_probs, rollout_log_probs, rollout_is_weights, ref_log_probs, temperatures, \
+        lower, upper
+#define BAPO_OPTIONS                                                                           \
+    lower_start, lower_max, lower_step, upper_start, upper_max, upper_step, target,            \
+        target_is_ratio, upper_first, uniform_weight, unclipped_only, surrogate, clip_ratio_c, \
+        sapo_tau_pos, sapo_tau_neg, kl_loss_coef, kl_loss_type, entropy_coef, temperature,     \
+        logit_scale, softcap, loss_agg_mode, loss_scale_factor
+#define BAPO_REPORT                                                                         \
+    loss, pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, kl_loss, bapo_clip_low, \
+        bapo_clip_high, bapo_pos_share, bapo_pos_share_start, bapo_pos_share_max,           \
+        bapo_pos_neg_ratio, bapo_saturated, live_tokens
+
 // A row of the tokens of a call.
-enum Field : int {
-    kAdvantages,
-    kOldLogProbs,
-    kRolloutLogProbs,
-    kRolloutIsWeights,
-    kRefLogProbs,
-    kTemperatures,
-    kLower,
-    kUpper,
-    kFields
+struct Field {
+    enum Name : int { BAPO_FIELDS, kCount };
 };
+constexpr int kFields = Field::kCount;
 
 enum class DType : int64_t {
     kUInt8,
@@ -92,17 +100,10 @@ struct Target {
     bool upper_first;
 };
 
-// The options of a call, and in its methods what the kernels take of them.
+// The options of a call, and in its methods what the kernels take of them. An absent softcap is
+// infinite, and an absent loss_scale_factor 0.
 struct Options {
-    double lower_start, lower_max, lower_step;
-    double upper_start, upper_max, upper_step;
-    double target, target_is_ratio, upper_first, uniform_weight, unclipped_only;
-    double surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg;
-    double kl_loss_coef, kl_loss_type, entropy_coef;
-    double temperature, logit_scale;
-    double softcap;  // infinite: none
-    double loss_agg_mode;
-    double loss_scale_factor;  // 0: none
+    double BAPO_OPTIONS;
 
     BAPO_HD Grids grids() const {
         return {Grid::of(lower_start, lower_max, lower_step),
@@ -383,12 +384,9 @@ struct SolveParams {
     SearchResult result;
 };
 
-// What a loss reports, in the order of output.py.
+// What a loss reports.
 struct Report {
-    float loss, pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, kl_loss;
-    float bapo_clip_low, bapo_clip_high;
-    float bapo_pos_share, bapo_pos_share_start, bapo_pos_share_max, bapo_pos_neg_ratio;
-    float bapo_saturated, live_tokens;
+    float BAPO_REPORT;
 };
 constexpr int kReportSize = sizeof(Report) / sizeof(float);
 

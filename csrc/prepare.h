@@ -138,12 +138,12 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
         float value = params.per_sequence[k]
                           ? number_at<float>(field, 0, at.sequence < last ? at.sequence : last)
                           : number_at<float>(field, at.row, at.column);
-        if (k == kAdvantages && counts.bad_offsets) value = NAN;
+        if (k == Field::advantages && counts.bad_offsets) value = NAN;
         params.tokens[k * N + i] = value;
     }
     if (params.counted) {
         params.counted[i] =
-            unmasked && (!params.live || params.tokens[kAdvantages * N + i] != 0.0f);
+            unmasked && (!params.live || params.tokens[Field::advantages * N + i] != 0.0f);
     }
     if (params.weights == nullptr) return;
     if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenMean && at.sequence < params.sequences) {
@@ -153,9 +153,9 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
     if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenSumNorm) {
         weight /= params.length;
     }
-    const bool own_bounds = params.fields[kLower].data && params.fields[kUpper].data;
-    if (own_bounds &&
-        !bounds_are_valid(params.tokens[kLower * N + i], params.tokens[kUpper * N + i])) {
+    const bool own_bounds = params.fields[Field::lower].data && params.fields[Field::upper].data;
+    if (own_bounds && !bounds_are_valid(params.tokens[Field::lower * N + i],
+                                        params.tokens[Field::upper * N + i])) {
         weight = NAN;
     }
     params.weights[i] = unmasked ? weight : 0.0;
