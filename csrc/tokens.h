@@ -42,9 +42,6 @@ BAPO_HD Token token_of(const TokenInputs& tokens, const TokenFields& fields, dou
         tokens.rollout_is_weights ? fields.rollout_is_weight : 1.0,
     };
 }
-BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
-    return token_of(tokens, fields_at(tokens, i), log_prob);
-}
 
 BAPO_HD Ratio ratio_at(const TokenInputs& tokens, int64_t i, double log_prob, double old) {
     return tokens.log_ratios ? ratio_of(tokens.log_ratios[i]) : policy_ratio(log_prob, old);
@@ -111,9 +108,6 @@ BAPO_HD Decision decide(const RowPassParams& params, BoundsRange range, const To
     const double grad_last = policy_term(token, ratio, range.last(), options).grad + of_kl;
     return {{fields.weight * grad, fields.weight * options.entropy_coef},
             grad != grad_last && grad == grad};
-}
-BAPO_HD Decision decide(const RowPassParams& params, int64_t i, double log_prob) {
-    return decide(params, bounds_range(params), fields_at(params.tokens, i), log_prob);
 }
 
 // Weight of a token in the positive and the negative mass.
@@ -225,7 +219,7 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
     const Bounds bounds = own_bounds ? Bounds{tokens.lower[i], tokens.upper[i]}
                                      : Bounds{params.bounds[0], params.bounds[1]};
     const double log_prob = params.log_probs[i];
-    const Token token = token_at(tokens, i, log_prob);
+    const Token token = token_of(tokens, fields_at(tokens, i), log_prob);
     const double A = token.advantage, weight = tokens.weights[i];
     const double entropy = params.entropy ? params.entropy[i] : 0.0;
     if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;

@@ -19,22 +19,10 @@ T* row_at(const Matrix& matrix, int64_t row) {
     return static_cast<T*>(matrix.data) + row * matrix.row_stride;
 }
 
-template <typename F>
-void with_dtype(DType dtype, F f) {
-    switch (dtype) {
-        case DType::kBFloat16: return f(BFloat16{});
-        case DType::kFloat16: return f(Float16{});
-        default: return f(float{});
-    }
-}
 // What is read, and what is written: in the same dtype, or in float32.
 template <typename F>
 void with_dtypes(DType in, DType out, F f) {
     with_dtype(in, [&]<typename T>(T) { out == in ? f(T{}, T{}) : f(T{}, float{}); });
-}
-template <typename F>
-void with_softcap(const Transform& transform, F f) {
-    transform.softcapped ? f.template operator()<true>() : f.template operator()<false>();
 }
 
 template <typename T>
@@ -120,8 +108,9 @@ void multiply_rows(const T* hidden, const T* const (&rows)[kTogether],
 }
 
 template <typename T>
-void multiply_set(const SetHead& head, const Sets& sets, const Columns& columns, float* values,
-                  int64_t index) {
+void multiply_row(const MultiplySetsParams& params, int64_t index) {
+    const auto& [head, sets, columns, counted, values] = params;
+    if (!counted[index]) return;
     const SetOfRow set = set_of(sets, index);
     const int64_t H = head.hidden.columns, end = set.begin + set.size;
     const T* const hidden = row_at<const T>(head.hidden, index);
@@ -134,9 +123,9 @@ void multiply_set(const SetHead& head, const Sets& sets, const Columns& columns,
         Group group;
         for (int r = 0; r < kTogether; ++r) {
             const int64_t k = begin + r;
-            group.column[r] = k < end ? column_of(sets, columns, set, k) : kElsewhere;
+            group.column[r] = k < end ? column_of(params.sets, params.columns, set, k) : kElsewhere;
             group.row[r] =
-                group.column[r] < 0 ? hidden : row_at<const T>(head.weight, group.column[r]);
+                group.column[r] < 0 ? hidden : row_at<const T>(params.head.weight, group.column[r]);
         }
         return group;
     };
@@ -152,12 +141,6 @@ void multiply_set(const SetHead& head, const Sets& sets, const Columns& columns,
         }
         group = next;
     }
-}
-
-template <typename T>
-void multiply_row(const MultiplySetsParams& params, int64_t index) {
-    if (!params.counted[index]) return;
-    multiply_set<T>(params.head, params.sets, params.columns, params.values, index);
 }
 
 // How a sum goes to memory: that which is not read again soon goes past the cache.
@@ -207,36 +190,29 @@ struct Term {
 };
 
 template <typename T, typename Out>
-void dhidden_of_set(const Matrix& weight, const Sets& sets, const Columns& columns,
-                    const float* dvalues, const Matrix& dhidden, int64_t index) {
-    const SetOfRow set = set_of(sets, index);
-    if (set.size == 0) return;
-    weighted_sum(row_at<Out>(dhidden, index), dhidden.columns, set.size, Store::kWritten,
-                 [&](int64_t i) {
-                     const int64_t k = set.begin + i, column = column_of(sets, columns, set, k);
-                     if (column < 0) return Term<T>{0.0f, nullptr};
-                     return Term<T>{dvalues[k], row_at<const T>(weight, column)};
-                 });
-}
-
-template <typename T, typename Out>
 void dhidden_of_row(const SetHiddenGradientParams& params, int64_t index) {
     if (params.only && !params.only[index]) return;
-    dhidden_of_set<T, Out>(params.weight, params.sets, params.columns, params.dvalues,
-                           params.dhidden, index);
+    const SetOfRow set = set_of(params.sets, index);
+    if (set.size == 0) return;
+    const auto term = [&](int64_t i) {
+        const int64_t k = set.begin + i, column = column_of(params.sets, params.columns, set, k);
+        if (column < 0) return Term<T>{0.0f, nullptr};
+        return Term<T>{params.dvalues[k], row_at<const T>(params.weight, column)};
+    };
+    weighted_sum(row_at<Out>(params.dhidden, index), params.dhidden.columns, set.size,
+                 Store::kWritten, term);
 }
 
 template <typename T, typename Out, bool kSoftcap>
 void pass_head_row(const HeadSetPassParams& params, int64_t index) {
-    const RowPassParams& pass = params.pass;
-    const Columns columns{params.head.weight.rows, nullptr};
-    if (pass.tokens.counted[index]) {
-        multiply_set<T>(params.head, pass.rows.sets, columns, pass.rows.dvalues(), index);
-    }
+    const auto& [pass, head, dhidden] = params;
+    const Sets& sets = pass.rows.sets;
+    const Columns columns{head.weight.rows, nullptr};
+    float* const values = pass.rows.dvalues();
+    multiply_row<T>({head, sets, columns, pass.tokens.counted, values}, index);
     pass_set<kSoftcap>(pass, index);
     if (pass.undecided[index]) return;
-    dhidden_of_set<T, Out>(params.head.weight, pass.rows.sets, columns, pass.rows.dvalues(),
-                           params.dhidden, index);
+    dhidden_of_row<T, Out>({head.weight, sets, columns, values, nullptr, dhidden}, index);
 }
 
 // The columns of a queue's grain: those without a value are filled with zeros at once.

@@ -35,11 +35,12 @@ struct NextRows {
 };
 // Loads what the decisions need, so that they do not wait for it.
 __device__ inline NextRows next_rows(const RowPassParams& params, Scales scales, int64_t first,
-                                     int64_t step, TokenFields (&fields)[kWarp]) {
+                                     int64_t step, int64_t count, int vocab,
+                                     TokenFields (&fields)[kWarp]) {
     const PolicyOptions& options = params.options;
     const bool other_terms = options.kl_loss_coef != 0.0 || options.entropy_coef != 0.0;
     const bool gradients = params.rows.grad != nullptr;
-    const uint32_t counted = counted_rows(params.tokens.counted, first, step, params.rows.count());
+    const uint32_t counted = counted_rows(params.tokens.counted, first, step, count);
     const int lane = threadIdx.x % kWarp;
     const int64_t row = first + lane * step;
     const bool mine = counted >> lane & 1;
@@ -48,9 +49,8 @@ __device__ inline NextRows next_rows(const RowPassParams& params, Scales scales,
     const Transform& transform = params.rows.transform;
     const bool own = mine && transform.temperatures != nullptr;
     const float temperature = own ? transform.temperatures[row] : 1.0f;
-    const NextRows next{counted, __ballot_sync(kAllLanes, kept),
-                        label_index(label, (int)params.rows.vocab), temperature,
-                        own ? scale2_of(transform.at(temperature)) : scales.scale2};
+    const NextRows next{counted, __ballot_sync(kAllLanes, kept), label_index(label, vocab),
+                        temperature, own ? scale2_of(transform.at(temperature)) : scales.scale2};
     if (threadIdx.x < kWarp) {
         if (mine && gradients) shared_store(&fields[lane], fields_at(params.tokens, row));
     }

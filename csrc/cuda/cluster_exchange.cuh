@@ -28,29 +28,29 @@ struct Exchange {
     }
     // Sends the sums of this warp to every block, of which each expects the same from this warp of
     // the others. A block alone stores them: st.async needs a cluster of two or more.
-    __device__ void send(const RowSums& row, const Dealer& dealer, Turn turn) {
+    __device__ void send(const RowSums& row, const Share& share, Turn turn) {
         constexpr int kBytes = sizeof(double2) + sizeof(float);
         const int to = threadIdx.x % kWarp;
-        const int slot = dealer.rank * kComputeWarps + threadIdx.x / kWarp;
+        const int slot = share.rank * kComputeWarps + threadIdx.x / kWarp;
         const uint32_t barrier = shared_address(&arrived[turn.buffer]);
         auto& all = sums[turn.buffer];
-        if (dealer.size == 1) {
+        if (share.blocks == 1) {
             if (to == 0) all.store(slot, row);
             __syncwarp();
             if (to == 0) barrier_arrive(barrier);
             return;
         }
-        if (to == 0) barrier_expect(barrier, dealer.size * kBytes);
-        if (to >= dealer.size) return;
+        if (to == 0) barrier_expect(barrier, share.blocks * kBytes);
+        if (to >= share.blocks) return;
         const auto there = [&](const void* here) { return address_in(shared_address(here), to); };
         const uint32_t barrier_there = address_in(barrier, to);
         store_async(there(&all.sums[slot]), double2{row.sum, row.weighted}, barrier_there);
         store_async(there(&all.origins[slot]), row.origin, barrier_there);
     }
-    __device__ RowSums wait_for_total(const Dealer& dealer, Turn turn, float scale2) const {
+    __device__ RowSums wait_for_total(const Share& share, Turn turn, float scale2) const {
         barrier_wait<Scope::kCluster>(shared_address(&arrived[turn.buffer]), turn.parity,
                                       "the sums of the cluster");
-        return total_of(sums[turn.buffer], dealer.size * kComputeWarps, scale2);
+        return total_of(sums[turn.buffer], share.blocks * kComputeWarps, scale2);
     }
     __device__ void wait_for_row_before(Turn turn) const {
         barrier_wait<Scope::kCluster>(shared_address(&arrived[turn.buffer ^ 1]),

@@ -10,21 +10,28 @@ namespace bapo::cuda {
 
 static_assert(kComputeThreads == kComputeWarps * kWarp);
 
-// The blocks of a cluster take the chunks of a row in turn, and its vectors with them.
-struct Dealer {
-    int rank, size;  // of this block, and of the cluster
-    int log_size;    // divisions by the size would take longer than shifts
+// What is this block's: rows go to clusters in turn, and the chunks of a row, with their vectors,
+// to the blocks of its cluster.
+struct Share {
+    int64_t clusters;  // of the grid
+    int rank, blocks;  // of this block in its cluster, and of the cluster
+    int log_blocks;    // divisions by the blocks would take longer than shifts
+    int64_t cluster;   // that of this block
 
-    __device__ Dealer()
-        : rank((int)cluster_rank()), size((int)cluster_size()), log_size(__ffs(size) - 1) {}
+    __device__ Share()
+        : clusters(gridDim.x / cluster_size()),
+          rank((int)cluster_rank()),
+          blocks((int)cluster_size()),
+          log_blocks(__ffs(blocks) - 1),
+          cluster(blockIdx.x / cluster_size()) {}
 
-    // How many of this many first chunks of a row are dealt to this block.
-    __device__ int dealt(int chunks) const { return (chunks - rank + size - 1) >> log_size; }
-    // The index in the row of this block's i-th chunk.
-    __device__ int chunk(int i) const { return rank + i * size; }
-    // Whether this thread has a vector.
-    __device__ bool deals(int vector) const {
-        return (vector / kComputeThreads & (size - 1)) == rank &&
+    // How many of this many first chunks of a row are this block's.
+    __device__ int among(int chunks) const { return (chunks - rank + blocks - 1) >> log_blocks; }
+    // The index in the row of the i-th of them.
+    __device__ int chunk(int i) const { return rank + i * blocks; }
+    // Whether a vector is this thread's.
+    __device__ bool has(int vector) const {
+        return (vector / kComputeThreads & (blocks - 1)) == rank &&
                vector % kComputeThreads == threadIdx.x;
     }
 };
@@ -68,13 +75,13 @@ struct Place {
 // have up to 14 bytes of the rows beside it, which others may be writing in place. PTX ISA
 // 9.7.9.25.1 leaves a copy of changing bytes undefined; these are cut away before they are used.
 template <typename T, bool kAligned>
-__device__ void load_chunks(const Row<T, kAligned>& row, const Dealer& dealer, int chunks,
+__device__ void load_chunks(const Row<T, kAligned>& row, const Share& share, int chunks,
                             const Ring& ring, Place& place, uint64_t policy) {
     const auto up = [](uint32_t bytes) { return (bytes + 15) / 16 * 16; };
     // The gradient's last vector of a chunk takes as many elements from the next one as the head of
     // the row has.
     const uint32_t most = up(row.shift + kChunkBytes + row.head * sizeof(T));
-    const uint32_t step = dealer.size * kChunkBytes, begin = dealer.rank * kChunkBytes;
+    const uint32_t step = share.blocks * kChunkBytes, begin = share.rank * kChunkBytes;
     uint32_t left = up(row.shift + row.vocab * sizeof(T)) - begin;
     auto from = reinterpret_cast<uintptr_t>(row.logits) / 16 * 16 + begin;
     for (int i = chunks; i > 0; --i, place.advance(ring), from += step, left -= step) {

@@ -28,7 +28,7 @@ struct alignas(128) Shared {
 // read it; the stage is then filled with a chunk of a later row, so that loads are in flight while
 // gradients are written.
 template <typename T, bool kSoftcap, bool kAligned>
-struct Block : Dealer {
+struct Block {
     static constexpr int n = kVec<T>;
     static constexpr int kChunk = kChunkBytes / sizeof(T);
     // Chunks that a thread works on at once, in the first and in the second pass.
@@ -40,8 +40,8 @@ struct Block : Dealer {
     Shared& shared;
     const Ring ring;
     const int vocab;
-    const int64_t count, clusters;
-    const int64_t cluster;
+    const int64_t count;
+    const Share share;
     const int chunks;  // of a row, in this block
 
     __device__ Block(const RowPassParams& params, Scales scales, Shared& shared, Ring ring)
@@ -51,19 +51,18 @@ struct Block : Dealer {
           ring(ring),
           vocab((int)params.rows.vocab),
           count(params.rows.count()),
-          clusters(gridDim.x / cluster_size()),
-          cluster(blockIdx.x / cluster_size()),
-          chunks(dealt((vocab + kChunk - 1) / kChunk)) {}
+          chunks(share.among((vocab + kChunk - 1) / kChunk)) {}
 
     // Loads the counted rows of the cluster, as far ahead as there are stages.
     __device__ void load() {
         const uint64_t policy = evict_first_policy();
         Place place{ring.begin};
-        for (int64_t first = cluster; first < count; first += kWarp * clusters) {
-            uint32_t counted = counted_rows(params.tokens.counted, first, clusters, count);
+        for (int64_t first = share.cluster; first < count; first += kWarp * share.clusters) {
+            uint32_t counted = counted_rows(params.tokens.counted, first, share.clusters, count);
             for (; counted; counted &= counted - 1) {
-                const Row<T, kAligned> row(params.rows, first + (__ffs(counted) - 1) * clusters);
-                load_chunks(row, *this, chunks, ring, place, policy);
+                const Row<T, kAligned> row(params.rows,
+                                           first + (__ffs(counted) - 1) * share.clusters);
+                load_chunks(row, share, chunks, ring, place, policy);
             }
         }
     }
@@ -77,16 +76,16 @@ struct Block : Dealer {
     __device__ RowSums first_pass(const Row<T, kAligned>& row, int label, Place place,
                                   bool keep) const {
         Lane<T, kSoftcap> lane;
-        const int whole = dealt(vocab / kChunk);
+        const int whole = share.among(vocab / kChunk);
         // This block's chunk in which this thread has the label.
-        const bool has_label = label >= 0 && deals(label / n);
-        const int label_chunk = has_label ? label / kChunk >> log_size : -kFirst;
+        const bool has_label = label >= 0 && share.has(label / n);
+        const int label_chunk = has_label ? label / kChunk >> share.log_blocks : -kFirst;
         const int element = label % n;
         int i = 0;
         const auto add = [&]<int k>() {
             auto some = read<k, true>(place, row.shift);
             if (!keep) some.release();
-            const int first = chunk(i) * kChunk + threadIdx.x * n;
+            const int first = share.chunk(i) * kChunk + threadIdx.x * n;
             if (k == 1 && i == whole) some.raw[0] = cut(some.raw[0], vocab - first, T{});
             lane.add(some.raw, label_chunk - i, element, scales);
             i += k;
@@ -98,7 +97,7 @@ struct Block : Dealer {
     }
 
     // Whether this thread writes a vector of the gradient; the first thread writes its head.
-    __device__ bool writes(int vector) const { return deals(max(vector, 0)); }
+    __device__ bool writes(int vector) const { return share.has(max(vector, 0)); }
 
     template <bool kBonus>
     __device__ void gradients(uint4 raw, const SecondPass& pass, float (&dz)[n]) const {
@@ -118,9 +117,9 @@ struct Block : Dealer {
             store_elements(row.grad, dz, row.head);
         }
         const uint32_t offset = row.shift + row.head * sizeof(T);
-        const int whole = dealt(row.vectors / kComputeThreads);
-        const int64_t stride = (int64_t)size * kChunk;
-        int vector = rank * kComputeThreads + threadIdx.x, i = 0;
+        const int whole = share.among(row.vectors / kComputeThreads);
+        const int64_t stride = (int64_t)share.blocks * kChunk;
+        int vector = share.rank * kComputeThreads + threadIdx.x, i = 0;
         T* to = row.vector(vector);
         for (; i + kSecond <= whole; i += kSecond) {
             const auto some = read<kSecond, false>(place, offset);
@@ -135,7 +134,7 @@ struct Block : Dealer {
             const auto one = read<1, false>(place, offset);
             one.release();
             gradients<kBonus>(one.raw[0], pass, dz);
-            const int here = chunk(i) * kComputeThreads + threadIdx.x;
+            const int here = share.chunk(i) * kComputeThreads + threadIdx.x;
             if (here < row.vectors) store_streaming(to, pack(dz, T{}));
             if (here == row.vectors) store_elements(to, dz, row.tail());
         }
@@ -149,8 +148,8 @@ struct Block : Dealer {
         float values[n];
 #pragma unroll
         for (float& each : values) each = value;
-        const int stride = size * kComputeThreads;
-        for (int i = rank * kComputeThreads + threadIdx.x; i < row.vectors; i += stride) {
+        const int stride = share.blocks * kComputeThreads;
+        for (int i = share.rank * kComputeThreads + threadIdx.x; i < row.vectors; i += stride) {
             store_streaming(row.vector(i), pack(values, T{}));
         }
         if (writes(-1)) store_elements(row.grad, values, row.head);
@@ -191,14 +190,16 @@ struct Block : Dealer {
         const auto wait_for_sums_before = [&](bool decided) {
             if (!gradients && !decided) shared.exchange.wait_for_row_before(turn);
         };
-        for (int64_t index = cluster; index < count; index += clusters, k = (k + 1) % kWarp) {
+        for (int64_t index = share.cluster; index < count;
+             index += share.clusters, k = (k + 1) % kWarp) {
             if (k == 0) {
-                next = next_rows(params, scales, index, clusters, shared.decisions.fields);
+                next = next_rows(params, scales, index, share.clusters, count, vocab,
+                                 shared.decisions.fields);
                 block_barrier(kComputeBarrier, kComputeThreads);  // another warp may decide
             }
             const Row<T, kAligned> row(params.rows, index);
             if (!(next.counted >> k & 1)) {
-                if (rank == 0 && threadIdx.x == 0) finish_skipped(params, index);
+                if (share.rank == 0 && threadIdx.x == 0) finish_skipped(params, index);
                 if (row.grad != nullptr) fill(row, 0.0f);
                 continue;
             }
@@ -208,7 +209,7 @@ struct Block : Dealer {
             // In a register: a constant would be loaded again for every element.
             if (kSoftcap) scales.inner = __shfl_sync(kAllLanes, scales.inner, 0);
             const bool decided = decides;  // on the row before
-            decides = threadIdx.x / kWarp == decider && (gradients || rank == deciding_rank);
+            decides = threadIdx.x / kWarp == decider && (gradients || share.rank == deciding_rank);
             const T stored = decides ? row.stored_label(label) : T{};
             const RowSums sums = first_pass(row, label, place, keep);
             const float z_label = label_logit(label, stored);
@@ -220,14 +221,14 @@ struct Block : Dealer {
             // Sums of a row replace those of two rows before, which have been read in every block
             // once it has sent those in between.
             wait_for_sums_before(decided);
-            shared.exchange.send(sums, *this, turn);
+            shared.exchange.send(sums, share, turn);
             if (decides) {
                 const Transform transform =
                     params.rows.transform.at(__shfl_sync(kAllLanes, next.temperature, k));
                 const auto about_label = label_of<kSoftcap>(label, z_label, transform, scales);
-                const RowSums total = shared.exchange.wait_for_total(*this, turn, scales.scale2);
+                const RowSums total = shared.exchange.wait_for_total(share, turn, scales.scale2);
                 decide_row(params, shared.decisions, index, k, total, about_label, transform,
-                           scales, rank == 0);
+                           scales, share.rank == 0);
             }
             if (gradients) {
                 block_barrier(kComputeBarrier, kComputeThreads);
@@ -237,7 +238,7 @@ struct Block : Dealer {
             turn.advance();
             if (++decider < kComputeWarps) continue;
             decider = 1;
-            deciding_rank = (deciding_rank + 1) & (size - 1);
+            deciding_rank = (deciding_rank + 1) & (share.blocks - 1);
         }
         wait_for_sums_before(decides);  // no block may leave while they are on their way
     }

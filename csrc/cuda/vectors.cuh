@@ -18,18 +18,8 @@ __device__ inline float to_float(T value) {
     return static_cast<float>(value);
 }
 template <typename T>
-__device__ inline T from_float(float value);
-template <>
-__device__ inline float from_float(float value) {
-    return value;
-}
-template <>
-__device__ inline __nv_bfloat16 from_float(float value) {
-    return __float2bfloat16_rn(value);
-}
-template <>
-__device__ inline __half from_float(float value) {
-    return __float2half_rn(value);
+__device__ inline T from_float(float value) {  // to nearest even
+    return static_cast<T>(value);
 }
 
 __device__ inline void unpack(uint4 raw, float (&z)[4], float) {
