@@ -1,6 +1,6 @@
-// What every kernel takes per token, made from the arguments as the caller has them: any dtype, any
-// strides, per token or per sequence; for CPU and CUDA, on params.h. The host does not see values
-// on the device: those that break a rule become NaN here, or nobody notices them.
+// Makes the flat inputs of a token from the arguments of the caller, which have any dtype and
+// strides, per token or per sequence; for CPU and CUDA, on params.h. The host never reads values on
+// a device: what breaks a rule must become NaN here, or nobody notices it.
 #pragma once
 
 #include <cstring>
@@ -94,8 +94,7 @@ BAPO_HD double divisor_of(const PrepareParams& params, int64_t counted) {
 
 BAPO_HD bool bounds_are_valid(float lower, float upper) { return 0.0f <= lower && lower <= upper; }
 
-// The part of its weight that all unmasked tokens share; NaN where an input of the whole call
-// breaks its rule.
+// The factor of all weights; NaN if an input of the whole call breaks its rule.
 BAPO_HD double shared_weight(const PrepareParams& params, const TokenCounts& counts) {
     const bool valid = !params.bounds || bounds_are_valid(params.bounds[0], params.bounds[1]);
     if (!valid || counts.bad_offsets) return NAN;
@@ -119,12 +118,11 @@ inline bool needs_counts(const PrepareParams& params) {
     return params.device_divisor.data == nullptr && params.divisor != params.divisor;
 }
 
-// Writes the flat inputs of a token. of_sequences: unmasked tokens of every sequence, for the mode
-// that needs them.
+// Writes the flat inputs of a token. A mode that needs them has unmasked tokens in of_sequences.
 BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCounts& counts,
                            const int64_t* of_sequences, double weight) {
     const Position at = position_of(params, i);
-    // With bad offsets no token may hide behind the last one: the loss must become NaN.
+    // If offsets are bad, no token may hide behind the last one: the loss must become NaN.
     const bool unmasked =
         counts.bad_offsets ? is_unmasked(params, at) : is_unmasked_and_inside(params, at);
     params.unmasked[i] = unmasked;

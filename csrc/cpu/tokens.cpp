@@ -115,7 +115,7 @@ void solve(const SolveParams& params) {
     }
     const auto step = [&](int k) { return step_of_search(grids, params.target.upper_first, k); };
     int k = 0;
-    while (k + 2 < points && goes_on(table, grids, params.target, step(k))) ++k;
+    while (k + 2 < points && is_below_target(table, grids, params.target, step(k))) ++k;
     write_result(table, grids, step(k), params.result);
 }
 

@@ -1,34 +1,29 @@
-// What the warps of a cluster know of its next rows, and the decision of one of them on a row; on
-// row_math.cuh. Every block decides for itself: from other values, the parts of a gradient would
-// not match.
+// The next rows of a cluster, and the decision of a warp on a row; on row_math.cuh. Every block
+// decides for itself: from other values, the parts of a gradient would not match.
 #pragma once
 
 #include "row_math.cuh"
 
 namespace bapo::cuda {
 
-// Which of the rows first, first + step, ... are counted, 32 at a time: bit k is row first +
-// k*step.
+// Bit k tells whether row first + k*step is counted.
 __device__ inline uint32_t counted_rows(const bool* counted, int64_t first, int64_t step,
                                         int64_t count) {
     const int64_t row = first + (threadIdx.x % kWarp) * step;
     return __ballot_sync(kAllLanes, row < count && counted[row]);
 }
 
-// In shared memory.
-struct Decisions {
+struct Decisions {  // in shared memory
     BoundsRange range;
     TokenFields fields[kWarp];  // of the cluster's next 32 rows
     SecondPass pass;
     float z_label;
 };
 
-// The cluster's next 32 rows: those that are counted, and those that the second pass may read,
-// unless their gradient can only be zero.
+// The cluster's next 32 rows, as a bit of both masks and a lane for each.
 struct NextRows {
     uint32_t counted;
-    uint32_t kept;
-    // Of the row of this lane:
+    uint32_t kept;  // for a second pass: their gradient may not be zero
     int label;
     float temperature;
     float scale2;
@@ -57,7 +52,7 @@ __device__ inline NextRows next_rows(const RowPassParams& params, Scales scales,
     return next;
 }
 
-// Decides on a row, with `k` its position among the next 32; the lane with `first` writes outputs.
+// Decides on the k-th of the next rows.
 __device__ inline void decide_row(const RowPassParams& params, Decisions& shared, int64_t index,
                                   int k, const RowSums& total, const Label& label,
                                   const Transform& transform, Scales scales, bool first_rank) {

@@ -26,8 +26,8 @@ struct Exchange {
     __device__ void init_barriers() {
         for (uint64_t& each : arrived) barrier_init(shared_address(&each), kComputeWarps);
     }
-    // Sends the sums of this warp to every block, of which each expects the same from this warp of
-    // the others. A block alone stores them: st.async needs a cluster of two or more.
+    // Sends the sums of this warp to every block, where this warp's barrier expects those of all
+    // blocks. A block alone stores them: st.async needs a cluster of two or more.
     __device__ void send(const RowSums& row, const Share& share, Turn turn) {
         constexpr int kBytes = sizeof(double2) + sizeof(float);
         const int to = threadIdx.x % kWarp;

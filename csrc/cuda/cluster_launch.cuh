@@ -1,6 +1,5 @@
-// The launch of a kernel with clusters: as many as run at once, or none where the device refuses
-// them; host code on cluster_plan.h and dispatch.cuh. What is cached belongs to one device, kernel
-// and plan.
+// The launch of a kernel with clusters, unless the device refuses it; host code on cluster_plan.h
+// and dispatch.cuh. An error that is taken for a refusal would let the slower row pass hide it.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +18,8 @@ using OccupancyKey = std::tuple<const void*, int, int, int>;
 inline std::map<OccupancyKey, int> occupancy_cache;
 inline std::mutex occupancy_mutex;
 
-// Clusters that run at once: 0 where none can, as on some partitions of a GPU. Prepares the kernel
-// for launches the first time. `refused`: the query failed.
+// Prepares the kernel, and finds how many clusters run at once: none on some partitions of a GPU.
+// `refused` tells whether the query failed.
 inline cudaError_t max_active_clusters(const cudaLaunchConfig_t& config, const OccupancyKey& key,
                                        int& clusters, bool& refused) {
     const std::lock_guard lock(occupancy_mutex);
@@ -37,7 +36,7 @@ inline cudaError_t max_active_clusters(const cudaLaunchConfig_t& config, const O
         clusters = occupancy_cache[key] = 0;
         return cudaSuccess;
     }
-    // As much as there may be, so that threads with other plans do not take it back.
+    // The most there may be, so that threads with other plans do not reduce it.
     const std::pair<cudaFuncAttribute, int> wanted[] = {
         {cudaFuncAttributeMaxDynamicSharedMemorySize,
          device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)},
@@ -67,8 +66,7 @@ template <typename... Parameters, typename... Arguments>
 const char* launch_clusters(void (*kernel)(Parameters...), const ClusterPlan& plan, int threads,
                             int head_bytes, int64_t rows, void* stream, bool& fits,
                             Arguments... arguments) {
-    // Two blocks of one cluster would decide at the same time, so they should not share a
-    // multiprocessor.
+    // Blocks of one cluster decide at the same time, so they should not share a multiprocessor.
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)plan.cluster, 1, 1};

@@ -10,8 +10,8 @@ namespace bapo::cuda {
 
 static_assert(kComputeThreads == kComputeWarps * kWarp);
 
-// What is this block's: rows go to clusters in turn, and the chunks of a row, with their vectors,
-// to the blocks of its cluster.
+// The share of this block in the work: rows go to clusters in turn, and the chunks of a row to the
+// blocks of its cluster.
 struct Share {
     int64_t clusters;  // of the grid
     int rank, blocks;  // of this block in its cluster, and of the cluster
@@ -25,7 +25,7 @@ struct Share {
           log_blocks(__ffs(blocks) - 1),
           cluster(blockIdx.x / cluster_size()) {}
 
-    // How many of this many first chunks of a row are this block's.
+    // The number of this block's chunks among the first of a row.
     __device__ int among(int chunks) const { return (chunks - rank + blocks - 1) >> log_blocks; }
     // The index in the row of the i-th of them.
     __device__ int chunk(int i) const { return rank + i * blocks; }
@@ -61,7 +61,7 @@ struct Place {
             parity ^= 1;
         }
     }
-    // By the chunks of a row, of which there are fewer than stages.
+    // Advances by the chunks of a row, which are fewer than the stages.
     __device__ void advance(const Ring& ring, int chunks) {
         stage += chunks * kStageBytes;
         if (stage >= ring.end) {

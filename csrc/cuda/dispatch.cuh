@@ -53,11 +53,10 @@ auto with_row_type(const LogitRows& rows, F f) {
     return with_dtype(rows.dtype, with_flags);
 }
 
-// What an entry point returns.
 inline const char* message_of(cudaError_t error) {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
-// The same, with what was to be launched; valid until the next one of this thread.
+// Also names the launch; valid until the next message of this thread.
 inline const char* message_of(cudaError_t error, const void* kernel,
                               const cudaLaunchConfig_t& config) {
     if (error == cudaSuccess) return nullptr;
@@ -72,11 +71,10 @@ inline const char* message_of(cudaError_t error, const void* kernel,
     return message;
 }
 
-// Dynamic shared memory that fits beside any declared memory, and the most that a launch takes.
+// Dynamic shared memory that needs no attribute of the kernel, and the most that a launch takes.
 constexpr int kUnaskedBytes = 8 << 10, kMostDynamicBytes = 64 << 10;
 
-// Launches kernel(arguments...) on this many blocks, each with dynamic shared memory; without
-// blocks nothing is launched.
+// Launches kernel(arguments...) with dynamic shared memory; without blocks, nothing.
 template <typename... Parameters, typename... Arguments>
 const char* launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads,
                                int bytes, void* stream, Arguments... arguments) {

@@ -22,13 +22,13 @@ __host__ __device__ inline float scale2_of(const Transform& transform) {
     return (float)(transform.scale / kLn2);
 }
 
-// Those of a row: `scales` unless it has a temperature of its own.
+// The scales of a row, which may have a temperature of its own.
 __device__ inline Scales scales_at(const Transform& of_row, Scales scales) {
     if (of_row.temperatures != nullptr) scales.scale2 = scale2_of(of_row);
     return scales;
 }
 
-// Within 1 ulp: odd polynomial below 1.3, else 1 - 2q/(1 + q) with q = exp(-2|u|).
+// Within 1 ulp, by an odd polynomial below 1.3, else by 1 - 2q/(1 + q) with q = exp(-2|u|).
 __device__ inline float tanh_approx(float u) {
     const float square = u * u;
     float tail = -1.54474019e-5f;
@@ -53,8 +53,8 @@ __device__ inline float transformed(float z, Scales scales) {
     return z == -kInf ? -kInf : tanh_approx(z * scales.inner);
 }
 
-// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum. As
-// one multiply-add, t would not be 0 for the largest element, whose exp would then have an error.
+// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum. If t
+// were one multiply-add, it would not be 0 for the largest element, whose exp would have an error.
 template <typename T, bool kSoftcap>
 struct Lane {
     uint32_t top = kLowest<T>;  // of the logits
@@ -62,7 +62,7 @@ struct Lane {
     float sum = 0.0f;
     float weighted = 0.0f;
 
-    // Leaves out one element of vector `at`, if there is such a vector: that of the label.
+    // Leaves out the label: an element of vector `at`, if there is such a vector.
     template <int k>
     __device__ void add(uint4 (&raw)[k], int at, int element, Scales scales) {
         if ((unsigned)at < (unsigned)k) {
@@ -104,7 +104,7 @@ struct RowSums {
     __device__ static RowSums of(const Lane& lane) {
         return {lane.origin, lane.sum, lane.weighted};
     }
-    // Relative to another origin, at least as large.
+    // The new origin must be at least as large.
     __device__ void move_to(float new_origin, float scale2) {
         const float start = new_origin == -kInf ? 0.0f : new_origin;
         const float shift = (origin - start) * scale2, factor = exp2_approx(shift);
@@ -119,8 +119,7 @@ struct RowSums {
         sum += other.sum;
         weighted += other.weighted;
     }
-    // Adds the label. Sums of a thread leave it out, because beside a likely label a float would
-    // lose the others, and with them 1 - p.
+    // Threads leave the label out: beside a likely one a float would lose the others, and so 1 - p.
     __device__ void add_label(float y, float scale2) {
         move_to(fmaxf(origin, y), scale2);
         const float t = (y - (origin == -kInf ? 0.0f : origin)) * scale2, e = exp2_approx(t);
@@ -174,14 +173,13 @@ __device__ inline RowSums total_of(const PartialSums<n>& partials, int count, fl
     return warp_total(mine, scale2);
 }
 
-// -1: the label is outside the row.
+// -1 if the label is outside the row.
 __device__ inline int label_index(int64_t label, int vocab) {
     return label >= 0 && label < vocab ? (int)label : -1;
 }
 
-// The label of a row: its index, -1 outside the vocabulary, where the others are NaN.
 struct Label {
-    int index;
+    int index;  // -1 outside the vocabulary, where the others are NaN
     float z;
     float y;
     double slope;  // d x/d z
@@ -191,7 +189,7 @@ __device__ inline Label label_of(int index, float z, const Transform& transform,
     return {index, z, transformed<kSoftcap>(z, scales), label_slope(z, transform)};
 }
 
-// What the second pass over a row whose statistics are known writes.
+// The decision on a row: what the second pass writes.
 struct SecondPass {
     enum Action : int { kNothing, kZeros, kGradient };
     Action action;
@@ -205,13 +203,12 @@ struct SecondPass {
     }
 };
 
-// Statistics of a row and of its label.
 struct RowStatistics {
     float origin;
     double inverse_sum;
     double log_sum;
     double entropy;
-    double log_prob;
+    double log_prob;  // of the label
 };
 
 // d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j
@@ -234,7 +231,7 @@ __device__ inline double label_log_prob(const Label& label, float origin, double
     return ((double)label.y - origin) * transform.scale - log_sum;
 }
 
-// Those of a row whose first pass was another launch.
+// The statistics of a row whose first pass was another launch.
 __device__ inline RowStatistics statistics_at(const RowGradientParams& params, int64_t index,
                                               const Label& label, const Transform& transform) {
     const auto origin = (float)params.stats[2 * index];
@@ -246,8 +243,8 @@ __device__ inline RowCoefficients coefficients_at(const RowGradientParams& param
     return {params.dlog_probs[index], params.dentropy ? -params.dentropy[index] : 0.0};
 }
 
-// Statistics of a row from the sums without its label, computed by one warp; the lane with `first`
-// writes them.
+// The statistics of a row, from the sums without its label, by one warp; its `first` lane writes
+// them.
 __device__ inline RowStatistics row_statistics(const RowPassParams& params, int64_t index,
                                                RowSums total, const Label& label,
                                                const Transform& transform, Scales scales,
@@ -265,8 +262,7 @@ __device__ inline RowStatistics row_statistics(const RowPassParams& params, int6
     return {total.origin, inverse_sum, log_sum, entropy, log_prob};
 }
 
-// What the second pass over a row writes, if that is known; the lane with `first` writes whether it
-// is.
+// The decision of one warp on a row; its `first` lane writes whether the row is undecided.
 __device__ inline SecondPass decided_pass(const RowPassParams& params, int64_t index,
                                           const BoundsRange& range, const TokenFields& fields,
                                           const RowStatistics& row, const Label& label,
@@ -277,7 +273,6 @@ __device__ inline SecondPass decided_pass(const RowPassParams& params, int64_t i
     return gradient_pass(row, label, decision.coefficients, transform.slope);
 }
 
-// The outputs of a skipped row.
 __device__ inline void finish_skipped(const RowPassParams& params, int64_t index) {
     params.log_probs[index] = params.entropy[index] = params.stats[2 * index] = 0.0;
     params.stats[2 * index + 1] = 1.0;
@@ -296,8 +291,8 @@ __device__ inline float gradient_of(float z, const SecondPass& pass, Scales scal
     return dz;
 }
 
-// A row of logits and its gradient, whose 16-byte vectors lie where its own alignment puts them:
-// after `head` elements, and before the rest of the row, both shorter than a vector.
+// A row of logits and its gradient, which is written in aligned vectors: after `head` elements and
+// before the tail, both shorter than a vector.
 template <typename T, bool kAligned>
 struct Row {
     const T* logits;
@@ -320,11 +315,11 @@ struct Row {
     }
     __device__ int tail() const { return vocab - head - vectors * kVec<T>; }
     __device__ T* vector(int index) const { return grad + head + index * kVec<T>; }
-    // Of the vector with this element; -1: it is in the head.
+    // The index of the vector with this element, or -1 in the head.
     __device__ int vector_of(int element) const {
         return element < head ? -1 : (element - head) / kVec<T>;
     }
-    // As it is stored, since a conversion would wait for the load.
+    // Unconverted, since a conversion would wait for the load.
     __device__ T stored_label(int label) const { return label >= 0 ? logits[label] : T{}; }
 };
 

@@ -25,8 +25,8 @@ struct alignas(128) Shared {
 };
 
 // One warp of a block loads, four compute. A chunk stays in its stage until the second pass has
-// read it; the stage is then filled with a chunk of a later row, so that loads are in flight while
-// gradients are written.
+// read it. The stage then gets a chunk of a later row: loads are in flight while gradients are
+// written.
 template <typename T, bool kSoftcap, bool kAligned>
 struct Block {
     static constexpr int n = kVec<T>;
@@ -138,7 +138,7 @@ struct Block {
             if (here < row.vectors) store_streaming(to, pack(dz, T{}));
             if (here == row.vectors) store_elements(to, dz, row.tail());
         }
-        // Over what the same thread wrote there.
+        // The same thread wrote there, so that its stores are ordered.
         if (label >= 0 && writes(row.vector_of(label))) {
             row.grad[label] = from_float<T>(pass.label_grad);
         }
@@ -179,14 +179,14 @@ struct Block {
         Place place{ring.begin};
         Turn turn;
         const bool gradients = params.rows.grad != nullptr;
-        // The warps but the first, beside which the loading one may lie, decide in turn: no part of
-        // a multiprocessor should have more to do than others. Without gradients one block decides,
-        // and after each of these warps it is the next one's turn.
+        // All warps but the first decide in turn, so that no part of a multiprocessor has more to
+        // do: the first may share one with the loading warp. Without gradients one block decides,
+        // and after each of its warps it is the next block's turn.
         int k = 0, decider = 1, deciding_rank = 0;
         bool decides = false;
         NextRows next{};
-        // Without gradients no warp waits for sums that it does not read but here, where they have
-        // long arrived.
+        // Without gradients, warps wait only here for sums that they do not read; these have
+        // arrived long before.
         const auto wait_for_sums_before = [&](bool decided) {
             if (!gradients && !decided) shared.exchange.wait_for_row_before(turn);
         };
@@ -213,13 +213,13 @@ struct Block {
             const T stored = decides ? row.stored_label(label) : T{};
             const RowSums sums = first_pass(row, label, place, keep);
             const float z_label = label_logit(label, stored);
-            // Completes the load of the label's logit before the sums are sent: after that, a
-            // gradient in place may overwrite it.
+            // Completes the load of the label's logit: once the sums are sent, a gradient in place
+            // may overwrite it.
             if (gradients && decides && threadIdx.x % kWarp == 0) {
                 shared_settle(&shared.decisions.z_label, z_label);
             }
-            // Sums of a row replace those of two rows before, which have been read in every block
-            // once it has sent those in between.
+            // These sums replace those of two rows before, which a block has read before it sent
+            // those in between.
             wait_for_sums_before(decided);
             shared.exchange.send(sums, share, turn);
             if (decides) {

@@ -1,5 +1,5 @@
-// 16-byte vectors of logits, in the three dtypes, aligned or not; on ptx.cuh alone. The sums of a
-// row depend on how its elements lie in vectors.
+// 16-byte vectors of logits in the three dtypes, aligned or not; on ptx.cuh alone. An access beyond
+// a row would meet what others write.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -61,7 +61,7 @@ __device__ inline uint4 pack(const float (&z)[8], T type) {
             pack_pair(z[6], z[7], type)};
 }
 
-// A word holds one float or a pair of 16-bit values. All -inf:
+// A word of -inf: one float or a pair of 16-bit values.
 template <typename T>
 constexpr uint32_t kLowest = 0xff800000;
 template <>
@@ -69,7 +69,7 @@ constexpr uint32_t kLowest<__nv_bfloat16> = 0xff80ff80;
 template <>
 constexpr uint32_t kLowest<__half> = 0xfc00fc00;
 
-// The larger elements of two words; the other one where one is NaN, which the sums do not forget.
+// The larger elements of two words. NaN loses against a number; the sums do not forget it.
 __device__ inline uint32_t larger(uint32_t a, uint32_t b, float) {
     return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
 }
@@ -144,8 +144,8 @@ __device__ inline uint4 load_vector(const T* from) {
     const auto shift = (uint32_t)(address % 16);
     return shift == 0 ? vectors[0] : shifted(vectors[0], vectors[1], shift, T{});
 }
-// Elements [first, first + n) of a row of this size, and a value for those beyond its end. Reads
-// nothing beside the row, where others may be writing: not even as a part of a vector.
+// Elements [first, first + n) of a row of this size, and a value for those beyond its end. Reads no
+// vector that is partly outside of the row, where others may be writing.
 template <typename T, bool kAligned>
 __device__ inline uint4 load_elements(const T* row, int first, int size, float beyond) {
     const int margin = kAligned ? 0 : kVec<T>;
@@ -163,7 +163,7 @@ __device__ inline void store_streaming(void* to, uint4 value) {
     __stcs(static_cast<uint4*>(to), value);
 }
 
-// Writes the first elements of a vector one by one.
+// Writes the first `count` elements one by one.
 template <typename T>
 __device__ inline void store_elements(T* to, const float (&values)[kVec<T>], int count) {
 #pragma unroll
