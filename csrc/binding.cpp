@@ -159,10 +159,7 @@ struct Cpu {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CPU, m) {
-    binding::register_operators<Cpu>(m);
-    binding::register_operators_on_sets<Cpu>(m);
-}
+STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CPU, m) { binding::register_operators<Cpu>(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("instruction_set", TORCH_BOX(&instruction_set));

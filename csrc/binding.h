@@ -221,7 +221,8 @@ inline ContributionParams contribution_params(const Reader& read, const Tensor& 
 }
 
 inline SearchResult search_result(const Reader& read, const Tensor& bounds, const Tensor& masses) {
-    return {read.data<float>(bounds, 2, "bounds"), read.data<double>(masses, kMasses, "masses")};
+    return {read.data<float>(bounds, 2, "bounds"),
+            reinterpret_cast<Masses*>(read.data<double>(masses, kMasses, "masses"))};
 }
 
 template <typename Backend>
@@ -279,7 +280,7 @@ void token_loss(Tensor log_probs, OptionalTensor entropy, Tensor counted, Option
     params.bounds = read.bounds(bounds, fields);
     STD_TORCH_CHECK(bounds || fields.has(Field::lower),
                     "bounds must be given, or those of each token");
-    params.masses = read.data<double>(masses, kMasses, "masses");
+    params.masses = reinterpret_cast<Masses*>(read.data<double>(masses, kMasses, "masses"));
     params.unmasked = read.data<bool>(unmasked, N, "unmasked");
     params.ticket = read.data<int32_t>(ticket, 1, "ticket");
     params.report = reinterpret_cast<Report*>(read.data<float>(report, kReportSize, "report"));
@@ -291,7 +292,7 @@ void token_loss(Tensor log_probs, OptionalTensor entropy, Tensor counted, Option
 }
 
 template <typename Backend, typename Library>
-void register_operators(Library& m) {
+void register_operators_on_rows(Library& m) {
     m.impl("row_statistics", TORCH_BOX(&row_statistics<Backend>));
     m.impl("row_pass", TORCH_BOX(&Forms<row_pass<Backend>>::out_of_place));
     m.impl("row_pass_", TORCH_BOX(&Forms<row_pass<Backend>>::in_place));

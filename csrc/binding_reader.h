@@ -51,7 +51,7 @@ inline DType row_dtype(const Tensor& tensor, const char* name) {
     return dtype;
 }
 
-// The fields of the tokens of a call.
+// The tokens of a call.
 struct Fields {
     bool given;
     const float* data;
@@ -59,7 +59,7 @@ struct Fields {
     int64_t count;
 
     bool has(Field::Name field) const { return present >> field & 1; }
-    // Null: absent.
+    // Null if the field is absent.
     const float* operator[](Field::Name field) const {
         STD_TORCH_CHECK(given || !has(field), "tokens must be given with the fields present");
         return has(field) ? data + field * count : nullptr;
@@ -116,7 +116,6 @@ class Reader {
         return tensor ? numbers(*tensor, rows, columns, name) : Numbers{};
     }
 
-    // Without a tensor there are no fields to read.
     Fields fields(const OptionalTensor& tokens, int64_t present, int64_t count) const {
         STD_TORCH_CHECK(!tokens || (tokens->dim() == 2 && tokens->size(0) == kFields),
                         "tokens must have shape [", kFields, ", N]");
@@ -139,7 +138,7 @@ class Reader {
         inputs.upper = fields[Field::upper];
         return inputs;
     }
-    // Of all tokens; null where they have their own.
+    // Null if tokens have their own.
     const float* bounds(const OptionalTensor& bounds, const Fields& fields) const {
         return fields.has(Field::lower) ? nullptr : data<float>(bounds, 2, "bounds");
     }
@@ -151,23 +150,18 @@ class Reader {
         check_rows(logits, "logits");
         LogitRows rows{};
         rows.dtype = row_dtype(logits, "logits");
-        rows.batches = logits.size(0);
-        rows.rows = logits.size(1);
-        rows.vocab = logits.size(2);
+        rows.batches = logits.size(0), rows.rows = logits.size(1), rows.vocab = logits.size(2);
         rows.logits = logits.data_ptr();
-        rows.batch_stride = logits.stride(0);
-        rows.row_stride = logits.stride(1);
+        rows.batch_stride = logits.stride(0), rows.row_stride = logits.stride(1);
         if (!dlogits) return rows;
         check_rows(*dlogits, "dlogits");
-        for (int64_t dim = 0; dim < 3; ++dim) {
-            STD_TORCH_CHECK(dlogits->size(dim) == logits.size(dim),
-                            "dlogits must have the shape of logits");
-        }
+        const bool same = dlogits->size(0) == rows.batches && dlogits->size(1) == rows.rows;
+        STD_TORCH_CHECK(same && dlogits->size(2) == rows.vocab,
+                        "dlogits must have the shape of logits");
         STD_TORCH_CHECK(dlogits->scalar_type() == logits.scalar_type(),
                         "dlogits must have the dtype of logits");
         rows.grad = dlogits->data_ptr();
-        rows.grad_batch_stride = dlogits->stride(0);
-        rows.grad_row_stride = dlogits->stride(1);
+        rows.grad_batch_stride = dlogits->stride(0), rows.grad_row_stride = dlogits->stride(1);
         return rows;
     }
     LogitRows set_rows(const Tensor& values, const OptionalTensor& dvalues, const Tensor& offsets,
@@ -181,7 +175,6 @@ class Reader {
         rows.grad = data<float>(dvalues, rows.sets.count, "dvalues");
         return rows;
     }
-    // Of `count` values; ids are given where they matter.
     Sets sets(const Tensor& offsets, const OptionalTensor& token_ids, int64_t count) const {
         const int64_t rows = offsets.numel() - 1;
         STD_TORCH_CHECK(rows >= 0, "offsets must have an entry");
@@ -196,7 +189,7 @@ class Reader {
         return {row_dtype(tensor, name), rows, columns, tensor.data_ptr(), tensor.stride(0)};
     }
 
-    // Of packed tokens, or of rows of this length.
+    // Packed tokens, or rows of this length.
     Sequences sequences(int64_t tokens, int64_t length, const OptionalTensor& cu_seqlens) const {
         if (!cu_seqlens) {
             STD_TORCH_CHECK(length > 0 ? tokens % length == 0 : tokens == 0,

@@ -41,7 +41,7 @@ enum class DType : int64_t {
     kFloat16,
     kBFloat16,
     kFloat32,
-    kFloat64,
+    kFloat64
 };
 // The bytes of a logit.
 constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
@@ -75,7 +75,7 @@ enum class LossAggMode : int64_t {
     kTokenSum,
     kSeqMeanTokenSum,
     kSeqMeanTokenSumNorm,
-    kSeqMeanTokenMean,
+    kSeqMeanTokenMean
 };
 
 struct Grids {
@@ -356,12 +356,16 @@ struct ContributionParams {
     int64_t rank;
 };
 
-struct SearchResult {
-    float* bounds;   // (lower, upper) where Algorithm 1 stops
-    double* masses;  // [kMasses]: (positive, negative) at these bounds, at the starting bounds and
-                     // at the last points of the grids
+// The positive and the negative mass at the bounds found, at the first and at the last grid points.
+struct Masses {
+    double pos, neg, pos_start, neg_start, pos_last, neg_last;
 };
-constexpr int kMasses = 6;
+constexpr int kMasses = sizeof(Masses) / sizeof(double);
+
+struct SearchResult {
+    float* bounds;  // (lower, upper) where Algorithm 1 stops
+    Masses* masses;
+};
 
 struct SolveParams {
     const double* table;  // [ranks, points], whose rows are added in order
@@ -388,7 +392,7 @@ struct TokenLossParams {
     Bounds last;
     Target target;
     const float* bounds;   // (lower, upper) of all; null: tokens have their own
-    const double* masses;  // of the search; null: computed from these tokens
+    const Masses* masses;  // of the search; null: computed from these tokens
     const bool* unmasked;  // given where tokens may be unmasked and not counted
     int32_t* ticket;       // 0 before and after
     Report* report;

@@ -176,12 +176,9 @@ BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep
     const double *const neg = table, *const pos = table + grids.lower_count;
     result.bounds[0] = (float)grids.lower[at.lower];
     result.bounds[1] = (float)grids.upper[at.upper];
-    result.masses[0] = pos[at.upper];
-    result.masses[1] = neg[at.lower];
-    result.masses[2] = pos[0];
-    result.masses[3] = neg[0];
-    result.masses[4] = pos[grids.upper_count - 1];
-    result.masses[5] = neg[grids.lower_count - 1];
+    const int last_lower = grids.lower_count - 1, last_upper = grids.upper_count - 1;
+    *result.masses = {pos[at.upper], neg[at.lower],   pos[0],
+                      neg[0],        pos[last_upper], neg[last_lower]};
 }
 
 struct TokenLossSums {
@@ -277,12 +274,10 @@ BAPO_HD double smallest_negative(const TokenLossSums& total) {
 
 BAPO_HD void report(const TokenLossParams& params, TokenLossSums total) {
     if (params.masses) {
-        total.pos = params.masses[0];
-        total.neg = params.masses[1];
-        total.pos_start = params.masses[2];
-        total.neg_start = params.masses[3];
-        total.pos_last = params.masses[4];
-        total.neg_last = params.masses[5];
+        const Masses& of_search = *params.masses;
+        total.pos = of_search.pos, total.neg = of_search.neg;
+        total.pos_start = of_search.pos_start, total.neg_start = of_search.neg_start;
+        total.pos_last = of_search.pos_last, total.neg_last = of_search.neg_last;
     }
     const double quantity = tested_quantity(total.pos, total.neg, params.target.is_ratio);
     const double count = total.count > 0.0 ? total.count : 1.0;

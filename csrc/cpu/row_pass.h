@@ -34,7 +34,7 @@ bool keeps_exp(const RowPassParams& params, int64_t index) {
     return kept_exp.capacity >= params.rows.vocab;
 }
 
-// absent: the log-prob of a label that is in none of the columns.
+// absent(label) is the log-prob of a label without a column.
 template <typename T, bool kSoftcap>
 void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64_t)) {
     const LogitRows& rows = params.rows;
@@ -84,8 +84,8 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
     }
 }
 
-// The gradient of all entries but the labels, and those of the labels. In place these are computed
-// before it overwrites the logits, otherwise when the row is in the cache.
+// Writes the gradient of a row, then those of its labels. In place the latter are computed before
+// the logits are overwritten, otherwise afterwards, when the row is in the cache.
 template <typename T, bool kSoftcap>
 void finish_row(const RowGradientParams& params, int64_t index) {
     if (params.only && !params.only[index]) return;

@@ -19,7 +19,7 @@ T* row_at(const Matrix& matrix, int64_t row) {
     return static_cast<T*>(matrix.data) + row * matrix.row_stride;
 }
 
-// What is read, and what is written: in the same dtype, or in float32.
+// Kernels write in the dtype of what they read, or in float32.
 template <typename F>
 void with_dtypes(DType in, DType out, F f) {
     with_dtype(in, [&]<typename T>(T) { out == in ? f(T{}, T{}) : f(T{}, float{}); });
@@ -143,11 +143,11 @@ void multiply_row(const MultiplySetsParams& params, int64_t index) {
     }
 }
 
-// How a sum goes to memory: that which is not read again soon goes past the cache.
+// How a sum goes to memory; streamed ones go past the cache, as they are not read again soon.
 enum class Store { kWritten, kStreamed, kAdded };
 
-// out += or = sum over terms of factor*row, a block of columns after the other. term(i) gives the
-// factor and the row of term i, whose row may be anything where the factor is 0.
+// Stores the sum of factor*row over the terms, one block of columns after another. term(i) gives
+// both; if the factor is 0, the row is not read.
 template <typename Out, typename Term>
 void weighted_sum(Out* out, int64_t width, int64_t terms, Store how, Term term) {
     constexpr uintptr_t kBytes = kStreamed<Out> * sizeof(Out);
@@ -215,7 +215,7 @@ void pass_head_row(const HeadSetPassParams& params, int64_t index) {
     dhidden_of_row<T, Out>({head.weight, sets, columns, values, nullptr, dhidden}, index);
 }
 
-// The columns of a queue's grain: those without a value are filled with zeros at once.
+// Takes columns [begin, end); neighbours without a value are filled with zeros at once.
 template <typename T, typename Out>
 void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, int64_t end) {
     const auto start_of = [&](int64_t column) {
@@ -261,21 +261,17 @@ void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, in
 void gather(const MoveSetsParams& params, cpu::RowQueue& queue) {
     with_dtype(params.rows.dtype, [&]<typename T>(T) { take_rows(params, queue, gather_row<T>); });
 }
-
 void scatter(const MoveSetsParams& params, cpu::RowQueue& queue) {
     with_dtype(params.rows.dtype, [&]<typename T>(T) { take_rows(params, queue, scatter_row<T>); });
 }
-
 void multiply(const MultiplySetsParams& params, cpu::RowQueue& queue) {
     with_dtype(params.head.hidden.dtype,
                [&]<typename T>(T) { take_rows(params, queue, multiply_row<T>); });
 }
-
 void pass(const RowPassParams& params, cpu::RowQueue& queue) {
     with_softcap(params.rows.transform,
                  [&]<bool kSoftcap>() { take_rows(params, queue, pass_set<kSoftcap>); });
 }
-
 void head_pass(const HeadSetPassParams& params, cpu::RowQueue& queue) {
     with_dtypes(params.head.hidden.dtype, params.dhidden.dtype,
                 [&]<typename T, typename Out>(T, Out) {
@@ -284,12 +280,10 @@ void head_pass(const HeadSetPassParams& params, cpu::RowQueue& queue) {
                     });
                 });
 }
-
 void gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
     with_softcap(params.rows.transform,
                  [&]<bool kSoftcap>() { take_rows(params, queue, finish_set<kSoftcap>); });
 }
-
 void dhidden(const SetHiddenGradientParams& params, cpu::RowQueue& queue) {
     with_dtypes(params.weight.dtype, params.dhidden.dtype, [&]<typename T, typename Out>(T, Out) {
         take_rows(params, queue, dhidden_of_row<T, Out>);

@@ -99,4 +99,14 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, v
     return launch_with_memory(kernel, blocks, threads, 0, stream, arguments...);
 }
 
+// Launches kernel.operator()<T>(), a warp per row.
+template <typename Kernel, typename... Arguments>
+const char* over_rows(Kernel kernel, const LogitRows& rows, void* stream, Arguments... arguments) {
+    const int64_t blocks = (rows.count() + kRowsPerBlock - 1) / kRowsPerBlock;
+    return with_dtype(rows.dtype, [&]<typename T>() {
+        return launch(kernel.template operator()<T>(), blocks, kRowsPerBlock * kWarp, stream,
+                      arguments...);
+    });
+}
+
 }  // namespace bapo::cuda

@@ -10,7 +10,7 @@ namespace bapo::cuda {
 
 namespace {
 
-constexpr int kRows = 8, kThreads = kRows * kWarp;  // of a block
+constexpr int kRows = kRowsPerBlock, kThreads = kRows * kWarp;  // of a block
 
 struct LabelGradient {
     int column;  // negative unless the label is the first of its row with this column
@@ -149,15 +149,6 @@ __global__ void __launch_bounds__(kThreads)
         const LabelGradient label = gradients[row.index * K + k];
         if (label.column >= 0) row.grad[label.column] = from_float<T>(label.value);
     }
-}
-
-// Launches kernel.operator()<T>(), a warp per row.
-template <typename Kernel, typename... Arguments>
-const char* over_rows(Kernel kernel, const LogitRows& rows, void* stream, Arguments... arguments) {
-    const int64_t blocks = (rows.count() + kRows - 1) / kRows;
-    return with_dtype(rows.dtype, [&]<typename T>() {
-        return launch(kernel.template operator()<T>(), blocks, kThreads, stream, arguments...);
-    });
 }
 
 }  // namespace

@@ -3,6 +3,9 @@
 // may lose a wait on a GPU where the emulation passes.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 #include <cstdio>
 
@@ -15,15 +18,15 @@ __device__ inline float exp2_approx(float t) {
 }
 
 // The larger of both halves of two words.
-__device__ inline uint32_t max_bfloat16_pairs(uint32_t a, uint32_t b) {
-    uint32_t larger;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-    return larger;
+__device__ inline uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) {
+    uint32_t most;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    return most;
 }
-__device__ inline uint32_t max_float16_pairs(uint32_t a, uint32_t b) {
-    uint32_t larger;
-    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-    return larger;
+__device__ inline uint32_t larger(uint32_t a, uint32_t b, __half) {
+    uint32_t most;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    return most;
 }
 
 __device__ inline uint8_t* dynamic_shared_memory() {

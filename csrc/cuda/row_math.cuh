@@ -10,6 +10,7 @@ namespace bapo::cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kRowsPerBlock = 8;       // where a warp takes a row
 constexpr float kExp2Floor = -160.0f;  // t where it multiplies 2^t = 0
 constexpr double kLn2 = 0.69314718055994530942;
 constexpr float kInf = __builtin_inff();
@@ -306,9 +307,7 @@ struct Row {
         : logits(rows.logits_at<T>(index)),
           grad(rows.grad == nullptr ? nullptr : rows.grad_at<T>(index)),
           vocab((int)rows.vocab) {
-        const auto past = [](const void* p) {
-            return (uint32_t)reinterpret_cast<uintptr_t>(p) % 16;
-        };
+        const auto past = [](const void* p) { return (uint32_t)(uintptr_t)p % 16; };
         shift = kAligned ? 0 : past(logits);
         head = kAligned ? 0 : min(vocab, (int)((16 - past(grad)) % 16 / sizeof(T)));
         vectors = (vocab - head) / kVec<T>;

@@ -7,8 +7,8 @@
 
 namespace bapo::cuda {
 
-constexpr int kSetWarps = 8;           // of a block; two blocks leave a thread 128 registers
-constexpr int64_t kLongSet = 8 << 10;  // the size from which all of them share a row
+constexpr int kSetWarps = kRowsPerBlock;  // of a block; two blocks leave a thread 128 registers
+constexpr int64_t kLongSet = 8 << 10;     // the size from which all of them share a row
 
 // The warps that share a row.
 template <int kWarps>

@@ -2,9 +2,6 @@
 // a row would meet what others write.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/ptx.cuh"
 
 namespace bapo::cuda {
@@ -69,15 +66,10 @@ constexpr uint32_t kLowest<__nv_bfloat16> = 0xff80ff80;
 template <>
 constexpr uint32_t kLowest<__half> = 0xfc00fc00;
 
-// The larger elements of two words. NaN loses against a number; the sums do not forget it.
+// The larger elements of two words, of pairs in ptx.cuh. NaN loses against a number; the sums do
+// not forget it.
 __device__ inline uint32_t larger(uint32_t a, uint32_t b, float) {
     return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
-}
-__device__ inline uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) {
-    return max_bfloat16_pairs(a, b);
-}
-__device__ inline uint32_t larger(uint32_t a, uint32_t b, __half) {
-    return max_float16_pairs(a, b);
 }
 template <typename T>
 __device__ inline uint32_t largest(uint4 raw, T type) {
