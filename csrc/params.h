@@ -50,10 +50,7 @@ constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2
 // is slope, times 1 - y^2 under softcap. Given temperatures, both factors are for temperature 1.
 struct Transform {
     bool softcapped;
-    double logit_scale;
-    double softcap;
-    double scale;
-    double slope;
+    double logit_scale, softcap, scale, slope;
     const float* temperatures;  // one per row; null: one for all, which scale and slope contain
 
     BAPO_HD Transform at(float temperature) const {
@@ -220,9 +217,8 @@ struct TokenInputs {
     const float* upper;
 };
 
-// Both passes over rows, or without rows.grad the first alone (row_statistics). The first alone
-// reads labels and counted only, takes several labels per row, and writes a log-prob of 0 for
-// kIgnoredLabel; its undecided is null.
+// Both passes over rows, or without rows.grad the first alone. Of tokens that reads counted alone;
+// it takes several labels per row, whose log-prob is 0 for kIgnoredLabel, and undecided is null.
 struct RowPassParams {
     LogitRows rows;
     const int64_t* labels;

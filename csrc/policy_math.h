@@ -43,11 +43,7 @@ struct PolicyOptions {
 
 // The inputs of a token's loss. An absent rollout_is_weight is 1, an absent ref_log_prob log_prob.
 struct Token {
-    double log_prob;
-    double old_log_prob;
-    double ref_log_prob;
-    double advantage;
-    double rollout_is_weight;
+    double log_prob, old_log_prob, ref_log_prob, advantage, rollout_is_weight;
 };
 
 struct Ratio {

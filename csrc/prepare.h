@@ -54,9 +54,7 @@ BAPO_HD bool offset_is_bad(const PrepareParams& params, int64_t k) {
 
 // A token, and the sequence that it belongs to; behind the last one its index is their number.
 struct Position {
-    int64_t row;
-    int64_t column;
-    int64_t sequence;
+    int64_t row, column, sequence;
 };
 BAPO_HD Position position_of(const PrepareParams& params, int64_t i) {
     const int64_t row = i / params.columns, column = i % params.columns;

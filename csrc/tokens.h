@@ -14,12 +14,8 @@ BAPO_HD double old_log_prob(const TokenInputs& tokens, int64_t i, double log_pro
 // The inputs of a token, which are known before its log-prob. Absent ones are 0.
 struct alignas(16) TokenFields {
     double weight;
-    float advantage;
-    float old_log_prob;
-    float ref_log_prob;
-    float rollout_is_weight;
-    float lower;
-    float upper;
+    float advantage, old_log_prob, ref_log_prob, rollout_is_weight;
+    float lower, upper;
 };
 BAPO_HD TokenFields fields_at(const TokenInputs& tokens, int64_t i) {
     return {
@@ -81,10 +77,7 @@ struct Decision {
 // The first and the last bounds that the search can return; both are the same if they are known.
 // Bounds are float32 values, and double would take twice the registers.
 struct alignas(16) BoundsRange {
-    float lower;
-    float upper;
-    float last_lower;
-    float last_upper;
+    float lower, upper, last_lower, last_upper;
 
     static BAPO_HD BoundsRange at(float lower, float upper) { return {lower, upper, lower, upper}; }
     BAPO_HD Bounds first() const { return {lower, upper}; }
@@ -116,9 +109,7 @@ BAPO_HD double search_weight(const TokenInputs& tokens, bool uniform, int64_t i,
 
 // A token of the search; if it is not counted, its advantage is 0.
 struct Candidate {
-    double ratio;
-    double advantage;
-    double weight;
+    double ratio, advantage, weight;
 };
 BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
     // All are loaded at once: one latency, not three.
@@ -132,10 +123,8 @@ BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
 
 // The points of both grids.
 struct GridPoints {
-    double lower[kMaxGridPoints];
-    double upper[kMaxGridPoints];
-    int lower_count;
-    int upper_count;
+    double lower[kMaxGridPoints], upper[kMaxGridPoints];
+    int lower_count, upper_count;
 };
 
 // The bin of a candidate; the bins of negative advantages come first.

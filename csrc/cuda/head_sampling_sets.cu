@@ -78,8 +78,8 @@ struct SegmentsOfSets {
     __device__ SetOfRow at(int64_t row) const { return set_of(sets, row); }
 };
 
-// Each warp of the parts takes kAtOnce ids of a piece in turn. All vectors of kSteps are loaded
-// before the first is used.
+// Each warp takes kAtOnce ids of a piece in turn, and loads all vectors of kSteps before it uses
+// one.
 template <typename T, bool kAligned>
 __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, int part) {
     constexpr int n = kVec<T>, kStride = kWarp * n, kSteps = kAligned ? 4 : 1;

@@ -30,9 +30,7 @@ struct CountedTokens {
 };
 // counted is null if nothing is counted.
 const char* prepare(const PrepareParams& params, CountedTokens* counted, void* stream);
-
 const char* sequence_mean(const SequenceMeanParams& params, void* stream);
-
 const char* contributions(const ContributionParams& params, Moments* partials, void* stream);
 const char* search(const ContributionParams& params, const Target& target,
                    const SearchResult& result, Moments* partials, void* stream);

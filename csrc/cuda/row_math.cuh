@@ -206,9 +206,7 @@ struct SecondPass {
 
 struct RowStatistics {
     float origin;
-    double inverse_sum;
-    double log_sum;
-    double entropy;
+    double inverse_sum, log_sum, entropy;
     double log_prob;  // of the label
 };
 
