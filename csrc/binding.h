@@ -13,7 +13,7 @@
 
 namespace bapo::binding {
 
-// What the kernels of either pass take.
+// Reads what both passes over rows take.
 template <typename Params>
 Params row_params(const Reader& read, const LogitRows& rows, const Tensor& labels,
                   const Fields& fields, const Options& options, const Tensor& entropy,
@@ -28,7 +28,7 @@ Params row_params(const Reader& read, const LogitRows& rows, const Tensor& label
     return params;
 }
 
-// The first pass alone.
+// Reads what the first pass takes.
 inline RowPassParams statistics_params(const Reader& read, const LogitRows& rows,
                                        const Tensor& labels, const Tensor& counted,
                                        const Fields& fields, const Options& options,
@@ -41,7 +41,7 @@ inline RowPassParams statistics_params(const Reader& read, const LogitRows& rows
     return params;
 }
 
-// Both passes.
+// Reads what one kernel of both passes takes.
 inline RowPassParams pass_params(const Reader& read, const LogitRows& rows, const Tensor& labels,
                                  const Tensor& counted, const Tensor& weights, const Tensor& tokens,
                                  int64_t present, const OptionalTensor& bounds,
@@ -192,7 +192,7 @@ void add_sequence_means_(Tensor dlog_ratios, Tensor counted, int64_t length,
     Backend::sequence_mean(params, dlog_ratios);
 }
 
-// What the search and the loss both read.
+// Reads what both the search and the loss take.
 template <typename Params>
 Params token_params(const Reader& read, const Tensor& log_probs, const Tensor& counted,
                     const OptionalTensor& log_ratios, const Fields& fields,

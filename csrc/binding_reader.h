@@ -220,7 +220,7 @@ class Reader {
     int32_t index_;
 };
 
-// The rows of a table of contributions.
+// A table of contributions has a row for each rank.
 inline int64_t ranks_of(const Tensor& table) {
     STD_TORCH_CHECK(table.dim() == 2, "table must have shape [ranks, points]");
     return table.size(0);

@@ -1,6 +1,6 @@
 // The plain structs that cross into a kernel by value; an optional pointer may be null. Includes
-// policy_math.h alone, so that every compiler can read it. Everything of ours is compiled against
-// it: names that cross from Python are in the three lists below.
+// policy_math.h alone, so that every compiler can read it. If the three lists of names differ from
+// those of Python, the package refuses the library.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace bapo {
 constexpr int64_t kIgnoredLabel = -100;
 
 // Fields, options and metrics are known by their place: backends/native.py compares these lists
-// with those of Python when it loads the library.
+// with FIELDS, Options and REPORT when it loads the library.
 #define BAPO_FIELDS                                                                                \
     advantages, old_log_probs, rollout_log_probs, rollout_is_weights, ref_log_probs, temperatures, \
         lower, upper
@@ -224,9 +224,8 @@ struct RowPassParams {
     const int64_t* labels;
     TokenInputs tokens;
     PolicyOptions options;
-    const float* bounds;  // (lower, upper) of all; null: tokens have their own, or they are not
-    Bounds start;         // known yet, between start and maximum
-    Bounds maximum;
+    const float* bounds;    // (lower, upper) of all tokens; null: each has its own, or the search
+    Bounds start, maximum;  // has yet to find them between these
     double* log_probs;
     double* entropy;
     double* stats;       // (origin, sum) of every row, which the second pass of this backend needs

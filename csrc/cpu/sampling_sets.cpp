@@ -118,7 +118,7 @@ void multiply_row(const MultiplySetsParams& params, int64_t index) {
         int64_t column[kTogether];
         const T* row[kTogether];
     };
-    // Without a column, any readable row takes the place of the head's.
+    // An id without a column reads the hidden state instead.
     const auto group_at = [&](int64_t begin) {
         Group group;
         for (int r = 0; r < kTogether; ++r) {

@@ -1,6 +1,5 @@
 // The exchange of the sums of a row between the warps of a cluster, on cluster_ring.cuh. A wait
-// that is lost shows in tests/cuda_on_host; a block that leaves too early, in compute-sanitizer
-// alone.
+// that is lost shows in tests/cuda_on_host.
 #pragma once
 
 #include "cluster_ring.cuh"

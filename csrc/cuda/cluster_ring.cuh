@@ -10,6 +10,8 @@ namespace bapo::cuda {
 
 static_assert(kComputeThreads == kComputeWarps * kWarp);
 
+__device__ inline int log2_of(int power_of_two) { return __ffs(power_of_two) - 1; }
+
 // The share of this block in the work: rows go to clusters in turn, and the chunks of a row to the
 // blocks of its cluster.
 struct Share {
@@ -22,7 +24,7 @@ struct Share {
         : clusters(gridDim.x / cluster_size()),
           rank((int)cluster_rank()),
           blocks((int)cluster_size()),
-          log_blocks(__ffs(blocks) - 1),
+          log_blocks(log2_of(blocks)),
           cluster(blockIdx.x / cluster_size()) {}
 
     // The number of this block's chunks among the first of a row.

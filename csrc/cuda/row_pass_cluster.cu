@@ -185,8 +185,8 @@ struct Block {
         int k = 0, decider = 1, deciding_rank = 0;
         bool decides = false;
         NextRows next{};
-        // Without gradients, warps wait only here for sums that they do not read; these have
-        // arrived long before.
+        // If there are no gradients, warps wait only here for sums that they do not read, and that
+        // have long arrived.
         const auto wait_for_sums_before = [&](bool decided) {
             if (!gradients && !decided) shared.exchange.wait_for_row_before(turn);
         };
