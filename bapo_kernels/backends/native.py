@@ -63,7 +63,7 @@ def _difference() -> str | None:
     theirs = dict(part.split(": ") for part in layout.split("; "))
     ours = {"fields": operators.FIELDS, "options": Options._fields, "report": REPORT}
     for kind, names in ours.items():
-        for place, (name, got) in enumerate(zip_longest(names, theirs[kind].split(", "))):
+        for place, (name, got) in enumerate(zip_longest(names, theirs.get(kind, "").split(", "))):
             if name != got:
                 return f"{kind}[{place}] must be {name}, got {got}"
     return None
