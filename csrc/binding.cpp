@@ -31,15 +31,22 @@ std::string instruction_set(std::string name) {
     return kernels_in_use.load()->isa;
 }
 
+// The names that cross from and to Python, in their order.
+#define BAPO_TEXT_(...) #__VA_ARGS__
+#define BAPO_TEXT(...) BAPO_TEXT_(__VA_ARGS__)
+std::string layout() {
+    return "fields: " BAPO_TEXT(BAPO_FIELDS) "; options: " BAPO_TEXT(
+        BAPO_OPTIONS) "; report: " BAPO_TEXT(BAPO_REPORT);
+}
+
 // Large pages make the first touch of a fresh gradient several times cheaper.
 void advise_large_pages([[maybe_unused]] void* gradient, [[maybe_unused]] int64_t elements,
                         [[maybe_unused]] DType dtype) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t kPage = uintptr_t{1} << 21;
-    const uintptr_t element = dtype == DType::kFloat32 ? 4 : 2;
     const auto address = reinterpret_cast<uintptr_t>(gradient);
     const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
-    const uintptr_t end = (address + (uintptr_t)elements * element) / kPage * kPage;
+    const uintptr_t end = (address + (uintptr_t)(elements * size_of(dtype))) / kPage * kPage;
     if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
@@ -152,11 +159,9 @@ struct Cpu {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CPU, m) {
-    binding::register_operators<Cpu>(m);
-    binding::register_operators_on_sets<Cpu>(m);
-}
+STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CPU, m) { binding::register_operators<Cpu>(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("instruction_set", TORCH_BOX(&instruction_set));
+    m.impl("layout", TORCH_BOX(&layout));
 }

@@ -21,25 +21,19 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace bapo::binding {
 
-// The device and stream on which the kernels of a call are launched.
-class Launch {
-  public:
-    explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
-        STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
-                        "this torch is built without CUDA");
-        const int32_t device = tensor.get_device_index();
-        STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_) == 0,
-                        "torch did not tell the current stream of CUDA device ", device);
-    }
-    void* stream() const { return stream_; }
-    void check(const char* error) const {
-        STD_TORCH_CHECK(error == nullptr, "a CUDA kernel was not launched: ", error);
-    }
-
-  private:
-    torch::stable::accelerator::DeviceGuard guard_;
-    void* stream_ = nullptr;
-};
+// Calls launch(stream) with torch's current stream on the device of a tensor.
+template <typename F>
+void launch_on(const Tensor& tensor, F launch) {
+    const int32_t device = tensor.get_device_index();
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                    "this torch is built without CUDA");
+    void* stream = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+                    "torch did not tell the current stream of CUDA device ", device);
+    const char* const error = launch(stream);
+    STD_TORCH_CHECK(error == nullptr, "a CUDA kernel was not launched: ", error);
+}
 
 // Memory for one launch.
 template <typename T, typename Params>
@@ -52,15 +46,15 @@ T* scratch(const Params& params, const Tensor& like, Tensor& memory) {
 
 template <typename Params>
 void launch(const char* (*kernel)(const Params&, void*), const Params& params, const Tensor& like) {
-    const Launch launch(like);
-    launch.check(kernel(params, launch.stream()));
+    launch_on(like, [&](void* stream) { return kernel(params, stream); });
 }
 template <typename Params, typename T>
 void launch(const char* (*kernel)(const Params&, T*, void*), const Params& params,
             const Tensor& like) {
-    const Launch launch(like);
     Tensor memory;
-    launch.check(kernel(params, scratch<T>(params, like, memory), launch.stream()));
+    launch_on(like, [&](void* stream) {
+        return kernel(params, scratch<T>(params, like, memory), stream);
+    });
 }
 template <typename Params, auto kernel>
 void launched(const Params& params, const Tensor& like) {
@@ -69,7 +63,7 @@ void launched(const Params& params, const Tensor& like) {
 
 struct Cuda {
     static void check_columns(const LogitRows& rows) {
-        constexpr int64_t kMost = 1 << 30;  // an index of 32 bits, and a step beyond
+        constexpr int64_t kMost = 1 << 30;  // indices of 32 bits go a step beyond
         STD_TORCH_CHECK(rows.vocab <= kMost, "logits must have at most ", kMost, " columns, got ",
                         rows.vocab);
     }
@@ -83,10 +77,11 @@ struct Cuda {
     }
     static void search(const ContributionParams& params, const Target& target,
                        const SearchResult& result, const Tensor& like) {
-        const Launch launch(like);
         Tensor memory;
-        auto* const partials = scratch<Moments>(params, like, memory);
-        launch.check(cuda::search(params, target, result, partials, launch.stream()));
+        launch_on(like, [&](void* stream) {
+            auto* const partials = scratch<Moments>(params, like, memory);
+            return cuda::search(params, target, result, partials, stream);
+        });
     }
     static constexpr auto prepare = launched<PrepareParams, cuda::prepare>;
     static constexpr auto contributions = launched<ContributionParams, cuda::contributions>;
@@ -102,8 +97,7 @@ struct Cuda {
     static constexpr auto sets_dweight = launched<SetWeightGradientParams, cuda::sets_dweight>;
 };
 
-// A tensor to change in place: rows of its last dimension, with any strides up to three dimensions,
-// contiguous beyond.
+// A tensor to change in place, which may have any strides in up to three dimensions.
 inline LogitRows rows_in_place(const Tensor& x) {
     const int64_t dims = x.dim();
     STD_TORCH_CHECK(x.is_contiguous() || (dims <= 3 && x.stride(dims - 1) == 1),
@@ -113,20 +107,18 @@ inline LogitRows rows_in_place(const Tensor& x) {
     rows.vocab = dims >= 1 ? x.size(dims - 1) : 1;
     rows.rows = dims >= 2 ? x.size(dims - 2) : 1;
     rows.batches = rows.vocab * rows.rows == 0 ? 0 : x.numel() / (rows.vocab * rows.rows);
-    // Of a contiguous tensor, dimensions of size 1 may have any stride.
+    // In a contiguous tensor, dimensions of size 1 may have any stride.
     const bool packed = x.is_contiguous();
     rows.row_stride = packed || dims < 2 ? rows.vocab : x.stride(dims - 2);
     rows.batch_stride = packed || dims < 3 ? rows.rows * rows.vocab : x.stride(dims - 3);
-    rows.grad_row_stride = rows.row_stride;
-    rows.grad_batch_stride = rows.batch_stride;
+    rows.grad_row_stride = rows.row_stride, rows.grad_batch_stride = rows.batch_stride;
     rows.logits = rows.grad = x.data_ptr();
     return rows;
 }
 
 inline void scale(Tensor x, Tensor factor) {
-    const Launch launch(x);
     const float* const by = Reader(x).data<float>(factor, 1, "factor");
-    launch.check(cuda::scale(rows_in_place(x), by, launch.stream()));
+    launch_on(x, [&](void* stream) { return cuda::scale(rows_in_place(x), by, stream); });
 }
 
 }  // namespace bapo::binding

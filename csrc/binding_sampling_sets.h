@@ -139,7 +139,8 @@ void sets_dweight(Tensor dvalues, Tensor hidden, Tensor order, Tensor rows, Tens
 }
 
 template <typename Backend, typename Library>
-void register_operators_on_sets(Library& m) {
+void register_operators(Library& m) {
+    register_operators_on_rows<Backend>(m);
     m.impl("find_labels", TORCH_BOX(&find_labels<Backend>));
     m.impl("gather_sets", TORCH_BOX(&gather_sets<Backend>));
     m.impl("multiply_sets", TORCH_BOX(&multiply_sets<Backend>));

@@ -11,15 +11,15 @@
 
 namespace bapo::cpu {
 
-// Threads take rows, a grain of neighbours at a time, until none is left. Neighbours, because two
-// threads that are the first to touch a page would both pay for it.
+// Threads take rows, a grain of neighbours at a time, until none is left. If two threads were the
+// first to touch a page, both would pay for it.
 struct RowQueue {
     int64_t count;
     int64_t grain;
     std::atomic<int64_t> next{0};
 };
 
-// Of rows with a sampling mask; sets_dweight takes columns.
+// Kernels of rows with a sampling mask; dweight takes columns instead.
 struct SetKernels {
     void (*gather)(const MoveSetsParams&, RowQueue&);
     void (*scatter)(const MoveSetsParams&, RowQueue&);
@@ -43,21 +43,21 @@ const RowKernels* row_kernels(const char* isa);
 
 constexpr int64_t kTokensPerChunk = 4096;
 
-// of_sequences: zeros, one per sequence.
+// of_sequences has a zero for each sequence.
 void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_sequences);
 void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
                    const int64_t* of_sequences);
 
-// For each of K labels of a row the sum of the values of those that are equal, in their order; the
-// thread's own memory, until it asks for it again.
+// For each of K labels, the sum of the values of all equal ones, in their order. The memory is the
+// thread's own, until its next call.
 double* sums_of_equal(const int64_t* labels, const double* values, int64_t K);
 
 void find_labels_chunk(const FindLabelsParams& params, int64_t chunk);
 
-// Of one of the span_count(sequences) sequences.
+// k is one of the span_count(sequences) sequences.
 void sequence_mean(const SequenceMeanParams& params, int64_t k);
 
-// bins: of both grids, of one chunk of tokens, lower side first.
+// bins are those of one chunk, the lower side first.
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins);
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
                           int64_t chunks);

@@ -1,7 +1,6 @@
-// What crosses into a kernel, by value: tokens, options and rows, and what each launch takes of
-// them. Optional pointers are null. Includes policy_math.h alone, so that every compiler has it.
-// Fields and options are in the order of core/operators.py and config.py: in another, numbers would
-// be taken for one another.
+// The plain structs that cross into a kernel by value; an optional pointer may be null. Includes
+// policy_math.h alone, so that every compiler can read it. If the three lists of names differ from
+// those of Python, the package refuses the library.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +11,26 @@ namespace bapo {
 
 constexpr int64_t kIgnoredLabel = -100;
 
-// A row of the tokens of a call.
-enum Field : int {
-    kAdvantages,
-    kOldLogProbs,
-    kRolloutLogProbs,
-    kRolloutIsWeights,
-    kRefLogProbs,
-    kTemperatures,
-    kLower,
-    kUpper,
-    kFields
+// Fields, options and metrics are known by their place: backends/native.py compares these lists
+// with FIELDS, Options and REPORT when it loads the library.
+#define BAPO_FIELDS                                                                                \
+    advantages, old_log_probs, rollout_log_probs, rollout_is_weights, ref_log_probs, temperatures, \
+        lower, upper
+#define BAPO_OPTIONS                                                                           \
+    lower_start, lower_max, lower_step, upper_start, upper_max, upper_step, target,            \
+        target_is_ratio, upper_first, uniform_weight, unclipped_only, surrogate, clip_ratio_c, \
+        sapo_tau_pos, sapo_tau_neg, kl_loss_coef, kl_loss_type, entropy_coef, temperature,     \
+        logit_scale, softcap, loss_agg_mode, loss_scale_factor
+#define BAPO_REPORT                                                                         \
+    loss, pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, kl_loss, bapo_clip_low, \
+        bapo_clip_high, bapo_pos_share, bapo_pos_share_start, bapo_pos_share_max,           \
+        bapo_pos_neg_ratio, bapo_saturated, live_tokens
+
+// Each field is a row of the tokens of a call.
+struct Field {
+    enum Name : int { BAPO_FIELDS, kCount };
 };
+constexpr int kFields = Field::kCount;
 
 enum class DType : int64_t {
     kUInt8,
@@ -34,24 +41,22 @@ enum class DType : int64_t {
     kFloat16,
     kBFloat16,
     kFloat32,
-    kFloat64,
+    kFloat64
 };
+// The bytes of a logit.
+constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// x = scale*y with y = z, or y = tanh(logit_scale*z/softcap); dx/dz = slope, times 1 - y^2 under
-// softcap. Where every row has a temperature of its own, scale and slope are those at
-// temperature 1.
+// The softmax is of x = scale*y, where y is z, or tanh(logit_scale*z/softcap) under softcap. dx/dz
+// is slope, times 1 - y^2 under softcap. Given temperatures, both factors are for temperature 1.
 struct Transform {
     bool softcapped;
-    double logit_scale;
-    double softcap;
-    double scale;
-    double slope;
+    double logit_scale, softcap, scale, slope;
     const float* temperatures;  // one per row; null: one for all, which scale and slope contain
 
     BAPO_HD Transform at(float temperature) const {
         Transform here = *this;
         if (temperatures == nullptr) return here;
-        // Any other would still give numbers.
+        // Another temperature would give wrong numbers without a sign of it.
         const double by = temperature > 0.0f && temperature < INFINITY ? temperature : NAN;
         here.scale /= by;
         here.slope /= by;
@@ -62,13 +67,12 @@ struct Transform {
     }
 };
 
-// loss_agg_mode.
 enum class LossAggMode : int64_t {
     kTokenMean,
     kTokenSum,
     kSeqMeanTokenSum,
     kSeqMeanTokenSumNorm,
-    kSeqMeanTokenMean,
+    kSeqMeanTokenMean
 };
 
 struct Grids {
@@ -76,31 +80,21 @@ struct Grids {
     Grid upper;
 
     BAPO_HD int points() const { return lower.count + upper.count; }
-    // Of the ratio: one more than points, on each side.
-    BAPO_HD int bins() const { return points() + 2; }
+    BAPO_HD int bins() const { return points() + 2; }  // one more than points on each side
     BAPO_HD Bounds start() const { return {lower.start, upper.start}; }
     BAPO_HD Bounds maximum() const { return {lower.maximum, upper.maximum}; }
     BAPO_HD Bounds last() const { return {lower.last(), upper.last()}; }
 };
 
-// Of the search.
 struct Target {
     double value;
     bool is_ratio;
     bool upper_first;
 };
 
-// The options of a call, and in its methods what the kernels take of them.
+// An absent softcap is infinite, and an absent loss_scale_factor is 0.
 struct Options {
-    double lower_start, lower_max, lower_step;
-    double upper_start, upper_max, upper_step;
-    double target, target_is_ratio, upper_first, uniform_weight, unclipped_only;
-    double surrogate, clip_ratio_c, sapo_tau_pos, sapo_tau_neg;
-    double kl_loss_coef, kl_loss_type, entropy_coef;
-    double temperature, logit_scale;
-    double softcap;  // infinite: none
-    double loss_agg_mode;
-    double loss_scale_factor;  // 0: none
+    double BAPO_OPTIONS;
 
     BAPO_HD Grids grids() const {
         return {Grid::of(lower_start, lower_max, lower_step),
@@ -123,7 +117,7 @@ struct Options {
 constexpr int kOptions = sizeof(Options) / sizeof(double);
 
 // Sampling masks (CSR): the ids of row n are token_ids[offsets[n], offsets[n + 1]), ascending. A
-// row without ids has the whole vocabulary. Nothing is known of the values before they are read.
+// row without ids has the whole vocabulary. No value has been checked.
 struct Sets {
     int64_t rows;
     int64_t count;             // of ids, in all rows
@@ -131,10 +125,9 @@ struct Sets {
     const int32_t* token_ids;  // [count]; null where only the sizes matter
 };
 
-// Rows of logits [batches, rows, vocab] with unit stride in the last dimension, and where their
-// gradient is written (null: it is not computed; equal to logits: in place). Strides count
-// elements. Rows that are sets have no vocabulary and strides: both are float32 vectors of values,
-// and labels are positions in the sets.
+// Logits [batches, rows, vocab] whose last stride is 1, and the place of their gradient: null if it
+// is not computed, logits if it replaces them. Strides count elements. If rows are sets, both are
+// float32 vectors of their values, without vocabulary or strides, and labels are positions in sets.
 struct LogitRows {
     DType dtype;
     int64_t batches;
@@ -167,7 +160,7 @@ struct LogitRows {
     BAPO_HD float* dvalues() const { return static_cast<float*>(grad); }
 };
 
-// A matrix of any dtype; data is null where it is not given.
+// A matrix of any dtype; without one, data is null.
 struct Numbers {
     const void* data;
     DType dtype;
@@ -175,14 +168,13 @@ struct Numbers {
     int64_t stride;
 };
 
-// Of the unmasked tokens of a call.
 struct TokenCounts {
-    int64_t tokens;
+    int64_t tokens;       // that are unmasked
     int64_t sequences;    // with an unmasked token
     int64_t bad_offsets;  // steps of the offsets that break their rule
 };
 
-// From the arguments of the caller, [rows, columns], to flat inputs of every kernel.
+// Turns the arguments of the caller, [rows, columns], into the flat inputs of the other kernels.
 struct PrepareParams {
     int64_t rows;
     int64_t columns;
@@ -210,13 +202,12 @@ struct PrepareParams {
     BAPO_HD int64_t count() const { return rows * columns; }
 };
 
-// One entry per token, all contiguous: fields and other inputs. Those of the caller are float32;
-// values passed from kernel to kernel are double, so that only the exp of the logits is rounded to
-// float32.
+// One entry per token, all contiguous. The caller's values are float32. Those passed from kernel to
+// kernel are double: only the exp of the logits is then rounded to float32.
 struct TokenInputs {
     const bool* counted;
     const double* weights;
-    const double* log_ratios;  // in the place of log_prob - old_log_prob
+    const double* log_ratios;  // replace log_prob - old_log_prob
     const float* advantages;
     const float* old_log_probs;
     const float* rollout_log_probs;
@@ -226,17 +217,15 @@ struct TokenInputs {
     const float* upper;
 };
 
-// Without rows.grad this is row_statistics: the first pass alone, for which counted is the only
-// input per token beside the labels, and undecided is null. It takes several labels per row, and
-// gives each its log-prob: 0 to kIgnoredLabel.
+// Both passes over rows, or without rows.grad the first alone. Of tokens that reads counted alone;
+// it takes several labels per row, whose log-prob is 0 for kIgnoredLabel, and undecided is null.
 struct RowPassParams {
     LogitRows rows;
     const int64_t* labels;
     TokenInputs tokens;
     PolicyOptions options;
-    const float* bounds;  // (lower, upper) of all; null: tokens have their own, or they are not
-    Bounds start;         // known yet, between start and maximum
-    Bounds maximum;
+    const float* bounds;    // (lower, upper) of all tokens; null: each has its own, or the search
+    Bounds start, maximum;  // has yet to find them between these
     double* log_probs;
     double* entropy;
     double* stats;       // (origin, sum) of every row, which the second pass of this backend needs
@@ -244,7 +233,7 @@ struct RowPassParams {
     int64_t labels_per_row = 1;
 };
 
-// Labels that have no column have no gradient of their own; those that repeat one add to its.
+// A label without a column has no gradient of its own; one that repeats adds to that of the first.
 struct RowGradientParams {
     LogitRows rows;
     const int64_t* labels;
@@ -256,8 +245,7 @@ struct RowGradientParams {
     int64_t labels_per_row = 1;
 };
 
-// The columns of the vocabulary that are here: all, or [first, first + count) of a total that only
-// the device knows.
+// The columns here: the whole vocabulary, or [first, first + count) of a total known on the device.
 struct Columns {
     int64_t count;
     const int64_t* shard;  // (first, total)
@@ -271,8 +259,7 @@ struct FindLabelsParams {
     int64_t* positions;
 };
 
-// Between rows of logits and the values of their sets: gathered from rows.logits, or scattered to
-// rows.grad.
+// Gathers the values of sets from rows.logits, or scatters them to rows.grad.
 struct MoveSetsParams {
     LogitRows rows;
     Sets sets;
@@ -313,14 +300,13 @@ struct SetHiddenGradientParams {
     Matrix dhidden;
 };
 
-// multiply, pass and, of decided rows, the gradient of the hidden state.
+// Multiplies, passes over the values, and writes dhidden of decided rows.
 struct HeadSetPassParams {
     RowPassParams pass;
     SetHead head;
     Matrix dhidden;
 };
 
-// The values of every column in the order of segments, which is fixed.
 struct SetWeightGradientParams {
     const float* dvalues;
     int64_t count;
@@ -341,7 +327,7 @@ struct Sequences {
     int64_t count;
 };
 
-// Means over the counted tokens of each sequence.
+// The mean over the counted tokens of each sequence.
 struct SequenceMeanParams {
     Sequences sequences;
     const bool* counted;
@@ -365,13 +351,16 @@ struct ContributionParams {
     int64_t rank;
 };
 
-// Where Algorithm 1 stops.
-struct SearchResult {
-    float* bounds;   // (lower, upper)
-    double* masses;  // [kMasses]: (positive, negative) at these bounds, at the starting bounds and
-                     // at the last points of the grids
+// The positive and the negative mass at the bounds found, at the first and at the last grid points.
+struct Masses {
+    double pos, neg, pos_start, neg_start, pos_last, neg_last;
 };
-constexpr int kMasses = 6;
+constexpr int kMasses = sizeof(Masses) / sizeof(double);
+
+struct SearchResult {
+    float* bounds;  // (lower, upper) where Algorithm 1 stops
+    Masses* masses;
+};
 
 struct SolveParams {
     const double* table;  // [ranks, points], whose rows are added in order
@@ -381,12 +370,8 @@ struct SolveParams {
     SearchResult result;
 };
 
-// What a loss reports, in the order of output.py.
 struct Report {
-    float loss, pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, kl_loss;
-    float bapo_clip_low, bapo_clip_high;
-    float bapo_pos_share, bapo_pos_share_start, bapo_pos_share_max, bapo_pos_neg_ratio;
-    float bapo_saturated, live_tokens;
+    float BAPO_REPORT;
 };
 constexpr int kReportSize = sizeof(Report) / sizeof(float);
 
@@ -401,9 +386,8 @@ struct TokenLossParams {
     Bounds start;  // of the grids
     Bounds last;
     Target target;
-    const float* bounds;  // (lower, upper) of all; null: tokens have their own
-    // Those of the search; null: those of these tokens.
-    const double* masses;
+    const float* bounds;   // (lower, upper) of all; null: tokens have their own
+    const Masses* masses;  // of the search; null: computed from these tokens
     const bool* unmasked;  // given where tokens may be unmasked and not counted
     int32_t* ticket;       // 0 before and after
     Report* report;

@@ -1,7 +1,6 @@
-// The policy mathematics of BAPO, one token at a time: the loss of Algorithm 1, line 20, and the
-// sums of Eq. 8 (arXiv 2510.18927), for CPU and CUDA. Includes nothing of ours. Everything is
-// double: it costs a few operations per token, and decisions (clipped or not, which bounds) then
-// agree with the float64 reference.
+// The policy mathematics of BAPO for one token: the loss of Algorithm 1, line 20, and the sums of
+// Eq. 8 (arXiv 2510.18927), for CPU and CUDA. Includes nothing of ours. All in double, which is
+// cheap per token: in float32, decisions on clips and bounds would differ from the reference.
 #pragma once
 
 #include <cmath>
@@ -22,7 +21,7 @@ constexpr double kRatioEps = 1e-8;
 constexpr double kLowestFloat = -3.4028234663852886e38;
 constexpr int kMaxGridPoints = 1024;
 
-// As in config.py.
+// config.py has the same numbers.
 enum KlLossType : int64_t { kK1 = 0, kK2 = 1, kK3 = 2 };
 enum Surrogate : int64_t { kClip = 0, kCispo = 1, kSapo = 2, kMask = 3 };
 
@@ -42,14 +41,9 @@ struct PolicyOptions {
     double entropy_coef = 0.0;
 };
 
-// The inputs of a token's loss. Where they are absent, rollout_is_weight is 1 and ref_log_prob is
-// log_prob.
+// The inputs of a token's loss. An absent rollout_is_weight is 1, an absent ref_log_prob log_prob.
 struct Token {
-    double log_prob;
-    double old_log_prob;
-    double ref_log_prob;
-    double advantage;
-    double rollout_is_weight;
+    double log_prob, old_log_prob, ref_log_prob, advantage, rollout_is_weight;
 };
 
 struct Ratio {
@@ -67,8 +61,8 @@ BAPO_HD double on_policy_old(double log_prob) {
     return log_prob < kLowestFloat ? kLowestFloat : log_prob;
 }
 
-// The mean over a sequence may take the place of log_prob - old_log_prob; it is NaN where one of
-// the latter is not finite.
+// The argument is log_prob - old_log_prob, or its mean over a sequence; NaN if a term is not
+// finite.
 BAPO_HD Ratio ratio_of(double log_ratio) {
     const double log_value = clamp(log_ratio, -kLogRatioLimit, kLogRatioLimit);
     return {exp(log_value), log_value, log_value != log_ratio};
@@ -174,7 +168,7 @@ BAPO_HD double kl_grad(const Token& token, const PolicyOptions& options) {
     return options.kl_loss_coef * kl.grad;
 }
 
-// What a token adds to the positive mass (A > 0) or the negative mass (A < 0), without its weight.
+// A token's contribution to the positive mass (A > 0) or the negative mass (A < 0), unweighted.
 BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool unclipped_only) {
     if (advantage > 0.0) {
         if (unclipped_only) return r > bounds.upper ? 0.0 : advantage * r;
@@ -184,8 +178,8 @@ BAPO_HD double contribution(double r, double advantage, Bounds bounds, bool uncl
     return -advantage * (r < bounds.lower ? bounds.lower : r);
 }
 
-// The values that the search tries for a bound, by the repeated addition of its loop. The last step
-// ends at the maximum; with a step of 0 there is one value.
+// The values that the search tries for a bound, by repeated addition as in Algorithm 1. The last
+// step ends at the maximum; with a step of 0 there is one value.
 struct Grid {
     double start;
     double maximum;
@@ -253,7 +247,7 @@ BAPO_HD double negative_mass(const Moments* bins, const double* points, int coun
     return kept + points[i] * below;
 }
 
-// What the search compares with its target; infinite where there is nothing to balance.
+// The search compares this with its target; it is infinite if there is nothing to balance.
 BAPO_HD double tested_quantity(double pos, double neg, bool ratio_target) {
     if (ratio_target) return neg <= 0.0 ? INFINITY : pos / (neg + kRatioEps);
     return pos + neg == 0.0 ? INFINITY : pos / (pos + neg);

@@ -1,6 +1,6 @@
-// What every kernel takes per token, made from the arguments as the caller has them: any dtype, any
-// strides, per token or per sequence; for CPU and CUDA, on params.h. The host does not see values
-// on the device: those that break a rule become NaN here, or nobody notices them.
+// Makes the flat inputs of a token from the arguments of the caller, which have any dtype and
+// strides, per token or per sequence; for CPU and CUDA, on params.h. The host never reads values on
+// a device: what breaks a rule must become NaN here, or nobody notices it.
 #pragma once
 
 #include <cstring>
@@ -54,9 +54,7 @@ BAPO_HD bool offset_is_bad(const PrepareParams& params, int64_t k) {
 
 // A token, and the sequence that it belongs to; behind the last one its index is their number.
 struct Position {
-    int64_t row;
-    int64_t column;
-    int64_t sequence;
+    int64_t row, column, sequence;
 };
 BAPO_HD Position position_of(const PrepareParams& params, int64_t i) {
     const int64_t row = i / params.columns, column = i % params.columns;
@@ -94,8 +92,7 @@ BAPO_HD double divisor_of(const PrepareParams& params, int64_t counted) {
 
 BAPO_HD bool bounds_are_valid(float lower, float upper) { return 0.0f <= lower && lower <= upper; }
 
-// The part of its weight that all unmasked tokens share; NaN where an input of the whole call
-// breaks its rule.
+// The factor of all weights; NaN if an input of the whole call breaks its rule.
 BAPO_HD double shared_weight(const PrepareParams& params, const TokenCounts& counts) {
     const bool valid = !params.bounds || bounds_are_valid(params.bounds[0], params.bounds[1]);
     if (!valid || counts.bad_offsets) return NAN;
@@ -119,12 +116,11 @@ inline bool needs_counts(const PrepareParams& params) {
     return params.device_divisor.data == nullptr && params.divisor != params.divisor;
 }
 
-// Writes the flat inputs of a token. of_sequences: unmasked tokens of every sequence, for the mode
-// that needs them.
+// Writes the flat inputs of a token. A mode that needs them has unmasked tokens in of_sequences.
 BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCounts& counts,
                            const int64_t* of_sequences, double weight) {
     const Position at = position_of(params, i);
-    // With bad offsets no token may hide behind the last one: the loss must become NaN.
+    // If offsets are bad, no token may hide behind the last one: the loss must become NaN.
     const bool unmasked =
         counts.bad_offsets ? is_unmasked(params, at) : is_unmasked_and_inside(params, at);
     params.unmasked[i] = unmasked;
@@ -138,12 +134,12 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
         float value = params.per_sequence[k]
                           ? number_at<float>(field, 0, at.sequence < last ? at.sequence : last)
                           : number_at<float>(field, at.row, at.column);
-        if (k == kAdvantages && counts.bad_offsets) value = NAN;
+        if (k == Field::advantages && counts.bad_offsets) value = NAN;
         params.tokens[k * N + i] = value;
     }
     if (params.counted) {
         params.counted[i] =
-            unmasked && (!params.live || params.tokens[kAdvantages * N + i] != 0.0f);
+            unmasked && (!params.live || params.tokens[Field::advantages * N + i] != 0.0f);
     }
     if (params.weights == nullptr) return;
     if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenMean && at.sequence < params.sequences) {
@@ -153,9 +149,9 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
     if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenSumNorm) {
         weight /= params.length;
     }
-    const bool own_bounds = params.fields[kLower].data && params.fields[kUpper].data;
-    if (own_bounds &&
-        !bounds_are_valid(params.tokens[kLower * N + i], params.tokens[kUpper * N + i])) {
+    const bool own_bounds = params.fields[Field::lower].data && params.fields[Field::upper].data;
+    if (own_bounds && !bounds_are_valid(params.tokens[Field::lower * N + i],
+                                        params.tokens[Field::upper * N + i])) {
         weight = NAN;
     }
     params.weights[i] = unmasked ? weight : 0.0;

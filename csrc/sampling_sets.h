@@ -1,6 +1,5 @@
-// What the kernels of every device know of a sampling mask: the set of a row, and the column of
-// each of its ids; on params.h. Values that break a rule are found here, so that nothing foreign
-// is read or written.
+// The set of a row, and the columns of its ids, for the kernels of every device; on params.h.
+// Values that break a rule are found here: elsewhere foreign memory would be read or written.
 #pragma once
 
 #include "params.h"
@@ -11,8 +10,8 @@ namespace bapo {
 constexpr int64_t kOutsideOfSet = -1;
 constexpr int64_t kNoToken = -2;
 
-// The set of a row: [begin, begin + size). Without one, size is 0; where the offsets break their
-// rule, broken is true, the size 0, and the log-prob of the row NaN.
+// The set of a row: [begin, begin + size). Its size is 0 if it is absent, or broken: if the offsets
+// break their rule, the log-prob of the row is NaN.
 struct SetOfRow {
     int64_t begin;
     int64_t size;
@@ -48,7 +47,7 @@ BAPO_HD int64_t column_of(const Sets& sets, const Columns& columns, const SetOfR
     const int64_t column = id - first;
     return column >= 0 && column < columns.count ? column : kElsewhere;
 }
-// What stands for the logit of an id that has no column here.
+// The value of an id that has no column here.
 BAPO_HD float value_without_column(int64_t column) { return column == kBrokenId ? NAN : -INFINITY; }
 
 BAPO_HD int64_t position_of_label(const FindLabelsParams& params, const SetOfRow& set,

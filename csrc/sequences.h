@@ -9,8 +9,7 @@ namespace bapo {
 
 // The tokens of sequence k. The last one, behind all sequences, are those that belong to none.
 struct Span {
-    int64_t begin;
-    int64_t end;
+    int64_t begin, end;
 };
 BAPO_HD Span span_of(const Sequences& sequences, int64_t k) {
     if (sequences.offsets.data == nullptr)

@@ -1,6 +1,6 @@
-// What the kernels of every device do with one token: read it, decide on its row's gradient, add it
-// to the sums, and report these; on params.h. The row passes decide and the loss sums with the same
-// functions: otherwise a gradient would be written that the loss does not have.
+// One token in the kernels of every device: its inputs, the decision on the gradient of its row,
+// its part of the search and of the sums, and their report; on params.h. If the row passes decided
+// by other functions than the loss sums by, they would write the gradient of another loss.
 #pragma once
 
 #include "params.h"
@@ -14,12 +14,8 @@ BAPO_HD double old_log_prob(const TokenInputs& tokens, int64_t i, double log_pro
 // The inputs of a token, which are known before its log-prob. Absent ones are 0.
 struct alignas(16) TokenFields {
     double weight;
-    float advantage;
-    float old_log_prob;
-    float ref_log_prob;
-    float rollout_is_weight;
-    float lower;
-    float upper;
+    float advantage, old_log_prob, ref_log_prob, rollout_is_weight;
+    float lower, upper;
 };
 BAPO_HD TokenFields fields_at(const TokenInputs& tokens, int64_t i) {
     return {
@@ -42,9 +38,6 @@ BAPO_HD Token token_of(const TokenInputs& tokens, const TokenFields& fields, dou
         tokens.rollout_is_weights ? fields.rollout_is_weight : 1.0,
     };
 }
-BAPO_HD Token token_at(const TokenInputs& tokens, int64_t i, double log_prob) {
-    return token_of(tokens, fields_at(tokens, i), log_prob);
-}
 
 BAPO_HD Ratio ratio_at(const TokenInputs& tokens, int64_t i, double log_prob, double old) {
     return tokens.log_ratios ? ratio_of(tokens.log_ratios[i]) : policy_ratio(log_prob, old);
@@ -65,9 +58,9 @@ struct RowCoefficients {
     BAPO_HD bool zero() const { return dlog_prob == 0.0 && entropy_bonus == 0.0; }
 };
 
-// d l/d z of the label, without the cancellation in 1 - p. In double: it is the largest entry of
-// the row's gradient, with an error budget of little more than its last rounding. `others`: the sum
-// of d l/d log_prob of the other labels.
+// d l/d z of the label, without the cancellation in 1 - p. It is the largest entry of the gradient,
+// and in double its error is hardly more than the last rounding. `others` is the sum of the
+// d l/d log_prob of the other labels.
 BAPO_HD double label_gradient(float z, double log_p, double entropy, double slope,
                               RowCoefficients coefficients, double others = 0.0) {
     const double bonus = coefficients.entropy_bonus;
@@ -77,19 +70,14 @@ BAPO_HD double label_gradient(float z, double log_p, double entropy, double slop
     return z == -INFINITY ? 0.0 : dx * slope;
 }
 
-// The gradient that the loss of a token asks of its row, and whether it depends on bounds that the
-// search has yet to find.
 struct Decision {
     RowCoefficients coefficients;
-    bool undecided;
+    bool undecided;  // the gradient depends on bounds that the search has yet to find
 };
-// Where the search may put the bounds: nowhere else if they are known. They are float32 values; as
-// such they take half the registers where registers are few.
+// The first and the last bounds that the search can return; both are the same if they are known.
+// Bounds are float32 values, and double would take twice the registers.
 struct alignas(16) BoundsRange {
-    float lower;
-    float upper;
-    float last_lower;
-    float last_upper;
+    float lower, upper, last_lower, last_upper;
 
     static BAPO_HD BoundsRange at(float lower, float upper) { return {lower, upper, lower, upper}; }
     BAPO_HD Bounds first() const { return {lower, upper}; }
@@ -106,27 +94,22 @@ BAPO_HD Decision decide(const RowPassParams& params, BoundsRange range, const To
     if (params.tokens.lower) range = BoundsRange::at(fields.lower, fields.upper);
     const Token token = token_of(params.tokens, fields, log_prob);
     const Ratio ratio = policy_ratio(log_prob, token.old_log_prob);
-    const double of_kl = kl_grad(token, options);
-    const double grad = policy_term(token, ratio, range.first(), options).grad + of_kl;
-    const double grad_last = policy_term(token, ratio, range.last(), options).grad + of_kl;
+    const double kl = kl_grad(token, options);
+    const double grad = policy_term(token, ratio, range.first(), options).grad + kl;
+    const double grad_last = policy_term(token, ratio, range.last(), options).grad + kl;
     return {{fields.weight * grad, fields.weight * options.entropy_coef},
             grad != grad_last && grad == grad};
 }
-BAPO_HD Decision decide(const RowPassParams& params, int64_t i, double log_prob) {
-    return decide(params, bounds_range(params), fields_at(params.tokens, i), log_prob);
-}
 
-// Weight of a token in the positive and the negative mass.
+// The weight of a token in the positive or the negative mass.
 BAPO_HD double search_weight(const TokenInputs& tokens, bool uniform, int64_t i, double old) {
     return uniform ? 1.0
                    : exp(tokens.rollout_log_probs ? (double)tokens.rollout_log_probs[i] : old);
 }
 
-// A token of the search; its advantage is 0 where it is not counted.
+// A token of the search; if it is not counted, its advantage is 0.
 struct Candidate {
-    double ratio;
-    double advantage;
-    double weight;
+    double ratio, advantage, weight;
 };
 BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
     // All are loaded at once: one latency, not three.
@@ -140,13 +123,11 @@ BAPO_HD Candidate candidate(const ContributionParams& params, int64_t i) {
 
 // The points of both grids.
 struct GridPoints {
-    double lower[kMaxGridPoints];
-    double upper[kMaxGridPoints];
-    int lower_count;
-    int upper_count;
+    double lower[kMaxGridPoints], upper[kMaxGridPoints];
+    int lower_count, upper_count;
 };
 
-// The bin of a candidate: those of negative advantages first.
+// The bin of a candidate; the bins of negative advantages come first.
 BAPO_HD int bin_of(const GridPoints& points, const Grids& grids, const Candidate& token) {
     const bool negative = token.advantage < 0.0;
     return (negative ? 0 : grids.lower.count + 1) +
@@ -158,25 +139,24 @@ BAPO_HD Moments moments_of(const Candidate& token) {
     return {mass * token.ratio, mass};
 }
 
-// Algorithm 1 raises one bound up to its maximum, then the other: the points of its k-th step.
 struct GridStep {
     int lower;
     int upper;
 };
+// Algorithm 1 raises one bound up to its maximum, then the other.
 BAPO_HD GridStep step_of_search(const GridPoints& grids, bool upper_first, int k) {
     const int last = (upper_first ? grids.upper_count : grids.lower_count) - 1;
     const int first_side = k < last ? k : last, second_side = k - first_side;
     return upper_first ? GridStep{second_side, first_side} : GridStep{first_side, second_side};
 }
-// The mass at the k-th place of a table.
 BAPO_HD double mass_at(const GridPoints& grids, const Moments* bins, int k, bool unclipped_only) {
     const int lower = grids.lower_count, upper = grids.upper_count;
     return k < lower
                ? negative_mass(bins, grids.lower, lower, k, unclipped_only)
                : positive_mass(bins + lower + 1, grids.upper, upper, k - lower, unclipped_only);
 }
-BAPO_HD bool goes_on(const double* table, const GridPoints& grids, const Target& target,
-                     GridStep at) {
+BAPO_HD bool is_below_target(const double* table, const GridPoints& grids, const Target& target,
+                             GridStep at) {
     const double neg = table[at.lower], pos = table[grids.lower_count + at.upper];
     return tested_quantity(pos, neg, target.is_ratio) < target.value;
 }
@@ -185,12 +165,9 @@ BAPO_HD void write_result(const double* table, const GridPoints& grids, GridStep
     const double *const neg = table, *const pos = table + grids.lower_count;
     result.bounds[0] = (float)grids.lower[at.lower];
     result.bounds[1] = (float)grids.upper[at.upper];
-    result.masses[0] = pos[at.upper];
-    result.masses[1] = neg[at.lower];
-    result.masses[2] = pos[0];
-    result.masses[3] = neg[0];
-    result.masses[4] = pos[grids.upper_count - 1];
-    result.masses[5] = neg[grids.lower_count - 1];
+    const int last_lower = grids.lower_count - 1, last_upper = grids.upper_count - 1;
+    *result.masses = {pos[at.upper], neg[at.lower],   pos[0],
+                      neg[0],        pos[last_upper], neg[last_lower]};
 }
 
 struct TokenLossSums {
@@ -225,19 +202,19 @@ BAPO_HD void add_token(const TokenLossParams& params, int64_t i, TokenLossSums& 
     const Bounds bounds = own_bounds ? Bounds{tokens.lower[i], tokens.upper[i]}
                                      : Bounds{params.bounds[0], params.bounds[1]};
     const double log_prob = params.log_probs[i];
-    const Token token = token_at(tokens, i, log_prob);
+    const Token token = token_of(tokens, fields_at(tokens, i), log_prob);
     const double A = token.advantage, weight = tokens.weights[i];
     const double entropy = params.entropy ? params.entropy[i] : 0.0;
     if (params.dentropy) params.dentropy[i] = -weight * options.entropy_coef;
     const Ratio ratio = ratio_at(tokens, i, log_prob, token.old_log_prob);
     const PolicyTerm policy = policy_term(token, ratio, bounds, options);
-    // Written before anything is added, so that 128 registers are enough.
-    const double of_kl = kl_grad(token, options);
+    // With the gradients stored before anything is added, 128 registers are enough.
+    const double dkl = kl_grad(token, options);
     if (params.dlog_ratios) {
         params.dlog_ratios[i] = weight * policy.grad;
-        params.dlog_probs[i] = weight * of_kl;
+        params.dlog_probs[i] = weight * dkl;
     } else if (params.dlog_probs) {
-        params.dlog_probs[i] = weight * (policy.grad + of_kl);
+        params.dlog_probs[i] = weight * (policy.grad + dkl);
     }
     const double kl = tokens.ref_log_probs
                           ? kl_term(log_prob, token.ref_log_prob, options.kl_loss_type).value
@@ -286,12 +263,10 @@ BAPO_HD double smallest_negative(const TokenLossSums& total) {
 
 BAPO_HD void report(const TokenLossParams& params, TokenLossSums total) {
     if (params.masses) {
-        total.pos = params.masses[0];
-        total.neg = params.masses[1];
-        total.pos_start = params.masses[2];
-        total.neg_start = params.masses[3];
-        total.pos_last = params.masses[4];
-        total.neg_last = params.masses[5];
+        const Masses& of_search = *params.masses;
+        total.pos = of_search.pos, total.neg = of_search.neg;
+        total.pos_start = of_search.pos_start, total.neg_start = of_search.neg_start;
+        total.pos_last = of_search.pos_last, total.neg_last = of_search.neg_last;
     }
     const double quantity = tested_quantity(total.pos, total.neg, params.target.is_ratio);
     const double count = total.count > 0.0 ? total.count : 1.0;

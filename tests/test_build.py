@@ -18,9 +18,6 @@ from helpers import exhaustive_unless, needs_native
 import bapo_kernels
 from bapo_kernels import backends, checks
 from bapo_kernels.backends import native
-from bapo_kernels.config import Options
-from bapo_kernels.core.operators import FIELDS
-from bapo_kernels.output import REPORT
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path(bapo_kernels.__file__).parent / "_C.abi3.so"
@@ -126,6 +123,34 @@ def test_an_older_torch_is_refused_with_a_reason(monkeypatch):
     assert native._load().startswith("the native library does not load")
     monkeypatch.setattr(native.torch, "__version__", "2.9.1+cpu")
     assert native._load().startswith("torch must be 2.10 or later, got 2.9.1+cpu")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("names", "others", "reason"),
+    [
+        ("temperature, logit_scale", "logit_scale, temperature", "options[18] must be tem"),
+        ("report: loss, ", "report: ", "report[0] must be loss, got pg_loss"),
+        (", upper; ", "; ", "fields[7] must be upper, got None"),
+        (", upper; ", ", upper, other; ", "fields[8] must be None, got other"),
+        (None, None, "layout must be one of its operators, got none"),
+    ],
+)
+def test_a_library_with_other_names_is_refused(monkeypatch, names, others, reason):
+    """They cross into the kernels by their place: one number would be taken for another."""
+    layout = torch.ops.bapo_kernels.layout()
+    assert native._load() is None
+
+    def of_other_sources():
+        if names is None:
+            raise NotImplementedError
+        assert layout.count(names) == 1
+        return layout.replace(names, others)
+
+    monkeypatch.setattr(torch.ops.bapo_kernels, "layout", of_other_sources)
+    refused = native._load()
+    assert refused.startswith(f"the native library is of other sources: {reason}")
+    assert refused.endswith(": build it again")
 
 
 ALL = "sm_80, sm_90, sm_100, sm_120, compute_120"
@@ -268,16 +293,8 @@ def test_import_asks_for_no_gpu():
     subprocess.run([sys.executable, "-c", NO_GPU], env=environment, check=True)
 
 
-def test_names_have_the_same_order_everywhere():
-    text = "".join((ROOT / "csrc" / name).read_text() for name in ("params.h", "tokens.h"))
-
-    def members(struct):
-        body = re.search(rf"^{struct} {{\n(.*?)(?:^}};|\n\n)", text, re.DOTALL | re.MULTILINE)[1]
-        return tuple(re.findall(r"(\w+)[,;]", body))
-
-    assert members("struct Report") == REPORT
-    assert members("struct Options") == Options._fields
-    # Their number, without a comma, is the last.
-    assert members("enum Field : int") == tuple(f"k{n.title().replace('_', '')}" for n in FIELDS)
+def test_sums_have_the_same_order_everywhere():
     policy = pytest.importorskip("bapo_kernels.backends.triton.token_loss")
-    assert members("struct TokenLossSums") == policy.SUMS
+    text = (ROOT / "csrc/tokens.h").read_text()
+    body = re.search(r"^struct TokenLossSums {\n(.*?)^};", text, re.DOTALL | re.MULTILINE)[1]
+    assert tuple(re.findall(r"(\w+)[,;]", body)) == policy.SUMS

@@ -1,6 +1,6 @@
 """Loads the C++ library, which lies beside the package, or explains why it is absent.
 
-Imports ``core.operators`` and ``checks``. If the library is absent and BAPO_REQUIRE_NATIVE=1
+Imports ``core.operators`` and what is below it. If the library is absent and BAPO_REQUIRE_NATIVE=1
 is set, the import fails; whatever else keeps it from loading must become a reason, because the
 package also runs without it.
 """
@@ -12,6 +12,7 @@ import json
 import os
 import re
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ..checks import runs_while_traced
-from ..core import operators  # noqa: F401 (schemas are defined before kernels implement them)
+from ..config import Options
+from ..core import operators  # defines the schemas, before kernels implement them
+from ..output import REPORT
 
 OLDEST_TORCH = "2.10"  # the library is built for its stable ABI
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -44,6 +47,25 @@ def _load() -> str | None:
         if TorchVersion(torch.__version__) < OLDEST_TORCH:
             reason = f"torch must be {OLDEST_TORCH} or later, got {torch.__version__}; {reason}"
         return reason
+    difference = _difference()
+    return difference and f"the native library is of other sources: {difference}: build it again"
+
+
+def _difference() -> str | None:
+    """The first name at whose place the library has another.
+
+    Fields, options and metrics cross into the kernels and back by their place alone.
+    """
+    try:
+        layout = getattr(torch.ops, operators.NATIVE).layout()
+    except NotImplementedError:
+        return "layout must be one of its operators, got none"
+    theirs = dict(part.split(": ") for part in layout.split("; "))
+    ours = {"fields": operators.FIELDS, "options": Options._fields, "report": REPORT}
+    for kind, names in ours.items():
+        for place, (name, got) in enumerate(zip_longest(names, theirs.get(kind, "").split(", "))):
+            if name != got:
+                return f"{kind}[{place}] must be {name}, got {got}"
     return None
 
 

@@ -205,6 +205,7 @@ torch.library.register_fake(f"{NATIVE}::head_backward", _fake_head_backward, lib
 
 # The instruction set of the CPU kernels in use; a name selects another, "" does not.
 _libraries[NATIVE].define("instruction_set(str name) -> str")
+_libraries[NATIVE].define("layout() -> str")  # the names in csrc/params.h, in their order
 
 
 def as_rows(logits: Tensor) -> Tensor:

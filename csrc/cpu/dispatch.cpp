@@ -2,6 +2,7 @@
 // processor: instructions of a newer one here would end the process before the choice.
 
 #include <cstring>
+#include <utility>
 
 #include "launch.h"
 
@@ -16,18 +17,13 @@ extern const RowKernels kRowKernels_avx512bf16;
 
 namespace {
 
-struct Candidate {
-    const RowKernels* kernels;
-    bool runs;
-};
-
 template <typename F>
 const RowKernels* first_that(F wanted) {
 #if defined(BAPO_X86)
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
-    const Candidate candidates[] = {
+    const std::pair<const RowKernels*, bool> candidates[] = {
 #if defined(BAPO_X86)
         {&kRowKernels_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16")},
         {&kRowKernels_avx512, avx512},
@@ -35,8 +31,8 @@ const RowKernels* first_that(F wanted) {
 #endif
         {&kRowKernels_portable, true},
     };
-    for (const Candidate& candidate : candidates) {
-        if (candidate.runs && wanted(*candidate.kernels)) return candidate.kernels;
+    for (const auto& [kernels, runs] : candidates) {
+        if (runs && wanted(*kernels)) return kernels;
     }
     return nullptr;
 }

@@ -33,9 +33,8 @@ inline VFloat derivative(VFloat y) {
     return kSoftcap ? 1.0f - held * held : splat(1.0f);
 }
 
-// Between logits and probabilities everything is in base 2, which makes the exp three operations
-// shorter: t = (y - origin)*scale, p = 2^t/sum. The origin is near enough to the maximum of y to
-// keep 2^t in range; the maximum itself is not needed.
+// Everything is in base 2, which makes the exp three operations shorter: t = (y - origin)*scale and
+// p = 2^t/sum. The origin need not be the maximum of y, only near enough to keep 2^t in range.
 struct RowStats {
     float origin;
     double sum;           // of 2^t
@@ -68,8 +67,8 @@ inline double log_prob(float z, const Transform& transform, float origin, double
     return ((double)y - origin) * transform.scale - log_sum;
 }
 
-// The exp of a row, which the first pass keeps for the second: with 16-bit logits a row and its exp
-// fit into the cache, and computing the exp again would limit the speed.
+// The exp of a row, kept by the first pass for the second: with 16-bit logits both fit into the
+// cache, and computing the exp again would limit the speed.
 struct KeptExp {
     float* e = nullptr;        // 2^t of every element, with t relative to the origin of its block
     float* origins = nullptr;  // one per block

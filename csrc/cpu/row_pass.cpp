@@ -7,16 +7,20 @@
 namespace {
 
 void row_pass(const RowPassParams& params, cpu::RowQueue& queue) {
-    with_row_type(params.rows, [&]<typename T, bool kSoftcap>() {
-        take_rows(params, queue, [](const RowPassParams& params, int64_t index) {
-            pass_row<T, kSoftcap>(params, index, [](int64_t) -> double { return NAN; });
+    const auto absent = [](int64_t) -> double { return NAN; };
+    with_dtype(params.rows.dtype, [&]<typename T>(T) {
+        with_softcap(params.rows.transform, [&]<bool kSoftcap>() {
+            take_rows(params, queue, [=](const RowPassParams& params, int64_t index) {
+                pass_row<T, kSoftcap>(params, index, absent);
+            });
         });
     });
 }
 
 void row_gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
-    with_row_type(params.rows, [&]<typename T, bool kSoftcap>() {
-        take_rows(params, queue, finish_row<T, kSoftcap>);
+    with_dtype(params.rows.dtype, [&]<typename T>(T) {
+        with_softcap(params.rows.transform,
+                     [&]<bool kSoftcap>() { take_rows(params, queue, finish_row<T, kSoftcap>); });
     });
 }
 

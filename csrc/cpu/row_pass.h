@@ -34,7 +34,7 @@ bool keeps_exp(const RowPassParams& params, int64_t index) {
     return kept_exp.capacity >= params.rows.vocab;
 }
 
-// absent: the log-prob of a label that is in none of the columns.
+// absent(label) is the log-prob of a label without a column.
 template <typename T, bool kSoftcap>
 void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64_t)) {
     const LogitRows& rows = params.rows;
@@ -70,7 +70,8 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
     stats_out[1] = stats.sum;
 
     if (row.grad == nullptr) return;
-    const Decision decision = decide(params, index, log_probs[0]);
+    const Decision decision =
+        decide(params, bounds_range(params), fields_at(params.tokens, index), log_probs[0]);
     if (decision.undecided) {
         params.undecided[index] = 1;
     } else if (decision.coefficients.zero()) {
@@ -83,8 +84,8 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
     }
 }
 
-// The gradient of all entries but the labels, and those of the labels. In place these are computed
-// before it overwrites the logits, otherwise when the row is in the cache.
+// Writes the gradient of a row, then those of its labels. In place the latter are computed before
+// the logits are overwritten, otherwise afterwards, when the row is in the cache.
 template <typename T, bool kSoftcap>
 void finish_row(const RowGradientParams& params, int64_t index) {
     if (params.only && !params.only[index]) return;
@@ -125,16 +126,16 @@ void finish_row(const RowGradientParams& params, int64_t index) {
 }
 
 template <typename F>
-void with_row_type(const LogitRows& rows, F f) {
-    const auto with_softcap = [&]<typename T>(T) {
-        rows.transform.softcapped ? f.template operator()<T, true>()
-                                  : f.template operator()<T, false>();
-    };
-    switch (rows.dtype) {
-        case DType::kBFloat16: return with_softcap(BFloat16{});
-        case DType::kFloat16: return with_softcap(Float16{});
-        default: return with_softcap(float{});
+void with_dtype(DType dtype, F f) {
+    switch (dtype) {
+        case DType::kBFloat16: return f(BFloat16{});
+        case DType::kFloat16: return f(Float16{});
+        default: return f(float{});
     }
+}
+template <typename F>
+void with_softcap(const Transform& transform, F f) {
+    transform.softcapped ? f.template operator()<true>() : f.template operator()<false>();
 }
 
 template <typename Params, typename RowKernel>

@@ -19,22 +19,10 @@ T* row_at(const Matrix& matrix, int64_t row) {
     return static_cast<T*>(matrix.data) + row * matrix.row_stride;
 }
 
-template <typename F>
-void with_dtype(DType dtype, F f) {
-    switch (dtype) {
-        case DType::kBFloat16: return f(BFloat16{});
-        case DType::kFloat16: return f(Float16{});
-        default: return f(float{});
-    }
-}
-// What is read, and what is written: in the same dtype, or in float32.
+// Kernels write in the dtype of what they read, or in float32.
 template <typename F>
 void with_dtypes(DType in, DType out, F f) {
     with_dtype(in, [&]<typename T>(T) { out == in ? f(T{}, T{}) : f(T{}, float{}); });
-}
-template <typename F>
-void with_softcap(const Transform& transform, F f) {
-    transform.softcapped ? f.template operator()<true>() : f.template operator()<false>();
 }
 
 template <typename T>
@@ -120,8 +108,9 @@ void multiply_rows(const T* hidden, const T* const (&rows)[kTogether],
 }
 
 template <typename T>
-void multiply_set(const SetHead& head, const Sets& sets, const Columns& columns, float* values,
-                  int64_t index) {
+void multiply_row(const MultiplySetsParams& params, int64_t index) {
+    const auto& [head, sets, columns, counted, values] = params;
+    if (!counted[index]) return;
     const SetOfRow set = set_of(sets, index);
     const int64_t H = head.hidden.columns, end = set.begin + set.size;
     const T* const hidden = row_at<const T>(head.hidden, index);
@@ -129,14 +118,14 @@ void multiply_set(const SetHead& head, const Sets& sets, const Columns& columns,
         int64_t column[kTogether];
         const T* row[kTogether];
     };
-    // Without a column, any readable row takes the place of the head's.
+    // An id without a column reads the hidden state instead.
     const auto group_at = [&](int64_t begin) {
         Group group;
         for (int r = 0; r < kTogether; ++r) {
             const int64_t k = begin + r;
-            group.column[r] = k < end ? column_of(sets, columns, set, k) : kElsewhere;
+            group.column[r] = k < end ? column_of(params.sets, params.columns, set, k) : kElsewhere;
             group.row[r] =
-                group.column[r] < 0 ? hidden : row_at<const T>(head.weight, group.column[r]);
+                group.column[r] < 0 ? hidden : row_at<const T>(params.head.weight, group.column[r]);
         }
         return group;
     };
@@ -154,17 +143,11 @@ void multiply_set(const SetHead& head, const Sets& sets, const Columns& columns,
     }
 }
 
-template <typename T>
-void multiply_row(const MultiplySetsParams& params, int64_t index) {
-    if (!params.counted[index]) return;
-    multiply_set<T>(params.head, params.sets, params.columns, params.values, index);
-}
-
-// How a sum goes to memory: that which is not read again soon goes past the cache.
+// How a sum goes to memory; streamed ones go past the cache, as they are not read again soon.
 enum class Store { kWritten, kStreamed, kAdded };
 
-// out += or = sum over terms of factor*row, a block of columns after the other. term(i) gives the
-// factor and the row of term i, whose row may be anything where the factor is 0.
+// Stores the sum of factor*row over the terms, one block of columns after another. term(i) gives
+// both; if the factor is 0, the row is not read.
 template <typename Out, typename Term>
 void weighted_sum(Out* out, int64_t width, int64_t terms, Store how, Term term) {
     constexpr uintptr_t kBytes = kStreamed<Out> * sizeof(Out);
@@ -207,39 +190,32 @@ struct Term {
 };
 
 template <typename T, typename Out>
-void dhidden_of_set(const Matrix& weight, const Sets& sets, const Columns& columns,
-                    const float* dvalues, const Matrix& dhidden, int64_t index) {
-    const SetOfRow set = set_of(sets, index);
-    if (set.size == 0) return;
-    weighted_sum(row_at<Out>(dhidden, index), dhidden.columns, set.size, Store::kWritten,
-                 [&](int64_t i) {
-                     const int64_t k = set.begin + i, column = column_of(sets, columns, set, k);
-                     if (column < 0) return Term<T>{0.0f, nullptr};
-                     return Term<T>{dvalues[k], row_at<const T>(weight, column)};
-                 });
-}
-
-template <typename T, typename Out>
 void dhidden_of_row(const SetHiddenGradientParams& params, int64_t index) {
     if (params.only && !params.only[index]) return;
-    dhidden_of_set<T, Out>(params.weight, params.sets, params.columns, params.dvalues,
-                           params.dhidden, index);
+    const SetOfRow set = set_of(params.sets, index);
+    if (set.size == 0) return;
+    const auto term = [&](int64_t i) {
+        const int64_t k = set.begin + i, column = column_of(params.sets, params.columns, set, k);
+        if (column < 0) return Term<T>{0.0f, nullptr};
+        return Term<T>{params.dvalues[k], row_at<const T>(params.weight, column)};
+    };
+    weighted_sum(row_at<Out>(params.dhidden, index), params.dhidden.columns, set.size,
+                 Store::kWritten, term);
 }
 
 template <typename T, typename Out, bool kSoftcap>
 void pass_head_row(const HeadSetPassParams& params, int64_t index) {
-    const RowPassParams& pass = params.pass;
-    const Columns columns{params.head.weight.rows, nullptr};
-    if (pass.tokens.counted[index]) {
-        multiply_set<T>(params.head, pass.rows.sets, columns, pass.rows.dvalues(), index);
-    }
+    const auto& [pass, head, dhidden] = params;
+    const Sets& sets = pass.rows.sets;
+    const Columns columns{head.weight.rows, nullptr};
+    float* const values = pass.rows.dvalues();
+    multiply_row<T>({head, sets, columns, pass.tokens.counted, values}, index);
     pass_set<kSoftcap>(pass, index);
     if (pass.undecided[index]) return;
-    dhidden_of_set<T, Out>(params.head.weight, pass.rows.sets, columns, pass.rows.dvalues(),
-                           params.dhidden, index);
+    dhidden_of_row<T, Out>({head.weight, sets, columns, values, nullptr, dhidden}, index);
 }
 
-// The columns of a queue's grain: those without a value are filled with zeros at once.
+// Takes columns [begin, end); neighbours without a value are filled with zeros at once.
 template <typename T, typename Out>
 void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, int64_t end) {
     const auto start_of = [&](int64_t column) {
@@ -285,21 +261,17 @@ void dweight_of_columns(const SetWeightGradientParams& params, int64_t begin, in
 void gather(const MoveSetsParams& params, cpu::RowQueue& queue) {
     with_dtype(params.rows.dtype, [&]<typename T>(T) { take_rows(params, queue, gather_row<T>); });
 }
-
 void scatter(const MoveSetsParams& params, cpu::RowQueue& queue) {
     with_dtype(params.rows.dtype, [&]<typename T>(T) { take_rows(params, queue, scatter_row<T>); });
 }
-
 void multiply(const MultiplySetsParams& params, cpu::RowQueue& queue) {
     with_dtype(params.head.hidden.dtype,
                [&]<typename T>(T) { take_rows(params, queue, multiply_row<T>); });
 }
-
 void pass(const RowPassParams& params, cpu::RowQueue& queue) {
     with_softcap(params.rows.transform,
                  [&]<bool kSoftcap>() { take_rows(params, queue, pass_set<kSoftcap>); });
 }
-
 void head_pass(const HeadSetPassParams& params, cpu::RowQueue& queue) {
     with_dtypes(params.head.hidden.dtype, params.dhidden.dtype,
                 [&]<typename T, typename Out>(T, Out) {
@@ -308,12 +280,10 @@ void head_pass(const HeadSetPassParams& params, cpu::RowQueue& queue) {
                     });
                 });
 }
-
 void gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
     with_softcap(params.rows.transform,
                  [&]<bool kSoftcap>() { take_rows(params, queue, finish_set<kSoftcap>); });
 }
-
 void dhidden(const SetHiddenGradientParams& params, cpu::RowQueue& queue) {
     with_dtypes(params.weight.dtype, params.dhidden.dtype, [&]<typename T, typename Out>(T, Out) {
         take_rows(params, queue, dhidden_of_row<T, Out>);

@@ -196,8 +196,7 @@ inline void stream(T* p, F vector_at) {  // The halves are joined in registers, 
 #endif
 }
 
-// Asks early for what a loop over p reads next: the processor itself looks less far ahead, and not
-// beyond a page. Measured on x86 alone.
+// The processor itself fetches less far ahead, and not beyond a page. Measured on x86 alone.
 template <typename T>
 inline void prefetch([[maybe_unused]] const T* p) {
 #if defined(__AVX2__)

@@ -28,9 +28,10 @@ GridPoints points_of(const Grids& grids) {
     return points;
 }
 
-int64_t chunk_end(int64_t chunk, int64_t count) {
-    const int64_t end = (chunk + 1) * kTokensPerChunk;
-    return end < count ? end : count;
+template <typename F>
+void for_chunk(int64_t chunk, int64_t count, F f) {
+    const int64_t begin = chunk * kTokensPerChunk, end = std::min(begin + kTokensPerChunk, count);
+    for (int64_t i = begin; i < end; ++i) f(i);
 }
 
 }  // namespace
@@ -50,10 +51,8 @@ void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_
 void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
                    const int64_t* of_sequences) {
     const double weight = shared_weight(params, counts);
-    const int64_t end = chunk_end(chunk, params.count());
-    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
-        prepare_token(params, i, counts, of_sequences, weight);
-    }
+    for_chunk(chunk, params.count(),
+              [&](int64_t i) { prepare_token(params, i, counts, of_sequences, weight); });
 }
 
 double* sums_of_equal(const int64_t* labels, const double* values, int64_t K) {
@@ -74,8 +73,8 @@ double* sums_of_equal(const int64_t* labels, const double* values, int64_t K) {
 }
 
 void find_labels_chunk(const FindLabelsParams& params, int64_t chunk) {
-    const int64_t end = chunk_end(chunk, params.sets.rows * params.labels_per_row);
-    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) find_label(params, i);
+    const int64_t count = params.sets.rows * params.labels_per_row;
+    for_chunk(chunk, count, [&](int64_t i) { find_label(params, i); });
 }
 
 void sequence_mean(const SequenceMeanParams& params, int64_t k) {
@@ -87,11 +86,10 @@ void sequence_mean(const SequenceMeanParams& params, int64_t k) {
 
 void contributions_chunk(const ContributionParams& params, int64_t chunk, Moments* bins) {
     const GridPoints grids = points_of(params.grids);
-    const int64_t end = chunk_end(chunk, params.count);
-    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) {
+    for_chunk(chunk, params.count, [&](int64_t i) {
         const Candidate token = candidate(params, i);
         if (token.advantage != 0.0) bins[bin_of(grids, params.grids, token)] += moments_of(token);
-    }
+    });
 }
 
 void contributions_reduce(const ContributionParams& params, const Moments* partials,
@@ -117,14 +115,13 @@ void solve(const SolveParams& params) {
     }
     const auto step = [&](int k) { return step_of_search(grids, params.target.upper_first, k); };
     int k = 0;
-    while (k + 2 < points && goes_on(table, grids, params.target, step(k))) ++k;
+    while (k + 2 < points && is_below_target(table, grids, params.target, step(k))) ++k;
     write_result(table, grids, step(k), params.result);
 }
 
 void token_loss_chunk(const TokenLossParams& params, int64_t chunk, TokenLossSums& sums) {
-    const int64_t end = chunk_end(chunk, params.count);
     sums = {};
-    for (int64_t i = chunk * kTokensPerChunk; i < end; ++i) add_token(params, i, sums);
+    for_chunk(chunk, params.count, [&](int64_t i) { add_token(params, i, sums); });
 }
 
 void token_loss_reduce(const TokenLossParams& params, const TokenLossSums* partials,

@@ -15,17 +15,15 @@ namespace bapo::cuda {
 constexpr int kComputeWarps = 4;
 constexpr int kComputeThreads = kComputeWarps * 32;
 constexpr int kChunkBytes = 16 * kComputeThreads;
-// A row that is not aligned needs one vector more, and a gradient that is aligned otherwise needs
-// another.
+// A row that is not aligned needs one vector more, a gradient with another alignment a second one.
 constexpr int kMostBytes = kChunkBytes + 32;
-// Where the two barriers of a stage lie in it.
-constexpr int kFull = kMostBytes;
+constexpr int kFull = kMostBytes;  // offsets of the two barriers of a stage
 constexpr int kEmpty = kFull + 8;
 constexpr int kStageBytes = kChunkBytes + 128;
 constexpr int kMaxCluster = 16;
 constexpr int kPortableCluster = 8;  // what every GPU with clusters has
 
-// By which the registers of a multiprocessor are divided. sm_120 has 100 KB of shared memory.
+// Each gets its part of the registers. sm_120 has only 100 KB of shared memory.
 constexpr int blocks_per_multiprocessor(int major) { return major >= 12 ? 2 : 4; }
 
 struct ClusterPlan {
@@ -33,13 +31,13 @@ struct ClusterPlan {
     int stages = 0;   // of every block
 };
 
-// Rows up to here take a small block each, so that more of them are in flight: to hide the latency
-// of a decision is worth a second read of the cache.
+// Shorter rows take a small block each: with more rows in flight, the latency of decisions is
+// hidden, which is worth a second read of the cache.
 constexpr int kShortRowBytes = 16 << 10;
 
 // The smallest cluster that holds a row and enough loads of later rows to hide the latency of
-// memory: with most_blocks per multiprocessor, so that some decide while others move data, else
-// with fewer. Of the shared memory of a block, head_bytes are not for stages.
+// memory, with most_blocks per multiprocessor if possible: some then decide while others move data.
+// Stages do not get head_bytes of the shared memory of a block.
 inline ClusterPlan plan_for(int64_t row_bytes, int most_blocks, int head_bytes,
                             int bytes_per_multiprocessor, int bytes_per_block, int most_cluster) {
     constexpr int kAhead = 5, kReserved = 1024;
@@ -72,9 +70,8 @@ inline bool clusters_are_off() {
 inline ClusterPlan plan_on_this_device(const LogitRows& rows, int head_bytes) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
     if (major < 9 || clusters_are_off()) return {};
-    const int64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
     // Clusters of 16 blocks exist on sm_90 and sm_100 only.
-    return plan_for(rows.vocab * size, blocks_per_multiprocessor(major), head_bytes,
+    return plan_for(rows.vocab * size_of(rows.dtype), blocks_per_multiprocessor(major), head_bytes,
                     device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
                     device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
                     major >= 12 ? kPortableCluster : kMaxCluster);

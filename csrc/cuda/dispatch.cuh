@@ -15,18 +15,18 @@ inline Scales scales_of(const Transform& transform) {
     return {(float)inner, scale2_of(transform)};
 }
 
-// Whether every row, of the logits and of the gradient, starts at a multiple of 16 bytes.
+// Whether every row starts at a multiple of 16 bytes.
+inline bool aligned(const void* data, DType dtype, int64_t rows, int64_t row_stride,
+                    int64_t batches = 1, int64_t batch_stride = 0) {
+    const int64_t steps = (rows > 1 ? row_stride : 0) | (batches > 1 ? batch_stride : 0);
+    return (reinterpret_cast<uintptr_t>(data) | (uintptr_t)(steps * size_of(dtype))) % 16 == 0;
+}
+// A gradient that is absent has neither an address nor strides.
 inline bool aligned(const LogitRows& rows) {
-    const uint64_t size = rows.dtype == DType::kFloat32 ? 4 : 2;
-    uint64_t starts = reinterpret_cast<uintptr_t>(rows.logits);
-    if (rows.batches > 1) starts |= rows.batch_stride * size;
-    if (rows.rows > 1) starts |= rows.row_stride * size;
-    if (rows.grad != nullptr) {
-        starts |= reinterpret_cast<uintptr_t>(rows.grad);
-        if (rows.batches > 1) starts |= rows.grad_batch_stride * size;
-        if (rows.rows > 1) starts |= rows.grad_row_stride * size;
-    }
-    return starts % 16 == 0;
+    return aligned(rows.logits, rows.dtype, rows.rows, rows.row_stride, rows.batches,
+                   rows.batch_stride) &&
+           aligned(rows.grad, rows.dtype, rows.rows, rows.grad_row_stride, rows.batches,
+                   rows.grad_batch_stride);
 }
 
 // Calls f.operator()<T>().
@@ -53,11 +53,10 @@ auto with_row_type(const LogitRows& rows, F f) {
     return with_dtype(rows.dtype, with_flags);
 }
 
-// What an entry point returns.
 inline const char* message_of(cudaError_t error) {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
-// The same, with what was to be launched; valid until the next one of this thread.
+// Also names the launch; valid until the next message of this thread.
 inline const char* message_of(cudaError_t error, const void* kernel,
                               const cudaLaunchConfig_t& config) {
     if (error == cudaSuccess) return nullptr;
@@ -72,11 +71,10 @@ inline const char* message_of(cudaError_t error, const void* kernel,
     return message;
 }
 
-// Dynamic shared memory that fits beside any declared memory, and the most that a launch takes.
+// Dynamic shared memory that needs no attribute of the kernel, and the most that a launch takes.
 constexpr int kUnaskedBytes = 8 << 10, kMostDynamicBytes = 64 << 10;
 
-// Launches kernel(arguments...) on this many blocks, each with dynamic shared memory; without
-// blocks nothing is launched.
+// Launches kernel(arguments...) with dynamic shared memory; without blocks, nothing.
 template <typename... Parameters, typename... Arguments>
 const char* launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads,
                                int bytes, void* stream, Arguments... arguments) {
@@ -99,6 +97,16 @@ template <typename... Parameters, typename... Arguments>
 const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,
                    Arguments... arguments) {
     return launch_with_memory(kernel, blocks, threads, 0, stream, arguments...);
+}
+
+// Launches kernel.operator()<T>(), a warp per row.
+template <typename Kernel, typename... Arguments>
+const char* over_rows(Kernel kernel, const LogitRows& rows, void* stream, Arguments... arguments) {
+    const int64_t blocks = (rows.count() + kRowsPerBlock - 1) / kRowsPerBlock;
+    return with_dtype(rows.dtype, [&]<typename T>() {
+        return launch(kernel.template operator()<T>(), blocks, kRowsPerBlock * kWarp, stream,
+                      arguments...);
+    });
 }
 
 }  // namespace bapo::cuda

@@ -1,6 +1,6 @@
-// Products with the rows of the head that sampling masks name, and their gradients. Segments are
-// the ids of a set, and the occurrences of a column. Many blocks share a long one, in pieces that
-// depend on its size alone, because the bits of its sums do.
+// Products with the rows of the head that sampling masks name, and their gradients. A segment is
+// the ids of a set or the occurrences of a column. Blocks share a long one in pieces, which must
+// depend on its size alone, as the bits of its sums do.
 
 #include <algorithm>
 
@@ -26,15 +26,7 @@ __device__ T* row_of(const Matrix& matrix, int64_t row) {
     return static_cast<T*>(matrix.data) + row * matrix.row_stride;
 }
 
-__device__ float warp_sum(float value) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-        value += __shfl_xor_sync(kAllLanes, value, step);
-    }
-    return value;
-}
-
-// How many pieces of equal size a segment of this many terms has; 0: it is short, and whole.
+// The number of pieces of equal size of a segment; 0 if it is short, and stays whole.
 BAPO_HD int64_t pieces_of(int64_t terms) { return terms < 2 * kPiece ? 0 : terms / kPiece; }
 
 // The last of ascending offsets that is no larger than this.
@@ -63,8 +55,8 @@ __device__ Piece short_segment(int64_t segment, const Segments& segments) {
     const SetOfRow whole = segments.at(segment);
     return pieces_of(whole.size) > 0 ? Piece{} : Piece{segment, whole, 0, whole.size};
 }
-// The first items are short segments, the others pieces of long ones, each of which begins in its
-// own window of kPiece terms of all: it has the last term of this window, and no other has.
+// The first items are short segments. The others are windows of kPiece terms of all segments: an
+// item is the piece of a long segment that has the last term of its window.
 template <typename Segments>
 __device__ Piece piece_of(int64_t item, const Segments& segments) {
     if (item < segments.count) return short_segment(item, segments);
@@ -86,8 +78,8 @@ struct SegmentsOfSets {
     __device__ SetOfRow at(int64_t row) const { return set_of(sets, row); }
 };
 
-// A part of the values of a piece of a row's set: kAtOnce ids for each warp, and so on. All vectors
-// of kSteps are loaded before the first is used.
+// Each warp takes kAtOnce ids of a piece in turn, and loads all vectors of kSteps before it uses
+// one.
 template <typename T, bool kAligned>
 __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, int part) {
     constexpr int n = kVec<T>, kStride = kWarp * n, kSteps = kAligned ? 4 : 1;
@@ -106,7 +98,7 @@ __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, i
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             const int64_t of_row = __shfl_sync(kAllLanes, column, i);
-            // Where there is none, the hidden state, which is there to be read.
+            // An id without a column reads the hidden state instead.
             rows[i] = of_row >= 0 ? row_of<const T>(head.weight, of_row) : hidden;
         }
         const auto add_product = [&](uint4 of_hidden, uint4 of_row, int i) {
@@ -145,8 +137,8 @@ __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, i
         float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const float sum = warp_sum(sums[i]);
-            if (lane == i) value = sum;
+            add_lanes(sums[i]);
+            if (lane == i) value = sums[i];
         }
         if (!mine) continue;
         if (head.bias && column >= 0) value += head.bias[column];
@@ -195,7 +187,7 @@ __device__ void store(const float (&values)[n], bool add, const Matrix& to, int6
     }
 }
 
-// Sums of rows times factors, over the terms of segments.
+// The sum of factor*row over the terms of each segment.
 struct Sums {
     const int64_t* offsets;
     int64_t count;
@@ -208,11 +200,11 @@ struct alignas(8) Term {
     float factor;
 };
 
-// Of rows of the head, over the ids of sets.
+// Sums rows of the head over the ids of sets.
 struct HiddenSums : Sums {
     static constexpr bool kMany = false;
     SetHiddenGradientParams params;
-    bool flag;  // of a row to write
+    bool flag;  // the value of params.only at rows to write
 
     __device__ SetOfRow at(int64_t row) const { return set_of(params.sets, row); }
     __device__ bool wants(const Piece& piece) const {
@@ -225,7 +217,7 @@ struct HiddenSums : Sums {
     }
 };
 
-// Of hidden states, over the occurrences of columns.
+// Sums hidden states over the occurrences of columns.
 struct WeightSums : Sums {
     // Whether a block takes up to 32 segments, and writes zeros where they are empty, as most are.
     static constexpr bool kMany = true;
@@ -245,9 +237,9 @@ struct WeightSums : Sums {
     }
 };
 
-// The sum of factor*row over terms 0..count-1, in this order, in elements [h, h + n) of the rows,
-// by each lane of a warp. Terms of 32 are added before they are added to the others. term(i) is
-// called once; what has no factor is not read. Returns the sum of the factors where h is 0.
+// Adds factor*row of terms 0..count-1 to `total`, in this order and 32 at a time, in elements
+// [h, h + n) of each lane. Calls term(i) once, and reads no row whose factor is 0. Returns the sum
+// of the factors if h is 0.
 template <typename T, bool kAligned, typename F>
 __device__ float sum_rows(const Matrix& rows, int count, int h, F term, float (&total)[kVec<T>]) {
     __shared__ Term terms_of_block[kWarps][kWarp];
@@ -297,12 +289,14 @@ __device__ float sum_rows(const Matrix& rows, int count, int h, F term, float (&
         for (int e = 0; e < n; ++e) total[e] += sum[e];
         __syncwarp();  // before the terms are overwritten
     }
-    return h < kWarp * n ? warp_sum(factors) : 0.0f;
+    if (h >= kWarp * n) return 0.0f;
+    add_lanes(factors);
+    return factors;
 }
 
-// A block takes a slice of short segments or of a piece. Segments of a block lie apart, since long
-// ones, as those of frequent tokens, are neighbours. Sums of pieces are parts of others; their last
-// vector begins with the sum of the factors.
+// A block takes a slice of short segments or of a piece. Its segments lie apart, because those of
+// frequent tokens are long, and neighbours. The sum of a piece goes to `parts`, whose last vector
+// begins with the sum of the factors.
 template <typename T, bool kAligned, typename Of>
 __global__ void __launch_bounds__(kThreads, kSumBlocks)
     sets_sum_kernel(const __grid_constant__ Of sums, Matrix parts, int64_t blocks, int slices) {
@@ -337,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
     }
 }
 
-// The parts of a segment, where the first one begins.
+// Adds the parts of each long segment, in the block of its first one.
 template <typename Of>
 __global__ void __launch_bounds__(kThreads, kSumBlocks)
     sets_parts_kernel(const __grid_constant__ Of sums, Matrix parts, int slices) {
@@ -355,18 +349,13 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
     if (h + kVec<float> == parts.columns && sums.dbias) sums.dbias[piece.segment] += total[0];
 }
 
-// Whether every row starts at a multiple of 16 bytes.
-bool aligned(const Matrix& matrix) {
-    const uint64_t size = matrix.dtype == DType::kFloat32 ? 4 : 2;
-    uint64_t starts = reinterpret_cast<uintptr_t>(matrix.data);
-    if (matrix.rows > 1) starts |= matrix.row_stride * size;
-    return starts % 16 == 0;
-}
-
 // Calls f.operator()<T, kAligned>() for rows that are read from these.
 template <typename F, typename... Matrices>
 auto with_rows(F f, const Matrix& matrix, const Matrices&... more) {
-    const bool all = (aligned(matrix) && ... && aligned(more));
+    const auto is_aligned = [](const Matrix& rows) {
+        return aligned(rows.data, rows.dtype, rows.rows, rows.row_stride);
+    };
+    const bool all = (is_aligned(matrix) && ... && is_aligned(more));
     return with_dtype(matrix.dtype, [&]<typename T>() {
         return all ? f.template operator()<T, true>() : f.template operator()<T, false>();
     });

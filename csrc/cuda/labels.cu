@@ -1,7 +1,6 @@
-// Several labels per row, around the passes over rows or sets, which take one: before the first
-// pass the most probable label is found, which that leaves out of its sums, and after it the
-// log-probs of all are; before the second pass the gradients of the labels are computed, from
-// logits that it may overwrite, and after it they are written. A warp takes a row.
+// Several labels per row, around passes that take one: the first pass gets the most probable label,
+// and log-probs follow it; gradients of labels are computed before the second pass, which may
+// overwrite the logits, and written after it. A warp takes a row.
 
 #include "dispatch.cuh"
 #include "launch_cuda.h"
@@ -11,21 +10,19 @@ namespace bapo::cuda {
 
 namespace {
 
-constexpr int kRows = 8, kThreads = kRows * kWarp;  // of a block
+constexpr int kRows = kRowsPerBlock, kThreads = kRows * kWarp;  // of a block
 
-// A label's gradient, where it is the first of the labels of its row with this column; otherwise
-// the column is negative.
 struct LabelGradient {
-    int column;
+    int column;  // negative unless the label is the first of its row with this column
     float value;
 };
 static_assert(sizeof(LabelGradient) == sizeof(double));
 
-// A row of logits, or a set.
+// A row of logits or a set.
 template <typename T>
 struct LabelledRow {
     int64_t index;
-    bool touched;  // there is such a row, and it is of this kind
+    bool touched;  // false beyond the last row, and for a row without a set among sets
     const T* logits;
     T* grad;
     int64_t size;
@@ -152,15 +149,6 @@ __global__ void __launch_bounds__(kThreads)
         const LabelGradient label = gradients[row.index * K + k];
         if (label.column >= 0) row.grad[label.column] = from_float<T>(label.value);
     }
-}
-
-// Launches kernel.operator()<T>(), a warp per row.
-template <typename Kernel, typename... Arguments>
-const char* over_rows(Kernel kernel, const LogitRows& rows, void* stream, Arguments... arguments) {
-    const int64_t blocks = (rows.count() + kRows - 1) / kRows;
-    return with_dtype(rows.dtype, [&]<typename T>() {
-        return launch(kernel.template operator()<T>(), blocks, kThreads, stream, arguments...);
-    });
 }
 
 }  // namespace

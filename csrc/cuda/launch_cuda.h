@@ -6,7 +6,7 @@
 
 namespace bapo::cuda {
 
-// The memory that a launch takes besides its operands, in words of 8 bytes; without any, null.
+// The words of 8 bytes that a launch needs besides its operands; its memory is null if none.
 int64_t scratch_words(const RowPassParams& params);
 int64_t scratch_words(const RowGradientParams& params);
 int64_t scratch_words(const PrepareParams& params);
@@ -16,8 +16,7 @@ int64_t scratch_words(const HeadSetPassParams& params);
 int64_t scratch_words(const SetHiddenGradientParams& params);
 int64_t scratch_words(const SetWeightGradientParams& params);
 
-// The passes over rows or sets, of any number of labels per row; those of one label per row are
-// row_pass, sets_pass and so on.
+// These take any number of labels per row, of rows or sets; row_pass, sets_pass and so on take one.
 const char* pass_of_labels(const RowPassParams& params, double* memory, void* stream);
 const char* gradient_of_labels(const RowGradientParams& params, double* memory, void* stream);
 const char* row_pass(const RowPassParams& params, void* stream);
@@ -25,23 +24,19 @@ const char* row_gradient(const RowGradientParams& params, void* stream);
 // x *= factor in rows; with a factor of 1 the kernel returns at once.
 const char* scale(const LogitRows& rows, const float* factor, void* stream);
 
-// Of all tokens, and of every sequence.
 struct CountedTokens {
     TokenCounts all;
-    int64_t of_sequences[1];
+    int64_t of_sequences[1];  // one for each sequence
 };
-// counted: null if nothing is counted.
+// counted is null if nothing is counted.
 const char* prepare(const PrepareParams& params, CountedTokens* counted, void* stream);
-
 const char* sequence_mean(const SequenceMeanParams& params, void* stream);
-
 const char* contributions(const ContributionParams& params, Moments* partials, void* stream);
 const char* search(const ContributionParams& params, const Target& target,
                    const SearchResult& result, Moments* partials, void* stream);
 const char* solve(const SolveParams& params, void* stream);
 const char* token_loss(const TokenLossParams& params, double* partials, void* stream);
 
-// Of sampling masks.
 const char* find_labels(const FindLabelsParams& params, void* stream);
 const char* gather_sets(const MoveSetsParams& params, void* stream);
 const char* scatter_sets(const MoveSetsParams& params, void* stream);
@@ -52,14 +47,13 @@ const char* head_sets_pass(const HeadSetPassParams& params, double* parts, void*
 const char* sets_dhidden(const SetHiddenGradientParams& params, double* parts, void* stream);
 const char* sets_dweight(const SetWeightGradientParams& params, double* parts, void* stream);
 
-// The row pass for sm_90 and later, which holds rows in the shared memory of a cluster; false where
-// the device has no clusters or a row does not fit into one.
+// The row pass for sm_90 and later; false where no cluster of this device holds a row.
 bool row_pass_cluster(const RowPassParams& params, void* stream, const char** error);
-// Called once for each of its kernels and plans that the device refuses; the binding defines it.
+// The binding defines it; it is called once for each kernel and plan that the device refuses.
 void warn_of_refusal(const char* message);
 // For tests, in which one device takes the place of another.
 void clear_occupancy_cache();
-// Blocks in a cluster that holds such rows on this device; 0: they do not fit.
+// Blocks in a cluster that holds such rows on this device; 0 if none does.
 int planned_cluster(const LogitRows& rows);
 
 }  // namespace bapo::cuda

@@ -1,6 +1,6 @@
-// The flat inputs of the other kernels, from the arguments of the caller: unmasked tokens are
-// counted, where their weights depend on it, then everything is written. Counts are integers, so
-// that atomic additions have the same result in any order.
+// Makes the flat inputs of the other kernels: unmasked tokens are counted if weights depend on
+// their number, then everything is written. Counts are integers, which atomic additions sum to the
+// same number in any order.
 
 #include <algorithm>
 
@@ -14,8 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMostBlocks = 1024;
-// One block prepares as many tokens in one launch.
-constexpr int kThreadsAlone = 1024;
+constexpr int kThreadsAlone = 1024;  // one block prepares few tokens in one launch
 constexpr int64_t kMostTokensAlone = 2048;
 
 __device__ int64_t add(int64_t* to, int64_t value) {
@@ -23,8 +22,7 @@ __device__ int64_t add(int64_t* to, int64_t value) {
 }
 // The sum over the lanes of a warp, added once.
 __device__ void add_of_warp(int64_t* to, int mine) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) mine += __shfl_xor_sync(kAllLanes, mine, step);
+    add_lanes(mine);
     if (threadIdx.x % kWarp == 0 && mine != 0) add(to, mine);
 }
 
@@ -58,7 +56,7 @@ __device__ void count_tokens(const PrepareParams& params, CountedTokens* counted
     add_of_warp(&counted->all.bad_offsets, bad_offsets);
 }
 
-// Writes the tokens first, first + step, ...; counted is null where nothing was.
+// Writes the tokens first, first + step, ...; counted is null if nothing was counted.
 __device__ void write_tokens(const PrepareParams& params, const CountedTokens* counted,
                              int64_t first, int64_t step) {
     TokenCounts counts{};

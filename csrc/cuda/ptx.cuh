@@ -1,7 +1,10 @@
-// Everything that is not C++: thin wrappers of PTX instructions. Those after the exp need sm_90 or
-// later: barriers in shared memory, bulk copies from global memory, and writes to the shared memory
-// of other blocks of a cluster.
+// Thin wrappers of PTX instructions, and nothing else that is not C++. Barriers in shared memory,
+// bulk copies and writes to other blocks of a cluster need sm_90 or later. A change of a qualifier
+// may lose a wait on a GPU where the emulation passes.
 #pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -15,23 +18,22 @@ __device__ inline float exp2_approx(float t) {
 }
 
 // The larger of both halves of two words.
-__device__ inline uint32_t max_bfloat16_pairs(uint32_t a, uint32_t b) {
-    uint32_t larger;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-    return larger;
+__device__ inline uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) {
+    uint32_t most;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    return most;
 }
-__device__ inline uint32_t max_float16_pairs(uint32_t a, uint32_t b) {
-    uint32_t larger;
-    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-    return larger;
+__device__ inline uint32_t larger(uint32_t a, uint32_t b, __half) {
+    uint32_t most;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    return most;
 }
 
 __device__ inline uint8_t* dynamic_shared_memory() {
     extern __shared__ __align__(128) uint8_t memory[];
     return memory;
 }
-// Values of shared memory as a whole: where only some fields of a reference are used, the compiler
-// loads them one by one, and more often.
+// Through a reference the compiler would load the fields in use one by one, and more often.
 template <typename T>
 __device__ inline T shared_load(const T* from) {
     return *from;
@@ -44,8 +46,8 @@ __device__ inline void shared_store(T* to, const T& value) {
 __device__ inline void shared_settle(float* to, float value) {
     *static_cast<volatile float*>(to) = value;
 }
-// Waits for this number of threads of the block, not all of which need to come here (bar.sync,
-// which is aligned, asks for all); barrier 0 is that of __syncthreads.
+// Waits for this number of threads of the block. Unlike bar.sync, which is aligned, it lets the
+// lanes of a warp come apart. Barrier 0 is that of __syncthreads.
 __device__ inline void block_barrier(int number, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -77,8 +79,8 @@ __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// Waits for the end of the phase of this parity, and acquires what was written before it: by this
-// block and its bulk copies, or in the whole cluster, which empties the L1 cache. Built with
+// Waits for the end of the phase of this parity, and acquires what was written before it by this
+// block and its bulk copies, or by the whole cluster, which empties the L1 cache. In a build with
 // BAPO_TRAP_WAITS, a wait that does not end prints its name and traps.
 enum class Scope { kBlock, kCluster };
 template <Scope kScope = Scope::kBlock>
@@ -96,32 +98,25 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity,
 #else
     while (!done) {
 #endif
-        if constexpr (kScope == Scope::kBlock) {
-            asm volatile(
-                "{\n"
-                ".reg .pred done;\n"
-                "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
-                "selp.u32 %0, 1, 0, done;\n"
-                "}\n"
-                : "=r"(done)
-                : "r"(barrier), "r"(parity)
-                : "memory");
-        } else {
-            asm volatile(
-                "{\n"
-                ".reg .pred done;\n"
-                "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-                "selp.u32 %0, 1, 0, done;\n"
-                "}\n"
-                : "=r"(done)
-                : "r"(barrier), "r"(parity)
-                : "memory");
-        }
+#define BAPO_TRY_WAIT(scope)                      \
+    asm volatile(                                 \
+        "{\n"                                     \
+        ".reg .pred done;\n"                      \
+        "mbarrier.try_wait.parity.acquire." scope \
+        ".shared::cta.b64 done, [%1], %2;\n"      \
+        "selp.u32 %0, 1, 0, done;\n"              \
+        "}\n"                                     \
+        : "=r"(done)                              \
+        : "r"(barrier), "r"(parity)               \
+        : "memory")
+        if constexpr (kScope == Scope::kBlock) BAPO_TRY_WAIT("cta");
+        if constexpr (kScope == Scope::kCluster) BAPO_TRY_WAIT("cluster");
+#undef BAPO_TRY_WAIT
     }
 }
 
-// True for one lane of a warp, all of which call it. The compiler knows that, and a bulk copy takes
-// ten instructions fewer than with a lane that is chosen by its number.
+// True for one lane of a warp, all of which must call it. With a lane chosen by its number, the
+// compiler would need ten instructions more for a bulk copy.
 __device__ inline bool elected() {
     uint32_t mine;
     asm volatile(
@@ -166,9 +161,9 @@ __device__ inline uint32_t address_in(uint32_t address, uint32_t rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// Write 4 or 16 bytes to that block, which complete on a barrier of the same block; in a cluster of
-// at least two blocks. What completes orders the bytes written, and nothing that the sender did
-// before (PTX ISA 8.9.1.1 of bulk copies).
+// Writes 4 or 16 bytes to that block, which complete on a barrier of the same block, in a cluster
+// of two or more. The completion orders these bytes alone, not what the sender did before them (PTX
+// ISA 8.9.1.1, of bulk copies).
 __device__ inline void store_async(uint32_t to, float value, uint32_t barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),

@@ -1,25 +1,19 @@
-// The mathematics of a row for threads, warps and blocks, on ptx.cuh and tokens.h. Everything is in
-// base 2: t = (y - origin)*scale2 and p = 2^t/sum, with scale2 = scale/ln 2. Registers decide how
-// many blocks fit; tests/repository/test_cuda_build.py has their limits.
+// The mathematics of a row for threads, warps and blocks, on vectors.cuh and tokens.h. Everything
+// is in base 2: t = (y - origin)*scale2 and p = 2^t/sum, with scale2 = scale/ln 2. Registers decide
+// how many blocks fit; tests/repository/test_cuda_build.py has their limits.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "cuda/ptx.cuh"
+#include "cuda/vectors.cuh"
 #include "tokens.h"
 
 namespace bapo::cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kRowsPerBlock = 8;       // where a warp takes a row
 constexpr float kExp2Floor = -160.0f;  // t where it multiplies 2^t = 0
 constexpr double kLn2 = 0.69314718055994530942;
 constexpr float kInf = __builtin_inff();
-
-// Elements in 16 bytes.
-template <typename T>
-constexpr int kVec = 16 / sizeof(T);
 
 struct Scales {
     float inner;   // y = tanh(inner*z) under softcap
@@ -29,173 +23,13 @@ __host__ __device__ inline float scale2_of(const Transform& transform) {
     return (float)(transform.scale / kLn2);
 }
 
-// Those of a row: `scales` unless it has a temperature of its own.
+// The scales of a row, which may have a temperature of its own.
 __device__ inline Scales scales_at(const Transform& of_row, Scales scales) {
     if (of_row.temperatures != nullptr) scales.scale2 = scale2_of(of_row);
     return scales;
 }
 
-template <typename T>
-__device__ inline float to_float(T value) {
-    return static_cast<float>(value);
-}
-template <typename T>
-__device__ inline T from_float(float value);
-template <>
-__device__ inline float from_float(float value) {
-    return value;
-}
-template <>
-__device__ inline __nv_bfloat16 from_float(float value) {
-    return __float2bfloat16_rn(value);
-}
-template <>
-__device__ inline __half from_float(float value) {
-    return __float2half_rn(value);
-}
-
-__device__ inline void unpack(uint4 raw, float (&z)[4], float) {
-    z[0] = __uint_as_float(raw.x), z[1] = __uint_as_float(raw.y);
-    z[2] = __uint_as_float(raw.z), z[3] = __uint_as_float(raw.w);
-}
-__device__ inline void unpack(uint4 raw, float (&z)[8], __nv_bfloat16) {
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        z[2 * i] = __uint_as_float(words[i] << 16);
-        z[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-}
-__device__ inline void unpack(uint4 raw, float (&z)[8], __half) {
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-        z[2 * i] = pair.x, z[2 * i + 1] = pair.y;
-    }
-}
-
-__device__ inline uint32_t pack_pair(float low, float high, __nv_bfloat16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ inline uint32_t pack_pair(float low, float high, __half) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ inline uint4 pack(const float (&z)[4], float) {
-    return {__float_as_uint(z[0]), __float_as_uint(z[1]), __float_as_uint(z[2]),
-            __float_as_uint(z[3])};
-}
-template <typename T>
-__device__ inline uint4 pack(const float (&z)[8], T type) {
-    return {pack_pair(z[0], z[1], type), pack_pair(z[2], z[3], type), pack_pair(z[4], z[5], type),
-            pack_pair(z[6], z[7], type)};
-}
-
-// A word holds one float or a pair of 16-bit values. All -inf:
-template <typename T>
-constexpr uint32_t kLowest = 0xff800000;
-template <>
-constexpr uint32_t kLowest<__nv_bfloat16> = 0xff80ff80;
-template <>
-constexpr uint32_t kLowest<__half> = 0xfc00fc00;
-
-// The larger elements of two words; the other one where one is NaN, which the sums do not forget.
-__device__ inline uint32_t larger(uint32_t a, uint32_t b, float) {
-    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
-}
-__device__ inline uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) {
-    return max_bfloat16_pairs(a, b);
-}
-__device__ inline uint32_t larger(uint32_t a, uint32_t b, __half) {
-    return max_float16_pairs(a, b);
-}
-template <typename T>
-__device__ inline uint32_t largest(uint4 raw, T type) {
-    return larger(larger(raw.x, raw.y, type), larger(raw.z, raw.w, type), type);
-}
-template <typename T>
-__device__ inline float largest_of_word(uint32_t word, T type) {
-    float z[kVec<T>];
-    unpack({word, word, word, word}, z, type);
-    return fmaxf(z[0], z[1]);
-}
-
-// A vector with -inf from its element `count` on.
-template <typename T>
-__device__ inline uint4 cut(uint4 raw, int count, T) {
-    constexpr int kPerWord = 4 / sizeof(T);
-    uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int here = count - i * kPerWord;
-        if (here <= 0) words[i] = kLowest<T>;
-        if (kPerWord == 2 && here == 1) {
-            words[i] = (words[i] & 0xffffu) | (kLowest<T> & 0xffff0000u);
-        }
-    }
-    return {words[0], words[1], words[2], words[3]};
-}
-
-// A vector with -inf in one place.
-template <typename T>
-__device__ inline uint4 without(uint4 raw, int element, T) {
-    constexpr int kPerWord = 4 / sizeof(T);
-    const uint32_t half = element % kPerWord == 0 ? 0xffffu : 0xffff0000u;
-    const uint32_t there = kPerWord == 1 ? 0xffffffffu : half;
-    const auto replaced = [&](uint32_t word, int index) {
-        const uint32_t mask = element / kPerWord == index ? there : 0;
-        return (word & ~mask) | (kLowest<T> & mask);
-    };
-    return {replaced(raw.x, 0), replaced(raw.y, 1), replaced(raw.z, 2), replaced(raw.w, 3)};
-}
-
-// The 16 bytes that start `shift` bytes after the start of two neighbouring vectors.
-template <typename T>
-__device__ inline uint4 shifted(uint4 low, uint4 high, uint32_t shift, T) {
-    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = shift & 4 ? words[i + 1] : words[i];
-    if constexpr (sizeof(T) == 2) {
-        const uint32_t bits = shift % 4 * 8;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], bits);
-    }
-    return {words[0], words[1], words[2], words[3]};
-}
-
-// The 16 bytes from this element on, which need not be aligned.
-template <typename T, bool kAligned>
-__device__ inline uint4 load_vector(const T* from) {
-    if (kAligned) return *reinterpret_cast<const uint4*>(from);
-    const auto address = reinterpret_cast<uintptr_t>(from);
-    const auto* const vectors = reinterpret_cast<const uint4*>(address / 16 * 16);
-    const auto shift = (uint32_t)(address % 16);
-    return shift == 0 ? vectors[0] : shifted(vectors[0], vectors[1], shift, T{});
-}
-// Elements [first, first + n) of a row of this size, and a value for those beyond its end. Reads
-// nothing beside the row, where others may be writing: not even as a part of a vector.
-template <typename T, bool kAligned>
-__device__ inline uint4 load_elements(const T* row, int first, int size, float beyond) {
-    const int margin = kAligned ? 0 : kVec<T>;
-    if (first >= margin && first + kVec<T> + margin <= size) {
-        return load_vector<T, kAligned>(row + first);
-    }
-    float z[kVec<T>];
-#pragma unroll
-    for (int i = 0; i < kVec<T>; ++i) z[i] = first + i < size ? to_float(row[first + i]) : beyond;
-    return pack(z, T{});
-}
-
-// Gradients are not read again soon, and should not evict rows from L2.
-__device__ inline void store_streaming(void* to, uint4 value) {
-    __stcs(static_cast<uint4*>(to), value);
-}
-
-// Within 1 ulp: odd polynomial below 1.3, else 1 - 2q/(1 + q) with q = exp(-2|u|).
+// Within 1 ulp, by an odd polynomial below 1.3, else by 1 - 2q/(1 + q) with q = exp(-2|u|).
 __device__ inline float tanh_approx(float u) {
     const float square = u * u;
     float tail = -1.54474019e-5f;
@@ -220,8 +54,8 @@ __device__ inline float transformed(float z, Scales scales) {
     return z == -kInf ? -kInf : tanh_approx(z * scales.inner);
 }
 
-// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum. As
-// one multiply-add, t would not be 0 for the largest element, whose exp would then have an error.
+// Sums of 2^t and t*2^t of the elements of one thread, with t relative to its own maximum. If t
+// were one multiply-add, it would not be 0 for the largest element, whose exp would have an error.
 template <typename T, bool kSoftcap>
 struct Lane {
     uint32_t top = kLowest<T>;  // of the logits
@@ -229,7 +63,7 @@ struct Lane {
     float sum = 0.0f;
     float weighted = 0.0f;
 
-    // Leaves out one element of vector `at`, if there is such a vector: that of the label.
+    // Leaves out the label: an element of vector `at`, if there is such a vector.
     template <int k>
     __device__ void add(uint4 (&raw)[k], int at, int element, Scales scales) {
         if ((unsigned)at < (unsigned)k) {
@@ -271,7 +105,7 @@ struct RowSums {
     __device__ static RowSums of(const Lane& lane) {
         return {lane.origin, lane.sum, lane.weighted};
     }
-    // Relative to another origin, at least as large.
+    // The new origin must be at least as large.
     __device__ void move_to(float new_origin, float scale2) {
         const float start = new_origin == -kInf ? 0.0f : new_origin;
         const float shift = (origin - start) * scale2, factor = exp2_approx(shift);
@@ -279,12 +113,14 @@ struct RowSums {
         sum *= factor;
         origin = new_origin;
     }
-    __device__ void add(const RowSums& other) {
+    __device__ void add(RowSums other, float scale2) {
+        const float larger = fmaxf(origin, other.origin);
+        move_to(larger, scale2);
+        other.move_to(larger, scale2);
         sum += other.sum;
         weighted += other.weighted;
     }
-    // Adds the label. Sums of a thread leave it out, because beside a likely label a float would
-    // lose the others, and with them 1 - p.
+    // Threads leave the label out: beside a likely one a float would lose the others, and so 1 - p.
     __device__ void add_label(float y, float scale2) {
         move_to(fmaxf(origin, y), scale2);
         const float t = (y - (origin == -kInf ? 0.0f : origin)) * scale2, e = exp2_approx(t);
@@ -300,14 +136,17 @@ __device__ inline float warp_max(float value) {
     return __uint_as_float((unsigned)ordered(most));
 }
 
-// The sums of all lanes, in every lane, always added in the same order.
-__device__ inline RowSums warp_total(RowSums mine, float scale2) {
-    mine.move_to(warp_max(mine.origin), scale2);
+// Replaces each value by its sum over all lanes of the warp, always added in the same order.
+template <typename... T>
+__device__ inline void add_lanes(T&... values) {
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) {
-        mine.sum += __shfl_xor_sync(kAllLanes, mine.sum, step);
-        mine.weighted += __shfl_xor_sync(kAllLanes, mine.weighted, step);
+        ((values += __shfl_xor_sync(kAllLanes, values, step)), ...);
     }
+}
+__device__ inline RowSums warp_total(RowSums mine, float scale2) {
+    mine.move_to(warp_max(mine.origin), scale2);
+    add_lanes(mine.sum, mine.weighted);
     return mine;
 }
 
@@ -331,24 +170,17 @@ struct PartialSums {
 template <int n>
 __device__ inline RowSums total_of(const PartialSums<n>& partials, int count, float scale2) {
     RowSums mine{-kInf, 0.0, 0.0};
-    for (int i = threadIdx.x % kWarp; i < count; i += kWarp) {
-        RowSums part = partials.load(i);
-        const float origin = fmaxf(mine.origin, part.origin);
-        mine.move_to(origin, scale2);
-        part.move_to(origin, scale2);
-        mine.add(part);
-    }
+    for (int i = threadIdx.x % kWarp; i < count; i += kWarp) mine.add(partials.load(i), scale2);
     return warp_total(mine, scale2);
 }
 
-// -1: the label is outside the row.
+// -1 if the label is outside the row.
 __device__ inline int label_index(int64_t label, int vocab) {
     return label >= 0 && label < vocab ? (int)label : -1;
 }
 
-// The label of a row: its index, -1 outside the vocabulary, where the others are NaN.
 struct Label {
-    int index;
+    int index;  // -1 outside the vocabulary, where the others are NaN
     float z;
     float y;
     double slope;  // d x/d z
@@ -358,7 +190,7 @@ __device__ inline Label label_of(int index, float z, const Transform& transform,
     return {index, z, transformed<kSoftcap>(z, scales), label_slope(z, transform)};
 }
 
-// What the second pass over a row whose statistics are known writes.
+// The decision on a row: what the second pass writes.
 struct SecondPass {
     enum Action : int { kNothing, kZeros, kGradient };
     Action action;
@@ -372,13 +204,10 @@ struct SecondPass {
     }
 };
 
-// Statistics of a row and of its label.
 struct RowStatistics {
     float origin;
-    double inverse_sum;
-    double log_sum;
-    double entropy;
-    double log_prob;
+    double inverse_sum, log_sum, entropy;
+    double log_prob;  // of the label
 };
 
 // d l/d z_j = [g*(1[j = label] - p_j) + bonus*p_j*(log p_j + entropy)] * d x_j/d z_j
@@ -401,7 +230,7 @@ __device__ inline double label_log_prob(const Label& label, float origin, double
     return ((double)label.y - origin) * transform.scale - log_sum;
 }
 
-// Those of a row whose first pass was another launch.
+// The statistics of a row whose first pass was another launch.
 __device__ inline RowStatistics statistics_at(const RowGradientParams& params, int64_t index,
                                               const Label& label, const Transform& transform) {
     const auto origin = (float)params.stats[2 * index];
@@ -413,8 +242,8 @@ __device__ inline RowCoefficients coefficients_at(const RowGradientParams& param
     return {params.dlog_probs[index], params.dentropy ? -params.dentropy[index] : 0.0};
 }
 
-// Statistics of a row from the sums without its label, computed by one warp; the lane with `first`
-// writes them.
+// The statistics of a row, from the sums without its label, by one warp; its `first` lane writes
+// them.
 __device__ inline RowStatistics row_statistics(const RowPassParams& params, int64_t index,
                                                RowSums total, const Label& label,
                                                const Transform& transform, Scales scales,
@@ -432,8 +261,7 @@ __device__ inline RowStatistics row_statistics(const RowPassParams& params, int6
     return {total.origin, inverse_sum, log_sum, entropy, log_prob};
 }
 
-// What the second pass over a row writes, if that is known; the lane with `first` writes whether it
-// is.
+// The decision of one warp on a row; its `first` lane writes whether the row is undecided.
 __device__ inline SecondPass decided_pass(const RowPassParams& params, int64_t index,
                                           const BoundsRange& range, const TokenFields& fields,
                                           const RowStatistics& row, const Label& label,
@@ -444,7 +272,6 @@ __device__ inline SecondPass decided_pass(const RowPassParams& params, int64_t i
     return gradient_pass(row, label, decision.coefficients, transform.slope);
 }
 
-// The outputs of a skipped row.
 __device__ inline void finish_skipped(const RowPassParams& params, int64_t index) {
     params.log_probs[index] = params.entropy[index] = params.stats[2 * index] = 0.0;
     params.stats[2 * index + 1] = 1.0;
@@ -463,8 +290,8 @@ __device__ inline float gradient_of(float z, const SecondPass& pass, Scales scal
     return dz;
 }
 
-// A row of logits and its gradient, whose 16-byte vectors lie where its own alignment puts them:
-// after `head` elements, and before the rest of the row, both shorter than a vector.
+// A row of logits and its gradient, which is written in aligned vectors: after `head` elements and
+// before the tail, both shorter than a vector.
 template <typename T, bool kAligned>
 struct Row {
     const T* logits;
@@ -478,35 +305,24 @@ struct Row {
         : logits(rows.logits_at<T>(index)),
           grad(rows.grad == nullptr ? nullptr : rows.grad_at<T>(index)),
           vocab((int)rows.vocab) {
-        const auto past = [](const void* p) {
-            return (uint32_t)reinterpret_cast<uintptr_t>(p) % 16;
-        };
+        const auto past = [](const void* p) { return (uint32_t)(uintptr_t)p % 16; };
         shift = kAligned ? 0 : past(logits);
         head = kAligned ? 0 : min(vocab, (int)((16 - past(grad)) % 16 / sizeof(T)));
         vectors = (vocab - head) / kVec<T>;
     }
     __device__ int tail() const { return vocab - head - vectors * kVec<T>; }
     __device__ T* vector(int index) const { return grad + head + index * kVec<T>; }
-    // Of the vector with this element; -1: it is in the head.
+    // The index of the vector with this element, or -1 in the head.
     __device__ int vector_of(int element) const {
         return element < head ? -1 : (element - head) / kVec<T>;
     }
-    // As it is stored, since a conversion would wait for the load.
+    // Unconverted, since a conversion would wait for the load.
     __device__ T stored_label(int label) const { return label >= 0 ? logits[label] : T{}; }
 };
 
 template <typename T>
 __device__ inline float label_logit(int label, T stored) {
     return label >= 0 ? to_float(stored) : NAN;
-}
-
-// Writes the first elements of a vector one by one.
-template <typename T>
-__device__ inline void store_elements(T* to, const float (&values)[kVec<T>], int count) {
-#pragma unroll
-    for (int i = 0; i < kVec<T>; ++i) {
-        if (i < count) to[i] = from_float<T>(values[i]);
-    }
 }
 
 }  // namespace bapo::cuda

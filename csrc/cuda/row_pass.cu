@@ -13,8 +13,7 @@ namespace bapo::cuda {
 
 namespace {
 
-// Two blocks of kThreads fill a multiprocessor; in the row pass, one of kMostThreads or smaller
-// ones.
+// Two blocks of kThreads fill a multiprocessor; the row pass takes up to kMostThreads.
 constexpr int kThreads = 512, kMostThreads = 1024;
 
 template <typename T, bool kSoftcap, bool kAligned>
@@ -138,8 +137,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     run_second_pass<T, kSoftcap>(&shared_pass, row, label, scales, threads);
 }
 
-// Calls f with the rows of this block: blockIdx.x, blockIdx.x + gridDim.x and so on, or those of
-// them that have a flag. Each warp reads the flags of 32 rows at once.
+// Calls f with the rows blockIdx.x, blockIdx.x + gridDim.x, ..., or with those that have a flag.
+// Each warp reads the flags of 32 rows at once.
 template <typename F>
 __device__ void for_rows(int64_t count, const uint8_t* only, F f) {
     const int64_t step = gridDim.x;
@@ -193,16 +192,14 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-// Threads per block of the row pass, each with 128 to 256 bytes: the rows in flight on a
-// multiprocessor then hold 256 KB at most, which L1 or L2 keeps for the second pass (27 MB on an
-// A100, whose L2 has 40). Longer rows are one at a time. Depends on the length alone, because the
-// bits of a row do.
+// Threads of a block of the row pass, with 128 to 256 bytes each: the rows in flight on a
+// multiprocessor are then at most 256 KB, or one long row, which L1 or L2 keeps for the second pass
+// (27 MB on an A100, whose L2 has 40). The bits of a row must depend on its length alone.
 int threads_of_rows(int64_t bytes) {
     return (int)std::bit_ceil((uint64_t)std::clamp<int64_t>(bytes / 256, kWarp, kMostThreads));
 }
 
-// Blocks that are resident at once, each of which takes several rows: a launch that finds nothing
-// to do then ends soon.
+// As many blocks as are resident at once: a launch that finds nothing to do then ends soon.
 int64_t resident_blocks(const LogitRows& rows) {
     const int multiprocessors = std::max(1, device_attribute(cudaDevAttrMultiProcessorCount));
     return std::min<int64_t>(rows.count(), 2 * multiprocessors);

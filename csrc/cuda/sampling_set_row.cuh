@@ -1,5 +1,5 @@
-// Both passes over the values of a row's set, by a warp or by a block, with the mathematics of
-// whole rows, for sets alone and with a head: two copies would differ in their bits.
+// Both passes over the values of a row's set, by a warp or by a block; on row_math.cuh, so that
+// sets and whole rows have the same bits.
 #pragma once
 
 #include "row_math.cuh"
@@ -7,9 +7,8 @@
 
 namespace bapo::cuda {
 
-// Warps of a block, two of which leave a thread 128 registers, and sets that occupy all of them.
-constexpr int kSetWarps = 8;
-constexpr int64_t kLongSet = 8 << 10;
+constexpr int kSetWarps = kRowsPerBlock;  // of a block; two blocks leave a thread 128 registers
+constexpr int64_t kLongSet = 8 << 10;     // the size from which all of them share a row
 
 // The warps that share a row.
 template <int kWarps>
@@ -20,8 +19,8 @@ struct Team {
     __device__ static void sync() { kWarps == 1 ? __syncwarp() : __syncthreads(); }
 };
 
-// Calls f.operator()<Team>(row) with the rows of this block: one for each warp, then those with
-// long sets for all warps.
+// Calls f.operator()<Team>(row) with a row for each warp, then for all warps with those of long
+// sets.
 template <typename F>
 __device__ void for_sets(const Sets& sets, F f) {
     const int64_t first = (int64_t)blockIdx.x * kSetWarps;
@@ -36,8 +35,8 @@ __device__ void for_sets(const Sets& sets, F f) {
     }
 }
 
-// The part of a set that a warp holds in registers. Element i of vector v of a lane is element
-// (4v + i)*32 + lane of the group, so that a warp reads neighbours.
+// The elements of a set that a warp holds in registers. A warp reads neighbours: element i of
+// vector v of a lane is element (4v + i)*32 + lane of the group.
 struct Group {
     static constexpr int kVectors = 8;
     static constexpr int kPerVector = kVec<float> * kWarp;
@@ -60,7 +59,7 @@ struct Group {
             vectors[v] = pack(z, 0.0f);
         }
     }
-    // Of the elements of this lane, without the label at `label` of the group, if it is in there.
+    // The sums of this lane, without the element at `label` if the group has it.
     template <bool kSoftcap>
     __device__ RowSums sums(int64_t count, int64_t label, Scales scales) const {
         const bool mine = label >= 0 && label < kSize && label % kWarp == threadIdx.x % kWarp;
@@ -96,12 +95,8 @@ class SetRow {
         RowSums mine{-kInf, 0.0, 0.0};
         for (int64_t first = own_; first < size_; first += kStride) {
             last_.load(values_ + first, size_ - first);
-            RowSums part =
-                last_.template sums<kSoftcap>(size_ - first, label_.index - first, scales_);
-            const float origin = fmaxf(mine.origin, part.origin);
-            mine.move_to(origin, scales_.scale2);
-            part.move_to(origin, scales_.scale2);
-            mine.add(part);
+            mine.add(last_.template sums<kSoftcap>(size_ - first, label_.index - first, scales_),
+                     scales_.scale2);
         }
         const RowSums total = total_of_team(mine);
         const bool first = Team::thread() == 0;
@@ -128,8 +123,7 @@ class SetRow {
                              coefficients_at(params, row), transform_.slope);
     }
 
-    // Gradients, perhaps in the place of the values. Backwards, because the last group is still in
-    // registers.
+    // Writes gradients, perhaps over the values; the last group first, which is still in registers.
     __device__ void second_pass(const SecondPass& pass, float* to) {
         if (pass.action == SecondPass::kNothing || size_ == 0) return;
         Team::sync();  // after every lane has read the label's value
@@ -140,7 +134,8 @@ class SetRow {
     }
 
   private:
-    // The warps take groups in turn. The last one of this warp; negative: none.
+    // The warps take groups in turn; the start of the last one of this warp is negative if it has
+    // none.
     static constexpr int kStride = Team::kThreads / kWarp * Group::kSize;
     __device__ int64_t last_group() const {
         return own_ + (size_ - 1 - own_ + kStride) / kStride * kStride - kStride;
@@ -183,7 +178,7 @@ class SetRow {
     Group last_;
 };
 
-// The passes over one row. Rows without a set are left alone.
+// Both passes over one row; a row without a set is left alone.
 template <bool kSoftcap, typename Team>
 __device__ void pass_over_set(const RowPassParams& params, int64_t row, Scales scales) {
     const LogitRows& rows = params.rows;

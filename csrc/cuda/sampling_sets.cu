@@ -100,17 +100,13 @@ const char* find_labels(const FindLabelsParams& params, void* stream) {
 }
 
 const char* gather_sets(const MoveSetsParams& params, void* stream) {
-    return with_dtype(params.rows.dtype, [&]<typename T>() {
-        return launch(gather_sets_kernel<T>, blocks_of(params.sets.rows, kSetWarps), kThreads,
-                      stream, params);
-    });
+    return over_rows([]<typename T>() { return gather_sets_kernel<T>; }, params.rows, stream,
+                     params);
 }
 
 const char* scatter_sets(const MoveSetsParams& params, void* stream) {
-    return with_dtype(params.rows.dtype, [&]<typename T>() {
-        return launch(scatter_sets_kernel<T>, blocks_of(params.sets.rows, kSetWarps), kThreads,
-                      stream, params);
-    });
+    return over_rows([]<typename T>() { return scatter_sets_kernel<T>; }, params.rows, stream,
+                     params);
 }
 
 const char* sets_pass(const RowPassParams& params, void* stream) {

@@ -17,8 +17,8 @@ constexpr int kTableThreads = 512;
 constexpr int kLoads = 16;  // in flight, of a thread that adds up
 constexpr int kBinBytes = kMostDynamicBytes;
 
-// How tokens are distributed over blocks: by their number and by that of the bins, so that sums
-// have the same bits in every run.
+// Tokens are distributed by their number and that of the bins: sums have the same bits in every
+// run.
 struct BinPlan {
     int bins;
     int warps;  // each with bins of its own
@@ -73,18 +73,8 @@ __device__ T sum_of(const T* values, int first, int step, int end) {
     return sum;
 }
 
-// The sums of a warp's lanes, in every lane.
-__device__ Moments warp_sum(Moments mine) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-        mine += {__shfl_xor_sync(kAllLanes, mine.ratio_mass, step),
-                 __shfl_xor_sync(kAllLanes, mine.mass, step)};
-    }
-    return mine;
-}
-
-// Most tokens are between the grids: their lanes add them to registers. The others of a warp are
-// added to its bins in the order of their lanes. A token that does not count adds 0.
+// Most tokens are between the grids, and their lanes add them to registers. The others of a warp
+// are added to its bins in the order of their lanes. A token that is not counted adds 0.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
     search_bins_kernel(const __grid_constant__ ContributionParams params, int warps,
                        Moments* partials) {
@@ -113,8 +103,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
             __syncwarp();
         }
     }
-    negative = warp_sum(negative);
-    positive = warp_sum(positive);
+    add_lanes(negative.ratio_mass, negative.mass);
+    add_lanes(positive.ratio_mass, positive.mass);
     if (my_bit == 1) {
         mine[above_lower] += negative;
         mine[below_upper] += positive;
@@ -125,8 +115,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
     }
 }
 
-// The end of the search on a table in shared memory; every thread of the block takes part. It may
-// have written its part of the table just before.
+// Ends the search on a table in shared memory, of which each thread may just have written a part.
 __device__ void solve_in_block(const double* table, const GridPoints& grids, const Target& target,
                                const SearchResult& result) {
     __shared__ int stop;
@@ -135,15 +124,15 @@ __device__ void solve_in_block(const double* table, const GridPoints& grids, con
     __syncthreads();
     for (int k = threadIdx.x; k < last; k += kTableThreads) {
         const GridStep step = step_of_search(grids, target.upper_first, k);
-        if (!goes_on(table, grids, target, step)) atomicMin(&stop, k);
+        if (!is_below_target(table, grids, target, step)) atomicMin(&stop, k);
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
     write_result(table, grids, step_of_search(grids, target.upper_first, stop), result);
 }
 
-// From the bins of all blocks to the masses at the grid points, and to the bounds where these are
-// asked for.
+// Turns the bins of all blocks into masses at the grid points, and into bounds if result has a
+// place.
 __global__ void __launch_bounds__(kTableThreads, 1)  // or ptxas saves registers, not round trips
     search_table_kernel(const __grid_constant__ ContributionParams params, const Moments* partials,
                         int blocks, int groups, Target target, SearchResult result) {

@@ -15,15 +15,6 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int64_t kMostBlocks = 1024;
 
-__device__ SequenceSum warp_total(SequenceSum mine) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-        mine.sum += __shfl_xor_sync(kAllLanes, mine.sum, step);
-        mine.count += __shfl_xor_sync(kAllLanes, mine.count, step);
-    }
-    return mine;
-}
-
 __global__ void __launch_bounds__(kThreads)
     sequence_mean_kernel(const __grid_constant__ SequenceMeanParams params, int64_t spans) {
     __shared__ double sums[kWarps], counts[kWarps];
@@ -32,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
         SequenceSum mine{};
 #pragma unroll 4
         for (int64_t i = span.begin + threadIdx.x; i < span.end; i += kThreads) mine.add(params, i);
-        mine = warp_total(mine);
+        add_lanes(mine.sum, mine.count);
         if (threadIdx.x % kWarp == 0) {
             sums[threadIdx.x / kWarp] = mine.sum;
             counts[threadIdx.x / kWarp] = mine.count;

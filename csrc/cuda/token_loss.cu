@@ -31,10 +31,7 @@ __device__ void write_partial(const TokenLossSums& sums, double* partial) {
 #pragma unroll
     for (int k = 0; k < kTokenLossSums; ++k) {
         double value = values[k];
-#pragma unroll
-        for (int step = kWarp / 2; step > 0; step /= 2) {
-            value += __shfl_xor_sync(kAllLanes, value, step);
-        }
+        add_lanes(value);
         if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp][k] = value;
     }
     __syncthreads();
