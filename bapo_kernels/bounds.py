@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backends import choose
-from .checks import check_device, check_group, check_tensor, outside_inference_mode, require
+from .checks import check_device, check_group, check_tensor, outside_inference_mode, refuse, require
 from .config import GRID_FIELDS, BAPOConfig
 from .core.arguments.options import TokenOptions
 from .core.arguments.prepare import prepared
@@ -111,8 +111,8 @@ class ContributionHistogram:
         check_search(config)
         for name in TABLE_FIELDS:
             mine, other = getattr(self.config, name), getattr(config, name)
-            rule = f"be that of the histogram ({mine!r})"
-            require(mine == other, f"config.{name}", rule, repr(other))
+            if mine != other:
+                refuse(f"config.{name}", f"be that of the histogram ({mine!r})", repr(other))
         if self.table is None:
             self.table = empty_table(self.config, device_of_tables(process_group))
         backend = choose(None, self.table.new_empty(0, dtype=torch.float32), "table")

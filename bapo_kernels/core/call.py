@@ -223,14 +223,6 @@ class Call:
         return self.sets
 
     @property
-    def own_bounds(self) -> Tensor | None:
-        """float32 ``[2, N]``, where tokens have their own."""
-        if self.tokens is None or not self.has("lower"):
-            return None
-        k = FIELDS.index("lower")  # the upper ones follow
-        return self.tokens[k : k + 2]
-
-    @property
     def searches(self) -> bool:
         """Whether no bounds are given."""
         return self.bounds is None and not self.has("lower")

@@ -17,7 +17,7 @@ from ..config import Options
 from ..output import REPORT, BAPOOutput, ClipBounds
 from .autograd import with_gradients, with_own_version
 from .call import Call, Coefficients
-from .operators import ops_of
+from .operators import FIELDS, ops_of
 
 
 def with_log_ratios(call: Call, log_probs: Tensor) -> Call:
@@ -101,9 +101,9 @@ def loss_of_log_probs(
     if call.sets is not None:
         metrics["label_outside_mask"] = call.sets.labels_outside(call.unmasked)
     shown = outputs.unbind()
-    if bounds is None:
-        assert call.own_bounds is not None
-        bounds = call.own_bounds.view(2, *call.shape)
+    if bounds is None:  # tokens have their own
+        assert call.tokens is not None
+        bounds = call.tokens[FIELDS.index("lower") :][:2].view(2, *call.shape)
     used_bounds = ClipBounds(*bounds.unbind())
     entropy = None if entropy is None else shown[1]
     return BAPOOutput(loss, shown[0], entropy, used_bounds, metrics), coefficients

@@ -154,12 +154,6 @@ def config_or_default(config: BAPOConfig | None) -> BAPOConfig:
     return config
 
 
-def check_statistics(statistics: str) -> None:
-    """One of two words."""
-    if statistics not in ("all", "live"):
-        refuse("statistics", "be 'all' or 'live'", repr(statistics))
-
-
 def tokens_name(like: Tensor) -> str:
     """The name of the argument whose shape and device other arguments per token must have."""
     return "log_probs" if like.is_floating_point() else "labels"
