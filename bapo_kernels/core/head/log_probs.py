@@ -233,17 +233,16 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         given = _HeadCall.of(call, products)
         parameters = hidden, weight, bias
-        log_probs, entropy, stats, gradient, values = _OPS.head_forward(
-            unscaled, *parameters, *given
-        )
+        found = _OPS.head_forward(unscaled, *parameters, *given)
+        log_probs, entropy, stats, gradient, values = found
         tensors = *parameters, *(getattr(given, name) for name in _SAVED)
         # Autograd refuses tensors that were made in inference mode and have no versions.
         traced = torch.compiler.is_compiling()
         kept = [x is not None and not traced and x.is_inference() for x in tensors]
         ctx.inference = [x if keeps else None for x, keeps in zip(tensors, kept, strict=True)]
         saved = (None if keeps else x for x, keeps in zip(tensors, kept, strict=True))
-        found = log_probs if given.labels.ndim == 2 else None, entropy, stats
-        ctx.save_for_backward(*saved, *found, values, gradient)
+        several = log_probs if given.labels.ndim == 2 else None
+        ctx.save_for_backward(*saved, several, entropy, stats, values, gradient)
         ctx.given, ctx.unscaled = given._asdict() | dict.fromkeys(_SAVED), unscaled
         ctx.set_materialize_grads(False)
         return log_probs, entropy

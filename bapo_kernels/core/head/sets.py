@@ -115,8 +115,7 @@ def add_set_gradients(gradients: HeadGradients, call: Call, dvalues: Tensor) -> 
         # The kernel of both makes the bias alone.
         dweight = h.new_empty(gradients.bias.numel(), 0)
     if dweight is not None:
-        hidden, _, _ = head.set_operands
-        add = gradients.weight is not None
+        hidden, add = head.set_operands[0], gradients.weight is not None
         _weight_gradient(call, dvalues, hidden, add, dweight, gradients.bias)
     if gradients.needs_weight:
         gradients.weight = dweight
