@@ -1,4 +1,7 @@
-"""Fused kernels for the BAPO policy loss (arXiv 2510.18927)."""
+"""Fused kernels for the BAPO policy loss (arXiv 2510.18927).
+
+Imports the public modules, no framework, no Triton, and initialises no CUDA.
+"""
 
 from . import debug, reference
 from .backends import available_backends

@@ -306,7 +306,7 @@ def _needs(*parameters: Tensor | None) -> tuple[bool, ...]:
 
 
 def _in_common(needs: tuple[bool, ...], products: Products) -> dict[str, Any]:
-    """By name, what else must be the same on the ranks of ``vocab_group``."""
+    """Facts that must be the same on the ranks of ``vocab_group``, too, by name."""
     names = (f"requires_grad of {name}" for name in ("hidden_states", "lm_head_weight", "bias"))
     return dict(zip(names, needs, strict=True)) | products._asdict()
 

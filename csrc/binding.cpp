@@ -91,13 +91,13 @@ struct Cpu {
     }
     static void prepare(const PrepareParams& params, const Tensor&) {
         TokenCounts counts{};
-        std::vector<int64_t> of_sequences;
+        std::vector<int64_t> sequence_counts;
         if (needs_counts(params)) {
-            of_sequences.resize(params.sequences);
-            cpu::count_tokens(params, counts, of_sequences.data());
+            sequence_counts.resize(params.sequences);
+            cpu::count_tokens(params, counts, sequence_counts.data());
         }
         run_chunks(params.count(), [&](int64_t chunk) {
-            cpu::prepare_chunk(params, chunk, counts, of_sequences.data());
+            cpu::prepare_chunk(params, chunk, counts, sequence_counts.data());
         });
         if (params.ticket) *params.ticket = 0;
     }

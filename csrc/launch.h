@@ -43,10 +43,10 @@ const RowKernels* row_kernels(const char* isa);
 
 constexpr int64_t kTokensPerChunk = 4096;
 
-// of_sequences has a zero for each sequence.
-void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_sequences);
+// sequence_counts has a zero for each sequence.
+void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* sequence_counts);
 void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
-                   const int64_t* of_sequences);
+                   const int64_t* sequence_counts);
 
 // For each of K labels, the sum of the values of all equal ones, in their order. The memory is the
 // thread's own, until its next call.

@@ -62,7 +62,7 @@ struct Transform {
         here.slope /= by;
         return here;
     }
-    BAPO_HD Transform of_row(int64_t row) const {
+    BAPO_HD Transform at_row(int64_t row) const {
         return at(temperatures ? temperatures[row] : 1.0f);
     }
 };
@@ -151,9 +151,9 @@ struct LogitRows {
     BAPO_HD T* grad_at(int64_t row) const {
         return static_cast<T*>(grad) + offset(row, grad_batch_stride, grad_row_stride);
     }
-    BAPO_HD int64_t offset(int64_t row, int64_t of_batch, int64_t of_row) const {
-        if (batches == 1) return row * of_row;  // without the divisions
-        return row / rows * of_batch + row % rows * of_row;
+    BAPO_HD int64_t offset(int64_t row, int64_t by_batch, int64_t by_row) const {
+        if (batches == 1) return row * by_row;  // without the divisions
+        return row / rows * by_batch + row % rows * by_row;
     }
     BAPO_HD bool are_sets() const { return sets.offsets != nullptr; }
     BAPO_HD const float* values() const { return static_cast<const float*>(logits); }

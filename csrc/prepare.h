@@ -116,9 +116,9 @@ inline bool needs_counts(const PrepareParams& params) {
     return params.device_divisor.data == nullptr && params.divisor != params.divisor;
 }
 
-// Writes the flat inputs of a token. A mode that needs them has unmasked tokens in of_sequences.
+// Writes the flat inputs of a token. A mode that needs them has unmasked tokens in sequence_counts.
 BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCounts& counts,
-                           const int64_t* of_sequences, double weight) {
+                           const int64_t* sequence_counts, double weight) {
     const Position at = position_of(params, i);
     // If offsets are bad, no token may hide behind the last one: the loss must become NaN.
     const bool unmasked =
@@ -143,7 +143,7 @@ BAPO_HD void prepare_token(const PrepareParams& params, int64_t i, const TokenCo
     }
     if (params.weights == nullptr) return;
     if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenMean && at.sequence < params.sequences) {
-        const int64_t tokens = of_sequences[at.sequence];
+        const int64_t tokens = sequence_counts[at.sequence];
         weight /= tokens > 1 ? (double)tokens : 1.0;
     }
     if (params.loss_agg_mode == LossAggMode::kSeqMeanTokenSumNorm) {

@@ -263,10 +263,10 @@ BAPO_HD double smallest_negative(const TokenLossSums& total) {
 
 BAPO_HD void report(const TokenLossParams& params, TokenLossSums total) {
     if (params.masses) {
-        const Masses& of_search = *params.masses;
-        total.pos = of_search.pos, total.neg = of_search.neg;
-        total.pos_start = of_search.pos_start, total.neg_start = of_search.neg_start;
-        total.pos_last = of_search.pos_last, total.neg_last = of_search.neg_last;
+        const Masses& searched = *params.masses;
+        total.pos = searched.pos, total.neg = searched.neg;
+        total.pos_start = searched.pos_start, total.neg_start = searched.neg_start;
+        total.pos_last = searched.pos_last, total.neg_last = searched.neg_last;
     }
     const double quantity = tested_quantity(total.pos, total.neg, params.target.is_ratio);
     const double count = total.count > 0.0 ? total.count : 1.0;

@@ -1,8 +1,7 @@
 """Loads the C++ library, which lies beside the package, or explains why it is absent.
 
-Imports ``core.operators`` and what is below it. If the library is absent and BAPO_REQUIRE_NATIVE=1
-is set, the import fails; whatever else keeps it from loading must become a reason, because the
-package also runs without it.
+Imports ``core.operators`` and what is below it. Whatever keeps the library from loading must become
+a reason, because the package also runs without it, but where BAPO_REQUIRE_NATIVE=1 is set.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LIBRARY = _PACKAGE / "_C.abi3.so"
 
 
 def build_info() -> dict[str, Any]:
-    """What ``setup.py`` wrote about the build; empty if there was none."""
+    """The facts that ``setup.py`` wrote about the build; empty if there was none."""
     path = _PACKAGE / "_build.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 

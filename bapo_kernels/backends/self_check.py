@@ -37,7 +37,7 @@ _lock = threading.Lock()
 
 
 def why_not(device: torch.device) -> str | None:
-    """Which kernel is wrong on this GPU, or ``None``; the first call checks, and warns."""
+    """The reason if a kernel is wrong on this GPU, or ``None``; the first call finds out."""
     if not torch.compiler.is_compiling() and device.index not in _found and _can_run_now():
         with _lock:
             if device.index not in _found:

@@ -117,26 +117,26 @@ RowStats row_stats(const T* row, int64_t vocab, const Transform& transform) {
             // A block without a finite element has no origin yet; a NaN in it must reach the sum.
             const float origin = stats.origin == -kInf ? 0.0f : stats.origin;
             CompensatedSum sums;
-            VFloat of_group, weighted_sums = {};
+            VFloat group_sums, weighted_sums = {};
             const auto add = [&](VFloat z, int64_t i) {
                 const VFloat t = (transformed<kSoftcap>(z, transform) - origin) * scale;
                 const VFloat e = exp2_for<T>(t);
                 if constexpr (kKeep) store(kept + i, e);
-                of_group += e;
+                group_sums += e;
                 weighted_sums += factor_of(t) * e;
             };
             int64_t at = begin;
             for (; at + kGroup <= end; at += kGroup) {
-                of_group = VFloat{};
+                group_sums = VFloat{};
                 for (int64_t i = at; i < at + kGroup; i += kLanes) {
                     prefetch(row + i);
                     add(load(row + i), i);
                 }
-                sums.add(of_group);
+                sums.add(group_sums);
             }
-            of_group = VFloat{};
+            group_sums = VFloat{};
             for_each_vector(row, at, end, add);
-            sums.add(of_group);
+            sums.add(group_sums);
             sum = sums.total();
             weighted_sum = reduce_add(weighted_sums);
         };

@@ -51,7 +51,7 @@ void pass_row(const RowPassParams& params, int64_t index, double (*absent)(int64
     }
 
     const bool keep = keeps_exp<T, kSoftcap>(params, index);
-    const Transform transform = rows.transform.of_row(index);
+    const Transform transform = rows.transform.at_row(index);
     const RowStats stats =
         (keep ? row_stats<kSoftcap, true, T>
               : row_stats<kSoftcap, false, T>)(row.logits, rows.vocab, transform);
@@ -109,7 +109,7 @@ void finish_row(const RowGradientParams& params, int64_t index) {
     const double sum = params.stats[2 * index + 1], log_sum = std::log(sum);
     const auto origin = (float)params.stats[2 * index];
     const double entropy = params.entropy[index];
-    const Transform transform = rows.transform.of_row(index);
+    const Transform transform = rows.transform.at_row(index);
     double* const sums = cpu::sums_of_equal(labels, given, K);
     const auto to_gradients = [&](int64_t k, int64_t label) {
         const float z = load_scalar(row.logits + label);

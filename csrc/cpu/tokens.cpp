@@ -36,7 +36,7 @@ void for_chunk(int64_t chunk, int64_t count, F f) {
 
 }  // namespace
 
-void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_sequences) {
+void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* sequence_counts) {
     for (int64_t k = 0; params.offsets.data && k <= params.sequences; ++k) {
         counts.bad_offsets += offset_is_bad(params, k);
     }
@@ -44,15 +44,15 @@ void count_tokens(const PrepareParams& params, TokenCounts& counts, int64_t* of_
         const Position at = position_of(params, i);
         if (!is_unmasked_and_inside(params, at)) continue;
         counts.tokens += 1;
-        counts.sequences += of_sequences[at.sequence]++ == 0;
+        counts.sequences += sequence_counts[at.sequence]++ == 0;
     }
 }
 
 void prepare_chunk(const PrepareParams& params, int64_t chunk, const TokenCounts& counts,
-                   const int64_t* of_sequences) {
+                   const int64_t* sequence_counts) {
     const double weight = shared_weight(params, counts);
     for_chunk(chunk, params.count(),
-              [&](int64_t i) { prepare_token(params, i, counts, of_sequences, weight); });
+              [&](int64_t i) { prepare_token(params, i, counts, sequence_counts, weight); });
 }
 
 double* sums_of_equal(const int64_t* labels, const double* values, int64_t K) {

@@ -97,25 +97,25 @@ __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, i
         float sums[kAtOnce] = {};
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const int64_t of_row = __shfl_sync(kAllLanes, column, i);
+            const int64_t head_row = __shfl_sync(kAllLanes, column, i);
             // An id without a column reads the hidden state instead.
-            rows[i] = of_row >= 0 ? row_of<const T>(head.weight, of_row) : hidden;
+            rows[i] = head_row >= 0 ? row_of<const T>(head.weight, head_row) : hidden;
         }
-        const auto add_product = [&](uint4 of_hidden, uint4 of_row, int i) {
+        const auto add_product = [&](uint4 hidden_raw, uint4 weight_raw, int i) {
             float x[n], w[n];
-            unpack(of_hidden, x, T{});
-            unpack(of_row, w, T{});
+            unpack(hidden_raw, x, T{});
+            unpack(weight_raw, w, T{});
             float sum = x[0] * w[0];
 #pragma unroll
             for (int j = 1; j < n; ++j) sum = fmaf(x[j], w[j], sum);
             sums[i] += sum;
         };
         for (int h = lane * n; h < whole; h += kSteps * kStride) {
-            uint4 of_hidden[kSteps] = {}, raw[kSteps][kAtOnce] = {};
+            uint4 hidden_raw[kSteps] = {}, raw[kSteps][kAtOnce] = {};
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
                 if (h + s * kStride >= whole) continue;
-                of_hidden[s] = load_vector<T, kAligned>(hidden + h + s * kStride);
+                hidden_raw[s] = load_vector<T, kAligned>(hidden + h + s * kStride);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     raw[s][i] = load_vector<T, kAligned>(rows[i] + h + s * kStride);
@@ -124,14 +124,14 @@ __device__ void multiply(const MultiplySetsParams& params, const Piece& piece, i
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) add_product(of_hidden[s], raw[s][i], i);
+                for (int i = 0; i < kAtOnce; ++i) add_product(hidden_raw[s], raw[s][i], i);
             }
         }
         if (whole < H && lane == whole / n % kWarp) {
-            const uint4 of_hidden = load_elements<T, kAligned>(hidden, whole, H, 0.0f);
+            const uint4 hidden_raw = load_elements<T, kAligned>(hidden, whole, H, 0.0f);
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                add_product(of_hidden, load_elements<T, kAligned>(rows[i], whole, H, 0.0f), i);
+                add_product(hidden_raw, load_elements<T, kAligned>(rows[i], whole, H, 0.0f), i);
             }
         }
         float value = 0.0f;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!row.touched) return;
     const bool counted = params.tokens.counted[row.index];
     const int64_t K = params.labels_per_row;
-    const Transform transform = params.rows.transform.of_row(row.index);
+    const Transform transform = params.rows.transform.at_row(row.index);
     scales = scales_at(transform, scales);
     const auto origin = (float)params.stats[2 * row.index];
     const double sum = params.stats[2 * row.index + 1], log_sum = log(sum);
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
         none[row.index] = kIgnoredLabel;
         sums[row.index] = all;
     }
-    const Transform transform = params.rows.transform.of_row(row.index);
+    const Transform transform = params.rows.transform.at_row(row.index);
     scales = scales_at(transform, scales);
     for (int64_t k = own_lane(); k < K; k += kWarp) {
         const int64_t column = labels[k];
@@ -164,13 +164,13 @@ int64_t scratch_words(const RowGradientParams& params) {
 const char* pass_of_labels(const RowPassParams& params, double* memory, void* stream) {
     const auto pass = params.rows.are_sets() ? sets_pass : row_pass;
     if (params.labels_per_row == 1) return pass(params, stream);
-    RowPassParams of_leading = params;
+    RowPassParams first_label = params;
     auto* const leading = reinterpret_cast<int64_t*>(memory);
-    of_leading.labels = leading;
-    of_leading.log_probs = memory + params.rows.count();
+    first_label.labels = leading;
+    first_label.log_probs = memory + params.rows.count();
     const char* error = over_rows([&]<typename T>() { return leading_label_kernel<T>; },
                                   params.rows, stream, params, leading);
-    if (!error) error = pass(of_leading, stream);
+    if (!error) error = pass(first_label, stream);
     if (error) return error;
     return over_rows([&]<typename T>() { return label_log_probs_kernel<T>; }, params.rows, stream,
                      params, scales_of(params.rows.transform));
@@ -179,16 +179,16 @@ const char* pass_of_labels(const RowPassParams& params, double* memory, void* st
 const char* gradient_of_labels(const RowGradientParams& params, double* memory, void* stream) {
     const auto gradient = params.rows.are_sets() ? sets_gradient : row_gradient;
     if (params.labels_per_row == 1) return gradient(params, stream);
-    RowGradientParams of_others = params;
+    RowGradientParams others_alone = params;
     auto* const none = reinterpret_cast<int64_t*>(memory);
     double* const sums = memory + params.rows.count();
     auto* const gradients = reinterpret_cast<LabelGradient*>(sums + params.rows.count());
-    of_others.labels = none;
-    of_others.dlog_probs = sums;
+    others_alone.labels = none;
+    others_alone.dlog_probs = sums;
     const char* error =
         over_rows([&]<typename T>() { return label_gradients_kernel<T>; }, params.rows, stream,
                   params, scales_of(params.rows.transform), none, sums, gradients);
-    if (!error) error = gradient(of_others, stream);
+    if (!error) error = gradient(others_alone, stream);
     if (error) return error;
     return over_rows([&]<typename T>() { return write_labels_kernel<T>; }, params.rows, stream,
                      params, gradients);

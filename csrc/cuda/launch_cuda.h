@@ -26,7 +26,7 @@ const char* scale(const LogitRows& rows, const float* factor, void* stream);
 
 struct CountedTokens {
     TokenCounts all;
-    int64_t of_sequences[1];  // one for each sequence
+    int64_t sequence_counts[1];  // one for each sequence
 };
 // counted is null if nothing is counted.
 const char* prepare(const PrepareParams& params, CountedTokens* counted, void* stream);

@@ -47,9 +47,9 @@ __device__ void count_tokens(const PrepareParams& params, CountedTokens* counted
         const int64_t sequence = __shfl_sync(kAllLanes, at.sequence, leader);
         const bool alike = unmasked && at.sequence == sequence;
         const unsigned alike_lanes = __ballot_sync(kAllLanes, alike);
-        int64_t* const of_sequence = &counted->of_sequences[at.sequence];
-        if (lane == leader) sequences += add(of_sequence, __popc(alike_lanes)) == 0;
-        if (unmasked && !alike) sequences += add(of_sequence, 1) == 0;
+        int64_t* const its_count = &counted->sequence_counts[at.sequence];
+        if (lane == leader) sequences += add(its_count, __popc(alike_lanes)) == 0;
+        if (unmasked && !alike) sequences += add(its_count, 1) == 0;
     }
     add_of_warp(&counted->all.tokens, tokens);
     add_of_warp(&counted->all.sequences, sequences);
@@ -61,10 +61,10 @@ __device__ void write_tokens(const PrepareParams& params, const CountedTokens* c
                              int64_t first, int64_t step) {
     TokenCounts counts{};
     if (counted) counts = counted->all;
-    const int64_t* const of_sequences = counted ? counted->of_sequences : nullptr;
+    const int64_t* const sequence_counts = counted ? counted->sequence_counts : nullptr;
     const double weight = shared_weight(params, counts);
     for (int64_t i = first; i < params.count(); i += step) {
-        prepare_token(params, i, counts, of_sequences, weight);
+        prepare_token(params, i, counts, sequence_counts, weight);
     }
     if (first == 0 && params.ticket) *params.ticket = 0;
 }

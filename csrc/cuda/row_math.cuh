@@ -24,8 +24,8 @@ __host__ __device__ inline float scale2_of(const Transform& transform) {
 }
 
 // The scales of a row, which may have a temperature of its own.
-__device__ inline Scales scales_at(const Transform& of_row, Scales scales) {
-    if (of_row.temperatures != nullptr) scales.scale2 = scale2_of(of_row);
+__device__ inline Scales scales_at(const Transform& transform, Scales scales) {
+    if (transform.temperatures != nullptr) scales.scale2 = scale2_of(transform);
     return scales;
 }
 

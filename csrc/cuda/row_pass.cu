@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
     const int label = label_index(params.labels[index], row.vocab);
     const T stored = row.stored_label(label);
-    const Transform transform = params.rows.transform.of_row(index);
+    const Transform transform = params.rows.transform.at_row(index);
     scales = scales_at(transform, scales);
 
     const auto lane =
@@ -156,18 +156,18 @@ __global__ void __launch_bounds__(kThreads, 2)
     for_rows(params.rows.count(), params.only, [&](int64_t index) {
         const Row<T, kAligned> row(params.rows, index);
         const int label = label_index(params.labels[index], row.vocab);
-        const Transform transform = params.rows.transform.of_row(index);
-        const Scales of_row = scales_at(transform, scales);
+        const Transform transform = params.rows.transform.at_row(index);
+        const Scales row_scales = scales_at(transform, scales);
         if (threadIdx.x == 0) {
             const Label about_label = label_of<kSoftcap>(
-                label, label_logit(label, row.stored_label(label)), transform, of_row);
+                label, label_logit(label, row.stored_label(label)), transform, row_scales);
             const auto statistics = statistics_at(params, index, about_label, transform);
             shared_store(&shared_pass,
                          gradient_pass(statistics, about_label, coefficients_at(params, index),
                                        transform.slope));
         }
         __syncthreads();
-        run_second_pass<T, kSoftcap>(&shared_pass, row, label, of_row, kThreads);
+        run_second_pass<T, kSoftcap>(&shared_pass, row, label, row_scales, kThreads);
     });
 }
 

@@ -192,11 +192,11 @@ __device__ void pass_over_set(const RowPassParams& params, int64_t row, Scales s
         float* const grad = rows.dvalues() + set.begin;
         for (int64_t k = Team::thread(); k < set.size; k += Team::kThreads) grad[k] = 0.0f;
     } else {
-        SetRow<kSoftcap, Team> of_set(rows.values(), set, params.labels[row],
-                                      rows.transform.of_row(row), scales);
-        const RowStatistics statistics = of_set.first_pass(params, row);
+        SetRow<kSoftcap, Team> set_row(rows.values(), set, params.labels[row],
+                                       rows.transform.at_row(row), scales);
+        const RowStatistics statistics = set_row.first_pass(params, row);
         if (rows.grad == nullptr) return;
-        of_set.second_pass(of_set.decided(params, row, statistics), rows.dvalues() + set.begin);
+        set_row.second_pass(set_row.decided(params, row, statistics), rows.dvalues() + set.begin);
     }
 }
 

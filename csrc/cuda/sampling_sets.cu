@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         if (params.only && !params.only[row]) return;
         const SetOfRow set = set_of(rows.sets, row);
         if (set.size == 0) return;
-        SetRow<kSoftcap, Team> of_set(rows.values(), set, params.labels[row],
-                                      rows.transform.of_row(row), scales);
-        of_set.second_pass(of_set.gradient(params, row), rows.dvalues() + set.begin);
+        SetRow<kSoftcap, Team> set_row(rows.values(), set, params.labels[row],
+                                       rows.transform.at_row(row), scales);
+        set_row.second_pass(set_row.gradient(params, row), rows.dvalues() + set.begin);
     });
 }
 

@@ -62,6 +62,13 @@ def test_imports_point_downwards(name):
         assert imported == listed(name) or LEVELS[imported] < LEVELS[listed(name)], imported
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_headers_are_short_and_name_the_imports(name):
+    header = ast.get_docstring(ast.parse(FILES[name].read_text()))
+    assert "mport" in header
+    assert len(list(filter(None, header.splitlines()))) <= 3
+
+
 def test_emulations_import_no_benchmark():
     """Benchmarks build on them (benchmarks/emulation.py)."""
     tests = Path(__file__).parents[1]

@@ -110,7 +110,7 @@ class Kernel:
 
 
 def _specialisation(value: Tensor | int | None) -> tuple[bool, bool] | None:
-    """What Triton specialises on: the alignment of a pointer, and on AMD GPUs 32-bit addresses."""
+    """The facts by which Triton specialises: alignment, on AMD GPUs also 32-bit addresses."""
     if value is None:
         return None
     if isinstance(value, int):

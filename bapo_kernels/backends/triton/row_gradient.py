@@ -65,7 +65,7 @@ def _row_gradient_kernel(
     UNROLL: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """With ``offsets`` rows are the values of sampling sets.
+    """Rows with ``offsets`` are the values of sampling sets.
 
     Often there is nothing to do, because no row was undecided: few programs find that out sooner
     than one per row.

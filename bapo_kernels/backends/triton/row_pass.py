@@ -68,7 +68,7 @@ def _row_pass_kernel(
     W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """With ``offsets`` rows are the values of sampling sets, and labels are positions in these."""
+    """Rows with ``offsets`` are the values of sampling sets, and labels are positions in these."""
     index, N = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     sizes = K, rows_per_batch, V, batch_stride, row_stride, dbatch_stride, drow_stride
     row, grad, V, exists = row_math.row_of(logits, dlogits, offsets, index, N, sizes, ALIGN)

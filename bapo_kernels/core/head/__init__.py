@@ -1,4 +1,1 @@
-"""From hidden states to log-probs or a loss: products with a head, and their gradients.
-
-Its files import the other files of core; the public functions and autograd take it from there.
-"""
+"""From hidden states to log-probs or a loss. Its files import the other files of core."""
