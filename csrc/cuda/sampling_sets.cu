@@ -100,12 +100,12 @@ const char* find_labels(const FindLabelsParams& params, void* stream) {
 }
 
 const char* gather_sets(const MoveSetsParams& params, void* stream) {
-    return over_rows([]<typename T>() { return gather_sets_kernel<T>; }, params.rows, stream,
+    return over_rows([&]<typename T>() { return gather_sets_kernel<T>; }, params.rows, stream,
                      params);
 }
 
 const char* scatter_sets(const MoveSetsParams& params, void* stream) {
-    return over_rows([]<typename T>() { return scatter_sets_kernel<T>; }, params.rows, stream,
+    return over_rows([&]<typename T>() { return scatter_sets_kernel<T>; }, params.rows, stream,
                      params);
 }
 
