@@ -505,7 +505,7 @@ def test_empty_shard(on_host, library):
     logits, labels = torch.zeros(1, 3, 0), torch.full((3,), -1)
     counted = torch.tensor([True, False, True])
     call = Call(BAPOConfig().options, "cpu", labels.shape, counted, counted, labels=labels)
-    results = rows.row_statistics(call, rows.Rows.of_logits(call, logits))
+    results = rows.row_statistics(call, rows.logit_rows(call, logits))
     assert results.stats[counted].tolist() == [[-torch.inf, 0.0]] * 2
     nothing = torch.zeros(3, dtype=torch.float64)
     given = dict(logits=logits, labels=labels, stats=results.stats)
