@@ -47,5 +47,5 @@ nitpick_ignore_regex = [
     # Of other projects, whose inventories would have to be downloaded.
     ("py:class", r"(torch|dist|collections\.abc)\..+|Tensor"),
     # Names of types, where an annotation is only a string.
-    ("py:class", r"GivenBounds|LossOptions|Statistics"),
+    ("py:class", r"GivenBounds|(Loss|Row|Softmax)Options|Statistics"),
 ]
