@@ -165,14 +165,14 @@ _HEAD = (
     "Tensor? shard_sizes, str? group, Tensor? token_ids, Tensor? offsets"
 )
 
-# The loops over chunks in ``hidden``, for all backends. They read from the device how many rows
-# of a chunk are counted, which a compiler cannot trace.
+# The loops over chunks in ``head``, for all backends. They read from the device how many rows are
+# counted, which a compiler cannot trace.
 HEAD_SCHEMAS = {
-    # Log-probs, entropy and stats, as of row_statistics; the gradient of the log-probs with respect
-    # to the hidden states, empty where it is not asked for, and otherwise the values of the sets.
-    # With several labels per row, the latter both, and the former without what is of the labels.
+    # Returns log-probs, entropy and stats, as row_statistics; if unscaled, the gradient of each
+    # log-prob with respect to its hidden state, otherwise the values of the sets; empty tensors for
+    # the rest. Several labels per row get both, and of the gradient the part that they share.
     "head_forward": f"(bool unscaled, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    # Gradients of hidden, weight and bias, of those that need one.
+    # Returns the gradients of hidden, weight and bias that are needed.
     "head_backward": (
         "(Tensor? dlog_probs, Tensor? dentropy, Tensor log_probs, Tensor entropy, Tensor stats, "
         f"Tensor values, Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
