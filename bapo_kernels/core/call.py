@@ -174,7 +174,7 @@ class Call:
         unmasked: bool ``[N]``.
         counted: bool ``[N]``, the tokens that are computed: all unmasked ones, or with
             ``statistics="live"`` those that can change the loss.
-        tokens: float32 ``[fields, N]``, of which ``present`` says which fields are given
+        fields: float32 ``[fields, N]``, of which ``present`` says which fields are given
             (:data:`bapo_kernels.core.operators.FIELDS`); ``None``: none is.
         labels: int64 ``[N]``, or ``[N, K]`` where each row has several; ``None`` where log-probs
             are given.
@@ -193,7 +193,7 @@ class Call:
     shape: torch.Size
     unmasked: Tensor
     counted: Tensor
-    tokens: Tensor | None = None
+    fields: Tensor | None = None
     present: int = 0
     statistics: Statistics = "all"
     labels: Tensor | None = None
@@ -212,9 +212,9 @@ class Call:
 
     def field(self, name: str) -> Tensor | None:
         """float32 ``[N]``, if it is given."""
-        if self.tokens is None or not self.has(name):
+        if self.fields is None or not self.has(name):
             return None
-        return self.tokens[FIELDS.index(name)]
+        return self.fields[FIELDS.index(name)]
 
     @property
     def given_sets(self) -> SamplingSets:
@@ -229,9 +229,9 @@ class Call:
 
     @property
     def temperatures(self) -> tuple[Tensor | None, int]:
-        """Tokens and presence as operators take them that read the temperatures alone."""
+        """Fields and presence for operators that read the temperatures alone."""
         present = self.present & TEMPERATURES
-        return (self.tokens if present else None), present
+        return (self.fields if present else None), present
 
     @property
     def counted_logits(self) -> Tensor:
@@ -246,7 +246,7 @@ class Call:
             unmasked=self.unmasked[rows],
             counted=self.counted[rows],
             labels=None if self.labels is None else self.labels[rows],
-            tokens=None if self.tokens is None else self.tokens.index_select(1, rows),
+            fields=None if self.fields is None else self.fields.index_select(1, rows),
             weights=None if self.weights is None else self.weights[rows],
             sets=None,
         )
@@ -254,9 +254,9 @@ class Call:
     def with_labels_of(self, rows: Tensor) -> Call:
         """Keeps labels and temperatures of some rows: a second pass takes no more per token."""
         assert self.labels is not None
-        tokens, present = self.temperatures
-        tokens = None if tokens is None else tokens.index_select(1, rows)
-        return replace(self, labels=self.labels[rows], tokens=tokens, present=present, sets=None)
+        fields, present = self.temperatures
+        fields = None if fields is None else fields.index_select(1, rows)
+        return replace(self, labels=self.labels[rows], fields=fields, present=present, sets=None)
 
     @property
     def rows_decide(self) -> bool:

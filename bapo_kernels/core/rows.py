@@ -94,8 +94,8 @@ def both_passes(call: Call, rows: Rows, found: RowStatistics, out: Tensor | None
 
 def to_decide(call: Call, rows: Rows) -> tuple[Any, ...]:
     """The arguments of operators that decide on gradients, between the rows and the results."""
-    tokens = _counted(call, rows), call.weights, call.tokens, call.present
-    return *rows[1:], *tokens, call.bounds, call.options
+    given = _counted(call, rows), call.weights, call.fields, call.present
+    return *rows[1:], *given, call.bounds, call.options
 
 
 def second_pass(
@@ -224,8 +224,8 @@ class LogProbs(torch.autograd.Function):
         ctx.inplace = None if overwritten is None else logits.detach()
         # Autograd would refuse logits that it knows to be overwritten.
         saved = logits if overwritten is None else None
-        tokens, ctx.present = call.temperatures
-        given = call.labels, call.counted, tokens
+        fields, ctx.present = call.temperatures
+        given = call.labels, call.counted, fields
         ctx.save_for_backward(saved, *given, values, *found, *(call.sets or ()))
         ctx.set_materialize_grads(False)
         return found.log_probs, found.entropy
@@ -234,11 +234,11 @@ class LogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits, labels, counted, tokens, values, *others = ctx.saved_tensors
+        logits, labels, counted, fields, values, *others = ctx.saved_tensors
         found = RowStatistics(*others[:3])
         sets = None if values is None else SamplingSets(*others[3:])
         call = replace(
-            ctx.call, labels=labels, counted=counted, tokens=tokens, present=ctx.present, sets=sets
+            ctx.call, labels=labels, counted=counted, fields=fields, present=ctx.present, sets=sets
         )
 
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))

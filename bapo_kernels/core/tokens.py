@@ -26,7 +26,7 @@ def with_log_ratios(call: Call, log_probs: Tensor) -> Call:
         return call
     log_ratios = torch.empty_like(log_probs)
     ops_of(call.backend).sequence_log_ratios(
-        log_probs, call.counted, call.tokens, call.present, *call.sequences, log_ratios
+        log_probs, call.counted, call.fields, call.present, *call.sequences, log_ratios
     )
     return replace(call, log_ratios=log_ratios)
 
@@ -72,7 +72,7 @@ def solve(backend: str, table: Tensor, options: Options) -> tuple[Tensor, Tensor
 
 def _searched(call: Call, log_probs: Tensor) -> tuple[object, ...]:
     """The arguments of the operators of the search."""
-    return log_probs, call.counted, call.log_ratios, call.tokens, call.present, call.options
+    return log_probs, call.counted, call.log_ratios, call.fields, call.present, call.options
 
 
 def _empty_result(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -102,8 +102,8 @@ def loss_of_log_probs(
         metrics["label_outside_mask"] = call.sets.labels_outside(call.unmasked)
     shown = outputs.unbind()
     if bounds is None:  # tokens have their own
-        assert call.tokens is not None
-        bounds = call.tokens[FIELDS.index("lower") :][:2].view(2, *call.shape)
+        assert call.fields is not None
+        bounds = call.fields[FIELDS.index("lower") :][:2].view(2, *call.shape)
     used_bounds = ClipBounds(*bounds.unbind())
     entropy = None if entropy is None else shown[1]
     return BAPOOutput(loss, shown[0], entropy, used_bounds, metrics), coefficients
@@ -162,10 +162,10 @@ def token_loss(
     is_spread = call.log_ratios is not None and options.differentiates_ratio()
     dlog_ratios = torch.empty_like(log_probs) if is_spread else None
     unmasked = call.unmasked if call.statistics == "live" else None
-    tokens = call.weights, call.log_ratios, call.tokens, call.present
+    given = call.weights, call.log_ratios, call.fields, call.present
     results = report, dlog_probs, dentropy, outputs, dlog_ratios
     ops_of(call.backend).token_loss(
-        *(log_probs, entropy, call.counted, unmasked, *tokens),
+        *(log_probs, entropy, call.counted, unmasked, *given),
         *(bounds, masses, options, call.ticket, *results),
     )
     if dlog_ratios is not None:

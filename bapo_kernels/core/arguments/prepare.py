@@ -34,22 +34,23 @@ def prepared(backend: str, given: Arguments, columns: int = 0) -> Call:
     labels = torch.empty(N, dtype=torch.int64, device=device) if has_labels else None
     weights = torch.empty(N, dtype=torch.float64, device=device) if given.weighted else None
     ticket = torch.empty(1, dtype=torch.int32, device=device) if given.weighted else None
-    tokens, on_device = None, isinstance(given.divisor, Tensor)
+    fields = None
     if given.fields:
-        tokens = torch.empty((len(FIELDS), N), dtype=torch.float32, device=device)
-    fields = [given.fields.get(name) for name in FIELDS]
+        fields = torch.empty((len(FIELDS), N), dtype=torch.float32, device=device)
+    sources = [given.fields.get(name) for name in FIELDS]
     mask = None if given.response_mask is None else _matrix(given.response_mask, like)
-    matrices = [None if field is None else _matrix(field, like) for field in fields]
+    matrices = [None if field is None else _matrix(field, like) for field in sources]
+    on_device = isinstance(given.divisor, Tensor)
     divisors = (None, given.divisor) if on_device else (given.divisor, None)
     ops_of(backend).prepare(
         *(matrix, mask, matrices, given.cu_seqlens, given.dp_size, *divisors),
         *(given.bounds, given.is_live(), config.options),
-        *(unmasked, counted, labels, weights, tokens, ticket),
+        *(unmasked, counted, labels, weights, fields, ticket),
     )
-    present = sum(1 << k for k, field in enumerate(fields) if field is not None)
+    present = sum(1 << k for k, field in enumerate(sources) if field is not None)
     masks = unmasked, unmasked if counted is None else counted
     call = Call(
-        *(config.options, backend, like.shape, *masks, tokens, present, given.statistics),
+        *(config.options, backend, like.shape, *masks, fields, present, given.statistics),
         *(labels, weights, ticket, given.bounds),
         process_group=given.process_group,
     )

@@ -199,10 +199,9 @@ def loss_arguments(
             bounds = torch.stack((lower, upper))
     elif not config.has_bounds:
         bounds = bounds_tensor(config.options.start(), like)
-    tokens = like, fields, config, response_mask, cu_seqlens
-    others = statistics, options.get("dp_size", 1), divisor, bounds, mask
-    groups = process_group, vocab_group
-    return Arguments(*tokens, *others, None, not for_search, *groups)
+    first = like, fields, config, response_mask, cu_seqlens, statistics
+    others = options.get("dp_size", 1), divisor, bounds, mask, None, not for_search
+    return Arguments(*first, *others, process_group, vocab_group)
 
 
 def token_arguments(

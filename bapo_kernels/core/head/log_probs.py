@@ -31,7 +31,7 @@ class _HeadCall(NamedTuple):
 
     labels: Tensor
     counted: Tensor
-    tokens: Tensor | None
+    fields: Tensor | None
     present: int
     options: Sequence[float]
     dtype: torch.dtype
@@ -59,9 +59,9 @@ class _HeadCall(NamedTuple):
         if self.token_ids is not None and self.offsets is not None:
             where = self.labels, self.backend, shard or columns
             sets = SamplingSets.of(self.token_ids, self.offsets, *where)
-        tokens = self.counted.shape, self.counted, self.counted, self.tokens, self.present
+        given = self.counted.shape, self.counted, self.counted, self.fields, self.present
         options, labels = Options(*self.options), self.labels
-        call = Call(options, self.backend, *tokens, labels=labels, shard=shard, sets=sets)
+        call = Call(options, self.backend, *given, labels=labels, shard=shard, sets=sets)
         products = Products(self.dtype, self.logits_dtype, self.chunk_tokens)
         return call, Head.of(hidden, weight, bias, products, shard)
 
@@ -101,14 +101,14 @@ def _log_prob_gradients(
     assert call.labels is not None
     options = call.options._replace(kl_loss_coef=1.0, kl_loss_type=float(KL_LOSS_TYPES["k1"]))
     ones = torch.ones_like(call.labels, dtype=torch.float64)
-    tokens = torch.zeros(len(FIELDS), ones.numel(), device=ones.device)
+    fields = torch.zeros(len(FIELDS), ones.numel(), device=ones.device)
     if (temperatures := call.field("temperatures")) is not None:
-        tokens[FIELDS.index("temperatures")] = temperatures
+        fields[FIELDS.index("temperatures")] = temperatures
     zeros = 1 << FIELDS.index("advantages") | 1 << FIELDS.index("ref_log_probs")
     call = replace(
         call,
         options=options,
-        tokens=tokens,
+        fields=fields,
         present=call.present | zeros,
         weights=ones,
         bounds=bounds_tensor((1.0, 1.0), ones),
@@ -210,7 +210,7 @@ def _hidden_gradient_of_labels(
     return F.embedding_bag(columns, weight, mode="sum", per_sample_weights=factors)
 
 
-_SAVED = ("labels", "counted", "tokens", "shard_sizes", "token_ids", "offsets")
+_SAVED = ("labels", "counted", "fields", "shard_sizes", "token_ids", "offsets")
 
 
 class LinearLogProbs(torch.autograd.Function):
