@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,14 +141,8 @@ def test_a_library_with_other_names_is_refused(monkeypatch, names, others, reaso
     """They cross into the kernels by their place: one number would be taken for another."""
     layout = torch.ops.bapo_kernels.layout()
     assert native._load() is None
-
-    def of_other_sources():
-        if names is None:
-            raise NotImplementedError
-        assert layout.count(names) == 1
-        return layout.replace(names, others)
-
-    monkeypatch.setattr(torch.ops.bapo_kernels, "layout", of_other_sources)
+    other = NotImplementedError if names is None else [layout.replace(names, others)]
+    monkeypatch.setattr(torch.ops.bapo_kernels, "layout", Mock(side_effect=other))
     refused = native._load()
     assert refused.startswith(f"the native library is of other sources: {reason}")
     assert refused.endswith(": build it again")

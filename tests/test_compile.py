@@ -225,7 +225,7 @@ def test_opcheck_of_the_head(name, frozen, masked, labels):
         *found, unscaled, values = torch.ops.bapo_kernels.head_forward(frozen, *arguments)
         unscaled = unscaled if frozen and len(labels) == 2 else None
         needs = [True, not frozen, not frozen]
-        arguments = (-double(*labels), double(N), *found, values, unscaled, needs, *arguments)
+        arguments = (-double(*labels), double(N), found, values, unscaled, needs, *arguments)
     op = getattr(torch.ops.bapo_kernels, name).default
     torch.library.opcheck(op, arguments)
     assert torch.Tag.cudagraph_unsafe in op.tags, "it reads row counts on the host"

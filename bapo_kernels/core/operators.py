@@ -174,8 +174,8 @@ HEAD_SCHEMAS = {
     "head_forward": f"(bool unscaled, {_HEAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # Returns the gradients of hidden, weight and bias that are needed.
     "head_backward": (
-        "(Tensor? dlog_probs, Tensor? dentropy, Tensor log_probs, Tensor entropy, Tensor stats, "
-        f"Tensor values, Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
+        "(Tensor? dlog_probs, Tensor? dentropy, Tensor[] statistics, Tensor values, "
+        f"Tensor? unscaled, bool[] needs, {_HEAD}) -> Tensor[]"
     ),
 }
 
@@ -193,7 +193,7 @@ def _fake_head_forward(
 
 
 def _fake_head_backward(*args: Any) -> list[Tensor]:
-    needs, parameters = args[7], args[8:11]
+    needs, parameters = args[5], args[6:9]
     return [p.new_empty(p.shape) for p, n in zip(parameters, needs, strict=True) if n]
 
 

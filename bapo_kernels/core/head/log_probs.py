@@ -128,9 +128,7 @@ def _log_prob_gradients(
 def _head_backward(
     dlog_probs: Tensor | None,
     dentropy: Tensor | None,
-    log_probs: Tensor,
-    entropy: Tensor,
-    stats: Tensor,
+    statistics: Sequence[Tensor],
     values: Tensor,
     unscaled: Tensor | None,
     needs: Sequence[bool],
@@ -145,7 +143,7 @@ def _head_backward(
     """
     given = _HeadCall(*others)
     call, head = given.restored(hidden, weight, bias)
-    found = RowStatistics(log_probs, entropy, stats)
+    found = RowStatistics(*statistics)
     if dlog_probs is None:
         dlog_probs = torch.zeros_like(given.labels, dtype=torch.float64)
     coefficients = recomputed = Coefficients(dlog_probs, dentropy)
@@ -262,8 +260,8 @@ class LinearLogProbs(torch.autograd.Function):
         in_common = unscaled if ctx.unscaled and log_probs is not None else None
 
         def recomputed(dlog_probs: Tensor | None) -> list[Tensor]:
-            found = entropy if log_probs is None else log_probs, entropy, stats
-            incoming = dlog_probs, dentropy, *found, values, in_common, needs
+            found = [entropy if log_probs is None else log_probs, entropy, stats]
+            incoming = dlog_probs, dentropy, found, values, in_common, needs
             made: list[Tensor] = _OPS.head_backward(*incoming, *tensors[:3], *given)
             return made
 
