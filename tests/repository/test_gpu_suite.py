@@ -194,7 +194,6 @@ def test_the_training_step_runs_on_the_cpu(suite, monkeypatch):
 
 
 def test_every_file_of_the_kernels_is_in_a_stage():
-    """Where the fixture ``backend`` may have the kernels of a GPU."""
     files, listed = ROOT.glob("tests/test_*.py"), (ROOT / SCRIPT).read_text()
     tested = [f for f in files if re.search(r"def test_\w+\(.*\bbackend\b", f.read_text())]
     assert [f.name for f in tested if f"tests/{f.name}" not in listed] == ["test_fake_gpu.py"]
