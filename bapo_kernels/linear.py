@@ -1,7 +1,4 @@
-"""The public functions of hidden states: check, run the chunks, attach the gradients.
-
-Imports core, the backends and the reference; ``functional`` has the functions of logits.
-"""
+"""The public functions of hidden states. Imports core, the backends and the reference."""
 
 from __future__ import annotations
 

@@ -103,65 +103,6 @@ class SamplingSets(NamedTuple):
         return self.empty_values().zero_()
 
 
-class RowStatistics(NamedTuple):
-    """The results of the first pass for each row, in float64; ``stats`` is private to a backend."""
-
-    log_probs: Tensor  # in the shape of the labels
-    entropy: Tensor
-    stats: Tensor
-
-    @classmethod
-    def empty(cls, call: Call) -> RowStatistics:
-        """Uninitialised."""
-        assert call.labels is not None
-        log_probs = torch.empty_like(call.labels, dtype=torch.float64)
-        N = log_probs.shape[0]  # `len` would fix the size in an export
-        return cls(log_probs, log_probs.new_empty(N), log_probs.new_empty((N, 2)))
-
-    @classmethod
-    def zeros(cls, call: Call) -> RowStatistics:
-        """The statistics of rows that are not counted."""
-        found = cls.empty(call)
-        for values in found:
-            values.zero_()
-        return found
-
-    def at(self, rows: Tensor) -> RowStatistics:
-        """The statistics of some rows."""
-        return RowStatistics(*(values[rows] for values in self))
-
-    def put(self, rows: Tensor, found: RowStatistics) -> None:
-        """Takes over the statistics of some rows."""
-        for whole, values in zip(self, found, strict=True):
-            whole[rows] = values
-
-
-class Coefficients(NamedTuple):
-    """d loss / d log-prob of each label, and d loss / d entropy of each row (``None``: 0)."""
-
-    dlog_probs: Tensor
-    dentropy: Tensor | None
-
-    def at(self, rows: Tensor) -> Coefficients:
-        """The coefficients of some rows."""
-        return Coefficients(
-            self.dlog_probs[rows], None if self.dentropy is None else self.dentropy[rows]
-        )
-
-    def without(self, rows: Tensor) -> Coefficients:
-        """The coefficients, but 0 in the rows of bool ``[N]``."""
-        dentropy = self.dentropy
-        dentropy = None if dentropy is None else dentropy.masked_fill(rows, 0.0)
-        masked = rows if self.dlog_probs.ndim == 1 else rows[:, None]
-        return Coefficients(self.dlog_probs.masked_fill(masked, 0.0), dentropy)
-
-    def has_gradient(self) -> Tensor:
-        """bool ``[N]``: the gradient of a row is not surely zero."""
-        some = self.dlog_probs != 0
-        some = some if some.ndim == 1 else some.any(1)
-        return some if self.dentropy is None else some | (self.dentropy != 0)
-
-
 @dataclass(eq=False)  # nobody changes it; frozen, it would take three times as long to make
 class Call:
     """A checked call of a loss, or of log-probs alone.

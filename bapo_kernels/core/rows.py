@@ -15,10 +15,10 @@ from torch import Tensor
 from ..config import IGNORE_INDEX
 from ..output import BAPOOutput
 from .autograd import HANDED_OVER, OverwrittenLogits, without_derivative
-from .call import Call, Coefficients, RowStatistics, SamplingSets
+from .call import Call, SamplingSets
 from .memory import empty_gradient
 from .operators import as_rows, ops_of
-from .tokens import loss_of_log_probs
+from .tokens import Coefficients, loss_of_log_probs
 
 
 class Rows(NamedTuple):
@@ -32,6 +32,39 @@ class Rows(NamedTuple):
     data: Tensor
     offsets: Tensor | None
     labels: Tensor
+
+
+class RowStatistics(NamedTuple):
+    """The results of the first pass for each row, in float64; ``stats`` is private to a backend."""
+
+    log_probs: Tensor  # in the shape of the labels
+    entropy: Tensor
+    stats: Tensor
+
+    @classmethod
+    def empty(cls, call: Call) -> RowStatistics:
+        """Uninitialised."""
+        assert call.labels is not None
+        log_probs = torch.empty_like(call.labels, dtype=torch.float64)
+        N = log_probs.shape[0]  # `len` would fix the size in an export
+        return cls(log_probs, log_probs.new_empty(N), log_probs.new_empty((N, 2)))
+
+    @classmethod
+    def zeros(cls, call: Call) -> RowStatistics:
+        """The statistics of rows that are not counted."""
+        found = cls.empty(call)
+        for values in found:
+            values.zero_()
+        return found
+
+    def at(self, rows: Tensor) -> RowStatistics:
+        """The statistics of some rows."""
+        return RowStatistics(*(values[rows] for values in self))
+
+    def put(self, rows: Tensor, found: RowStatistics) -> None:
+        """Takes over the statistics of some rows."""
+        for whole, values in zip(self, found, strict=True):
+            whole[rows] = values
 
 
 def logit_rows(call: Call, logits: Tensor) -> Rows:
@@ -72,6 +105,18 @@ def combined(call: Call, found: RowStatistics) -> RowStatistics:
     return RowStatistics(
         *call.shard.combine(*here, *found, call.options, call.field("temperatures"))
     )
+
+
+def set_statistics(call: Call, values: Tensor, found: RowStatistics) -> None:
+    """Makes the first pass over the values of sets, for a shard with a collective of its own."""
+    sets = set_rows(call, values)
+    if call.shard is None:
+        first_pass(call, sets, found)
+        return
+    parts = RowStatistics.zeros(call)
+    first_pass(call, sets, parts)
+    rows = call.given_sets.present.nonzero().squeeze(1)
+    found.put(rows, combined(call, parts).at(rows))
 
 
 def both_passes(call: Call, rows: Rows, found: RowStatistics, out: Tensor | None = None) -> Tensor:

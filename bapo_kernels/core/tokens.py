@@ -7,7 +7,7 @@ of the operators is the contract of the bits: bounds first, then the loss at the
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,34 @@ from torch import Tensor
 from ..config import Options
 from ..output import REPORT, BAPOOutput, ClipBounds
 from .autograd import with_gradients, with_own_version
-from .call import Call, Coefficients
+from .call import Call
 from .operators import FIELDS, ops_of
+
+
+class Coefficients(NamedTuple):
+    """d loss / d log-prob of each label, and d loss / d entropy of each row (``None``: 0)."""
+
+    dlog_probs: Tensor
+    dentropy: Tensor | None
+
+    def at(self, rows: Tensor) -> Coefficients:
+        """The coefficients of some rows."""
+        return Coefficients(
+            self.dlog_probs[rows], None if self.dentropy is None else self.dentropy[rows]
+        )
+
+    def without(self, rows: Tensor) -> Coefficients:
+        """The coefficients, but 0 in the rows of bool ``[N]``."""
+        dentropy = self.dentropy
+        dentropy = None if dentropy is None else dentropy.masked_fill(rows, 0.0)
+        masked = rows if self.dlog_probs.ndim == 1 else rows[:, None]
+        return Coefficients(self.dlog_probs.masked_fill(masked, 0.0), dentropy)
+
+    def has_gradient(self) -> Tensor:
+        """bool ``[N]``: the gradient of a row is not surely zero."""
+        some = self.dlog_probs != 0
+        some = some if some.ndim == 1 else some.any(1)
+        return some if self.dentropy is None else some | (self.dentropy != 0)
 
 
 def with_log_ratios(call: Call, log_probs: Tensor) -> Call:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ...output import BAPOOutput
-from ..call import Call, Coefficients, RowStatistics, bounds_tensor
+from ..call import Call, bounds_tensor
 from ..rows import (
+    RowStatistics,
     both_passes,
     gradients_at,
     logit_rows,
@@ -23,7 +24,7 @@ from ..rows import (
     row_statistics,
     statistics_at,
 )
-from ..tokens import loss_of_log_probs, token_loss
+from ..tokens import Coefficients, loss_of_log_probs, token_loss
 from .head import Head, HeadGradients
 from .sets import HeldSets, add_set_statistics
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ...config import KL_LOSS_TYPES, Options
 from ..autograd import without_derivative
-from ..call import Call, Coefficients, Products, RowStatistics, SamplingSets, bounds_tensor
+from ..call import Call, Products, SamplingSets, bounds_tensor
 from ..distributed import VocabShard
 from ..operators import FIELDS, NATIVE, implement
-from ..rows import finite_only, second_pass, set_rows
+from ..rows import RowStatistics, finite_only, second_pass, set_rows
+from ..tokens import Coefficients
 from .head import Head, HeadGradients
 from .hidden import Chunks, add_recomputed, chunk_statistics
 from .sets import HeldSets, add_set_gradients, add_set_statistics, hidden_gradient, multiplied

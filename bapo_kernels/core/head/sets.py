@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call, Coefficients, RowStatistics
+from ..call import Call
 from ..memory import WEIGHTS
 from ..operators import ops_of
-from ..rows import both_passes, combined, first_pass, second_pass, set_rows, to_decide
+from ..rows import RowStatistics, both_passes, second_pass, set_rows, set_statistics, to_decide
+from ..tokens import Coefficients
 from .head import Head, HeadGradients
 
 
@@ -54,16 +55,8 @@ class HeldSets:
 
 def add_set_statistics(call: Call, head: Head, found: RowStatistics) -> Tensor:
     """Makes the values of the rows that have a sampling mask, and their first pass."""
-    assert call.sets is not None
     values = multiplied(call, head.set_operands)
-    sets = set_rows(call, values)
-    if call.shard is None:
-        first_pass(call, sets, found)
-        return values
-    parts = RowStatistics.zeros(call)
-    first_pass(call, sets, parts)
-    rows = call.sets.present.nonzero().squeeze(1)
-    found.put(rows, combined(call, parts).at(rows))
+    set_statistics(call, values, found)
     return values
 
 

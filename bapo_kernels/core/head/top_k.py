@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import IGNORE_INDEX
-from ..call import Call, RowStatistics, SamplingSets
+from ..call import Call, SamplingSets
 from ..distributed import gather
-from ..rows import statistics_at
+from ..rows import RowStatistics, statistics_at
 from .head import Head
 from .sets import add_set_statistics
 
