@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..backends import available_backends, choose, native
 from ..checks import refuse, require
 from ..config import IGNORE_INDEX
-from ..core.arguments.options import LossOptions
+from ..core.arguments.options import LossOptions, RowOptions
 from ..core.arguments.single import (
     LIMITS_OF_BOUNDS,
     check_logits,
@@ -108,8 +108,10 @@ def check_inputs(
     labels = labels.long()
     choose(backend, logits, "logits")
     batch = old_log_probs, advantages, response_mask
-    head: Any = dict(temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group)
-    arguments = loss_arguments(labels, *batch, **head, **options)
+    row_options: RowOptions = dict(
+        temperature=temperature, sampling_mask=sampling_mask, vocab_group=vocab_group, **options
+    )
+    arguments = loss_arguments(labels, *batch, **row_options)
     arguments.check_ranks("check_inputs", "reference")
     for name in ("batch_num_tokens", "global_batch_size"):
         if isinstance(count := options.get(name), Tensor):

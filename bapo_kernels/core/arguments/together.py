@@ -104,17 +104,9 @@ class Arguments(NamedTuple):
         facts["labels"] = self.labels_or_log_probs if self.labels is None else self.labels
         facts["the normalisers"] = self.divisor
         facts["sampling_mask"] = getattr(self.sampling_mask, "token_ids", None)
-        for name in (
-            "labels_or_log_probs",
-            "fields",
-            "config",
-            "response_mask",
-            "divisor",
-            "weighted",
-        ):
-            del facts[name]
-        del facts["process_group"], facts["vocab_group"]
-        return facts
+        apart = {"labels_or_log_probs", "fields", "config", "response_mask", "divisor", "weighted"}
+        apart |= {"process_group", "vocab_group"}
+        return {name: value for name, value in facts.items() if name not in apart}
 
 
 def log_probs_arguments(
