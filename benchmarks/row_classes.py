@@ -47,7 +47,7 @@ def row_classes(
     """
     tokens = reference.Contributions(config, log_probs, old_log_probs, advantages, counted)
     ends = bounds or config.options.start(), bounds or config.options.maximum()
-    start, last = (torch.logical_or(*clipped(tokens.r, tokens.A, *end)) for end in ends)
+    start, last = (clipped(tokens.r, tokens.A, *end) for end in ends)
     skipped = torch.zeros_like(start) if counted is None else counted == 0
     active = tokens.A != 0
     decided = start == last

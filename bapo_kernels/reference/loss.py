@@ -28,7 +28,15 @@ from ..sampling_mask import SamplingMask
 from .sampling_sets import outside_of_sets
 from .search import Contributions, find_clip_bounds, search_metrics
 from .softmax import head_logits, log_probs
-from .tokens import behaviour_log_probs, clipped, per_token, ratios, sequence_mean, unmasked_tokens
+from .tokens import (
+    behaviour_log_probs,
+    clamp,
+    clipped,
+    per_token,
+    ratios,
+    sequence_mean,
+    unmasked_tokens,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,9 +101,7 @@ def bapo_loss_from_log_probs(
         None if value is None else torch.where(unmasked, value.detach().to(work), 0.0)
         for value in map(given.fields.get, ("rollout_is_weights", "ref_log_probs"))
     )
-    ent = torch.zeros_like(logp)
-    if entropy is not None:
-        ent = torch.where(unmasked, entropy.to(work), 0.0)
+    ent = torch.zeros_like(logp) if entropy is None else torch.where(unmasked, entropy.to(work), 0)
     r, log_ratio = ratios(logp, old, unmasked, config.ratio_level, cu_seqlens)
     terms = _token_terms(config, logp, r, A, at, is_weights, ref, ent)
 
@@ -160,11 +166,10 @@ def _token_terms(
     entropy: Tensor,
 ) -> _Terms:
     lower, upper = (bound.to(logp.dtype) for bound in bounds)
-    dual_clipped = torch.zeros_like(A, dtype=torch.bool)
+    is_clipped = dual_clipped = torch.zeros_like(A, dtype=torch.bool)
     if config.surrogate == "sapo":
         tau = torch.where(A > 0, torch.full_like(A, config.sapo_tau_pos), config.sapo_tau_neg)
         policy = -A * (4 / tau) * torch.sigmoid(tau * (r - 1))
-        is_clipped = torch.zeros_like(dual_clipped)
     elif config.surrogate == "cispo":
         weight = torch.clamp(r.detach(), lower, upper) * A
         policy = torch.where(weight == 0, 0.0, -weight * logp)  # also where logp is -inf
@@ -173,12 +178,12 @@ def _token_terms(
         dual_clipped, is_clipped = r < lower, (r < lower) | (r > upper)
         policy = -A * torch.where(is_clipped, 0.0, r)
     else:
-        policy = -torch.minimum(r * A, torch.clamp(r, lower, upper) * A)
+        policy = -torch.minimum(r * A, clamp(r, lower, upper) * A)
         if config.clip_ratio_c is not None:
             cap = -A * config.clip_ratio_c
             dual_clipped = (A < 0) & (policy > cap)
             policy = torch.where(dual_clipped, cap, policy)
-        is_clipped = torch.logical_or(*clipped(r, A, lower, upper))
+        is_clipped = clipped(r, A, lower, upper)
     if is_weights is not None:
         policy = policy * is_weights
     kl = torch.zeros_like(logp) if ref is None else _kl(logp, ref, config.kl_loss_type)
@@ -284,8 +289,8 @@ def _kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
         return logp - ref
     if kind == "k2":
         return 0.5 * (logp - ref).square()
-    delta = torch.clamp(ref - logp, -20.0, 20.0)
-    return torch.clamp(delta.exp() - delta - 1.0, -10.0, 10.0)
+    delta = clamp(ref - logp, -20.0, 20.0)
+    return clamp(delta.exp() - delta - 1.0, -10.0, 10.0)
 
 
 def aggregated(

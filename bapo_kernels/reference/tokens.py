@@ -41,6 +41,11 @@ def behaviour_log_probs(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:
     return logp.detach().clamp(min=torch.finfo(logp.dtype).min)
 
 
+def clamp(values: Tensor, lower: float | Tensor, upper: float | Tensor) -> Tensor:
+    """``torch.clamp`` with derivative 1 at the limits too, where torch 2.15 has 1/2 or 0."""
+    return torch.where(values < lower, lower, torch.where(values > upper, upper, values))
+
+
 def ratios(
     logp: Tensor, old: Tensor, unmasked: Tensor, level: RatioLevel, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -53,7 +58,7 @@ def ratios(
     log_ratio = logp - old
     if level == "sequence":
         log_ratio = sequence_mean(log_ratio + bad, unmasked, cu_seqlens)
-    log_ratio = torch.clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     r = log_ratio.exp()
     return r + bad if level == "token" else r, log_ratio
 
@@ -69,8 +74,6 @@ def sequence_mean(values: Tensor, unmasked: Tensor, cu_seqlens: Tensor | None) -
     return per_token(torch.stack(means), values, cu_seqlens)
 
 
-def clipped(
-    ratio: Tensor, advantages: Tensor, lower: float | Tensor, upper: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Tells where the clip removes the gradient: below the lower bound, and above the upper."""
-    return (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)
+def clipped(r: Tensor, A: Tensor, lower: float | Tensor, upper: float | Tensor) -> Tensor:
+    """Where the clip removes the gradient: A < 0 below the lower bound, A > 0 above the upper."""
+    return ((A < 0) & (r < lower)) | ((A > 0) & (r > upper))
