@@ -193,7 +193,6 @@ def _token_terms(
         loss = loss + config.kl_loss_coef * kl
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
-
     return _Terms(loss, policy, kl, is_clipped, dual_clipped)
 
 

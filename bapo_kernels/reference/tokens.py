@@ -43,7 +43,8 @@ def behaviour_log_probs(logp: Tensor, old_log_probs: Tensor | None) -> Tensor:
 
 def clamp(values: Tensor, lower: float | Tensor, upper: float | Tensor) -> Tensor:
     """``torch.clamp`` with derivative 1 at the limits too, where torch 2.15 has 1/2 or 0."""
-    return torch.where(values < lower, lower, torch.where(values > upper, upper, values))
+    clamped = torch.clamp(values.detach(), lower, upper)  # type: ignore[arg-type]
+    return torch.where(values == clamped, values, clamped)
 
 
 def ratios(
