@@ -81,7 +81,7 @@ def terms_of(library, config, tokens):
 @pytest.mark.parametrize("tokens", [edges, random])
 @pytest.mark.parametrize("options", CONFIGS, ids=lambda each: "-".join(map(str, each.values())))
 def test_terms(library, options, tokens, monkeypatch):
-    # Its derivative at the limits depends on the version of torch: here it has none.
+    # Without a derivative of torch.clamp: at the limits it depends on the version of torch.
     clamp = torch.clamp
     monkeypatch.setattr(torch, "clamp", lambda x, *limits: clamp(x.detach(), *limits))
     config, tokens = BAPOConfig(**options), tokens()
