@@ -52,7 +52,8 @@ exhaustive: .venv/built build/triton_3.9/installed
 
 # The tests whose numbers depend on the processor. PyTorch adds in other orders, on the CPU and in the
 # reference, which stands for processors that we do not have; CONTRIBUTING.md says how to have fewer
-# instructions too.
+# instructions too. Then all CPU tests of `make test` with memory full of NaN, which a processor may
+# read and multiply by zero.
 SUM_ORDERS ?= 11 12
 processors: BIN = build/test_env/bin
 processors: build/test_env/installed $(LIBRARY)
@@ -60,6 +61,8 @@ processors: build/test_env/installed $(LIBRARY)
 	  $(PYTEST) --sum-order $$seed -m "not slow and not compile" --hypothesis-profile quick \
 	    -k "([cpu or budget or gemm or linear or reference) and not host" tests/test_*.py || exit 1; \
 	done
+	$(PYTEST) --poisoned -m "not slow and not compile" --hypothesis-profile quick -k "not triton" \
+	  tests/test_*.py
 
 # The fast tests and those of torch.compile, with what README promises: an interpreter and what pip
 # installs for it, the oldest first. Each takes up to 7 GB of disk until its tests are done.

@@ -20,7 +20,15 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 
 os.environ.setdefault("BAPO_SELF_CHECK", "0")  # tests have it run where it is their subject
 
-from helpers import DEVICES, INTERPRETED, KERNELS, PTX, needs_gpu_memory, not_tested_on_the_gpu
+from helpers import (
+    DEVICES,
+    INTERPRETED,
+    KERNELS,
+    PTX,
+    needs_gpu_memory,
+    not_tested_on_the_gpu,
+    poisoned_memory,
+)
 from hypothesis import settings
 
 from bapo_kernels import available_backends
@@ -45,6 +53,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--sum-order", type=int, metavar="SEED", help="PyTorch's sums in another order"
     )
+    parser.addoption("--poisoned", action="store_true", help="memory is full of NaN at first")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -169,4 +178,13 @@ def sum_order(request):
     seed = request.config.getoption("sum_order")
     other = seed is not None and request.node.get_closest_marker("compile") is None
     with SumOrder(seed) if other else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def poisoned(request):
+    """With ``--poisoned``, and in eager code: what nothing has written reaches no result."""
+    asked = request.config.getoption("poisoned")
+    eager = request.node.get_closest_marker("compile") is None
+    with poisoned_memory() if asked and eager else nullcontext():
         yield

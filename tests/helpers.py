@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from hypothesis import settings
 from torch import Tensor
 
 import bapo_kernels
-from bapo_kernels import BAPOConfig, SamplingMask, reference
+from bapo_kernels import BAPOConfig, SamplingMask, checks, reference
 from bapo_kernels.backends import native
 from bapo_kernels.config import IGNORE_INDEX
+from bapo_kernels.core.memory import Memory
 from bapo_kernels.tools.budget import EPS as EPS
 from bapo_kernels.tools.budget import Case, Result, evaluate
 from bapo_kernels.tools.budget import in_some_orders as in_some_orders
@@ -206,13 +208,26 @@ def check_with_sets(case: Case, mask: SamplingMask, backend: str, **extra: Any) 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh tensors, those allocated in C++ too, are full of NaN or of the largest integer."""
+    """Fresh tensors, those allocated in C++ too, are full of NaN or of the largest integer.
+
+    So is memory of earlier calls that is used again, also where it is longer than its tensor.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def poisoned(self, shape, dtype, device, original=Memory.empty):
+        values = original(self, shape, dtype, device)
+        if checks.is_readable(values):
+            values.new_empty(0, dtype=torch.uint8).set_(values.untyped_storage()).fill_(255)
+        return values
+
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with patch.object(Memory, "empty", poisoned):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def assert_same_bits(got: Result, expected: Result) -> None:

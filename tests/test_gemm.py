@@ -1,15 +1,20 @@
 """The products of a head: within a rounding of float64, whatever the processor multiplies."""
 
+import ast
 import os
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from accuracy import assert_as_reference
-from helpers import needs_native
+from helpers import needs_native, poisoned_memory
 from test_linear import check, problem, rounded_product
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bapo_kernels import BAPOConfig, debug
+import bapo_kernels
+from bapo_kernels import BAPOConfig, bapo_linear_loss, debug, linear_log_probs, linear_top_k
+from bapo_kernels.core import memory
 from bapo_kernels.core.call import Products
 from bapo_kernels.core.head import gemm
 from bapo_kernels.core.head.head import Head
@@ -29,7 +34,7 @@ def products(request, monkeypatch):
     return request.param
 
 
-def operands(dtype):
+def operands(dtype, V=V):
     g = torch.Generator().manual_seed(0)
     return [torch.randn(*size, generator=g).to(dtype) for size in ((n, H), (V, H), (V,), (n, V))]
 
@@ -69,6 +74,91 @@ def test_losses(products, dtype, logits_dtype, chunk_tokens, frozen):
     parameters, case = problem(dtype, "cpu", BAPOConfig())
     options = dict(chunk_tokens=chunk_tokens, logits_dtype=logits_dtype, frozen=frozen)
     check(parameters, case, "cpu", **options)
+
+
+PRODUCTS = "mm", "addmm", "matmul", "__matmul__"
+
+
+def without_nan_between_rows(factor):
+    """Asserts it of a factor of a product, and of the 64 bytes behind the last row."""
+    x = factor if factor.stride(1) == 1 else factor.T
+    (rows, columns), pitch, begin = x.shape, x.stride(0), x.storage_offset()
+    gaps = x.as_strided((rows - 1, max(0, pitch - columns)), (pitch, 1), begin + columns)
+    end = begin + (rows - 1) * pitch + columns
+    there = min(64, x.untyped_storage().nbytes() - end * x.itemsize) // x.itemsize
+    assert not gaps.isnan().any()
+    assert not x.as_strided((there,), (1,), end).isnan().any()
+
+
+@pytest.fixture
+def factors(monkeypatch):
+    """The dtypes of the factors of all matrix products, each of which is checked."""
+    dtypes = set()
+    for owner, name in product((torch, torch.Tensor), PRODUCTS):
+        if not hasattr(owner, name):
+            continue
+
+        def checked(*args, name=name, original=getattr(owner, name), **options):
+            for factor in args[name == "addmm" :]:
+                without_nan_between_rows(factor)
+                dtypes.add(factor.dtype)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, checked)
+    return dtypes
+
+
+LENGTHS = {
+    **{1: "less than an instruction", 31: "a prime", 33: "one more than a tile", 40: "rows of 80 B"},
+    **{123: "odd", 1_003: "several tiles", 50_257: "GPT-2"},
+}
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("V", LENGTHS)
+def test_products_read_what_was_written(monkeypatch, factors, dtype, V):
+    """Not what is behind a row: a processor that reads on there multiplies it by zero."""
+    monkeypatch.setattr(memory, "KEPT_FROM_BYTES", 0)
+    monkeypatch.setattr("bapo_kernels.core.head.head.SUM_BYTES", 0)  # chunks as asked for
+    h, weight, bias, _ = operands(dtype, V)
+    labels, advantages = torch.arange(n) % V, torch.tensor([1.0, -1, 0, 2, -2, 1, -1, 0, 1])
+    old = linear_log_probs(h, weight, labels, bias=bias)[0] + 0.4 * advantages  # some undecided
+
+    def gradients():
+        """Of chunks of all rows, and of two; the last one has a single row."""
+        for chunk_tokens, frozen in product((None, 2), (False, True)):
+            for logits_dtype in {None, torch.float32}:
+                options = dict(chunk_tokens=chunk_tokens, logits_dtype=logits_dtype, backend="cpu")
+                x, head = h.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+                options["bias"] = bias.clone().requires_grad_(not frozen)
+                loss = bapo_linear_loss(x, head, labels, old, advantages, **options).loss
+                for ids in (labels, labels[:, None].expand(n, 2)):
+                    logp, entropy = linear_log_probs(x, head, ids, **options)
+                    loss = loss + logp.sum() + entropy[::2].sum()
+                loss.backward()
+                linear_top_k(x, head, 1, **options)
+                yield from (x.grad, head.grad, options["bias"].grad)
+
+    expected = list(gradients())
+    with poisoned_memory():
+        got = list(gradients())
+    assert (dtype if gemm.in_own_dtype(h) else torch.float32) in factors
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)
+
+
+def test_where_products_are_made():
+    """In one file, whose operands the test above knows; in blocks of a LoRA weight; in PyTorch."""
+    package = Path(bapo_kernels.__file__).parent
+    others = {"reference", "tools", "triton"}
+    for file in package.rglob("*.py"):
+        if others.isdisjoint(file.relative_to(package).parts):
+            tree = list(ast.walk(ast.parse(file.read_text())))
+            names = {x.attr for x in tree if isinstance(x, ast.Attribute)}
+            named = names & {*PRODUCTS, "bmm", "einsum", "linear", "mv", "dot"}
+            if named or any(isinstance(x, ast.MatMult) for x in tree):
+                assert file.name in ("gemm.py", "lora.py")
 
 
 class Sizes(TorchDispatchMode):

@@ -7,6 +7,7 @@ the dtype in which the gradient of the weight is summed, are decided here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from . import gemm
 
 CHUNK_BYTES = 2**30
 SUM_BYTES = 4  # of an element of the weight's gradient, while several chunks are added up
-_ALIGNED = 8  # logits of a row begin at a multiple of 16 bytes, as the fastest products ask for
+_GAP_BYTES = 64  # at least so many zeros are behind a row; rows begin at multiples of them
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,8 @@ class Head:
     def chunks(self, rows: Tensor, sums_weight: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
         """The rows in chunks, and memory for the :meth:`logits` of one chunk after the other."""
         size = self.rows_per_chunk(rows.numel(), sums_weight)
-        shape = size, _aligned(self.weight.shape[0])
-        memory = CHUNKS.empty(shape, self.products.logits_dtype, self.weight.device)
-        return rows.split(size), memory
+        V, like = self.weight.shape[0], (self.products.logits_dtype, self.weight.device)
+        return rows.split(size), _rows_apart(CHUNKS.empty, size, V, *like)
 
     def logits(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states ``[n, H]`` and logits ``[n, V]`` of some rows."""
@@ -133,7 +133,8 @@ class HeadGradients:
             self.bias += dlogits.sum(0, dtype=torch.float32)
         with _without_autocast(h):
             if self.head.widens and gemm.in_own_dtype(h):
-                dlogits = _narrowed(dlogits, h.dtype)
+                narrow = _rows_apart(torch.empty, *dlogits.shape, h.dtype, h.device)
+                dlogits = narrow[:, : dlogits.shape[1]].copy_(dlogits)
             if self.hidden is not None:
                 dtype = self.hidden.dtype
                 self.hidden[rows] = gemm.hidden_gradient(dlogits, self.head.weight, dtype)
@@ -185,14 +186,17 @@ class HeadGradients:
         ]
 
 
-def _aligned(columns: int) -> int:
-    return -(-columns // _ALIGNED) * _ALIGNED
+def _rows_apart(
+    empty: Callable[..., Tensor], rows: int, V: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory of an operand ``[rows, V]``, in whose further columns are zeros.
 
-
-def _narrowed(dlogits: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype, with aligned rows too."""
-    rows, columns = dlogits.shape
-    return dlogits.new_empty((rows, _aligned(columns)), dtype=dtype)[:, :columns].copy_(dlogits)
+    A product for AMX reads on behind a row and multiplies by zero what is there: NaN stays NaN.
+    """
+    gap = _GAP_BYTES // dtype.itemsize
+    operand = empty((rows, (-(-V // gap) + 1) * gap), dtype=dtype, device=device)
+    operand[:, V:].zero_()
+    return operand
 
 
 def _zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
