@@ -61,7 +61,7 @@ processors: build/test_env/installed $(LIBRARY)
 	  $(PYTEST) --sum-order $$seed -m "not slow and not compile" --hypothesis-profile quick \
 	    -k "([cpu or budget or gemm or linear or reference) and not host" tests/test_*.py || exit 1; \
 	done
-	$(PYTEST) --poisoned -m "not slow and not compile" --hypothesis-profile quick -k "not triton" \
+	$(PYTEST) --poisoned -m "not slow and not compile" --hypothesis-profile quick -k "not triton and not forks" \
 	  tests/test_*.py
 
 # The fast tests and those of torch.compile, with what README promises: an interpreter and what pip
@@ -119,7 +119,7 @@ sanitize: .venv/built
 	  ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && PYTHONPATH=. BAPO_REQUIRE_NATIVE=1 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  ../../$(PYTEST) -m "not compile" -k "not triton" \
+	  ../../$(PYTEST) -m "not compile" -k "not triton and not forks" \
 	  $(filter-out $(UNSANITISED:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 # Executes the PTX of the CUDA kernels on the CPU under SEEDS schedules (tests/cuda_on_host): for each

@@ -216,8 +216,8 @@ def poisoned_memory() -> Iterator[None]:
 
     def poisoned(self, shape, dtype, device, original=Memory.empty):
         values = original(self, shape, dtype, device)
-        if checks.is_readable(values):
-            values.new_empty(0, dtype=torch.uint8).set_(values.untyped_storage()).fill_(255)
+        if self.last and checks.is_readable(values):  # not if torch has just made it
+            self.last[-1].memory.fill_(255)
         return values
 
     torch.use_deterministic_algorithms(True)
