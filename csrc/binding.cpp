@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "binding_sampling_sets.h"
+#include "cpu/denormals.h"
 #include "launch.h"
 #include "sampling_sets.h"
 #include "sequences.h"
@@ -55,15 +56,17 @@ void advise_large_pages(const LogitRows& rows) {
     advise_large_pages(rows.grad, rows.count() * rows.vocab, rows.dtype);
 }
 
-// kernel(params, queue) on all threads, which share the rows.
+// kernel(params, queue) on all threads, which share the rows; it takes and makes no denormal.
 template <typename Params>
 void run_queue(int64_t count, const Params& params, void (*kernel)(const Params&, cpu::RowQueue&)) {
     const int64_t threads = torch::stable::get_num_threads();
     constexpr int64_t kGrainsPerThread = 8;
     const int64_t grain = count / (threads * kGrainsPerThread);
     cpu::RowQueue queue{count, grain > 0 ? grain : 1};
-    torch::stable::parallel_for(0, threads < count ? threads : count, 1,
-                                [&](int64_t, int64_t) { kernel(params, queue); });
+    torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
+        const cpu::FlushedDenormals flushed;
+        kernel(params, queue);
+    });
 }
 const cpu::RowKernels& row_kernels() { return *kernels_in_use.load(); }
 const cpu::SetKernels& set_kernels() { return row_kernels().sets; }
@@ -88,6 +91,10 @@ struct Cpu {
         if (params.only == nullptr) advise_large_pages(params.rows);
         run_queue(params.rows.count(), params,
                   params.rows.are_sets() ? set_kernels().gradient : row_kernels().row_gradient);
+    }
+    static void scale(const LogitRows& rows, const float* factor, const Tensor&) {
+        if (*factor == 1.0f) return;
+        run_queue(rows.count(), cpu::ScaleParams{rows, *factor}, row_kernels().scale);
     }
     static void prepare(const PrepareParams& params, const Tensor&) {
         TokenCounts counts{};

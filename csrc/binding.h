@@ -115,6 +115,30 @@ void row_gradient(Tensor logits, Tensor dlogits, OptionalTensor offsets, Tensor 
     Backend::row_gradient(params, logits);
 }
 
+// A tensor to change in place, which may have any strides in up to three dimensions.
+inline LogitRows rows_in_place(const Tensor& x) {
+    const int64_t dims = x.dim();
+    STD_TORCH_CHECK(x.is_contiguous() || (dims <= 3 && x.stride(dims - 1) == 1),
+                    "x must be contiguous, or have at most 3 dimensions and last stride 1");
+    LogitRows rows{};
+    rows.dtype = row_dtype(x, "x");
+    rows.vocab = dims >= 1 ? x.size(dims - 1) : 1;
+    rows.rows = dims >= 2 ? x.size(dims - 2) : 1;
+    rows.batches = rows.vocab * rows.rows == 0 ? 0 : x.numel() / (rows.vocab * rows.rows);
+    // In a contiguous tensor, dimensions of size 1 may have any stride.
+    const bool packed = x.is_contiguous();
+    rows.row_stride = packed || dims < 2 ? rows.vocab : x.stride(dims - 2);
+    rows.batch_stride = packed || dims < 3 ? rows.rows * rows.vocab : x.stride(dims - 3);
+    rows.grad_row_stride = rows.row_stride, rows.grad_batch_stride = rows.batch_stride;
+    rows.logits = rows.grad = x.data_ptr();
+    return rows;
+}
+
+template <typename Backend>
+void scale(Tensor x, Tensor factor) {
+    Backend::scale(rows_in_place(x), Reader(x).data<float>(factor, 1, "factor"), x);
+}
+
 template <typename Backend>
 void prepare(Tensor labels_or_log_probs, OptionalTensor response_mask,
              std::vector<OptionalTensor> fields, OptionalTensor cu_seqlens, double scale,
@@ -298,6 +322,7 @@ void register_operators_on_rows(Library& m) {
     m.impl("row_pass_", TORCH_BOX(&Forms<row_pass<Backend>>::in_place));
     m.impl("row_gradient", TORCH_BOX(&Forms<row_gradient<Backend>>::out_of_place));
     m.impl("row_gradient_", TORCH_BOX(&Forms<row_gradient<Backend>>::in_place));
+    m.impl("scale_", TORCH_BOX(&scale<Backend>));
     m.impl("prepare", TORCH_BOX(&prepare<Backend>));
     m.impl("sequence_log_ratios", TORCH_BOX(&sequence_log_ratios<Backend>));
     m.impl("add_sequence_means_", TORCH_BOX(&add_sequence_means_<Backend>));

@@ -5,5 +5,4 @@
 
 STABLE_TORCH_LIBRARY_IMPL(BAPO_NAMESPACE, CUDA, m) {
     bapo::binding::register_operators<bapo::binding::Cuda>(m);
-    m.impl("scale_", TORCH_BOX(&bapo::binding::scale));
 }

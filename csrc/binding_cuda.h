@@ -75,6 +75,9 @@ struct Cuda {
         check_columns(params.rows);
         launch(cuda::gradient_of_labels, params, like);
     }
+    static void scale(const LogitRows& rows, const float* factor, const Tensor& like) {
+        launch_on(like, [&](void* stream) { return cuda::scale(rows, factor, stream); });
+    }
     static void search(const ContributionParams& params, const Target& target,
                        const SearchResult& result, const Tensor& like) {
         Tensor memory;
@@ -96,29 +99,5 @@ struct Cuda {
     static constexpr auto sets_dhidden = launched<SetHiddenGradientParams, cuda::sets_dhidden>;
     static constexpr auto sets_dweight = launched<SetWeightGradientParams, cuda::sets_dweight>;
 };
-
-// A tensor to change in place, which may have any strides in up to three dimensions.
-inline LogitRows rows_in_place(const Tensor& x) {
-    const int64_t dims = x.dim();
-    STD_TORCH_CHECK(x.is_contiguous() || (dims <= 3 && x.stride(dims - 1) == 1),
-                    "x must be contiguous, or have at most 3 dimensions and last stride 1");
-    LogitRows rows{};
-    rows.dtype = row_dtype(x, "x");
-    rows.vocab = dims >= 1 ? x.size(dims - 1) : 1;
-    rows.rows = dims >= 2 ? x.size(dims - 2) : 1;
-    rows.batches = rows.vocab * rows.rows == 0 ? 0 : x.numel() / (rows.vocab * rows.rows);
-    // In a contiguous tensor, dimensions of size 1 may have any stride.
-    const bool packed = x.is_contiguous();
-    rows.row_stride = packed || dims < 2 ? rows.vocab : x.stride(dims - 2);
-    rows.batch_stride = packed || dims < 3 ? rows.rows * rows.vocab : x.stride(dims - 3);
-    rows.grad_row_stride = rows.row_stride, rows.grad_batch_stride = rows.batch_stride;
-    rows.logits = rows.grad = x.data_ptr();
-    return rows;
-}
-
-inline void scale(Tensor x, Tensor factor) {
-    const float* const by = Reader(x).data<float>(factor, 1, "factor");
-    launch_on(x, [&](void* stream) { return cuda::scale(rows_in_place(x), by, stream); });
-}
 
 }  // namespace bapo::binding

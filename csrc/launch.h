@@ -19,6 +19,12 @@ struct RowQueue {
     std::atomic<int64_t> next{0};
 };
 
+// Rows to multiply by a factor, in place.
+struct ScaleParams {
+    LogitRows rows;
+    float factor;
+};
+
 // Kernels of rows with a sampling mask; dweight takes columns instead.
 struct SetKernels {
     void (*gather)(const MoveSetsParams&, RowQueue&);
@@ -35,6 +41,7 @@ struct RowKernels {
     const char* isa;
     void (*row_pass)(const RowPassParams&, RowQueue&);
     void (*row_gradient)(const RowGradientParams&, RowQueue&);
+    void (*scale)(const ScaleParams&, RowQueue&);
     const SetKernels& sets;
 };
 // The widest instruction set that this processor has; or by name, null if it cannot run here.

@@ -7,10 +7,19 @@ import torch
 from accuracy import assert_rounded
 from helpers import EPS, check_against_reference, make_case, needs_native
 
-from bapo_kernels import BAPOConfig, log_probs, reference
+from bapo_kernels import (
+    BAPOConfig,
+    SamplingMask,
+    bapo_linear_loss,
+    bapo_loss,
+    log_probs,
+    reference,
+)
+from bapo_kernels.core.head import gemm
 from bapo_kernels.debug import instruction_set
 
 pytestmark = needs_native
+TINIEST = 2.0**-126  # the least float32 that is not denormal
 
 
 @pytest.fixture(params=["avx512bf16", "avx512", "avx2", "portable"])
@@ -63,6 +72,73 @@ def test_every_16_bit_float_is_read_exactly(chosen, dtype):
     # Below 0 it is that of exp(x), whose exponent is rounded; 1 + exp(x) is a sum in float64.
     of = expected.abs() + EPS[torch.float64] / EPS[torch.float32]
     assert_rounded(got, expected, 5 - x.double().clamp(max=0.0), of)
+
+
+def denormals(values):
+    """How many values are denormal in float32; the others are not all 0."""
+    size = values.float().abs()
+    assert (size >= TINIEST).any()
+    return int(((size > 0) & (size < TINIEST)).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}, {"final_logit_softcapping": 200.0}])
+def test_no_denormal_leaves_or_reaches_a_product(monkeypatch, chosen, dtype, options):
+    """Where probabilities pass through 2^-126, and where backward scales a gradient."""
+    z = torch.linspace(-140, 0, 4099).repeat(6, 1).to(dtype)
+    z[1, ::2] = -100  # beside numbers that mask
+    ids, advantages = torch.arange(4093, 4099), torch.tensor([1.0, -2, 1e-2, 1, -1e-3, 3])
+    hidden, tokens = torch.eye(6, dtype=dtype), (ids, None, advantages)
+    transform = {name: value for name, value in options.items() if name != "entropy_coef"}
+    config, whole = BAPOConfig(**options), SamplingMask.from_lists([list(range(4099))] * 6)
+    multiplied = []
+
+    def product(total, dlogits, *others, original=gemm.add_weight_gradient):
+        multiplied.append(dlogits.clone())
+        original(total, dlogits, *others)
+
+    monkeypatch.setattr(gemm, "add_weight_gradient", product)
+    losses = {
+        "fresh": lambda x: bapo_loss(x, *tokens, config=config).loss,
+        "in place": lambda x: bapo_loss(x * 1.0, *tokens, config=config, inplace=True).loss,
+        "sets": lambda x: bapo_loss(x, *tokens, config=config, sampling_mask=whole).loss,
+        "log_probs": lambda x: sum(x.sum() for x in log_probs(x, ids, **transform)),
+        "labels": lambda x: log_probs(x, torch.stack([ids, ids - 99], 1), **transform)[0].sum(),
+        "hidden": lambda x: bapo_linear_loss(hidden, x.T, *tokens, config=config).loss,
+    }
+    for loss in losses.values():
+        for scale in (1.0, 1e-34):
+            leaf = z.clone().requires_grad_()
+            (loss(leaf) * scale).backward()
+            assert not denormals(leaf.grad)
+    assert multiplied
+    assert not any(map(denormals, multiplied))
+
+
+def test_flushing_ends_with_the_kernels(chosen):
+    """On every thread, and where the user has asked for it, it goes on."""
+    tiny = torch.full((2**18,), TINIEST)
+    for flushes in (False, True):
+        torch.set_flush_denormal(flushes)
+        logits = torch.randn(64, 4099, requires_grad=True)
+        bapo_loss(logits, torch.arange(64), None, torch.ones(64)).loss.mul(0.5).backward()
+        assert (tiny[:99] * 0.5 == 0).all() == flushes
+        assert flushes or (tiny * 0.5 != 0).all()
+    torch.set_flush_denormal(False)
+
+
+def test_denormals_of_float16_stay(chosen):
+    """Most gradients of a long row are such, and a loss's own scale."""
+    case = make_case((3, 5), 4099, torch.float16)
+    got = check_against_reference(case, "cpu").gradient.abs()
+    assert (got[got > 0] < torch.finfo(torch.float16).tiny).float().mean() > 0.5
+
+
+def test_weights_of_the_search_may_be_denormal(chosen):
+    """The probability of a token is its weight, also below 2^-126."""
+    case = make_case((3, 5), 4099, spread=60.0, masked=0.0)
+    assert (case.old_log_probs < -126 * math.log(2)).float().mean() > 0.5
+    check_against_reference(case, "cpu")
 
 
 def test_unknown_instruction_set_is_refused():

@@ -276,11 +276,3 @@ def _on_plain_tensors(
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, list, tuple, Options}
-
-
-def _scale_cpu(x: Tensor, factor: Tensor) -> None:
-    if factor.item() != 1:
-        x.mul_(factor)
-
-
-implement("cpu", "scale_", _scale_cpu, ["CPU"])

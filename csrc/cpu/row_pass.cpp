@@ -24,11 +24,24 @@ void row_gradient(const RowGradientParams& params, cpu::RowQueue& queue) {
     });
 }
 
+void scale(const cpu::ScaleParams& params, cpu::RowQueue& queue) {
+    with_dtype(params.rows.dtype, [&]<typename T>(T) {
+        take_rows(params, queue, [](const cpu::ScaleParams& params, int64_t index) {
+            T* const x = params.rows.grad_at<T>(index);
+            fill_row(x, params.rows.vocab, false, [&](int64_t begin, int64_t count) {
+                const bool whole = count == kLanes;
+                return (whole ? load(x + begin) : load_partial(x + begin, count)) * params.factor;
+            });
+        });
+    });
+}
+
 }  // namespace
 
 namespace bapo::cpu {
 extern const SetKernels BAPO_CONCAT(kSetKernels_, BAPO_ISA);
 extern const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA);
-const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA){
-    BAPO_STRING(BAPO_ISA), ::row_pass, ::row_gradient, BAPO_CONCAT(kSetKernels_, BAPO_ISA)};
+const RowKernels BAPO_CONCAT(kRowKernels_, BAPO_ISA){BAPO_STRING(BAPO_ISA), ::row_pass,
+                                                     ::row_gradient, ::scale,
+                                                     BAPO_CONCAT(kSetKernels_, BAPO_ISA)};
 }  // namespace bapo::cpu

@@ -128,7 +128,8 @@ inline VHalf narrow(VFloat x, Float16) { return (VHalf)vcvt_f16_f32((float32x4_t
 inline VFloat widen(VHalf h, Float16) {
     const VUint u = __builtin_convertvector(h, VUint);
     const VUint magnitude = u & 0x7fff;
-    VFloat x = (VFloat)(magnitude << 13) * 0x1p112f;  // exact, subnormals too
+    VFloat x = (VFloat)((magnitude << 13) + 0x38000000);
+    x = magnitude < 0x0400 ? __builtin_convertvector(magnitude, VFloat) * 0x1p-24f : x;
     x = magnitude >= 0x7c00 ? (VFloat)((magnitude << 13) | 0x7f800000) : x;
     return (VFloat)((VUint)x | ((u & 0x8000) << 16));
 }
