@@ -88,7 +88,6 @@ AOTITorchError torch_call_dispatcher(const char* name, const char* overload, Sta
 
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CPU, m) {
     binding::register_operators<binding::Cuda>(m);
-    m.impl("scale_", TORCH_BOX(&binding::scale));
 }
 STABLE_TORCH_LIBRARY_IMPL(bapo_kernels_cuda_on_host, CompositeExplicitAutograd, m) {
     m.impl("device", TORCH_BOX(&device));
