@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .checks import is_dtensor, require
 
@@ -84,7 +83,6 @@ class _Adapted(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dweight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B, A = ctx.saved_tensors
         dB, dA = torch.empty_like(B), torch.zeros_like(A)

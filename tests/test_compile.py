@@ -487,3 +487,15 @@ def test_export(name, strict):
     exported = program.module(check_guards=False)  # torch cannot check those of globals
     for batch in (first, second):
         assert_close(exported(*batch), module(*batch), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("call", [bapo_loss, log_probs])
+def test_second_derivatives_are_refused(call):
+    """By logits `[B, S, V]` that are an input; a view that is saved would be detached."""
+    case = make_case((2, 3), 33, poison=False)
+    given = case.arguments() if call is bapo_loss else case.arguments()[:1]
+    compiled = torch.compile(lambda x: call(x, *given)[0].sum(), backend="aot_eager")
+    leaf = case.logits.requires_grad_()
+    (first,) = torch.autograd.grad(compiled(leaf * 2), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(first.sum(), leaf)

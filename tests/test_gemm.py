@@ -4,6 +4,7 @@ import ast
 import os
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_losses(products, dtype, logits_dtype, chunk_tokens, frozen):
     check(parameters, case, "cpu", **options)
 
 
-PRODUCTS = "mm", "addmm", "matmul", "__matmul__"
+PRODUCTS = "mm", "addmm"
 
 
 def without_nan_between_rows(factor):
@@ -94,22 +95,29 @@ def without_nan_between_rows(factor):
 def factors(monkeypatch):
     """The dtypes of the factors of all matrix products, each of which is checked."""
     dtypes = set()
-    for owner, name in product((torch, torch.Tensor), PRODUCTS):
-        if not hasattr(owner, name):
-            continue
 
-        def checked(*args, name=name, original=getattr(owner, name), **options):
-            for factor in args[name == "addmm" :]:
+    def checked(original, begin):
+        def multiply(*args, **options):
+            for factor in args[begin:]:
                 without_nan_between_rows(factor)
                 dtypes.add(factor.dtype)
             return original(*args, **options)
 
-        monkeypatch.setattr(owner, name, checked)
+        return multiply
+
+    monkeypatch.setattr(gemm, "torch", SimpleNamespace(**vars(torch)))
+    for name in PRODUCTS:
+        monkeypatch.setattr(gemm.torch, name, checked(getattr(torch, name), name == "addmm"))
     return dtypes
 
 
 LENGTHS = {
-    **{1: "less than an instruction", 31: "a prime", 33: "one more than a tile", 40: "rows of 80 B"},
+    **{
+        1: "less than an instruction",
+        31: "a prime",
+        33: "one more than a tile",
+        40: "rows of 80 B",
+    },
     **{123: "odd", 1_003: "several tiles", 50_257: "GPT-2"},
 }
 
@@ -149,16 +157,18 @@ def test_products_read_what_was_written(monkeypatch, factors, dtype, V):
 
 
 def test_where_products_are_made():
-    """In one file, whose operands the test above knows; in blocks of a LoRA weight; in PyTorch."""
-    package = Path(bapo_kernels.__file__).parent
-    others = {"reference", "tools", "triton"}
+    """By two functions in one file, as the test above relies on; LoRA's, of its own weights."""
+    package, named = Path(bapo_kernels.__file__).parent, {}
     for file in package.rglob("*.py"):
-        if others.isdisjoint(file.relative_to(package).parts):
+        if {"reference", "tools", "triton"}.isdisjoint(file.relative_to(package).parts):
             tree = list(ast.walk(ast.parse(file.read_text())))
             names = {x.attr for x in tree if isinstance(x, ast.Attribute)}
-            named = names & {*PRODUCTS, "bmm", "einsum", "linear", "mv", "dot"}
-            if named or any(isinstance(x, ast.MatMult) for x in tree):
-                assert file.name in ("gemm.py", "lora.py")
+            names |= {"@" for x in tree if isinstance(x, ast.MatMult)}
+            named[file.name] = names & {*PRODUCTS, "@", "bmm", "einsum", "linear", "matmul", "mv"}
+    assert {x: y for x, y in named.items() if y} == {
+        "gemm.py": {*PRODUCTS},
+        "lora.py": {"addmm", "@"},
+    }
 
 
 class Sizes(TorchDispatchMode):

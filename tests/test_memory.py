@@ -10,6 +10,7 @@ import torch
 from forked import in_fork
 from helpers import make_case, needs_native, run_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import bapo_kernels
@@ -208,6 +209,22 @@ def test_gradients_have_the_same_bits(option, dtype):
     got = run_kernel(case, "cpu", **OPTIONS[option]).gradients[0]
     assert got.data_ptr() == address
     assert torch.equal(got, expected)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_released_before_backward(dtype):
+    """What refuses a second derivative by them does not keep them."""
+    case = make_case((3, 7), 257, dtype=dtype, poison=False)
+    leaf = case.logits.clone().requires_grad_()
+    logits = leaf * 1
+    memory = StorageWeakRef(logits.untyped_storage())
+    loss = bapo_loss(logits, *case.arguments(), backend="cpu").loss
+    del logits
+    assert memory.expired()
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="no derivative"):
+        torch.autograd.grad(gradient.sum(), leaf)
 
 
 @needs_native

@@ -4,7 +4,9 @@ import copy
 import io
 import pickle
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from bapo_kernels import (
     BAPOLinearLoss,
     BAPOLoss,
     ClipBoundSearch,
+    SamplingMask,
     bapo_linear_loss,
     bapo_loss,
     bapo_loss_from_log_probs,
@@ -193,11 +196,91 @@ def test_second_backward_is_refused(call, retain_graph):
         loss.backward()
 
 
-@pytest.mark.parametrize("function", [of_logits, log_probs_of_logits])
-def test_double_backward_is_refused(call):
-    (gradient,) = torch.autograd.grad(call().sum(), call.x["logits"], create_graph=True)
-    with pytest.raises(RuntimeError, match="has no derivative"):
-        gradient.square().sum().backward()
+def frozen(function):
+    """With a head that needs no gradient."""
+
+    def call(x, case, backend, **options):
+        return function(dict(x, weight=x["weight"].detach()), case, backend, **options)
+
+    return call
+
+
+def of_two_labels(function):
+    """With the labels of each row twice."""
+
+    def call(x, case, backend):
+        twice = torch.stack([case.labels, case.labels.clamp(min=0)], -1)
+        return function(x, replace(case, labels=twice), backend)
+
+    return call
+
+
+def with_sets(function):
+    """With a sampling mask in half of the rows."""
+
+    def call(x, case, backend):
+        lists = [list(range(0, V, 2)) * (n % 2) for n in range(case.labels.numel())]
+        mask = SamplingMask.from_lists(lists, case.labels.device)
+        tokens = case.arguments() if function is bapo_loss else [case.labels]
+        return function(x["logits"], *tokens, sampling_mask=mask, backend=backend)
+
+    return call
+
+
+SECOND_DERIVATIVES = {
+    "logits": of_logits,
+    "in place": of_overwritten_logits,
+    "float16": of_half_logits,
+    "float16 in place": partial(of_half_logits, inplace=True),
+    "entropy": partial(of_logits, config=CONFIG),
+    "sets": with_sets(bapo_loss),
+    "reference in place": lambda x, case, _: of_overwritten_logits(
+        x, case, "reference", inplace=True
+    ),
+    "hidden": of_hidden,
+    "hidden, frozen": frozen(of_hidden),
+    "hidden, entropy": partial(of_hidden, config=CONFIG),
+    "from log-probs": of_log_probs,
+    "log-probs": log_probs_of_logits,
+    "log-probs, labels": of_two_labels(log_probs_of_logits),
+    "log-probs, sets": with_sets(log_probs),
+    "log-probs of hidden": log_probs_of_hidden,
+    "log-probs of hidden, frozen": frozen(log_probs_of_hidden),
+    "log-probs of hidden, labels": of_two_labels(log_probs_of_hidden),
+    "log-probs of hidden, labels, frozen": of_two_labels(frozen(log_probs_of_hidden)),
+}
+
+
+def first(value, by, factor=1.0):
+    return torch.autograd.grad(value(by) * factor, by, create_graph=True, allow_unused=True)[0]
+
+
+def by_a_factor(value, by):
+    factor = torch.ones_like(by.sum()).detach().requires_grad_()
+    torch.autograd.grad(first(value, by, factor).sum(), factor)
+
+
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+def test_second_derivatives_are_refused(backend, device, name):
+    """Whatever is asked for: an input, what it is made of, or what multiplies the value."""
+    call = Call(SECOND_DERIVATIVES[name], backend, device)
+    asked = (
+        lambda value, by: torch.autograd.grad(first(value, by).square().sum(), by),
+        lambda value, by: first(value, by).square().sum().backward(),
+        torch.autograd.functional.hessian,
+        by_a_factor,
+    )
+    refused = 0
+    for leaf, ask in product(call.x, asked):
+
+        def value(x, leaf=leaf):
+            return call(call.x | {leaf: x * 2.0}).sum()
+
+        if first(value, call.x[leaf]) is not None:
+            with pytest.raises(RuntimeError, match="reference has all derivatives"):
+                ask(value, call.x[leaf])
+            refused += 1
+    assert refused
 
 
 @pytest.mark.parametrize("name", ["log_probs", "entropy"])

@@ -17,26 +17,35 @@ from .operators import ops_of
 
 
 class _NoDerivative(torch.autograd.Function):
-    """A gradient whose own derivative raises."""
+    """A tensor whose derivative by the inputs is not known: asking for it raises."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+    def forward(ctx: Any, tensor: Tensor, *inputs: Tensor | None) -> Tensor:
+        return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, dgradient: Tensor) -> Tensor:
+    def backward(ctx: Any, derivative: Tensor) -> Tensor:
         raise RuntimeError(
             "the gradient of the BAPO loss and of log_probs has no derivative; "
             "bapo_kernels.reference has all derivatives"
         )
 
 
-def without_derivative(gradient: Tensor) -> Tensor:
-    """``gradient``; under ``create_graph=True`` a second derivative must raise, not be 0."""
+def without_derivative(gradient: Tensor, *inputs: Tensor | None) -> Tensor:
+    """``gradient``; under ``create_graph=True`` its derivative by the inputs must raise, not be 0.
+
+    Autograd comes here only on its way to what is asked for. So the inputs are all that the
+    gradient depends on, the incoming ones too.
+    """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return gradient
-    result: Tensor = _NoDerivative.apply(gradient.requires_grad_())
+    result: Tensor = _NoDerivative.apply(gradient, *inputs)
     return result
+
+
+def path_to(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """A tensor that depends on these and keeps none of them, for :func:`without_derivative`."""
+    return (without_derivative(torch.empty(0, device="cpu"), *inputs),)
 
 
 class OverwrittenLogits:
@@ -114,9 +123,10 @@ class _PrecomputedGradient(torch.autograd.Function):
         beside: tuple[Tensor | None, ...],
         backend: str,
         overwritten: OverwrittenLogits | None,
+        path: tuple[Tensor, ...],
         *tensors: Any,
     ) -> tuple[Tensor | None, ...]:
-        ctx.backend, ctx.overwritten = backend, overwritten
+        ctx.backend, ctx.overwritten, ctx.path = backend, overwritten, path
         ctx.gradients, ctx.tensors = tensors[len(tensors) // 2 :], len(tensors)
         ctx.set_materialize_grads(False)
         others = (None if values is None else with_own_version(values) for values in beside)
@@ -129,7 +139,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         if any(gradient is not None for gradient in dbeside):
             raise RuntimeError(_NO_GRADIENT_BESIDE)
         if dloss is None:  # as DDP leaves it where the loss was not used
-            return (None, None, None, None, *(None for _ in range(ctx.tensors)))
+            return (None, None, None, None, None, *(None for _ in range(ctx.tensors)))
         if ctx.gradients is None:
             raise RuntimeError(HANDED_OVER)
         if ctx.overwritten is not None:
@@ -143,8 +153,9 @@ class _PrecomputedGradient(torch.autograd.Function):
                 gradient.mul_(factor)
             else:
                 ops_of(ctx.backend).scale_(gradient, factor)
-        made = (None if each is None else without_derivative(each) for each in gradients)
-        return (None, None, None, None, *made, *(None for _ in gradients))
+        inputs = dloss, *ctx.path
+        made = (None if each is None else without_derivative(each, *inputs) for each in gradients)
+        return (None, None, None, None, None, *made, *(None for _ in gradients))
 
 
 def output_with_gradients(
@@ -178,7 +189,7 @@ def with_gradients(
     if torch.compiler.is_compiling() and all(gradient is None for gradient in gradients):
         # Dynamo does not trace a Function of any number of tensors without grad mode.
         return loss, *beside
-    tensors = *inputs, *gradients
+    tensors = path_to(*inputs), *inputs, *gradients
     made: tuple[Any, ...] = _PrecomputedGradient.apply(loss, beside, backend, overwritten, *tensors)
     return made
 

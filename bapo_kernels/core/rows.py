@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import IGNORE_INDEX
 from ..output import BAPOOutput
-from .autograd import HANDED_OVER, OverwrittenLogits, without_derivative
+from .autograd import HANDED_OVER, OverwrittenLogits, path_to, without_derivative
 from .call import Call, SamplingSets
 from .memory import empty_gradient
 from .operators import as_rows, ops_of
@@ -260,12 +260,16 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, call: Call, overwritten: OverwrittenLogits | None
+        ctx: Any,
+        logits: Tensor,
+        call: Call,
+        overwritten: OverwrittenLogits | None,
+        path: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        values = None if call.sets is None else gathered(call, logits)
+        values = None if call.sets is None else gathered(call, as_rows(logits))
         sets = None if values is None else set_rows(call, values)
         found = row_statistics(call, logit_rows(call, logits), sets)
-        ctx.call, ctx.overwritten = call, overwritten
+        ctx.call, ctx.overwritten, ctx.path = call, overwritten, path
         ctx.inplace = None if overwritten is None else logits.detach()
         # Autograd would refuse logits that it knows to be overwritten.
         saved = logits if overwritten is None else None
@@ -286,6 +290,7 @@ class LogProbs(torch.autograd.Function):
             ctx.call, labels=labels, counted=counted, fields=fields, present=ctx.present, sets=sets
         )
 
+        inputs = dlog_probs, dentropy, *ctx.path
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         if dentropy is not None:
             dentropy = torch.where(counted, dentropy, 0.0)
@@ -298,7 +303,7 @@ class LogProbs(torch.autograd.Function):
         coefficients = Coefficients(dlog_probs, dentropy)
         if logits is not None:
             dlogits = empty_gradient(logits)
-            second_pass(call, logit_rows(call, logits), found, coefficients, dlogits)
+            second_pass(call, logit_rows(call, logits), found, coefficients, as_rows(dlogits))
         elif ctx.inplace is not None:
             ctx.overwritten.check()
             dlogits, ctx.inplace, ctx.overwritten = ctx.inplace, None, None
@@ -308,15 +313,16 @@ class LogProbs(torch.autograd.Function):
         if values is not None:
             dvalues = call.sets.empty_values()
             second_pass(call, set_rows(call, values), found, coefficients, dvalues)
-            scatter(call, dvalues, dlogits)
-        return without_derivative(dlogits), None, None
+            scatter(call, dvalues, as_rows(dlogits))
+        return without_derivative(dlogits, *inputs), None, None, None
 
 
 def differentiable_log_probs(
     call: Call, logits: Tensor, overwritten: OverwrittenLogits | None = None
 ) -> tuple[Tensor, Tensor]:
     """Flat float64 log-probs and entropy, whose gradient backward makes."""
-    made: tuple[Tensor, Tensor] = LogProbs.apply(as_rows(logits), call, overwritten)
+    # Saved as they came in: AOTAutograd raises for a second derivative by an input that is saved.
+    made: tuple[Tensor, Tensor] = LogProbs.apply(logits, call, overwritten, path_to(logits))
     return made
 
 

@@ -11,6 +11,7 @@ from parity import assert_gradients
 
 from bapo_kernels import BAPOConfig, linear_log_probs, reference
 from bapo_kernels.lm_head import LMHead
+from bapo_kernels.lora import _Adapted
 from bapo_kernels.tools.budget import in_some_orders, largest
 
 transformers = pytest.importorskip("transformers")
@@ -215,6 +216,13 @@ def exact_sum(layer):
     parts = [(layer.lora_A[n].weight, layer.lora_B[n].weight, n) for n in layer.active_adapters]
     sums = [layer.scaling[name] * (B.double() @ A.double()) for A, B, name in parts]
     return (layer.base_layer.weight.double() + sum(sums)).detach()
+
+
+def test_second_derivatives_of_a_lora_weight():
+    weight, B, A = (
+        torch.randn(*size).double().requires_grad_() for size in ((9, 4), (9, 2), (2, 4))
+    )
+    assert torch.autograd.gradgradcheck(_Adapted.apply, (weight, B, A))
 
 
 def test_lora_is_rounded_once():

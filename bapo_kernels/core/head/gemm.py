@@ -75,10 +75,10 @@ def hidden_gradient(dlogits: Tensor, weight: Tensor, dtype: torch.dtype) -> Tens
     if weight.is_cuda and dtype != weight.dtype:
         return torch.mm(dlogits, weight, out_dtype=dtype)
     if weight.is_cuda or (dtype != torch.float32 and in_own_dtype(weight)):
-        return dlogits @ weight
+        return torch.mm(dlogits, weight)
     total = dlogits.new_zeros(dlogits.shape[0], weight.shape[1], dtype=torch.float32)
     for columns, part in _in_float32(weight):
-        total += dlogits[:, columns].float() @ part
+        total += torch.mm(dlogits[:, columns].float(), part)
     return total.to(dtype)
 
 

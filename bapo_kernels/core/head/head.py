@@ -133,8 +133,9 @@ class HeadGradients:
             self.bias += dlogits.sum(0, dtype=torch.float32)
         with _without_autocast(h):
             if self.head.widens and gemm.in_own_dtype(h):
-                narrow = _rows_apart(torch.empty, *dlogits.shape, h.dtype, h.device)
-                dlogits = narrow[:, : dlogits.shape[1]].copy_(dlogits)
+                n, V = dlogits.shape
+                narrow = _rows_apart(torch.empty, n, V, h.dtype, h.device)
+                dlogits = narrow[:, :V].copy_(dlogits)
             if self.hidden is not None:
                 dtype = self.hidden.dtype
                 self.hidden[rows] = gemm.hidden_gradient(dlogits, self.head.weight, dtype)

@@ -253,6 +253,7 @@ class LinearLogProbs(torch.autograd.Function):
         *tensors, log_probs, entropy, stats, values, unscaled = ctx.saved_tensors
         tensors = [x if y is None else y for x, y in zip(tensors, ctx.inference, strict=True)]
         given = _HeadCall(**ctx.given | dict(zip(_SAVED, tensors[3:], strict=True)))
+        inputs = dlog_probs, dentropy, *tensors[:3]
         dlog_probs, dentropy = (None if d is None else d.detach() for d in (dlog_probs, dentropy))
         needs, others = [bool(needed) for needed in ctx.needs_input_grad[:3]], (None,) * 3
 
@@ -267,7 +268,7 @@ class LinearLogProbs(torch.autograd.Function):
             return made
 
         if not ctx.unscaled or in_common is not None:
-            gradients = map(without_derivative, recomputed(dlog_probs))
+            gradients = (without_derivative(each, *inputs) for each in recomputed(dlog_probs))
             return (*(next(gradients) if needed else None for needed in needs), *others)
         factors = torch.zeros_like(entropy) if dlog_probs is None else dlog_probs
         factors = torch.where(given.counted, factors, 0.0).float().view(*unscaled.shape[:-1], 1)
@@ -275,7 +276,7 @@ class LinearLogProbs(torch.autograd.Function):
         gradient = torch.where(factors != 0, unscaled * factors, 0.0)
         if dentropy is not None:  # compiled, it is 0 where it is unused, and no row is recomputed
             gradient = gradient + recomputed(None)[0]
-        return without_derivative(gradient.to(unscaled.dtype)), None, None, *others
+        return without_derivative(gradient.to(unscaled.dtype), *inputs), None, None, *others
 
 
 implement("cpu", "head_forward", _head_forward, ["CompositeExplicitAutograd"])
